@@ -1,0 +1,71 @@
+# Needs git, make and Python 3.11 or newer. Everything else is installed into .venv by the rules below; once it is there,
+# every target works without a network.
+
+# The first interpreter that is new enough; `make PYTHON=/path/to/python3.12 …` overrides it.
+PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+
+BIN   := .venv/bin
+READY := .venv/.ready
+TREE  := .venv/tree
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+PIP   := $(BIN)/pip install -qq --no-build-isolation -c constraints.txt
+MYPY_ARGS := --config-file holdfast/pyproject.toml --cache-dir ../../.mypy_cache
+TORCH := $(shell grep '^torch==' constraints.txt)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_NO_INPUT := 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test lint format bench bench-names clean
+
+help:  ## this list
+	@echo "usage: make TARGET"
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1	\2/p' Makefile
+
+setup: $(READY)  ## install everything into .venv (the targets below do it by themselves)
+
+demo: $(READY)  ## see it work: make demo [URI=s3://bucket/run] [DEMO_ARGS="…"]
+	@$(BIN)/holdfast demo $(if $(URI),'$(URI)') $(DEMO_ARGS)
+
+# `pytest`, not `python -m pytest`: the latter would put this folder on the path, and every room would be there twice,
+# as holdfast.planner and as planner.
+test: $(READY)  ## run every test; skips are listed with their reasons
+	@$(BIN)/pytest $(TEST_ARGS)
+
+lint: $(READY)  ## style, format, types, and the arrows between the rooms
+	@echo "== ruff check";       $(BIN)/ruff check --output-format concise .
+	@echo "== ruff format";      $(BIN)/ruff format --check --output-format concise . || { echo "To mend: make format" >&2; exit 1; }
+	@echo "== mypy --strict";    cd $(TREE) && ../bin/mypy $(MYPY_ARGS) -p holdfast | sed 's|^holdfast/||'
+	@echo "== import contracts"; $(BIN)/lint-imports --no-logo
+
+format: $(READY)  ## mend style and format where a machine can
+	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+bench:  ## how to run the benchmarks
+	@echo "What can this storage do for checkpoints:   $(BIN)/holdfast bench URI"
+	@echo "Programs, each with --help, and --tiny for a run of seconds:"
+	@for name in $$($(MAKE) -s bench-names); do echo "  $(BIN)/python -m holdfast.bench.$$name"; done
+
+# A file below bench/ that has a main() is a program.
+bench-names:
+	@{ grep -rlE '^(async )?def main\(' --include='*.py' bench || true; } | sed -e 's|^bench/||' -e 's|\.py$$||' -e 's|/|.|g' | sort
+
+clean:  ## remove .venv, caches and build leftovers
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .grimp_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "Holdfast needs Python 3.11 or newer; $(or $(PYTHON),python3) is: $$($(or $(PYTHON),python3) --version 2>&1)." >&2; \
+		echo "Name another: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { \
+		echo "This Python cannot make virtual environments (on Debian: apt-get install python3-venv)." >&2; exit 1; }
+	@test -x $(BIN)/pip || { echo "setup 1/3: .venv, with $$($(PYTHON) --version)"; $(PYTHON) -m venv .venv; }
+	@echo "setup 2/3: $(TORCH) (large; minutes on a slow line)"
+	@$(PIP) '$(TORCH)' setuptools
+	@echo "setup 3/3: holdfast itself, editable, and the tools for tests and checks"
+	@$(PIP) -e '.[dev]'
+	@mkdir -p $(TREE) && ln -sfn ../.. $(TREE)/holdfast  # for mypy, which cannot follow an editable install
+	@touch $@

@@ -1,0 +1,115 @@
+"""Holdfast: the checkpoint storage layer for large-model training.
+
+    import holdfast
+
+    holdfast.save("/checkpoints/step-100", {"model": model, "optim": optim, "step": 100})
+    holdfast.load("/checkpoints/step-100", into={"model": model, "optim": optim, "step": 0})
+
+Any parallel layout into any other, without pickle, and never a torn checkpoint. ``import holdfast`` is cheap: torch is
+imported when the first function that needs it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .errors import (
+        AccessError,
+        CheckpointError,
+        CoordinationError,
+        CoverageError,
+        DamagedError,
+        DeadlineError,
+        ExistsError,
+        FullError,
+        HoldfastError,
+        InvisibleFilesError,
+        MismatchError,
+        NotACheckpointError,
+        NotFoundError,
+        RankFailedError,
+        ReplacedError,
+        SaveError,
+        StateError,
+        StorageDownError,
+        StorageError,
+        SupersededError,
+        UnsupportedFormatError,
+        UriError,
+        UsageError,
+    )
+    from .storage.api import async_save, load, release_memory, save
+    from .storage.frameworks.stateful import RNGState
+    from .storage.handle import SaveHandle, SaveReport
+    from .storage.reader import Checkpoint, list_checkpoints, open  # noqa: A004 - the name that users expect
+
+_ERRORS = (
+    "AccessError CheckpointError CoordinationError CoverageError DamagedError DeadlineError ExistsError FullError HoldfastError "
+    "InvisibleFilesError MismatchError NotACheckpointError NotFoundError RankFailedError ReplacedError SaveError StateError "
+    "StorageDownError StorageError SupersededError UnsupportedFormatError UriError UsageError"
+).split()
+
+_HOME = dict.fromkeys(_ERRORS, ".errors") | {
+    "Checkpoint": ".storage.reader",
+    "RNGState": ".storage.frameworks.stateful",
+    "SaveHandle": ".storage.handle",
+    "SaveReport": ".storage.handle",
+    "async_save": ".storage.api",
+    "list_checkpoints": ".storage.reader",
+    "load": ".storage.api",
+    "open": ".storage.reader",
+    "release_memory": ".storage.api",
+    "save": ".storage.api",
+}
+
+__all__ = [  # noqa: RUF022 - what one uses, then what one catches
+    "Checkpoint",
+    "RNGState",
+    "SaveHandle",
+    "SaveReport",
+    "async_save",
+    "list_checkpoints",
+    "load",
+    "open",
+    "release_memory",
+    "save",
+    "AccessError",
+    "CheckpointError",
+    "CoordinationError",
+    "CoverageError",
+    "DamagedError",
+    "DeadlineError",
+    "ExistsError",
+    "FullError",
+    "HoldfastError",
+    "InvisibleFilesError",
+    "MismatchError",
+    "NotACheckpointError",
+    "NotFoundError",
+    "RankFailedError",
+    "ReplacedError",
+    "SaveError",
+    "StateError",
+    "StorageDownError",
+    "StorageError",
+    "SupersededError",
+    "UnsupportedFormatError",
+    "UriError",
+    "UsageError",
+]
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name], __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,135 @@
+"""The driver contract: what every kind of storage must do for Holdfast, and nothing more.
+
+A driver is bound to one root (a folder, a bucket and prefix) and speaks in **keys** relative to it: parts joined by
+``/``, none of them empty, ``.`` or ``..``, no NUL, not absolute (see :func:`check_key`). Methods are coroutines; one
+driver is used from one event loop, and by many tasks at once.
+
+Durability is part of the contract: :meth:`Upload.commit` and :meth:`Driver.put` return only when the bytes are durable
+as that storage defines durable. Visibility too: an object is either absent or whole. What failed leaves nothing visible.
+
+Scope: a driver does I/O. It does not retry, limit, hash or cache contents; layers and the engine do.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from ..errors import UriError
+
+__all__ = ["Buffer", "Driver", "ObjectInfo", "Traits", "Upload", "check_key"]
+
+Buffer = memoryview
+"""One-dimensional, contiguous, of format ``B``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What a driver is good at. The scheduler and the planner read these; nobody asks for the driver's type."""
+
+    part_nbytes: int
+    """Preferred size of one write or read, in bytes."""
+    part_min_nbytes: int
+    """Least size of one write, but for the last of an upload; 1 where any size will do."""
+    align_nbytes: int
+    """Writes whose offset, length and memory address are multiples of this avoid a copy; 1 where nothing is gained."""
+    concurrency: int
+    """Operations in flight beyond which nothing is gained."""
+    coalesce_nbytes: int
+    """Two ranges closer than this are read faster as one."""
+    parts_any_order: bool
+    """Parts of one upload may arrive in any order, and in parallel. Otherwise: in order, one at a time."""
+    exclusive_is_atomic: bool
+    """Of several exclusive puts to one key exactly one succeeds, whichever hosts they come from."""
+    shared: bool
+    """Other hosts see the same objects."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """One visible object. ``modified_s`` is in seconds since the epoch, by the storage's own clock."""
+
+    key: str
+    nbytes: int
+    modified_s: float
+
+
+class Upload(ABC):
+    """One object being written. Invisible and harmless until :meth:`commit` has returned."""
+
+    @abstractmethod
+    async def write(self, start: int, data: Buffer) -> None:
+        """Take ``data`` as the object's bytes from ``start``. The caller keeps ``data`` unchanged until this returns.
+
+        Every byte of the declared size is written exactly once. Raises a :class:`StorageError`.
+        """
+
+    @abstractmethod
+    async def commit(self) -> None:
+        """Make the object durable and visible, whole, replacing one of the same key. Called once, after all writes."""
+
+    @abstractmethod
+    async def abort(self) -> None:
+        """Drop what was written; nothing stays visible. Safe to call at any time, more than once, and after a failed
+        or cancelled :meth:`commit`; after a successful one it does nothing. Does not raise a StorageError."""
+
+
+class Driver(ABC):
+    """Storage bound to one root. Raises :class:`holdfast.StorageError` and its kinds, each with URI, key and cause."""
+
+    uri: str
+    """The root, redacted: fit to be printed."""
+    traits: Traits
+
+    @abstractmethod
+    async def read(self, key: str, start: int, into: Buffer) -> None:
+        """Fill all of ``into`` with the object's bytes from ``start``.
+
+        Raises NotFoundError without such an object, and DamagedError where the object ends before ``start + len(into)``.
+        """
+
+    @abstractmethod
+    async def create(self, key: str, nbytes: int) -> Upload:
+        """Begin an object of exactly ``nbytes``. Two uploads to one key do not disturb each other: the last commit wins."""
+
+    @abstractmethod
+    async def get(self, key: str) -> bytes:
+        """The whole of a small object. Raises NotFoundError."""
+
+    @abstractmethod
+    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
+        """Store a small object: atomic, durable on return, replacing what was there.
+
+        With ``exclusive``: raises ExistsError where the key is taken, and then changes nothing.
+        """
+
+    @abstractmethod
+    async def stat(self, key: str) -> ObjectInfo:
+        """Size and time of one object. Raises NotFoundError."""
+
+    @abstractmethod
+    def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        """Every visible object at or below ``prefix`` (a key, or ``""`` for all), in no order. What is unfinished is not
+        shown; a prefix that does not exist is empty. Cost grows with what lies below the prefix, not with the root."""
+
+    @abstractmethod
+    async def delete(self, key: str) -> None:
+        """Remove one object. One that is not there is no error."""
+
+    @abstractmethod
+    async def delete_all(self, prefix: str) -> None:
+        """Remove every object below ``prefix`` (not empty), and what dead uploads left there: temporary files, dangling
+        parts, empty folders. Nothing there is no error. Not atomic: what fails midway may be done again."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Let go of handles and threads. Safe to call twice."""
+
+
+def check_key(key: str, *, uri: str | None = None) -> str:
+    """Return ``key`` if it is safe to use below a root, else raise UriError. Every driver calls this first."""
+    parts = key.split("/")
+    if "\0" in key or any(part in ("", ".", "..") for part in parts):
+        raise UriError(f"key {key!r} is not a plain relative path", uri=uri, key=key)
+    return key

@@ -1,0 +1,182 @@
+"""Bytes between memory and an open file, past the page cache where the file system lets us.
+
+O_DIRECT wants offset, length and memory address to be multiples of 4096. A range is therefore split: an unaligned head
+and tail go through the page cache, the body between them goes directly, from the caller's memory if that is aligned as
+the file is, else through a bounce buffer. So a page is touched directly or through the cache, never both, as long as
+ranges do not overlap; and the cache holds at most two pages per range that fsync has to write.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .contract import Buffer
+
+__all__ = ["ALIGN_NBYTES", "DIRECT_MIN_NBYTES", "OpenFile", "open_direct", "read_at", "write_at"]
+
+ALIGN_NBYTES = 4096
+"""A multiple of the logical block size of every disk in use, and the size of a page."""
+DIRECT_MIN_NBYTES = 64 << 10
+"""Below this the page cache is faster."""
+
+_BOUNCE_NBYTES = 1 << 20
+_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
+_bounce = threading.local()
+
+
+class OpenFile:
+    """Descriptors of one file. Closed once :meth:`close` was called and the last ``with`` block has ended.
+
+    ``direct`` is None where O_DIRECT is refused or not wanted; ``must_be_direct``: a later refusal is an error, too.
+    """
+
+    def __init__(self, plain: int, direct: int | None, *, must_be_direct: bool = False) -> None:
+        self.plain, self.direct, self.must_be_direct = plain, direct, must_be_direct
+        self._fds = [fd for fd in (plain, direct) if fd is not None]
+        self._lock = threading.Lock()
+        self._users = 0
+        self._closing = False
+
+    def __enter__(self) -> OpenFile:
+        with self._lock:
+            if self._closing:
+                raise OSError(errno.EBADF, "file is closed")
+            self._users += 1
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._leave(-1)
+
+    def close(self) -> None:
+        """Close when nobody uses it any more; at once, if nobody does. Safe to call twice."""
+        self._closing = True
+        self._leave(0)
+
+    def _leave(self, users: int) -> None:
+        with self._lock:
+            self._users += users
+            fds = self._fds if self._closing and not self._users else []
+            if fds:
+                self._fds = []
+        for fd in fds:
+            os.close(fd)
+
+
+def open_direct(name: str, flags: int, *, folder: int, like: int, must: bool) -> int | None:
+    """Open ``name`` once more, with O_DIRECT; None where that is refused, unless it ``must`` not be: then OSError.
+
+    ``like`` is the first descriptor: another file under the name raises OSError.
+    """
+    try:
+        fd = os.open(name, flags | os.O_DIRECT | os.O_NOFOLLOW, dir_fd=folder)
+    except OSError as error:
+        if must or error.errno not in _REFUSED:
+            raise
+        return None
+    if not os.path.sameopenfile(fd, like):
+        os.close(fd)
+        raise OSError(errno.ESTALE, "file was replaced while it was being opened")
+    return fd
+
+
+def write_at(file: OpenFile, start: int, data: Buffer) -> None:
+    """Write all of ``data`` at byte ``start``. Raises OSError."""
+    head, body = _direct_part(file, start, len(data))
+    _write_plain(file.plain, data[:head], start)
+    done = head + _write_direct(file, data[head : head + body], start + head)
+    _write_plain(file.plain, data[done:], start + done)
+
+
+def read_at(file: OpenFile, start: int, into: Buffer) -> None:
+    """Fill all of ``into`` from byte ``start``. Raises EOFError where the file ends too early, and OSError."""
+    head, body = _direct_part(file, start, len(into))
+    _read_plain(file.plain, into[:head], start)
+    done = head + _read_direct(file, into[head : head + body], start + head)
+    _read_plain(file.plain, into[done:], start + done)
+
+
+def _direct_part(file: OpenFile, start: int, nbytes: int) -> tuple[int, int]:
+    """Where in the range the direct part begins, and its length, in bytes."""
+    head = -start % ALIGN_NBYTES
+    body = (nbytes - head) // ALIGN_NBYTES * ALIGN_NBYTES
+    return (head, body) if file.direct is not None and body >= DIRECT_MIN_NBYTES else (0, 0)
+
+
+def _write_plain(fd: int, data: Buffer, start: int) -> None:
+    done = 0
+    while done < len(data):
+        if not (count := os.pwrite(fd, data[done:], start + done)):
+            raise OSError(errno.EIO, "the device takes no more bytes, and does not say why")
+        done += count
+
+
+def _read_plain(fd: int, into: Buffer, start: int) -> None:
+    done = 0
+    while done < len(into):
+        if not (count := os.preadv(fd, [into[done:]], start + done)):
+            raise EOFError(start + done)
+        done += count
+
+
+def _write_direct(file: OpenFile, data: Buffer, start: int) -> int:
+    """Write what can be written directly; return how many bytes, a multiple of the alignment. The rest is left."""
+    if not len(data):
+        return 0
+    source = np.frombuffer(data, np.uint8)
+    aligned = source.ctypes.data % ALIGN_NBYTES == 0
+    done = 0
+    while done < len(data):
+        piece: Any = data[done:] if aligned else _bounce_memory()[: len(data) - done]
+        if not aligned:
+            np.copyto(piece, source[done : done + len(piece)])  # without the GIL, unlike a memoryview
+        count = _direct(file, os.pwrite, piece, start + done)
+        done += count - count % ALIGN_NBYTES  # after a short write, go on at a boundary: the same bytes once more
+        if count < ALIGN_NBYTES:
+            break  # the page cache will do, or will know why not
+    return done
+
+
+def _read_direct(file: OpenFile, into: Buffer, start: int) -> int:
+    """Read what can be read directly; return how many bytes. Less than asked for at the end of the file, or refused."""
+    if not len(into):
+        return 0
+    target = np.frombuffer(into, np.uint8)
+    aligned = target.ctypes.data % ALIGN_NBYTES == 0
+    done = 0
+    while done < len(into):
+        piece: Any = into[done:] if aligned else _bounce_memory()[: len(into) - done]
+        count = _direct(file, lambda fd, memory, at: os.preadv(fd, [memory], at), piece, start + done)
+        if not aligned:
+            np.copyto(target[done : done + count], piece[:count])
+        done += count
+        if not count or count % ALIGN_NBYTES:
+            break  # the end of the file
+    return done
+
+
+def _direct(file: OpenFile, call: Any, memory: Any, at: int) -> int:
+    """Bytes done by one direct call; 0 where the file turns out to refuse it. Raises OSError for anything else."""
+    if file.direct is None:
+        return 0
+    try:
+        return int(call(file.direct, memory, at))
+    except OSError as error:
+        if file.must_be_direct or error.errno not in _REFUSED:
+            raise
+        file.direct = None  # its descriptor stays open: another thread may be using it
+        return 0
+
+
+def _bounce_memory() -> npt.NDArray[np.uint8]:
+    """This thread's page-aligned memory."""
+    if not hasattr(_bounce, "memory"):
+        _bounce.memory = np.frombuffer(mmap.mmap(-1, _BOUNCE_NBYTES), np.uint8)
+    memory: npt.NDArray[np.uint8] = _bounce.memory
+    return memory

@@ -1,0 +1,254 @@
+"""A folder and what lies below it, reached by descriptors only: no symbolic link below the root is ever followed.
+
+Every part of a key is opened relative to the part before it (``openat``, ``O_NOFOLLOW``), so nobody who may write below
+the root can lead us out of it, also not by swapping a folder for a link while we walk. All functions block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from .contract import ObjectInfo
+
+__all__ = ["Tree", "is_temporary", "split", "sync_folder", "temporary_name"]
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+_TEMPORARY = re.compile(r"\..*\.[0-9a-f]{16}\.tmp", re.DOTALL)
+
+
+def temporary_name(name: str) -> str:
+    """A new name for what is to become ``name``: hidden from listings, and at most 255 bytes long."""
+    return f".{name[:48]}.{secrets.token_hex(8)}.tmp"
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a file of this name is an upload, unfinished or dead, rather than an object."""
+    return _TEMPORARY.fullmatch(name) is not None
+
+
+def split(key: str) -> tuple[str, str]:
+    """The key of the folder that holds ``key`` ("" is the root), and its name there."""
+    folder, _, name = key.rpartition("/")
+    return folder, name
+
+
+def sync_folder(fd: int) -> None:
+    """Make the names in a folder durable. Raises OSError."""
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems know no fsync of a folder: their names are durable
+            raise
+
+
+class Tree:
+    """What lies below ``root``. The root is opened at first use, and may itself be reached through links.
+
+    Methods raise OSError: ELOOP where a part of a key is a symbolic link, ENOENT where nothing is there.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._fd: int | None = None
+        self._lock = threading.Lock()
+        self._durable: set[str] = set()
+        """Folders whose name in their parent is known to be durable."""
+
+    def close(self) -> None:
+        """Let go of the root. The next use opens it again."""
+        with self._lock:
+            if self._fd is not None:
+                os.close(self._fd)
+            self._fd = None
+            self._durable.clear()
+
+    def open_folder(self, key: str, *, make: bool = False) -> int:
+        """A descriptor, for the caller to close. ``make``: create what is missing, durably; else that is ENOENT."""
+        fd = self._open_root(make)
+        reached = ""
+        try:
+            for name in key.split("/") if key else ():
+                reached = f"{reached}/{name}" if reached else name
+                above, fd = fd, self._descend(fd, name, reached, make)
+                os.close(above)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    @contextmanager
+    def folder(self, key: str) -> Iterator[int]:
+        """:meth:`open_folder` of one that exists, for the length of a ``with`` block."""
+        fd = self.open_folder(key)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def status(self, key: str) -> os.stat_result:
+        """Of an object: anything but a regular file is ENOENT, or ELOOP."""
+        above, name = split(key)
+        with self.folder(above) as fd:
+            return self._regular(os.stat(name, dir_fd=fd, follow_symlinks=False), key)
+
+    def open_object(self, key: str) -> tuple[int, int]:
+        """Open for reading: a descriptor of the folder and one of the object, both for the caller to close."""
+        above, name = split(key)
+        folder = self.open_folder(above)
+        fd = -1
+        try:
+            # O_NONBLOCK: a named pipe must not make us wait for its writer.
+            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, dir_fd=folder)
+            self._regular(os.fstat(fd), key)
+        except BaseException:
+            for opened in (folder, fd):
+                if opened >= 0:
+                    os.close(opened)
+            raise
+        return folder, fd
+
+    def walk(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Every object at or below ``prefix``. Links, temporary files and whatever vanishes meanwhile are left out."""
+        if prefix:
+            with contextlib.suppress(FileNotFoundError):
+                yield _info(prefix, self.status(prefix))
+                return
+        pending = [prefix]
+        while pending:
+            folder = pending.pop()
+            for name, status in self._look_into(folder):
+                key = f"{folder}/{name}" if folder else name
+                if stat.S_ISDIR(status.st_mode):
+                    pending.append(key)
+                elif stat.S_ISREG(status.st_mode) and not is_temporary(name):
+                    yield _info(key, status)
+
+    def remove(self, key: str) -> None:
+        """Remove one object, durably. Nothing there is no error."""
+        above, name = split(key)
+        with contextlib.suppress(FileNotFoundError), self.folder(above) as fd:
+            self._regular(os.stat(name, dir_fd=fd, follow_symlinks=False), key)
+            os.unlink(name, dir_fd=fd)
+            sync_folder(fd)
+
+    def remove_all(self, prefix: str) -> None:
+        """Remove whatever lies at or below ``prefix``, links and temporary files too, durably. Nothing there is no error."""
+        above, name = split(prefix)
+        with contextlib.suppress(FileNotFoundError), self.folder(above) as fd:
+            self._durable.clear()
+            if stat.S_ISDIR(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
+                self._remove_folder(prefix)
+            else:
+                os.unlink(name, dir_fd=fd)
+            sync_folder(fd)
+
+    def _remove_folder(self, prefix: str) -> None:
+        folders = [prefix]
+        for folder in folders:  # grows while it is gone through
+            with contextlib.suppress(FileNotFoundError), self.folder(folder) as fd:
+                folders += [f"{folder}/{name}" for name in _unlink_files(fd)]
+        for folder in reversed(folders):
+            above, name = split(folder)
+            with contextlib.suppress(FileNotFoundError), self.folder(above) as fd:
+                os.rmdir(name, dir_fd=fd)
+
+    def _look_into(self, folder: str) -> list[tuple[str, os.stat_result]]:
+        with contextlib.suppress(FileNotFoundError), self.folder(folder) as fd:
+            return _entries(fd)
+        return []
+
+    def _descend(self, above: int, name: str, key: str, make: bool) -> int:
+        """Open, or make, the folder ``name`` in ``above``; ``key`` is its key."""
+        if make and key not in self._durable:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, dir_fd=above)
+            sync_folder(above)  # also of one that is there: another process may have made it a moment ago
+            self._durable.add(key)
+        try:
+            return os.open(name, _FOLDER, dir_fd=above)
+        except NotADirectoryError as error:
+            if stat.S_ISLNK(os.stat(name, dir_fd=above, follow_symlinks=False).st_mode):
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), name) from error
+            if make:
+                raise
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name) from error
+        except FileNotFoundError:
+            if make and key in self._durable:  # removed since, by somebody else
+                self._durable.discard(key)
+                return self._descend(above, name, key, make)
+            raise
+
+    def _open_root(self, make: bool) -> int:
+        """A descriptor of the root, for the caller to close."""
+        with self._lock:
+            # Somebody may have removed the folder that we hold, and made it anew.
+            if self._fd is not None and not os.fstat(self._fd).st_nlink:
+                os.close(self._fd)
+                self._fd = None
+                self._durable.clear()
+            if self._fd is None:
+                if make:
+                    _make_root(self._root)
+                self._fd = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY)
+            # Not a duplicate: that would share the position at which a folder is being listed.
+            return os.open(".", _FOLDER, dir_fd=self._fd)
+
+    @staticmethod
+    def _regular(status: os.stat_result, key: str) -> os.stat_result:
+        if stat.S_ISLNK(status.st_mode):
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), key)
+        if not stat.S_ISREG(status.st_mode):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key)
+        return status
+
+
+def _info(key: str, status: os.stat_result) -> ObjectInfo:
+    return ObjectInfo(key, status.st_size, status.st_mtime)
+
+
+def _entries(folder: int) -> list[tuple[str, os.stat_result]]:
+    found: list[tuple[str, os.stat_result]] = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):
+                found.append((entry.name, entry.stat(follow_symlinks=False)))
+    return found
+
+
+def _unlink_files(folder: int) -> list[str]:
+    """Remove whatever is no folder; return the names of the folders."""
+    folders = []
+    for name, status in _entries(folder):
+        if stat.S_ISDIR(status.st_mode):
+            folders.append(name)
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=folder)
+    return folders
+
+
+def _make_root(path: str) -> None:
+    """Make a folder and those above it where they are missing, each durable in its own parent."""
+    try:
+        os.mkdir(path)
+    except FileNotFoundError:
+        _make_root(os.path.dirname(path))
+        os.mkdir(path)
+    except FileExistsError:
+        pass  # perhaps made by another process a moment ago, so its name may not be durable yet
+    try:
+        fd = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY)
+    except PermissionError:  # a folder that we cannot open is none that one of us has just made
+        return
+    try:
+        sync_folder(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,132 @@
+"""``memory://name``: a dict. The reference model that every other driver is compared with.
+
+Drivers on the same name share their objects for as long as the process lives; ``memory://`` is private to its driver.
+``memory://name/a/b`` is what lies below the key ``a/b`` of ``memory://name``.
+
+Scope: right and simple. It copies everything it is given, and is as durable as the process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import ClassVar
+
+from ..errors import DamagedError, ExistsError, NotFoundError, StorageError
+from .contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_key
+from .options import Option
+from .ranges import Ranges
+from .uri import Uri
+
+__all__ = ["MemoryDriver"]
+
+_Store = dict[str, tuple[bytes, float]]
+"""Key → bytes and the time of writing."""
+
+_stores: dict[str, _Store] = {}
+
+
+class MemoryDriver(Driver):
+    """Objects in a dict of this process."""
+
+    OPTIONS: ClassVar[Mapping[str, Option]] = {}
+
+    def __init__(self, location: str = "") -> None:
+        """``location``: the store's name, or name and prefix; empty for a store of this driver's own."""
+        name, _, prefix = location.partition("/")
+        self.uri = f"memory://{location}"
+        self.traits = Traits(
+            part_nbytes=16 << 20,
+            part_min_nbytes=1,
+            align_nbytes=1,
+            concurrency=8,  # nothing is gained, but callers show whether they can do it
+            coalesce_nbytes=0,
+            parts_any_order=True,
+            exclusive_is_atomic=True,
+            shared=False,
+        )
+        self._prefix = prefix.rstrip("/") + "/" if prefix.strip("/") else ""
+        self._objects: _Store = _stores.setdefault(name, {}) if name else {}
+
+    @classmethod
+    def open(cls, uri: Uri) -> MemoryDriver:
+        """The driver for ``uri``; it has no options."""
+        return cls(uri.location)
+
+    async def read(self, key: str, start: int, into: Buffer) -> None:
+        data, _ = self._lookup(key)
+        part = data[start : start + len(into)]
+        if len(part) < len(into):
+            raise DamagedError(f"object ends at byte {len(data)}, before {start + len(into)}", uri=self.uri, key=key)
+        into[:] = part
+
+    async def create(self, key: str, nbytes: int) -> Upload:
+        return _MemoryUpload(self, check_key(key, uri=self.uri), nbytes)
+
+    async def get(self, key: str) -> bytes:
+        return self._lookup(key)[0]
+
+    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
+        check_key(key, uri=self.uri)
+        if exclusive and self._prefix + key in self._objects:
+            raise ExistsError("object exists already", uri=self.uri, key=key)
+        self._objects[self._prefix + key] = (bytes(data), time.time())
+
+    async def stat(self, key: str) -> ObjectInfo:
+        data, modified_s = self._lookup(key)
+        return ObjectInfo(key, len(data), modified_s)
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        for key in self._below(prefix):
+            if key in self._objects:  # not deleted while the caller looked at another one
+                data, modified_s = self._objects[key]
+                yield ObjectInfo(key.removeprefix(self._prefix), len(data), modified_s)
+
+    async def delete(self, key: str) -> None:
+        self._objects.pop(self._prefix + check_key(key, uri=self.uri), None)
+
+    async def delete_all(self, prefix: str) -> None:
+        for key in self._below(check_key(prefix, uri=self.uri)):
+            del self._objects[key]
+
+    async def close(self) -> None:
+        """Nothing to let go of: a named store outlives its drivers."""
+
+    def _lookup(self, key: str) -> tuple[bytes, float]:
+        try:
+            return self._objects[self._prefix + check_key(key, uri=self.uri)]
+        except KeyError as error:
+            raise NotFoundError("no such object", uri=self.uri, key=key) from error
+
+    def _below(self, prefix: str) -> tuple[str, ...]:
+        if not prefix:
+            return tuple(key for key in self._objects if key.startswith(self._prefix))
+        whole = self._prefix + check_key(prefix, uri=self.uri)
+        return tuple(key for key in self._objects if key == whole or key.startswith(whole + "/"))
+
+
+class _MemoryUpload(Upload):
+    def __init__(self, driver: MemoryDriver, key: str, nbytes: int) -> None:
+        self._driver, self._key = driver, key
+        self._written = Ranges(nbytes, uri=driver.uri, key=key)
+        self._content: bytearray | None = bytearray(nbytes)
+
+    async def write(self, start: int, data: Buffer) -> None:
+        content = self._open_content()
+        self._written.check(start, len(data))
+        content[start : start + len(data)] = data
+        self._written.add(start, len(data))
+
+    async def commit(self) -> None:
+        content = self._open_content()
+        self._content = None
+        self._written.check_complete()
+        await self._driver.put(self._key, bytes(content))
+
+    async def abort(self) -> None:
+        self._content = None
+
+    def _open_content(self) -> bytearray:
+        if self._content is None:
+            raise StorageError("the upload is over: committed, failed or aborted", uri=self._driver.uri, key=self._key)
+        return self._content

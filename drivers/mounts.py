@@ -1,0 +1,44 @@
+"""Which file system a path lies on, and whether other hosts see it too."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+__all__ = ["fs_type", "is_shared"]
+
+_SHARED = {
+    "9p", "afs", "beegfs", "beegfs_nodev", "ceph", "cifs", "daos", "fuse", "gfs2", "glusterfs", "gpfs", "lustre", "nfs",
+    "nfs4", "ocfs2", "orangefs", "panfs", "pvfs2", "smb3", "smbfs", "virtiofs", "wekafs",
+}  # fmt: skip
+
+
+def fs_type(path: str, mountinfo: str | None = None) -> str:
+    """The type of the file system that holds ``path`` (which need not exist yet), as mount(8) prints it; "" if unknown.
+
+    ``mountinfo`` stands in for ``/proc/self/mountinfo``.
+    """
+    if mountinfo is None:
+        try:
+            mountinfo = Path("/proc/self/mountinfo").read_text()
+        except OSError:  # no /proc here: nothing is known, and nothing depends on it but a hint
+            return ""
+    path = os.path.realpath(path)
+    found, depth = "", -1
+    for line in mountinfo.splitlines():
+        head, _, tail = line.partition(" - ")
+        point = _unescaped(head.split(" ")[4])
+        inside = path == point or path.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= depth:  # of two mounts on one folder, the later one covers the earlier
+            found, depth = tail.split(" ")[0], len(point)
+    return found
+
+
+def is_shared(fs_type: str) -> bool:
+    """Whether a file system of this type is, by its nature, seen by other hosts. FUSE: mostly, so yes."""
+    return fs_type in _SHARED or fs_type.startswith("fuse.")
+
+
+def _unescaped(field: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)

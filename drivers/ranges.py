@@ -1,0 +1,41 @@
+"""Byte ranges of one upload: have they been written, all of them, each once?"""
+
+from __future__ import annotations
+
+from ..errors import StorageError
+
+__all__ = ["Ranges"]
+
+
+class Ranges:
+    """What has been written of an object of ``nbytes``. Holes and overlaps are found when it is to be committed."""
+
+    def __init__(self, nbytes: int, *, uri: str, key: str) -> None:
+        """Raises StorageError for a negative size."""
+        self.nbytes, self._uri, self._key = nbytes, uri, key
+        self._written: list[tuple[int, int]] = []
+        if nbytes < 0:
+            raise self._error(f"an object cannot have {nbytes} bytes")
+
+    def check(self, start: int, length: int) -> None:
+        """Raise StorageError unless ``length`` bytes from ``start`` lie inside the object."""
+        if not 0 <= start <= start + length <= self.nbytes:
+            raise self._error(f"bytes {start}:{start + length} are not inside an object of {self.nbytes} bytes")
+
+    def add(self, start: int, length: int) -> None:
+        """Note that these bytes have been written."""
+        if length:
+            self._written.append((start, start + length))
+
+    def check_complete(self) -> None:
+        """Raise StorageError unless every byte was written exactly once."""
+        reached = 0
+        for start, stop in [*sorted(self._written), (self.nbytes, self.nbytes)]:
+            if start > reached:
+                raise self._error(f"bytes {reached}:{start} of {self.nbytes} were never written")
+            if start < reached:
+                raise self._error(f"bytes {start}:{min(stop, reached)} of {self.nbytes} were written twice")
+            reached = stop
+
+    def _error(self, message: str) -> StorageError:
+        return StorageError(message, uri=self._uri, key=self._key, advice="The caller's parts do not make the object.")

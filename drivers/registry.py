@@ -1,0 +1,73 @@
+"""From a URI to its driver. Built-in schemes first, then the entry points of group ``holdfast.drivers``.
+
+A third party registers ``scheme = "module:Driver"``; it cannot take a built-in scheme. The class offers ``OPTIONS`` and
+``open``, see :class:`DriverClass`. Importing this module imports no driver.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from typing import ClassVar, Protocol, cast
+
+from ..errors import UriError
+from .contract import Driver
+from .options import Option, option_values
+from .uri import Uri, parse
+
+__all__ = ["GROUP", "DriverClass", "driver_class", "open_driver", "schemes"]
+
+GROUP = "holdfast.drivers"
+"""The entry point group."""
+
+# Not read from our own metadata: that is stale in a checkout that was installed before a driver was added.
+_BUILT_IN = {
+    "file": "holdfast.drivers.local:LocalDriver",
+    "memory": "holdfast.drivers.memory:MemoryDriver",
+}
+
+
+class DriverClass(Protocol):
+    """What a registered name leads to, besides being a :class:`Driver`."""
+
+    OPTIONS: ClassVar[Mapping[str, Option]]
+    """Every option that a URI of this scheme may carry."""
+
+    def open(self, uri: Uri) -> Driver:
+        """The driver for ``uri``, whose options are known and valid. Called on the class; does no I/O that may block."""
+
+
+def open_driver(uri: str | os.PathLike[str] | Uri, **options: str | int) -> Driver:
+    """The driver for ``uri``. ``options`` win over those in the URI.
+
+    Storage is not touched: that it cannot be reached is found out at the first operation. Raises UriError for an unknown
+    scheme or option, naming the known ones, and for a driver that cannot be imported.
+    """
+    uri = uri if isinstance(uri, Uri) else parse(uri)
+    uri = Uri(uri.scheme, uri.location, uri.options | {name: str(value) for name, value in options.items()})
+    cls = driver_class(uri.scheme)
+    option_values(cls.OPTIONS, uri)
+    return cls.open(uri)
+
+
+def driver_class(scheme: str) -> DriverClass:
+    """The class that serves ``scheme``. Raises UriError where there is none, or where it cannot be imported."""
+    target = _BUILT_IN.get(scheme) or schemes().get(scheme)
+    if target is None:
+        raise UriError(f"no driver for {scheme}://", advice=f"Known schemes: {', '.join(sorted(schemes()))}.")
+    module_name, _, name = target.partition(":")
+    try:
+        cls = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise UriError(f"the driver of {scheme}://, {target}, cannot be imported: {error}") from error
+    if not (isinstance(cls, type) and issubclass(cls, Driver) and hasattr(cls, "OPTIONS") and hasattr(cls, "open")):
+        raise UriError(f"the driver of {scheme}://, {target}, is no Driver with OPTIONS and open()")
+    return cast(DriverClass, cls)
+
+
+def schemes() -> dict[str, str]:
+    """Every scheme that can be opened, with the ``module:Class`` that serves it."""
+    from importlib.metadata import entry_points  # slow to import, and not needed for a built-in scheme
+
+    return {entry.name: entry.value for entry in entry_points(group=GROUP)} | _BUILT_IN

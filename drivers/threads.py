@@ -1,0 +1,64 @@
+"""Blocking calls for asyncio: a pool whose calls are never left behind.
+
+A thread inside ``pwrite`` cannot be interrupted, and it reads the caller's buffer. So a cancelled task does not return
+before its thread does: the caller may reuse the buffer at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, ParamSpec, TypeVar
+
+from ..errors import StorageDownError, StorageError
+
+__all__ = ["Threads"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Threads:
+    """At most ``count`` threads, started when they are first needed. ``uri`` is for messages."""
+
+    def __init__(self, count: int, *, uri: str) -> None:
+        self._pool = ThreadPoolExecutor(count, thread_name_prefix="holdfast-io")
+        self._uri = uri
+        self._running: set[Future[Any]] = set()
+        self._closed = False
+
+    async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What ``call`` returns or raises, from a thread of the pool. Raises StorageError once the pool is closed.
+
+        Cancelled: a call that has not begun never will; one that runs is waited for, without a limit, because it uses the
+        caller's memory until it ends. What it raised is then the cause of the CancelledError.
+        """
+        if self._closed:
+            raise StorageError("the driver is closed", uri=self._uri)
+        work = self._pool.submit(call, *args, **kwargs)
+        self._running.add(work)
+        work.add_done_callback(self._running.discard)
+        waiter = asyncio.wrap_future(work)
+        cancelled: asyncio.CancelledError | None = None
+        while not waiter.done():
+            try:
+                await asyncio.wait([waiter])  # unlike awaiting it, this leaves it alone when the task is cancelled
+            except asyncio.CancelledError as error:
+                cancelled = error
+                work.cancel()
+        if cancelled is not None:
+            raise cancelled from (None if waiter.cancelled() else waiter.exception())
+        return waiter.result()
+
+    async def close(self, timeout_s: float) -> None:
+        """Take no more calls, and wait for those that run. Safe to call twice.
+
+        Raises StorageDownError where some still run after ``timeout_s`` seconds; they are left to themselves.
+        """
+        self._closed = True
+        self._pool.shutdown(wait=False)
+        if running := [asyncio.wrap_future(work) for work in self._running]:
+            _, stuck = await asyncio.wait(running, timeout=timeout_s)
+            if stuck:
+                raise StorageDownError(f"{len(stuck)} operations still run {timeout_s:g} s after close", uri=self._uri)

@@ -1,0 +1,156 @@
+"""URIs: where a checkpoint lies, and how to reach it. Parse, print, extend, and take the secrets out.
+
+A URI is ``scheme://location?option=value&…``. A bare path is a ``file://`` URI. What merely looks like a URI
+(``s3:/bucket``, or ``pathlib.Path("s3://bucket")``, which is the same) is an error, and never a local folder named "s3:".
+
+Scope: this module knows no scheme but ``file``. Which schemes and options exist is the registry's business.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from urllib.parse import quote, unquote, unquote_to_bytes
+
+from ..errors import UriError
+from .contract import check_key
+
+__all__ = ["Uri", "join", "parse", "redact"]
+
+_URI = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.IGNORECASE | re.DOTALL)
+_NEARLY_A_URI = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
+
+# A password may hold an unencoded slash, so a colon that begins no port number hides everything up to the "@".
+_USERINFO = re.compile(r"(?<=://)(?:[^/?#\s]*@|[^/?#\s@:]*:(?!\d+(?:[/?#]|$))[^?#\s]*@)")
+_SECRET_NAME = re.compile(r"key|secret|token|passw|pwd|sig|cred|auth|(?:^|[_-])sas(?:$|[_-])", re.IGNORECASE)
+_HIDDEN = "***"
+
+_PATH_SAFE = "/:@,;=+$!*'()~"
+_VALUE_SAFE = "/:@,;$!*'()~"
+
+
+@dataclass(frozen=True)
+class Uri:
+    """A parsed URI. ``str()`` gives text that parses to an equal one; ``repr()`` is redacted.
+
+    ``location`` is what lies between ``scheme://`` and ``?``, verbatim; for ``file`` it is the absolute path, decoded.
+    Option values are decoded. Raises UriError where the parts make no URI.
+    """
+
+    scheme: str
+    location: str
+    options: dict[str, str] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        if "\0" in self.location:
+            raise UriError("a URI holds no NUL", uri=self.redacted)
+        if self.scheme == "file":
+            object.__setattr__(self, "location", _absolute(self.location))
+        elif "?" in self.location or "#" in self.location:
+            raise UriError("'?' and '#' in a location are written as %3F and %23", uri=self.redacted)
+
+    @property
+    def redacted(self) -> str:
+        """The URI as text without its secrets: fit to be printed."""
+        return redact(str(self))
+
+    def __str__(self) -> str:
+        location = quote(os.fsencode(self.location), _PATH_SAFE) if self.scheme == "file" else self.location
+        options = "&".join(f"{quote(name, '')}={quote(value, _VALUE_SAFE)}" for name, value in self.options.items())
+        return f"{self.scheme}://{location}" + (f"?{options}" if options else "")
+
+    def __repr__(self) -> str:
+        return f"Uri({self.redacted!r})"
+
+
+def parse(text: str | os.PathLike[str]) -> Uri:
+    """The URI that ``text`` means. A bare path, absolute or relative, is a ``file`` URI; ``~`` stays what it is.
+
+    Raises UriError for what is neither, for options without a value or given twice, for a fragment, and for a ``file``
+    URI that names another host.
+    """
+    text = os.fspath(text)
+    match = _URI.fullmatch(text)
+    if match is None:
+        return Uri("file", _bare_path(text))
+    scheme, rest = match[1].lower(), match[2]
+    if "#" in rest:
+        raise UriError("a fragment means nothing here", uri=redact(text), advice="Write '#' in a name as %23.")
+    location, _, query = rest.partition("?")
+    if scheme == "file":
+        location = _path_of_file_uri(location, text)
+    return Uri(scheme, location, _options(query, text))
+
+
+def redact(text: str | os.PathLike[str]) -> str:
+    """``text`` without user and password, and without the values of options whose names smell of a secret.
+
+    Takes any text, also what is no URI, and never raises.
+    """
+    head, mark, query = _USERINFO.sub("", os.fspath(text)).partition("?")
+    return head + mark + "&".join(_redacted_option(option) for option in query.split("&"))
+
+
+def join(uri: Uri | str | os.PathLike[str], *parts: str) -> Uri:
+    """The URI of what lies at ``parts`` (keys) below ``uri``, with the same options. Raises UriError for an unsafe part."""
+    uri = uri if isinstance(uri, Uri) else parse(uri)
+    if not uri.location:
+        raise UriError("nothing can lie below a URI without a location", uri=uri.redacted)
+    below = [check_key(part, uri=uri.redacted) for part in parts]
+    if uri.scheme != "file":
+        below = [quote(os.fsencode(part), _PATH_SAFE) for part in below]
+    return Uri(uri.scheme, "/".join([uri.location.rstrip("/"), *below]) or "/", dict(uri.options))
+
+
+def _bare_path(path: str) -> str:
+    if not path:
+        raise UriError("an empty path names no folder")
+    if _NEARLY_A_URI.match(path) and not os.path.lexists(path):
+        scheme, _, rest = path.partition(":")
+        raise UriError(
+            f"{redact(path)!r} is neither a URI nor a path that exists",
+            advice=f"Write {scheme}://{redact(rest.lstrip('/'))} for the URI, or put ./ before a local name.",
+        )
+    return path
+
+
+def _path_of_file_uri(location: str, text: str) -> str:
+    host, slash, path = location.partition("/")
+    if host not in ("", "localhost") or not slash:
+        raise UriError(
+            f"file:// reaches this host only, not {host!r}" if host else "a file:// URI needs an absolute path",
+            uri=redact(text),
+            advice="An absolute path takes three slashes: file:///a/b.",
+        )
+    return os.fsdecode(unquote_to_bytes(slash + path))
+
+
+def _absolute(path: str) -> str:
+    """Absolute, without double slashes and single dots. Keeps ``..``: the kernel knows what it means after a link."""
+    if not path:
+        raise UriError("an empty path names no folder")
+    return "/" + str(PurePosixPath(os.getcwd(), path)).lstrip("/")
+
+
+def _options(query: str, text: str) -> dict[str, str]:
+    options: dict[str, str] = {}
+    for option in filter(None, query.split("&")):
+        name, equals, value = option.partition("=")
+        name = unquote(name)
+        if not name or not equals:
+            raise UriError(f"option {name!r} has no value", uri=redact(text), advice="Options are written ?name=value&….")
+        if name in options:
+            raise UriError(f"option {name!r} is given twice", uri=redact(text))
+        options[name] = unquote(value)
+    return options
+
+
+def _redacted_option(option: str) -> str:
+    name, equals, value = option.partition("=")
+    if _SECRET_NAME.search(unquote(name)):
+        return name + equals + (_HIDDEN if value else "")
+    if "://" in (plain := unquote(value)) and (clean := redact(plain)) != plain:
+        return name + equals + quote(clean, _VALUE_SAFE)
+    return option

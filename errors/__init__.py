@@ -1,0 +1,196 @@
+"""Every error that Holdfast raises, in one tree, grouped by what a handler would do.
+
+    HoldfastError
+    ├── UsageError (ValueError)         fix the call; nothing was read or written
+    │   ├── UriError                        the URI: unknown scheme, unknown option, unsafe key
+    │   ├── StateError (TypeError)          the state holds what cannot be saved; names its path
+    │   └── MismatchError                   the target does not fit the checkpoint; lists every difference
+    ├── CheckpointError                 choose another checkpoint
+    │   ├── NotACheckpointError (FileNotFoundError)   nothing is committed under this URI
+    │   ├── DamagedError                    bytes are not what was written; names file, offset, tensor
+    │   ├── UnsupportedFormatError          written by a newer version; this reader refuses to guess
+    │   └── ReplacedError                   another save replaced it while it was being read
+    ├── SaveError                       save again; the previous checkpoint is untouched
+    │   ├── CoverageError                   the ranks' shards do not cover every element exactly once
+    │   ├── InvisibleFilesError             ranks do not see each other's files: the storage is not shared
+    │   └── SupersededError                 another save to the same URI took over
+    ├── CoordinationError               look at the rank that is named
+    │   ├── RankFailedError                 another rank reported a failure; carries its message
+    │   └── DeadlineError (TimeoutError)    a rank, or a wait, gave no sign of life in time
+    └── StorageError (OSError)          look at the storage
+        ├── NotFoundError (FileNotFoundError)         no such key
+        ├── ExistsError (FileExistsError)             exclusive create, and the key is there
+        ├── AccessError (PermissionError)             refused, or a symbolic link where none may be
+        ├── FullError                                 no space, quota or file size limit
+        └── StorageDownError (ConnectionError)        unreachable, or an I/O error of the device
+
+Each error carries ``uri`` (redacted), ``key``, ``rank`` and ``advice`` where they are known, and its cause as
+``__cause__``. ``temporary`` says whether the same operation may succeed if it is tried again unchanged; only a retry
+layer decides by that mark. Errors survive pickling by others (a process pool, a test runner): their constructor takes
+only keywords besides the message.
+
+Scope: this room holds nothing but the tree. Every other room may import it; it imports none of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "AccessError",
+    "CheckpointError",
+    "CoordinationError",
+    "CoverageError",
+    "DamagedError",
+    "DeadlineError",
+    "ExistsError",
+    "FullError",
+    "HoldfastError",
+    "InvisibleFilesError",
+    "MismatchError",
+    "NotACheckpointError",
+    "NotFoundError",
+    "RankFailedError",
+    "ReplacedError",
+    "SaveError",
+    "StateError",
+    "StorageDownError",
+    "StorageError",
+    "SupersededError",
+    "UnsupportedFormatError",
+    "UriError",
+    "UsageError",
+]
+
+
+class HoldfastError(Exception):
+    """Base of all errors raised by Holdfast.
+
+    ``message`` says what happened, in one sentence; the keywords say where, and what to do next. ``str()`` joins them.
+    """
+
+    temporary = False
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        uri: str | None = None,
+        key: str | None = None,
+        rank: int | None = None,
+        advice: str | None = None,
+        temporary: bool | None = None,
+    ) -> None:
+        # The message alone goes to args: OSError would read two positional arguments as (errno, strerror).
+        super().__init__(message)
+        self.message = message
+        self.uri = uri
+        self.key = key
+        self.rank = rank
+        self.advice = advice
+        if temporary is not None:
+            self.temporary = temporary
+
+    def __str__(self) -> str:
+        where = [f"{name} {value}" for name, value in (("rank", self.rank), ("key", self.key), ("in", self.uri)) if value is not None]
+        text = self.message + (f" ({', '.join(where)})" if where else "")
+        return f"{text}. {self.advice}" if self.advice else text
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), (self.message,), dict(self.__dict__))
+
+
+class UsageError(HoldfastError, ValueError):
+    """The call cannot be right as it stands. Raised before any I/O."""
+
+
+class UriError(UsageError):
+    """A URI, or a key below it, that no driver can serve."""
+
+
+class StateError(UsageError, TypeError):
+    """The state holds something that cannot be saved; the message names its path."""
+
+
+class MismatchError(UsageError):
+    """The target does not fit the checkpoint. ``differences`` lists every one, in the order of the state."""
+
+    def __init__(self, message: str, *, differences: tuple[str, ...] = (), **where: Any) -> None:
+        super().__init__(message, **where)
+        self.differences = differences
+
+
+class CheckpointError(HoldfastError):
+    """What was asked for cannot be read from this checkpoint."""
+
+
+class NotACheckpointError(CheckpointError, FileNotFoundError):
+    """No checkpoint is committed under this URI."""
+
+
+class DamagedError(CheckpointError):
+    """Stored bytes differ from what was written. Nothing of them was handed out as a value."""
+
+
+class UnsupportedFormatError(CheckpointError):
+    """A format version, or a feature, that this reader does not know."""
+
+
+class ReplacedError(CheckpointError):
+    """The checkpoint was replaced by another save while it was being read."""
+
+    temporary = True
+
+
+class SaveError(HoldfastError):
+    """A save that did not commit. The previous checkpoint, if any, is untouched."""
+
+
+class CoverageError(SaveError):
+    """Some element of some tensor would be stored never, or more than once."""
+
+
+class InvisibleFilesError(SaveError):
+    """The committing rank does not see what another rank wrote."""
+
+
+class SupersededError(SaveError):
+    """Another save to the same URI began later and took over, or committed first."""
+
+
+class CoordinationError(HoldfastError):
+    """The ranks of a job could not act together."""
+
+
+class RankFailedError(CoordinationError):
+    """Another rank failed; ``rank`` names it and the message repeats its own."""
+
+
+class DeadlineError(CoordinationError, TimeoutError):
+    """Nothing was heard in time; the message says of whom, or of what."""
+
+
+class StorageError(HoldfastError, OSError):
+    """A driver could not do what it was asked."""
+
+
+class NotFoundError(StorageError, FileNotFoundError):
+    """No object has this key."""
+
+
+class ExistsError(StorageError, FileExistsError):
+    """An exclusive put found the key taken."""
+
+
+class AccessError(StorageError, PermissionError):
+    """The storage refused, or the key would leave the root it is bound to."""
+
+
+class FullError(StorageError):
+    """The storage has no room."""
+
+
+class StorageDownError(StorageError, ConnectionError):
+    """The storage cannot be reached, or its device fails."""
+
+    temporary = True

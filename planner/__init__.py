@@ -1,0 +1,1 @@
+"""What goes where: pure functions over shapes and byte ranges. No I/O, no clock, no torch."""

@@ -1,0 +1,109 @@
+"""Boxes: n-dimensional hyper-rectangles of a tensor, and flat ranges of them. Offsets and lengths are in elements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Box", "contiguous_range", "flat_to_boxes", "intersect", "row_strides"]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """The elements ``offsets[d] <= index[d] < offsets[d] + lengths[d]``. ``str(box)`` reads ``[0:128,0:4096]``.
+
+    Raises ValueError when offsets and lengths differ in number or a length is negative.
+    """
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.offsets) != len(self.lengths):
+            raise ValueError(f"{len(self.offsets)} offsets and {len(self.lengths)} lengths make no box")
+        if any(length < 0 for length in self.lengths):
+            raise ValueError(f"a box cannot have the lengths {self.lengths}")
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.lengths)
+
+    @property
+    def volume(self) -> int:
+        """Number of elements; 1 for a box of no dimensions."""
+        return math.prod(self.lengths)
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """The first index past the box, per dimension."""
+        return tuple(offset + length for offset, length in zip(self.offsets, self.lengths, strict=True))
+
+    def shifted(self, by: Sequence[int]) -> Box:
+        """The box moved by ``by[d]`` elements along each dimension d."""
+        return Box(tuple(offset + step for offset, step in zip(self.offsets, by, strict=True)), self.lengths)
+
+    def __str__(self) -> str:
+        return "[" + ",".join(f"{a}:{b}" for a, b in zip(self.offsets, self.stops, strict=True)) + "]"
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The elements in both boxes, or None when there are none."""
+    offsets = tuple(map(max, a.offsets, b.offsets))
+    lengths = tuple(min(pair) - offset for offset, *pair in zip(offsets, a.stops, b.stops, strict=True))
+    if any(length <= 0 for length in lengths):
+        return None
+    return Box(offsets, lengths)
+
+
+def row_strides(lengths: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides, in elements, of an array of shape ``lengths``."""
+    strides = [1] * len(lengths)
+    for dim in range(len(lengths) - 1, 0, -1):
+        strides[dim - 1] = strides[dim] * lengths[dim]
+    return tuple(strides)
+
+
+def contiguous_range(box: Box, lengths: Sequence[int]) -> tuple[int, int] | None:
+    """``(start, stop)`` of ``box`` in the row-major order of an array of shape ``lengths``, when it is one run there.
+
+    None when it is not. An empty box is an empty run. The box must lie within the array.
+    """
+    start = sum(offset * stride for offset, stride in zip(box.offsets, row_strides(lengths), strict=True))
+    volume = box.volume
+    outermost = next((dim for dim, length in enumerate(box.lengths) if length != 1), box.ndim)
+    if volume and box.lengths[outermost + 1 :] != tuple(lengths[outermost + 1 :]):
+        return None
+    return start, start + volume
+
+
+def flat_to_boxes(lengths: Sequence[int], start: int, stop: int) -> list[Box]:
+    """Elements [start, stop) of the row-major order of an array of shape ``lengths``, as disjoint boxes in that order.
+
+    At most ``max(1, 2 * ndim - 1)`` boxes; none when the range is empty. Raises ValueError when the range does not lie
+    within the array.
+    """
+    volume = math.prod(lengths)
+    if not 0 <= start <= stop <= volume:
+        raise ValueError(f"elements {start} to {stop} are not a range of an array of shape {tuple(lengths)}")
+    return _boxes((), tuple(lengths), start, stop) if start < stop else []
+
+
+def _boxes(prefix: tuple[int, ...], lengths: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    """Boxes of the non-empty range [start, stop) below the fixed indices ``prefix``."""
+    if not lengths:
+        return [Box(prefix, (1,) * len(prefix))]
+    row = math.prod(lengths[1:])
+    head, tail = -(-start // row), stop // row  # the rows from head to tail are whole
+    if head > tail:
+        return _boxes((*prefix, tail), lengths[1:], start - tail * row, stop - tail * row)
+    boxes: list[Box] = []
+    if start < head * row:
+        boxes += _boxes((*prefix, head - 1), lengths[1:], start - (head - 1) * row, row)
+    if head < tail:
+        offsets = (*prefix, head, *(0 for _ in lengths[1:]))
+        boxes.append(Box(offsets, (*(1 for _ in prefix), tail - head, *lengths[1:])))
+    if tail * row < stop:
+        boxes += _boxes((*prefix, tail), lengths[1:], 0, stop - tail * row)
+    return boxes

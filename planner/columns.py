@@ -1,0 +1,82 @@
+"""Arithmetic on columns of boxes: (n, D) arrays of offsets and lengths, padded on the right with offset 0, length 1.
+
+The vectorised counterpart of ``box``: every function loops over the few dimensions and never over the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Bools", "Ints", "contiguous", "flat_starts", "ranges", "round_up", "strides", "volumes", "widen"]
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is not below ``value``."""
+    return -(-value // multiple) * multiple
+
+
+def volumes(lengths: Ints) -> Ints:
+    """Elements of each row's box: (n, D) -> (n,). A box of no dimensions has one."""
+    result = np.ones(len(lengths), dtype=np.int64)
+    for dim in range(lengths.shape[1]):
+        result *= lengths[:, dim]
+    return result
+
+
+def strides(lengths: Ints) -> Ints:
+    """Row-major strides, in elements, of an array of each row's lengths: (n, D) -> (n, D)."""
+    result = np.ones(lengths.shape, dtype=np.int64)
+    for dim in range(lengths.shape[1] - 1, 0, -1):
+        np.multiply(result[:, dim], lengths[:, dim], out=result[:, dim - 1])
+    return result
+
+
+def flat_starts(offsets: Ints, within: Ints) -> Ints:
+    """Row-major position of the element at ``offsets`` in an array of lengths ``within``: (n, D), (n, D) -> (n,)."""
+    result = np.zeros(len(offsets), dtype=np.int64)
+    for dim in range(offsets.shape[1]):
+        # Horner's scheme needs no array of strides.
+        result *= within[:, dim]
+        result += offsets[:, dim]
+    return result
+
+
+def contiguous(lengths: Ints, within: Ints) -> Bools:
+    """Whether a box of ``lengths`` is one run of the row-major order of an array of lengths ``within``: -> (n,)."""
+    result = np.ones(len(lengths), dtype=np.bool_)
+    full = np.ones(len(lengths), dtype=np.bool_)
+    for dim in range(lengths.shape[1] - 1, -1, -1):
+        result &= full | (lengths[:, dim] == 1)
+        full &= lengths[:, dim] == within[:, dim]
+    return result
+
+
+def ranges(starts: Ints, counts: Ints) -> tuple[Ints, Ints]:
+    """Concatenated ``range(starts[i], starts[i] + counts[i])``: the row i that each value came from, and the values."""
+    row = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
+    before = np.cumsum(counts) - counts
+    return row, np.arange(len(row), dtype=np.int64) + (starts - before)[row]
+
+
+def widen(columns: Ints, ndim: int, fill: int) -> Ints:
+    """``columns`` (n, D) padded on the right with ``fill`` to (n, ndim); unchanged where D is ndim already."""
+    missing = ndim - columns.shape[1]
+    if missing < 0:
+        raise ValueError(f"columns have {columns.shape[1]} dimensions, more than {ndim}")
+    if missing == 0:
+        return columns
+    return np.pad(columns, ((0, 0), (0, missing)), constant_values=fill)
+
+
+def padded(rows: Sequence[Sequence[int]], ndim: int, fill: int) -> Ints:
+    """Rows of at most ``ndim`` integers each, padded on the right with ``fill``: -> (n, ndim)."""
+    result = np.full((len(rows), ndim), fill, dtype=np.int64)
+    for index, row in enumerate(rows):
+        result[index, : len(row)] = row
+    return result

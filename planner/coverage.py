@@ -1,0 +1,235 @@
+"""Is every element of every tensor covered exactly once? Exact, and over whole tables at once.
+
+Three stages, each for what the one before could not settle: flat intervals are sorted and compared end to start;
+other boxes are parted along cut planes, all tensors together, until each stands alone (guillotine cuts); the few that
+no plane parts, such as pinwheels, are counted cell by cell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from .box import Box
+from .columns import Bools, Ints, contiguous, flat_starts, volumes
+
+__all__ = ["Flaw", "flawed", "flaws"]
+
+# After the first flaw of a tensor is found, so many more cells are looked at for one of another kind.
+CELLS_AFTER_FIRST = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Flaw:
+    """``box`` of a tensor is "missing", "stored twice" or "out of bounds"."""
+
+    kind: str
+    box: Box
+
+
+def flawed(shape: Ints, tensor: Ints, offsets: Ints, lengths: Ints) -> Bools:
+    """Whether each tensor is *not* covered exactly once by boxes that are in bounds: -> (T,).
+
+    ``shape`` is (T, D); row i of ``tensor`` (S,), ``offsets`` and ``lengths`` (S, D) is a box of the tensor in row
+    ``tensor[i]``. A tensor without elements is covered by no boxes.
+    """
+    flags = np.zeros(len(shape), dtype=np.bool_)
+    within = shape[tensor]
+    flags[tensor[~in_bounds(within, offsets, lengths)]] = True
+    flags |= (np.bincount(tensor, minlength=len(shape)) == 0) & (volumes(shape) != 0)
+    flat = np.ones(len(shape), dtype=np.bool_)
+    flat[tensor[~contiguous(lengths, within)]] = False
+    rows = _where(flat[tensor] & ~flags[tensor])
+    _flag_flat(flags, shape, tensor[rows], offsets[rows], lengths[rows])
+    rows = _where(~flat[tensor] & ~flags[tensor])
+    _flag_cut(flags, shape, tensor[rows], offsets[rows], lengths[rows])
+    return flags
+
+
+def in_bounds(within: Ints, offsets: Ints, lengths: Ints) -> Bools:
+    """Whether each box has elements, all of them inside an array of lengths ``within``: (n, D) each -> (n,)."""
+    # Subtracted, not added: offset + length of a hostile table could wrap around.
+    fits = np.ones(len(offsets), dtype=np.bool_)
+    for dim in range(offsets.shape[1]):
+        offset, length, limit = offsets[:, dim], lengths[:, dim], within[:, dim]
+        fits &= (offset >= 0) & (length > 0) & (offset <= limit) & (length <= limit - offset)
+    return fits
+
+
+def _where(mask: Bools) -> Ints | slice:
+    """The rows of a mask, to index with; a slice, which copies nothing, where that is all of them."""
+    return slice(None) if mask.all() else np.flatnonzero(mask)
+
+
+def _flag_flat(flags: Bools, shape: Ints, tensor: Ints, offsets: Ints, lengths: Ints) -> None:
+    """Flag the tensors whose flat intervals do not follow on each other from 0 to the tensor's volume."""
+    if not len(tensor):
+        return
+    start, nelems, volume = flat_starts(offsets, shape[tensor]), volumes(lengths), volumes(shape)
+    same = tensor[1:] == tensor[:-1]
+    if not np.all((tensor[1:] > tensor[:-1]) | (same & (start[1:] > start[:-1]))):
+        order = np.lexsort((start, tensor))
+        tensor, start, nelems = tensor[order], start[order], nelems[order]
+        same = tensor[1:] == tensor[:-1]
+    stop = start + nelems
+    first, last = np.append(True, ~same), np.append(~same, True)
+    flags[tensor[first & (start != 0)]] = True
+    flags[tensor[last & (stop != volume[tensor])]] = True
+    flags[tensor[1:][same & (start[1:] != stop[:-1])]] = True
+
+
+@dataclass(slots=True)
+class _Groups:
+    """Boxes, and the regions they have to cover: row i belongs to ``group[i]``, whose region is row ``group[i]`` of
+    ``lows`` and ``highs``. Boxes lie within their region."""
+
+    tensor: Ints
+    low: Ints
+    high: Ints
+    group: Ints
+    lows: Ints
+    highs: Ints
+    size_before: Ints  # per box: boxes in its group before this round of cuts
+
+    def take(self, rows: Ints | Bools) -> _Groups:
+        tensor, low, high, group = self.tensor[rows], self.low[rows], self.high[rows], self.group[rows]
+        return _Groups(tensor, low, high, group, self.lows, self.highs, self.size_before[rows])
+
+    @property
+    def sizes(self) -> Ints:
+        """Per box, how many boxes its group has."""
+        return np.bincount(self.group, minlength=1)[self.group]
+
+
+def _flag_cut(flags: Bools, shape: Ints, tensor: Ints, offsets: Ints, lengths: Ints) -> None:
+    """Flag the tensors whose boxes do not tile them: cut until no plane parts the boxes, then count."""
+    groups = _Groups(tensor, offsets, offsets + lengths, tensor, np.zeros_like(shape), shape, np.zeros_like(tensor))
+    while len(groups.tensor):
+        groups.size_before = groups.sizes
+        for dim in range(shape.shape[1]):
+            groups = _cut(flags, groups, dim)
+        single = groups.sizes == 1
+        region_low, region_high = groups.lows[groups.group], groups.highs[groups.group]
+        fills = np.all((groups.low == region_low) & (groups.high == region_high), axis=1)
+        flags[groups.tensor[single & ~fills]] = True
+        groups = groups.take(~single & ~flags[groups.tensor])
+        stuck = groups.sizes == groups.size_before
+        _flag_stuck(flags, groups.take(stuck))
+        groups = groups.take(~stuck & ~flags[groups.tensor])
+
+
+def _cut(flags: Bools, groups: _Groups, dim: int) -> _Groups:
+    """Part every group along ``dim`` at the planes that no box of it crosses. Flag tensors with a gap at a plane."""
+    if not len(groups.tensor):
+        return groups
+    groups = groups.take(np.lexsort((groups.low[:, dim], groups.group)))
+    low, group = groups.low[:, dim], groups.group
+    reach = _running_maximum(groups.high[:, dim], group)
+    first = np.append(True, group[1:] != group[:-1])
+    before = np.where(first, groups.lows[group, dim], np.append(0, reach[:-1]))
+    begins = first | (low >= before)
+    ends = np.append(begins[1:], True)
+    last = np.append(first[1:], True)
+    flags[groups.tensor[begins & (low > before)]] = True
+    flags[groups.tensor[last & (reach < groups.highs[group, dim])]] = True
+    lows, highs = groups.lows[group[begins]], groups.highs[group[begins]]
+    lows[:, dim], highs[:, dim] = low[begins], reach[ends]
+    groups.group, groups.lows, groups.highs = np.cumsum(begins) - 1, lows, highs
+    return groups
+
+
+def _running_maximum(values: Ints, group: Ints) -> Ints:
+    """Maximum of ``values`` so far, per group; groups are consecutive rows. Values are replaced by ranks within, so
+    that adding a step per group cannot overflow."""
+    unique, ranks = np.unique(values, return_inverse=True)
+    step = np.append(0, np.cumsum(group[1:] != group[:-1])) * len(unique)
+    reached: Ints = np.maximum.accumulate(ranks + step) - step
+    return unique[reached]
+
+
+def _flag_stuck(flags: Bools, groups: _Groups) -> None:
+    """Flag the tensors of groups that no plane parts and that do not cover their region exactly."""
+    order = np.argsort(groups.group, kind="stable")
+    firsts = np.flatnonzero(np.append(True, np.diff(groups.group[order]) != 0)) if len(order) else order
+    for rows in np.split(order, firsts[1:]):
+        if len(rows) and not flags[groups.tensor[rows[0]]]:
+            region = groups.group[rows[0]]
+            low, high = groups.low[rows], groups.high[rows]
+            flags[groups.tensor[rows[0]]] = not _tiles(groups.lows[region], groups.highs[region], low, high)
+
+
+def _tiles(region_low: Ints, region_high: Ints, low: Ints, high: Ints) -> bool:
+    """Whether boxes [low, high) within a region cover it exactly once."""
+    # Sums of Python integers: volumes of a hostile table could wrap around.
+    if sum(volumes(high - low).tolist()) != Box((0,) * low.shape[1], tuple((region_high - region_low).tolist())).volume:
+        return False
+    return all(count == 1 for _, _, count in _cells(region_low, region_high, low, high))
+
+
+def _cells(region_low: Ints, region_high: Ints, low: Ints, high: Ints) -> Iterator[tuple[Ints, Ints, int]]:
+    """A partition of the region into cells ``(low, high, boxes that cover it)``: each box covers a cell whole or not at
+    all. Cells in parts whose sum of volumes shows a flaw come first."""
+    stack = [(region_low, region_high, low, high)]
+    while stack:
+        region_low, region_high, low, high = stack.pop()
+        cut = _median_face(region_low, region_high, low, high)
+        if cut is None:
+            yield region_low, region_high, len(low)
+            continue
+        dim, at = cut
+        middle_low, middle_high = region_low.copy(), region_high.copy()
+        middle_low[dim] = middle_high[dim] = at
+        halves = [_clip(region_low, middle_high, low, high), _clip(middle_low, region_high, low, high)]
+        stack.extend(sorted(halves, key=_looks_flawed))
+
+
+def _median_face(region_low: Ints, region_high: Ints, low: Ints, high: Ints) -> tuple[int, int] | None:
+    """The dimension with most faces of boxes inside the region, and the median one; None if no face is inside."""
+    faces = np.concatenate((low, high))
+    inside = (faces > region_low) & (faces < region_high)
+    counts = inside.sum(axis=0)
+    if not counts.any():
+        return None
+    dim = int(counts.argmax())
+    chosen = np.sort(faces[inside[:, dim], dim])
+    return dim, int(chosen[len(chosen) // 2])
+
+
+def _clip(region_low: Ints, region_high: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    """The region, and the parts of the boxes inside it."""
+    low, high = np.maximum(low, region_low), np.minimum(high, region_high)
+    meets = np.all(low < high, axis=1)
+    return region_low, region_high, low[meets], high[meets]
+
+
+def _looks_flawed(part: tuple[Ints, Ints, Ints, Ints]) -> bool:
+    region_low, region_high, low, high = part
+    return bool(volumes(high - low).sum() != np.prod(region_high - region_low))
+
+
+def flaws(shape: tuple[int, ...], offsets: Ints, lengths: Ints) -> list[Flaw]:
+    """One example of each kind of flaw in the boxes (n, ndim) of one tensor; [] when they cover it exactly once.
+
+    When the tensor has one kind of flaw and very many boxes, rare ones of another kind may go unmentioned.
+    """
+    inside = in_bounds(np.broadcast_to(np.array(shape, dtype=np.int64), offsets.shape), offsets, lengths)
+    found = [_out_of_bounds(offsets[row], lengths[row]) for row in np.flatnonzero(~inside)[:1]]
+    low, high = offsets[inside], (offsets + lengths)[inside]
+    wanted = {0: "missing", 2: "stored twice"}
+    left = CELLS_AFTER_FIRST
+    region_low, region_high = np.zeros(len(shape), dtype=np.int64), np.array(shape, dtype=np.int64)
+    for cell_low, cell_high, count in _cells(region_low, region_high, low, high) if 0 not in shape else ():
+        kind = wanted.pop(min(count, 2), None)
+        if kind is not None:
+            found.append(Flaw(kind, Box(tuple(cell_low.tolist()), tuple((cell_high - cell_low).tolist()))))
+        left -= bool(found)
+        if not wanted or not left:
+            break
+    return found
+
+
+def _out_of_bounds(offset: Ints, length: Ints) -> Flaw:
+    # A negative length makes no box; it is shown as an empty one.
+    return Flaw("out of bounds", Box(tuple(offset.tolist()), tuple(np.maximum(length, 0).tolist())))

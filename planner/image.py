@@ -1,0 +1,212 @@
+"""Where it lies: the layout of an image, which is a safetensors file with the digests of its blocks at the end.
+
+    0             header: 8 bytes length, JSON, padded with spaces to a multiple of 4096
+    header end    tensors, without holes: those of whole pages first, then by itemsize, so that each is aligned to
+                  its elements and large ones to pages
+    data_end      zeros up to
+    hashed_end    a 16-byte xxh3-128 digest of each block of [0, hashed_end), in order
+    nbytes        end of file
+
+For a safetensors reader, what follows ``data_end`` is one more tensor, ``__holdfast_blocks__``.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .box import Box
+from .columns import Ints, round_up, volumes
+
+__all__ = [
+    "BLOCKS_NAME",
+    "BLOCK_NBYTES",
+    "CHUNK_NBYTES",
+    "DIGEST_NBYTES",
+    "PAGE_NBYTES",
+    "ImageLayout",
+    "blocks_of",
+    "lay_out",
+    "shard_name",
+    "shard_names",
+]
+
+CHUNK_NBYTES = 16 << 20
+BLOCK_NBYTES = 64 << 10
+PAGE_NBYTES = 4096
+DIGEST_NBYTES = 16
+BLOCKS_NAME = "__holdfast_blocks__"
+
+# Readers of safetensors refuse longer headers.
+HEADER_NBYTES_MAX = 100_000_000
+
+# What every reader since safetensors 0.4.3 knows. One unknown name makes a reader refuse the whole file, so dtypes that
+# came later (C64, F8_E8M0) are not used: such tensors are written as bytes, like all others that are not listed.
+SAFETENSORS_DTYPES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int16": "I16",
+    "uint16": "U16",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int32": "I32",
+    "uint32": "U32",
+    "float32": "F32",
+    "float64": "F64",
+    "int64": "I64",
+    "uint64": "U64",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class ImageLayout:
+    """Where the n shards of an image lie. All offsets and sizes are bytes of the image's file.
+
+    ``header``       the file's first bytes, a multiple of 4096 of them; tensor data starts right behind
+    ``start``        (n,) offset of each shard, in the order in which shards were given
+    ``order``        (n,) shards by ascending ``start``
+    ``data_end``     end of the last shard
+    ``hashed_end``   ``data_end`` rounded up to 4096; blocks and chunks cover [0, hashed_end)
+    ``nbytes``       size of the file
+    """
+
+    header: bytes
+    start: Ints
+    order: Ints
+    data_end: int
+    hashed_end: int
+    nbytes: int
+    chunk_nbytes: int = CHUNK_NBYTES
+    block_nbytes: int = BLOCK_NBYTES
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks; the last may be short."""
+        return blocks_of(self.hashed_end, self.chunk_nbytes)
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks, and so of digests; the last may be short."""
+        return blocks_of(self.hashed_end, self.block_nbytes)
+
+    def chunk_range(self, index: int) -> tuple[int, int]:
+        """``(start, stop)`` of a chunk. Raises ValueError when there is no such chunk."""
+        if not 0 <= index < self.chunks:
+            raise ValueError(f"chunk {index} of an image of {self.chunks}")
+        return index * self.chunk_nbytes, min((index + 1) * self.chunk_nbytes, self.hashed_end)
+
+
+def blocks_of(nbytes: int, block_nbytes: int) -> int:
+    """How many blocks cover ``nbytes`` bytes."""
+    return -(-nbytes // block_nbytes)
+
+
+def shard_name(fqn: str, shape: Sequence[int], box: Box) -> str:
+    """The name of a shard in its image: the tensor's when it is whole, else like ``wq[0:128,0:4096]``."""
+    return fqn if box.lengths == tuple(shape) else f"{fqn}{box}"
+
+
+def shard_names(fqns: Sequence[str], shape: Ints, ndim: Ints, offsets: Ints, lengths: Ints) -> list[str]:
+    """``shard_name`` of n shards at once: columns (n,) and, padded, (n, D)."""
+    names = list(fqns)
+    for row in np.flatnonzero((lengths != shape).any(axis=1)).tolist():
+        dims = slice(int(ndim[row]))
+        ranges = zip(offsets[row, dims].tolist(), lengths[row, dims].tolist(), strict=True)
+        names[row] += f"[{','.join(f'{offset}:{offset + length}' for offset, length in ranges)}]"
+    return names
+
+
+def lay_out(
+    names: Sequence[str],
+    dtypes: Sequence[str],
+    lengths: Ints,
+    ndim: Ints,
+    itemsize: Ints,
+    *,
+    chunk_nbytes: int = CHUNK_NBYTES,
+    block_nbytes: int = BLOCK_NBYTES,
+) -> ImageLayout:
+    """The layout of an image of n shards: of each its name, torch's name of its dtype, (n, D) padded lengths, (n,)
+    number of dimensions and (n,) bytes per element, a power of two.
+
+    Names that occur before, or that the format reserves, get ``#2``, ``#3`` and so on appended. A dtype that
+    safetensors does not know is written as bytes, with one more dimension of ``itemsize``. When the header would be
+    longer than readers accept, it names a single tensor "data" instead. Raises ValueError when a chunk is not a whole
+    number of blocks, or a block of pages.
+    """
+    if min(chunk_nbytes, block_nbytes) < 1 or chunk_nbytes % block_nbytes or block_nbytes % PAGE_NBYTES:
+        raise ValueError(f"chunks of {chunk_nbytes} bytes in blocks of {block_nbytes} in pages of {PAGE_NBYTES}")
+    nbytes = volumes(lengths) * itemsize
+    order = np.argsort(np.where(nbytes % PAGE_NBYTES == 0, np.iinfo(np.int64).min, -itemsize), kind="stable")
+    stop = np.empty_like(nbytes)
+    stop[order] = np.cumsum(nbytes[order])
+    start, data_nbytes = stop - nbytes, int(nbytes.sum())
+    entries = _entries(_unique(names), dtypes, lengths, ndim, itemsize, start, stop)
+    header = _header([entries[row] for row in order.tolist()], data_nbytes, block_nbytes)
+    if len(header) - 8 > HEADER_NBYTES_MAX:
+        whole = [f'"data":{{"dtype":"U8","shape":[{data_nbytes}],"data_offsets":[0,{data_nbytes}]}}']
+        header = _header(whole, data_nbytes, block_nbytes)
+    data_end = len(header) + data_nbytes
+    hashed_end = round_up(data_end, PAGE_NBYTES)
+    size = hashed_end + DIGEST_NBYTES * blocks_of(hashed_end, block_nbytes)
+    return ImageLayout(header, start + len(header), order, data_end, hashed_end, size, chunk_nbytes, block_nbytes)
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    """The names, with a number appended to each that is reserved or occurs before."""
+    taken = {"__metadata__", BLOCKS_NAME}
+    if len(taken.union(names)) == len(taken) + len(names):
+        return list(names)
+    result, counts = [], dict.fromkeys(taken, 1)
+    for name in names:
+        unique = name
+        while unique in counts:
+            counts[name] += 1
+            unique = f"{name}#{counts[name]}"
+        counts[unique] = 1
+        result.append(unique)
+    return result
+
+
+def _entries(
+    names: Sequence[str], dtypes: Sequence[str], lengths: Ints, ndim: Ints, itemsize: Ints, start: Ints, stop: Ints
+) -> list[str]:
+    """The JSON text of each shard's entry."""
+    if not names:
+        return []
+    # One call for all names: JSON has no bare line break inside a string, so they can be told apart again.
+    quoted = json.dumps(names, separators=("\n", ":"))[1:-1].split("\n")
+    kinds = list(zip(dtypes, ndim.tolist(), itemsize.tolist(), map(tuple, lengths.tolist()), strict=True))
+    known = {kind: _fragment(*kind) for kind in set(kinds)}
+    columns = zip(quoted, kinds, start.tolist(), stop.tolist(), strict=True)
+    return [f"{name}:{known[kind]}[{begin},{end}]}}" for name, kind, begin, end in columns]
+
+
+def _fragment(dtype: str, ndim: int, itemsize: int, lengths: tuple[int, ...]) -> str:
+    """What the entries of all shards of one dtype and shape have in common."""
+    name = SAFETENSORS_DTYPES.get(dtype)
+    shape = [*lengths[:ndim]] if name else [*lengths[:ndim], itemsize]
+    return f'{{"dtype":"{name or "U8"}","shape":[{",".join(map(str, shape))}],"data_offsets":'
+
+
+def _header(entries: Sequence[str], data_nbytes: int, block_nbytes: int) -> bytes:
+    """The header of an image with these entries before the digests'."""
+    text = ",".join(('{"__metadata__":{"format":"pt","holdfast":"image/1"}', *entries))
+    size = PAGE_NBYTES
+    while True:
+        # The header's size says how many blocks there are, and their number is in the header: grow until both agree.
+        hashed_end = round_up(size + data_nbytes, PAGE_NBYTES)
+        end = hashed_end - size + DIGEST_NBYTES * blocks_of(hashed_end, block_nbytes)
+        shape = f'"shape":[{end - data_nbytes}],"data_offsets":[{data_nbytes},{end}]'
+        tail = f',"{BLOCKS_NAME}":{{"dtype":"U8",{shape}}}}}'
+        needed = round_up(8 + len(text) + len(tail), PAGE_NBYTES)
+        if needed <= size:
+            return struct.pack("<Q", size - 8) + (text + tail).ljust(size - 8).encode("ascii")
+        size = needed

@@ -1,0 +1,331 @@
+"""What to read: from what a rank wants and what images store, the byte ranges to read and where each byte goes.
+
+Reads are whole blocks, the unit of checksum, and stay within one chunk, the unit of I/O. A byte is read once even when
+several targets want it. Every step works on whole columns; nothing loops over tensors or shards.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from .box import Box, flat_to_boxes, intersect
+from .columns import Ints, contiguous, flat_starts, ranges, strides, volumes, widen
+from .image import BLOCK_NBYTES, CHUNK_NBYTES
+from .table import ShardTable, TensorTable
+
+__all__ = ["LoadPlan", "Targets", "plan_load", "strided_parts"]
+
+# Pairs of a target and a shard of its tensor looked at in one go; bounds the memory of planning.
+PAIRS_PER_BATCH = 1 << 22
+
+
+@dataclass(frozen=True, eq=False)
+class Targets:
+    """Boxes that one rank wants. Dimensions beyond a tensor's own are padded: offset 0, length 1.
+
+    ``tensor``          (n,) row in the checkpoint's TensorTable; not an alias
+    ``offsets``         (n, D) first element of the box in the global tensor
+    ``lengths``         (n, D)
+    ``local_offsets``   (n, D) where the box lies in the caller's local tensor
+    ``local_shape``     (n, D) shape of that local tensor
+    ``buffer``          (n,) index of that local tensor
+    """
+
+    tensor: Ints
+    offsets: Ints
+    lengths: Ints
+    local_offsets: Ints
+    local_shape: Ints
+    buffer: Ints
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+
+@dataclass(frozen=True, eq=False)
+class LoadPlan:
+    """P reads, the C copies that each allows, and the pairs of a shard and a target that copies belong to.
+
+    A read, ascending by image and start, disjoint; within one chunk; from a block boundary to another or to hashed_end:
+
+    ``image``     (P,)
+    ``start``     (P,) bytes of the image's file
+    ``stop``      (P,)
+
+    A copy; those of read r are the rows from ``first[r]`` to ``first[r + 1]``:
+
+    ``first``     (P + 1,)
+    ``pair``      (C,) row of the pair columns
+    ``src``       (C,) offset in the image's file, in bytes, of the first byte to copy
+    ``nbytes``    (C,) bytes from there on
+    ``dst``       (C,) offset, in bytes, in the C-contiguous local tensor; or -1 when the elements are not one run on
+                  both sides: then ``src`` and ``nbytes`` are a range of the stored box, whole elements, of which
+                  ``strided_parts`` says what to copy
+
+    A pair; the box is what shard and target have in common, in elements of the global tensor:
+
+    ``shard``     row of the ShardTable
+    ``target``    row of the Targets
+    ``offsets``   (pairs, D)
+    ``lengths``   (pairs, D)
+    """
+
+    image: Ints
+    start: Ints
+    stop: Ints
+    first: Ints
+    pair: Ints
+    src: Ints
+    nbytes: Ints
+    dst: Ints
+    shard: Ints
+    target: Ints
+    offsets: Ints
+    lengths: Ints
+    bytes_wanted: int
+
+    @property
+    def bytes_planned(self) -> int:
+        """Bytes of all reads."""
+        return int((self.stop - self.start).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class _Pairs:
+    """Pairs, and the span of the stored box's bytes, [start, stop) on the line of all images, that holds the box."""
+
+    shard: Ints
+    target: Ints
+    offsets: Ints
+    lengths: Ints
+    stored: Ints  # lengths of the stored box
+    itemsize: Ints
+    start: Ints
+    stop: Ints
+    dst: Ints  # byte offset in the local tensor, or -1
+
+
+def plan_load(
+    tensors: TensorTable,
+    shards: ShardTable,
+    targets: Targets,
+    hashed_end: Ints,
+    *,
+    chunk_nbytes: int = CHUNK_NBYTES,
+    block_nbytes: int = BLOCK_NBYTES,
+    gap_nbytes: int = 0,
+) -> LoadPlan:
+    """The plan to load ``targets`` from images whose blocks end at ``hashed_end`` (images,).
+
+    Ranges that are at most ``gap_nbytes`` apart are read as one. Raises ValueError when shards do not cover a target
+    exactly once (``coverage_errors`` says so beforehand), lie outside their image, or are not aligned to their
+    elements.
+    """
+    if chunk_nbytes % block_nbytes:
+        raise ValueError(f"chunks of {chunk_nbytes} bytes are no whole number of blocks of {block_nbytes}")
+    # All images on one line, each from a chunk boundary on, too far apart to be merged: from here on ranges are 1-D.
+    room = -(-(hashed_end + gap_nbytes + 1) // chunk_nbytes) * chunk_nbytes
+    base = np.cumsum(room) - room
+    shards, targets = _same_ndim(shards, targets)
+    shard, target = _meeting(shards, targets, len(tensors))
+    pairs = _pairs(tensors, shards, targets, shard, target, base)
+    _check(tensors, shards, targets, pairs, hashed_end, base, block_nbytes)
+    run_pair, run_start, run_stop = _runs(pairs, block_nbytes)
+    start = run_start // block_nbytes * block_nbytes
+    last = (base + hashed_end)[shards.image[pairs.shard]][run_pair]
+    stop = np.minimum(-(-run_stop // block_nbytes) * block_nbytes, last)
+    start, stop = _cut(*_union(start, stop, gap_nbytes), chunk_nbytes)
+    pair, read = _overlaps(run_pair, run_start, run_stop, start, stop)
+    image = np.searchsorted(base, start, side="right").astype(np.int64, copy=False) - 1
+    src = np.maximum(start[read], pairs.start[pair])
+    nbytes = np.minimum(stop[read], pairs.stop[pair]) - src
+    dst = np.where(pairs.dst[pair] < 0, -1, pairs.dst[pair] + src - pairs.start[pair])
+    return LoadPlan(
+        image=image,
+        start=start - base[image],
+        stop=stop - base[image],
+        first=np.searchsorted(read, np.arange(len(start) + 1)).astype(np.int64, copy=False),
+        pair=pair,
+        src=src - base[image[read]],
+        nbytes=nbytes,
+        dst=dst,
+        shard=pairs.shard,
+        target=pairs.target,
+        offsets=pairs.offsets,
+        lengths=pairs.lengths,
+        bytes_wanted=int((volumes(pairs.lengths) * pairs.itemsize).sum()),
+    )
+
+
+def strided_parts(stored: Box, wanted: Box, e0: int, e1: int) -> list[Box]:
+    """What elements [e0, e1) of the row-major order of ``stored`` have in common with ``wanted``, as disjoint boxes.
+
+    All boxes are in elements of the global tensor. This is how a copy whose ``dst`` is -1 is carried out.
+    """
+    flat = (box.shifted(stored.offsets) for box in flat_to_boxes(stored.lengths, e0, e1))
+    return [part for box in flat if (part := intersect(box, wanted)) is not None]
+
+
+def _same_ndim(shards: ShardTable, targets: Targets) -> tuple[ShardTable, Targets]:
+    """Both with as many padded dimensions as the one that has more."""
+    ndim = max(shards.offsets.shape[1], targets.offsets.shape[1])
+    offsets, lengths = widen(shards.offsets, ndim, 0), widen(shards.lengths, ndim, 1)
+    wide = (widen(targets.offsets, ndim, 0), widen(targets.lengths, ndim, 1), widen(targets.local_offsets, ndim, 0))
+    local_shape = widen(targets.local_shape, ndim, 1)
+    return (
+        ShardTable(shards.tensor, offsets, lengths, shards.image, shards.start),
+        Targets(targets.tensor, *wide, local_shape, targets.buffer),
+    )
+
+
+def _meeting(shards: ShardTable, targets: Targets, n_tensors: int) -> tuple[Ints, Ints]:
+    """Shards and targets that have elements in common, ascending by target."""
+    found = [
+        _with_common_elements(shards, targets, shard, target)
+        for shard, target in _candidates(shards.pointers(n_tensors), targets.tensor)
+    ]
+    none = np.empty(0, dtype=np.int64)
+    return (
+        np.concatenate([none, *(shard for shard, _ in found)]),
+        np.concatenate([none, *(target for _, target in found)]),
+    )
+
+
+def _candidates(pointers: Ints, tensor: Ints) -> Iterator[tuple[Ints, Ints]]:
+    """Each target with each shard of its tensor, in batches ``(shard, target)``."""
+    counts = pointers[tensor + 1] - pointers[tensor]
+    batch = np.cumsum(counts) // PAIRS_PER_BATCH
+    edges = [0, *(np.flatnonzero(np.diff(batch)) + 1).tolist(), len(tensor)]
+    for low, high in itertools.pairwise(edges):
+        target, shard = ranges(pointers[tensor[low:high]], counts[low:high])
+        yield shard, target + low
+
+
+def _with_common_elements(shards: ShardTable, targets: Targets, shard: Ints, target: Ints) -> tuple[Ints, Ints]:
+    """Those of the pairs whose boxes meet."""
+    meets = np.ones(len(shard), dtype=np.bool_)
+    for dim in range(shards.offsets.shape[1]):
+        stored, wanted = shards.offsets[shard, dim], targets.offsets[target, dim]
+        meets &= np.minimum(stored + shards.lengths[shard, dim], wanted + targets.lengths[target, dim]) > np.maximum(
+            stored, wanted
+        )
+    return shard[meets], target[meets]
+
+
+def _pairs(tensors: TensorTable, shards: ShardTable, targets: Targets, shard: Ints, target: Ints, base: Ints) -> _Pairs:
+    """What shards and targets have in common, and where it lies on both sides."""
+    stored_offsets, stored = shards.offsets[shard], shards.lengths[shard]
+    wanted_offsets, local_shape = targets.offsets[target], targets.local_shape[target]
+    offsets = np.maximum(stored_offsets, wanted_offsets)
+    lengths = np.minimum(stored_offsets + stored, wanted_offsets + targets.lengths[target]) - offsets
+    itemsize = tensors.itemsize[shards.tensor[shard]]
+    within = offsets - stored_offsets
+    start = (base[shards.image] + shards.start)[shard]
+    nelems_to_last = flat_starts(within + lengths - 1, stored)
+    local = flat_starts(targets.local_offsets[target] + offsets - wanted_offsets, local_shape) * itemsize
+    straight = contiguous(lengths, stored) & contiguous(lengths, local_shape)
+    return _Pairs(
+        shard,
+        target,
+        offsets,
+        lengths,
+        stored,
+        itemsize,
+        start=start + flat_starts(within, stored) * itemsize,
+        stop=start + (nelems_to_last + 1) * itemsize,
+        dst=np.where(straight, local, -1),
+    )
+
+
+def _check(
+    tensors: TensorTable,
+    shards: ShardTable,
+    targets: Targets,
+    pairs: _Pairs,
+    hashed_end: Ints,
+    base: Ints,
+    block_nbytes: int,
+) -> None:
+    """Raises ValueError when the tables cannot be right."""
+    sums = np.append(0, np.cumsum(volumes(pairs.lengths)))
+    first = np.searchsorted(pairs.target, np.arange(len(targets) + 1))
+    stored, wanted = sums[first[1:]] - sums[first[:-1]], volumes(targets.lengths)
+    for row in np.flatnonzero(stored != wanted)[:1]:
+        name = tensors.names[targets.tensor[row]]
+        raise ValueError(f"{name}: of {wanted[row]} elements wanted the shards have {stored[row]}")
+    image, itemsize = shards.image[pairs.shard], pairs.itemsize
+    outside = (pairs.stop > (base + hashed_end)[image]) | (shards.start[pairs.shard] < 0)
+    # A read that ends inside an element would tear it. Runs are copied byte by byte and need no alignment.
+    torn = (pairs.dst < 0) & ((block_nbytes % itemsize != 0) | (shards.start[pairs.shard] % itemsize != 0))
+    for flaw, rows in (("lies outside its image", outside), ("is not aligned to its elements", torn)):
+        for pair in np.flatnonzero(rows)[:1]:
+            name = tensors.names[targets.tensor[pairs.target[pair]]]
+            raise ValueError(f"{name}: shard {pairs.shard[pair]} {flaw}")
+
+
+def _runs(pairs: _Pairs, block_nbytes: int) -> tuple[Ints, Ints, Ints]:
+    """The runs of stored bytes that pairs want: the pair each belongs to, ascending, start and stop on the line.
+
+    Runs with less than a block between them count as one, since the blocks they lie in leave nothing out.
+    """
+    counts, nelems = _collapsed(pairs, block_nbytes)
+    number = volumes(counts)
+    pair, index = ranges(np.zeros_like(number), number)
+    if len(pair) == len(number):
+        return pair, pairs.start, pairs.start + nelems * pairs.itemsize
+    position, steps = np.zeros_like(pair), strides(pairs.stored)
+    for dim in range(counts.shape[1] - 1, -1, -1):
+        index, within = np.divmod(index, counts[pair, dim])
+        position += within * steps[pair, dim]
+    start = pairs.start[pair] + position * pairs.itemsize[pair]
+    return pair, start, start + (nelems * pairs.itemsize)[pair]
+
+
+def _collapsed(pairs: _Pairs, block_nbytes: int) -> tuple[Ints, Ints]:
+    """Per pair, over how many indices of each dimension its runs repeat (n, D), and the elements of one run (n,)."""
+    steps = strides(pairs.stored)
+    counts = pairs.lengths.copy()
+    nelems = np.ones(len(counts), dtype=np.int64)
+    joined = np.ones(len(counts), dtype=np.bool_)
+    for dim in range(counts.shape[1] - 1, -1, -1):
+        gap = (steps[:, dim] - nelems) * pairs.itemsize
+        # Once a dimension is not joined, those outside of it repeat whole sets of runs and are not either.
+        joined &= (counts[:, dim] == 1) | (gap < block_nbytes)
+        nelems = np.where(joined, (counts[:, dim] - 1) * steps[:, dim] + nelems, nelems)
+        counts[:, dim] = np.where(joined, 1, counts[:, dim])
+    return counts, nelems
+
+
+def _union(start: Ints, stop: Ints, gap_nbytes: int) -> tuple[Ints, Ints]:
+    """The union of intervals, with those at most ``gap_nbytes`` apart made one; ascending."""
+    if not len(start):
+        return start, stop
+    order = np.argsort(start, kind="stable")
+    start, reach = start[order], np.maximum.accumulate(stop[order])
+    begins = np.append(True, start[1:] > reach[:-1] + gap_nbytes)
+    return start[begins], reach[np.append(begins[1:], True)]
+
+
+def _cut(start: Ints, stop: Ints, chunk_nbytes: int) -> tuple[Ints, Ints]:
+    """The intervals, cut at multiples of ``chunk_nbytes``."""
+    first = start // chunk_nbytes
+    interval, chunk = ranges(first, -(-stop // chunk_nbytes) - first)
+    return (
+        np.maximum(start[interval], chunk * chunk_nbytes),
+        np.minimum(stop[interval], (chunk + 1) * chunk_nbytes),
+    )
+
+
+def _overlaps(run_pair: Ints, run_start: Ints, run_stop: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints]:
+    """Pairs and the reads that hold bytes of theirs, each combination once: ``(pair, read)``, ascending by read."""
+    first = np.searchsorted(stop, run_start, side="right").astype(np.int64, copy=False)
+    run, read = ranges(first, np.searchsorted(start, run_stop, side="left") - first)
+    pair = run_pair[run]
+    # The runs of a pair are ascending, so a combination that occurs again does so at once.
+    new = np.append(True, (pair[1:] != pair[:-1]) | (read[1:] != read[:-1]))[: len(pair)]
+    order = np.argsort(read[new], kind="stable")
+    return pair[new][order], read[new][order]

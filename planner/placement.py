@@ -1,0 +1,155 @@
+"""What each rank of a device mesh holds of a tensor. Mirrors the DTensor placements of torch, without torch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .box import Box
+from .columns import Ints
+
+__all__ = ["Piece", "Placement", "Replicated", "Split", "holders", "local_pieces", "local_shape"]
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Dimension ``dim`` is split over one mesh dimension like torch.chunk: equal parts, the last ones short or empty.
+
+    With ``stride`` k > 1 the dimension is first cut into k parts, every part is split, and a rank holds its share of
+    each, end to end: what torch calls ``_StridedShard(dim, split_factor=k)``.
+    """
+
+    dim: int
+    stride: int = 1
+
+    def __post_init__(self) -> None:
+        if self.dim < 0 or self.stride < 1:
+            raise ValueError(f"no such split: {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated:
+    """Every rank along one mesh dimension holds the same."""
+
+
+Placement = Split | Replicated
+
+# Index intervals [start, stop) along one dimension, ascending and disjoint; a local tensor's dimension is their
+# concatenation.
+Intervals = list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of the global tensor, and the offsets in the rank's local tensor at which it lies."""
+
+    box: Box
+    local_offsets: tuple[int, ...]
+
+
+def local_pieces(
+    shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
+) -> list[Piece]:
+    """What the rank at ``coordinate`` of the mesh holds of a tensor of ``shape``.
+
+    Pieces come in the row-major order of the local tensor; an empty local tensor has none. ``placements`` apply from
+    left to right, one per mesh dimension. Raises ValueError when one does not fit the tensor or the mesh.
+    """
+    dims = _intervals(shape, mesh_shape, coordinate, placements)
+    located = [list(zip(intervals, _local_starts(intervals), strict=True)) for intervals in dims]
+    return [_piece(combination) for combination in itertools.product(*located)]
+
+
+def local_shape(
+    shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
+) -> tuple[int, ...]:
+    """The shape of the local tensor at ``coordinate``. Raises as ``local_pieces`` does."""
+    return tuple(map(_size, _intervals(shape, mesh_shape, coordinate, placements)))
+
+
+def holders(mesh_ranks: Ints, coordinate: Sequence[int], placements: Sequence[Placement]) -> tuple[int, ...]:
+    """The global ranks, ascending, that hold the same pieces as the one at ``coordinate`` of the mesh.
+
+    ``mesh_ranks`` holds the global rank at each mesh coordinate.
+    """
+    _check_mesh(mesh_ranks.shape, coordinate, placements)
+    index = tuple(
+        slice(None) if isinstance(placement, Replicated) else at
+        for placement, at in zip(placements, coordinate, strict=True)
+    )
+    return tuple(np.sort(mesh_ranks[index], axis=None).tolist())
+
+
+def _check_mesh(mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]) -> None:
+    if not len(mesh_shape) == len(coordinate) == len(placements):
+        raise ValueError(f"{len(placements)} placements at coordinate {tuple(coordinate)} of mesh {tuple(mesh_shape)}")
+    if any(not 0 <= at < size for at, size in zip(coordinate, mesh_shape, strict=True)):
+        raise ValueError(f"coordinate {tuple(coordinate)} lies outside the mesh {tuple(mesh_shape)}")
+
+
+def _intervals(
+    shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
+) -> list[Intervals]:
+    """Per tensor dimension, the indices held at ``coordinate``."""
+    _check_mesh(mesh_shape, coordinate, placements)
+    dims: list[Intervals] = [[(0, length)] if length else [] for length in shape]
+    for placement, parts, at in zip(placements, mesh_shape, coordinate, strict=True):
+        if isinstance(placement, Replicated):
+            continue
+        if placement.dim >= len(dims):
+            raise ValueError(f"{placement} does not fit a tensor of shape {tuple(shape)}")
+        held = dims[placement.dim]
+        dims[placement.dim] = _joined(
+            interval
+            for start, stop in _shares(_size(held), placement.stride, parts, at)
+            for interval in _slice(held, start, stop)
+        )
+    return dims
+
+
+def _size(intervals: Intervals) -> int:
+    return sum(stop - start for start, stop in intervals)
+
+
+def _local_starts(intervals: Intervals) -> list[int]:
+    """Where each interval begins in their concatenation."""
+    return list(itertools.accumulate((stop - start for start, stop in intervals), initial=0))[:-1]
+
+
+def _chunk(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
+    """The ``index``-th of ``parts`` chunks of [start, stop), cut as torch.chunk does; empty ones at the end."""
+    step = -(-(stop - start) // parts)
+    return min(start + step * index, stop), min(start + step * (index + 1), stop)
+
+
+def _shares(length: int, stride: int, parts: int, index: int) -> Intervals:
+    """Positions in [0, length) that the ``index``-th of ``parts`` ranks holds."""
+    return [_chunk(*_chunk(0, length, stride, part), parts, index) for part in range(stride)]
+
+
+def _slice(intervals: Intervals, start: int, stop: int) -> Intervals:
+    """The intervals at positions [start, stop) of the concatenation of ``intervals``."""
+    result = []
+    for (first, last), position in zip(intervals, _local_starts(intervals), strict=True):
+        low, high = max(first, first + start - position), min(last, first + stop - position)
+        if low < high:
+            result.append((low, high))
+    return result
+
+
+def _joined(intervals: Iterable[tuple[int, int]]) -> Intervals:
+    """Ascending intervals with touching ones made one, so that there are no more pieces than needed."""
+    result: Intervals = []
+    for start, stop in intervals:
+        joins = bool(result) and result[-1][1] == start
+        result.append((result.pop()[0] if joins else start, stop))
+    return result
+
+
+def _piece(combination: Sequence[tuple[tuple[int, int], int]]) -> Piece:
+    offsets = tuple(start for (start, _), _ in combination)
+    lengths = tuple(stop - start for (start, stop), _ in combination)
+    return Piece(Box(offsets, lengths), tuple(position for _, position in combination))

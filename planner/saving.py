@@ -1,0 +1,156 @@
+"""Who writes what: bytes that several ranks hold are divided among them, evenly and without a word exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from .box import flat_to_boxes
+from .columns import Bools, Ints, volumes
+
+__all__ = ["Holdings", "divide"]
+
+# Cuts fall on whole rows of a tensor as long as a row is at most this part of a holder's even share.
+GRANULES_PER_SHARE = 100
+
+
+@dataclass(frozen=True, eq=False)
+class Holdings:
+    """Boxes that one rank holds. Dimensions beyond a tensor's own are padded: offset 0, length 1.
+
+    ``tensor``          (n,) index of the rank's local tensor
+    ``offsets``         (n, D) first element of the box in the global tensor
+    ``lengths``         (n, D)
+    ``local_offsets``   (n, D) where the box lies in the local tensor
+    ``itemsize``        (n,) bytes per element
+    ``group``           (n,) index into ``groups``
+    ``groups``          ranks, ascending, that hold the same bytes
+    ``order``           (n,) sort key, the same on every holder of a box; boxes of a group that share it have different
+                        offsets
+    """
+
+    tensor: Ints
+    offsets: Ints
+    lengths: Ints
+    local_offsets: Ints
+    itemsize: Ints
+    group: Ints
+    groups: tuple[tuple[int, ...], ...]
+    order: Ints
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    @property
+    def nbytes(self) -> Ints:
+        """(n,) bytes of each box."""
+        return volumes(self.lengths) * self.itemsize
+
+    def take(self, rows: Ints | Bools) -> Holdings:
+        """Some of the boxes, by index or mask."""
+        return self._map(lambda column: column[rows])
+
+    def extended(self, other: Holdings) -> Holdings:
+        """These boxes and then those of ``other``, which has the same groups."""
+        columns = iter(other._columns())
+        return self._map(lambda column: np.concatenate((column, next(columns))))
+
+    def _columns(self) -> tuple[Ints, ...]:
+        fields = (self.tensor, self.offsets, self.lengths, self.local_offsets, self.itemsize, self.group, self.order)
+        return fields
+
+    def _map(self, function: Callable[[Ints], Ints]) -> Holdings:
+        tensor, offsets, lengths, local_offsets, itemsize, group, order = map(function, self._columns())
+        return Holdings(tensor, offsets, lengths, local_offsets, itemsize, group, self.groups, order)
+
+
+def divide(holdings: Holdings, rank: int) -> Holdings:
+    """What ``rank`` writes of what it holds.
+
+    The boxes of a group are laid end to end in ``order``, and the i-th of its n ranks takes the bytes from i/n to
+    (i+1)/n of them. A cut inside a box falls on a whole number of its rows (the largest suffix of its dimensions that
+    is at most 1% of a share, or one element), so a cut piece is one box but for tensors of a few huge rows. Every
+    holder computes the same cuts: together they write everything exactly once. Empty boxes are dropped; the order of
+    the rest is kept. Raises ValueError when ``rank`` is not in one of the groups.
+    """
+    members = np.array([len(group) for group in holdings.groups], dtype=np.int64)
+    position = np.array([_position(group, rank) for group in holdings.groups], dtype=np.int64)
+    nelems = volumes(holdings.lengths)
+    begin, end = np.zeros_like(nelems), nelems.copy()
+    shared = np.flatnonzero(members[holdings.group] > 1)
+    if len(shared):
+        begin[shared], end[shared] = _parts(holdings.take(shared), members, position)
+    whole = (begin == 0) & (end == nelems) & (nelems > 0)
+    if whole.all():
+        return holdings
+    cut = np.flatnonzero(~whole & (begin < end))
+    pieces, source = _pieces(holdings, cut, begin, end)
+    kept = np.flatnonzero(whole)
+    order = np.argsort(np.concatenate((kept, source)), kind="stable")
+    return holdings.take(kept).extended(pieces).take(order)
+
+
+def _position(group: tuple[int, ...], rank: int) -> int:
+    if rank not in group:
+        raise ValueError(f"rank {rank} does not hold what the ranks {group} hold")
+    return group.index(rank)
+
+
+def _parts(shared: Holdings, members: Ints, position: Ints) -> tuple[Ints, Ints]:
+    """Per box of groups of several ranks, the range of its elements, in row-major order, that this rank writes."""
+    begin, end = np.empty(len(shared), dtype=np.int64), np.empty(len(shared), dtype=np.int64)
+    order = _line_up(shared)
+    boxes = shared.take(order)
+    nbytes, group = boxes.nbytes, boxes.group
+    line = np.append(0, np.cumsum(nbytes))
+    edges = np.searchsorted(group, np.arange(len(members) + 1))
+    share, rest = np.divmod(np.diff(line[edges]), members)
+    granule = _granules(boxes, share[group] // GRANULES_PER_SHARE)
+    for target, index in ((begin, position), (end, position + 1)):
+        cut = line[edges[:-1]] + share * index + rest * index // members  # the total * index // members, no overflow
+        nelems = np.clip(cut[group] - line[:-1], 0, nbytes) // boxes.itemsize
+        target[order] = nelems // granule * granule
+    return begin, end
+
+
+def _line_up(shared: Holdings) -> Ints:
+    """The order in which boxes are laid end to end: by group, ``order`` and, where those are equal, offsets."""
+    group, order = shared.group, shared.order
+    ties = (group[1:] == group[:-1]) & (order[1:] <= order[:-1])
+    if not ties.any() and np.all(group[1:] >= group[:-1]):
+        return np.arange(len(group), dtype=np.int64)
+    return np.lexsort((*shared.offsets.T[::-1], order, group)).astype(np.int64, copy=False)
+
+
+def _granules(boxes: Holdings, nbytes_max: Ints) -> Ints:
+    """(n,) elements of the largest suffix of each box's dimensions that has at most ``nbytes_max`` bytes, or 1."""
+    granule = np.ones(len(boxes), dtype=np.int64)
+    suffix = np.ones(len(boxes), dtype=np.int64)
+    for dim in range(boxes.lengths.shape[1] - 1, -1, -1):
+        suffix *= boxes.lengths[:, dim]
+        np.copyto(granule, suffix, where=suffix * boxes.itemsize <= nbytes_max)
+    return np.maximum(granule, 1)
+
+
+def _pieces(holdings: Holdings, cut: Ints, begin: Ints, end: Ints) -> tuple[Holdings, Ints]:
+    """The boxes of elements [begin, end) of each box in rows ``cut``, and the row each came from.
+
+    A rank has at most two cut boxes per group, so this may go row by row.
+    """
+    found = [
+        (row, box)
+        for row in cut.tolist()
+        for box in flat_to_boxes(holdings.lengths[row].tolist(), int(begin[row]), int(end[row]))
+    ]
+    source = np.array([row for row, _ in found], dtype=np.int64)
+    ndim = holdings.lengths.shape[1]
+    shift = np.array([box.offsets for _, box in found], dtype=np.int64).reshape(-1, ndim)
+    lengths = np.array([box.lengths for _, box in found], dtype=np.int64).reshape(-1, ndim)
+    parent = holdings.take(source)
+    offsets, local_offsets = parent.offsets + shift, parent.local_offsets + shift
+    pieces = Holdings(
+        parent.tensor, offsets, lengths, local_offsets, parent.itemsize, parent.group, parent.groups, parent.order
+    )
+    return pieces, source

@@ -1,0 +1,185 @@
+"""Tables of tensors and of shards: columns, not objects, so that ten million shards remain a handful of arrays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from .columns import Ints, volumes, widen
+from .coverage import Flaw, flawed, flaws
+
+__all__ = ["ShardTable", "TensorTable", "coverage_errors"]
+
+
+@dataclass(frozen=True, eq=False)
+class TensorTable:
+    """T global tensors. Dimensions beyond a tensor's own are padded: shape 1.
+
+    ``names``    (T,) fully qualified names; a name may occur several times, with different owners
+    ``dtype``    (T,) uint8, index into ``dtypes``
+    ``dtypes``   per code: torch's name of the dtype, such as "bfloat16", and its itemsize in bytes
+    ``ndim``     (T,)
+    ``shape``    (T, D) int64
+    ``alias``    (T,) int64 row of the tensor whose bytes these are, or -1
+    ``owner``    (T,) int64 rank to which the tensor belongs alone, or -1 when it is the whole job's
+    """
+
+    names: tuple[str, ...]
+    dtype: npt.NDArray[np.uint8]
+    dtypes: tuple[tuple[str, int], ...]
+    ndim: Ints
+    shape: Ints
+    alias: Ints
+    owner: Ints
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @cached_property
+    def itemsize(self) -> Ints:
+        """(T,) bytes per element."""
+        return np.array([itemsize for _, itemsize in self.dtypes], dtype=np.int64)[self.dtype]
+
+    @cached_property
+    def nbytes(self) -> Ints:
+        """(T,) bytes of the whole tensor; an alias counts as what it stands for."""
+        return volumes(self.shape) * self.itemsize
+
+    def shape_of(self, row: int) -> tuple[int, ...]:
+        """The shape of one tensor, without padding."""
+        return tuple(self.shape[row, : self.ndim[row]].tolist())
+
+    @cached_property
+    def rows(self) -> dict[str, tuple[int, ...]]:
+        """The rows of each name, ascending."""
+        rows: dict[str, tuple[int, ...]] = dict(zip(self.names, zip(range(len(self))), strict=True))
+        if len(rows) < len(self):
+            rows = {}
+            for row, name in enumerate(self.names):
+                rows[name] = (*rows.get(name, ()), row)
+        return rows
+
+    def find(self, name: str, rank: int = 0) -> int | None:
+        """The row of ``name`` as seen by ``rank``, or None when there is no such name.
+
+        The row that the whole job shares; else the one that ``rank`` owns; else, since the job may have another size
+        now, the one of the owner that ``rank`` maps to when the owners are dealt out in turn.
+        """
+        candidates = sorted(self.rows.get(name, ()), key=lambda row: int(self.owner[row]))
+        if not candidates:
+            return None
+        owners = [int(self.owner[row]) for row in candidates]
+        if owners[0] == -1:
+            return candidates[0]
+        return candidates[owners.index(rank) if rank in owners else rank % len(owners)]
+
+
+@dataclass(frozen=True, eq=False)
+class ShardTable:
+    """S stored shards, ascending by tensor. Dimensions beyond a tensor's own are padded: offset 0, length 1.
+
+    ``tensor``    (S,) row in the TensorTable
+    ``offsets``   (S, D) int64 first element of the box, in elements of the global tensor
+    ``lengths``   (S, D) int64
+    ``image``     (S,) index of the image that stores it
+    ``start``     (S,) offset in bytes of the shard's first byte in that image's file
+    """
+
+    tensor: Ints
+    offsets: Ints
+    lengths: Ints
+    image: Ints
+    start: Ints
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    @classmethod
+    def empty(cls, ndim: int) -> ShardTable:
+        """A table of no shards, of tensors of up to ``ndim`` dimensions."""
+        column, boxes = np.empty(0, dtype=np.int64), np.empty((0, ndim), dtype=np.int64)
+        return cls(column, boxes, boxes, column, column)
+
+    @classmethod
+    def concat(cls, tables: Sequence[ShardTable]) -> ShardTable:
+        """All rows of ``tables`` in one table, ascending by tensor; dimensions are padded to the largest."""
+        if not tables:
+            return cls.empty(0)
+        ndim = max(table.offsets.shape[1] for table in tables)
+        return cls(
+            np.concatenate([table.tensor for table in tables]),
+            np.concatenate([widen(table.offsets, ndim, 0) for table in tables]),
+            np.concatenate([widen(table.lengths, ndim, 1) for table in tables]),
+            np.concatenate([table.image for table in tables]),
+            np.concatenate([table.start for table in tables]),
+        ).sorted_by_tensor()
+
+    def sorted_by_tensor(self) -> ShardTable:
+        """The same rows, ascending by tensor, otherwise in the order they had; itself when that is so already."""
+        if np.all(self.tensor[1:] >= self.tensor[:-1]):
+            return self
+        order = np.argsort(self.tensor, kind="stable")
+        columns = (self.tensor, self.offsets, self.lengths, self.image, self.start)
+        return ShardTable(*(column[order] for column in columns))
+
+    def nbytes(self, tensors: TensorTable) -> Ints:
+        """(S,) bytes of each shard."""
+        return volumes(self.lengths) * tensors.itemsize[self.tensor]
+
+    def pointers(self, n_tensors: int) -> Ints:
+        """(n_tensors + 1,): the shards of tensor t are the rows from ``pointers[t]`` to ``pointers[t + 1]``."""
+        return np.searchsorted(self.tensor, np.arange(n_tensors + 1)).astype(np.int64, copy=False)
+
+
+def coverage_errors(tensors: TensorTable, shards: ShardTable, limit: int = 20) -> list[str]:
+    """What is wrong with the shards, a sentence each, at most ``limit``; [] when all is well.
+
+    All is well when every element of every tensor that is no alias is covered by exactly one shard, every shard lies
+    within its tensor and has elements, and aliases have no shards. A sentence names the tensor, an example box, and
+    says "missing", "stored twice" or "out of bounds".
+    """
+    known = (shards.tensor >= 0) & (shards.tensor < len(tensors))
+    sentences = [
+        f"a shard names tensor {row}, which is out of bounds: there are {len(tensors)} tensors"
+        for row in shards.tensor[~known][:limit].tolist()
+    ]
+    ndim = max(tensors.shape.shape[1], shards.offsets.shape[1])
+    shape = widen(tensors.shape, ndim, 1)
+    tensor = shards.tensor if known.all() else shards.tensor[known]
+    offsets, lengths = (
+        widen(column if known.all() else column[known], ndim, fill)
+        for column, fill in ((shards.offsets, 0), (shards.lengths, 1))
+    )
+    flags = flawed(shape, tensor, offsets, lengths)
+    aliases = tensors.alias >= 0
+    flags[aliases] = np.bincount(tensor, minlength=len(tensors))[aliases] > 0
+    for row in np.flatnonzero(flags)[:limit].tolist():
+        mine = tensor == row
+        sentences += _sentences(tensors, row, offsets[mine], lengths[mine])
+    return sentences[:limit]
+
+
+def _sentences(tensors: TensorTable, row: int, offsets: Ints, lengths: Ints) -> list[str]:
+    """What is wrong with the shards of one tensor that has something wrong."""
+    name, ndim = tensors.names[row], int(tensors.ndim[row])
+    if tensors.owner[row] >= 0:
+        name += f" of rank {tensors.owner[row]}"
+    if tensors.alias[row] >= 0:
+        return [f"{name}: stored twice, since it is an alias of {tensors.names[tensors.alias[row]]} and has shards too"]
+    padded = tuple(tensors.shape[row].tolist()) + (1,) * (offsets.shape[1] - tensors.shape.shape[1])
+    return [f"{name}: {_text(flaw, tensors.shape_of(row), ndim)}" for flaw in flaws(padded, offsets, lengths)]
+
+
+def _text(flaw: Flaw, shape: tuple[int, ...], ndim: int) -> str:
+    # A box that sticks out in a padded dimension is shown with it.
+    plain = math.prod(flaw.box.lengths[ndim:]) == 1 and not any(flaw.box.offsets[ndim:])
+    shown = flaw.box if not plain else type(flaw.box)(flaw.box.offsets[:ndim], flaw.box.lengths[:ndim])
+    where = str(shown) if shown.ndim else "its only element"
+    if flaw.kind == "out of bounds":
+        return f"a shard {where} is out of bounds of shape {list(shape)}, or empty"
+    return f"{where} is {flaw.kind}"

@@ -1,0 +1,1 @@
+"""The engine: capture, schedule, commit, load."""

@@ -1,0 +1,77 @@
+"""Page-aligned host memory, kept and handed out again.
+
+First use of fresh memory costs a page fault per page, an order of magnitude more than copying into it. So buffers are
+kept after use, up to a limit, and the next save finds them warm.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from dataclasses import dataclass, field
+
+__all__ = ["HostBuffer", "HostPool", "host_pool"]
+
+KEPT_NBYTES = 256 << 20
+"""What the pool keeps by default. A capture of a whole image raises it to that image's size."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostBuffer:
+    """``view`` is page-aligned anonymous memory of this process; ``address`` is where it begins."""
+
+    view: memoryview
+    address: int
+
+    @classmethod
+    def allocate(cls, nbytes: int) -> HostBuffer:
+        """Raises MemoryError where the host has no such memory. Freed when the last view of it is gone."""
+        try:
+            memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryError(f"no {nbytes:,} bytes of host memory to be had: {error.strerror}") from error
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        return cls(memoryview(memory), ctypes.addressof(ctypes.c_char.from_buffer(memory)))
+
+
+@dataclass
+class HostPool:
+    """Buffers of one size. Thread-safe; never blocks: budgets are the scheduler's business."""
+
+    buffer_nbytes: int
+    kept_nbytes: int = KEPT_NBYTES
+    _free: list[HostBuffer] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def take(self) -> HostBuffer:
+        """A buffer of ``buffer_nbytes`` bytes, of any content."""
+        with self._lock:
+            if self._free:
+                return self._free.pop()
+        return HostBuffer.allocate(self.buffer_nbytes)
+
+    def give(self, buffer: HostBuffer) -> None:
+        """Take ``buffer`` back. The caller holds no view of it any more."""
+        with self._lock:
+            if (len(self._free) + 1) * self.buffer_nbytes <= self.kept_nbytes:
+                self._free.append(buffer)
+
+    def keep(self, nbytes: int) -> None:
+        """Keep at least ``nbytes`` from now on."""
+        with self._lock:
+            self.kept_nbytes = max(self.kept_nbytes, nbytes)
+
+    def release(self) -> None:
+        """Give all unused memory back to the system, and keep only the default from now on."""
+        with self._lock:
+            self._free.clear()
+            self.kept_nbytes = KEPT_NBYTES
+
+
+_pools: dict[int, HostPool] = {}
+
+
+def host_pool(buffer_nbytes: int) -> HostPool:
+    """The process's pool of buffers of this size."""
+    return _pools.setdefault(buffer_nbytes, HostPool(buffer_nbytes))

@@ -1,0 +1,1 @@
+"""From the trainer's state to bytes in host memory, and back: everything here knows torch."""

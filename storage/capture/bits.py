@@ -1,0 +1,41 @@
+"""Tensors as bits: copies that keep every bit, whatever the dtype means (NaN payloads, float8, bool above one)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["address_of", "as_bits", "copy_memory", "typed", "typed_storage"]
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements, of a dtype that every kernel can copy. Lazy conjugation and negation are resolved first."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.view(_BITS[tensor.dtype.itemsize])
+
+
+def typed(data: torch.Tensor, itemsize: int, lengths: Sequence[int]) -> torch.Tensor:
+    """A 1-D uint8 tensor, seen as bits of ``itemsize`` bytes in an array of shape ``lengths``."""
+    return data.view(_BITS[itemsize]).view(tuple(lengths))
+
+
+def typed_storage(memory: memoryview, itemsize: int) -> torch.Tensor:
+    """All of ``memory``, whose size is a multiple of ``itemsize``, as a 1-D tensor of bits of ``itemsize`` bytes."""
+    return torch.frombuffer(memory, dtype=_BITS[itemsize])
+
+
+def address_of(tensor: torch.Tensor) -> int | None:
+    """Where the elements lie in row-major order in this process's memory, bit for bit; None if they do not."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None
+    return tensor.data_ptr()
+
+
+def copy_memory(to: int, source: int, nbytes: int) -> None:
+    """memcpy between addresses of this process, without the GIL. The caller vouches for both ranges."""
+    ctypes.memmove(to, source, nbytes)

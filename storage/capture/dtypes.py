@@ -1,0 +1,60 @@
+"""Torch's dtypes by name, and what cannot be stored."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ...errors import StateError, UnsupportedFormatError
+
+__all__ = ["dtype_name", "dtype_of", "numpy_to_torch", "refusal"]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.bfloat16`` → ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str, itemsize: int) -> torch.dtype:
+    """The dtype of that name. Raises UnsupportedFormatError where this torch has none, or one of another size."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or dtype.itemsize != itemsize:
+        raise UnsupportedFormatError(
+            f"this torch ({torch.__version__}) has no dtype {name!r} of {itemsize} bytes",
+            advice="Load with a newer torch, or leave these tensors out.",
+        )
+    return dtype
+
+
+def refusal(tensor: torch.Tensor) -> str | None:
+    """Why this tensor has no bytes that could be stored, or None."""
+    if tensor.layout is not torch.strided:
+        return f"a sparse tensor ({tensor.layout})"
+    if tensor.is_meta:
+        return "a meta tensor, which has no data"
+    if tensor.is_quantized:
+        return f"a quantized tensor ({tensor.dtype})"
+    if tensor.is_nested:
+        return "a nested tensor"
+    if type(tensor) not in _PLAIN and _is_wrapper(tensor):
+        return f"a {type(tensor).__module__}.{type(tensor).__qualname__}, whose bytes are in other tensors"
+    return None
+
+
+_PLAIN: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or hasattr(tensor, "__tensor_flatten__")
+
+
+def numpy_to_torch(array: np.ndarray, path: str) -> torch.Tensor:
+    """A tensor over the array's memory. Raises StateError for arrays of objects, strings and dates."""
+    if array.dtype.kind not in "biufc" or not array.dtype.isnative:
+        raise StateError(f"{path} is an array of dtype {array.dtype}, which cannot be saved")
+    if not array.flags.writeable or any(stride < 0 for stride in array.strides):
+        array = np.array(array)  # torch has no read-only tensors and no negative strides
+    try:
+        return torch.from_numpy(array)
+    except TypeError as error:
+        raise StateError(f"{path} is an array of dtype {array.dtype}, which torch does not have") from error

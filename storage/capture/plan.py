@@ -1,0 +1,117 @@
+"""What this rank writes, and where it lies: from a flat state to an image layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ...planner.columns import padded
+from ...planner.image import ImageLayout, lay_out, shard_names
+from ...planner.saving import Holdings, divide
+from ...planner.table import ShardTable, TensorTable
+from .dtypes import dtype_name
+from .source import ImageSource
+from .state import FlatState
+
+__all__ = ["SavePlan", "plan_save"]
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """One rank's image: its tensors (all that the rank knows of), its shards, its layout, and its bytes."""
+
+    tensors: TensorTable
+    container: Ints
+    shards: ShardTable
+    layout: ImageLayout
+    source: ImageSource
+
+
+def _tensor_table(flat: FlatState, alias: Ints, owner: Ints) -> TensorTable:
+    """The tensors of a flat state as columns."""
+    kinds = list(dict.fromkeys(flat.dtypes))
+    code = {dtype: i for i, dtype in enumerate(kinds)}
+    ndim = np.fromiter(map(len, flat.shapes), np.int64, len(flat.shapes))
+    return TensorTable(
+        names=tuple(flat.names),
+        dtype=np.array([code[d] for d in flat.dtypes], np.uint8),
+        dtypes=tuple((dtype_name(d), d.itemsize) for d in kinds),
+        ndim=ndim,
+        shape=padded(flat.shapes, int(ndim.max(initial=1)), 1),
+        alias=alias,
+        owner=owner,
+    )
+
+
+def _canonical(flat: FlatState) -> Ints:
+    """Aliases, such that of tied tensors the first by name is stored: ranks that walk their state in another order agree."""
+    alias = np.array(flat.alias, np.int64)
+    for root in sorted({row for row in flat.alias if row >= 0}):
+        tied = [root, *np.flatnonzero(alias == root).tolist()]
+        first = min(tied, key=flat.names.__getitem__)
+        alias[tied] = first
+        alias[first] = -1
+    return alias
+
+
+def plan_save(flat: FlatState, rank: int, plain: Mapping[int, tuple[int, ...]] | None) -> SavePlan:
+    """Lay out what ``rank`` writes.
+
+    ``plain`` tells for each row that is a plain tensor which ranks hold the same bytes: an empty tuple where ranks
+    differ and each keeps its own. None: this process is alone.
+    """
+    alias = _canonical(flat)
+    owner = np.full(len(flat.names), -1, np.int64)
+    owner[[row for row, ranks in (plain or {}).items() if not ranks]] = rank
+    owner = np.where(alias < 0, owner, owner[alias])
+    tensors = _tensor_table(flat, alias, owner)
+    held = divide(_holdings(flat, tensors, rank, plain), rank)
+    ndim = tensors.ndim[held.tensor]
+    dtypes = [tensors.dtypes[code][0] for code in tensors.dtype[held.tensor].tolist()]
+    fqns = [flat.names[row] for row in held.tensor.tolist()]
+    names = shard_names(fqns, tensors.shape[held.tensor], ndim, held.offsets, held.lengths)
+    layout = lay_out(names, dtypes, held.lengths, ndim, held.itemsize)
+    image = np.zeros(len(held.tensor), np.int64)
+    shards = ShardTable(held.tensor, held.offsets, held.lengths, image, layout.start).sorted_by_tensor()
+    source = ImageSource(layout, held, flat.locals, ndim)
+    return SavePlan(tensors, np.array(flat.containers, np.int64), shards, layout, source)
+
+
+def _holdings(flat: FlatState, tensors: TensorTable, rank: int, plain: Mapping[int, tuple[int, ...]] | None) -> Holdings:
+    """Everything this rank holds: plain tensors as they are, DTensors piece by piece; aliases and empty ones left out."""
+    width = tensors.shape.shape[1]
+    groups: dict[tuple[int, ...], int] = {(rank,): 0}
+    whole = [row for row, part in enumerate(flat.parts) if part is None and tensors.alias[row] < 0]
+    group = [groups.setdefault((plain or {}).get(row) or (rank,), len(groups)) for row in whole]
+    pieces = [
+        (row, piece, groups.setdefault(part.holders, len(groups)))
+        for row, part in enumerate(flat.parts)
+        if part is not None and tensors.alias[row] < 0
+        for piece in part.pieces
+    ]
+    row = np.array([*whole, *(r for r, _, _ in pieces)], np.int64)
+    zeros = np.zeros((len(whole), width), np.int64)
+    return Holdings(
+        tensor=row,
+        offsets=np.concatenate([zeros, padded([p.box.offsets for _, p, _ in pieces], width, 0)]),
+        lengths=np.concatenate([tensors.shape[whole], padded([p.box.lengths for _, p, _ in pieces], width, 1)]),
+        local_offsets=np.concatenate([zeros, padded([p.local_offsets for _, p, _ in pieces], width, 0)]),
+        itemsize=tensors.itemsize[row],
+        group=np.array([*group, *(g for _, _, g in pieces)], np.int64),
+        groups=tuple(groups),
+        order=_order(flat.names, row, len(groups)),
+    )
+
+
+def _order(names: Sequence[str], row: Ints, groups: int) -> Ints:
+    """A sort key that all holders of a group agree on: by name, then by piece."""
+    if groups == 1:
+        return np.arange(len(row))
+    by_name = np.empty(len(names), np.int64)
+    by_name[sorted(range(len(names)), key=names.__getitem__)] = np.arange(len(names))
+    return by_name[row] * (len(row) + 1) + np.arange(len(row))

@@ -1,0 +1,80 @@
+"""An image as a source of bytes: any byte range of it, copied out of the tensors when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...planner.box import Box, contiguous_range, flat_to_boxes
+from ...planner.image import ImageLayout
+from ...planner.saving import Holdings
+from ..buffers import HostBuffer
+from .bits import address_of, as_bits, copy_memory, typed
+
+__all__ = ["ImageSource"]
+
+Ints = npt.NDArray[np.int64]
+
+
+class ImageSource:
+    """The bytes [0, layout.hashed_end) of one rank's image. Holds the tensors until it is dropped.
+
+    ``parts`` says which boxes of which local tensors make the image, in the rows of ``layout.start``.
+    """
+
+    def __init__(self, layout: ImageLayout, parts: Holdings, locals_: Sequence[torch.Tensor], ndim: Ints) -> None:
+        self._header = np.frombuffer(layout.header, np.uint8)
+        self._data_end = layout.data_end
+        order = layout.order
+        self._start = layout.start[order]
+        self._stop = self._start + (parts.lengths.prod(axis=1) * parts.itemsize)[order]
+        self._tensors = [locals_[row] for row in parts.tensor[order].tolist()]
+        self._itemsize = parts.itemsize[order].tolist()
+        self._ndim = ndim[order].tolist()
+        self._lengths = parts.lengths[order].tolist()
+        self._offsets = parts.local_offsets[order].tolist()
+        self._address = [self._address_of(i) for i in range(len(self._tensors))]
+
+    def _address_of(self, i: int) -> int | None:
+        tensor = self._tensors[i]
+        address = address_of(tensor)
+        if address is None:
+            return None
+        n = self._ndim[i]
+        whole = tuple(self._lengths[i][:n]) == tensor.shape
+        span = (0, 0) if whole else contiguous_range(self._box(i), tensor.shape)
+        return None if span is None else address + span[0] * self._itemsize[i]
+
+    def _box(self, i: int) -> Box:
+        n = self._ndim[i]
+        return Box(tuple(self._offsets[i][:n]), tuple(self._lengths[i][:n]))
+
+    def copy(self, start: int, stop: int, into: HostBuffer) -> None:
+        """Copy bytes [start, stop) to the beginning of ``into``."""
+        header = self._header[start : min(stop, len(self._header))]
+        np.frombuffer(into.view, np.uint8)[: len(header)] = header
+        first = int(np.searchsorted(self._stop, start, side="right"))
+        last = int(np.searchsorted(self._start, stop, side="left"))
+        starts, stops = self._start[first:last].tolist(), self._stop[first:last].tolist()
+        base = into.address - start
+        for i, a, b in zip(range(first, last), starts, stops, strict=True):
+            address, lo, hi = self._address[i], max(a, start), min(b, stop)
+            if address is not None:
+                copy_memory(base + lo, address + lo - a, hi - lo)
+            else:
+                self._copy_strided(i, lo - a, hi - a, torch.frombuffer(into.view, dtype=torch.uint8)[lo - start : hi - start])
+        if stop > self._data_end:
+            np.frombuffer(into.view, np.uint8)[max(self._data_end, start) - start : stop - start] = 0
+
+    def _copy_strided(self, i: int, lo: int, hi: int, to: torch.Tensor) -> None:
+        """Bytes [lo, hi) of part ``i`` in row-major order. Image layouts and chunks cut between elements only."""
+        itemsize, part, position = self._itemsize[i], self._box(i), 0
+        for box in flat_to_boxes(part.lengths, lo // itemsize, hi // itemsize):
+            inner = box.shifted(part.offsets)
+            window = self._tensors[i][tuple(slice(a, b) for a, b in zip(inner.offsets, inner.stops, strict=True))]
+            nbytes = box.volume * itemsize
+            typed(to[position : position + nbytes], itemsize, box.lengths).copy_(as_bits(window))
+            position += nbytes

@@ -1,0 +1,185 @@
+"""A state, flattened: one row per tensor, and a tree of everything else.
+
+Flattening reads no tensor data and does no I/O. What cannot be saved is refused here, by its path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from ...errors import StateError
+from ..frameworks.mesh import LocalPart, local_part, local_tensor
+from ..frameworks.stateful import expand, fills_in_place, has_state
+from ..tree import ROOT, Container, Key, Tree, Value, format_path
+from ..values import encode_value
+from .dtypes import numpy_to_torch, refusal
+
+__all__ = ["FlatState", "Subtree", "flatten"]
+
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
+@dataclass(frozen=True, slots=True)
+class Subtree:
+    """An object with a state, at ``key`` of container ``parent``. ``state`` is its expansion, which was flattened in its
+    place; None when it was not expanded, and is to be given what is stored."""
+
+    parent: int
+    key: Key
+    owner: Any
+    state: Any
+
+
+@dataclass(slots=True)
+class FlatState:
+    """Columns of tensors (one row each), and the tree. ``nodes`` are the container objects, by number."""
+
+    names: list[str] = field(default_factory=list)
+    containers: list[int] = field(default_factory=list)
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
+    dtypes: list[torch.dtype] = field(default_factory=list)
+    locals: list[torch.Tensor] = field(default_factory=list)
+    parts: list[LocalPart | None] = field(default_factory=list)
+    alias: list[int] = field(default_factory=list)
+    tree: Tree = field(default_factory=Tree)
+    nodes: list[Any] = field(default_factory=list)
+    subtrees: list[Subtree] = field(default_factory=list)
+    modules: list[torch.nn.Module] = field(default_factory=list)
+
+    def path(self, row: int) -> str:
+        """Where the tensor in ``row`` is, as a user would write it."""
+        c = self.containers[row]
+        text = self.names[row][len(self.tree.prefixes()[c]) :]
+        return format_path((*self.tree.paths()[c], self.tree.tensor_key(c, text)))
+
+
+def flatten(state: Any, *, loading: bool = False) -> FlatState:
+    """Flatten ``state``: a dict, list or tuple, or an object with a state.
+
+    With ``loading``: only modules and optimizers are expanded; other objects with a state become subtrees as they are.
+    Raises StateError naming the path of what cannot be saved.
+    """
+    flat = FlatState()
+    flat.modules = list(_modules(state, set()))
+    walker = _Walker(flat, loading)
+    if has_state(state):
+        state = walker.opened(state, -1, None)
+    if not isinstance(state, Mapping | list | tuple):
+        raise StateError(f"the state is a {type(state).__name__}", advice="Pass a dict of what is to be saved.")
+    walker.container(state, -1, None, "")
+    return flat
+
+
+def _modules(node: Any, seen: set[int]) -> Iterator[torch.nn.Module]:
+    if isinstance(node, torch.nn.Module):
+        yield node
+    elif isinstance(node, Mapping | list | tuple) and id(node) not in seen:
+        seen.add(id(node))
+        for item in node.values() if isinstance(node, Mapping) else node:
+            yield from _modules(item, seen)
+
+
+class _Walker:
+    """One walk over one state."""
+
+    def __init__(self, flat: FlatState, loading: bool) -> None:
+        self.flat = flat
+        self.loading = loading
+        self.tree = flat.tree
+        self.tree.containers = []
+        self.open_ids: set[int] = set()
+        self.rows: dict[str, int] = {}
+        self.seen: dict[tuple[Any, ...], int] = {}
+
+    def path(self, container: int, key: Key) -> str:
+        return format_path((*self.tree.paths()[container], key))
+
+    def container(self, node: Any, parent: int, key: Key, prefix: str) -> None:
+        number = len(self.tree.containers)
+        kind = "dict" if isinstance(node, Mapping) else "list" if isinstance(node, list) else "tuple"
+        self.tree.containers.append(Container(parent, key, kind))
+        self.flat.nodes.append(node)
+        if id(node) in self.open_ids:
+            raise StateError(f"{self.path(parent, key)} contains itself")
+        if isinstance(node, tuple) and type(node) is not tuple and not isinstance(node, torch.Size):
+            raise StateError(f"{self.path(parent, key) if number else 'the state'} is a {type(node).__name__}; save it as a plain tuple or a dict")
+        self.open_ids.add(id(node))
+        items = node.items() if kind == "dict" else enumerate(node)
+        for child, item in items:
+            if type(item) in _TENSORS:
+                self.tensor(item, number, child, prefix, None)
+            else:
+                self.other(item, number, child, prefix)
+        self.open_ids.remove(id(node))
+
+    def other(self, item: Any, number: int, key: Key, prefix: str) -> None:
+        if has_state(item):
+            if self.loading and not fills_in_place(item):
+                self.flat.subtrees.append(Subtree(number, self.key(number, key), item, None))
+                return
+            item = self.opened(item, number, key)
+        if isinstance(item, DTensor):
+            self.distributed(item, number, key, prefix)
+        elif isinstance(item, torch.Tensor):
+            self.tensor(item, number, key, prefix, None)
+        elif isinstance(item, np.ndarray):
+            self.tree.arrays.add(f"{prefix}{key}")
+            path = self.path(number, key)
+            if self.loading and (not item.flags.writeable or any(stride < 0 for stride in item.strides)):
+                raise StateError(f"{path} is an array that cannot be filled: it is read-only, or runs backwards")
+            self.tensor(numpy_to_torch(item, path), number, key, prefix, None)
+        elif isinstance(item, Mapping | list | tuple) and not isinstance(item, torch.Size):
+            self.container(item, number, self.key(number, key), f"{prefix}{key}.")
+        else:
+            path = self.path(number, key)
+            self.tree.values.append(Value(number, self.key(number, key), [([ROOT], encode_value(item, path))]))
+
+    def opened(self, item: Any, number: int, key: Key) -> Any:
+        state = expand(item, self.flat.modules, "state" if number < 0 else self.path(number, key))
+        self.flat.subtrees.append(Subtree(number, key, item, state))
+        return state
+
+    def key(self, number: int, key: Any) -> Key:
+        if key is None or type(key) in (str, int, float, bool):
+            return key  # type: ignore[no-any-return]
+        raise StateError(f"{self.path(number, key)}: a key of type {type(key).__name__} cannot be saved")
+
+    def distributed(self, item: DTensor, number: int, key: Key, prefix: str) -> None:
+        path = self.path(number, key)
+        part = local_part(item, path)
+        self.tensor(local_tensor(item), number, key, prefix, part, tuple(item.shape))
+
+    def tensor(
+        self, item: torch.Tensor, number: int, key: Key, prefix: str, part: LocalPart | None, shape: tuple[int, ...] | None = None
+    ) -> None:
+        reason = refusal(item)
+        if reason is not None:
+            raise StateError(f"{self.path(number, key)} is {reason}, which cannot be saved")
+        name = f"{prefix}{key}"
+        if type(key) is not str and self.tree.containers[number].kind == "dict":
+            self.tree.tensor_keys.setdefault(number, {})[str(key)] = self.key(number, key)
+        flat, row = self.flat, len(self.rows)
+        if self.rows.setdefault(name, row) != row:
+            raise StateError(f"{self.path(number, key)} and {flat.path(self.rows[name])} have the same name, {name!r}")
+        flat.names.append(name)
+        flat.containers.append(number)
+        flat.shapes.append(tuple(item.shape) if shape is None else shape)
+        flat.dtypes.append(item.dtype)
+        flat.locals.append(item.detach() if item.requires_grad else item)
+        flat.parts.append(part)
+        flat.alias.append(self.alias_of(item, part, flat.shapes[-1], row))
+
+    def alias_of(self, item: torch.Tensor, part: LocalPart | None, shape: tuple[int, ...], row: int) -> int:
+        """The earlier row with the very same bytes in memory, laid out the same way; -1 if there is none."""
+        address = item.data_ptr()
+        if not address or not item.numel():
+            return -1
+        same = (address, item.dtype, item.device, item.stride(), shape, item.shape, item.is_conj(), item.is_neg(), part)
+        first = self.seen.setdefault(same, row)
+        return -1 if first == row else first

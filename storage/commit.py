@@ -1,0 +1,188 @@
+"""The commit protocol: what makes a checkpoint appear whole, or not at all. ``docs/explanation/commit.md`` argues it.
+
+Keys below a checkpoint's root::
+
+    manifest.safetensors            the checkpoint; its appearance is the commit
+    data/<attempt>/attempt.json     written before any data: makes the attempt known to collectors
+    data/<attempt>/<rank>.safetensors
+    data/<attempt>/fate             written once, exclusively: "commit" by its own leader, "abort" by a later save
+
+1. *begin*: every attempt that is not the current checkpoint is sentenced ("abort") and deleted, then a new attempt begins.
+   The newest save wins: a zombie of a dead job cannot commit any more.
+2. all images become durable.
+3. *commit*: the leader claims its own fate ("commit"). Exactly one of claim and sentence can succeed.
+4. It sees every image, whole. (After the claim: a sentence may have been carried out and its marker removed.)
+5. It puts the manifest: atomically, durably.
+6. *delete_attempt*: what the manifest named before goes, after all ranks have heard of the commit.
+
+An attempt that is claimed but not current either is in between 3 and 5, or died there, or was replaced in step 5 of
+another. It is left alone for a grace period by the storage's own clock, and then deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import re
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..drivers.contract import Driver, ObjectInfo
+from ..errors import (
+    DamagedError,
+    ExistsError,
+    HoldfastError,
+    InvisibleFilesError,
+    NotACheckpointError,
+    NotFoundError,
+    StorageError,
+    SupersededError,
+    UnsupportedFormatError,
+)
+from .executor import at_most
+from .manifest import MANIFEST_KEY, Manifest, image_key
+
+__all__ = ["GRACE_S", "Attempt", "begin", "commit", "delete_attempt", "read_manifest"]
+
+GRACE_S = 3600.0
+"""Longer than any put of a manifest may take."""
+
+_log = logging.getLogger(__name__)
+_IN_DATA = re.compile(r"data/([0-9]{8}T[0-9]{6}-[0-9a-f]{8})/(.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One try at writing a checkpoint."""
+
+    id: str
+
+    @property
+    def prefix(self) -> str:
+        """Where its files are."""
+        return f"data/{self.id}"
+
+    @property
+    def fate(self) -> str:
+        """The key that decides between commit and abort."""
+        return f"data/{self.id}/fate"
+
+
+async def read_manifest(driver: Driver) -> tuple[Manifest, bytes]:
+    """The current manifest and its bytes. Raises NotACheckpointError, DamagedError, UnsupportedFormatError."""
+    try:
+        data = await driver.get(MANIFEST_KEY)
+    except NotFoundError as error:
+        raise NotACheckpointError(
+            "nothing is committed here", uri=driver.uri, key=MANIFEST_KEY, advice="Is the URI that of one checkpoint? `holdfast ls` lists them."
+        ) from error
+    try:
+        return Manifest.decode(data), data
+    except (DamagedError, UnsupportedFormatError) as error:
+        error.uri, error.key = driver.uri, MANIFEST_KEY
+        raise
+
+
+async def begin(driver: Driver, world: int) -> Attempt:
+    """Collect what dead attempts left, and begin a new one. Raises StorageError."""
+    attempt = Attempt(time.strftime("%Y%m%dT%H%M%S", time.gmtime()) + "-" + secrets.token_hex(4))
+    marker = f"{attempt.prefix}/attempt.json"
+    await driver.put(marker, json.dumps({"world": world}).encode(), exclusive=True)
+    now_s = (await driver.stat(marker)).modified_s
+    try:
+        current, grace_s = await _current_attempt(driver), GRACE_S
+    except DamagedError:  # whichever claimed attempt it named, somebody may want to salvage: keep them all
+        current, grace_s = None, float("inf")
+    for other, fate in (await _attempts(driver)).items():
+        if other.id not in (attempt.id, current):
+            await _collect(driver, other, fate, now_s, grace_s)
+    return attempt
+
+
+async def commit(driver: Driver, attempt: Attempt, manifest: Manifest) -> Attempt | None:
+    """Make ``manifest`` the checkpoint; return the attempt that it replaced, now to be deleted. Raises SupersededError, InvisibleFilesError, StorageError: then nothing changed,
+    except that after a StorageError of the put itself the manifest may still turn out to have been stored."""
+    data, before = manifest.encode(), None
+    try:
+        await driver.put(attempt.fate, b"commit", exclusive=True)
+    except ExistsError as error:
+        raise SupersededError(
+            "another save to this URI began later and took over", uri=driver.uri, advice="Give every job, and every save in flight, a URI of its own."
+        ) from error
+    await _see_all(driver, manifest)
+    with contextlib.suppress(DamagedError):
+        before = await _current_attempt(driver)
+    await driver.put(MANIFEST_KEY, data)
+    return None if before is None or before == attempt.id else Attempt(before)
+
+
+async def delete_attempt(driver: Driver, attempt: Attempt) -> None:
+    """Delete an attempt that no manifest names, nor ever will. Does not raise: the next save collects what is left."""
+    try:
+        await driver.delete_all(attempt.prefix)
+    except StorageError as error:
+        _log.warning("leftovers of attempt %s stay until the next save: %s", attempt.id, error)
+
+
+async def _current_attempt(driver: Driver) -> str | None:
+    """Raises DamagedError, and UnsupportedFormatError: what a newer release wrote is not to be overwritten."""
+    try:
+        return (await read_manifest(driver))[0].attempt
+    except NotACheckpointError:
+        return None
+
+
+async def _attempts(driver: Driver) -> Mapping[Attempt, ObjectInfo | None]:
+    """Every attempt that has left a file, and its fate if it has one."""
+    found: dict[Attempt, ObjectInfo | None] = {}
+    async for info in driver.list("data"):
+        match = _IN_DATA.fullmatch(info.key)
+        if match:
+            attempt = Attempt(match[1])
+            found.setdefault(attempt, None)
+            if info.key == attempt.fate:
+                found[attempt] = info
+    return found
+
+
+async def _collect(driver: Driver, attempt: Attempt, fate: ObjectInfo | None, now_s: float, grace_s: float) -> None:
+    """Delete an attempt that is not the current checkpoint, if it is certain that it never will be."""
+    if fate is None:
+        with contextlib.suppress(ExistsError):
+            await driver.put(attempt.fate, b"abort", exclusive=True)
+    try:
+        claimed = await driver.get(attempt.fate) != b"abort"
+        age_s = now_s - (await driver.stat(attempt.fate)).modified_s
+    except NotFoundError:
+        return  # another collector was faster
+    if not claimed or age_s > grace_s:
+        await delete_attempt(driver, attempt)
+
+
+async def _see_all(driver: Driver, manifest: Manifest) -> None:
+    """Raise InvisibleFilesError unless every image is there, with its full size."""
+    sizes = manifest.images.nbytes(manifest.block_nbytes).tolist()
+
+    async def look(rank: int, nbytes: int) -> None:
+        key = image_key(manifest.attempt, rank)
+        try:
+            seen = (await driver.stat(key)).nbytes
+        except NotFoundError as error:
+            raise _invisible(driver.uri, key, rank, "is not visible to the committing rank") from error
+        if seen != nbytes:
+            raise _invisible(driver.uri, key, rank, f"has {seen:,} bytes for the committing rank, not {nbytes:,}")
+
+    await at_most(driver.traits.concurrency, map(look, manifest.images.rank.tolist(), sizes))
+
+
+def _invisible(uri: str, key: str, rank: int, what: str) -> HoldfastError:
+    return InvisibleFilesError(
+        f"the image of rank {rank} {what}",
+        uri=uri,
+        key=key,
+        rank=rank,
+        advice="Use storage that all hosts share; a local disk serves the ranks of one host only.",
+    )

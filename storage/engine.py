@@ -1,0 +1,53 @@
+"""The engine's event loop: one daemon thread per process, started at first use.
+
+Saves and loads are coroutines. They run here, not in the caller's thread, so that an asynchronous save goes on while the
+trainer trains, and so that a caller who is inside an event loop of its own is not disturbed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+__all__ = ["CPU_THREADS", "offload", "start"]
+
+T = TypeVar("T")
+
+CPU_THREADS = max(2, min(8, os.cpu_count() or 2))
+"""Threads that copy and hash. Memory bandwidth, not the number of cores, is what they use up."""
+
+_lock = threading.Lock()
+_loop: asyncio.AbstractEventLoop | None = None
+_pid = 0
+
+
+def start(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+    """Run ``coroutine`` on the engine's loop; return its future at once."""
+    return asyncio.run_coroutine_threadsafe(coroutine, _running_loop())
+
+
+async def offload(function: Callable[..., T], *args: Any) -> T:
+    """Run ``function`` in a worker thread of the current loop; if cancelled, wait for it all the same.
+
+    The thread goes on using the caller's buffers until it ends: to return earlier would let them be reused under it.
+    """
+    work = asyncio.get_running_loop().run_in_executor(None, function, *args)
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait([work])
+        raise
+
+
+def _running_loop() -> asyncio.AbstractEventLoop:
+    global _loop, _pid  # noqa: PLW0603 - the one loop of the process
+    with _lock:
+        if _loop is None or _pid != os.getpid():  # a forked child has no threads of its parent
+            _loop, _pid = asyncio.new_event_loop(), os.getpid()
+            _loop.set_default_executor(ThreadPoolExecutor(CPU_THREADS, thread_name_prefix="holdfast-cpu"))
+            threading.Thread(target=_loop.run_forever, name="holdfast-engine", daemon=True).start()
+        return _loop

@@ -1,0 +1,1 @@
+"""What frameworks keep their state in: modules, optimizers, meshes, random number generators."""

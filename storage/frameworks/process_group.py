@@ -1,0 +1,47 @@
+"""The job's ranks, as torch.distributed knows them: a team over its store. No collective, no process group is used."""
+
+from __future__ import annotations
+
+import datetime
+import os
+
+import torch.distributed as dist
+
+from ...errors import UsageError
+from ..team import Solo, StoreTeam, Team
+
+__all__ = ["current_rank", "current_team"]
+
+
+def current_rank() -> int:
+    """This process's rank; 0 where torch.distributed is not in use."""
+    return dist.get_rank() if _in_use() else 0
+
+
+def current_team(deadline_s: float, *, saving: bool) -> Team:
+    """A new team of all ranks of the default process group; of one, where there is none.
+
+    Every rank calls this as often as the others: that is how they find each other. Raises UsageError for a save in a
+    launcher's process that has not joined its process group: it would save over the other ranks.
+    """
+    if not _in_use():
+        if saving and int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
+            raise UsageError(
+                f"this process is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}, but torch.distributed is not initialised",
+                advice="Call torch.distributed.init_process_group first, or unset WORLD_SIZE.",
+            )
+        return Solo()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if world == 1:
+        return Solo()
+    store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - what torch's own elastic and rpc code uses
+    # How many teams this rank has had since the store was made: counted in the store, so that all ranks count alike.
+    call = store.add(f"holdfast/calls/{rank}", 1)
+    if hasattr(store, "clone"):  # a connection of our own: no call of the trainer's ever waits for one of ours
+        store = store.clone()
+        store.set_timeout(datetime.timedelta(seconds=max(1.0, deadline_s)))
+    return StoreTeam(store, rank, world, f"holdfast/{call}", deadline_s)
+
+
+def _in_use() -> bool:
+    return dist.is_available() and dist.is_initialized()

@@ -1,0 +1,143 @@
+"""Objects that have a state: modules, optimizers, random generators, and whatever has state_dict/load_state_dict.
+
+Before a save they are *expanded*: replaced by what their state is, as nested dicts. For a load, modules and optimizers are
+expanded likewise, filled in place, and given their state back; others are given the stored dict as it is.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from ...errors import UsageError
+
+__all__ = ["RNGState", "StatefulLike", "expand", "fills_in_place", "has_state", "restore"]
+
+
+@runtime_checkable
+class StatefulLike(Protocol):
+    """What torch's modules, optimizers, schedulers and stateful data loaders have in common."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+        """Take the state back."""
+
+
+class RNGState:
+    """The process's global random generators: torch (CPU and every CUDA device), numpy, python. A part of a state:
+
+    ``holdfast.save(uri, {"model": model, "rng": holdfast.RNGState()})``. Ranks differ; each gets back its own.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """States of all generators, as they are now."""
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+        name, keys, position, has_gauss, cached = np.random.get_state()
+        return {
+            "torch": torch.get_rng_state(),
+            "cuda": list(cuda),
+            "numpy": [name, np.asarray(keys), int(position), int(has_gauss), float(cached)],
+            "python": random.getstate(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Set all generators. CUDA states beyond the devices of this process are left out."""
+        torch.set_rng_state(state_dict["torch"])
+        if state_dict["cuda"] and torch.cuda.is_available():
+            for device, state in zip(range(torch.cuda.device_count()), state_dict["cuda"], strict=False):
+                torch.cuda.set_rng_state(state, device)
+        np.random.set_state(tuple(state_dict["numpy"]))
+        random.setstate(state_dict["python"])
+
+
+def has_state(value: object) -> bool:
+    """Whether ``value`` is an object with a state rather than a container, a tensor or a value."""
+    if isinstance(value, type):
+        return False
+    return isinstance(value, torch.Generator | np.random.Generator | np.random.RandomState | random.Random) or (
+        isinstance(value, StatefulLike) and not isinstance(value, torch.Tensor | Mapping | list | tuple)
+    )
+
+
+def fills_in_place(value: object) -> bool:
+    """Whether the tensors of this object's expansion are to be filled, rather than replaced by stored ones."""
+    return isinstance(value, torch.nn.Module | torch.optim.Optimizer)
+
+
+def expand(value: Any, modules: Iterable[torch.nn.Module], path: str) -> Any:
+    """The state of an object with a state. ``modules`` are those of the whole state: an optimizer needs its own."""
+    if isinstance(value, torch.nn.Module):
+        return get_model_state_dict(value)
+    if isinstance(value, torch.optim.Optimizer):
+        module = _module_of(value, modules)
+        return value.state_dict() if module is None else _optimizer_state(module, value)
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, np.random.Generator):
+        return dict(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return list(value.get_state())  # type: ignore[arg-type]
+    if isinstance(value, random.Random):
+        return value.getstate()
+    state = value.state_dict()
+    if not isinstance(state, dict):
+        raise UsageError(f"{path}.state_dict() gave a {type(state).__name__}, not a dict")
+    return state
+
+
+def restore(value: Any, state: Any, modules: Iterable[torch.nn.Module]) -> None:
+    """Give an object its state back."""
+    if isinstance(value, torch.nn.Module):
+        set_model_state_dict(value, state)
+    elif isinstance(value, torch.optim.Optimizer):
+        module = _module_of(value, modules)
+        if module is None:
+            value.load_state_dict(state)
+        else:
+            set_optimizer_state_dict(module, value, state)
+    elif isinstance(value, torch.Generator):
+        value.set_state(state)
+    elif isinstance(value, np.random.Generator):
+        value.bit_generator.state = state
+    elif isinstance(value, np.random.RandomState):
+        value.set_state(tuple(state))
+    elif isinstance(value, random.Random):
+        value.setstate(state)
+    else:
+        value.load_state_dict(state)
+
+
+def _optimizer_state(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's state by fqn. torch's helper takes a step to initialise one that has never stepped: undone here,
+    so that a save never changes what training does next."""
+    fresh = not optimizer.state
+    state: dict[str, Any] = get_optimizer_state_dict(module, optimizer)
+    if fresh:
+        optimizer.state.clear()
+        for entries in state["state"].values():
+            if isinstance(entries.get("step"), torch.Tensor):
+                entries["step"].zero_()
+            elif "step" in entries:
+                entries["step"] = 0
+    return state
+
+
+def _module_of(optimizer: torch.optim.Optimizer, modules: Iterable[torch.nn.Module]) -> torch.nn.Module | None:
+    """The module all of whose parameters in ``optimizer`` are its own; None where no single one is."""
+    wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for module in modules:
+        if wanted <= {id(p) for p in module.parameters()}:
+            return module
+    return None

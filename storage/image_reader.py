@@ -1,0 +1,148 @@
+"""Reading planned ranges of images, verified, and handing each on: all at once, within a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from ..drivers.contract import Driver
+from ..errors import DamagedError, NotFoundError
+from ..planner.image import DIGEST_NBYTES, blocks_of
+from ..planner.loading import LoadPlan
+from .buffers import HostBuffer, host_pool
+from .damage import damaged
+from .digest import damaged_blocks, digest, page_of
+from .engine import CPU_THREADS, offload
+from .executor import at_most, execute
+from .manifest import Manifest
+from .scheduler import Budget, Scheduler, Stage
+
+__all__ = ["Deliver", "ImageReader"]
+
+STAGES = (Stage("read", "io"), Stage("deliver", "cpu"))
+
+Deliver = Callable[[int, HostBuffer], None]
+"""Called in a worker thread with the number of a read, and its verified bytes at the beginning of the buffer."""
+
+
+@dataclass
+class ImageReader:
+    """Reads of one checkpoint. ``bytes_read`` counts what was asked of the driver, checksums
+    included."""
+
+    driver: Driver
+    manifest: Manifest
+    budget_nbytes: int
+    bytes_read: int = 0
+    bytes_wanted: int = 0
+
+    async def run(self, plan: LoadPlan, deliver: Deliver) -> None:
+        """Perform all reads of ``plan``. Raises DamagedError before a damaged byte is delivered, and StorageError."""
+        pages = await self._pages(plan)
+        pool = host_pool(self.manifest.chunk_nbytes)
+        sizes = (plan.stop - plan.start).tolist()
+        images, starts, stops = plan.image.tolist(), plan.start.tolist(), plan.stop.tolist()
+        buffers: dict[int, HostBuffer] = {}
+
+        def check_and_deliver(job: int) -> None:
+            view = buffers[job].view[: sizes[job]]
+            self._verify(images[job], starts[job], stops[job], view, pages)
+            deliver(job, buffers[job])
+
+        async def perform(job: int, stage: str) -> None:
+            if stage == "read":
+                buffers[job] = pool.take()
+                await self._read(images[job], starts[job], buffers[job].view[: sizes[job]])
+            else:
+                await offload(check_and_deliver, job)
+
+        def release(job: int) -> None:
+            buffer = buffers.pop(job, None)
+            if buffer is not None:
+                pool.give(buffer)
+
+        await execute(self._scheduler(), sizes, perform, release)
+
+    def _scheduler(self) -> Scheduler:
+        io = self.driver.traits.concurrency
+        chunk_nbytes = self.manifest.chunk_nbytes
+        # Buffers are whole chunks, however short the read: so jobs in flight are bounded, not only their bytes.
+        jobs = min(max(1, self.budget_nbytes // chunk_nbytes), io + 2 * CPU_THREADS)
+        lanes = {"io": min(io, max(1, jobs - CPU_THREADS)), "cpu": CPU_THREADS}
+        return Scheduler(STAGES, Budget(jobs * chunk_nbytes, lanes))
+
+    async def _read(self, image: int, start: int, into: memoryview) -> None:
+        key = self.manifest.image_key(image)
+        self.bytes_read += len(into)
+        try:
+            await self.driver.read(key, start, into)
+        except DamagedError as error:
+            raise damaged(self.manifest, self.driver.uri, image, start, start + len(into), "are beyond the end of the file") from error
+        except NotFoundError as error:
+            raise damaged(self.manifest, self.driver.uri, image, start, start + len(into), "are lost with their whole file") from error
+
+    def _chunk(self, image: int, start: int) -> tuple[int, int, bytes]:
+        """The chunk around ``start``: its range in the file, and its digest."""
+        m = self.manifest
+        index = start // m.chunk_nbytes
+        stop = min((index + 1) * m.chunk_nbytes, int(m.images.hashed_nbytes[image]))
+        return index * m.chunk_nbytes, stop, m.images.digests[int(m.first_chunk[image]) + index].tobytes()
+
+    def _verify(self, image: int, start: int, stop: int, view: memoryview, pages: dict[tuple[int, int], bytes]) -> None:
+        page, block_nbytes = page_of(view, self.manifest.block_nbytes), self.manifest.block_nbytes
+        chunk_start, chunk_stop, expected = self._chunk(image, start)
+        if (start, stop) == (chunk_start, chunk_stop):
+            if digest(page) != expected:
+                raise damaged(self.manifest, self.driver.uri, image, start, stop, "are not what was written")
+            return
+        first = (start - chunk_start) // block_nbytes * DIGEST_NBYTES
+        bad = damaged_blocks(page, pages[image, chunk_start][first : first + len(page)])
+        if bad:
+            a = start + bad[0] * block_nbytes
+            raise damaged(self.manifest, self.driver.uri, image, a, min(a + block_nbytes, stop), "are not what was written")
+
+    async def _pages(self, plan: LoadPlan) -> dict[tuple[int, int], bytes]:
+        """The verified pages of the chunks that are read in part, by image and start of the chunk."""
+        partial: list[tuple[int, int]] = []
+        for image, start, stop in zip(plan.image.tolist(), plan.start.tolist(), plan.stop.tolist(), strict=True):
+            chunk_start, chunk_stop, _ = self._chunk(image, start)
+            if (start, stop) != (chunk_start, chunk_stop) and (not partial or partial[-1] != (image, chunk_start)):
+                partial.append((image, chunk_start))
+        pages: dict[tuple[int, int], bytes] = {}
+
+        async def fetch(image: int, starts: Sequence[int]) -> None:
+            pages.update(await self._read_pages(image, starts))
+
+        await at_most(self.driver.traits.concurrency, (fetch(*group) for group in self._together(partial)))
+        return pages
+
+    def _together(self, partial: Sequence[tuple[int, int]]) -> Iterator[tuple[int, list[int]]]:
+        """Pages that lie close enough to each other in a file to be read as one."""
+        m = self.manifest
+        page_nbytes = m.chunk_nbytes // m.block_nbytes * DIGEST_NBYTES
+        gap = self.driver.traits.coalesce_nbytes // page_nbytes
+        for image, members in groupby(partial, key=lambda p: p[0]):
+            run: list[int] = []
+            for _, start in members:
+                if run and start // m.chunk_nbytes - run[-1] // m.chunk_nbytes > gap + 1:
+                    yield image, run
+                    run = []
+                run.append(start)
+            yield image, run
+
+    async def _read_pages(self, image: int, starts: Sequence[int]) -> dict[tuple[int, int], bytes]:
+        m = self.manifest
+        _, last_stop, _ = self._chunk(image, starts[-1])
+        first, last = blocks_of(starts[0], m.block_nbytes), blocks_of(last_stop, m.block_nbytes)
+        data = bytearray((last - first) * DIGEST_NBYTES)
+        position = int(m.images.hashed_nbytes[image]) + first * DIGEST_NBYTES
+        await self._read(image, position, memoryview(data))
+        pages = {}
+        for start in starts:
+            _, stop, expected = self._chunk(image, start)
+            a, b = ((blocks_of(x, m.block_nbytes) - first) * DIGEST_NBYTES for x in (start, stop))
+            pages[image, start] = page = bytes(data[a:b])
+            if digest(page) != expected:
+                raise damaged(m, self.driver.uri, image, position + a, position + b, f"(checksums of the chunk at {start:,}) are not what was written")
+        return pages

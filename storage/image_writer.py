@@ -1,0 +1,148 @@
+"""One image on its way to storage: capture, hash and write, chunk by chunk, all stages at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..drivers.contract import Driver, Upload
+from ..planner.image import CHUNK_NBYTES, DIGEST_NBYTES, ImageLayout
+from .buffers import HostBuffer, host_pool
+from .capture.source import ImageSource
+from .digest import digest, page_of
+from .engine import CPU_THREADS, offload
+from .executor import execute
+from .scheduler import Budget, Scheduler, Stage
+
+__all__ = ["ImageWriter", "Progress"]
+
+STAGES = (Stage("capture", "cpu"), Stage("hash", "cpu"), Stage("write", "io"))
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Called on the engine's thread, once each: when all bytes are copied, and when all are checksummed too."""
+
+    captured: Callable[[], None]
+    sealed: Callable[[], None]
+
+
+class ImageWriter:
+    """Writes one image, once. With ``budget_nbytes`` None there is host memory for the whole of it, and copying comes
+    first: the trainer waits for that. Otherwise memory stays within the budget, and storage sets the pace."""
+
+    def __init__(
+        self, driver: Driver, layout: ImageLayout, source: ImageSource, budget_nbytes: int | None, progress: Progress
+    ) -> None:
+        self._driver = driver
+        self._layout = layout
+        self._source: ImageSource | None = source
+        self._budget_nbytes = budget_nbytes
+        self._progress = progress
+        self._pool = host_pool(CHUNK_NBYTES)
+        self._buffers: dict[int, HostBuffer] = {}
+        n = layout.chunks if len(layout.start) else 0  # a rank without a shard writes no file
+        self._pages = [b""] * n
+        self._to_capture = self._to_seal = n
+
+    async def write(self, key: Awaitable[str]) -> npt.NDArray[np.uint8]:
+        """Write the image to ``key``, which may become known while chunks are being captured.
+
+        Returns the chunks' digests (C, 16); (0, 16), and writes nothing, where there is no shard. The image is durable
+        on return. After an error, nothing of it is visible.
+        """
+        opening = asyncio.ensure_future(self._open(key))
+        try:
+            await self._stream(opening)
+            if self._pages:
+                upload = await opening
+                await self._write_trailer(upload)
+                await upload.commit()
+        except BaseException:
+            await _abort(opening)
+            raise
+        return np.frombuffer(b"".join(map(digest, self._pages)), np.uint8).reshape(-1, DIGEST_NBYTES)
+
+    async def _open(self, key: Awaitable[str]) -> Upload:
+        return await self._driver.create(await key, self._layout.nbytes)
+
+    async def _stream(self, opening: asyncio.Future[Upload]) -> None:
+        self._report()
+        sizes = [b - a for a, b in map(self._layout.chunk_range, range(len(self._pages)))]
+
+        async def perform(job: int, stage: str) -> None:
+            if stage == "write":
+                await self._write(job, await asyncio.shield(opening))
+            else:
+                await (self._capture if stage == "capture" else self._hash)(job)
+
+        await execute(self._scheduler(), sizes, perform, self._release)
+
+    def _scheduler(self) -> Scheduler:
+        any_order = self._driver.traits.parts_any_order
+        io = self._driver.traits.concurrency if any_order else 1
+        cpu = CPU_THREADS if any_order else 1  # one at a time keeps the order
+        if self._budget_nbytes is None:
+            memory_nbytes = max(1, len(self._pages)) * CHUNK_NBYTES
+            self._pool.keep(memory_nbytes)
+        else:  # more than every lane busy, and one chunk waiting for it, gains nothing
+            memory_nbytes = min(self._budget_nbytes, (2 * io + 2 * cpu) * CHUNK_NBYTES)
+        return Scheduler(STAGES, Budget(memory_nbytes, {"cpu": cpu, "io": io}), drain=self._budget_nbytes is not None)
+
+    async def _capture(self, job: int) -> None:
+        assert self._source is not None
+        buffer = self._buffers[job] = self._pool.take()
+        await offload(self._source.copy, *self._layout.chunk_range(job), buffer)
+        self._to_capture -= 1
+        self._report()
+
+    async def _hash(self, job: int) -> None:
+        self._pages[job] = await offload(page_of, self._filled(job), self._layout.block_nbytes)
+        self._to_seal -= 1
+        self._report()
+
+    async def _write(self, job: int, upload: Upload) -> None:
+        await upload.write(self._layout.chunk_range(job)[0], self._filled(job))
+
+    def _filled(self, job: int) -> memoryview:
+        start, stop = self._layout.chunk_range(job)
+        return self._buffers[job].view[: stop - start]
+
+    def _release(self, job: int) -> None:
+        buffer = self._buffers.pop(job, None)
+        if buffer is not None:
+            self._pool.give(buffer)
+
+    def _report(self) -> None:
+        if self._to_capture == 0 and self._source is not None:
+            self._source = None  # lets go of the trainer's tensors
+            self._progress.captured()
+            self._to_capture = -1
+        if self._to_seal == 0:
+            self._progress.sealed()
+            self._to_seal = -1
+
+    async def _write_trailer(self, upload: Upload) -> None:
+        """The pages, after all that they vouch for."""
+        pages = memoryview(b"".join(self._pages))
+        buffer = self._pool.take()
+        try:
+            for start in range(0, len(pages), CHUNK_NBYTES):
+                part = pages[start : start + CHUNK_NBYTES]
+                buffer.view[: len(part)] = part
+                await upload.write(self._layout.hashed_end + start, buffer.view[: len(part)])
+        finally:
+            self._pool.give(buffer)
+
+
+async def _abort(opening: asyncio.Future[Upload]) -> None:
+    """Drop the upload, however far it came."""
+    if not opening.done():
+        opening.cancel()
+        await asyncio.wait([opening])
+    if not opening.cancelled() and opening.exception() is None:
+        await opening.result().abort()

@@ -1,0 +1,244 @@
+"""One rank's part of a load: agree on the manifest, check that all fits, read, fill, and agree that all arrived."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..drivers.contract import Driver
+from ..errors import DamagedError, HoldfastError, MismatchError, ReplacedError
+from ..planner.loading import LoadPlan, plan_load
+from .capture.build import build
+from .capture.scatter import Scatter
+from .capture.state import FlatState, Subtree
+from .capture.targets import Match, Wanted, match
+from .commit import read_manifest
+from .digest import digest
+from .engine import offload
+from .frameworks.stateful import restore
+from .image_reader import ImageReader
+from .manifest import Manifest
+from .team import Team
+from .tree import Key, format_path
+
+__all__ = ["LoadJob", "fill", "run_build", "run_load"]
+
+RETRIES = 3
+
+
+class LoadJob:
+    """What one rank loads into. ``bytes_read`` and ``bytes_wanted`` are set when it is done."""
+
+    def __init__(self, flat: FlatState, *, strict: bool, cast: bool, budget_nbytes: int) -> None:
+        self.flat = flat
+        self.strict = strict
+        self.cast = cast
+        self.budget_nbytes = budget_nbytes
+        self.bytes_read = 0
+        self.bytes_wanted = 0
+        self.match = Match()
+        self.built: list[tuple[Subtree, Any]] = []
+
+
+async def run_load(driver: Driver, team: Team, job: LoadJob) -> Manifest:
+    """Fill the tensors of ``job``; every rank of the team calls this. Values and objects are left to :func:`finish`.
+
+    Raises MismatchError, with every difference on any rank, before any byte is read; what failed on this rank; or
+    RankFailedError and DeadlineError for another.
+    """
+    async with team.session():
+        try:
+            for attempt in range(RETRIES):
+                manifest = await _load(driver, team, job, attempt)
+                if manifest is not None:
+                    return manifest
+            raise ReplacedError(f"another save replaced the checkpoint {RETRIES} times while it was being read", uri=driver.uri)
+        except BaseException as error:
+            await team.fail(error)
+            raise
+
+
+async def run_build(driver: Driver, rank: int, budget_nbytes: int) -> tuple[Any, Manifest]:
+    """The whole state, built anew."""
+    for _ in range(RETRIES):
+        manifest, _data = await read_manifest(driver)
+        wanted = Wanted()
+        state, _rows = await offload(build, manifest, rank, wanted)
+        try:
+            await fill(driver, manifest, wanted, budget_nbytes)
+        except DamagedError:
+            if not await _replaced(driver, manifest):
+                raise
+        else:
+            return state, manifest
+    raise ReplacedError(f"another save replaced the checkpoint {RETRIES} times while it was being read", uri=driver.uri)
+
+
+async def fill(driver: Driver, manifest: Manifest, wanted: Wanted, budget_nbytes: int) -> ImageReader:
+    """Read all that is wanted, once, verified, straight to where it belongs; return the reader, for its figures."""
+    m = manifest
+    targets = wanted.targets(max(1, m.tensors.shape.shape[1]))
+
+    def plan() -> LoadPlan:
+        return plan_load(
+            m.tensors, m.shards, targets, m.images.hashed_nbytes,
+            chunk_nbytes=m.chunk_nbytes, block_nbytes=m.block_nbytes, gap_nbytes=driver.traits.coalesce_nbytes,
+        )  # fmt: skip
+
+    planned = await offload(plan)
+    scatter = Scatter(m.tensors, m.shards, targets, planned, wanted.buffers)
+    reader = ImageReader(driver, m, budget_nbytes)
+    reader.bytes_wanted = planned.bytes_wanted
+    await reader.run(planned, scatter.deliver)
+    return reader
+
+
+async def _load(driver: Driver, team: Team, job: LoadJob, attempt: int) -> Manifest | None:
+    """One try; None when the checkpoint was replaced meanwhile, on any rank."""
+    manifest, data = await read_manifest(driver)
+    job.match, job.built = await offload(_matched, job, manifest, team.rank)
+    fits = await team.round(f"fits/{attempt}", _fitting(job, manifest, data), _Referee(manifest, job.strict, driver.uri).judge)
+    if fits != b"go":
+        return None
+    failure: HoldfastError | None = None
+    try:
+        reader = await fill(driver, manifest, job.match.wanted, job.budget_nbytes)
+        job.bytes_read, job.bytes_wanted = reader.bytes_read, reader.bytes_wanted
+    except DamagedError as error:
+        if not await _replaced(driver, manifest):
+            raise
+        failure = error
+    arrived = await team.round(f"arrived/{attempt}", b"replaced" if failure else b"all", _unanimous)
+    return manifest if arrived == b"all" else None
+
+
+async def _replaced(driver: Driver, manifest: Manifest) -> bool:
+    return (await read_manifest(driver))[0].attempt != manifest.attempt
+
+
+async def _unanimous(votes: Sequence[bytes]) -> bytes:
+    return b"all" if all(vote == b"all" for vote in votes) else b"replaced"
+
+
+def _matched(job: LoadJob, manifest: Manifest, rank: int) -> tuple[Match, list[tuple[Subtree, Any]]]:
+    found = match(job.flat, manifest, rank, cast=job.cast)
+    built: list[tuple[Subtree, Any]] = []
+    for subtree in job.flat.subtrees:
+        if subtree.state is None:
+            path = (*_typed(job.flat, subtree.parent), (type(subtree.key).__name__, subtree.key))
+            try:
+                state, rows = build(manifest, rank, found.wanted, path)
+            except KeyError:
+                found.missing.append(f"{format_path(key for _, key in path)}: nothing in the checkpoint")
+                continue
+            built.append((subtree, state))
+            found.tensors |= rows
+    return found, built
+
+
+def _typed(flat: FlatState, container: int) -> tuple[tuple[str, Key], ...]:
+    return tuple((type(key).__name__, key) for key in flat.tree.paths()[container])
+
+
+def _fitting(job: LoadJob, manifest: Manifest, data: bytes) -> bytes:
+    """What a rank says before reading: which manifest it read, what does not fit, and what it has a place for."""
+    rows = np.zeros(len(manifest.tensors), bool)
+    rows[list(job.match.tensors)] = True
+    values = np.zeros(len(manifest.tree.values), bool)
+    values[list(job.match.values)] = True
+    told = {
+        "manifest": digest(data).hex(),
+        "missing": job.match.missing,
+        "mismatched": job.match.mismatched,
+        "tensors": base64.b64encode(np.packbits(rows).tobytes()).decode(),
+        "values": base64.b64encode(np.packbits(values).tobytes()).decode(),
+    }
+    return json.dumps(told).encode()
+
+
+class _Referee:
+    """The leader's judgement: does the checkpoint fit the state, seen from all ranks together?"""
+
+    def __init__(self, manifest: Manifest, strict: bool, uri: str) -> None:
+        self._manifest = manifest
+        self._strict = strict
+        self._uri = uri
+
+    async def judge(self, statements: Sequence[bytes]) -> bytes:
+        told = [json.loads(s) for s in statements]
+        if len({t["manifest"] for t in told}) > 1:
+            return b"again"  # a save came between: some ranks read the manifest before, some after
+        differences = _once(told, "mismatched")
+        if self._strict:
+            differences += _once(told, "missing") + self._unexpected(told)
+        if differences:
+            shown = "".join(f"\n  {d}" for d in differences[:50]) + (f"\n  and {len(differences) - 50} more" if len(differences) > 50 else "")
+            raise MismatchError(
+                f"the state and the checkpoint differ in {len(differences)} places:{shown}\n",
+                uri=self._uri,
+                advice="strict=False loads what both have" if self._strict else "Nothing was loaded",
+                differences=tuple(differences),
+            )
+        return b"go"
+
+    def _unexpected(self, told: Sequence[dict[str, Any]]) -> list[str]:
+        m = self._manifest
+        rows = ~_union(told, "tensors", len(m.tensors))
+        values = ~_union(told, "values", len(m.tree.values))
+        paths = m.tree.paths()
+        names = dict.fromkeys(m.tensors.names[row] for row in np.flatnonzero(rows).tolist())
+        out = [f"tensor {name!r} of the checkpoint: no place for it in the state" for name in names]
+        for i in np.flatnonzero(values).tolist():
+            v = m.tree.values[i]
+            out.append(f"value {format_path((*paths[v.container], v.key))} of the checkpoint: no place for it in the state")
+        return out
+
+
+def _union(told: Sequence[dict[str, Any]], name: str, n: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    bits = [np.frombuffer(base64.b64decode(t[name]), np.uint8) for t in told]
+    return np.unpackbits(np.bitwise_or.reduce(bits), count=n).astype(bool)
+
+
+def _once(told: Sequence[dict[str, Any]], name: str) -> list[str]:
+    """All ranks' entries in order, each once, with the rank where not all ranks have it."""
+    ranks: dict[str, list[int]] = {}
+    for rank, t in enumerate(told):
+        for entry in t[name]:
+            ranks.setdefault(entry, []).append(rank)
+    return [entry if len(on) == len(told) else f"{entry} (rank {', '.join(map(str, on))})" for entry, on in ranks.items()]
+
+
+def finish(job: LoadJob, manifest: Manifest, rank: int) -> Any:
+    """Put values into their containers, give objects their state, and return the state. In the caller's thread."""
+    root = _assign(job, manifest, rank)
+    modules = job.flat.modules
+    for subtree in sorted(job.flat.subtrees, key=lambda s: s.owner not in modules):  # modules first: optimizers need them
+        if subtree.state is not None:
+            restore(subtree.owner, subtree.state, modules)
+    for subtree, state in job.built:
+        restore(subtree.owner, state, modules)
+    return root
+
+
+def _assign(job: LoadJob, manifest: Manifest, rank: int) -> Any:
+    """Tuples cannot be assigned to: they are made anew, and put into what they were in."""
+    nodes, containers = job.flat.nodes, job.flat.tree.containers
+    todo: dict[int, dict[Key, Any]] = {}
+    for container, key, row in job.match.assign:
+        todo.setdefault(container, {})[key] = manifest.tree.values[row].of(rank)
+    for number in range(len(nodes) - 1, -1, -1):
+        updates, node = todo.get(number), nodes[number]
+        if not updates:
+            continue
+        if not isinstance(node, tuple):
+            for key, value in updates.items():
+                node[key] = value
+            continue
+        nodes[number] = tuple(updates.get(i, item) for i, item in enumerate(node))
+        if number:
+            todo.setdefault(containers[number].parent, {})[containers[number].key] = nodes[number]
+    return nodes[0]

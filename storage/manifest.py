@@ -1,0 +1,250 @@
+"""The manifest: which box of which tensor lies at which bytes of which image. Its appearance is the commit.
+
+It is a safetensors file of columns (``columns.py``) with a JSON header; ``docs/reference/format.md`` documents it so that
+a reader can be written from that page. A rank's *fragment*, what it tells the committing rank, is a manifest of one rank.
+No path is stored: an image's key follows from the attempt and the rank.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import DamagedError, UnsupportedFormatError
+from ..planner.image import BLOCK_NBYTES, CHUNK_NBYTES, DIGEST_NBYTES
+from ..planner.table import ShardTable, TensorTable
+from .columns import decode_columns, encode_columns, narrowed
+from .tree import Tree
+
+__all__ = ["FORMAT_VERSION", "MANIFEST_KEY", "ImageTable", "Manifest", "image_key"]
+
+MANIFEST_KEY = "manifest.safetensors"
+FORMAT_VERSION = 1
+_ATTEMPT = re.compile(r"[0-9]{8}T[0-9]{6}-[0-9a-f]{8}")
+
+Ints = npt.NDArray[np.int64]
+
+
+def image_key(attempt: str, rank: int) -> str:
+    """Where the image of ``rank`` lies, as a key."""
+    return f"data/{attempt}/{rank}.safetensors"
+
+
+@dataclass(frozen=True)
+class ImageTable:
+    """Images, by columns (I,), and the digests of all their chunks (C, 16), image after image."""
+
+    rank: Ints
+    hashed_nbytes: Ints
+    digests: npt.NDArray[np.uint8]
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+    def chunks(self, chunk_nbytes: int) -> Ints:
+        """Number of chunks per image."""
+        return -(-self.hashed_nbytes // chunk_nbytes)
+
+    def nbytes(self, block_nbytes: int) -> Ints:
+        """File size per image: what is hashed, and then a digest per block."""
+        return self.hashed_nbytes + DIGEST_NBYTES * -(-self.hashed_nbytes // block_nbytes)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One checkpoint, or one rank's part of it."""
+
+    attempt: str
+    step: int | None
+    world: int
+    created_s: float
+    tree: Tree
+    tensors: TensorTable
+    container: Ints
+    """Per tensor, the number of the container in ``tree`` that it is in."""
+    shards: ShardTable
+    images: ImageTable
+    chunk_nbytes: int = CHUNK_NBYTES
+    block_nbytes: int = BLOCK_NBYTES
+
+    @cached_property
+    def first_chunk(self) -> Ints:
+        """(I + 1,): the row in ``images.digests`` of each image's first chunk, and the number of rows."""
+        return np.concatenate([[0], np.cumsum(self.images.chunks(self.chunk_nbytes))]).astype(np.int64)
+
+    @cached_property
+    def tensor_nbytes(self) -> int:
+        """Bytes of all tensors together, tied ones once."""
+        return int(self.tensors.nbytes[self.tensors.alias < 0].sum())
+
+    def image_key(self, image: int) -> str:
+        """Key of the image in row ``image``."""
+        return image_key(self.attempt, int(self.images.rank[image]))
+
+    def encode(self) -> bytes:
+        """The file's bytes."""
+        head = {
+            "version": FORMAT_VERSION,
+            "attempt": self.attempt,
+            "step": self.step,
+            "world": self.world,
+            "created_s": self.created_s,
+            "dtypes": self.tensors.dtypes,
+            "chunk_nbytes": self.chunk_nbytes,
+            "block_nbytes": self.block_nbytes,
+            "tree": self.tree.to_json(),
+        }
+        return encode_columns(self._columns(), {"holdfast": json.dumps(head, separators=(",", ":"))})
+
+    def _columns(self) -> dict[str, npt.NDArray[Any]]:
+        t, s, i = self.tensors, self.shards, self.images
+        names = [name.encode("utf-8", "surrogatepass") for name in t.names]
+        columns = {
+            "tensor.name": np.frombuffer(b"".join(names), np.uint8),
+            "tensor.name_nbytes": np.fromiter(map(len, names), np.int64, len(names)),
+            "tensor.dtype": t.dtype,
+            "tensor.ndim": t.ndim,
+            "tensor.shape": t.shape,
+            "tensor.container": self.container,
+            "tensor.shards": np.diff(s.pointers(len(t))),
+            "shard.image": s.image,
+            "shard.start": s.start,
+            "shard.offsets": s.offsets,
+            "shard.lengths": s.lengths,
+            "image.rank": i.rank,
+            "image.hashed_nbytes": i.hashed_nbytes,
+            "chunk.digest": i.digests,
+        }
+        if (t.alias >= 0).any():
+            columns["tensor.alias"] = t.alias + 1
+        if (t.owner >= 0).any():
+            columns["tensor.owner"] = t.owner + 1
+        return {name: narrowed(column) for name, column in columns.items()}
+
+    @classmethod
+    def decode(cls, data: bytes, what: str = "the manifest") -> Manifest:
+        """The manifest in ``data``. Raises DamagedError, or UnsupportedFormatError for another version."""
+        columns, metadata = decode_columns(data, what)
+        head = _head(metadata, what)
+        try:
+            made = _from_columns(columns, head)
+        except (KeyError, TypeError, ValueError, OverflowError, UnicodeDecodeError) as error:
+            raise DamagedError(f"{what} is malformed: {error!r}") from error
+        _check(made, what)
+        return made
+
+
+def _head(metadata: Mapping[str, str], what: str) -> dict[str, Any]:
+    try:
+        head = json.loads(metadata["holdfast"])
+        version = head["version"]
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise DamagedError(f"{what} has no header of ours") from error
+    if version != FORMAT_VERSION:
+        raise UnsupportedFormatError(
+            f"{what} is of format version {version!r}; this release reads version {FORMAT_VERSION}",
+            advice="Read it with a newer release.",
+        )
+    return dict(head)
+
+
+def _from_columns(columns: Mapping[str, npt.NDArray[Any]], head: Mapping[str, Any]) -> Manifest:
+    def ints(name: str) -> Ints:
+        column = columns[name]
+        if column.dtype == np.uint64 and len(column) and column.max() > np.iinfo(np.int64).max:
+            raise ValueError(f"column {name} overflows")
+        return column.astype(np.int64)
+
+    dtypes = tuple((str(name), int(itemsize)) for name, itemsize in head["dtypes"])
+    none = np.zeros(len(columns["tensor.dtype"]), np.int64)
+    tensors = TensorTable(
+        names=_names(columns["tensor.name"].tobytes(), ints("tensor.name_nbytes")),
+        dtype=columns["tensor.dtype"].astype(np.uint8, casting="safe"),
+        dtypes=dtypes,
+        ndim=ints("tensor.ndim"),
+        shape=ints("tensor.shape"),
+        alias=(ints("tensor.alias") if "tensor.alias" in columns else none) - 1,
+        owner=(ints("tensor.owner") if "tensor.owner" in columns else none) - 1,
+    )
+    counts = ints("tensor.shards")
+    if counts.sum() != len(columns["shard.start"]):
+        raise ValueError("numbers of shards disagree")
+    shards = ShardTable(
+        tensor=np.repeat(np.arange(len(counts)), counts),
+        offsets=ints("shard.offsets"),
+        lengths=ints("shard.lengths"),
+        image=ints("shard.image"),
+        start=ints("shard.start"),
+    )
+    images = ImageTable(ints("image.rank"), ints("image.hashed_nbytes"), columns["chunk.digest"])
+    return Manifest(
+        attempt=str(head["attempt"]),
+        step=None if head["step"] is None else int(head["step"]),
+        world=int(head["world"]),
+        created_s=float(head["created_s"]),
+        tree=Tree.from_json(head["tree"]),
+        tensors=tensors,
+        container=ints("tensor.container"),
+        shards=shards,
+        images=images,
+        chunk_nbytes=int(head["chunk_nbytes"]),
+        block_nbytes=int(head["block_nbytes"]),
+    )
+
+
+def _names(blob: bytes, nbytes: Ints) -> tuple[str, ...]:
+    ends = np.cumsum(nbytes)
+    if (ends[-1] if len(ends) else 0) != len(blob):
+        raise ValueError("lengths of names disagree")
+    cuts = [0, *ends.tolist()]
+    return tuple(blob[a:b].decode("utf-8", "surrogatepass") for a, b in zip(cuts, cuts[1:], strict=False))
+
+
+def _check(m: Manifest, what: str) -> None:
+    """Refuse what no save writes: rows that point nowhere, boxes outside of tensors, bytes outside of images."""
+    for holds, problem in _conditions(m):
+        if not holds:
+            raise DamagedError(f"{what} contradicts itself: {problem}")
+
+
+def _conditions(m: Manifest) -> Any:
+    t, s, i = m.tensors, m.shards, m.images
+    n, width = len(t), t.shape.shape[1] if t.shape.ndim == 2 else -1
+    yield _ATTEMPT.fullmatch(m.attempt) is not None, "the attempt's name"
+    yield m.world > 0 and 0 < m.block_nbytes <= m.chunk_nbytes <= 1 << 30 and m.chunk_nbytes % m.block_nbytes == 0, "sizes"
+    yield width >= 0 and s.offsets.shape == s.lengths.shape == (len(s.tensor), width), "widths of columns"
+    yield all(len(c) == n for c in (t.names, t.ndim, t.shape, m.container)), "lengths of tensor columns"
+    yield all(c.shape == (len(s.tensor),) for c in (s.image, s.start)), "lengths of shard columns"
+    yield all(c.shape == (n,) for c in (t.ndim, t.alias, t.owner, t.dtype, m.container)), "shapes of tensor columns"
+    yield len(i.rank) == len(i.hashed_nbytes) and len(np.unique(i.rank)) == len(i.rank), "images"
+    yield bool((t.dtype < len(t.dtypes)).all()) and all(0 < size <= 64 for _, size in t.dtypes), "dtypes"
+    yield bool((t.ndim <= width).all()) and _product_fits(t), "shapes of tensors"
+    yield bool(((t.alias < n) & (t.owner < m.world)).all()) and bool((t.alias[t.alias[t.alias >= 0]] < 0).all()), "aliases"
+    yield bool((m.container < len(m.tree.containers)).all()), "containers"
+    yield bool((s.image < len(i)).all()), "images of shards"
+    yield bool(((s.lengths > 0) & (s.lengths <= t.shape[s.tensor]) & (s.offsets <= t.shape[s.tensor] - s.lengths)).all()), "boxes"
+    yield bool((s.start + s.nbytes(t) <= i.hashed_nbytes[s.image]).all()), "bytes of shards"
+    yield i.digests.ndim == 2 and i.digests.shape == (int(m.first_chunk[-1]), DIGEST_NBYTES), "chunks"
+    yield _names_have_prefixes(m), "names"
+
+
+def _product_fits(t: TensorTable) -> bool:
+    """Whether every tensor's size in bytes fits 63 bits. In floats, where nothing wraps."""
+    return bool((np.prod(t.shape.astype(np.float64), axis=1) * 64 < 2.0**62).all())
+
+
+def _names_have_prefixes(m: Manifest) -> bool:
+    prefixes = m.tree.prefixes()
+    kinds = [c.kind for c in m.tree.containers]
+    for name, c in zip(m.tensors.names, m.container.tolist(), strict=True):
+        prefix = prefixes[c]
+        if not name.startswith(prefix) or (kinds[c] != "dict" and not name[len(prefix) :].isdecimal()):
+            return False
+    return True

@@ -1,0 +1,198 @@
+"""One committed checkpoint, opened for reading: what is in it, any slice of it, and whether it is undamaged.
+
+Needs no torch.distributed, and no torch until a tensor is read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from ..drivers.contract import Driver
+from ..drivers.registry import open_driver
+from ..errors import HoldfastError, NotACheckpointError, UsageError
+from .commit import read_manifest
+from .engine import start
+from .manifest import MANIFEST_KEY, Manifest
+from .tree import format_path
+from .verify import VerifyReport, verify_images
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from .capture.targets import Wanted
+
+__all__ = ["Checkpoint", "ListedCheckpoint", "TensorInfo", "list_checkpoints", "open"]
+
+_BUDGET_NBYTES = 512 << 20
+
+Index = slice | int | tuple[slice | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of a checkpoint. ``shards`` counts the boxes in which it is stored, ``ranks`` those who wrote them;
+    ``owners`` are the ranks that each have a tensor of their own under this name (none: it is the whole job's);
+    ``alias_of`` names the tensor that it is tied to."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    shards: int
+    ranks: tuple[int, ...]
+    owners: tuple[int, ...]
+    alias_of: str | None
+
+
+class Checkpoint:
+    """A committed checkpoint. Made by :func:`open`; a context manager."""
+
+    def __init__(self, driver: Driver, manifest: Manifest, manifest_nbytes: int) -> None:
+        self._driver = driver
+        self._manifest = manifest
+        self.uri = driver.uri
+        self.step = manifest.step
+        self.world = manifest.world
+        """Ranks that saved it."""
+        self.created_s = manifest.created_s
+        self.attempt = manifest.attempt
+        self.manifest_nbytes = manifest_nbytes
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint {self.uri}: step {self.step}, {len(self.tensors)} tensors, {self.nbytes:,} bytes, {self.world} ranks>"
+
+    def close(self) -> None:
+        """Let go of the storage. Safe to call twice."""
+        start(self._driver.close()).result()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return self._manifest.tensor_nbytes
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """All tensors by name, in the order of the state."""
+        return {name: self._info(name, rows) for name, rows in self._manifest.tensors.rows.items()}
+
+    def _info(self, name: str, rows: tuple[int, ...]) -> TensorInfo:
+        t, m = self._manifest.tensors, self._manifest
+        row = rows[0]
+        alias = int(t.alias[row])
+        first, last = (int(self._pointers[(row if alias < 0 else alias) + i]) for i in (0, 1))
+        ranks = sorted({int(r) for r in m.images.rank[m.shards.image[first:last]]})
+        owners = tuple(int(t.owner[r]) for r in rows if t.owner[r] >= 0)
+        return TensorInfo(
+            name, t.shape_of(row), t.dtypes[t.dtype[row]][0], int(t.nbytes[row]), last - first, tuple(ranks), owners,
+            None if alias < 0 else t.names[alias],
+        )  # fmt: skip
+
+    @cached_property
+    def _pointers(self) -> Any:
+        return self._manifest.shards.pointers(len(self._manifest.tensors))
+
+    def values(self, rank: int = 0) -> Iterator[tuple[str, Any]]:
+        """All small values: (path as in ``state["optim"]["lr"]``, value), as ``rank`` saved them."""
+        paths = self._manifest.tree.paths()
+        for v in self._manifest.tree.values:
+            yield format_path((*paths[v.container], v.key)), v.of(rank)
+
+    def read(self, name: str, index: Index | None = None, *, rows: slice | None = None, rank: int = 0) -> torch.Tensor:
+        """One tensor, or a slice of it, on the CPU: ``read("wq")``, ``read("wq", (slice(0, 128), 3))``,
+        ``read("wq", rows=slice(0, 128))``. Reads only the blocks that the slice touches, and verifies them.
+
+        ``rank`` chooses among tensors that each rank has of its own. Raises UsageError for a name that is not there or
+        an index that does not fit; DamagedError; StorageError.
+        """
+        from .capture.targets import Wanted  # noqa: PLC0415 - torch, from here on
+        from .slices import Window, window  # noqa: PLC0415
+
+        if index is not None and rows is not None:
+            raise UsageError("give index or rows, not both")
+        m = self._manifest
+        row = m.tensors.find(name, rank)
+        if row is None:
+            raise UsageError(f"no tensor {name!r} in this checkpoint", uri=self.uri, advice="`holdfast show` lists its tensors.")
+        seen: Window = window(m.tensors.shape_of(row), rows if index is None else index)
+        wanted = Wanted()
+        made = seen.add_to(wanted, row if m.tensors.alias[row] < 0 else int(m.tensors.alias[row]), m.tensors)
+        start(self._fill(wanted)).result()
+        return seen.view(made)
+
+    async def _fill(self, wanted: Wanted) -> None:
+        from .load import fill  # noqa: PLC0415 - torch
+
+        await fill(self._driver, self._manifest, wanted, _BUDGET_NBYTES)
+
+    def verify(self, progress: Callable[[int, int], None] = lambda done, total: None) -> VerifyReport:
+        """Read every byte and check it against its checksum. Reports all damage; raises only what keeps it from looking.
+
+        ``progress(done_nbytes, total_nbytes)`` is called now and then, on another thread.
+        """
+        return start(verify_images(self._driver, self._manifest, _BUDGET_NBYTES, progress)).result()
+
+
+def open(uri: str | os.PathLike[str]) -> Checkpoint:  # noqa: A001 - the name that users expect
+    """Open the checkpoint committed at ``uri``. Raises NotACheckpointError, DamagedError, UnsupportedFormatError, UriError."""
+    driver = open_driver(uri)
+    try:
+        manifest, data = start(read_manifest(driver)).result()
+    except HoldfastError:
+        start(driver.close()).result()
+        raise
+    return Checkpoint(driver, manifest, len(data))
+
+
+@dataclass(frozen=True, slots=True)
+class ListedCheckpoint:
+    """One line of a listing. ``problem`` says why it cannot be opened; then the figures are zero."""
+
+    path: str
+    step: int | None
+    world: int
+    tensors: int
+    nbytes: int
+    created_s: float
+    problem: str | None = None
+
+
+def list_checkpoints(uri: str | os.PathLike[str]) -> list[ListedCheckpoint]:
+    """The checkpoints at and below ``uri``, by path relative to it (``""``: ``uri`` itself), ordered by step and time."""
+    driver = open_driver(uri)
+    try:
+        listed: list[ListedCheckpoint] = start(_listed(driver)).result()
+    finally:
+        start(driver.close()).result()
+    return sorted(listed, key=lambda c: (c.step is None, c.step or 0, c.created_s, c.path))
+
+
+async def _listed(driver: Driver) -> list[ListedCheckpoint]:
+    found = []
+    async for info in driver.list():
+        folder, _, name = info.key.rpartition("/")
+        if name == MANIFEST_KEY:
+            found.append(await _line(driver, info.key, folder))
+    return found
+
+
+async def _line(driver: Driver, key: str, folder: str) -> ListedCheckpoint:
+    try:
+        m = Manifest.decode(await driver.get(key))
+    except NotACheckpointError:
+        raise
+    except HoldfastError as error:
+        return ListedCheckpoint(folder, None, 0, 0, 0, 0.0, error.message)
+    return ListedCheckpoint(folder, m.step, m.world, len(m.tensors), m.tensor_nbytes, m.created_s)

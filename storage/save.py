@@ -1,0 +1,164 @@
+"""One rank's part of a save: agree, lay out, stream chunk by chunk, and commit together."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from ..drivers.contract import Driver
+from ..errors import InvisibleFilesError, StorageError, UsageError
+from .capture.plan import SavePlan, plan_save
+from .capture.state import FlatState
+from .commit import Attempt, begin, commit, delete_attempt
+from .engine import offload
+from .image_writer import ImageWriter, Progress
+from .manifest import ImageTable, Manifest, image_key
+from .merge import merge
+from .team import Team
+
+__all__ = ["SaveJob", "run_save"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class SaveJob:
+    """What one rank saves. ``plain``: per row that is a plain tensor, the digest of its bytes (jobs of several ranks)."""
+
+    flat: FlatState
+    step: int | None
+    plain: dict[int, bytes]
+    budget_nbytes: int | None
+    """Host memory for chunks; None: room for the whole image."""
+    progress: Progress = field(default=Progress(lambda: None, lambda: None))
+    created_s: float = field(default_factory=time.time)
+
+
+async def run_save(driver: Driver, team: Team, job: SaveJob) -> tuple[str, int]:
+    """Save; return the attempt and this rank's bytes. Every rank of the team calls this.
+
+    Raises what failed on this rank, RankFailedError or DeadlineError for another; then nothing was committed.
+    """
+    leader = _Leader(driver, job)
+    async with team.session():
+        try:
+            return await _save(driver, team, job, leader)
+        except BaseException as error:
+            await team.fail(error)
+            await leader.clean_up()
+            raise
+
+
+async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tuple[str, int]:
+    beginning = asyncio.ensure_future(team.round("begin", _statement(driver.uri, job), leader.begin))
+    try:
+        # Alone there is nothing to agree on before capturing: the storage is prepared meanwhile.
+        plain = None if team.world == 1 else _agreed(job, json.loads(await beginning)["plain"], team.world)
+        plan = plan_save(job.flat, team.rank, plain)
+        writer = ImageWriter(driver, plan.layout, plan.source, job.budget_nbytes, job.progress)
+        digests = await writer.write(_image_key(beginning, team.rank))
+    except BaseException:
+        beginning.cancel()
+        await asyncio.wait([beginning])
+        raise
+    attempt = Attempt(json.loads(await beginning)["attempt"])
+    fragment = _fragment(attempt, job, plan, digests, team.rank)
+    try:
+        await team.round("commit", fragment.encode(), leader.commit)
+    except InvisibleFilesError:
+        await _drop(driver, attempt, team.rank)  # nobody else sees this file, so nobody else will collect it
+        raise
+    await leader.clean_up()
+    return attempt.id, plan.layout.nbytes if len(digests) else 0
+
+
+class _Leader:
+    """What only rank 0 does: begin an attempt, commit it, and delete what is no longer needed."""
+
+    def __init__(self, driver: Driver, job: SaveJob) -> None:
+        self._driver = driver
+        self._job = job
+        self._attempt: Attempt | None = None
+        self._obsolete: Attempt | None = None
+
+    async def begin(self, statements: Sequence[bytes]) -> bytes:
+        told = [json.loads(s) for s in statements]
+        for rank, other in enumerate(told):
+            if other["uri"] != told[0]["uri"]:
+                raise UsageError(f"rank {rank} saves to {other['uri']}, rank 0 to {told[0]['uri']}", rank=rank)
+        plain = _agree([other["plain"] for other in told])
+        self._attempt = self._obsolete = await begin(self._driver, len(statements))
+        return json.dumps({"attempt": self._attempt.id, "plain": plain}).encode()
+
+    async def commit(self, fragments: Sequence[bytes]) -> bytes:
+        assert self._attempt is not None
+        parts = [Manifest.decode(data, f"the fragment of rank {rank}") for rank, data in enumerate(fragments)]
+        manifest = await offload(merge, parts)
+        try:
+            self._obsolete = await commit(self._driver, self._attempt, manifest)
+        except StorageError:
+            self._obsolete = None  # the put may have succeeded all the same: what it names must stay
+            raise
+        return self._attempt.id.encode()
+
+    async def clean_up(self) -> None:
+        obsolete, self._obsolete = self._obsolete, None
+        if obsolete is not None:
+            await delete_attempt(self._driver, obsolete)
+
+
+def _statement(uri: str, job: SaveJob) -> bytes:
+    """What a rank says first: where it saves to, and which plain tensors it holds, by the digests of their bytes."""
+    plain = {job.flat.names[row]: digest.hex() for row, digest in job.plain.items()}
+    return json.dumps({"uri": uri, "plain": plain}).encode()
+
+
+def _agree(plain: Sequence[dict[str, str]]) -> dict[str, list[int]]:
+    """Who holds the same plain tensor: by name, the ranks that share its bytes; none where ranks differ.
+
+    Names that all ranks share are left out: that is the common case, and the verdict stays small.
+    """
+    holders: dict[str, list[int]] = {}
+    digests: dict[str, set[str]] = {}
+    for rank, held in enumerate(plain):
+        for name, digest in held.items():
+            holders.setdefault(name, []).append(rank)
+            digests.setdefault(name, set()).add(digest)
+    differ = {name for name, seen in digests.items() if len(seen) > 1}
+    return {name: [] if name in differ else ranks for name, ranks in holders.items() if name in differ or len(ranks) < len(plain)}
+
+
+def _agreed(job: SaveJob, exceptions: dict[str, list[int]], world: int) -> dict[int, tuple[int, ...]]:
+    """Per row of a plain tensor, the ranks that hold its bytes; empty where each rank keeps its own."""
+    everyone = tuple(range(world))
+    names = job.flat.names
+    return {row: tuple(exceptions[names[row]]) if names[row] in exceptions else everyone for row in job.plain}
+
+
+async def _image_key(beginning: asyncio.Future[bytes], rank: int) -> str:
+    return image_key(json.loads(await asyncio.shield(beginning))["attempt"], rank)
+
+
+def _fragment(attempt: Attempt, job: SaveJob, plan: SavePlan, digests: npt.NDArray[np.uint8], rank: int) -> Manifest:
+    """What this rank tells the leader: a manifest of one rank."""
+    wrote = len(digests) > 0
+    images = ImageTable(
+        np.array([rank] if wrote else [], np.int64), np.array([plan.layout.hashed_end] if wrote else [], np.int64), digests
+    )
+    return Manifest(
+        attempt.id, job.step, rank + 1, job.created_s, job.flat.tree, plan.tensors, plan.container, plan.shards, images
+    )
+
+
+async def _drop(driver: Driver, attempt: Attempt, rank: int) -> None:
+    try:
+        await driver.delete(image_key(attempt.id, rank))
+    except StorageError as error:
+        _log.warning("an image that no checkpoint names stays at %s: %s", driver.uri, error)

@@ -1,0 +1,243 @@
+"""Ranks acting together, without a collective: rounds over a key-value store, each with a deadline.
+
+In a *round* every rank states something, the leader (rank 0) decides, and all learn the verdict. A save has two rounds (who
+writes what; commit), a load has two (does it fit; did all arrive). Nothing blocks the trainer's process group: keys in the
+store of torch.distributed are all that is used, polled, so that no connection is held waiting.
+
+A rank shows that it lives by a heartbeat. Silence longer than the deadline, of whoever is waited for, is an error that
+names the rank. A rank that fails says so at once, and every other rank raises at its next look.
+
+Scope: no membership, no election. A job whose leader died is restarted by its launcher.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, Protocol
+
+from .. import errors
+from ..errors import CoordinationError, DeadlineError, HoldfastError, RankFailedError
+from .engine import offload
+
+__all__ = ["Decide", "Solo", "StoreLike", "StoreTeam", "Team"]
+
+Decide = Callable[[Sequence[bytes]], Awaitable[bytes]]
+LEADER = 0
+PART_NBYTES = 4 << 20  # torch's TCPStore refuses values of 8 MiB and more
+
+
+class Team(ABC):
+    """The ranks of one save or load. Used by one task at a time."""
+
+    rank: int
+    world: int
+
+    @abstractmethod
+    async def round(self, name: str, payload: bytes, decide: Decide) -> bytes:
+        """State ``payload``; return what the leader's ``decide`` made of all ranks' payloads (in order of rank).
+
+        An error raised by ``decide`` is raised on every rank. Raises DeadlineError and RankFailedError.
+        """
+
+    @abstractmethod
+    async def fail(self, error: BaseException) -> None:
+        """Tell the others that this rank gives up. Does not raise: the error at hand is the one to be seen."""
+
+    @abstractmethod
+    def session(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """The time in which rounds are held."""
+
+
+class Solo(Team):
+    """A team of one."""
+
+    rank = 0
+    world = 1
+
+    async def round(self, name: str, payload: bytes, decide: Decide) -> bytes:
+        return await decide([payload])
+
+    async def fail(self, error: BaseException) -> None:
+        return None
+
+    @contextlib.asynccontextmanager
+    async def session(self) -> AsyncIterator[None]:
+        yield
+
+
+class StoreLike(Protocol):
+    """What is used of a torch.distributed Store."""
+
+    def set(self, key: str, value: bytes | str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def add(self, key: str, amount: int, /) -> int: ...
+    def delete_key(self, key: str, /) -> bool: ...
+
+
+class StoreTeam(Team):
+    """Rounds over a store. ``prefix`` is the same on all ranks, and used by no other team.
+
+    ``silence_s`` is how long another rank may show no sign of life while it is waited for.
+    """
+
+    def __init__(self, store: StoreLike, rank: int, world: int, prefix: str, silence_s: float) -> None:
+        self.rank = rank
+        self.world = world
+        self._store = store
+        self._prefix = prefix
+        self._silence_s = silence_s
+        self._beat_s = max(0.02, min(5.0, silence_s / 5))
+        self._written: list[str] = []  # of this rank, for the leader alone
+        self._verdicts: list[str] = []
+
+    async def round(self, name: str, payload: bytes, decide: Decide) -> bytes:
+        self._verdicts.append(f"{name}/verdict/{LEADER}")
+        if self.rank != LEADER:
+            self._written += await self._put(f"{name}/{self.rank}", payload)
+            (verdict,) = await self._gather(f"{name}/verdict", [LEADER], f"the verdict of round {name!r}")
+            return _opened(verdict)
+        others = range(1, self.world)
+        payloads = [payload, *await self._gather(name, others, f"round {name!r}")]
+        try:
+            verdict = b"+" + await decide(payloads)
+        except Exception as error:
+            await self._put(f"{name}/verdict/{LEADER}", b"-" + _packed(error, self.rank))
+            raise
+        await self._put(f"{name}/verdict/{LEADER}", verdict)
+        return verdict[1:]
+
+    async def fail(self, error: BaseException) -> None:
+        with contextlib.suppress(CoordinationError):
+            await self._call(self._store.set, f"{self._prefix}/failed", _packed(error, self.rank))
+
+    @contextlib.asynccontextmanager
+    async def session(self) -> AsyncIterator[None]:
+        beating = asyncio.ensure_future(self._beat())
+        try:
+            yield
+        finally:
+            beating.cancel()
+            await asyncio.wait([beating])
+            await self._leave()
+
+    async def _beat(self) -> None:
+        beats = 0
+        while True:
+            beats += 1
+            with contextlib.suppress(CoordinationError):  # others will see the silence; the rounds raise here
+                await self._call(self._store.set, f"{self._prefix}/beat/{self.rank}", str(beats))
+            await asyncio.sleep(self._beat_s)
+
+    async def _leave(self) -> None:
+        """Remove this rank's keys; the last to leave removes what all have read. Where a rank never leaves, a few keys
+        stay in the job's store, and do no harm: no other team has this prefix."""
+        with contextlib.suppress(CoordinationError):
+            keys = [*self._written, f"beat/{self.rank}"]
+            if await self._call(self._store.add, f"{self._prefix}/left", 1) == self.world:
+                keys += ["left", "failed"]
+                for verdict in self._verdicts:
+                    keys += [verdict, *(f"{verdict}/{i}" for i in range(await self._parts(verdict)))]
+            for key in keys:
+                await self._call(self._store.delete_key, f"{self._prefix}/{key}")
+
+    async def _put(self, key: str, value: bytes) -> list[str]:
+        """Store a value of any size; return the keys that it took. The key itself comes last: it says that all is there."""
+        parts = [value[i : i + PART_NBYTES] for i in range(0, len(value), PART_NBYTES)] or [b""]
+        for i, part in enumerate(parts):
+            await self._call(self._store.set, f"{self._prefix}/{key}/{i}", part)
+        await self._call(self._store.set, f"{self._prefix}/{key}", str(len(parts)))
+        return [key, *(f"{key}/{i}" for i in range(len(parts)))]
+
+    async def _gather(self, name: str, ranks: Sequence[int], what: str) -> list[bytes]:
+        """The values that ``ranks`` put under ``name``, in that order."""
+        found: dict[int, bytes] = {}
+        watch = _Silence(self._silence_s)
+        pause_s = 0.001
+        while len(found) < len(ranks):
+            before = len(found)
+            for rank in [r for r in ranks if r not in found]:
+                if await self._call(self._store.check, [f"{self._prefix}/{name}/{rank}"]):
+                    found[rank] = await self._take(f"{name}/{rank}")
+            missing = [r for r in ranks if r not in found]
+            await self._raise_if_failed()
+            watch.look({r: await self._beats(r) for r in missing}, what)
+            pause_s = 0.001 if len(found) > before else min(pause_s * 2, 0.05)
+            if missing:
+                await asyncio.sleep(pause_s)
+        return [found[r] for r in ranks]
+
+    async def _parts(self, key: str) -> int:
+        whole = f"{self._prefix}/{key}"
+        return int(await self._call(self._store.get, whole)) if await self._call(self._store.check, [whole]) else 0
+
+    async def _take(self, key: str) -> bytes:
+        parts = await self._parts(key)
+        return b"".join([await self._call(self._store.get, f"{self._prefix}/{key}/{i}") for i in range(parts)])
+
+    async def _beats(self, rank: int) -> bytes:
+        key = f"{self._prefix}/beat/{rank}"
+        return await self._call(self._store.get, key) if await self._call(self._store.check, [key]) else b""
+
+    async def _raise_if_failed(self) -> None:
+        key = f"{self._prefix}/failed"
+        if await self._call(self._store.check, [key]):
+            told = json.loads(await self._call(self._store.get, key))
+            if told["type"] == DeadlineError.__name__:
+                raise DeadlineError(told["message"], rank=told["rank"], advice=told["advice"])
+            raise RankFailedError(f"rank {told['teller']} failed: {told['type']}: {told['message']}", rank=told["teller"])
+
+    async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return await offload(function, *args)
+        except RuntimeError as error:  # what torch's stores raise, whatever went wrong
+            raise CoordinationError(
+                f"the job's store cannot be reached: {str(error).splitlines()[0]}",
+                rank=self.rank,
+                advice="The process that serves it (the launcher, or rank 0) has probably died.",
+            ) from error
+
+
+class _Silence:
+    """Since when has each rank shown no new heartbeat?"""
+
+    def __init__(self, silence_s: float) -> None:
+        self._silence_s = silence_s
+        self._last: dict[int, tuple[bytes, float]] = {}
+
+    def look(self, beats: dict[int, bytes], what: str) -> None:
+        now = asyncio.get_running_loop().time()
+        for rank, beat in beats.items():
+            if rank not in self._last or self._last[rank][0] != beat:
+                self._last[rank] = (beat, now)
+        silent = [rank for rank in beats if now - self._last[rank][1] > self._silence_s]
+        if silent:
+            names = ", ".join(map(str, silent[:10])) + (f" and {len(silent) - 10} more" if len(silent) > 10 else "")
+            raise DeadlineError(
+                f"rank {names} showed no sign of life for {self._silence_s:g} s, waiting for {what}",
+                rank=silent[0],
+                advice="Look at that rank's log; it died, hangs, or never called the same function.",
+            )
+
+
+def _packed(error: BaseException, rank: int) -> bytes:
+    told: dict[str, Any] = {"teller": rank, "rank": None, "type": type(error).__name__, "message": str(error)[:10_000]}
+    if isinstance(error, HoldfastError):
+        told |= {"message": error.message[:10_000], "rank": error.rank, "uri": error.uri, "key": error.key, "advice": error.advice}
+        told["differences"] = list(getattr(error, "differences", ()))
+    return json.dumps(told).encode()
+
+
+def _opened(verdict: bytes) -> bytes:
+    if verdict[:1] == b"+":
+        return verdict[1:]
+    told = json.loads(verdict[1:])
+    kind = getattr(errors, told["type"], RankFailedError)
+    where = {name: told.get(name) for name in ("rank", "uri", "key", "advice")}
+    if issubclass(kind, errors.MismatchError):
+        where["differences"] = tuple(told["differences"])
+    raise kind(told["message"], **where)

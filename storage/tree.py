@@ -1,0 +1,192 @@
+"""The shape of a state: its containers, and the small values in them. Tensors are elsewhere, in columns.
+
+A state is a tree of dicts, lists and tuples. Containers are numbered; each knows its parent and its key there. A tensor's
+row names its container; its key is what its fqn has beyond the container's prefix. So a hundred thousand tensors cost the
+tree nothing.
+
+Ranks may hold different trees (pipeline stages do). Merging is a union by path; a value that all ranks agree on is stored
+once, one that differs is stored per rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import DamagedError, SaveError
+from .values import decode_value
+
+__all__ = ["ROOT", "Container", "Key", "Tree", "Value", "format_path", "merge_trees"]
+
+Key = str | int | float | bool | None
+"""What a dict key may be; list and tuple items have int keys."""
+
+ROOT = 0
+KINDS = ("dict", "list", "tuple")
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """One dict, list or tuple. ``parent`` is the number of the container it is in (-1 for the root)."""
+
+    parent: int
+    key: Key
+    kind: str
+
+
+@dataclass(slots=True)
+class Value:
+    """One small value, encoded. ``by_rank`` holds (ranks, encoded) where ranks disagree; else it has one entry."""
+
+    container: int
+    key: Key
+    by_rank: list[tuple[list[int], Any]]
+
+    def of(self, rank: int) -> Any:
+        """The value of ``rank``; where that rank saved none, of the rank that ``rank`` falls on, counted round."""
+        for ranks, encoded in self.by_rank:
+            if rank in ranks:
+                return decode_value(encoded)
+        known = sorted({r for ranks, _ in self.by_rank for r in ranks})
+        return self.of(known[rank % len(known)])
+
+
+@dataclass(slots=True)
+class Tree:
+    """Containers (the root first, parents before children), values, and what tensors' keys alone do not tell."""
+
+    containers: list[Container] = field(default_factory=lambda: [Container(-1, None, "dict")])
+    values: list[Value] = field(default_factory=list)
+    tensor_keys: dict[int, dict[str, Key]] = field(default_factory=dict)  # container -> key text -> key that is no str
+    arrays: set[str] = field(default_factory=set)  # fqns of tensors that were numpy arrays
+
+    def prefixes(self) -> list[str]:
+        """Per container, what the fqns of the tensors in it begin with, the dot included."""
+        out = [""]
+        for c in self.containers[1:]:
+            out.append(f"{out[c.parent]}{c.key}.")
+        return out
+
+    def paths(self) -> list[tuple[Key, ...]]:
+        """Per container, the keys that lead to it from the root."""
+        out: list[tuple[Key, ...]] = [()]
+        for c in self.containers[1:]:
+            out.append((*out[c.parent], c.key))
+        return out
+
+    def tensor_key(self, container: int, text: str) -> Key:
+        """The key of a tensor whose fqn has ``text`` beyond the prefix of ``container``."""
+        if self.containers[container].kind != "dict":
+            return int(text)
+        return self.tensor_keys.get(container, {}).get(text, text)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {
+            "containers": [[c.parent, c.key, c.kind] for c in self.containers],
+            "values": [[v.container, v.key, v.by_rank] for v in self.values],
+            "tensor_keys": [[c, text, key] for c, keys in self.tensor_keys.items() for text, key in keys.items()],
+            "arrays": sorted(self.arrays),
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> Tree:
+        """Raises DamagedError for what :meth:`to_json` never produces."""
+        try:
+            containers = [Container(int(p), k, str(kind)) for p, k, kind in data["containers"]]
+            values = [Value(int(c), k, [([int(r) for r in ranks], e) for ranks, e in by]) for c, k, by in data["values"]]
+            tree = cls(containers, values, {}, {str(name) for name in data["arrays"]})
+            for c, text, key in data["tensor_keys"]:
+                tree.tensor_keys.setdefault(int(c), {})[str(text)] = key
+        except (KeyError, TypeError, ValueError) as error:
+            raise DamagedError("the manifest's tree is malformed") from error
+        _check(tree)
+        return tree
+
+
+def _check(tree: Tree) -> None:
+    """Refuse a tree that is none: numbers out of range, kinds unknown, cycles, keys that no list has."""
+    n = len(tree.containers)
+    whole = n > 0 and tree.containers[0].parent == -1
+    whole = whole and all(0 <= c.parent < i for i, c in enumerate(tree.containers[1:], 1))
+    whole = whole and all(c.kind in KINDS for c in tree.containers)
+    whole = whole and all(0 <= v.container < n and v.by_rank and all(ranks for ranks, _ in v.by_rank) for v in tree.values)
+    whole = whole and all(0 <= c < n for c in tree.tensor_keys)
+    keyed = [*((c.parent, c.key) for c in tree.containers[1:]), *((v.container, v.key) for v in tree.values)] if whole else []
+    keys = [key for by_text in tree.tensor_keys.values() for key in by_text.values()]
+    if not whole or not all(_fits(tree.containers[parent].kind, key) for parent, key in keyed) or not all(_fits("dict", k) for k in keys):
+        raise DamagedError("the manifest's tree does not hang together")
+
+
+def _fits(kind: str, key: object) -> bool:
+    if kind == "dict":
+        return key is None or isinstance(key, str | int | float)
+    return type(key) is int and 0 <= key < 1 << 31
+
+
+def format_path(keys: Iterable[Key]) -> str:
+    """Keys as a user would write them: ``state["model"]["layers"][0]``."""
+    return "state" + "".join(f"[{key!r}]" if not isinstance(key, str) else f'["{key}"]' for key in keys)
+
+
+def merge_trees(trees: Sequence[Tree]) -> tuple[Tree, list[list[int]]]:
+    """The union of the ranks' trees (one per rank, in order), and per rank the new number of each of its containers.
+
+    Raises SaveError where ranks disagree on what kind of container stands at a path.
+    """
+    merged = Tree()
+    merged.containers = [trees[0].containers[0]]
+    numbers: dict[tuple[int, str, Key], int] = {}
+    values: dict[tuple[int, str, Key], Value] = {}
+    renumbered = [_merge_containers(merged, tree, numbers) for tree in trees]
+    for rank, (tree, number) in enumerate(zip(trees, renumbered, strict=True)):
+        merged.arrays |= tree.arrays
+        for c, keys in tree.tensor_keys.items():
+            merged.tensor_keys.setdefault(number[c], {}).update(keys)
+        for value in tree.values:
+            _merge_value(merged, values, value, number[value.container], rank)
+    return merged, renumbered
+
+
+def _merge_containers(merged: Tree, tree: Tree, numbers: dict[tuple[int, str, Key], int]) -> list[int]:
+    if tree.containers[0].kind != merged.containers[0].kind:
+        raise SaveError("ranks disagree on the type of the state itself")
+    number = [ROOT]
+    for c in tree.containers[1:]:
+        parent = number[c.parent]
+        where = (parent, type(c.key).__name__, c.key)
+        new = numbers.setdefault(where, len(merged.containers))
+        if new == len(merged.containers):
+            merged.containers.append(Container(parent, c.key, c.kind))
+        elif merged.containers[new].kind != c.kind:
+            path = format_path(merged.paths()[new])
+            raise SaveError(f"{path} is a {merged.containers[new].kind} on one rank and a {c.kind} on another")
+        number.append(new)
+    return number
+
+
+def _merge_value(merged: Tree, seen: dict[tuple[int, str, Key], Value], value: Value, container: int, rank: int) -> None:
+    encoded = value.by_rank[0][1]
+    known = seen.get((container, type(value.key).__name__, value.key))
+    if known is None:
+        new = Value(container, value.key, [([rank], encoded)])
+        seen[container, type(value.key).__name__, value.key] = new
+        merged.values.append(new)
+        return
+    for ranks, other in known.by_rank:
+        if _same(other, encoded):
+            ranks.append(rank)
+            return
+    known.by_rank.append(([rank], encoded))
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Equal in type too: JSON keeps 1, 1.0 and True apart, Python's == does not."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(a == b)

@@ -1,0 +1,132 @@
+"""Small values as JSON: what can be saved beside tensors, and comes back equal and of the same type.
+
+Plain JSON where JSON has the type; ``{"$type": …}`` where it has not. What has no codec is refused by its path; nothing
+is ever pickled, and decoding builds only the types listed here.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import DamagedError, StateError
+
+__all__ = ["decode_value", "encode_value", "is_value"]
+
+_PLAIN = (type(None), bool, str)
+_BIG_INT_BITS = 1024  # beyond: hexadecimal, for Python refuses to convert long decimal strings
+
+
+def is_value(value: object) -> bool:
+    """Whether :func:`encode_value` knows this type."""
+    return type(value) in _ENCODERS or type(value) in _PLAIN or _foreign_encoder(value) is not None
+
+
+def encode_value(value: Any, path: str) -> Any:
+    """``value`` as a tree of JSON types. Raises StateError naming ``path`` where there is no codec for it."""
+    if type(value) in _PLAIN:
+        return value
+    encoder = _ENCODERS.get(type(value)) or _foreign_encoder(value)
+    if encoder is None:
+        name = f"{type(value).__module__}.{type(value).__qualname__}"
+        raise StateError(
+            f"{path} is a {name}, which cannot be saved",
+            advice="Save tensors, arrays, numbers, strings, bytes, and dicts, lists and tuples of them; or take it out of the state.",
+        )
+    return encoder(value)
+
+
+def decode_value(encoded: Any) -> Any:
+    """The value that :func:`encode_value` was given. Raises DamagedError for what it never produces."""
+    if not isinstance(encoded, dict):
+        return encoded
+    try:
+        ((name, content),) = encoded.items()
+        return _DECODERS[name](content)
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise DamagedError(f"a stored value is not of a known form: {str(encoded)[:100]}") from error
+
+
+def _encode_int(value: int) -> Any:
+    return value if value.bit_length() <= _BIG_INT_BITS else {"$int": hex(value)}
+
+
+def _encode_float(value: float) -> Any:
+    return value if math.isfinite(value) else {"$float": repr(value)}
+
+
+def _encode_complex(value: complex) -> Any:
+    return {"$complex": [repr(value.real), repr(value.imag)]}
+
+
+def _encode_bytes(value: bytes | bytearray) -> Any:
+    return {"$bytes": base64.b64encode(value).decode()}
+
+
+_ENCODERS: dict[type, Callable[[Any], Any]] = {
+    int: _encode_int,
+    float: _encode_float,
+    complex: _encode_complex,
+    bytes: _encode_bytes,
+    bytearray: lambda value: {"$bytearray": base64.b64encode(value).decode()},
+}
+
+
+def _foreign_encoder(value: Any) -> Callable[[Any], Any] | None:
+    """Codecs of types whose libraries may not be loaded: recognised by name, so that nothing is imported for them."""
+    origin, name = type(value).__module__, type(value).__name__
+    if origin == "torch" and name in ("dtype", "device"):
+        return lambda v: {f"$torch.{name}": str(v).removeprefix("torch.")}
+    if origin == "torch" and name == "Size":
+        return lambda v: {"$torch.Size": list(v)}
+    if origin == "numpy" and hasattr(value, "dtype") and value.ndim == 0 and value.dtype.kind in "biufcSU":
+        return lambda v: {"$numpy": [v.dtype.str, base64.b64encode(v.tobytes()).decode()]}
+    return None
+
+
+def _decode_numpy(content: list[str]) -> Any:
+    import numpy as np  # noqa: PLC0415 - only where such a value was saved
+
+    dtype = np.dtype(content[0])
+    if dtype.kind not in "biufcSU":
+        raise ValueError(f"dtype {dtype}")
+    return np.frombuffer(base64.b64decode(content[1], validate=True), dtype)[0]
+
+
+def _decode_torch_dtype(content: str) -> Any:
+    import torch  # noqa: PLC0415 - only where such a value was saved
+
+    dtype = getattr(torch, content)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(content)
+    return dtype
+
+
+def _decode_torch_device(content: str) -> Any:
+    import torch  # noqa: PLC0415 - only where such a value was saved
+
+    try:
+        return torch.device(content)
+    except RuntimeError as error:
+        raise ValueError(content) from error
+
+
+def _decode_torch_size(content: list[int]) -> Any:
+    import torch  # noqa: PLC0415 - only where such a value was saved
+
+    return torch.Size(content)
+
+
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "$int": lambda c: int(c, 16),
+    "$float": float,
+    "$complex": lambda c: complex(float(c[0]), float(c[1])),
+    "$bytes": lambda c: base64.b64decode(c, validate=True),
+    "$bytearray": lambda c: bytearray(base64.b64decode(c, validate=True)),
+    "$numpy": _decode_numpy,
+    "$torch.dtype": _decode_torch_dtype,
+    "$torch.device": _decode_torch_device,
+    "$torch.Size": _decode_torch_size,
+}

@@ -1,0 +1,68 @@
+"""What every test may ask for, and a count of what was skipped."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import settings
+
+# The time limit of a test is pytest's; a deadline per example only fails on a busy machine.
+settings.register_profile("holdfast", deadline=None)
+# On CI hypothesis chooses its own profile: the same examples every time, and no deadline either.
+if "CI" not in os.environ:
+    settings.load_profile("holdfast")
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """A number that differs between tests and is the same in every run of one test."""
+    return zlib.crc32(request.node.nodeid.encode())
+
+
+@pytest.fixture
+def rng(seed: int) -> np.random.Generator:
+    """Random numbers that differ between tests and are the same in every run of one test."""
+    return np.random.default_rng(seed)
+
+
+@pytest.fixture
+def no_leaks() -> Iterator[None]:
+    """Fail the test if a file descriptor or a thread that it opened outlives it by more than two seconds."""
+    descriptors, threads = _open_descriptors(), set(threading.enumerate())
+    yield
+    deadline = time.monotonic() + 2
+    while True:
+        left = {fd: path for fd, path in _open_descriptors().items() if descriptors.get(fd) != path}
+        alive = [thread.name for thread in threading.enumerate() if thread not in threads]
+        if not left and not alive:
+            return
+        if time.monotonic() > deadline:
+            pytest.fail(f"left open: {sorted(left.values())}; still running: {sorted(alive)}")
+        time.sleep(0.01)
+
+
+def _open_descriptors() -> dict[str, str]:
+    found = {}
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found[fd] = os.readlink(f"/proc/self/fd/{fd}")
+        except FileNotFoundError:  # the descriptor of the listing itself
+            continue
+    return found
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say, for each reason, how many tests were skipped for it."""
+    reports = terminalreporter.stats.get("skipped", [])
+    # A skip's longrepr is (path, line, "Skipped: reason"); an expected failure's is something else.
+    reasons = Counter(r.longrepr[2].removeprefix("Skipped: ") for r in reports if isinstance(r.longrepr, tuple))
+    for reason, count in sorted(reasons.items()):
+        terminalreporter.write_line(f"skipped {count}: {reason}")

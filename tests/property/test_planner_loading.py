@@ -1,0 +1,252 @@
+"""From any layout into any other: images are built in memory, plans carried out, and every bit compared."""
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from holdfast.planner.box import Box, flat_to_boxes
+from holdfast.planner.image import lay_out
+from holdfast.planner.loading import Targets, plan_load, strided_parts
+from holdfast.planner.placement import Replicated, Split, holders, local_pieces, local_shape
+from holdfast.planner.saving import Holdings, divide
+from holdfast.planner.table import ShardTable, TensorTable, coverage_errors
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+NDIM = 3
+BLOCK, CHUNK = 64, 256  # small, so that small tensors cross many of them
+DTYPES = ["uint8", "int16", "float32", "int64"]
+
+
+@dataclass
+class Held:
+    """A part of a tensor that a rank holds, and who else holds it."""
+
+    tensor: int
+    box: Box
+    local_offsets: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    group: tuple[int, ...]
+
+
+@st.composite
+def placements(draw, ndim, mesh):
+    """Placements of a tensor on a mesh."""
+    splits = [Split(dim, stride) for dim in range(ndim) for stride in (1, 1, 2, 3)]
+    return [draw(st.sampled_from([Replicated(), *splits])) for _ in mesh]
+
+
+@st.composite
+def layouts(draw, shapes):
+    """Per rank, what it holds of tensors of these shapes: by placements on a mesh, or in flat ranges."""
+    mesh = draw(st.sampled_from([(1,), (2,), (3,), (5,), (2, 2), (3, 2)]))
+    ranks = np.arange(math.prod(mesh)).reshape(mesh)
+    layout = [[] for _ in range(ranks.size)]
+    for tensor, shape in enumerate(shapes):
+        if shape and draw(st.booleans()):
+            cuts = sorted(draw(st.integers(0, math.prod(shape))) for _ in range(ranks.size - 1))
+            for rank, (start, stop) in enumerate(itertools.pairwise([0, *cuts, math.prod(shape)])):
+                for box in flat_to_boxes(shape, start, stop):
+                    layout[rank].append(Held(tensor, box, (0,) * box.ndim, box.lengths, (rank,)))
+            continue
+        chosen = draw(placements(len(shape), mesh))
+        for at in itertools.product(*map(range, mesh)):
+            rank, group = int(ranks[at]), holders(ranks, at, chosen)
+            for piece in local_pieces(shape, mesh, at, chosen):
+                local = local_shape(shape, mesh, at, chosen)
+                layout[rank].append(Held(tensor, piece.box, piece.local_offsets, local, group))
+    return layout
+
+
+def table_of(shapes, dtypes):
+    """The tensor table."""
+    n = len(shapes)
+    codes = tuple((name, np.dtype(name).itemsize) for name in DTYPES)
+    dtype = np.array([DTYPES.index(name) for name in dtypes], dtype=np.uint8)
+    ndim = np.array([len(shape) for shape in shapes])
+    nobody = np.full(n, -1)
+    return TensorTable(tuple(f"t{row}" for row in range(n)), dtype, codes, ndim, wide(shapes, 1), nobody, nobody)
+
+
+def wide(rows, fill):
+    """Rows as an (n, NDIM) array."""
+    return np.array([[*row, *[fill] * (NDIM - len(row))] for row in rows], dtype=np.int64).reshape(-1, NDIM)
+
+
+def slices(offsets, lengths):
+    """An index for a box."""
+    return tuple(slice(offset, offset + length) for offset, length in zip(offsets, lengths, strict=True))
+
+
+def save(tensors, arrays, layout):
+    """All images as bytes, with their shards and where their blocks end."""
+    images, shards, ends = [], [], []
+    for rank, held in enumerate(layout):
+        groups = tuple(dict.fromkeys(part.group for part in held))
+        tensor = np.array([part.tensor for part in held], dtype=np.int64)
+        offsets, lengths = wide([part.box.offsets for part in held], 0), wide([part.box.lengths for part in held], 1)
+        group = np.array([groups.index(part.group) for part in held], dtype=np.int64)
+        whole = Holdings(tensor, offsets, lengths, offsets, tensors.itemsize[tensor], group, groups, tensor)
+        mine = divide(whole, rank)
+        dtypes = [DTYPES[code] for code in tensors.dtype[mine.tensor]]
+        names = [f"{row}" for row in range(len(mine))]
+        image = lay_out(names, dtypes, mine.lengths, np.full(len(mine), NDIM), mine.itemsize)
+        images.append(fill(image, mine, arrays))
+        shards.append(ShardTable(mine.tensor, mine.offsets, mine.lengths, np.full(len(mine), rank), image.start))
+        ends.append(image.hashed_end)
+    return images, ShardTable.concat(shards), np.array(ends)
+
+
+def fill(image, mine, arrays):
+    """The image's bytes."""
+    file = np.zeros(image.nbytes, dtype=np.uint8)
+    file[: len(image.header)] = np.frombuffer(image.header, dtype=np.uint8)
+    for row, start in enumerate(image.start.tolist()):
+        part = arrays[mine.tensor[row]][slices(mine.offsets[row], mine.lengths[row])].tobytes()
+        file[start : start + len(part)] = np.frombuffer(part, dtype=np.uint8)
+    return file
+
+
+def targets_of(held):
+    """Targets for what a rank is to hold; buffers are shared by the pieces of one tensor."""
+    buffers = list(
+        dict.fromkeys(
+            (part.tensor, part.local_shape, part.box if part.local_shape == part.box.lengths else 0) for part in held
+        )
+    )
+    keys = [(part.tensor, part.local_shape, part.box if part.local_shape == part.box.lengths else 0) for part in held]
+    targets = Targets(
+        np.array([part.tensor for part in held], dtype=np.int64),
+        wide([part.box.offsets for part in held], 0),
+        wide([part.box.lengths for part in held], 1),
+        wide([part.local_offsets for part in held], 0),
+        wide([part.local_shape for part in held], 1),
+        np.array([buffers.index(key) for key in keys], dtype=np.int64),
+    )
+    return targets, [(key[0], [*key[1], *[1] * (NDIM - len(key[1]))]) for key in buffers]
+
+
+def carry_out(plan, tensors, shards, targets, images, buffers):
+    """Perform the reads and copies of a plan on buffers, using nothing but the bytes that were read."""
+    for read, image in enumerate(plan.image.tolist()):
+        start, stop = int(plan.start[read]), int(plan.stop[read])
+        data = images[image][start:stop]
+        for copy in range(plan.first[read], plan.first[read + 1]):
+            pair = plan.pair[copy]
+            src, nbytes, dst = (int(column[copy]) for column in (plan.src, plan.nbytes, plan.dst))
+            assert start <= src < src + nbytes <= stop
+            assert shards.image[plan.shard[pair]] == image
+            buffer, content = buffers[targets.buffer[plan.target[pair]]], data[src - start : src - start + nbytes]
+            if dst >= 0:
+                buffer.reshape(-1).view(np.uint8)[dst : dst + nbytes] = content
+            else:
+                scatter(plan, shards, targets, pair, src, content.view(buffer.dtype), buffer)
+
+
+def scatter(plan, shards, targets, pair, src, elements, buffer):
+    """A copy that is strided on one side or both."""
+    shard, target = plan.shard[pair], plan.target[pair]
+    stored = Box(tuple(shards.offsets[shard].tolist()), tuple(shards.lengths[shard].tolist()))
+    wanted = Box(tuple(plan.offsets[pair].tolist()), tuple(plan.lengths[pair].tolist()))
+    first, rest = divmod(src - int(shards.start[shard]), buffer.itemsize)
+    assert rest == 0
+    for part in strided_parts(stored, wanted, first, first + len(elements)):
+        within = np.array(part.offsets) - stored.offsets
+        grid = np.ix_(*(np.arange(low, low + length) for low, length in zip(within, part.lengths, strict=True)))
+        flat = np.ravel_multi_index(grid, stored.lengths) - first
+        at = targets.local_offsets[target] + part.offsets - targets.offsets[target]
+        buffer[slices(at.tolist(), part.lengths)] = elements[flat]
+
+
+def expected_of(held, arrays, buffers, targets):
+    """What the buffers must hold, from the tensors themselves."""
+    result = [np.zeros_like(buffer) for buffer in buffers]
+    for row, part in enumerate(held):
+        content = arrays[part.tensor][slices(targets.offsets[row], targets.lengths[row])]
+        result[targets.buffer[row]][slices(targets.local_offsets[row], targets.lengths[row])] = content
+    return result
+
+
+SHAPES = st.lists(
+    st.lists(st.integers(0, 6) | st.sampled_from([17, 40]), max_size=NDIM)
+    .map(tuple)
+    .filter(lambda shape: math.prod(shape) <= 3000),
+    min_size=1,
+    max_size=4,
+)
+
+
+@st.composite
+def reshardings(draw):
+    """Tensors, a layout to save them in and one to load them into."""
+    shapes = draw(SHAPES)
+    dtypes = [draw(st.sampled_from(DTYPES)) for _ in shapes]
+    rng = np.random.default_rng(draw(st.integers(0, 1000)))
+    arrays = []
+    for shape, dtype in zip(wide(shapes, 1), dtypes, strict=True):
+        nbytes = int(shape.prod()) * np.dtype(dtype).itemsize
+        arrays.append(np.frombuffer(rng.bytes(nbytes), dtype=dtype).reshape(shape))
+    gap = draw(st.sampled_from([0, 0, 64, 200]))
+    return table_of(shapes, dtypes), arrays, draw(layouts(shapes)), draw(layouts(shapes)), gap
+
+
+@settings(deadline=None, max_examples=150)
+@given(reshardings())
+def test_any_layout_loads_into_any_other(case):
+    """What was saved in one layout comes back bit for bit in another, on every rank, each block read once."""
+    tensors, arrays, saved, loaded, gap = case
+    images, shards, ends = save(tensors, arrays, saved)
+    assert coverage_errors(tensors, shards) == []
+    for held in loaded:
+        targets, kinds = targets_of(held)
+        buffers = [np.zeros(shape, dtype=arrays[tensor].dtype) for tensor, shape in kinds]
+        plan = plan_load(tensors, shards, targets, ends, chunk_nbytes=CHUNK, block_nbytes=BLOCK, gap_nbytes=gap)
+        carry_out(plan, tensors, shards, targets, images, buffers)
+        for actual, expected in zip(buffers, expected_of(held, arrays, buffers, targets), strict=True):
+            assert actual.tobytes() == expected.tobytes()
+        assert_reads_are_proper(plan, ends)
+        nbytes = tensors.itemsize[targets.tensor] * targets.lengths.prod(axis=1)
+        assert plan.bytes_wanted == nbytes.sum()
+
+
+def assert_reads_are_proper(plan, ends):
+    """Reads are ascending and disjoint, whole blocks of one chunk, and each has something to copy."""
+    for read, image in enumerate(plan.image.tolist()):
+        start, stop = int(plan.start[read]), int(plan.stop[read])
+        assert 0 <= start < stop <= ends[image]
+        assert start % BLOCK == 0
+        assert stop % BLOCK == 0 or stop == ends[image]
+        assert start // CHUNK == (stop - 1) // CHUNK
+    line = list(zip(plan.image.tolist(), plan.start.tolist(), plan.stop.tolist(), strict=True))
+    for (image, _, stop), (next_image, start, _) in itertools.pairwise(line):
+        assert image < next_image or (image == next_image and stop <= start)
+
+
+@settings(deadline=None, max_examples=80)
+@given(reshardings())
+def test_little_is_read_that_is_not_wanted(case):
+    """Without gaps to bridge, every block that is read holds something wanted: at most two blocks more per run."""
+    tensors, arrays, saved, loaded, _ = case
+    _, shards, ends = save(tensors, arrays, saved)
+    for held in loaded:
+        targets, _ = targets_of(held)
+        plan = plan_load(tensors, shards, targets, ends, chunk_nbytes=CHUNK, block_nbytes=BLOCK)
+        needed = set()
+        for pair, shard in enumerate(plan.shard.tolist()):
+            grid = np.ix_(
+                *(
+                    np.arange(n) + o
+                    for n, o in zip(plan.lengths[pair], plan.offsets[pair] - shards.offsets[shard], strict=True)
+                )
+            )
+            flat = np.ravel_multi_index(grid, shards.lengths[shard]).ravel()
+            size = int(tensors.itemsize[shards.tensor[shard]])
+            first = shards.start[shard] + flat * size
+            needed |= {(int(shards.image[shard]), block) for block in np.unique(first // BLOCK).tolist()}
+        read = {
+            (image, block)
+            for image, start, stop in zip(plan.image.tolist(), plan.start.tolist(), plan.stop.tolist(), strict=True)
+            for block in range(start // BLOCK, -(-stop // BLOCK))
+        }
+        assert read == needed

@@ -1,0 +1,244 @@
+"""House rules that a machine keeps. CONTRIBUTING.md says why each is there."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import holdfast
+
+ROOT = Path(__file__).parents[2]
+FUNCTION_LINES_MAX = 60
+MODULE_LINES_MAX = 500
+NOT_OURS = {"build", "dist", "demo-run", "__pycache__"}  # made by tools; what begins with a dot is, too
+BANNED_IMPORTS = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle"}
+BANNED_KEYWORDS = {("shell", True), ("allow_pickle", True), ("weights_only", False)}
+# Prose is for whoever reads the project, not about who wrote it, at whose request, or on which machine.
+WORKPLACE = re.compile(
+    r"\b(this|previous|earlier|next) session\b|\bas an ai\b|\bthe brief says\b|\bas (requested|instructed)\b"
+    r"|\bthe user (asked|wants)\b|(?<![\w.~])/(root|work|tmp/hf)/",
+    re.IGNORECASE,
+)
+
+
+@functools.cache
+def files(*suffixes: str) -> list[Path]:
+    """Every file of the project with one of these suffixes, or names, in a fixed order."""
+    found = []
+    for folder, folders, names in os.walk(ROOT):
+        folders[:] = [name for name in folders if is_ours(Path(folder, name))]
+        found += [Path(folder, name) for name in names if name.endswith(suffixes)]
+    return sorted(found)
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether a folder holds work of ours rather than what a tool made."""
+    name = folder.name
+    made = name in NOT_OURS or name.endswith(".egg-info") or (folder / "pyvenv.cfg").exists()
+    return not made and (not name.startswith(".") or name == ".ci")
+
+
+def is_shipped(path: Path) -> bool:
+    """Whether a file is part of the package, rather than of its tests or documents."""
+    return path.relative_to(ROOT).parts[0] not in {"tests", "docs"}
+
+
+def shipped() -> list[Path]:
+    """The package's own modules."""
+    return [path for path in files(".py") if is_shipped(path)]
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    """A file's syntax tree."""
+    return ast.parse(path.read_text(), str(path))
+
+
+def at(path: Path, line: int = 0) -> str:
+    """Where a fault is, as an editor opens it."""
+    return f"{path.relative_to(ROOT)}:{line}" if line else str(path.relative_to(ROOT))
+
+
+def test_every_folder_of_the_package_is_listed() -> None:
+    """The packages in pyproject.toml are exactly the folders with an ``__init__.py``: a wheel lacks nothing."""
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = [path.parent.relative_to(ROOT).parts for path in shipped() if path.name == "__init__.py"]
+    assert set(listed) == {".".join(("holdfast", *parts)) for parts in folders}
+
+
+def test_every_folder_with_modules_is_a_package() -> None:
+    """A room's folder without ``__init__.py`` would work in the tree and be missing from a wheel."""
+    assert sorted({at(path.parent) for path in shipped() if not (path.parent / "__init__.py").exists()}) == []
+
+
+def test_the_root_holds_one_module() -> None:
+    """The root is the package; every other module lives in a room."""
+    assert [path.name for path in ROOT.glob("*.py")] == ["__init__.py"]
+
+
+def test_nothing_can_load_a_pickle() -> None:
+    """No module of the package imports what runs code, or crashes, when it loads data."""
+    assert [at(p, line) for p in shipped() for line, name in imports(p) if name.split(".")[0] in BANNED_IMPORTS] == []
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """The absolute imports of a file, with their lines."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield node.lineno, node.module or ""
+
+
+def test_nothing_runs_text_as_code() -> None:
+    """No ``eval``, no ``exec``, no shell, and no argument that lets numpy or torch unpickle; tests included."""
+    assert [at(path, line) for path in files(".py") for line in code_runners(path)] == []
+
+
+def code_runners(path: Path) -> Iterator[int]:
+    """The lines of calls that could run text, or data, as code."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Call):
+            by_name = isinstance(node.func, ast.Name) and node.func.id in {"eval", "exec"}
+            given = {(k.arg, k.value.value) for k in node.keywords if isinstance(k.value, ast.Constant)}
+            if by_name or given & BANNED_KEYWORDS:
+                yield node.lineno
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Every function of a file, nested ones and methods too."""
+    return (n for n in ast.walk(tree_of(path)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def lines_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """How many lines a function has, from ``def`` to its last."""
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def test_functions_are_short() -> None:
+    """A function that does not fit a screen is two functions; tests included."""
+    long = [(p, f) for p in files(".py") for f in functions(p) if lines_of(f) > FUNCTION_LINES_MAX]
+    assert [f"{at(path, f.lineno)} {f.name} has {lines_of(f)} lines" for path, f in long] == []
+
+
+def test_modules_are_short() -> None:
+    """A module that nobody reads to its end is two modules; tests included."""
+    lengths = {at(path): len(path.read_text().splitlines()) for path in files(".py")}
+    assert {path: lines for path, lines in lengths.items() if lines > MODULE_LINES_MAX} == {}
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    """Each module of the package begins with a docstring."""
+    assert [at(path) for path in shipped() if not ast.get_docstring(tree_of(path))] == []
+
+
+def test_public_names_are_declared() -> None:
+    """A module with public functions or classes has a literal ``__all__``, and whatever that names exists."""
+    assert [fault for path in shipped() for fault in all_faults(path)] == []
+
+
+def all_faults(path: Path) -> Iterator[str]:
+    """What is wrong with a module's ``__all__``."""
+    defined = set(top_level_names(tree_of(path).body))
+    if "__all__" not in defined:
+        public = [
+            n.name for n in tree_of(path).body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        ]
+        if any(name != "main" and not name.startswith("_") for name in public):
+            yield f"{at(path)} has public names and no __all__"
+        return
+    value = next(
+        n.value for n in tree_of(path).body if isinstance(n, ast.Assign | ast.AnnAssign) and "__all__" in targets(n)
+    )
+    try:
+        listed = ast.literal_eval(value) if value else []
+    except ValueError:
+        yield f"{at(path)} computes its __all__: no reader and no tool can see what is public"
+        return
+    modules = {child.stem for child in path.parent.iterdir()} if path.name == "__init__.py" else set()
+    yield from (f"{at(path)} declares {name}, which is not there" for name in listed if name not in defined | modules)
+
+
+def targets(node: ast.Assign | ast.AnnAssign) -> list[str]:
+    """The plain names that an assignment binds."""
+    nodes = node.targets if isinstance(node, ast.Assign) else [node.target]
+    return [n.id for target in nodes for n in ast.walk(target) if isinstance(n, ast.Name)]
+
+
+def top_level_names(body: list[ast.stmt]) -> Iterator[str]:
+    """The names that a module binds, also under ``if TYPE_CHECKING`` (lazy names are mirrored there) and ``try``."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            yield from targets(node)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.If | ast.Try):
+            handlers = [statement for handler in getattr(node, "handlers", []) for statement in handler.body]
+            yield from top_level_names([*node.body, *handlers, *node.orelse])
+
+
+def test_every_public_name_can_be_had() -> None:
+    """Whatever ``holdfast.__all__`` promises is there, lazy names included."""
+    assert [name for name in getattr(holdfast, "__all__", []) if not hasattr(holdfast, name)] == []
+
+
+def test_every_test_says_what_should_happen() -> None:
+    """The docstring of a test states the behaviour, so that a failure reads as a sentence."""
+    tests = [
+        (p, f) for p in files(".py") for f in functions(p) if p.name.startswith("test_") and f.name.startswith("test")
+    ]
+    assert [f"{at(path, f.lineno)} {f.name}" for path, f in tests if not ast.get_docstring(f)] == []
+
+
+def test_prose_is_about_the_project() -> None:
+    """No file speaks of how, by whom or where it was written."""
+    texts = files(".py", ".md", ".toml", ".txt", "Makefile", "run")
+    lines = [(p, n, t) for p in texts if p != Path(__file__) for n, t in enumerate(p.read_text().splitlines(), 1)]
+    assert [f"{at(path, number)} {text.strip()}" for path, number, text in lines if WORKPLACE.search(text)] == []
+
+
+def test_every_relative_link_leads_somewhere() -> None:
+    """Each link of a document to another file of the project finds it."""
+    dead = [(path, link) for path in files(".md") for link in links(path) if not (path.parent / link).exists()]
+    assert [f"{at(path)} -> {link}" for path, link in dead] == []
+
+
+def links(path: Path) -> list[str]:
+    """The relative links of a Markdown file, without their anchors; code is not searched."""
+    text = re.sub(r"^(```|~~~).*?^\1|`[^`\n]*`", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    found = re.findall(r"\]\(<?([^)\s>]+)|^\[[^\]]+\]:\s+(\S+)|(?:src|href)=\"([^\"]+)\"", text, flags=re.MULTILINE)
+    bare = [next(filter(None, groups)).partition("#")[0] for groups in found]
+    return [link for link in bare if link and not re.match(r"[a-z][a-z0-9+.-]*:", link)]
+
+
+def loaded_by(code: str) -> set[str]:
+    """The top-level modules outside the standard library that a fresh interpreter loads to run ``code``."""
+    report = (
+        "import sys; before = set(sys.modules)\ntry:\n {}\nexcept SystemExit: pass\nprint(*set(sys.modules) - before)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-I", "-c", report.format(code)], capture_output=True, text=True, check=True, timeout=60
+    )
+    names = {name.partition(".")[0] for name in run.stdout.splitlines()[-1].split()}
+    return names - sys.stdlib_module_names
+
+
+def test_importing_holdfast_loads_nothing_else() -> None:
+    """``import holdfast`` loads the standard library and itself: no torch, no numpy, nobody."""
+    assert loaded_by("import holdfast") == {"holdfast"}
+
+
+def test_help_loads_only_what_parses_the_command_line() -> None:
+    """``holdfast --help`` loads neither torch nor numpy, and not rich, which alone costs as much as all the rest."""
+    loaded = loaded_by("sys.argv = ['holdfast', '--help']; import holdfast.cli; holdfast.cli.main()")
+    assert loaded & {"torch", "numpy", "rich"} == set()
+    assert {"holdfast", "typer"} <= loaded

@@ -1,0 +1,137 @@
+"""Placements: what ranks hold, compared with torch's own splitting of an arange tensor."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from holdfast.planner.box import Box
+from holdfast.planner.placement import Piece, Replicated, Split, holders, local_pieces, local_shape
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+MESHES = [(1,), (2,), (3,), (4,), (7,), (2, 2), (2, 3), (4, 2), (3, 4), (2, 2, 2)]
+SHAPES = [(0,), (1,), (5,), (8,), (9,), (27,), (6, 4), (7, 5), (1, 9), (3, 0), (4, 3, 5)]
+
+
+def of_torch(placement):
+    """The torch placement that ours mirrors."""
+    if isinstance(placement, Replicated):
+        return Replicate()
+    if placement.stride > 1:
+        return _StridedShard(placement.dim, split_factor=placement.stride)
+    return Shard(placement.dim)
+
+
+def split_by_torch(tensor, mesh_shape, coordinate, placements):
+    """The local tensor at ``coordinate``, cut from left to right by torch's own code."""
+    for size, at, placement in zip(mesh_shape, coordinate, map(of_torch, placements), strict=True):
+        if not isinstance(placement, Replicate):
+            tensor = placement._split_tensor(tensor, size, with_padding=False, contiguous=True)[0][at]
+    return tensor
+
+
+def assert_like_torch(shape, mesh_shape, placements):
+    """Every rank of the mesh holds what torch gives it, where torch puts it."""
+    whole = torch.arange(math.prod(shape)).reshape(shape)
+    for coordinate in itertools.product(*map(range, mesh_shape)):
+        expected = split_by_torch(whole, mesh_shape, coordinate, placements)
+        actual = torch.full(local_shape(shape, mesh_shape, coordinate, placements), -1)
+        for piece in local_pieces(shape, mesh_shape, coordinate, placements):
+            here = Box(piece.local_offsets, piece.box.lengths)
+            actual[slices(here)] = whole[slices(piece.box)]
+        assert actual.tolist() == expected.tolist()
+        assert actual.shape == expected.shape
+
+
+def slices(box):
+    """The box as an index."""
+    return tuple(slice(*pair) for pair in zip(box.offsets, box.stops, strict=True))
+
+
+def choices(ndim, mesh_shape):
+    """All combinations of plain placements for a mesh."""
+    return itertools.product([Replicated(), *map(Split, range(ndim))], repeat=len(mesh_shape))
+
+
+@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
+def test_plain_splits_agree_with_torch(mesh_shape):
+    """Any combination of Shard and Replicate, even or not, gives each rank the elements that torch gives it."""
+    for shape in SHAPES:
+        for placements in choices(len(shape), mesh_shape):
+            assert_like_torch(shape, mesh_shape, placements)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 4])
+@pytest.mark.parametrize("dp", [1, 2, 3, 4])
+def test_fsdp_over_tensor_parallel_agrees_with_torch(dp, tp):
+    """The strided shards of FSDP2 over tensor parallelism hold torch's elements in torch's order, also uneven ones."""
+    for nrows in [*range(20), 27, 38]:
+        assert_like_torch((nrows, 2), (dp, tp), [Split(0, stride=tp), Split(0)])
+
+
+@pytest.mark.parametrize("mesh_shape", [(2, 2, 2), (2, 3, 2)], ids=str)
+def test_strided_splits_in_any_position_agree_with_torch(mesh_shape):
+    """Strided splits compose with what stands before and after them, on the same dimension or another."""
+    menu = [Replicated(), Split(0), Split(1), Split(0, stride=2), Split(0, stride=3), Split(1, stride=4)]
+    for placements in itertools.product(menu, repeat=3):
+        for shape in ((13, 5), (8, 8)):
+            assert_like_torch(shape, mesh_shape, placements)
+
+
+def test_even_strided_shards_are_one_box():
+    """FSDP2 over tensor parallelism with even sizes needs one box per rank: touching intervals are joined."""
+    pieces = local_pieces((8, 8), (2, 2), (0, 1), [Split(0, stride=2), Split(0)])
+    assert pieces == [Piece(Box((4, 0), (2, 8)), (0, 0))]
+
+
+def test_interleaved_shards_are_several_boxes():
+    """A strided shard on its own holds a box of every part, end to end in the local tensor."""
+    pieces = local_pieces((8,), (2,), (1,), [Split(0, stride=2)])
+    assert pieces == [Piece(Box((2,), (2,)), (0,)), Piece(Box((6,), (2,)), (2,))]
+
+
+def test_scalars_and_empty_shards():
+    """A replicated scalar is one 0-d piece; a rank whose part is empty holds none."""
+    assert local_pieces((), (2,), (1,), [Replicated()]) == [Piece(Box((), ()), ())]
+    assert local_pieces((2,), (4,), (3,), [Split(0)]) == []
+    assert local_shape((2,), (4,), (3,), [Split(0)]) == (0,)
+
+
+def test_holders_are_the_replicas():
+    """Ranks that differ only along replicated mesh dimensions hold the same; they come in ascending order."""
+    mesh = np.array([[[6, 7], [4, 5]], [[2, 3], [0, 1]]])
+    assert holders(mesh, (0, 0, 1), [Replicated(), Split(0), Replicated()]) == (2, 3, 6, 7)
+    assert holders(mesh, (0, 0, 1), [Split(0), Split(0), Split(1)]) == (7,)
+
+
+def test_holders_hold_the_same_pieces():
+    """Exactly the ranks named as holders have equal pieces, when every part has elements."""
+    mesh, placements = np.arange(12).reshape(2, 3, 2), [Replicated(), Split(0), Replicated()]
+    coordinates = list(itertools.product(range(2), range(3), range(2)))
+    for mine in coordinates:
+        pieces = local_pieces((9, 2), mesh.shape, mine, placements)
+        same = [int(mesh[at]) for at in coordinates if local_pieces((9, 2), mesh.shape, at, placements) == pieces]
+        assert holders(mesh, mine, placements) == tuple(same)
+
+
+@pytest.mark.parametrize(
+    ("shape", "mesh_shape", "coordinate", "placements"),
+    [
+        ((4,), (2,), (0,), [Split(1)]),
+        ((4,), (2,), (2,), [Split(0)]),
+        ((4,), (2, 2), (0, 0), [Split(0)]),
+    ],
+)
+def test_placements_that_do_not_fit_are_refused(shape, mesh_shape, coordinate, placements):
+    """A missing tensor dimension, mesh coordinate or placement raises ValueError."""
+    with pytest.raises(ValueError, match="placement|Split|coordinate"):
+        local_pieces(shape, mesh_shape, coordinate, placements)
+
+
+@pytest.mark.parametrize("arguments", [(-1,), (0, 0)])
+def test_impossible_splits_are_refused(arguments):
+    """Negative dimensions and a stride below 1 raise ValueError."""
+    with pytest.raises(ValueError, match="no such split"):
+        Split(*arguments)

@@ -1,0 +1,103 @@
+"""Dividing what several ranks hold: small cases with the answers written out."""
+
+import numpy as np
+import pytest
+from holdfast.planner.saving import Holdings, divide
+
+
+def holdings(boxes, groups, *, group=None, order=None, itemsize=4):
+    """Holdings of boxes (offsets, lengths), each the whole of its local tensor."""
+    offsets = np.array([offset for offset, _ in boxes], dtype=np.int64)
+    lengths = np.array([length for _, length in boxes], dtype=np.int64)
+    rows = np.arange(len(boxes))
+    return Holdings(
+        tensor=rows,
+        offsets=offsets,
+        lengths=lengths,
+        local_offsets=np.zeros_like(offsets),
+        itemsize=np.full(len(boxes), itemsize),
+        group=np.zeros(len(boxes), dtype=np.int64) if group is None else np.array(group),
+        groups=groups,
+        order=rows if order is None else np.array(order),
+    )
+
+
+def written(held, rank):
+    """What a rank writes, as rows (tensor, offsets, lengths, local_offsets)."""
+    mine = divide(held, rank)
+    columns = (mine.tensor, mine.offsets, mine.lengths, mine.local_offsets)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def test_a_lone_holder_writes_everything():
+    """What one rank alone holds is returned as it is, not copied."""
+    held = holdings([((0, 0), (4, 6)), ((8, 0), (4, 6))], ((3,),))
+    assert divide(held, 3) is held
+
+
+def test_a_large_tensor_is_cut_along_its_rows():
+    """Two holders of one tensor write half of its rows each; the second finds its part further down."""
+    held = holdings([((100, 0), (1000, 8))], ((2, 5),))
+    assert written(held, 2) == [(0, [100, 0], [500, 8], [0, 0])]
+    assert written(held, 5) == [(0, [600, 0], [500, 8], [500, 0])]
+
+
+def test_small_tensors_are_dealt_whole():
+    """Tensors of at most 1% of a share are not cut: each goes to the rank in whose part it ends."""
+    held = holdings([((0, 0), (4, 1))] * 600, ((0, 1, 2),))
+    parts = [written(held, rank) for rank in range(3)]
+    assert [len(part) for part in parts] == [200, 200, 200]
+    assert [row[0] for part in parts for row in part] == list(range(600))
+
+
+def test_few_huge_rows_are_cut_inside():
+    """A tensor of fewer rows than holders is cut inside rows, into as many boxes as it takes."""
+    held = holdings([((0, 0), (2, 3000))], ((0, 1, 2),))
+    assert written(held, 0) == [(0, [0, 0], [1, 2000], [0, 0])]
+    assert written(held, 1) == [(0, [0, 2000], [1, 1000], [0, 2000]), (0, [1, 0], [1, 1000], [1, 0])]
+    assert written(held, 2) == [(0, [1, 1000], [1, 2000], [1, 1000])]
+
+
+def test_order_decides_not_position():
+    """Holders that list their boxes differently still divide them alike, by ``order``."""
+    boxes = [((0, 0), (1000, 1)), ((0, 0), (3000, 1))]
+    one = holdings(boxes, ((0, 1),), order=[7, 9])
+    other = holdings(boxes[::-1], ((0, 1),), order=[9, 7])
+    assert written(one, 0) == [(0, [0, 0], [1000, 1], [0, 0]), (1, [0, 0], [1000, 1], [0, 0])]
+    assert written(other, 1) == [(0, [1000, 0], [2000, 1], [1000, 0])]
+
+
+def test_boxes_that_share_an_order_go_by_offset():
+    """Several boxes of one tensor have one ``order``; holders agree on them whatever their sequence."""
+    boxes = [((4000, 0), (1000, 1)), ((0, 0), (1000, 1))]
+    assert written(holdings(boxes, ((0, 1),), order=[1, 1]), 0) == [(1, [0, 0], [1000, 1], [0, 0])]
+    assert written(holdings(boxes[::-1], ((0, 1),), order=[1, 1]), 1) == [(1, [4000, 0], [1000, 1], [0, 0])]
+
+
+def test_each_group_is_divided_by_itself():
+    """What different sets of ranks hold is divided within each set; the order of rows is kept."""
+    held = holdings([((0, 0), (1000, 1))] * 3, ((0, 1), (1,), (1, 2)), group=[0, 1, 2])
+    assert written(held, 1) == [
+        (0, [500, 0], [500, 1], [500, 0]),
+        (1, [0, 0], [1000, 1], [0, 0]),
+        (2, [0, 0], [500, 1], [0, 0]),
+    ]
+
+
+def test_empty_boxes_are_dropped():
+    """A box without elements is written by nobody."""
+    held = holdings([((0, 0), (0, 5)), ((0, 0), (2, 5))], ((0,), (0, 1)), group=[1, 0])
+    assert written(held, 0) == [(1, [0, 0], [2, 5], [0, 0])]
+    assert written(holdings([((0, 0), (0, 5))], ((0,),)), 0) == []
+
+
+def test_nothing_held_is_nothing_written():
+    """A rank that holds nothing writes nothing."""
+    empty = holdings([((0, 0), (1, 1))], ((0, 1),)).take(np.zeros(1, dtype=np.bool_))
+    assert len(divide(empty, 0)) == 0
+
+
+def test_a_rank_outside_the_group_is_refused():
+    """Dividing for a rank that is not a holder raises ValueError."""
+    with pytest.raises(ValueError, match="rank 7"):
+        divide(holdings([((0, 0), (1, 1))], ((0, 1),)), 7)

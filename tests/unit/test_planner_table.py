@@ -1,0 +1,190 @@
+"""The tables: look-ups, columns, and the sentences about shards that do not cover their tensors."""
+
+import numpy as np
+import pytest
+from holdfast.planner.box import Box, intersect
+from holdfast.planner.coverage import flaws
+from holdfast.planner.table import ShardTable, TensorTable, coverage_errors
+
+
+def tensor_table(shapes, *, owner=None, alias=None, names=None):
+    """A table of float32 tensors."""
+    ndim = np.array([len(shape) for shape in shapes])
+    padded = np.ones((len(shapes), max(ndim, default=0)), dtype=np.int64)
+    for row, shape in enumerate(shapes):
+        padded[row, : len(shape)] = shape
+    nothing = np.full(len(shapes), -1)
+    return TensorTable(
+        names=tuple(names or (f"t{row}" for row in range(len(shapes)))),
+        dtype=np.zeros(len(shapes), dtype=np.uint8),
+        dtypes=(("float32", 4),),
+        ndim=ndim,
+        shape=padded,
+        alias=nothing if alias is None else np.array(alias),
+        owner=nothing if owner is None else np.array(owner),
+    )
+
+
+def shard_table(rows, ndim=2):
+    """Shards from rows (tensor, offsets, lengths)."""
+    offsets, lengths = np.zeros((len(rows), ndim), dtype=np.int64), np.ones((len(rows), ndim), dtype=np.int64)
+    for index, (_, offset, length) in enumerate(rows):
+        offsets[index, : len(offset)], lengths[index, : len(length)] = offset, length
+    tensor = np.array([row for row, _, _ in rows], dtype=np.int64)
+    return ShardTable(tensor, offsets, lengths, np.arange(len(rows)), 100 * np.arange(len(rows)))
+
+
+def test_columns_of_tensors():
+    """Sizes come as columns, and a shape without its padding."""
+    table = tensor_table([(2, 3), (), (5,)])
+    assert len(table) == 3
+    assert table.itemsize.tolist() == [4, 4, 4]
+    assert table.nbytes.tolist() == [24, 4, 20]
+    assert [table.shape_of(row) for row in range(3)] == [(2, 3), (), (5,)]
+
+
+def test_find_by_name():
+    """A shared tensor is found by any rank; an unknown name is None."""
+    table = tensor_table([(2,), (3,)])
+    assert (table.find("t1"), table.find("t1", rank=9), table.find("nothing")) == (1, 1, None)
+
+
+def test_find_prefers_the_ranks_own_row():
+    """Among rows owned by ranks, a rank finds its own, and a rank of a larger job is dealt one in turn."""
+    table = tensor_table([(1,)] * 4, names=["rng", "rng", "w", "rng"], owner=[4, 0, -1, 2])
+    assert table.rows["rng"] == (0, 1, 3)
+    assert [table.find("rng", rank) for rank in (0, 2, 4, 1, 3, 5)] == [1, 3, 0, 3, 1, 0]
+
+
+def test_find_prefers_the_shared_row():
+    """A row of the whole job wins over one that a rank owns."""
+    assert tensor_table([(1,)] * 2, names=["a", "a"], owner=[3, -1]).find("a", rank=3) == 1
+
+
+def test_shards_sort_and_point():
+    """Sorting is by tensor and otherwise keeps the order; pointers delimit each tensor's rows."""
+    table = shard_table([(2, (0,), (4,)), (0, (0,), (1,)), (2, (4,), (4,))]).sorted_by_tensor()
+    assert table.tensor.tolist() == [0, 2, 2]
+    assert table.image.tolist() == [1, 0, 2]
+    assert table.start.tolist() == [100, 0, 200]
+    assert table.pointers(4).tolist() == [0, 1, 1, 3, 3]
+    assert table.sorted_by_tensor() is table
+    assert table.nbytes(tensor_table([(1,), (1,), (8,)])).tolist() == [4, 16, 16]
+
+
+def test_concat_pads_and_sorts():
+    """Tables of different width become one, padded with offset 0 and length 1."""
+    table = ShardTable.concat([shard_table([(1, (3, 4), (5, 6))]), shard_table([(0, (7,), (8,))], ndim=1)])
+    assert table.tensor.tolist() == [0, 1]
+    assert table.offsets.tolist() == [[7, 0], [3, 4]]
+    assert table.lengths.tolist() == [[8, 1], [5, 6]]
+    assert len(ShardTable.concat([])) == len(ShardTable.empty(3)) == 0
+
+
+GOOD = [
+    [(0, (0, 0), (4, 6))],
+    [(0, (0, 0), (1, 6)), (0, (1, 0), (3, 6))],
+    [(0, (2, 0), (2, 6)), (0, (0, 0), (2, 6))],  # any order
+    [(0, (0, 0), (4, 2)), (0, (0, 2), (4, 4))],  # columns
+    [(0, (0, 0), (1, 4)), (0, (0, 4), (1, 2)), (0, (1, 0), (2, 6)), (0, (3, 0), (1, 6))],  # a flat range's boxes
+    # a pinwheel: no plane parts it
+    [(0, (0, 0), (1, 4)), (0, (0, 4), (3, 2)), (0, (3, 2), (1, 4)), (0, (1, 0), (3, 2)), (0, (1, 2), (2, 2))],
+]
+
+
+@pytest.mark.parametrize("rows", GOOD)
+def test_exact_covers_are_accepted(rows):
+    """Boxes that tile the tensor, in whatever pattern, give no errors."""
+    assert coverage_errors(tensor_table([(4, 6)]), shard_table(rows)) == []
+
+
+@pytest.mark.parametrize("rows", GOOD)
+def test_any_box_left_out_is_reported(rows):
+    """Without one of its boxes a tensor is incomplete, and the example lies in that box."""
+    for index, (_, *left_out) in enumerate(rows):
+        rest = shard_table(rows[:index] + rows[index + 1 :])
+        (flaw,) = flaws((4, 6), rest.offsets, rest.lengths)
+        assert flaw.kind == "missing"
+        assert intersect(flaw.box, Box(*left_out)) == flaw.box
+        assert coverage_errors(tensor_table([(4, 6)]), rest) == [f"t0: {flaw.box} is missing"]
+
+
+@pytest.mark.parametrize("rows", GOOD)
+def test_any_box_stored_again_is_reported(rows):
+    """A box that comes twice is reported, and the example lies in that box."""
+    for _, *doubled in rows:
+        more = shard_table([*rows, (0, *doubled)])
+        (flaw,) = flaws((4, 6), more.offsets, more.lengths)
+        assert flaw.kind == "stored twice"
+        assert intersect(flaw.box, Box(*doubled)) == flaw.box
+        assert coverage_errors(tensor_table([(4, 6)]), more) == [f"t0: {flaw.box} is stored twice"]
+
+
+@pytest.mark.parametrize(
+    ("offsets", "lengths"),
+    [
+        ((0, 0), (5, 6)),
+        ((-1, 0), (5, 6)),
+        ((0, 0), (4, 0)),
+        ((4, 0), (1, 6)),
+        ((0, 0), (4, -6)),
+        ((2**63 - 1, 0), (4, 6)),
+    ],
+)
+def test_boxes_out_of_bounds_are_named(offsets, lengths):
+    """A box that leaves its tensor, or has no elements, is out of bounds, even where adding would overflow."""
+    errors = coverage_errors(tensor_table([(4, 6)]), shard_table([(0, (0, 0), (4, 6)), (0, offsets, lengths)]))
+    assert len(errors) == 1
+    assert errors[0].startswith("t0: a shard [")
+    assert "out of bounds of shape [4, 6]" in errors[0]
+
+
+def test_a_box_out_of_bounds_in_a_padded_dimension():
+    """A 1-d tensor with a shard two wide is out of bounds, and the padded dimension is shown."""
+    errors = coverage_errors(tensor_table([(4,)]), shard_table([(0, (0, 0), (4, 2))]))
+    assert errors == ["t0: a shard [0:4,0:2] is out of bounds of shape [4], or empty", "t0: [0:4] is missing"]
+
+
+def test_both_kinds_of_one_tensor_are_reported():
+    """A tensor that misses something and has something twice gets a sentence for each."""
+    errors = coverage_errors(tensor_table([(4,)]), shard_table([(0, (0,), (2,)), (0, (1,), (1,))]))
+    assert sorted(errors) == ["t0: [1:2] is stored twice", "t0: [2:4] is missing"]
+
+
+def test_scalars_and_empty_tensors():
+    """A scalar needs its one element; a tensor without elements needs nothing and allows nothing."""
+    table = tensor_table([(), (0, 3)])
+    assert coverage_errors(table, shard_table([(0, (), ())])) == []
+    assert coverage_errors(table, shard_table([])) == ["t0: its only element is missing"]
+    assert "out of bounds" in coverage_errors(table, shard_table([(0, (), ()), (1, (0, 0), (1, 1))]))[0]
+
+
+def test_aliases_have_no_shards():
+    """An alias is covered by the tensor it stands for; shards of its own would be a second copy."""
+    table = tensor_table([(4,), (4,)], alias=[-1, 0])
+    assert coverage_errors(table, shard_table([(0, (0,), (4,))])) == []
+    errors = coverage_errors(table, shard_table([(0, (0,), (4,)), (1, (0,), (4,))]))
+    assert errors == ["t1: stored twice, since it is an alias of t0 and has shards too"]
+
+
+def test_tensors_of_one_rank_are_named_with_it():
+    """Of several tensors of one name, the sentence says whose is incomplete."""
+    table = tensor_table([(2,), (2,)], names=["rng", "rng"], owner=[0, 1])
+    assert coverage_errors(table, shard_table([(0, (0,), (2,))])) == ["rng of rank 1: [0:2] is missing"]
+
+
+def test_unknown_tensors_and_the_limit():
+    """A shard of no tensor is an error; there are never more sentences than the limit."""
+    assert "out of bounds" in coverage_errors(tensor_table([(1,)]), shard_table([(0, (), ()), (7, (), ())]))[0]
+    assert len(coverage_errors(tensor_table([(2,)] * 50), shard_table([]))) == 20
+    assert len(coverage_errors(tensor_table([(2,)] * 50), shard_table([]), limit=3)) == 3
+
+
+def test_errors_among_many_good_tensors():
+    """One wrong tensor among many good ones is found, whether its shards are flat or not."""
+    rows = [(row, (0, part), (4, 2)) for row in range(300) for part in (0, 2, 4)]
+    rows += [(row, (part, 0), (2, 6)) for row in range(300, 600) for part in (0, 2)]
+    table = tensor_table([(4, 6)] * 600)
+    assert coverage_errors(table, shard_table(rows)) == []
+    wrong = [row for row in rows if row not in ((17, (0, 2), (4, 2)), (450, (2, 0), (2, 6)))]
+    assert coverage_errors(table, shard_table(wrong)) == ["t17: [0:4,2:4] is missing", "t450: [2:4,0:6] is missing"]
