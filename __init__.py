@@ -42,8 +42,9 @@ if TYPE_CHECKING:
     )
     from .storage.api import async_save, load, release_memory, save
     from .storage.frameworks.stateful import RNGState
-    from .storage.handle import SaveHandle, SaveReport
+    from .storage.handle import SaveHandle
     from .storage.reader import Checkpoint, list_checkpoints, open  # noqa: A004 - the name that users expect
+    from .storage.report import LoadReport, SaveReport
 
 _ERRORS = (
     "AccessError CheckpointError CoordinationError CoverageError DamagedError DeadlineError ExistsError FullError HoldfastError "
@@ -54,8 +55,9 @@ _ERRORS = (
 _HOME = dict.fromkeys(_ERRORS, ".errors") | {
     "Checkpoint": ".storage.reader",
     "RNGState": ".storage.frameworks.stateful",
+    "LoadReport": ".storage.report",
     "SaveHandle": ".storage.handle",
-    "SaveReport": ".storage.handle",
+    "SaveReport": ".storage.report",
     "async_save": ".storage.api",
     "list_checkpoints": ".storage.reader",
     "load": ".storage.api",
@@ -66,6 +68,7 @@ _HOME = dict.fromkeys(_ERRORS, ".errors") | {
 
 __all__ = [  # noqa: RUF022 - what one uses, then what one catches
     "Checkpoint",
+    "LoadReport",
     "RNGState",
     "SaveHandle",
     "SaveReport",

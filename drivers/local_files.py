@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
@@ -13,26 +12,26 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from .contract import Buffer
-from .local_io import DIRECT_MIN_NBYTES, OpenFile, open_direct, write_at
+from .local_io import DIRECT_MIN_NBYTES, OpenFile, write_at
 from .local_tree import Tree, split, sync_folder, temporary_name
 
-__all__ = ["NewFile", "OpenFiles", "open_for_reading"]
+__all__ = ["NewFile", "OpenFiles"]
 
 _log = logging.getLogger(__name__)
 
-_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
+_NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class NewFile:
     """An object being written under a temporary name, until :meth:`publish` gives it its own. Methods raise OSError."""
 
     def __init__(self, tree: Tree, key: str, nbytes: int, *, direct: str) -> None:
-        """``direct``: "auto", "on" (a file system that refuses O_DIRECT is an error) or "off". Touches nothing yet."""
+        """``direct``: "auto", "off", or "on" (that O_DIRECT is refused is an error). Touches nothing yet."""
         self._tree, self._nbytes, self._direct = tree, nbytes, direct
         self._above, self._name = split(key)
         self._temporary = temporary_name(self._name)
-        self._file: OpenFile | None = None
         self._folder = -1
+        self._file: OpenFile | None = None  # None before open() and after drop()
         self._lock = threading.Lock()
 
     def open(self, *, exclusive: bool = False) -> None:
@@ -40,7 +39,15 @@ class NewFile:
         self._folder = self._tree.open_folder(self._above, make=True)
         try:
             self._check_target(exclusive)
-            self._file = self._create()
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+            plain = os.open(self._temporary, flags, 0o666, dir_fd=self._folder)
+        except BaseException:
+            os.close(self._folder)
+            raise
+        self._file = OpenFile(plain, self._folder)
+        try:
+            if self._direct != "off" and self._nbytes >= DIRECT_MIN_NBYTES:
+                self._open_direct(self._file)
         except BaseException:
             self.drop()
             raise
@@ -51,29 +58,183 @@ class NewFile:
             write_at(file, start, data)
 
     def publish(self, *, exclusive: bool = False) -> None:
-        """Make content and name durable, in this order. What fails, be it the fsync, is dropped and cannot be repeated:
-        after a failed fsync the kernel may call lost pages clean, and the next fsync a success."""
+        """Make the content durable, then give it its name, then make that durable. ``exclusive``: EEXIST where taken.
+
+        What fails is dropped and cannot be repeated: after a failed fsync the kernel may take lost pages for clean
+        ones, and call the next fsync a success. If the last step fails, a new object is taken back; one that replaced
+        another stays, whole, and it is open which of the two a power cut would leave.
+        """
         with self._opened() as file:
             try:
                 os.fsync(file.plain)
-                named_new = self._give_name(exclusive)
-                self._sync_name(named_new)
+                taken_back = self._give_name(exclusive)
+                self._sync_name(file, taken_back)
             finally:
                 self.drop()
 
     def drop(self) -> None:
-        """Remove the temporary file, if it still has that name. Safe to call at any time, and again; raises nothing."""
+        """Remove the temporary file, if it still has that name. Safe at any time, and again; raises nothing."""
         with self._lock:
-            folder, self._folder = self._folder, -1
             file, self._file = self._file, None
-        if folder < 0:
+        if file is not None:
+            self._unlink_temporary()
+            file.close()
+
+    def _opened(self) -> OpenFile:
+        file = self._file
+        if file is None:
+            raise OSError(errno.EBADF, "the upload is over: committed, failed or aborted")
+        return file
+
+    def _open_direct(self, file: OpenFile) -> None:
+        file.open_direct(self._temporary, os.O_WRONLY, folder=self._folder, must=self._direct == "on")
+        if file.direct is not None:  # direct writes that extend a file wait for each other; so it has its size at once
+            os.ftruncate(file.plain, self._nbytes)
+
+    def _check_target(self, exclusive: bool) -> None:
+        status = self._status_of_name()
+        if status is None:
             return
+        for wrong, code in (
+            (stat.S_ISLNK(status.st_mode), errno.ELOOP),
+            (stat.S_ISDIR(status.st_mode), errno.EISDIR),
+            (exclusive, errno.EEXIST),
+        ):
+            if wrong:
+                raise OSError(code, os.strerror(code), self._name)
+
+    def _status_of_name(self) -> os.stat_result | None:
         try:
-            os.unlink(self._temporary, dir_fd=folder)
+            return os.stat(self._name, dir_fd=self._folder, follow_symlinks=False)
         except FileNotFoundError:
-            pass  # published, or never made
+            return None
+
+    def _give_name(self, exclusive: bool) -> bool:
+        """Move the file to its name; return whether that was free."""
+        if not exclusive:
+            free = self._status_of_name() is None
+            self._rename()
+            return free
+        try:
+            os.link(
+                self._temporary, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder, follow_symlinks=False
+            )
+        except OSError as error:
+            if error.errno not in _NO_HARD_LINKS:
+                raise
+            self._claim_and_rename()
+        else:
+            self._unlink_temporary()
+        return True
+
+    def _rename(self) -> None:
+        os.rename(self._temporary, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+
+    def _claim_and_rename(self) -> None:
+        """Exclusive without hard links (FAT, some network file systems): an empty file takes the name, and is replaced.
+
+        Still exactly one of several succeeds; but for a moment, or after a crash at that moment, the object is there
+        and empty.
+        """
+        os.close(os.open(self._name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666, dir_fd=self._folder))
+        try:
+            self._rename()
+        except BaseException:
+            os.unlink(self._name, dir_fd=self._folder)
+            raise
+
+    def _sync_name(self, file: OpenFile, take_back: bool) -> None:
+        try:
+            sync_folder(self._folder)
+        except OSError:
+            status = self._status_of_name()
+            if take_back and status is not None and os.path.samestat(status, os.fstat(file.plain)):
+                os.unlink(self._name, dir_fd=self._folder)
+            raise
+
+    def _unlink_temporary(self) -> None:
+        try:
+            os.unlink(self._temporary, dir_fd=self._folder)
+        except FileNotFoundError:
+            pass  # it has its own name by now, or somebody removed it with its folder
         except OSError as error:
             _log.warning("temporary file %s is left behind: %s", self._temporary, error)
-        os.close(folder)
-        if file is not None:
+
+
+class OpenFiles:
+    """Objects open for reading: at most ``most`` that are idle, the longest unused closed first. Thread-safe.
+
+    A file that was deleted or replaced meanwhile, by whomever, is noticed by its link count, and opened anew.
+    """
+
+    def __init__(self, tree: Tree, *, direct: str, most: int = 64) -> None:
+        self._tree, self._direct, self._most = tree, direct, most
+        self._files: OrderedDict[str, OpenFile] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def use(self, key: str) -> Iterator[OpenFile]:
+        """The file of ``key``, open for the length of a ``with`` block. Raises OSError, ENOENT and ELOOP among them."""
+        file = self._cached(key) or self._opened(key)
+        try:
+            yield file
+        finally:
+            file.release()
+
+    def forget(self, prefix: str) -> None:
+        """Let go of every file at or below ``prefix``."""
+        self._forget(lambda key, file: key == prefix or key.startswith(prefix + "/"))
+
+    def forget_deleted(self) -> None:
+        """Let go of files that are deleted: only then is their space free."""
+        self._forget(lambda key, file: file.is_deleted())
+
+    def close(self) -> None:
+        """Let go of all."""
+        self._forget(lambda key, file: True)
+
+    def _cached(self, key: str) -> OpenFile | None:
+        with self._lock:
+            file = self._files.get(key)
+            if file is None:
+                return None
+            self._files.move_to_end(key)
+            file.acquire()
+        if file.is_deleted():
+            file.release()
+            self.forget_deleted()
+            return None
+        return file
+
+    def _opened(self, key: str) -> OpenFile:
+        folder, plain = self._tree.open_object(key)
+        file = OpenFile(plain)
+        try:
+            if self._direct != "off":
+                file.open_direct(split(key)[1], os.O_RDONLY, folder=folder, must=self._direct == "on")
+            if file.direct is not None:  # what still goes through the cache are a few pages here and there
+                os.posix_fadvise(plain, 0, 0, os.POSIX_FADV_RANDOM)
+        except BaseException:
+            file.close()
+            raise
+        finally:
+            os.close(folder)
+        file.acquire()
+        self._keep(key, file)
+        return file
+
+    def _keep(self, key: str, file: OpenFile) -> None:
+        with self._lock:
+            surplus = [older] if (older := self._files.pop(key, None)) else []
+            self._files[key] = file
+            while len(self._files) > self._most:
+                surplus.append(self._files.popitem(last=False)[1])
+        for other in surplus:
+            other.close()
+
+    def _forget(self, which: Callable[[str, OpenFile], bool]) -> None:
+        with self._lock:
+            gone = [key for key, file in self._files.items() if which(key, file)]
+            files = [self._files.pop(key) for key in gone]
+        for file in files:
             file.close()

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from .contract import Buffer
 
-__all__ = ["ALIGN_NBYTES", "DIRECT_MIN_NBYTES", "OpenFile", "open_direct", "read_at", "write_at"]
+__all__ = ["ALIGN_NBYTES", "DIRECT_MIN_NBYTES", "OpenFile", "read_at", "write_at"]
 
 ALIGN_NBYTES = 4096
 """A multiple of the logical block size of every disk in use, and the size of a page."""
@@ -32,58 +32,74 @@ _bounce = threading.local()
 
 
 class OpenFile:
-    """Descriptors of one file. Closed once :meth:`close` was called and the last ``with`` block has ended.
+    """Descriptors of one file. Closed once :meth:`close` was called and the last user, a ``with`` block, has let go."""
 
-    ``direct`` is None where O_DIRECT is refused or not wanted; ``must_be_direct``: a later refusal is an error, too.
-    """
-
-    def __init__(self, plain: int, direct: int | None, *, must_be_direct: bool = False) -> None:
-        self.plain, self.direct, self.must_be_direct = plain, direct, must_be_direct
-        self._fds = [fd for fd in (plain, direct) if fd is not None]
+    def __init__(self, plain: int, *owned: int) -> None:
+        """``plain`` goes through the page cache; ``owned`` are descriptors to be closed together with it."""
+        self.plain = plain
+        self.direct: int | None = None
+        """The same file with O_DIRECT; None where that is refused or not wanted."""
+        self._must_be_direct = False
+        self._fds = [plain, *owned]
         self._lock = threading.Lock()
         self._users = 0
         self._closing = False
 
+    def open_direct(self, name: str, flags: int, *, folder: int, must: bool) -> None:
+        """Open ``name`` in ``folder`` for direct access, too. ``must``: a refusal, now or later, is an OSError."""
+        try:
+            fd = os.open(name, flags | os.O_DIRECT | os.O_NOFOLLOW, dir_fd=folder)
+        except OSError as error:
+            if must or error.errno not in _REFUSED:
+                raise
+            return
+        self._fds.append(fd)
+        self._must_be_direct = must
+        if os.path.sameopenfile(fd, self.plain):  # else it has just been replaced, and we keep to the one we have
+            self.direct = fd
+
     def __enter__(self) -> OpenFile:
+        return self.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+    def acquire(self) -> OpenFile:
+        """Keep it open until :meth:`release`, which follows exactly once. Raises OSError where it is closed already."""
         with self._lock:
-            if self._closing:
+            if not self._fds:
                 raise OSError(errno.EBADF, "file is closed")
             self._users += 1
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._leave(-1)
+    def release(self) -> None:
+        """The other end of :meth:`acquire`."""
+        self._leave(users=1)
+
+    def is_deleted(self) -> bool:
+        """Whether the file has lost its last name: it was removed, or another one took its place."""
+        return os.fstat(self.plain).st_nlink == 0
 
     def close(self) -> None:
         """Close when nobody uses it any more; at once, if nobody does. Safe to call twice."""
         self._closing = True
-        self._leave(0)
+        self._leave(users=0)
 
-    def _leave(self, users: int) -> None:
+    def refused(self, error: OSError) -> bool:
+        """Whether a direct call failed because the file system knows none, and may not; direct access is then over."""
+        if self._must_be_direct or error.errno not in _REFUSED:
+            return False
+        self.direct = None  # its descriptor stays open: another thread may be using it
+        return True
+
+    def _leave(self, *, users: int) -> None:
+        fds: list[int] = []
         with self._lock:
-            self._users += users
-            fds = self._fds if self._closing and not self._users else []
-            if fds:
-                self._fds = []
+            self._users -= users
+            if self._closing and not self._users:
+                fds, self._fds = self._fds, []
         for fd in fds:
             os.close(fd)
-
-
-def open_direct(name: str, flags: int, *, folder: int, like: int, must: bool) -> int | None:
-    """Open ``name`` once more, with O_DIRECT; None where that is refused, unless it ``must`` not be: then OSError.
-
-    ``like`` is the first descriptor: another file under the name raises OSError.
-    """
-    try:
-        fd = os.open(name, flags | os.O_DIRECT | os.O_NOFOLLOW, dir_fd=folder)
-    except OSError as error:
-        if must or error.errno not in _REFUSED:
-            raise
-        return None
-    if not os.path.sameopenfile(fd, like):
-        os.close(fd)
-        raise OSError(errno.ESTALE, "file was replaced while it was being opened")
-    return fd
 
 
 def write_at(file: OpenFile, start: int, data: Buffer) -> None:
@@ -168,10 +184,9 @@ def _direct(file: OpenFile, call: Any, memory: Any, at: int) -> int:
     try:
         return int(call(file.direct, memory, at))
     except OSError as error:
-        if file.must_be_direct or error.errno not in _REFUSED:
-            raise
-        file.direct = None  # its descriptor stays open: another thread may be using it
-        return 0
+        if file.refused(error):
+            return 0
+        raise
 
 
 def _bounce_memory() -> npt.NDArray[np.uint8]:

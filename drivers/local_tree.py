@@ -93,11 +93,11 @@ class Tree:
         finally:
             os.close(fd)
 
-    def status(self, key: str) -> os.stat_result:
+    def info(self, key: str) -> ObjectInfo:
         """Of an object: anything but a regular file is ENOENT, or ELOOP."""
         above, name = split(key)
         with self.folder(above) as fd:
-            return self._regular(os.stat(name, dir_fd=fd, follow_symlinks=False), key)
+            return _info(key, self._regular(os.stat(name, dir_fd=fd, follow_symlinks=False), key))
 
     def open_object(self, key: str) -> tuple[int, int]:
         """Open for reading: a descriptor of the folder and one of the object, both for the caller to close."""
@@ -119,7 +119,7 @@ class Tree:
         """Every object at or below ``prefix``. Links, temporary files and whatever vanishes meanwhile are left out."""
         if prefix:
             with contextlib.suppress(FileNotFoundError):
-                yield _info(prefix, self.status(prefix))
+                yield self.info(prefix)
                 return
         pending = [prefix]
         while pending:
@@ -140,7 +140,7 @@ class Tree:
             sync_folder(fd)
 
     def remove_all(self, prefix: str) -> None:
-        """Remove whatever lies at or below ``prefix``, links and temporary files too, durably. Nothing there is no error."""
+        """Remove whatever lies at or below ``prefix``, also links and temporary files; durably. Nothing there: no error."""
         above, name = split(prefix)
         with contextlib.suppress(FileNotFoundError), self.folder(above) as fd:
             self._durable.clear()

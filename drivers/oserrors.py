@@ -51,8 +51,8 @@ def storage_errors(doing: str, uri: str, key: str) -> Iterator[None]:
     except StorageError:
         raise
     except OSError as error:
-        kind = _KIND_OF.get(error.errno or 0, StorageError)
-        why = error.strerror or str(error)
-        name = f" [{errno.errorcode[error.errno]}]" if error.errno in errno.errorcode else ""
-        advice = _ADVICE.get(error.errno or 0)
-        raise kind(f"{doing} failed: {why}{name}", uri=uri, key=key, advice=advice) from error
+        code = error.errno or 0
+        message = f"{doing} failed: {error.strerror or error}"
+        if code in errno.errorcode:
+            message += f" [{errno.errorcode[code]}]"
+        raise _KIND_OF.get(code, StorageError)(message, uri=uri, key=key, advice=_ADVICE.get(code)) from error

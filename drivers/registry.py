@@ -35,14 +35,14 @@ class DriverClass(Protocol):
     """Every option that a URI of this scheme may carry."""
 
     def open(self, uri: Uri) -> Driver:
-        """The driver for ``uri``, whose options are known and valid. Called on the class; does no I/O that may block."""
+        """The driver for ``uri``, whose options are known and valid. Called on the class; leaves the storage alone."""
 
 
 def open_driver(uri: str | os.PathLike[str] | Uri, **options: str | int) -> Driver:
     """The driver for ``uri``. ``options`` win over those in the URI.
 
-    Storage is not touched: that it cannot be reached is found out at the first operation. Raises UriError for an unknown
-    scheme or option, naming the known ones, and for a driver that cannot be imported.
+    Storage is not touched: that it cannot be reached is found out at the first operation. Raises UriError for an
+    unknown scheme or option, naming the known ones, and for a driver that cannot be imported.
     """
     uri = uri if isinstance(uri, Uri) else parse(uri)
     uri = Uri(uri.scheme, uri.location, uri.options | {name: str(value) for name, value in options.items()})

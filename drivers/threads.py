@@ -31,8 +31,8 @@ class Threads:
     async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """What ``call`` returns or raises, from a thread of the pool. Raises StorageError once the pool is closed.
 
-        Cancelled: a call that has not begun never will; one that runs is waited for, without a limit, because it uses the
-        caller's memory until it ends. What it raised is then the cause of the CancelledError.
+        Cancelled: a call that has not begun never will; one that runs is waited for, without a limit, because it uses
+        the caller's memory until it ends. What it raised is then the cause of the CancelledError.
         """
         if self._closed:
             raise StorageError("the driver is closed", uri=self._uri)

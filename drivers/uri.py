@@ -1,7 +1,8 @@
 """URIs: where a checkpoint lies, and how to reach it. Parse, print, extend, and take the secrets out.
 
 A URI is ``scheme://location?option=value&…``. A bare path is a ``file://`` URI. What merely looks like a URI
-(``s3:/bucket``, or ``pathlib.Path("s3://bucket")``, which is the same) is an error, and never a local folder named "s3:".
+(``s3:/bucket``, or ``pathlib.Path("s3://bucket")``, which is the same) is an error, and never a local folder named
+"s3:".
 
 Scope: this module knows no scheme but ``file``. Which schemes and options exist is the registry's business.
 """
@@ -94,7 +95,7 @@ def redact(text: str | os.PathLike[str]) -> str:
 
 
 def join(uri: Uri | str | os.PathLike[str], *parts: str) -> Uri:
-    """The URI of what lies at ``parts`` (keys) below ``uri``, with the same options. Raises UriError for an unsafe part."""
+    """The URI of what lies at ``parts`` (keys) below ``uri``, with its options. Raises UriError for an unsafe part."""
     uri = uri if isinstance(uri, Uri) else parse(uri)
     if not uri.location:
         raise UriError("nothing can lie below a URI without a location", uri=uri.redacted)
@@ -140,7 +141,7 @@ def _options(query: str, text: str) -> dict[str, str]:
         name, equals, value = option.partition("=")
         name = unquote(name)
         if not name or not equals:
-            raise UriError(f"option {name!r} has no value", uri=redact(text), advice="Options are written ?name=value&….")
+            raise UriError(f"option {name!r} has no value", uri=redact(text), advice="Write ?name=value&name=value.")
         if name in options:
             raise UriError(f"option {name!r} is given twice", uri=redact(text))
         options[name] = unquote(value)

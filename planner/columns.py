@@ -6,11 +6,12 @@ The vectorised counterpart of ``box``: every function loops over the few dimensi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Bools", "Ints", "contiguous", "flat_starts", "ranges", "round_up", "strides", "volumes", "widen"]
+__all__ = ["Bools", "Ints", "contiguous", "flat_starts", "padded", "ranges", "round_up", "strides", "volumes", "widen"]
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -65,7 +66,10 @@ def ranges(starts: Ints, counts: Ints) -> tuple[Ints, Ints]:
 
 
 def widen(columns: Ints, ndim: int, fill: int) -> Ints:
-    """``columns`` (n, D) padded on the right with ``fill`` to (n, ndim); unchanged where D is ndim already."""
+    """``columns`` (n, D) padded on the right with ``fill`` to (n, ndim); unchanged where D is ndim already.
+
+    Raises ValueError when D is larger.
+    """
     missing = ndim - columns.shape[1]
     if missing < 0:
         raise ValueError(f"columns have {columns.shape[1]} dimensions, more than {ndim}")
@@ -75,8 +79,14 @@ def widen(columns: Ints, ndim: int, fill: int) -> Ints:
 
 
 def padded(rows: Sequence[Sequence[int]], ndim: int, fill: int) -> Ints:
-    """Rows of at most ``ndim`` integers each, padded on the right with ``fill``: -> (n, ndim)."""
+    """Rows of at most ``ndim`` integers each, padded on the right with ``fill``: -> (n, ndim).
+
+    Raises ValueError when a row is longer.
+    """
+    counts = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
     result = np.full((len(rows), ndim), fill, dtype=np.int64)
-    for index, row in enumerate(rows):
-        result[index, : len(row)] = row
+    if counts.max(initial=0) > ndim:
+        raise ValueError(f"a row of {counts.max()} integers is longer than {ndim}")
+    values = np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=int(counts.sum()))
+    result[np.arange(ndim) < counts[:, None]] = values
     return result

@@ -37,7 +37,7 @@ def flawed(shape: Ints, tensor: Ints, offsets: Ints, lengths: Ints) -> Bools:
     """
     flags = np.zeros(len(shape), dtype=np.bool_)
     within = shape[tensor]
-    flags[tensor[~in_bounds(within, offsets, lengths)]] = True
+    flags[tensor[~_in_bounds(within, offsets, lengths)]] = True
     flags |= (np.bincount(tensor, minlength=len(shape)) == 0) & (volumes(shape) != 0)
     flat = np.ones(len(shape), dtype=np.bool_)
     flat[tensor[~contiguous(lengths, within)]] = False
@@ -48,7 +48,7 @@ def flawed(shape: Ints, tensor: Ints, offsets: Ints, lengths: Ints) -> Bools:
     return flags
 
 
-def in_bounds(within: Ints, offsets: Ints, lengths: Ints) -> Bools:
+def _in_bounds(within: Ints, offsets: Ints, lengths: Ints) -> Bools:
     """Whether each box has elements, all of them inside an array of lengths ``within``: (n, D) each -> (n,)."""
     # Subtracted, not added: offset + length of a hostile table could wrap around.
     fits = np.ones(len(offsets), dtype=np.bool_)
@@ -214,7 +214,7 @@ def flaws(shape: tuple[int, ...], offsets: Ints, lengths: Ints) -> list[Flaw]:
 
     When the tensor has one kind of flaw and very many boxes, rare ones of another kind may go unmentioned.
     """
-    inside = in_bounds(np.broadcast_to(np.array(shape, dtype=np.int64), offsets.shape), offsets, lengths)
+    inside = _in_bounds(np.broadcast_to(np.array(shape, dtype=np.int64), offsets.shape), offsets, lengths)
     found = [_out_of_bounds(offsets[row], lengths[row]) for row in np.flatnonzero(~inside)[:1]]
     low, high = offsets[inside], (offsets + lengths)[inside]
     wanted = {0: "missing", 2: "stored twice"}

@@ -58,8 +58,7 @@ class Holdings:
         return self._map(lambda column: np.concatenate((column, next(columns))))
 
     def _columns(self) -> tuple[Ints, ...]:
-        fields = (self.tensor, self.offsets, self.lengths, self.local_offsets, self.itemsize, self.group, self.order)
-        return fields
+        return (self.tensor, self.offsets, self.lengths, self.local_offsets, self.itemsize, self.group, self.order)
 
     def _map(self, function: Callable[[Ints], Ints]) -> Holdings:
         tensor, offsets, lengths, local_offsets, itemsize, group, order = map(function, self._columns())

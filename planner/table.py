@@ -78,6 +78,14 @@ class TensorTable:
             return candidates[0]
         return candidates[owners.index(rank) if rank in owners else rank % len(owners)]
 
+    def find_all(self, names: Sequence[str], rank: int = 0) -> Ints:
+        """(n,) rows of ``names`` as ``find`` gives them, -1 where there is no such name."""
+        if (self.owner < 0).all():
+            row_of = dict(zip(self.names, range(len(self)), strict=True))
+            return np.fromiter((row_of.get(name, -1) for name in names), np.int64, len(names))
+        found = (self.find(name, rank) for name in names)
+        return np.fromiter((-1 if row is None else row for row in found), np.int64, len(names))
+
 
 @dataclass(frozen=True, eq=False)
 class ShardTable:

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -20,9 +20,10 @@ from .capture.fingerprint import fingerprints
 from .capture.state import FlatState, flatten
 from .engine import start
 from .frameworks.process_group import current_rank, current_team
-from .handle import SaveHandle, SaveReport
+from .handle import SaveHandle
 from .image_writer import Progress
 from .load import LoadJob, finish, run_build, run_load
+from .report import LoadReport, SaveReport
 from .save import SaveJob, run_save
 from .team import Team
 
@@ -86,6 +87,7 @@ def load(
     cast: bool = False,
     budget_nbytes: int = BUDGET_NBYTES,
     deadline_s: float = DEADLINE_S,
+    on_report: Callable[[LoadReport], None] | None = None,
 ) -> Any:
     """Load the checkpoint ``uri`` into ``into``, whatever layouts the two have; return ``into``.
 
@@ -95,20 +97,26 @@ def load(
 
     ``strict``: what is in the state or in the checkpoint alone, and what differs in shape or dtype, is raised as one
     MismatchError that lists it all, before anything is read. ``strict=False`` fills what both have; shapes and dtypes
-    must fit all the same, but ``cast=True`` converts dtypes. Every byte is verified before it is used. Raises
+    must fit all the same, but ``cast=True`` converts dtypes. Every byte is verified before it is used. ``on_report`` is
+    told what was read, on this rank. Raises
     NotACheckpointError, DamagedError, StorageError, RankFailedError, DeadlineError; after those, tensors may be partly filled.
     """
+    began_s = time.perf_counter()
     budget_nbytes = _checked_budget(budget_nbytes)
     driver = open_driver(uri)
     if into is None:
-        state, _manifest = start(_closing(driver, run_build(driver, current_rank(), budget_nbytes))).result()
-        return state
-    team = current_team(deadline_s, saving=False)
-    flat = _flattened(team, driver, into, loading=True)
-    job = LoadJob(flat, strict=strict, cast=cast, budget_nbytes=budget_nbytes)
-    manifest = start(_closing(driver, run_load(driver, team, job))).result()
-    root = finish(job, manifest, team.rank)
-    return into if any(s.parent < 0 for s in flat.subtrees) else root  # into is itself an object with a state
+        root, manifest, reader = start(_closing(driver, run_build(driver, current_rank(), budget_nbytes))).result()
+    else:
+        team = current_team(deadline_s, saving=False)
+        flat = _flattened(team, driver, into, loading=True)
+        job = LoadJob(flat, strict=strict, cast=cast, budget_nbytes=budget_nbytes)
+        manifest, reader = start(_closing(driver, run_load(driver, team, job))).result()
+        root = finish(job, manifest, team.rank)
+        root = into if any(s.parent < 0 for s in flat.subtrees) else root  # into is itself an object with a state
+    if on_report is not None:
+        seconds = time.perf_counter() - began_s
+        on_report(LoadReport(driver.uri, manifest.attempt, reader.bytes_wanted, reader.bytes_read, seconds))
+    return root
 
 
 def release_memory() -> None:

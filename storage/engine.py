@@ -10,7 +10,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 __all__ = ["CPU_THREADS", "offload", "start"]
@@ -20,14 +20,25 @@ T = TypeVar("T")
 CPU_THREADS = max(2, min(8, os.cpu_count() or 2))
 """Threads that copy and hash. Memory bandwidth, not the number of cores, is what they use up."""
 
+EXIT_S = 3600.0
+
+_unfinished: set[Future[Any]] = set()
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
 _pid = 0
 
 
 def start(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-    """Run ``coroutine`` on the engine's loop; return its future at once."""
-    return asyncio.run_coroutine_threadsafe(coroutine, _running_loop())
+    """Run ``coroutine`` on the engine's loop; return its future at once. The interpreter does not exit before it ends."""
+    future = asyncio.run_coroutine_threadsafe(coroutine, _running_loop())
+    _unfinished.add(future)
+    future.add_done_callback(_unfinished.discard)
+    return future
+
+
+def _finish_all() -> None:
+    """An asynchronous save still under way when the program ends is finished: its own deadlines bound it."""
+    wait(list(_unfinished), timeout=EXIT_S)
 
 
 async def offload(function: Callable[..., T], *args: Any) -> T:
@@ -49,5 +60,7 @@ def _running_loop() -> asyncio.AbstractEventLoop:
         if _loop is None or _pid != os.getpid():  # a forked child has no threads of its parent
             _loop, _pid = asyncio.new_event_loop(), os.getpid()
             _loop.set_default_executor(ThreadPoolExecutor(CPU_THREADS, thread_name_prefix="holdfast-cpu"))
+            # Before the executors shut down, which is before atexit: concurrent.futures registers itself the same way.
+            threading._register_atexit(_finish_all)  # type: ignore[attr-defined]  # noqa: SLF001
             threading.Thread(target=_loop.run_forever, name="holdfast-engine", daemon=True).start()
         return _loop

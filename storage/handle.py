@@ -10,21 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import DeadlineError
+from .report import SaveReport
 
-__all__ = ["SaveHandle", "SaveReport", "StageHandle"]
-
-
-@dataclass(frozen=True, slots=True)
-class SaveReport:
-    """What one rank did in a save. Times are in seconds from the call."""
-
-    uri: str
-    attempt: str
-    nbytes: int
-    """Bytes of this rank's image file; 0 if it wrote none."""
-    captured_s: float
-    sealed_s: float
-    durable_s: float
+__all__ = ["SaveHandle", "StageHandle"]
 
 
 class StageHandle:

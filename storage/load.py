@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..drivers.contract import Driver
-from ..errors import DamagedError, HoldfastError, MismatchError, ReplacedError
+from ..errors import DamagedError, MismatchError, ReplacedError
 from ..planner.loading import LoadPlan, plan_load
 from .capture.build import build
 from .capture.scatter import Scatter
@@ -31,20 +31,18 @@ RETRIES = 3
 
 
 class LoadJob:
-    """What one rank loads into. ``bytes_read`` and ``bytes_wanted`` are set when it is done."""
+    """What one rank loads into, and what it found there."""
 
     def __init__(self, flat: FlatState, *, strict: bool, cast: bool, budget_nbytes: int) -> None:
         self.flat = flat
         self.strict = strict
         self.cast = cast
         self.budget_nbytes = budget_nbytes
-        self.bytes_read = 0
-        self.bytes_wanted = 0
         self.match = Match()
         self.built: list[tuple[Subtree, Any]] = []
 
 
-async def run_load(driver: Driver, team: Team, job: LoadJob) -> Manifest:
+async def run_load(driver: Driver, team: Team, job: LoadJob) -> tuple[Manifest, ImageReader]:
     """Fill the tensors of ``job``; every rank of the team calls this. Values and objects are left to :func:`finish`.
 
     Raises MismatchError, with every difference on any rank, before any byte is read; what failed on this rank; or
@@ -53,35 +51,33 @@ async def run_load(driver: Driver, team: Team, job: LoadJob) -> Manifest:
     async with team.session():
         try:
             for attempt in range(RETRIES):
-                manifest = await _load(driver, team, job, attempt)
-                if manifest is not None:
-                    return manifest
+                loaded = await _load(driver, team, job, attempt)
+                if loaded is not None:
+                    return loaded
             raise ReplacedError(f"another save replaced the checkpoint {RETRIES} times while it was being read", uri=driver.uri)
         except BaseException as error:
             await team.fail(error)
             raise
 
 
-async def run_build(driver: Driver, rank: int, budget_nbytes: int) -> tuple[Any, Manifest]:
+async def run_build(driver: Driver, rank: int, budget_nbytes: int) -> tuple[Any, Manifest, ImageReader]:
     """The whole state, built anew."""
     for _ in range(RETRIES):
         manifest, _data = await read_manifest(driver)
         wanted = Wanted()
         state, _rows = await offload(build, manifest, rank, wanted)
         try:
-            await fill(driver, manifest, wanted, budget_nbytes)
+            return state, manifest, await fill(driver, manifest, wanted, budget_nbytes)
         except DamagedError:
             if not await _replaced(driver, manifest):
                 raise
-        else:
-            return state, manifest
     raise ReplacedError(f"another save replaced the checkpoint {RETRIES} times while it was being read", uri=driver.uri)
 
 
 async def fill(driver: Driver, manifest: Manifest, wanted: Wanted, budget_nbytes: int) -> ImageReader:
     """Read all that is wanted, once, verified, straight to where it belongs; return the reader, for its figures."""
     m = manifest
-    targets = wanted.targets(max(1, m.tensors.shape.shape[1]))
+    targets = wanted.targets(m.tensors.shape)
 
     def plan() -> LoadPlan:
         return plan_load(
@@ -97,23 +93,21 @@ async def fill(driver: Driver, manifest: Manifest, wanted: Wanted, budget_nbytes
     return reader
 
 
-async def _load(driver: Driver, team: Team, job: LoadJob, attempt: int) -> Manifest | None:
+async def _load(driver: Driver, team: Team, job: LoadJob, attempt: int) -> tuple[Manifest, ImageReader] | None:
     """One try; None when the checkpoint was replaced meanwhile, on any rank."""
     manifest, data = await read_manifest(driver)
     job.match, job.built = await offload(_matched, job, manifest, team.rank)
     fits = await team.round(f"fits/{attempt}", _fitting(job, manifest, data), _Referee(manifest, job.strict, driver.uri).judge)
     if fits != b"go":
         return None
-    failure: HoldfastError | None = None
+    reader = None
     try:
         reader = await fill(driver, manifest, job.match.wanted, job.budget_nbytes)
-        job.bytes_read, job.bytes_wanted = reader.bytes_read, reader.bytes_wanted
-    except DamagedError as error:
+    except DamagedError:
         if not await _replaced(driver, manifest):
             raise
-        failure = error
-    arrived = await team.round(f"arrived/{attempt}", b"replaced" if failure else b"all", _unanimous)
-    return manifest if arrived == b"all" else None
+    arrived = await team.round(f"arrived/{attempt}", b"all" if reader else b"replaced", _unanimous)
+    return (manifest, reader) if reader and arrived == b"all" else None
 
 
 async def _replaced(driver: Driver, manifest: Manifest) -> bool:

@@ -31,9 +31,9 @@ def typed_storage(memory: memoryview, itemsize: int) -> torch.Tensor:
 
 def address_of(tensor: torch.Tensor) -> int | None:
     """Where the elements lie in row-major order in this process's memory, bit for bit; None if they do not."""
-    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        return None
-    return tensor.data_ptr()
+    if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor.data_ptr()
+    return None
 
 
 def copy_memory(to: int, source: int, nbytes: int) -> None:

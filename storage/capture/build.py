@@ -23,8 +23,11 @@ class Built:
         self._wanted = wanted
         self._paths = typed_paths(manifest.tree)
         self._made: dict[int, torch.Tensor] = {}
-        self.nodes: dict[int, Any] = {}
         self.tensors: set[int] = set()
+        t = manifest.tensors  # as lists: they are asked row by row
+        self._roots = [root if root >= 0 else row for row, root in enumerate(t.alias.tolist())]
+        self._shapes, self._ndim, self._codes = t.shape.tolist(), t.ndim.tolist(), t.dtype.tolist()
+        self._dtypes = [dtype_of(*kind) for kind in t.dtypes]
 
     def run(self, path: TypedPath) -> Any:
         """The state at ``path``: a container with all in it, a tensor or a value. Raises KeyError where nothing is."""
@@ -47,16 +50,18 @@ class Built:
     def _add_tensors(self, path: TypedPath, inside: list[bool], items: dict[int, dict[Key, Any]], leaves: list[Any]) -> None:
         t, tree = self._m.tensors, self._m.tree
         prefixes = [len(p) for p in tree.prefixes()]
-        for row, (name, c) in enumerate(zip(t.names, self._m.container.tolist(), strict=True)):
-            if not inside[c] and self._paths[c] != path[:-1]:
-                continue
+        near = [isin or self._paths[c] == path[:-1] for c, isin in enumerate(inside)]
+        containers = self._m.container.tolist()
+        rows = [row for row, c in enumerate(containers) if near[c]]
+        seen_as = t.find_all([t.names[row] for row in rows], self._rank).tolist()
+        for row, source in zip(rows, seen_as, strict=True):
+            name, c = t.names[row], containers[row]
             key = tree.tensor_key(c, name[prefixes[c] :])
-            here = inside[c] or (*self._paths[c], (type(key).__name__, key)) == path
-            if not here:
+            if not inside[c] and (*self._paths[c], (type(key).__name__, key)) != path:
                 continue
             self.tensors.add(row)
-            if t.find(name, self._rank) != row:
-                continue
+            if source != row:
+                continue  # another rank's own
             made: Any = self._tensor(row)
             made = made.numpy() if name in tree.arrays else made
             if inside[c]:
@@ -66,13 +71,12 @@ class Built:
 
     def _tensor(self, row: int) -> torch.Tensor:
         """The tensor of a row, made once: tied tensors come back as one."""
-        t = self._m.tensors
-        root = row if t.alias[row] < 0 else int(t.alias[row])
-        if root not in self._made:
-            dtype = dtype_of(*t.dtypes[t.dtype[root]])
-            self._made[root] = torch.empty(t.shape_of(root), dtype=dtype)
-            self._wanted.add_whole(root, self._made[root])
-        return self._made[root]
+        root = self._roots[row]
+        made = self._made.get(root)
+        if made is None:
+            made = self._made[root] = torch.empty(self._shapes[root][: self._ndim[root]], dtype=self._dtypes[self._codes[root]])
+            self._wanted.add_whole(root, made)
+        return made
 
     def _assemble(self, items: dict[int, dict[Key, Any]]) -> Any:
         """Containers from their items, children first: parents have smaller numbers."""

@@ -29,28 +29,25 @@ class ImageSource:
         self._header = np.frombuffer(layout.header, np.uint8)
         self._data_end = layout.data_end
         order = layout.order
+        numel = parts.lengths.prod(axis=1)[order]
         self._start = layout.start[order]
-        self._stop = self._start + (parts.lengths.prod(axis=1) * parts.itemsize)[order]
+        self._stop = self._start + numel * parts.itemsize[order]
         self._tensors = [locals_[row] for row in parts.tensor[order].tolist()]
-        self._itemsize = parts.itemsize[order].tolist()
-        self._ndim = ndim[order].tolist()
-        self._lengths = parts.lengths[order].tolist()
-        self._offsets = parts.local_offsets[order].tolist()
-        self._address = [self._address_of(i) for i in range(len(self._tensors))]
+        self._itemsize, self._ndim = parts.itemsize[order], ndim[order]
+        self._lengths, self._offsets = parts.lengths[order], parts.local_offsets[order]
+        self._address = [self._address_of(i, n) for i, n in enumerate(numel.tolist())]
 
-    def _address_of(self, i: int) -> int | None:
+    def _address_of(self, i: int, numel: int) -> int | None:
         tensor = self._tensors[i]
         address = address_of(tensor)
-        if address is None:
-            return None
-        n = self._ndim[i]
-        whole = tuple(self._lengths[i][:n]) == tensor.shape
-        span = (0, 0) if whole else contiguous_range(self._box(i), tensor.shape)
-        return None if span is None else address + span[0] * self._itemsize[i]
+        if address is None or tensor.numel() == numel:
+            return address
+        span = contiguous_range(self._box(i), tensor.shape)
+        return None if span is None else address + span[0] * int(self._itemsize[i])
 
     def _box(self, i: int) -> Box:
-        n = self._ndim[i]
-        return Box(tuple(self._offsets[i][:n]), tuple(self._lengths[i][:n]))
+        n = int(self._ndim[i])
+        return Box(tuple(self._offsets[i, :n].tolist()), tuple(self._lengths[i, :n].tolist()))
 
     def copy(self, start: int, stop: int, into: HostBuffer) -> None:
         """Copy bytes [start, stop) to the beginning of ``into``."""
@@ -71,7 +68,7 @@ class ImageSource:
 
     def _copy_strided(self, i: int, lo: int, hi: int, to: torch.Tensor) -> None:
         """Bytes [lo, hi) of part ``i`` in row-major order. Image layouts and chunks cut between elements only."""
-        itemsize, part, position = self._itemsize[i], self._box(i), 0
+        itemsize, part, position = int(self._itemsize[i]), self._box(i), 0
         for box in flat_to_boxes(part.lengths, lo // itemsize, hi // itemsize):
             inner = box.shifted(part.offsets)
             window = self._tensors[i][tuple(slice(a, b) for a, b in zip(inner.offsets, inner.stops, strict=True))]

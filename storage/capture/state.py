@@ -82,7 +82,8 @@ def _modules(node: Any, seen: set[int]) -> Iterator[torch.nn.Module]:
     elif isinstance(node, Mapping | list | tuple) and id(node) not in seen:
         seen.add(id(node))
         for item in node.values() if isinstance(node, Mapping) else node:
-            yield from _modules(item, seen)
+            if type(item) not in _TENSORS:
+                yield from _modules(item, seen)
 
 
 class _Walker:
@@ -95,7 +96,8 @@ class _Walker:
         self.tree.containers = []
         self.open_ids: set[int] = set()
         self.rows: dict[str, int] = {}
-        self.seen: dict[tuple[Any, ...], int] = {}
+        self.seen: dict[int, int] = {}  # address -> first row
+        self.sharing: dict[int, list[int]] = {}
 
     def path(self, container: int, key: Key) -> str:
         return format_path((*self.tree.paths()[container], key))
@@ -173,13 +175,28 @@ class _Walker:
         flat.dtypes.append(item.dtype)
         flat.locals.append(item.detach() if item.requires_grad else item)
         flat.parts.append(part)
-        flat.alias.append(self.alias_of(item, part, flat.shapes[-1], row))
+        flat.alias.append(self.alias_of(item, part, row))
 
-    def alias_of(self, item: torch.Tensor, part: LocalPart | None, shape: tuple[int, ...], row: int) -> int:
+    def alias_of(self, item: torch.Tensor, part: LocalPart | None, row: int) -> int:
         """The earlier row with the very same bytes in memory, laid out the same way; -1 if there is none."""
         address = item.data_ptr()
         if not address or not item.numel():
             return -1
-        same = (address, item.dtype, item.device, item.stride(), shape, item.shape, item.is_conj(), item.is_neg(), part)
-        first = self.seen.setdefault(same, row)
-        return -1 if first == row else first
+        first = self.seen.setdefault(address, row)
+        if first == row:
+            return -1
+        rows = self.sharing.setdefault(address, [first])  # views of one storage, which begin alike
+        same = (r for r in rows if self.flat.parts[r] == part and self.flat.shapes[r] == self.flat.shapes[row] and _same_bytes(self.flat.locals[r], item))
+        root = next(same, -1)
+        if root < 0 and row not in rows:
+            rows.append(row)
+        return root
+
+
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Of two tensors at one address: whether they are the same elements in the same order."""
+    return (
+        (a.dtype, a.device, a.shape, a.stride()) == (b.dtype, b.device, b.shape, b.stride())
+        and a.is_conj() == b.is_conj()
+        and a.is_neg() == b.is_neg()
+    )

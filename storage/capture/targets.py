@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from ...planner.columns import padded
+from ...planner.columns import padded, widen
 from ...planner.loading import Targets
 from ...planner.table import TensorTable
 from ..manifest import Manifest
@@ -18,19 +19,24 @@ from .state import FlatState
 
 __all__ = ["Match", "Wanted", "match"]
 
+Ints = npt.NDArray[np.int64]
 TypedPath = tuple[tuple[str, Key], ...]
+
+
+Boxes = Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]]
 
 
 @dataclass
 class Wanted:
-    """Boxes to be filled, collected row by row; ``targets()`` makes columns of them."""
+    """Boxes to be filled, collected one by one; ``targets()`` makes columns of them."""
 
     buffers: list[torch.Tensor] = field(default_factory=list)
+    _whole: list[tuple[int, int]] = field(default_factory=list)
     _tensor: list[int] = field(default_factory=list)
     _boxes: list[tuple[Sequence[int], Sequence[int], Sequence[int]]] = field(default_factory=list)
     _buffer: list[int] = field(default_factory=list)
 
-    def add(self, tensor: int, buffer: torch.Tensor, boxes: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]]) -> None:
+    def add(self, tensor: int, buffer: torch.Tensor, boxes: Boxes) -> None:
         """Want boxes (offsets, lengths, local offsets) of the tensor in row ``tensor``, in ``buffer``."""
         for box in boxes:
             self._tensor.append(tensor)
@@ -40,19 +46,23 @@ class Wanted:
 
     def add_whole(self, tensor: int, buffer: torch.Tensor) -> None:
         """Want all of a tensor."""
-        zeros = (0,) * buffer.ndim
-        self.add(tensor, buffer, [(zeros, buffer.shape, zeros)] if buffer.numel() else [])
+        if buffer.numel():
+            self._whole.append((tensor, len(self.buffers)))
+        self.buffers.append(buffer)
 
-    def targets(self, width: int) -> Targets:
-        """Columns, padded to ``width`` dimensions."""
+    def targets(self, shape: Ints) -> Targets:
+        """Columns. ``shape`` (T, D) are the shapes of the checkpoint's tensors."""
+        width = shape.shape[1]
+        tensor, buffer = np.array(self._whole, np.int64).reshape(-1, 2).T
+        zeros = np.zeros((len(tensor), width), np.int64)
         offsets, lengths, local = zip(*self._boxes, strict=True) if self._boxes else ((), (), ())
         return Targets(
-            tensor=np.array(self._tensor, np.int64),
-            offsets=padded(offsets, width, 0),
-            lengths=padded(lengths, width, 1),
-            local_offsets=padded(local, width, 0),
-            local_shape=padded([self.buffers[b].shape for b in self._buffer], width, 1),
-            buffer=np.array(self._buffer, np.int64),
+            tensor=np.concatenate([tensor, np.array(self._tensor, np.int64)]),
+            offsets=np.concatenate([zeros, padded(offsets, width, 0)]),
+            lengths=np.concatenate([shape[tensor], padded(lengths, width, 1)]),
+            local_offsets=np.concatenate([zeros, padded(local, width, 0)]),
+            local_shape=np.concatenate([shape[tensor], padded([self.buffers[b].shape for b in self._buffer], width, 1)]),
+            buffer=np.concatenate([buffer, np.array(self._buffer, np.int64)]),
         )
 
 
@@ -82,28 +92,42 @@ def match(flat: FlatState, manifest: Manifest, rank: int, *, cast: bool) -> Matc
 
 
 def _match_tensors(found: Match, flat: FlatState, stored: TensorTable, rank: int, cast: bool) -> None:
-    dtypes = [dtype_of(*kind) for kind in stored.dtypes]
-    for row, (name, shape, dtype, local) in enumerate(zip(flat.names, flat.shapes, flat.dtypes, flat.locals, strict=True)):
-        source = stored.find(name, rank)
-        if source is None:
-            found.missing.append(f"{flat.path(row)}: no tensor {name!r} in the checkpoint")
+    sources = stored.find_all(flat.names, rank)
+    fits = _fitting(flat, stored, sources)
+    shared = (stored.owner < 0).all()
+    found.tensors.update(sources[sources >= 0].tolist() if shared else (r for name in flat.names for r in stored.rows.get(name, ())))
+    alias = np.where(stored.alias < 0, np.arange(len(stored)), stored.alias)[sources]
+    for row, (source, root, fit, local, part) in enumerate(
+        zip(sources.tolist(), alias.tolist(), fits.tolist(), flat.locals, flat.parts, strict=True)
+    ):
+        if source < 0:
+            found.missing.append(f"{flat.path(row)}: no tensor {flat.names[row]!r} in the checkpoint")
             continue
-        found.tensors.update(stored.rows[name])
-        problem = _problem(stored.shape_of(source), dtypes[stored.dtype[source]], shape, dtype, cast) or _unfillable(local)
+        problem = None if fit else _problem(stored, source, flat.shapes[row], flat.dtypes[row], cast)
+        problem = problem or (None if local.is_contiguous() else _unfillable(local))
         if problem:
             found.mismatched.append(f"{flat.path(row)}: {problem}")
-            continue
-        source = source if stored.alias[source] < 0 else int(stored.alias[source])
-        part = flat.parts[row]
-        if part is None:
-            found.wanted.add_whole(source, local)
+        elif part is None:
+            found.wanted.add_whole(root, local)
         else:
-            found.wanted.add(source, local, [(p.box.offsets, p.box.lengths, p.local_offsets) for p in part.pieces])
+            found.wanted.add(root, local, [(p.box.offsets, p.box.lengths, p.local_offsets) for p in part.pieces])
 
 
-def _problem(stored: tuple[int, ...], dtype: torch.dtype, shape: tuple[int, ...], wanted: torch.dtype, cast: bool) -> str | None:
-    if stored != shape:
-        return f"shape {list(stored)} in the checkpoint, {list(shape)} in the state"
+def _fitting(flat: FlatState, stored: TensorTable, sources: Ints) -> npt.NDArray[np.bool_]:
+    """(rows of the state,): whether shape and dtype are those of the stored tensor, all at once."""
+    ndim = np.fromiter(map(len, flat.shapes), np.int64, len(flat.shapes))
+    width = max(stored.shape.shape[1], int(ndim.max(initial=0)))
+    shapes = widen(stored.shape, width, 1)[sources] == padded(flat.shapes, width, 1)
+    codes = {dtype_of(*kind): code for code, kind in enumerate(stored.dtypes)}
+    dtypes = np.fromiter((codes.get(d, -1) for d in flat.dtypes), np.int64, len(flat.dtypes))
+    fits: npt.NDArray[np.bool_] = shapes.all(axis=1) & (stored.ndim[sources] == ndim) & (stored.dtype[sources] == dtypes)
+    return fits
+
+
+def _problem(stored: TensorTable, source: int, shape: tuple[int, ...], wanted: torch.dtype, cast: bool) -> str | None:
+    dtype = dtype_of(*stored.dtypes[stored.dtype[source]])
+    if stored.shape_of(source) != shape:
+        return f"shape {list(stored.shape_of(source))} in the checkpoint, {list(shape)} in the state"
     if dtype == wanted or (cast and torch.can_cast(dtype, wanted)):
         return None
     hint = " (cast=True converts)" if not cast and torch.can_cast(dtype, wanted) else ""

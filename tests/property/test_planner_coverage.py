@@ -1,13 +1,15 @@
 """Coverage against a count of every element: tilings of all kinds, and tilings with something wrong."""
 
+import itertools
 import math
 
 import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from holdfast.planner.box import Box, flat_to_boxes
 from holdfast.planner.coverage import flaws
 from holdfast.planner.table import ShardTable, TensorTable, coverage_errors
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 
@@ -36,8 +38,7 @@ def flat(draw, region):
     """A tiling by flat ranges."""
     cuts = draw(st.lists(st.integers(0, region.volume), max_size=6))
     edges = sorted({0, *cuts, region.volume})
-    ranges = zip(edges, edges[1:], strict=False)
-    return [box for edge in ranges for box in flat_to_boxes(region.lengths, *edge)]
+    return [box for edge in itertools.pairwise(edges) for box in flat_to_boxes(region.lengths, *edge)]
 
 
 @st.composite

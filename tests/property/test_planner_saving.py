@@ -1,9 +1,10 @@
 """Dividing among holders: together they write everything exactly once, and evenly."""
 
 import numpy as np
-from holdfast.planner.saving import Holdings, divide
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from holdfast.planner.saving import Holdings, divide
 
 NDIM = 3
 

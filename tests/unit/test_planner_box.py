@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+
 from holdfast.planner.box import Box, contiguous_range, flat_to_boxes, intersect, row_strides
 
 

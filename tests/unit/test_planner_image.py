@@ -5,6 +5,7 @@ import struct
 
 import numpy as np
 import pytest
+
 from holdfast.planner import image
 from holdfast.planner.box import Box
 from holdfast.planner.image import blocks_of, lay_out, shard_name, shard_names

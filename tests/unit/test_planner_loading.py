@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from holdfast.planner.box import Box
 from holdfast.planner.loading import Targets, plan_load, strided_parts
 from holdfast.planner.table import ShardTable, TensorTable

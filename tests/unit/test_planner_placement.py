@@ -6,10 +6,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from holdfast.planner.box import Box
-from holdfast.planner.placement import Piece, Replicated, Split, holders, local_pieces, local_shape
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+
+from holdfast.planner.box import Box
+from holdfast.planner.placement import Piece, Replicated, Split, holders, local_pieces, local_shape
 
 MESHES = [(1,), (2,), (3,), (4,), (7,), (2, 2), (2, 3), (4, 2), (3, 4), (2, 2, 2)]
 SHAPES = [(0,), (1,), (5,), (8,), (9,), (27,), (6, 4), (7, 5), (1, 9), (3, 0), (4, 3, 5)]
@@ -126,7 +127,7 @@ def test_holders_hold_the_same_pieces():
 )
 def test_placements_that_do_not_fit_are_refused(shape, mesh_shape, coordinate, placements):
     """A missing tensor dimension, mesh coordinate or placement raises ValueError."""
-    with pytest.raises(ValueError, match="placement|Split|coordinate"):
+    with pytest.raises(ValueError, match=r"placement|Split|coordinate"):
         local_pieces(shape, mesh_shape, coordinate, placements)
 
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from holdfast.planner.box import Box, intersect
 from holdfast.planner.coverage import flaws
 from holdfast.planner.table import ShardTable, TensorTable, coverage_errors

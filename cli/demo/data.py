@@ -1,0 +1,41 @@
+"""Real text without a download: the sources of Python's standard library, as bytes.
+
+The batch of a step depends on the seed and the step alone. So a job that resumes at step 20 with another number of ranks
+reads on exactly where the first one would have, and needs no loader's state for it.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import UsageError
+
+__all__ = ["batch", "part_of", "read_text"]
+
+
+def read_text(folder: Path | None = None) -> npt.NDArray[np.uint8]:
+    """The modules directly in ``folder`` (default: the running interpreter's standard library), by name, as one (N,) array."""
+    folder = folder or Path(sysconfig.get_path("stdlib"))
+    text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
+    if not text:
+        raise UsageError(f"this Python keeps no sources in {folder}", advice="Use one that does; it is what the demo reads.")
+    return np.frombuffer(text, np.uint8)
+
+
+def batch(text: npt.NDArray[np.uint8], seed: int, step: int, sequences: int, length: int) -> npt.NDArray[np.int64]:
+    """The windows of one step, (sequences, length + 1): inputs, and what follows each of them."""
+    random = np.random.Generator(np.random.Philox(key=[seed, step]))
+    starts = random.integers(0, len(text) - length, sequences)
+    return text[starts[:, None] + np.arange(length + 1)].astype(np.int64)
+
+
+def part_of(windows: npt.NDArray[np.int64], rank: int, world: int) -> npt.NDArray[np.int64]:
+    """The rows of one rank. Raises UsageError unless all ranks get equally many: then their mean is the batch's mean."""
+    if len(windows) % world:
+        raise UsageError(f"{len(windows)} sequences cannot be shared evenly by {world} ranks")
+    rows = len(windows) // world
+    return windows[rank * rows : (rank + 1) * rows]

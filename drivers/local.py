@@ -1,0 +1,225 @@
+"""``file:///folder``: a local file system, at the device's own rate.
+
+Threads do plain ``pwrite`` and ``preadv``; O_DIRECT keeps the page cache out of the way where it is not refused. An
+upload is a temporary file beside its target, fsynced, renamed, and its folder fsynced. The parts live next door:
+``local_io`` (bytes), ``local_tree`` (names), ``local_files`` (uploads and open files); this module only makes them
+asynchronous.
+
+A key is a path below the root. So ``a`` and ``a/b`` cannot both be objects, and names that look like our temporary
+files are refused. Symbolic links below the root are no objects: listings leave them out, a key through one is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import os
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from typing import ClassVar, ParamSpec, TypeVar
+
+from ..errors import DamagedError, StorageError, UriError
+from .contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_key
+from .local_files import NewFile, OpenFiles
+from .local_io import ALIGN_NBYTES, read_at
+from .local_tree import Tree, is_temporary
+from .mounts import fs_type, is_shared
+from .options import Option, choice, integer, option_values
+from .oserrors import storage_errors
+from .ranges import Ranges
+from .threads import Threads
+from .uri import Uri
+
+__all__ = ["LocalDriver"]
+
+CLOSE_TIMEOUT_S = 60.0
+"""How long close() waits for operations that still run."""
+
+_LIST_BATCH = 1000
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class LocalDriver(Driver):
+    """Objects are files below a folder. Reads nothing and creates nothing before its first operation.
+
+    A root that does not exist is empty; :meth:`create` and :meth:`put` make it, with the permissions that the umask
+    leaves, as they make the folders that a key needs.
+    """
+
+    OPTIONS: ClassVar[Mapping[str, Option]] = {
+        "direct": Option(
+            choice("auto", "on", "off"), "auto", "O_DIRECT: where it works (auto), or fail (on), or never (off)"
+        ),
+        "threads": Option(integer(1, 256), 8, "operations in flight"),
+    }
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        direct: str = "auto",
+        threads: int = 8,
+        fs_type: Callable[[str], str] = fs_type,
+    ) -> None:
+        """``fs_type`` tells the type of the file system that holds a path."""
+        uri = Uri("file", os.fspath(root))
+        self.uri = uri.redacted
+        self.traits = Traits(
+            part_nbytes=16 << 20,
+            part_min_nbytes=1,
+            align_nbytes=1 if direct == "off" else ALIGN_NBYTES,
+            concurrency=threads,
+            coalesce_nbytes=64 << 10,
+            parts_any_order=True,
+            exclusive_is_atomic=True,
+            shared=is_shared(fs_type(uri.location)),
+        )
+        self._direct = direct
+        self._tree = Tree(uri.location)
+        self._open_files = OpenFiles(self._tree, direct=direct)
+        self._threads = Threads(threads, uri=self.uri)
+        self._uploads: set[_LocalUpload] = set()
+
+    @classmethod
+    def open(cls, uri: Uri) -> LocalDriver:
+        """The driver for ``uri``. Raises UriError for an option, or a value, that OPTIONS does not know."""
+        return cls(uri.location, **option_values(cls.OPTIONS, uri))
+
+    async def read(self, key: str, start: int, into: Buffer) -> None:
+        await self._run("read", self._checked(key), self._read, key, start, into)
+
+    async def create(self, key: str, nbytes: int) -> Upload:
+        upload = _LocalUpload(self, self._checked(key), nbytes)
+        await upload.begin()
+        return upload
+
+    async def get(self, key: str) -> bytes:
+        return await self._run("get", self._checked(key), self._get, key)
+
+    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
+        await self._run("put", self._checked(key), self._put, key, data, exclusive)
+
+    async def stat(self, key: str) -> ObjectInfo:
+        return await self._run("stat", self._checked(key), self._tree.info, key)
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        walk = self._tree.walk(self._checked(prefix) if prefix else "")
+        while batch := await self._run("list", prefix, _batch, walk):
+            for info in batch:
+                yield info
+
+    async def delete(self, key: str) -> None:
+        """See :meth:`Driver.delete`. Durable on return."""
+        await self._run("delete", self._checked(key), self._delete, key)
+
+    async def delete_all(self, prefix: str) -> None:
+        """See :meth:`Driver.delete_all`. Durable on return. Symbolic links go too; what they point to stays."""
+        await self._run("delete", self._checked(prefix), self._delete_all, prefix)
+
+    async def close(self) -> None:
+        """See :meth:`Driver.close`. Drops uploads that are neither committed nor aborted.
+
+        Raises StorageDownError where operations still run after a minute; their descriptors then stay open.
+        """
+        await self._threads.close(CLOSE_TIMEOUT_S)
+        for upload in tuple(self._uploads):
+            upload.drop()
+        self._open_files.close()
+        self._tree.close()
+
+    def _checked(self, key: str) -> str:
+        if any(is_temporary(part) for part in check_key(key, uri=self.uri).split("/")):
+            raise UriError("names of this form are kept for unfinished uploads", uri=self.uri, key=key)
+        return key
+
+    async def _run(self, doing: str, key: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        def translated() -> T:
+            with storage_errors(doing, self.uri, key):
+                return call(*args, **kwargs)
+
+        return await self._threads.run(translated)
+
+    # What follows blocks, and runs in threads.
+
+    def _read(self, key: str, start: int, into: Buffer) -> None:
+        with self._open_files.use(key) as file:
+            try:
+                read_at(file, start, into)
+            except EOFError as error:
+                stop = start + len(into)
+                raise DamagedError(f"object ends at byte {error}, before {stop}", uri=self.uri, key=key) from error
+
+    def _get(self, key: str) -> bytes:
+        folder, fd = self._tree.open_object(key)
+        os.close(folder)
+        with io.FileIO(fd) as file:
+            return file.readall()
+
+    def _put(self, key: str, data: bytes, exclusive: bool) -> None:
+        file = NewFile(self._tree, key, len(data), direct=self._direct)
+        file.open(exclusive=exclusive)
+        try:
+            file.write(0, memoryview(data))
+            file.publish(exclusive=exclusive)
+        finally:
+            file.drop()
+            self._open_files.forget(key)
+
+    def _delete(self, key: str) -> None:
+        self._open_files.forget(key)
+        self._tree.remove(key)
+
+    def _delete_all(self, prefix: str) -> None:
+        self._open_files.forget(prefix)
+        self._tree.remove_all(prefix)
+
+
+class _LocalUpload(Upload):
+    def __init__(self, driver: LocalDriver, key: str, nbytes: int) -> None:
+        self._driver, self._key = driver, key
+        self._written = Ranges(nbytes, uri=driver.uri, key=key)
+        self._file = NewFile(driver._tree, key, nbytes, direct=driver._direct)
+
+    async def begin(self) -> None:
+        try:
+            await self._driver._run("create", self._key, self._begin)
+        except BaseException:
+            self._file.drop()  # cancelled, but the thread had already made it
+            raise
+        self._driver._uploads.add(self)
+
+    async def write(self, start: int, data: Buffer) -> None:
+        self._written.check(start, len(data))
+        await self._driver._run("write", self._key, self._file.write, start, data)
+        self._written.add(start, len(data))
+
+    async def commit(self) -> None:
+        """See :meth:`Upload.commit`. Cancelled while it runs, it ends first: the object may be visible afterwards."""
+        await self._driver._run("commit", self._key, self._commit)
+
+    async def abort(self) -> None:
+        with contextlib.suppress(StorageError):  # the driver is closed, and has dropped us already
+            await self._driver._threads.run(self.drop)
+
+    def drop(self) -> None:
+        """Blocks; raises nothing."""
+        self._file.drop()
+        self._driver._uploads.discard(self)
+
+    def _begin(self) -> None:
+        self._driver._open_files.forget_deleted()  # room for what is to come
+        self._file.open()
+
+    def _commit(self) -> None:
+        try:
+            self._written.check_complete()
+            self._file.publish()
+        finally:
+            self.drop()
+            self._driver._open_files.forget(self._key)
+
+
+def _batch(walk: Iterator[ObjectInfo]) -> tuple[ObjectInfo, ...]:
+    return tuple(itertools.islice(walk, _LIST_BATCH))

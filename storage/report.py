@@ -1,0 +1,31 @@
+"""What a save or a load did on one rank, in figures. Times are in seconds from the call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["LoadReport", "SaveReport"]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """``nbytes`` is the size of this rank's image file; 0 if it wrote none."""
+
+    uri: str
+    attempt: str
+    nbytes: int
+    captured_s: float
+    sealed_s: float
+    durable_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """``bytes_wanted`` is what this rank's tensors take of the checkpoint, ``bytes_read`` what was read for it: whole
+    blocks, and checksums."""
+
+    uri: str
+    attempt: str
+    bytes_wanted: int
+    bytes_read: int
+    seconds: float
