@@ -1,0 +1,165 @@
+"""What the machine can do at best: raw O_DIRECT writes and reads of as many bytes as the state has, and a memcpy of it.
+
+No format, no checksum, no metadata: threads that write (or read) chunks of 16 MiB at their places in one file, then fsync
+of file and folder. The best of several settings is the limit; the limit is then measured again in every round.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from .contest import Contestant, contest, header, rows
+from .machine import describe, drop_caches, flush, sync_tree
+from .options import Options, parse, work_folder
+from .report import Report, Series
+from .states import State, build, flat_tensors, nbytes_of
+
+__all__ = ["Memcpy", "RawFile", "best_setting"]
+
+CHUNK_NBYTES = 16 << 20
+SETTINGS = tuple(itertools.product((4, 8, 16), (False, True)))
+_SOURCES = 16
+
+
+@dataclass
+class RawFile:
+    """A file of ``nbytes`` (rounded up to 4096), written and read as fast as the storage goes."""
+
+    path: Path
+    nbytes: int
+    threads: int = 8
+    preallocate: bool = False
+
+    def __post_init__(self) -> None:
+        self._buffers = _random_chunks(_SOURCES)
+        self._ranges = [
+            (start, min(CHUNK_NBYTES, -(-(self.nbytes - start) // 4096) * 4096))
+            for start in range(0, self.nbytes, CHUNK_NBYTES)
+        ]
+
+    def write(self) -> None:
+        """Write it anew, durably."""
+        fd = self._open(os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            size = sum(self._ranges[-1])
+            os.posix_fallocate(fd, 0, size) if self.preallocate else os.ftruncate(fd, size)
+            self._all(lambda buffer, start: os.pwrite(fd, buffer, start))
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        sync_tree(self.path)
+
+    def read(self) -> None:
+        """Read all of it into memory that is already there."""
+        fd = self._open(os.O_RDONLY)
+        try:
+            self._all(lambda buffer, start: os.preadv(fd, [buffer], start))
+        finally:
+            os.close(fd)
+
+    def _open(self, flags: int) -> int:
+        try:
+            return os.open(self.path, flags | os.O_DIRECT, 0o666)
+        except OSError:  # refused here (tmpfs, overlay): the page cache is all there is
+            return os.open(self.path, flags, 0o666)
+
+    def _all(self, call: Callable[[memoryview, int], int]) -> None:
+        def one(number: int, start: int, nbytes: int) -> None:
+            if call(self._buffers[number % _SOURCES][:nbytes], start) != nbytes:
+                raise OSError(f"the device did not take, or give, {nbytes} bytes at once")
+
+        with ThreadPoolExecutor(self.threads) as pool:
+            list(pool.map(lambda job: one(job[0], *job[1]), enumerate(self._ranges)))
+
+
+def _random_chunks(count: int) -> list[memoryview]:
+    """Page-aligned chunks of random normals, as many as threads at most: each thread has its own to read into."""
+    random = np.random.default_rng(0)
+    chunks = []
+    for _ in range(count):
+        memory = mmap.mmap(-1, CHUNK_NBYTES)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        np.frombuffer(memory, np.float32)[:] = random.standard_normal(CHUNK_NBYTES // 4, np.float32)
+        chunks.append(memoryview(memory))
+    return chunks
+
+
+def best_setting(path: Path, nbytes: int, *, reading: bool, settle_s: float) -> RawFile:
+    """The fastest of the settings, each tried once. For reading, ``path`` is written first and stays."""
+    tried: list[tuple[float, RawFile]] = []
+    if reading:
+        RawFile(path, nbytes).write()
+    for threads, preallocate in SETTINGS if not reading else [s for s in SETTINGS if not s[1]]:
+        raw = RawFile(path, nbytes, threads, preallocate)
+        if not reading:
+            path.unlink(missing_ok=True)
+        drop_caches(path.parent)
+        flush()
+        time.sleep(settle_s)
+        began_s = time.perf_counter()
+        raw.read() if reading else raw.write()
+        tried.append((time.perf_counter() - began_s, raw))
+    if not reading:
+        path.unlink()
+    best = min(tried, key=lambda pair: pair[0])[1]
+    print(f"  limit: {best.threads} threads{', preallocated' if best.preallocate else ''}", flush=True)
+    return best
+
+
+class Memcpy:
+    """A copy of a state in memory that is already there, and warm. All of torch's threads take part."""
+
+    def __init__(self, state: State) -> None:
+        self._pairs = [(torch.empty_like(t), t) for t in flat_tensors(state).values()]
+        self.run()
+
+    def run(self) -> None:
+        """Copy once."""
+        for to, source in self._pairs:
+            to.copy_(source)
+
+
+def _contestants(folder: Path, state: State, options: Options) -> list[Contestant]:
+    nbytes = nbytes_of(state)
+    writing = best_setting(folder / "written", nbytes, reading=False, settle_s=options.settle_s)
+    reading = best_setting(folder / "read", nbytes, reading=True, settle_s=options.settle_s)
+    return [
+        Contestant("write", writing.write, after=writing.path.unlink),
+        Contestant("read", reading.read, before=lambda: drop_caches(folder)),
+        Contestant("memcpy", Memcpy(state).run),
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure the limits of this machine and this file system."""
+    options = parse("limits", __doc__, argv)
+    with work_folder(options.folder) as folder:
+        state = build(options.gib)
+        found: list[Series] = contest(_contestants(folder, state, options), options.runs, options.settle_s)
+        nbytes = nbytes_of(state)
+        columns = [0, 1, 2, 3, 4]  # the others compare with a limit
+        report = Report(
+            "limits",
+            f"Limits: {nbytes / 1e9:.2f} GB, {options.runs} rounds",
+            describe(folder),
+            [header()[c] for c in columns],
+            [[row[c] for c in columns] for row in rows(found, nbytes)],
+            series=found,
+        )
+        report.emit(options.json, options.svg)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""Cold load of a whole state into tensors that are already there: this library, its peers, and the limit of the storage.
+
+Cold: the page cache is empty. The tensors are zeroed before each run, and compared with what was saved after it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import holdfast
+
+from .contest import Contestant, contest, header, rows
+from .limits import best_setting
+from .machine import describe, drop_caches, sync_tree
+from .options import TINY_GIB, Options, parse, work_folder
+from .peers import Peer, peers
+from .report import Report
+from .save import targets
+from .states import State, build, digests, nbytes_of, zero
+
+__all__: list[str] = []
+
+
+def _contestant(peer: Peer, path: Path, state: State, expected: dict[str, bytes]) -> Contestant:
+    """Saves at once; loads when its turn comes."""
+    peer.save(path, state)
+    sync_tree(path)
+
+    def before() -> None:
+        zero(state)
+        drop_caches(path)
+
+    def after() -> None:
+        if digests(state) != expected:
+            raise AssertionError(f"{peer.name}: what was loaded is not what was saved")
+
+    return Contestant(peer.name, lambda: peer.load(path, state), before, after)
+
+
+def _contestants(folder: Path, state: State, options: Options) -> list[Contestant]:
+    expected = digests(state)
+    others = [
+        _contestant(peer, folder / peer.name.replace(" ", ""), state, expected)
+        for peer in peers()
+        if peer.name != "DCP, 4 threads"  # that is a matter of saving only
+    ]
+    raw = best_setting(folder / "raw", nbytes_of(state), reading=True, settle_s=options.settle_s)
+    return [Contestant("limit", raw.read, before=lambda: drop_caches(folder)), *others]
+
+
+def _warm_up(folder: Path) -> None:
+    small = build(TINY_GIB)
+    folder.mkdir()
+    expected = digests(small)
+    for peer in peers():
+        contestant = _contestant(peer, folder / peer.name.replace(" ", ""), small, expected)
+        contestant.before()
+        contestant.run()
+        contestant.after()
+    holdfast.release_memory()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; raises AssertionError where a state does not come back as it was."""
+    options = parse("load", __doc__, argv)
+    with work_folder(options.folder) as folder:
+        _warm_up(folder / "small")
+        state = build(options.gib)
+        found = contest(_contestants(folder, state, options), options.runs, options.settle_s)
+        nbytes = nbytes_of(state)
+        title = f"Cold load: {nbytes / 1e9:.2f} GB in {len(digests(state))} tensors, one process, {options.runs} rounds"
+        report = Report("load", title, describe(folder), header(), rows(found, nbytes), targets(found, 0.85, 3.0), series=found)
+        report.emit(options.json, options.svg)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""The machine that is measured on: what it is, its memory, its caches."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+from ..drivers.mounts import fs_type
+
+__all__ = ["PeakMemory", "available_nbytes", "describe", "drop_caches", "flush", "read_from_device_nbytes", "sync_tree", "trim_heap"]
+
+
+def describe(folder: Path) -> dict[str, str]:
+    """What machine this is, and what file system ``folder`` lies on; nothing that would identify either."""
+    import torch
+
+    return {
+        "cpu": f"{os.cpu_count()} × {_field('/proc/cpuinfo', 'model name')}",
+        "memory": f"{int(_field('/proc/meminfo', 'MemTotal').split()[0]) / (1 << 20):.1f} GiB",
+        "file system": fs_type(str(folder)) or "unknown",
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "page cache": "dropped before each read" if _may_drop_caches() else "evicted file by file before each read",
+    }
+
+
+def _field(path: str, name: str) -> str:
+    for line in Path(path).read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == name:
+            return value.strip()
+    return "0 unknown"
+
+
+def available_nbytes() -> int:
+    """Bytes of memory that programs could still take without swapping."""
+    return int(_field("/proc/meminfo", "MemAvailable").split()[0]) << 10
+
+
+def read_from_device_nbytes() -> int:
+    """Bytes that the kernel has fetched from storage for this process so far."""
+    return int(_field("/proc/self/io", "read_bytes"))
+
+
+class PeakMemory:
+    """``with PeakMemory() as memory``: then ``memory.nbytes`` is how far resident memory rose above its size at entry.
+
+    Pages of files that a program maps count as well: the kernel counts them.
+    """
+
+    nbytes = 0
+
+    def __enter__(self) -> PeakMemory:
+        trim_heap()
+        self._begin = _status_nbytes("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to the present size
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.nbytes = max(0, _status_nbytes("VmHWM") - self._begin)
+
+
+def _status_nbytes(name: str) -> int:
+    return int(_field("/proc/self/status", name).split()[0]) << 10
+
+
+def trim_heap() -> None:
+    """Give back what the C library keeps of freed memory, or the next contestant would find it warm and uncounted."""
+    with contextlib.suppress(OSError, AttributeError):  # not glibc: nothing to trim, or no way to say so
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def sync_tree(path: Path) -> None:
+    """Make ``path``, a file or a folder with all below it, durable: contents and names."""
+    for entry in (path, *_below(path), path.parent):
+        fd = os.open(entry, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def drop_caches(path: Path) -> None:
+    """Let the next read of what lies below ``path`` come from the device: as root drop all clean pages, else these."""
+    os.sync()
+    for entry in (path, *_below(path)):
+        if entry.is_file():
+            fd = os.open(entry, os.O_RDONLY)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+    if _may_drop_caches():
+        Path("/proc/sys/vm/drop_caches").write_text("1")
+
+
+def flush() -> None:
+    """Wait until all that was written or deleted, by whomever, has reached its device."""
+    os.sync()
+
+
+def _below(path: Path) -> Iterator[Path]:
+    return path.rglob("*") if path.is_dir() else iter(())
+
+
+def _may_drop_caches() -> bool:
+    return os.access("/proc/sys/vm/drop_caches", os.W_OK)

@@ -1,0 +1,67 @@
+"""The command line that all benchmark programs share."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["GIB", "TINY_GIB", "Options", "options", "parse", "parser", "work_folder"]
+
+GIB = 1 << 30
+TINY_GIB = 1 / 64
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a program was asked for."""
+
+    tiny: bool
+    """Seconds, not minutes: a small state and one run; says whether results are right, not how fast they come."""
+    folder: Path
+    """Where to write; everything that is written is removed."""
+    runs: int
+    gib: float
+    json: Path | None
+    svg: Path | None
+
+    @property
+    def settle_s(self) -> float:
+        """How long to let the storage rest between two runs, in seconds."""
+        return 0.0 if self.tiny else 1.0
+
+
+def parser(prog: str, doc: str | None, *, gib: float = 5.0, runs: int = 5) -> argparse.ArgumentParser:
+    """The options of every program; the default for ``--gib`` and ``--runs`` is the program's own."""
+    out = argparse.ArgumentParser(prog=f"python -m holdfast.bench.{prog}", description=(doc or "").split("\n\n")[0])
+    out.add_argument("--tiny", action="store_true", help="a run of seconds that checks results, not speed")
+    out.add_argument("--dir", type=Path, default=Path(), help="where to write; removed afterwards (default: here)")
+    out.add_argument("--runs", type=int, default=runs, help=f"rounds; medians are reported (default: {runs})")
+    out.add_argument("--gib", type=float, default=gib, help=f"size of the state (default: {gib:g})")
+    out.add_argument("--json", type=Path, help="also write all figures to this file")
+    out.add_argument("--svg", type=Path, help="also draw the medians (needs matplotlib)")
+    return out
+
+
+def options(given: argparse.Namespace) -> Options:
+    """The shared options, out of what :func:`parser` has parsed."""
+    tiny: bool = given.tiny
+    return Options(
+        tiny, given.dir, 1 if tiny else given.runs, TINY_GIB if tiny else given.gib, given.json, given.svg
+    )
+
+
+def parse(prog: str, doc: str | None, argv: Sequence[str] | None, *, gib: float = 5.0, runs: int = 5) -> Options:
+    """The options of a program that has none of its own."""
+    return options(parser(prog, doc, gib=gib, runs=runs).parse_args(argv))
+
+
+@contextmanager
+def work_folder(parent: Path) -> Iterator[Path]:
+    """A new folder in ``parent``, removed at the end with all that is in it."""
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir=parent) as folder:
+        yield Path(folder).resolve()

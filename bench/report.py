@@ -1,0 +1,119 @@
+"""What a benchmark found: series of times, judged against targets; as text, Markdown, JSON or a drawing."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+__all__ = ["Report", "Series", "Target", "aligned", "markdown", "ratio"]
+
+LIMIT = "limit"
+OURS = "holdfast"
+
+
+@dataclass
+class Series:
+    """One contestant: seconds per round, in order; extra peak memory in bytes, and bytes moved, where they are known."""
+
+    name: str
+    seconds: list[float] = field(default_factory=list)
+    peak_nbytes: list[int] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def peak(self) -> int | None:
+        """The highest: memory that a first run keeps for later ones must be counted once."""
+        return max(self.peak_nbytes, default=None)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A promise, and what came of it."""
+
+    name: str
+    value: float
+    bound: float
+    at_least: bool
+    """Whether ``value`` should be at least ``bound``, or at most."""
+
+    @property
+    def met(self) -> bool:
+        return self.value >= self.bound if self.at_least else self.value <= self.bound
+
+    def __str__(self) -> str:
+        sign = "≥" if self.at_least else "≤"
+        return f"{self.name}: {self.value:.3g} (target {sign} {self.bound:g}): {'met' if self.met else 'MISSED'}"
+
+
+@dataclass
+class Report:
+    """The outcome of one program. ``rows`` are what its table shows, ``series`` the raw figures behind them."""
+
+    program: str
+    title: str
+    machine: dict[str, str]
+    header: list[str]
+    rows: list[list[str]]
+    targets: list[Target] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    series: list[Series] = field(default_factory=list)
+
+    def text(self) -> str:
+        """For a terminal."""
+        machine = ", ".join(f"{key}: {value}" for key, value in self.machine.items())
+        lines = [self.title, machine, "", *aligned([self.header, *self.rows]), "", *self.notes, *map(str, self.targets)]
+        return "\n".join(lines)
+
+    def emit(self, json_file: Path | None, svg_file: Path | None = None) -> None:
+        """Print; and write the figures, and a drawing, to files if these are given."""
+        print(self.text(), flush=True)
+        if json_file is not None:
+            json_file.write_text(json.dumps(asdict(self), indent=1, ensure_ascii=False))
+        if svg_file is not None:
+            _draw(self, svg_file)
+
+
+def ratio(of: Series, to: Series) -> float:
+    """How long ``of`` takes in units of ``to``: the median over rounds, each of which saw the same storage."""
+    if len(of.seconds) != len(to.seconds):
+        return of.median / to.median
+    return statistics.median(a / b for a, b in zip(of.seconds, to.seconds, strict=True))
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows as lines whose columns stand under each other: the first to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+        for row in rows
+    ]
+
+
+def markdown(report: Report) -> str:
+    """One section of a document."""
+    head = [f"### {report.title}", "", f"| {' | '.join(report.header)} |", "|---" + "|---:" * (len(report.header) - 1) + "|"]
+    lines = [f"- {line}" for line in (*map(str, report.targets), *report.notes)]
+    return "\n".join([*head, *(f"| {' | '.join(row)} |" for row in report.rows), "", *lines, ""])
+
+
+def _draw(report: Report, file: Path) -> None:
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    from matplotlib import pyplot as plt
+
+    names, medians = [s.name for s in report.series], [s.median for s in report.series]
+    figure, axes = plt.subplots(figsize=(7, 0.6 + 0.4 * len(names)), layout="constrained")
+    colours = ["tab:grey" if LIMIT in name else "tab:green" if name.startswith(OURS) else "tab:blue" for name in names]
+    bars = axes.barh(names[::-1], medians[::-1], color=colours[::-1])
+    axes.bar_label(bars, fmt="%.2f s", padding=3)
+    axes.set_title(report.title, fontsize="medium")
+    axes.set_xlabel("seconds, median; less is better")
+    figure.savefig(file)
+    plt.close(figure)

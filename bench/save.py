@@ -1,0 +1,89 @@
+"""Durable save of a whole state by one process: this library, its peers, and the limit of the storage.
+
+What a contestant leaves in the page cache is fsynced, file by file and folder by folder, inside the time that is measured.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import holdfast
+
+from .contest import Contestant, contest, header, rows
+from .limits import best_setting
+from .machine import describe, sync_tree
+from .options import TINY_GIB, Options, parse, work_folder
+from .peers import Peer, peers
+from .report import Report, Series, Target, ratio
+from .states import State, build, digests, nbytes_of, zero
+
+__all__ = ["targets"]
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _contestant(peer: Peer, path: Path, state: State, *, check: bool) -> Contestant:
+    def run() -> None:
+        peer.save(path, state)
+        if not peer.durable:
+            sync_tree(path)
+
+    def after() -> None:
+        if check:
+            expected = digests(state)
+            zero(state)
+            peer.load(path, state)
+            if digests(state) != expected:
+                raise AssertionError(f"{peer.name}: what was loaded is not what was saved")
+        _remove(path)
+
+    return Contestant(peer.name, run, after=after)
+
+
+def _warm_up(folder: Path) -> None:
+    """Everybody imports what they need, and starts their threads, outside the measured time."""
+    small = build(TINY_GIB)
+    for peer in peers():
+        contestant = _contestant(peer, folder / "small", small, check=True)
+        contestant.run()
+        contestant.after()
+    holdfast.release_memory()
+
+
+def _contestants(folder: Path, state: State, options: Options) -> list[Contestant]:
+    raw = best_setting(folder / "raw", nbytes_of(state), reading=False, settle_s=options.settle_s)
+    others = [_contestant(peer, folder / "saved", state, check=options.tiny) for peer in peers()]
+    return [Contestant("limit", raw.write, after=raw.path.unlink), *others]
+
+
+def targets(found: Sequence[Series], of_limit: float, of_dcp: float) -> list[Target]:
+    """How this library does against the limit, and against DCP as it comes."""
+    by_name = {series.name: series for series in found}
+    ours = by_name["holdfast"]
+    return [
+        Target("rate, as a share of the limit", ratio(by_name["limit"], ours), of_limit, at_least=True),
+        Target("times faster than DCP", ratio(by_name["DCP"], ours), of_dcp, at_least=True),
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; raises AssertionError where a state does not come back as it was."""
+    options = parse("save", __doc__, argv)
+    with work_folder(options.folder) as folder:
+        _warm_up(folder)
+        state = build(options.gib)
+        found = contest(_contestants(folder, state, options), options.runs, options.settle_s)
+        nbytes = nbytes_of(state)
+        title = f"Durable save: {nbytes / 1e9:.2f} GB in {len(digests(state))} tensors, one process, {options.runs} rounds"
+        report = Report("save", title, describe(folder), header(), rows(found, nbytes), targets(found, 0.85, 5.0), series=found)
+        report.emit(options.json, options.svg)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""``holdfast ls``: the checkpoints at and below a URI."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import typer
+
+from ..drivers.uri import join, parse
+from ..storage.reader import ListedCheckpoint, list_checkpoints
+from .commands import complain, print_json
+from .text import age_text, paint, printable, size_text, time_text
+
+__all__ = ["run"]
+
+_TITLES = ("step", "saved", "age", "ranks", "tensors", "size", "path")
+_TO_THE_LEFT = {"saved", "path"}
+
+
+def run(uri: str, *, json_output: bool) -> int:
+    """Print them; 0 if there is one, 1 if there is none."""
+    root = parse(uri)
+    found = list_checkpoints(uri)
+    if json_output:
+        lines = [_entry(c, (join(root, *c.path.split("/")) if c.path else root).redacted) for c in found]
+        print_json({"uri": root.redacted, "checkpoints": lines})
+    elif found:
+        typer.echo("\n".join(_table([_cells(c, time.time()) for c in found])))
+    if not found:
+        complain(f"no checkpoint at or below {root.redacted}")
+    return 0 if found else 1
+
+
+def _entry(c: ListedCheckpoint, uri: str) -> dict[str, Any]:
+    known = c.problem is None
+    return {
+        "path": c.path,
+        "uri": uri,
+        "step": c.step,
+        "created_s": c.created_s if known else None,
+        "saved": time_text(c.created_s) if known else None,
+        "world": c.world if known else None,
+        "tensors": c.tensors if known else None,
+        "nbytes": c.nbytes if known else None,
+        "problem": c.problem,
+    }
+
+
+def _cells(c: ListedCheckpoint, now_s: float) -> tuple[str, ...]:
+    path = printable(c.path) or "."
+    if c.problem is not None:
+        return ("-", "-", "-", "-", "-", "-", f"{path}  {paint(printable(c.problem), 'red')}")
+    step = "-" if c.step is None else str(c.step)
+    age = age_text(now_s - c.created_s)
+    return (step, time_text(c.created_s), age, str(c.world), f"{c.tensors:,}", size_text(c.nbytes), path)
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    """Columns, aligned; the last one may hold colours, and is not."""
+    widths = [max(map(len, column)) for column in zip(_TITLES, *rows, strict=True)]
+    lines = ["  ".join(_aligned(cells, widths)).rstrip() for cells in (_TITLES, *rows)]
+    return [paint(lines[0], "dim"), *lines[1:]]
+
+
+def _aligned(cells: tuple[str, ...], widths: list[int]) -> list[str]:
+    return [
+        cell.ljust(width) if title in _TO_THE_LEFT else cell.rjust(width)
+        for title, cell, width in zip(_TITLES, cells, widths, strict=True)
+    ]

@@ -1,0 +1,83 @@
+"""Words for figures: sizes, times, ranks, shapes; and text that is safe to print. No rich, no numpy."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterable, Sequence
+
+__all__ = ["age_text", "is_terminal", "one_of", "paint", "printable", "ranks_text", "shape_text", "size_text", "time_text"]
+
+RUNS_SHOWN = 4
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_AGES = ((86400.0, "day"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
+_COLOURS = {"bold": "1", "dim": "2", "red": "31", "green": "32"}
+
+
+def is_terminal() -> bool:
+    """Whether stdout is a terminal that wants colours; a pipe, a file, NO_COLOR and TERM=dumb are none."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def paint(text: str, colour: str) -> str:
+    """``text`` in a colour where stdout is a terminal, else as it is."""
+    return f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m" if is_terminal() else text
+
+
+def printable(text: str) -> str:
+    """``text`` with everything escaped that a terminal would obey rather than show. Names come from files."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def size_text(nbytes: int) -> str:
+    """Three digits and a unit: ``512 B``, ``1.21 GiB``, ``62.5 KiB``."""
+    size, unit = float(nbytes), 0
+    while size >= 999.5 and unit + 1 < len(_UNITS):
+        size, unit = size / 1024, unit + 1
+    digits = 0 if unit == 0 else max(0, 2 - (size >= 9.995) - (size >= 99.95))
+    return f"{size:.{digits}f} {_UNITS[unit]}"
+
+
+def time_text(seconds: float) -> str:
+    """Seconds since the epoch as ``2031-02-03 04:05:06Z``; ``?`` where no calendar has such a time."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(seconds))
+    except (OverflowError, ValueError, OSError):
+        return "?"
+
+
+def age_text(seconds: float) -> str:
+    """How long ago: ``3 h ago``."""
+    for unit_s, name in _AGES:
+        if seconds >= unit_s:
+            count = int(seconds // unit_s)
+            return f"{count:,} {name}{'s' if name == 'day' and count > 1 else ''} ago"
+    return "now"
+
+
+def one_of(count: int, noun: str) -> str:
+    """``1 file``, ``2 files``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """``[4096×128]``."""
+    return f"[{'×'.join(map(str, shape))}]"
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """``rank 0``, ``ranks 0–3, 8``; of many runs the first few, and how many ranks there are in all."""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    if not runs:
+        return "no rank"
+    shown = ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in runs[:RUNS_SHOWN])
+    total = sum(b - a + 1 for a, b in runs)
+    return f"rank{'' if total == 1 else 's'} {shown}" + (f", … ({total} ranks)" if len(runs) > RUNS_SHOWN else "")

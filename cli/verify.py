@@ -1,0 +1,101 @@
+"""``holdfast verify``: is every byte of a checkpoint what was written?"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import typer
+
+from ..drivers.uri import parse
+from ..errors import DamagedError, ReplacedError
+from ..storage.manifest import MANIFEST_KEY
+from ..storage.reader import open as open_checkpoint
+from ..storage.verify import Damage, VerifyReport
+from .commands import print_json
+from .text import one_of, paint, printable, size_text
+
+__all__ = ["run"]
+
+_TENSORS_SHOWN = 5
+
+
+def run(uri: str, *, json_output: bool) -> int:
+    """Read all of it, and print what is damaged; 0 if nothing is, 1 if something is."""
+    began_s = time.perf_counter()
+    report = _verified(uri)
+    seconds = time.perf_counter() - began_s
+    damages = _joined(report.damages)
+    if json_output:
+        listed = [{"key": d.key, "start": d.start, "stop": d.stop, "what": d.what, "tensors": list(d.tensors)} for d in damages]
+        print_json(
+            {
+                "uri": parse(uri).redacted,
+                "ok": report.ok,
+                "files": report.files,
+                "nbytes": report.nbytes,
+                "seconds": seconds,
+                "damages": listed,
+            }
+        )
+    elif report.ok:
+        rate = report.nbytes / seconds / 1e9
+        typer.echo(f"{paint('ok', 'green')}: {one_of(report.files, 'file')}, {size_text(report.nbytes)}, {rate:.2f} GB/s")
+    else:
+        places = one_of(len(damages), "place")
+        typer.echo(f"{paint('damaged', 'red')}: {places}; {one_of(report.files, 'file')}, {size_text(report.nbytes)} read")
+        typer.echo("\n".join(map(_line, damages)))
+    return 0 if report.ok else 1
+
+
+def _verified(uri: str) -> VerifyReport:
+    """Raises ReplacedError where the damage is none: a save took the files away while they were being read."""
+    try:
+        checkpoint = open_checkpoint(uri)
+    except DamagedError as error:
+        return VerifyReport(0, 0, [Damage(MANIFEST_KEY, 0, 0, error.message, ())])
+    with checkpoint, _progress() as progress:
+        report = checkpoint.verify(progress)
+    if not report.ok:
+        with contextlib.suppress(DamagedError), open_checkpoint(uri) as now:
+            if now.attempt != checkpoint.attempt:
+                raise ReplacedError(
+                    "another save replaced the checkpoint while it was being read", uri=now.uri, advice="Verify again."
+                )
+    return report
+
+
+def _joined(damages: list[Damage]) -> list[Damage]:
+    """Damages of one kind that touch each other, as one."""
+    out: list[Damage] = []
+    for d in damages:
+        if out and (out[-1].key, out[-1].stop, out[-1].what) == (d.key, d.start, d.what):
+            tensors = dict.fromkeys((*out[-1].tensors, *d.tensors))
+            out[-1] = Damage(d.key, out[-1].start, d.stop, d.what, tuple(tensors))
+        else:
+            out.append(d)
+    return out
+
+
+def _line(d: Damage) -> str:
+    where = f"{d.key}: bytes {d.start:,} to {d.stop:,}: " if d.stop else f"{d.key}: "
+    names = ", ".join(map(printable, d.tensors[:_TENSORS_SHOWN]))
+    more = f" and {len(d.tensors) - _TENSORS_SHOWN:,} more" if len(d.tensors) > _TENSORS_SHOWN else ""
+    return f"  {where}{printable(d.what)}" + (f"; tensors: {names}{more}" if names else "")
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """A bar with a rate on stderr, if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("verify", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

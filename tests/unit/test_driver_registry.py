@@ -1,0 +1,147 @@
+"""From URI to driver: schemes, options, and what third parties may add."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.drivers.local import LocalDriver
+from holdfast.drivers.memory import MemoryDriver
+from holdfast.drivers.options import Option, choice, integer, option_values
+from holdfast.drivers.registry import GROUP, driver_class, open_driver, schemes
+from holdfast.drivers.uri import Uri, parse
+from holdfast.errors import UriError
+
+
+class OtherDriver(MemoryDriver):
+    """A third party's."""
+
+    OPTIONS = {"level": Option(integer(0, 9), 5, "how much")}  # noqa: RUF012 - as a third party writes it
+
+    @classmethod
+    def open(cls, uri: Uri) -> OtherDriver:
+        driver = cls(uri.location)
+        driver.level = option_values(cls.OPTIONS, uri)["level"]  # type: ignore[attr-defined]
+        return driver
+
+
+@pytest.fixture
+def other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entry points as if another package had been installed; this package's own metadata is stale and lists nothing."""
+    found = [
+        importlib.metadata.EntryPoint("other", f"{__name__}:OtherDriver", GROUP),
+        importlib.metadata.EntryPoint("file", f"{__name__}:OtherDriver", GROUP),
+        importlib.metadata.EntryPoint("gone", "holdfast_no_such_module:Driver", GROUP),
+        importlib.metadata.EntryPoint("wrong", "builtins:dict", GROUP),
+    ]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: found if group == GROUP else [])
+    monkeypatch.setitem(sys.modules, __name__, sys.modules.get(__name__) or sys.modules[OtherDriver.__module__])
+
+
+def test_a_path_opens_the_local_driver(tmp_path: Path) -> None:
+    """A bare path, its URI and a parsed URI open the same kind of driver, and touch nothing."""
+    for uri in (str(tmp_path / "run"), tmp_path / "run", f"file://{tmp_path}/run", parse(tmp_path / "run")):
+        driver = open_driver(uri)
+        assert isinstance(driver, LocalDriver)
+        assert driver.uri == f"file://{tmp_path}/run"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_scheme_names_the_known_ones() -> None:
+    """The error lists what could have been meant."""
+    with pytest.raises(UriError, match=r"no driver for s4://.*file.*memory"):
+        open_driver("s4://bucket")
+
+
+@pytest.mark.parametrize("uri", ["file:///a?thread=4", "memory://x?threads=4"])
+def test_an_unknown_option_names_the_known_ones(uri: str) -> None:
+    """An option with a typo is refused before anything happens."""
+    known = r"direct, threads" if uri.startswith("file") else "none"
+    with pytest.raises(UriError, match=rf"no option '.*Known options: {known}\."):
+        open_driver(uri)
+
+
+@pytest.mark.parametrize("option", ["threads=0", "threads=257", "threads=x", "threads=-1", "direct=maybe"])
+def test_a_wrong_value_says_what_is_allowed(option: str) -> None:
+    """The error tells the range or the words that the option takes."""
+    with pytest.raises(UriError, match="is one of: auto, on, off|is a whole number from 1 to 256"):
+        open_driver(f"file:///a?{option}")
+
+
+def test_keywords_win_over_the_uri() -> None:
+    """An option given in code replaces the one in the text; both are checked alike."""
+    assert open_driver("file:///a?threads=2", threads=5).traits.concurrency == 5
+    assert open_driver("file:///a?threads=2").traits.concurrency == 2
+    with pytest.raises(UriError):
+        open_driver("file:///a", threads="many")
+
+
+@pytest.mark.usefixtures("other")
+def test_a_third_party_adds_a_scheme() -> None:
+    """An entry point is enough; its options are checked as ours are."""
+    assert isinstance(open_driver("other://x?level=3"), OtherDriver)
+    with pytest.raises(UriError, match="Known options: level"):
+        open_driver("other://x?depth=3")
+
+
+@pytest.mark.usefixtures("other")
+def test_a_third_party_cannot_take_a_built_in_scheme(tmp_path: Path) -> None:
+    """``file`` stays ours, whatever is installed; and works when our own metadata is stale."""
+    assert type(open_driver(tmp_path)) is LocalDriver
+    assert schemes()["file"] == "holdfast.drivers.local:LocalDriver"
+    assert set(schemes()) == {"file", "gone", "memory", "other", "wrong"}
+
+
+@pytest.mark.usefixtures("other")
+@pytest.mark.parametrize(("scheme", "why"), [("gone", "holdfast_no_such_module"), ("wrong", "no Driver")])
+def test_a_broken_entry_point_is_named(scheme: str, why: str) -> None:
+    """What cannot be imported, or is no driver, is an error that says so."""
+    with pytest.raises(UriError, match=why):
+        driver_class(scheme)
+
+
+def test_our_own_metadata_lists_the_built_in_drivers() -> None:
+    """What pyproject.toml registers is what the table says, so tools that read entry points see our schemes too."""
+    listed = {entry.name: entry.value for entry in importlib.metadata.entry_points(group=GROUP)}
+    for scheme in ("file", "memory"):
+        assert listed[scheme] == schemes()[scheme]
+
+
+def test_importing_the_registry_is_cheap() -> None:
+    """It loads no driver, no numpy and no importlib.metadata; opening a built-in scheme needs no metadata either."""
+    code = (
+        "import sys; from holdfast.drivers.registry import open_driver\n"
+        "print(*sys.modules)\nopen_driver('memory://x')\nprint(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", _with_path(code)], **_CAPTURED)
+    before, after = (set(line.split()) for line in done.stdout.splitlines())
+    assert before & {"holdfast.drivers.memory", "holdfast.drivers.local", "numpy", "importlib.metadata"} == set()
+    assert "holdfast.drivers.memory" in after
+    assert after & {"numpy", "importlib.metadata"} == set()
+
+
+_CAPTURED: dict[str, object] = {"capture_output": True, "text": True, "check": True, "timeout": 60}
+
+
+def _with_path(code: str) -> str:
+    # Without the site module nothing else imports importlib.metadata; so the package is put in place by hand.
+    import holdfast
+
+    folder = str(Path(str(holdfast.__file__)).parent)
+    return (
+        "import importlib.util, sys\n"
+        f"spec = importlib.util.spec_from_file_location('holdfast', {folder + '/__init__.py'!r}, "
+        f"submodule_search_locations=[{folder!r}])\n"
+        "sys.modules['holdfast'] = module = importlib.util.module_from_spec(spec)\nspec.loader.exec_module(module)\n" + code
+    )
+
+
+def test_choice_takes_only_its_words() -> None:
+    """A parser of options raises ValueError, with what is allowed."""
+    assert choice("a", "b")("b") == "b"
+    with pytest.raises(ValueError, match="is one of: a, b"):
+        choice("a", "b")("c")

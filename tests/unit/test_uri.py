@@ -1,0 +1,175 @@
+"""URIs: what parses to what, what is refused, and what is never printed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.drivers.uri import Uri, join, parse, redact
+from holdfast.errors import UriError
+
+
+@pytest.mark.parametrize(
+    ("text", "scheme", "location", "options"),
+    [
+        ("file:///a/b?direct=on&threads=4", "file", "/a/b", {"direct": "on", "threads": "4"}),
+        ("file://localhost/a", "file", "/a", {}),
+        ("file:///a%20b/c%3Fd", "file", "/a b/c?d", {}),
+        ("file:///", "file", "/", {}),
+        ("file:////a//b/./c/", "file", "/a/b/c", {}),
+        ("file:///a/../b", "file", "/a/../b", {}),
+        ("FILE:///a", "file", "/a", {}),
+        ("s3://bucket/run%201?endpoint=http://host:9000/x%3Fy", "s3", "bucket/run%201", {"endpoint": "http://host:9000/x?y"}),
+        ("memory://", "memory", "", {}),
+        ("fsspec+sftp://host/x", "fsspec+sftp", "host/x", {}),
+        ("/a/b", "file", "/a/b", {}),
+        ("/a?b=c#d%20e", "file", "/a?b=c#d%20e", {}),
+        ("//a//b/", "file", "/a/b", {}),
+        ("./s3:/x", "file", None, {}),
+        ("~/run", "file", None, {}),
+        ("run/1", "file", None, {}),
+    ],
+)  # fmt: skip
+def test_text_means_one_uri(text: str, scheme: str, location: str | None, options: dict[str, str]) -> None:
+    """A URI gives its parts, decoded; a bare path is taken verbatim, and made absolute."""
+    uri = parse(text)
+    expected = location if location is not None else f"{os.getcwd()}/{text.removeprefix('./')}"
+    assert (uri.scheme, uri.location, uri.options) == (scheme, expected, options)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "s3:/bucket/x",
+        "s3:bucket",
+        "S3:/bucket",
+        "file:/a/b",
+        "file:a",
+        "file://host/a",
+        "file://",
+        "file://?direct=on",
+        "http:x",
+        "fsspec+X:y",
+        "file:///a#part",
+        "s3://b/k#part",
+        "file:///a%00b",
+        "/a\0b",
+        "file:///a?direct",
+        "file:///a?=1",
+        "file:///a?direct=on&direct=off",
+    ],
+)
+def test_what_is_no_uri_is_an_error(text: str) -> None:
+    """A typo is never taken for a local folder, and a half-understood URI is never opened."""
+    with pytest.raises(UriError):
+        parse(text)
+
+
+def test_pathlib_cannot_smuggle_a_uri_into_a_folder() -> None:
+    """``Path("s3://bucket")`` collapses to ``s3:/bucket``: an error that shows the URI, not a folder named "s3:"."""
+    with pytest.raises(UriError, match=r"Write s3://bucket/run"):
+        parse(Path("s3://bucket/run"))
+
+
+def test_a_path_that_exists_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An existing local name wins over its likeness to a URI."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s3:").mkdir()
+    assert parse("s3:").location == str(tmp_path / "s3:")
+    assert parse("s3://bucket").scheme == "s3"
+
+
+@given(
+    location=st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1),
+    options=st.dictionaries(st.text(min_size=1), st.text(min_size=1), max_size=3),
+)
+def test_a_printed_file_uri_parses_to_itself(location: str, options: dict[str, str]) -> None:
+    """Whatever the path and the options hold, ``parse(str(uri)) == uri``."""
+    uri = Uri("file", location, {name: value for name, value in options.items() if _encodable(name + value)})
+    assert parse(str(uri)) == uri
+
+
+def _encodable(text: str) -> bool:
+    return not any(0xD800 <= ord(character) <= 0xDFFF for character in text)
+
+
+def test_names_that_are_no_utf8_survive_printing() -> None:
+    """A path of arbitrary bytes, as the system hands it out, is encoded byte by byte."""
+    uri = Uri("file", os.fsdecode(b"/a/\xff\xfe b"))
+    assert str(uri) == "file:///a/%FF%FE%20b"
+    assert parse(str(uri)) == uri
+
+
+def test_other_schemes_keep_their_location_verbatim() -> None:
+    """What a driver will decode by its own rules is printed as it came."""
+    assert str(parse("s3://bucket/a%2Fb+c?region=eu")) == "s3://bucket/a%2Fb+c?region=eu"
+    with pytest.raises(UriError, match="%3F"):
+        Uri("s3", "bucket/a?b")
+
+
+SECRETS = [
+    ("s3://user:hunter2@bucket/x", "s3://bucket/x"),
+    ("s3://AKIA:se/cret@bucket/x", "s3://bucket/x"),
+    ("s3://tok@bucket/x", "s3://bucket/x"),
+    ("http://host:8080/a@b", "http://host:8080/a@b"),
+    ("s3://bucket/model@v2/x:y", "s3://bucket/model@v2/x:y"),
+    ("s3://b?access_key=A&secret_access_key=B&part_size=1", "s3://b?access_key=***&secret_access_key=***&part_size=1"),
+    ("az://c?sas=A&sv=2", "az://c?sas=***&sv=2"),
+    ("http://h/x?X-Amz-Signature=A&X-Amz-Credential=B", "http://h/x?X-Amz-Signature=***&X-Amz-Credential=***"),
+    ("s3://b?endpoint=http://u:p@host:1/", "s3://b?endpoint=http://host:1/"),
+    ("s3://b?endpoint=http:%2F%2Fu:p@host", "s3://b?endpoint=http://host"),
+    ("s3://b?%74oken=A", "s3://b?%74oken=***"),
+    ("s3:/b?password=A", "s3:/b?password=***"),
+    ("/a/b", "/a/b"),
+]
+
+
+@pytest.mark.parametrize(("text", "clean"), SECRETS)
+def test_secrets_are_not_printed(text: str, clean: str) -> None:
+    """User, password and the values of secret options go; everything else stays."""
+    assert redact(text) == clean
+
+
+@pytest.mark.parametrize("text", ["s3://user:hunter2@bucket/x?token=hunter2", "s3:/b?key=hunter2", "s3://u:hunter2@b#x"])
+def test_no_error_and_no_repr_shows_a_secret(text: str) -> None:
+    """Neither the repr of a URI nor the message of an error about it gives its secrets away."""
+    try:
+        shown = repr(parse(text))
+    except UriError as error:
+        shown = f"{error} {error!r} {error.uri}"
+    assert "hunter2" not in shown
+    assert "s3:" in shown
+
+
+@pytest.mark.parametrize(
+    ("uri", "parts", "expected"),
+    [
+        ("file:///a?threads=2", ("b", "c/d"), "file:///a/b/c/d?threads=2"),
+        ("file:///", ("b",), "file:///b"),
+        ("/a", ("b?c d%",), "file:///a/b%3Fc%20d%25"),
+        ("s3://bucket/?region=eu", ("run 1", "x#y"), "s3://bucket/run%201/x%23y?region=eu"),
+        ("memory://name", ("a",), "memory://name/a"),
+        ("file:///a", (), "file:///a"),
+    ],
+)
+def test_a_child_keeps_the_options(uri: str, parts: tuple[str, ...], expected: str) -> None:
+    """Keys are appended, encoded where the scheme needs it; options stay."""
+    assert str(join(uri, *parts)) == expected
+
+
+@pytest.mark.parametrize("part", ["..", "a/../b", "/a", "", "a//b", ".", "a\0"])
+def test_a_child_cannot_leave_its_parent(part: str) -> None:
+    """What is no plain relative key is refused."""
+    with pytest.raises(UriError):
+        join("file:///a", part)
+
+
+def test_a_private_store_has_no_children() -> None:
+    """``memory://`` belongs to one driver, so nothing else can point into it."""
+    with pytest.raises(UriError):
+        join("memory://", "a")
