@@ -43,19 +43,13 @@ if TYPE_CHECKING:
     from .storage.api import async_save, load, release_memory, save
     from .storage.frameworks.stateful import RNGState
     from .storage.handle import SaveHandle
-    from .storage.reader import Checkpoint, list_checkpoints, open  # noqa: A004 - the name that users expect
+    from .storage.reader import Checkpoint, list_checkpoints, open
     from .storage.report import LoadReport, SaveReport
 
-_ERRORS = (
-    "AccessError CheckpointError CoordinationError CoverageError DamagedError DeadlineError ExistsError FullError HoldfastError "
-    "InvisibleFilesError MismatchError NotACheckpointError NotFoundError RankFailedError ReplacedError SaveError StateError "
-    "StorageDownError StorageError SupersededError UnsupportedFormatError UriError UsageError"
-).split()
-
-_HOME = dict.fromkeys(_ERRORS, ".errors") | {
+_HOME = {
     "Checkpoint": ".storage.reader",
-    "RNGState": ".storage.frameworks.stateful",
     "LoadReport": ".storage.report",
+    "RNGState": ".storage.frameworks.stateful",
     "SaveHandle": ".storage.handle",
     "SaveReport": ".storage.report",
     "async_save": ".storage.api",
@@ -107,9 +101,9 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name], __name__), name)
+    value = getattr(importlib.import_module(_HOME.get(name, ".errors"), __name__), name)
     globals()[name] = value
     return value
 

@@ -6,6 +6,7 @@ of file and folder. The best of several settings is the limit; the limit is then
 
 from __future__ import annotations
 
+import functools
 import itertools
 import mmap
 import os
@@ -83,6 +84,7 @@ class RawFile:
             list(pool.map(lambda job: one(job[0], *job[1]), enumerate(self._ranges)))
 
 
+@functools.cache
 def _random_chunks(count: int) -> list[memoryview]:
     """Page-aligned chunks of random normals, as many as threads at most: each thread has its own to read into."""
     random = np.random.default_rng(0)

@@ -95,9 +95,11 @@ def _load_dcp(path: Path, state: State) -> None:
 
 def _save_torchsnapshot(path: Path, state: State) -> None:
     torchsnapshot: Any = importlib.import_module("torchsnapshot")
-    torchsnapshot.Snapshot.take(str(path), {"state": torchsnapshot.StateDict(**state)})
+    with warnings.catch_warnings(action="ignore"):
+        torchsnapshot.Snapshot.take(str(path), {"state": torchsnapshot.StateDict(**state)})
 
 
 def _load_torchsnapshot(path: Path, state: State) -> None:
     torchsnapshot: Any = importlib.import_module("torchsnapshot")
-    torchsnapshot.Snapshot(str(path)).restore({"state": torchsnapshot.StateDict(**state)})
+    with warnings.catch_warnings(action="ignore"):
+        torchsnapshot.Snapshot(str(path)).restore({"state": torchsnapshot.StateDict(**state)})

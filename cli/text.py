@@ -7,7 +7,17 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 
-__all__ = ["age_text", "is_terminal", "one_of", "paint", "printable", "ranks_text", "shape_text", "size_text", "time_text"]
+__all__ = [
+    "age_text",
+    "is_terminal",
+    "one_of",
+    "paint",
+    "printable",
+    "ranks_text",
+    "shape_text",
+    "size_text",
+    "time_text",
+]
 
 RUNS_SHOWN = 4
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")

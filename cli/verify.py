@@ -6,6 +6,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 
 import typer
 
@@ -28,8 +29,8 @@ def run(uri: str, *, json_output: bool) -> int:
     report = _verified(uri)
     seconds = time.perf_counter() - began_s
     damages = _joined(report.damages)
+    files, size = one_of(report.files, "file"), size_text(report.nbytes)
     if json_output:
-        listed = [{"key": d.key, "start": d.start, "stop": d.stop, "what": d.what, "tensors": list(d.tensors)} for d in damages]
         print_json(
             {
                 "uri": parse(uri).redacted,
@@ -37,25 +38,28 @@ def run(uri: str, *, json_output: bool) -> int:
                 "files": report.files,
                 "nbytes": report.nbytes,
                 "seconds": seconds,
-                "damages": listed,
+                "damages": [asdict(d) for d in damages],
             }
         )
     elif report.ok:
         rate = report.nbytes / seconds / 1e9
-        typer.echo(f"{paint('ok', 'green')}: {one_of(report.files, 'file')}, {size_text(report.nbytes)}, {rate:.2f} GB/s")
+        typer.echo(f"{paint('ok', 'green')}: {files}, {size}, {rate:.2f} GB/s")
     else:
         places = one_of(len(damages), "place")
-        typer.echo(f"{paint('damaged', 'red')}: {places}; {one_of(report.files, 'file')}, {size_text(report.nbytes)} read")
+        typer.echo(f"{paint('damaged', 'red')}: {places}; {files}, {size} read")
         typer.echo("\n".join(map(_line, damages)))
     return 0 if report.ok else 1
 
 
 def _verified(uri: str) -> VerifyReport:
-    """Raises ReplacedError where the damage is none: a save took the files away while they were being read."""
+    """The report, with the manifest as one more file.
+
+    Raises ReplacedError where the damage is none: a save took the files away while they were being read.
+    """
     try:
         checkpoint = open_checkpoint(uri)
     except DamagedError as error:
-        return VerifyReport(0, 0, [Damage(MANIFEST_KEY, 0, 0, error.message, ())])
+        return VerifyReport(1, 0, [Damage(MANIFEST_KEY, 0, 0, error.message, ())])
     with checkpoint, _progress() as progress:
         report = checkpoint.verify(progress)
     if not report.ok:
@@ -64,19 +68,22 @@ def _verified(uri: str) -> VerifyReport:
                 raise ReplacedError(
                     "another save replaced the checkpoint while it was being read", uri=now.uri, advice="Verify again."
                 )
-    return report
+    return VerifyReport(report.files + 1, report.nbytes + checkpoint.manifest_nbytes, report.damages)
 
 
 def _joined(damages: list[Damage]) -> list[Damage]:
     """Damages of one kind that touch each other, as one."""
-    out: list[Damage] = []
+    groups: list[list[Damage]] = []
     for d in damages:
-        if out and (out[-1].key, out[-1].stop, out[-1].what) == (d.key, d.start, d.what):
-            tensors = dict.fromkeys((*out[-1].tensors, *d.tensors))
-            out[-1] = Damage(d.key, out[-1].start, d.stop, d.what, tuple(tensors))
+        last = groups[-1][-1] if groups else None
+        if last is not None and (last.key, last.stop, last.what) == (d.key, d.start, d.what):
+            groups[-1].append(d)
         else:
-            out.append(d)
-    return out
+            groups.append([d])
+    return [
+        Damage(g[0].key, g[0].start, g[-1].stop, g[0].what, tuple(dict.fromkeys(name for d in g for name in d.tensors)))
+        for g in groups
+    ]
 
 
 def _line(d: Damage) -> str:

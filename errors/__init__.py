@@ -92,7 +92,11 @@ class HoldfastError(Exception):
             self.temporary = temporary
 
     def __str__(self) -> str:
-        where = [f"{name} {value}" for name, value in (("rank", self.rank), ("key", self.key), ("in", self.uri)) if value is not None]
+        where = [
+            f"{name} {value}"
+            for name, value in (("rank", self.rank), ("key", self.key), ("in", self.uri))
+            if value is not None
+        ]
         text = self.message + (f" ({', '.join(where)})" if where else "")
         return f"{text}. {self.advice}" if self.advice else text
 

@@ -49,7 +49,7 @@ class Box:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The elements in both boxes, or None when there are none."""
+    """The elements in both boxes, or None when there are none. Raises ValueError when their dimensions differ."""
     offsets = tuple(map(max, a.offsets, b.offsets))
     lengths = tuple(min(pair) - offset for offset, *pair in zip(offsets, a.stops, b.stops, strict=True))
     if any(length <= 0 for length in lengths):
@@ -87,13 +87,13 @@ def flat_to_boxes(lengths: Sequence[int], start: int, stop: int) -> list[Box]:
     volume = math.prod(lengths)
     if not 0 <= start <= stop <= volume:
         raise ValueError(f"elements {start} to {stop} are not a range of an array of shape {tuple(lengths)}")
-    return _boxes((), tuple(lengths), start, stop) if start < stop else []
+    if start == stop:
+        return []
+    return _boxes((), tuple(lengths), start, stop) if lengths else [Box((), ())]
 
 
 def _boxes(prefix: tuple[int, ...], lengths: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """Boxes of the non-empty range [start, stop) below the fixed indices ``prefix``."""
-    if not lengths:
-        return [Box(prefix, (1,) * len(prefix))]
+    """Boxes of the non-empty range [start, stop) of an array of shape ``lengths`` that lies at index ``prefix``."""
     row = math.prod(lengths[1:])
     head, tail = -(-start // row), stop // row  # the rows from head to tail are whole
     if head > tail:

@@ -96,7 +96,7 @@ class LoadPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Pairs:
-    """Pairs, and the span of the stored box's bytes, [start, stop) on the line of all images, that holds the box."""
+    """Pairs, and where they lie. Bytes are counted on the line of all images, one after the other."""
 
     shard: Ints
     target: Ints
@@ -104,8 +104,9 @@ class _Pairs:
     lengths: Ints
     stored: Ints  # lengths of the stored box
     itemsize: Ints
-    start: Ints
-    stop: Ints
+    start: Ints  # first and
+    stop: Ints  # past the last byte of the stored box that is wanted
+    end: Ints  # where the blocks of the image end
     dst: Ints  # byte offset in the local tensor, or -1
 
 
@@ -131,34 +132,14 @@ def plan_load(
     room = -(-(hashed_end + gap_nbytes + 1) // chunk_nbytes) * chunk_nbytes
     base = np.cumsum(room) - room
     shards, targets = _same_ndim(shards, targets)
-    shard, target = _meeting(shards, targets, len(tensors))
-    pairs = _pairs(tensors, shards, targets, shard, target, base)
-    _check(tensors, shards, targets, pairs, hashed_end, base, block_nbytes)
+    pairs = _pairs(tensors, shards, targets, base, hashed_end)
+    _check(tensors, shards, targets, pairs, block_nbytes)
     run_pair, run_start, run_stop = _runs(pairs, block_nbytes)
     start = run_start // block_nbytes * block_nbytes
-    last = (base + hashed_end)[shards.image[pairs.shard]][run_pair]
-    stop = np.minimum(-(-run_stop // block_nbytes) * block_nbytes, last)
+    stop = np.minimum(-(-run_stop // block_nbytes) * block_nbytes, pairs.end[run_pair])
     start, stop = _cut(*_union(start, stop, gap_nbytes), chunk_nbytes)
     pair, read = _overlaps(run_pair, run_start, run_stop, start, stop)
-    image = np.searchsorted(base, start, side="right").astype(np.int64, copy=False) - 1
-    src = np.maximum(start[read], pairs.start[pair])
-    nbytes = np.minimum(stop[read], pairs.stop[pair]) - src
-    dst = np.where(pairs.dst[pair] < 0, -1, pairs.dst[pair] + src - pairs.start[pair])
-    return LoadPlan(
-        image=image,
-        start=start - base[image],
-        stop=stop - base[image],
-        first=np.searchsorted(read, np.arange(len(start) + 1)).astype(np.int64, copy=False),
-        pair=pair,
-        src=src - base[image[read]],
-        nbytes=nbytes,
-        dst=dst,
-        shard=pairs.shard,
-        target=pairs.target,
-        offsets=pairs.offsets,
-        lengths=pairs.lengths,
-        bytes_wanted=int((volumes(pairs.lengths) * pairs.itemsize).sum()),
-    )
+    return _plan(pairs, base, start, stop, pair, read)
 
 
 def strided_parts(stored: Box, wanted: Box, e0: int, e1: int) -> list[Box]:
@@ -216,16 +197,15 @@ def _with_common_elements(shards: ShardTable, targets: Targets, shard: Ints, tar
     return shard[meets], target[meets]
 
 
-def _pairs(tensors: TensorTable, shards: ShardTable, targets: Targets, shard: Ints, target: Ints, base: Ints) -> _Pairs:
-    """What shards and targets have in common, and where it lies on both sides."""
-    stored_offsets, stored = shards.offsets[shard], shards.lengths[shard]
+def _pairs(tensors: TensorTable, shards: ShardTable, targets: Targets, base: Ints, hashed_end: Ints) -> _Pairs:
+    """What shards and targets have in common, and where it lies on both sides; images begin at ``base`` on the line."""
+    shard, target = _meeting(shards, targets, len(tensors))
+    stored_offsets, stored, image = shards.offsets[shard], shards.lengths[shard], shards.image[shard]
     wanted_offsets, local_shape = targets.offsets[target], targets.local_shape[target]
     offsets = np.maximum(stored_offsets, wanted_offsets)
     lengths = np.minimum(stored_offsets + stored, wanted_offsets + targets.lengths[target]) - offsets
     itemsize = tensors.itemsize[shards.tensor[shard]]
-    within = offsets - stored_offsets
-    start = (base[shards.image] + shards.start)[shard]
-    nelems_to_last = flat_starts(within + lengths - 1, stored)
+    start, within = base[image] + shards.start[shard], offsets - stored_offsets
     local = flat_starts(targets.local_offsets[target] + offsets - wanted_offsets, local_shape) * itemsize
     straight = contiguous(lengths, stored) & contiguous(lengths, local_shape)
     return _Pairs(
@@ -236,20 +216,13 @@ def _pairs(tensors: TensorTable, shards: ShardTable, targets: Targets, shard: In
         stored,
         itemsize,
         start=start + flat_starts(within, stored) * itemsize,
-        stop=start + (nelems_to_last + 1) * itemsize,
+        stop=start + (flat_starts(within + lengths - 1, stored) + 1) * itemsize,
+        end=(base + hashed_end)[image],
         dst=np.where(straight, local, -1),
     )
 
 
-def _check(
-    tensors: TensorTable,
-    shards: ShardTable,
-    targets: Targets,
-    pairs: _Pairs,
-    hashed_end: Ints,
-    base: Ints,
-    block_nbytes: int,
-) -> None:
+def _check(tensors: TensorTable, shards: ShardTable, targets: Targets, pairs: _Pairs, block_nbytes: int) -> None:
     """Raises ValueError when the tables cannot be right."""
     sums = np.append(0, np.cumsum(volumes(pairs.lengths)))
     first = np.searchsorted(pairs.target, np.arange(len(targets) + 1))
@@ -257,10 +230,10 @@ def _check(
     for row in np.flatnonzero(stored != wanted)[:1]:
         name = tensors.names[targets.tensor[row]]
         raise ValueError(f"{name}: of {wanted[row]} elements wanted the shards have {stored[row]}")
-    image, itemsize = shards.image[pairs.shard], pairs.itemsize
-    outside = (pairs.stop > (base + hashed_end)[image]) | (shards.start[pairs.shard] < 0)
-    # A read that ends inside an element would tear it. Runs are copied byte by byte and need no alignment.
-    torn = (pairs.dst < 0) & ((block_nbytes % itemsize != 0) | (shards.start[pairs.shard] % itemsize != 0))
+    start = shards.start[pairs.shard]
+    outside = (pairs.stop > pairs.end) | (start < 0)
+    # A read that ends inside an element would tear it. What is copied as one run of bytes needs no alignment.
+    torn = (pairs.dst < 0) & ((block_nbytes % pairs.itemsize != 0) | (start % pairs.itemsize != 0))
     for flaw, rows in (("lies outside its image", outside), ("is not aligned to its elements", torn)):
         for pair in np.flatnonzero(rows)[:1]:
             name = tensors.names[targets.tensor[pairs.target[pair]]]
@@ -329,3 +302,25 @@ def _overlaps(run_pair: Ints, run_start: Ints, run_stop: Ints, start: Ints, stop
     new = np.append(True, (pair[1:] != pair[:-1]) | (read[1:] != read[:-1]))[: len(pair)]
     order = np.argsort(read[new], kind="stable")
     return pair[new][order], read[new][order]
+
+
+def _plan(pairs: _Pairs, base: Ints, start: Ints, stop: Ints, pair: Ints, read: Ints) -> LoadPlan:
+    """The plan of reads [start, stop) on the line and of a copy for each ``(pair, read)``."""
+    image = np.searchsorted(base, start, side="right").astype(np.int64, copy=False) - 1
+    src = np.maximum(start[read], pairs.start[pair])
+    dst = pairs.dst[pair]
+    return LoadPlan(
+        image=image,
+        start=start - base[image],
+        stop=stop - base[image],
+        first=np.searchsorted(read, np.arange(len(start) + 1)).astype(np.int64, copy=False),
+        pair=pair,
+        src=src - base[image[read]],
+        nbytes=np.minimum(stop[read], pairs.stop[pair]) - src,
+        dst=np.where(dst < 0, -1, dst + src - pairs.start[pair]),
+        shard=pairs.shard,
+        target=pairs.target,
+        offsets=pairs.offsets,
+        lengths=pairs.lengths,
+        bytes_wanted=int((volumes(pairs.lengths) * pairs.itemsize).sum()),
+    )

@@ -17,7 +17,7 @@ from ..errors import UsageError
 from ..planner.image import CHUNK_NBYTES
 from .buffers import host_pool
 from .capture.fingerprint import fingerprints
-from .capture.state import FlatState, flatten
+from .capture.state import flatten
 from .engine import start
 from .frameworks.process_group import current_rank, current_team
 from .handle import SaveHandle
@@ -43,7 +43,12 @@ UriLike = str | os.PathLike[str]
 
 
 def save(
-    uri: UriLike, state: Any, *, step: int | None = None, budget_nbytes: int = BUDGET_NBYTES, deadline_s: float = DEADLINE_S
+    uri: UriLike,
+    state: Any,
+    *,
+    step: int | None = None,
+    budget_nbytes: int = BUDGET_NBYTES,
+    deadline_s: float = DEADLINE_S,
 ) -> SaveReport:
     """Save ``state`` as the checkpoint ``uri``; return when it is committed, on every rank.
 
@@ -56,14 +61,23 @@ def save(
     what cannot be saved and UriError, both before any I/O; SaveError, StorageError; RankFailedError and DeadlineError
     when another rank fails, or shows no sign of life for ``deadline_s`` seconds.
     """
-    handle = _start_save(uri, state, step, _checked_budget(budget_nbytes), deadline_s)
-    handle.wait()
+    handle, future = _start_save(uri, state, step, _checked_budget(budget_nbytes), deadline_s)
+    try:
+        handle.wait()
+    except KeyboardInterrupt:
+        future.cancel()
+        raise
     assert handle.report is not None
     return handle.report
 
 
 def async_save(
-    uri: UriLike, state: Any, *, step: int | None = None, budget_nbytes: int | None = None, deadline_s: float = DEADLINE_S
+    uri: UriLike,
+    state: Any,
+    *,
+    step: int | None = None,
+    budget_nbytes: int | None = None,
+    deadline_s: float = DEADLINE_S,
 ) -> SaveHandle:
     """Begin to save ``state`` as the checkpoint ``uri``; return when every byte of it is copied to host memory.
 
@@ -74,7 +88,7 @@ def async_save(
     """
     if budget_nbytes is not None:
         _checked_budget(budget_nbytes)
-    handle = _start_save(uri, state, step, budget_nbytes, deadline_s)
+    handle, _future = _start_save(uri, state, step, budget_nbytes, deadline_s)
     handle.captured.wait()
     return handle
 
@@ -98,8 +112,8 @@ def load(
     ``strict``: what is in the state or in the checkpoint alone, and what differs in shape or dtype, is raised as one
     MismatchError that lists it all, before anything is read. ``strict=False`` fills what both have; shapes and dtypes
     must fit all the same, but ``cast=True`` converts dtypes. Every byte is verified before it is used. ``on_report`` is
-    told what was read, on this rank. Raises
-    NotACheckpointError, DamagedError, StorageError, RankFailedError, DeadlineError; after those, tensors may be partly filled.
+    told what was read, on this rank. Raises NotACheckpointError, DamagedError, StorageError, RankFailedError,
+    DeadlineError; after those, tensors may be partly filled.
     """
     began_s = time.perf_counter()
     budget_nbytes = _checked_budget(budget_nbytes)
@@ -108,7 +122,7 @@ def load(
         root, manifest, reader = start(_closing(driver, run_build(driver, current_rank(), budget_nbytes))).result()
     else:
         team = current_team(deadline_s, saving=False)
-        flat = _flattened(team, driver, into, loading=True)
+        flat = _told(team, driver, flatten, into, loading=True)
         job = LoadJob(flat, strict=strict, cast=cast, budget_nbytes=budget_nbytes)
         manifest, reader = start(_closing(driver, run_load(driver, team, job))).result()
         root = finish(job, manifest, team.rank)
@@ -124,19 +138,21 @@ def release_memory() -> None:
     host_pool(CHUNK_NBYTES).release()
 
 
-def _start_save(uri: UriLike, state: Any, step: int | None, budget_nbytes: int | None, deadline_s: float) -> SaveHandle:
+def _start_save(
+    uri: UriLike, state: Any, step: int | None, budget_nbytes: int | None, deadline_s: float
+) -> tuple[SaveHandle, Future[None]]:
     began_s = time.perf_counter()
     driver = open_driver(uri)
     team = current_team(deadline_s, saving=True)
-    flat = _flattened(team, driver, state, loading=False)
-    step = _step(state) if step is None else step
-    job = SaveJob(flat, step, fingerprints(flat) if team.world > 1 else {}, budget_nbytes)
+    flat = _told(team, driver, flatten, state)
+    plain = _told(team, driver, fingerprints, flat) if team.world > 1 else {}
+    job = SaveJob(flat, _step(state) if step is None else step, plain, budget_nbytes)
     handle = SaveHandle(driver.uri)
     with _in_flight_lock:
         before = _in_flight.get(driver.uri)
         future = _in_flight[driver.uri] = start(_run(driver, team, job, handle, began_s, before))
     future.add_done_callback(lambda done: _forget(driver.uri, done))
-    return handle
+    return handle, future
 
 
 async def _run(
@@ -173,10 +189,10 @@ def _forget(uri: str, future: Future[None]) -> None:
             del _in_flight[uri]
 
 
-def _flattened(team: Team, driver: Driver, state: Any, *, loading: bool) -> FlatState:
-    """Flatten; where this rank's state is refused, tell the other ranks at once rather than let them wait."""
+def _told(team: Team, driver: Driver, function: Callable[..., T], *args: Any, **options: Any) -> T:
+    """Call ``function``; where it raises, tell the other ranks at once rather than let them wait for this one."""
     try:
-        return flatten(state, loading=loading)
+        return function(*args, **options)
     except BaseException as error:
         start(_closing(driver, _give_up(team, error))).result()
         raise
@@ -201,5 +217,10 @@ def _step(state: Any) -> int | None:
 
 def _checked_budget(budget_nbytes: int) -> int:
     if budget_nbytes < _BUDGET_MIN_NBYTES:
-        raise UsageError(f"a budget of {budget_nbytes:,} bytes is too small", advice=f"Give at least {_BUDGET_MIN_NBYTES:,}.")
+        raise UsageError(
+            f"a budget of {budget_nbytes:,} bytes is too small", advice=f"Give at least {_BUDGET_MIN_NBYTES:,}."
+        )
     return budget_nbytes
+
+
+os.register_at_fork(after_in_child=_in_flight.clear)

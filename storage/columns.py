@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import DamagedError
-from .digest import DIGEST_NBYTES, digest
+from ..planner.image import DIGEST_NBYTES
+from .digest import digest
 
 __all__ = ["decode_columns", "encode_columns", "header_length", "narrowed", "parse_header"]
 
@@ -69,7 +70,11 @@ def decode_columns(data: bytes, what: str) -> tuple[dict[str, Array], dict[str, 
     length = header_length(data, what)
     header = parse_header(data[8 : 8 + length], what)
     body = memoryview(data)[8 + length :]
-    columns = {name: _column(body, entry, f"column {name!r} of {what}") for name, entry in header.items() if name != "__metadata__"}
+    columns = {
+        name: _column(body, entry, f"column {name!r} of {what}")
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
     columns.pop("checksum", None)
     metadata = header.get("__metadata__")
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):

@@ -77,7 +77,10 @@ async def read_manifest(driver: Driver) -> tuple[Manifest, bytes]:
         data = await driver.get(MANIFEST_KEY)
     except NotFoundError as error:
         raise NotACheckpointError(
-            "nothing is committed here", uri=driver.uri, key=MANIFEST_KEY, advice="Is the URI that of one checkpoint? `holdfast ls` lists them."
+            "nothing is committed here",
+            uri=driver.uri,
+            key=MANIFEST_KEY,
+            advice="Is the URI that of one checkpoint? `holdfast ls` lists them.",
         ) from error
     try:
         return Manifest.decode(data), data
@@ -103,14 +106,19 @@ async def begin(driver: Driver, world: int) -> Attempt:
 
 
 async def commit(driver: Driver, attempt: Attempt, manifest: Manifest) -> Attempt | None:
-    """Make ``manifest`` the checkpoint; return the attempt that it replaced, now to be deleted. Raises SupersededError, InvisibleFilesError, StorageError: then nothing changed,
-    except that after a StorageError of the put itself the manifest may still turn out to have been stored."""
+    """Make ``manifest`` the checkpoint; return the attempt that it replaced, now to be deleted.
+
+    Raises SupersededError, InvisibleFilesError, StorageError: then nothing changed, except that after a StorageError of
+    the put itself the manifest may still turn out to have been stored.
+    """
     data, before = manifest.encode(), None
     try:
         await driver.put(attempt.fate, b"commit", exclusive=True)
     except ExistsError as error:
         raise SupersededError(
-            "another save to this URI began later and took over", uri=driver.uri, advice="Give every job, and every save in flight, a URI of its own."
+            "another save to this URI began later and took over",
+            uri=driver.uri,
+            advice="Give every job, and every save in flight, a URI of its own.",
         ) from error
     await _see_all(driver, manifest)
     with contextlib.suppress(DamagedError):

@@ -34,4 +34,8 @@ def page_of(data: memoryview, block_nbytes: int) -> bytes:
 def damaged_blocks(page: bytes, expected: bytes) -> list[int]:
     """Indices of the blocks whose digests differ between two pages of equal length."""
     n = len(expected) // DIGEST_NBYTES
-    return [i for i in range(n) if page[i * DIGEST_NBYTES : (i + 1) * DIGEST_NBYTES] != expected[i * DIGEST_NBYTES : (i + 1) * DIGEST_NBYTES]]
+    return [
+        i
+        for i in range(n)
+        if page[i * DIGEST_NBYTES : (i + 1) * DIGEST_NBYTES] != expected[i * DIGEST_NBYTES : (i + 1) * DIGEST_NBYTES]
+    ]

@@ -25,7 +25,6 @@ EXIT_S = 3600.0
 _unfinished: set[Future[Any]] = set()
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
-_pid = 0
 
 
 def start(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
@@ -55,12 +54,22 @@ async def offload(function: Callable[..., T], *args: Any) -> T:
 
 
 def _running_loop() -> asyncio.AbstractEventLoop:
-    global _loop, _pid  # noqa: PLW0603 - the one loop of the process
+    global _loop  # noqa: PLW0603
     with _lock:
-        if _loop is None or _pid != os.getpid():  # a forked child has no threads of its parent
-            _loop, _pid = asyncio.new_event_loop(), os.getpid()
+        if _loop is None:
+            _loop = asyncio.new_event_loop()
             _loop.set_default_executor(ThreadPoolExecutor(CPU_THREADS, thread_name_prefix="holdfast-cpu"))
             # Before the executors shut down, which is before atexit: concurrent.futures registers itself the same way.
-            threading._register_atexit(_finish_all)  # type: ignore[attr-defined]  # noqa: SLF001
+            threading._register_atexit(_finish_all)  # type: ignore[attr-defined]
             threading.Thread(target=_loop.run_forever, name="holdfast-engine", daemon=True).start()
         return _loop
+
+
+def _forget_parent() -> None:
+    """A forked child has no threads of its parent: it starts anew."""
+    global _loop, _lock
+    _loop, _lock = None, threading.Lock()
+    _unfinished.clear()
+
+
+os.register_at_fork(after_in_child=_forget_parent)

@@ -78,9 +78,13 @@ class ImageReader:
         try:
             await self.driver.read(key, start, into)
         except DamagedError as error:
-            raise damaged(self.manifest, self.driver.uri, image, start, start + len(into), "are beyond the end of the file") from error
+            raise damaged(
+                self.manifest, self.driver.uri, image, start, start + len(into), "are beyond the end of the file"
+            ) from error
         except NotFoundError as error:
-            raise damaged(self.manifest, self.driver.uri, image, start, start + len(into), "are lost with their whole file") from error
+            raise damaged(
+                self.manifest, self.driver.uri, image, start, start + len(into), "are lost with their whole file"
+            ) from error
 
     def _chunk(self, image: int, start: int) -> tuple[int, int, bytes]:
         """The chunk around ``start``: its range in the file, and its digest."""
@@ -100,7 +104,9 @@ class ImageReader:
         bad = damaged_blocks(page, pages[image, chunk_start][first : first + len(page)])
         if bad:
             a = start + bad[0] * block_nbytes
-            raise damaged(self.manifest, self.driver.uri, image, a, min(a + block_nbytes, stop), "are not what was written")
+            raise damaged(
+                self.manifest, self.driver.uri, image, a, min(a + block_nbytes, stop), "are not what was written"
+            )
 
     async def _pages(self, plan: LoadPlan) -> dict[tuple[int, int], bytes]:
         """The verified pages of the chunks that are read in part, by image and start of the chunk."""
@@ -144,5 +150,12 @@ class ImageReader:
             a, b = ((blocks_of(x, m.block_nbytes) - first) * DIGEST_NBYTES for x in (start, stop))
             pages[image, start] = page = bytes(data[a:b])
             if digest(page) != expected:
-                raise damaged(m, self.driver.uri, image, position + a, position + b, f"(checksums of the chunk at {start:,}) are not what was written")
+                raise damaged(
+                    m,
+                    self.driver.uri,
+                    image,
+                    position + a,
+                    position + b,
+                    f"(checksums of the chunk at {start:,}) are not what was written",
+                )
         return pages

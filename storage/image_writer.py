@@ -49,29 +49,30 @@ class ImageWriter:
         self._pages = [b""] * n
         self._to_capture = self._to_seal = n
 
-    async def write(self, key: Awaitable[str]) -> npt.NDArray[np.uint8]:
-        """Write the image to ``key``, which may become known while chunks are being captured.
+    async def write(self, key: Callable[[], Awaitable[str]]) -> npt.NDArray[np.uint8]:
+        """Write the image to ``key()``, which may become known while chunks are being captured.
 
         Returns the chunks' digests (C, 16); (0, 16), and writes nothing, where there is no shard. The image is durable
         on return. After an error, nothing of it is visible.
         """
+        if not self._pages:
+            self._report()
+            return np.empty((0, DIGEST_NBYTES), np.uint8)
         opening = asyncio.ensure_future(self._open(key))
         try:
             await self._stream(opening)
-            if self._pages:
-                upload = await opening
-                await self._write_trailer(upload)
-                await upload.commit()
+            upload = await opening
+            await self._write_trailer(upload)
+            await upload.commit()
         except BaseException:
             await _abort(opening)
             raise
         return np.frombuffer(b"".join(map(digest, self._pages)), np.uint8).reshape(-1, DIGEST_NBYTES)
 
-    async def _open(self, key: Awaitable[str]) -> Upload:
-        return await self._driver.create(await key, self._layout.nbytes)
+    async def _open(self, key: Callable[[], Awaitable[str]]) -> Upload:
+        return await self._driver.create(await key(), self._layout.nbytes)
 
     async def _stream(self, opening: asyncio.Future[Upload]) -> None:
-        self._report()
         sizes = [b - a for a, b in map(self._layout.chunk_range, range(len(self._pages)))]
 
         async def perform(job: int, stage: str) -> None:
@@ -87,7 +88,7 @@ class ImageWriter:
         io = self._driver.traits.concurrency if any_order else 1
         cpu = CPU_THREADS if any_order else 1  # one at a time keeps the order
         if self._budget_nbytes is None:
-            memory_nbytes = max(1, len(self._pages)) * CHUNK_NBYTES
+            memory_nbytes = len(self._pages) * CHUNK_NBYTES
             self._pool.keep(memory_nbytes)
         else:  # more than every lane busy, and one chunk waiting for it, gains nothing
             memory_nbytes = min(self._budget_nbytes, (2 * io + 2 * cpu) * CHUNK_NBYTES)

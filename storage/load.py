@@ -54,7 +54,9 @@ async def run_load(driver: Driver, team: Team, job: LoadJob) -> tuple[Manifest, 
                 loaded = await _load(driver, team, job, attempt)
                 if loaded is not None:
                     return loaded
-            raise ReplacedError(f"another save replaced the checkpoint {RETRIES} times while it was being read", uri=driver.uri)
+            raise ReplacedError(
+                f"another save replaced the checkpoint {RETRIES} times while it was being read", uri=driver.uri
+            )
         except BaseException as error:
             await team.fail(error)
             raise
@@ -97,7 +99,9 @@ async def _load(driver: Driver, team: Team, job: LoadJob, attempt: int) -> tuple
     """One try; None when the checkpoint was replaced meanwhile, on any rank."""
     manifest, data = await read_manifest(driver)
     job.match, job.built = await offload(_matched, job, manifest, team.rank)
-    fits = await team.round(f"fits/{attempt}", _fitting(job, manifest, data), _Referee(manifest, job.strict, driver.uri).judge)
+    fits = await team.round(
+        f"fits/{attempt}", _fitting(job, manifest, data), _Referee(manifest, job.strict, driver.uri).judge
+    )
     if fits != b"go":
         return None
     reader = None
@@ -170,7 +174,9 @@ class _Referee:
         if self._strict:
             differences += _once(told, "missing") + self._unexpected(told)
         if differences:
-            shown = "".join(f"\n  {d}" for d in differences[:50]) + (f"\n  and {len(differences) - 50} more" if len(differences) > 50 else "")
+            shown = "".join(f"\n  {d}" for d in differences[:50]) + (
+                f"\n  and {len(differences) - 50} more" if len(differences) > 50 else ""
+            )
             raise MismatchError(
                 f"the state and the checkpoint differ in {len(differences)} places:{shown}\n",
                 uri=self._uri,
@@ -188,7 +194,9 @@ class _Referee:
         out = [f"tensor {name!r} of the checkpoint: no place for it in the state" for name in names]
         for i in np.flatnonzero(values).tolist():
             v = m.tree.values[i]
-            out.append(f"value {format_path((*paths[v.container], v.key))} of the checkpoint: no place for it in the state")
+            out.append(
+                f"value {format_path((*paths[v.container], v.key))} of the checkpoint: no place for it in the state"
+            )
         return out
 
 
@@ -203,14 +211,18 @@ def _once(told: Sequence[dict[str, Any]], name: str) -> list[str]:
     for rank, t in enumerate(told):
         for entry in t[name]:
             ranks.setdefault(entry, []).append(rank)
-    return [entry if len(on) == len(told) else f"{entry} (rank {', '.join(map(str, on))})" for entry, on in ranks.items()]
+    return [
+        entry if len(on) == len(told) else f"{entry} (rank {', '.join(map(str, on))})" for entry, on in ranks.items()
+    ]
 
 
 def finish(job: LoadJob, manifest: Manifest, rank: int) -> Any:
     """Put values into their containers, give objects their state, and return the state. In the caller's thread."""
     root = _assign(job, manifest, rank)
     modules = job.flat.modules
-    for subtree in sorted(job.flat.subtrees, key=lambda s: s.owner not in modules):  # modules first: optimizers need them
+    for subtree in sorted(
+        job.flat.subtrees, key=lambda s: s.owner not in modules
+    ):  # modules first: optimizers need them
         if subtree.state is not None:
             restore(subtree.owner, subtree.state, modules)
     for subtree, state in job.built:

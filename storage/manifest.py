@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -106,7 +107,7 @@ class Manifest:
     def _columns(self) -> dict[str, npt.NDArray[Any]]:
         t, s, i = self.tensors, self.shards, self.images
         names = [name.encode("utf-8", "surrogatepass") for name in t.names]
-        columns = {
+        columns: dict[str, npt.NDArray[Any]] = {
             "tensor.name": np.frombuffer(b"".join(names), np.uint8),
             "tensor.name_nbytes": np.fromiter(map(len, names), np.int64, len(names)),
             "tensor.dtype": t.dtype,
@@ -204,7 +205,7 @@ def _names(blob: bytes, nbytes: Ints) -> tuple[str, ...]:
     if (ends[-1] if len(ends) else 0) != len(blob):
         raise ValueError("lengths of names disagree")
     cuts = [0, *ends.tolist()]
-    return tuple(blob[a:b].decode("utf-8", "surrogatepass") for a, b in zip(cuts, cuts[1:], strict=False))
+    return tuple(blob[a:b].decode("utf-8", "surrogatepass") for a, b in pairwise(cuts))
 
 
 def _check(m: Manifest, what: str) -> None:
@@ -218,7 +219,10 @@ def _conditions(m: Manifest) -> Any:
     t, s, i = m.tensors, m.shards, m.images
     n, width = len(t), t.shape.shape[1] if t.shape.ndim == 2 else -1
     yield _ATTEMPT.fullmatch(m.attempt) is not None, "the attempt's name"
-    yield m.world > 0 and 0 < m.block_nbytes <= m.chunk_nbytes <= 1 << 30 and m.chunk_nbytes % m.block_nbytes == 0, "sizes"
+    yield (
+        m.world > 0 and 0 < m.block_nbytes <= m.chunk_nbytes <= 1 << 30 and m.chunk_nbytes % m.block_nbytes == 0,
+        "sizes",
+    )
     yield width >= 0 and s.offsets.shape == s.lengths.shape == (len(s.tensor), width), "widths of columns"
     yield all(len(c) == n for c in (t.names, t.ndim, t.shape, m.container)), "lengths of tensor columns"
     yield all(c.shape == (len(s.tensor),) for c in (s.image, s.start)), "lengths of shard columns"
@@ -226,10 +230,16 @@ def _conditions(m: Manifest) -> Any:
     yield len(i.rank) == len(i.hashed_nbytes) and len(np.unique(i.rank)) == len(i.rank), "images"
     yield bool((t.dtype < len(t.dtypes)).all()) and all(0 < size <= 64 for _, size in t.dtypes), "dtypes"
     yield bool((t.ndim <= width).all()) and _product_fits(t), "shapes of tensors"
-    yield bool(((t.alias < n) & (t.owner < m.world)).all()) and bool((t.alias[t.alias[t.alias >= 0]] < 0).all()), "aliases"
+    yield (
+        bool(((t.alias < n) & (t.owner < m.world)).all()) and bool((t.alias[t.alias[t.alias >= 0]] < 0).all()),
+        "aliases",
+    )
     yield bool((m.container < len(m.tree.containers)).all()), "containers"
     yield bool((s.image < len(i)).all()), "images of shards"
-    yield bool(((s.lengths > 0) & (s.lengths <= t.shape[s.tensor]) & (s.offsets <= t.shape[s.tensor] - s.lengths)).all()), "boxes"
+    yield (
+        bool(((s.lengths > 0) & (s.lengths <= t.shape[s.tensor]) & (s.offsets <= t.shape[s.tensor] - s.lengths)).all()),
+        "boxes",
+    )
     yield bool((s.start + s.nbytes(t) <= i.hashed_nbytes[s.image]).all()), "bytes of shards"
     yield i.digests.ndim == 2 and i.digests.shape == (int(m.first_chunk[-1]), DIGEST_NBYTES), "chunks"
     yield _names_have_prefixes(m), "names"

@@ -40,10 +40,14 @@ def merge(fragments: Sequence[Manifest]) -> Manifest:
         np.concatenate([f.images.hashed_nbytes for f in fragments]),
         np.concatenate([f.images.digests for f in fragments]),
     )
-    return Manifest(first.attempt, first.step, len(fragments), first.created_s, tree, tensors, container, shards, images)
+    return Manifest(
+        first.attempt, first.step, len(fragments), first.created_s, tree, tensors, container, shards, images
+    )
 
 
-def _merge_tensors(fragments: Sequence[Manifest], containers: Sequence[Sequence[int]]) -> tuple[TensorTable, Ints, list[Ints]]:
+def _merge_tensors(
+    fragments: Sequence[Manifest], containers: Sequence[Sequence[int]]
+) -> tuple[TensorTable, Ints, list[Ints]]:
     """Tensors by (name, owner) in order of first appearance, their containers, and per fragment the new row of each."""
     row_of: dict[tuple[str, int], int] = {}
     kinds: dict[tuple[str, int], int] = {}
@@ -62,7 +66,9 @@ def _merge_tensors(fragments: Sequence[Manifest], containers: Sequence[Sequence[
         differs = known & ((dtype[row] != code) | (ndim[row] != t.ndim) | (shape[row] != wide).any(axis=1))
         if differs.any():
             name = t.names[int(np.flatnonzero(differs)[0])]
-            raise SaveError(f"tensor {name!r} has another shape or dtype on rank {rank} than on the ranks before it", rank=rank)
+            raise SaveError(
+                f"tensor {name!r} has another shape or dtype on rank {rank} than on the ranks before it", rank=rank
+            )
         dtype[row], ndim[row], shape[row] = code, t.ndim, wide
         container[row] = np.array(containers[rank], np.int64)[f.container]
         tied = t.alias >= 0
@@ -77,7 +83,9 @@ def _merge_shards(fragments: Sequence[Manifest], rows: Sequence[Ints], width: in
     for f, row in zip(fragments, rows, strict=True):
         s = f.shards
         parts.append(
-            ShardTable(row[s.tensor], _widened(s.offsets, width, 0), _widened(s.lengths, width, 1), s.image + images, s.start)
+            ShardTable(
+                row[s.tensor], _widened(s.offsets, width, 0), _widened(s.lengths, width, 1), s.image + images, s.start
+            )
         )
         images += len(f.images)
     return ShardTable.concat(parts).sorted_by_tensor()

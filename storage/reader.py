@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ..drivers.contract import Driver
 from ..drivers.registry import open_driver
-from ..errors import HoldfastError, NotACheckpointError, UsageError
+from ..errors import DamagedError, HoldfastError, ReplacedError, UsageError
 from .commit import read_manifest
 from .engine import start
 from .manifest import MANIFEST_KEY, Manifest
@@ -68,11 +68,14 @@ class Checkpoint:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Checkpoint {self.uri}: step {self.step}, {len(self.tensors)} tensors, {self.nbytes:,} bytes, {self.world} ranks>"
+        sizes = f"{len(self.tensors)} tensors, {self.nbytes:,} bytes, {self.world} ranks"
+        return f"<Checkpoint {self.uri}: step {self.step}, {sizes}>"
 
     def close(self) -> None:
         """Let go of the storage. Safe to call twice."""
@@ -117,15 +120,17 @@ class Checkpoint:
         ``rank`` chooses among tensors that each rank has of its own. Raises UsageError for a name that is not there or
         an index that does not fit; DamagedError; StorageError.
         """
-        from .capture.targets import Wanted  # noqa: PLC0415 - torch, from here on
-        from .slices import Window, window  # noqa: PLC0415
+        from .capture.targets import Wanted
+        from .slices import Window, window
 
         if index is not None and rows is not None:
             raise UsageError("give index or rows, not both")
         m = self._manifest
         row = m.tensors.find(name, rank)
         if row is None:
-            raise UsageError(f"no tensor {name!r} in this checkpoint", uri=self.uri, advice="`holdfast show` lists its tensors.")
+            raise UsageError(
+                f"no tensor {name!r} in this checkpoint", uri=self.uri, advice="`holdfast show` lists its tensors."
+            )
         seen: Window = window(m.tensors.shape_of(row), rows if index is None else index)
         wanted = Wanted()
         made = seen.add_to(wanted, row if m.tensors.alias[row] < 0 else int(m.tensors.alias[row]), m.tensors)
@@ -133,20 +138,39 @@ class Checkpoint:
         return seen.view(made)
 
     async def _fill(self, wanted: Wanted) -> None:
-        from .load import fill  # noqa: PLC0415 - torch
+        from .load import fill
 
-        await fill(self._driver, self._manifest, wanted, _BUDGET_NBYTES)
+        try:
+            await fill(self._driver, self._manifest, wanted, _BUDGET_NBYTES)
+        except DamagedError as error:
+            await self._raise_if_replaced(error)
+            raise
+
+    async def _raise_if_replaced(self, error: Exception) -> None:
+        if (await read_manifest(self._driver))[0].attempt != self.attempt:
+            raise ReplacedError(
+                "another save has replaced this checkpoint", uri=self.uri, advice="Open it again"
+            ) from error
 
     def verify(self, progress: Callable[[int, int], None] = lambda done, total: None) -> VerifyReport:
         """Read every byte and check it against its checksum. Reports all damage; raises only what keeps it from looking.
 
         ``progress(done_nbytes, total_nbytes)`` is called now and then, on another thread.
         """
-        return start(verify_images(self._driver, self._manifest, _BUDGET_NBYTES, progress)).result()
+        return start(self._verify(progress)).result()
+
+    async def _verify(self, progress: Callable[[int, int], None]) -> VerifyReport:
+        report = await verify_images(self._driver, self._manifest, _BUDGET_NBYTES, progress)
+        if not report.ok:
+            await self._raise_if_replaced(DamagedError(f"{len(report.damages)} damages", uri=self.uri))
+        return report
 
 
-def open(uri: str | os.PathLike[str]) -> Checkpoint:  # noqa: A001 - the name that users expect
-    """Open the checkpoint committed at ``uri``. Raises NotACheckpointError, DamagedError, UnsupportedFormatError, UriError."""
+def open(uri: str | os.PathLike[str]) -> Checkpoint:
+    """Open the checkpoint committed at ``uri``.
+
+    Raises NotACheckpointError, DamagedError, UnsupportedFormatError, UriError, StorageError.
+    """
     driver = open_driver(uri)
     try:
         manifest, data = start(read_manifest(driver)).result()
@@ -191,8 +215,6 @@ async def _listed(driver: Driver) -> list[ListedCheckpoint]:
 async def _line(driver: Driver, key: str, folder: str) -> ListedCheckpoint:
     try:
         m = Manifest.decode(await driver.get(key))
-    except NotACheckpointError:
-        raise
     except HoldfastError as error:
         return ListedCheckpoint(folder, None, 0, 0, 0, 0.0, error.message)
     return ListedCheckpoint(folder, m.step, m.world, len(m.tensors), m.tensor_nbytes, m.created_s)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..drivers.contract import Driver
-from ..errors import InvisibleFilesError, StorageError, UsageError
+from ..errors import InvisibleFilesError, SaveError, StorageError, UsageError
 from .capture.plan import SavePlan, plan_save
 from .capture.state import FlatState
 from .commit import Attempt, begin, commit, delete_attempt
@@ -63,7 +63,7 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tu
         plain = None if team.world == 1 else _agreed(job, json.loads(await beginning)["plain"], team.world)
         plan = plan_save(job.flat, team.rank, plain)
         writer = ImageWriter(driver, plan.layout, plan.source, job.budget_nbytes, job.progress)
-        digests = await writer.write(_image_key(beginning, team.rank))
+        digests = await writer.write(lambda: _image_key(beginning, team.rank))
     except BaseException:
         beginning.cancel()
         await asyncio.wait([beginning])
@@ -101,10 +101,11 @@ class _Leader:
         assert self._attempt is not None
         parts = [Manifest.decode(data, f"the fragment of rank {rank}") for rank, data in enumerate(fragments)]
         manifest = await offload(merge, parts)
+        self._obsolete = None  # from here on the manifest may turn out to have been stored, whatever is raised
         try:
             self._obsolete = await commit(self._driver, self._attempt, manifest)
-        except StorageError:
-            self._obsolete = None  # the put may have succeeded all the same: what it names must stay
+        except SaveError:
+            self._obsolete = self._attempt  # but not then: these are raised before it is put
             raise
         return self._attempt.id.encode()
 
@@ -132,7 +133,11 @@ def _agree(plain: Sequence[dict[str, str]]) -> dict[str, list[int]]:
             holders.setdefault(name, []).append(rank)
             digests.setdefault(name, set()).add(digest)
     differ = {name for name, seen in digests.items() if len(seen) > 1}
-    return {name: [] if name in differ else ranks for name, ranks in holders.items() if name in differ or len(ranks) < len(plain)}
+    return {
+        name: [] if name in differ else ranks
+        for name, ranks in holders.items()
+        if name in differ or len(ranks) < len(plain)
+    }
 
 
 def _agreed(job: SaveJob, exceptions: dict[str, list[int]], world: int) -> dict[int, tuple[int, ...]]:
@@ -150,7 +155,9 @@ def _fragment(attempt: Attempt, job: SaveJob, plan: SavePlan, digests: npt.NDArr
     """What this rank tells the leader: a manifest of one rank."""
     wrote = len(digests) > 0
     images = ImageTable(
-        np.array([rank] if wrote else [], np.int64), np.array([plan.layout.hashed_end] if wrote else [], np.int64), digests
+        np.array([rank] if wrote else [], np.int64),
+        np.array([plan.layout.hashed_end] if wrote else [], np.int64),
+        digests,
     )
     return Manifest(
         attempt.id, job.step, rank + 1, job.created_s, job.flat.tree, plan.tensors, plan.container, plan.shards, images

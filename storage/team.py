@@ -112,8 +112,10 @@ class StoreTeam(Team):
         return verdict[1:]
 
     async def fail(self, error: BaseException) -> None:
+        key = f"{self._prefix}/failed"
         with contextlib.suppress(CoordinationError):
-            await self._call(self._store.set, f"{self._prefix}/failed", _packed(error, self.rank))
+            if not isinstance(error, RankFailedError) and not await self._call(self._store.check, [key]):
+                await self._call(self._store.set, key, _packed(error, self.rank))
 
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator[None]:
@@ -137,9 +139,10 @@ class StoreTeam(Team):
         """Remove this rank's keys; the last to leave removes what all have read. Where a rank never leaves, a few keys
         stay in the job's store, and do no harm: no other team has this prefix."""
         with contextlib.suppress(CoordinationError):
-            keys = [*self._written, f"beat/{self.rank}"]
+            keys = [*self._written]
             if await self._call(self._store.add, f"{self._prefix}/left", 1) == self.world:
-                keys += ["left", "failed"]
+                # Not before: who found a beat a moment ago is about to get it, and would wait for a key that is gone.
+                keys += ["left", "failed", *(f"beat/{rank}" for rank in range(self.world))]
                 for verdict in self._verdicts:
                     keys += [verdict, *(f"{verdict}/{i}" for i in range(await self._parts(verdict)))]
             for key in keys:
@@ -164,10 +167,10 @@ class StoreTeam(Team):
                 if await self._call(self._store.check, [f"{self._prefix}/{name}/{rank}"]):
                     found[rank] = await self._take(f"{name}/{rank}")
             missing = [r for r in ranks if r not in found]
-            await self._raise_if_failed()
-            watch.look({r: await self._beats(r) for r in missing}, what)
-            pause_s = 0.001 if len(found) > before else min(pause_s * 2, 0.05)
             if missing:
+                await self._raise_if_failed()
+                watch.look({r: await self._beats(r) for r in missing}, what)
+                pause_s = 0.001 if len(found) > before else min(pause_s * 2, 0.05)
                 await asyncio.sleep(pause_s)
         return [found[r] for r in ranks]
 
@@ -189,7 +192,7 @@ class StoreTeam(Team):
             told = json.loads(await self._call(self._store.get, key))
             if told["type"] == DeadlineError.__name__:
                 raise DeadlineError(told["message"], rank=told["rank"], advice=told["advice"])
-            raise RankFailedError(f"rank {told['teller']} failed: {told['type']}: {told['message']}", rank=told["teller"])
+            raise RankFailedError(f"rank {told['teller']} failed: {told['message']}", rank=told["teller"])
 
     async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         try:
@@ -225,10 +228,11 @@ class _Silence:
 
 
 def _packed(error: BaseException, rank: int) -> bytes:
-    told: dict[str, Any] = {"teller": rank, "rank": None, "type": type(error).__name__, "message": str(error)[:10_000]}
+    told: dict[str, Any] = {"teller": rank, "rank": None, "type": type(error).__name__}
+    told["message"] = f"{type(error).__name__}: {error}"[:10_000]
     if isinstance(error, HoldfastError):
-        told |= {"message": error.message[:10_000], "rank": error.rank, "uri": error.uri, "key": error.key, "advice": error.advice}
-        told["differences"] = list(getattr(error, "differences", ()))
+        told |= {name: getattr(error, name) for name in ("rank", "uri", "key", "advice")}
+        told |= {"message": error.message[:10_000], "differences": list(getattr(error, "differences", ()))}
     return json.dumps(told).encode()
 
 

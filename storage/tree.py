@@ -95,7 +95,9 @@ class Tree:
         """Raises DamagedError for what :meth:`to_json` never produces."""
         try:
             containers = [Container(int(p), k, str(kind)) for p, k, kind in data["containers"]]
-            values = [Value(int(c), k, [([int(r) for r in ranks], e) for ranks, e in by]) for c, k, by in data["values"]]
+            values = [
+                Value(int(c), k, [([int(r) for r in ranks], e) for ranks, e in by]) for c, k, by in data["values"]
+            ]
             tree = cls(containers, values, {}, {str(name) for name in data["arrays"]})
             for c, text, key in data["tensor_keys"]:
                 tree.tensor_keys.setdefault(int(c), {})[str(text)] = key
@@ -111,11 +113,21 @@ def _check(tree: Tree) -> None:
     whole = n > 0 and tree.containers[0].parent == -1
     whole = whole and all(0 <= c.parent < i for i, c in enumerate(tree.containers[1:], 1))
     whole = whole and all(c.kind in KINDS for c in tree.containers)
-    whole = whole and all(0 <= v.container < n and v.by_rank and all(ranks for ranks, _ in v.by_rank) for v in tree.values)
+    whole = whole and all(
+        0 <= v.container < n and v.by_rank and all(ranks for ranks, _ in v.by_rank) for v in tree.values
+    )
     whole = whole and all(0 <= c < n for c in tree.tensor_keys)
-    keyed = [*((c.parent, c.key) for c in tree.containers[1:]), *((v.container, v.key) for v in tree.values)] if whole else []
+    keyed = (
+        [*((c.parent, c.key) for c in tree.containers[1:]), *((v.container, v.key) for v in tree.values)]
+        if whole
+        else []
+    )
     keys = [key for by_text in tree.tensor_keys.values() for key in by_text.values()]
-    if not whole or not all(_fits(tree.containers[parent].kind, key) for parent, key in keyed) or not all(_fits("dict", k) for k in keys):
+    if (
+        not whole
+        or not all(_fits(tree.containers[parent].kind, key) for parent, key in keyed)
+        or not all(_fits("dict", k) for k in keys)
+    ):
         raise DamagedError("the manifest's tree does not hang together")
 
 
@@ -166,7 +178,9 @@ def _merge_containers(merged: Tree, tree: Tree, numbers: dict[tuple[int, str, Ke
     return number
 
 
-def _merge_value(merged: Tree, seen: dict[tuple[int, str, Key], Value], value: Value, container: int, rank: int) -> None:
+def _merge_value(
+    merged: Tree, seen: dict[tuple[int, str, Key], Value], value: Value, container: int, rank: int
+) -> None:
     encoded = value.by_rank[0][1]
     known = seen.get((container, type(value.key).__name__, value.key))
     if known is None:

@@ -33,7 +33,7 @@ def encode_value(value: Any, path: str) -> Any:
         name = f"{type(value).__module__}.{type(value).__qualname__}"
         raise StateError(
             f"{path} is a {name}, which cannot be saved",
-            advice="Save tensors, arrays, numbers, strings, bytes, and dicts, lists and tuples of them; or take it out of the state.",
+            advice="Save tensors, arrays, numbers, strings, bytes, and dicts, lists and tuples of them.",
         )
     return encoder(value)
 
@@ -87,7 +87,7 @@ def _foreign_encoder(value: Any) -> Callable[[Any], Any] | None:
 
 
 def _decode_numpy(content: list[str]) -> Any:
-    import numpy as np  # noqa: PLC0415 - only where such a value was saved
+    import numpy as np
 
     dtype = np.dtype(content[0])
     if dtype.kind not in "biufcSU":
@@ -96,7 +96,7 @@ def _decode_numpy(content: list[str]) -> Any:
 
 
 def _decode_torch_dtype(content: str) -> Any:
-    import torch  # noqa: PLC0415 - only where such a value was saved
+    import torch
 
     dtype = getattr(torch, content)
     if not isinstance(dtype, torch.dtype):
@@ -105,7 +105,7 @@ def _decode_torch_dtype(content: str) -> Any:
 
 
 def _decode_torch_device(content: str) -> Any:
-    import torch  # noqa: PLC0415 - only where such a value was saved
+    import torch
 
     try:
         return torch.device(content)
@@ -114,7 +114,7 @@ def _decode_torch_device(content: str) -> Any:
 
 
 def _decode_torch_size(content: list[int]) -> Any:
-    import torch  # noqa: PLC0415 - only where such a value was saved
+    import torch
 
     return torch.Size(content)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-
 from ..drivers.contract import Driver
 from ..errors import DamagedError, NotFoundError
 from ..planner.image import DIGEST_NBYTES, blocks_of
@@ -103,7 +102,15 @@ async def _stored_pages(driver: Driver, m: Manifest, report: VerifyReport) -> li
         try:
             found = (await driver.stat(key)).nbytes
             if found != nbytes:
-                report.damages.append(_damage(m, image, min(found, nbytes), max(found, nbytes), f"the file has {found:,} bytes, not {nbytes:,}"))
+                report.damages.append(
+                    _damage(
+                        m,
+                        image,
+                        min(found, nbytes),
+                        max(found, nbytes),
+                        f"the file has {found:,} bytes, not {nbytes:,}",
+                    )
+                )
             if found >= nbytes:
                 await driver.read(key, hashed, memoryview(pages))
         except NotFoundError:

@@ -47,7 +47,9 @@ class Built:
             raise KeyError(path)
         return leaves[0]
 
-    def _add_tensors(self, path: TypedPath, inside: list[bool], items: dict[int, dict[Key, Any]], leaves: list[Any]) -> None:
+    def _add_tensors(
+        self, path: TypedPath, inside: list[bool], items: dict[int, dict[Key, Any]], leaves: list[Any]
+    ) -> None:
         t, tree = self._m.tensors, self._m.tree
         prefixes = [len(p) for p in tree.prefixes()]
         near = [isin or self._paths[c] == path[:-1] for c, isin in enumerate(inside)]
@@ -74,7 +76,9 @@ class Built:
         root = self._roots[row]
         made = self._made.get(root)
         if made is None:
-            made = self._made[root] = torch.empty(self._shapes[root][: self._ndim[root]], dtype=self._dtypes[self._codes[root]])
+            made = self._made[root] = torch.empty(
+                self._shapes[root][: self._ndim[root]], dtype=self._dtypes[self._codes[root]]
+            )
             self._wanted.add_whole(root, made)
         return made
 

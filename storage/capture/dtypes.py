@@ -45,7 +45,9 @@ _PLAIN: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:
-    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or hasattr(tensor, "__tensor_flatten__")
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or hasattr(
+        tensor, "__tensor_flatten__"
+    )
 
 
 def numpy_to_torch(array: np.ndarray, path: str) -> torch.Tensor:

@@ -28,8 +28,10 @@ def _fingerprint(flat: FlatState, row: int) -> bytes:
     if tensor.numel() == 0:
         return hasher.digest()
     if address_of(tensor) is not None:
-        hasher.update(as_bits(tensor).reshape(-1).view(torch.uint8).numpy())
+        hasher.update(as_bits(tensor).reshape(-1).view(torch.uint8).numpy().data)
         return hasher.digest()
-    for piece in as_bits(tensor.flatten() if tensor.device.type == "cpu" else tensor.reshape(-1)).split(_PIECE_NUMEL):
-        hasher.update(piece.cpu().contiguous().view(torch.uint8).numpy())
+    flat_bits = as_bits(tensor).reshape(-1)
+    for start in range(0, len(flat_bits), _PIECE_NUMEL):
+        piece = flat_bits[start : start + _PIECE_NUMEL]
+        hasher.update(piece.cpu().contiguous().view(torch.uint8).numpy().data)
     return hasher.digest()

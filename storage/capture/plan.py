@@ -82,7 +82,9 @@ def plan_save(flat: FlatState, rank: int, plain: Mapping[int, tuple[int, ...]] |
     return SavePlan(tensors, np.array(flat.containers, np.int64), shards, layout, source)
 
 
-def _holdings(flat: FlatState, tensors: TensorTable, rank: int, plain: Mapping[int, tuple[int, ...]] | None) -> Holdings:
+def _holdings(
+    flat: FlatState, tensors: TensorTable, rank: int, plain: Mapping[int, tuple[int, ...]] | None
+) -> Holdings:
     """Everything this rank holds: plain tensors as they are, DTensors piece by piece; aliases and empty ones left out."""
     width = tensors.shape.shape[1]
     groups: dict[tuple[int, ...], int] = {(rank,): 0}

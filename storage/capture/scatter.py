@@ -20,7 +20,12 @@ class Scatter:
     """Carries out the copies of a load plan. ``buffers`` are the local tensors that ``targets.buffer`` counts."""
 
     def __init__(
-        self, tensors: TensorTable, shards: ShardTable, targets: Targets, plan: LoadPlan, buffers: Sequence[torch.Tensor]
+        self,
+        tensors: TensorTable,
+        shards: ShardTable,
+        targets: Targets,
+        plan: LoadPlan,
+        buffers: Sequence[torch.Tensor],
     ) -> None:
         self._tensors, self._shards, self._targets, self._plan = tensors, shards, targets, plan
         self._buffers = buffers

@@ -62,7 +62,9 @@ class ImageSource:
             if address is not None:
                 copy_memory(base + lo, address + lo - a, hi - lo)
             else:
-                self._copy_strided(i, lo - a, hi - a, torch.frombuffer(into.view, dtype=torch.uint8)[lo - start : hi - start])
+                self._copy_strided(
+                    i, lo - a, hi - a, torch.frombuffer(into.view, dtype=torch.uint8)[lo - start : hi - start]
+                )
         if stop > self._data_end:
             np.frombuffer(into.view, np.uint8)[max(self._data_end, start) - start : stop - start] = 0
 

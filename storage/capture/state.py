@@ -109,8 +109,9 @@ class _Walker:
         self.flat.nodes.append(node)
         if id(node) in self.open_ids:
             raise StateError(f"{self.path(parent, key)} contains itself")
-        if isinstance(node, tuple) and type(node) is not tuple and not isinstance(node, torch.Size):
-            raise StateError(f"{self.path(parent, key) if number else 'the state'} is a {type(node).__name__}; save it as a plain tuple or a dict")
+        if isinstance(node, tuple) and type(node) is not tuple:
+            where = self.path(parent, key) if number else "the state"
+            raise StateError(f"{where} is a {type(node).__name__}; save it as a plain tuple or a dict")
         self.open_ids.add(id(node))
         items = node.items() if kind == "dict" else enumerate(node)
         for child, item in items:
@@ -158,7 +159,13 @@ class _Walker:
         self.tensor(local_tensor(item), number, key, prefix, part, tuple(item.shape))
 
     def tensor(
-        self, item: torch.Tensor, number: int, key: Key, prefix: str, part: LocalPart | None, shape: tuple[int, ...] | None = None
+        self,
+        item: torch.Tensor,
+        number: int,
+        key: Key,
+        prefix: str,
+        part: LocalPart | None,
+        shape: tuple[int, ...] | None = None,
     ) -> None:
         reason = refusal(item)
         if reason is not None:
@@ -186,7 +193,13 @@ class _Walker:
         if first == row:
             return -1
         rows = self.sharing.setdefault(address, [first])  # views of one storage, which begin alike
-        same = (r for r in rows if self.flat.parts[r] == part and self.flat.shapes[r] == self.flat.shapes[row] and _same_bytes(self.flat.locals[r], item))
+        same = (
+            r
+            for r in rows
+            if self.flat.parts[r] == part
+            and self.flat.shapes[r] == self.flat.shapes[row]
+            and _same_bytes(self.flat.locals[r], item)
+        )
         root = next(same, -1)
         if root < 0 and row not in rows:
             rows.append(row)

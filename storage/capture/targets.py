@@ -61,7 +61,9 @@ class Wanted:
             offsets=np.concatenate([zeros, padded(offsets, width, 0)]),
             lengths=np.concatenate([shape[tensor], padded(lengths, width, 1)]),
             local_offsets=np.concatenate([zeros, padded(local, width, 0)]),
-            local_shape=np.concatenate([shape[tensor], padded([self.buffers[b].shape for b in self._buffer], width, 1)]),
+            local_shape=np.concatenate(
+                [shape[tensor], padded([self.buffers[b].shape for b in self._buffer], width, 1)]
+            ),
             buffer=np.concatenate([buffer, np.array(self._buffer, np.int64)]),
         )
 
@@ -95,7 +97,9 @@ def _match_tensors(found: Match, flat: FlatState, stored: TensorTable, rank: int
     sources = stored.find_all(flat.names, rank)
     fits = _fitting(flat, stored, sources)
     shared = (stored.owner < 0).all()
-    found.tensors.update(sources[sources >= 0].tolist() if shared else (r for name in flat.names for r in stored.rows.get(name, ())))
+    found.tensors.update(
+        sources[sources >= 0].tolist() if shared else (r for name in flat.names for r in stored.rows.get(name, ()))
+    )
     alias = np.where(stored.alias < 0, np.arange(len(stored)), stored.alias)[sources]
     for row, (source, root, fit, local, part) in enumerate(
         zip(sources.tolist(), alias.tolist(), fits.tolist(), flat.locals, flat.parts, strict=True)
@@ -120,7 +124,9 @@ def _fitting(flat: FlatState, stored: TensorTable, sources: Ints) -> npt.NDArray
     shapes = widen(stored.shape, width, 1)[sources] == padded(flat.shapes, width, 1)
     codes = {dtype_of(*kind): code for code, kind in enumerate(stored.dtypes)}
     dtypes = np.fromiter((codes.get(d, -1) for d in flat.dtypes), np.int64, len(flat.dtypes))
-    fits: npt.NDArray[np.bool_] = shapes.all(axis=1) & (stored.ndim[sources] == ndim) & (stored.dtype[sources] == dtypes)
+    fits: npt.NDArray[np.bool_] = (
+        shapes.all(axis=1) & (stored.ndim[sources] == ndim) & (stored.dtype[sources] == dtypes)
+    )
     return fits
 
 
@@ -151,7 +157,7 @@ def _match_values(found: Match, flat: FlatState, stored: Tree) -> None:
     theirs = typed_paths(stored)
     at = {(*theirs[v.container], (type(v.key).__name__, v.key)): i for i, v in enumerate(stored.values)}
     ours = typed_paths(flat.tree)
-    lenient = [path for path in _opened(flat, ours)]
+    lenient = _opened(flat, ours)
     for value in flat.tree.values:
         path = (*ours[value.container], (type(value.key).__name__, value.key))
         inside = next((p for p in lenient if path[: len(p)] == p), None)
@@ -161,7 +167,14 @@ def _match_values(found: Match, flat: FlatState, stored: Tree) -> None:
                 found.assign.append((value.container, value.key, at[path]))
         elif inside is None:
             found.missing.append(f"{format_path(key for _, key in path)}: no such value in the checkpoint")
-    taken = [*lenient, *((*ours[s.parent], (type(s.key).__name__, s.key)) if s.parent >= 0 else () for s in flat.subtrees if s.state is None)]
+    taken = [
+        *lenient,
+        *(
+            (*ours[s.parent], (type(s.key).__name__, s.key)) if s.parent >= 0 else ()
+            for s in flat.subtrees
+            if s.state is None
+        ),
+    ]
     found.values.update(i for path, i in at.items() if any(path[: len(p)] == p for p in taken))
 
 
@@ -169,7 +182,9 @@ def _opened(flat: FlatState, ours: Sequence[TypedPath]) -> list[TypedPath]:
     """Paths of modules and optimizers. Their small values (hyperparameters) vary with torch's version: those that both
     have are taken over, others are let be."""
     return [
-        (*ours[s.parent], (type(s.key).__name__, s.key)) if s.parent >= 0 else () for s in flat.subtrees if s.state is not None
+        (*ours[s.parent], (type(s.key).__name__, s.key)) if s.parent >= 0 else ()
+        for s in flat.subtrees
+        if s.state is not None
     ]
 
 

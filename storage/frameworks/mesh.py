@@ -39,11 +39,13 @@ def local_part(tensor: DTensor, path: str) -> LocalPart:
         return LocalPart((), (0,) * tensor.ndim, ())
     placements = tuple(_placement(p, path) for p in tensor.placements)
     ranks = mesh.mesh
-    part = _part(tuple(tensor.shape), tuple(ranks.shape), tuple(ranks.flatten().tolist()), tuple(coordinate), placements)
+    part = _part(
+        tuple(tensor.shape), tuple(ranks.shape), tuple(ranks.flatten().tolist()), tuple(coordinate), placements
+    )
     actual = tuple(local_tensor(tensor).shape)
     if part.pieces and actual != part.local_shape:
         raise StateError(
-            f"{path} holds a local tensor of shape {actual}, but its placements {tensor.placements} imply {part.local_shape}",
+            f"{path} holds a local tensor of shape {actual}, but {tensor.placements} imply {part.local_shape}",
             advice="This release does not know how this tensor is laid out.",
         )
     return part

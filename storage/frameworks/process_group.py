@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import datetime
 import os
+from typing import cast
 
 import torch.distributed as dist
 
 from ...errors import UsageError
-from ..team import Solo, StoreTeam, Team
+from ..team import Solo, StoreLike, StoreTeam, Team
 
 __all__ = ["current_rank", "current_team"]
 
@@ -27,20 +28,21 @@ def current_team(deadline_s: float, *, saving: bool) -> Team:
     if not _in_use():
         if saving and int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
             raise UsageError(
-                f"this process is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}, but torch.distributed is not initialised",
+                f"this process is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}, "
+                "but torch.distributed is not initialised",
                 advice="Call torch.distributed.init_process_group first, or unset WORLD_SIZE.",
             )
         return Solo()
     rank, world = dist.get_rank(), dist.get_world_size()
     if world == 1:
         return Solo()
-    store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - what torch's own elastic and rpc code uses
+    store = dist.distributed_c10d._get_default_store()
     # How many teams this rank has had since the store was made: counted in the store, so that all ranks count alike.
     call = store.add(f"holdfast/calls/{rank}", 1)
     if hasattr(store, "clone"):  # a connection of our own: no call of the trainer's ever waits for one of ours
         store = store.clone()
         store.set_timeout(datetime.timedelta(seconds=max(1.0, deadline_s)))
-    return StoreTeam(store, rank, world, f"holdfast/{call}", deadline_s)
+    return StoreTeam(cast(StoreLike, store), rank, world, f"holdfast/{call}", deadline_s)
 
 
 def _in_use() -> bool:

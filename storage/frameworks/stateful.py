@@ -43,7 +43,7 @@ class RNGState:
 
     def state_dict(self) -> dict[str, Any]:
         """States of all generators, as they are now."""
-        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
         name, keys, position, has_gauss, cached = np.random.get_state()
         return {
             "torch": torch.get_rng_state(),
@@ -88,7 +88,7 @@ def expand(value: Any, modules: Iterable[torch.nn.Module], path: str) -> Any:
     if isinstance(value, np.random.Generator):
         return dict(value.bit_generator.state)
     if isinstance(value, np.random.RandomState):
-        return list(value.get_state())  # type: ignore[arg-type]
+        return list(value.get_state())
     if isinstance(value, random.Random):
         return value.getstate()
     state = value.state_dict()

@@ -46,6 +46,12 @@ def test_intersect(a, b, common):
     assert intersect(b, a) == common
 
 
+def test_boxes_of_different_dimensions_do_not_intersect():
+    """Comparing boxes of tensors of different dimensions is a mistake of the caller."""
+    with pytest.raises(ValueError, match="zip"):
+        intersect(Box((0,), (4,)), Box((0, 0), (4, 4)))
+
+
 def test_row_strides():
     """Strides count elements, the last dimension fastest."""
     assert row_strides((2, 3, 4)) == (12, 4, 1)
@@ -85,6 +91,7 @@ def test_every_flat_range_of_small_arrays(lengths):
             slices = [tuple(slice(*pair) for pair in zip(box.offsets, box.stops, strict=True)) for box in boxes]
             elements = [element for part in slices for element in index[part].ravel().tolist()]
             assert elements == list(range(start, stop))
+            assert all(box.volume for box in boxes)
             assert len(boxes) <= (max(1, 2 * len(lengths) - 1) if start < stop else 0)
 
 

@@ -62,6 +62,15 @@ def test_find_prefers_the_shared_row():
     assert tensor_table([(1,)] * 2, names=["a", "a"], owner=[3, -1]).find("a", rank=3) == 1
 
 
+def test_find_all_finds_what_find_does():
+    """Many names at once, with and without owners; -1 stands for a name that is not there."""
+    shared = tensor_table([(1,)] * 3)
+    owned = tensor_table([(1,)] * 4, names=["rng", "w", "rng", "v"], owner=[1, -1, 0, -1])
+    assert shared.find_all(["t2", "x", "t0"], rank=1).tolist() == [2, -1, 0]
+    assert owned.find_all(["rng", "v", "x", "w"], rank=1).tolist() == [0, 3, -1, 1]
+    assert owned.find_all(["rng", "rng"], rank=4).tolist() == [2, 2]
+
+
 def test_shards_sort_and_point():
     """Sorting is by tensor and otherwise keeps the order; pointers delimit each tensor's rows."""
     table = shard_table([(2, (0,), (4,)), (0, (0,), (1,)), (2, (4,), (4,))]).sorted_by_tensor()

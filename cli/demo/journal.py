@@ -1,0 +1,61 @@
+"""What a rank has to tell, line by line: written by the ranks of a job, followed by whoever watches it.
+
+A line is on its way to the watcher as soon as it is written, and outlives a rank that is killed in the next instant.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Event", "Journal", "Watcher"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """``kind`` says what happened, ``time_s`` when (seconds since the epoch), ``told`` the rest."""
+
+    kind: str
+    rank: int
+    time_s: float
+    told: dict[str, Any]
+
+
+class Journal:
+    """The journal of one rank, in ``folder``, which exists."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._rank = rank
+        self._file = (folder / f"rank-{rank}.jsonl").open("ab", buffering=0)
+
+    def write(self, kind: str, **told: Any) -> None:
+        """Add a line, at once: with a single call to the system, so that none is ever seen in part."""
+        line = {"kind": kind, "rank": self._rank, "time_s": time.time(), "told": told}
+        self._file.write(json.dumps(line).encode() + b"\n")
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
+
+
+class Watcher:
+    """Reads the journals in ``folder`` as they grow."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._seen: dict[Path, int] = {}
+
+    def news(self) -> Iterator[Event]:
+        """The events since the last look; in order for each rank."""
+        for path in sorted(self._folder.glob("rank-*.jsonl")):
+            with path.open("rb") as file:
+                file.seek(self._seen.get(path, 0))
+                lines = file.read()
+            whole = lines[: lines.rfind(b"\n") + 1]
+            self._seen[path] = self._seen.get(path, 0) + len(whole)
+            for line in whole.splitlines():
+                yield Event(**json.loads(line))

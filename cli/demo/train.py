@@ -1,0 +1,169 @@
+"""The training job: what torchrun starts on every rank. Written as a user of Holdfast would write it.
+
+    torchrun --nproc-per-node=4 -m holdfast.cli.demo.train --journal FOLDER --uri URI --steps 40 --every 8
+
+It resumes from the newest checkpoint below the URI, on however many ranks it finds itself. With ``--kill-at 24 --victim 2``
+rank 2 kills itself in the middle of saving step 24. Without a URI nothing is saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import signal
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import holdfast  # noqa: TID251 - a training script stands outside the house
+
+from ...drivers.uri import join, parse
+from .data import batch, part_of, read_text
+from .journal import Journal
+from .model import ModelConfig, Transformer
+from .torn import image_is_begun
+
+__all__ = ["SEQUENCES", "Training", "main"]
+
+SEQUENCES = 8  # in a batch, over all ranks
+LENGTH = 128  # tokens in a sequence
+RATE, RISING_STEPS = 2e-3, 8  # of learning
+DEADLINE_S = 6.0
+
+
+class Training:
+    """One rank's part of the job."""
+
+    def __init__(self, job: argparse.Namespace, journal: Journal) -> None:
+        self._job, self._journal = job, journal
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._text = read_text()
+        self._model, self._optim = sharded_model(job.seed)
+        self._state: dict[str, Any] = {
+            "model": self._model, "optim": self._optim, "step": 0, "rng": holdfast.RNGState()
+        }  # fmt: skip
+        self._saving: tuple[int, holdfast.SaveHandle] | None = None
+
+    def run(self) -> None:
+        """Resume, train, save every few steps."""
+        parameters = sum(p.numel() for p in self._model.parameters())
+        self._journal.write("ready", world=self._world, parameters=parameters, text_nbytes=len(self._text))
+        self._resume()
+        for step in range(self._state["step"] + 1, self._job.steps + 1):
+            began_s = time.perf_counter()
+            loss = self._train(step)
+            self._state["step"] = step
+            seconds = time.perf_counter() - began_s
+            self._journal.write("step", step=step, loss=loss, seconds=seconds, tokens=SEQUENCES * LENGTH)
+            if self._job.uri and step % self._job.every == 0:
+                self._save(step)
+        self.end_save()
+
+    def _resume(self) -> None:
+        found = holdfast.list_checkpoints(self._job.uri) if self._job.uri else []
+        if found:
+            uri = str(join(self._job.uri, found[-1].path))  # listed by step: the last is the newest
+            holdfast.load(uri, into=self._state, deadline_s=DEADLINE_S, on_report=self._tell_loaded)
+
+    def _tell_loaded(self, report: holdfast.LoadReport) -> None:
+        self._journal.write("loaded", **asdict(report))
+
+    def _train(self, step: int) -> float:
+        windows = part_of(batch(self._text, self._job.seed, step, SEQUENCES, LENGTH), self._rank, self._world)
+        tokens = torch.from_numpy(windows)
+        logits = self._model(tokens[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        for group in self._optim.param_groups:
+            group["lr"] = RATE * min(1.0, step / RISING_STEPS)
+        self._optim.step()
+        self._optim.zero_grad()
+        total = loss.detach()
+        dist.all_reduce(total)
+        return float(total) / self._world
+
+    def _save(self, step: int) -> None:
+        """Begin to save; training goes on meanwhile."""
+        self.end_save()
+        uri = str(join(self._job.uri, f"step-{step:06d}"))
+        handle = holdfast.async_save(uri, self._state, deadline_s=DEADLINE_S)
+        self._saving = step, handle
+        if step == self._job.kill_at and self._rank == self._job.victim:
+            self._die_in(handle, uri)
+
+    def _die_in(self, handle: holdfast.SaveHandle, uri: str) -> None:
+        """Die by SIGKILL while the image is being written: no handler, no clean-up, not a word to the other ranks."""
+        handle.sealed.wait()
+        while parse(uri).scheme == "file" and not image_is_begun(uri, self._rank) and not handle.done():
+            time.sleep(0.0002)
+        self._journal.write("killed", step=self._state["step"], pid=os.getpid())
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def end_save(self) -> None:
+        """Wait for the save under way, if there is one. Raises what it failed with."""
+        if self._saving is not None:
+            (step, handle), self._saving = self._saving, None
+            handle.wait()
+            assert handle.report is not None
+            self._journal.write("saved", step=step, **asdict(handle.report))
+
+
+def sharded_model(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """The same model on any number of ranks, each of its blocks sharded over all of them."""
+    torch.manual_seed(seed)
+    model = Transformer(ModelConfig())
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=RATE)
+
+
+def main() -> None:
+    """One rank of the job. Raises what training, or the last save, failed with."""
+    job = _arguments()
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    journal = Journal(job.journal, dist.get_rank())
+    # torchrun tells the others to stop as soon as one rank is dead. They first learn what became of the save: below.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    training = Training(job, journal)
+    try:
+        training.run()
+    except Exception as error:
+        _tell_failed(journal, error)
+        try:
+            training.end_save()
+        except holdfast.HoldfastError as lost:
+            _tell_failed(journal, lost)
+        raise
+    dist.destroy_process_group()
+
+
+def _tell_failed(journal: Journal, error: Exception) -> None:
+    ours = isinstance(error, holdfast.HoldfastError)
+    journal.write("failed", ours=ours, type=type(error).__name__, message=str(error))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--journal", type=Path, required=True, help="folder for the journals of the ranks")
+    parser.add_argument("--uri", help="where the checkpoints go")
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--every", type=int, required=True, help="steps between two checkpoints")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kill-at", type=int, default=-1, help="in the save of which step a rank dies")
+    parser.add_argument("--victim", type=int, default=-1, help="which rank")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

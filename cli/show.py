@@ -1,0 +1,207 @@
+"""``holdfast show``: the state in a checkpoint as a tree, and where each tensor of it lies.
+
+On a terminal the tree has guides and columns. Elsewhere two spaces a level and two between fields, and nothing depends on
+the lines around it: so that two checkpoints can be compared with diff, and one searched with grep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import typer
+
+from ..drivers.registry import open_driver
+from ..storage.commit import read_manifest
+from ..storage.engine import start
+from ..storage.manifest import FORMAT_VERSION, Manifest
+from ..storage.tree import Key, Value, format_path
+from .commands import print_json
+from .placed import Placed, PlacedTensor
+from .text import is_terminal, one_of, paint, printable, shape_text, size_text, time_text
+from .valued import value_text
+
+__all__ = ["run"]
+
+_LINES_PER_WRITE = 1000
+_NAME_WIDTH_MAX = 48
+
+
+def run(uri: str, *, json_output: bool, values: bool, depth: int | None) -> int:
+    """Print it. ``depth``: containers below so many levels are summed up; ``values``: print them whole."""
+    driver = open_driver(uri)
+    try:
+        manifest, data = start(read_manifest(driver)).result()
+    finally:
+        start(driver.close()).result()
+    if json_output:
+        print_json(_document(driver.uri, manifest, len(data)))
+        return 0
+    typer.echo("\n".join(_header(driver.uri, manifest, len(data))) + "\n")
+    lines: list[str] = []
+    for line in _Outline(manifest, whole_values=values, depth=depth).lines():
+        lines.append(line)
+        if len(lines) == _LINES_PER_WRITE:
+            typer.echo("\n".join(lines))
+            lines.clear()
+    if lines:
+        typer.echo("\n".join(lines))
+    return 0
+
+
+def _stored_nbytes(m: Manifest, manifest_nbytes: int) -> int:
+    return int(m.images.nbytes(m.block_nbytes).sum()) + manifest_nbytes
+
+
+def _header(uri: str, m: Manifest, manifest_nbytes: int) -> list[str]:
+    facts = {
+        "uri": printable(uri),
+        "step": "-" if m.step is None else str(m.step),
+        "saved": time_text(m.created_s),
+        "ranks": str(m.world),
+        "tensors": f"{len(m.tensors.rows):,}, {size_text(m.tensor_nbytes)}",
+        "files": f"{len(m.images) + 1:,}, {size_text(_stored_nbytes(m, manifest_nbytes))}",
+        "format": f"version {FORMAT_VERSION}, attempt {m.attempt}",
+    }
+    return [f"{paint(f'{name:<9}', 'dim')}{fact}" for name, fact in facts.items()]
+
+
+@dataclass(slots=True)
+class _Folder:
+    """One container: what is in it, and how much is in it and below."""
+
+    label: str
+    folders: list[int] = field(default_factory=list)
+    tensors: list[PlacedTensor] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    count: int = 0
+    nbytes: int = 0
+    value_count: int = 0
+
+    def summary(self) -> str:
+        parts = [one_of(self.count, "tensor"), size_text(self.nbytes)] if self.count else []
+        return ", ".join(parts + ([one_of(self.value_count, "value")] if self.value_count else [])) or "empty"
+
+
+class _Outline:
+    """The lines of the tree: in each container its values, its tensors, and then the containers in it."""
+
+    def __init__(self, manifest: Manifest, *, whole_values: bool, depth: int | None) -> None:
+        self._m = manifest
+        self._placed = Placed(manifest)
+        self._whole_values = whole_values
+        self._depth = depth
+        self._pretty = is_terminal()
+        self._prefix = [len(prefix) for prefix in manifest.tree.prefixes()]
+        self._folders = [_Folder(printable(str(c.key))) for c in manifest.tree.containers]
+        self._folders[0].label = "state"
+        self._fill()
+
+    def _fill(self) -> None:
+        containers = self._m.tree.containers
+        for container, tensor in self._placed.tensors():
+            folder = self._folders[container]
+            folder.tensors.append(tensor)
+            folder.count += 1
+            folder.nbytes += 0 if self._placed.alias_of(tensor) else tensor.nbytes * len(tensor.rows)
+        for value in self._m.tree.values:
+            self._folders[value.container].values.append(value)
+        for number in range(len(containers) - 1, -1, -1):  # parents have smaller numbers
+            folder, parent = self._folders[number], self._folders[containers[number].parent]
+            folder.value_count += len(folder.values)
+            folder.folders.reverse()
+            if number:
+                parent.folders.append(number)
+                parent.count += folder.count
+                parent.nbytes += folder.nbytes
+                parent.value_count += folder.value_count
+
+    def lines(self) -> Iterator[str]:
+        """All of it, from the top."""
+        pending = [(0, 0, "", "")]
+        while pending:  # no recursion: a state may be nested deeper than Python's stack
+            number, level, guide, inner = pending.pop()
+            folder = self._folders[number]
+            yield f"{guide}{paint(folder.label, 'bold')}  {paint(folder.summary(), 'dim')}".rstrip()
+            if self._depth is not None and level >= self._depth:
+                continue
+            leaves = self._leaves(number)
+            for i, leaf in enumerate(leaves):
+                yield self._guides(inner, i + 1 == len(leaves) and not folder.folders)[0] + leaf
+            below = [(child, level + 1, *self._guides(inner, child == folder.folders[-1])) for child in folder.folders]
+            pending += reversed(below)
+
+    def _guides(self, inner: str, last: bool) -> tuple[str, str]:
+        """What stands before a line, and before the lines below it."""
+        if not self._pretty:
+            return inner + "  ", inner + "  "
+        return (inner + "└── ", inner + "    ") if last else (inner + "├── ", inner + "│   ")
+
+    def _leaves(self, number: int) -> list[str]:
+        """The lines of a container's values and tensors. In lists they stand in order; in dicts values come first."""
+        folder, cut = self._folders[number], self._prefix[number]
+        rows: list[tuple[str, ...]] = [(_key_text(v.key), self._value(v)) for v in folder.values]
+        rows += [(printable(tensor.name[cut:]), *self._fields(tensor)) for tensor in folder.tensors]
+        if self._m.tree.containers[number].kind != "dict":
+            rows.sort(key=lambda row: int(row[0]))
+        if not self._pretty:
+            return ["  ".join(row) for row in rows]
+        name_width = min(_NAME_WIDTH_MAX, max((len(row[0]) for row in rows), default=0))
+        widths = [max(map(len, column)) for column in zip(*(row[1:] for row in rows if len(row) > 2), strict=True)]
+        return [_aligned(row, [name_width, *widths]) for row in rows]
+
+    def _value(self, value: Value) -> str:
+        return value_text(value, self._m.world, whole=self._whole_values)
+
+    def _fields(self, tensor: PlacedTensor) -> tuple[str, str, str]:
+        kind = f"{printable(tensor.dtype)} {shape_text(tensor.shape)}"
+        return kind, size_text(tensor.nbytes), printable(self._placed.words(tensor))
+
+
+def _aligned(row: tuple[str, ...], widths: list[int]) -> str:
+    """Cells in columns. A value has a name and its text; a tensor's last cell is its layout."""
+    *cells, last = (*(cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=False)), row[-1])
+    return "  ".join([*cells, paint(last, "dim") if len(row) > 2 else last])
+
+
+def _key_text(key: Key) -> str:
+    return printable(key if isinstance(key, str) else repr(key))
+
+
+def _document(uri: str, m: Manifest, manifest_nbytes: int) -> dict[str, object]:
+    placed = Placed(m)
+    paths = m.tree.paths()
+    tensors = [
+        {
+            "name": t.name,
+            "dtype": t.dtype,
+            "shape": t.shape,
+            "nbytes": t.nbytes,
+            "shards": placed.shards(t),
+            "ranks": placed.ranks(t),
+            "owners": t.owners,
+            "alias_of": placed.alias_of(t),
+        }
+        for _, t in placed.tensors()
+    ]
+    values = [
+        {
+            "path": format_path((*paths[v.container], v.key)),
+            "by_rank": [{"ranks": ranks, "value": encoded} for ranks, encoded in v.by_rank],
+        }
+        for v in m.tree.values
+    ]
+    return {
+        "uri": uri,
+        "format_version": FORMAT_VERSION,
+        "attempt": m.attempt,
+        "step": m.step,
+        "created_s": m.created_s,
+        "saved": time_text(m.created_s),
+        "world": m.world,
+        "nbytes": m.tensor_nbytes,
+        "files": len(m.images) + 1,
+        "stored_nbytes": _stored_nbytes(m, manifest_nbytes),
+        "tensors": tensors,
+        "values": values,
+    }

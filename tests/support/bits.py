@@ -1,0 +1,80 @@
+"""Comparing states to the last bit, and making tensors of any bits."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+_INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+_counter = itertools.count()
+
+
+def fresh_uri() -> str:
+    """A store in memory that nobody else uses."""
+    return f"memory://test-{next(_counter)}"
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    """The elements in row-major order, as bytes."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.view(_INTS[plain.dtype.itemsize]).contiguous().numpy().tobytes()
+
+
+def from_bytes(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor of these very bytes."""
+    tensor = torch.empty(shape, dtype=dtype)
+    if data:
+        target = tensor.view(_INTS[dtype.itemsize])
+        target.copy_(torch.frombuffer(bytearray(data), dtype=_INTS[dtype.itemsize]).reshape(shape))
+    return tensor
+
+
+def random_bits(rng: np.random.Generator, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor of random bits: every NaN, infinity and denormal is among them."""
+    return from_bytes(rng.bytes(math.prod(shape) * dtype.itemsize), dtype, shape)
+
+
+def difference(a: Any, b: Any, path: str = "state") -> str | None:
+    """Where two states differ in type, structure or a single bit; None if nowhere. Order of dict keys is no difference."""
+    if isinstance(a, torch.Tensor):
+        return _tensor_difference(a, b, path)
+    if isinstance(a, np.ndarray):
+        same = type(b) is np.ndarray and (a.dtype, a.shape) == (b.dtype, b.shape) and a.tobytes() == b.tobytes()
+        return None if same else f"{path}: {a!r} is not {b!r}"
+    if isinstance(a, Mapping):
+        if type(b) is not dict or {(type(k), repr(k)) for k in a} != {(type(k), repr(k)) for k in b}:
+            return f"{path}: {a!r} is not {b!r}"
+        theirs = {(type(k), repr(k)): v for k, v in b.items()}
+        return _first(difference(v, theirs[type(k), repr(k)], f"{path}[{k!r}]") for k, v in a.items())
+    if type(a) is not type(b):
+        return f"{path}: {type(a)} is not {type(b)}"
+    if isinstance(a, list | tuple):
+        if len(a) != len(b):
+            return f"{path}: {len(a)} items are not {len(b)}"
+        return _first(difference(x, y, f"{path}[{i}]") for i, (x, y) in enumerate(zip(a, b, strict=True)))
+    return None if _same_value(a, b) else f"{path}: {a!r} is not {b!r}"
+
+
+def _first(found: Any) -> str | None:
+    return next((text for text in found if text is not None), None)
+
+
+def _tensor_difference(a: torch.Tensor, b: Any, path: str) -> str | None:
+    if not isinstance(b, torch.Tensor) or (a.dtype, a.shape) != (b.dtype, b.shape):
+        return f"{path}: {a.dtype} {list(a.shape)} is not {getattr(b, 'dtype', type(b))} {list(getattr(b, 'shape', ()))}"
+    return None if raw(a) == raw(b) else f"{path}: the bits differ"
+
+
+def _same_value(a: Any, b: Any) -> bool:
+    if isinstance(a, float):
+        return repr(a) == repr(b)
+    if isinstance(a, complex):
+        return _same_value(a.real, b.real) and _same_value(a.imag, b.imag)
+    if isinstance(a, np.generic):
+        return a.dtype == b.dtype and a.tobytes() == b.tobytes()
+    return bool(a == b)

@@ -1,0 +1,347 @@
+"""Durable on return, or an error and nothing visible: the order of system calls, and what happens when one fails."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import functools
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast import errors
+from holdfast.drivers.local import LocalDriver
+from holdfast.drivers.oserrors import storage_errors
+from holdfast.errors import (
+    AccessError,
+    ExistsError,
+    FullError,
+    NotFoundError,
+    StorageDownError,
+    StorageError,
+)
+
+
+@pytest.fixture
+def driver(tmp_path: Path, no_leaks: None) -> Iterator[LocalDriver]:
+    """A driver on a root that does not exist yet."""
+    driver = LocalDriver(tmp_path / "root")
+    yield driver
+    asyncio.run(driver.close())
+
+
+def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run a coroutine function as a test, for at most a minute."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        async def limited() -> None:
+            async with asyncio.timeout(60):
+                await test(*args, **kwargs)
+
+        asyncio.run(limited())
+
+    return run
+
+
+async def keys(driver: LocalDriver) -> list[str]:
+    """Every visible key, sorted."""
+    return sorted([info.key async for info in driver.list()])
+
+
+async def upload(driver: LocalDriver, key: str, nbytes: int) -> None:
+    """An object by an upload in two parts."""
+    new = await driver.create(key, nbytes)
+    try:
+        await new.write(nbytes // 2, memoryview(bytes(nbytes - nbytes // 2)))
+        await new.write(0, memoryview(bytes(nbytes // 2)))
+        await new.commit()
+    finally:
+        await new.abort()
+
+
+class Calls(list[str]):
+    """The system calls that matter, in their order, with the name of the file or folder they act on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fail: dict[str, int] = {}
+        """An entry of the log → the errno with which it fails."""
+        for name, label in {
+            "pwrite": lambda fd, data, at: f"write {_name(fd)}",
+            "fsync": lambda fd: f"fsync {_name(fd)}",
+            "rename": lambda a, b, src_dir_fd, dst_dir_fd: f"rename {b}",
+            "link": lambda a, b, src_dir_fd, dst_dir_fd, follow_symlinks: f"link {b}",
+            "mkdir": lambda path, mode=0o777, dir_fd=None: f"mkdir {Path(path).name}",
+            "unlink": lambda path, dir_fd: f"unlink {'temporary' if path.endswith('.tmp') else path}",
+        }.items():
+            monkeypatch.setattr(os, name, functools.partial(self._call, getattr(os, name), label))
+
+    def _call(self, real: Callable[..., Any], label: Callable[..., str], *args: Any, **kwargs: Any) -> Any:
+        entry = label(*args, **kwargs)
+        self.append(entry)
+        if code := self.fail.get(entry):
+            raise OSError(code, os.strerror(code))
+        return real(*args, **kwargs)
+
+
+def _name(fd: int) -> str:
+    path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+    return "temporary" if path.suffix == ".tmp" else f"folder {path.name}"
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """A log of system calls."""
+    return Calls(monkeypatch)
+
+
+NEW_FOLDERS = ["mkdir root", "fsync folder {above}", "mkdir a", "fsync folder root", "mkdir b", "fsync folder a"]
+
+
+def _new_folders(tmp_path: Path) -> list[str]:
+    return [entry.format(above=tmp_path.name) for entry in NEW_FOLDERS]
+
+
+@asynchronous
+async def test_a_put_is_durable_when_it_returns(driver: LocalDriver, calls: Calls, tmp_path: Path) -> None:
+    """New folders are synced in their parents, the content before it gets its name, and the name before put returns."""
+    await driver.put("a/b/x", b"content")
+    published = ["write temporary", "fsync temporary", "rename x", "fsync folder b"]
+    assert [c for c in calls if not c.startswith("unlink")] == [*_new_folders(tmp_path), *published]
+    calls.clear()
+    await driver.put("a/b/x", b"again")
+    assert [c for c in calls if not c.startswith("unlink")] == published
+
+
+@asynchronous
+async def test_an_exclusive_put_is_durable_when_it_returns(driver: LocalDriver, calls: Calls) -> None:
+    """The name appears with its content, the temporary name goes, and both are synced."""
+    await driver.put("x", b"content", exclusive=True)
+    assert calls[calls.index("write temporary") :][:5] == [
+        "write temporary",
+        "fsync temporary",
+        "link x",
+        "unlink temporary",
+        "fsync folder root",
+    ]
+
+
+@pytest.mark.parametrize("nbytes", [10, 300_001])
+@asynchronous
+async def test_a_commit_is_durable_when_it_returns(
+    driver: LocalDriver, calls: Calls, tmp_path: Path, nbytes: int
+) -> None:
+    """As put: every write, then the file, the rename, the folder; new folders already when the upload begins."""
+    await upload(driver, "a/b/x", nbytes)
+    order = [c for i, c in enumerate(calls) if not c.startswith("unlink") and (not i or calls[i - 1] != c)]
+    assert order == [*_new_folders(tmp_path), "write temporary", "fsync temporary", "rename x", "fsync folder b"]
+
+
+@asynchronous
+async def test_folders_of_others_are_synced_once(driver: LocalDriver, calls: Calls, tmp_path: Path) -> None:
+    """A folder that is already there may have been made by another process a moment ago: its name is synced, too."""
+    (tmp_path / "root" / "a").mkdir(parents=True)
+    calls.clear()
+    for n in range(3):
+        await driver.put(f"a/{n}", b"")
+    assert calls.count("fsync folder root") == 1
+    assert calls.count("fsync folder a") == 3
+
+
+@asynchronous
+async def test_a_deletion_is_durable_when_it_returns(driver: LocalDriver, calls: Calls) -> None:
+    """So that deleting a manifest before its data stays in this order, whatever happens."""
+    await driver.put("a/b/x", b"")
+    await driver.put("a/y", b"")
+    calls.clear()
+    await driver.delete("a/y")
+    assert calls == ["unlink y", "fsync folder a"]
+    await driver.delete_all("a/b")
+    assert calls[-1] == "fsync folder a"
+
+
+STEPS = ["write temporary", "fsync temporary", "rename x"]
+
+
+@pytest.mark.parametrize("step", [*STEPS, "fsync folder root"])
+@pytest.mark.parametrize("store", ["put", "upload"])
+@asynchronous
+async def test_a_failed_step_leaves_nothing_visible(
+    driver: LocalDriver, calls: Calls, tmp_path: Path, step: str, store: str
+) -> None:
+    """An I/O error while storing is an error of the call; neither an object nor a temporary file stays."""
+    await driver.put("other", b"")
+    calls.fail[step] = errno.EIO
+    with pytest.raises(StorageDownError, match="EIO") as caught:
+        await (driver.put("x", b"content") if store == "put" else upload(driver, "x", 300_001))
+    assert (caught.value.key, caught.value.uri, caught.value.temporary) == ("x", driver.uri, True)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert os.listdir(tmp_path / "root") == ["other"]
+
+
+@pytest.mark.parametrize("step", STEPS)
+@asynchronous
+async def test_a_failed_replacement_leaves_the_old_object(driver: LocalDriver, calls: Calls, step: str) -> None:
+    """Whatever fails before the rename is done, the object is the one that was there."""
+    await driver.put("x", b"old")
+    calls.fail[step] = errno.EIO
+    with pytest.raises(StorageDownError):
+        await driver.put("x", b"new")
+    assert await driver.get("x") == b"old"
+
+
+@asynchronous
+async def test_a_replacement_is_whole_even_if_its_name_cannot_be_synced(driver: LocalDriver, calls: Calls) -> None:
+    """The old one is gone by then: to take the new one back would leave none."""
+    await driver.put("x", b"old")
+    calls.fail["fsync folder root"] = errno.EIO
+    with pytest.raises(StorageDownError):
+        await driver.put("x", b"new")
+    assert await driver.get("x") == b"new"
+
+
+@asynchronous
+async def test_a_failed_fsync_is_never_repeated(driver: LocalDriver, calls: Calls, tmp_path: Path) -> None:
+    """After it the kernel takes lost pages for clean ones: a second fsync would succeed, so there is none."""
+    new = await driver.create("x", 300_001)
+    await new.write(0, memoryview(bytes(300_001)))
+    calls.fail["fsync temporary"] = errno.EIO
+    with pytest.raises(StorageDownError):
+        await new.commit()
+    calls.fail.clear()
+    with pytest.raises(StorageError, match="the upload is over"):
+        await new.commit()
+    await new.abort()
+    assert calls.count("fsync temporary") == 1
+    assert os.listdir(tmp_path / "root") == []
+
+
+@asynchronous
+async def test_a_folder_that_knows_no_fsync_is_no_error(driver: LocalDriver, calls: Calls) -> None:
+    """Some network file systems answer EINVAL; their names are durable by themselves."""
+    await driver.put("a/x", b"")
+    calls.fail["fsync folder a"] = errno.EINVAL
+    await driver.put("a/y", b"")
+    assert await keys(driver) == ["a/x", "a/y"]
+
+
+@asynchronous
+async def test_what_cannot_be_removed_is_reported(
+    driver: LocalDriver, calls: Calls, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Abort raises nothing, but a temporary file that stays behind is logged by name."""
+    new = await driver.create("x", 10)
+    calls.fail["unlink temporary"] = errno.EROFS
+    await new.abort()
+    (left,) = os.listdir(tmp_path / "root")
+    assert left in caplog.text
+
+
+# Which error is which
+
+KINDS = {
+    NotFoundError: ["ENOENT"],
+    ExistsError: ["EEXIST"],
+    AccessError: ["EACCES", "EPERM", "ELOOP", "EROFS"],
+    FullError: ["ENOSPC", "EDQUOT", "EFBIG"],
+    StorageDownError: ["EIO", "ESTALE", "ETIMEDOUT", "ENODEV", "ENOTCONN"],
+    StorageError: ["EINVAL", "ENOTDIR", "EISDIR", "ENAMETOOLONG", "EMFILE", "ENOTEMPTY"],
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in KINDS.items() for name in names])
+def test_each_errno_has_its_error(kind: type[StorageError], name: str) -> None:
+    """The kind says what a handler would do; the message names operation and errno; the cause is kept."""
+    code = getattr(errno, name)
+    with pytest.raises(errors.StorageError) as caught, storage_errors("write", "file:///r", "k"):
+        raise OSError(code, os.strerror(code))
+    assert type(caught.value) is kind
+    assert str(caught.value).startswith(f"write failed: {os.strerror(code)} [{name}] (key k, in file:///r)")
+    assert getattr(caught.value.__cause__, "errno", None) == code
+    assert caught.value.temporary == (kind is StorageDownError)
+
+
+def test_our_own_errors_pass_unchanged() -> None:
+    """A StorageError is an OSError, but needs no translation; what is no OSError is a bug, and passes too."""
+    for error in (FullError("full", key="k"), KeyError("x")):
+        with pytest.raises(type(error)) as caught, storage_errors("write", "file:///r", "other"):
+            raise error
+        assert caught.value is error
+
+
+# No room
+
+LIMITED = """
+import asyncio, os, resource, sys
+from holdfast.drivers.local import LocalDriver
+from holdfast.errors import FullError
+async def main(root):
+    driver = LocalDriver(root)
+    await driver.put("x", b"old")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    for attempt in (lambda: driver.put("x", bytes(2 << 20)), lambda: upload(driver)):
+        try:
+            await attempt()
+        except FullError as error:
+            print(error)
+    print(await driver.get("x"), sorted(os.listdir(root)))
+    await driver.close()
+async def upload(driver):
+    new = await driver.create("y", 2 << 20)
+    try:
+        await new.write(0, memoryview(bytes(2 << 20)))
+        await new.commit()
+    finally:
+        await new.abort()
+asyncio.run(main(sys.argv[1]))
+"""
+
+
+def test_a_file_size_limit_is_no_room(tmp_path: Path) -> None:
+    """``ulimit -f`` ends a put and an upload with FullError and advice; the old object stays, and nothing else does."""
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, check=True, timeout=60
+    )
+    lines = done.stdout.splitlines()
+    assert [line.count("[EFBIG]") for line in lines] == [1, 1, 0]
+    assert "ulimit -f" in lines[0]
+    assert lines[2] == "b'old' ['x']"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
+    mounted = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True, timeout=60)
+
+
+@asynchronous
+async def test_a_full_disk_is_an_error_and_nothing_else(small_disk: Path, no_leaks: None) -> None:
+    """ENOSPC while writing, by put or upload, is FullError; the old object stays, and the space is free again."""
+    driver = LocalDriver(small_disk)
+    await driver.put("x", b"old" * 100_000)
+    for attempt in (driver.put("x", bytes(2 << 20)), upload(driver, "y", 3 << 20), upload(driver, "y", 2 << 20)):
+        with pytest.raises(FullError, match="ENOSPC") as caught:
+            await attempt
+        assert "Free some space" in str(caught.value)
+    assert await driver.get("x") == b"old" * 100_000
+    assert os.listdir(small_disk) == ["x"]
+    await driver.put("y", bytes(1 << 20))
+    assert stat.S_ISREG((small_disk / "y").stat().st_mode)
+    await driver.close()

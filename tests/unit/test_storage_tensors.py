@@ -1,0 +1,203 @@
+"""Tensors of every dtype and layout come back bit for bit."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.bits import difference, fresh_uri, from_bytes, random_bits, raw
+
+import holdfast
+
+
+def dtypes() -> list[torch.dtype]:
+    """Every dtype of this torch that is not quantized."""
+    found = {value for name in dir(torch) if isinstance(value := getattr(torch, name), torch.dtype)}
+    return sorted((d for d in found if "qint" not in str(d) and "quint" not in str(d)), key=str)
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> object:
+    """torch warns that complex32 is experimental."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
+        yield
+
+
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+def test_every_dtype_comes_back_bit_for_bit(dtype: torch.dtype, rng: np.random.Generator) -> None:
+    """Random bits of any dtype, in 0 to 3 dimensions, are the same after a save and both kinds of load."""
+    shapes = [(), (1,), (7,), (3, 5), (2, 3, 4), (0,), (3, 0, 2)]
+    state = {str(i): random_bits(rng, dtype, shape) for i, shape in enumerate(shapes)}
+    into = {name: random_bits(rng, dtype, tuple(t.shape)) for name, t in state.items()}
+    uri = fresh_uri()
+    holdfast.save(uri, state)
+    assert difference(state, holdfast.load(uri)) is None
+    targets = dict(into)
+    assert holdfast.load(uri, into=into) is into
+    assert difference(state, into) is None
+    assert all(into[name] is target for name, target in targets.items())
+
+
+def test_there_are_dtypes_to_test() -> None:
+    """The list of dtypes is not empty by mistake: it has float8 kinds, complex32 and unsigned ones."""
+    names = {str(d) for d in dtypes()}
+    assert names >= {"torch.float8_e4m3fn", "torch.float8_e5m2", "torch.complex32", "torch.uint64", "torch.bfloat16"}
+
+
+def test_payloads_of_nans_and_the_sign_of_zero_are_kept() -> None:
+    """Quiet and signalling NaNs keep sign and payload, and -0.0 its sign, in rows and in columns."""
+    bits = [0x7FC00001, 0xFFC12345, 0x7F800001, 0xFF812345, 0x80000000, 0x00000000, 0x7F800000, 0x00000001]
+    data = b"".join(b.to_bytes(4, "little") for b in bits)
+    state = {"rows": from_bytes(data, torch.float32, (4, 2)), "columns": from_bytes(data, torch.float32, (4, 2)).t()}
+    uri = fresh_uri()
+    holdfast.save(uri, state)
+    loaded = holdfast.load(uri)
+    assert raw(loaded["rows"]) == data
+    assert difference(state, loaded) is None
+
+
+def views() -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """Ways to look at a tensor of 4 dimensions that leave it not contiguous, or lazily changed."""
+    return {
+        "transposed": lambda t: t.transpose(0, 3),
+        "permuted": lambda t: t.permute(2, 0, 3, 1),
+        "channels_last": lambda t: t.contiguous(memory_format=torch.channels_last),
+        "stepped": lambda t: t[::2, 1:, :, ::3],
+        "narrow": lambda t: t[:, :, 1:2, :],
+        "offset": lambda t: t[1:, 2:],
+        "expanded": lambda t: t[:1].expand(3, *t.shape[1:]),
+        "expanded scalar": lambda t: t[0, 0, 0, 0].expand(2, 5),
+        "diagonal": lambda t: t.diagonal(dim1=1, dim2=3),
+        "overlapping windows": lambda t: t.reshape(-1).unfold(0, 5, 2),
+        "one element": lambda t: t[1, 2, 3, 1],
+        "empty": lambda t: t[:, :0].transpose(0, 3),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.uint8, torch.complex128], ids=str)
+@pytest.mark.parametrize("name", views())
+def test_views_are_stored_as_what_they_show(name: str, dtype: torch.dtype, rng: np.random.Generator) -> None:
+    """A view that is not contiguous comes back with the same elements, loaded anew and into a view of its kind."""
+    view = views()[name]
+    state = {"x": view(random_bits(rng, dtype, (4, 3, 5, 6)))}
+    uri = fresh_uri()
+    holdfast.save(uri, state)
+    assert difference(state, holdfast.load(uri)) is None
+    into = {"x": view(random_bits(rng, dtype, (4, 3, 5, 6)))}
+    if "expanded" in name or "overlapping" in name:
+        into = {"x": torch.empty_like(state["x"], memory_format=torch.contiguous_format)}
+    holdfast.load(uri, into=into)
+    assert difference(state, into) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+@pytest.mark.parametrize("lazily", ["conj", "imag of conj", "neg of conj", "transposed conj"])
+def test_lazy_conjugates_and_negatives_are_stored_as_what_they_mean(
+    lazily: str, dtype: torch.dtype, rng: np.random.Generator
+) -> None:
+    """torch marks such views with a bit; their memory holds other numbers than they show."""
+
+    def make() -> torch.Tensor:
+        z = torch.from_numpy(rng.normal(size=(3, 4)) + 1j * rng.normal(size=(3, 4))).to(dtype)
+        made = {
+            "conj": z.conj(), "imag of conj": z.conj().imag, "neg of conj": torch._neg_view(z.conj()),
+            "transposed conj": z.t().conj(),
+        }  # fmt: skip
+        return made[lazily]
+
+    state, into = {"x": make()}, {"x": make()}
+    assert state["x"].is_conj() or state["x"].is_neg()
+    uri = fresh_uri()
+    holdfast.save(uri, state)
+    assert difference(state, holdfast.load(uri)) is None
+    holdfast.load(uri, into=into)
+    assert difference(state, into) is None
+
+
+def test_a_tied_tensor_is_stored_once_and_comes_back_as_one() -> None:
+    """One tensor at two paths takes space once; it is built as one object, and both targets of a load are filled."""
+    w = torch.arange(3000.0)
+    uri, single = fresh_uri(), fresh_uri()
+    tied, alone = holdfast.save(uri, {"head": w, "embed": {"w": w}}), holdfast.save(single, {"head": w})
+    assert tied.nbytes == alone.nbytes
+    built = holdfast.load(uri)
+    assert built["head"] is built["embed"]["w"]
+    assert torch.equal(built["head"], w)
+    into = {"head": torch.zeros(3000), "embed": {"w": torch.zeros(3000)}}
+    holdfast.load(uri, into=into)
+    assert torch.equal(into["head"], w)
+    assert torch.equal(into["embed"]["w"], w)
+    with holdfast.open(uri) as c:
+        assert {info.alias_of for info in c.tensors.values()} == {None, "embed.w"}
+
+
+def test_views_of_one_storage_that_show_different_elements_are_stored_each() -> None:
+    """Overlapping slices, another shape, stride or dtype over the same memory are tensors of their own."""
+    base = torch.arange(12.0)
+    square = base.view(3, 4)
+    state = {
+        "base": base, "half": base[:6], "rest": base[6:], "overlap": base[3:9], "square": square, "turned": square.t(),
+        "bits": base.view(torch.int32), "stepped": base[::2], "symmetric": torch.arange(9.0).view(3, 3).t(),
+    }  # fmt: skip
+    uri = fresh_uri()
+    holdfast.save(uri, state)
+    assert difference(state, holdfast.load(uri)) is None
+
+
+def test_a_square_tensor_and_its_transpose_are_not_tied() -> None:
+    """They have the same memory, shape and dtype, but not the same elements."""
+    square = torch.arange(9.0).view(3, 3)
+    state = {"a": square, "b": square.t()}
+    uri = fresh_uri()
+    holdfast.save(uri, state)
+    assert difference(state, holdfast.load(uri)) is None
+
+
+def test_parameters_and_tensors_in_a_graph_are_stored_as_values() -> None:
+    """What requires a gradient is saved without one, and filled in place without disturbing autograd."""
+    parameter = torch.nn.Parameter(torch.arange(4.0))
+    uri = fresh_uri()
+    holdfast.save(uri, {"p": parameter, "y": parameter * 2})
+    loaded = holdfast.load(uri)
+    assert not loaded["p"].requires_grad
+    assert torch.equal(loaded["y"], torch.tensor([0.0, 2.0, 4.0, 6.0]))
+    target = torch.nn.Parameter(torch.zeros(4))
+    holdfast.load(uri, into={"p": target, "y": torch.zeros(4)})
+    assert target.requires_grad
+    assert target.is_leaf
+    assert torch.equal(target.detach(), torch.arange(4.0))
+
+
+def test_a_state_larger_than_several_chunks_and_the_budget_comes_back(tmp_path: Path, rng: np.random.Generator) -> None:
+    """With the smallest budget, tensors that span chunks, and many small ones between, arrive unharmed."""
+    state = {f"small {i}": random_bits(rng, torch.float16, (i % 7, 11)) for i in range(200)}
+    state["wide"] = random_bits(rng, torch.float32, (3001, 3333))
+    state["turned"] = random_bits(rng, torch.bfloat16, (4099, 2053)).t()
+    report = holdfast.save(tmp_path / "c", state, budget_nbytes=32 << 20)
+    assert report.nbytes == (tmp_path / "c" / "data" / report.attempt / "0.safetensors").stat().st_size
+    assert difference(state, holdfast.load(tmp_path / "c", budget_nbytes=32 << 20)) is None
+
+
+@pytest.mark.timeout(300)
+def test_a_tensor_of_more_than_two_to_the_31_elements_comes_back(tmp_path: Path) -> None:
+    """Offsets beyond 2^31 and 2^32 bits are no smaller than they are."""
+    n = (1 << 31) + 5
+    uri = tmp_path / "c"
+    big = torch.zeros(n, dtype=torch.uint8)
+    marks = torch.tensor([0, 1, 4095, (1 << 24) - 1, 1 << 24, (1 << 30) + 7, (1 << 31) - 1, 1 << 31, n - 1])
+    big[marks] = torch.arange(1, len(marks) + 1, dtype=torch.uint8)
+    holdfast.save(uri, {"big": big})
+    with holdfast.open(uri) as c:
+        assert c.tensors["big"].shape == (n,)
+        assert c.read("big", slice(n - 3, n)).tolist() == [0, 0, len(marks)]
+    big.zero_()
+    holdfast.load(uri, into={"big": big})
+    shutil.rmtree(uri)  # pytest keeps the folders of its last runs
+    assert torch.equal(torch.nonzero(big).flatten(), marks)
+    assert big[marks].tolist() == list(range(1, len(marks) + 1))

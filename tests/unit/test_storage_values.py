@@ -1,0 +1,166 @@
+"""Names, keys, containers and small values come back equal and of the same type; see test_storage_tensors for tensors."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.bits import difference, fresh_uri
+
+import holdfast
+
+
+def saved_and_loaded(state: Any) -> Any:
+    """What a load builds of a saved state."""
+    uri = fresh_uri()
+    holdfast.save(uri, state)
+    return holdfast.load(uri)
+
+
+VALUES = {
+    "none": None, "true": True, "false": False, "zero": 0, "minus one": -1, "int64 max": 2**63 - 1, "uint64": 2**64 - 1,
+    "beyond 64 bits": -(2**64), "1000 digits": 10**1000, "5000 digits": -(10**5000), "float": 0.1, "minus zero": -0.0,
+    "denormal": 5e-324, "nan": math.nan, "inf": math.inf, "minus inf": -math.inf, "text": "straße \U0001f600", "empty": "",
+    "nul": "a\0b", "line breaks": "\r\n\u2028\x85", "quotes": '"\\/', "lone high surrogate": "\ud800", "lone low": "x\udfffy",
+    "both, not one character": "\ud83d\ude00", "bytes": bytes(range(256)), "no bytes": b"",
+    "bytearray": bytearray(b"\xff\0"), "complex": complex(-0.0, math.inf), "complex nan": complex(math.nan, 1),
+    "dtype": torch.bfloat16, "float8": torch.float8_e4m3fn, "device": torch.device("cuda:3"), "cpu": torch.device("cpu"),
+    "size": torch.Size([2, 0, 3]), "no size": torch.Size([]),
+    "np.float32": np.float32(0.1), "np.float64": np.float64(-0.0), "np.float16 nan": np.float16(math.nan),
+    "np.int8": np.int8(-5), "np.uint64": np.uint64(2**64 - 1), "np.bool": np.bool_(True), "np.complex64": np.complex64(1j),
+    "np.str": np.str_("é\U0001f600"), "np.str empty": np.str_(""), "np.str nul at the end": np.str_("a\0"),
+    "np.bytes": np.bytes_(b"ab"), "np.bytes empty": np.bytes_(b""), "np.bytes nul at the end": np.bytes_(b"a\0\0"),
+    "like an encoding": {"$int": "0x10"}, "also like one": {"$type": 1, "$float": "nan"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_value_comes_back_equal_and_of_its_type(name: str) -> None:
+    """Each kind of small value survives, in a dict, a list and a tuple, and loaded into another value's place."""
+    value = VALUES[name]
+    state = {"a": value, "b": [value, (value,)]}
+    assert difference(state, saved_and_loaded(state)) is None
+    uri = fresh_uri()
+    holdfast.save(uri, {"x": value})
+    if not isinstance(value, dict):
+        into = {"x": "something else"}
+        holdfast.load(uri, into=into)
+        assert difference({"x": value}, into) is None
+
+
+ARRAYS = {
+    "float32": np.arange(6, dtype=np.float32).reshape(2, 3), "fortran": np.asfortranarray(np.arange(12.0).reshape(3, 4)),
+    "reversed": np.arange(5)[::-1], "read-only": np.broadcast_to(np.int16(3), (2, 4)), "0-d": np.array(7), "bool": np.array([True]),
+    "empty": np.zeros((0, 3), np.int8), "uint16": np.array([65535], np.uint16), "uint64": np.array([2**64 - 1], np.uint64),
+    "complex": np.array([1j, -0.0]), "float16 nan": np.array([np.nan], np.float16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_an_array_comes_back_as_an_array(name: str) -> None:
+    """numpy arrays are stored like tensors, and are arrays again."""
+    assert difference({"x": ARRAYS[name]}, saved_and_loaded({"x": ARRAYS[name]})) is None
+
+
+def test_an_array_is_filled_in_place() -> None:
+    """A writable array of any layout is a target like a tensor is."""
+    uri = fresh_uri()
+    holdfast.save(uri, {"a": np.arange(12.0).reshape(3, 4), "b": np.arange(3)})
+    a, b = np.zeros((4, 3)).T, np.zeros(6, np.int64)[::2]
+    holdfast.load(uri, into={"a": a, "b": b})
+    assert a.tolist() == np.arange(12.0).reshape(3, 4).tolist()
+    assert b.tolist() == [0, 1, 2]
+
+
+NAMES = [
+    "", ".", "..", "/", "a/b", "../../etc/passwd", "/etc", "a.b", ".a", "a.", "0", "00", "-1", "1.5", "True", "None", "é\U0001f600",
+    "\ud800", "\ud83d\ude00", "x" * 4096, " ", "\n", "\0", "\u2028", '"', "\\", "[0:1,0:2]", "w[0:1]", "w#2", "__metadata__",
+    "__holdfast_blocks__", "checksum", "manifest.safetensors", "data", "con", "$int", "\x7f",
+]  # fmt: skip
+
+
+def test_names_are_kept_whatever_they_are() -> None:
+    """Keys of tensors, values and containers may be any text, also such as mean something to paths and formats."""
+    state = {
+        "tensors": {name: torch.full((2,), i) for i, name in enumerate(NAMES)},
+        "values": dict(zip(NAMES, range(len(NAMES)), strict=True)),
+        "containers": {f"{name}~": {name: {"t": torch.tensor(i)}} for i, name in enumerate(NAMES)},
+    }
+    assert difference(state, saved_and_loaded(state)) is None
+
+
+@pytest.mark.parametrize("name", NAMES, ids=ascii)
+def test_a_tensor_of_any_name_can_be_read_by_it(name: str) -> None:
+    """The name in the state is the name in the checkpoint."""
+    uri = fresh_uri()
+    holdfast.save(uri, {name: torch.arange(3)})
+    with holdfast.open(uri) as c:
+        assert list(c.tensors) == [name]
+        assert c.read(name).tolist() == [0, 1, 2]
+
+
+def test_keys_keep_their_type() -> None:
+    """Dict keys may be text, numbers, booleans and None; each comes back as what it was."""
+    keys = [0, 1, -7, 10**30, 1.5, -0.0 + 1e22, math.inf, None, "text"]
+    state = {
+        "tensors": {key: torch.tensor(i) for i, key in enumerate(keys)},
+        "values": {**dict(zip(keys, range(len(keys)), strict=True)), "0": "the text, not the number"},
+        "containers": {key: {"t": torch.tensor(i), "v": i} for i, key in enumerate(keys)},
+        "booleans": {True: torch.tensor(1), False: torch.tensor(0)}, "more": {True: 1, False: {}},
+    }  # fmt: skip
+    loaded = saved_and_loaded(state)
+    assert difference(state, loaded) is None
+    assert [type(key) for key in loaded["booleans"]] == [bool, bool]
+
+
+def test_containers_keep_their_kind() -> None:
+    """Dicts, lists and tuples come back as such, empty ones too, at any place; other mappings as dicts."""
+    state = {
+        "list": [], "tuple": (), "dict": {}, "nested": [[], [()], {"a": ({},)}], "mixed": [torch.tensor(0), 1, [torch.tensor(2)], (3,)],
+        "long": [torch.tensor(i) if i % 2 else i for i in range(25)], "ordered": OrderedDict(b=1, a=torch.tensor(1)),
+        "proxy": MappingProxyType({"a": 1}),
+    }  # fmt: skip
+    loaded = saved_and_loaded(state)
+    assert difference(state, loaded) is None
+    assert type(loaded["ordered"]) is dict
+
+
+def test_keys_come_back_in_their_order() -> None:
+    """A dict lists its items in the order in which it was saved, whatever they are."""
+    state = {"z": 1, "t": torch.tensor(1), "d": {"y": 1}, "a": torch.tensor(2), "c": [], "b": 2}
+    assert list(saved_and_loaded(state)) == list(state)
+
+
+@pytest.mark.parametrize("state", [[torch.tensor(1), 2], (torch.tensor(1), {"a": 2}), {}, [], ()], ids=repr)
+def test_the_root_may_be_a_list_or_a_tuple(state: Any) -> None:
+    """A state need not be a dict, and may be empty."""
+    assert difference(state, saved_and_loaded(state)) is None
+
+
+def test_deep_nesting_comes_back() -> None:
+    """Two hundred containers in each other are no problem."""
+    state: Any = {"t": torch.tensor(1), "v": 2}
+    for i in range(200):
+        state = {"d": state} if i % 2 else [state]
+    assert difference(state, saved_and_loaded(state)) is None
+
+
+def test_a_container_used_twice_comes_back_twice() -> None:
+    """The same dict at two paths is no cycle; its tensors are tied."""
+    shared = {"t": torch.arange(4), "v": [1]}
+    loaded = saved_and_loaded({"a": shared, "b": shared, "c": (shared, shared)})
+    assert difference({"a": shared, "b": shared, "c": (shared, shared)}, loaded) is None
+    assert loaded["a"]["t"] is loaded["c"][1]["t"]
+
+
+def test_many_small_dicts_are_saved_and_loaded_in_seconds() -> None:
+    """Cost grows with the number of values and containers, not with its square: 20,000 dicts of a value and a tensor."""
+    state = {f"layer{i}": {"step": i, "w": torch.tensor(float(i))} for i in range(20_000)}
+    loaded = saved_and_loaded(state)
+    assert loaded["layer777"] == {"step": 777, "w": torch.tensor(777.0)}
+    assert len(loaded) == 20_000
