@@ -19,4 +19,10 @@ def main() -> None:
         if error.name != "typer":
             raise
         sys.exit("The holdfast command needs typer, which comes with: pip install 'holdfast[cli]'")
-    app()
+    try:
+        app()
+    except Exception:  # a fault of ours: 1 would say that the answer is no
+        import traceback
+
+        traceback.print_exc()
+        sys.exit(3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from .commands import Commands
+from .commands import Commands, complain
 
 __all__ = ["app"]
 
@@ -73,3 +73,36 @@ def verify(
     from .verify import run
 
     return run(uri, json_output=json_output)
+
+
+@app.command()
+def demo(
+    uri: str = typer.Argument(None, metavar="[URI]", help="Where the checkpoints go, below it; else into the folder --out."),
+    out: str = typer.Option("demo-run", "--out", metavar="FOLDER", help="For logs and pictures; emptied first."),
+    steps: int = typer.Option(40, "--steps", help="Training steps in all."),
+    kill_at: int = typer.Option(24, "--kill-at", help="In the save of which step a rank is killed."),
+    every: int = typer.Option(8, "--every", help="Steps between two saves."),
+    ranks_before: int = typer.Option(4, "--ranks-before", help="Ranks until the kill."),
+    ranks_after: int = typer.Option(2, "--ranks-after", help="Ranks after it."),
+    seed: int = typer.Option(0, "--seed", help="Of weights and batches."),
+    json_output: bool = _JSON,
+) -> int:
+    """Train, kill a rank in the middle of a save, go on with fewer ranks, and compare: about a minute."""
+    from importlib.util import find_spec
+
+    if not (find_spec("matplotlib") and find_spec("rich")):
+        complain("the demo draws with matplotlib and rich, which come with: pip install 'holdfast[demo]'")
+        return 2
+    from .demo.run import main
+
+    return main(
+        uri=uri,
+        out=out,
+        steps=steps,
+        kill_at=kill_at,
+        every=every,
+        ranks_before=ranks_before,
+        ranks_after=ranks_after,
+        seed=seed,
+        json_output=json_output,
+    )

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..storage.manifest import Manifest
-from .text import one_of, ranks_text, shape_text
+from .text import one_of, ranks_text, runs_text, shape_text
 
 __all__ = ["Placed", "PlacedTensor"]
 
@@ -96,7 +96,7 @@ class Placed:
         if tied is not None:
             return f"tied to {tied}"
         if tensor.owners:
-            return f"per {ranks_text(tensor.owners)}"
+            return f"per rank {runs_text(tensor.owners)}"
         row, count = tensor.rows[0], self.shards(tensor)
         if not count:
             return "empty"

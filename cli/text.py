@@ -14,6 +14,7 @@ __all__ = [
     "paint",
     "printable",
     "ranks_text",
+    "runs_text",
     "shape_text",
     "size_text",
     "time_text",
@@ -80,14 +81,18 @@ def shape_text(shape: Sequence[int]) -> str:
 
 def ranks_text(ranks: Iterable[int]) -> str:
     """``rank 0``, ``ranks 0–3, 8``; of many runs the first few, and how many ranks there are in all."""
+    known = set(ranks)
+    return f"rank{'' if len(known) == 1 else 's'} {runs_text(known)}" if known else "no rank"
+
+
+def runs_text(numbers: Iterable[int]) -> str:
+    """``0–3, 8``; of many runs the first few, and how many numbers there are in all."""
     runs: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
         else:
-            runs.append([rank, rank])
-    if not runs:
-        return "no rank"
+            runs.append([number, number])
     shown = ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in runs[:RUNS_SHOWN])
     total = sum(b - a + 1 for a, b in runs)
-    return f"rank{'' if total == 1 else 's'} {shown}" + (f", … ({total} ranks)" if len(runs) > RUNS_SHOWN else "")
+    return shown + (f", … ({total:,} in all)" if len(runs) > RUNS_SHOWN else "")

@@ -68,7 +68,7 @@ class ImageReader:
         io = self.driver.traits.concurrency
         chunk_nbytes = self.manifest.chunk_nbytes
         # Buffers are whole chunks, however short the read: so jobs in flight are bounded, not only their bytes.
-        jobs = min(max(1, self.budget_nbytes // chunk_nbytes), io + 2 * CPU_THREADS)
+        jobs = min(max(1, self.budget_nbytes // chunk_nbytes), io + CPU_THREADS)
         lanes = {"io": min(io, max(1, jobs - CPU_THREADS)), "cpu": CPU_THREADS}
         return Scheduler(STAGES, Budget(jobs * chunk_nbytes, lanes))
 

@@ -90,8 +90,8 @@ class ImageWriter:
         if self._budget_nbytes is None:
             memory_nbytes = len(self._pages) * CHUNK_NBYTES
             self._pool.keep(memory_nbytes)
-        else:  # more than every lane busy, and one chunk waiting for it, gains nothing
-            memory_nbytes = min(self._budget_nbytes, (2 * io + 2 * cpu) * CHUNK_NBYTES)
+        else:  # more than every lane busy gains nothing: copying is faster than any storage
+            memory_nbytes = min(self._budget_nbytes, (io + cpu) * CHUNK_NBYTES)
         return Scheduler(STAGES, Budget(memory_nbytes, {"cpu": cpu, "io": io}), drain=self._budget_nbytes is not None)
 
     async def _capture(self, job: int) -> None:

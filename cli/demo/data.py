@@ -14,7 +14,10 @@ import numpy.typing as npt
 
 from ...errors import UsageError
 
-__all__ = ["batch", "part_of", "read_text"]
+__all__ = ["LENGTH", "SEQUENCES", "batch", "part_of", "read_text"]
+
+SEQUENCES = 8  # in a batch, over all ranks
+LENGTH = 128  # bytes of text in a sequence
 
 
 def read_text(folder: Path | None = None) -> npt.NDArray[np.uint8]:
@@ -26,11 +29,11 @@ def read_text(folder: Path | None = None) -> npt.NDArray[np.uint8]:
     return np.frombuffer(text, np.uint8)
 
 
-def batch(text: npt.NDArray[np.uint8], seed: int, step: int, sequences: int, length: int) -> npt.NDArray[np.int64]:
-    """The windows of one step, (sequences, length + 1): inputs, and what follows each of them."""
+def batch(text: npt.NDArray[np.uint8], seed: int, step: int) -> npt.NDArray[np.int64]:
+    """The windows of one step, (SEQUENCES, LENGTH + 1): inputs, and what follows each of them."""
     random = np.random.Generator(np.random.Philox(key=[seed, step]))
-    starts = random.integers(0, len(text) - length, sequences)
-    return text[starts[:, None] + np.arange(length + 1)].astype(np.int64)
+    starts = random.integers(0, len(text) - LENGTH, SEQUENCES)
+    return text[starts[:, None] + np.arange(LENGTH + 1)].astype(np.int64)
 
 
 def part_of(windows: npt.NDArray[np.int64], rank: int, world: int) -> npt.NDArray[np.int64]:

@@ -26,15 +26,14 @@ from torch.distributed.fsdp import fully_shard
 import holdfast  # noqa: TID251 - a training script stands outside the house
 
 from ...drivers.uri import join, parse
-from .data import batch, part_of, read_text
+from .data import LENGTH, SEQUENCES, batch, part_of, read_text
+from .folder import checkpoint_uri
 from .journal import Journal
 from .model import ModelConfig, Transformer
 from .torn import image_is_begun
 
-__all__ = ["SEQUENCES", "Training", "main"]
+__all__ = ["Training", "main", "sharded_model"]
 
-SEQUENCES = 8  # in a batch, over all ranks
-LENGTH = 128  # tokens in a sequence
 RATE, RISING_STEPS = 2e-3, 8  # of learning
 DEADLINE_S = 6.0
 
@@ -63,6 +62,8 @@ class Training:
             self._state["step"] = step
             seconds = time.perf_counter() - began_s
             self._journal.write("step", step=step, loss=loss, seconds=seconds, tokens=SEQUENCES * LENGTH)
+            if self._saving is not None and self._saving[1].done():
+                self.end_save()
             if self._job.uri and step % self._job.every == 0:
                 self._save(step)
         self.end_save()
@@ -77,7 +78,7 @@ class Training:
         self._journal.write("loaded", **asdict(report))
 
     def _train(self, step: int) -> float:
-        windows = part_of(batch(self._text, self._job.seed, step, SEQUENCES, LENGTH), self._rank, self._world)
+        windows = part_of(batch(self._text, self._job.seed, step), self._rank, self._world)
         tokens = torch.from_numpy(windows)
         logits = self._model(tokens[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
@@ -94,7 +95,7 @@ class Training:
     def _save(self, step: int) -> None:
         """Begin to save; training goes on meanwhile."""
         self.end_save()
-        uri = str(join(self._job.uri, f"step-{step:06d}"))
+        uri = checkpoint_uri(self._job.uri, step)
         handle = holdfast.async_save(uri, self._state, deadline_s=DEADLINE_S)
         self._saving = step, handle
         if step == self._job.kill_at and self._rank == self._job.victim:

@@ -1,0 +1,57 @@
+"""The folder that the demo writes to. It is emptied at the start, but only of what an earlier demo wrote."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import time
+from pathlib import Path
+
+from ...drivers.uri import join, parse
+from ...errors import UsageError
+
+__all__ = ["checkpoint_uri", "checkpoints_uri", "prepare"]
+
+_MARKER = ".holdfast-demo"
+_OURS = ("checkpoints", "logs", "loss.svg", "loss.png", "tree.txt")
+
+
+def prepare(out: str) -> Path:
+    """Make ``out``, or empty it. Raises UsageError where it holds anything and was not made by the demo."""
+    folder = Path(os.path.abspath(out))
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is no folder")
+    marker = folder / _MARKER
+    if folder.exists() and any(folder.iterdir()) and not marker.exists():
+        raise UsageError(f"{folder} holds something else than an earlier demo", advice="Give another folder with --out.")
+    folder.mkdir(parents=True, exist_ok=True)
+    marker.write_text("Made by `holdfast demo`, which may empty this folder.\n")
+    for name in _OURS:
+        _remove(folder / name)
+    return folder
+
+
+def checkpoints_uri(uri: str | None, folder: Path) -> str:
+    """Where the checkpoints go: below ``uri``, to a place of their own; without one, to ``folder``.
+
+    Raises UriError, and UsageError for storage that the processes of a job do not share.
+    """
+    if uri is None:
+        return str(join(str(folder), "checkpoints"))
+    if parse(uri).scheme == "memory":
+        raise UsageError("the ranks of a job are processes, and share no memory:// storage")
+    return str(join(uri, time.strftime("demo-%Y%m%dT%H%M%S-", time.gmtime()) + secrets.token_hex(2)))
+
+
+def checkpoint_uri(root: str, step: int) -> str:
+    """Where the checkpoint of ``step`` goes, below ``root``."""
+    return str(join(root, f"step-{step:06d}"))
+
+
+def _remove(path: Path) -> None:
+    """Whatever is there, but nothing that a link leads to."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)

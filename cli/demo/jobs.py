@@ -1,0 +1,90 @@
+"""Start a training job under torchrun, follow its journals, and see it end: by itself, or by its process id."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...errors import DeadlineError, RankFailedError
+from .journal import Event, Watcher
+
+__all__ = ["Job"]
+
+_LOOK_EVERY_S = 0.05
+_STOP_S = 40.0  # torchrun gives its ranks 30 s to stop
+_TAIL_LINES = 30
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of the training script on ``ranks`` ranks of this machine. Journals and a log go to ``folder``, made here."""
+
+    folder: Path
+    ranks: int
+    arguments: Sequence[str]
+    deadline_s: float = 300.0
+
+    @property
+    def log(self) -> Path:
+        """What torchrun and the ranks print."""
+        return self.folder / "torchrun.log"
+
+    def run(self, on_event: Callable[[Event], None], *, survives: bool = True) -> None:
+        """Run it to its end. ``on_event`` hears of everything as it happens.
+
+        Raises RankFailedError unless it ends well (or, with ``survives`` False, badly), and DeadlineError.
+        """
+        self.folder.mkdir(parents=True)
+        watcher = Watcher(self.folder)
+        with self.log.open("wb") as log:
+            process = subprocess.Popen(
+                self._command(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_environment()
+            )
+        try:
+            self._follow(process, watcher, on_event)
+        finally:
+            _stop(process)
+        for event in watcher.news():
+            on_event(event)
+        if (process.returncode == 0) != survives:
+            raise RankFailedError(f"the job on {self.ranks} ranks ended with status {process.returncode}", advice=self._tail())
+
+    def _command(self) -> list[str]:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--max-restarts=0"]
+        job = ["-m", "holdfast.cli.demo.train", "--journal", str(self.folder), *self.arguments]
+        return [sys.executable, *launcher, f"--nproc-per-node={self.ranks}", *job]
+
+    def _follow(self, process: subprocess.Popen[bytes], watcher: Watcher, on_event: Callable[[Event], None]) -> None:
+        deadline = time.monotonic() + self.deadline_s
+        while process.poll() is None:
+            for event in watcher.news():
+                on_event(event)
+            if time.monotonic() > deadline:
+                raise DeadlineError(f"the job did not end within {self.deadline_s:g} s", advice=self._tail())
+            time.sleep(_LOOK_EVERY_S)
+
+    def _tail(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        return f"The end of {self.log}:\n" + "\n".join(lines)
+
+
+def _environment() -> dict[str, str]:
+    """Loopback only; one thread a rank, so that ranks do not fight for cores; nothing imported from the current folder."""
+    loopback = "lo" if sys.platform == "linux" else "lo0"
+    return os.environ | {"GLOO_SOCKET_IFNAME": loopback, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End torchrun, which ends its ranks. Nothing to do where it has ended by itself."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -1,0 +1,201 @@
+"""The demo: train, kill a rank while it saves, look at what is left, go on with fewer ranks, and compare."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ...drivers.uri import redact
+from ...errors import SaveError
+from ...storage.reader import list_checkpoints
+from .. import show
+from ..text import one_of, size_text
+from .account import Account
+from .folder import checkpoint_uri, checkpoints_uri, prepare
+from .jobs import Job
+from .journal import Event
+from .picture import draw
+from .plan import Plan
+from .record import Record
+from .torn import Found, find
+
+__all__ = ["main"]
+
+DIFFERENCE_MAX = 0.01
+"""In loss. Ranks that add in another order differ by rounding; a step lost or taken twice differs by far more."""
+_LOOK_AFTER_S = 1.0  # after the kill: the others have written their images by then, and do not miss ours yet
+
+
+def main(
+    *,
+    uri: str | None,
+    out: str,
+    steps: int,
+    kill_at: int,
+    every: int,
+    ranks_before: int = 4,
+    ranks_after: int = 2,
+    seed: int,
+    json_output: bool,
+) -> int:
+    """Run the demo. Returns 0 if the loss went on as if nothing had happened, else 1. Raises a HoldfastError."""
+    plan = Plan(steps, kill_at, every, ranks_before, ranks_after, seed)
+    root = checkpoints_uri(uri, Path(out).absolute())
+    demo = _Demo(plan, root, prepare(out), Account(sys.stderr if json_output else sys.stdout))
+    demo.run()
+    if json_output:
+        print(json.dumps(demo.summary()))
+    return 0 if demo.difference() <= DIFFERENCE_MAX else 1
+
+
+class _Demo:
+    def __init__(self, plan: Plan, root: str, folder: Path, account: Account) -> None:
+        self.plan, self.root, self.folder, self.account = plan, root, folder, account
+        self.before, self.after, self.reference = Record(plan.before), Record(plan.after), Record(plan.before)
+        self.killed_at = plan.kill_at
+        self.torn: list[Found] = []
+        self.missed = True
+        """Whether the kill came after the commit."""
+        self.seconds = 0.0
+
+    def run(self) -> None:
+        began_s = time.monotonic()
+        self.account.title("A language model in training loses a rank in the middle of a save, and goes on with fewer.")
+        self._train_and_kill()
+        self._look_at_what_is_left()
+        self._go_on()
+        self._compare()
+        written = self._write_down()
+        self.seconds = time.monotonic() - began_s
+        self.account.chapter(f"To look at ({self.seconds:.0f} s in all)")
+        for path, what in written:
+            self.account.say(f"{path}  {what}")
+
+    def difference(self) -> float:
+        """The greatest difference in loss, after the kill, from the run that nobody interrupted."""
+        return self.after.difference(self.reference)
+
+    def _train_and_kill(self) -> None:
+        plan = self.plan
+        self.account.chapter(f"Train on {plan.before} ranks, and save every {plan.every} steps")
+        self.account.say("FSDP2 and AdamW under torchrun, gloo on loopback; checkpoints go to")
+        self.account.say(redact(self.root))
+        for self.killed_at in range(plan.kill_at, plan.steps + 1, plan.every):
+            kill = ["--kill-at", str(self.killed_at), "--victim", str(plan.victim)]
+            self._job(f"before-{self.killed_at}", self.before, "--uri", self.root, *kill, survives=False)
+            if not self.missed:
+                return
+            self.account.say(f"the kill came too late, step {self.killed_at} was committed: once more", "yellow")
+            self.before.failures.clear()
+        raise SaveError("no kill came before the commit", advice="Look at the logs; or try again, with more --steps.")
+
+    def _job(self, name: str, record: Record, *options: str, survives: bool = True) -> None:
+        plan = self.plan
+        arguments = ["--steps", str(plan.steps), "--every", str(plan.every), "--seed", str(plan.seed), *options]
+        with self.account.bar(record, plan.steps) as bar:
+
+            def on_event(event: Event) -> None:
+                self._note(record, event)
+                bar.look()
+
+            Job(self.folder / "logs" / name, record.ranks, arguments).run(on_event, survives=survives)
+
+    def _note(self, record: Record, event: Event) -> None:
+        saves = len(record.saves)
+        record.add(event)
+        for saved in record.saves[saves:]:
+            self.account.saved(saved)
+        if event.kind == "killed":
+            self.account.say(f"step {self.killed_at:3}  rank {event.rank} is killed with its image half written", "red")
+            time.sleep(_LOOK_AFTER_S)
+            self.torn = find(self._torn_uri())
+            self.missed = self.killed_at in self._committed()
+
+    def _torn_uri(self) -> str:
+        return checkpoint_uri(self.root, self.killed_at)
+
+    def _committed(self) -> list[int]:
+        return [c.step for c in list_checkpoints(self.root) if c.step is not None and c.problem is None]
+
+    def _look_at_what_is_left(self) -> None:
+        self.account.chapter("What the kill left, and what the others knew")
+        self.account.say(f"below {redact(self._torn_uri())}, a second later:")
+        self.account.files(self.torn)
+        steps = " and ".join(map(str, self._committed()))
+        self.account.say(f"no manifest, so no checkpoint: holdfast.list_checkpoints finds steps {steps}")
+        for said in _first_of_each_type(self.before.failures):
+            self.account.failure(said)
+        left = len(find(self._torn_uri()))
+        if left:
+            self.account.say(f"{one_of(left, 'file')} of it are still there; the next save of this step collects them")
+        else:
+            self.account.say("rank 0, which leads the save, then gave it up and removed what there was of it")
+
+    def _go_on(self) -> None:
+        plan, after = self.plan, self.after
+        self.account.chapter(f"Start again, on {plan.after} ranks")
+        self._job("after", after, "--uri", self.root)
+        wanted, read = after.loaded_nbytes()
+        self.account.say(
+            f"had begun with step {min(after.losses) - 1}, resharded from {plan.before} ranks to {plan.after} in "
+            f"{max(load['seconds'] for load in after.loads):.2f} s: wanted {size_text(wanted)}, read {size_text(read)}"
+            f" ({read / wanted:.1%})"
+        )
+        left = {f.key for f in self.torn} & {f.key for f in find(self._torn_uri())}
+        self.account.say(f"step {self.killed_at} is whole now; of the torn attempt {one_of(len(left), 'file')} are left")
+
+    def _compare(self) -> None:
+        steps, after, reference = self.plan.steps, self.after, self.reference
+        self.account.chapter("As if nothing had happened?")
+        self._job("reference", reference)
+        self.account.say(
+            f"loss at step {steps}: {after.losses[steps]:.6f}; of a run that nobody interrupted: {reference.losses[steps]:.6f}"
+        )
+        verdict = "yes" if self.difference() <= DIFFERENCE_MAX else "no"
+        self.account.say(
+            f"{verdict}: the greatest difference on the way is {self.before.difference(reference):.1e} before the kill "
+            f"and {self.difference():.1e} after it (fewer ranks add in another order)",
+            "green" if verdict == "yes" else "red",
+        )
+
+    def _write_down(self) -> list[tuple[Path, str]]:
+        svg, png = draw(
+            self.before, self.after, self.reference,
+            killed_at=self.killed_at, victim=self.plan.victim, path=self.folder / "loss",
+        )  # fmt: skip
+        tree = self.folder / "tree.txt"
+        newest = checkpoint_uri(self.root, self._committed()[-1])
+        with contextlib.redirect_stdout(io.StringIO()) as text:
+            show.run(newest, json_output=False, values=False, depth=None)
+        tree.write_text(text.getvalue())
+        return [(svg, "the loss across the kill"), (png, "the same"), (tree, "the newest checkpoint, by holdfast show")]
+
+    def summary(self) -> dict[str, Any]:
+        """For programs: what happened, in figures."""
+        wanted, read = self.after.loaded_nbytes()
+        return {
+            "uri": redact(self.root),
+            "seconds": self.seconds,
+            "killed": {"step": self.killed_at, "rank": self.plan.victim},
+            "torn": [asdict(f) for f in self.torn],
+            "failures": [{"rank": e.rank, **e.told} for e in self.before.failures],
+            "saves": {"before": [asdict(s) for s in self.before.saves], "after": [asdict(s) for s in self.after.saves]},
+            "resumed": {"step": min(self.after.losses) - 1, "bytes_wanted": wanted, "bytes_read": read},
+            "losses": {"before": self.before.losses, "after": self.after.losses, "reference": self.reference.losses},
+            "difference": {"before": self.before.difference(self.reference), "after": self.difference()},
+        }
+
+
+def _first_of_each_type(failures: Sequence[Event]) -> list[Event]:
+    first: dict[str, Event] = {}
+    for event in sorted(failures, key=lambda e: e.time_s):
+        first.setdefault(event.told["type"], event)
+    return list(first.values())

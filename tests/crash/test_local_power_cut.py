@@ -1,0 +1,209 @@
+"""A power cut: what put and commit returned for is there afterwards, whole; what was unfinished is not.
+
+An ext4 in a file is shut down at once, without flushing its log, as if the machine had lost its power; then it is mounted
+again, and its journal replayed. Whatever nobody had asked to be made durable is lost by this: each test writes such a
+file, too, and fails if it survives, because then it has tested nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+import subprocess
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from holdfast.drivers.local import LocalDriver
+from holdfast.errors import StorageError
+
+
+def run(*command: str | Path) -> None:
+    """Run a program, and fail with what it says."""
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode:
+        raise OSError(f"{command[0]}: {done.stderr.strip() or done.stdout.strip()}")
+
+
+@dataclass
+class Disk:
+    """A file system whose power can be cut."""
+
+    image: Path
+    folder: Path
+
+    def mount(self) -> None:
+        """Attach and mount it; raises OSError where that cannot be done here."""
+        run("mount", "-o", "loop", self.image, self.folder)
+
+    def unmount(self) -> None:
+        """Unmount and detach it."""
+        run("umount", self.folder)
+
+    def cut_power(self) -> None:
+        """From now on nothing reaches the disk, not even what is on its way."""
+        run("xfs_io", "-x", "-c", "shutdown", self.folder)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    """64 MiB of ext4, mounted."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount")
+    for program in ("mkfs.ext4", "xfs_io"):
+        if not shutil.which(program):
+            pytest.skip(f"{program} is not installed")
+    disk = Disk(tmp_path / "image", tmp_path / "mounted")
+    disk.folder.mkdir()
+    with disk.image.open("wb") as file:
+        file.truncate(64 << 20)
+    run("mkfs.ext4", "-q", disk.image)
+    try:
+        disk.mount()
+    except OSError as error:
+        pytest.skip(f"cannot mount a file here: {error}")
+    try:
+        yield disk
+    finally:
+        disk.unmount()
+
+
+CONTENT = {"small": b"content" * 100, "large": random.Random(1).randbytes((3 << 20) + 5)}
+
+
+async def put(driver: LocalDriver, key: str, content: bytes) -> None:
+    """A small object, though it may be large."""
+    await driver.put(key, content)
+
+
+async def exclusive(driver: LocalDriver, key: str, content: bytes) -> None:
+    """A put to a key that must be free."""
+    await driver.put(key, content, exclusive=True)
+
+
+async def upload(driver: LocalDriver, key: str, content: bytes) -> None:
+    """Parts in parallel."""
+    new = await driver.create(key, len(content))
+    view = memoryview(content)
+    await asyncio.gather(
+        *(new.write(start, view[start : start + (1 << 20)]) for start in range(0, len(content), 1 << 20))
+    )
+    await new.commit()
+
+
+def write_unsynced(disk: Disk) -> None:
+    """A file that nobody asked to be durable."""
+    (disk.folder / "unsynced").write_bytes(b"x" * 100_000)
+
+
+def power_cut_lost_something(disk: Disk) -> bool:
+    """Whether that file is gone; its name alone may have been swept along."""
+    path = disk.folder / "unsynced"
+    return not path.exists() or path.stat().st_size == 0
+
+
+@pytest.mark.parametrize("size", CONTENT)
+@pytest.mark.parametrize("store", [put, exclusive, upload])
+@pytest.mark.parametrize("direct", ["auto", "off"])
+def test_what_was_acknowledged_survives(
+    disk: Disk, store: Callable[[LocalDriver, str, bytes], Awaitable[None]], size: str, direct: str
+) -> None:
+    """An object in a new folder of a new root is there after the cut, whole; no temporary file keeps it company."""
+
+    async def before() -> None:
+        driver = LocalDriver(disk.folder / "new" / "root", direct=direct)
+        await store(driver, "a/b/x", CONTENT[size])
+        write_unsynced(disk)
+        disk.cut_power()
+        await driver.close()
+
+    async def after() -> None:
+        driver = LocalDriver(disk.folder / "new" / "root", direct=direct)
+        assert await driver.get("a/b/x") == CONTENT[size]
+        assert [info.key async for info in driver.list()] == ["a/b/x"]
+        await driver.close()
+
+    asyncio.run(before())
+    disk.unmount()
+    disk.mount()
+    asyncio.run(after())
+    assert os.listdir(disk.folder / "new" / "root" / "a" / "b") == ["x"]
+    assert power_cut_lost_something(disk)
+
+
+@pytest.mark.parametrize("store", [put, upload])
+def test_what_replaced_another_survives(
+    disk: Disk, store: Callable[[LocalDriver, str, bytes], Awaitable[None]]
+) -> None:
+    """After an acknowledged replacement the old object does not come back."""
+
+    async def before() -> None:
+        driver = LocalDriver(disk.folder)
+        await driver.put("x", b"old")
+        await store(driver, "x", CONTENT["large"])
+        write_unsynced(disk)
+        disk.cut_power()
+        await driver.close()
+
+    asyncio.run(before())
+    disk.unmount()
+    disk.mount()
+    assert (disk.folder / "x").read_bytes() == CONTENT["large"]
+    assert power_cut_lost_something(disk)
+
+
+def test_what_was_unfinished_is_not_visible(disk: Disk) -> None:
+    """An upload that was written and not committed is no object, before the cut and after; its neighbour is untouched.
+
+    A commit after the cut fails, and says that the device does; and what it left behind can be deleted.
+    """
+
+    async def before() -> None:
+        driver = LocalDriver(disk.folder)
+        await driver.put("a/x", b"old")
+        new, other = await driver.create("a/x", len(CONTENT["large"])), await driver.create("a/y", 10)
+        await new.write(0, memoryview(CONTENT["large"]))
+        await other.write(0, memoryview(bytes(10)))
+        run("sync", "-f", disk.folder)  # so that the temporary files survive, and are seen to be hidden
+        disk.cut_power()
+        with pytest.raises(StorageError):
+            await new.commit()
+        await driver.close()
+
+    async def after() -> None:
+        driver = LocalDriver(disk.folder)
+        assert [info.key async for info in driver.list("a")] == ["a/x"]
+        assert await driver.get("a/x") == b"old"
+        assert len(os.listdir(disk.folder / "a")) == 3
+        await driver.delete_all("a")
+        assert not (disk.folder / "a").exists()
+        await driver.close()
+
+    asyncio.run(before())
+    disk.unmount()
+    disk.mount()
+    asyncio.run(after())
+
+
+def test_what_was_deleted_stays_deleted(disk: Disk) -> None:
+    """A deletion that returned is not undone by the cut: data may be deleted after its manifest, one after the other."""
+
+    async def before() -> None:
+        driver = LocalDriver(disk.folder)
+        for key in ("manifest", "data/0", "data/1"):
+            await driver.put(key, b"content")
+        await driver.delete("manifest")
+        await driver.delete_all("data")
+        write_unsynced(disk)
+        disk.cut_power()
+        await driver.close()
+
+    asyncio.run(before())
+    disk.unmount()
+    disk.mount()
+    assert power_cut_lost_something(disk)
+    assert set(os.listdir(disk.folder)) <= {"lost+found", "unsynced"}

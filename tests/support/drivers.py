@@ -1,0 +1,93 @@
+"""Drivers around drivers: one that calls back before and after every operation, so that a test can fail, halt or count it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from holdfast.drivers.contract import Buffer, Driver, ObjectInfo, Upload
+
+__all__ = ["Hook", "HookedDriver", "contents"]
+
+Hook = Callable[[str, str], Awaitable[None]]
+"""Called with the operation and its key; what it raises, the operation raises."""
+
+
+async def nothing(operation: str, key: str) -> None:
+    """A hook that does nothing."""
+
+
+class HookedDriver(Driver):
+    """Passes everything on to ``inner``; calls ``before`` and ``after`` around each operation that reaches storage.
+
+    ``delete_all`` deletes object by object, in the order that ``arrange`` puts the keys in, with both hooks around each:
+    it is not atomic, says the contract.
+    """
+
+    def __init__(
+        self, inner: Driver, before: Hook = nothing, after: Hook = nothing, arrange: Callable[[list[str]], list[str]] = sorted
+    ) -> None:
+        self.inner, self.before, self.after, self.arrange = inner, before, after, arrange
+        self.uri, self.traits = inner.uri, inner.traits
+        self.closed = 0
+
+    async def around(self, operation: str, key: str, work: Callable[..., Awaitable[Any]], *args: Any, **kwargs: Any) -> Any:
+        """Perform one operation between the hooks."""
+        await self.before(operation, key)
+        result = await work(*args, **kwargs)
+        await self.after(operation, key)
+        return result
+
+    async def read(self, key: str, start: int, into: Buffer) -> None:
+        await self.around("read", key, self.inner.read, key, start, into)
+
+    async def create(self, key: str, nbytes: int) -> Upload:
+        upload = await self.around("create", key, self.inner.create, key, nbytes)
+        return _HookedUpload(self, key, upload)
+
+    async def get(self, key: str) -> bytes:
+        found: bytes = await self.around("get", key, self.inner.get, key)
+        return found
+
+    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
+        await self.around("put", key, self.inner.put, key, data, exclusive=exclusive)
+
+    async def stat(self, key: str) -> ObjectInfo:
+        found: ObjectInfo = await self.around("stat", key, self.inner.stat, key)
+        return found
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        await self.before("list", prefix)
+        async for info in self.inner.list(prefix):
+            yield info
+            await self.after("list", info.key)
+
+    async def delete(self, key: str) -> None:
+        await self.around("delete", key, self.inner.delete, key)
+
+    async def delete_all(self, prefix: str) -> None:
+        for key in self.arrange([info.key async for info in self.inner.list(prefix)]):
+            await self.around("delete_all", key, self.inner.delete, key)
+        await self.around("delete_all", prefix, self.inner.delete_all, prefix)
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+class _HookedUpload(Upload):
+    def __init__(self, driver: HookedDriver, key: str, inner: Upload) -> None:
+        self.driver, self.key, self.inner = driver, key, inner
+
+    async def write(self, start: int, data: Buffer) -> None:
+        await self.driver.around("write", self.key, self.inner.write, start, data)
+
+    async def commit(self) -> None:
+        await self.driver.around("commit", self.key, self.inner.commit)
+
+    async def abort(self) -> None:
+        await self.inner.abort()
+
+
+async def contents(driver: Driver) -> dict[str, bytes]:
+    """Every visible object and its bytes."""
+    return {info.key: await driver.get(info.key) async for info in driver.list()}

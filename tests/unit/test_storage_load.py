@@ -1,0 +1,250 @@
+"""Loading into a state: what must fit, what is replaced and what is filled, and what is said when it does not fit."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.bits import difference, fresh_uri
+
+import holdfast
+
+
+@pytest.fixture
+def uri() -> str:
+    """A checkpoint of a little of everything."""
+    uri = fresh_uri()
+    state = {
+        "w": torch.arange(12.0).reshape(3, 4), "b": torch.arange(3), "half": torch.ones(2, dtype=torch.float16), "extra": torch.ones(1),
+        "lr": 0.5, "name": "run", "list": [1, torch.tensor(2), 3], "more": {"x": 7},
+    }  # fmt: skip
+    holdfast.save(uri, state)
+    return uri
+
+
+def target() -> dict[str, Any]:
+    """A state that fits that checkpoint."""
+    return {
+        "w": torch.zeros(3, 4), "b": torch.zeros(3, dtype=torch.int64), "half": torch.zeros(2, dtype=torch.float16),
+        "extra": torch.zeros(1), "lr": 0.0, "name": "", "list": [0, torch.tensor(0), 0], "more": {"x": 0},
+    }  # fmt: skip
+
+
+def test_what_fits_is_loaded(uri: str) -> None:
+    """Tensors are filled, values replaced; containers and tensors stay the very objects they were."""
+    into = target()
+    objects = [into, into["w"], into["list"], into["list"][1], into["more"]]
+    loaded = holdfast.load(uri, into=into)
+    assert [loaded, loaded["w"], loaded["list"], loaded["list"][1], loaded["more"]] == objects
+    assert all(a is b for a, b in zip(objects, [loaded, into["w"], into["list"], into["list"][1], into["more"]], strict=True))
+    assert difference(holdfast.load(uri), into) is None
+
+
+def test_every_difference_is_listed_at_once(uri: str) -> None:
+    """Missing, unexpected, and wrong in shape or dtype: one error names them all, and nothing is filled."""
+    into = target()
+    del into["extra"], into["name"], into["more"]
+    into |= {"w": torch.zeros(4, 3), "b": torch.zeros(3, dtype=torch.int32), "new": torch.zeros(1), "value": 1, "list": [0, torch.tensor(0), 0, 5]}
+    before = {name: (t.clone() if isinstance(t, torch.Tensor) else t) for name, t in into.items()}
+    with pytest.raises(holdfast.MismatchError) as caught:
+        holdfast.load(uri, into=into)
+    assert sorted(caught.value.differences) == sorted(
+        [
+            'state["w"]: shape [3, 4] in the checkpoint, [4, 3] in the state',
+            'state["b"]: dtype int64 in the checkpoint, int32 in the state (cast=True converts)',
+            "state[\"new\"]: no tensor 'new' in the checkpoint",
+            'state["value"]: no such value in the checkpoint',
+            'state["list"][3]: no such value in the checkpoint',
+            "tensor 'extra' of the checkpoint: no place for it in the state",
+            'value state["name"] of the checkpoint: no place for it in the state',
+            'value state["more"]["x"] of the checkpoint: no place for it in the state',
+        ]
+    )
+    assert all(text in str(caught.value) for text in caught.value.differences)
+    assert difference(before, into) is None
+
+
+def test_not_strict_loads_what_both_have(uri: str) -> None:
+    """What only one of them has is left alone."""
+    into = {"w": torch.zeros(3, 4), "new": torch.full((2,), 9.0), "lr": 0.0, "value": 1, "list": [0], "deep": {"t": torch.zeros(1)}}
+    holdfast.load(uri, into=into, strict=False)
+    expected = {"w": torch.arange(12.0).reshape(3, 4), "new": torch.full((2,), 9.0), "lr": 0.5, "value": 1, "list": [1]}
+    assert difference(expected | {"deep": {"t": torch.zeros(1)}}, into) is None
+
+
+def test_not_strict_still_wants_shapes_and_dtypes_to_fit(uri: str) -> None:
+    """A tensor that both have, but that cannot be filled, is an error in any case; nothing is filled."""
+    into = {"w": torch.zeros(3, 4), "b": torch.zeros(4, dtype=torch.int64), "half": torch.zeros(2), "nowhere": 1}
+    with pytest.raises(holdfast.MismatchError) as caught:
+        holdfast.load(uri, into=into, strict=False)
+    assert [text.partition(":")[0] for text in caught.value.differences] == ['state["b"]', 'state["half"]']
+    assert torch.equal(into["w"], torch.zeros(3, 4))
+
+
+def test_a_type_that_differs_is_a_difference() -> None:
+    """A tensor where the checkpoint has a value, and the other way round, do not fit."""
+    uri = fresh_uri()
+    holdfast.save(uri, {"a": torch.ones(1), "b": 1, "c": {"d": 1}})
+    with pytest.raises(holdfast.MismatchError) as caught:
+        holdfast.load(uri, into={"a": 1, "b": torch.ones(1), "c": 5})
+    assert len(caught.value.differences) == 6
+
+
+@pytest.mark.parametrize("key", [1, 1.0, True, "1"], ids=repr)
+def test_keys_of_another_type_are_other_keys(key: Any) -> None:
+    """1, 1.0, True and "1" are four keys, for values and for tensors."""
+    uri = fresh_uri()
+    holdfast.save(uri, {"v": {key: 5}, "t": {key: torch.tensor(5)}})
+    for other in (1, 1.0, True, "1"):
+        into = {"v": {other: 0}, "t": {other: torch.tensor(0)}}
+        if type(other) is type(key):
+            holdfast.load(uri, into=into)
+            assert difference({"v": {key: 5}, "t": {key: torch.tensor(5)}}, into) is None
+        else:
+            with pytest.raises(holdfast.MismatchError):
+                holdfast.load(uri, into=into)
+
+
+def test_tuples_are_made_anew_and_put_in_their_place() -> None:
+    """A tuple cannot be assigned to: what contained it gets a new one, with the tensors of the old."""
+    uri = fresh_uri()
+    holdfast.save(uri, {"t": (1, (2, torch.tensor(3)), [4]), "only": (torch.tensor(5),)})
+    inner, listed, only = torch.tensor(0), [0], (torch.tensor(0),)
+    into = {"t": (0, (0, inner), listed), "only": only}
+    holdfast.load(uri, into=into)
+    assert difference({"t": (1, (2, torch.tensor(3)), [4]), "only": (torch.tensor(5),)}, into) is None
+    assert into["t"][1][1] is inner
+    assert into["t"][2] is listed
+    assert into["only"] is only
+
+
+def test_a_tuple_as_the_state_comes_back_new() -> None:
+    """The only case in which a load returns another object than it was given."""
+    uri = fresh_uri()
+    holdfast.save(uri, (1, torch.tensor(2), {"a": (3,)}))
+    tensor = torch.tensor(0)
+    loaded = holdfast.load(uri, into=(0, tensor, {"a": (0,)}))
+    assert difference((1, torch.tensor(2), {"a": (3,)}), loaded) is None
+    assert loaded[1] is tensor
+
+
+def test_a_mapping_that_cannot_be_assigned_to_is_refused_before_anything_is_read(uri: str) -> None:
+    """Not halfway through."""
+    from types import MappingProxyType
+
+    into = {"w": torch.zeros(3, 4), "more": MappingProxyType({"x": 0})}
+    with pytest.raises(holdfast.UsageError):
+        holdfast.load(uri, into=into, strict=False)
+    assert torch.equal(into["w"], torch.zeros(3, 4))
+
+
+def test_expanded_targets_are_refused() -> None:
+    """Elements that share memory cannot be filled with elements that differ."""
+    uri = fresh_uri()
+    holdfast.save(uri, {"x": torch.arange(6.0).reshape(2, 3)})
+    for target in (torch.zeros(3).expand(2, 3), torch.zeros(1).expand(2, 3), torch.zeros(4).as_strided((2, 3), (1, 1))):
+        with pytest.raises(holdfast.MismatchError, match="share memory"):
+            holdfast.load(uri, into={"x": target})
+    fine = torch.zeros(1, 3).expand(1, 3)
+    holdfast.save(uri, {"x": torch.arange(3.0).reshape(1, 3)})
+    holdfast.load(uri, into={"x": fine})
+    assert fine.tolist() == [[0.0, 1.0, 2.0]]
+
+
+@pytest.mark.parametrize("array", [np.broadcast_to(np.float64(0), (3,)), np.zeros(3)[::-1], np.frombuffer(bytes(24), np.float64)])
+def test_arrays_that_cannot_be_filled_are_refused(array: np.ndarray) -> None:
+    """Read-only arrays, and those that run backwards."""
+    uri = fresh_uri()
+    holdfast.save(uri, {"x": np.arange(3.0)})
+    with pytest.raises(holdfast.UsageError, match=r'state\["x"\]'):
+        holdfast.load(uri, into={"x": array})
+    assert array.tolist() == [0, 0, 0]
+
+
+REALS = [torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64]
+OTHERS = [torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32]
+
+
+@pytest.mark.parametrize(("stored", "wanted"), list(itertools.product(REALS + OTHERS, REALS + OTHERS)), ids=str)
+def test_cast_converts_as_torch_does_and_refuses_what_loses_a_kind(stored: torch.dtype, wanted: torch.dtype) -> None:
+    """cast=True converts like ``Tensor.copy_`` within integers, from integers to floats to complex, and never back."""
+    source = torch.tensor([0, 1, 1, 0]).to(stored).reshape(2, 2)
+    uri = fresh_uri()
+    holdfast.save(uri, {"x": source, "y": source.t()})
+    into = {"x": torch.zeros(2, 2, dtype=wanted), "y": torch.zeros(2, 2, dtype=wanted).t()}
+    if torch.can_cast(stored, wanted):
+        holdfast.load(uri, into=into, cast=True)
+        assert difference({"x": source.to(wanted), "y": source.t().to(wanted)}, into) is None
+    else:
+        with pytest.raises(holdfast.MismatchError) as caught:
+            holdfast.load(uri, into=into, cast=True)
+        assert len(caught.value.differences) == 2
+        assert torch.equal(into["x"], torch.zeros(2, 2, dtype=wanted))
+    if stored != wanted:
+        with pytest.raises(holdfast.MismatchError):
+            holdfast.load(uri, into=into)
+
+
+def test_cast_does_not_make_complex_numbers_real() -> None:
+    """The imaginary part would be lost."""
+    uri = fresh_uri()
+    holdfast.save(uri, {"x": torch.ones(2, dtype=torch.complex64)})
+    with pytest.raises(holdfast.MismatchError, match="complex64 in the checkpoint, float32 in the state"):
+        holdfast.load(uri, into={"x": torch.zeros(2)}, cast=True)
+
+
+def test_cast_leaves_equal_dtypes_bit_for_bit(rng: np.random.Generator) -> None:
+    """A NaN is not made another one on the way, whether or not conversion is allowed."""
+    stored = torch.from_numpy(rng.integers(0, 256, 64, np.uint8)).view(torch.float32)
+    uri = fresh_uri()
+    holdfast.save(uri, {"x": stored})
+    into = {"x": torch.zeros(16)}
+    holdfast.load(uri, into=into, cast=True)
+    assert difference({"x": stored}, into) is None
+
+
+@pytest.mark.parametrize("size", [0, 1, 3])
+def test_a_target_of_another_size_is_never_filled_in_part(size: int) -> None:
+    """Also not where it is larger, or broadcasting would do."""
+    uri = fresh_uri()
+    holdfast.save(uri, {"x": torch.ones(2)})
+    into = {"x": torch.zeros(size)}
+    with pytest.raises(holdfast.MismatchError, match="shape"):
+        holdfast.load(uri, into=into, strict=False, cast=True)
+    assert torch.equal(into["x"], torch.zeros(size))
+
+
+def test_a_path_that_does_not_exist_is_not_a_checkpoint(tmp_path: Path) -> None:
+    """Loading and opening say so, with an error that is a FileNotFoundError too, and create nothing."""
+    for call in (holdfast.load, holdfast.open, lambda uri: holdfast.load(uri, into={})):
+        with pytest.raises(holdfast.NotACheckpointError) as caught:
+            call(tmp_path / "nothing" / "here")
+        assert isinstance(caught.value, FileNotFoundError)
+        assert "nothing/here" in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_of_checkpoints_is_none_itself(tmp_path: Path) -> None:
+    """The URI of the run is not the URI of a step."""
+    holdfast.save(tmp_path / "step-1", {"x": 1})
+    with pytest.raises(holdfast.NotACheckpointError):
+        holdfast.load(tmp_path)
+
+
+def test_dtypes_of_another_torch_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint with a dtype that this torch lacks says so; its other tensors can still be read."""
+    uri = fresh_uri()
+    holdfast.save(uri, {"x": torch.ones(2, dtype=torch.float8_e8m0fnu), "y": torch.ones(2)})
+    monkeypatch.delattr(torch, "float8_e8m0fnu")
+    with pytest.raises(holdfast.UnsupportedFormatError, match="float8_e8m0fnu"):
+        holdfast.load(uri)
+    with holdfast.open(uri) as c:
+        assert c.tensors["x"].dtype == "float8_e8m0fnu"
+        assert c.read("y").tolist() == [1.0, 1.0]
+    into = {"y": torch.zeros(2)}
+    holdfast.load(uri, into=into, strict=False)
+    assert into["y"].tolist() == [1.0, 1.0]

@@ -1,0 +1,300 @@
+"""Objects with a state: modules, optimizers, schedulers, random generators, and whatever has a state_dict."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.bits import difference, fresh_uri
+from torch import nn
+
+import holdfast
+
+
+class Net(nn.Module):
+    """A little of everything: a tied weight, buffers of two kinds, and a layer without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.mix = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+        self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.mix(self.norm(self.embed(tokens)))))
+
+
+Optimizers = dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]]
+
+
+def groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+    """Two groups, of which one has hyperparameters of its own."""
+    return [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.003, "weight_decay": 0.2}]
+
+
+OPTIMIZERS: Optimizers = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "SGD momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "SGD dampened": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
+    "SGD nesterov, groups": lambda p: torch.optim.SGD(groups(p), lr=0.1, momentum=0.9, nesterov=True),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.01, foreach=False),
+    "Adam amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "Adam tensor lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), foreach=False),
+    "AdamW foreach, groups": lambda p: torch.optim.AdamW(groups(p), lr=0.01, foreach=True),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, initial_accumulator_value=0.1),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.01),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, centered=True),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.01, t0=0),
+}
+
+
+class Job:
+    """A training run: module, optimizer, scheduler and steps done. Batches follow from the step alone."""
+
+    def __init__(self, optimizer: str, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.net = Net()
+        trained = [p for p in self.net.parameters() if p.requires_grad]
+        self.optim = OPTIMIZERS[optimizer](trained)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optim, T_max=50)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"net": self.net, "optim": self.optim, "scheduler": self.scheduler}
+
+    def train(self, first: int, last: int) -> None:
+        for step in range(first, last):
+            tokens = torch.randint(0, 11, (16,), generator=torch.Generator().manual_seed(step))
+            loss = nn.functional.cross_entropy(self.net(tokens), tokens.roll(1))
+            self.optim.zero_grad()
+            loss.backward()
+            self.optim.step()
+            self.scheduler.step()
+
+    def snapshot(self) -> dict[str, Any]:
+        """All there is to know, for comparison."""
+        return copy.deepcopy({name: dict(part.state_dict()) for name, part in self.state.items()})
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_goes_on_as_if_it_had_not_been_interrupted(name: str) -> None:
+    """Three steps, save, load into a new job that was made otherwise, three more: the bits are those of six steps."""
+    whole, before, after = Job(name, 1), Job(name, 1), Job(name, 2)
+    whole.train(0, 6)
+    before.train(0, 3)
+    uri = fresh_uri()
+    holdfast.save(uri, before.state)
+    holdfast.load(uri, into=after.state)
+    assert difference(before.snapshot(), after.snapshot()) is None
+    after.train(3, 6)
+    assert difference(whole.snapshot(), after.snapshot()) is None
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_job_saved_before_its_first_step_goes_on_likewise(name: str) -> None:
+    """An optimizer that has never stepped has no momentum; nor has one that was loaded from such a checkpoint."""
+    whole, before, after = Job(name, 1), Job(name, 1), Job(name, 2)
+    uri = fresh_uri()
+    holdfast.save(uri, before.state)
+    holdfast.load(uri, into=after.state)
+    whole.train(0, 4)
+    after.train(0, 4)
+    assert difference(whole.snapshot(), after.snapshot()) is None
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_saving_leaves_a_fresh_optimizer_untouched(name: str) -> None:
+    """Neither the optimizer, nor the module, nor gradients, nor what training does next is changed by a save."""
+    job, other = Job(name, 1), Job(name, 1)
+    job.net.frozen.grad = torch.ones(4)
+    seen = job.snapshot()
+    holdfast.save(fresh_uri(), job.state)
+    assert difference(seen, job.snapshot()) is None
+    assert [n for n, p in job.net.named_parameters() if p.grad is not None] == ["frozen"]
+    job.train(0, 3)
+    other.train(0, 3)
+    assert difference(other.snapshot(), job.snapshot()) is None
+
+
+@pytest.mark.parametrize("name", ["SGD momentum", "AdamW fused"])
+def test_gradients_at_hand_do_not_hinder_a_load(name: str) -> None:
+    """A job that has run a backward pass but no step yet can be loaded into; its gradients stay."""
+    before, after = Job(name, 1), Job(name, 2)
+    before.train(0, 3)
+    uri = fresh_uri()
+    holdfast.save(uri, before.state)
+    for p in after.net.parameters():
+        p.grad = torch.full_like(p, 3.0)
+    holdfast.load(uri, into=after.state)
+    assert difference(before.snapshot(), after.snapshot()) is None
+    assert all(torch.equal(p.grad, torch.full_like(p, 3.0)) for p in after.net.parameters())
+
+
+def test_an_optimizer_that_has_stepped_can_be_loaded_back_to_its_beginning() -> None:
+    """A checkpoint of a fresh job, loaded into one that has trained, is the fresh job."""
+    fresh, whole, used = Job("SGD momentum", 1), Job("SGD momentum", 1), Job("SGD momentum", 2)
+    uri = fresh_uri()
+    holdfast.save(uri, fresh.state)
+    used.train(0, 3)
+    holdfast.load(uri, into=used.state)
+    used.train(0, 3)
+    whole.train(0, 3)
+    assert difference(whole.snapshot(), used.snapshot()) is None
+
+
+def test_parameters_are_filled_in_place() -> None:
+    """The optimizer goes on holding the module's parameters: a load does not replace them."""
+    before, after = Job("Adam", 1), Job("Adam", 2)
+    before.train(0, 2)
+    addresses = [p.data_ptr() for p in after.net.parameters()]
+    uri = fresh_uri()
+    holdfast.save(uri, before.state)
+    holdfast.load(uri, into=after.state)
+    assert [p.data_ptr() for p in after.net.parameters()] == addresses
+    assert after.net.head.weight is after.net.embed.weight
+    assert {id(p) for g in after.optim.param_groups for p in g["params"]} <= {id(p) for p in after.net.parameters()}
+
+
+def test_an_optimizer_without_its_module_is_saved_by_number() -> None:
+    """Where no module of the state has its parameters, torch's own numbering is kept, and training goes on."""
+    weights = [torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)]
+    others = [torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)]
+    optim, other = torch.optim.Adam(weights), torch.optim.Adam(others, lr=7.0)
+    sum((w * w).sum() for w in weights).backward()
+    optim.step()
+    sum(w.sum() for w in others).backward()
+    other.step()
+    uri = fresh_uri()
+    holdfast.save(uri, {"optim": optim})
+    holdfast.load(uri, into={"optim": other})
+    assert difference(optim.state_dict(), other.state_dict()) is None
+
+
+def test_hyperparameters_come_from_the_checkpoint() -> None:
+    """Learning rates and the like are taken over, per group."""
+    before, after = Job("AdamW foreach, groups", 1), Job("AdamW foreach, groups", 2)
+    before.train(0, 2)
+    for group in after.optim.param_groups:
+        group["lr"], group["betas"] = 99.0, (0.1, 0.2)
+    uri = fresh_uri()
+    holdfast.save(uri, before.state)
+    holdfast.load(uri, into=after.state)
+    assert [(g["lr"], g["betas"], g["weight_decay"]) for g in after.optim.param_groups] == [
+        (g["lr"], g["betas"], g["weight_decay"]) for g in before.optim.param_groups
+    ]
+
+
+def test_a_module_may_be_the_state() -> None:
+    """The root of a state may be an object with a state; loading into it returns it."""
+    net, other = Net(), Net()
+    uri = fresh_uri()
+    holdfast.save(uri, net)
+    assert holdfast.load(uri, into=other) is other
+    assert difference(dict(net.state_dict()), dict(other.state_dict())) is None
+    assert difference(dict(net.state_dict()), holdfast.load(uri)) is None
+
+
+class Counter:
+    """An object with a state of its own."""
+
+    def __init__(self, n: int) -> None:
+        self.given: Any = None
+        self.n = n
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"n": self.n, "t": torch.full((2,), self.n), "deep": [1, (2, {"x": np.float32(3)})], "none": None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.given = state
+
+
+def test_any_object_with_a_state_dict_gets_its_state_back() -> None:
+    """It is given the stored dict as it was, not its own shape of it: it may be of another size now."""
+    uri = fresh_uri()
+    holdfast.save(uri, {"deep": [Counter(5)], "c": Counter(6)})
+    into = {"deep": [Counter(0)], "c": Counter(0)}
+    objects = (into["deep"][0], into["c"])
+    holdfast.load(uri, into=into)
+    assert (into["deep"][0], into["c"]) == objects
+    assert difference(Counter(5).state_dict(), objects[0].given) is None
+    assert difference(Counter(6).state_dict(), objects[1].given) is None
+
+
+def test_an_object_may_be_the_state() -> None:
+    """As a module may."""
+    uri = fresh_uri()
+    holdfast.save(uri, Counter(5))
+    counter = Counter(0)
+    assert holdfast.load(uri, into=counter) is counter
+    assert difference(Counter(5).state_dict(), counter.given) is None
+
+
+def draws(state: dict[str, Any]) -> list[Any]:
+    """The next numbers of every generator, global ones and those in ``state``."""
+    own = [
+        torch.rand(3, generator=state["torch"]).tolist(), state["numpy"].random(3).tolist(), state["legacy"].normal(size=3).tolist(),
+        state["python"].random(), state["mt"].random(3).tolist(), state["philox"].integers(0, 1 << 62, 3).tolist(),
+        state["sfc"].normal(size=3).tolist(),
+    ]  # fmt: skip
+    return [torch.rand(3).tolist(), np.random.normal(size=3).tolist(), random.gauss(0, 1), *own]
+
+
+def generators(seed: int) -> dict[str, Any]:
+    """One generator of each kind, and the global ones, seeded."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+    return {
+        "rng": holdfast.RNGState(), "torch": torch.Generator().manual_seed(seed), "numpy": np.random.default_rng(seed),
+        "legacy": np.random.RandomState(seed), "python": random.Random(seed), "mt": np.random.Generator(np.random.MT19937(seed)),
+        "philox": np.random.Generator(np.random.Philox(seed)), "sfc": np.random.Generator(np.random.SFC64(seed)),
+    }  # fmt: skip
+
+
+def test_random_generators_go_on_where_they_were() -> None:
+    """Global generators (RNGState) and generator objects draw the same numbers after a load as after the save."""
+    state = generators(1)
+    draws(state)  # leaves half a pair of normals in some of them
+    uri = fresh_uri()
+    holdfast.save(uri, state)
+    expected = [draws(state), draws(state)]
+    into = generators(2)
+    holdfast.load(uri, into=into)
+    assert [draws(into), draws(into)] == expected
+
+
+def test_raw_random_states_are_values_and_tensors() -> None:
+    """What the libraries' own get_state functions return can be saved, and given back to them."""
+    generators(3)
+    state = {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()}
+    uri = fresh_uri()
+    holdfast.save(uri, state)
+    expected = [torch.rand(3).tolist(), np.random.random(3).tolist(), random.random()]
+    generators(4)
+    loaded = holdfast.load(uri)
+    torch.set_rng_state(loaded["torch"])
+    np.random.set_state(loaded["numpy"])
+    random.setstate(loaded["python"])
+    assert [torch.rand(3).tolist(), np.random.random(3).tolist(), random.random()] == expected
+
+
+def test_a_generator_is_not_left_in_the_built_state() -> None:
+    """Without a target, objects come back as their states: nothing stored decides which class is made."""
+    uri = fresh_uri()
+    holdfast.save(uri, {"g": np.random.default_rng(1), "c": Counter(3)})
+    loaded = holdfast.load(uri)
+    assert loaded["g"]["bit_generator"] == "PCG64"
+    assert difference(Counter(3).state_dict(), loaded["c"]) is None

@@ -1,0 +1,188 @@
+"""An opened checkpoint: what is in it, slices of it, and listings of many."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.bits import difference, fresh_uri, random_bits
+
+import holdfast
+
+SLICES = [slice(None), slice(1, 3), slice(-2, None), slice(None, None, 2), slice(None, None, -1), slice(4, 0, -2), slice(3, 1), slice(0, 99)]
+INDICES: list[Any] = [
+    (), None, 0, -1, slice(1, 2), *((s,) for s in SLICES), *itertools.product(SLICES, [0, -3, slice(1, 3), slice(None, None, -3)]),
+    (0, 0, 0), (slice(None), 1, slice(2, 5)), (-1, slice(None, None, -2), -1), (slice(2, 2), 1), (slice(0, 5), slice(2), slice(1, None, 3)),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def stored() -> tuple[str, torch.Tensor]:
+    """A checkpoint of one tensor of shape (5, 4, 7)."""
+    uri, tensor = fresh_uri(), torch.arange(140).reshape(5, 4, 7)
+    holdfast.save(uri, {"x": tensor})
+    return uri, tensor
+
+
+def numpy_index(index: Any) -> Any:
+    """The same index for numpy, to which None means something else."""
+    return () if index is None else index
+
+
+@pytest.mark.parametrize("index", INDICES, ids=str)
+def test_an_index_means_what_it_means_to_numpy(index: Any, stored: tuple[str, torch.Tensor]) -> None:
+    """Integers, slices with any step, and fewer of them than dimensions."""
+    uri, tensor = stored
+    expected = tensor.numpy()[numpy_index(index)]
+    with holdfast.open(uri) as c:
+        read = c.read("x", index)
+    assert read.shape == expected.shape
+    assert read.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("index", [5, -6, (0, 4), (0, 0, 0, 0), 1.0, "a", (None,), True, ..., [0], (slice(0, 1), np.ones(4, bool))], ids=str)
+def test_an_index_that_does_not_fit_is_refused(index: Any, stored: tuple[str, torch.Tensor]) -> None:
+    """Nothing is read, and the error is one of usage."""
+    uri, _ = stored
+    with holdfast.open(uri) as c, pytest.raises(holdfast.UsageError):
+        c.read("x", index)
+
+
+def test_rows_are_a_slice_of_the_first_dimension(stored: tuple[str, torch.Tensor]) -> None:
+    """A shorter way to write it; both at once are refused, and so is a name that is not there."""
+    uri, tensor = stored
+    with holdfast.open(uri) as c:
+        assert torch.equal(c.read("x", rows=slice(1, 3)), tensor[1:3])
+        with pytest.raises(holdfast.UsageError, match="not both"):
+            c.read("x", 0, rows=slice(1))
+        with pytest.raises(holdfast.UsageError, match="'y'"):
+            c.read("y")
+
+
+def test_slices_of_tensors_that_span_blocks_and_chunks(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Wherever a slice begins and ends: at, before and behind the boundaries of what is checked and read at once."""
+    x = random_bits(rng, torch.int16, (4100, 4099))
+    y = random_bits(rng, torch.uint8, (200_000,))
+    holdfast.save(tmp_path, {"x": x, "y": y})
+    with holdfast.open(tmp_path) as c:
+        for _ in range(40):
+            a, b = sorted(rng.integers(0, 4101, 2).tolist())
+            d, e = sorted(rng.integers(0, 4100, 2).tolist())
+            assert torch.equal(c.read("x", (slice(a, b, 3), slice(d, e))), x[a:b:3, d:e])
+            a, b = sorted(rng.integers(0, 200_001, 2).tolist())
+            assert torch.equal(c.read("y", slice(a, b)), y[a:b])
+        assert torch.equal(c.read("x", (slice(None), 77)), x[:, 77])
+
+
+def test_a_small_slice_reads_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 KB wanted of a large tensor: what is read is that, a block at each end, and checksums."""
+    import holdfast.drivers.local as local
+
+    holdfast.save(tmp_path, {"x": torch.zeros(8 << 20)})
+    asked: list[int] = []
+    whole = local.LocalDriver.read
+
+    async def counted(self: Any, key: str, start: int, into: memoryview) -> None:
+        asked.append(len(into))
+        await whole(self, key, start, into)
+
+    with holdfast.open(tmp_path) as c:
+        monkeypatch.setattr(local.LocalDriver, "read", counted)
+        c.read("x", slice(1_000_000, 1_016_384))
+    assert 64 << 10 <= sum(asked) <= (64 << 10) * 3 + (8 << 10)
+
+
+def test_tensors_are_described() -> None:
+    """Name, shape, dtype, bytes, shards, and what a tied tensor is an alias of, in the order of the state."""
+    shared = torch.ones(2, 3, dtype=torch.bfloat16)
+    uri = fresh_uri()
+    holdfast.save(uri, {"m": {"w": shared, "again": shared}, "empty": torch.zeros(0, 4), "s": torch.tensor(1)}, step=12)
+    with holdfast.open(uri) as c:
+        described = [(i.name, i.shape, i.dtype, i.nbytes, i.shards, i.ranks, i.owners, i.alias_of) for i in c.tensors.values()]
+        assert described == [
+            ("m.w", (2, 3), "bfloat16", 12, 1, (0,), (), "m.again"),
+            ("m.again", (2, 3), "bfloat16", 12, 1, (0,), (), None),
+            ("empty", (0, 4), "float32", 0, 0, (), (), None),
+            ("s", (), "int64", 8, 1, (0,), (), None),
+        ]
+        assert (c.step, c.world, c.nbytes) == (12, 1, 20)
+        assert torch.equal(c.read("m.w"), shared)
+        assert "step 12" in repr(c)
+
+
+def test_values_are_listed_by_path() -> None:
+    """As a user would write them in Python."""
+    uri = fresh_uri()
+    holdfast.save(uri, {"optim": {"lr": 0.5, "betas": (0.9, None)}, 3: {None: "x"}, "t": torch.ones(1)})
+    with holdfast.open(uri) as c:
+        assert dict(c.values()) == {
+            'state["optim"]["lr"]': 0.5, 'state["optim"]["betas"][0]': 0.9, 'state["optim"]["betas"][1]': None, "state[3][None]": "x",
+        }  # fmt: skip
+
+
+def test_the_step_is_taken_from_the_state_unless_given() -> None:
+    """``state["step"]`` if it is an int."""
+    for state, step, expected in (({"step": 5}, None, 5), ({"step": 5}, 6, 6), ({"step": 5.0}, None, None), ({}, None, None), ([5], None, None)):
+        uri = fresh_uri()
+        holdfast.save(uri, state, step=step)
+        with holdfast.open(uri) as c:
+            assert c.step == expected
+
+
+def test_a_checkpoint_replaced_after_it_was_opened_says_so() -> None:
+    """Reading on gives ReplacedError, not damage: nothing is wrong with the storage."""
+    uri = fresh_uri()
+    holdfast.save(uri, {"x": torch.ones(3)})
+    with holdfast.open(uri) as c:
+        holdfast.save(uri, {"x": torch.zeros(3)})
+        with pytest.raises(holdfast.ReplacedError):
+            c.read("x")
+
+
+def test_listing_finds_checkpoints_below(tmp_path: Path) -> None:
+    """By path, ordered by step; what cannot be opened is listed with the reason; other files are passed over."""
+    for step in (20, 3, 100):
+        holdfast.save(tmp_path / "run" / f"step-{step}", {"x": torch.ones(step)}, step=step)
+    holdfast.save(tmp_path / "final", {"x": torch.ones(1)})
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "manifest.safetensors").write_bytes(b"x" * 100)
+    (tmp_path / "notes.txt").write_text("hello")
+    listed = {c.path: (c.step, c.tensors, c.nbytes, c.problem is None) for c in holdfast.list_checkpoints(tmp_path)}
+    assert listed == {
+        "run/step-3": (3, 1, 12, True), "run/step-20": (20, 1, 80, True), "run/step-100": (100, 1, 400, True),
+        "final": (None, 1, 4, True), "broken": (None, 0, 0, False),
+    }  # fmt: skip
+    assert list(listed)[:3] == ["run/step-3", "run/step-20", "run/step-100"]
+    assert [c.path for c in holdfast.list_checkpoints(tmp_path / "final")] == [""]
+    assert holdfast.list_checkpoints(tmp_path / "nowhere") == []
+
+
+def test_an_image_is_a_safetensors_file(tmp_path: Path) -> None:
+    """Any safetensors reader opens it, and finds the tensors under their names."""
+    from safetensors.numpy import load_file
+
+    state = {"a": torch.arange(6.0).reshape(2, 3), "b": {"c": torch.tensor([1, 2], dtype=torch.uint8)}, "h": torch.ones(3, dtype=torch.float16)}
+    report = holdfast.save(tmp_path, state)
+    found = load_file(tmp_path / "data" / report.attempt / "0.safetensors")
+    assert set(found) == {"a", "b.c", "h", "__holdfast_blocks__"}
+    assert found["a"].tolist() == state["a"].tolist()
+    assert found["b.c"].tolist() == [1, 2]
+    assert load_file(tmp_path / "manifest.safetensors")["tensor.name"].tobytes() == b"ab.ch"
+
+
+def test_opening_and_closing_leaves_nothing_open(tmp_path: Path, no_leaks: None) -> None:
+    """No descriptor and no thread outlives what was opened, closed twice, or failed to open."""
+    holdfast.save(tmp_path / "c", {"x": torch.ones(3)})
+    c = holdfast.open(tmp_path / "c")
+    c.read("x")
+    c.close()
+    c.close()
+    with pytest.raises(holdfast.NotACheckpointError):
+        holdfast.open(tmp_path / "nothing")
+    assert difference({"x": torch.ones(3)}, holdfast.load(tmp_path / "c")) is None
+    assert math.isclose(c.created_s, (tmp_path / "c" / "manifest.safetensors").stat().st_mtime, abs_tol=60)

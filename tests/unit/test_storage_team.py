@@ -1,0 +1,313 @@
+"""Rounds over a store: what is stated arrives, what fails is told at once and by name, and no key is left."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import holdfast
+from holdfast import errors
+from holdfast.storage.team import Solo, StoreTeam, Team
+
+Act = Callable[[Team], Awaitable[Any]]
+
+
+def free_port() -> int:
+    """A port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(params=["hash", "tcp"])
+def store(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A store as torch.distributed has them."""
+    if request.param == "hash":
+        yield dist.HashStore()
+    else:
+        yield dist.TCPStore("127.0.0.1", free_port(), None, True, datetime.timedelta(seconds=20), wait_for_workers=False)
+
+
+async def act(team: Team, what: Act) -> Any:
+    """What a save or a load does around its rounds."""
+    async with team.session():
+        try:
+            return await what(team)
+        except BaseException as error:
+            await team.fail(error)
+            raise
+
+
+def together(store: Any, acts: Sequence[Act], silence_s: float = 5.0, prefix: str = "p") -> list[Any]:
+    """One rank per act, all in this process; their results or errors, in order of rank."""
+
+    async def run() -> list[Any]:
+        teams = [StoreTeam(store, rank, len(acts), prefix, silence_s) for rank in range(len(acts))]
+        tasks = [asyncio.ensure_future(act(t, a)) for t, a in zip(teams, acts, strict=True)]
+        return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+
+    return asyncio.run(run())
+
+
+async def joined(payloads: Sequence[bytes]) -> bytes:
+    """A verdict that shows what was stated."""
+    return b"|".join(payloads)
+
+
+def stating(*names: str) -> Act:
+    """A rank that holds these rounds, one after the other."""
+
+    async def what(team: Team) -> list[bytes]:
+        return [await team.round(name, f"{name}{team.rank}".encode(), joined) for name in names]
+
+    return what
+
+
+def test_every_rank_learns_what_the_leader_made_of_all_statements(store: Any) -> None:
+    """Statements reach the leader in order of rank; its verdict reaches all, round by round; then no key is left."""
+    keys = store.num_keys()
+    assert together(store, [stating("a", "b")] * 4) == [[b"a0|a1|a2|a3", b"b0|b1|b2|b3"]] * 4
+    assert store.num_keys() == keys
+
+
+def test_a_team_of_one_needs_no_store() -> None:
+    """The leader decides on its own statement."""
+    assert asyncio.run(act(Solo(), stating("a"))) == [b"a0"]
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, (4 << 20) - 1, 4 << 20, (4 << 20) + 1, 21 << 20])
+def test_statements_and_verdicts_may_be_of_any_size(store: Any, nbytes: int) -> None:
+    """torch's TCPStore refuses values of 8 MiB; ours are cut."""
+    keys = store.num_keys()
+
+    async def what(team: Team) -> bytes:
+        return await team.round("r", bytes([team.rank]) * nbytes, joined)
+
+    expected = b"|".join(bytes([rank]) * nbytes for rank in range(2))
+    assert together(store, [what] * 2) == [expected] * 2
+    assert store.num_keys() == keys
+
+
+def test_repeated_rounds_do_not_grow_the_store(store: Any) -> None:
+    """A job saves thousands of times over one store."""
+    keys = store.num_keys()
+    for i in range(5):
+        together(store, [stating("a", "b")] * 3, prefix=f"save {i}")
+    assert store.num_keys() == keys
+
+
+ERRORS = [
+    holdfast.CoverageError("x", advice="do"), holdfast.InvisibleFilesError("x", uri="u", key="k", rank=2), holdfast.FullError("no room"),
+    holdfast.MismatchError("x", differences=("a", "b")), holdfast.NotACheckpointError("x", uri="u"), holdfast.SupersededError("x"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
+def test_an_error_of_the_decision_is_raised_on_every_rank_with_its_type(error: holdfast.HoldfastError, store: Any) -> None:
+    """It concerns all of them alike: each raises it, with all that it says."""
+
+    async def decide(payloads: Sequence[bytes]) -> bytes:
+        raise error
+
+    async def what(team: Team) -> bytes:
+        return await team.round("r", b"", decide)
+
+    for _ in range(10):
+        raised = together(store, [what] * 4, prefix=f"{_}")
+        assert [(type(e), str(e)) for e in raised] == [(type(error), str(error))] * 4
+        assert [getattr(e, "differences", None) for e in raised] == [getattr(error, "differences", None)] * 4
+    assert store.num_keys() <= 1
+
+
+def test_an_error_of_the_decision_that_is_not_ours_names_the_leader(store: Any) -> None:
+    """A programming error reaches the others as a failed rank, with type and message."""
+
+    async def decide(payloads: Sequence[bytes]) -> bytes:
+        raise ZeroDivisionError("oh")
+
+    async def what(team: Team) -> bytes:
+        return await team.round("r", b"", decide)
+
+    first, *others = together(store, [what] * 3)
+    assert isinstance(first, ZeroDivisionError)
+    assert all(type(e) is errors.RankFailedError and e.rank == 0 and "oh" in str(e) and "ZeroDivisionError" in str(e) for e in others)
+
+
+@pytest.mark.parametrize("failing", [0, 2, 5])
+def test_a_rank_that_fails_makes_all_others_raise_at_once_and_by_its_name(failing: int, store: Any) -> None:
+    """Not the name of a rank that only passed it on, and long before the deadline."""
+
+    async def fails(team: Team) -> None:
+        raise holdfast.FullError("no room", key="k")
+
+    for i in range(5):
+        began = time.monotonic()
+        acts = [fails if rank == failing else stating("r") for rank in range(6)]
+        raised = together(store, acts, silence_s=20, prefix=f"{i}")
+        assert time.monotonic() - began < 5
+        assert isinstance(raised.pop(failing), holdfast.FullError)
+        assert [(type(e), e.rank) for e in raised] == [(errors.RankFailedError, failing)] * 5
+        assert all("FullError" in str(e) and "no room" in str(e) and f"rank {failing}" in str(e) for e in raised)
+    assert store.num_keys() <= 1
+
+
+def test_a_rank_that_fails_later_is_told_to_those_who_are_still_busy(store: Any) -> None:
+    """Who comes to the round afterwards learns it there, still under the right name."""
+
+    async def fails(team: Team) -> None:
+        await team.round("a", b"", joined)
+        raise holdfast.FullError("no room")
+
+    def late(delay_s: float) -> Act:
+        async def what(team: Team) -> None:
+            await team.round("a", b"", joined)
+            await asyncio.sleep(delay_s)
+            await team.round("b", b"", joined)
+
+        return what
+
+    raised = together(store, [late(0), fails, late(0.2), late(0.5)])
+    assert [getattr(e, "rank", None) for e in raised] == [1, None, 1, 1]
+
+
+@pytest.mark.parametrize("silent", [0, 1, 3])
+def test_a_rank_without_a_sign_of_life_is_named_within_the_deadline(silent: int, store: Any) -> None:
+    """The others raise DeadlineError, each naming the silent rank, soon after the time is over and not before."""
+
+    async def run() -> tuple[list[Any], float]:
+        teams = [StoreTeam(store, rank, 4, "p", 1.0) for rank in range(4) if rank != silent]
+        began = time.monotonic()
+        done = await asyncio.gather(*(act(t, stating("r")) for t in teams), return_exceptions=True)
+        return done, time.monotonic() - began
+
+    raised, took_s = asyncio.run(run())
+    assert [(type(e), e.rank) for e in raised] == [(errors.DeadlineError, silent)] * 3
+    assert all(isinstance(e, TimeoutError) and f"rank {silent}" in str(e) for e in raised)
+    assert 1.0 <= took_s < 3.0
+
+
+@pytest.mark.parametrize("dying", [0, 2])
+def test_a_rank_that_stops_beating_is_named(dying: int, store: Any) -> None:
+    """Having begun is not enough: it is the latest sign of life that counts."""
+
+    async def run() -> list[Any]:
+        teams = [StoreTeam(store, rank, 3, "p", 1.0) for rank in range(3)]
+
+        async def dies() -> None:
+            beating = asyncio.ensure_future(teams[dying]._beat())
+            await asyncio.sleep(0.7)
+            beating.cancel()
+
+        acts = [dies() if t.rank == dying else act(t, stating("r")) for t in teams]
+        return await asyncio.gather(*acts, return_exceptions=True)
+
+    raised = asyncio.run(run())
+    assert [getattr(e, "rank", None) for e in raised] == [None if rank == dying else dying for rank in range(3)]
+    assert all(isinstance(e, errors.DeadlineError) for e in raised if e is not None)
+
+
+def test_a_slow_rank_that_lives_is_waited_for(store: Any) -> None:
+    """Three times as long as the deadline, since its heart beats."""
+
+    async def slow(team: Team) -> bytes:
+        await asyncio.sleep(1.5)
+        return await team.round("r", b"slow", joined)
+
+    async def quick(team: Team) -> bytes:
+        return await team.round("r", b"", joined)
+
+    assert together(store, [quick, slow, quick], silence_s=0.5) == [b"|slow|"] * 3
+
+
+def test_a_leader_that_decides_slowly_is_waited_for(store: Any) -> None:
+    """As above."""
+
+    async def decide(payloads: Sequence[bytes]) -> bytes:
+        await asyncio.sleep(1.5)
+        return b"done"
+
+    async def what(team: Team) -> bytes:
+        return await team.round("r", b"", decide)
+
+    assert together(store, [what] * 3, silence_s=0.5) == [b"done"] * 3
+
+
+class StrictStore:
+    """A store that is slow at random, and answers a request for a key that is not there at once with an error.
+
+    torch's own would wait for its whole timeout.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._inner = dist.HashStore()
+        self._lock = threading.Lock()
+        self._seed = seed
+        self._calls = 0
+        self.waits: list[str] = []
+
+    def _pause(self) -> None:
+        with self._lock:
+            self._calls += 1
+            slow = hash((self._seed, self._calls)) % 7 == 0
+        time.sleep(0.004 if slow else 0.0002)
+
+    def set(self, key: str, value: bytes | str, /) -> None:
+        self._pause()
+        self._inner.set(key, value)
+
+    def get(self, key: str, /) -> bytes:
+        self._pause()
+        if not self._inner.check([key]):
+            self.waits.append(key)
+            raise RuntimeError(f"waited for {key}")
+        return self._inner.get(key)
+
+    def check(self, keys: list[str], /) -> bool:
+        self._pause()
+        return self._inner.check(keys)
+
+    def add(self, key: str, amount: int, /) -> int:
+        self._pause()
+        return self._inner.add(key, amount)
+
+    def delete_key(self, key: str, /) -> bool:
+        self._pause()
+        return self._inner.delete_key(key)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_rank_ever_waits_for_a_key_that_another_has_removed(seed: int) -> None:
+    """Looking at a rank, or taking what it said, while that rank leaves must not hang for the store's timeout."""
+    store = StrictStore(seed)
+
+    async def fails(team: Team) -> None:
+        await team.round("a", b"", joined)
+        raise holdfast.FullError("no room")
+
+    for i in range(10):
+        assert together(store, [stating("a", "b")] * 3, prefix=f"good {i}") == [[b"a0|a1|a2", b"b0|b1|b2"]] * 3
+        together(store, [stating("a", "b"), stating("a", "b"), fails], prefix=f"bad {i}")
+    assert store.waits == []
+
+
+def test_a_store_that_goes_away_is_a_coordination_error(store: Any) -> None:
+    """Its server died: every rank says so rather than raise what torch raises."""
+
+    class Dead:
+        def __getattr__(self, name: str) -> Any:
+            def fail(*args: Any) -> Any:
+                raise dist.DistNetworkError("Connection reset by peer")
+
+            return fail
+
+    raised = together(Dead(), [stating("r")] * 2)
+    assert [type(e) for e in raised] == [errors.CoordinationError] * 2
+    assert [e.rank for e in raised] == [0, 1]
