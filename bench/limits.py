@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import mmap
 import os
 import sys
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ..storage.buffers import HostBuffer
 from .contest import Contestant, contest, header, rows
 from .machine import describe, drop_caches, flush, sync_tree
 from .options import Options, parse, work_folder
@@ -90,10 +90,9 @@ def _random_chunks(count: int) -> list[memoryview]:
     random = np.random.default_rng(0)
     chunks = []
     for _ in range(count):
-        memory = mmap.mmap(-1, CHUNK_NBYTES)
-        memory.madvise(mmap.MADV_HUGEPAGE)
-        np.frombuffer(memory, np.float32)[:] = random.standard_normal(CHUNK_NBYTES // 4, np.float32)
-        chunks.append(memoryview(memory))
+        chunk = HostBuffer.allocate(CHUNK_NBYTES).view
+        np.frombuffer(chunk, np.float32)[:] = random.standard_normal(CHUNK_NBYTES // 4, np.float32)
+        chunks.append(chunk)
     return chunks
 
 
@@ -101,7 +100,7 @@ def best_setting(path: Path, nbytes: int, *, reading: bool, settle_s: float) -> 
     """The fastest of the settings, each tried once. For reading, ``path`` is written first and stays."""
     tried: list[tuple[float, RawFile]] = []
     if reading:
-        RawFile(path, nbytes).write()
+        RawFile(path, nbytes, preallocate=True).write()  # in few pieces
     for threads, preallocate in SETTINGS if not reading else [s for s in SETTINGS if not s[1]]:
         raw = RawFile(path, nbytes, threads, preallocate)
         if not reading:

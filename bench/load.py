@@ -43,18 +43,18 @@ def _contestants(folder: Path, state: State, options: Options) -> list[Contestan
     expected = digests(state)
     others = [
         _contestant(peer, folder / peer.name.replace(" ", ""), state, expected)
-        for peer in peers()
+        for peer in peers(alone=options.alone)
         if peer.name != "DCP, 4 threads"  # that is a matter of saving only
     ]
     raw = best_setting(folder / "raw", nbytes_of(state), reading=True, settle_s=options.settle_s)
     return [Contestant("limit", raw.read, before=lambda: drop_caches(folder)), *others]
 
 
-def _warm_up(folder: Path) -> None:
+def _warm_up(folder: Path, alone: bool) -> None:
     small = build(TINY_GIB)
     folder.mkdir()
     expected = digests(small)
-    for peer in peers():
+    for peer in peers(alone=alone):
         contestant = _contestant(peer, folder / peer.name.replace(" ", ""), small, expected)
         contestant.before()
         contestant.run()
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; raises AssertionError where a state does not come back as it was."""
     options = parse("load", __doc__, argv)
     with work_folder(options.folder) as folder:
-        _warm_up(folder / "small")
+        _warm_up(folder / "small", options.alone)
         state = build(options.gib)
         found = contest(_contestants(folder, state, options), options.runs, options.settle_s)
         nbytes = nbytes_of(state)

@@ -25,6 +25,8 @@ class Options:
     """Where to write; everything that is written is removed."""
     runs: int
     gib: float
+    alone: bool
+    """Without the peers."""
     json: Path | None
     svg: Path | None
 
@@ -41,6 +43,7 @@ def parser(prog: str, doc: str | None, *, gib: float = 5.0, runs: int = 5) -> ar
     out.add_argument("--dir", type=Path, default=Path(), help="where to write; removed afterwards (default: here)")
     out.add_argument("--runs", type=int, default=runs, help=f"rounds; medians are reported (default: {runs})")
     out.add_argument("--gib", type=float, default=gib, help=f"size of the state (default: {gib:g})")
+    out.add_argument("--alone", action="store_true", help="without the peers")
     out.add_argument("--json", type=Path, help="also write all figures to this file")
     out.add_argument("--svg", type=Path, help="also draw the medians (needs matplotlib)")
     return out
@@ -50,7 +53,7 @@ def options(given: argparse.Namespace) -> Options:
     """The shared options, out of what :func:`parser` has parsed."""
     tiny: bool = given.tiny
     return Options(
-        tiny, given.dir, 1 if tiny else given.runs, TINY_GIB if tiny else given.gib, given.json, given.svg
+        tiny, given.dir, 1 if tiny else given.runs, TINY_GIB if tiny else given.gib, given.alone, given.json, given.svg
     )
 
 

@@ -32,9 +32,12 @@ class Peer:
     """Whether what ``save`` wrote is durable when it returns. If not, the benchmark adds the fsyncs."""
 
 
-def peers() -> list[Peer]:
-    """This library, then those that are installed."""
-    out = [Peer("holdfast", _save_holdfast, _load_holdfast, durable=True), Peer("torch.save", _save_torch, _load_torch)]
+def peers(*, alone: bool = False) -> list[Peer]:
+    """This library, then, unless it is to be ``alone``, those that are installed."""
+    ours = Peer("holdfast", _save_holdfast, _load_holdfast, durable=True)
+    if alone:
+        return [ours]
+    out = [ours, Peer("torch.save", _save_torch, _load_torch)]
     if importlib.util.find_spec("safetensors"):
         out.append(Peer("safetensors", _save_safetensors, _load_safetensors))
     out += [Peer("DCP", _save_dcp(1), _load_dcp), Peer("DCP, 4 threads", _save_dcp(4), _load_dcp)]

@@ -18,7 +18,8 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name != "typer":
             raise
-        sys.exit("The holdfast command needs typer, which comes with: pip install 'holdfast[cli]'")
+        print("holdfast: the command needs typer, which comes with: pip install 'holdfast[cli]'", file=sys.stderr)
+        sys.exit(2)
     try:
         app()
     except Exception:  # a fault of ours: 1 would say that the answer is no

@@ -54,7 +54,7 @@ def show(
     uri: str = typer.Argument(..., metavar="URI", help="A checkpoint."),
     json_output: bool = _JSON,
     values: bool = typer.Option(False, "--values", help="Print small values whole, however long."),
-    depth: int = typer.Option(
+    depth: int | None = typer.Option(
         None, "--depth", min=0, metavar="N", help="Sum up what lies deeper than N levels; --json gives all."
     ),
 ) -> int:
@@ -77,7 +77,9 @@ def verify(
 
 @app.command()
 def demo(
-    uri: str = typer.Argument(None, metavar="[URI]", help="Where the checkpoints go, below it; else into the folder --out."),
+    uri: str | None = typer.Argument(
+        None, metavar="URI", help="Where the checkpoints go, below it; else into the folder --out."
+    ),
     out: str = typer.Option("demo-run", "--out", metavar="FOLDER", help="For logs and pictures; emptied first."),
     steps: int = typer.Option(40, "--steps", help="Training steps in all."),
     kill_at: int = typer.Option(24, "--kill-at", help="In the save of which step a rank is killed."),

@@ -11,7 +11,9 @@ Keys below a checkpoint's root::
    The newest save wins: a zombie of a dead job cannot commit any more.
 2. all images become durable.
 3. *commit*: the leader claims its own fate ("commit"). Exactly one of claim and sentence can succeed.
-4. It sees every image, whole. (After the claim: a sentence may have been carried out and its marker removed.)
+4. It sees ``attempt.json``, and every image, whole. After the claim: a sentence may have been carried out, and so removed.
+   Whoever deletes an attempt deletes ``attempt.json`` first, and its fate later. So if it is there after a claim that
+   succeeded, there never was a sentence, and nobody deletes, or is about to delete, an image.
 5. It puts the manifest: atomically, durably.
 6. *delete_attempt*: what the manifest named before goes, after all ranks have heard of the commit.
 
@@ -66,6 +68,11 @@ class Attempt:
         return f"data/{self.id}"
 
     @property
+    def marker(self) -> str:
+        """The key that is there until the attempt is being deleted."""
+        return f"data/{self.id}/attempt.json"
+
+    @property
     def fate(self) -> str:
         """The key that decides between commit and abort."""
         return f"data/{self.id}/fate"
@@ -90,11 +97,10 @@ async def read_manifest(driver: Driver) -> tuple[Manifest, bytes]:
 
 
 async def begin(driver: Driver, world: int) -> Attempt:
-    """Collect what dead attempts left, and begin a new one. Raises StorageError."""
+    """Collect what dead attempts left, and begin a new one. Raises StorageError, SupersededError."""
     attempt = Attempt(time.strftime("%Y%m%dT%H%M%S", time.gmtime()) + "-" + secrets.token_hex(4))
-    marker = f"{attempt.prefix}/attempt.json"
-    await driver.put(marker, json.dumps({"world": world}).encode(), exclusive=True)
-    now_s = (await driver.stat(marker)).modified_s
+    await driver.put(attempt.marker, json.dumps({"world": world}).encode(), exclusive=True)
+    now_s = (await _still_there(driver, attempt)).modified_s
     try:
         current, grace_s = await _current_attempt(driver), GRACE_S
     except DamagedError:  # whichever claimed attempt it named, somebody may want to salvage: keep them all
@@ -115,11 +121,7 @@ async def commit(driver: Driver, attempt: Attempt, manifest: Manifest) -> Attemp
     try:
         await driver.put(attempt.fate, b"commit", exclusive=True)
     except ExistsError as error:
-        raise SupersededError(
-            "another save to this URI began later and took over",
-            uri=driver.uri,
-            advice="Give every job, and every save in flight, a URI of its own.",
-        ) from error
+        raise _superseded(driver) from error
     await _see_all(driver, manifest)
     with contextlib.suppress(DamagedError):
         before = await _current_attempt(driver)
@@ -130,9 +132,25 @@ async def commit(driver: Driver, attempt: Attempt, manifest: Manifest) -> Attemp
 async def delete_attempt(driver: Driver, attempt: Attempt) -> None:
     """Delete an attempt that no manifest names, nor ever will. Does not raise: the next save collects what is left."""
     try:
+        await driver.delete(attempt.marker)  # first: see step 4
         await driver.delete_all(attempt.prefix)
     except StorageError as error:
         _log.warning("leftovers of attempt %s stay until the next save: %s", attempt.id, error)
+
+
+async def _still_there(driver: Driver, attempt: Attempt) -> ObjectInfo:
+    try:
+        return await driver.stat(attempt.marker)
+    except NotFoundError as error:
+        raise _superseded(driver) from error
+
+
+def _superseded(driver: Driver) -> HoldfastError:
+    return SupersededError(
+        "another save to this URI began later and took over",
+        uri=driver.uri,
+        advice="Give every job, and every save in flight, a URI of its own.",
+    )
 
 
 async def _current_attempt(driver: Driver) -> str | None:

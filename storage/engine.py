@@ -7,6 +7,7 @@ trainer trains, and so that a caller who is inside an event loop of its own is n
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Coroutine
@@ -49,7 +50,9 @@ async def offload(function: Callable[..., T], *args: Any) -> T:
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
-        await asyncio.wait([work])
+        while not work.done():
+            with contextlib.suppress(asyncio.CancelledError):  # also when cancelled again
+                await asyncio.wait([work])
         raise
 
 

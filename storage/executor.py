@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
@@ -71,5 +72,7 @@ async def _cancel(tasks: Iterable[asyncio.Task[None]]) -> set[asyncio.Task[None]
     running = list(tasks)
     for task in running:
         task.cancel()
-    ended, _ = await asyncio.wait(running)
-    return ended
+    while not all(task.done() for task in running):
+        with contextlib.suppress(asyncio.CancelledError):  # once is enough
+            await asyncio.wait(running)
+    return set(running)

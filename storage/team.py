@@ -93,10 +93,10 @@ class StoreTeam(Team):
         self._silence_s = silence_s
         self._beat_s = max(0.02, min(5.0, silence_s / 5))
         self._written: list[str] = []  # of this rank, for the leader alone
-        self._verdicts: list[str] = []
+        self._rounds: list[str] = []
 
     async def round(self, name: str, payload: bytes, decide: Decide) -> bytes:
-        self._verdicts.append(f"{name}/verdict/{LEADER}")
+        self._rounds.append(name)
         if self.rank != LEADER:
             self._written += await self._put(f"{name}/{self.rank}", payload)
             (verdict,) = await self._gather(f"{name}/verdict", [LEADER], f"the verdict of round {name!r}")
@@ -122,6 +122,9 @@ class StoreTeam(Team):
         beating = asyncio.ensure_future(self._beat())
         try:
             yield
+        except BaseException:
+            self._written.clear()  # the leader may be about to take them: they stay until the last has left
+            raise
         finally:
             beating.cancel()
             await asyncio.wait([beating])
@@ -136,17 +139,23 @@ class StoreTeam(Team):
             await asyncio.sleep(self._beat_s)
 
     async def _leave(self) -> None:
-        """Remove this rank's keys; the last to leave removes what all have read. Where a rank never leaves, a few keys
-        stay in the job's store, and do no harm: no other team has this prefix."""
+        """Remove this rank's keys; the last to leave removes what others may have looked at until then: who found a key a
+        moment ago is about to get it, and would wait for one that is gone. Where a rank never leaves, a few keys stay in
+        the job's store, and do no harm: no other team has this prefix."""
         with contextlib.suppress(CoordinationError):
-            keys = [*self._written]
+            await self._delete(self._written)
             if await self._call(self._store.add, f"{self._prefix}/left", 1) == self.world:
-                # Not before: who found a beat a moment ago is about to get it, and would wait for a key that is gone.
-                keys += ["left", "failed", *(f"beat/{rank}" for rank in range(self.world))]
-                for verdict in self._verdicts:
-                    keys += [verdict, *(f"{verdict}/{i}" for i in range(await self._parts(verdict)))]
-            for key in keys:
-                await self._call(self._store.delete_key, f"{self._prefix}/{key}")
+                await self._delete(["left", *(f"beat/{rank}" for rank in range(self.world))])
+                values = [f"{name}/verdict/{LEADER}" for name in self._rounds]
+                if await self._call(self._store.check, [f"{self._prefix}/failed"]):
+                    values += [f"{name}/{rank}" for name in self._rounds for rank in range(1, self.world)]
+                for key in values:
+                    await self._delete([key, *(f"{key}/{i}" for i in range(await self._parts(key)))])
+                await self._delete(["failed"])
+
+    async def _delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            await self._call(self._store.delete_key, f"{self._prefix}/{key}")
 
     async def _put(self, key: str, value: bytes) -> list[str]:
         """Store a value of any size; return the keys that it took. The key itself comes last: it says that all is there."""
@@ -163,12 +172,15 @@ class StoreTeam(Team):
         pause_s = 0.001
         while len(found) < len(ranks):
             before = len(found)
+            # Asked first: who fails has said before what it had to say, and that goes before its failure.
+            failed = await self._call(self._store.check, [f"{self._prefix}/failed"])
             for rank in [r for r in ranks if r not in found]:
                 if await self._call(self._store.check, [f"{self._prefix}/{name}/{rank}"]):
                     found[rank] = await self._take(f"{name}/{rank}")
             missing = [r for r in ranks if r not in found]
             if missing:
-                await self._raise_if_failed()
+                if failed:
+                    await self._raise_failure()
                 watch.look({r: await self._beats(r) for r in missing}, what)
                 pause_s = 0.001 if len(found) > before else min(pause_s * 2, 0.05)
                 await asyncio.sleep(pause_s)
@@ -186,13 +198,11 @@ class StoreTeam(Team):
         key = f"{self._prefix}/beat/{rank}"
         return await self._call(self._store.get, key) if await self._call(self._store.check, [key]) else b""
 
-    async def _raise_if_failed(self) -> None:
-        key = f"{self._prefix}/failed"
-        if await self._call(self._store.check, [key]):
-            told = json.loads(await self._call(self._store.get, key))
-            if told["type"] == DeadlineError.__name__:
-                raise DeadlineError(told["message"], rank=told["rank"], advice=told["advice"])
-            raise RankFailedError(f"rank {told['teller']} failed: {told['message']}", rank=told["teller"])
+    async def _raise_failure(self) -> None:
+        told = json.loads(await self._call(self._store.get, f"{self._prefix}/failed"))
+        if told["type"] == DeadlineError.__name__:
+            raise DeadlineError(told["message"], rank=told["rank"], advice=told["advice"])
+        raise RankFailedError(f"rank {told['teller']} failed: {told['message']}", rank=told["teller"])
 
     async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         try:
@@ -240,7 +250,9 @@ def _opened(verdict: bytes) -> bytes:
     if verdict[:1] == b"+":
         return verdict[1:]
     told = json.loads(verdict[1:])
-    kind = getattr(errors, told["type"], RankFailedError)
+    kind = getattr(errors, told["type"], None)
+    if kind is None:
+        raise RankFailedError(f"rank {told['teller']} failed: {told['message']}", rank=told["teller"])
     where = {name: told.get(name) for name in ("rank", "uri", "key", "advice")}
     if issubclass(kind, errors.MismatchError):
         where["differences"] = tuple(told["differences"])

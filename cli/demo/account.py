@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO
@@ -39,31 +40,37 @@ class Account:
         """One line."""
         self._console.print(Text(f"   {printable(text)}", style))
 
-    def saved(self, saved: Saved) -> None:
+    def saved(self, saved: Saved, record: Record) -> None:
         """A checkpoint is committed."""
-        rate = size_text(int(saved.nbytes / saved.durable_s))
-        self.say(
-            f"step {saved.step:3}  saved {size_text(saved.nbytes)} in {saved.durable_s:.2f} s ({rate}/s); "
-            f"training stood still for {saved.captured_s:.2f} s of it"
-        )
+        learning = f"loss {record.losses[saved.step]:.3f}  {record.tokens_per_s():,.0f} bytes of text/s"
+        rate = f"{size_text(int(saved.nbytes / saved.durable_s))}/s"
+        saving = f"saved {size_text(saved.nbytes)} in {saved.durable_s:.2f} s ({rate})"
+        self.say(f"step {saved.step:2}  {learning}  {saving}, training waited {saved.captured_s:.2f} s")
 
     def files(self, files: Sequence[Found]) -> None:
         """What a torn save left."""
+        width = max((len(f.key) for f in files), default=0)
         for f in files:
-            folder, _, name = f.key.rpartition("/")
-            state = "whole" if f.finished else f"unfinished: {f.stored_nbytes:,} bytes stored, never given its name"
-            self.say(f"  {folder}/{name:<40} {f.nbytes:>12,} bytes  {state}", "" if f.finished else "yellow")
+            state = "whole" if f.finished else f"unfinished, {f.stored_nbytes:,} stored"
+            self.say(f"  {f.key:<{width}} {f.nbytes:>12,} bytes  {state}", "" if f.finished else "yellow")
 
-    def failure(self, event: Event) -> None:
-        """What a rank said as it gave up."""
-        message = " ".join(event.told["message"].split())
-        self.say(f"rank {event.rank}  {event.told['type']}: {message}", "yellow")
+    def failures(self, failures: Sequence[Event]) -> None:
+        """What the other ranks had to say: the first word of torch, and the first of ours."""
+        for whose, ours in (("torch", False), ("holdfast", True)):
+            said = [e for e in failures if e.told["ours"] == ours]
+            if said:
+                first = min(said, key=lambda e: e.time_s)
+                message = " ".join(first.told["message"].split())
+                if not ours:  # without the line of C++, and without the guesses
+                    message = re.sub(r"^\[\S+\] ", "", message).partition(". ")[0]
+                self.say(f"{whose}, on rank {first.rank}: {message}", "yellow")
 
     @contextmanager
     def bar(self, record: Record, steps: int) -> Iterator[Bar]:
         """A bar that follows ``record``, for the length of a ``with`` block."""
         columns = (TextColumn("  "), BarColumn(40), TextColumn("{task.description}"))
-        with Progress(*columns, console=self._console, transient=True, disable=not self._console.is_terminal) as progress:
+        moves = self._console.is_terminal
+        with Progress(*columns, console=self._console, transient=True, disable=not moves) as progress:
             yield Bar(progress, record, steps)
 
 
@@ -78,5 +85,5 @@ class Bar:
         """Show how far the record is."""
         if self._record.losses:
             step, loss = max(self._record.losses.items())
-            rate = f"{self._record.tokens_per_s:,.0f} bytes of text/s"
-            self._progress.update(self._task, completed=step, description=f"step {step}/{self._steps}  loss {loss:.3f}  {rate}")
+            said = f"step {step}/{self._steps}  loss {loss:.3f}  {self._record.tokens_per_s():,.0f} bytes of text/s"
+            self._progress.update(self._task, completed=step, description=said)

@@ -16,16 +16,21 @@ from ...errors import UsageError
 
 __all__ = ["LENGTH", "SEQUENCES", "batch", "part_of", "read_text"]
 
-SEQUENCES = 8  # in a batch, over all ranks
-LENGTH = 128  # bytes of text in a sequence
+SEQUENCES = 16  # in a batch, over all ranks
+LENGTH = 64  # bytes of text in a sequence
 
 
 def read_text(folder: Path | None = None) -> npt.NDArray[np.uint8]:
-    """The modules directly in ``folder`` (default: the running interpreter's standard library), by name, as one (N,) array."""
+    """The modules in ``folder`` (default: the running interpreter's standard library), by name, as one array (N,).
+
+    Raises UsageError where there are none.
+    """
     folder = folder or Path(sysconfig.get_path("stdlib"))
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
     if not text:
-        raise UsageError(f"this Python keeps no sources in {folder}", advice="Use one that does; it is what the demo reads.")
+        raise UsageError(
+            f"this Python keeps no sources in {folder}", advice="Use one that does; it is what the demo reads."
+        )
     return np.frombuffer(text, np.uint8)
 
 
@@ -33,7 +38,8 @@ def batch(text: npt.NDArray[np.uint8], seed: int, step: int) -> npt.NDArray[np.i
     """The windows of one step, (SEQUENCES, LENGTH + 1): inputs, and what follows each of them."""
     random = np.random.Generator(np.random.Philox(key=[seed, step]))
     starts = random.integers(0, len(text) - LENGTH, SEQUENCES)
-    return text[starts[:, None] + np.arange(LENGTH + 1)].astype(np.int64)
+    windows = np.lib.stride_tricks.sliding_window_view(text, LENGTH + 1)
+    return windows[starts].astype(np.int64)
 
 
 def part_of(windows: npt.NDArray[np.int64], rank: int, world: int) -> npt.NDArray[np.int64]:

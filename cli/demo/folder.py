@@ -24,7 +24,9 @@ def prepare(out: str) -> Path:
         raise UsageError(f"{folder} is no folder")
     marker = folder / _MARKER
     if folder.exists() and any(folder.iterdir()) and not marker.exists():
-        raise UsageError(f"{folder} holds something else than an earlier demo", advice="Give another folder with --out.")
+        raise UsageError(
+            f"{folder} holds something else than an earlier demo", advice="Give another folder with --out."
+        )
     folder.mkdir(parents=True, exist_ok=True)
     marker.write_text("Made by `holdfast demo`, which may empty this folder.\n")
     for name in _OURS:

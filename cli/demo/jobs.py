@@ -52,7 +52,9 @@ class Job:
         for event in watcher.news():
             on_event(event)
         if (process.returncode == 0) != survives:
-            raise RankFailedError(f"the job on {self.ranks} ranks ended with status {process.returncode}", advice=self._tail())
+            raise RankFailedError(
+                f"the job on {self.ranks} ranks ended with status {process.returncode}", advice=self._tail()
+            )
 
     def _command(self) -> list[str]:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--max-restarts=0"]

@@ -7,6 +7,7 @@ from pathlib import Path
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from .record import Record
 
@@ -30,11 +31,11 @@ _STYLE = {
 def draw(before: Record, after: Record, reference: Record, *, killed_at: int, victim: int, path: Path) -> list[Path]:
     """Draw it as SVG and as PNG; return both paths. ``path`` has no suffix."""
     with rc_context(_STYLE):  # type: ignore[arg-type]
-        figure = Figure(figsize=(8.4, 5.4), layout="constrained")
-        curve, difference = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1.2))
+        figure = Figure(figsize=(8.4, 6.2), layout="constrained")
+        curve, checkpoints, difference = figure.subplots(3, 1, sharex=True, height_ratios=(6, 0.9, 1.2))
         _draw_curves(curve, before, after, reference)
         _draw_kill(curve, before.losses[killed_at], killed_at, victim)
-        _draw_checkpoints(curve, before, after, killed_at)
+        _draw_checkpoints(checkpoints, before, after, killed_at)
         _draw_difference(difference, after, reference)
         curve.legend(loc="upper right", frameon=False)
         written = [path.with_suffix(suffix) for suffix in (".svg", ".png")]
@@ -68,19 +69,22 @@ def _draw_kill(axes: Axes, loss: float, step: int, victim: int) -> None:
 
 
 def _draw_checkpoints(axes: Axes, before: Record, after: Record, killed_at: int) -> None:
-    """Along the lower edge: filled where one was committed, a cross where the kill left a torn one."""
-    edge = axes.get_xaxis_transform()
-    for record, colour in ((before, _BEFORE), (after, _AFTER)):
-        steps = [saved.step for saved in record.saves]
-        axes.plot(steps, [0.05] * len(steps), "o", color=colour, transform=edge, markersize=6, clip_on=False)
-    axes.plot(killed_at, 0.11, "x", color=_KILL, transform=edge, markersize=7, markeredgewidth=2)
-    axes.text(0.005, 0.05, "checkpoints", transform=axes.transAxes, va="center", fontsize=8.5)
+    """In a row of their own: dots where one was committed, a cross where the kill left a torn one."""
+    for height, record, colour in ((1, before, _BEFORE), (0, after, _AFTER)):
+        axes.plot([saved.step for saved in record.saves], [height] * len(record.saves), "o", color=colour, markersize=7)
+    axes.plot(killed_at, 1, "x", color=_KILL, markersize=8, markeredgewidth=2.2)
+    axes.set_ylim(-0.7, 1.7)
+    axes.set_yticks([1, 0], [f"{r.ranks} ranks" for r in (before, after)], fontsize=8.5)
+    axes.set_title("checkpoints: committed ●   torn ×", loc="left", fontsize=9.5)
+    axes.grid(axis="y", color=_REFERENCE, linewidth=0.8)
+    axes.set_axisbelow(True)
 
 
 def _draw_difference(axes: Axes, after: Record, reference: Record) -> None:
     steps = sorted(after.losses)
     axes.bar(steps, [abs(after.losses[s] - reference.losses[s]) for s in steps], color=_AFTER, width=0.6)
-    axes.set_ylabel("|Δ loss|")
+    axes.set_title("difference in loss from the run that was never interrupted", loc="left", fontsize=9.5)
     axes.set_xlabel("step")
-    axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    axes.yaxis.set_major_formatter(lambda x, _: f"{x:.0e}" if x else "0")
+    axes.yaxis.set_major_locator(MaxNLocator(2))
     axes.set_ylim(bottom=0)

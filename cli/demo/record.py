@@ -29,7 +29,8 @@ class Record:
     parameters: int = 0
     text_nbytes: int = 0
     losses: dict[int, float] = field(default_factory=dict)
-    tokens_per_s: float = 0.0
+    seconds: dict[int, float] = field(default_factory=dict)
+    tokens: dict[int, int] = field(default_factory=dict)
     saves: list[Saved] = field(default_factory=list)
     loads: list[dict[str, Any]] = field(default_factory=list)
     """One per rank: uri, attempt, bytes_wanted, bytes_read, seconds."""
@@ -44,7 +45,7 @@ class Record:
             self.parameters, self.text_nbytes = told["parameters"], told["text_nbytes"]
         elif event.kind == "step" and event.rank == 0:
             self.losses[told["step"]] = told["loss"]
-            self.tokens_per_s = told["tokens"] / told["seconds"]
+            self.seconds[told["step"]], self.tokens[told["step"]] = told["seconds"], told["tokens"]
         elif event.kind == "saved":
             self._add_saved(told)
         elif event.kind == "loaded":
@@ -61,6 +62,11 @@ class Record:
             del self._saving[told["step"]]
             slowest = {name: max(r[name] for r in reports) for name in ("captured_s", "durable_s")}
             self.saves.append(Saved(told["step"], sum(r["nbytes"] for r in reports), **slowest))
+
+    def tokens_per_s(self) -> float:
+        """Throughput, but for the first step, in which torch sets itself up."""
+        steps = sorted(self.losses)[1:] or list(self.losses)
+        return sum(map(self.tokens.__getitem__, steps)) / sum(map(self.seconds.__getitem__, steps))
 
     def loaded_nbytes(self) -> tuple[int, int]:
         """Bytes wanted and bytes read, by all ranks together."""

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import platform
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -112,9 +110,13 @@ class _Demo:
         saves = len(record.saves)
         record.add(event)
         for saved in record.saves[saves:]:
-            self.account.saved(saved)
+            self.account.saved(saved, record)
+        if event.kind == "loaded" and len(record.loads) == record.ranks:
+            self._say_resumed(record)
         if event.kind == "killed":
-            self.account.say(f"step {self.killed_at:3}  rank {event.rank} is killed with its image half written", "red")
+            self.account.say(
+                f"step {self.killed_at:2}  rank {event.rank} is killed while its image is being written", "red"
+            )
             time.sleep(_LOOK_AFTER_S)
             self.torn = find(self._torn_uri())
             self.missed = self.killed_at in self._committed()
@@ -131,8 +133,7 @@ class _Demo:
         self.account.files(self.torn)
         steps = " and ".join(map(str, self._committed()))
         self.account.say(f"no manifest, so no checkpoint: holdfast.list_checkpoints finds steps {steps}")
-        for said in _first_of_each_type(self.before.failures):
-            self.account.failure(said)
+        self.account.failures(self.before.failures)
         left = len(find(self._torn_uri()))
         if left:
             self.account.say(f"{one_of(left, 'file')} of it are still there; the next save of this step collects them")
@@ -140,31 +141,31 @@ class _Demo:
             self.account.say("rank 0, which leads the save, then gave it up and removed what there was of it")
 
     def _go_on(self) -> None:
-        plan, after = self.plan, self.after
-        self.account.chapter(f"Start again, on {plan.after} ranks")
-        self._job("after", after, "--uri", self.root)
-        wanted, read = after.loaded_nbytes()
-        self.account.say(
-            f"had begun with step {min(after.losses) - 1}, resharded from {plan.before} ranks to {plan.after} in "
-            f"{max(load['seconds'] for load in after.loads):.2f} s: wanted {size_text(wanted)}, read {size_text(read)}"
-            f" ({read / wanted:.1%})"
-        )
+        self.account.chapter(f"Start again, on {self.plan.after} ranks")
+        self._job("after", self.after, "--uri", self.root)
         left = {f.key for f in self.torn} & {f.key for f in find(self._torn_uri())}
-        self.account.say(f"step {self.killed_at} is whole now; of the torn attempt {one_of(len(left), 'file')} are left")
+        rest = (
+            f"{one_of(len(left), 'file')} of the torn attempt stay" if left else "nothing of the torn attempt is left"
+        )
+        self.account.say(f"step {self.killed_at} is whole now, and {rest}")
+
+    def _say_resumed(self, record: Record) -> None:
+        wanted, read = record.loaded_nbytes()
+        name, seconds = record.loads[0]["uri"].rpartition("/")[2], max(load["seconds"] for load in record.loads)
+        figures = f"wanted {size_text(wanted)} and read {size_text(read)} ({read / wanted:.1%}) in {seconds:.2f} s"
+        self.account.say(f"resumed from {name}, resharded from {self.plan.before} ranks to {record.ranks}: {figures}")
 
     def _compare(self) -> None:
         steps, after, reference = self.plan.steps, self.after, self.reference
         self.account.chapter("As if nothing had happened?")
         self._job("reference", reference)
-        self.account.say(
-            f"loss at step {steps}: {after.losses[steps]:.6f}; of a run that nobody interrupted: {reference.losses[steps]:.6f}"
-        )
-        verdict = "yes" if self.difference() <= DIFFERENCE_MAX else "no"
-        self.account.say(
-            f"{verdict}: the greatest difference on the way is {self.before.difference(reference):.1e} before the kill "
-            f"and {self.difference():.1e} after it (fewer ranks add in another order)",
-            "green" if verdict == "yes" else "red",
-        )
+        ours, theirs = after.losses[steps], reference.losses[steps]
+        self.account.say(f"loss at step {steps}: {ours:.6f}; of a run that nobody interrupted: {theirs:.6f}")
+        fine = self.difference() <= DIFFERENCE_MAX
+        before, since = (f"{record.difference(reference):.1e}" for record in (self.before, after))
+        found = f"on the way, losses differ by {before} at most before the kill, and by {since} after it"
+        why = "fewer ranks add in another order" if fine else "that is more than rounding"
+        self.account.say(f"{'yes' if fine else 'no'}: {found} ({why})", "green" if fine else "red")
 
     def _write_down(self) -> list[tuple[Path, str]]:
         svg, png = draw(
@@ -192,10 +193,3 @@ class _Demo:
             "losses": {"before": self.before.losses, "after": self.after.losses, "reference": self.reference.losses},
             "difference": {"before": self.before.difference(self.reference), "after": self.difference()},
         }
-
-
-def _first_of_each_type(failures: Sequence[Event]) -> list[Event]:
-    first: dict[str, Event] = {}
-    for event in sorted(failures, key=lambda e: e.time_s):
-        first.setdefault(event.told["type"], event)
-    return list(first.values())

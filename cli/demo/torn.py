@@ -19,7 +19,7 @@ __all__ = ["Found", "find", "image_is_begun"]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One file. ``stored_nbytes`` of its ``nbytes`` have a place on the device; ``finished`` says whether it has its name."""
+    """One file. ``stored_nbytes`` of its ``nbytes`` have a place on the device; ``finished``: it was given its name."""
 
     key: str
     nbytes: int

@@ -50,6 +50,12 @@ class Training:
             "model": self._model, "optim": self._optim, "step": 0, "rng": holdfast.RNGState()
         }  # fmt: skip
         self._saving: tuple[int, holdfast.SaveHandle] | None = None
+        self._stopping = False
+        # torchrun tells the others to stop as soon as one rank is dead. They first learn what became of the save: main().
+        signal.signal(signal.SIGTERM, self._stop)
+
+    def _stop(self, *_: object) -> None:
+        self._stopping = True
 
     def run(self) -> None:
         """Resume, train, save every few steps."""
@@ -57,6 +63,8 @@ class Training:
         self._journal.write("ready", world=self._world, parameters=parameters, text_nbytes=len(self._text))
         self._resume()
         for step in range(self._state["step"] + 1, self._job.steps + 1):
+            if self._stopping:
+                raise InterruptedError("told to stop")
             began_s = time.perf_counter()
             loss = self._train(step)
             self._state["step"] = step
@@ -134,8 +142,6 @@ def main() -> None:
     job = _arguments()
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     journal = Journal(job.journal, dist.get_rank())
-    # torchrun tells the others to stop as soon as one rank is dead. They first learn what became of the save: below.
-    signal.signal(signal.SIGTERM, lambda *_: None)
     training = Training(job, journal)
     try:
         training.run()
@@ -147,6 +153,8 @@ def main() -> None:
             _tell_failed(journal, lost)
         raise
     dist.destroy_process_group()
+    # Threads of torch may still be letting go of tensors, and abort the process when they find Python shutting down.
+    os._exit(0)
 
 
 def _tell_failed(journal: Journal, error: Exception) -> None:

@@ -45,11 +45,12 @@ class RNGState:
         """States of all generators, as they are now."""
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
         name, keys, position, has_gauss, cached = np.random.get_state()
+        version, words, gauss = random.getstate()
         return {
             "torch": torch.get_rng_state(),
             "cuda": list(cuda),
             "numpy": [name, np.asarray(keys), int(position), int(has_gauss), float(cached)],
-            "python": random.getstate(),
+            "python": [version, np.array(words, np.uint32), gauss],  # an array: 625 values a rank would swell the manifest
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -59,7 +60,8 @@ class RNGState:
             for device, state in zip(range(torch.cuda.device_count()), state_dict["cuda"], strict=False):
                 torch.cuda.set_rng_state(state, device)
         np.random.set_state(tuple(state_dict["numpy"]))
-        random.setstate(state_dict["python"])
+        version, words, gauss = state_dict["python"]
+        random.setstate((version, tuple(map(int, words)), gauss))
 
 
 def has_state(value: object) -> bool:

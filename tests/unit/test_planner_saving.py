@@ -43,6 +43,20 @@ def test_a_large_tensor_is_cut_along_its_rows():
     assert written(held, 5) == [(0, [600, 0], [500, 8], [500, 0])]
 
 
+def test_cuts_fall_on_rows():
+    """Where a share ends inside a row, the row goes to the next holder."""
+    held = holdings([((0, 0), (1000, 8))], ((0, 1, 2),))
+    rows = [(offsets[0], lengths) for rank in range(3) for _, offsets, lengths, _ in written(held, rank)]
+    assert rows == [(0, [333, 8]), (333, [333, 8]), (666, [334, 8])]
+
+
+def test_rows_are_cut_when_larger_than_a_hundredth_of_a_share():
+    """A row of exactly 1% of a share stays whole; a row of more is cut at an element."""
+    small, wide, wider = ((0, 0), (4, 1)), ((0, 0), (200, 8)), ((0, 0), (99, 17))
+    assert [row[2] for row in written(holdings([small, wide], ((0, 1),)), 0)] == [[4, 1], [99, 8]]
+    assert [row[2] for row in written(holdings([small, wider], ((0, 1),)), 0)] == [[4, 1], [49, 17], [1, 6]]
+
+
 def test_small_tensors_are_dealt_whole():
     """Tensors of at most 1% of a share are not cut: each goes to the rank in whose part it ends."""
     held = holdings([((0, 0), (4, 1))] * 600, ((0, 1, 2),))

@@ -55,6 +55,7 @@ def test_find_prefers_the_ranks_own_row():
     table = tensor_table([(1,)] * 4, names=["rng", "rng", "w", "rng"], owner=[4, 0, -1, 2])
     assert table.rows["rng"] == (0, 1, 3)
     assert [table.find("rng", rank) for rank in (0, 2, 4, 1, 3, 5)] == [1, 3, 0, 3, 1, 0]
+    assert (table.find("rng"), table.find_all(["rng"]).tolist()) == (1, [1])
 
 
 def test_find_prefers_the_shared_row():
@@ -180,12 +181,16 @@ def test_aliases_have_no_shards():
 def test_tensors_of_one_rank_are_named_with_it():
     """Of several tensors of one name, the sentence says whose is incomplete."""
     table = tensor_table([(2,), (2,)], names=["rng", "rng"], owner=[0, 1])
-    assert coverage_errors(table, shard_table([(0, (0,), (2,))])) == ["rng of rank 1: [0:2] is missing"]
+    for row in (0, 1):
+        errors = coverage_errors(table, shard_table([(1 - row, (0,), (2,))]))
+        assert errors == [f"rng of rank {row}: [0:2] is missing"]
 
 
 def test_unknown_tensors_and_the_limit():
     """A shard of no tensor is an error; there are never more sentences than the limit."""
-    assert "out of bounds" in coverage_errors(tensor_table([(1,)]), shard_table([(0, (), ()), (7, (), ())]))[0]
+    for unknown in (-1, 1, 7):
+        errors = coverage_errors(tensor_table([(1,)]), shard_table([(0, (), ()), (unknown, (), ())]))
+        assert errors == [f"a shard names tensor {unknown}, which is out of bounds: there are 1 tensors"]
     assert len(coverage_errors(tensor_table([(2,)] * 50), shard_table([]))) == 20
     assert len(coverage_errors(tensor_table([(2,)] * 50), shard_table([]), limit=3)) == 3
 

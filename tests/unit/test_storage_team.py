@@ -83,7 +83,7 @@ def test_a_team_of_one_needs_no_store() -> None:
     assert asyncio.run(act(Solo(), stating("a"))) == [b"a0"]
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, (4 << 20) - 1, 4 << 20, (4 << 20) + 1, 21 << 20])
+@pytest.mark.parametrize("nbytes", [0, 1, 4 << 20, (4 << 20) + 1, 9 << 20])
 def test_statements_and_verdicts_may_be_of_any_size(store: Any, nbytes: int) -> None:
     """torch's TCPStore refuses values of 8 MiB; ours are cut."""
     keys = store.num_keys()
@@ -120,8 +120,9 @@ def test_an_error_of_the_decision_is_raised_on_every_rank_with_its_type(error: h
     async def what(team: Team) -> bytes:
         return await team.round("r", b"", decide)
 
-    for _ in range(10):
-        raised = together(store, [what] * 4, prefix=f"{_}")
+    keys = store.num_keys()
+    for i in range(10):
+        raised = together(store, [what] * 4, prefix=f"{i}")
         assert [(type(e), str(e)) for e in raised] == [(type(error), str(error))] * 4
         assert [getattr(e, "differences", None) for e in raised] == [getattr(error, "differences", None)] * 4
     assert store.num_keys() <= 1
@@ -148,6 +149,7 @@ def test_a_rank_that_fails_makes_all_others_raise_at_once_and_by_its_name(failin
     async def fails(team: Team) -> None:
         raise holdfast.FullError("no room", key="k")
 
+    keys = store.num_keys()
     for i in range(5):
         began = time.monotonic()
         acts = [fails if rank == failing else stating("r") for rank in range(6)]
@@ -155,8 +157,8 @@ def test_a_rank_that_fails_makes_all_others_raise_at_once_and_by_its_name(failin
         assert time.monotonic() - began < 5
         assert isinstance(raised.pop(failing), holdfast.FullError)
         assert [(type(e), e.rank) for e in raised] == [(errors.RankFailedError, failing)] * 5
-        assert all("FullError" in str(e) and "no room" in str(e) and f"rank {failing}" in str(e) for e in raised)
-    assert store.num_keys() <= 1
+        assert all("no room" in str(e) and f"rank {failing}" in str(e) for e in raised)
+    assert store.num_keys() == keys
 
 
 def test_a_rank_that_fails_later_is_told_to_those_who_are_still_busy(store: Any) -> None:
@@ -183,7 +185,7 @@ def test_a_rank_without_a_sign_of_life_is_named_within_the_deadline(silent: int,
     """The others raise DeadlineError, each naming the silent rank, soon after the time is over and not before."""
 
     async def run() -> tuple[list[Any], float]:
-        teams = [StoreTeam(store, rank, 4, "p", 1.0) for rank in range(4) if rank != silent]
+        teams = [StoreTeam(store, rank, 4, "p", 0.5) for rank in range(4) if rank != silent]
         began = time.monotonic()
         done = await asyncio.gather(*(act(t, stating("r")) for t in teams), return_exceptions=True)
         return done, time.monotonic() - began
@@ -191,7 +193,7 @@ def test_a_rank_without_a_sign_of_life_is_named_within_the_deadline(silent: int,
     raised, took_s = asyncio.run(run())
     assert [(type(e), e.rank) for e in raised] == [(errors.DeadlineError, silent)] * 3
     assert all(isinstance(e, TimeoutError) and f"rank {silent}" in str(e) for e in raised)
-    assert 1.0 <= took_s < 3.0
+    assert 0.5 <= took_s < 2.5
 
 
 @pytest.mark.parametrize("dying", [0, 2])
@@ -199,11 +201,11 @@ def test_a_rank_that_stops_beating_is_named(dying: int, store: Any) -> None:
     """Having begun is not enough: it is the latest sign of life that counts."""
 
     async def run() -> list[Any]:
-        teams = [StoreTeam(store, rank, 3, "p", 1.0) for rank in range(3)]
+        teams = [StoreTeam(store, rank, 3, "p", 0.5) for rank in range(3)]
 
         async def dies() -> None:
             beating = asyncio.ensure_future(teams[dying]._beat())
-            await asyncio.sleep(0.7)
+            await asyncio.sleep(0.6)
             beating.cancel()
 
         acts = [dies() if t.rank == dying else act(t, stating("r")) for t in teams]
@@ -218,26 +220,26 @@ def test_a_slow_rank_that_lives_is_waited_for(store: Any) -> None:
     """Three times as long as the deadline, since its heart beats."""
 
     async def slow(team: Team) -> bytes:
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(1.2)
         return await team.round("r", b"slow", joined)
 
     async def quick(team: Team) -> bytes:
         return await team.round("r", b"", joined)
 
-    assert together(store, [quick, slow, quick], silence_s=0.5) == [b"|slow|"] * 3
+    assert together(store, [quick, slow, quick], silence_s=0.4) == [b"|slow|"] * 3
 
 
 def test_a_leader_that_decides_slowly_is_waited_for(store: Any) -> None:
     """As above."""
 
     async def decide(payloads: Sequence[bytes]) -> bytes:
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(1.2)
         return b"done"
 
     async def what(team: Team) -> bytes:
         return await team.round("r", b"", decide)
 
-    assert together(store, [what] * 3, silence_s=0.5) == [b"done"] * 3
+    assert together(store, [what] * 3, silence_s=0.4) == [b"done"] * 3
 
 
 class StrictStore:
@@ -278,12 +280,31 @@ class StrictStore:
         self._pause()
         return self._inner.add(key, amount)
 
+    def num_keys(self) -> int:
+        return self._inner.num_keys()
+
     def delete_key(self, key: str, /) -> bool:
         self._pause()
         return self._inner.delete_key(key)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(2))
+def test_a_verdict_goes_before_the_failure_of_its_rank(seed: int) -> None:
+    """However slowly a rank looks: an error of the decision arrives with its type, not as the leader's failure."""
+    store = StrictStore(seed)
+
+    async def decide(payloads: Sequence[bytes]) -> bytes:
+        raise holdfast.CoverageError("hole")
+
+    async def what(team: Team) -> bytes:
+        return await team.round("r", b"", decide)
+
+    for i in range(20):
+        raised = together(store, [what] * 3, prefix=f"{i}")
+        assert [type(e) for e in raised] == [holdfast.CoverageError] * 3
+
+
+@pytest.mark.parametrize("seed", range(3))
 def test_no_rank_ever_waits_for_a_key_that_another_has_removed(seed: int) -> None:
     """Looking at a rank, or taking what it said, while that rank leaves must not hang for the store's timeout."""
     store = StrictStore(seed)
@@ -296,6 +317,7 @@ def test_no_rank_ever_waits_for_a_key_that_another_has_removed(seed: int) -> Non
         assert together(store, [stating("a", "b")] * 3, prefix=f"good {i}") == [[b"a0|a1|a2", b"b0|b1|b2"]] * 3
         together(store, [stating("a", "b"), stating("a", "b"), fails], prefix=f"bad {i}")
     assert store.waits == []
+    assert store.num_keys() == 0
 
 
 def test_a_store_that_goes_away_is_a_coordination_error(store: Any) -> None:

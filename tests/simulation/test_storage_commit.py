@@ -1,0 +1,204 @@
+"""Two and more saves to one URI, in every order of their accesses to storage, with deaths at every moment.
+
+Whatever happens, a reader finds exactly one whole checkpoint: one that somebody saved, to the bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.bits import difference
+from support.simulator import BUDGET_NBYTES, Actor, Simulation, run_inline, save_of
+
+import holdfast
+from holdfast.storage.load import run_build
+from holdfast.storage.manifest import Manifest
+
+STATES = {name: {"who": name, "x": torch.full((3,), float(i))} for i, name in enumerate(["first", "a", "b", "c", "last"])}
+LOST = (holdfast.SupersededError, holdfast.InvisibleFilesError)
+SEEDS = range(150)
+
+Arrange = Callable[[list[str]], list[str]]
+ORDERS: dict[str, Arrange] = {"sorted": sorted, "reversed": lambda keys: sorted(keys, reverse=True)}
+
+
+class Watch:
+    """Looks at the storage after every step."""
+
+    def __init__(self, sim: Simulation) -> None:
+        self.sim = sim
+        self.seen: dict[tuple[Any, ...], str] = {}
+        self.history: list[str] = []
+
+    async def check(self) -> None:
+        """There is a whole checkpoint, and it is one that was saved."""
+        objects = self.sim.storage._objects
+        manifest = objects["manifest.safetensors"][0]
+        attempt = Manifest.decode(manifest).attempt
+        key = (attempt, objects.get(f"data/{attempt}/0.safetensors", (None,))[0])
+        if key not in self.seen:
+            state = await self.sim.load()
+            assert difference(STATES[state["who"]], state) is None
+            self.seen[key] = state["who"]
+        if self.history[-1:] != [self.seen[key]]:
+            self.history.append(self.seen[key])
+
+
+async def prepared(arrange: Arrange) -> tuple[Simulation, Watch]:
+    """Storage with a first checkpoint."""
+    sim = Simulation(arrange)
+    await save_of(STATES["first"])(sim.storage)
+    watch = Watch(sim)
+    await watch.check()
+    return sim, watch
+
+
+async def finish(sim: Simulation, watch: Watch) -> None:
+    """Whoever saved without an error was the checkpoint at some time; who did not, lost to another; then one save more
+    works, and leaves nothing but itself and what is within its grace period."""
+    await sim.end()
+    for actor in sim.actors:
+        if actor.dead or actor.name.startswith("reader"):
+            continue
+        error = actor.task.exception()
+        assert error is None or isinstance(error, LOST), error
+        assert error is not None or actor.name in watch.history
+    await save_of(STATES["last"])(sim.storage)
+    await watch.check()
+    assert watch.history[-1] == "last"
+    current = Manifest.decode(await sim.storage.get("manifest.safetensors")).attempt
+    left = {info.key.split("/")[1] for info in [i async for i in sim.storage.list("data")]} - {current}
+    for attempt in left:
+        assert await sim.storage.get(f"data/{attempt}/fate") == b"commit"
+
+
+def steps_of_a_save() -> int:
+    """How often a save accesses storage that holds a checkpoint and the remains of a dead attempt."""
+
+    async def run() -> int:
+        sim, watch = await prepared(sorted)
+        dead = sim.add("b", save_of(STATES["b"]))
+        await sim.settle()
+        for _ in range(8):
+            await sim.step(dead)
+        sim.crash(dead)
+        actor = sim.add("a", save_of(STATES["a"]))
+        await sim.run(lambda ready: ready[0], watch.check)
+        await sim.end()
+        return actor.steps
+
+    return int(run_inline(run()))
+
+
+def scripted(cuts: list[int]) -> Callable[[list[Actor]], Actor]:
+    """Actors take turns: the first runs until step cuts[0], the second until cuts[1], the first until cuts[2] and so on."""
+    turns = itertools.chain(cuts, itertools.repeat(1 << 30))
+    state = {"turn": 0, "left": next(turns)}
+
+    def choose(ready: list[Actor]) -> Actor:
+        if not state["left"]:
+            state["turn"] += 1
+            state["left"] = next(turns)
+        state["left"] -= 1
+        wanted = "ab"[state["turn"] % 2]
+        return next((actor for actor in ready if actor.name == wanted), ready[0])
+
+    return choose
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_two_saves_that_take_turns_leave_one_whole_checkpoint(order: str) -> None:
+    """Every way in which two saves interrupt each other up to twice, whatever the order in which files are deleted."""
+    n = steps_of_a_save()
+
+    async def run(cuts: list[int]) -> None:
+        sim, watch = await prepared(ORDERS[order])
+        for name in "ab":
+            sim.add(name, save_of(STATES[name]))
+        try:
+            await sim.run(scripted(cuts), watch.check)
+            await finish(sim, watch)
+        except BaseException:
+            print(f"cuts {cuts}:", *sim.log, sep="\n  ")
+            raise
+
+    for first, second in itertools.product(range(1, n), range(1, n)):
+        run_inline(run([first, second]))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_save_that_dies_at_any_step_leaves_one_whole_checkpoint(order: str) -> None:
+    """And so does one that begins at any step of it."""
+    n = steps_of_a_save()
+
+    async def run(dies_at: int, begins_at: int) -> None:
+        sim, watch = await prepared(ORDERS[order])
+        a = sim.add("a", save_of(STATES["a"]))
+        await sim.settle()
+        for step in range(dies_at):
+            if step == begins_at:
+                sim.add("b", save_of(STATES["b"]))
+                await sim.settle()
+            if a.ready:
+                await sim.step(a)
+                await watch.check()
+        sim.crash(a)
+        await sim.run(lambda ready: ready[0], watch.check)
+        await finish(sim, watch)
+
+    for dies_at in range(1, n):
+        for begins_at in {0, dies_at // 2, dies_at - 1}:
+            run_inline(run(dies_at, begins_at))
+
+
+async def reader(driver: Any) -> Any:
+    """Loads until it has; what it raises meanwhile must be that saves came between."""
+    for _ in range(50):
+        try:
+            return (await run_build(driver, 0, BUDGET_NBYTES))[0]
+        except holdfast.ReplacedError:
+            continue
+    return None
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_saves_deaths_and_readers_in_random_order(seed: int) -> None:
+    """Three saves, two readers, deaths: always one whole checkpoint, and a reader gets one of those that there were."""
+    rng = random.Random(seed)
+
+    async def run() -> None:
+        sim, watch = await prepared(lambda keys: rng.sample(sorted(keys), len(keys)))
+        late = ["c", "reader 2", "b", "reader 1"]
+        sim.add("a", save_of(STATES["a"]))
+        favourite = ["a"]
+
+        def choose(ready: list[Actor]) -> Actor:
+            if late and rng.random() < 0.08:
+                name = late.pop()
+                sim.add(name, reader if "reader" in name else save_of(STATES[name]))
+            if rng.random() < 0.2:
+                favourite[0] = rng.choice(ready).name
+            chosen = next((a for a in ready if a.name == favourite[0]), rng.choice(ready))
+            if rng.random() < 0.02 and len(ready) > 1:
+                sim.crash(chosen)
+                return next(a for a in ready if a is not chosen)
+            return chosen
+
+        await sim.run(choose, watch.check)
+        for actor in sim.actors:
+            if actor.name.startswith("reader") and not actor.dead:
+                found = await actor.task
+                assert found["who"] in watch.history
+                assert difference(STATES[found["who"]], found) is None
+        await finish(sim, watch)
+
+    try:
+        run_inline(run())
+    except BaseException:
+        print(f"seed {seed}")
+        raise

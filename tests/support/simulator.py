@@ -1,0 +1,144 @@
+"""Saves and loads as actors whose every access to storage is a step; which actor steps next is the test's choice.
+
+All of it runs in one thread, without a clock: the same choices give the same run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.drivers.memory import MemoryDriver
+from holdfast.storage.capture.state import flatten
+from holdfast.storage.load import run_build
+from holdfast.storage.save import SaveJob, run_save
+from holdfast.storage.team import Solo
+
+from .drivers import HookedDriver
+
+__all__ = ["Actor", "Crashed", "Simulation", "run_inline", "save_of"]
+
+BUDGET_NBYTES = 64 << 20
+
+Choose = Callable[[list["Actor"]], "Actor"]
+
+
+class Crashed(BaseException):
+    """The actor's process died: it does nothing any more, not even clean up."""
+
+
+class InlineLoop(asyncio.SelectorEventLoop):
+    """Runs what belongs in a thread at once."""
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
+        done = self.create_future()
+        try:
+            done.set_result(func(*args))
+        except BaseException as error:
+            done.set_exception(error)
+        return done
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is ready but the caller."""
+        return not self._ready  # type: ignore[attr-defined]
+
+
+def run_inline(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Run ``coroutine`` in a loop without threads."""
+    with asyncio.Runner(loop_factory=InlineLoop) as runner:
+        return runner.run(coroutine)
+
+
+@dataclass
+class Actor:
+    """One save or load. It waits before each access to storage until it is let go on."""
+
+    name: str
+    driver: HookedDriver = field(init=False)
+    task: asyncio.Task[Any] = field(init=False)
+    waiting: list[asyncio.Future[None]] = field(default_factory=list)
+    at: list[str] = field(default_factory=list)
+    steps: int = 0
+    dead: bool = False
+
+    async def before(self, operation: str, key: str) -> None:
+        if self.dead:
+            raise Crashed
+        turn = asyncio.get_running_loop().create_future()
+        self.waiting.append(turn)
+        self.at.append(f"{operation} {key}")
+        await turn
+
+    @property
+    def ready(self) -> bool:
+        return bool(self.waiting) and not self.dead
+
+    def step(self) -> str:
+        """Perform the access that has waited longest; say which."""
+        self.steps += 1
+        self.waiting.pop(0).set_result(None)
+        return f"{self.name}: {self.at.pop(0)}"
+
+
+def save_of(state: Any) -> Callable[[HookedDriver], Coroutine[Any, Any, Any]]:
+    """An actor that saves ``state``."""
+    return lambda driver: run_save(driver, Solo(), SaveJob(flatten(state), None, {}, BUDGET_NBYTES))
+
+
+class Simulation:
+    """Actors on one storage."""
+
+    def __init__(self, arrange: Callable[[list[str]], list[str]] = sorted) -> None:
+        self.storage = MemoryDriver()
+        self.arrange = arrange
+        self.actors: list[Actor] = []
+        self.log: list[str] = []
+
+    def add(self, name: str, act: Callable[[HookedDriver], Coroutine[Any, Any, Any]]) -> Actor:
+        """Let another actor begin."""
+        actor = Actor(name)
+        actor.driver = HookedDriver(self.storage, before=actor.before, arrange=self.arrange)
+        actor.task = asyncio.ensure_future(act(actor.driver))
+        self.actors.append(actor)
+        return actor
+
+    async def settle(self) -> None:
+        """Until every actor waits for its turn, or has ended."""
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, InlineLoop)
+        while True:
+            await asyncio.sleep(0)
+            if loop.idle:
+                return
+
+    async def step(self, actor: Actor) -> None:
+        """Let ``actor`` do one access."""
+        self.log.append(actor.step())
+        await self.settle()
+
+    async def run(self, choose: Choose, checked: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Until nobody can go on, by the choices of ``choose``; ``checked`` looks at the storage after each step."""
+        await self.settle()
+        while ready := [a for a in self.actors if a.ready]:
+            await self.step(choose(ready))
+            await checked()
+
+    def crash(self, actor: Actor) -> None:
+        """Nothing more of this actor happens."""
+        actor.dead = True
+        self.log.append(f"{actor.name}: dies at {actor.at}")
+
+    async def load(self) -> Any:
+        """What a reader finds now."""
+        state = (await run_build(self.storage, 0, BUDGET_NBYTES))[0]
+        return state
+
+    async def end(self) -> None:
+        """Put away the tasks of the dead. What they would clean up is refused."""
+        for actor in self.actors:
+            actor.dead = actor.dead or not actor.task.done()
+            actor.task.cancel()
+        await asyncio.gather(*(a.task for a in self.actors), return_exceptions=True)

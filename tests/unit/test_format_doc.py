@@ -1,0 +1,252 @@
+"""``docs/reference/format.md`` is enough to write a reader from: here is one, which knows no line of the package's own code.
+
+The reader is the first half of this file. It uses json, struct, numpy and xxhash only, and verifies every chunk.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import base64
+import json
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import xxhash
+
+import holdfast
+from holdfast.drivers.registry import open_driver
+from holdfast.storage.capture.fingerprint import fingerprints
+from holdfast.storage.capture.state import flatten
+from holdfast.storage.save import SaveJob, run_save
+from holdfast.storage.team import StoreTeam
+
+BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+KINDS = {"dict": dict, "list": list, "tuple": tuple}
+VALUES = {
+    "$int": lambda c: int(c, 16),
+    "$float": float,
+    "$complex": lambda c: complex(float(c[0]), float(c[1])),
+    "$bytes": base64.b64decode,
+    "$bytearray": lambda c: bytearray(base64.b64decode(c)),
+    "$numpy": lambda c: np.frombuffer(base64.b64decode(c[1]), np.dtype(c[0]))[0],
+}
+
+
+def digest(data: bytes) -> bytes:
+    """xxh3-128 in canonical form: 16 bytes, the most significant first."""
+    return int(xxhash.xxh3_128_intdigest(data)).to_bytes(16, "big")
+
+
+class Reader:
+    """A checkpoint in a folder, as one rank sees it."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        data = (folder / "manifest.safetensors").read_bytes()
+        assert data[-16:] == digest(data[:-16])
+        (length,) = struct.unpack("<Q", data[:8])
+        header = json.loads(data[8 : 8 + length])
+        self.head = json.loads(header.pop("__metadata__")["holdfast"])
+        assert self.head["version"] == 1
+        self.columns = {name: self.column(data[8 + length :], entry) for name, entry in header.items()}
+        self.folder, self.rank, self.images = folder / "data" / self.head["attempt"], rank, dict[int, bytes]()
+        self.first_shard = np.append(0, np.cumsum(self.columns["tensor.shards"]))
+        ends = np.cumsum(self.columns["tensor.name_nbytes"])
+        blob = self.columns["tensor.name"].astype(np.uint8).tobytes()
+        self.names = [
+            blob[end - n : end].decode() for end, n in zip(ends, self.columns["tensor.name_nbytes"], strict=True)
+        ]
+
+    def column(self, body: bytes, entry: dict[str, Any]) -> np.ndarray:
+        start, stop = entry["data_offsets"]
+        return (
+            np.frombuffer(body[start:stop], BITS[int(entry["dtype"][1:]) // 8]).reshape(entry["shape"]).astype(np.int64)
+        )
+
+    def optional(self, name: str) -> np.ndarray:
+        return self.columns.get(name, np.zeros(len(self.names), np.int64)) - 1
+
+    def image(self, number: int) -> bytes:
+        """The bytes of an image, every chunk of them verified against the manifest."""
+        if number not in self.images:
+            chunk, block = self.head["chunk_nbytes"], self.head["block_nbytes"]
+            data = (self.folder / f"{self.columns['image.rank'][number]}.safetensors").read_bytes()
+            hashed, before = (self.columns["image.hashed_nbytes"][i] for i in (number, slice(number)))
+            assert len(data) == hashed + 16 * -(-hashed // block)
+            first = (-(-before // chunk)).sum()
+            pages = b""
+            for i, start in enumerate(range(0, hashed, chunk)):
+                stop = min(start + chunk, hashed)
+                page = b"".join(digest(data[a : min(a + block, stop)]) for a in range(start, stop, block))
+                assert digest(page) == self.columns["chunk.digest"][first + i].astype(np.uint8).tobytes()
+                pages += page
+            assert data[hashed:] == pages
+            self.images[number] = data
+        return self.images[number]
+
+    def tensor(self, row: int) -> np.ndarray:
+        """The bits of a tensor, as unsigned integers of its itemsize."""
+        c, alias = self.columns, self.optional("tensor.alias")
+        row = row if alias[row] < 0 else alias[row]
+        dtype, ndim = BITS[self.head["dtypes"][c["tensor.dtype"][row]][1]], c["tensor.ndim"][row]
+        out, missing = np.zeros(c["tensor.shape"][row, :ndim], dtype), c["tensor.shape"][row].prod()
+        for s in range(self.first_shard[row], self.first_shard[row + 1]):
+            offsets, lengths = c["shard.offsets"][s, :ndim], c["shard.lengths"][s, :ndim]
+            box = np.frombuffer(self.image(c["shard.image"][s]), dtype, lengths.prod(), c["shard.start"][s])
+            out[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))] = box.reshape(lengths)
+            missing -= lengths.prod()
+        assert missing == 0
+        return out
+
+    def value(self, by_rank: list[Any]) -> Any:
+        known = sorted(r for ranks, _ in by_rank for r in ranks)
+        rank = self.rank if self.rank in known else known[self.rank % len(known)]
+        (value,) = (value for ranks, value in by_rank if rank in ranks)
+        return VALUES[next(iter(value))](*value.values()) if isinstance(value, dict) else value
+
+    def seen(self, name: str, row: int) -> bool:
+        """Whether this rank sees ``row`` under ``name``, rather than one of another owner."""
+        owner, rows = self.optional("tensor.owner"), [r for r, n in enumerate(self.names) if n == name]
+        owners = sorted(owner[r] for r in rows)
+        mine = -1 if -1 in owners else self.rank if self.rank in owners else owners[self.rank % len(owners)]
+        return owner[row] == mine
+
+    def state(self) -> Any:
+        """The whole state: bits for tensors, everything else as it was."""
+        tree = self.head["tree"]
+        kinds, items, prefixes = [KINDS[k] for *_, k in tree["containers"]], [{} for _ in tree["containers"]], [""]
+        for parent, key, _ in tree["containers"][1:]:
+            prefixes.append(f"{prefixes[parent]}{key}.")
+        keys = {(c, text): key for c, text, key in tree["tensor_keys"]}
+        for row, (name, c) in enumerate(zip(self.names, self.columns["tensor.container"].tolist(), strict=True)):
+            text = name.removeprefix(prefixes[c])
+            if self.seen(name, row):
+                items[c][keys.get((c, text), text) if kinds[c] is dict else int(text)] = self.tensor(row)
+        for c, key, by_rank in tree["values"]:
+            items[c][key] = self.value(by_rank)
+        for c in range(len(items) - 1, -1, -1):
+            parent, key, _ = tree["containers"][c]
+            made = items[c] if kinds[c] is dict else kinds[c](items[c][i] for i in sorted(items[c]))
+            if parent < 0:
+                return made
+            items[parent][key] = made
+        return None
+
+
+def bits(node: Any) -> Any:
+    """A state with its tensors as bits, to be compared with what the reader makes."""
+    if isinstance(node, torch.Tensor):
+        size = node.dtype.itemsize
+        return node.contiguous().view({1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}[size]).numpy()
+    if isinstance(node, np.ndarray):
+        return node.view(BITS[node.dtype.itemsize])
+    if isinstance(node, dict):
+        return {key: bits(item) for key, item in node.items()}
+    return type(node)(map(bits, node)) if isinstance(node, list | tuple) else node
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Equal in type, too."""
+    assert type(found) is type(expected)
+    if isinstance(expected, np.ndarray):
+        assert found.dtype == expected.dtype
+        np.testing.assert_array_equal(found, expected)
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key, item in expected.items():
+            assert_same(found[key], item)
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected)
+        for a, b in zip(found, expected, strict=True):
+            assert_same(a, b)
+    else:
+        assert found == expected
+
+
+def rich_state(rank: int) -> dict[str, Any]:
+    """Something of everything. ``w`` is larger than a chunk; plain tensors that are equal on all ranks are divided."""
+    generator = torch.Generator().manual_seed(1)
+    w = torch.randn(3000, 1500, generator=generator)
+    model = {
+        "w": w,
+        "x.tied": w,
+        "bf16": torch.randn(70, 30, generator=generator).bfloat16(),
+        "f8": torch.randn(5, 5, generator=generator).to(torch.float8_e4m3fn),
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+        "none": torch.empty(0, 7),
+        "flags": torch.tensor([True, False]),
+    }
+    values = [
+        1,
+        -1.5,
+        True,
+        None,
+        "text",
+        b"bytes",
+        bytearray(b"array"),
+        2**1100,
+        float("-inf"),
+        1 + 2j,
+        np.float32(0.1),
+    ]
+    own = {"seed": torch.arange(rank, rank + 4), "rank": rank}
+    return {"model": model, "values": values, "pair": (torch.ones(2), {"deep": "er"}), 3: torch.ones(1), "own": own,
+            "array": np.arange(6).reshape(2, 3), "empty": {}}  # fmt: skip
+
+
+def save_on_ranks(folder: Path, states: Sequence[dict[str, Any]]) -> None:
+    """A checkpoint of several ranks, who all live in this process."""
+    store = dist.HashStore()
+
+    async def save(rank: int) -> None:
+        flat, driver = flatten(states[rank]), open_driver(folder)
+        job = SaveJob(flat, 11, fingerprints(flat), 64 << 20)
+        await run_save(driver, StoreTeam(store, rank, len(states), "test", 60), job)
+        await driver.close()
+
+    async def save_all() -> None:
+        await asyncio.gather(*map(save, range(len(states))))
+
+    asyncio.run(save_all())
+
+
+def test_the_reader_reads_what_one_process_saved(tmp_path: Path) -> None:
+    """Every tensor bit for bit, every value equal and of the same type, every container of its kind."""
+    holdfast.save(tmp_path, rich_state(0), step=11)
+    reader = Reader(tmp_path, 0)
+    assert (reader.head["step"], reader.head["world"]) == (11, 1)
+    assert_same(reader.state(), bits(rich_state(0)))
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 5])
+def test_the_reader_reads_what_ranks_saved_together(tmp_path: Path, rank: int) -> None:
+    """Each rank sees its own; one that was not there sees that of the rank it falls on, counted round."""
+    save_on_ranks(tmp_path, [rich_state(rank) for rank in range(3)])
+    reader = Reader(tmp_path, rank)
+    assert len(reader.columns["image.rank"]) == 3
+    assert_same(reader.state(), bits(rich_state(rank % 3)))
+
+
+def test_the_reader_notices_damage(tmp_path: Path) -> None:
+    """It does verify: one flipped bit in an image, or in the manifest, and it refuses."""
+    holdfast.save(tmp_path, rich_state(0))
+    for path in (next(tmp_path.glob("data/*/0.safetensors")), tmp_path / "manifest.safetensors"):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(AssertionError):
+            Reader(tmp_path, 0).state()
+
+
+def test_the_reader_is_independent() -> None:
+    """Nothing of the package is used above the line where the tests begin."""
+    tree = ast.parse(Path(__file__).read_text())
+    (reader,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Reader")
+    names = {node.id for node in ast.walk(reader) if isinstance(node, ast.Name)}
+    assert names & {"holdfast", "open_driver", "flatten", "torch"} == set()
