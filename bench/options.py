@@ -35,6 +35,11 @@ class Options:
         """How long to let the storage rest between two runs, in seconds."""
         return 0.0 if self.tiny else 1.0
 
+    def arguments(self, folder: Path) -> list[str]:
+        """The same options for a worker that writes to ``folder``."""
+        size = ["--tiny"] if self.tiny else ["--gib", str(self.gib), "--runs", str(self.runs)]
+        return ["--dir", str(folder), *size, *(["--alone"] if self.alone else [])]
+
 
 def parser(prog: str, doc: str | None, *, gib: float = 5.0, runs: int = 5) -> argparse.ArgumentParser:
     """The options of every program; the default for ``--gib`` and ``--runs`` is the program's own."""

@@ -65,12 +65,12 @@ def _volume(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
-def build(gib: float, seed: int = 0) -> State:
-    """A state of about ``gib`` GiB; the same for the same seed."""
+def build(gib: float, seed: int = 0, *, share: int = 1) -> State:
+    """A state of about ``gib`` GiB, or one ``share``-th of its rows; the same for the same seed."""
     random = torch.Generator().manual_seed(seed)
     optimizer = {
-        name: {kind: torch.empty(shape).normal_(generator=random) for kind in MOMENTS}
-        for name, shape in parameter_shapes(gib).items()
+        name: {kind: torch.empty(rows // share, *rest).normal_(generator=random) for kind in MOMENTS}
+        for name, (rows, *rest) in parameter_shapes(gib).items()
     }
     model = {name: moments["master"].to(torch.bfloat16) for name, moments in optimizer.items()}
     return {"model": model, "optim": optimizer, "step": 100}

@@ -122,6 +122,7 @@ async def commit(driver: Driver, attempt: Attempt, manifest: Manifest) -> Attemp
         await driver.put(attempt.fate, b"commit", exclusive=True)
     except ExistsError as error:
         raise _superseded(driver) from error
+    await _still_there(driver, attempt)
     await _see_all(driver, manifest)
     with contextlib.suppress(DamagedError):
         before = await _current_attempt(driver)

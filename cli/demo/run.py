@@ -83,7 +83,7 @@ class _Demo:
 
     def _train_and_kill(self) -> None:
         plan = self.plan
-        self.account.chapter(f"Train on {plan.before} ranks, and save every {plan.every} steps")
+        self.account.chapter(f"Train on {one_of(plan.before, 'rank')}, and save every {plan.every} steps")
         self.account.say("FSDP2 and AdamW under torchrun, gloo on loopback; checkpoints go to")
         self.account.say(redact(self.root))
         for self.killed_at in range(plan.kill_at, plan.steps + 1, plan.every):
@@ -141,7 +141,7 @@ class _Demo:
             self.account.say("rank 0, which leads the save, then gave it up and removed what there was of it")
 
     def _go_on(self) -> None:
-        self.account.chapter(f"Start again, on {self.plan.after} ranks")
+        self.account.chapter(f"Start again, on {one_of(self.plan.after, 'rank')}")
         self._job("after", self.after, "--uri", self.root)
         left = {f.key for f in self.torn} & {f.key for f in find(self._torn_uri())}
         rest = (
@@ -164,7 +164,7 @@ class _Demo:
         fine = self.difference() <= DIFFERENCE_MAX
         before, since = (f"{record.difference(reference):.1e}" for record in (self.before, after))
         found = f"on the way, losses differ by {before} at most before the kill, and by {since} after it"
-        why = "fewer ranks add in another order" if fine else "that is more than rounding"
+        why = "other ranks add in another order" if fine else "that is more than rounding"
         self.account.say(f"{'yes' if fine else 'no'}: {found} ({why})", "green" if fine else "red")
 
     def _write_down(self) -> list[tuple[Path, str]]:

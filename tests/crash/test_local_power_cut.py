@@ -12,7 +12,8 @@ import os
 import random
 import shutil
 import subprocess
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,7 +42,7 @@ class Disk:
         run("mount", "-o", "loop", self.image, self.folder)
 
     def unmount(self) -> None:
-        """Unmount and detach it."""
+        """Unmount and detach it; nothing may be open there."""
         run("umount", self.folder)
 
     def cut_power(self) -> None:
@@ -69,7 +70,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
     try:
         yield disk
     finally:
-        disk.unmount()
+        run("umount", "--lazy", disk.folder)  # whatever a failed test may have left open there
 
 
 CONTENT = {"small": b"content" * 100, "large": random.Random(1).randbytes((3 << 20) + 5)}
@@ -106,6 +107,16 @@ def power_cut_lost_something(disk: Disk) -> bool:
     return not path.exists() or path.stat().st_size == 0
 
 
+@asynccontextmanager
+async def opened(folder: Path, direct: str = "auto") -> AsyncIterator[LocalDriver]:
+    """A driver, closed in the end, also where the file system is gone."""
+    driver = LocalDriver(folder, direct=direct)
+    try:
+        yield driver
+    finally:
+        await driver.close()
+
+
 @pytest.mark.parametrize("size", CONTENT)
 @pytest.mark.parametrize("store", [put, exclusive, upload])
 @pytest.mark.parametrize("direct", ["auto", "off"])
@@ -113,25 +124,24 @@ def test_what_was_acknowledged_survives(
     disk: Disk, store: Callable[[LocalDriver, str, bytes], Awaitable[None]], size: str, direct: str
 ) -> None:
     """An object in a new folder of a new root is there after the cut, whole; no temporary file keeps it company."""
+    root = disk.folder / "new" / "root"
 
     async def before() -> None:
-        driver = LocalDriver(disk.folder / "new" / "root", direct=direct)
-        await store(driver, "a/b/x", CONTENT[size])
-        write_unsynced(disk)
-        disk.cut_power()
-        await driver.close()
+        async with opened(root, direct) as driver:
+            await store(driver, "a/b/x", CONTENT[size])
+            write_unsynced(disk)
+            disk.cut_power()
 
     async def after() -> None:
-        driver = LocalDriver(disk.folder / "new" / "root", direct=direct)
-        assert await driver.get("a/b/x") == CONTENT[size]
-        assert [info.key async for info in driver.list()] == ["a/b/x"]
-        await driver.close()
+        async with opened(root, direct) as driver:
+            assert await driver.get("a/b/x") == CONTENT[size]
+            assert [info.key async for info in driver.list()] == ["a/b/x"]
 
     asyncio.run(before())
     disk.unmount()
     disk.mount()
     asyncio.run(after())
-    assert os.listdir(disk.folder / "new" / "root" / "a" / "b") == ["x"]
+    assert os.listdir(root / "a" / "b") == ["x"]
     assert power_cut_lost_something(disk)
 
 
@@ -142,12 +152,11 @@ def test_what_replaced_another_survives(
     """After an acknowledged replacement the old object does not come back."""
 
     async def before() -> None:
-        driver = LocalDriver(disk.folder)
-        await driver.put("x", b"old")
-        await store(driver, "x", CONTENT["large"])
-        write_unsynced(disk)
-        disk.cut_power()
-        await driver.close()
+        async with opened(disk.folder) as driver:
+            await driver.put("x", b"old")
+            await store(driver, "x", CONTENT["large"])
+            write_unsynced(disk)
+            disk.cut_power()
 
     asyncio.run(before())
     disk.unmount()
@@ -159,29 +168,27 @@ def test_what_replaced_another_survives(
 def test_what_was_unfinished_is_not_visible(disk: Disk) -> None:
     """An upload that was written and not committed is no object, before the cut and after; its neighbour is untouched.
 
-    A commit after the cut fails, and says that the device does; and what it left behind can be deleted.
+    A commit after the cut fails; and what it left behind can be deleted.
     """
 
     async def before() -> None:
-        driver = LocalDriver(disk.folder)
-        await driver.put("a/x", b"old")
-        new, other = await driver.create("a/x", len(CONTENT["large"])), await driver.create("a/y", 10)
-        await new.write(0, memoryview(CONTENT["large"]))
-        await other.write(0, memoryview(bytes(10)))
-        run("sync", "-f", disk.folder)  # so that the temporary files survive, and are seen to be hidden
-        disk.cut_power()
-        with pytest.raises(StorageError):
-            await new.commit()
-        await driver.close()
+        async with opened(disk.folder) as driver:
+            await driver.put("a/x", b"old")
+            new, other = await driver.create("a/x", len(CONTENT["large"])), await driver.create("a/y", 10)
+            await new.write(0, memoryview(CONTENT["large"]))
+            await other.write(0, memoryview(bytes(10)))
+            run("sync", "-f", disk.folder)  # so that the temporary files survive, and are seen to be hidden
+            disk.cut_power()
+            with pytest.raises(StorageError):
+                await new.commit()
 
     async def after() -> None:
-        driver = LocalDriver(disk.folder)
-        assert [info.key async for info in driver.list("a")] == ["a/x"]
-        assert await driver.get("a/x") == b"old"
-        assert len(os.listdir(disk.folder / "a")) == 3
-        await driver.delete_all("a")
-        assert not (disk.folder / "a").exists()
-        await driver.close()
+        async with opened(disk.folder) as driver:
+            assert [info.key async for info in driver.list("a")] == ["a/x"]
+            assert await driver.get("a/x") == b"old"
+            assert len(os.listdir(disk.folder / "a")) == 3
+            await driver.delete_all("a")
+            assert not (disk.folder / "a").exists()
 
     asyncio.run(before())
     disk.unmount()
@@ -193,14 +200,13 @@ def test_what_was_deleted_stays_deleted(disk: Disk) -> None:
     """A deletion that returned is not undone by the cut: data may be deleted after its manifest, one after the other."""
 
     async def before() -> None:
-        driver = LocalDriver(disk.folder)
-        for key in ("manifest", "data/0", "data/1"):
-            await driver.put(key, b"content")
-        await driver.delete("manifest")
-        await driver.delete_all("data")
-        write_unsynced(disk)
-        disk.cut_power()
-        await driver.close()
+        async with opened(disk.folder) as driver:
+            for key in ("manifest", "data/0", "data/1"):
+                await driver.put(key, b"content")
+            await driver.delete("manifest")
+            await driver.delete_all("data")
+            write_unsynced(disk)
+            disk.cut_power()
 
     asyncio.run(before())
     disk.unmount()

@@ -328,7 +328,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        subprocess.run(["umount", str(folder)], check=True, timeout=60)
+        subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=60)
 
 
 @asynchronous

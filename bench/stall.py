@@ -1,0 +1,153 @@
+"""How long training waits for an asynchronous save, beside one memcpy of the state.
+
+Each contestant runs in a process of its own, in turn with the memcpy that it is compared with. The first call is told
+apart from later ones: memory is found for it. Each save is durable before the next begins.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import holdfast
+
+from .limits import Memcpy
+from .machine import PeakMemory, describe, flush
+from .options import GIB, TINY_GIB, Options, options, parser, work_folder
+from .report import Report, Series, Target, ratio
+from .states import State, build, digests, zero
+from .workers import leave_findings, run_alone
+
+__all__: list[str] = []
+
+Begin = Callable[[Path, State], Callable[[], Any]]
+"""Begins an asynchronous save; what it returns waits for the end of that."""
+
+
+def _begin_holdfast(path: Path, state: State) -> Callable[[], Any]:
+    return holdfast.async_save(path, state).wait
+
+
+def _begin_dcp(path: Path, state: State) -> Callable[[], Any]:
+    from torch.distributed import checkpoint as dcp
+
+    with warnings.catch_warnings(action="ignore"):
+        saving: Any = dcp.async_save(state, checkpoint_id=path)
+    return saving.result  # type: ignore[no-any-return]
+
+
+def _check_holdfast(path: Path, state: State, expected: dict[str, bytes]) -> None:
+    holdfast.load(path, into=state)
+    if digests(state) != expected:
+        raise AssertionError("what was loaded is not what the state was when async_save returned")
+
+
+CONTESTANTS: dict[str, Begin] = {"holdfast": _begin_holdfast, "DCP": _begin_dcp}
+
+
+def _measure(name: str, given: Options) -> list[dict[str, Any]]:
+    """In a worker: the series of the memcpy, the waiting, and the time until durable."""
+    if name == "DCP":
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[no-untyped-call]
+    with work_folder(given.folder) as folder:
+        small = build(TINY_GIB)
+        CONTESTANTS[name](folder / "small", small)()
+        state = build(given.gib)
+        memcpy = Memcpy(state)
+        found = [Series("memcpy"), Series(name), Series(f"{name}, until durable")]
+        for _ in range(given.runs + 1):
+            _once(CONTESTANTS[name], folder / "saved", state, memcpy, found)
+            time.sleep(given.settle_s)
+        if given.tiny and name == "holdfast":
+            _check_changed(folder / "checked", state)
+    return [vars(series) for series in found]
+
+
+def _once(begin: Begin, path: Path, state: State, memcpy: Memcpy, found: list[Series]) -> None:
+    flush()
+    began_s = time.perf_counter()
+    memcpy.run()
+    copied_s = time.perf_counter()
+    with PeakMemory() as memory:
+        begin_s = time.perf_counter()
+        wait = begin(path, state)
+        freed_s = time.perf_counter()
+        wait()
+        durable_s = time.perf_counter()
+    for series, seconds in zip(found, (copied_s - began_s, freed_s - begin_s, durable_s - begin_s), strict=True):
+        series.seconds.append(seconds)
+    found[1].peak_nbytes.append(memory.nbytes)
+    shutil.rmtree(path)
+
+
+def _check_changed(path: Path, state: State) -> None:
+    """The state may change as soon as the call returns."""
+    expected = digests(state)
+    wait = _begin_holdfast(path, state)
+    zero(state)
+    wait()
+    _check_holdfast(path, state, expected)
+
+
+def _rows(found: dict[str, list[Series]]) -> list[list[str]]:
+    rows = []
+    for name, (memcpy, waiting, durable) in found.items():
+        first, later = _split(waiting)
+        for label, series in ((f"{name}, first call", first), (f"{name}, later calls", later)):
+            times = [f"{x:.3f}" for x in (series.median, min(series.seconds), max(series.seconds))]
+            to_memcpy = ratio(series, _split(memcpy)[1]) if series is later else series.median / memcpy.median
+            rest = durable.seconds[0] if series is first else _split(durable)[1].median
+            rows.append([label, *times, f"{to_memcpy:.2f} ×", f"{rest:.2f}", f"{waiting.peak_nbytes[0] / GIB:.2f} GiB"])
+        rows.append(["  memcpy beside it", *[f"{x:.3f}" for x in _spread(memcpy)], "1 ×", "–", "–"])
+    return rows
+
+
+def _spread(series: Series) -> tuple[float, float, float]:
+    return series.median, min(series.seconds), max(series.seconds)
+
+
+def _split(series: Series) -> tuple[Series, Series]:
+    return Series(series.name, series.seconds[:1]), Series(series.name, series.seconds[1:])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; raises AssertionError where a state is not what it was when the call returned."""
+    arguments = parser("stall", __doc__)
+    arguments.add_argument("--worker", choices=sorted(CONTESTANTS), help="for internal use")
+    arguments.add_argument("--findings", help="for internal use")
+    parsed = arguments.parse_args(argv)
+    given = options(parsed)
+    if parsed.worker:
+        leave_findings(parsed.findings, _measure(parsed.worker, given))
+        return 0
+    names = ["holdfast"] if given.alone else list(CONTESTANTS)
+    with work_folder(given.folder) as folder:
+        shared = given.arguments(folder)
+        found = {n: [Series(**s) for s in run_alone("stall", [*shared, "--worker", n])] for n in names}
+        _report(found, given, folder).emit(given.json, given.svg)
+    return 0
+
+
+def _report(found: dict[str, list[Series]], given: Options, folder: Path) -> Report:
+    memcpy, ours, _ = found["holdfast"]
+    target = Target("waiting, in units of a memcpy", ratio(_split(ours)[1], _split(memcpy)[1]), 1.3, at_least=False)
+    return Report(
+        "stall",
+        f"How long training waits for an asynchronous save of about {given.gib:g} GiB, {given.runs} calls after the first",
+        describe(folder),
+        ["", "median s", "min s", "max s", "of a memcpy", "s until durable", "extra memory"],
+        _rows(found),
+        [] if given.tiny else [target],
+        series=[series for group in found.values() for series in group],
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""Fresh processes: alone, or as the ranks of a job. Each leaves its findings in a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["joined", "leave_findings", "run_alone", "run_ranks"]
+
+TIMEOUT_S = 1800
+
+
+def run_alone(module: str, arguments: Sequence[str]) -> Any:
+    """What one process of ``holdfast.bench.<module>`` finds. Raises RuntimeError, with its output, if it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        _run([sys.executable, "-m", f"holdfast.bench.{module}", *arguments, "--findings", folder])
+        return _findings(folder, 0)
+
+
+def run_ranks(module: str, world: int, arguments: Sequence[str]) -> list[Any]:
+    """What each of ``world`` ranks of ``holdfast.bench.<module>`` finds, launched as torchrun does."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+    with tempfile.TemporaryDirectory() as folder:
+        _run([*launcher, "-m", f"holdfast.bench.{module}", *arguments, "--findings", folder], world)
+        return [_findings(folder, rank) for rank in range(world)]
+
+
+def leave_findings(folder: str, findings: Any) -> None:
+    """Called by a worker: hand ``findings`` to whoever started it."""
+    Path(folder, os.environ.get("RANK", "0")).write_text(json.dumps(findings))
+
+
+@contextmanager
+def joined() -> Iterator[tuple[int, int]]:
+    """Called by a worker: join the job's process group; give this process's rank and the number of ranks."""
+    dist.init_process_group("gloo")
+    try:
+        yield dist.get_rank(), dist.get_world_size()
+    finally:
+        dist.destroy_process_group()
+
+
+def _findings(folder: str, rank: int) -> Any:
+    return json.loads(Path(folder, str(rank)).read_text())
+
+
+def _run(command: list[str], world: int = 1) -> None:
+    threads = max(1, (os.cpu_count() or 1) // world)
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    if done.returncode:
+        raise RuntimeError(f"a worker failed with {done.returncode}:\n{done.stdout}\n{done.stderr}")
