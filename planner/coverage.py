@@ -54,7 +54,7 @@ def _in_bounds(within: Ints, offsets: Ints, lengths: Ints) -> Bools:
     fits = np.ones(len(offsets), dtype=np.bool_)
     for dim in range(offsets.shape[1]):
         offset, length, limit = offsets[:, dim], lengths[:, dim], within[:, dim]
-        fits &= (offset >= 0) & (length > 0) & (offset <= limit) & (length <= limit - offset)
+        fits &= (offset >= 0) & (length > 0) & (length <= limit - offset)
     return fits
 
 

@@ -100,14 +100,11 @@ async def begin(driver: Driver, world: int) -> Attempt:
     """Collect what dead attempts left, and begin a new one. Raises StorageError, SupersededError."""
     attempt = Attempt(time.strftime("%Y%m%dT%H%M%S", time.gmtime()) + "-" + secrets.token_hex(4))
     await driver.put(attempt.marker, json.dumps({"world": world}).encode(), exclusive=True)
-    now_s = (await _still_there(driver, attempt)).modified_s
     try:
-        current, grace_s = await _current_attempt(driver), GRACE_S
-    except DamagedError:  # whichever claimed attempt it named, somebody may want to salvage: keep them all
-        current, grace_s = None, float("inf")
-    for other, fate in (await _attempts(driver)).items():
-        if other.id not in (attempt.id, current):
-            await _collect(driver, other, fate, now_s, grace_s)
+        await _collect_others(driver, attempt)
+    except BaseException:
+        await delete_attempt(driver, attempt)
+        raise
     return attempt
 
 
@@ -173,6 +170,17 @@ async def _attempts(driver: Driver) -> Mapping[Attempt, ObjectInfo | None]:
             if info.key == attempt.fate:
                 found[attempt] = info
     return found
+
+
+async def _collect_others(driver: Driver, attempt: Attempt) -> None:
+    now_s = (await _still_there(driver, attempt)).modified_s
+    try:
+        current, grace_s = await _current_attempt(driver), GRACE_S
+    except DamagedError:  # whichever claimed attempt it named, somebody may want to salvage: keep them all
+        current, grace_s = None, float("inf")
+    for other, fate in (await _attempts(driver)).items():
+        if other.id not in (attempt.id, current):
+            await _collect(driver, other, fate, now_s, grace_s)
 
 
 async def _collect(driver: Driver, attempt: Attempt, fate: ObjectInfo | None, now_s: float, grace_s: float) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.planner.box import Box, flat_to_boxes
-from holdfast.planner.coverage import flaws
+from holdfast.planner.coverage import flawed, flaws
 from holdfast.planner.table import ShardTable, TensorTable, coverage_errors
 
 SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
@@ -135,9 +135,11 @@ def tables(cases, ndim=4):
 @settings(deadline=None, max_examples=150)
 @given(tilings())
 def test_tilings_are_accepted(case):
-    """However a tensor is tiled, there is no error."""
+    """However a tensor is tiled, there is no error; and that is known without a second look."""
     shape, boxes = case
-    assert coverage_errors(*tables([(shape, [(box.offsets, box.lengths) for box in boxes])])) == []
+    tensors, shards = tables([(shape, [(box.offsets, box.lengths) for box in boxes])])
+    assert coverage_errors(tensors, shards) == []
+    assert flawed(tensors.shape, shards.tensor, shards.offsets, shards.lengths).tolist() == [False]
 
 
 @settings(deadline=None, max_examples=400)
@@ -159,7 +161,10 @@ def test_flaws_are_those_counted(case):
 @given(st.lists(nearly_tilings(), min_size=1, max_size=5))
 def test_tables_are_judged_tensor_by_tensor(cases):
     """In a table of many tensors exactly the flawed ones are named, each with the kinds that counting finds."""
-    errors = coverage_errors(*tables(cases), limit=100)
+    tensors, shards = tables(cases)
+    flags = flawed(tensors.shape, shards.tensor, shards.offsets, shards.lengths)
+    assert flags.tolist() == [bool(kinds_in(*case)) for case in cases]
+    errors = coverage_errors(tensors, shards, limit=100)
     expected = {(f"t{row}", kind) for row, case in enumerate(cases) for kind in kinds_in(*case)}
     kinds = ("missing", "stored twice", "out of bounds")
     assert {(error.split(":")[0], kind) for error in errors for kind in kinds if kind in error} == expected

@@ -17,7 +17,7 @@ from holdfast.planner.saving import Holdings, divide
 from holdfast.planner.table import ShardTable, TensorTable, coverage_errors
 
 NDIM = 3
-BLOCK, CHUNK = 64, 256  # small, so that small tensors cross many of them
+BLOCK, CHUNK = 16, 64  # small, so that small tensors cross many of them
 DTYPES = ["uint8", "int16", "float32", "int64"]
 
 
@@ -182,7 +182,7 @@ def reshardings(draw):
     for shape, dtype in zip(wide(shapes, 1), dtypes, strict=True):
         nbytes = int(shape.prod()) * np.dtype(dtype).itemsize
         arrays.append(np.frombuffer(rng.bytes(nbytes), dtype=dtype).reshape(shape))
-    gap = draw(st.sampled_from([0, 0, 64, 200]))
+    gap = draw(st.sampled_from([0, 0, 16, 100]))
     return table_of(shapes, dtypes), arrays, draw(layouts(shapes)), draw(layouts(shapes)), gap
 
 

@@ -143,6 +143,16 @@ def test_scalars_load():
     assert copies(made) == [(60, 4, 0)]
 
 
+def test_tables_of_different_width_meet():
+    """Shards and targets may be padded to different numbers of dimensions."""
+    narrow, broad = stored(((0,), (100,), 0, 0)), stored(((0, 0, 0), (100, 1, 1), 0, 0))
+    one, three = wanted(((64,), (30,))), wanted(((64, 0, 0), (30, 1, 1)))
+    for shards, targets in ((narrow, three), (broad, one)):
+        made = plan(one_tensor(100), shards, targets, [128])
+        assert (reads(made), copies(made)) == ([(0, 64, 128)], [(64, 30, 0)])
+        assert (made.offsets.tolist(), made.lengths.tolist()) == ([[64, 0, 0]], [[30, 1, 1]])
+
+
 def test_incomplete_tables_are_refused():
     """A target that shards do not cover, or cover twice, raises and names the tensor."""
     half = stored(((0,), (4,), 0, 0))

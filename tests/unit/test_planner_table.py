@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from holdfast.planner import coverage
 from holdfast.planner.box import Box, intersect
 from holdfast.planner.coverage import flaws
 from holdfast.planner.table import ShardTable, TensorTable, coverage_errors
@@ -143,11 +144,11 @@ def test_any_box_stored_again_is_reported(rows):
     ],
 )
 def test_boxes_out_of_bounds_are_named(offsets, lengths):
-    """A box that leaves its tensor, or has no elements, is out of bounds, even where adding would overflow."""
-    errors = coverage_errors(tensor_table([(4, 6)]), shard_table([(0, (0, 0), (4, 6)), (0, offsets, lengths)]))
-    assert len(errors) == 1
-    assert errors[0].startswith("t0: a shard [")
-    assert "out of bounds of shape [4, 6]" in errors[0]
+    """A box that leaves its tensor, or has no elements, is the example of all that do; adding must not overflow."""
+    rows = [(0, (0, 0), (4, 6)), (0, offsets, lengths), (0, (9, 9), (1, 1))]
+    shown = Box(offsets, tuple(max(length, 0) for length in lengths))
+    errors = coverage_errors(tensor_table([(4, 6)]), shard_table(rows))
+    assert errors == [f"t0: a shard {shown} is out of bounds of shape [4, 6], or empty"]
 
 
 def test_a_box_out_of_bounds_in_a_padded_dimension():
@@ -203,3 +204,28 @@ def test_errors_among_many_good_tensors():
     assert coverage_errors(table, shard_table(rows)) == []
     wrong = [row for row in rows if row not in ((17, (0, 2), (4, 2)), (450, (2, 0), (2, 6)))]
     assert coverage_errors(table, shard_table(wrong)) == ["t17: [0:4,2:4] is missing", "t450: [2:4,0:6] is missing"]
+
+
+def test_only_what_no_plane_parts_is_counted_cell_by_cell(monkeypatch):
+    """Grids and flat ranges are judged without a look at single cells, which would be slow for many of them."""
+    monkeypatch.setattr(coverage, "_cells", lambda *_: pytest.fail("counted cell by cell"))
+    rows = [(row, (0, 3 * part), (4, 3)) for row in range(5) for part in (1, 0)]
+    rows += [(row, (2 * part, column), (2, 1)) for row in range(5, 9) for column in range(6) for part in range(2)]
+    rows += [(9, offsets, lengths) for _, offsets, lengths in GOOD[4]]
+    assert coverage_errors(tensor_table([(4, 6)] * 10), shard_table(rows)) == []
+    with pytest.raises(pytest.fail.Exception, match="cell by cell"):
+        coverage_errors(tensor_table([(4, 6)]), shard_table(GOOD[5]))
+
+
+def test_a_gap_among_many_boxes_is_looked_at_first():
+    """The search for an example goes where volumes do not add up, not through all boxes."""
+    low = np.array([(row, column) for row in range(30) for column in range(30) if (row, column) != (7, 23)])
+    (cell_low, cell_high, boxes), *_ = coverage._cells(np.zeros(2, dtype=int), np.full(2, 30), low, low + 1)
+    assert (cell_low.tolist(), cell_high.tolist(), boxes) == ([7, 23], [8, 24], 0)
+
+
+def test_the_search_for_a_second_kind_is_bounded(monkeypatch):
+    """Once a tensor is known to be flawed, only so many cells are looked at for another kind of flaw."""
+    rows = [(0, (0,), (2,)), (0, (1,), (1,))]
+    monkeypatch.setattr(coverage, "CELLS_AFTER_FIRST", 1)
+    assert len(coverage_errors(tensor_table([(4,)]), shard_table(rows))) == 1

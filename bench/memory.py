@@ -1,0 +1,85 @@
+"""Host memory that a save and a load take beyond the state, for states of several sizes: the budget, whatever the size.
+
+Each size has a process of its own. What counts is how far resident memory rises above what it was with the state built.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import holdfast
+
+from .machine import PeakMemory, available_nbytes, describe, drop_caches
+from .options import GIB, TINY_GIB, Options, options, parser, work_folder
+from .report import Report, Target
+from .states import build, digests, nbytes_of, zero
+from .workers import leave_findings, run_alone
+
+__all__: list[str] = []
+
+SIZES_GIB = (1.0, 2.0, 4.0, 8.0)
+BUDGET_NBYTES = 512 << 20
+"""The default budget of save and load."""
+
+
+def _measure(folder: Path, gib: float) -> dict[str, Any]:
+    """In a worker: bytes of the state, and the peaks of a save and a load, each from memory as it was at the start."""
+    holdfast.save(folder / "warm", build(TINY_GIB))
+    holdfast.release_memory()
+    state = build(gib)
+    expected = digests(state)
+    path = folder / "saved"
+    peaks = {"save": _peak(lambda: holdfast.save(path, state))}
+    zero(state)
+    drop_caches(path)
+    peaks["load"] = _peak(lambda: holdfast.load(path, into=state))
+    if digests(state) != expected:
+        raise AssertionError("what was loaded is not what was saved")
+    return {"nbytes": nbytes_of(state), **peaks}
+
+
+def _peak(run: Callable[[], object]) -> int:
+    holdfast.release_memory()  # or the second would find, uncounted, what the first has kept
+    with PeakMemory() as memory:
+        run()
+    return memory.nbytes
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; raises RuntimeError where a state does not come back as it was."""
+    arguments = parser("memory", __doc__)
+    arguments.add_argument("--worker", action="store_true", help="for internal use")
+    arguments.add_argument("--findings", help="for internal use")
+    parsed = arguments.parse_args(argv)
+    given = options(parsed)
+    if parsed.worker:
+        leave_findings(parsed.findings, _measure(given.folder, given.gib))
+        return 0
+    with work_folder(given.folder) as folder:
+        _report(given, folder).emit(given.json, given.svg)
+    return 0
+
+
+def _report(given: Options, folder: Path) -> Report:
+    sizes = [TINY_GIB] if given.tiny else [s for s in SIZES_GIB if 1.4 * s * GIB < available_nbytes()]
+    told = []
+    for size in sizes:
+        with work_folder(folder) as inner:
+            told.append(run_alone("memory", ["--worker", "--dir", str(inner), "--gib", str(size)]))
+        print(f"  {size:g} GiB: {told[-1]}", flush=True)
+    worst = max(max(t["save"], t["load"]) for t in told)
+    return Report(
+        "memory",
+        f"Extra host memory of a save and a load; the budget is {BUDGET_NBYTES >> 20} MiB",
+        describe(folder),
+        ["state", "save", "load"],
+        [[f"{t['nbytes'] / GIB:.2f} GiB", f"{t['save'] / (1 << 20):.0f} MiB", f"{t['load'] / (1 << 20):.0f} MiB"] for t in told],
+        [] if given.tiny else [Target("peak, in units of the budget", worst / BUDGET_NBYTES, 1.0, at_least=False)],
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

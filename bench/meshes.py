@@ -1,0 +1,102 @@
+"""States laid out over the ranks of a job, as DTensors, without any communication.
+
+A layout says how a mesh of ranks splits each tensor. Every rank builds the whole state from the same seed and keeps its
+part, so what a rank should hold under another layout is known without the one that was saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from .states import State
+
+__all__ = ["LAYOUTS", "Layout", "lay_out", "split_evenly"]
+
+ROW_PARALLEL = ("wo.weight", "w2.weight")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``placements(name, tensor)``: how a mesh of shape ``mesh`` splits a tensor."""
+
+    name: str
+    mesh: tuple[int, ...]
+    placements: Callable[[str, torch.Tensor], Sequence[Placement]]
+
+    @property
+    def world(self) -> int:
+        return torch.Size(self.mesh).numel()
+
+
+def _by_rows(name: str, tensor: torch.Tensor) -> Sequence[Placement]:
+    return [Shard(0)]
+
+
+def _fsdp_and_tp(name: str, tensor: torch.Tensor) -> Sequence[Placement]:
+    """Megatron's split of matrices over the second axis of the mesh, and FSDP2's of rows over the first."""
+    if tensor.ndim == 1:
+        return [Shard(0), Replicate()]
+    if name.endswith(ROW_PARALLEL):
+        return [Shard(0), Shard(1)]
+    return [_StridedShard(0, split_factor=2), Shard(0)]
+
+
+LAYOUTS = {
+    **{f"{n} ranks": Layout(f"{n} ranks, rows", (n,), _by_rows) for n in (2, 3, 4)},
+    "2×2": Layout("FSDP 2 × TP 2", (2, 2), _fsdp_and_tp),
+}
+
+
+def lay_out(state: State, layout: Layout) -> State:
+    """This rank's part of a whole ``state``; its memory is its own."""
+    mesh = init_device_mesh("cpu", layout.mesh)
+
+    def part(node: State, path: str) -> State:
+        return {
+            key: part(value, f"{path}.{key}") if isinstance(value, dict)
+            else _placed(value, mesh, layout.placements(_parameter(path, key), value)) if isinstance(value, torch.Tensor)
+            else value
+            for key, value in node.items()
+        }  # fmt: skip
+
+    return part(state, "")
+
+
+def _parameter(path: str, key: str) -> str:
+    return key if key.endswith("weight") else path  # an optimizer's tensors are named after what they belong to
+
+
+def _placed(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    axes = list(zip(placements, mesh.shape, coordinate, strict=True))
+    local = full
+    # A strided shard is split last, whatever its place: the other axis has cut the rows before.
+    for placement, size, at in sorted(axes, key=lambda axis: isinstance(axis[0], _StridedShard)):
+        if not isinstance(placement, Replicate):
+            local = _chunk(local, placement.dim, size, at)  # type: ignore[attr-defined]
+    return DTensor.from_local(
+        local.clone(memory_format=torch.contiguous_format), mesh, placements, run_check=False,
+        shape=full.shape, stride=full.stride(),
+    )  # fmt: skip
+
+
+def _chunk(tensor: torch.Tensor, dim: int, size: int, at: int) -> torch.Tensor:
+    chunks = tensor.chunk(size, dim)
+    return chunks[at] if at < len(chunks) else tensor.narrow(dim, 0, 0)
+
+
+def split_evenly(share: State, mesh: DeviceMesh) -> State:
+    """What each rank built is its share of rows of one larger state."""
+    return {
+        key: split_evenly(value, mesh) if isinstance(value, dict)
+        else DTensor.from_local(value, mesh, [Shard(0)], run_check=False) if isinstance(value, torch.Tensor)
+        else value
+        for key, value in share.items()
+    }  # fmt: skip

@@ -1,0 +1,134 @@
+"""Save under one layout, load under another: how many bytes are read for those that are wanted, and how long it takes.
+
+"read" is what was asked of the storage, checksums and manifest-bound overhead included; "from the device" is what the
+kernel fetched for the process, and so is the whole truth.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import holdfast
+
+from .machine import PeakMemory, describe, drop_caches, read_from_device_nbytes
+from .meshes import LAYOUTS, lay_out
+from .options import Options, options, parser, work_folder
+from .report import Report, Series, Target
+from .states import build, digests, zero
+from .workers import joined, leave_findings, run_ranks
+
+__all__: list[str] = []
+
+CASES = (("4 ranks", "4 ranks"), ("4 ranks", "3 ranks"), ("2×2", "2 ranks"), ("3 ranks", "2×2"))
+
+
+def _save(folder: Path, layout: str, gib: float) -> dict[str, Any]:
+    with joined():
+        state = lay_out(build(gib), LAYOUTS[layout])
+        dist.barrier()
+        began_s = time.perf_counter()
+        holdfast.save(folder, state)
+        return {"seconds": time.perf_counter() - began_s}
+
+
+def _load(folder: Path, layout: str, gib: float, runs: int) -> dict[str, Any]:
+    """In a worker: what each load read; that each was right is checked."""
+    with joined() as (rank, _world):
+        state = lay_out(build(gib), LAYOUTS[layout])
+        expected = digests(_locals(state))
+        return {"runs": [_load_once(folder, state, expected, rank) for _ in range(runs)]}
+
+
+def _load_once(folder: Path, state: dict[str, Any], expected: dict[str, bytes], rank: int) -> dict[str, float]:
+    zero(_locals(state))
+    if rank == 0:
+        drop_caches(folder)
+    dist.barrier()
+    reports: list[Any] = []
+    fetched = read_from_device_nbytes()
+    with PeakMemory() as memory:
+        began_s = time.perf_counter()
+        holdfast.load(folder, into=state, on_report=reports.append)
+        seconds = time.perf_counter() - began_s
+    fetched = read_from_device_nbytes() - fetched
+    if digests(_locals(state)) != expected:
+        raise AssertionError("what was loaded is not what this layout should hold")
+    wanted, read = reports[0].bytes_wanted, reports[0].bytes_read
+    return {"seconds": seconds, "wanted": wanted, "read": read, "fetched": fetched, "peak": memory.nbytes}
+
+
+def _locals(state: dict[str, Any]) -> dict[str, Any]:
+    """The ranks' own tensors, of all DTensors in a state."""
+    return {
+        key: _locals(value) if isinstance(value, dict) else value.to_local()
+        for key, value in state.items()
+        if hasattr(value, "to_local") or isinstance(value, dict)
+    }
+
+
+def _case(source: str, target: str, given: Options, folder: Path) -> tuple[list[list[str]], Series, list[float]]:
+    """Rows of the table, the seconds of the slowest rank per run, and the worst ratios."""
+    with work_folder(folder) as inner:
+        shared = given.arguments(inner / "saved")
+        saved = run_ranks("reshard", LAYOUTS[source].world, [*shared, "--worker", "save", "--layout", source])
+        told = run_ranks("reshard", LAYOUTS[target].world, [*shared, "--worker", "load", "--layout", target])
+    name = f"{LAYOUTS[source].name} → {LAYOUTS[target].name}"
+    print(f"  {name}: saved in {max(s['seconds'] for s in saved):.2f} s", flush=True)
+    series = Series(name, [max(r["seconds"] for r in runs) for runs in zip(*(t["runs"] for t in told), strict=True)])
+    rows, worst = [], [0.0, 0.0]
+    for rank, runs in enumerate(t["runs"] for t in told):
+        last = {key: max(run[key] for run in runs) for key in runs[0]}
+        ratios = last["read"] / last["wanted"], last["fetched"] / last["wanted"]
+        worst = [max(pair) for pair in zip(worst, ratios, strict=True)]
+        rows.append([f"{name}: rank {rank}", *(f"{last[k] / 1e6:.1f}" for k in ("wanted", "read", "fetched")),
+                     *(f"{x:.3f}" for x in ratios), f"{series.median:.2f}", f"{last['peak'] / (1 << 20):.0f} MiB"])  # fmt: skip
+    return rows, series, worst
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; raises RuntimeError where a rank fails, or does not get what its layout should hold."""
+    arguments = parser("reshard", __doc__, gib=1.0, runs=3)
+    arguments.add_argument("--worker", choices=("save", "load"), help="for internal use")
+    arguments.add_argument("--layout", choices=sorted(LAYOUTS), help="for internal use")
+    arguments.add_argument("--findings", help="for internal use")
+    parsed = arguments.parse_args(argv)
+    given = options(parsed)
+    if parsed.worker:
+        found = (
+            _save(given.folder, parsed.layout, given.gib)
+            if parsed.worker == "save"
+            else _load(given.folder, parsed.layout, given.gib, given.runs)
+        )
+        leave_findings(parsed.findings, found)
+        return 0
+    with work_folder(given.folder) as folder:
+        _report(given, folder).emit(given.json, given.svg)
+    return 0
+
+
+def _report(given: Options, folder: Path) -> Report:
+    cases = [_case(source, target, given, folder) for source, target in (CASES[2:3] if given.tiny else CASES)]
+    names = ("asked of the storage", "fetched from the device")
+    targets = [
+        Target(f"bytes {name} per byte wanted, worst rank", max(worst[i] for _, _, worst in cases), 1.05, at_least=False)
+        for i, name in enumerate(names)
+    ]
+    return Report(
+        "reshard",
+        f"Loading under another layout: a state of about {given.gib:g} GiB, cold, {given.runs} runs",
+        describe(folder),
+        ["", "MB wanted", "MB asked for", "MB from the device", "asked / wanted", "device / wanted", "median s", "extra memory"],
+        [row for rows, _, _ in cases for row in rows],
+        [] if given.tiny else targets,
+        series=[series for _, series, _ in cases],
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""What was saved in one parallel layout is loaded into any other, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.bits import difference
+from support.gang import Gang
+from support.jobs import fsdp_load, fsdp_save, fsdp_train, layouts_load, layouts_save
+
+import holdfast
+
+SHAPES = [(7, 5), (8, 4), (3,), (1, 9), (2, 3, 6), (0, 4), ()]
+
+
+@pytest.fixture(scope="module")
+def trained(gang: Gang, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, dict[str, Any]]]:
+    """A checkpoint of each layout on four ranks, and what is in it."""
+    made = {}
+    for layout in ("fsdp", "hsdp", "tp"):
+        uri = str(tmp_path_factory.mktemp("trained") / layout)
+        made[layout] = (uri, gang.run(fsdp_save, uri, layout, 3)[0])
+    return made
+
+
+@pytest.mark.parametrize(("layout", "world"), [("fsdp", 4), ("fsdp", 3), ("fsdp", 2), ("fsdp", 1), ("hsdp", 4), ("tp", 4), ("tp", 2)])
+@pytest.mark.parametrize("stored", ["fsdp", "hsdp", "tp"])
+def test_a_training_job_is_loaded_into_another_layout(stored: str, layout: str, world: int, gang: Gang, trained: Any) -> None:
+    """FSDP2, replicas of shards, and FSDP over tensor parallel, with AdamW, on 4, 3, 2 and 1 ranks."""
+    uri, expected = trained[stored]
+    for found in gang.run(fsdp_load, uri, layout, world=world):
+        assert difference(expected, found) is None
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "hsdp", "tp"])
+def test_training_goes_on_as_if_it_had_not_been_interrupted(layout: str, gang: Gang, trained: Any) -> None:
+    """Three steps, save, load, two steps are the same bits as five steps."""
+    uri, _ = trained[layout]
+    assert difference(gang.run(fsdp_train, layout, 5)[0], gang.run(fsdp_load, uri, layout, 2)[0]) is None
+
+
+def test_layers_that_tensor_parallel_left_alone_are_stored_once(gang: Gang, tmp_path: Path) -> None:
+    """FSDP shards them over one line of the mesh, and every line holds the same: each is a mesh of its own, and none of
+    them says so. Saved once, and loaded from any layout and into any."""
+    expected = gang.run(fsdp_save, str(tmp_path / "c"), "loose", 3)[0]
+    for layout in ("loose", "fsdp"):
+        assert all(difference(expected, found) is None for found in gang.run(fsdp_load, str(tmp_path / "c"), layout))
+    assert difference(gang.run(fsdp_train, "loose", 5)[0], gang.run(fsdp_load, str(tmp_path / "c"), "loose", 2)[0]) is None
+
+
+def test_a_sharded_job_is_read_without_any_process_group(trained: Any) -> None:
+    """On one machine, by name: whole tensors."""
+    for uri, expected in trained.values():
+        built = holdfast.load(uri)
+        assert difference(expected["model"], built["model"]) is None
+        assert difference(expected["optim"]["state"], built["optim"]["state"]) is None
+        assert built["step"] == 3
+
+
+LINE = [((4,), ("S0",)), ((4,), ("R",))]
+SQUARE = [
+    ((2, 2), ("S0", "R")), ((2, 2), ("R", "S0")), ((2, 2), ("R", "R")), ((2, 2), ("S0", "S0")), ((2, 2), ("T0/2", "S0")), ((4, 1), ("S0", "R")),
+]  # fmt: skip
+COLUMNS = [((4,), ("S1",)), ((2, 2), ("S0", "S1")), ((2, 2), ("S1", "S0")), ((2, 2), ("T1/2", "S1")), ((2, 2), ("S1", "R"))]
+
+
+def test_every_placement_is_loaded_into_every_other(gang: Gang, tmp_path: Path) -> None:
+    """Shard, Replicate and strided shards over meshes of one and two dimensions, with uneven and empty parts."""
+    flat = [shape for shape in SHAPES if len(shape) >= 1]
+    gang.run(layouts_save, str(tmp_path / "rows"), LINE + SQUARE, flat)
+    assert gang.run(layouts_load, str(tmp_path / "rows"), LINE + SQUARE, LINE + SQUARE, flat) == [[]] * 4
+    deep = [shape for shape in SHAPES if len(shape) >= 2]
+    gang.run(layouts_save, str(tmp_path / "all"), LINE + SQUARE + COLUMNS, deep)
+    assert gang.run(layouts_load, str(tmp_path / "all"), LINE + SQUARE + COLUMNS, LINE + SQUARE + COLUMNS, deep) == [[]] * 4
+    gang.run(layouts_save, str(tmp_path / "none"), [LINE[1], SQUARE[2]], SHAPES)
+    assert gang.run(layouts_load, str(tmp_path / "none"), [LINE[1], SQUARE[2]], [LINE[1]], SHAPES) == [[]] * 4
+
+
+@pytest.mark.parametrize("world", [3, 2, 1])
+def test_placements_are_loaded_on_fewer_ranks(world: int, gang: Gang, tmp_path: Path) -> None:
+    """Saved on four."""
+    shapes = [(7, 5), (8, 4), (2, 3, 6)]
+    gang.run(layouts_save, str(tmp_path / "c"), LINE + SQUARE + COLUMNS, shapes)
+    wanted = [((world,), ("S0",)), ((world,), ("S1",)), ((world,), ("R",))]
+    assert gang.run(layouts_load, str(tmp_path / "c"), LINE + SQUARE + COLUMNS, wanted, shapes, world=world) == [[]] * world
+
+
+def test_what_several_ranks_hold_is_divided_evenly_among_them(gang: Gang, tmp_path: Path) -> None:
+    """Replicas, whole or of shards, in one large tensor or many small ones: each rank writes about its part, and no byte
+    is written twice."""
+    for layout, shapes in (
+        (((4,), ("R",)), [(1000, 1000)]),
+        (((2, 2), ("R", "S0")), [(999, 1001)]),
+        (((2, 2), ("S1", "R")), [(1000, 1002)]),
+        (((2, 2), ("R", "R")), [(i, 300) for i in range(100, 140)]),
+    ):
+        uri = tmp_path / str(len(list(tmp_path.iterdir())))
+        nbytes = gang.run(layouts_save, str(uri), [layout], shapes)
+        total = sum(4 * a * b for a, b in shapes)
+        assert total <= sum(nbytes) <= total * 1.03 + 4 * 16384
+        assert max(nbytes) <= 1.03 * total / 4 + 16384
+        assert sorted(p.stat().st_size for p in uri.rglob("data/*/*.safetensors")) == sorted(nbytes)

@@ -1,0 +1,136 @@
+"""A gang of processes: the ranks of jobs, started once and given one job after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+__all__ = ["Failed", "Gang", "Gone"]
+
+TIMEOUT_S = 60.0
+
+
+class Failed(Exception):
+    """What a rank raised, with its traceback as text; ``error`` is the exception."""
+
+    def __init__(self, rank: int, error: BaseException, text: str) -> None:
+        super().__init__(rank, error, text)
+        self.rank, self.error = rank, error
+
+    def __str__(self) -> str:
+        return f"rank {self.args[0]}:\n{self.args[2]}"
+
+
+class Gone:
+    """Instead of a result: the rank is dead."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Gone)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Gang:
+    """``size`` processes. A context manager; ``run`` may use the first few only. ``run`` takes functions that can be
+    imported: those of ``support``."""
+
+    def __init__(self, size: int) -> None:
+        import torch.distributed as dist
+
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["support.jobs"])
+        self._store = dist.TCPStore("127.0.0.1", 0, None, True, datetime.timedelta(seconds=30), wait_for_workers=False)
+        self._jobs = 0
+        self._pipes: list[Connection] = []
+        self.processes: list[Any] = []
+        for _ in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, self._store.port), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self.processes.append(process)
+
+    def __enter__(self) -> Gang:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def begin(self, function: Callable[..., Any], *args: Any, world: int | None = None) -> int:
+        """Give the first ``world`` ranks a job; return their number."""
+        world = len(self.processes) if world is None else world
+        self._jobs += 1
+        for rank in range(world):
+            self._pipes[rank].send((f"job{self._jobs}", rank, world, function, args))
+        return world
+
+    def outcomes(self, world: int, timeout_s: float = TIMEOUT_S) -> list[Any]:
+        """What each rank returned, a Failed, or Gone. Raises TimeoutError, and ends the gang."""
+        end = time.monotonic() + timeout_s
+        results: list[Any] = []
+        for rank in range(world):
+            try:
+                if not self._pipes[rank].poll(max(0.0, end - time.monotonic())):
+                    self.close()
+                    raise TimeoutError(f"rank {rank} has not answered within {timeout_s:g} s")
+                results.append(self._pipes[rank].recv())
+            except (EOFError, ConnectionError):
+                results.append(Gone())
+        return results
+
+    def run(self, function: Callable[..., Any], *args: Any, world: int | None = None, timeout_s: float = TIMEOUT_S) -> list[Any]:
+        """What each rank returned. Raises the first Failed."""
+        results = self.outcomes(self.begin(function, *args, world=world), timeout_s)
+        for result in results:
+            if isinstance(result, Failed):
+                raise result
+        return results
+
+    def kill(self, rank: int) -> None:
+        """End a rank as the kernel would."""
+        os.kill(self.processes[rank].pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """End all."""
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        for process, pipe in zip(self.processes, self._pipes, strict=True):
+            process.join(10)
+            pipe.close()
+
+
+def errors(outcomes: Sequence[Any]) -> list[BaseException | None]:
+    """What each rank raised."""
+    return [outcome.error if isinstance(outcome, Failed) else None for outcome in outcomes]
+
+
+def _serve(pipe: Connection, port: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    patience = datetime.timedelta(seconds=60)
+    store = dist.TCPStore("127.0.0.1", port, None, False, patience)
+    while True:
+        try:
+            name, rank, world, function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=world, timeout=patience)
+            result = function(*args)
+        except BaseException as error:
+            result = Failed(rank, error, traceback.format_exc())
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        pipe.send(result)

@@ -1,0 +1,193 @@
+"""What the ranks of a gang do. Every function runs on each of them, in a process group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+import holdfast
+
+
+class Block(nn.Module):
+    """A residual block of odd sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(10)
+        self.up = nn.Linear(10, 26)
+        self.down = nn.Linear(26, 10, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Three blocks and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(10, 3)
+        self.register_buffer("scale", torch.tensor([2.0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) * self.scale
+
+
+def sharded(layout: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model in a layout, and its optimizer: fsdp; hsdp, which is replicas of shards; tp, which is FSDP over tensor
+    parallel; or loose, the same with layers that tensor parallel knows nothing of, and that its ranks hold alike."""
+    torch.manual_seed(seed)
+    model = Model()
+    world = dist.get_world_size()
+    if layout == "fsdp":
+        mesh = init_device_mesh("cpu", (world,))
+    elif layout == "hsdp":
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    else:
+        whole = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+        for block in model.blocks:
+            parallelize_module(block, whole["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        for module in [block.norm for block in model.blocks] + [model.head] if layout == "tp" else []:
+            distribute_module(module, whole["tp"], None, replicated, localised)
+        mesh = whole["dp"]
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def replicated(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+    """The input of a layer whose parameters are replicated."""
+    return DTensor.from_local(inputs[0], mesh, [Replicate()])
+
+
+def localised(module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+    """Its output, for layers that take plain tensors."""
+    return output.to_local()
+
+
+def train(model: nn.Module, optim: torch.optim.Optimizer, first: int, last: int) -> None:
+    """Steps on batches that follow from their number."""
+    for step in range(first, last):
+        x = torch.randn(6, 10, generator=torch.Generator().manual_seed(step))
+        model(x).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+
+
+def whole(value: Any) -> Any:
+    """A state with every DTensor gathered."""
+    if isinstance(value, DTensor):
+        return value.full_tensor().detach().clone()
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: whole(item) for key, item in value.items()}
+    return [whole(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def state_of(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
+    """All of a job's state, gathered: by name, so that layouts can be compared."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    return {"model": whole(dict(model.state_dict())), "optim": whole(get_optimizer_state_dict(model, optim))}
+
+
+def fsdp_save(uri: str, layout: str, steps: int) -> dict[str, Any]:
+    """Train, save, and tell what was saved."""
+    model, optim = sharded(layout, 1)
+    train(model, optim, 0, steps)
+    holdfast.save(uri, {"model": model, "optim": optim, "step": steps})
+    return state_of(model, optim)
+
+
+def fsdp_load(uri: str, layout: str, more: int = 0) -> dict[str, Any]:
+    """Load into a job made otherwise, perhaps train on, and tell what it is then."""
+    model, optim = sharded(layout, 2)
+    state = {"model": model, "optim": optim, "step": 0}
+    holdfast.load(uri, into=state)
+    train(model, optim, state["step"], state["step"] + more)
+    return state_of(model, optim)
+
+
+def fsdp_train(layout: str, steps: int) -> dict[str, Any]:
+    """Train without a break."""
+    model, optim = sharded(layout, 1)
+    train(model, optim, 0, steps)
+    return state_of(model, optim)
+
+
+Layout = tuple[tuple[int, ...], tuple[str, ...]]
+
+
+def placement(text: str) -> Placement:
+    """``R``, ``S1`` (Shard), ``T0/2`` (_StridedShard with a split factor)."""
+    if text == "R":
+        return Replicate()
+    if text[0] == "S":
+        return Shard(int(text[1:]))
+    dim, _, factor = text[1:].partition("/")
+    return _StridedShard(int(dim), split_factor=int(factor))
+
+
+def laid_out(full: torch.Tensor, mesh: DeviceMesh, placements: tuple[str, ...]) -> DTensor:
+    """``full`` as a DTensor. Two splits of one dimension are cut the way FSDP over tensor parallel does: inner first."""
+    if placements[0].startswith("T"):
+        outer, inner = mesh.get_coordinate()
+        dim = int(placements[1][1:])
+        local = _chunk(_chunk(full, mesh.size(1), inner, dim), mesh.size(0), outer, dim)
+        kinds = [placement(p) for p in placements]
+        return DTensor.from_local(local, mesh, kinds, run_check=False, shape=full.shape, stride=full.stride())
+    return distribute_tensor(full, mesh, [placement(p) for p in placements])
+
+
+def _chunk(full: torch.Tensor, parts: int, index: int, dim: int) -> torch.Tensor:
+    chunks = torch.chunk(full, parts, dim)
+    return (chunks[index] if index < len(chunks) else full.narrow(dim, 0, 0)).contiguous()
+
+
+def full_tensor(index: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """The elements of the index-th tensor."""
+    numel = int(torch.Size(shape).numel())
+    return (torch.arange(numel, dtype=torch.float32) * 8 + index).reshape(shape)
+
+
+def layouts_save(uri: str, layouts: list[Layout], shapes: list[tuple[int, ...]]) -> int:
+    """Save a tensor of each shape in each layout; return the bytes of this rank's image."""
+    return holdfast.save(uri, tensors(layouts, shapes, fill=True)).nbytes
+
+
+def tensors(layouts: list[Layout], shapes: list[tuple[int, ...]], *, fill: bool) -> dict[str, Any]:
+    """A tensor of each shape in each layout."""
+    meshes = {shape: init_device_mesh("cpu", shape) for shape, _ in layouts}
+    return {
+        f"{shape} as {layout}": laid_out(full_tensor(i, shape) if fill else torch.full(shape, -1.0), meshes[layout[0]], layout[1])
+        for i, shape in enumerate(shapes)
+        for layout in layouts
+    }  # fmt: skip
+
+
+def layouts_load(uri: str, stored: list[Layout], wanted: list[Layout], shapes: list[tuple[int, ...]]) -> list[str]:
+    """Load every tensor of ``layouts_save`` into each wanted layout; name those that are not as they should be."""
+    wrong = []
+    for layout in wanted:
+        mesh = init_device_mesh("cpu", layout[0])
+        expected = {s: laid_out(full_tensor(i, s), mesh, layout[1]).to_local() for i, s in enumerate(shapes)}
+        into = {f"{s} as {old}": laid_out(torch.full(s, -1.0), mesh, layout[1]) for s in shapes for old in stored}
+        holdfast.load(uri, into=into)
+        for s in shapes:
+            for old in stored:
+                if not torch.equal(into[f"{s} as {old}"].to_local(), expected[s]):
+                    wrong.append(f"{s} from {old} to {layout}")
+    return wrong

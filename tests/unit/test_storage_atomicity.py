@@ -1,0 +1,346 @@
+"""A save commits whole, or leaves what was there untouched; what it leaves behind is collected by the next one."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.bits import difference, fresh_uri
+from support.drivers import HookedDriver, contents
+
+import holdfast
+from holdfast.drivers.memory import MemoryDriver
+from holdfast.storage import api, commit
+from holdfast.storage.capture.state import flatten
+from holdfast.storage.engine import start
+from holdfast.storage.load import run_build
+from holdfast.storage.manifest import MANIFEST_KEY, Manifest
+from holdfast.storage.save import SaveJob, run_save
+from holdfast.storage.team import Solo
+
+OLD, NEW, LAST = ({"who": who, "x": torch.full((5,), float(i)), "y": [torch.arange(i)]} for i, who in enumerate(["old", "new", "last"]))
+BUDGET_NBYTES = 64 << 20
+
+
+async def save(driver: Any, state: Any) -> None:
+    """A save by a job of one rank."""
+    await run_save(driver, Solo(), SaveJob(flatten(state), None, {}, BUDGET_NBYTES))
+
+
+async def load(driver: Any) -> Any:
+    """What a reader finds."""
+    return (await run_build(driver, 0, BUDGET_NBYTES))[0]
+
+
+def run(work: Awaitable[Any]) -> Any:
+    """On the engine's loop, as saves and loads are."""
+
+    async def awaited() -> Any:
+        return await work
+
+    return start(awaited()).result(60)
+
+
+def attempts(objects: dict[str, bytes]) -> dict[str, list[str]]:
+    """The files of each attempt."""
+    found: dict[str, list[str]] = {}
+    for key in sorted(objects):
+        if key.startswith("data/"):
+            found.setdefault(key.split("/")[1], []).append(key.split("/", 2)[2])
+    return found
+
+
+def test_a_checkpoint_is_a_manifest_and_one_attempt(tmp_path: Path) -> None:
+    """A save over a checkpoint replaces it: nothing of the old one is left, and no temporary file."""
+    for state in (OLD, NEW):
+        report = holdfast.save(tmp_path, state)
+        files = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
+        data = f"data/{report.attempt}"
+        assert files == {"manifest.safetensors", f"{data}/0.safetensors", f"{data}/attempt.json", f"{data}/fate"}
+        assert [p.name for p in (tmp_path / "data").iterdir()] == [report.attempt]
+        assert difference(state, holdfast.load(tmp_path)) is None
+
+
+def test_a_state_without_tensors_writes_no_image(tmp_path: Path) -> None:
+    """There is nothing to put into it."""
+    report = holdfast.save(tmp_path, {"step": 3, "empty": torch.zeros(0)})
+    assert report.nbytes == 0
+    assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == ["attempt.json", "fate", "manifest.safetensors"]
+    assert difference({"step": 3, "empty": torch.zeros(0)}, holdfast.load(tmp_path)) is None
+
+
+def accesses(storage: MemoryDriver) -> list[tuple[str, str]]:
+    """The operations of a save over what is there, in order, but for the last clean-up."""
+    seen: list[tuple[str, str]] = []
+
+    async def note(operation: str, key: str) -> None:
+        seen.append((operation, key))
+
+    run(save(HookedDriver(storage, before=note), NEW))
+    return seen
+
+
+def prepared() -> MemoryDriver:
+    """Storage with a checkpoint, and what a dead attempt left."""
+    storage = MemoryDriver()
+    run(save(storage, OLD))
+    run(storage.put("data/20200101T000000-00000000/attempt.json", b"{}"))
+    run(storage.put("data/20200101T000000-00000000/0.safetensors", b"half an image"))
+    return storage
+
+
+N_ACCESSES = len(accesses(prepared()))
+
+
+class Fault:
+    """Fails the n-th access, before or after it was done; every later one too if the process, or the storage, is gone."""
+
+    def __init__(self, n: int, *, after: bool, for_good: bool) -> None:
+        self.n, self.after, self.for_good = n, after, for_good
+        self.seen = -1
+        self.hit: tuple[str, str] | None = None
+
+    async def on_before(self, operation: str, key: str) -> None:
+        self.seen += 1
+        if self.seen == self.n or (self.for_good and self.seen > self.n):
+            self.hit = self.hit or (operation, key)
+            if self.seen > self.n or not self.after:
+                raise holdfast.StorageDownError("injected", key=key)
+
+    async def on_after(self, operation: str, key: str) -> None:
+        if self.seen == self.n and self.after:
+            raise holdfast.StorageDownError("injected", key=key)
+
+
+@pytest.mark.parametrize("for_good", [False, True], ids=["once", "for good"])
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("n", range(N_ACCESSES))
+def test_a_save_that_fails_at_any_access_leaves_a_whole_checkpoint(n: int, after: bool, for_good: bool) -> None:
+    """The error is raised, unless only clean-up failed; the checkpoint is the old one, or, if its manifest was put in
+    spite of the error, the new one. The next save works, and collects all that no grace period protects."""
+    storage = prepared()
+    fault = Fault(n, after=after, for_good=for_good)
+    failed: holdfast.HoldfastError | None = None
+    try:
+        run(save(HookedDriver(storage, fault.on_before, fault.on_after), NEW))
+    except holdfast.StorageDownError as error:
+        failed = error
+    assert fault.hit is not None
+    found = run(load(storage))["who"]
+    if failed is None:
+        assert found == "new"
+        assert fault.hit[0] in ("delete", "delete_all")
+    elif found == "new":
+        assert (fault.hit, after) == (("put", MANIFEST_KEY), True)
+    run(save(storage, LAST))
+    assert difference(LAST, run(load(storage))) is None
+    objects = run(contents(storage))
+    left = attempts(objects)
+    assert left.pop(Manifest.decode(objects[MANIFEST_KEY]).attempt) == ["0.safetensors", "attempt.json", "fate"]
+    assert all(objects[f"data/{attempt}/fate"] == b"commit" for attempt in left)
+    assert len(left) <= 1
+
+
+def test_what_died_after_its_claim_is_collected_when_its_grace_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then its manifest may still be on its way."""
+    storage = prepared()
+
+    async def die(operation: str, key: str) -> None:
+        if key == MANIFEST_KEY and operation == "put":
+            raise holdfast.StorageDownError("injected")
+
+    with pytest.raises(holdfast.StorageDownError):
+        run(save(HookedDriver(storage, before=die), NEW))
+    run(save(storage, LAST))
+    assert len(attempts(run(contents(storage)))) == 2
+    monkeypatch.setattr(commit, "GRACE_S", -1.0)
+    run(save(storage, LAST))
+    assert len(attempts(run(contents(storage)))) == 1
+    assert difference(LAST, run(load(storage))) is None
+
+
+def test_a_save_that_was_overtaken_is_told_so_and_changes_nothing() -> None:
+    """The newer one wins, whether the older is still writing or about to commit."""
+    for moment in ("create", "commit"):
+        storage = prepared()
+
+        async def overtake(operation: str, key: str, moment: str = moment, storage: MemoryDriver = storage) -> None:
+            if operation == moment:
+                await save(storage, LAST)
+
+        with pytest.raises(holdfast.SupersededError):
+            run(save(HookedDriver(storage, before=overtake), NEW))
+        assert difference(LAST, run(load(storage))) is None
+        assert len(attempts(run(contents(storage)))) == 1
+
+
+def test_two_saves_of_one_process_to_one_uri_take_turns() -> None:
+    """The second waits for the first; both succeed, and the second is what is there."""
+    uri = fresh_uri()
+    handles = [holdfast.async_save(uri, {"i": i, "x": torch.full((1000,), i)}) for i in range(5)]
+    for handle in handles:
+        handle.wait(30)
+    assert difference({"i": 4, "x": torch.full((1000,), 4)}, holdfast.load(uri)) is None
+    objects = run(contents(MemoryDriver(uri.removeprefix("memory://"))))
+    assert len(attempts(objects)) == 1
+
+
+def test_a_damaged_manifest_does_not_keep_a_save_from_replacing_it() -> None:
+    """Nor are the images deleted that it may have named."""
+    storage = prepared()
+    (old,) = (a for a, files in attempts(run(contents(storage))).items() if "fate" in files)
+    run(storage.put(MANIFEST_KEY, b"rubbish"))
+    run(save(storage, NEW))
+    assert difference(NEW, run(load(storage))) is None
+    assert "0.safetensors" in attempts(run(contents(storage)))[old]
+
+
+def test_what_a_newer_release_wrote_is_not_overwritten() -> None:
+    """A manifest of a version that this release does not know is left alone."""
+    storage = prepared()
+    newer = run(storage.get(MANIFEST_KEY)).replace(rb"\"version\":1", rb"\"version\":2")
+    from holdfast.storage.digest import digest
+
+    run(storage.put(MANIFEST_KEY, newer[:-16] + digest(newer[:-16])))
+    before = run(contents(storage))
+    with pytest.raises(holdfast.UnsupportedFormatError, match="version 2"):
+        run(save(storage, NEW))
+    after = run(contents(storage))
+    assert {k: v for k, v in after.items() if k in before} == before
+    assert len(attempts(after)) == len(attempts(before))
+
+
+def test_strange_files_below_data_are_left_alone(tmp_path: Path) -> None:
+    """Only what looks like an attempt is collected."""
+    holdfast.save(tmp_path, OLD)
+    strange = [tmp_path / "data" / "notes.txt", tmp_path / "data" / "mine" / "0.safetensors", tmp_path / "readme", tmp_path / "data" / "20200101T000000-xyz" / "a"]
+    for path in strange:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("keep")
+    holdfast.save(tmp_path, NEW)
+    assert [path.read_text() for path in strange] == ["keep"] * 4
+
+
+def halting(monkeypatch: pytest.MonkeyPatch, operation: str) -> tuple[threading.Event, threading.Event]:
+    """Makes every save halt before ``operation`` until the second event is set; the first says that one has come there."""
+    reached, go = threading.Event(), threading.Event()
+
+    async def halt(doing: str, key: str) -> None:
+        if doing == operation:
+            reached.set()
+            while not go.is_set():
+                await asyncio.sleep(0.001)
+
+    opened: Callable[..., Any] = api.open_driver
+    monkeypatch.setattr(api, "open_driver", lambda uri: HookedDriver(opened(uri), before=halt))
+    return reached, go
+
+
+def test_after_an_async_save_returns_the_state_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All bytes were copied by then: tensors, arrays, and small values."""
+    state = {"x": torch.ones(100_000), "a": torch.ones(4).numpy(), "v": [1], "d": {"k": 2}}
+    uri = fresh_uri()
+    reached, go = halting(monkeypatch, "write")
+    handle = holdfast.async_save(uri, state)
+    assert handle.captured.done()
+    state["x"].zero_()
+    state["a"][:] = 0
+    state["v"][0] = 9
+    state["d"].clear()
+    assert not handle.done()
+    go.set()
+    handle.wait(30)
+    assert reached.is_set()
+    monkeypatch.undo()
+    assert difference({"x": torch.ones(100_000), "a": torch.ones(4).numpy(), "v": [1], "d": {"k": 2}}, holdfast.load(uri)) is None
+
+
+def test_a_handle_tells_how_far_its_save_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured, sealed, durable, in that order; a wait with a limit ends in time, and says what it waited for."""
+    reached, go = halting(monkeypatch, "commit")
+    handle = holdfast.async_save(fresh_uri(), {"x": torch.ones(10)})
+    assert reached.wait(30)
+    handle.sealed.wait(30)
+    assert (handle.captured.done(), handle.sealed.done(), handle.done()) == (True, True, False)
+    began = time.monotonic()
+    with pytest.raises(holdfast.DeadlineError, match="durable"):
+        handle.wait(0.1)
+    assert time.monotonic() - began < 5
+    assert handle.report is None
+    go.set()
+    handle.wait(30)
+    assert handle.report is not None
+    assert 0 <= handle.report.captured_s <= handle.report.sealed_s <= handle.report.durable_s
+
+
+def test_a_handle_can_be_awaited() -> None:
+    """Its stages too."""
+
+    async def main() -> None:
+        handle = holdfast.async_save(fresh_uri(), {"x": torch.ones(10)})
+        await handle.captured
+        await handle
+        assert handle.done()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("operation", ["put", "create", "write", "commit"])
+def test_what_fails_in_the_background_is_raised_by_wait(
+    operation: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each time it is asked, and logged once the caller was let go; the next save is not affected."""
+    uri = fresh_uri()
+    holdfast.save(uri, OLD)
+
+    async def fail(doing: str, key: str) -> None:
+        if doing == operation:
+            raise holdfast.FullError("injected")
+
+    opened: Callable[..., Any] = api.open_driver
+    with monkeypatch.context() as patch:
+        patch.setattr(api, "open_driver", lambda uri: HookedDriver(opened(uri), before=fail))
+        try:
+            handle = holdfast.async_save(uri, NEW)
+        except holdfast.FullError:
+            assert operation in ("put", "create")
+        else:
+            for _ in range(2):
+                with pytest.raises(holdfast.FullError, match="injected"):
+                    handle.wait(30)
+            assert handle.done()
+            assert handle.report is None
+            assert "injected" in caplog.text
+    assert difference(OLD, holdfast.load(uri)) is None
+    holdfast.save(uri, NEW)
+    assert difference(NEW, holdfast.load(uri)) is None
+
+
+def test_a_failed_save_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No buffer is lost, so that a job which goes on after a hundred failures has as much memory as before."""
+    from holdfast.storage.buffers import HostBuffer, host_pool
+
+    holdfast.release_memory()
+    pool = host_pool(16 << 20)
+    made = []
+    allocate = HostBuffer.allocate
+
+    async def fail(doing: str, key: str) -> None:
+        if doing == "write":
+            raise holdfast.FullError("injected")
+
+    monkeypatch.setattr(HostBuffer, "allocate", lambda nbytes: made.append(nbytes) or allocate(nbytes))
+    opened: Callable[..., Any] = api.open_driver
+    monkeypatch.setattr(api, "open_driver", lambda uri: HookedDriver(opened(uri), before=fail))
+    for _ in range(3):
+        with pytest.raises(holdfast.FullError):
+            holdfast.save(fresh_uri(), {"x": torch.zeros(20 << 20, dtype=torch.uint8)})
+        before = len(made)
+    assert before == len(made) == len(pool._free)
+    holdfast.release_memory()
