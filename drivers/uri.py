@@ -45,8 +45,7 @@ class Uri:
     options: dict[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        if "\0" in self.location:
-            raise UriError("a URI holds no NUL", uri=self.redacted)
+        _check_text(self.location, *self.options, *self.options.values())
         if self.scheme == "file":
             object.__setattr__(self, "location", _absolute(self.location))
         elif "?" in self.location or "#" in self.location:
@@ -58,8 +57,8 @@ class Uri:
         return redact(str(self))
 
     def __str__(self) -> str:
-        location = quote(os.fsencode(self.location), _PATH_SAFE) if self.scheme == "file" else self.location
-        options = "&".join(f"{quote(name, '')}={quote(value, _VALUE_SAFE)}" for name, value in self.options.items())
+        location = _quoted(self.location, _PATH_SAFE) if self.scheme == "file" else self.location
+        options = "&".join(f"{_quoted(name, '')}={_quoted(value, _VALUE_SAFE)}" for name, value in self.options.items())
         return f"{self.scheme}://{location}" + (f"?{options}" if options else "")
 
     def __repr__(self) -> str:
@@ -73,6 +72,7 @@ def parse(text: str | os.PathLike[str]) -> Uri:
     URI that names another host.
     """
     text = os.fspath(text)
+    _check_text(text)
     match = _URI.fullmatch(text)
     if match is None:
         return Uri("file", _bare_path(text))
@@ -101,8 +101,18 @@ def join(uri: Uri | str | os.PathLike[str], *parts: str) -> Uri:
         raise UriError("nothing can lie below a URI without a location", uri=uri.redacted)
     below = [check_key(part, uri=uri.redacted) for part in parts]
     if uri.scheme != "file":
-        below = [quote(os.fsencode(part), _PATH_SAFE) for part in below]
+        below = [_quoted(part, _PATH_SAFE) for part in below]
     return Uri(uri.scheme, "/".join([uri.location.rstrip("/"), *below]) or "/", dict(uri.options))
+
+
+def _check_text(*texts: str) -> None:
+    for text in texts:
+        try:
+            encoded = os.fsencode(text)
+        except UnicodeEncodeError as error:
+            raise UriError(f"{redact(text)!r} cannot be encoded: {error.reason}") from error
+        if b"\0" in encoded:
+            raise UriError(f"NUL in {redact(text)!r}")
 
 
 def _bare_path(path: str) -> str:
@@ -125,7 +135,7 @@ def _path_of_file_uri(location: str, text: str) -> str:
             uri=redact(text),
             advice="An absolute path takes three slashes: file:///a/b.",
         )
-    return os.fsdecode(unquote_to_bytes(slash + path))
+    return _unquoted(slash + path)
 
 
 def _absolute(path: str) -> str:
@@ -139,12 +149,12 @@ def _options(query: str, text: str) -> dict[str, str]:
     options: dict[str, str] = {}
     for option in filter(None, query.split("&")):
         name, equals, value = option.partition("=")
-        name = unquote(name)
+        name = _unquoted(name)
         if not name or not equals:
             raise UriError(f"option {name!r} has no value", uri=redact(text), advice="Write ?name=value&name=value.")
         if name in options:
             raise UriError(f"option {name!r} is given twice", uri=redact(text))
-        options[name] = unquote(value)
+        options[name] = _unquoted(value)
     return options
 
 
@@ -153,5 +163,16 @@ def _redacted_option(option: str) -> str:
     if _SECRET_NAME.search(unquote(name)):
         return name + equals + (_HIDDEN if value else "")
     if "://" in (plain := unquote(value)) and (clean := redact(plain)) != plain:
-        return name + equals + quote(clean, _VALUE_SAFE)
+        return name + equals + quote(clean, _VALUE_SAFE, errors="replace")
     return option
+
+
+# As file names are: bytes that are no UTF-8 pass through unharmed.
+
+
+def _quoted(text: str, safe: str) -> str:
+    return quote(os.fsencode(text), safe)
+
+
+def _unquoted(text: str) -> str:
+    return os.fsdecode(unquote_to_bytes(os.fsencode(text)))

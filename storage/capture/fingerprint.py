@@ -18,8 +18,11 @@ _PIECE_NUMEL = 4 << 20
 
 
 def fingerprints(flat: FlatState) -> dict[int, bytes]:
-    """Per row of a plain tensor that is no alias: a 16-byte digest of its shape, dtype and bytes."""
-    return {row: _fingerprint(flat, row) for row, part in enumerate(flat.parts) if part is None and flat.alias[row] < 0}
+    """Per row of a plain tensor: a digest of its shape, dtype and bytes; of one that is tied, the name of the other too."""
+    rows = [row for row, part in enumerate(flat.parts) if part is None]
+    digests = {row: _fingerprint(flat, row) for row in rows if flat.alias[row] < 0}
+    roots = {row: flat.alias[row] for row in rows if flat.alias[row] >= 0}
+    return digests | {row: digests[root] + flat.names[root].encode("utf-8", "surrogatepass") for row, root in roots.items()}
 
 
 def _fingerprint(flat: FlatState, row: int) -> bytes:

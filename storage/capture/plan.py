@@ -48,24 +48,17 @@ def _tensor_table(flat: FlatState, alias: Ints, owner: Ints) -> TensorTable:
     )
 
 
-def _canonical(flat: FlatState) -> Ints:
-    """Aliases, such that of tied tensors the first by name is stored: ranks that walk their state in another order agree."""
-    alias = np.array(flat.alias, np.int64)
-    for root in sorted({row for row in flat.alias if row >= 0}):
-        tied = [root, *np.flatnonzero(alias == root).tolist()]
-        first = min(tied, key=flat.names.__getitem__)
-        alias[tied] = first
-        alias[first] = -1
-    return alias
-
-
 def plan_save(flat: FlatState, rank: int, plain: Mapping[int, tuple[int, ...]] | None) -> SavePlan:
     """Lay out what ``rank`` writes.
 
     ``plain`` tells for each row that is a plain tensor which ranks hold the same bytes: an empty tuple where ranks
     differ and each keeps its own. None: this process is alone.
     """
-    alias = _canonical(flat)
+    alias = np.array(flat.alias, np.int64)
+    if plain is not None:
+        for row in np.flatnonzero(alias >= 0).tolist():
+            if plain.get(row) != plain.get(int(alias[row])):
+                alias[row] = -1  # tied here, but not everywhere
     owner = np.full(len(flat.names), -1, np.int64)
     owner[[row for row, ranks in (plain or {}).items() if not ranks]] = rank
     owner = np.where(alias < 0, owner, owner[alias])

@@ -73,7 +73,19 @@ def flatten(state: Any, *, loading: bool = False) -> FlatState:
     if not isinstance(state, Mapping | list | tuple):
         raise StateError(f"the state is a {type(state).__name__}", advice="Pass a dict of what is to be saved.")
     walker.container(state, -1, None, "")
+    _make_canonical(flat)
     return flat
+
+
+def _make_canonical(flat: FlatState) -> None:
+    """Of tied tensors, let the first by name be the one that is stored: ranks that walk their state in another order agree."""
+    alias = np.array(flat.alias, np.int64)
+    for root in sorted({row for row in flat.alias if row >= 0}):
+        tied = [root, *np.flatnonzero(alias == root).tolist()]
+        first = min(tied, key=flat.names.__getitem__)
+        alias[tied] = first
+        alias[first] = -1
+    flat.alias = alias.tolist()
 
 
 def _modules(node: Any, seen: set[int]) -> Iterator[torch.nn.Module]:

@@ -17,6 +17,12 @@ __all__ = ["Failed", "Gang", "Gone"]
 
 TIMEOUT_S = 60.0
 
+PRELOAD = [
+    "torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint.state_dict",
+    "holdfast.drivers.local", "holdfast.storage.api",
+]  # fmt: skip
+"""What every process needs, imported once. (Nothing below tests/: the server does not have that path.)"""
+
 
 class Failed(Exception):
     """What a rank raised, with its traceback as text; ``error`` is the exception."""
@@ -46,7 +52,7 @@ class Gang:
         import torch.distributed as dist
 
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["support.jobs"])
+        context.set_forkserver_preload(PRELOAD)
         self._store = dist.TCPStore("127.0.0.1", 0, None, True, datetime.timedelta(seconds=30), wait_for_workers=False)
         self._jobs = 0
         self._pipes: list[Connection] = []

@@ -112,11 +112,11 @@ def fsdp_save(uri: str, layout: str, steps: int) -> dict[str, Any]:
     return state_of(model, optim)
 
 
-def fsdp_load(uri: str, layout: str, more: int = 0) -> dict[str, Any]:
+def fsdp_load(uri: str, layout: str, more: int = 0, strict: bool = True) -> dict[str, Any]:
     """Load into a job made otherwise, perhaps train on, and tell what it is then."""
     model, optim = sharded(layout, 2)
     state = {"model": model, "optim": optim, "step": 0}
-    holdfast.load(uri, into=state)
+    holdfast.load(uri, into=state, strict=strict)
     train(model, optim, state["step"], state["step"] + more)
     return state_of(model, optim)
 

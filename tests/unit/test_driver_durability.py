@@ -38,16 +38,7 @@ def driver(tmp_path: Path, no_leaks: None) -> Iterator[LocalDriver]:
 
 def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     """Run a coroutine function as a test, for at most a minute."""
-
-    @functools.wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        async def limited() -> None:
-            async with asyncio.timeout(60):
-                await test(*args, **kwargs)
-
-        asyncio.run(limited())
-
-    return run
+    return functools.wraps(test)(lambda *args, **kwargs: asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60)))
 
 
 async def keys(driver: LocalDriver) -> list[str]:

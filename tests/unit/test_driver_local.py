@@ -1,28 +1,21 @@
-"""The local driver's own promises: links, folders, temporary files, open files, and direct access."""
+"""The local driver: folders, symbolic links, and whatever else a file system holds; and the mount it lies on."""
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import functools
-import mmap
 import os
+import shutil
 import stat
 import subprocess
-import sys
-import threading
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from holdfast.drivers import local, local_io
 from holdfast.drivers.local import LocalDriver
-from holdfast.drivers.local_tree import temporary_name
 from holdfast.drivers.mounts import fs_type, is_shared
-from holdfast.errors import AccessError, ExistsError, NotFoundError, StorageDownError, StorageError, UriError
+from holdfast.errors import AccessError, NotFoundError, StorageError, UriError
 
 
 @pytest.fixture
@@ -41,27 +34,12 @@ def driver(root: Path, no_leaks: None) -> Iterator[LocalDriver]:
 
 def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     """Run a coroutine function as a test, for at most a minute."""
-
-    @functools.wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        async def limited() -> None:
-            async with asyncio.timeout(60):
-                await test(*args, **kwargs)
-
-        asyncio.run(limited())
-
-    return run
+    return functools.wraps(test)(lambda *args, **kwargs: asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60)))
 
 
 async def keys(driver: LocalDriver, prefix: str = "") -> list[str]:
     """The keys at or below ``prefix``, sorted."""
     return sorted([info.key async for info in driver.list(prefix)])
-
-
-def open_below(folder: Path) -> list[str]:
-    """What this process has open below a folder."""
-    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-    return sorted(os.readlink(link) for link in links if os.path.lexists(link) and str(folder) in os.readlink(link))
 
 
 # Links and other oddities of file systems
@@ -91,15 +69,13 @@ async def test_a_key_through_a_symbolic_link_is_refused(driver: LocalDriver, out
         with pytest.raises(AccessError, match=r"ELOOP.*Symbolic links are not followed") as caught:
             await call
         assert caught.value.key == key
-    assert [path.name for path in outside.iterdir()] == ["x"]
+    assert os.listdir(outside) == ["x"]
     assert (outside / "x").read_bytes() == b"secret"
-    assert (driver.uri, await keys(driver)) == (driver.uri, ["real/x"])
+    assert await keys(driver) == ["real/x"]
 
 
 @asynchronous
-async def test_deleting_all_removes_links_and_not_their_targets(
-    driver: LocalDriver, outside: Path, root: Path
-) -> None:
+async def test_deleting_all_removes_links_and_not_their_targets(driver: LocalDriver, outside: Path, root: Path) -> None:
     """A link below the prefix, or the prefix itself, goes; nothing behind it does; a prefix behind one is refused."""
     (root / "real" / "link").symlink_to(outside)
     with pytest.raises(AccessError):
@@ -127,8 +103,8 @@ async def test_a_folder_swapped_for_a_link_leads_nowhere(driver: LocalDriver, ou
 @asynchronous
 async def test_the_root_may_be_reached_through_links(tmp_path: Path, root: Path, no_leaks: None) -> None:
     """Only what lies below the root is distrusted."""
-    root.mkdir(parents=True)
-    (tmp_path / "alias").symlink_to(root)
+    os.makedirs(root)
+    os.symlink(root, tmp_path / "alias")
     driver = LocalDriver(tmp_path / "alias")
     await driver.put("a/x", b"1")
     assert (root / "a" / "x").read_bytes() == b"1"
@@ -189,6 +165,14 @@ async def test_names_of_temporary_files_are_no_keys(driver: LocalDriver, key: st
         await driver.put(key, b"")
 
 
+@pytest.mark.parametrize("key", ["\ud800", "a/\udfff"])
+@asynchronous
+async def test_a_key_that_no_file_system_could_hold_is_refused(driver: LocalDriver, key: str) -> None:
+    """Half a character is no name: an error of the call, before anything is touched."""
+    with pytest.raises(UriError, match="no text"):
+        await driver.put(key, b"")
+
+
 # Folders
 
 
@@ -211,7 +195,7 @@ async def test_a_root_that_is_missing_is_empty_until_something_is_stored(driver:
 async def test_permissions_are_what_the_umask_leaves(
     driver: LocalDriver, root: Path, umask: int, folder: int, file: int
 ) -> None:
-    """Folders and files are as private as the user wants them, and never executable."""
+    """Folders and files are as private as the process was told to make them; no file is executable."""
     before = os.umask(umask)
     try:
         await driver.put("a/x", b"")
@@ -225,9 +209,9 @@ async def test_permissions_are_what_the_umask_leaves(
 async def test_a_root_made_anew_is_found(driver: LocalDriver, root: Path) -> None:
     """When somebody removes the root, or a folder, under a running driver, the next put makes it again."""
     await driver.put("a/x", b"1")
-    subprocess.run(["rm", "-r", str(root / "a")], check=True, timeout=60)
+    shutil.rmtree(root / "a")
     await driver.put("a/x", b"2")
-    subprocess.run(["rm", "-r", str(root)], check=True, timeout=60)
+    shutil.rmtree(root)
     with pytest.raises(NotFoundError):
         await driver.get("a/x")
     await driver.put("a/x", b"3")
@@ -247,346 +231,6 @@ async def test_a_listing_looks_only_below_its_prefix(
     monkeypatch.setattr(os, "scandir", lambda fd: scanned.append(os.readlink(f"/proc/self/fd/{fd}")) or scandir(fd))
     assert await keys(driver, "7") == ["7/a/x"]
     assert scanned == [str(root / "7"), str(root / "7/a")]
-
-
-# Temporary files and open files
-
-
-@asynchronous
-async def test_unfinished_uploads_lie_hidden_beside_their_target(driver: LocalDriver, root: Path) -> None:
-    """A rename across folders, or file systems, is never needed; deleting the folder takes dead uploads along."""
-    upload = await driver.create("a/x", 10)
-    (name,) = os.listdir(root / "a")
-    assert name.startswith(".x.")
-    assert name.endswith(".tmp")
-    (root / "a" / temporary_name("dead")).write_bytes(b"")
-    assert await keys(driver) == []
-    await driver.delete_all("a")
-    assert os.listdir(root) == []
-    await upload.abort()
-
-
-@asynchronous
-async def test_close_drops_what_was_neither_committed_nor_aborted(root: Path, no_leaks: None) -> None:
-    """A forgotten upload holds no descriptor and no space once the driver is closed; using it is an error."""
-    driver = LocalDriver(root)
-    upload = await driver.create("x", 100_000)
-    await upload.write(0, memoryview(bytes(50_000)))
-    await driver.close()
-    assert os.listdir(root) == []
-    with pytest.raises(StorageError, match="closed"):
-        await upload.write(50_000, memoryview(bytes(50_000)))
-    await upload.abort()
-    with pytest.raises(StorageError, match="closed"):
-        await driver.get("x")
-
-
-@asynchronous
-async def test_only_so_many_files_stay_open(driver: LocalDriver, root: Path) -> None:
-    """The longest unused are closed; those in use never are."""
-    into = memoryview(bytearray(1))
-    for n in range(100):
-        await driver.put(f"{n}", b"x")
-    await asyncio.gather(*(driver.read(f"{n % 100}", 0, into) for n in range(300)))
-    assert len(open_below(root)) <= 2 * 64 + 1
-    await driver.read("99", 0, into)
-    assert str(root / "99") in open_below(root)
-
-
-@asynchronous
-async def test_space_of_deleted_objects_is_let_go(driver: LocalDriver, root: Path, no_leaks: None) -> None:
-    """An object that was read, and deleted by someone else, is not kept open once something new is stored."""
-    other = LocalDriver(root)
-    for key in ("a/old", "kept"):
-        await driver.put(key, b"x")
-        await driver.read(key, 0, memoryview(bytearray(1)))
-    await other.delete_all("a")
-    assert any("(deleted)" in path for path in open_below(root))
-    upload = await driver.create("a/new", 1)
-    assert not any("(deleted)" in path for path in open_below(root))
-    assert str(root / "kept") in open_below(root)
-    await upload.abort()
-    await other.close()
-
-
-@asynchronous
-async def test_own_deletions_close_at_once(driver: LocalDriver, root: Path) -> None:
-    """What this driver deletes or replaces, it does not keep open."""
-    into = memoryview(bytearray(1))
-    for key in ("a/x", "b", "c"):
-        await driver.put(key, b"x")
-        await driver.read(key, 0, into)
-    await driver.delete_all("a")
-    await driver.delete("b")
-    await driver.put("c", b"y")
-    assert set(open_below(root)) == {str(root)}
-
-
-@asynchronous
-async def test_an_abort_during_a_write_waits_for_nobody(driver: LocalDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The temporary file goes at once; its descriptors when the last write is done with them."""
-    inside, go_on = _blocking(monkeypatch, "pwrite")
-    upload = await driver.create("x", 10)
-    write = asyncio.ensure_future(upload.write(0, memoryview(bytes(10))))
-    await asyncio.to_thread(inside.wait, 10)
-    await upload.abort()
-    assert await keys(driver) == []
-    go_on.set()
-    await write
-    with pytest.raises(StorageError):
-        await upload.commit()
-
-
-def _blocking(monkeypatch: pytest.MonkeyPatch, name: str) -> tuple[Any, Any]:
-    """Make a call of ``os`` wait; the events that it is inside, and that it may go on."""
-    inside, go_on = threading.Event(), threading.Event()
-    real = getattr(os, name)
-
-    def wait(*args: Any) -> Any:
-        inside.set()
-        assert go_on.wait(30)
-        return real(*args)
-
-    monkeypatch.setattr(os, name, wait)
-    return inside, go_on
-
-
-@asynchronous
-async def test_close_says_what_it_waited_for(
-    root: Path, monkeypatch: pytest.MonkeyPatch, no_leaks: None
-) -> None:
-    """An operation that never ends does not hang close, but is an error; a second close tries again."""
-    monkeypatch.setattr(local, "CLOSE_TIMEOUT_S", 0.05)
-    inside, go_on = _blocking(monkeypatch, "fsync")
-    driver = LocalDriver(root)
-    put = asyncio.ensure_future(driver.put("x", b""))
-    await asyncio.to_thread(inside.wait, 10)
-    with pytest.raises(StorageDownError, match=r"1 operations still run 0.05 s"):
-        await driver.close()
-    go_on.set()
-    await put
-    await driver.close()
-
-
-# Races between processes
-
-RACER = """
-import asyncio, sys, time
-from holdfast.drivers.local import LocalDriver
-from holdfast.errors import ExistsError
-async def main(root, me, start_s):
-    driver, won = LocalDriver(root), []
-    time.sleep(max(0, start_s - time.time()))
-    for n in range(60):
-        try:
-            await driver.put(f"lock/{n}", me.encode() * 100, exclusive=True)
-            won.append(n)
-        except ExistsError:
-            pass
-    await driver.close()
-    print(*won)
-asyncio.run(main(sys.argv[1], sys.argv[2], float(sys.argv[3])))
-"""
-
-
-@asynchronous
-async def test_exclusive_puts_of_two_processes_have_one_winner(driver: LocalDriver, root: Path) -> None:
-    """Every key goes to exactly one process, and holds what that one wrote."""
-    start = str(time.time() + 1.0)
-    racers = [
-        subprocess.Popen([sys.executable, "-c", RACER, str(root), me, start], stdout=subprocess.PIPE, text=True)
-        for me in "ab"
-    ]
-    won = [{int(n) for n in racer.communicate(timeout=60)[0].split()} for racer in racers]
-    assert [racer.returncode for racer in racers] == [0, 0]
-    assert won[0] & won[1] == set()
-    assert won[0] | won[1] == set(range(60))
-    for me, keys_won in zip("ab", won, strict=True):
-        for n in keys_won:
-            assert await driver.get(f"lock/{n}") == me.encode() * 100
-    assert len(os.listdir(root / "lock")) == 60
-
-
-@asynchronous
-async def test_exclusive_without_hard_links(driver: LocalDriver, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the file system has no hard links, there is still one winner, and its object is whole."""
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", refuse)
-    puts = [driver.put("x", b"%d" % n, exclusive=True) for n in range(8)]
-    results = await asyncio.gather(*puts, return_exceptions=True)
-    assert sorted(type(result).__name__ for result in results) == ["ExistsError"] * 7 + ["NoneType"]
-    assert await driver.get("x") == b"%d" % results.index(None)
-    assert os.listdir(root) == ["x"]
-    with pytest.raises(ExistsError):
-        await driver.put("x", b"", exclusive=True)
-
-
-# Direct access
-
-
-@pytest.fixture
-def writes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
-    """Every pwrite: "direct" or "cached", offset, length."""
-    seen: list[tuple[str, int, int]] = []
-    pwrite = os.pwrite
-
-    def record(fd: int, data: Any, offset: int) -> int:
-        direct = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
-        seen.append(("direct" if direct else "cached", offset, memoryview(data).nbytes))
-        return pwrite(fd, data, offset)
-
-    monkeypatch.setattr(os, "pwrite", record)
-    return seen
-
-
-async def _write(driver: LocalDriver, start: int, stop: int, offset: int = 0) -> None:
-    content = memoryview(mmap.mmap(-1, stop + 8192))
-    upload = await driver.create("x", stop)
-    await upload.write(0, content[:start])
-    await upload.write(start, content[start + offset : stop + offset])
-    await upload.commit()
-
-
-def _needs_direct(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        os.close(os.open(folder / "probe", os.O_CREAT | os.O_WRONLY | os.O_DIRECT))
-    except OSError as error:
-        pytest.skip(f"O_DIRECT is refused in {folder}: {error.strerror}")
-    (folder / "probe").unlink()
-
-
-MiB = 1 << 20
-
-
-@pytest.mark.parametrize(
-    ("start", "stop", "offset", "expected"),
-    [
-        (0, 8 * MiB, 0, [("direct", 0, 8 * MiB)]),
-        (0, 8 * MiB + 5, 0, [("direct", 0, 8 * MiB), ("cached", 8 * MiB, 5)]),
-        (4096, 4096 + MiB, 0, [("cached", 0, 4096), ("direct", 4096, MiB)]),
-        (5, MiB, 0, [("cached", 0, 5), ("cached", 5, 4091), ("direct", 4096, MiB - 4096)]),
-        (0, 2 * MiB, 1, [("direct", 0, MiB), ("direct", MiB, MiB)]),
-        (0, 60_000, 0, [("cached", 0, 60_000)]),
-    ],
-)
-@asynchronous
-async def test_only_odd_ends_go_through_the_page_cache(
-    driver: LocalDriver,
-    root: Path,
-    writes: list[tuple[str, int, int]],
-    start: int,
-    stop: int,
-    offset: int,
-    expected: list[tuple[str, int, int]],
-) -> None:
-    """An aligned part is one direct write from the caller's memory; of another, all but head and tail is direct, too."""
-    _needs_direct(root)
-    await _write(driver, start, stop, offset)
-    assert writes == expected
-
-
-@pytest.mark.parametrize("direct", ["auto", "on", "off"])
-@asynchronous
-async def test_direct_access_is_optional_unless_demanded(
-    root: Path, monkeypatch: pytest.MonkeyPatch, writes: list[tuple[str, int, int]], direct: str, no_leaks: None
-) -> None:
-    """A file system that refuses O_DIRECT is served through the page cache, but for ``direct=on``: that is an error."""
-    real = os.open
-
-    def refuse(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(22, "Invalid argument")
-        return real(path, flags, *args, **kwargs)
-
-    monkeypatch.setattr(os, "open", refuse)
-    driver = LocalDriver(root, direct=direct)
-    if direct == "on":
-        with pytest.raises(StorageError, match="create failed.*EINVAL"):
-            await driver.create("x", MiB)
-        assert os.listdir(root) == []
-    else:
-        await _write(driver, 0, MiB)
-        assert {kind for kind, _, _ in writes} == {"cached"}
-        into = bytearray(MiB)
-        await driver.read("x", 0, memoryview(into))
-        assert bytes(into) == bytes(MiB)
-    await driver.close()
-
-
-@pytest.mark.parametrize("direct", ["auto", "on"])
-@asynchronous
-async def test_direct_access_may_be_refused_late(
-    root: Path, monkeypatch: pytest.MonkeyPatch, direct: str, no_leaks: None
-) -> None:
-    """Some file systems take the flag and refuse the call: then, too, the page cache serves."""
-    _needs_direct(root)
-    for name in ("pwrite", "preadv"):
-        monkeypatch.setattr(os, name, functools.partial(_refuse_direct, getattr(os, name)))
-    driver = LocalDriver(root, direct=direct)
-    content = memoryview(mmap.mmap(-1, MiB))
-    content[:3] = b"abc"
-    upload = await driver.create("x", MiB)
-    if direct == "on":
-        with pytest.raises(StorageError, match="EINVAL"):
-            await upload.write(0, content)
-    else:
-        await upload.write(0, content)
-        await upload.commit()
-        into = memoryview(mmap.mmap(-1, MiB))
-        await driver.read("x", 0, into)
-        assert into == content
-    await driver.close()
-
-
-def _refuse_direct(real: Callable[..., int], fd: int, data: Any, offset: int) -> int:
-    if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
-        raise OSError(22, "Invalid argument")
-    return real(fd, data, offset)
-
-
-@pytest.mark.parametrize("most", [3000, 4096, 5000, 70_000])
-@pytest.mark.parametrize("offset", [0, 1])
-@asynchronous
-async def test_short_writes_and_reads_are_continued(
-    driver: LocalDriver, monkeypatch: pytest.MonkeyPatch, most: int, offset: int
-) -> None:
-    """A call that does less than it was asked for is followed by another, direct or not."""
-    pwrite, preadv = os.pwrite, os.preadv
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, memoryview(data)[: _pieces(fd, most)], at))
-    content = memoryview(mmap.mmap(-1, 400_000))[offset : offset + 300_001]
-    content[:] = os.urandom(300_001)
-    upload = await driver.create("x", 300_001)
-    await upload.write(0, content)
-    await upload.commit()
-    assert await driver.get("x") == content
-    monkeypatch.setattr(os, "preadv", lambda fd, bufs, at: preadv(fd, [memoryview(bufs[0])[: _pieces(fd, most)]], at))
-    into = memoryview(mmap.mmap(-1, 400_000))[offset : offset + 300_001]
-    await driver.read("x", 0, into)
-    assert into == content
-
-
-def _pieces(fd: int, most: int) -> int:
-    """How much a call may do: what is direct, in whole blocks."""
-    return max(most, 4096) // 4096 * 4096 if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT else most
-
-
-@asynchronous
-async def test_a_device_that_takes_nothing_does_not_hang(driver: LocalDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A write that makes no progress ends with an error."""
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: 0)
-    with pytest.raises(StorageDownError, match="takes no more bytes"):
-        await driver.put("x", bytes(100_000))
-    assert await keys(driver) == []
-
-
-def test_bounce_memory_is_aligned() -> None:
-    """Each thread has its own, at the start of a page."""
-    assert local_io._bounce_memory().ctypes.data % local_io.ALIGN_NBYTES == 0
-    assert local_io._bounce_memory() is local_io._bounce_memory()
 
 
 # Mounts
@@ -634,9 +278,3 @@ def _by_stat(path: Path) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
     except (FileNotFoundError, subprocess.CalledProcessError) as error:
         pytest.skip(f"findmnt(8) does not tell: {error}")
-
-
-def test_temporary_names_differ_and_fit() -> None:
-    """Two uploads to one key never share a file, and the longest name still leaves room."""
-    assert len({temporary_name("x") for _ in range(1000)}) == 1000
-    assert len(os.fsencode(temporary_name("\U0001f980" * 63))) <= 255

@@ -1,0 +1,211 @@
+"""When a rank fails, dies, is silent or disagrees: all others say so in time and by name, and nothing is committed."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.bits import difference
+from support.chores import (
+    absent,
+    disagreeing,
+    failing_save,
+    halting_save,
+    hide_folder,
+    load_with,
+    overlapped,
+    save_from,
+    save_with,
+    unsavable,
+)
+from support.gang import Gang, Gone, errors
+from support.jobs import fsdp_load
+
+import holdfast
+
+OLD = {"x": torch.arange(100.0), "y": 1}
+
+
+@pytest.fixture
+def uri(tmp_path: Path) -> str:
+    """A checkpoint that is to stay as it is."""
+    holdfast.save(tmp_path / "c", OLD)
+    return str(tmp_path / "c")
+
+
+def untouched(uri: str) -> bool:
+    """Whether the old checkpoint is there, whole."""
+    return difference(OLD, holdfast.load(uri)) is None and holdfast.open(uri).verify().ok
+
+
+def files(uri: str) -> list[str]:
+    """What lies there."""
+    return sorted(p.name for p in Path(uri).rglob("*") if p.is_file())
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_state_that_one_rank_cannot_save_is_told_to_all(rank: int, uri: str, gang: Gang) -> None:
+    """That rank raises the StateError, the others at once that it failed and why; nothing was written."""
+    before = files(uri)
+    raised = errors(gang.outcomes(gang.begin(save_with, uri, {rank: unsavable})))
+    own = raised.pop(rank)
+    assert isinstance(own, holdfast.StateError)
+    assert [(type(e), e.rank) for e in raised] == [(holdfast.RankFailedError, rank)] * 3
+    assert all('state["f"]' in str(e) and e.took_s < 5 for e in raised)
+    assert untouched(uri)
+    assert files(uri) == before
+
+
+@pytest.mark.parametrize("moment", ["create", "put"])
+def test_storage_that_fails_on_one_rank_is_told_to_all(moment: str, uri: str, gang: Gang) -> None:
+    """Writing an image on any rank, or the manifest on the leader: all raise, and the old checkpoint stays."""
+    rank = 3 if moment == "create" else 0
+    raised = errors(gang.outcomes(gang.begin(failing_save, uri, rank, moment)))
+    assert isinstance(raised.pop(rank), holdfast.FullError)
+    expected = (holdfast.RankFailedError, rank) if moment == "create" else (holdfast.FullError, None)
+    assert [(type(e), e.rank) for e in raised] == [expected] * 3
+    assert all("no room left" in str(e) and e.took_s < 5 for e in raised)
+    assert untouched(uri)
+    assert all(took < 30 for took in gang.run(save_with, uri, {0: OLD, 1: OLD, 2: OLD, 3: OLD}))
+    assert untouched(uri)
+
+
+def test_ranks_that_save_to_different_places_are_told_so(tmp_path: Path, gang: Gang) -> None:
+    """Nothing is written at either."""
+    raised = errors(gang.outcomes(gang.begin(save_from, [str(tmp_path / f"{rank // 3}") for rank in range(4)])))
+    assert [type(e) for e in raised] == [holdfast.UsageError] * 4
+    assert all("rank 3" in str(e) for e in raised)
+    assert list(tmp_path.iterdir()) == []
+
+
+DISAGREEMENTS: list[tuple[Any, str]] = [
+    ({2: {"x": torch.arange(100.0), "y": [1]}, 1: {"x": torch.arange(100.0), "y": {0: 1}}}, 'state["y"]'),
+    ({2: [torch.arange(100.0)]}, "state"),
+    ("shape", "'x'"),
+    ("dtype", "'x'"),
+    ("offset", "x"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "text"), DISAGREEMENTS, ids=["kind of container", "kind of state", "shape", "dtype", "offset"])
+def test_ranks_that_disagree_are_told_where(overrides: Any, text: str, uri: str, gang: Gang) -> None:
+    """On the tree, or on a sharded tensor: every rank raises the same, and the old checkpoint stays."""
+    what = disagreeing if isinstance(overrides, str) else save_with
+    raised = errors(gang.outcomes(gang.begin(what, uri, overrides)))
+    assert [isinstance(e, holdfast.SaveError) for e in raised] == [True] * 4
+    assert len({str(e) for e in raised}) == 1
+    assert text in str(raised[0])
+    assert untouched(uri)
+
+
+def test_plain_tensors_of_different_shapes_are_each_ranks_own(gang: Gang, tmp_path: Path) -> None:
+    """A name says nothing about size: a buffer may grow on one rank."""
+    states = {rank: {"x": torch.arange(float(rank)), "y": torch.zeros(2, dtype=[torch.int8, torch.float64][rank % 2])} for rank in range(4)}
+    gang.run(save_with, str(tmp_path / "c"), states)
+    loaded = gang.run(load_with, str(tmp_path / "c"), {r: {"x": torch.full((r,), -1.0), "y": states[r]["y"] + 1} for r in range(4)})
+    assert [difference(states[rank], found) for rank, found in enumerate(loaded)] == [None] * 4
+
+
+def test_a_mismatch_on_one_rank_is_raised_on_all(uri: str, gang: Gang) -> None:
+    """It says on which rank; no rank's tensors are touched."""
+    into = {2: {"x": torch.zeros(5), "y": 0}, 3: {"x": torch.zeros(100), "y": 0, "z": 1}}
+    raised = errors(gang.outcomes(gang.begin(load_with, uri, into)))
+    assert [type(e) for e in raised] == [holdfast.MismatchError] * 4
+    expected = ('state["x"]: shape [100] in the checkpoint, [5] in the state (rank 2)', 'state["z"]: no such value in the checkpoint (rank 3)')
+    assert [e.differences for e in raised] == [expected] * 4
+
+
+def test_a_rank_needs_a_place_for_its_part_only(uri: str, gang: Gang) -> None:
+    """What any rank has a place for is not unexpected: pipeline stages load each their own."""
+    into = {0: {"x": torch.zeros(100)}, 1: {"y": 0}, 2: {}, 3: {"x": torch.zeros(100), "y": 0}}
+    loaded = gang.run(load_with, uri, into)
+    assert difference({"x": OLD["x"]}, loaded[0]) is None
+    assert loaded[1:3] == [{"y": 1}, {}]
+    assert difference(OLD, loaded[3]) is None
+
+
+def test_damage_that_one_rank_meets_is_told_to_all(gang: Gang, tmp_path: Path) -> None:
+    """The rank that reads the damaged file says which; the others raise that it failed."""
+    gang.run(save_with, str(tmp_path / "c"), {rank: {"own": torch.full((9000,), float(rank))} for rank in range(4)})
+    (image,) = tmp_path.rglob("2.safetensors")
+    data = bytearray(image.read_bytes())
+    data[20_000] ^= 1
+    image.write_bytes(data)
+    into = {rank: {"own": torch.zeros(9000)} for rank in range(4)}
+    raised = errors(gang.outcomes(gang.begin(load_with, str(tmp_path / "c"), into)))
+    own = raised.pop(2)
+    assert isinstance(own, holdfast.DamagedError)
+    assert "2.safetensors" in str(own)
+    assert "'own'" in str(own)
+    assert [(type(e), e.rank) for e in raised] == [(holdfast.RankFailedError, 2)] * 3
+
+
+def test_nothing_to_load_is_told_as_such_on_all_ranks(tmp_path: Path, gang: Gang) -> None:
+    """Not as a failure of some rank."""
+    raised = errors(gang.outcomes(gang.begin(load_with, str(tmp_path / "nothing"), {})))
+    assert [type(e) for e in raised] == [holdfast.NotACheckpointError] * 4
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_rank_that_never_saves_is_named(rank: int, uri: str, gang: Gang) -> None:
+    """Within the deadline, by all others; and the job can save again afterwards."""
+    raised = errors(gang.outcomes(gang.begin(absent, uri, rank, 1.0)))
+    assert raised.pop(rank) is None
+    assert [(type(e), e.rank) for e in raised] == [(holdfast.DeadlineError, rank)] * 3
+    assert all(1.0 <= e.took_s < 6 for e in raised)
+    assert untouched(uri)
+
+
+@pytest.mark.parametrize(("rank", "moment"), [(2, "create"), (0, "create"), (0, "put")])
+def test_a_rank_that_is_killed_in_the_middle_of_a_save_is_named(rank: int, moment: str, uri: str, tmp_path: Path) -> None:
+    """kill -9 before it writes its image, or before the leader puts the manifest: the others raise DeadlineError that names
+    it within the deadline, nothing is committed, and the next save works and cleans up."""
+    with Gang(3) as doomed:
+        world = doomed.begin(halting_save, uri, rank, moment, str(tmp_path / "sign"), 2.0)
+        end = time.monotonic() + 60
+        while not (tmp_path / "sign").exists():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        doomed.kill(rank)
+        outcomes = doomed.outcomes(world)
+        assert outcomes.pop(rank) == Gone()
+        raised = errors(outcomes)
+        assert [(type(e), e.rank) for e in raised] == [(holdfast.DeadlineError, rank)] * 2
+        assert all(f"rank {rank}" in str(e) for e in raised)
+    assert untouched(uri)
+    holdfast.save(uri, OLD)
+    claimed = moment == "put"
+    assert sum(name == "manifest.safetensors" for name in files(uri)) == 1
+    assert len(list((Path(uri) / "data").iterdir())) == 1 + claimed
+    assert untouched(uri)
+
+
+def test_storage_that_ranks_do_not_share_is_found_out(tmp_path: Path) -> None:
+    """A folder of its own for one rank, under the same path: the commit does not see that rank's file, and says so."""
+    shared, private = tmp_path / "shared", tmp_path / "private"
+    shared.mkdir()
+    private.mkdir()
+    with Gang(3) as pair:
+        reasons = pair.run(hide_folder, str(shared), 2, str(private))
+        if any(reasons):
+            pytest.skip(next(filter(None, reasons)))
+        own = {rank: {"own": torch.full((9,), float(rank))} for rank in range(3)}
+        raised = errors(pair.outcomes(pair.begin(save_with, str(shared / "c"), own)))
+    assert [type(e) for e in raised] == [holdfast.InvisibleFilesError] * 3
+    assert [e.rank for e in raised] == [2] * 3
+    assert [p.name for p in tmp_path.rglob("*") if p.is_file()] == []
+
+
+def test_training_goes_on_while_earlier_steps_are_saved(gang: Gang, tmp_path: Path) -> None:
+    """Each checkpoint is the state as it was when async_save was called, whatever was done to the tensors since, with room
+    for everything and with little memory."""
+    for name, budget_nbytes in (("much", None), ("little", 32 << 20)):
+        uri = str(tmp_path / name)
+        states = gang.run(overlapped, uri, 4, budget_nbytes)[0]
+        for step, expected in enumerate(states):
+            assert difference(expected, gang.run(fsdp_load, f"{uri}/{step}", "fsdp", 0, False)[0]) is None
+            with holdfast.open(f"{uri}/{step}") as c:
+                assert [c.read("own", rank=rank)[0].item() for rank in range(4)] == [float(rank + step) for rank in range(4)]

@@ -1,0 +1,102 @@
+"""Plain tensors and values on several ranks: what all have alike is stored once, what differs is each rank's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.chores import partial_meshes, plain_load, plain_save, random_load, random_save, recorded_save, repeated, replicas
+from support.gang import Gang
+
+import holdfast
+
+
+@pytest.fixture(scope="module")
+def saved(gang: Gang, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[tuple[int, list[str]]]]:
+    """A checkpoint of plain tensors on four ranks, and what each rank wrote."""
+    uri = str(tmp_path_factory.mktemp("plain") / "c")
+    return uri, gang.run(plain_save, uri)
+
+
+def test_each_rank_gets_back_what_it_saved(saved: tuple[str, list[tuple[int, list[str]]]], gang: Gang) -> None:
+    """Equal tensors, tensors of its own, those of some ranks, tied ones, arrays and values; into a state and without."""
+    assert gang.run(plain_load, saved[0], 4) == [[]] * 4
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_fewer_ranks_get_what_the_ranks_of_their_number_saved(world: int, saved: tuple[str, list[tuple[int, list[str]]]], gang: Gang) -> None:
+    """Rank 1 of a smaller job is rank 1."""
+    assert gang.run(plain_load, saved[0], 4, world=world) == [[]] * world
+
+
+def test_what_all_have_alike_is_stored_once(saved: tuple[str, list[tuple[int, list[str]]]]) -> None:
+    """Divided among them; what differs is stored by each, what one rank has by that one."""
+    names = [images for _, images in saved[1]]
+    for rank, there in enumerate(names):
+        assert "own" in there
+        assert ("only.t" in there) == (rank == 1)
+        assert any(name.startswith("same[") for name in there)
+    total = 30_000 * 4
+    assert total < sum(nbytes for nbytes, _ in saved[1]) < total + 4 * 16384
+    assert max(nbytes for nbytes, _ in saved[1]) < total / 4 * 1.05 + 16384
+    for name in ("a.second", "z.first", "some", "array", "turned"):
+        assert sum(any(there.partition("[")[0] == name for there in images) for images in names) in range(5)
+    assert sum("z.first" in "".join(images) for images in names) == 0
+
+
+def test_what_ranks_have_of_their_own_can_be_read_by_rank(saved: tuple[str, list[tuple[int, list[str]]]]) -> None:
+    """The checkpoint says which ranks own a tensor, and gives each one's."""
+    with holdfast.open(saved[0]) as c:
+        assert c.world == 4
+        assert c.tensors["own"].owners == (0, 1, 2, 3)
+        assert c.tensors["same"].owners == ()
+        assert c.tensors["same"].ranks == (0, 1, 2, 3)
+        assert c.tensors["only.t"].ranks == (1,)
+        assert [c.read("own", rank=rank).tolist() for rank in range(4)] == [[float(rank)] * 5 for rank in range(4)]
+        assert torch.equal(c.read("same"), torch.arange(30_000.0))
+        assert [dict(c.values(rank))['state["who"]'] for rank in range(4)] == [0, 1, 2, 3]
+        assert dict(c.values(3))['state["parity"]'] == "odd"
+        assert c.verify().ok
+
+
+def test_replicas_with_a_tied_weight_are_saved_and_loaded(gang: Gang, tmp_path: Path) -> None:
+    """As DistributedDataParallel has them; the second name of the tied weight comes first in the alphabet."""
+    results = gang.run(replicas, str(tmp_path / "c"), 1)
+    assert [different for _, different in results] == [None] * 4
+    assert sum(nbytes for nbytes, _ in results) < 50 * 8 * 4 + 4 * 9000
+
+
+def test_replicas_that_differ_keep_each_their_own(gang: Gang, tmp_path: Path) -> None:
+    """A buffer that is not synchronised, next to weights that are equal."""
+    gang.run(replicas, str(tmp_path / "c"), 2)
+    with holdfast.open(tmp_path / "c") as c:
+        assert c.tensors["model.mean"].owners == (0, 1, 2, 3)
+        assert c.tensors["model.wte.weight"].owners == ()
+        assert [c.read("model.mean", rank=r)[0].item() for r in range(4)] == [0, 1, 2, 3]
+
+
+def test_random_states_are_each_ranks_own(gang: Gang, tmp_path: Path) -> None:
+    """Every rank goes on drawing what it would have drawn."""
+    drawn = gang.run(random_save, str(tmp_path / "c"))
+    assert gang.run(random_load, str(tmp_path / "c")) == [[*numbers, rank] for rank, numbers in enumerate(drawn)]
+    assert len({str(numbers) for numbers in drawn}) == 4
+
+
+def test_stages_of_a_pipeline_have_states_of_their_own(gang: Gang, tmp_path: Path) -> None:
+    """Ranks may hold different trees and different tensors; a checkpoint has them all."""
+    assert gang.run(partial_meshes, str(tmp_path / "c")) == [[True, True]] * 4
+    built = holdfast.load(tmp_path / "c")
+    assert torch.equal(built["stage1"]["w"], torch.arange(35.0).reshape(7, 5) + 1)
+    assert built["stage0"]["lr"] == 0
+
+
+def test_no_collective_is_called(gang: Gang, tmp_path: Path) -> None:
+    """Neither a save nor a load uses a process group: nothing of theirs can cross a collective of the trainer."""
+    assert gang.run(recorded_save, str(tmp_path / "c")) == [[]] * 4
+
+
+def test_saving_and_loading_do_not_grow_the_store_of_the_job(gang: Gang, tmp_path: Path) -> None:
+    """A counter per rank is all that stays."""
+    counts = gang.run(repeated, str(tmp_path / "c"), 6)[0]
+    assert counts[-1] - counts[1] <= 4 * 2  # keys of the barriers between

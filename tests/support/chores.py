@@ -1,0 +1,300 @@
+"""More for the ranks of a gang to do: plain tensors, random states, and what goes wrong."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import holdfast
+from holdfast.drivers.local import LocalDriver
+
+from .bits import difference
+from .jobs import laid_out, placement, sharded, state_of, train
+
+__all__ = ["plain_load", "plain_save"]
+
+
+def plain_state(rank: int, world: int) -> dict[str, Any]:
+    """Plain tensors and values: the same everywhere, different everywhere, on some ranks, tied in an order of their own."""
+    tied = torch.arange(700.0)
+    state: dict[str, Any] = {
+        "same": torch.arange(30_000.0), "turned": torch.arange(12.0).reshape(3, 4).t(), "own": torch.full((5,), float(rank)),
+        "z": {"first": tied}, "a": {"second": tied}, "array": np.arange(4), "empty": torch.zeros(0, 2),
+        "step": 7, "who": rank, "parity": ["even", "odd"][rank % 2], "list": [1, (2, float(rank))],
+    }  # fmt: skip
+    shared = torch.arange(6.0)
+    state["tied on some"] = {"p": shared, "q": shared if rank % 2 else shared + rank + 1, "r": shared if rank % 2 else shared.clone()}
+    if rank == 1:
+        state["only"] = {"t": torch.full((3,), 5.0), "v": "here"}
+    if rank >= 2:
+        state["some"] = torch.arange(9)
+    return state
+
+
+def plain_save(uri: str) -> tuple[int, list[str]]:
+    """Save it; return the bytes of this rank's image and the names in it."""
+    from safetensors import safe_open
+
+    report = holdfast.save(uri, plain_state(dist.get_rank(), dist.get_world_size()))
+    path = Path(uri) / "data" / report.attempt / f"{dist.get_rank()}.safetensors"
+    if not report.nbytes:
+        return 0, []
+    with safe_open(path, "numpy") as image:
+        return report.nbytes, sorted(name for name in image.keys() if not name.startswith("__"))
+
+
+def plain_load(uri: str, saved_world: int) -> list[str]:
+    """Load it into a state of this rank's own, and without one; return differences."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    expected = plain_state(rank, saved_world)
+    into = plain_state(rank + 10, saved_world) | ({"only": {"t": torch.zeros(3), "v": ""}} if rank == 1 else {})
+    into = {key: into[key] for key in expected if key in into}
+    into["same"], into["turned"] = torch.zeros(30_000), torch.zeros(3, 4).t()
+    if rank >= 2:
+        into["some"] = torch.zeros(9, dtype=torch.int64)
+    found = [] if world == saved_world else ["strict"]
+    holdfast.load(uri, into=into, strict=world == saved_world)
+    if text := difference(expected, into):
+        found.append(text)
+    built = holdfast.load(uri)
+    if text := difference(expected, {key: built[key] for key in expected}):
+        found.append(f"built: {text}")
+    return [text for text in found if text != "strict"]
+
+
+class Tied(nn.Module):
+    """A tied weight whose second name comes first in the alphabet, as in many language models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(50, 8)
+        self.head = nn.Linear(8, 50, bias=False)
+        self.head.weight = self.wte.weight
+
+
+def replicas(uri: str, seed: int) -> list[Any]:
+    """A module that all ranks hold alike, as DistributedDataParallel has it: save it, load it into another."""
+    torch.manual_seed(seed)
+    model = Tied()
+    model.register_buffer("mean", torch.full((3,), float(dist.get_rank())))
+    saved = {name: t.clone() for name, t in model.state_dict().items()}
+    report = holdfast.save(uri, {"model": model})
+    other = Tied()
+    other.register_buffer("mean", torch.zeros(3))
+    holdfast.load(uri, into={"model": other})
+    return [report.nbytes, difference(saved, dict(other.state_dict()))]
+
+
+def draw() -> list[Any]:
+    """The next random numbers of this process."""
+    return [torch.rand(2).tolist(), np.random.random(2).tolist(), random.random()]
+
+
+def random_save(uri: str) -> list[Any]:
+    """Seed by rank, save, and draw."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    np.random.seed(rank)
+    random.seed(rank)
+    holdfast.save(uri, {"rng": holdfast.RNGState(), "g": torch.Generator().manual_seed(rank), "w": torch.ones(3)})
+    return draw()
+
+
+def random_load(uri: str) -> list[Any]:
+    """Seed otherwise, load, and draw."""
+    torch.manual_seed(99)
+    np.random.seed(99)
+    random.seed(99)
+    g = torch.Generator()
+    holdfast.load(uri, into={"rng": holdfast.RNGState(), "g": g, "w": torch.zeros(3)})
+    return [*draw(), g.initial_seed()]
+
+
+def save_with(uri: str, overrides: dict[int, Any], deadline_s: float = 30.0) -> Any:
+    """Save; some ranks' states are another one. Return how long it took, or raise with that in ``took_s``."""
+    state = overrides.get(dist.get_rank(), {"x": torch.arange(100.0), "y": 1})
+    return _timed(lambda: holdfast.save(uri, state() if callable(state) else state, deadline_s=deadline_s))
+
+
+def save_from(uris: list[str]) -> Any:
+    """Each rank saves to a URI of its own."""
+    return _timed(lambda: holdfast.save(uris[dist.get_rank()], {"x": torch.ones(3)}))
+
+
+def load_with(uri: str, overrides: dict[int, Any], strict: bool = True) -> Any:
+    """Load; some ranks' targets are others."""
+    into = overrides.get(dist.get_rank(), {"x": torch.zeros(100), "y": 0})
+    _timed(lambda: holdfast.load(uri, into=into, strict=strict))
+    return into
+
+
+def disagreeing(uri: str, how: str) -> Any:
+    """Save a sharded tensor of which rank 2 has another idea than the others."""
+    odd = dist.get_rank() == 2
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rows = 9 if odd and how == "shape" else 8
+    x = torch.zeros(rows, 3, dtype=torch.float64 if odd and how == "dtype" else torch.float32)
+    kind = "S1" if odd and how == "offset" else "S0"
+    local = laid_out(x, mesh, (kind,)).to_local() if kind == "S0" else torch.zeros(8, 1)
+    shard = DTensor.from_local(local, mesh, [placement(kind)], run_check=False, shape=x.shape, stride=x.stride())
+    return _timed(lambda: holdfast.save(uri, {"x": shard}))
+
+
+def unsavable() -> Any:
+    """A state that is refused."""
+    return {"x": torch.arange(100.0), "f": threading.Lock()}
+
+
+def absent(uri: str, rank: int, deadline_s: float) -> Any:
+    """All but one rank save."""
+    if dist.get_rank() == rank:
+        return None
+    return _timed(lambda: holdfast.save(uri, {"x": torch.ones(3)}, deadline_s=deadline_s))
+
+
+def _timed(work: Any) -> Any:
+    began = time.monotonic()
+    try:
+        work()
+    except BaseException as error:
+        error.took_s = time.monotonic() - began  # type: ignore[attr-defined]
+        raise
+    return time.monotonic() - began
+
+
+def halting_save(uri: str, rank: int, moment: str, sign: str, deadline_s: float) -> Any:
+    """One rank comes to a halt before ``moment`` (a method of the driver), for good, with its engine; a file says that it
+    has. It is meant to be killed there."""
+    if dist.get_rank() == rank:
+        method = getattr(LocalDriver, moment)
+
+        async def halt(self: Any, key: str, *args: Any, **kwargs: Any) -> Any:
+            if key == "manifest.safetensors" or moment != "put":
+                Path(sign).touch()
+                time.sleep(600)
+            return await method(self, key, *args, **kwargs)
+
+        setattr(LocalDriver, moment, halt)
+    return _timed(lambda: holdfast.save(uri, {"x": torch.full((1000,), 2.0), "own": torch.full((9,), dist.get_rank())}, deadline_s=deadline_s))
+
+
+def failing_save(uri: str, rank: int, moment: str) -> Any:
+    """The storage of one rank fails at ``moment``."""
+    method = getattr(LocalDriver, moment)
+
+    async def fail(self: Any, key: str, *args: Any, **kwargs: Any) -> Any:
+        if dist.get_rank() == rank and (key == "manifest.safetensors" or moment != "put"):
+            raise holdfast.FullError("no room left", key=key)
+        return await method(self, key, *args, **kwargs)
+
+    setattr(LocalDriver, moment, fail)
+    try:
+        return _timed(lambda: holdfast.save(uri, {"x": torch.full((1000,), 2.0), "own": torch.full((9,), dist.get_rank())}))
+    finally:
+        setattr(LocalDriver, moment, method)
+
+
+def hide_folder(path: str, rank: int, instead: str) -> str | None:
+    """On one rank, mount another folder over ``path``, for this process alone. Returns why that is not possible."""
+    if dist.get_rank() != rank:
+        return None
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(0x00020000) != 0:  # CLONE_NEWNS, before any thread is started that is to see it
+        return f"no mount namespace: {os.strerror(ctypes.get_errno())}"
+    for command in (["mount", "--make-rprivate", "/"], ["mount", "--bind", instead, path]):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return f"{' '.join(command)}: {done.stderr.strip()}"
+    return None
+
+
+COLLECTIVES = [
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single", "barrier", "broadcast",
+    "broadcast_object_list", "gather", "gather_object", "irecv", "isend", "monitored_barrier", "recv", "reduce", "reduce_scatter",
+    "reduce_scatter_tensor", "scatter", "scatter_object_list", "send", "new_group", "new_subgroups",
+]  # fmt: skip
+
+
+def recorded_save(uri: str) -> list[str]:
+    """Save and load a sharded job; return the collectives that were called meanwhile."""
+    model, optim = sharded("fsdp", 1)
+    train(model, optim, 0, 2)
+    called: list[str] = []
+    modules = [dist, dist.distributed_c10d]
+    before = [(module, name, getattr(module, name)) for module in modules for name in COLLECTIVES]
+    sequence = dist.distributed_c10d._get_default_group()._get_sequence_number_for_group
+    first = sequence()
+    for module, name, function in before:
+        setattr(module, name, _recording(function, name, called))
+    try:
+        handle = holdfast.async_save(uri, {"model": model, "optim": optim, "rng": holdfast.RNGState()})
+        handle.wait()
+        holdfast.load(uri, into={"model": model, "optim": optim, "rng": holdfast.RNGState()})
+    finally:
+        for module, name, function in before:
+            setattr(module, name, function)
+    return called + [f"{sequence() - first} more"] * (sequence() != first)
+
+
+def _recording(function: Any, name: str, called: list[str]) -> Any:
+    def record(*args: Any, **kwargs: Any) -> Any:
+        called.append(name)
+        return function(*args, **kwargs)
+
+    return record
+
+
+def overlapped(uri: str, saves: int, budget_nbytes: int | None) -> list[Any]:
+    """Train while earlier steps are being saved; return the state at each save, gathered, and at the end."""
+    model, optim = sharded("fsdp", 1)
+    handles, states = [], []
+    for step in range(saves):
+        train(model, optim, step, step + 1)
+        state = {"model": model, "optim": optim, "step": step, "own": torch.full((3,), float(dist.get_rank() + step))}
+        states.append(state_of(model, optim))
+        handles.append(holdfast.async_save(f"{uri}/{step}", state, budget_nbytes=budget_nbytes))
+        state["own"].zero_()
+        for p in model.parameters():
+            p.data.add_(0)  # touched at once
+        train(model, optim, step + 100, step + 102)
+    for handle in handles:
+        handle.wait()
+    return states
+
+
+def partial_meshes(uri: str) -> list[Any]:
+    """Pipeline stages: ranks 0 and 1 hold a tensor that 2 and 3 do not have, and the other way round."""
+    stage = dist.get_rank() // 2
+    whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    full = torch.arange(35.0).reshape(7, 5) + stage
+    state = {f"stage{stage}": {"w": laid_out(full, whole["dp"], ("S0",)), "lr": stage}, "shared": torch.ones(4), "step": 1}
+    holdfast.save(uri, state)
+    into = {f"stage{stage}": {"w": laid_out(full * 0, whole["dp"], ("S0",)), "lr": -1}, "shared": torch.zeros(4), "step": 0}
+    holdfast.load(uri, into=into)
+    return [torch.equal(into[f"stage{stage}"]["w"].to_local(), state[f"stage{stage}"]["w"].to_local()), into[f"stage{stage}"]["lr"] == stage]
+
+
+def repeated(uri: str, saves: int) -> list[int]:
+    """Save and load again and again; return how many keys the job's store has after each."""
+    store = dist.distributed_c10d._get_default_store()
+    counts = []
+    for step in range(saves):
+        holdfast.save(uri, {"step": step, "x": torch.full((10,), float(step)), "own": torch.tensor(dist.get_rank())})
+        holdfast.load(uri, into={"step": 0, "x": torch.zeros(10), "own": torch.tensor(0)})
+        dist.barrier()
+        counts.append(store.num_keys())
+        dist.barrier()
+    return counts
