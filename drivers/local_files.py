@@ -60,17 +60,14 @@ class NewFile:
     def publish(self, *, exclusive: bool = False) -> None:
         """Make the content durable, then give it its name, then make that durable. ``exclusive``: EEXIST where taken.
 
-        What fails is dropped and cannot be repeated: after a failed fsync the kernel may take lost pages for clean
-        ones, and call the next fsync a success. If the last step fails, a new object is taken back; one that replaced
-        another stays, whole, and it is open which of the two a power cut would leave.
+        Followed by :meth:`drop`, whatever happens, and never repeated: after a failed fsync the kernel may take lost
+        pages for clean ones, and call the next fsync a success. If the last step fails, a new object is taken back; one
+        that replaced another stays, whole, and it is open which of the two a power cut would leave.
         """
         with self._opened() as file:
-            try:
-                os.fsync(file.plain)
-                taken_back = self._give_name(exclusive)
-                self._sync_name(file, taken_back)
-            finally:
-                self.drop()
+            os.fsync(file.plain)
+            was_free = self._give_name(exclusive)
+            self._sync_name(file, take_back=was_free)
 
     def drop(self) -> None:
         """Remove the temporary file, if it still has that name. Safe at any time, and again; raises nothing."""
@@ -143,7 +140,7 @@ class NewFile:
             os.unlink(self._name, dir_fd=self._folder)
             raise
 
-    def _sync_name(self, file: OpenFile, take_back: bool) -> None:
+    def _sync_name(self, file: OpenFile, *, take_back: bool) -> None:
         try:
             sync_folder(self._folder)
         except OSError:

@@ -134,7 +134,7 @@ def sharded_model(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return model, torch.optim.AdamW(model.parameters(), lr=RATE)
+    return model, torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95))
 
 
 def main() -> None:

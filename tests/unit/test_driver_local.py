@@ -233,6 +233,16 @@ async def test_a_listing_looks_only_below_its_prefix(
     assert scanned == [str(root / "7"), str(root / "7/a")]
 
 
+@asynchronous
+async def test_listings_at_once_do_not_disturb_each_other(driver: LocalDriver, root: Path) -> None:
+    """Each begins at the beginning, also in the root, which the driver holds open."""
+    os.makedirs(root)
+    names = sorted(f"{n:04}" for n in range(2000))
+    for name in names:
+        os.close(os.open(root / name, os.O_CREAT | os.O_WRONLY))
+    assert await asyncio.gather(*(keys(driver) for _ in range(8))) == [names] * 8
+
+
 # Mounts
 
 MOUNTINFO = """\

@@ -184,6 +184,39 @@ async def test_short_writes_and_reads_are_continued(
     assert into == content
 
 
+@asynchronous
+async def test_a_direct_write_that_stops_within_a_block_goes_on_at_its_start(
+    root: Path, monkeypatch: pytest.MonkeyPatch, no_leaks: None
+) -> None:
+    """Direct access knows only whole blocks: the one that was cut is written again, directly, and the bytes are right."""
+    _needs_direct(root)
+    pwrite = os.pwrite
+
+    def cut(fd: int, data: Any, at: int) -> int:
+        count = pwrite(fd, memoryview(data)[:131_072], at)
+        return count - 100 if count == 131_072 else count
+
+    monkeypatch.setattr(os, "pwrite", cut)
+    content = memoryview(mmap.mmap(-1, MiB))
+    content[:] = os.urandom(MiB)
+    driver = LocalDriver(root, direct="on")
+    upload = await driver.create("x", MiB)
+    await upload.write(0, content)
+    monkeypatch.undo()
+    await upload.commit()
+    assert await driver.get("x") == content
+    await driver.close()
+
+
+@asynchronous
+async def test_a_file_for_direct_writes_has_its_size_at_once(driver: LocalDriver, root: Path) -> None:
+    """Direct writes that extend a file would wait for each other."""
+    _needs_direct(root)
+    upload = await driver.create("x", MiB + 5)
+    assert [entry.stat().st_size for entry in os.scandir(root)] == [MiB + 5]
+    await upload.abort()
+
+
 def _pieces(fd: int, most: int) -> int:
     """How much a call may do: what is direct, in whole blocks."""
     return max(most, 4096) // 4096 * 4096 if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT else most

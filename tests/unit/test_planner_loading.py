@@ -109,10 +109,11 @@ def test_gaps_are_bridged_when_asked():
     assert reads(plan(one_tensor(1000), shards, both, [1024], gap_nbytes=64)) == [(0, 0, 192)]
 
 
-def test_gaps_are_not_bridged_between_images():
+@pytest.mark.parametrize("gap", [192, 10_000])
+def test_gaps_are_not_bridged_between_images(gap):
     """The end of one image and the begin of the next are never one read, however large the gap."""
     shards = stored(((0,), (64,), 0, 0), ((64,), (64,), 1, 0))
-    made = plan(one_tensor(128), shards, wanted(((0,), (128,))), [64, 64], gap_nbytes=10_000)
+    made = plan(one_tensor(128), shards, wanted(((0,), (128,))), [64, 64], gap_nbytes=gap)
     assert reads(made) == [(0, 0, 64), (1, 0, 64)]
 
 
@@ -128,6 +129,16 @@ def test_local_offsets_are_in_bytes():
     targets = Targets(*(np.array(column) for column in ([0], [[4]], [[4]], [[3]], [[10]], [0])))
     made = plan(one_tensor(8, itemsize=8), stored(((0,), (8,), 0, 0)), targets, [64])
     assert copies(made) == [(32, 32, 24)]
+
+
+@pytest.mark.parametrize(("width", "nbytes"), [(2, (1 << 34) - 14), (16, 1 << 34)])
+def test_planning_does_not_grow_with_the_tensor(width, nbytes):
+    """A billion rows, or columns of them with small gaps, are one run: planned as fast as a few."""
+    rows = 1 << 30
+    shards, targets = stored(((0, 0), (rows, 16), 0, 0)), wanted(((0, 0), (rows, width)))
+    made = plan_load(one_tensor(rows, 16), shards, targets, np.array([1 << 34]), chunk_nbytes=1 << 34)
+    assert reads(made) == [(0, 0, 1 << 34)]
+    assert made.nbytes.tolist() == [nbytes]
 
 
 def test_nothing_wanted_is_nothing_read():

@@ -1,0 +1,58 @@
+"""A job of several ranks in one process: saves and loads over a store in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from holdfast.drivers.contract import Driver
+from holdfast.storage.capture.fingerprint import fingerprints
+from holdfast.storage.capture.state import flatten
+from holdfast.storage.engine import start
+from holdfast.storage.load import LoadJob, finish, run_load
+from holdfast.storage.save import SaveJob, run_save
+from holdfast.storage.team import StoreTeam
+
+__all__ = ["load_as_ranks", "save_as_ranks"]
+
+BUDGET_NBYTES = 64 << 20
+_numbers = itertools.count()
+
+
+def _teams(world: int) -> list[StoreTeam]:
+    store, prefix = dist.HashStore(), f"ranks {next(_numbers)}"
+    return [StoreTeam(store, rank, world, prefix, 20.0) for rank in range(world)]
+
+
+def save_as_ranks(driver: Driver, states: Sequence[Any]) -> None:
+    """Save one state per rank. Raises what the first rank that failed raised."""
+
+    async def run() -> None:
+        flats = [flatten(state) for state in states]
+        jobs = [SaveJob(flat, None, fingerprints(flat), BUDGET_NBYTES) for flat in flats]
+        await _all(run_save(driver, team, job) for team, job in zip(_teams(len(states)), jobs, strict=True))
+
+    start(run()).result(60)
+
+
+def load_as_ranks(driver: Driver, into: Sequence[Any]) -> list[Any]:
+    """Load into one state per rank."""
+    jobs = [LoadJob(flatten(state, loading=True), strict=True, cast=False, budget_nbytes=BUDGET_NBYTES) for state in into]
+
+    async def run() -> Any:
+        return await _all(run_load(driver, team, job) for team, job in zip(_teams(len(into)), jobs, strict=True))
+
+    manifests = start(run()).result(60)
+    return [finish(job, manifest, rank) for rank, (job, manifest) in enumerate(zip(jobs, manifests, strict=True))]
+
+
+async def _all(works: Any) -> list[Any]:
+    done = await asyncio.gather(*works, return_exceptions=True)
+    for outcome in done:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return done

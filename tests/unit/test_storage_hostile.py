@@ -1,0 +1,295 @@
+"""Manifests that no save writes, with a checksum that is right: refused as errors of ours, at once, and in little memory."""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.bits import fresh_uri
+
+import holdfast
+from holdfast.drivers.memory import MemoryDriver
+from holdfast.storage.columns import decode_columns, encode_columns
+from holdfast.storage.digest import digest
+from holdfast.storage.engine import start
+from holdfast.storage.manifest import MANIFEST_KEY
+
+Columns = dict[str, np.ndarray]
+Head = dict[str, Any]
+Alter = Callable[[Columns, Head], None]
+
+MEMORY_NBYTES = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def _little_memory() -> Iterator[None]:
+    """No more than a gibibyte of address space beyond what is in use."""
+    with open("/proc/self/statm") as statm:
+        in_use = int(statm.read().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + MEMORY_NBYTES, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def state() -> dict[str, Any]:
+    """A state with one of each: tied tensors, lists, values, keys that are no text."""
+    w = torch.arange(24.0).reshape(4, 6)
+    return {"w": w, "again": w, "b": torch.arange(5), "list": [torch.tensor(1), 2, {"k": 3.5}], 7: {None: torch.ones(2), "v": "x"}}
+
+
+def stored() -> str:
+    """A checkpoint of it."""
+    uri = fresh_uri()
+    holdfast.save(uri, state())
+    return uri
+
+
+def replace_manifest(uri: str, data: bytes) -> None:
+    """Put these bytes where the manifest was."""
+    start(MemoryDriver(uri.removeprefix("memory://")).put(MANIFEST_KEY, data)).result()
+
+
+def forge(uri: str, alter: Alter) -> None:
+    """Take the manifest apart, alter it, and put it together again, checksum and all."""
+    data = start(MemoryDriver(uri.removeprefix("memory://")).get(MANIFEST_KEY)).result()
+    columns, metadata = decode_columns(data, "manifest")
+    head = json.loads(metadata["holdfast"])
+    columns = {name: column.copy() for name, column in columns.items()}
+    alter(columns, head)
+    text = head if isinstance(head.get("text"), str) is False else None
+    replace_manifest(uri, encode_columns(columns, {"holdfast": json.dumps(text) if text is not None else head["text"]}))
+
+
+def use(uri: str) -> list[BaseException]:
+    """Do everything that reads a checkpoint; return what was raised. Anything but our errors is a failure."""
+    raised: list[BaseException] = []
+
+    def opened() -> None:
+        with holdfast.open(uri) as c:
+            for name, info in list(c.tensors.items()):
+                repr(info)
+                attempt(lambda name=name: c.read(name))
+            attempt(lambda: list(c.values()))
+            attempt(c.verify)
+            repr(c)
+
+    def attempt(work: Callable[[], Any]) -> None:
+        began = time.monotonic()
+        try:
+            work()
+        except holdfast.HoldfastError as error:
+            str(error)
+            raised.append(error)
+        assert time.monotonic() - began < 10
+
+    attempt(opened)
+    attempt(lambda: holdfast.load(uri))
+    attempt(lambda: holdfast.load(uri, into=state(), strict=False))
+    attempt(lambda: holdfast.list_checkpoints(uri))
+    return raised
+
+
+def put(name: str, value: Any) -> Alter:
+    """Replace a column by an array of the narrowest type that holds ``value``."""
+
+    def alter(columns: Columns, head: Head) -> None:
+        columns[name] = np.asarray(value, dtype=columns[name].dtype if np.size(value) == 0 else None)
+        if columns[name].dtype.kind == "i":
+            columns[name] = columns[name].astype(np.min_scalar_type(int(columns[name].max(initial=0))))
+
+    return alter
+
+
+def entry(name: str, index: Any, value: int) -> Alter:
+    """Set one entry of a column."""
+
+    def alter(columns: Columns, head: Head) -> None:
+        columns[name] = columns[name].astype(np.uint64)
+        columns[name][index] = value
+
+    return alter
+
+
+def head(name: str, value: Any) -> Alter:
+    """Set a field of the header."""
+    return lambda columns, fields: fields.__setitem__(name, value)
+
+
+def tree(name: str, value: Any) -> Alter:
+    """Set a part of the tree."""
+    return lambda columns, fields: fields["tree"].__setitem__(name, value)
+
+
+def dropped(name: str) -> Alter:
+    """Leave a column out."""
+    return lambda columns, fields: columns.pop(name) and None
+
+
+HUGE = 2**64 - 1
+BIG = 1 << 50
+DEEP = "[" * 100_000 + "]" * 100_000
+
+FORGERIES: dict[str, Alter] = {
+    "huge tensor": entry("tensor.shape", (0, 0), BIG), "tensor beyond 63 bits": entry("tensor.shape", (0, 0), HUGE),
+    "two huge dimensions": lambda c, h: (entry("tensor.shape", (0, 0), 1 << 32)(c, h), c["tensor.shape"].__setitem__((0, 1), 1 << 32)) and None,
+    "dimension of zero": entry("tensor.shape", (0, 0), 0), "fewer dimensions": entry("tensor.ndim", 0, 1),
+    "more dimensions": entry("tensor.ndim", 0, 3), "ndim of a million": entry("tensor.ndim", 0, 1_000_000),
+    "unknown dtype code": entry("tensor.dtype", 0, 200), "dtype code too wide": put("tensor.dtype", [0, 0, 1, 1, 0]),
+    "alias of nobody": put("tensor.alias", [9, 0, 0, 0, 0]), "alias of itself": put("tensor.alias", [1, 0, 0, 0, 0]),
+    "aliases in a circle": put("tensor.alias", [2, 1, 0, 0, 0]), "alias of an alias": put("tensor.alias", [2, 3, 0, 0, 0]),
+    "alias of another size": put("tensor.alias", [3, 0, 0, 0, 0]), "owner beyond the world": put("tensor.owner", [5, 0, 0, 0, 0]),
+    "container that is not there": entry("tensor.container", 0, 99), "fewer containers": put("tensor.container", [0]),
+    "shards of one more": entry("tensor.shards", 0, 3), "no shards": entry("tensor.shards", slice(None), 0),
+    "wrong number of shards": put("tensor.shards", [HUGE, 1, 1, 1, 1]), "shard beyond the tensor": entry("shard.offsets", (0, 0), 4),
+    "shard with a wrapping end": entry("shard.offsets", (0, 0), (1 << 63) - 1), "longer shard": entry("shard.lengths", (0, 0), 5),
+    "shorter shard": entry("shard.lengths", (0, 0), 1), "empty shard": entry("shard.lengths", (0, 0), 0),
+    "image that is not there": entry("shard.image", 0, 1), "start beyond the image": entry("shard.start", 0, 1 << 40),
+    "start beyond 63 bits": entry("shard.start", 0, HUGE), "start in the header": entry("shard.start", 0, 0),
+    "start not aligned": entry("shard.start", 0, 4097), "all shards at one place": entry("shard.start", slice(None), 4096),
+    "huge image": entry("image.hashed_nbytes", 0, BIG), "image beyond 63 bits": entry("image.hashed_nbytes", 0, HUGE),
+    "empty image": entry("image.hashed_nbytes", 0, 0), "image of another rank": entry("image.rank", 0, 5),
+    "image of a huge rank": entry("image.rank", 0, HUGE), "no images": put("image.rank", np.zeros(0, np.uint8)),
+    "one digest more": lambda c, h: c.__setitem__("chunk.digest", np.vstack([c["chunk.digest"]] * 2)),
+    "narrow digests": lambda c, h: c.__setitem__("chunk.digest", c["chunk.digest"][:, :8].copy()),
+    "flat digests": lambda c, h: c.__setitem__("chunk.digest", c["chunk.digest"].reshape(-1)),
+    "names too short": lambda c, h: c.__setitem__("tensor.name", c["tensor.name"][:-1].copy()),
+    "lengths of names": entry("tensor.name_nbytes", 0, 3), "a name of 16 EB": entry("tensor.name_nbytes", 0, HUGE),
+    "no UTF-8": lambda c, h: c["tensor.name"].__setitem__(0, 0xFF), "name outside of its container": lambda c, h: c["tensor.name"].__setitem__(-1, 0x41),
+    "shape of one dimension": lambda c, h: c.__setitem__("tensor.shape", c["tensor.shape"].reshape(-1)),
+    "version 2": head("version", 2), "version of text": head("version", "1"), "no version": lambda c, h: h.pop("version") and None,
+    "version null": head("version", None), "attempt outside": head("attempt", "../../../etc"), "attempt null": head("attempt", None),
+    "step of text": head("step", "x"), "huge step": head("step", 10**400), "infinite step": head("step", float("inf")), "world 0": head("world", 0),
+    "huge world": head("world", 10**30), "created nan": head("created_s", float("nan")), "chunks of nothing": head("chunk_nbytes", 0),
+    "chunks of 1 TB": head("chunk_nbytes", 1 << 40), "chunks of 1 GB": head("chunk_nbytes", 1 << 30), "blocks of one byte": head("block_nbytes", 1),
+    "blocks of 3 bytes": lambda c, h: (h.__setitem__("block_nbytes", 3), h.__setitem__("chunk_nbytes", 3 * (4 << 20)))[0],
+    "negative blocks": head("block_nbytes", -65536), "infinite chunks": head("chunk_nbytes", float("inf")), "dtypes null": head("dtypes", None),
+    "dtype of size 0": head("dtypes", [["float32", 0], ["int64", 8]]), "dtype of another size": head("dtypes", [["float32", 8], ["int64", 8]]),
+    "dtype that is none": head("dtypes", [["nn", 4], ["os", 8]]), "dtype with a path": head("dtypes", [["../float32", 4], ["int64", 8]]),
+    "tree null": head("tree", None), "tree of a list": head("tree", []), "no root": tree("containers", []),
+    "root of a root": lambda c, h: h["tree"]["containers"][0].__setitem__(0, 0), "containers in a circle": lambda c, h: h["tree"]["containers"][1].__setitem__(0, 2),
+    "container in itself": lambda c, h: h["tree"]["containers"][1].__setitem__(0, 1), "parent of -5": lambda c, h: h["tree"]["containers"][1].__setitem__(0, -5),
+    "kind of set": lambda c, h: h["tree"]["containers"][1].__setitem__(2, "set"), "key of a list": lambda c, h: h["tree"]["containers"][1].__setitem__(1, [1]),
+    "list key of 2^62": lambda c, h: h["tree"]["values"][0].__setitem__(1, 1 << 62), "value nowhere": lambda c, h: h["tree"]["values"][0].__setitem__(0, 77),
+    "value of no rank": lambda c, h: h["tree"]["values"][0].__setitem__(2, []), "value for nobody": lambda c, h: h["tree"]["values"][0].__setitem__(2, [[[], 1]]),
+    "two values at one key": lambda c, h: h["tree"]["values"].append(h["tree"]["values"][0]),
+    "value where a tensor is": lambda c, h: h["tree"]["values"].append([0, "w", [[[0], 1]]]),
+    "value where a container is": lambda c, h: h["tree"]["values"].append([0, "list", [[[0], 1]]]),
+    "two containers at one key": lambda c, h: h["tree"]["containers"].append(h["tree"]["containers"][1]),
+    "strange tensor keys": tree("tensor_keys", [[0, "w", {"a": 1}]]), "tensor keys nowhere": tree("tensor_keys", [[88, "w", 1]]),
+    "arrays of bfloat16": lambda c, h: (tree("arrays", ["w"])(c, h), head("dtypes", [["bfloat16", 2], ["int64", 8]])(c, h)) and None,
+    **{
+        f"value {text[:40]}": (lambda c, h, text=text: h["tree"]["values"][0].__setitem__(2, [[[0], json.loads(text)]]))
+        for text in [
+            '{"$pickle": "gASVAAAA"}', '{"$int": "zz"}', '{"$int": 5}', '{"$float": "1e999x"}', '{"$float": [1]}', '{"$bytes": "*"}', '{"$bytes": 7}',
+            '{"$complex": ["1"]}', '{"$complex": "ab"}', '{"$numpy": ["O", "AAAAAAAAAAA="]}', '{"$numpy": ["<f4", ""]}', '{"$numpy": ["<U999999999", "AAAA"]}',
+            '{"$numpy": ["<f4"]}', '{"$numpy": [null, null]}', '{"$numpy": ["V8", "AAAAAAAAAAA="]}', '{"$numpy": ["f4,f4", "AAAAAAAAAAA="]}',
+            '{"$torch.dtype": "nn"}', '{"$torch.dtype": "os.system"}', '{"$torch.dtype": 5}', '{"$torch.device": "x:y"}', '{"$torch.device": -7}',
+            '{"$torch.Size": ["a"]}', '{"$torch.Size": 5}', '{"$torch.Size": [1e400]}', '{"a": 1, "b": 2}', '{}', '{"$numpy": {"a": 1}}',
+            '{"$numpy": ["<U4294967296", "AAAA"]}', '{"$torch.Size": [100000000000000000000000]}', '{"$int": "' + "f" * 5000 + '"}',
+        ]
+    },
+}  # fmt: skip
+
+HARMLESS = {
+    "huge step", "huge world", "created nan", "image of another rank", "two values at one key", "version of text", "dtype that is none",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_a_forged_manifest_is_an_error_of_ours(name: str) -> None:
+    """Whatever is done with it: opened, listed, loaded, verified, read by name."""
+    uri = stored()
+    forge(uri, FORGERIES[name])
+    use(uri)
+
+
+@pytest.mark.parametrize("alter", [dropped(name) for name in ("tensor.name", "tensor.shape", "shard.start", "image.rank", "chunk.digest")])
+def test_a_manifest_without_a_column_is_damage(alter: Alter) -> None:
+    """Each of them is needed."""
+    uri = stored()
+    forge(uri, alter)
+    with pytest.raises(holdfast.DamagedError):
+        holdfast.load(uri)
+
+
+BREAKS = [
+    "huge tensor", "tensor beyond 63 bits", "fewer dimensions", "unknown dtype code", "aliases in a circle", "container that is not there",
+    "shard beyond the tensor", "shorter shard", "image that is not there", "start beyond the image", "huge image", "one digest more",
+    "names too short", "no UTF-8", "attempt outside", "containers in a circle", "value nowhere", "dtype of another size", "no shards",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_what_a_forged_manifest_claims_is_not_loaded(name: str) -> None:
+    """These cannot be read in any sense: a load raises DamagedError, or UnsupportedFormatError for a dtype."""
+    uri = stored()
+    forge(uri, FORGERIES[name])
+    with pytest.raises((holdfast.DamagedError, holdfast.UnsupportedFormatError)):
+        holdfast.load(uri)
+
+
+def test_another_version_is_not_guessed_at() -> None:
+    """It says which version it is, and which this release reads."""
+    uri = stored()
+    forge(uri, FORGERIES["version 2"])
+    for call in (lambda: holdfast.load(uri), lambda: holdfast.open(uri), lambda: holdfast.load(uri, into={})):
+        with pytest.raises(holdfast.UnsupportedFormatError, match="version 2"):
+            call()
+
+
+def test_text_that_is_no_header_is_damage() -> None:
+    """Nested deeply, with keys twice, of another type, or no JSON."""
+    texts = ["", "null", "[]", "7", '"x"', DEEP, '{"version": ' + DEEP + "}", "{", '{"version":1,"version":1}', '{"version":1}', "\ud800"]
+    for text in texts:
+        uri = stored()
+        forge(uri, lambda columns, fields, text=text: fields.__setitem__("text", text))
+        raised = use(uri)
+        assert raised
+        assert all(isinstance(error, holdfast.DamagedError) for error in raised)
+
+
+def checked(body: bytes) -> bytes:
+    """With its checksum."""
+    return body + digest(body)
+
+
+def bodies() -> dict[str, bytes]:
+    """Files that are no safetensors file of ours, though their checksum is right."""
+    name = {"__metadata__": {"holdfast": "{}"}}
+
+    def file(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
+        text = header if isinstance(header, bytes) else json.dumps(header).encode()
+        return (len(text) if length is None else length).to_bytes(8, "little") + text + data
+
+    def column(**fields: Any) -> Any:
+        return name | {"tensor.dtype": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]} | fields}
+
+    return {
+        "nothing": b"", "header of 16 EB": file(b"{}", length=HUGE), "header longer than the file": file(b"{}", length=1 << 20),
+        "deep": file(DEEP.encode()), "duplicate keys": file(b'{"a":1,"a":2}'), "no UTF-8": file(b'{"\xff":1}'), "no object": file([1]),
+        "column beyond the end": file(column(data_offsets=[0, 1 << 40], shape=[1 << 40]), b"ab"), "column backwards": file(column(data_offsets=[2, 0]), b"ab"),
+        "negative offset": file(column(data_offsets=[-2, 0]), b"ab"), "negative shape": file(column(shape=[-1, -2]), b"ab"),
+        "huge shape": file(column(shape=[1 << 62, 1 << 62, 0]), b"ab"), "shape of text": file(column(shape="ab"), b"ab"),
+        "shape of null": file(column(shape=None), b"ab"), "unknown dtype": file(column(dtype="F9"), b"ab"), "dtype of a list": file(column(dtype=["U8"]), b"ab"),
+        "entry of text": file(name | {"x": "y"}), "metadata of a list": file({"__metadata__": [1]}), "no metadata": file({}),
+        "metadata of numbers": file({"__metadata__": {"holdfast": 1}}), "three offsets": file(column(data_offsets=[0, 1, 2]), b"ab"),
+        "infinite offset": file(b'{"__metadata__":{},"x":{"dtype":"U8","shape":[1],"data_offsets":[0,1e999]}}', b"a"),
+        "65 dimensions": file(column(shape=[1] * 64 + [2]), b"ab"), "not a number": file(column(shape=[float("nan")]), b"ab"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", bodies())
+def test_a_file_that_is_no_manifest_is_damage(name: str) -> None:
+    """Whatever its header claims."""
+    uri = stored()
+    replace_manifest(uri, checked(bodies()[name]))
+    raised = use(uri)
+    assert raised
+    assert all(isinstance(error, holdfast.DamagedError) for error in raised)
