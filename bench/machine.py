@@ -12,7 +12,16 @@ from types import TracebackType
 
 from ..drivers.mounts import fs_type
 
-__all__ = ["PeakMemory", "available_nbytes", "describe", "drop_caches", "flush", "read_from_device_nbytes", "sync_tree", "trim_heap"]
+__all__ = [
+    "PeakMemory",
+    "available_nbytes",
+    "describe",
+    "drop_caches",
+    "flush",
+    "read_from_device_nbytes",
+    "sync_tree",
+    "trim_heap",
+]
 
 
 def describe(folder: Path) -> dict[str, str]:

@@ -76,7 +76,10 @@ def _report(given: Options, folder: Path) -> Report:
         f"Extra host memory of a save and a load; the budget is {BUDGET_NBYTES >> 20} MiB",
         describe(folder),
         ["state", "save", "load"],
-        [[f"{t['nbytes'] / GIB:.2f} GiB", f"{t['save'] / (1 << 20):.0f} MiB", f"{t['load'] / (1 << 20):.0f} MiB"] for t in told],
+        [
+            [f"{t['nbytes'] / GIB:.2f} GiB", f"{t['save'] / (1 << 20):.0f} MiB", f"{t['load'] / (1 << 20):.0f} MiB"]
+            for t in told
+        ],
         [] if given.tiny else [Target("peak, in units of the budget", worst / BUDGET_NBYTES, 1.0, at_least=False)],
     )
 

@@ -81,19 +81,21 @@ def _copy(loaded: dict[str, torch.Tensor], state: State) -> None:
 
 def _save_dcp(threads: int) -> Callable[[Path, State], None]:
     def save(path: Path, state: State) -> None:
-        from torch.distributed import checkpoint as dcp
+        from torch.distributed.checkpoint import filesystem, state_dict_saver
 
         with warnings.catch_warnings(action="ignore"):
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(path, thread_count=threads), no_dist=True)
+            state_dict_saver.save(
+                state, storage_writer=filesystem.FileSystemWriter(path, thread_count=threads), no_dist=True
+            )
 
     return save
 
 
 def _load_dcp(path: Path, state: State) -> None:
-    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict_loader
 
     with warnings.catch_warnings(action="ignore"):
-        dcp.load(state, checkpoint_id=path, no_dist=True)
+        state_dict_loader.load(state, checkpoint_id=path, no_dist=True)
 
 
 def _save_torchsnapshot(path: Path, state: State) -> None:

@@ -1,6 +1,7 @@
 """Two ranks of one host that each save and load half of a state, beside one process that does it all.
 
-Both times are of the whole job: from a barrier before to a barrier after. Two ranks should be no slower.
+Both times are of the whole job: from a barrier before to a barrier after. Two ranks should be no slower, but for
+what times differ anyway.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ __all__: list[str] = []
 
 OPERATIONS = ("save", "load")
 RUNS_A_LAUNCH = 2
+NO_SLOWER = 0.95
 
 
 def _measure(folder: Path, given: Options, runs: int) -> dict[str, Any]:
@@ -86,7 +88,7 @@ def _contest(given: Options, folder: Path) -> tuple[dict[str, list[Series]], int
 
 def _targets(found: dict[str, list[Series]]) -> list[Target]:
     return [
-        Target(f"{op}: rate of two processes, in units of one's", one.median / two.median, 1.0, at_least=True)
+        Target(f"{op}: rate of two processes, in units of one's", one.median / two.median, NO_SLOWER, at_least=True)
         for op, (one, two) in found.items()
     ]
 
@@ -105,7 +107,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         found, nbytes = _contest(given, folder)
         series = [s for pair in found.values() for s in pair]
         columns = [0, 1, 2, 3, 4, 7]  # no limit and no peer here
-        title = f"Two processes, each with half of {nbytes / 1e9:.2f} GB, and one with all; {len(series[0].seconds)} runs"
+        title = (
+            f"Two processes, each with half of {nbytes / 1e9:.2f} GB, and one with all; {len(series[0].seconds)} runs"
+        )
         Report(
             "ranks", title, describe(folder), [header()[c] for c in columns],
             [[row[c] for c in columns] for row in rows(series, nbytes)],

@@ -90,14 +90,21 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows as lines whose columns stand under each other: the first to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
-        "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+        "  ".join(
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
         for row in rows
     ]
 
 
 def markdown(report: Report) -> str:
     """One section of a document."""
-    head = [f"### {report.title}", "", f"| {' | '.join(report.header)} |", "|---" + "|---:" * (len(report.header) - 1) + "|"]
+    head = [
+        f"### {report.title}",
+        "",
+        f"| {' | '.join(report.header)} |",
+        "|---" + "|---:" * (len(report.header) - 1) + "|",
+    ]
     lines = [f"- {line}" for line in (*map(str, report.targets), *report.notes)]
     return "\n".join([*head, *(f"| {' | '.join(row)} |" for row in report.rows), "", *lines, ""])
 

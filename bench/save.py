@@ -79,7 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         state = build(options.gib)
         found = contest(_contestants(folder, state, options), options.runs, options.settle_s)
         nbytes = nbytes_of(state)
-        title = f"Durable save: {nbytes / 1e9:.2f} GB in {len(digests(state))} tensors, one process, {options.runs} rounds"
+        title = (
+            f"Durable save: {nbytes / 1e9:.2f} GB in {len(digests(state))} tensors, one process, {options.runs} rounds"
+        )
         judged = [] if options.tiny else targets(found, 0.85, 5.0)
         report = Report("save", title, describe(folder), header(), rows(found, nbytes), judged, series=found)
         report.emit(options.json, options.svg)

@@ -43,7 +43,12 @@ class _Measured:
     def row(self) -> list[str]:
         times = [f"{self.series[name].median:.2f}" if name in self.series else "–" for name in OPERATIONS]
         peak = max(series.peak or 0 for series in self.series.values())
-        return [f"{self.contestant}, {self.names}", *times, f"{self.metadata_nbytes:.1f}", f"{peak / (1 << 20):.0f} MiB"]
+        return [
+            f"{self.contestant}, {self.names}",
+            *times,
+            f"{self.metadata_nbytes:.1f}",
+            f"{peak / (1 << 20):.0f} MiB",
+        ]
 
 
 def _state(count: int, name: Callable[[int], str]) -> dict[str, Any]:
@@ -99,7 +104,10 @@ def _size(path: Path) -> int:
 def _targets(found: Sequence[_Measured]) -> list[Target]:
     ours = [m for m in found if m.contestant == "holdfast"]
     out = [Target(f"{op}, s", max(m.series[op].median for m in ours), 2.0, at_least=False) for op in OPERATIONS]
-    return [*out, Target("metadata per tensor, bytes", max(m.metadata_nbytes for m in ours), 100, at_least=False)]
+    return [
+        *out,
+        Target(f"metadata per tensor with {ours[0].names}, bytes", ours[0].metadata_nbytes, 100, at_least=False),
+    ]
 
 
 def _all(options: Options, folder: Path, count: int) -> list[_Measured]:

@@ -1,7 +1,8 @@
 """How long training waits for an asynchronous save, beside one memcpy of the state (the best of three).
 
 Each contestant runs in a process of its own, in turn with the memcpy that it is compared with. The first call is told
-apart from later ones: memory is found for it. Each save is durable before the next begins.
+apart from later ones: memory is found for it, so beside it stands what it takes to touch as much fresh memory, measured
+just before (a virtual machine may have to ask its host for that). Each save is durable before the next begins.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 import holdfast
 
+from ..storage.buffers import HostBuffer
 from .limits import Memcpy
 from .machine import PeakMemory, describe, flush
 from .options import GIB, TINY_GIB, Options, options, parser, work_folder
 from .report import Report, Series, Target, ratio
-from .states import State, build, digests, zero
+from .states import State, build, digests, nbytes_of, zero
 from .workers import leave_findings, run_alone
 
 __all__: list[str] = []
@@ -36,10 +39,10 @@ def _begin_holdfast(path: Path, state: State) -> Callable[[], Any]:
 
 
 def _begin_dcp(path: Path, state: State) -> Callable[[], Any]:
-    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import async_save
 
     with warnings.catch_warnings(action="ignore"):
-        saving: Any = dcp.async_save(state, checkpoint_id=path)
+        saving: Any = async_save(state, checkpoint_id=path)
     return saving.result  # type: ignore[no-any-return]
 
 
@@ -54,20 +57,29 @@ CONTESTANTS: dict[str, Begin] = {"holdfast": _begin_holdfast, "DCP": _begin_dcp}
 
 def _measure(name: str, given: Options) -> list[dict[str, Any]]:
     """In a worker: the series of the memcpy, the waiting, and the time until durable."""
-    if name == "DCP":
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[no-untyped-call]
     with work_folder(given.folder) as folder:
+        if name == "DCP":
+            dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         small = build(TINY_GIB)
         CONTESTANTS[name](folder / "small", small)()
         state = build(given.gib)
         memcpy = Memcpy(state)
-        found = [Series("memcpy"), Series(name), Series(f"{name}, until durable")]
+        found = [Series("memcpy"), Series(name), Series(f"{name}, until durable"), Series("fresh memory")]
+        found[3].seconds.append(_touch_s(nbytes_of(state)))
         for _ in range(given.runs + 1):
             _once(CONTESTANTS[name], folder / "saved", state, memcpy, found)
             time.sleep(given.settle_s)
         if given.tiny and name == "holdfast":
             _check_changed(folder / "checked", state)
     return [vars(series) for series in found]
+
+
+def _touch_s(nbytes: int) -> float:
+    """Seconds to write once to fresh memory, and give it back."""
+    began_s = time.perf_counter()
+    room = HostBuffer.allocate(nbytes)
+    torch.frombuffer(room.view, dtype=torch.uint8).fill_(1)
+    return time.perf_counter() - began_s
 
 
 def _once(begin: Begin, path: Path, state: State, memcpy: Memcpy, found: list[Series]) -> None:
@@ -79,7 +91,7 @@ def _once(begin: Begin, path: Path, state: State, memcpy: Memcpy, found: list[Se
         freed_s = time.perf_counter()
         wait()
         durable_s = time.perf_counter()
-    for series, seconds in zip(found, (copied_s, freed_s - begin_s, durable_s - begin_s), strict=True):
+    for series, seconds in zip(found, (copied_s, freed_s - begin_s, durable_s - begin_s), strict=False):
         series.seconds.append(seconds)
     found[1].peak_nbytes.append(memory.nbytes)
     shutil.rmtree(path)
@@ -96,19 +108,17 @@ def _check_changed(path: Path, state: State) -> None:
 
 def _rows(found: dict[str, list[Series]]) -> list[list[str]]:
     rows = []
-    for name, (memcpy, waiting, durable) in found.items():
+    for name, (memcpy, waiting, durable, fresh) in found.items():
         first, later = _split(waiting)
         for label, series in ((f"{name}, first call", first), (f"{name}, later calls", later)):
             times = [f"{x:.3f}" for x in (series.median, min(series.seconds), max(series.seconds))]
             to_memcpy = ratio(series, _split(memcpy)[1]) if series is later else series.median / memcpy.median
             rest = durable.seconds[0] if series is first else _split(durable)[1].median
             rows.append([label, *times, f"{to_memcpy:.2f} ×", f"{rest:.2f}", f"{waiting.peak_nbytes[0] / GIB:.2f} GiB"])
-        rows.append(["  memcpy beside it", *[f"{x:.3f}" for x in _spread(memcpy)], "1 ×", "–", "–"])
+        for label, beside in (("memcpy beside it", memcpy), ("fresh memory, once", fresh)):
+            times = [f"{x:.3f}" for x in (beside.median, min(beside.seconds), max(beside.seconds))]
+            rows.append([f"… {label}", *times, f"{beside.median / memcpy.median:.2f} ×", "–", "–"])
     return rows
-
-
-def _spread(series: Series) -> tuple[float, float, float]:
-    return series.median, min(series.seconds), max(series.seconds)
 
 
 def _split(series: Series) -> tuple[Series, Series]:
@@ -134,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(found: dict[str, list[Series]], given: Options, folder: Path) -> Report:
-    memcpy, ours, _ = found["holdfast"]
+    memcpy, ours, *_ = found["holdfast"]
     target = Target("waiting, in units of a memcpy", ratio(_split(ours)[1], _split(memcpy)[1]), 1.3, at_least=False)
     return Report(
         "stall",

@@ -47,7 +47,11 @@ class _Model:
         }
 
 
-_MODELS = ((3.0, _Model(2048, 5632, 512, 32000)), (0.4, _Model(1024, 2816, 256, 32000)), (0.0, _Model(128, 352, 32, 2000)))
+_MODELS = (
+    (3.0, _Model(2048, 5632, 512, 32000)),
+    (0.9, _Model(1024, 2816, 256, 32000)),
+    (0.0, _Model(128, 352, 32, 2000)),
+)
 
 
 def parameter_shapes(gib: float) -> dict[str, tuple[int, ...]]:
@@ -100,7 +104,7 @@ def digests(state: State) -> dict[str, bytes]:
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
-    return xxhash.xxh3_128_digest(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+    return xxhash.xxh3_128_digest(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def zero(state: State) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import operator
 import os
 import threading
 import time
@@ -142,11 +143,12 @@ def _start_save(
     uri: UriLike, state: Any, step: int | None, budget_nbytes: int | None, deadline_s: float
 ) -> tuple[SaveHandle, Future[None]]:
     began_s = time.perf_counter()
+    step = None if step is None else _checked_step(step)
     driver = open_driver(uri)
     team = current_team(deadline_s, saving=True)
     flat = _told(team, driver, flatten, state)
     plain = _told(team, driver, fingerprints, flat) if team.world > 1 else {}
-    job = SaveJob(flat, _step(state) if step is None else step, plain, budget_nbytes)
+    job = SaveJob(flat, _step_of(state) if step is None else step, plain, budget_nbytes)
     handle = SaveHandle(driver.uri)
     with _in_flight_lock:
         before = _in_flight.get(driver.uri)
@@ -210,7 +212,13 @@ async def _closing(driver: Driver, work: Coroutine[Any, Any, T]) -> T:
         await driver.close()
 
 
-def _step(state: Any) -> int | None:
+def _checked_step(step: Any) -> int:
+    if isinstance(step, bool) or not hasattr(step, "__index__"):
+        raise UsageError(f"step is {step!r}, which is no whole number")
+    return operator.index(step)
+
+
+def _step_of(state: Any) -> int | None:
     step = state.get("step") if isinstance(state, Mapping) else None
     return step if type(step) is int else None
 

@@ -105,11 +105,12 @@ def _column(body: memoryview, entry: Any, what: str) -> Array:
         dtype = np.dtype(_DTYPES[entry["dtype"]])
         shape = tuple(int(n) for n in entry["shape"])
         start, stop = (int(n) for n in entry["data_offsets"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise DamagedError(f"{what} is malformed") from error
     count = 1
     for n in shape:
         count *= n
-    if not 0 <= start <= stop <= len(body) or min(shape, default=0) < 0 or count * dtype.itemsize != stop - start:
+    inside = 0 <= start <= stop <= len(body) and len(shape) <= 2
+    if not inside or min(shape, default=0) < 0 or count * dtype.itemsize != stop - start:
         raise DamagedError(f"{what} lies outside of the file")
     return np.frombuffer(body[start:stop], dtype).reshape(shape)

@@ -45,7 +45,7 @@ from ..errors import (
     UnsupportedFormatError,
 )
 from .executor import at_most
-from .manifest import MANIFEST_KEY, Manifest, image_key
+from .manifest import MANIFEST_KEY, Manifest, check_complete, image_key
 
 __all__ = ["GRACE_S", "Attempt", "begin", "commit", "delete_attempt", "read_manifest"]
 
@@ -90,7 +90,9 @@ async def read_manifest(driver: Driver) -> tuple[Manifest, bytes]:
             advice="Is the URI that of one checkpoint? `holdfast ls` lists them.",
         ) from error
     try:
-        return Manifest.decode(data), data
+        manifest = Manifest.decode(data)
+        check_complete(manifest, "the manifest")
+        return manifest, data
     except (DamagedError, UnsupportedFormatError) as error:
         error.uri, error.key = driver.uri, MANIFEST_KEY
         raise

@@ -11,7 +11,8 @@ import numpy as np
 
 from ..drivers.contract import Driver
 from ..errors import DamagedError, MismatchError, ReplacedError
-from ..planner.loading import LoadPlan, plan_load
+from ..planner.coverage import flawed
+from ..planner.loading import LoadPlan, Targets, plan_load
 from .capture.build import build
 from .capture.scatter import Scatter
 from .capture.state import FlatState, Subtree
@@ -19,9 +20,9 @@ from .capture.targets import Match, Wanted, match
 from .commit import read_manifest
 from .digest import digest
 from .engine import offload
-from .frameworks.stateful import restore
+from .frameworks.stateful import maker_of, restore
 from .image_reader import ImageReader
-from .manifest import Manifest
+from .manifest import MANIFEST_KEY, Manifest
 from .team import Team
 from .tree import Key, format_path
 
@@ -82,6 +83,7 @@ async def fill(driver: Driver, manifest: Manifest, wanted: Wanted, budget_nbytes
     targets = wanted.targets(m.tensors.shape)
 
     def plan() -> LoadPlan:
+        _check_coverage(m, targets)
         return plan_load(
             m.tensors, m.shards, targets, m.images.hashed_nbytes,
             chunk_nbytes=m.chunk_nbytes, block_nbytes=m.block_nbytes, gap_nbytes=driver.traits.coalesce_nbytes,
@@ -93,6 +95,17 @@ async def fill(driver: Driver, manifest: Manifest, wanted: Wanted, budget_nbytes
     reader.bytes_wanted = planned.bytes_wanted
     await reader.run(planned, scatter.deliver)
     return reader
+
+
+def _check_coverage(m: Manifest, targets: Targets) -> None:
+    """Raise DamagedError where shards of a wanted tensor overlap: something of it would be left as it is."""
+    wanted = np.zeros(len(m.tensors), bool)
+    wanted[targets.tensor] = True
+    rows = np.flatnonzero(wanted[m.shards.tensor])
+    number = np.cumsum(wanted) - 1
+    s = m.shards
+    if flawed(m.tensors.shape[wanted], number[s.tensor[rows]], s.offsets[rows], s.lengths[rows]).any():
+        raise DamagedError("the manifest contradicts itself: shards of a tensor overlap", key=MANIFEST_KEY)
 
 
 async def _load(driver: Driver, team: Team, job: LoadJob, attempt: int) -> tuple[Manifest, ImageReader] | None:
@@ -129,7 +142,8 @@ def _matched(job: LoadJob, manifest: Manifest, rank: int) -> tuple[Match, list[t
         if subtree.state is None:
             path = (*_typed(job.flat, subtree.parent), (type(subtree.key).__name__, subtree.key))
             try:
-                state, rows = build(manifest, rank, found.wanted, path)
+                make = maker_of(subtree.owner, job.flat.modules)
+                state, rows = build(manifest, rank, found.wanted, path, make)
             except KeyError:
                 found.missing.append(f"{format_path(key for _, key in path)}: nothing in the checkpoint")
                 continue

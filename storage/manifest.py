@@ -19,12 +19,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import DamagedError, UnsupportedFormatError
-from ..planner.image import BLOCK_NBYTES, CHUNK_NBYTES, DIGEST_NBYTES
+from ..planner.columns import volumes
+from ..planner.image import BLOCK_NBYTES, CHUNK_NBYTES, DIGEST_NBYTES, PAGE_NBYTES
 from ..planner.table import ShardTable, TensorTable
 from .columns import decode_columns, encode_columns, narrowed
 from .tree import Tree
 
-__all__ = ["FORMAT_VERSION", "MANIFEST_KEY", "ImageTable", "Manifest", "image_key"]
+__all__ = ["FORMAT_VERSION", "MANIFEST_KEY", "ImageTable", "Manifest", "check_complete", "image_key"]
 
 MANIFEST_KEY = "manifest.safetensors"
 FORMAT_VERSION = 1
@@ -220,7 +221,9 @@ def _conditions(m: Manifest) -> Any:
     n, width = len(t), t.shape.shape[1] if t.shape.ndim == 2 else -1
     yield _ATTEMPT.fullmatch(m.attempt) is not None, "the attempt's name"
     yield (
-        m.world > 0 and 0 < m.block_nbytes <= m.chunk_nbytes <= 1 << 30 and m.chunk_nbytes % m.block_nbytes == 0,
+        m.world > 0
+        and 0 < m.block_nbytes <= m.chunk_nbytes <= 1 << 30
+        and m.chunk_nbytes % m.block_nbytes == m.block_nbytes % PAGE_NBYTES == 0,
         "sizes",
     )
     yield width >= 0 and s.offsets.shape == s.lengths.shape == (len(s.tensor), width), "widths of columns"
@@ -230,19 +233,38 @@ def _conditions(m: Manifest) -> Any:
     yield len(i.rank) == len(i.hashed_nbytes) and len(np.unique(i.rank)) == len(i.rank), "images"
     yield bool((t.dtype < len(t.dtypes)).all()) and all(0 < size <= 64 for _, size in t.dtypes), "dtypes"
     yield bool((t.ndim <= width).all()) and _product_fits(t), "shapes of tensors"
-    yield (
-        bool(((t.alias < n) & (t.owner < m.world)).all()) and bool((t.alias[t.alias[t.alias >= 0]] < 0).all()),
-        "aliases",
-    )
+    yield bool(((t.shape == 1) | (np.arange(width) < t.ndim[:, None])).all()), "padding of shapes"
+    yield bool(((t.alias < n) & (t.owner < m.world)).all()), "aliases"
+    tied, root = t.alias >= 0, t.alias[t.alias >= 0]
+    yield bool((t.alias[root] < 0).all() and (t.dtype[tied] == t.dtype[root]).all()), "aliases"
+    yield bool((t.ndim[tied] == t.ndim[root]).all() and (t.shape[tied] == t.shape[root]).all()), "shapes of aliases"
     yield bool((m.container < len(m.tree.containers)).all()), "containers"
     yield bool((s.image < len(i)).all()), "images of shards"
     yield (
         bool(((s.lengths > 0) & (s.lengths <= t.shape[s.tensor]) & (s.offsets <= t.shape[s.tensor] - s.lengths)).all()),
         "boxes",
     )
-    yield bool((s.start + s.nbytes(t) <= i.hashed_nbytes[s.image]).all()), "bytes of shards"
+    yield bool((s.start <= i.hashed_nbytes[s.image] - s.nbytes(t)).all()), "bytes of shards"
+    yield bool((s.start % t.itemsize[s.tensor] == 0).all()), "alignment of shards"
     yield i.digests.ndim == 2 and i.digests.shape == (int(m.first_chunk[-1]), DIGEST_NBYTES), "chunks"
     yield _names_have_prefixes(m), "names"
+
+
+def check_complete(m: Manifest, what: str) -> None:
+    """Raise DamagedError unless there are as many elements as the tensors have, and no more bytes than the images.
+
+    So what a load allocates is bounded by files that must be there. (A fragment is not complete.)
+    """
+    t, s = m.tensors, m.shards
+    volume = volumes(s.lengths)
+    sums = np.append(0, np.cumsum(volume))[s.pointers(len(t))]
+    nbytes = np.bincount(s.image, volume * t.itemsize[s.tensor].astype(np.float64), len(m.images))
+    if (
+        float(volume.sum(dtype=np.float64)) >= 2.0**62
+        or (np.diff(sums) != np.where(t.alias < 0, volumes(t.shape), 0)).any()
+        or (nbytes > m.images.hashed_nbytes).any()
+    ):
+        raise DamagedError(f"{what} contradicts itself: shards do not make tensors")
 
 
 def _product_fits(t: TensorTable) -> bool:
@@ -255,6 +277,8 @@ def _names_have_prefixes(m: Manifest) -> bool:
     kinds = [c.kind for c in m.tree.containers]
     for name, c in zip(m.tensors.names, m.container.tolist(), strict=True):
         prefix = prefixes[c]
-        if not name.startswith(prefix) or (kinds[c] != "dict" and not name[len(prefix) :].isdecimal()):
+        if not name.startswith(prefix):
+            return False
+        if kinds[c] != "dict" and (len(name) > len(prefix) + 10 or not name[len(prefix) :].isdecimal()):
             return False
     return True

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import DamagedError, SaveError
-from .values import decode_value
+from .values import decode_value, encode_text
 
 __all__ = ["ROOT", "Container", "Key", "Tree", "Value", "format_path", "merge_trees"]
 
@@ -60,6 +60,8 @@ class Tree:
     values: list[Value] = field(default_factory=list)
     tensor_keys: dict[int, dict[str, Key]] = field(default_factory=dict)  # container -> key text -> key that is no str
     arrays: set[str] = field(default_factory=set)  # fqns of tensors that were numpy arrays
+    orders: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
+    """How a dict's items follow each other, where they are not all of one kind: runs of tensors, values, containers."""
 
     def prefixes(self) -> list[str]:
         """Per container, what the fqns of the tensors in it begin with, the dot included."""
@@ -84,27 +86,34 @@ class Tree:
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types."""
         return {
-            "containers": [[c.parent, c.key, c.kind] for c in self.containers],
-            "values": [[v.container, v.key, v.by_rank] for v in self.values],
+            "containers": [[c.parent, _to_json(c.key), c.kind] for c in self.containers],
+            "values": [[v.container, _to_json(v.key), v.by_rank] for v in self.values],
             "tensor_keys": [[c, text, key] for c, keys in self.tensor_keys.items() for text, key in keys.items()],
-            "arrays": sorted(self.arrays),
+            "arrays": [_to_json(name) for name in sorted(self.arrays)],
+            "orders": [[c, runs] for c, runs in self.orders.items()],
         }
 
     @classmethod
     def from_json(cls, data: Any) -> Tree:
         """Raises DamagedError for what :meth:`to_json` never produces."""
         try:
-            containers = [Container(int(p), k, str(kind)) for p, k, kind in data["containers"]]
+            containers = [Container(int(p), decode_value(k), str(kind)) for p, k, kind in data["containers"]]
             values = [
-                Value(int(c), k, [([int(r) for r in ranks], e) for ranks, e in by]) for c, k, by in data["values"]
+                Value(int(c), decode_value(k), [([int(r) for r in ranks], e) for ranks, e in by])
+                for c, k, by in data["values"]
             ]
-            tree = cls(containers, values, {}, {str(name) for name in data["arrays"]})
+            tree = cls(containers, values, {}, {str(decode_value(name)) for name in data["arrays"]})
+            tree.orders = {int(c): [(str(kind), int(n)) for kind, n in runs] for c, runs in data["orders"]}
             for c, text, key in data["tensor_keys"]:
                 tree.tensor_keys.setdefault(int(c), {})[str(text)] = key
         except (KeyError, TypeError, ValueError) as error:
             raise DamagedError("the manifest's tree is malformed") from error
         _check(tree)
         return tree
+
+
+def _to_json(key: Key) -> Any:
+    return encode_text(key) if isinstance(key, str) else key
 
 
 def _check(tree: Tree) -> None:
@@ -116,7 +125,8 @@ def _check(tree: Tree) -> None:
     whole = whole and all(
         0 <= v.container < n and v.by_rank and all(ranks for ranks, _ in v.by_rank) for v in tree.values
     )
-    whole = whole and all(0 <= c < n for c in tree.tensor_keys)
+    whole = whole and all(0 <= c < n for c in (*tree.tensor_keys, *tree.orders))
+    whole = whole and all(kind in "tvc" and count > 0 for runs in tree.orders.values() for kind, count in runs)
     keyed = (
         [*((c.parent, c.key) for c in tree.containers[1:]), *((v.container, v.key) for v in tree.values)]
         if whole
@@ -154,6 +164,8 @@ def merge_trees(trees: Sequence[Tree]) -> tuple[Tree, list[list[int]]]:
     renumbered = [_merge_containers(merged, tree, numbers) for tree in trees]
     for rank, (tree, number) in enumerate(zip(trees, renumbered, strict=True)):
         merged.arrays |= tree.arrays
+        for c, runs in tree.orders.items():
+            merged.orders.setdefault(number[c], runs)
         for c, keys in tree.tensor_keys.items():
             merged.tensor_keys.setdefault(number[c], {}).update(keys)
         for value in tree.values:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import base64
 import math
+import re
+import reprlib
 from collections.abc import Callable
 from typing import Any
 
 from ..errors import DamagedError, StateError
 
-__all__ = ["decode_value", "encode_value", "is_value"]
+__all__ = ["decode_value", "encode_text", "encode_value", "is_value"]
 
-_PLAIN = (type(None), bool, str)
+_PLAIN = (type(None), bool)
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _BIG_INT_BITS = 1024  # beyond: hexadecimal, for Python refuses to convert long decimal strings
 
 
@@ -45,8 +48,8 @@ def decode_value(encoded: Any) -> Any:
     try:
         ((name, content),) = encoded.items()
         return _DECODERS[name](content)
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
-        raise DamagedError(f"a stored value is not of a known form: {str(encoded)[:100]}") from error
+    except (KeyError, IndexError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise DamagedError(f"a stored value is not of a known form: {reprlib.repr(encoded)}") from error
 
 
 def _encode_int(value: int) -> Any:
@@ -65,8 +68,14 @@ def _encode_bytes(value: bytes | bytearray) -> Any:
     return {"$bytes": base64.b64encode(value).decode()}
 
 
+def encode_text(value: str) -> Any:
+    """JSON joins two lone surrogates that stand side by side into one character; so text that has any is kept as bytes."""
+    return {"$str": value.encode("utf-8", "surrogatepass").hex()} if _SURROGATE.search(value) else value
+
+
 _ENCODERS: dict[type, Callable[[Any], Any]] = {
     int: _encode_int,
+    str: encode_text,
     float: _encode_float,
     complex: _encode_complex,
     bytes: _encode_bytes,
@@ -81,7 +90,11 @@ def _foreign_encoder(value: Any) -> Callable[[Any], Any] | None:
         return lambda v: {f"$torch.{name}": str(v).removeprefix("torch.")}
     if origin == "torch" and name == "Size":
         return lambda v: {"$torch.Size": list(v)}
-    if origin == "numpy" and hasattr(value, "dtype") and value.ndim == 0 and value.dtype.kind in "biufcSU":
+    if origin == "numpy" and name == "str_":
+        return lambda v: {"$numpy.str": encode_text(str.__getitem__(v, slice(0, None)))}
+    if origin == "numpy" and name == "bytes_":
+        return lambda v: {"$numpy.bytes": base64.b64encode(bytes(v)).decode()}
+    if origin == "numpy" and hasattr(value, "dtype") and value.ndim == 0 and value.dtype.kind in "biufc":
         return lambda v: {"$numpy": [v.dtype.str, base64.b64encode(v.tobytes()).decode()]}
     return None
 
@@ -90,9 +103,21 @@ def _decode_numpy(content: list[str]) -> Any:
     import numpy as np
 
     dtype = np.dtype(content[0])
-    if dtype.kind not in "biufcSU":
+    if dtype.kind not in "biufc":
         raise ValueError(f"dtype {dtype}")
     return np.frombuffer(base64.b64decode(content[1], validate=True), dtype)[0]
+
+
+def _decode_numpy_text(content: Any) -> Any:
+    import numpy as np
+
+    return np.str_(decode_value(content))
+
+
+def _decode_numpy_bytes(content: str) -> Any:
+    import numpy as np
+
+    return np.bytes_(base64.b64decode(content, validate=True))
 
 
 def _decode_torch_dtype(content: str) -> Any:
@@ -121,6 +146,9 @@ def _decode_torch_size(content: list[int]) -> Any:
 
 _DECODERS: dict[str, Callable[[Any], Any]] = {
     "$int": lambda c: int(c, 16),
+    "$str": lambda c: bytes.fromhex(c).decode("utf-8", "surrogatepass"),
+    "$numpy.str": _decode_numpy_text,
+    "$numpy.bytes": _decode_numpy_bytes,
     "$float": float,
     "$complex": lambda c: complex(float(c[0]), float(c[1])),
     "$bytes": lambda c: base64.b64decode(c, validate=True),

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import Any
 
 import torch
 
+from ...errors import DamagedError
+from ..frameworks.optimizer import Make
 from ..manifest import Manifest
 from ..tree import Key
 from .dtypes import dtype_of
@@ -14,31 +19,51 @@ from .targets import TypedPath, Wanted, typed_paths
 __all__ = ["Built", "build"]
 
 
+@dataclass
+class Items:
+    """What is in one container, each kind in the order of the state; containers in the opposite one."""
+
+    tensors: list[tuple[Key, Any]] = field(default_factory=list)
+    values: list[tuple[Key, Any]] = field(default_factory=list)
+    containers: list[tuple[Key, Any]] = field(default_factory=list)
+
+    def assembled(self, kind: str, runs: Sequence[tuple[str, int]]) -> Any:
+        """The container. ``runs`` say how kinds take turns; what they do not tell (other ranks' items) comes last."""
+        if kind != "dict":
+            held = dict(chain(self.tensors, self.values, self.containers))
+            made = [held[key] for key in sorted(held)]  # type: ignore[type-var]
+            return made if kind == "list" else tuple(made)
+        sources = {"t": iter(self.tensors), "v": iter(self.values), "c": reversed(self.containers)}
+        in_turn = (islice(sources[of], count) for of, count in runs)
+        return dict(chain(chain.from_iterable(in_turn), *sources.values()))
+
+
 class Built:
     """A built state, whose tensors are yet to be filled. ``tensors`` and ``values`` are the rows that it uses."""
 
-    def __init__(self, manifest: Manifest, rank: int, wanted: Wanted) -> None:
+    def __init__(self, manifest: Manifest, rank: int, wanted: Wanted, make: Make | None) -> None:
         self._m = manifest
         self._rank = rank
         self._wanted = wanted
+        self._make = make
         self._paths = typed_paths(manifest.tree)
         self._made: dict[int, torch.Tensor] = {}
         self.tensors: set[int] = set()
         t = manifest.tensors  # as lists: they are asked row by row
         self._roots = [root if root >= 0 else row for row, root in enumerate(t.alias.tolist())]
         self._shapes, self._ndim, self._codes = t.shape.tolist(), t.ndim.tolist(), t.dtype.tolist()
-        self._dtypes = [dtype_of(*kind) for kind in t.dtypes]
+        self._dtypes: dict[int, torch.dtype] = {}
 
     def run(self, path: TypedPath) -> Any:
         """The state at ``path``: a container with all in it, a tensor or a value. Raises KeyError where nothing is."""
         m, depth = self._m, len(path)
         inside = [p[:depth] == path for p in self._paths]
-        items: dict[int, dict[Key, Any]] = {c: {} for c, isin in enumerate(inside) if isin}
+        items: dict[int, Items] = {c: Items() for c, isin in enumerate(inside) if isin}
         leaves: list[Any] = []
         self._add_tensors(path, inside, items, leaves)
         for v in m.tree.values:
             if inside[v.container]:
-                items[v.container][v.key] = v.of(self._rank)
+                items[v.container].values.append((v.key, v.of(self._rank)))
             elif (*self._paths[v.container], (type(v.key).__name__, v.key)) == path:
                 leaves.append(v.of(self._rank))
         if items:
@@ -47,9 +72,7 @@ class Built:
             raise KeyError(path)
         return leaves[0]
 
-    def _add_tensors(
-        self, path: TypedPath, inside: list[bool], items: dict[int, dict[Key, Any]], leaves: list[Any]
-    ) -> None:
+    def _add_tensors(self, path: TypedPath, inside: list[bool], items: dict[int, Items], leaves: list[Any]) -> None:
         t, tree = self._m.tensors, self._m.tree
         prefixes = [len(p) for p in tree.prefixes()]
         near = [isin or self._paths[c] == path[:-1] for c, isin in enumerate(inside)]
@@ -61,42 +84,74 @@ class Built:
             key = tree.tensor_key(c, name[prefixes[c] :])
             if not inside[c] and (*self._paths[c], (type(key).__name__, key)) != path:
                 continue
-            self.tensors.add(row)
+            made: Any = None
+            if self._make is None or source != row:
+                self.tensors.add(row)
             if source != row:
                 continue  # another rank's own
-            made: Any = self._tensor(row)
-            made = made.numpy() if name in tree.arrays else made
+            made = self._tensor(row) if self._make is None else self._made_to_fit(row, (*self._keys(c, len(path)), key))
+            if made is None:
+                continue
+            made = _array(name, made) if name in tree.arrays else made
             if inside[c]:
-                items[c][key] = made
+                items[c].tensors.append((key, made))
             else:
                 leaves.append(made)
+
+    def _keys(self, container: int, depth: int) -> tuple[Key, ...]:
+        return tuple(key for _, key in self._paths[container][depth:])
+
+    def _made_to_fit(self, row: int, keys: tuple[Key, ...]) -> torch.Tensor | None:
+        """What the object whose state is built makes for a stored tensor; None if it has no place for it."""
+        assert self._make is not None
+        root = self._roots[row]
+        made = self._make(keys, tuple(self._shapes[root][: self._ndim[root]]), self._dtype(root))
+        if made is not None:
+            self.tensors.add(row)
+            self._wanted.add_tensor(root, made, self._m.tensors.names[row])
+        return made
+
+    def _dtype(self, row: int) -> torch.dtype:
+        code = self._codes[row]
+        if code not in self._dtypes:
+            self._dtypes[code] = dtype_of(*self._m.tensors.dtypes[code])
+        return self._dtypes[code]
 
     def _tensor(self, row: int) -> torch.Tensor:
         """The tensor of a row, made once: tied tensors come back as one."""
         root = self._roots[row]
         made = self._made.get(root)
         if made is None:
-            made = self._made[root] = torch.empty(
-                self._shapes[root][: self._ndim[root]], dtype=self._dtypes[self._codes[root]]
-            )
+            made = self._made[root] = torch.empty(self._shapes[root][: self._ndim[root]], dtype=self._dtype(root))
             self._wanted.add_whole(root, made)
         return made
 
-    def _assemble(self, items: dict[int, dict[Key, Any]]) -> Any:
+    def _assemble(self, items: dict[int, Items]) -> Any:
         """Containers from their items, children first: parents have smaller numbers."""
         tree = self._m.tree
         top = min(items)
         for c in sorted(items, reverse=True):
-            kind, held = tree.containers[c].kind, items[c]
-            made: Any = held if kind == "dict" else [held[k] for k in sorted(held)]  # type: ignore[type-var]
-            made = tuple(made) if kind == "tuple" else made
+            made = items[c].assembled(tree.containers[c].kind, tree.orders.get(c, []))
             if c == top:
                 return made
-            items[tree.containers[c].parent][tree.containers[c].key] = made
+            items[tree.containers[c].parent].containers.append((tree.containers[c].key, made))
         return None
 
 
-def build(manifest: Manifest, rank: int, wanted: Wanted, path: TypedPath = ()) -> tuple[Any, set[int]]:
-    """The state at ``path`` as ``rank`` saved it, its tensors empty and added to ``wanted``; and the rows it has."""
-    built = Built(manifest, rank, wanted)
+def build(
+    manifest: Manifest, rank: int, wanted: Wanted, path: TypedPath = (), make: Make | None = None
+) -> tuple[Any, set[int]]:
+    """The state at ``path`` as ``rank`` saved it, its tensors empty and added to ``wanted``; and the rows it has.
+
+    ``make`` says what tensors to fill, and leaves out those that it gives None for; without it, new ones on the CPU.
+    Raises KeyError where nothing is stored at ``path``.
+    """
+    built = Built(manifest, rank, wanted, make)
     return built.run(path), built.tensors
+
+
+def _array(name: str, tensor: torch.Tensor) -> Any:
+    try:
+        return tensor.numpy()
+    except TypeError as error:
+        raise DamagedError(f"{name!r} is stored as an array of {tensor.dtype}, which numpy does not have") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ...errors import StateError, UnsupportedFormatError
 
@@ -28,6 +29,8 @@ def dtype_of(name: str, itemsize: int) -> torch.dtype:
 
 def refusal(tensor: torch.Tensor) -> str | None:
     """Why this tensor has no bytes that could be stored, or None."""
+    if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+        return "not initialised yet: it has no shape"
     if tensor.layout is not torch.strided:
         return f"a sparse tensor ({tensor.layout})"
     if tensor.is_meta:
@@ -52,6 +55,8 @@ def _is_wrapper(tensor: torch.Tensor) -> bool:
 
 def numpy_to_torch(array: np.ndarray, path: str) -> torch.Tensor:
     """A tensor over the array's memory. Raises StateError for arrays of objects, strings and dates."""
+    if isinstance(array, np.ma.MaskedArray):
+        raise StateError(f"{path} is a masked array, whose mask would be lost", advice="Save its data and its mask.")
     if array.dtype.kind not in "biufc" or not array.dtype.isnative:
         raise StateError(f"{path} is an array of dtype {array.dtype}, which cannot be saved")
     if not array.flags.writeable or any(stride < 0 for stride in array.strides):

@@ -22,7 +22,9 @@ def fingerprints(flat: FlatState) -> dict[int, bytes]:
     rows = [row for row, part in enumerate(flat.parts) if part is None]
     digests = {row: _fingerprint(flat, row) for row in rows if flat.alias[row] < 0}
     roots = {row: flat.alias[row] for row in rows if flat.alias[row] >= 0}
-    return digests | {row: digests[root] + flat.names[root].encode("utf-8", "surrogatepass") for row, root in roots.items()}
+    return digests | {
+        row: digests[root] + flat.names[root].encode("utf-8", "surrogatepass") for row, root in roots.items()
+    }
 
 
 def _fingerprint(flat: FlatState, row: int) -> bytes:

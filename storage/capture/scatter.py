@@ -29,8 +29,8 @@ class Scatter:
     ) -> None:
         self._tensors, self._shards, self._targets, self._plan = tensors, shards, targets, plan
         self._buffers = buffers
-        self._dtypes = [dtype_of(*kind) for kind in tensors.dtypes]
         codes = tensors.dtype[targets.tensor].tolist()
+        self._dtypes = {code: dtype_of(*tensors.dtypes[code]) for code in set(codes)}
         self._address: list[int | None] = [
             address_of(buffers[b]) if buffers[b].dtype == self._dtypes[code] else None
             for b, code in zip(targets.buffer.tolist(), codes, strict=True)

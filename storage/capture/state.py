@@ -5,7 +5,7 @@ Flattening reads no tensor data and does no I/O. What cannot be saved is refused
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from .dtypes import numpy_to_torch, refusal
 __all__ = ["FlatState", "Subtree", "flatten"]
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
+_DEPTH_MAX = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ def flatten(state: Any, *, loading: bool = False) -> FlatState:
 
 
 def _make_canonical(flat: FlatState) -> None:
-    """Of tied tensors, let the first by name be the one that is stored: ranks that walk their state in another order agree."""
+    """Of tied tensors, the first by name is stored: so ranks that walk their state in another order agree."""
     alias = np.array(flat.alias, np.int64)
     for root in sorted({row for row in flat.alias if row >= 0}):
         tied = [root, *np.flatnonzero(alias == root).tolist()]
@@ -88,14 +89,14 @@ def _make_canonical(flat: FlatState) -> None:
     flat.alias = alias.tolist()
 
 
-def _modules(node: Any, seen: set[int]) -> Iterator[torch.nn.Module]:
+def _modules(node: Any, seen: set[int], depth: int = 0) -> Iterator[torch.nn.Module]:
     if isinstance(node, torch.nn.Module):
         yield node
-    elif isinstance(node, Mapping | list | tuple) and id(node) not in seen:
+    elif isinstance(node, Mapping | list | tuple) and id(node) not in seen and depth <= _DEPTH_MAX:
         seen.add(id(node))
         for item in node.values() if isinstance(node, Mapping) else node:
             if type(item) not in _TENSORS:
-                yield from _modules(item, seen)
+                yield from _modules(item, seen, depth + 1)
 
 
 class _Walker:
@@ -107,68 +108,95 @@ class _Walker:
         self.tree = flat.tree
         self.tree.containers = []
         self.open_ids: set[int] = set()
+        self.keys: list[Key] = []  # that lead to the container at hand
         self.rows: dict[str, int] = {}
         self.seen: dict[int, int] = {}  # address -> first row
         self.sharing: dict[int, list[int]] = {}
 
-    def path(self, container: int, key: Key) -> str:
-        return format_path((*self.tree.paths()[container], key))
+    def path(self, key: Key) -> str:
+        return format_path((*self.keys, key))
 
     def container(self, node: Any, parent: int, key: Key, prefix: str) -> None:
         number = len(self.tree.containers)
         kind = "dict" if isinstance(node, Mapping) else "list" if isinstance(node, list) else "tuple"
         self.tree.containers.append(Container(parent, key, kind))
         self.flat.nodes.append(node)
-        if id(node) in self.open_ids:
-            raise StateError(f"{self.path(parent, key)} contains itself")
-        if isinstance(node, tuple) and type(node) is not tuple:
-            where = self.path(parent, key) if number else "the state"
-            raise StateError(f"{where} is a {type(node).__name__}; save it as a plain tuple or a dict")
+        where = self.path(key) if number else "the state"
+        self.keys += [key] if number else []
+        self.check_container(node, where)
         self.open_ids.add(id(node))
-        items = node.items() if kind == "dict" else enumerate(node)
-        for child, item in items:
+        runs: list[tuple[str, int]] = []
+        for child, item in node.items() if kind == "dict" else enumerate(node):
             if type(item) in _TENSORS:
                 self.tensor(item, number, child, prefix, None)
+                emitted = "t"
             else:
-                self.other(item, number, child, prefix)
+                emitted = self.other(item, number, child, prefix)
+            if runs and runs[-1][0] == emitted:
+                runs[-1] = (emitted, runs[-1][1] + 1)
+            else:
+                runs.append((emitted, 1))
+        if kind == "dict" and len(runs) > 1:
+            self.tree.orders[number] = runs
         self.open_ids.remove(id(node))
+        del self.keys[-1:]
 
-    def other(self, item: Any, number: int, key: Key, prefix: str) -> None:
+    def check_container(self, node: Any, where: str) -> None:
+        if id(node) in self.open_ids:
+            raise StateError(f"{where} contains itself")
+        if len(self.keys) > _DEPTH_MAX:
+            raise StateError(f"{where[:200]}… is nested more than {_DEPTH_MAX} deep")
+        if isinstance(node, tuple) and type(node) is not tuple:
+            raise StateError(f"{where} is a {type(node).__name__}; save it as a plain tuple or a dict")
+        if self.loading and isinstance(node, Mapping) and not isinstance(node, MutableMapping):
+            raise StateError(f"{where} is a {type(node).__name__}, which cannot be assigned to")
+
+    def other(self, item: Any, number: int, key: Key, prefix: str) -> str:
+        """Add what is no plain tensor; say what it became: (t)ensor, (v)alue or (c)ontainer."""
         if has_state(item):
             if self.loading and not fills_in_place(item):
-                self.flat.subtrees.append(Subtree(number, self.key(number, key), item, None))
-                return
+                self.flat.subtrees.append(Subtree(number, self.key(key), item, None))
+                return "c"
             item = self.opened(item, number, key)
         if isinstance(item, DTensor):
-            self.distributed(item, number, key, prefix)
+            part = local_part(item, self.path(key))
+            self.tensor(local_tensor(item), number, key, prefix, part, tuple(item.shape))
         elif isinstance(item, torch.Tensor):
             self.tensor(item, number, key, prefix, None)
         elif isinstance(item, np.ndarray):
-            self.tree.arrays.add(f"{prefix}{key}")
-            path = self.path(number, key)
-            if self.loading and (not item.flags.writeable or any(stride < 0 for stride in item.strides)):
-                raise StateError(f"{path} is an array that cannot be filled: it is read-only, or runs backwards")
-            self.tensor(numpy_to_torch(item, path), number, key, prefix, None)
+            self.array(item, number, key, prefix)
         elif isinstance(item, Mapping | list | tuple) and not isinstance(item, torch.Size):
-            self.container(item, number, self.key(number, key), f"{prefix}{key}.")
+            self.container(item, number, self.key(key), f"{prefix}{key}.")
+            return "c"
         else:
-            path = self.path(number, key)
-            self.tree.values.append(Value(number, self.key(number, key), [([ROOT], encode_value(item, path))]))
+            self.tree.values.append(Value(number, self.key(key), [([ROOT], self.encoded(item, key))]))
+            return "v"
+        return "t"
+
+    def encoded(self, item: Any, key: Key) -> Any:
+        try:
+            return encode_value(item, "")
+        except StateError:
+            return encode_value(
+                item, self.path(key)
+            )  # the path is made for the error only: it costs more than the value
+
+    def array(self, item: np.ndarray[Any, Any], number: int, key: Key, prefix: str) -> None:
+        path = self.path(key)
+        if self.loading and (not item.flags.writeable or any(stride < 0 for stride in item.strides)):
+            raise StateError(f"{path} is an array that cannot be filled: it is read-only, or runs backwards")
+        self.tree.arrays.add(f"{prefix}{key}")
+        self.tensor(numpy_to_torch(item, path), number, key, prefix, None)
 
     def opened(self, item: Any, number: int, key: Key) -> Any:
-        state = expand(item, self.flat.modules, "state" if number < 0 else self.path(number, key))
+        state = expand(item, self.flat.modules, "the state" if number < 0 else self.path(key))
         self.flat.subtrees.append(Subtree(number, key, item, state))
         return state
 
-    def key(self, number: int, key: Any) -> Key:
+    def key(self, key: Any) -> Key:
         if key is None or type(key) in (str, int, float, bool):
             return key  # type: ignore[no-any-return]
-        raise StateError(f"{self.path(number, key)}: a key of type {type(key).__name__} cannot be saved")
-
-    def distributed(self, item: DTensor, number: int, key: Key, prefix: str) -> None:
-        path = self.path(number, key)
-        part = local_part(item, path)
-        self.tensor(local_tensor(item), number, key, prefix, part, tuple(item.shape))
+        raise StateError(f"{self.path(key)}: a key of type {type(key).__name__} cannot be saved")
 
     def tensor(
         self,
@@ -181,13 +209,13 @@ class _Walker:
     ) -> None:
         reason = refusal(item)
         if reason is not None:
-            raise StateError(f"{self.path(number, key)} is {reason}, which cannot be saved")
+            raise StateError(f"{self.path(key)} is {reason}, which cannot be saved")
         name = f"{prefix}{key}"
         if type(key) is not str and self.tree.containers[number].kind == "dict":
-            self.tree.tensor_keys.setdefault(number, {})[str(key)] = self.key(number, key)
+            self.tree.tensor_keys.setdefault(number, {})[str(key)] = self.key(key)
         flat, row = self.flat, len(self.rows)
         if self.rows.setdefault(name, row) != row:
-            raise StateError(f"{self.path(number, key)} and {flat.path(self.rows[name])} have the same name, {name!r}")
+            raise StateError(f"{self.path(key)} and {flat.path(self.rows[name])} have the same name, {name!r}")
         flat.names.append(name)
         flat.containers.append(number)
         flat.shapes.append(tuple(item.shape) if shape is None else shape)

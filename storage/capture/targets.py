@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.distributed.tensor import DTensor
 
 from ...planner.columns import padded, widen
 from ...planner.loading import Targets
 from ...planner.table import TensorTable
+from ..frameworks.mesh import local_part, local_tensor
 from ..manifest import Manifest
 from ..tree import Key, Tree, format_path
 from .dtypes import dtype_name, dtype_of
@@ -49,6 +51,14 @@ class Wanted:
         if buffer.numel():
             self._whole.append((tensor, len(self.buffers)))
         self.buffers.append(buffer)
+
+    def add_tensor(self, row: int, tensor: torch.Tensor, name: str) -> None:
+        """Want all that this rank holds of a tensor, be it a DTensor or a plain one."""
+        if isinstance(tensor, DTensor):
+            pieces = local_part(tensor, name).pieces
+            self.add(row, local_tensor(tensor), [(p.box.offsets, p.box.lengths, p.local_offsets) for p in pieces])
+        else:
+            self.add_whole(row, tensor)
 
     def targets(self, shape: Ints) -> Targets:
         """Columns. ``shape`` (T, D) are the shapes of the checkpoint's tensors."""
@@ -122,7 +132,7 @@ def _fitting(flat: FlatState, stored: TensorTable, sources: Ints) -> npt.NDArray
     ndim = np.fromiter(map(len, flat.shapes), np.int64, len(flat.shapes))
     width = max(stored.shape.shape[1], int(ndim.max(initial=0)))
     shapes = widen(stored.shape, width, 1)[sources] == padded(flat.shapes, width, 1)
-    codes = {dtype_of(*kind): code for code, kind in enumerate(stored.dtypes)}
+    codes = {getattr(torch, name, None): code for code, (name, _) in enumerate(stored.dtypes)}
     dtypes = np.fromiter((codes.get(d, -1) for d in flat.dtypes), np.int64, len(flat.dtypes))
     fits: npt.NDArray[np.bool_] = (
         shapes.all(axis=1) & (stored.ndim[sources] == ndim) & (stored.dtype[sources] == dtypes)
@@ -141,8 +151,14 @@ def _problem(stored: TensorTable, source: int, shape: tuple[int, ...], wanted: t
 
 
 def _unfillable(local: torch.Tensor) -> str | None:
-    shared = any(stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True))
-    return "an expanded tensor, whose elements share memory, cannot be filled" if shared else None
+    span = 0  # of the dimensions so far, from the closest on: the next one must step over it
+    for stride, size in sorted(
+        (stride, size) for stride, size in zip(local.stride(), local.shape, strict=True) if size > 1
+    ):
+        if stride <= span:
+            return "a tensor whose elements share memory cannot be filled"
+        span += stride * (size - 1)
+    return None
 
 
 def typed_paths(tree: Tree) -> list[TypedPath]:

@@ -1,7 +1,7 @@
 """Objects that have a state: modules, optimizers, random generators, and whatever has state_dict/load_state_dict.
 
-Before a save they are *expanded*: replaced by what their state is, as nested dicts. For a load, modules and optimizers are
-expanded likewise, filled in place, and given their state back; others are given the stored dict as it is.
+Before a save they are *expanded*: replaced by what their state is, as nested dicts. For a load, modules are expanded
+likewise and filled in place; others are given the stored dict, as it is.
 """
 
 from __future__ import annotations
@@ -12,16 +12,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-from ...errors import UsageError
+from ...errors import StateError
+from .optimizer import Make, load_optimizer, makes_for, optimizer_state
 
-__all__ = ["RNGState", "StatefulLike", "expand", "fills_in_place", "has_state", "restore"]
+__all__ = ["RNGState", "StatefulLike", "expand", "fills_in_place", "has_state", "maker_of", "restore"]
 
 
 @runtime_checkable
@@ -50,7 +46,11 @@ class RNGState:
             "torch": torch.get_rng_state(),
             "cuda": list(cuda),
             "numpy": [name, np.asarray(keys), int(position), int(has_gauss), float(cached)],
-            "python": [version, np.array(words, np.uint32), gauss],  # an array: 625 values a rank would swell the manifest
+            "python": [
+                version,
+                np.array(words, np.uint32),
+                gauss,
+            ],  # an array: 625 values a rank would swell the manifest
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -75,7 +75,12 @@ def has_state(value: object) -> bool:
 
 def fills_in_place(value: object) -> bool:
     """Whether the tensors of this object's expansion are to be filled, rather than replaced by stored ones."""
-    return isinstance(value, torch.nn.Module | torch.optim.Optimizer)
+    return isinstance(value, torch.nn.Module)
+
+
+def maker_of(value: object, modules: Iterable[torch.nn.Module]) -> Make | None:
+    """How to make the tensors of a state that is built for ``value``; None: as they are stored, on the CPU."""
+    return makes_for(value, modules) if isinstance(value, torch.optim.Optimizer) else None
 
 
 def expand(value: Any, modules: Iterable[torch.nn.Module], path: str) -> Any:
@@ -83,8 +88,7 @@ def expand(value: Any, modules: Iterable[torch.nn.Module], path: str) -> Any:
     if isinstance(value, torch.nn.Module):
         return get_model_state_dict(value)
     if isinstance(value, torch.optim.Optimizer):
-        module = _module_of(value, modules)
-        return value.state_dict() if module is None else _optimizer_state(module, value)
+        return optimizer_state(value, modules)
     if isinstance(value, torch.Generator):
         return value.get_state()
     if isinstance(value, np.random.Generator):
@@ -95,7 +99,9 @@ def expand(value: Any, modules: Iterable[torch.nn.Module], path: str) -> Any:
         return value.getstate()
     state = value.state_dict()
     if not isinstance(state, dict):
-        raise UsageError(f"{path}.state_dict() gave a {type(state).__name__}, not a dict")
+        raise StateError(
+            f"{path} is a {type(value).__name__}, whose state_dict() is a {type(state).__name__}, not a dict"
+        )
     return state
 
 
@@ -104,11 +110,7 @@ def restore(value: Any, state: Any, modules: Iterable[torch.nn.Module]) -> None:
     if isinstance(value, torch.nn.Module):
         set_model_state_dict(value, state)
     elif isinstance(value, torch.optim.Optimizer):
-        module = _module_of(value, modules)
-        if module is None:
-            value.load_state_dict(state)
-        else:
-            set_optimizer_state_dict(module, value, state)
+        load_optimizer(value, modules, state)
     elif isinstance(value, torch.Generator):
         value.set_state(state)
     elif isinstance(value, np.random.Generator):
@@ -119,27 +121,3 @@ def restore(value: Any, state: Any, modules: Iterable[torch.nn.Module]) -> None:
         value.setstate(state)
     else:
         value.load_state_dict(state)
-
-
-def _optimizer_state(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's state by fqn. torch's helper takes a step to initialise one that has never stepped: undone here,
-    so that a save never changes what training does next."""
-    fresh = not optimizer.state
-    state: dict[str, Any] = get_optimizer_state_dict(module, optimizer)
-    if fresh:
-        optimizer.state.clear()
-        for entries in state["state"].values():
-            if isinstance(entries.get("step"), torch.Tensor):
-                entries["step"].zero_()
-            elif "step" in entries:
-                entries["step"] = 0
-    return state
-
-
-def _module_of(optimizer: torch.optim.Optimizer, modules: Iterable[torch.nn.Module]) -> torch.nn.Module | None:
-    """The module all of whose parameters in ``optimizer`` are its own; None where no single one is."""
-    wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for module in modules:
-        if wanted <= {id(p) for p in module.parameters()}:
-            return module
-    return None

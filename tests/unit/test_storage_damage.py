@@ -116,8 +116,8 @@ def test_a_file_cut_short_anywhere_is_damage(which: str, storage: MemoryDriver) 
             except holdfast.DamagedError as error:
                 assert error.key == key
             report = await verify(storage)
-            assert (report.damages[0].key, report.damages[-1].stop) == (key, len(whole))
-            assert "bytes, not" in str([d.what for d in report.damages])
+            assert {d.key for d in report.damages} == {key}
+            assert (length, len(whole)) in [(d.start, d.stop) for d in report.damages if "bytes, not" in d.what]
 
     run_inline(run())
 
@@ -225,7 +225,7 @@ def test_a_slice_is_verified_on_its_own(position: int, large: Path, rng: np.rand
                 if 4096 <= other < 4096 + (40 << 20):
                     assert c.read("x", (other - 4096) // 4).item() == (other - 4096) // 4
             report = c.verify()
-            assert [(d.start, d.stop, d.tensors) for d in report.damages] == [(block, block + 65536, ("x",))]
+            assert [(d.start, d.stop, d.tensors[0]) for d in report.damages] == [(block, block + 65536, "x")]
         with pytest.raises(holdfast.DamagedError, match="'x'"):
             holdfast.load(large)
     finally:

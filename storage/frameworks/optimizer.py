@@ -1,0 +1,107 @@
+"""Optimizers: their state by the names of their parameters, so that it fits any job that has those parameters.
+
+Saved as torch's ``get_optimizer_state_dict`` gives it. For a load nothing is asked of the optimizer's present state, which
+a new one does not have: the stored entries say what there is, and each is made like the parameter that it belongs to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import _get_fqns, get_optimizer_state_dict
+
+from ...errors import MismatchError
+
+__all__ = ["Make", "load_optimizer", "makes_for", "optimizer_state"]
+
+Make = Callable[[Sequence[Any], tuple[int, ...], torch.dtype], torch.Tensor | None]
+"""(keys below the object, shape, dtype) → the tensor to be filled; None for what this rank has no place for."""
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, modules: Iterable[torch.nn.Module]) -> dict[str, Any]:
+    """State and hyperparameters, by fqn where one of ``modules`` has all parameters, else by torch's numbering.
+
+    An optimizer that has never stepped has no state, and gets none: torch's helper would take a step to make some.
+    """
+    module = _module_of(optimizer, modules)
+    if module is None:
+        return optimizer.state_dict()
+    if optimizer.state:
+        return get_optimizer_state_dict(module, optimizer)
+    names = _names(optimizer, [module])
+    return {
+        "state": {},
+        "param_groups": [_with_params(g, [names[id(p)] for p in g["params"]]) for g in optimizer.param_groups],
+    }
+
+
+def makes_for(optimizer: torch.optim.Optimizer, modules: Iterable[torch.nn.Module]) -> Make:
+    """How to make the tensors of this optimizer's state: those it has, where they fit, else new ones like the parameter."""
+    names = _names(optimizer, modules)
+    parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+
+    def make(keys: Sequence[Any], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+        if keys[0] != "state":
+            return torch.empty(shape, dtype=dtype)
+        parameter = parameters.get(keys[1])
+        if parameter is None:
+            return None
+        present = optimizer.state.get(parameter, {}).get(keys[2]) if len(keys) == 3 else None
+        if isinstance(present, torch.Tensor) and tuple(present.shape) == shape and present.dtype == dtype:
+            return present.detach()
+        if tuple(parameter.shape) == shape:
+            return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        return torch.empty(shape, dtype=dtype)
+
+    return make
+
+
+def load_optimizer(
+    optimizer: torch.optim.Optimizer, modules: Iterable[torch.nn.Module], stored: Mapping[str, Any]
+) -> None:
+    """Give the optimizer its stored state. Which parameters its groups have stays as it is.
+
+    Raises MismatchError where the numbers of groups differ.
+    """
+    groups = optimizer.param_groups
+    if len(stored["param_groups"]) != len(groups):
+        raise MismatchError(
+            f"{len(stored['param_groups'])} parameter groups in the checkpoint, {len(groups)} in the optimizer"
+        )
+    names = _names(optimizer, modules)
+    number = {id(p): i for i, p in enumerate(dict.fromkeys(p for group in groups for p in group["params"]))}
+    state = {
+        number[id(p)]: stored["state"][names[id(p)]]
+        for g in groups
+        for p in g["params"]
+        if names[id(p)] in stored["state"]
+    }
+    given = [
+        _with_params(group | dict(kept), [number[id(p)] for p in group["params"]])
+        for group, kept in zip(groups, stored["param_groups"], strict=True)
+    ]
+    optimizer.load_state_dict({"state": state, "param_groups": given})
+
+
+def _with_params(group: Mapping[str, Any], params: list[Any]) -> dict[str, Any]:
+    return {**group, "params": params}
+
+
+def _names(optimizer: torch.optim.Optimizer, modules: Iterable[torch.nn.Module]) -> dict[int, Any]:
+    """By id of each parameter, its key in a stored state: its fqn, or torch's number."""
+    module = _module_of(optimizer, modules)
+    if module is None:
+        every = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
+        return {id(p): i for i, p in enumerate(every)}
+    return {id(p): next(iter(_get_fqns(module, name))) for name, p in module.named_parameters()}
+
+
+def _module_of(optimizer: torch.optim.Optimizer, modules: Iterable[torch.nn.Module]) -> torch.nn.Module | None:
+    """The module all of whose parameters in ``optimizer`` are its own; None where no single one is."""
+    wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for module in modules:
+        if wanted <= {id(p) for p in module.parameters()}:
+            return module
+    return None

@@ -1,0 +1,144 @@
+"""The benchmarks' own arithmetic, and that the programs run and check what they load."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.bench import __main__ as everything
+from holdfast.bench import limits, load, save
+from holdfast.bench.contest import Contestant, contest, rows
+from holdfast.bench.machine import PeakMemory
+from holdfast.bench.options import TINY_GIB, options, parser, work_folder
+from holdfast.bench.report import Report, Series, Target, aligned, markdown, ratio
+from holdfast.bench.states import build, digests, flat_tensors, nbytes_of, parameter_shapes, zero
+
+MIB = 1 << 20
+
+
+def test_ratio_is_taken_within_rounds() -> None:
+    """One slow round, which slows everybody, does not change who is faster by how much."""
+    limit, ours = Series("limit", [1.0, 10.0, 1.0]), Series("holdfast", [2.0, 20.0, 2.0])
+    assert ratio(ours, limit) == 2.0
+
+
+def test_ratio_of_unequal_rounds_is_of_medians() -> None:
+    """Series of different length have no rounds in common."""
+    assert ratio(Series("a", [2.0, 4.0, 6.0]), Series("b", [2.0])) == 2.0
+
+
+def test_peak_of_a_series_is_its_highest() -> None:
+    """Memory that the first run keeps for later ones is counted; an empty series has none."""
+    assert (Series("a", [1.0], [5, 0, 0]).peak, Series("a").peak) == (5, None)
+
+
+@pytest.mark.parametrize(
+    ("value", "at_least", "met"), [(0.9, True, True), (0.8, True, False), (0.8, False, True), (0.9, False, False)]
+)
+def test_target_knows_its_direction(value: float, at_least: bool, met: bool) -> None:
+    """A rate must be at least its bound, a time at most."""
+    assert Target("x", value, 0.85, at_least=at_least).met == met
+
+
+def test_rows_show_ratios_to_limit_and_to_holdfast() -> None:
+    """The limit takes half as long as we do, a peer four times as long."""
+    found = [Series("limit", [1.0], [0]), Series("holdfast", [2.0], [MIB << 10]), Series("DCP", [8.0])]
+    assert [row[4:] for row in rows(found, 4 * 10**9)] == [
+        ["4.00", "–", "–", "0.00 GiB"],
+        ["2.00", "50%", "–", "1.00 GiB"],
+        ["0.50", "12%", "4.0 ×", "–"],
+    ]
+
+
+def test_contestants_take_turns() -> None:
+    """A B, A B: each with what comes before and after it, which is not timed."""
+    seen: list[str] = []
+    add = seen.append
+    contestants = [Contestant(n, lambda n=n: add(n), lambda: add("("), lambda: add(")")) for n in "AB"]  # type: ignore[misc]
+    assert [len(series.seconds) for series in contest(contestants, 2, 0.0)] == [2, 2]
+    assert "".join(seen) == "(A)(B)" * 2
+
+
+def test_peak_memory_sees_what_was_freed_again() -> None:
+    """Memory that was taken and given back within the block counts."""
+    with PeakMemory() as memory:
+        torch.ones(64 * MIB, dtype=torch.uint8)
+    assert 60 * MIB < memory.nbytes < 100 * MIB
+
+
+def test_table_columns_stand_under_each_other() -> None:
+    """The first column to the left, numbers to the right."""
+    assert aligned([["a", "10"], ["bcd", "5"]]) == ["a    10", "bcd   5"]
+
+
+@pytest.mark.parametrize("gib", [0.5, 1.0, 2.0, 4.0, 5.0, 8.0])
+def test_states_come_close_to_their_size(gib: float) -> None:
+    """A model of whole layers is within 10 % of the size that was asked for."""
+    nbytes = sum(torch.Size(shape).numel() * 14 for shape in parameter_shapes(gib).values())
+    assert nbytes / (1 << 30) == pytest.approx(gib, rel=0.1)
+
+
+def test_digests_tell_states_apart() -> None:
+    """The same seed gives the same bits; zeroed tensors are noticed, every one."""
+    state, expected = build(TINY_GIB, seed=1), digests(build(TINY_GIB, seed=1))
+    assert digests(state) == expected
+    assert nbytes_of(state) == sum(t.nbytes for t in flat_tensors(state).values())
+    zero(state)
+    assert [name for name, found in digests(state).items() if found == expected[name]] == []
+
+
+def test_work_folder_leaves_nothing(tmp_path: Path) -> None:
+    """What a program wrote is gone at its end."""
+    with work_folder(tmp_path) as folder:
+        (folder / "file").write_text("x")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tiny_overrules_size_and_rounds() -> None:
+    """--tiny is one round of a small state, whatever else is asked for."""
+    given = options(parser("save", "Doc.").parse_args(["--tiny", "--gib", "7", "--runs", "9"]))
+    assert (given.gib, given.runs) == (TINY_GIB, 1)
+
+
+def test_markdown_has_one_row_per_contestant() -> None:
+    """The section has a title, a table and the verdicts."""
+    report = Report("p", "Title", {}, ["", "s"], [["A", "1"]], [Target("t", 1.0, 2.0, at_least=True)])
+    text = markdown(report)
+    assert text.splitlines() == [
+        "### Title",
+        "",
+        "| | s |".replace("| |", "|  |"),
+        "|---|---:|",
+        "| A | 1 |",
+        "",
+        "- t: 1 (target ≥ 2): MISSED",
+    ]
+
+
+@pytest.mark.parametrize("program", [save, load, limits])
+def test_programs_run_and_check_what_they_load(program: object, tmp_path: Path) -> None:
+    """A tiny run ends well, leaves its figures where asked, and nothing else."""
+    file = tmp_path / "out.json"
+    main = program.main  # type: ignore[attr-defined]
+    assert main(["--tiny", "--alone", "--dir", str(tmp_path / "dir"), "--json", str(file)]) == 0
+    assert list((tmp_path / "dir").iterdir()) == []
+    assert all(series["seconds"] for series in json.loads(file.read_text())["series"])
+
+
+def test_figures_become_a_page(tmp_path: Path) -> None:
+    """What one program writes as JSON is read back as the same report."""
+    report = Report(
+        "p", "T", {"cpu": "one"}, [""], [["A"]], [Target("t", 1.0, 2.0, at_least=True)], [], [Series("A", [1.0])]
+    )
+    report.emit(tmp_path / "p.json")
+    assert everything._report(json.loads((tmp_path / "p.json").read_text())) == report
+
+
+def test_a_load_that_does_nothing_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The programs zero the tensors before a load, so that one that fills nothing cannot pass."""
+    monkeypatch.setattr("holdfast.load", lambda *args, **kwargs: None)
+    with pytest.raises(AssertionError, match="not what was saved"):
+        load.main(["--tiny", "--alone", "--dir", str(tmp_path)])
