@@ -44,8 +44,8 @@ format: $(READY)  ## mend style and format where a machine can
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 
 bench:  ## how to run the benchmarks
-	@echo "What can this storage do for checkpoints:   $(BIN)/holdfast bench URI"
-	@echo "Programs, each with --help, and --tiny for a run of seconds:"
+	@echo "All of them, as one table:   $(BIN)/python -m holdfast.bench --markdown FILE"
+	@echo "One by one, each with --help, and --tiny for a run of seconds:"
 	@for name in $$($(MAKE) -s bench-names); do echo "  $(BIN)/python -m holdfast.bench.$$name"; done
 
 # A file below bench/ that has a main() is a program.

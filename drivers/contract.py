@@ -123,6 +123,14 @@ class Driver(ABC):
         parts, empty folders. Nothing there is no error. Not atomic: what fails midway may be done again."""
 
     @abstractmethod
+    async def sweep(self, prefix: str) -> None:
+        """Remove what dead uploads to ``prefix``, and below it, left: temporary files, dangling parts, empty folders.
+
+        Uploads that live, whichever process or host they belong to, are not harmed; where that cannot be told, what is
+        left stays. ``prefix`` is not empty. Nothing there is no error.
+        """
+
+    @abstractmethod
     async def close(self) -> None:
         """Let go of handles and threads. Safe to call twice."""
 

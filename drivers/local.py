@@ -32,6 +32,9 @@ from .uri import Uri
 
 __all__ = ["LocalDriver"]
 
+SHARED_QUIET_S = 3600.0
+"""How long a temporary file must not have changed to be swept, where other hosts may be writing it."""
+
 CLOSE_TIMEOUT_S = 60.0
 """How long close() waits for operations that still run."""
 
@@ -117,6 +120,12 @@ class LocalDriver(Driver):
     async def delete_all(self, prefix: str) -> None:
         """See :meth:`Driver.delete_all`. Durable on return. Symbolic links go too; what they point to stays."""
         await self._run("delete", self._checked(prefix), self._delete_all, prefix)
+
+    async def sweep(self, prefix: str) -> None:
+        """See :meth:`Driver.sweep`. A live upload holds a lock (flock) on its temporary file. Such locks may not reach
+        other hosts: where other hosts see the files, only what has not changed for an hour is taken for dead."""
+        quiet_s = SHARED_QUIET_S if self.traits.shared else 0.0
+        await self._run("sweep", self._checked(prefix), self._tree.sweep, prefix, quiet_s)
 
     async def close(self) -> None:
         """See :meth:`Driver.close`. Drops uploads that are neither committed nor aborted.

@@ -13,12 +13,13 @@ from contextlib import contextmanager
 
 from .contract import Buffer
 from .local_io import DIRECT_MIN_NBYTES, OpenFile, write_at
-from .local_tree import Tree, split, sync_folder, temporary_name
+from .local_tree import NO_LOCKS, Tree, lock, split, sync_folder, temporary_name
 
 __all__ = ["NewFile", "OpenFiles"]
 
 _log = logging.getLogger(__name__)
 
+_TRIES = 100
 _NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -36,14 +37,12 @@ class NewFile:
 
     def open(self, *, exclusive: bool = False) -> None:
         """Create the temporary file, and the folders above it. ``exclusive``: EEXIST where the key is taken."""
-        self._folder = self._tree.open_folder(self._above, make=True)
-        try:
-            self._check_target(exclusive)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-            plain = os.open(self._temporary, flags, 0o666, dir_fd=self._folder)
-        except BaseException:
-            os.close(self._folder)
-            raise
+        for _ in range(_TRIES):
+            plain = self._create(exclusive)
+            if plain is not None:
+                break
+        else:
+            raise OSError(errno.EAGAIN, "its folder was swept away again and again", self._name)
         self._file = OpenFile(plain, self._folder)
         try:
             if self._direct != "off" and self._nbytes >= DIRECT_MIN_NBYTES:
@@ -51,6 +50,38 @@ class NewFile:
         except BaseException:
             self.drop()
             raise
+
+    def _create(self, exclusive: bool) -> int | None:
+        """The temporary file, created and locked; None where a sweep came between, and took it or its folder away."""
+        self._folder = self._tree.open_folder(self._above, make=True)
+        plain = -1
+        try:
+            self._check_target(exclusive)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+            plain = os.open(self._temporary, flags, 0o666, dir_fd=self._folder)
+            if self._locked(plain) and os.fstat(plain).st_nlink:
+                return plain
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            self._close(plain)
+            raise
+        self._close(plain)
+        return None
+
+    def _close(self, plain: int) -> None:
+        os.close(self._folder)
+        if plain >= 0:
+            os.close(plain)
+
+    @staticmethod
+    def _locked(fd: int) -> bool:
+        try:
+            return lock(fd)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            return True  # nor can a sweep lock it, and so leaves it alone
 
     def write(self, start: int, data: Buffer) -> None:
         """Write all of ``data`` at byte ``start``."""

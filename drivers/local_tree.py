@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import secrets
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from .contract import ObjectInfo
 
-__all__ = ["Tree", "is_temporary", "split", "sync_folder", "temporary_name"]
+__all__ = ["NO_LOCKS", "Tree", "is_temporary", "lock", "split", "sync_folder", "temporary_name"]
+
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+"""What flock fails with where the file system knows no locks."""
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _TEMPORARY = re.compile(r"\..*\.[0-9a-f]{16}\.tmp", re.DOTALL)
@@ -150,6 +155,44 @@ class Tree:
                 os.unlink(name, dir_fd=fd)
             sync_folder(fd)
 
+    def sweep(self, prefix: str, quiet_s: float) -> None:
+        """Remove dead temporary files of the object ``prefix``, and below the folder ``prefix`` these and empty folders.
+
+        Dead: nobody holds a lock on it, and it has not changed for ``quiet_s`` seconds.
+        """
+        above, name = split(prefix)
+        own = re.compile(rf"\.{re.escape(name[:48])}\.[0-9a-f]{{16}}\.tmp", re.DOTALL)
+        with contextlib.suppress(FileNotFoundError), self.folder(above) as fd:
+            for entry, status in _entries(fd):
+                if own.fullmatch(entry):
+                    _unlink_dead(fd, entry, status, quiet_s)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            folders = [prefix]
+            for folder in folders:  # grows while it is gone through
+                folders += self._sweep_folder(folder, quiet_s)
+            for folder in reversed(folders[1:]):
+                self._remove_if_empty(folder)
+
+    def _sweep_folder(self, key: str, quiet_s: float) -> list[str]:
+        """Sweep the files of one folder; return the keys of the folders in it."""
+        folders = []
+        with contextlib.suppress(FileNotFoundError), self.folder(key) as fd:
+            for name, status in _entries(fd):
+                if stat.S_ISDIR(status.st_mode):
+                    folders.append(f"{key}/{name}")
+                elif is_temporary(name):
+                    _unlink_dead(fd, name, status, quiet_s)
+        return folders
+
+    def _remove_if_empty(self, key: str) -> None:
+        above, name = split(key)
+        try:
+            with self.folder(above) as fd:
+                os.rmdir(name, dir_fd=fd)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                raise
+
     def _remove_folder(self, prefix: str) -> None:
         folders = [prefix]
         for folder in folders:  # grows while it is gone through
@@ -221,6 +264,40 @@ def _entries(folder: int) -> list[tuple[str, os.stat_result]]:
             with contextlib.suppress(FileNotFoundError):
                 found.append((entry.name, entry.stat(follow_symlinks=False)))
     return found
+
+
+def lock(fd: int) -> bool:
+    """Take the lock by which a live upload is known, until ``fd`` is closed. False where somebody else has it.
+
+    Raises OSError where the file system knows no locks.
+    """
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _unlink_dead(folder: int, name: str, status: os.stat_result, quiet_s: float) -> None:
+    """Remove a temporary file that nobody is writing any more."""
+    if time.time() - status.st_mtime < quiet_s:
+        return
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, dir_fd=folder)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP, errno.EACCES, errno.ENXIO):
+            return  # gone, no file of ours, or not ours to judge
+        raise
+    try:
+        if lock(fd):
+            os.unlink(name, dir_fd=folder)
+    except FileNotFoundError:
+        pass  # its upload has just ended
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+    finally:
+        os.close(fd)
 
 
 def _unlink_files(folder: int) -> list[str]:

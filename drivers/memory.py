@@ -89,6 +89,10 @@ class MemoryDriver(Driver):
         for key in self._below(check_key(prefix, uri=self.uri)):
             del self._objects[key]
 
+    async def sweep(self, prefix: str) -> None:
+        """See :meth:`Driver.sweep`. An upload that is dropped leaves nothing here."""
+        check_key(prefix, uri=self.uri)
+
     async def close(self) -> None:
         """Nothing to let go of: a named store outlives its drivers."""
 

@@ -15,7 +15,7 @@ Keys below a checkpoint's root::
    Whoever deletes an attempt deletes ``attempt.json`` first, and its fate later. So if it is there after a claim that
    succeeded, there never was a sentence, and nobody deletes, or is about to delete, an image.
 5. It puts the manifest: atomically, durably.
-6. *delete_attempt*: what the manifest named before goes, after all ranks have heard of the commit.
+6. *delete_attempt*: what the manifest named before goes, once the verdict is out.
 
 An attempt that is claimed but not current either is in between 3 and 5, or died there, or was replaced in step 5 of
 another. It is left alone for a grace period by the storage's own clock, and then deleted.
@@ -44,6 +44,7 @@ from ..errors import (
     SupersededError,
     UnsupportedFormatError,
 )
+from .engine import offload
 from .executor import at_most
 from .manifest import MANIFEST_KEY, Manifest, check_complete, image_key
 
@@ -90,7 +91,7 @@ async def read_manifest(driver: Driver) -> tuple[Manifest, bytes]:
             advice="Is the URI that of one checkpoint? `holdfast ls` lists them.",
         ) from error
     try:
-        manifest = Manifest.decode(data)
+        manifest = await offload(Manifest.decode, data)
         check_complete(manifest, "the manifest")
         return manifest, data
     except (DamagedError, UnsupportedFormatError) as error:
@@ -104,6 +105,7 @@ async def begin(driver: Driver, world: int) -> Attempt:
     await driver.put(attempt.marker, json.dumps({"world": world}).encode(), exclusive=True)
     try:
         await _collect_others(driver, attempt)
+        await _sweep(driver)
     except BaseException:
         await delete_attempt(driver, attempt)
         raise
@@ -136,6 +138,15 @@ async def delete_attempt(driver: Driver, attempt: Attempt) -> None:
         await driver.delete_all(attempt.prefix)
     except StorageError as error:
         _log.warning("leftovers of attempt %s stay until the next save: %s", attempt.id, error)
+
+
+async def _sweep(driver: Driver) -> None:
+    """Collect what killed savers left unfinished. Does not raise."""
+    try:
+        await driver.sweep("data")
+        await driver.sweep(MANIFEST_KEY)
+    except StorageError as error:
+        _log.warning("unfinished files stay until the next save: %s", error)
 
 
 async def _still_there(driver: Driver, attempt: Attempt) -> ObjectInfo:

@@ -44,7 +44,8 @@ class SaveJob:
 async def run_save(driver: Driver, team: Team, job: SaveJob) -> tuple[str, int]:
     """Save; return the attempt and this rank's bytes. Every rank of the team calls this.
 
-    Raises what failed on this rank, RankFailedError or DeadlineError for another; then nothing was committed.
+    Raises what failed on this rank, RankFailedError or DeadlineError for another. Then nothing was committed, unless the
+    failure came between the put of the manifest and word of it: what is there is a whole checkpoint in any case.
     """
     leader = _Leader(driver, job)
     async with team.session():
@@ -61,7 +62,7 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tu
     try:
         # Alone there is nothing to agree on before capturing: the storage is prepared meanwhile.
         plain = None if team.world == 1 else _agreed(job, json.loads(await beginning)["plain"], team.world)
-        plan = plan_save(job.flat, team.rank, plain)
+        plan = await offload(plan_save, job.flat, team.rank, plain)
         writer = ImageWriter(driver, plan.layout, plan.source, job.budget_nbytes, job.progress)
         digests = await writer.write(lambda: _image_key(beginning, team.rank))
     except BaseException:
@@ -71,7 +72,7 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tu
     attempt = Attempt(json.loads(await beginning)["attempt"])
     fragment = _fragment(attempt, job, plan, digests, team.rank)
     try:
-        await team.round("commit", fragment.encode(), leader.commit)
+        await team.round("commit", await offload(fragment.encode), leader.commit)
     except InvisibleFilesError:
         await _drop(driver, attempt, team.rank)  # nobody else sees this file, so nobody else will collect it
         raise
@@ -99,8 +100,7 @@ class _Leader:
 
     async def commit(self, fragments: Sequence[bytes]) -> bytes:
         assert self._attempt is not None
-        parts = [Manifest.decode(data, f"the fragment of rank {rank}") for rank, data in enumerate(fragments)]
-        manifest = await offload(merge, parts)
+        manifest = await offload(_merged, fragments)
         self._obsolete = None  # from here on the manifest may turn out to have been stored, whatever is raised
         try:
             self._obsolete = await commit(self._driver, self._attempt, manifest)
@@ -113,6 +113,10 @@ class _Leader:
         obsolete, self._obsolete = self._obsolete, None
         if obsolete is not None:
             await delete_attempt(self._driver, obsolete)
+
+
+def _merged(fragments: Sequence[bytes]) -> Manifest:
+    return merge([Manifest.decode(data, f"the fragment of rank {rank}") for rank, data in enumerate(fragments)])
 
 
 def _statement(uri: str, job: SaveJob) -> bytes:

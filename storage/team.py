@@ -93,6 +93,7 @@ class StoreTeam(Team):
         self._silence_s = silence_s
         self._beat_s = max(0.02, min(5.0, silence_s / 5))
         self._written: list[str] = []  # of this rank, for the leader alone
+        self._kept: list[str] = []
         self._rounds: list[str] = []
 
     async def round(self, name: str, payload: bytes, decide: Decide) -> bytes:
@@ -123,7 +124,8 @@ class StoreTeam(Team):
         try:
             yield
         except BaseException:
-            self._written.clear()  # the leader may be about to take them: they stay until the last has left
+            # The leader may be about to take what this rank has said: the last to leave removes it.
+            self._kept, self._written = self._written, []
             raise
         finally:
             beating.cancel()
@@ -144,14 +146,22 @@ class StoreTeam(Team):
         the job's store, and do no harm: no other team has this prefix."""
         with contextlib.suppress(CoordinationError):
             await self._delete(self._written)
+            if self._kept:
+                await self._call(self._store.set, f"{self._prefix}/kept/{self.rank}", json.dumps(self._kept))
             if await self._call(self._store.add, f"{self._prefix}/left", 1) == self.world:
-                await self._delete(["left", *(f"beat/{rank}" for rank in range(self.world))])
-                values = [f"{name}/verdict/{LEADER}" for name in self._rounds]
-                if await self._call(self._store.check, [f"{self._prefix}/failed"]):
-                    values += [f"{name}/{rank}" for name in self._rounds for rank in range(1, self.world)]
-                for key in values:
-                    await self._delete([key, *(f"{key}/{i}" for i in range(await self._parts(key)))])
-                await self._delete(["failed"])
+                await self._delete(await self._remains())
+
+    async def _remains(self) -> list[str]:
+        """The keys that are there when all have left."""
+        keys = ["left", *(f"beat/{rank}" for rank in range(self.world))]
+        for verdict in (f"{name}/verdict/{LEADER}" for name in self._rounds):
+            keys += [verdict, *(f"{verdict}/{i}" for i in range(await self._parts(verdict)))]
+        if await self._call(self._store.check, [f"{self._prefix}/failed"]):
+            keys.append("failed")
+            for kept in [f"kept/{rank}" for rank in range(1, self.world)]:
+                if await self._call(self._store.check, [f"{self._prefix}/{kept}"]):
+                    keys += [kept, *json.loads(await self._call(self._store.get, f"{self._prefix}/{kept}"))]
+        return keys
 
     async def _delete(self, keys: Sequence[str]) -> None:
         for key in keys:

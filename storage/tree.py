@@ -215,4 +215,4 @@ def _same(a: Any, b: Any) -> bool:
         return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
     if isinstance(a, list):
         return len(a) == len(b) and all(map(_same, a, b))
-    return bool(a == b)
+    return a.hex() == b.hex() if isinstance(a, float) else bool(a == b)  # 0.0 is not -0.0

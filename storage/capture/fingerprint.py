@@ -33,10 +33,15 @@ def _fingerprint(flat: FlatState, row: int) -> bytes:
     if tensor.numel() == 0:
         return hasher.digest()
     if address_of(tensor) is not None:
-        hasher.update(as_bits(tensor).reshape(-1).view(torch.uint8).numpy().data)
+        hasher.update(_bytes_of(as_bits(tensor)))
         return hasher.digest()
     flat_bits = as_bits(tensor).reshape(-1)
     for start in range(0, len(flat_bits), _PIECE_NUMEL):
         piece = flat_bits[start : start + _PIECE_NUMEL]
-        hasher.update(piece.cpu().contiguous().view(torch.uint8).numpy().data)
+        hasher.update(_bytes_of(piece.cpu().contiguous()))
     return hasher.digest()
+
+
+def _bytes_of(contiguous: torch.Tensor) -> memoryview:
+    # Strided anew: a dimension of one element may have any stride, and other dtypes are only seen through a stride of 1.
+    return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8).numpy().data

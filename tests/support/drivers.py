@@ -70,6 +70,9 @@ class HookedDriver(Driver):
             await self.around("delete_all", key, self.inner.delete, key)
         await self.around("delete_all", prefix, self.inner.delete_all, prefix)
 
+    async def sweep(self, prefix: str) -> None:
+        await self.around("sweep", prefix, self.inner.sweep, prefix)
+
     async def close(self) -> None:
         self.closed += 1
 

@@ -46,8 +46,8 @@ def load_as_ranks(driver: Driver, into: Sequence[Any]) -> list[Any]:
     async def run() -> Any:
         return await _all(run_load(driver, team, job) for team, job in zip(_teams(len(into)), jobs, strict=True))
 
-    manifests = start(run()).result(60)
-    return [finish(job, manifest, rank) for rank, (job, manifest) in enumerate(zip(jobs, manifests, strict=True))]
+    done = start(run()).result(60)
+    return [finish(job, manifest, rank) for rank, (job, (manifest, *_)) in enumerate(zip(jobs, done, strict=True))]
 
 
 async def _all(works: Any) -> list[Any]:

@@ -1,0 +1,189 @@
+"""Values, columns and trees come back from their encoding as they went in, and a flipped byte is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+from support.bits import difference
+
+import holdfast
+from holdfast.errors import SaveError
+from holdfast.storage.columns import decode_columns, encode_columns, narrowed
+from holdfast.storage.tree import Container, Tree, Value, format_path, merge_trees
+from holdfast.storage.values import decode_value, encode_value
+
+texts = st.text(st.characters(codec=None) | st.characters(categories=["Cs"]), max_size=8)
+scalars = npst.boolean_dtypes() | npst.integer_dtypes() | npst.floating_dtypes(sizes=(16, 32, 64)) | npst.complex_number_dtypes(sizes=(64, 128))
+values = (
+    st.none() | st.booleans() | st.integers() | st.integers(-(10**400), 10**400) | st.floats() | st.complex_numbers(allow_nan=True)
+    | texts | st.binary(max_size=20) | st.binary(max_size=5).map(bytearray)
+    | scalars.flatmap(lambda dtype: npst.from_dtype(np.dtype(dtype).newbyteorder("=")))
+    | texts.map(np.str_) | st.binary(max_size=5).map(np.bytes_)
+)  # fmt: skip
+
+
+@given(values)
+def test_a_value_comes_back_from_json_equal_and_of_its_type(value: Any) -> None:
+    """To the bit where it is a number, by way of real JSON text."""
+    decoded = decode_value(json.loads(json.dumps(encode_value(value, "state"))))
+    assert difference([value], [decoded]) is None
+
+
+@given(st.recursive(st.none() | st.booleans() | st.floats() | texts | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(texts, inner)))
+def test_decoding_any_json_is_a_value_or_damage(encoded: Any) -> None:
+    """No other error, and nothing else happens."""
+    try:
+        decode_value(encoded)
+    except holdfast.DamagedError:
+        pass
+
+
+columns = st.dictionaries(
+    st.text(max_size=8).filter(lambda name: name not in ("__metadata__", "checksum")),
+    npst.arrays(st.sampled_from([np.uint8, np.uint16, np.uint32, np.uint64]), npst.array_shapes(min_dims=1, max_dims=2, min_side=0, max_side=6)),
+    max_size=5,
+)  # fmt: skip
+metadata = st.dictionaries(st.text(max_size=5), st.text(max_size=20), max_size=3)
+
+
+@given(columns, metadata)
+def test_columns_come_back_as_they_were(there: dict[str, np.ndarray], texts: dict[str, str]) -> None:
+    """Of any unsigned type, also empty ones."""
+    found, told = decode_columns(encode_columns(there, texts), "a file")
+    assert told == texts
+    assert difference(there, found) is None
+
+
+@given(columns, st.data())
+def test_columns_with_a_flipped_bit_are_refused(there: dict[str, np.ndarray], data: st.DataObject) -> None:
+    """Wherever it is; and so is a file cut short."""
+    whole = encode_columns(there, {"a": "b"})
+    position, bit = data.draw(st.integers(0, len(whole) - 1)), data.draw(st.integers(0, 7))
+    flipped = whole[:position] + bytes([whole[position] ^ (1 << bit)]) + whole[position + 1 :]
+    for damaged in (flipped, whole[:position]):
+        with pytest.raises(holdfast.DamagedError, match="a file"):
+            decode_columns(damaged, "a file")
+
+
+@given(st.lists(st.integers(0, 2**63 - 1)))
+def test_narrowing_keeps_every_number(numbers: list[int]) -> None:
+    """In the smallest type that holds them."""
+    narrow = narrowed(np.array(numbers, np.int64))
+    assert narrow.tolist() == numbers
+    assert narrow.dtype.kind == "u"
+    assert narrow.dtype == np.min_scalar_type(max(numbers, default=0))
+
+
+keys = st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from([0.0, 1.0, 1.5]) | st.sampled_from(["", "a", "0", "1", "a.b", "True"])
+small = st.none() | st.booleans() | st.sampled_from([0, 1, 1.0, 0.0, -0.0, "1", b"1"])
+
+
+def branches(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Containers of these."""
+    return st.dictionaries(keys, inner, max_size=4) | st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple)
+
+
+states = st.dictionaries(keys, st.recursive(small, branches, max_leaves=12), max_size=5)
+
+
+def tree_of(state: Any) -> Tree:
+    """A state without tensors as a tree."""
+    from holdfast.storage.capture.state import flatten
+
+    return flatten(state).tree
+
+
+def leaves(tree: Tree, rank: int) -> list[tuple[Any, Any]]:
+    """The values of one rank with the keys that lead to them, types included."""
+    paths = tree.paths()
+    return [(tuple((type(k), k) for k in (*paths[v.container], v.key)), v.of(rank)) for v in tree.values]
+
+
+def own_leaves(tree: Tree) -> list[tuple[Any, Any]]:
+    """The same of a tree of one rank."""
+    return leaves(tree, 0)
+
+
+@given(states)
+def test_a_tree_comes_back_from_json(state: Any) -> None:
+    """Containers, keys and values, with their types."""
+    tree = tree_of(state)
+    found = Tree.from_json(json.loads(json.dumps(tree.to_json())))
+    assert [(c.parent, type(c.key), c.key, c.kind) for c in found.containers] == [(c.parent, type(c.key), c.key, c.kind) for c in tree.containers]
+    assert difference(own_leaves(tree), own_leaves(found)) is None
+
+
+@given(st.lists(states, min_size=1, max_size=4))
+def test_merged_trees_give_each_rank_its_own_values(ranks: list[Any]) -> None:
+    """Whatever the others have: equal values are stored once, others per rank, by value and type."""
+    trees = [tree_of(state) for state in ranks]
+    try:
+        merged, numbers = merge_trees(trees)
+    except SaveError:
+        kinds: dict[Any, set[str]] = {}
+        for tree in trees:
+            for path, container in zip(tree.paths(), tree.containers, strict=True):
+                kinds.setdefault(tuple((type(k), k) for k in path), set()).add(container.kind)
+        assert any(len(kind) > 1 for kind in kinds.values())
+        return
+    merged = Tree.from_json(json.loads(json.dumps(merged.to_json())))
+    for rank, tree in enumerate(trees):
+        found = {repr(path): value for path, value in leaves(merged, rank)}
+        for path, value in own_leaves(tree):
+            assert difference([value], [found[repr(path)]]) is None
+        assert [merged.containers[n].kind for n in numbers[rank]] == [c.kind for c in tree.containers]
+        assert [merged.paths()[n] for n in numbers[rank]] == tree.paths()
+    union = {repr(path) for tree in trees for path, _ in own_leaves(tree)}
+    assert sorted(union) == sorted(repr(path) for path, _ in leaves(merged, 0))
+    for value in merged.values:
+        encoded = [(type(e), repr(e)) for _, e in value.by_rank]
+        assert len(set(encoded)) == len(encoded), "equal values are stored once"
+
+
+@given(st.lists(small, min_size=2, max_size=5))
+def test_values_that_are_equal_but_of_another_type_are_kept_apart(ranks: list[Any]) -> None:
+    """1, 1.0 and True, 0.0 and -0.0: each rank gets back what it had."""
+    merged, _ = merge_trees([tree_of({"x": value}) for value in ranks])
+    assert difference(ranks, [merged.values[0].of(rank) for rank in range(len(ranks))]) is None
+
+
+def test_ranks_that_saved_no_value_get_one_of_those_that_did() -> None:
+    """Ranks 1, 2 and 4 saved one, and are dealt out in turn: a job of another size finds one for every rank."""
+    value = Value(0, "x", [([1, 4], "a"), ([2], "b")])
+    assert [value.of(rank) for rank in range(7)] == ["a", "a", "b", "a", "a", "a", "a"]
+
+
+BAD = [
+    lambda t: t.update(containers=[]), lambda t: t["containers"].append([5, "a", "dict"]), lambda t: t["containers"].append([-1, "a", "dict"]),
+    lambda t: t["containers"].append([0, "a", "set"]), lambda t: t["containers"].append([0, ["a"], "dict"]),
+    lambda t: t["values"].append([9, "a", [[[0], 1]]]), lambda t: t["values"].append([0, {"a": 1}, [[[0], 1]]]),
+    lambda t: t["values"].append([0, "a", []]), lambda t: t["values"].append([0, "a", [[[], 1]]]), lambda t: t["values"].append([1, "a", [[[0], 1]]]),
+    lambda t: t["tensor_keys"].append([9, "a", 1]), lambda t: t["tensor_keys"].append([0, "a", [1]]), lambda t: t.pop("arrays"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spoil", BAD)
+def test_a_tree_that_is_none_is_damage(spoil: Any) -> None:
+    """Numbers out of range, unknown kinds, keys that no container has, values for nobody."""
+    data = tree_of({"l": [1], "d": {"x": 2}}).to_json()
+    assert Tree.from_json(json.loads(json.dumps(data))).containers[1].kind == "list"
+    spoil(data)
+    with pytest.raises(holdfast.DamagedError):
+        Tree.from_json(json.loads(json.dumps(data)))
+
+
+def test_a_path_reads_as_python_would_have_it() -> None:
+    """So that it can be pasted."""
+    assert format_path(["a.b", 0, 1.5, None, True, "0"]) == 'state["a.b"][0][1.5][None][True]["0"]'
+    assert format_path([]) == "state"
+
+
+def test_the_root_is_a_container() -> None:
+    """A new tree has one, and nothing in it."""
+    assert Tree().containers == [Container(-1, None, "dict")]
