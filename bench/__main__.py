@@ -1,4 +1,6 @@
-"""Every benchmark, one after the other; the outcome as one page of Markdown."""
+"""Every benchmark, one after the other; the outcome as one page of Markdown. --json and --svg name folders here: they get
+a file per program.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +11,23 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from .options import options, parser
+from .options import Options, options, parser
 from .report import Report, Series, Target, markdown
 
 __all__: list[str] = []
 
 PROGRAMS = ("limits", "save", "load", "stall", "ranks", "reshard", "small", "memory")
 OWN_SIZE = ("reshard", "small", "memory")
-"""Programs that know their size themselves, unless they are told."""
+"""Programs that know their size themselves; --gib is for the others."""
 
 
-def _run(program: str, arguments: Sequence[str], folder: Path) -> Report:
+def _run(program: str, given: Options, folder: Path) -> Report:
     """The report of one program, in a process of its own. Raises CalledProcessError if it fails."""
     file = folder / f"{program}.json"
+    drawing = ["--svg", str(given.svg / f"{program}.svg")] if given.svg else []
     print(f"== {program}", flush=True)
-    subprocess.run([sys.executable, "-m", f"holdfast.bench.{program}", *arguments, "--json", str(file)], check=True)
+    command = [sys.executable, "-m", f"holdfast.bench.{program}", *_arguments(program, given), *drawing]
+    subprocess.run([*command, "--json", str(file)], check=True)
     return _report(json.loads(file.read_text()))
 
 
@@ -52,17 +56,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := set(parsed.programs) - set(PROGRAMS):
         arguments.error(f"no such program: {', '.join(sorted(unknown))}")
     given = options(parsed)
-    with tempfile.TemporaryDirectory() as folder:
-        reports = [
-            _run(name, _arguments(name, given.arguments(given.folder)), Path(folder))
-            for name in parsed.programs or PROGRAMS
-        ]
+    for folder in filter(None, (given.json, given.svg)):
+        folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        programs = parsed.programs or PROGRAMS
+        reports = [_run(program, given, given.json or Path(temporary)) for program in programs]
     page = _page(reports)
     parsed.markdown.write_text(page) if parsed.markdown else print(page)
     return int(any(not target.met for report in reports for target in report.targets))
 
 
-def _arguments(program: str, shared: list[str]) -> list[str]:
+def _arguments(program: str, given: Options) -> list[str]:
+    shared = given.arguments(given.folder)
     if program in OWN_SIZE and "--gib" in shared:
         at = shared.index("--gib")
         return shared[:at] + shared[at + 2 :]

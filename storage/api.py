@@ -147,7 +147,7 @@ def _start_save(
     driver = open_driver(uri)
     team = current_team(deadline_s, saving=True)
     flat = _told(team, driver, flatten, state)
-    plain = _told(team, driver, fingerprints, flat) if team.world > 1 else {}
+    plain = _told(team, driver, fingerprints, flat, team.world) if team.world > 1 else {}
     job = SaveJob(flat, _step_of(state) if step is None else step, plain, budget_nbytes)
     handle = SaveHandle(driver.uri)
     with _in_flight_lock:

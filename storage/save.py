@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from ..drivers.contract import Driver
 from ..errors import InvisibleFilesError, SaveError, StorageError, UsageError
+from .capture.fingerprint import label
 from .capture.plan import SavePlan, plan_save
 from .capture.state import FlatState
 from .commit import Attempt, begin, commit, delete_attempt
@@ -30,11 +31,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class SaveJob:
-    """What one rank saves. ``plain``: per row that is a plain tensor, the digest of its bytes (jobs of several ranks)."""
+    """What one rank saves. ``unsure``: per row of a tensor whose replicas are unknown, its digest (none when alone)."""
 
     flat: FlatState
     step: int | None
-    plain: dict[int, bytes]
+    unsure: dict[int, bytes]
     budget_nbytes: int | None
     """Host memory for chunks; None: room for the whole image."""
     progress: Progress = field(default=Progress(lambda: None, lambda: None))
@@ -61,8 +62,8 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tu
     beginning = asyncio.ensure_future(team.round("begin", _statement(driver.uri, job), leader.begin))
     try:
         # Alone there is nothing to agree on before capturing: the storage is prepared meanwhile.
-        plain = None if team.world == 1 else _agreed(job, json.loads(await beginning)["plain"], team.world)
-        plan = await offload(plan_save, job.flat, team.rank, plain)
+        agreed = None if team.world == 1 else _agreed(job, json.loads(await beginning), team.world)
+        plan = await offload(plan_save, job.flat, team.rank, agreed)
         writer = ImageWriter(driver, plan.layout, plan.source, job.budget_nbytes, job.progress)
         digests = await writer.write(lambda: _image_key(beginning, team.rank))
     except BaseException:
@@ -94,9 +95,10 @@ class _Leader:
         for rank, other in enumerate(told):
             if other["uri"] != told[0]["uri"]:
                 raise UsageError(f"rank {rank} saves to {other['uri']}, rank 0 to {told[0]['uri']}", rank=rank)
-        plain = _agree([other["plain"] for other in told])
+        plain = _agree_plain([other["plain"] for other in told])
+        shards = _agree_shards([other["shards"] for other in told])
         self._attempt = self._obsolete = await begin(self._driver, len(statements))
-        return json.dumps({"attempt": self._attempt.id, "plain": plain}).encode()
+        return json.dumps({"attempt": self._attempt.id, "plain": plain, "shards": shards}).encode()
 
     async def commit(self, fragments: Sequence[bytes]) -> bytes:
         assert self._attempt is not None
@@ -120,35 +122,55 @@ def _merged(fragments: Sequence[bytes]) -> Manifest:
 
 
 def _statement(uri: str, job: SaveJob) -> bytes:
-    """What a rank says first: where it saves to, and which plain tensors it holds, by the digests of their bytes."""
-    plain = {job.flat.names[row]: digest.hex() for row, digest in job.plain.items()}
-    return json.dumps({"uri": uri, "plain": plain}).encode()
+    """What a rank says first: where it saves to, and what it holds whose replicas are unknown, by digests."""
+    told: dict[str, dict[str, str]] = {"plain": {}, "shards": {}}
+    for row, digest in job.unsure.items():
+        told["plain" if job.flat.parts[row] is None else "shards"][label(job.flat, row)] = digest.hex()
+    return json.dumps({"uri": uri} | told).encode()
 
 
-def _agree(plain: Sequence[dict[str, str]]) -> dict[str, list[int]]:
-    """Who holds the same plain tensor: by name, the ranks that share its bytes; none where ranks differ.
+def _agree(held: Sequence[dict[str, str]]) -> tuple[dict[str, list[int]], set[str]]:
+    """Who holds what: by label, the ranks; and the labels under which ranks hold different bytes."""
+    holders: dict[str, list[int]] = {}
+    digests: dict[str, set[str]] = {}
+    for rank, by_label in enumerate(held):
+        for name, digest in by_label.items():
+            holders.setdefault(name, []).append(rank)
+            digests.setdefault(name, set()).add(digest)
+    return holders, {name for name, seen in digests.items() if len(seen) > 1}
+
+
+def _agree_plain(held: Sequence[dict[str, str]]) -> dict[str, list[int]]:
+    """The ranks that share the bytes of a plain tensor; none where they differ, and each keeps its own.
 
     Names that all ranks share are left out: that is the common case, and the verdict stays small.
     """
-    holders: dict[str, list[int]] = {}
-    digests: dict[str, set[str]] = {}
-    for rank, held in enumerate(plain):
-        for name, digest in held.items():
-            holders.setdefault(name, []).append(rank)
-            digests.setdefault(name, set()).add(digest)
-    differ = {name for name, seen in digests.items() if len(seen) > 1}
-    return {
-        name: [] if name in differ else ranks
-        for name, ranks in holders.items()
-        if name in differ or len(ranks) < len(plain)
-    }
+    holders, differ = _agree(held)
+    return {n: [] if n in differ else r for n, r in holders.items() if n in differ or len(r) < len(held)}
 
 
-def _agreed(job: SaveJob, exceptions: dict[str, list[int]], world: int) -> dict[int, tuple[int, ...]]:
-    """Per row of a plain tensor, the ranks that hold its bytes; empty where each rank keeps its own."""
-    everyone = tuple(range(world))
-    names = job.flat.names
-    return {row: tuple(exceptions[names[row]]) if names[row] in exceptions else everyone for row in job.plain}
+def _agree_shards(held: Sequence[dict[str, str]]) -> dict[str, list[int]]:
+    """The ranks that share a shard across meshes; shards of one rank are left out. Raises SaveError where they differ."""
+    holders, differ = _agree(held)
+    if differ:
+        name = min(differ)
+        raise SaveError(
+            f"ranks {holders[name]} hold different values of {name!r}, on different meshes",
+            advice="Give the tensors names of their own, or make them equal.",
+        )
+    return {n: r for n, r in holders.items() if len(r) > 1}
+
+
+def _agreed(job: SaveJob, verdict: dict[str, dict[str, list[int]]], world: int) -> dict[int, tuple[int, ...]]:
+    """Per row whose replicas were unknown, the ranks that hold its bytes; empty where each rank keeps its own."""
+    agreed: dict[int, tuple[int, ...]] = {}
+    for row in job.unsure:
+        part, name = job.flat.parts[row], label(job.flat, row)
+        if part is None:
+            agreed[row] = tuple(verdict["plain"].get(name, range(world)))
+        else:
+            agreed[row] = tuple(verdict["shards"].get(name, part.holders))
+    return agreed
 
 
 async def _image_key(beginning: asyncio.Future[bytes], rank: int) -> str:

@@ -1,4 +1,4 @@
-"""Are plain tensors of one name the same on all ranks? Their digests tell.
+"""Are tensors of one name the same on all ranks? Their digests tell.
 
 A plain tensor says nothing of who else holds it. Taking equal names for equal contents would save a mixture of ranks where
 they differ (a random state, a running mean). So every byte is digested; at memory speed that costs a few percent of a save.
@@ -12,19 +12,30 @@ import xxhash
 from .bits import address_of, as_bits
 from .state import FlatState
 
-__all__ = ["fingerprints"]
+__all__ = ["fingerprints", "label"]
 
 _PIECE_NUMEL = 4 << 20
 
 
-def fingerprints(flat: FlatState) -> dict[int, bytes]:
-    """Per row of a plain tensor: a digest of its shape, dtype and bytes; of one that is tied, the name of the other too."""
-    rows = [row for row, part in enumerate(flat.parts) if part is None]
+def fingerprints(flat: FlatState, world: int) -> dict[int, bytes]:
+    """Per row of a tensor whose replicas are unknown: a digest of its shape, dtype and bytes; of one that is tied, the
+    name of the other too.
+
+    Unknown are those of plain tensors, and of DTensors on a mesh of fewer ranks than the job has: another mesh may hold
+    the same (layers that tensor parallelism left alone do), or not (pipeline stages).
+    """
+    rows = [row for row, part in enumerate(flat.parts) if part is None or (part.pieces and part.mesh_size < world)]
     digests = {row: _fingerprint(flat, row) for row in rows if flat.alias[row] < 0}
     roots = {row: flat.alias[row] for row in rows if flat.alias[row] >= 0}
     return digests | {
         row: digests[root] + flat.names[root].encode("utf-8", "surrogatepass") for row, root in roots.items()
     }
+
+
+def label(flat: FlatState, row: int) -> str:
+    """What ranks that hold the same part of a tensor call it alike: its name, and the boxes of it."""
+    part = flat.parts[row]
+    return flat.names[row] + ("" if part is None else "".join(str(piece.box) for piece in part.pieces))
 
 
 def _fingerprint(flat: FlatState, row: int) -> bytes:

@@ -48,22 +48,22 @@ def _tensor_table(flat: FlatState, alias: Ints, owner: Ints) -> TensorTable:
     )
 
 
-def plan_save(flat: FlatState, rank: int, plain: Mapping[int, tuple[int, ...]] | None) -> SavePlan:
+def plan_save(flat: FlatState, rank: int, agreed: Mapping[int, tuple[int, ...]] | None) -> SavePlan:
     """Lay out what ``rank`` writes.
 
-    ``plain`` tells for each row that is a plain tensor which ranks hold the same bytes: an empty tuple where ranks
-    differ and each keeps its own. None: this process is alone.
+    ``agreed`` tells for each row whose replicas the rank alone does not know which ranks hold the same bytes: an empty
+    tuple where ranks differ and each keeps its own. None: this process is alone.
     """
     alias = np.array(flat.alias, np.int64)
-    if plain is not None:
+    if agreed is not None:
         for row in np.flatnonzero(alias >= 0).tolist():
-            if plain.get(row) != plain.get(int(alias[row])):
+            if agreed.get(row) != agreed.get(int(alias[row])):
                 alias[row] = -1  # tied here, but not everywhere
     owner = np.full(len(flat.names), -1, np.int64)
-    owner[[row for row, ranks in (plain or {}).items() if not ranks]] = rank
+    owner[[row for row, ranks in (agreed or {}).items() if not ranks]] = rank
     owner = np.where(alias < 0, owner, owner[alias])
     tensors = _tensor_table(flat, alias, owner)
-    held = divide(_holdings(flat, tensors, rank, plain), rank)
+    held = divide(_holdings(flat, tensors, rank, agreed), rank)
     ndim = tensors.ndim[held.tensor]
     dtypes = [tensors.dtypes[code][0] for code in tensors.dtype[held.tensor].tolist()]
     fqns = [flat.names[row] for row in held.tensor.tolist()]
@@ -76,15 +76,15 @@ def plan_save(flat: FlatState, rank: int, plain: Mapping[int, tuple[int, ...]] |
 
 
 def _holdings(
-    flat: FlatState, tensors: TensorTable, rank: int, plain: Mapping[int, tuple[int, ...]] | None
+    flat: FlatState, tensors: TensorTable, rank: int, agreed: Mapping[int, tuple[int, ...]] | None
 ) -> Holdings:
     """Everything this rank holds: plain tensors as they are, DTensors piece by piece; aliases and empty ones left out."""
     width = tensors.shape.shape[1]
     groups: dict[tuple[int, ...], int] = {(rank,): 0}
     whole = [row for row, part in enumerate(flat.parts) if part is None and tensors.alias[row] < 0]
-    group = [groups.setdefault((plain or {}).get(row) or (rank,), len(groups)) for row in whole]
+    group = [groups.setdefault((agreed or {}).get(row) or (rank,), len(groups)) for row in whole]
     pieces = [
-        (row, piece, groups.setdefault(part.holders, len(groups)))
+        (row, piece, groups.setdefault((agreed or {}).get(row) or part.holders, len(groups)))
         for row, part in enumerate(flat.parts)
         if part is not None and tensors.alias[row] < 0
         for piece in part.pieces

@@ -17,11 +17,12 @@ __all__ = ["LocalPart", "local_part", "local_tensor"]
 
 @dataclass(frozen=True, slots=True)
 class LocalPart:
-    """What this rank holds of one DTensor, and the sorted global ranks that hold the very same."""
+    """What this rank holds of one DTensor, and the sorted global ranks of its mesh that hold the very same."""
 
     pieces: tuple[Piece, ...]
     local_shape: tuple[int, ...]
     holders: tuple[int, ...]
+    mesh_size: int
 
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:
@@ -36,7 +37,7 @@ def local_part(tensor: DTensor, path: str) -> LocalPart:
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        return LocalPart((), (0,) * tensor.ndim, ())
+        return LocalPart((), (0,) * tensor.ndim, (), mesh.size())
     placements = tuple(_placement(p, path) for p in tensor.placements)
     ranks = mesh.mesh
     part = _part(
@@ -64,6 +65,7 @@ def _part(
         tuple(local_pieces(shape, mesh_shape, coordinate, placements)),
         local_shape(shape, mesh_shape, coordinate, placements),
         holders(ranks, coordinate, placements),
+        len(mesh_ranks),
     )
 
 

@@ -34,7 +34,11 @@ def files(uri: Path) -> list[str]:
     return sorted(str(p.relative_to(uri)).replace(current, "<attempt>") for p in uri.rglob("*"))
 
 
-CLEAN = ["data", *(f"data/<attempt>{name}" for name in ("", "/0.safetensors", "/attempt.json", "/fate")), "manifest.safetensors"]
+CLEAN = [
+    "data",
+    *(f"data/<attempt>{name}" for name in ("", "/0.safetensors", "/attempt.json", "/fate")),
+    "manifest.safetensors",
+]
 
 
 def left_after_a_save(uri: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> set[str]:
@@ -42,9 +46,13 @@ def left_after_a_save(uri: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> 
     grace period of that is over. File names only."""
     holdfast.save(uri, state_of_step(step))
     current = holdfast.open(uri).attempt
-    claimed = {p.name for p in (uri / "data").iterdir() if (p / "fate").exists() and (p / "fate").read_bytes() == b"commit"}
+    claimed = {
+        p.name for p in (uri / "data").iterdir() if (p / "fate").exists() and (p / "fate").read_bytes() == b"commit"
+    }
     there = [p.relative_to(uri) for p in uri.rglob("*")]
-    left = {str(p) for p in there if p.parts[0] != "data" or (len(p.parts) > 1 and p.parts[1] not in {current, *claimed})}
+    left = {
+        str(p) for p in there if p.parts[0] != "data" or (len(p.parts) > 1 and p.parts[1] not in {current, *claimed})
+    }
     with monkeypatch.context() as patch:
         patch.setattr(commit, "GRACE_S", -1.0)
         holdfast.save(uri, state_of_step(step))
@@ -72,7 +80,9 @@ def aftermath(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[bool,
     raise AssertionError
 
 
-def test_a_save_killed_before_any_of_its_system_calls_leaves_a_whole_checkpoint(aftermath: dict[int, tuple[bool, set[str]]]) -> None:
+def test_a_save_killed_before_any_of_its_system_calls_leaves_a_whole_checkpoint(
+    aftermath: dict[int, tuple[bool, set[str]]],
+) -> None:
     """The old one, until some call; from there on the new one."""
     new = [is_new for is_new, _ in aftermath.values()]
     assert len(new) > 15
@@ -82,7 +92,9 @@ def test_a_save_killed_before_any_of_its_system_calls_leaves_a_whole_checkpoint(
 
 def test_what_a_killed_save_had_written_is_collected_by_the_next(aftermath: dict[int, tuple[bool, set[str]]]) -> None:
     """Images, whole or not, and the files that go with them."""
-    assert {at: left for at, (_, left) in aftermath.items() if any("safetensors" in name or "fate" in name for name in left)} == {}
+    assert {
+        at: left for at, (_, left) in aftermath.items() if any("safetensors" in name or "fate" in name for name in left)
+    } == {}
 
 
 def test_not_even_an_empty_folder_stays_of_a_killed_save(aftermath: dict[int, tuple[bool, set[str]]]) -> None:

@@ -90,7 +90,9 @@ DISAGREEMENTS: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("overrides", "text"), DISAGREEMENTS, ids=["kind of container", "kind of state", "shape", "dtype", "offset"])
+@pytest.mark.parametrize(
+    ("overrides", "text"), DISAGREEMENTS, ids=["kind of container", "kind of state", "shape", "dtype", "offset"]
+)
 def test_ranks_that_disagree_are_told_where(overrides: Any, text: str, uri: str, gang: Gang) -> None:
     """On the tree, or on a sharded tensor: every rank raises the same, and the old checkpoint stays."""
     what = disagreeing if isinstance(overrides, str) else save_with
@@ -103,9 +105,14 @@ def test_ranks_that_disagree_are_told_where(overrides: Any, text: str, uri: str,
 
 def test_plain_tensors_of_different_shapes_are_each_ranks_own(gang: Gang, tmp_path: Path) -> None:
     """A name says nothing about size: a buffer may grow on one rank."""
-    states = {rank: {"x": torch.arange(float(rank)), "y": torch.zeros(2, dtype=[torch.int8, torch.float64][rank % 2])} for rank in range(4)}
+    states = {
+        rank: {"x": torch.arange(float(rank)), "y": torch.zeros(2, dtype=[torch.int8, torch.float64][rank % 2])}
+        for rank in range(4)
+    }
     gang.run(save_with, str(tmp_path / "c"), states)
-    loaded = gang.run(load_with, str(tmp_path / "c"), {r: {"x": torch.full((r,), -1.0), "y": states[r]["y"] + 1} for r in range(4)})
+    loaded = gang.run(
+        load_with, str(tmp_path / "c"), {r: {"x": torch.full((r,), -1.0), "y": states[r]["y"] + 1} for r in range(4)}
+    )
     assert [difference(states[rank], found) for rank, found in enumerate(loaded)] == [None] * 4
 
 
@@ -114,7 +121,10 @@ def test_a_mismatch_on_one_rank_is_raised_on_all(uri: str, gang: Gang) -> None:
     into = {2: {"x": torch.zeros(5), "y": 0}, 3: {"x": torch.zeros(100), "y": 0, "z": 1}}
     raised = errors(gang.outcomes(gang.begin(load_with, uri, into)))
     assert [type(e) for e in raised] == [holdfast.MismatchError] * 4
-    expected = ('state["x"]: shape [100] in the checkpoint, [5] in the state (rank 2)', 'state["z"]: no such value in the checkpoint (rank 3)')
+    expected = (
+        'state["x"]: shape [100] in the checkpoint, [5] in the state (rank 2)',
+        'state["z"]: no such value in the checkpoint (rank 3)',
+    )
     assert [e.differences for e in raised] == [expected] * 4
 
 
@@ -160,7 +170,9 @@ def test_a_rank_that_never_saves_is_named(rank: int, uri: str, gang: Gang) -> No
 
 
 @pytest.mark.parametrize(("rank", "moment"), [(2, "create"), (0, "create"), (0, "put")])
-def test_a_rank_that_is_killed_in_the_middle_of_a_save_is_named(rank: int, moment: str, uri: str, tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_in_the_middle_of_a_save_is_named(
+    rank: int, moment: str, uri: str, tmp_path: Path
+) -> None:
     """kill -9 before it writes its image, or before the leader puts the manifest: the others raise DeadlineError that names
     it within the deadline, nothing is committed, and the next save works and cleans up."""
     with Gang(3) as doomed:
@@ -208,4 +220,6 @@ def test_training_goes_on_while_earlier_steps_are_saved(gang: Gang, tmp_path: Pa
         for step, expected in enumerate(states):
             assert difference(expected, gang.run(fsdp_load, f"{uri}/{step}", "fsdp", 0, False)[0]) is None
             with holdfast.open(f"{uri}/{step}") as c:
-                assert [c.read("own", rank=rank)[0].item() for rank in range(4)] == [float(rank + step) for rank in range(4)]
+                assert [c.read("own", rank=rank)[0].item() for rank in range(4)] == [
+                    float(rank + step) for rank in range(4)
+                ]

@@ -25,9 +25,13 @@ def trained(gang: Gang, tmp_path_factory: pytest.TempPathFactory) -> dict[str, t
     return made
 
 
-@pytest.mark.parametrize(("layout", "world"), [("fsdp", 4), ("fsdp", 3), ("fsdp", 2), ("fsdp", 1), ("hsdp", 4), ("tp", 4), ("tp", 2)])
+@pytest.mark.parametrize(
+    ("layout", "world"), [("fsdp", 4), ("fsdp", 3), ("fsdp", 2), ("fsdp", 1), ("hsdp", 4), ("tp", 4), ("tp", 2)]
+)
 @pytest.mark.parametrize("stored", ["fsdp", "hsdp", "tp"])
-def test_a_training_job_is_loaded_into_another_layout(stored: str, layout: str, world: int, gang: Gang, trained: Any) -> None:
+def test_a_training_job_is_loaded_into_another_layout(
+    stored: str, layout: str, world: int, gang: Gang, trained: Any
+) -> None:
     """FSDP2, replicas of shards, and FSDP over tensor parallel, with AdamW, on 4, 3, 2 and 1 ranks."""
     uri, expected = trained[stored]
     for found in gang.run(fsdp_load, uri, layout, world=world):
@@ -47,7 +51,9 @@ def test_layers_that_tensor_parallel_left_alone_are_stored_once(gang: Gang, tmp_
     expected = gang.run(fsdp_save, str(tmp_path / "c"), "loose", 3)[0]
     for layout in ("loose", "fsdp"):
         assert all(difference(expected, found) is None for found in gang.run(fsdp_load, str(tmp_path / "c"), layout))
-    assert difference(gang.run(fsdp_train, "loose", 5)[0], gang.run(fsdp_load, str(tmp_path / "c"), "loose", 2)[0]) is None
+    assert (
+        difference(gang.run(fsdp_train, "loose", 5)[0], gang.run(fsdp_load, str(tmp_path / "c"), "loose", 2)[0]) is None
+    )
 
 
 def test_a_sharded_job_is_read_without_any_process_group(trained: Any) -> None:
@@ -63,7 +69,13 @@ LINE = [((4,), ("S0",)), ((4,), ("R",))]
 SQUARE = [
     ((2, 2), ("S0", "R")), ((2, 2), ("R", "S0")), ((2, 2), ("R", "R")), ((2, 2), ("S0", "S0")), ((2, 2), ("T0/2", "S0")), ((4, 1), ("S0", "R")),
 ]  # fmt: skip
-COLUMNS = [((4,), ("S1",)), ((2, 2), ("S0", "S1")), ((2, 2), ("S1", "S0")), ((2, 2), ("T1/2", "S1")), ((2, 2), ("S1", "R"))]
+COLUMNS = [
+    ((4,), ("S1",)),
+    ((2, 2), ("S0", "S1")),
+    ((2, 2), ("S1", "S0")),
+    ((2, 2), ("T1/2", "S1")),
+    ((2, 2), ("S1", "R")),
+]
 
 
 def test_every_placement_is_loaded_into_every_other(gang: Gang, tmp_path: Path) -> None:
@@ -73,7 +85,10 @@ def test_every_placement_is_loaded_into_every_other(gang: Gang, tmp_path: Path) 
     assert gang.run(layouts_load, str(tmp_path / "rows"), LINE + SQUARE, LINE + SQUARE, flat) == [[]] * 4
     deep = [shape for shape in SHAPES if len(shape) >= 2]
     gang.run(layouts_save, str(tmp_path / "all"), LINE + SQUARE + COLUMNS, deep)
-    assert gang.run(layouts_load, str(tmp_path / "all"), LINE + SQUARE + COLUMNS, LINE + SQUARE + COLUMNS, deep) == [[]] * 4
+    assert (
+        gang.run(layouts_load, str(tmp_path / "all"), LINE + SQUARE + COLUMNS, LINE + SQUARE + COLUMNS, deep)
+        == [[]] * 4
+    )
     gang.run(layouts_save, str(tmp_path / "none"), [LINE[1], SQUARE[2]], SHAPES)
     assert gang.run(layouts_load, str(tmp_path / "none"), [LINE[1], SQUARE[2]], [LINE[1]], SHAPES) == [[]] * 4
 
@@ -84,7 +99,10 @@ def test_placements_are_loaded_on_fewer_ranks(world: int, gang: Gang, tmp_path: 
     shapes = [(7, 5), (8, 4), (2, 3, 6)]
     gang.run(layouts_save, str(tmp_path / "c"), LINE + SQUARE + COLUMNS, shapes)
     wanted = [((world,), ("S0",)), ((world,), ("S1",)), ((world,), ("R",))]
-    assert gang.run(layouts_load, str(tmp_path / "c"), LINE + SQUARE + COLUMNS, wanted, shapes, world=world) == [[]] * world
+    assert (
+        gang.run(layouts_load, str(tmp_path / "c"), LINE + SQUARE + COLUMNS, wanted, shapes, world=world)
+        == [[]] * world
+    )
 
 
 def test_what_several_ranks_hold_is_divided_evenly_among_them(gang: Gang, tmp_path: Path) -> None:

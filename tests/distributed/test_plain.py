@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.chores import partial_meshes, plain_load, plain_save, random_load, random_save, recorded_save, repeated, replicas
+from support.chores import (
+    partial_meshes,
+    plain_load,
+    plain_save,
+    random_load,
+    random_save,
+    recorded_save,
+    repeated,
+    replicas,
+)
 from support.gang import Gang
 
 import holdfast
@@ -25,7 +34,9 @@ def test_each_rank_gets_back_what_it_saved(saved: tuple[str, list[tuple[int, lis
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_fewer_ranks_get_what_the_ranks_of_their_number_saved(world: int, saved: tuple[str, list[tuple[int, list[str]]]], gang: Gang) -> None:
+def test_fewer_ranks_get_what_the_ranks_of_their_number_saved(
+    world: int, saved: tuple[str, list[tuple[int, list[str]]]], gang: Gang
+) -> None:
     """Rank 1 of a smaller job is rank 1."""
     assert gang.run(plain_load, saved[0], 4, world=world) == [[]] * world
 

@@ -12,7 +12,11 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 
 def test_cuda_tensors_come_back_bit_for_bit(tmp_path):
     """A state on the device, contiguous or not, is saved, and fills tensors on the device."""
-    state = {"w": torch.randn(1000, 301, device="cuda"), "t": torch.randn(64, 32, device="cuda").t(), "h": torch.randn(7).half().cuda()}
+    state = {
+        "w": torch.randn(1000, 301, device="cuda"),
+        "t": torch.randn(64, 32, device="cuda").t(),
+        "h": torch.randn(7).half().cuda(),
+    }
     holdfast.save(tmp_path / "c", state)
     into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     holdfast.load(tmp_path / "c", into=into)

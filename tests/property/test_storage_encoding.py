@@ -19,7 +19,12 @@ from holdfast.storage.tree import Container, Tree, Value, format_path, merge_tre
 from holdfast.storage.values import decode_value, encode_value
 
 texts = st.text(st.characters(codec=None) | st.characters(categories=["Cs"]), max_size=8)
-scalars = npst.boolean_dtypes() | npst.integer_dtypes() | npst.floating_dtypes(sizes=(16, 32, 64)) | npst.complex_number_dtypes(sizes=(64, 128))
+scalars = (
+    npst.boolean_dtypes()
+    | npst.integer_dtypes()
+    | npst.floating_dtypes(sizes=(16, 32, 64))
+    | npst.complex_number_dtypes(sizes=(64, 128))
+)
 values = (
     st.none() | st.booleans() | st.integers() | st.integers(-(10**400), 10**400) | st.floats() | st.complex_numbers(allow_nan=True)
     | texts | st.binary(max_size=20) | st.binary(max_size=5).map(bytearray)
@@ -35,7 +40,12 @@ def test_a_value_comes_back_from_json_equal_and_of_its_type(value: Any) -> None:
     assert difference([value], [decoded]) is None
 
 
-@given(st.recursive(st.none() | st.booleans() | st.floats() | texts | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(texts, inner)))
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.floats() | texts | st.integers(),
+        lambda inner: st.lists(inner) | st.dictionaries(texts, inner),
+    )
+)
 def test_decoding_any_json_is_a_value_or_damage(encoded: Any) -> None:
     """No other error, and nothing else happens."""
     try:
@@ -80,13 +90,21 @@ def test_narrowing_keeps_every_number(numbers: list[int]) -> None:
     assert narrow.dtype == np.min_scalar_type(max(numbers, default=0))
 
 
-keys = st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from([0.0, 1.0, 1.5]) | st.sampled_from(["", "a", "0", "1", "a.b", "True"])
+keys = (
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 3)
+    | st.sampled_from([0.0, 1.0, 1.5])
+    | st.sampled_from(["", "a", "0", "1", "a.b", "True"])
+)
 small = st.none() | st.booleans() | st.sampled_from([0, 1, 1.0, 0.0, -0.0, "1", b"1"])
 
 
 def branches(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     """Containers of these."""
-    return st.dictionaries(keys, inner, max_size=4) | st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple)
+    return (
+        st.dictionaries(keys, inner, max_size=4) | st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple)
+    )
 
 
 states = st.dictionaries(keys, st.recursive(small, branches, max_leaves=12), max_size=5)
@@ -115,7 +133,9 @@ def test_a_tree_comes_back_from_json(state: Any) -> None:
     """Containers, keys and values, with their types."""
     tree = tree_of(state)
     found = Tree.from_json(json.loads(json.dumps(tree.to_json())))
-    assert [(c.parent, type(c.key), c.key, c.kind) for c in found.containers] == [(c.parent, type(c.key), c.key, c.kind) for c in tree.containers]
+    assert [(c.parent, type(c.key), c.key, c.kind) for c in found.containers] == [
+        (c.parent, type(c.key), c.key, c.kind) for c in tree.containers
+    ]
     assert difference(own_leaves(tree), own_leaves(found)) is None
 
 

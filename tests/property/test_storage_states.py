@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -22,7 +23,16 @@ from holdfast.storage.capture.state import flatten
 from holdfast.storage.manifest import ImageTable, Manifest
 from holdfast.storage.merge import merge
 
-DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.complex128]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.uint8,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+    torch.float8_e4m3fn,
+    torch.complex128,
+]
 few = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
@@ -42,12 +52,16 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 
 
 keys = st.sampled_from(["a", "b", "weight", "x/y", "é", "..", "__metadata__"]) | st.integers(0, 5)
-leaves = tensors() | st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=5)
+leaves = (
+    tensors() | st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=5)
+)
 
 
 def branches(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     """Containers of these."""
-    return st.dictionaries(keys, inner, max_size=4) | st.lists(inner, max_size=4) | st.lists(inner, max_size=4).map(tuple)
+    return (
+        st.dictionaries(keys, inner, max_size=4) | st.lists(inner, max_size=4) | st.lists(inner, max_size=4).map(tuple)
+    )
 
 
 states = st.dictionaries(keys, st.recursive(leaves, branches, max_leaves=15), max_size=5)
@@ -87,7 +101,9 @@ def fragments_of(states: list[Any], attempt: str = "20200101T000000-00000000") -
         digests = np.full((plan.layout.chunks if wrote else 0, 16), rank, np.uint8)
         hashed = np.array([plan.layout.hashed_end] if wrote else [], np.int64)
         images = ImageTable(np.array([rank] if wrote else [], np.int64), hashed, digests)
-        made.append(Manifest(attempt, rank, rank + 1, 1.5, flat.tree, plan.tensors, plan.container, plan.shards, images))
+        made.append(
+            Manifest(attempt, rank, rank + 1, 1.5, flat.tree, plan.tensors, plan.container, plan.shards, images)
+        )
     return made
 
 
@@ -150,10 +166,16 @@ def rows_of(m: Manifest, rank: int | None) -> list[Any]:
     """Name, owner, dtype, shape, tie and shards of each tensor."""
     t, s, found = m.tensors, m.shards, []
     pointers = s.pointers(len(t)).tolist()
-    for row, (a, b) in enumerate(zip(pointers, pointers[1:], strict=False)):
+    for row, (a, b) in enumerate(itertools.pairwise(pointers)):
         n = int(t.ndim[row])
         shards = [
-            (tuple(s.offsets[i][:n].tolist()), tuple(s.lengths[i][:n].tolist()), int(m.images.rank[s.image[i]]), int(s.start[i])) for i in range(a, b)
+            (
+                tuple(s.offsets[i][:n].tolist()),
+                tuple(s.lengths[i][:n].tolist()),
+                int(m.images.rank[s.image[i]]),
+                int(s.start[i]),
+            )
+            for i in range(a, b)
         ]
         tie = None if t.alias[row] < 0 else t.names[t.alias[row]]
         found.append((t.names[row], int(t.owner[row]), t.dtypes[t.dtype[row]], t.shape_of(row), tie, tuple(shards)))

@@ -19,7 +19,9 @@ import holdfast
 from holdfast.storage.load import run_build
 from holdfast.storage.manifest import Manifest
 
-STATES = {name: {"who": name, "x": torch.full((3,), float(i))} for i, name in enumerate(["first", "a", "b", "c", "last"])}
+STATES = {
+    name: {"who": name, "x": torch.full((3,), float(i))} for i, name in enumerate(["first", "a", "b", "c", "last"])
+}
 LOST = (holdfast.SupersededError, holdfast.InvisibleFilesError)
 SEEDS = range(150)
 

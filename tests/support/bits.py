@@ -66,7 +66,9 @@ def _first(found: Any) -> str | None:
 
 def _tensor_difference(a: torch.Tensor, b: Any, path: str) -> str | None:
     if not isinstance(b, torch.Tensor) or (a.dtype, a.shape) != (b.dtype, b.shape):
-        return f"{path}: {a.dtype} {list(a.shape)} is not {getattr(b, 'dtype', type(b))} {list(getattr(b, 'shape', ()))}"
+        return (
+            f"{path}: {a.dtype} {list(a.shape)} is not {getattr(b, 'dtype', type(b))} {list(getattr(b, 'shape', ()))}"
+        )
     return None if raw(a) == raw(b) else f"{path}: the bits differ"
 
 

@@ -36,7 +36,11 @@ def plain_state(rank: int, world: int) -> dict[str, Any]:
         "step": 7, "who": rank, "parity": ["even", "odd"][rank % 2], "list": [1, (2, float(rank))],
     }  # fmt: skip
     shared = torch.arange(6.0)
-    state["tied on some"] = {"p": shared, "q": shared if rank % 2 else shared + rank + 1, "r": shared if rank % 2 else shared.clone()}
+    state["tied on some"] = {
+        "p": shared,
+        "q": shared if rank % 2 else shared + rank + 1,
+        "r": shared if rank % 2 else shared.clone(),
+    }
     if rank == 1:
         state["only"] = {"t": torch.full((3,), 5.0), "v": "here"}
     if rank >= 2:
@@ -149,7 +153,9 @@ def disagreeing(uri: str, how: str) -> Any:
     x = torch.zeros(rows, 3, dtype=torch.float64 if odd and how == "dtype" else torch.float32)
     kind = "S1" if odd and how == "offset" else "S0"
     local = torch.zeros(-(-rows // 4), 3) if kind == "S0" else torch.zeros(8, 1)
-    shard = DTensor.from_local(local.to(x.dtype), mesh, [placement(kind)], run_check=False, shape=x.shape, stride=x.stride())
+    shard = DTensor.from_local(
+        local.to(x.dtype), mesh, [placement(kind)], run_check=False, shape=x.shape, stride=x.stride()
+    )
     return _timed(lambda: holdfast.save(uri, {"x": shard}))
 
 
@@ -188,7 +194,11 @@ def halting_save(uri: str, rank: int, moment: str, sign: str, deadline_s: float)
             return await method(self, key, *args, **kwargs)
 
         setattr(LocalDriver, moment, halt)
-    return _timed(lambda: holdfast.save(uri, {"x": torch.full((1000,), 2.0), "own": torch.full((9,), dist.get_rank())}, deadline_s=deadline_s))
+    return _timed(
+        lambda: holdfast.save(
+            uri, {"x": torch.full((1000,), 2.0), "own": torch.full((9,), dist.get_rank())}, deadline_s=deadline_s
+        )
+    )
 
 
 def failing_save(uri: str, rank: int, moment: str) -> Any:
@@ -202,7 +212,9 @@ def failing_save(uri: str, rank: int, moment: str) -> Any:
 
     setattr(LocalDriver, moment, fail)
     try:
-        return _timed(lambda: holdfast.save(uri, {"x": torch.full((1000,), 2.0), "own": torch.full((9,), dist.get_rank())}))
+        return _timed(
+            lambda: holdfast.save(uri, {"x": torch.full((1000,), 2.0), "own": torch.full((9,), dist.get_rank())})
+        )
     finally:
         setattr(LocalDriver, moment, method)
 
@@ -280,11 +292,22 @@ def partial_meshes(uri: str) -> list[Any]:
     stage = dist.get_rank() // 2
     whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     full = torch.arange(35.0).reshape(7, 5) + stage
-    state = {f"stage{stage}": {"w": laid_out(full, whole["dp"], ("S0",)), "lr": stage}, "shared": torch.ones(4), "step": 1}
+    state = {
+        f"stage{stage}": {"w": laid_out(full, whole["dp"], ("S0",)), "lr": stage},
+        "shared": torch.ones(4),
+        "step": 1,
+    }
     holdfast.save(uri, state)
-    into = {f"stage{stage}": {"w": laid_out(full * 0, whole["dp"], ("S0",)), "lr": -1}, "shared": torch.zeros(4), "step": 0}
+    into = {
+        f"stage{stage}": {"w": laid_out(full * 0, whole["dp"], ("S0",)), "lr": -1},
+        "shared": torch.zeros(4),
+        "step": 0,
+    }
     holdfast.load(uri, into=into)
-    return [torch.equal(into[f"stage{stage}"]["w"].to_local(), state[f"stage{stage}"]["w"].to_local()), into[f"stage{stage}"]["lr"] == stage]
+    return [
+        torch.equal(into[f"stage{stage}"]["w"].to_local(), state[f"stage{stage}"]["w"].to_local()),
+        into[f"stage{stage}"]["lr"] == stage,
+    ]
 
 
 def repeated(uri: str, saves: int) -> list[int]:

@@ -25,13 +25,19 @@ class HookedDriver(Driver):
     """
 
     def __init__(
-        self, inner: Driver, before: Hook = nothing, after: Hook = nothing, arrange: Callable[[list[str]], list[str]] = sorted
+        self,
+        inner: Driver,
+        before: Hook = nothing,
+        after: Hook = nothing,
+        arrange: Callable[[list[str]], list[str]] = sorted,
     ) -> None:
         self.inner, self.before, self.after, self.arrange = inner, before, after, arrange
         self.uri, self.traits = inner.uri, inner.traits
         self.closed = 0
 
-    async def around(self, operation: str, key: str, work: Callable[..., Awaitable[Any]], *args: Any, **kwargs: Any) -> Any:
+    async def around(
+        self, operation: str, key: str, work: Callable[..., Awaitable[Any]], *args: Any, **kwargs: Any
+    ) -> Any:
         """Perform one operation between the hooks."""
         await self.before(operation, key)
         result = await work(*args, **kwargs)

@@ -93,7 +93,9 @@ class Gang:
                 results.append(Gone())
         return results
 
-    def run(self, function: Callable[..., Any], *args: Any, world: int | None = None, timeout_s: float = TIMEOUT_S) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *args: Any, world: int | None = None, timeout_s: float = TIMEOUT_S
+    ) -> list[Any]:
         """What each rank returned. Raises the first Failed."""
         results = self.outcomes(self.begin(function, *args, world=world), timeout_s)
         for result in results:
@@ -133,7 +135,9 @@ def _serve(pipe: Connection, port: int) -> None:
         except EOFError:
             return
         try:
-            dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=world, timeout=patience)
+            dist.init_process_group(
+                "gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=world, timeout=patience
+            )
             result = function(*args)
         except BaseException as error:
             result = Failed(rank, error, traceback.format_exc())

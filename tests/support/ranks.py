@@ -33,7 +33,7 @@ def save_as_ranks(driver: Driver, states: Sequence[Any]) -> None:
 
     async def run() -> None:
         flats = [flatten(state) for state in states]
-        jobs = [SaveJob(flat, None, fingerprints(flat), BUDGET_NBYTES) for flat in flats]
+        jobs = [SaveJob(flat, None, fingerprints(flat, len(flats)), BUDGET_NBYTES) for flat in flats]
         await _all(run_save(driver, team, job) for team, job in zip(_teams(len(states)), jobs, strict=True))
 
     start(run()).result(60)
@@ -41,7 +41,9 @@ def save_as_ranks(driver: Driver, states: Sequence[Any]) -> None:
 
 def load_as_ranks(driver: Driver, into: Sequence[Any]) -> list[Any]:
     """Load into one state per rank."""
-    jobs = [LoadJob(flatten(state, loading=True), strict=True, cast=False, budget_nbytes=BUDGET_NBYTES) for state in into]
+    jobs = [
+        LoadJob(flatten(state, loading=True), strict=True, cast=False, budget_nbytes=BUDGET_NBYTES) for state in into
+    ]
 
     async def run() -> Any:
         return await _all(run_load(driver, team, job) for team, job in zip(_teams(len(into)), jobs, strict=True))

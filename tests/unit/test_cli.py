@@ -65,7 +65,7 @@ def save_on_ranks(uri: str, states: Sequence[dict[str, Any]]) -> None:
 
     async def save(rank: int) -> None:
         flat, driver = flatten(states[rank]), open_driver(uri)
-        job = SaveJob(flat, None, fingerprints(flat), 64 << 20)
+        job = SaveJob(flat, None, fingerprints(flat, len(states)), 64 << 20)
         await run_save(driver, StoreTeam(store, rank, len(states), "test", 60), job)
         await driver.close()
 

@@ -206,7 +206,7 @@ def save_on_ranks(folder: Path, states: Sequence[dict[str, Any]]) -> None:
 
     async def save(rank: int) -> None:
         flat, driver = flatten(states[rank]), open_driver(folder)
-        job = SaveJob(flat, 11, fingerprints(flat), 64 << 20)
+        job = SaveJob(flat, 11, fingerprints(flat, len(states)), 64 << 20)
         await run_save(driver, StoreTeam(store, rank, len(states), "test", 60), job)
         await driver.close()
 

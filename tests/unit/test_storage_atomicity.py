@@ -24,7 +24,10 @@ from holdfast.storage.manifest import MANIFEST_KEY, Manifest
 from holdfast.storage.save import SaveJob, run_save
 from holdfast.storage.team import Solo
 
-OLD, NEW, LAST = ({"who": who, "x": torch.full((5,), float(i)), "y": [torch.arange(i)]} for i, who in enumerate(["old", "new", "last"]))
+OLD, NEW, LAST = (
+    {"who": who, "x": torch.full((5,), float(i)), "y": [torch.arange(i)]}
+    for i, who in enumerate(["old", "new", "last"])
+)
 BUDGET_NBYTES = 64 << 20
 
 
@@ -71,7 +74,11 @@ def test_a_state_without_tensors_writes_no_image(tmp_path: Path) -> None:
     """There is nothing to put into it."""
     report = holdfast.save(tmp_path, {"step": 3, "empty": torch.zeros(0)})
     assert report.nbytes == 0
-    assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == ["attempt.json", "fate", "manifest.safetensors"]
+    assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == [
+        "attempt.json",
+        "fate",
+        "manifest.safetensors",
+    ]
     assert difference({"step": 3, "empty": torch.zeros(0)}, holdfast.load(tmp_path)) is None
 
 
@@ -219,7 +226,12 @@ def test_what_a_newer_release_wrote_is_not_overwritten() -> None:
 def test_strange_files_below_data_are_left_alone(tmp_path: Path) -> None:
     """Only what looks like an attempt is collected."""
     holdfast.save(tmp_path, OLD)
-    strange = [tmp_path / "data" / "notes.txt", tmp_path / "data" / "mine" / "0.safetensors", tmp_path / "readme", tmp_path / "data" / "20200101T000000-xyz" / "a"]
+    strange = [
+        tmp_path / "data" / "notes.txt",
+        tmp_path / "data" / "mine" / "0.safetensors",
+        tmp_path / "readme",
+        tmp_path / "data" / "20200101T000000-xyz" / "a",
+    ]
     for path in strange:
         path.parent.mkdir(exist_ok=True)
         path.write_text("keep")
@@ -258,7 +270,10 @@ def test_after_an_async_save_returns_the_state_may_change(monkeypatch: pytest.Mo
     handle.wait(30)
     assert reached.is_set()
     monkeypatch.undo()
-    assert difference({"x": torch.ones(100_000), "a": torch.ones(4).numpy(), "v": [1], "d": {"k": 2}}, holdfast.load(uri)) is None
+    assert (
+        difference({"x": torch.ones(100_000), "a": torch.ones(4).numpy(), "v": [1], "d": {"k": 2}}, holdfast.load(uri))
+        is None
+    )
 
 
 def test_a_handle_tells_how_far_its_save_is(monkeypatch: pytest.MonkeyPatch) -> None:

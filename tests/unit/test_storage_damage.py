@@ -21,7 +21,12 @@ from holdfast.storage.load import run_build
 from holdfast.storage.manifest import MANIFEST_KEY
 from holdfast.storage.verify import VerifyReport, verify_images
 
-STATE = {"w": torch.arange(40.0).reshape(5, 8), "b": torch.arange(7, dtype=torch.int16).flip(0), "lr": 0.25, "deep": [{"t": torch.tensor(3)}]}
+STATE = {
+    "w": torch.arange(40.0).reshape(5, 8),
+    "b": torch.arange(7, dtype=torch.int16).flip(0),
+    "lr": 0.25,
+    "deep": [{"t": torch.tensor(3)}],
+}
 
 
 async def load(storage: MemoryDriver) -> Any:
@@ -130,7 +135,9 @@ def test_a_file_that_grew_is_damage(storage: MemoryDriver) -> None:
         whole = await storage.get(key)
         await storage.put(key, whole + b"more")
         assert difference(STATE, await load(storage)) is None
-        assert [(d.key, d.start, d.stop) for d in (await verify(storage)).damages] == [(key, len(whole), len(whole) + 4)]
+        assert [(d.key, d.start, d.stop) for d in (await verify(storage)).damages] == [
+            (key, len(whole), len(whole) + 4)
+        ]
         await storage.put(MANIFEST_KEY, await storage.get(MANIFEST_KEY) + b"\0")
         with pytest.raises(holdfast.DamagedError):
             await load(storage)
@@ -207,7 +214,9 @@ def changed(path: Path, alter: Callable[[bytearray], None]) -> Callable[[], None
     return lambda: image.write_bytes(whole) and None
 
 
-@pytest.mark.parametrize("position", [4096, 4096 + (16 << 20) - 4097, (16 << 20) + 70_000, (32 << 20) + 5, 4096 + (40 << 20) - 1])
+@pytest.mark.parametrize(
+    "position", [4096, 4096 + (16 << 20) - 4097, (16 << 20) + 70_000, (32 << 20) + 5, 4096 + (40 << 20) - 1]
+)
 def test_a_slice_is_verified_on_its_own(position: int, large: Path, rng: np.random.Generator) -> None:
     """A read that touches the damaged block raises and names its bytes; one that does not gives what was saved."""
 
@@ -280,7 +289,12 @@ def test_no_flipped_byte_reaches_a_target(storage: MemoryDriver) -> None:
         await storage.put(key, flipped(await storage.get(key), 4100, 3))
 
     run_inline(run())
-    into = {"w": torch.full((5, 8), -1.0), "b": torch.full((7,), -1, dtype=torch.int16), "lr": 0.0, "deep": [{"t": torch.tensor(-1)}]}
+    into = {
+        "w": torch.full((5, 8), -1.0),
+        "b": torch.full((7,), -1, dtype=torch.int16),
+        "lr": 0.0,
+        "deep": [{"t": torch.tensor(-1)}],
+    }
     with pytest.raises(holdfast.DamagedError):
         load_as_ranks(storage, [into])
     assert (into["w"] == -1).all()

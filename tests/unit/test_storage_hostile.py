@@ -42,7 +42,13 @@ def _little_memory() -> Iterator[None]:
 def state() -> dict[str, Any]:
     """A state with one of each: tied tensors, lists, values, keys that are no text."""
     w = torch.arange(24.0).reshape(4, 6)
-    return {"w": w, "again": w, "b": torch.arange(5), "list": [torch.tensor(1), 2, {"k": 3.5}], 7: {None: torch.ones(2), "v": "x"}}
+    return {
+        "w": w,
+        "again": w,
+        "b": torch.arange(5),
+        "list": [torch.tensor(1), 2, {"k": 3.5}],
+        7: {None: torch.ones(2), "v": "x"},
+    }
 
 
 def stored() -> str:
@@ -252,6 +258,7 @@ FORGERIES: dict[str, Alter] = {
     },
 }  # fmt: skip
 
+
 @pytest.mark.parametrize("name", FORGERIES)
 def test_a_forged_manifest_is_an_error_of_ours(name: str) -> None:
     """Whatever is done with it: opened, listed, loaded, verified, read by name."""
@@ -260,7 +267,9 @@ def test_a_forged_manifest_is_an_error_of_ours(name: str) -> None:
     use(uri)
 
 
-@pytest.mark.parametrize("alter", [dropped(name) for name in ("tensor.name", "tensor.shape", "shard.start", "image.rank", "chunk.digest")])
+@pytest.mark.parametrize(
+    "alter", [dropped(name) for name in ("tensor.name", "tensor.shape", "shard.start", "image.rank", "chunk.digest")]
+)
 def test_a_manifest_without_a_column_is_damage(alter: Alter) -> None:
     """Each of them is needed."""
     uri = stored()
@@ -298,7 +307,19 @@ def test_another_version_is_not_guessed_at() -> None:
 
 def test_text_that_is_no_header_is_damage() -> None:
     """Nested deeply, with keys twice, of another type, or no JSON."""
-    texts = ["", "null", "[]", "7", '"x"', DEEP, '{"version": ' + DEEP + "}", "{", '{"version":1,"version":1}', '{"version":1}', "\ud800"]
+    texts = [
+        "",
+        "null",
+        "[]",
+        "7",
+        '"x"',
+        DEEP,
+        '{"version": ' + DEEP + "}",
+        "{",
+        '{"version":1,"version":1}',
+        '{"version":1}',
+        "\ud800",
+    ]
     for text in texts:
         uri = stored()
         forge(uri, lambda columns, fields, text=text: fields.__setitem__("text", text))

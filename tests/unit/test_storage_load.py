@@ -40,7 +40,9 @@ def test_what_fits_is_loaded(uri: str) -> None:
     objects = [into, into["w"], into["list"], into["list"][1], into["more"]]
     loaded = holdfast.load(uri, into=into)
     assert [loaded, loaded["w"], loaded["list"], loaded["list"][1], loaded["more"]] == objects
-    assert all(a is b for a, b in zip(objects, [loaded, into["w"], into["list"], into["list"][1], into["more"]], strict=True))
+    assert all(
+        a is b for a, b in zip(objects, [loaded, into["w"], into["list"], into["list"][1], into["more"]], strict=True)
+    )
     assert difference(holdfast.load(uri), into) is None
 
 
@@ -48,7 +50,13 @@ def test_every_difference_is_listed_at_once(uri: str) -> None:
     """Missing, unexpected, and wrong in shape or dtype: one error names them all, and nothing is filled."""
     into = target()
     del into["extra"], into["name"], into["more"]
-    into |= {"w": torch.zeros(4, 3), "b": torch.zeros(3, dtype=torch.int32), "new": torch.zeros(1), "value": 1, "list": [0, torch.tensor(0), 0, 5]}
+    into |= {
+        "w": torch.zeros(4, 3),
+        "b": torch.zeros(3, dtype=torch.int32),
+        "new": torch.zeros(1),
+        "value": 1,
+        "list": [0, torch.tensor(0), 0, 5],
+    }
     before = {name: (t.clone() if isinstance(t, torch.Tensor) else t) for name, t in into.items()}
     with pytest.raises(holdfast.MismatchError) as caught:
         holdfast.load(uri, into=into)
@@ -70,7 +78,14 @@ def test_every_difference_is_listed_at_once(uri: str) -> None:
 
 def test_not_strict_loads_what_both_have(uri: str) -> None:
     """What only one of them has is left alone."""
-    into = {"w": torch.zeros(3, 4), "new": torch.full((2,), 9.0), "lr": 0.0, "value": 1, "list": [0], "deep": {"t": torch.zeros(1)}}
+    into = {
+        "w": torch.zeros(3, 4),
+        "new": torch.full((2,), 9.0),
+        "lr": 0.0,
+        "value": 1,
+        "list": [0],
+        "deep": {"t": torch.zeros(1)},
+    }
     holdfast.load(uri, into=into, strict=False)
     expected = {"w": torch.arange(12.0).reshape(3, 4), "new": torch.full((2,), 9.0), "lr": 0.5, "value": 1, "list": [1]}
     assert difference(expected | {"deep": {"t": torch.zeros(1)}}, into) is None
@@ -155,7 +170,9 @@ def test_expanded_targets_are_refused() -> None:
     assert fine.tolist() == [[0.0, 1.0, 2.0]]
 
 
-@pytest.mark.parametrize("array", [np.broadcast_to(np.float64(0), (3,)), np.zeros(3)[::-1], np.frombuffer(bytes(24), np.float64)])
+@pytest.mark.parametrize(
+    "array", [np.broadcast_to(np.float64(0), (3,)), np.zeros(3)[::-1], np.frombuffer(bytes(24), np.float64)]
+)
 def test_arrays_that_cannot_be_filled_are_refused(array: np.ndarray) -> None:
     """Read-only arrays, and those that run backwards."""
     uri = fresh_uri()
@@ -165,7 +182,17 @@ def test_arrays_that_cannot_be_filled_are_refused(array: np.ndarray) -> None:
     assert array.tolist() == [0, 0, 0]
 
 
-REALS = [torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64]
+REALS = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+]
 OTHERS = [torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32]
 
 

@@ -155,6 +155,25 @@ def test_an_optimizer_that_has_stepped_can_be_loaded_back_to_its_beginning() -> 
     assert difference(whole.snapshot(), used.snapshot()) is None
 
 
+@pytest.mark.parametrize("name", ["SGD momentum", "AdamW fused"])
+def test_parameters_that_never_had_a_gradient_go_on_likewise(name: str) -> None:
+    """An optimizer has no state for them, and has none after a load: neither missing nor made up."""
+    jobs = [Job(name, 1), Job(name, 1), Job(name, 2)]
+    for job in jobs:
+        job.optim.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+        job.net.idle = job.optim.param_groups[-1]["params"][0]
+        job.scheduler.base_lrs.append(0.1)
+    whole, before, after = jobs
+    whole.train(0, 5)
+    before.train(0, 2)
+    uri = fresh_uri()
+    holdfast.save(uri, before.state)
+    holdfast.load(uri, into=after.state)
+    assert difference(before.snapshot(), after.snapshot()) is None
+    after.train(2, 5)
+    assert difference(whole.snapshot(), after.snapshot()) is None
+
+
 def test_parameters_are_filled_in_place() -> None:
     """The optimizer goes on holding the module's parameters: a load does not replace them."""
     before, after = Job("Adam", 1), Job("Adam", 2)

@@ -14,7 +14,16 @@ from support.bits import difference, fresh_uri, random_bits
 
 import holdfast
 
-SLICES = [slice(None), slice(1, 3), slice(-2, None), slice(None, None, 2), slice(None, None, -1), slice(4, 0, -2), slice(3, 1), slice(0, 99)]
+SLICES = [
+    slice(None),
+    slice(1, 3),
+    slice(-2, None),
+    slice(None, None, 2),
+    slice(None, None, -1),
+    slice(4, 0, -2),
+    slice(3, 1),
+    slice(0, 99),
+]
 INDICES: list[Any] = [
     (), None, 0, -1, slice(1, 2), *((s,) for s in SLICES), *itertools.product(SLICES, [0, -3, slice(1, 3), slice(None, None, -3)]),
     (0, 0, 0), (slice(None), 1, slice(2, 5)), (-1, slice(None, None, -2), -1), (slice(2, 2), 1), (slice(0, 5), slice(2), slice(1, None, 3)),
@@ -45,7 +54,9 @@ def test_an_index_means_what_it_means_to_numpy(index: Any, stored: tuple[str, to
     assert read.tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("index", [5, -6, (0, 4), (0, 0, 0, 0), 1.0, "a", (None,), True, ..., [0], (slice(0, 1), np.ones(4, bool))], ids=str)
+@pytest.mark.parametrize(
+    "index", [5, -6, (0, 4), (0, 0, 0, 0), 1.0, "a", (None,), True, ..., [0], (slice(0, 1), np.ones(4, bool))], ids=str
+)
 def test_an_index_that_does_not_fit_is_refused(index: Any, stored: tuple[str, torch.Tensor]) -> None:
     """Nothing is read, and the error is one of usage."""
     uri, _ = stored
@@ -81,7 +92,7 @@ def test_slices_of_tensors_that_span_blocks_and_chunks(tmp_path: Path, rng: np.r
 
 def test_a_small_slice_reads_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """64 KB wanted of a large tensor: what is read is that, a block at each end, and checksums."""
-    import holdfast.drivers.local as local
+    from holdfast.drivers import local
 
     holdfast.save(tmp_path, {"x": torch.zeros(8 << 20)})
     asked: list[int] = []
@@ -103,7 +114,9 @@ def test_tensors_are_described() -> None:
     uri = fresh_uri()
     holdfast.save(uri, {"m": {"w": shared, "again": shared}, "empty": torch.zeros(0, 4), "s": torch.tensor(1)}, step=12)
     with holdfast.open(uri) as c:
-        described = [(i.name, i.shape, i.dtype, i.nbytes, i.shards, i.ranks, i.owners, i.alias_of) for i in c.tensors.values()]
+        described = [
+            (i.name, i.shape, i.dtype, i.nbytes, i.shards, i.ranks, i.owners, i.alias_of) for i in c.tensors.values()
+        ]
         assert described == [
             ("m.w", (2, 3), "bfloat16", 12, 1, (0,), (), "m.again"),
             ("m.again", (2, 3), "bfloat16", 12, 1, (0,), (), None),
@@ -127,7 +140,13 @@ def test_values_are_listed_by_path() -> None:
 
 def test_the_step_is_taken_from_the_state_unless_given() -> None:
     """``state["step"]`` if it is an int."""
-    for state, step, expected in (({"step": 5}, None, 5), ({"step": 5}, 6, 6), ({"step": 5.0}, None, None), ({}, None, None), ([5], None, None)):
+    for state, step, expected in (
+        ({"step": 5}, None, 5),
+        ({"step": 5}, 6, 6),
+        ({"step": 5.0}, None, None),
+        ({}, None, None),
+        ([5], None, None),
+    ):
         uri = fresh_uri()
         holdfast.save(uri, state, step=step)
         with holdfast.open(uri) as c:
@@ -166,7 +185,11 @@ def test_an_image_is_a_safetensors_file(tmp_path: Path) -> None:
     """Any safetensors reader opens it, and finds the tensors under their names."""
     from safetensors.numpy import load_file
 
-    state = {"a": torch.arange(6.0).reshape(2, 3), "b": {"c": torch.tensor([1, 2], dtype=torch.uint8)}, "h": torch.ones(3, dtype=torch.float16)}
+    state = {
+        "a": torch.arange(6.0).reshape(2, 3),
+        "b": {"c": torch.tensor([1, 2], dtype=torch.uint8)},
+        "h": torch.ones(3, dtype=torch.float16),
+    }
     report = holdfast.save(tmp_path, state)
     found = load_file(tmp_path / "data" / report.attempt / "0.safetensors")
     assert set(found) == {"a", "b.c", "h", "__holdfast_blocks__"}

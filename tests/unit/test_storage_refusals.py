@@ -115,7 +115,9 @@ KEYS = [(1, 2), b"x", frozenset(), Color.RED, Text("t"), np.int64(3), 1j, torch.
 
 
 @pytest.mark.parametrize("key", KEYS, ids=repr)
-@pytest.mark.parametrize("item", [torch.ones(2), 1, [torch.ones(2)], np.ones(2)], ids=["tensor", "value", "list", "array"])
+@pytest.mark.parametrize(
+    "item", [torch.ones(2), 1, [torch.ones(2)], np.ones(2)], ids=["tensor", "value", "list", "array"]
+)
 def test_a_key_that_is_no_text_number_or_none_is_refused(key: Any, item: Any, tmp_path: Path) -> None:
     """It would come back as something else."""
     with pytest.raises(holdfast.StateError, match=re.escape('state["model"]')):
@@ -158,7 +160,11 @@ def test_two_tensors_of_one_name_are_refused(state: Any, first: str, second: str
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("state", [torch.ones(2), 3, None, "text", {1, 2}, np.ones(2), torch.Generator(), Pair(1, 2)], ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize(
+    "state",
+    [torch.ones(2), 3, None, "text", {1, 2}, np.ones(2), torch.Generator(), Pair(1, 2)],
+    ids=lambda s: type(s).__name__,
+)
 def test_a_state_that_is_no_container_is_refused(state: Any, tmp_path: Path) -> None:
     """A state is a dict, list or tuple, or an object with a state dict."""
     with pytest.raises(holdfast.StateError, match="the state"):

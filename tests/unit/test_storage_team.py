@@ -33,7 +33,9 @@ def store(request: pytest.FixtureRequest) -> Iterator[Any]:
     if request.param == "hash":
         yield dist.HashStore()
     else:
-        yield dist.TCPStore("127.0.0.1", free_port(), None, True, datetime.timedelta(seconds=20), wait_for_workers=False)
+        yield dist.TCPStore(
+            "127.0.0.1", free_port(), None, True, datetime.timedelta(seconds=20), wait_for_workers=False
+        )
 
 
 async def act(team: Team, what: Act) -> Any:
@@ -111,7 +113,9 @@ ERRORS = [
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
-def test_an_error_of_the_decision_is_raised_on_every_rank_with_its_type(error: holdfast.HoldfastError, store: Any) -> None:
+def test_an_error_of_the_decision_is_raised_on_every_rank_with_its_type(
+    error: holdfast.HoldfastError, store: Any
+) -> None:
     """It concerns all of them alike: each raises it, with all that it says."""
 
     async def decide(payloads: Sequence[bytes]) -> bytes:
@@ -120,7 +124,6 @@ def test_an_error_of_the_decision_is_raised_on_every_rank_with_its_type(error: h
     async def what(team: Team) -> bytes:
         return await team.round("r", b"", decide)
 
-    keys = store.num_keys()
     for i in range(10):
         raised = together(store, [what] * 4, prefix=f"{i}")
         assert [(type(e), str(e)) for e in raised] == [(type(error), str(error))] * 4
@@ -139,7 +142,10 @@ def test_an_error_of_the_decision_that_is_not_ours_names_the_leader(store: Any) 
 
     first, *others = together(store, [what] * 3)
     assert isinstance(first, ZeroDivisionError)
-    assert all(type(e) is errors.RankFailedError and e.rank == 0 and "oh" in str(e) and "ZeroDivisionError" in str(e) for e in others)
+    assert all(
+        type(e) is errors.RankFailedError and e.rank == 0 and "oh" in str(e) and "ZeroDivisionError" in str(e)
+        for e in others
+    )
 
 
 @pytest.mark.parametrize("failing", [0, 2, 5])

@@ -80,7 +80,9 @@ def views() -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
     }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.uint8, torch.complex128], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.uint8, torch.complex128], ids=str
+)
 @pytest.mark.parametrize("name", views())
 def test_views_are_stored_as_what_they_show(name: str, dtype: torch.dtype, rng: np.random.Generator) -> None:
     """A view that is not contiguous comes back with the same elements, loaded anew and into a view of its kind."""

@@ -1,0 +1,159 @@
+"""How the engine lives with its process: memory, forks, exits, and launchers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support.bits import difference, fresh_uri
+
+import holdfast
+from holdfast.storage.buffers import HostBuffer, host_pool
+
+
+def run(code: str, *args: object, timeout_s: float = 100) -> subprocess.CompletedProcess[str]:
+    """A Python of its own that runs ``code``."""
+    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, cwd="/")
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The sizes of all buffers allocated from now on. None is kept from before."""
+    holdfast.release_memory()
+    sizes: list[int] = []
+    allocate = HostBuffer.allocate
+    monkeypatch.setattr(HostBuffer, "allocate", lambda nbytes: sizes.append(nbytes) or allocate(nbytes))
+    yield sizes
+    holdfast.release_memory()
+
+
+def test_memory_stays_within_the_budget(tmp_path: Path, made: list[int]) -> None:
+    """Ten times as many bytes as the budget pass through it, on the way out and on the way in; afterwards all of it has
+    been given back to the pool."""
+    state = {"x": torch.arange(80 << 20, dtype=torch.uint8), "t": torch.arange(40 << 18).reshape(1024, -1).t()}
+    holdfast.save(tmp_path, state, budget_nbytes=32 << 20)
+    assert 0 < sum(made) <= 32 << 20
+    into = {"x": torch.zeros(80 << 20, dtype=torch.uint8), "t": torch.zeros(10240, 1024, dtype=torch.int64)}
+    holdfast.load(tmp_path, into=into, budget_nbytes=32 << 20)
+    assert sum(made) <= 32 << 20
+    assert difference(state, into) is None
+    assert len(host_pool(16 << 20)._free) == len(made)
+
+
+def test_an_async_save_keeps_memory_for_the_next_one_until_it_is_released(made: list[int]) -> None:
+    """The second save of the same size allocates nothing; released, it is gone."""
+    uri = fresh_uri()
+    state = {"x": torch.zeros(300 << 20, dtype=torch.uint8)}
+    for _ in range(2):
+        holdfast.async_save(uri, state).wait(60)
+        assert len(made) in range(19, 21)
+    holdfast.release_memory()
+    assert host_pool(16 << 20)._free == []
+
+
+def test_a_forked_child_can_save_and_load(tmp_path: Path) -> None:
+    """Though its parent had used the engine, and has a save in flight; the parent's goes on."""
+    done = run(
+        """
+        import os, sys, torch, holdfast
+        folder = sys.argv[1]
+        torch.set_num_threads(1)
+        holdfast.save(folder + "/before", {"x": torch.ones(3)})
+        handle = holdfast.async_save(folder + "/parent", {"x": torch.full((30_000_000,), 2.0)})
+        child = os.fork()
+        if child == 0:
+            holdfast.save(folder + "/child", {"x": torch.full((3,), 3.0)})
+            os._exit(0 if holdfast.load(folder + "/before")["x"].sum() == 3 else 7)
+        handle.wait(60)
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert difference({"x": torch.full((3,), 3.0)}, holdfast.load(tmp_path / "child")) is None
+    assert difference({"x": torch.full((30_000_000,), 2.0)}, holdfast.load(tmp_path / "parent")) is None
+
+
+def test_a_save_in_flight_is_finished_before_the_interpreter_ends(tmp_path: Path) -> None:
+    """A script whose last line is an async_save has saved."""
+    done = run(
+        """
+        import sys, torch, holdfast
+        holdfast.async_save(sys.argv[1], {"x": torch.full((30_000_000,), 2.0)})
+        """,
+        tmp_path / "c",
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert difference({"x": torch.full((30_000_000,), 2.0)}, holdfast.load(tmp_path / "c")) is None
+
+
+def test_a_save_that_fails_at_exit_is_logged(tmp_path: Path) -> None:
+    """Nobody is left to ask for it; it is not lost silently, and does not keep the interpreter from ending."""
+    (tmp_path / "file").write_text("in the way")
+    done = run(
+        """
+        import sys, torch, holdfast
+        holdfast.async_save(sys.argv[1] + "/file/c", {"x": torch.ones(3)})
+        """,
+        tmp_path,
+    )
+    assert "file/c" in done.stderr
+
+
+def test_a_process_of_a_launcher_that_has_not_joined_its_group_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It would save over the other ranks. Loading does no harm, and is allowed."""
+    holdfast.save(tmp_path / "c", {"x": 1})
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    for save in (holdfast.save, holdfast.async_save):
+        with pytest.raises(holdfast.UsageError, match="rank 1 of 2"):
+            save(tmp_path / "d", {"x": 1})
+    assert os.listdir(tmp_path) == ["c"]
+    assert holdfast.load(tmp_path / "c") == {"x": 1}
+    assert holdfast.load(tmp_path / "c", into={"x": 0}) == {"x": 1}
+
+
+def test_saves_and_loads_may_be_called_from_a_running_event_loop_and_from_threads() -> None:
+    """The engine's loop is another one."""
+    import asyncio
+    import threading
+
+    results: list[object] = []
+
+    def work(i: int) -> None:
+        uri = fresh_uri()
+        holdfast.save(uri, {"i": i, "x": torch.full((10,), i)})
+        results.append(holdfast.load(uri)["i"])
+
+    async def main() -> None:
+        work(-1)
+
+    asyncio.run(main())
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(results, key=int) == [-1, *range(8)]
+
+
+def test_nothing_stays_open_after_saves_and_loads(tmp_path: Path, no_leaks: None) -> None:
+    """No descriptor and no thread of a driver, whether it went well or not."""
+    for i in range(3):
+        holdfast.save(tmp_path / "c", {"x": torch.full((100_000,), i)})
+        holdfast.async_save(tmp_path / "c", {"x": torch.full((100_000,), i)}).wait(60)
+        holdfast.load(tmp_path / "c")
+    with pytest.raises(holdfast.NotACheckpointError):
+        holdfast.load(tmp_path / "nothing")
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(holdfast.StorageError):
+        holdfast.save(tmp_path / "file" / "c", {"x": torch.ones(2)})
