@@ -46,6 +46,7 @@ def _contestants(folder: Path, state: State, options: Options) -> list[Contestan
         for peer in peers(alone=options.alone)
         if peer.name != "DCP, 4 threads"  # that is a matter of saving only
     ]
+    holdfast.release_memory()  # or the first load would find, uncounted, what the save has kept
     raw = best_setting(folder / "raw", nbytes_of(state), reading=True, settle_s=options.settle_s)
     return [Contestant("limit", raw.read, before=lambda: drop_caches(folder)), *others]
 

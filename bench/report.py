@@ -75,7 +75,7 @@ class Report:
         print(self.text(), flush=True)
         if json_file is not None:
             json_file.write_text(json.dumps(asdict(self), indent=1, ensure_ascii=False))
-        if svg_file is not None:
+        if svg_file is not None and self.series:
             _draw(self, svg_file)
 
 
