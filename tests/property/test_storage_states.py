@@ -96,7 +96,7 @@ def fragments_of(states: list[Any], attempt: str = "20200101T000000-00000000") -
     made = []
     for rank, state in enumerate(states):
         flat = flatten(state)
-        plan = plan_save(flat, rank, dict.fromkeys(fingerprints(flat), ()))
+        plan = plan_save(flat, rank, dict.fromkeys(fingerprints(flat, len(states)), ()))
         wrote = len(plan.layout.start) > 0
         digests = np.full((plan.layout.chunks if wrote else 0, 16), rank, np.uint8)
         hashed = np.array([plan.layout.hashed_end] if wrote else [], np.int64)
