@@ -48,7 +48,7 @@ from .engine import offload
 from .executor import at_most
 from .manifest import MANIFEST_KEY, Manifest, check_complete, image_key
 
-__all__ = ["GRACE_S", "Attempt", "begin", "commit", "delete_attempt", "read_manifest"]
+__all__ = ["GRACE_S", "Attempt", "begin", "commit", "delete_attempt", "read_manifest", "still_there"]
 
 GRACE_S = 3600.0
 """Longer than any put of a manifest may take."""
@@ -121,9 +121,9 @@ async def commit(driver: Driver, attempt: Attempt, manifest: Manifest) -> Attemp
     data, before = manifest.encode(), None
     try:
         await driver.put(attempt.fate, b"commit", exclusive=True)
-    except ExistsError as error:
+    except (ExistsError, NotFoundError) as error:  # not found: the attempt is being deleted, folder and all
         raise _superseded(driver) from error
-    await _still_there(driver, attempt)
+    await still_there(driver, attempt)
     await _see_all(driver, manifest)
     with contextlib.suppress(DamagedError):
         before = await _current_attempt(driver)
@@ -149,7 +149,8 @@ async def _sweep(driver: Driver) -> None:
         _log.warning("unfinished files stay until the next save: %s", error)
 
 
-async def _still_there(driver: Driver, attempt: Attempt) -> ObjectInfo:
+async def still_there(driver: Driver, attempt: Attempt) -> ObjectInfo:
+    """The attempt's marker. Raises SupersededError where it is gone: another save is deleting this attempt."""
     try:
         return await driver.stat(attempt.marker)
     except NotFoundError as error:
@@ -186,7 +187,7 @@ async def _attempts(driver: Driver) -> Mapping[Attempt, ObjectInfo | None]:
 
 
 async def _collect_others(driver: Driver, attempt: Attempt) -> None:
-    now_s = (await _still_there(driver, attempt)).modified_s
+    now_s = (await still_there(driver, attempt)).modified_s
     try:
         current, grace_s = await _current_attempt(driver), GRACE_S
     except DamagedError:  # whichever claimed attempt it named, somebody may want to salvage: keep them all
@@ -199,7 +200,7 @@ async def _collect_others(driver: Driver, attempt: Attempt) -> None:
 async def _collect(driver: Driver, attempt: Attempt, fate: ObjectInfo | None, now_s: float, grace_s: float) -> None:
     """Delete an attempt that is not the current checkpoint, if it is certain that it never will be."""
     if fate is None:
-        with contextlib.suppress(ExistsError):
+        with contextlib.suppress(ExistsError, NotFoundError):
             await driver.put(attempt.fate, b"abort", exclusive=True)
     try:
         claimed = await driver.get(attempt.fate) != b"abort"

@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ..drivers.contract import Driver
-from ..errors import InvisibleFilesError, SaveError, StorageError, UsageError
+from ..errors import InvisibleFilesError, NotFoundError, SaveError, StorageError, UsageError
 from .capture.fingerprint import label
 from .capture.plan import SavePlan, plan_save
 from .capture.state import FlatState
-from .commit import Attempt, begin, commit, delete_attempt
+from .commit import Attempt, begin, commit, delete_attempt, still_there
 from .engine import offload
 from .image_writer import ImageWriter, Progress
 from .manifest import ImageTable, Manifest, image_key
@@ -65,10 +65,13 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tu
         agreed = None if team.world == 1 else _agreed(job, json.loads(await beginning), team.world)
         plan = await offload(plan_save, job.flat, team.rank, agreed)
         writer = ImageWriter(driver, plan.layout, plan.source, job.budget_nbytes, job.progress)
-        digests = await writer.write(lambda: _image_key(beginning, team.rank))
-    except BaseException:
+        digests = await _written(writer, beginning, team)
+    except BaseException as error:
         beginning.cancel()
         await asyncio.wait([beginning])
+        if isinstance(error, NotFoundError) and not beginning.cancelled() and beginning.exception() is None:
+            # Somebody has deleted what was half written. If it was a later save, that is what is to be said.
+            await still_there(driver, Attempt(json.loads(beginning.result())["attempt"]))
         raise
     attempt = Attempt(json.loads(await beginning)["attempt"])
     fragment = _fragment(attempt, job, plan, digests, team.rank)
@@ -115,6 +118,17 @@ class _Leader:
         obsolete, self._obsolete = self._obsolete, None
         if obsolete is not None:
             await delete_attempt(self._driver, obsolete)
+
+
+async def _written(writer: ImageWriter, beginning: asyncio.Future[bytes], team: Team) -> npt.NDArray[np.uint8]:
+    try:
+        return await writer.write(lambda: _image_key(beginning, team.rank))
+    except StorageError as error:
+        # A leader that has heard of a failure removes the attempt, also under those who are still writing.
+        first = await team.failure()
+        if first is not None:
+            raise first from error
+        raise
 
 
 def _merged(fragments: Sequence[bytes]) -> Manifest:

@@ -48,6 +48,10 @@ class Team(ABC):
         """Tell the others that this rank gives up. Does not raise: the error at hand is the one to be seen."""
 
     @abstractmethod
+    async def failure(self) -> CoordinationError | None:
+        """What another rank has told of its failure, if any has."""
+
+    @abstractmethod
     def session(self) -> contextlib.AbstractAsyncContextManager[None]:
         """The time in which rounds are held."""
 
@@ -62,6 +66,9 @@ class Solo(Team):
         return await decide([payload])
 
     async def fail(self, error: BaseException) -> None:
+        return None
+
+    async def failure(self) -> CoordinationError | None:
         return None
 
     @contextlib.asynccontextmanager
@@ -117,6 +124,14 @@ class StoreTeam(Team):
         with contextlib.suppress(CoordinationError):
             if not isinstance(error, RankFailedError) and not await self._call(self._store.check, [key]):
                 await self._call(self._store.set, key, _packed(error, self.rank))
+
+    async def failure(self) -> CoordinationError | None:
+        try:
+            if await self._call(self._store.check, [f"{self._prefix}/failed"]):
+                await self._raise_failure()
+        except CoordinationError as told:
+            return told
+        return None
 
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator[None]:

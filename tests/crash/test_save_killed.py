@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.bits import difference
-from support.victims import save_and_die_at, save_until_killed, spawned, state_of_step
+from support.victims import save_against_others, save_and_die_at, save_until_killed, spawned, state_of_step
 
 import holdfast
 from holdfast.storage import commit
@@ -123,6 +123,25 @@ def test_saves_killed_at_random_moments(tmp_path: Path, seed: int, monkeypatch: 
         step = check(uri, {committed, begun})
     left = left_after_a_save(uri, monkeypatch, step)
     assert {name for name in left if "0.safetensors" in name or "fate" in name} == set()
+
+
+def test_saves_of_several_processes_to_one_uri(tmp_path: Path) -> None:
+    """None of them is told to, all do at once: each save succeeds or says that it was overtaken, readers find a whole
+    checkpoint at any time, and the last save standing cleans up."""
+    uri = tmp_path / "c"
+    holdfast.save(uri, state_of_step(0))
+    rivals = [spawned(save_against_others, str(uri), 1000 * i, 15) for i in range(1, 4)]
+    allowed = {0} | {1000 * i + n for i in range(1, 4) for n in range(15)}
+    while any(process.is_alive() for process, _ in rivals):
+        found = holdfast.load(uri)
+        assert found["step"] in allowed
+        assert difference(state_of_step(found["step"]), found) is None
+    outcomes = [pipe.recv() for _, pipe in rivals for _ in range(15)]
+    others = [error for _, error in outcomes if error is not None and not isinstance(error, holdfast.SupersededError)]
+    assert others == []
+    assert sum(error is None for _, error in outcomes) >= 1
+    with pytest.MonkeyPatch.context() as patch:
+        assert left_after_a_save(uri, patch, 1) == set()
 
 
 def drain(pipe: Any, into: list[tuple[str, int]]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.chores import (
+    meshes_of_one_name,
     partial_meshes,
     plain_load,
     plain_save,
@@ -16,7 +17,7 @@ from support.chores import (
     repeated,
     replicas,
 )
-from support.gang import Gang
+from support.gang import Gang, errors
 
 import holdfast
 
@@ -100,6 +101,27 @@ def test_stages_of_a_pipeline_have_states_of_their_own(gang: Gang, tmp_path: Pat
     built = holdfast.load(tmp_path / "c")
     assert torch.equal(built["stage1"]["w"], torch.arange(35.0).reshape(7, 5) + 1)
     assert built["stage0"]["lr"] == 0
+
+
+@pytest.mark.parametrize("how", ["alike", "one line"])
+def test_a_tensor_on_several_meshes_is_stored_once(how: str, gang: Gang, tmp_path: Path) -> None:
+    """Where each of them holds the same; and where only one has it, it is that one's."""
+    found = gang.run(meshes_of_one_name, str(tmp_path / "c"), how)
+    for rank, state in enumerate(found):
+        assert torch.equal(state["v"], torch.arange(9.0))
+        assert ("w" in state) == (how == "alike" or rank < 2)
+        assert all(
+            torch.equal(t, torch.arange(35.0).reshape(7, 5)) for t in [state.get("w", torch.arange(35.0).reshape(7, 5))]
+        )
+    assert sum(p.stat().st_size for p in tmp_path.rglob("data/*/*.safetensors")) < 44 * 4 + 4 * 8300
+
+
+def test_a_tensor_that_differs_between_meshes_is_refused(gang: Gang, tmp_path: Path) -> None:
+    """Two tensors under one name: which of them is it? The error names it, on every rank."""
+    raised = errors(gang.outcomes(gang.begin(meshes_of_one_name, str(tmp_path / "c"), "different")))
+    assert [type(e) for e in raised] == [holdfast.SaveError] * 4
+    assert all("'w" in str(e) for e in raised)
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
 
 
 def test_no_collective_is_called(gang: Gang, tmp_path: Path) -> None:

@@ -310,6 +310,29 @@ def partial_meshes(uri: str) -> list[Any]:
     ]
 
 
+def meshes_of_one_name(uri: str, how: str) -> Any:
+    """Two lines of a mesh that each hold a tensor of the same name: alike, or not, or held by one line only."""
+    rank = dist.get_rank()
+    whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("line", "dp"))
+    full = torch.arange(35.0).reshape(7, 5) + (rank // 2 if how == "different" else 0)
+    here = how != "one line" or rank < 2
+    state: dict[str, Any] = {"w": laid_out(full, whole["dp"], ("S0",))} if here else {}
+    state["v"] = laid_out(torch.arange(9.0), whole["dp"], ("R",))
+    into = {name: laid_out(torch.full(t.shape, -1.0), whole["dp"], ("S0",)) for name, t in state.items()}
+
+    def work() -> None:
+        holdfast.save(uri, state)
+        holdfast.load(uri, into=into)
+
+    _timed(work)
+    return whole_of(into)
+
+
+def whole_of(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """DTensors, gathered."""
+    return {name: t.full_tensor() for name, t in state.items()}
+
+
 def repeated(uri: str, saves: int) -> list[int]:
     """Save and load again and again; return how many keys the job's store has after each."""
     store = dist.distributed_c10d._get_default_store()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -86,6 +87,9 @@ class Gang:
         for rank in range(world):
             try:
                 if not self._pipes[rank].poll(max(0.0, end - time.monotonic())):
+                    for process in self.processes:
+                        os.kill(process.pid, signal.SIGUSR1)  # they print where they are
+                    time.sleep(0.5)
                     self.close()
                     raise TimeoutError(f"rank {rank} has not answered within {timeout_s:g} s")
                 results.append(self._pipes[rank].recv())
@@ -127,6 +131,7 @@ def _serve(pipe: Connection, port: int) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     patience = datetime.timedelta(seconds=60)
     store = dist.TCPStore("127.0.0.1", port, None, False, patience)
     while True:

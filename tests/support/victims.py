@@ -12,7 +12,7 @@ from typing import Any
 
 from .gang import PRELOAD
 
-__all__ = ["save_and_die_at", "save_until_killed", "spawned", "state_of_step"]
+__all__ = ["save_against_others", "save_and_die_at", "save_until_killed", "spawned", "state_of_step"]
 
 SYSTEM_CALLS = (
     "fsync", "ftruncate", "link", "mkdir", "open", "posix_fallocate", "pwrite", "pwritev", "rename", "replace", "rmdir", "unlink", "write",
@@ -72,3 +72,15 @@ def save_and_die_at(pipe: Connection, uri: str, step: int, at: int) -> None:
         setattr(os, name, counted(getattr(os, name)))
     holdfast.save(uri, state_of_step(step), budget_nbytes=32 << 20)
     pipe.send(count)
+
+
+def save_against_others(pipe: Connection, uri: str, first: int, saves: int) -> None:
+    """Save again and again where others do so too; tell per save what came of it."""
+    import holdfast
+
+    for step in range(first, first + saves):
+        try:
+            holdfast.save(uri, state_of_step(step), budget_nbytes=32 << 20)
+            pipe.send((step, None))
+        except Exception as error:
+            pipe.send((step, error))

@@ -38,6 +38,12 @@ def store(request: pytest.FixtureRequest) -> Iterator[Any]:
         )
 
 
+@pytest.fixture
+def plain_store() -> Any:
+    """One that is enough where time is what matters."""
+    return dist.HashStore()
+
+
 async def act(team: Team, what: Act) -> Any:
     """What a save or a load does around its rounds."""
     async with team.session():
@@ -187,11 +193,11 @@ def test_a_rank_that_fails_later_is_told_to_those_who_are_still_busy(store: Any)
 
 
 @pytest.mark.parametrize("silent", [0, 1, 3])
-def test_a_rank_without_a_sign_of_life_is_named_within_the_deadline(silent: int, store: Any) -> None:
+def test_a_rank_without_a_sign_of_life_is_named_within_the_deadline(silent: int, plain_store: Any) -> None:
     """The others raise DeadlineError, each naming the silent rank, soon after the time is over and not before."""
 
     async def run() -> tuple[list[Any], float]:
-        teams = [StoreTeam(store, rank, 4, "p", 0.5) for rank in range(4) if rank != silent]
+        teams = [StoreTeam(plain_store, rank, 4, "p", 0.5) for rank in range(4) if rank != silent]
         began = time.monotonic()
         done = await asyncio.gather(*(act(t, stating("r")) for t in teams), return_exceptions=True)
         return done, time.monotonic() - began
@@ -203,11 +209,11 @@ def test_a_rank_without_a_sign_of_life_is_named_within_the_deadline(silent: int,
 
 
 @pytest.mark.parametrize("dying", [0, 2])
-def test_a_rank_that_stops_beating_is_named(dying: int, store: Any) -> None:
+def test_a_rank_that_stops_beating_is_named(dying: int, plain_store: Any) -> None:
     """Having begun is not enough: it is the latest sign of life that counts."""
 
     async def run() -> list[Any]:
-        teams = [StoreTeam(store, rank, 3, "p", 0.5) for rank in range(3)]
+        teams = [StoreTeam(plain_store, rank, 3, "p", 0.5) for rank in range(3)]
 
         async def dies() -> None:
             beating = asyncio.ensure_future(teams[dying]._beat())
@@ -222,7 +228,7 @@ def test_a_rank_that_stops_beating_is_named(dying: int, store: Any) -> None:
     assert all(isinstance(e, errors.DeadlineError) for e in raised if e is not None)
 
 
-def test_a_slow_rank_that_lives_is_waited_for(store: Any) -> None:
+def test_a_slow_rank_that_lives_is_waited_for(plain_store: Any) -> None:
     """Three times as long as the deadline, since its heart beats."""
 
     async def slow(team: Team) -> bytes:
@@ -232,10 +238,10 @@ def test_a_slow_rank_that_lives_is_waited_for(store: Any) -> None:
     async def quick(team: Team) -> bytes:
         return await team.round("r", b"", joined)
 
-    assert together(store, [quick, slow, quick], silence_s=0.4) == [b"|slow|"] * 3
+    assert together(plain_store, [quick, slow, quick], silence_s=0.4) == [b"|slow|"] * 3
 
 
-def test_a_leader_that_decides_slowly_is_waited_for(store: Any) -> None:
+def test_a_leader_that_decides_slowly_is_waited_for(plain_store: Any) -> None:
     """As above."""
 
     async def decide(payloads: Sequence[bytes]) -> bytes:
@@ -245,7 +251,7 @@ def test_a_leader_that_decides_slowly_is_waited_for(store: Any) -> None:
     async def what(team: Team) -> bytes:
         return await team.round("r", b"", decide)
 
-    assert together(store, [what] * 3, silence_s=0.4) == [b"done"] * 3
+    assert together(plain_store, [what] * 3, silence_s=0.4) == [b"done"] * 3
 
 
 class StrictStore:
