@@ -26,6 +26,7 @@ async def execute(
     """
     tasks: dict[asyncio.Task[None], int] = {}
     first_error: BaseException | None = None
+    failures: list[Exception] = []  # in the order in which they happened: of tasks that end together, a set tells none
 
     def obey(instructions: Iterable[Instruction]) -> None:
         for todo in instructions:
@@ -33,7 +34,7 @@ async def execute(
                 release(todo.job)
             else:
                 stage = scheduler.stages[todo.stage].name
-                tasks[asyncio.ensure_future(_perform(perform, todo.job, stage))] = todo.job
+                tasks[asyncio.ensure_future(_perform(perform, todo.job, stage, failures))] = todo.job
 
     obey(scheduler.submit(nbytes))
     while tasks:
@@ -45,7 +46,7 @@ async def execute(
         for task in ended:
             job = tasks.pop(task)
             error = asyncio.CancelledError() if task.cancelled() else task.exception()
-            first_error = first_error or error
+            first_error = first_error or (failures[0] if failures else error)
             obey(scheduler.fail(job) if error else scheduler.done(job))
     if first_error is not None:
         raise first_error
@@ -64,8 +65,14 @@ async def at_most(limit: int, coroutines: Iterable[Coroutine[Any, Any, None]]) -
             raise outcome
 
 
-async def _perform(perform: Callable[[int, str], Awaitable[None]], job: int, stage: str) -> None:
-    await perform(job, stage)
+async def _perform(
+    perform: Callable[[int, str], Awaitable[None]], job: int, stage: str, failures: list[Exception]
+) -> None:
+    try:
+        await perform(job, stage)
+    except Exception as error:
+        failures.append(error)
+        raise
 
 
 async def _cancel(tasks: Iterable[asyncio.Task[None]]) -> set[asyncio.Task[None]]:

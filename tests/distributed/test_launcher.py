@@ -18,7 +18,7 @@ def test_a_job_under_torchrun_saves_and_loads(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     job = [torchrun_job.__file__, str(tmp_path / "c"), str(tmp_path / "out")]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *job]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110, check=False
     )

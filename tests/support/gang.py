@@ -130,6 +130,7 @@ def _serve(pipe: Connection, port: int) -> None:
     import torch
     import torch.distributed as dist
 
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo asks a name server who this host is, perhaps in vain
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     patience = datetime.timedelta(seconds=60)
