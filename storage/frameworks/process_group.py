@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from typing import cast
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -39,10 +39,25 @@ def current_team(deadline_s: float, *, saving: bool) -> Team:
     store = dist.distributed_c10d._get_default_store()
     # How many teams this rank has had since the store was made: counted in the store, so that all ranks count alike.
     call = store.add(f"holdfast/calls/{rank}", 1)
-    if hasattr(store, "clone"):  # a connection of our own: no call of the trainer's ever waits for one of ours
-        store = store.clone()
-        store.set_timeout(datetime.timedelta(seconds=max(1.0, deadline_s)))
-    return StoreTeam(cast(StoreLike, store), rank, world, f"holdfast/{call}", deadline_s)
+    return StoreTeam(_connection(store, deadline_s), rank, world, f"holdfast/{call}", deadline_s)
+
+
+_ours: tuple[Any, int, Any] | None = None
+"""The job's store, the process, and our connection to it."""
+
+
+def _connection(store: Any, deadline_s: float) -> StoreLike:
+    """A connection of our own, where the store has such: no call of the trainer's ever waits for one of ours.
+
+    Made once, since torch asks name servers for it, which takes seconds where they do not answer.
+    """
+    global _ours  # noqa: PLW0603 - one for the process
+    if not hasattr(store, "clone"):
+        return cast(StoreLike, store)
+    if _ours is None or _ours[0] is not store or _ours[1] != os.getpid():  # a forked child shares its parent's socket
+        _ours = (store, os.getpid(), store.clone())
+    _ours[2].set_timeout(datetime.timedelta(seconds=max(1.0, deadline_s)))
+    return cast(StoreLike, _ours[2])
 
 
 def _in_use() -> bool:
