@@ -15,13 +15,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Literal
 
 from ..errors import UriError
 
-__all__ = ["Buffer", "Driver", "ObjectInfo", "Traits", "Upload", "check_key"]
+__all__ = ["Buffer", "Driver", "ObjectInfo", "PartOrder", "Traits", "Upload", "check_key"]
 
 Buffer = memoryview
 """One-dimensional, contiguous, of format ``B``."""
+
+
+PartOrder = Literal["any", "ascending", "serial"]
+"""``any``: in any order, and in parallel. ``ascending``: each write begins where the one that was begun before it ends, and
+need not wait for it. ``serial``: likewise, one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +44,8 @@ class Traits:
     """Operations in flight beyond which nothing is gained."""
     coalesce_nbytes: int
     """Two ranges closer than this are read faster as one."""
-    parts_any_order: bool
-    """Parts of one upload may arrive in any order, and in parallel. Otherwise: in order, one at a time."""
+    part_order: PartOrder
+    """In which order the parts of one upload are written: see :data:`PartOrder`."""
     exclusive_is_atomic: bool
     """Of several exclusive puts to one key exactly one succeeds, whichever hosts they come from."""
     shared: bool
@@ -62,7 +68,8 @@ class Upload(ABC):
     async def write(self, start: int, data: Buffer) -> None:
         """Take ``data`` as the object's bytes from ``start``. The caller keeps ``data`` unchanged until this returns.
 
-        Every byte of the declared size is written exactly once. Raises a :class:`StorageError`.
+        Every byte of the declared size is written exactly once, in the order that ``traits.part_order`` asks for.
+        Raises a :class:`StorageError`.
         """
 
     @abstractmethod

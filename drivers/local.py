@@ -75,7 +75,7 @@ class LocalDriver(Driver):
             align_nbytes=1 if direct == "off" else ALIGN_NBYTES,
             concurrency=threads,
             coalesce_nbytes=64 << 10,
-            parts_any_order=True,
+            part_order="any",
             exclusive_is_atomic=True,
             shared=is_shared(fs_type(uri.location)),
         )

@@ -41,7 +41,7 @@ class MemoryDriver(Driver):
             align_nbytes=1,
             concurrency=8,  # nothing is gained, but callers show whether they can do it
             coalesce_nbytes=0,
-            parts_any_order=True,
+            part_order="any",
             exclusive_is_atomic=True,
             shared=False,
         )

@@ -20,8 +20,6 @@ from .scheduler import Budget, Scheduler, Stage
 
 __all__ = ["ImageWriter", "Progress"]
 
-STAGES = (Stage("capture", "cpu"), Stage("hash", "cpu"), Stage("write", "io"))
-
 
 @dataclass(frozen=True, slots=True)
 class Progress:
@@ -84,15 +82,19 @@ class ImageWriter:
         await execute(self._scheduler(), sizes, perform, self._release)
 
     def _scheduler(self) -> Scheduler:
-        any_order = self._driver.traits.parts_any_order
-        io = self._driver.traits.concurrency if any_order else 1
-        cpu = CPU_THREADS if any_order else 1  # one at a time keeps the order
+        traits, cpu = self._driver.traits, CPU_THREADS
+        io = 1 if traits.part_order == "serial" else traits.concurrency
+        stages = (
+            Stage("capture", "cpu"),
+            Stage("hash", "cpu"),
+            Stage("write", "io", in_order=traits.part_order != "any"),
+        )
         if self._budget_nbytes is None:
             memory_nbytes = len(self._pages) * CHUNK_NBYTES
             self._pool.keep(memory_nbytes)
         else:  # more than every lane busy gains nothing: copying is faster than any storage
             memory_nbytes = min(self._budget_nbytes, (io + cpu) * CHUNK_NBYTES)
-        return Scheduler(STAGES, Budget(memory_nbytes, {"cpu": cpu, "io": io}), drain=self._budget_nbytes is not None)
+        return Scheduler(stages, Budget(memory_nbytes, {"cpu": cpu, "io": io}), drain=self._budget_nbytes is not None)
 
     async def _capture(self, job: int) -> None:
         assert self._source is not None

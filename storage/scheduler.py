@@ -13,12 +13,14 @@ Rules, in this order:
 2. A lane never runs more than its width; memory in use never exceeds the budget, except that one job larger than the
    whole budget runs when nothing else holds memory (so nothing deadlocks).
 3. Jobs are admitted in the order of submission. A job that does not fit holds back those behind it (none starves).
+   So is a stage that is ``in_order`` begun: a job that is early waits, without a place in the lane, for those before it.
 4. Between stages waiting for one lane, ``drain=True`` prefers the later stage (memory is freed soonest), ``drain=False``
    the earlier one (the trainer is freed soonest).
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -40,10 +42,12 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One step of every job; ``lane`` names the resource that it occupies."""
+    """One step of every job; ``lane`` names the resource that it occupies. ``in_order``: jobs begin it in the order of
+    submission, though they may overlap in it."""
 
     name: str
     lane: str
+    in_order: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,7 @@ class Scheduler:
         self._running: set[int] = set()
         self._lane_use = dict.fromkeys(budget.lanes, 0)
         self._waiting: list[deque[int]] = [deque() for _ in stages]
+        self._turn = [0] * len(stages)  # per stage, how many jobs have begun it
         self._order = range(len(stages) - 1, -1, -1) if drain else range(len(stages))
 
     @property
@@ -98,7 +103,7 @@ class Scheduler:
         stage = self._end(job)
         if stage + 1 < len(self.stages) and not self.failed:
             self._holding[job] = stage + 1
-            self._waiting[stage + 1].append(job)
+            self._queue(stage + 1, job)
             return self._next()
         return [self._release(job), *self._next()]
 
@@ -110,6 +115,12 @@ class Scheduler:
         for queue in self._waiting:
             queue.clear()
         return [self._release(j) for j in (job, *waiting)]
+
+    def _queue(self, stage: int, job: int) -> None:
+        if self.stages[stage].in_order:
+            insort(self._waiting[stage], job)
+        else:
+            self._waiting[stage].append(job)
 
     def _end(self, job: int) -> int:
         self._running.remove(job)
@@ -134,6 +145,8 @@ class Scheduler:
         lane = self.stages[stage].lane
         if self._lane_use[lane] >= self.budget.lanes[lane]:
             return False
+        if self.stages[stage].in_order and self._waiting[stage][0] != self._turn[stage]:
+            return False
         if stage > 0:
             return True
         needed = self.memory_in_use_nbytes + self._nbytes[self._waiting[0][0]]
@@ -141,6 +154,7 @@ class Scheduler:
 
     def _start(self, stage: int) -> Start:
         job = self._waiting[stage].popleft()
+        self._turn[stage] += 1
         if stage == 0:
             self.memory_in_use_nbytes += self._nbytes[job]
         self._holding[job] = stage

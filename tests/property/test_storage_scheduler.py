@@ -43,6 +43,9 @@ class World:
         if told.stage == 0:
             self.admitted.append(told.job)
             self.holding.add(told.job)
+        if self.scheduler.stages[told.stage].in_order:
+            begun = [job for job, stage in self.next_stage.items() if stage > told.stage]
+            assert all(job < told.job for job in begun), "begun in the order of submission"
         self.next_stage[told.job] += 1
         self.running[told.job] = told.stage
 
@@ -68,7 +71,7 @@ LANES = ("cpu", "io")
 @st.composite
 def worlds(draw: st.DrawFn) -> World:
     """A scheduler and sizes, some of them larger than the whole budget."""
-    stages = [Stage(f"s{i}", draw(st.sampled_from(LANES))) for i in range(draw(st.integers(1, 4)))]
+    stages = [Stage(f"s{i}", draw(st.sampled_from(LANES)), draw(st.booleans())) for i in range(draw(st.integers(1, 4)))]
     budget = Budget(draw(st.integers(1, 40)), {lane: draw(st.integers(1, 4)) for lane in LANES})
     sizes = draw(st.lists(st.integers(0, 60), max_size=25))
     return World(Scheduler(stages, budget, drain=draw(st.booleans())), sizes)
@@ -120,7 +123,10 @@ def test_nothing_that_could_start_is_held_back(world: World, data: st.DataObject
     while world.running:
         lanes = [s.stages[stage].lane for stage in world.running.values()]
         for job in world.holding - set(world.running):
-            lane = s.stages[world.next_stage[job]].lane
+            stage = world.next_stage[job]
+            lane = s.stages[stage].lane
+            if s.stages[stage].in_order and any(world.next_stage.get(j, 0) <= stage for j in range(job)):
+                continue  # it is not its turn
             assert lanes.count(lane) == s.budget.lanes[lane], "a waiting stage in a lane that has room"
         if len(world.admitted) < len(world.sizes):
             lane, needed = s.stages[0].lane, world.sizes[len(world.admitted)]
