@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .errors import (
         AccessError,
+        BusyError,
         CheckpointError,
         CoordinationError,
         CoverageError,
@@ -73,6 +74,7 @@ __all__ = [  # noqa: RUF022 - what one uses, then what one catches
     "release_memory",
     "save",
     "AccessError",
+    "BusyError",
     "CheckpointError",
     "CoordinationError",
     "CoverageError",

@@ -13,9 +13,9 @@ Scope: a driver does I/O. It does not retry, limit, hash or cache contents; laye
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from ..errors import UriError
 
@@ -88,6 +88,8 @@ class Driver(ABC):
     uri: str
     """The root, redacted: fit to be printed."""
     traits: Traits
+    deviations: ClassVar[Mapping[str, str]] = {}
+    """Trials of the conformance kit, by name, that this storage cannot pass, and why. The kit prints them."""
 
     @abstractmethod
     async def read(self, key: str, start: int, into: Buffer) -> None:

@@ -22,7 +22,8 @@
         ├── ExistsError (FileExistsError)             exclusive create, and the key is there
         ├── AccessError (PermissionError)             refused, or a symbolic link where none may be
         ├── FullError                                 no space, quota or file size limit
-        └── StorageDownError (ConnectionError)        unreachable, or an I/O error of the device
+        └── StorageDownError (ConnectionError)        unreachable, no answer in time, or an I/O error of the device
+            └── BusyError                                 it asks to be left alone for a while
 
 Each error carries ``uri`` (redacted), ``key``, ``rank`` and ``advice`` where they are known, and its cause as
 ``__cause__``. ``temporary`` says whether the same operation may succeed if it is tried again unchanged; only a retry
@@ -38,6 +39,7 @@ from typing import Any
 
 __all__ = [
     "AccessError",
+    "BusyError",
     "CheckpointError",
     "CoordinationError",
     "CoverageError",
@@ -198,3 +200,11 @@ class StorageDownError(StorageError, ConnectionError):
     """The storage cannot be reached, or its device fails."""
 
     temporary = True
+
+
+class BusyError(StorageDownError):
+    """The storage asks for fewer requests. ``retry_after_s``: when it wants to be asked again, if it said so."""
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None, **where: Any) -> None:
+        super().__init__(message, **where)
+        self.retry_after_s = retry_after_s

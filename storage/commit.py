@@ -19,6 +19,11 @@ Keys below a checkpoint's root::
 
 An attempt that is claimed but not current either is in between 3 and 5, or died there, or was replaced in step 5 of
 another. It is left alone for a grace period by the storage's own clock, and then deleted.
+
+Storage without an atomic exclusive put cannot decide a race between claim and sentence. There nobody is sentenced: an
+attempt that is not current is left alone until nothing was written to it for a longer period of grace. What is promised
+then rests on clocks: that no saver goes on after it was idle for that long. And the newest save does not win: whichever
+puts its manifest last does.
 """
 
 from __future__ import annotations
@@ -52,6 +57,8 @@ __all__ = ["GRACE_S", "Attempt", "begin", "commit", "delete_attempt", "read_mani
 
 GRACE_S = 3600.0
 """Longer than any put of a manifest may take."""
+IDLE_S = 24 * 3600.0
+"""Without a new file for this long, an attempt is dead: where there is no better way to tell."""
 
 _log = logging.getLogger(__name__)
 _IN_DATA = re.compile(r"data/([0-9]{8}T[0-9]{6}-[0-9a-f]{8})/(.+)")
@@ -173,16 +180,24 @@ async def _current_attempt(driver: Driver) -> str | None:
         return None
 
 
-async def _attempts(driver: Driver) -> Mapping[Attempt, ObjectInfo | None]:
-    """Every attempt that has left a file, and its fate if it has one."""
-    found: dict[Attempt, ObjectInfo | None] = {}
+@dataclass(slots=True)
+class _Trace:
+    """What an attempt has left: whether somebody has said its fate, and when its last file was written."""
+
+    decided: bool = False
+    written_s: float = float("-inf")
+
+
+async def _attempts(driver: Driver) -> Mapping[Attempt, _Trace]:
+    """Every attempt that has left a file."""
+    found: dict[Attempt, _Trace] = {}
     async for info in driver.list("data"):
         match = _IN_DATA.fullmatch(info.key)
         if match:
             attempt = Attempt(match[1])
-            found.setdefault(attempt, None)
-            if info.key == attempt.fate:
-                found[attempt] = info
+            trace = found.setdefault(attempt, _Trace())
+            trace.decided |= info.key == attempt.fate
+            trace.written_s = max(trace.written_s, info.modified_s)
     return found
 
 
@@ -192,14 +207,18 @@ async def _collect_others(driver: Driver, attempt: Attempt) -> None:
         current, grace_s = await _current_attempt(driver), GRACE_S
     except DamagedError:  # whichever claimed attempt it named, somebody may want to salvage: keep them all
         current, grace_s = None, float("inf")
-    for other, fate in (await _attempts(driver)).items():
-        if other.id not in (attempt.id, current):
-            await _collect(driver, other, fate, now_s, grace_s)
+    for other, trace in (await _attempts(driver)).items():
+        if other.id in (attempt.id, current):
+            continue
+        if driver.traits.exclusive_is_atomic:
+            await _collect(driver, other, trace.decided, now_s, grace_s)
+        elif now_s - trace.written_s > max(grace_s, IDLE_S):
+            await delete_attempt(driver, other)
 
 
-async def _collect(driver: Driver, attempt: Attempt, fate: ObjectInfo | None, now_s: float, grace_s: float) -> None:
+async def _collect(driver: Driver, attempt: Attempt, decided: bool, now_s: float, grace_s: float) -> None:
     """Delete an attempt that is not the current checkpoint, if it is certain that it never will be."""
-    if fate is None:
+    if not decided:
         with contextlib.suppress(ExistsError, NotFoundError):
             await driver.put(attempt.fate, b"abort", exclusive=True)
     try:

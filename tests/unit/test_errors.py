@@ -105,7 +105,7 @@ def test_the_text_leaves_out_what_is_not_known() -> None:
 
 
 def test_marks() -> None:
-    """Only a replaced checkpoint and a storage that is down are temporary by nature; a raiser may say otherwise."""
+    """Only a replaced checkpoint and a storage that is down, or busy, are temporary by nature; a raiser may say otherwise."""
     temporary = [c.__name__ for c in CLASSES if c("gone").temporary]
-    assert temporary == ["ReplacedError", "StorageDownError"]
+    assert temporary == ["BusyError", "ReplacedError", "StorageDownError"]
     assert StorageDownError("device fails", temporary=False).temporary is False

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,38 @@ def test_what_died_after_its_claim_is_collected_when_its_grace_is_over(monkeypat
     run(save(storage, LAST))
     assert len(attempts(run(contents(storage)))) == 2
     monkeypatch.setattr(commit, "GRACE_S", -1.0)
+    run(save(storage, LAST))
+    assert len(attempts(run(contents(storage)))) == 1
+    assert difference(LAST, run(load(storage))) is None
+
+
+def without_exclusion(storage: MemoryDriver) -> MemoryDriver:
+    """The same storage, as one that cannot put exclusively and atomically."""
+    storage.traits = replace(storage.traits, exclusive_is_atomic=False)
+    return storage
+
+
+def test_without_exclusion_nobody_is_sentenced() -> None:
+    """Two savers that overlap both commit whole checkpoints; the last manifest wins; neither deletes the other's files."""
+    storage = without_exclusion(prepared())
+
+    async def overtake(operation: str, key: str) -> None:
+        if operation == "create":
+            await save(storage, LAST)
+
+    dead = len(attempts(run(contents(storage)))) - 1
+    run(save(HookedDriver(storage, before=overtake), NEW))
+    assert difference(NEW, run(load(storage))) is None
+    assert len(attempts(run(contents(storage)))) == 1 + dead
+
+
+def test_without_exclusion_the_dead_are_collected_once_they_are_long_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then they may live."""
+    storage = without_exclusion(prepared())
+    run(save(storage, NEW))
+    assert len(attempts(run(contents(storage)))) == 2
+    monkeypatch.setattr(commit, "GRACE_S", -1.0)
+    monkeypatch.setattr(commit, "IDLE_S", -1.0)
     run(save(storage, LAST))
     assert len(attempts(run(contents(storage)))) == 1
     assert difference(LAST, run(load(storage))) is None
