@@ -13,17 +13,13 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run the command line of this process and exit with its status."""
+    from .app import run
+
     try:
-        from .app import app
-    except ModuleNotFoundError as error:
-        if error.name != "typer":
-            raise
-        print("holdfast: the command needs typer, which comes with: pip install 'holdfast[cli]'", file=sys.stderr)
-        sys.exit(2)
-    try:
-        app()
+        status = run(sys.argv[1:])
     except Exception:  # a fault of ours: 1 would say that the answer is no
         import traceback
 
         traceback.print_exc()
-        sys.exit(3)
+        status = 3
+    sys.exit(status)

@@ -1,110 +1,143 @@
-"""The commands, as one typer app. Each imports what it needs when it runs; see the package docstring for why."""
+"""The commands: what each takes. A command imports what it needs when it runs; see the package docstring for why."""
 
 from __future__ import annotations
 
-import typer
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
-from .commands import Commands, complain
+from .commands import complain, ended
 
-__all__ = ["app"]
+__all__ = ["run"]
 
-app = typer.Typer(
-    name="holdfast",
-    cls=Commands,
-    no_args_is_help=True,
-    # Both would import rich to show plain help: 60 ms for colours.
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    add_completion=False,
-)
-
-_JSON = typer.Option(False, "--json", help="Print one JSON document instead.")
+Parsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+"""What commands are added to."""
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        from importlib.metadata import version
-
-        typer.echo(f"holdfast {version('holdfast')}")
-        raise typer.Exit
-
-
-@app.callback()
-def holdfast(
-    version: bool = typer.Option(
-        False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
-    ),
-) -> None:
-    """Save and load the state of a distributed training job: any layout, any storage, never torn."""
-
-
-@app.command()
-def ls(
-    uri: str = typer.Argument(..., metavar="URI", help="A checkpoint, or a folder with checkpoints below it."),
-    json_output: bool = _JSON,
-) -> int:
-    """List the checkpoints at and below URI. Exits with 1 if there is none."""
-    from .ls import run
-
-    return run(uri, json_output=json_output)
-
-
-@app.command()
-def show(
-    uri: str = typer.Argument(..., metavar="URI", help="A checkpoint."),
-    json_output: bool = _JSON,
-    values: bool = typer.Option(False, "--values", help="Print small values whole, however long."),
-    depth: int | None = typer.Option(
-        None, "--depth", min=0, metavar="N", help="Sum up what lies deeper than N levels; --json gives all."
-    ),
-) -> int:
-    """Show the state in a checkpoint as a tree: tensors, where they lie, and small values."""
-    from .show import run
-
-    return run(uri, json_output=json_output, values=values, depth=depth)
-
-
-@app.command()
-def verify(
-    uri: str = typer.Argument(..., metavar="URI", help="A checkpoint."),
-    json_output: bool = _JSON,
-) -> int:
-    """Read every byte of a checkpoint and check it. Exits with 1 if any is damaged, 2 if it cannot be read."""
-    from .verify import run
-
-    return run(uri, json_output=json_output)
-
-
-@app.command()
-def demo(
-    uri: str | None = typer.Argument(
-        None, metavar="URI", help="Where the checkpoints go, below it; else into the folder --out."
-    ),
-    out: str = typer.Option("demo-run", "--out", metavar="FOLDER", help="For logs and pictures; emptied first."),
-    steps: int = typer.Option(40, "--steps", help="Training steps in all."),
-    kill_at: int = typer.Option(24, "--kill-at", help="In the save of which step a rank is killed."),
-    every: int = typer.Option(8, "--every", help="Steps between two saves."),
-    ranks_before: int = typer.Option(4, "--ranks-before", help="Ranks until the kill."),
-    ranks_after: int = typer.Option(2, "--ranks-after", help="Ranks after it."),
-    seed: int = typer.Option(0, "--seed", help="Of weights and batches."),
-    json_output: bool = _JSON,
-) -> int:
-    """Train, kill a rank in the middle of a save, go on with fewer ranks, and compare: about a minute."""
-    from importlib.util import find_spec
-
-    if not (find_spec("matplotlib") and find_spec("rich")):
-        complain("the demo draws with matplotlib and rich, which come with: pip install 'holdfast[demo]'")
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line; return its exit status. Raises SystemExit where argparse has answered already."""
+    parser = _parser()
+    args = vars(parser.parse_args(arguments))
+    command: Callable[..., int] | None = args.pop("run", None)
+    if args.pop("version", False):
+        return _print_version()
+    if command is None:
+        parser.print_help(sys.stderr)
         return 2
-    from .demo.run import main
+    return ended(lambda: command(**args))
 
-    return main(
-        uri=uri,
-        out=out,
-        steps=steps,
-        kill_at=kill_at,
-        every=every,
-        ranks_before=ranks_before,
-        ranks_after=ranks_after,
-        seed=seed,
-        json_output=json_output,
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="holdfast",
+        description="Save and load the state of a distributed training job: any layout, any storage, never torn.",
+        epilog="holdfast COMMAND --help tells more.",
+        allow_abbrev=False,
     )
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for add in (_add_ls, _add_show, _add_verify, _add_demo):
+        add(commands)
+    return parser
+
+
+def _command(commands: Parsers, run: Callable[..., int], summary: str, more: str = "") -> argparse.ArgumentParser:
+    """A command, named after its function. Its arguments become the function's keywords."""
+    name = run.__name__.lstrip("_")
+    parser = commands.add_parser(name, help=summary, description=f"{summary}. {more}".strip(), allow_abbrev=False)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _with_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", dest="json_output", action="store_true", help="print one JSON document instead")
+
+
+def _add_ls(commands: Parsers) -> None:
+    def ls(**arguments: Any) -> int:
+        from .ls import run
+
+        return run(**arguments)
+
+    parser = _command(commands, ls, "list the checkpoints at and below URI", "Exits with 1 if there is none.")
+    parser.add_argument("uri", metavar="URI", help="a checkpoint, or a folder with checkpoints below it")
+    _with_json(parser)
+
+
+def _add_show(commands: Parsers) -> None:
+    def show(**arguments: Any) -> int:
+        from .show import run
+
+        return run(**arguments)
+
+    parser = _command(
+        commands, show, "show the state in a checkpoint as a tree: tensors, where they lie, and small values"
+    )
+    parser.add_argument("uri", metavar="URI", help="a checkpoint")
+    parser.add_argument("--values", action="store_true", help="print small values whole, however long")
+    parser.add_argument(
+        "--depth", type=_count, metavar="N", help="sum up what lies deeper than N levels; --json gives all"
+    )
+    _with_json(parser)
+
+
+def _add_verify(commands: Parsers) -> None:
+    def verify(**arguments: Any) -> int:
+        from .verify import run
+
+        return run(**arguments)
+
+    parser = _command(
+        commands,
+        verify,
+        "read every byte of a checkpoint and check it",
+        "Exits with 1 if any is damaged, 2 if it cannot be read.",
+    )
+    parser.add_argument("uri", metavar="URI", help="a checkpoint")
+    _with_json(parser)
+
+
+def _add_demo(commands: Parsers) -> None:
+    def demo(**arguments: Any) -> int:
+        from importlib.util import find_spec
+
+        if not (find_spec("matplotlib") and find_spec("rich")):
+            complain("the demo draws with matplotlib and rich, which come with: pip install 'holdfast[demo]'")
+            return 2
+        from .demo.run import main
+
+        return main(**arguments)
+
+    parser = _command(
+        commands,
+        demo,
+        "train, kill a rank in the middle of a save, go on with fewer ranks, and compare",
+        "It takes about a minute.",
+    )
+    parser.add_argument("uri", metavar="URI", nargs="?", help="where the checkpoints go, below it; else into --out")
+    options: Sequence[tuple[str, type, Any, str]] = (
+        ("--out", str, "demo-run", "folder for logs and pictures; emptied first"),
+        ("--steps", int, 40, "training steps in all"),
+        ("--kill-at", int, 24, "in the save of which step a rank is killed"),
+        ("--every", int, 8, "steps between two saves"),
+        ("--ranks-before", int, 4, "ranks until the kill"),
+        ("--ranks-after", int, 2, "ranks after it"),
+        ("--seed", int, 0, "of weights and batches"),
+    )
+    for name, kind, default, text in options:
+        parser.add_argument(name, type=kind, default=default, metavar="X", help=f"{text} (default: {default})")
+    _with_json(parser)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
+    return int(text)
+
+
+def _print_version() -> int:
+    from importlib.metadata import version
+
+    print(f"holdfast {version('holdfast')}")
+    return 0

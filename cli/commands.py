@@ -9,41 +9,39 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
-
-import typer
-from typer.core import TyperGroup
 
 from ..errors import HoldfastError
 from .text import printable
 
-__all__ = ["Commands", "complain", "print_json"]
+__all__ = ["complain", "ended", "print_json"]
 
 
-class Commands(TyperGroup):
-    """The commands. Each returns its exit status; what it raises of our error tree becomes a message, not a traceback."""
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command that was asked for, and exit."""
-        try:
-            status = super().invoke(ctx)
-            sys.stdout.flush()
-        except HoldfastError as error:
-            complain(str(error))
-            status = 2
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
-            status = 141
-        raise typer.Exit(status or 0)
+def ended(command: Callable[[], int]) -> int:
+    """Run ``command``; return its exit status. What it raises of our error tree becomes a message, not a traceback."""
+    try:
+        status = command()
+        sys.stdout.flush()
+    except HoldfastError as error:
+        complain(str(error))
+        return 2
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
+        return 141
+    except KeyboardInterrupt:
+        complain("interrupted")
+        return 130
+    return status
 
 
 def complain(message: str) -> None:
     """One message on stderr."""
-    typer.echo("holdfast: " + "\n".join(map(printable, message.splitlines())), err=True)
+    print("holdfast: " + "\n".join(map(printable, message.splitlines())), file=sys.stderr)
 
 
 def print_json(document: Any) -> None:
     """One JSON document on stdout, on one line."""
     import json
 
-    typer.echo(json.dumps(document, separators=(",", ":")))
+    print(json.dumps(document, separators=(",", ":")))

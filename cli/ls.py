@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import typer
-
 from ..drivers.uri import join, parse
 from ..storage.reader import ListedCheckpoint, list_checkpoints
 from .commands import complain, print_json
@@ -26,7 +24,7 @@ def run(uri: str, *, json_output: bool) -> int:
         lines = [_entry(c, (join(root, *c.path.split("/")) if c.path else root).redacted) for c in found]
         print_json({"uri": root.redacted, "checkpoints": lines})
     elif found:
-        typer.echo("\n".join(_table([_cells(c, time.time()) for c in found])))
+        print("\n".join(_table([_cells(c, time.time()) for c in found])))
     if not found:
         complain(f"no checkpoint at or below {root.redacted}")
     return 0 if found else 1

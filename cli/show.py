@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import typer
-
 from ..drivers.registry import open_driver
 from ..storage.commit import read_manifest
 from ..storage.engine import start
@@ -37,15 +35,15 @@ def run(uri: str, *, json_output: bool, values: bool, depth: int | None) -> int:
     if json_output:
         print_json(_document(driver.uri, manifest, len(data)))
         return 0
-    typer.echo("\n".join(_header(driver.uri, manifest, len(data))) + "\n")
+    print("\n".join(_header(driver.uri, manifest, len(data))) + "\n")
     lines: list[str] = []
     for line in _Outline(manifest, whole_values=values, depth=depth).lines():
         lines.append(line)
         if len(lines) == _LINES_PER_WRITE:
-            typer.echo("\n".join(lines))
+            print("\n".join(lines))
             lines.clear()
     if lines:
-        typer.echo("\n".join(lines))
+        print("\n".join(lines))
     return 0
 
 

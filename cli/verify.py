@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import asdict
-
-import typer
 
 from ..drivers.uri import parse
 from ..errors import DamagedError
@@ -16,6 +11,7 @@ from ..storage.manifest import MANIFEST_KEY
 from ..storage.reader import open as open_checkpoint
 from ..storage.verify import Damage, VerifyReport
 from .commands import print_json
+from .progress import progress_bar
 from .text import one_of, paint, printable, size_text
 
 __all__ = ["run"]
@@ -43,11 +39,11 @@ def run(uri: str, *, json_output: bool) -> int:
         )
     elif report.ok:
         rate = report.nbytes / seconds / 1e9
-        typer.echo(f"{paint('ok', 'green')}: {files}, {size}, {rate:.2f} GB/s")
+        print(f"{paint('ok', 'green')}: {files}, {size}, {rate:.2f} GB/s")
     else:
         places = one_of(len(damages), "place")
-        typer.echo(f"{paint('damaged', 'red')}: {places}; {files}, {size} read")
-        typer.echo("\n".join(map(_line, damages)))
+        print(f"{paint('damaged', 'red')}: {places}; {files}, {size} read")
+        print("\n".join(map(_line, damages)))
     return 0 if report.ok else 1
 
 
@@ -57,7 +53,7 @@ def _verified(uri: str) -> VerifyReport:
         checkpoint = open_checkpoint(uri)
     except DamagedError as error:
         return VerifyReport(1, 0, [Damage(MANIFEST_KEY, 0, 0, error.message, ())])
-    with checkpoint, _progress() as progress:
+    with checkpoint, progress_bar("verify") as progress:
         report = checkpoint.verify(progress)
     return VerifyReport(report.files + 1, report.nbytes + checkpoint.manifest_nbytes, report.damages)
 
@@ -82,18 +78,3 @@ def _line(d: Damage) -> str:
     names = ", ".join(map(printable, d.tensors[:_TENSORS_SHOWN]))
     more = f" and {len(d.tensors) - _TENSORS_SHOWN:,} more" if len(d.tensors) > _TENSORS_SHOWN else ""
     return f"  {where}{printable(d.what)}" + (f"; tensors: {names}{more}" if names else "")
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A bar with a rate on stderr, if that is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("verify", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
