@@ -19,7 +19,7 @@ from typing import ClassVar, Literal
 
 from ..errors import UriError
 
-__all__ = ["Buffer", "Driver", "ObjectInfo", "PartOrder", "Traits", "Upload", "check_key"]
+__all__ = ["Buffer", "Driver", "ObjectInfo", "PartOrder", "Traits", "Upload", "check_key", "segments"]
 
 Buffer = memoryview
 """One-dimensional, contiguous, of format ``B``."""
@@ -50,6 +50,17 @@ class Traits:
     """Of several exclusive puts to one key exactly one succeeds, whichever hosts they come from."""
     shared: bool
     """Other hosts see the same objects."""
+    streams: int = 1
+    """An upload is fastest when this many contiguous segments of it, see :func:`segments`, are written at once: then
+    ``part_order``, which is not ``serial``, holds within each of them. One after the other is as right, and slower."""
+
+
+def segments(nbytes: int, traits: Traits) -> list[tuple[int, int]]:
+    """(start, stop) of the segments of an upload of ``nbytes``: at most ``traits.streams``, about equally long, cut at
+    multiples of ``traits.part_nbytes``; (0, 0) alone where there are no bytes."""
+    parts = -(-nbytes // traits.part_nbytes)
+    step = max(1, -(-parts // traits.streams)) * traits.part_nbytes
+    return [(start, min(start + step, nbytes)) for start in range(0, nbytes, step)] or [(0, 0)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..drivers.contract import Driver, Upload
+from ..drivers.contract import Driver, Traits, Upload, segments
 from ..planner.image import CHUNK_NBYTES, DIGEST_NBYTES, ImageLayout
 from .buffers import HostBuffer, host_pool
 from .capture.source import ImageSource
@@ -18,7 +18,7 @@ from .engine import CPU_THREADS, offload
 from .executor import execute
 from .scheduler import Budget, Scheduler, Stage
 
-__all__ = ["ImageWriter", "Progress"]
+__all__ = ["ImageWriter", "Progress", "writing_order"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,7 @@ class ImageWriter:
         self._buffers: dict[int, HostBuffer] = {}
         n = layout.chunks if len(layout.start) else 0  # a rank without a shard writes no file
         self._pages = [b""] * n
+        self._order = writing_order(n, CHUNK_NBYTES, layout.nbytes, driver.traits)
         self._to_capture = self._to_seal = n
 
     async def write(self, key: Callable[[], Awaitable[str]]) -> npt.NDArray[np.uint8]:
@@ -71,15 +72,16 @@ class ImageWriter:
         return await self._driver.create(await key(), self._layout.nbytes)
 
     async def _stream(self, opening: asyncio.Future[Upload]) -> None:
-        sizes = [b - a for a, b in map(self._layout.chunk_range, range(len(self._pages)))]
+        sizes = [b - a for a, b in map(self._layout.chunk_range, self._order)]
 
         async def perform(job: int, stage: str) -> None:
+            chunk = self._order[job]
             if stage == "write":
-                await self._write(job, await asyncio.shield(opening))
+                await self._write(chunk, await asyncio.shield(opening))
             else:
-                await (self._capture if stage == "capture" else self._hash)(job)
+                await (self._capture if stage == "capture" else self._hash)(chunk)
 
-        await execute(self._scheduler(), sizes, perform, self._release)
+        await execute(self._scheduler(), sizes, perform, lambda job: self._release(self._order[job]))
 
     def _scheduler(self) -> Scheduler:
         traits, cpu = self._driver.traits, CPU_THREADS
@@ -96,27 +98,27 @@ class ImageWriter:
             memory_nbytes = min(self._budget_nbytes, (io + cpu) * CHUNK_NBYTES)
         return Scheduler(stages, Budget(memory_nbytes, {"cpu": cpu, "io": io}), drain=self._budget_nbytes is not None)
 
-    async def _capture(self, job: int) -> None:
+    async def _capture(self, chunk: int) -> None:
         assert self._source is not None
-        buffer = self._buffers[job] = self._pool.take()
-        await offload(self._source.copy, *self._layout.chunk_range(job), buffer)
+        buffer = self._buffers[chunk] = self._pool.take()
+        await offload(self._source.copy, *self._layout.chunk_range(chunk), buffer)
         self._to_capture -= 1
         self._report()
 
-    async def _hash(self, job: int) -> None:
-        self._pages[job] = await offload(page_of, self._filled(job), self._layout.block_nbytes)
+    async def _hash(self, chunk: int) -> None:
+        self._pages[chunk] = await offload(page_of, self._filled(chunk), self._layout.block_nbytes)
         self._to_seal -= 1
         self._report()
 
-    async def _write(self, job: int, upload: Upload) -> None:
-        await upload.write(self._layout.chunk_range(job)[0], self._filled(job))
+    async def _write(self, chunk: int, upload: Upload) -> None:
+        await upload.write(self._layout.chunk_range(chunk)[0], self._filled(chunk))
 
-    def _filled(self, job: int) -> memoryview:
-        start, stop = self._layout.chunk_range(job)
-        return self._buffers[job].view[: stop - start]
+    def _filled(self, chunk: int) -> memoryview:
+        start, stop = self._layout.chunk_range(chunk)
+        return self._buffers[chunk].view[: stop - start]
 
-    def _release(self, job: int) -> None:
-        buffer = self._buffers.pop(job, None)
+    def _release(self, chunk: int) -> None:
+        buffer = self._buffers.pop(chunk, None)
         if buffer is not None:
             self._pool.give(buffer)
 
@@ -140,6 +142,18 @@ class ImageWriter:
                 await upload.write(self._layout.hashed_end + start, buffer.view[: len(part)])
         finally:
             self._pool.give(buffer)
+
+
+def writing_order(chunks: int, chunk_nbytes: int, nbytes: int, traits: Traits) -> list[int]:
+    """The chunks of an upload of ``nbytes``, in the order in which to write them: in turn from each of its segments.
+
+    Where a segment begins within a chunk they stay in order: what comes next is then also next in its segment.
+    """
+    starts = [start for start, _ in segments(nbytes, traits)]
+    if any(start % chunk_nbytes for start in starts):
+        return list(range(chunks))
+    step = starts[1] // chunk_nbytes if len(starts) > 1 else chunks
+    return sorted(range(chunks), key=lambda chunk: (chunk % step, chunk))
 
 
 async def _abort(opening: asyncio.Future[Upload]) -> None:

@@ -11,9 +11,21 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.drivers.contract import Buffer, PartOrder, Upload
+from holdfast.drivers.contract import Buffer, PartOrder, Traits, Upload, segments
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.drivers.uri import Uri
+from holdfast.storage.image_writer import writing_order
+
+TRAITS = Traits(
+    part_nbytes=16,
+    part_min_nbytes=1,
+    align_nbytes=1,
+    concurrency=8,
+    coalesce_nbytes=0,
+    part_order="ascending",
+    exclusive_is_atomic=True,
+    shared=True,
+)
 
 
 class _Watched(Upload):
@@ -39,17 +51,19 @@ class _Watched(Upload):
 
 @pytest.mark.parametrize("order", ["any", "ascending", "serial"])
 @pytest.mark.parametrize("budget_nbytes", [None, 128 << 20])
+@pytest.mark.parametrize("streams", [1, 3])
 def test_parts_arrive_in_the_order_asked_for(
-    order: PartOrder, budget_nbytes: int | None, monkeypatch: pytest.MonkeyPatch
+    order: PartOrder, budget_nbytes: int | None, streams: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``ascending``: one after the other begun, overlapping; ``serial``: never two at once; the state comes back."""
+    """``ascending``: one after the other begun, overlapping; ``serial``: never two at once. Where segments are to be
+    written at once, each is ascending, and all are begun at the beginning. The state comes back."""
     begun: list[int] = []
     overlaps: list[int] = []
 
     class Ordered(MemoryDriver):
         def __init__(self, location: str = "") -> None:
             super().__init__(location)
-            self.traits = replace(self.traits, part_order=order)
+            self.traits = replace(self.traits, part_order=order, streams=streams)
 
         @classmethod
         def open(cls, uri: Uri) -> Ordered:
@@ -58,14 +72,56 @@ def test_parts_arrive_in_the_order_asked_for(
         async def create(self, key: str, nbytes: int) -> Upload:
             return _Watched(await super().create(key, nbytes), random.Random(7), begun, overlaps)
 
-    monkeypatch.setattr("holdfast.storage.api.open_driver", lambda uri: Ordered(f"order-{order}-{budget_nbytes}"))
+    monkeypatch.setattr(
+        "holdfast.storage.api.open_driver", lambda uri: Ordered(f"order-{order}-{budget_nbytes}-{streams}")
+    )
     state = {"w": torch.from_numpy(np.random.default_rng(0).standard_normal(100 << 17))}
     holdfast.async_save("memory://x", state, budget_nbytes=budget_nbytes).wait(60)
     assert torch.equal(holdfast.load("memory://x")["w"], state["w"])
     assert len(begun) > 6
+    cut = segments(begun[-1] + 1, replace(TRAITS, part_nbytes=16 << 20, streams=streams))  # the trailer is written last
     if order != "any":
-        assert begun == sorted(begun)
+        for start, stop in cut:
+            within = [at for at in begun if start <= at < stop]
+            assert within == sorted(within)
+        assert begun[:streams] == [start for start, _ in cut[:streams]]
     if order == "serial":
         assert max(overlaps) == 1
     else:
         assert max(overlaps) > 1
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "streams", "expected"),
+    [
+        (0, 4, [(0, 0)]),
+        (1, 4, [(0, 1)]),
+        (16, 4, [(0, 16)]),
+        (17, 4, [(0, 16), (16, 17)]),
+        (64, 4, [(0, 16), (16, 32), (32, 48), (48, 64)]),
+        (65, 4, [(0, 32), (32, 64), (64, 65)]),
+        (1000, 1, [(0, 1000)]),
+        (1000, 3, [(0, 336), (336, 672), (672, 1000)]),
+    ],
+)
+def test_an_upload_is_cut_at_parts(nbytes: int, streams: int, expected: list[tuple[int, int]]) -> None:
+    """Segments follow each other, are as long as each other but for the last, and begin where a part does."""
+    assert segments(nbytes, replace(TRAITS, streams=streams)) == expected
+
+
+@pytest.mark.parametrize("nbytes", [1, 100, 1000])
+@pytest.mark.parametrize("streams", [1, 3, 4])
+@pytest.mark.parametrize("chunk_nbytes", [8, 16, 32])
+def test_chunks_are_written_in_turn_from_each_segment(nbytes: int, streams: int, chunk_nbytes: int) -> None:
+    """Every chunk once; ascending within each segment; also where chunks are larger or smaller than parts."""
+    traits = replace(TRAITS, streams=streams)
+    chunks = -(-nbytes // chunk_nbytes)
+    order = writing_order(chunks, chunk_nbytes, nbytes, traits)
+    assert sorted(order) == list(range(chunks))
+    reached: dict[int, int] = {}
+    for start in (chunk * chunk_nbytes for chunk in order):
+        segment = max(begin for begin, _ in segments(nbytes, traits) if begin <= start)
+        assert reached.get(segment, -1) < start
+        reached[segment] = start
+    if streams == 3 and (nbytes, chunk_nbytes) == (1000, 16):
+        assert order[:4] == [0, 21, 42, 1]
