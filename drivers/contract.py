@@ -53,6 +53,8 @@ class Traits:
     streams: int = 1
     """An upload is fastest when this many contiguous segments of it, see :func:`segments`, are written at once: then
     ``part_order``, which is not ``serial``, holds within each of them. One after the other is as right, and slower."""
+    parts_repeatable: bool = False
+    """A write of a part that failed may be made again, with the same start and bytes, and counts once."""
 
 
 def segments(nbytes: int, traits: Traits) -> list[tuple[int, int]]:
@@ -101,6 +103,9 @@ class Driver(ABC):
     traits: Traits
     deviations: ClassVar[Mapping[str, str]] = {}
     """Trials of the conformance kit, by name, that this storage cannot pass, and why. The kit prints them."""
+    remote: ClassVar[bool] = True
+    """Reached over a network by this driver itself. Then what fails for a while is tried again, and operations have a
+    deadline, unless the options say otherwise. False: the operating system stands in between, and has tried already."""
 
     @abstractmethod
     async def read(self, key: str, start: int, into: Buffer) -> None:

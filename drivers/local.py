@@ -51,6 +51,7 @@ class LocalDriver(Driver):
     leaves, as they make the folders that a key needs.
     """
 
+    remote: ClassVar[bool] = False
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         "direct": Option(
             choice("auto", "on", "off"), "auto", "O_DIRECT: where it works (auto), or fail (on), or never (off)"

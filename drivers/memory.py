@@ -29,6 +29,7 @@ _stores: dict[str, _Store] = {}
 class MemoryDriver(Driver):
     """Objects in a dict of this process."""
 
+    remote: ClassVar[bool] = False
     OPTIONS: ClassVar[Mapping[str, Option]] = {}
 
     def __init__(self, location: str = "") -> None:

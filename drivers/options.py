@@ -1,18 +1,28 @@
 """The options of a driver: declared once, in a table on its class; read from the URI; listed in errors and in help.
 
-A table looks like ``OPTIONS = {"threads": Option(integer(1, 64), 8, "operations in flight")}``.
+A table looks like ``OPTIONS = {"threads": Option(integer(1, 64), 8, "operations in flight")}``. Options that every scheme
+has (retries, limits, …) are in ``layers/stack.py``; a driver declares none of the same name.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import UriError
 from .uri import Uri
 
-__all__ = ["Option", "choice", "integer", "option_values"]
+__all__ = ["Option", "choice", "duration", "integer", "option_values", "or_off", "size", "switch"]
+
+T = TypeVar("T")
+
+_SIZE = re.compile(r"(\d+)\s*(?:([kmgt]?)(i?)b?)?", re.IGNORECASE | re.ASCII)
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|min|m|h)?", re.ASCII)
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, None: 1.0}
+_SWITCH = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +68,56 @@ def integer(least: int, most: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def size(least: int, most: int) -> Callable[[str], int]:
+    """A parser of sizes in bytes, from ``least`` to ``most``: ``32MiB``, ``500 MB``, ``4096``."""
+
+    def parse(text: str) -> int:
+        match = _SIZE.fullmatch(text.strip())
+        value = -1
+        if match is not None:
+            prefix, binary = (match[2] or "").lower(), bool(match[3])
+            value = int(match[1]) * (1024 if binary else 1000) ** " kmgt".index(prefix or " ")
+        if match is None or (binary and not prefix) or not least <= value <= most:
+            raise ValueError(f"is a size from {least} to {most} bytes, such as 32MiB")
+        return value
+
+    return parse
+
+
+def duration(least_s: float, most_s: float) -> Callable[[str], float]:
+    """A parser of durations in seconds, from ``least_s`` to ``most_s``: ``30``, ``1.5s``, ``500ms``, ``2min``, ``1h``."""
+
+    def parse(text: str) -> float:
+        match = _DURATION.fullmatch(text.strip())
+        value = float(match[1]) * _SECONDS[match[2]] if match else math.nan
+        if not least_s <= value <= most_s:
+            raise ValueError(f"is a time from {least_s:g} to {most_s:g} seconds, such as 30s")
+        return value
+
+    return parse
+
+
+def switch(text: str) -> bool:
+    """A parser of ``on`` and ``off``; true and false, yes and no, 1 and 0 mean the same."""
+    if text.lower() not in _SWITCH:
+        raise ValueError("is on or off")
+    return _SWITCH[text.lower()]
+
+
+def or_off(parse: Callable[[str], T]) -> Callable[[str], T | None]:
+    """A parser that also takes ``off``, which is None."""
+
+    def parse_or_off(text: str) -> T | None:
+        if text == "off":
+            return None
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise ValueError(f"{error}; or off") from error
+
+    return parse_or_off
 
 
 def _value(name: str, option: Option, uri: Uri) -> Any:

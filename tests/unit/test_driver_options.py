@@ -1,0 +1,61 @@
+"""The parsers of options: what they take, and that what they refuse is told with what they take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from holdfast.drivers.options import duration, or_off, size, switch
+
+SIZE = size(1, 1 << 40)
+DURATION = duration(0.001, 7200)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("1", 1), ("4096", 4096), ("4096B", 4096), ("32MiB", 32 << 20), ("32mib", 32 << 20), ("32 MiB", 32 << 20),
+     ("32Mi", 32 << 20), ("500MB", 500_000_000), ("500M", 500_000_000), ("8kB", 8000), ("8KiB", 8192), ("1TiB", 1 << 40),
+     (" 1GiB ", 1 << 30)],
+)  # fmt: skip
+def test_a_size_has_a_unit_or_is_in_bytes(text: str, nbytes: int) -> None:
+    """Binary units have an i; decimal ones have none; case does not matter."""
+    assert SIZE(text) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("30", 30.0), ("30s", 30.0), ("1.5", 1.5), ("500ms", 0.5), ("2m", 120.0), ("2min", 120.0), ("2 h", 7200.0)],
+)
+def test_a_duration_has_a_unit_or_is_in_seconds(text: str, seconds: float) -> None:
+    """Plain numbers are seconds."""
+    assert DURATION(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["on", "true", "True", "yes", "1"])
+def test_a_switch_takes_the_usual_words(text: str) -> None:
+    """Whatever a file, a shell or a programmer writes for it."""
+    assert switch(text) is True
+    assert switch({"on": "off", "yes": "no", "1": "0"}.get(text, "false")) is False
+
+
+def test_off_is_none_where_an_option_can_be_off() -> None:
+    """Everything else goes to the parser."""
+    assert or_off(DURATION)("off") is None
+    assert or_off(DURATION)("3") == 3
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "says"),
+    [
+        *((SIZE, text, "such as 32MiB") for text in ("", "0", "-1", "1.5GiB", "MiB", "1 i", "1iB", "1PiB", "2TiB", "٣", "1 Mi B")),
+        *((DURATION, text, "such as 30s") for text in ("", "0", "-1", "nan", "inf", "1e3", "3h", "1d", "٣", "s")),
+        *((switch, text, "on or off") for text in ("", "maybe", "2", "on ")),
+        (or_off(DURATION), "never", "such as 30s; or off"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_is_told_with_what_is_taken(parse: Callable[[str], Any], text: str, says: str) -> None:
+    """A ValueError, whose text goes on from the option's name."""
+    with pytest.raises(ValueError, match=says):
+        parse(text)
