@@ -39,6 +39,7 @@ CLOSE_TIMEOUT_S = 60.0
 """How long close() waits for operations that still run."""
 
 _LIST_BATCH = 1000
+_OFFSET_MAX = 1 << 63  # more than the kernel takes
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -158,11 +159,13 @@ class LocalDriver(Driver):
     # What follows blocks, and runs in threads.
 
     def _read(self, key: str, start: int, into: Buffer) -> None:
+        stop = start + len(into)
         with self._open_files.use(key) as file:
+            if not 0 <= start <= stop < _OFFSET_MAX:
+                raise DamagedError(f"no object has bytes {start}:{stop}", uri=self.uri, key=key)
             try:
                 read_at(file, start, into)
             except EOFError as error:
-                stop = start + len(into)
                 raise DamagedError(f"object ends at byte {error}, before {stop}", uri=self.uri, key=key) from error
 
     def _get(self, key: str) -> bytes:

@@ -18,12 +18,13 @@ from .options import Option
 from .ranges import Ranges
 from .uri import Uri
 
-__all__ = ["MemoryDriver"]
+__all__ = ["STORES", "MemoryDriver"]
 
 _Store = dict[str, tuple[bytes, float]]
 """Key → bytes and the time of writing."""
 
-_stores: dict[str, _Store] = {}
+STORES: dict[str, _Store] = {}
+"""Every named store of this process, for whoever looks at one without a driver."""
 
 
 class MemoryDriver(Driver):
@@ -47,7 +48,8 @@ class MemoryDriver(Driver):
             shared=False,
         )
         self._prefix = prefix.rstrip("/") + "/" if prefix.strip("/") else ""
-        self._objects: _Store = _stores.setdefault(name, {}) if name else {}
+        self._objects: _Store = STORES.setdefault(name, {}) if name else {}
+        self._closed = False
 
     @classmethod
     def open(cls, uri: Uri) -> MemoryDriver:
@@ -56,58 +58,72 @@ class MemoryDriver(Driver):
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
         data, _ = self._lookup(key)
-        part = data[start : start + len(into)]
-        if len(part) < len(into):
-            raise DamagedError(f"object ends at byte {len(data)}, before {start + len(into)}", uri=self.uri, key=key)
-        into[:] = part
+        stop = start + len(into)
+        if not 0 <= start <= stop <= len(data):
+            raise DamagedError(f"object ends at byte {len(data)}, before {stop}", uri=self.uri, key=key)
+        into[:] = data[start:stop]
 
     async def create(self, key: str, nbytes: int) -> Upload:
-        return _MemoryUpload(self, check_key(key, uri=self.uri), nbytes)
+        self._path(key)
+        return _MemoryUpload(self, key, nbytes)
 
     async def get(self, key: str) -> bytes:
         return self._lookup(key)[0]
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
-        check_key(key, uri=self.uri)
-        if exclusive and self._prefix + key in self._objects:
+        path = self._path(key)
+        if exclusive and path in self._objects:
             raise ExistsError("object exists already", uri=self.uri, key=key)
-        self._objects[self._prefix + key] = (bytes(data), time.time())
+        self._objects[path] = (bytes(data), time.time())
 
     async def stat(self, key: str) -> ObjectInfo:
         data, modified_s = self._lookup(key)
         return ObjectInfo(key, len(data), modified_s)
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        for key in self._below(prefix):
-            if key in self._objects:  # not deleted while the caller looked at another one
-                data, modified_s = self._objects[key]
-                yield ObjectInfo(key.removeprefix(self._prefix), len(data), modified_s)
+        for path in self._below(prefix):
+            if path in self._objects:  # not deleted while the caller looked at another one
+                data, modified_s = self._objects[path]
+                yield ObjectInfo(path.removeprefix(self._prefix), len(data), modified_s)
 
     async def delete(self, key: str) -> None:
-        self._objects.pop(self._prefix + check_key(key, uri=self.uri), None)
+        self._objects.pop(self._path(key), None)
 
     async def delete_all(self, prefix: str) -> None:
-        for key in self._below(check_key(prefix, uri=self.uri)):
-            del self._objects[key]
+        self._path(prefix)
+        for path in self._below(prefix):
+            del self._objects[path]
 
     async def sweep(self, prefix: str) -> None:
         """See :meth:`Driver.sweep`. An upload that is dropped leaves nothing here."""
-        check_key(prefix, uri=self.uri)
+        self._path(prefix)
 
     async def close(self) -> None:
-        """Nothing to let go of: a named store outlives its drivers."""
+        """See :meth:`Driver.close`. A named store outlives its drivers."""
+        self._closed = True
+
+    def _path(self, key: str) -> str:
+        """Where the object is in the dict. Raises UriError for an unsafe key, StorageError once closed."""
+        self._check_open(key)
+        return self._prefix + check_key(key, uri=self.uri)
+
+    def _check_open(self, key: str) -> None:
+        if self._closed:
+            raise StorageError("the driver is closed", uri=self.uri, key=key)
 
     def _lookup(self, key: str) -> tuple[bytes, float]:
+        path = self._path(key)
         try:
-            return self._objects[self._prefix + check_key(key, uri=self.uri)]
+            return self._objects[path]
         except KeyError as error:
             raise NotFoundError("no such object", uri=self.uri, key=key) from error
 
     def _below(self, prefix: str) -> tuple[str, ...]:
         if not prefix:
-            return tuple(key for key in self._objects if key.startswith(self._prefix))
-        whole = self._prefix + check_key(prefix, uri=self.uri)
-        return tuple(key for key in self._objects if key == whole or key.startswith(whole + "/"))
+            self._check_open(prefix)
+            return tuple(path for path in self._objects if path.startswith(self._prefix))
+        whole = self._path(prefix)
+        return tuple(path for path in self._objects if path == whole or path.startswith(whole + "/"))
 
 
 class _MemoryUpload(Upload):
@@ -132,6 +148,7 @@ class _MemoryUpload(Upload):
         self._content = None
 
     def _open_content(self) -> bytearray:
+        self._driver._check_open(self._key)
         if self._content is None:
             raise StorageError("the upload is over: committed, failed or aborted", uri=self._driver.uri, key=self._key)
         return self._content

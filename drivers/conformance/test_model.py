@@ -1,39 +1,42 @@
-"""The local driver against the reference: the same calls give the same results, in any order."""
+"""The driver against ``memory://``, the model: the same calls give the same results, in any order."""
 
 from __future__ import annotations
 
-import asyncio
-import shutil
-import tempfile
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule, run_state_machine_as_test
 
+from holdfast.drivers.conformance.place import Place
 from holdfast.drivers.contract import Driver, Upload
-from holdfast.drivers.local import LocalDriver
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.errors import HoldfastError
+from holdfast.errors import DamagedError, ExistsError, HoldfastError, NotFoundError, StorageError, UriError
 
-# No key is a folder of another one: that is where a file system differs from the reference.
+# No key is a folder of another one: that is where file systems differ from the model.
 KEYS = st.sampled_from(["a", "b/c", "b/d", "b/e/f", "g/h/i/j", ".k"])
 PREFIXES = st.sampled_from(["a", "b", "b/e", "b/c", "g/h", "nowhere"])
 CONTENTS = st.integers(0, 5).map(lambda n: bytes([n]) * (1, 0, 5000, 70_000, 65_536, 140_001)[n])
+KINDS = (NotFoundError, ExistsError, DamagedError, UriError, StorageError)
+
+STEPS = 25
+EXAMPLES_MAX, EXAMPLES_MIN = 25, 4
+SECONDS = 15.0
+"""About how long the exploration may take; slow storage is given fewer examples."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One upload on each driver; what lies before ``cut`` is not written yet."""
+    """One upload on each driver; of its content ``first`` is written, ``rest`` is not yet."""
 
     both: tuple[Upload, ...]
     key: str
     content: bytes
-    cut: int
+    rest: tuple[int, int]
 
 
 class SameAsMemory(RuleBasedStateMachine):
@@ -41,13 +44,11 @@ class SameAsMemory(RuleBasedStateMachine):
 
     uploads: Bundle[Pair] = Bundle("uploads")
 
-    @initialize(direct=st.sampled_from(["auto", "off"]))
-    def open(self, direct: str) -> None:
-        """Begin with two empty roots."""
-        self.runner = asyncio.Runner()
+    def __init__(self, place: Place) -> None:
+        super().__init__()
+        self.place = place.below()
         self.live: Counter[str] = Counter()
-        self.folder = Path(tempfile.mkdtemp(prefix="holdfast-model-"))
-        self.drivers: tuple[Driver, ...] = (MemoryDriver(), LocalDriver(self.folder / "root", direct=direct, threads=2))
+        self.drivers: tuple[Driver, ...] = (MemoryDriver(), self.place.open())
 
     def both(self, call: Callable[[Driver], Awaitable[Any]]) -> list[Any]:
         """The outcomes of one call on both."""
@@ -60,9 +61,9 @@ class SameAsMemory(RuleBasedStateMachine):
             try:
                 return await call
             except HoldfastError as error:
-                return type(error)
+                return next(kind for kind in KINDS if isinstance(error, kind))
 
-        return self.runner.run(settled())
+        return self.place.run(settled())
 
     def same(self, call: Callable[[Driver], Awaitable[Any]]) -> None:
         """The outcomes are equal."""
@@ -78,6 +79,15 @@ class SameAsMemory(RuleBasedStateMachine):
     def get(self, key: str) -> None:
         """Get what may not be there."""
         self.same(lambda driver: driver.get(key))
+
+    @rule(key=KEYS)
+    def stat(self, key: str) -> None:
+        """Ask for the size of what may not be there."""
+
+        async def size(driver: Driver) -> int:
+            return (await driver.stat(key)).nbytes
+
+        self.same(size)
 
     @rule(key=KEYS, start=st.integers(0, 150_000), nbytes=st.sampled_from([0, 1, 4096, 66_000]))
     def read(self, key: str, start: int, nbytes: int) -> None:
@@ -101,24 +111,43 @@ class SameAsMemory(RuleBasedStateMachine):
         if not any(key == prefix or key.startswith(prefix + "/") for key in +self.live):
             self.same(lambda driver: driver.delete_all(prefix))
 
+    @rule(prefix=PREFIXES)
+    def sweep(self, prefix: str) -> None:
+        """Sweep: whatever is there and lives stays."""
+        self.same(lambda driver: driver.sweep(prefix))
+
     @rule(target=uploads, key=KEYS, content=CONTENTS, cut=st.integers(0, 140_001))
     def create(self, key: str, content: bytes, cut: int) -> Pair:
-        """Begin an upload, and write its second part first."""
-        pair = Pair(tuple(self.both(lambda driver: driver.create(key, len(content)))), key, content, cut)
+        """Begin an upload, and write one of its two parts: the second one, where any order will do."""
+        first, rest = self.halves(len(content), cut)
+        pair = Pair(tuple(self.both(lambda driver: driver.create(key, len(content)))), key, content, rest)
         self.live[key] += 1
-        for upload in pair.both:
-            assert self.outcome(upload.write(min(cut, len(content)), memoryview(content)[cut:])) is None
+        self.write(pair, first)
         return pair
+
+    def halves(self, nbytes: int, cut: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The part to write first, and the rest; the traits allow both."""
+        traits = self.place.traits
+        cut = min(cut, nbytes) if traits.part_min_nbytes <= min(cut, nbytes) else nbytes
+        halves = ((0, cut), (cut, nbytes))
+        return (halves[1], halves[0]) if traits.part_order == "any" and traits.part_min_nbytes == 1 else halves
+
+    def write(self, pair: Pair, part: tuple[int, int]) -> None:
+        """Write one part, unless it is empty."""
+        start, stop = part
+        for upload in pair.both if stop > start else ():
+            assert self.outcome(upload.write(start, memoryview(pair.content)[start:stop])) is None
 
     @rule(pair=consumes(uploads), whole=st.booleans())
     def commit(self, pair: Pair, whole: bool) -> None:
-        """Write the first part, or forget it, and commit."""
+        """Write the rest, or forget it, and commit."""
         self.live[pair.key] -= 1
         if whole:
-            for upload in pair.both:
-                assert self.outcome(upload.write(0, memoryview(pair.content)[: pair.cut])) is None
+            self.write(pair, pair.rest)
         expected, actual = [self.outcome(upload.commit()) for upload in pair.both]
         assert expected == actual
+        for upload in pair.both:
+            assert self.outcome(upload.abort()) is None
 
     @rule(pair=consumes(uploads))
     def abort(self, pair: Pair) -> None:
@@ -134,26 +163,38 @@ class SameAsMemory(RuleBasedStateMachine):
         async def listed(driver: Driver) -> list[tuple[str, int]]:
             return sorted([(info.key, info.nbytes) for prefix in ("", "b") async for info in driver.list(prefix)])
 
-        if hasattr(self, "drivers"):
-            self.same(listed)
+        self.same(listed)
 
     def teardown(self) -> None:
         """Close, and see that nothing unfinished stays."""
-        if hasattr(self, "drivers"):
-            visible = len(self.runner.run(_count(self.drivers[0])))
-            for driver in self.drivers:
-                self.runner.run(driver.close())
-            files = [path for path in self.folder.rglob("*") if not path.is_dir()]
-            self.runner.close()
-            shutil.rmtree(self.folder)
-            assert len(files) == visible
+        visible = self.place.run(_keys(self.drivers[0]))
+        for driver in self.drivers:
+            self.place.run(driver.close())
+        self.place.run(self.place.holds(*visible))
 
 
-async def _count(driver: Driver) -> list[str]:
+async def _keys(driver: Driver) -> list[str]:
     return [info.key async for info in driver.list()]
 
 
-TestSameAsMemory = SameAsMemory.TestCase
-TestSameAsMemory.settings = settings(
-    max_examples=25, stateful_step_count=25, suppress_health_check=[HealthCheck.too_slow]
-)
+async def _put_s(place: Place) -> float:
+    """Seconds that one small put takes here."""
+    driver, begin = place.open(), time.perf_counter()
+    for _ in range(5):
+        await driver.put("probe/x", b"x")
+    return (time.perf_counter() - begin) / 5
+
+
+def test_the_same_calls_give_the_same_results_as_memory(place: Place) -> None:
+    """Puts, uploads, reads, listings and deletions, explored by hypothesis: the driver and the model never differ."""
+    example_s = STEPS * 4 * place.run(_put_s(place))
+    examples = max(EXAMPLES_MIN, min(EXAMPLES_MAX, int(SECONDS / example_s)))
+    explored = settings(
+        max_examples=examples,
+        stateful_step_count=STEPS,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    run_state_machine_as_test(lambda: SameAsMemory(place), settings=explored)  # type: ignore[arg-type]  # any factory will do

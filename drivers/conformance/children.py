@@ -1,0 +1,106 @@
+"""Other processes on the same storage: ones that race, and ones that die in the middle of an upload.
+
+Run as ``python -m holdfast.drivers.conformance.children URI TASK NAME``; prints what the trial wants to know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+
+from ...errors import ExistsError, NotFoundError
+from ..contract import Driver
+from ..registry import open_driver
+from .place import Place
+
+__all__ = ["child_of", "main", "sees_children"]
+
+CHILD_TIMEOUT_S = 60.0
+"""How long one child may take, interpreter start included."""
+
+
+async def child_of(place: Place, task: str, name: str, *, dies: bool = False) -> str:
+    """What another process prints that does ``task`` at this place. ``dies``: it is expected to kill itself."""
+    command = [sys.executable, "-m", "holdfast.drivers.conformance.children", str(place.uri), task, name]
+    child = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    try:
+        async with asyncio.timeout(CHILD_TIMEOUT_S):
+            printed, _ = await child.communicate()
+    except TimeoutError:
+        child.kill()
+        await child.wait()
+        raise
+    assert child.returncode == (-signal.SIGKILL if dies else 0), f"{task} {name}: exit status {child.returncode}"
+    return printed.decode()
+
+
+async def sees_children(place: Place) -> bool:
+    """Whether this process finds what another one stored here; takes it away again."""
+    await child_of(place, "show", "seen")
+    driver = place.open()
+    try:
+        await driver.get("seen")
+    except NotFoundError:
+        return False
+    await driver.delete("seen")
+    return True
+
+
+async def _show(driver: Driver, name: str) -> None:
+    await driver.put(name, b"seen")
+
+
+async def _race(driver: Driver, name: str) -> None:
+    for n in range(20):
+        try:
+            await driver.put(f"race/{n}", name.encode() * 1000, exclusive=True)
+        except ExistsError:
+            continue
+        print(f"race/{n}")
+
+
+async def _die_writing(driver: Driver, name: str) -> None:
+    part_nbytes = max(driver.traits.part_min_nbytes, 64 << 10)
+    upload = await driver.create(name, part_nbytes + 1000)
+    await upload.write(0, memoryview(bytes(part_nbytes)))
+    _die()
+
+
+async def _die_committed(driver: Driver, name: str) -> None:
+    upload = await driver.create(name, 100_000)
+    await upload.write(0, memoryview(b"c" * 100_000))
+    await upload.commit()
+    await driver.put(f"{name}-put", b"p" * 1000)
+    _die()
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+_TASKS: dict[str, Callable[[Driver, str], Awaitable[None]]] = {
+    "show": _show,
+    "race": _race,
+    "die-writing": _die_writing,
+    "die-committed": _die_committed,
+}
+
+
+async def _do(uri: str, task: str, name: str) -> None:
+    driver = open_driver(uri)
+    try:
+        await _TASKS[task](driver, name)
+    finally:
+        await driver.close()
+
+
+def main() -> None:
+    """Do what the command line says."""
+    asyncio.run(_do(*sys.argv[1:4]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Cancellation at every await: cancel a call at its n-th suspension, for every n until it completes."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from typing import Any
+
+__all__ = ["Interrupt", "at_every_await"]
+
+DELAYS_S = (0.0, 0.001, 0.01)
+"""How long after the suspension the cancellation comes: at once, and while threads and servers are at work."""
+
+SUSPENSIONS_MAX = 100
+"""A call that waits more often than this is tried no further; none of the contract's does with small objects."""
+
+
+class Interrupt:
+    """Cancels what is awaited through it when that suspends for the ``at``-th time, after ``delay_s``."""
+
+    def __init__(self, at: int, delay_s: float) -> None:
+        self.at, self.delay_s = at, delay_s
+        self.reached = False
+        """Whether any call suspended that often."""
+
+    async def __call__(self, work: Coroutine[Any, Any, Any]) -> bool:
+        """Whether ``work`` was cancelled, rather than completed. What it raises besides is raised.
+
+        Fails where it was cancelled at once and went on as if it had not been.
+        """
+        suspended = _Suspended(self, work)
+        task = asyncio.create_task(_awaited(suspended))
+        await asyncio.wait([task])
+        if suspended.timer is not None:
+            suspended.timer.cancel()
+        if task.cancelled():
+            return True
+        task.result()
+        assert not (suspended.struck and not self.delay_s), "the cancellation was swallowed"
+        return False
+
+
+class _Suspended(Awaitable[Any]):
+    def __init__(self, interrupt: Interrupt, work: Coroutine[Any, Any, Any]) -> None:
+        self.interrupt, self.work = interrupt, work
+        self.timer: asyncio.TimerHandle | None = None
+        self.struck = False
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        inner, error = self.work.__await__(), None
+        for n in itertools.count(1):
+            try:
+                waited_for = inner.throw(error) if error is not None else inner.send(None)
+            except StopIteration as stop:
+                return stop.value
+            if n == self.interrupt.at:
+                self._strike()
+            try:
+                yield waited_for
+                error = None
+            except BaseException as raised:  # passed on: cancellation among it
+                error = raised
+
+    def _strike(self) -> None:
+        self.struck = self.interrupt.reached = True
+        task = asyncio.current_task()
+        assert task is not None
+        if self.interrupt.delay_s:
+            self.timer = asyncio.get_running_loop().call_later(self.interrupt.delay_s, task.cancel)
+        else:
+            task.cancel()
+
+
+async def _awaited(work: Awaitable[Any]) -> Any:
+    return await work
+
+
+async def at_every_await(attempt: Callable[[Interrupt, str], Awaitable[None]]) -> None:
+    """Make ``attempt`` with an interrupt at its first suspension, its second, … until it completes before that.
+
+    ``attempt`` is told a name of its own for its objects, sets up, awaits one call through the interrupt, and looks.
+    """
+    for delay_s in DELAYS_S:
+        for at in range(1, SUSPENSIONS_MAX):
+            interrupt = Interrupt(at, delay_s)
+            await attempt(interrupt, f"d/{delay_s}-{at}")
+            if not interrupt.reached:
+                break

@@ -1,0 +1,112 @@
+"""Trials of keys: unsafe ones are refused everywhere, strange ones are stored faithfully or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+
+import pytest
+
+from holdfast.drivers.conformance.place import Place
+from holdfast.drivers.conformance.trials import PROBE, bytes_of, refused, trial
+from holdfast.errors import HoldfastError, StorageError, UriError
+
+UNSAFE = ["", "/", "/etc/passwd", "..", "../x", "a/../../x", "a/..", ".", "a/./b", "a//b", "a/", "a\0b", "\0"]
+PLAIN = ["a", "a/b", "..a", "a..", "...", ".hidden", "0-9_A.z", "20310203T040506-8e8a630f/0.safetensors"]
+STRANGE = [
+    "a b", " a", "a ", "a%20b", "a%2Fb", "a%", "a+b", "a?b", "a?b=c", "a#b", "a&b=c", "a;b", "a:b", "a@b", "a\\b", "a*b",
+    "[a]", "{a}", "~", "~a", "a|b", "a\"b'c", "<a>", "a`b", "a^b", "$a", "a\nb", "a\tb", "\x7f", "-a", "%2e%2e/a", "%00",
+    "ü", "u\u0308", "日本語/テスト", "\U0001f98a", "a.tmp", ".a.tmp", "a~", "x" * 255, "x" * 256, "/".join(["y" * 100] * 8),
+    "a/.b.0123456789abcdef.tmp", "_temporary/0", "a/._COPYING_", "CON", "Ab", "aB", "\ud800",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", UNSAFE, ids=ascii)
+@trial()
+async def test_an_unsafe_key_is_refused_everywhere(place: Place, key: str) -> None:
+    """No method takes a key that could leave the root, or that is no plain path; nothing is touched."""
+    driver, into = place.open(), memoryview(bytearray(1))
+    calls: list[Awaitable[object]] = [
+        driver.read(key, 0, into),
+        driver.create(key, 1),
+        driver.get(key),
+        driver.put(key, b""),
+        driver.stat(key),
+    ]
+    calls += [driver.put(key, b"", exclusive=True), driver.delete(key), driver.delete_all(key), driver.sweep(key)]
+    if key:  # the empty prefix lists everything
+        calls.append(place.keys(key))
+    for error in await refused(UriError, *calls):
+        assert (error.uri, error.key) == (driver.uri, key)
+    await place.holds()
+
+
+@trial()
+async def test_plain_keys_are_stored(place: Place) -> None:
+    """Letters, digits, dots, dashes and underscores, hidden names too: what Holdfast itself uses can always be stored."""
+    driver, keys = place.open(), [f"{n}/{key}" for n, key in enumerate(PLAIN)]
+    for key in keys:
+        await driver.put(key, key.encode())
+    for key in keys:
+        assert await driver.get(key) == key.encode()
+        assert (await driver.stat(key)).key == key
+        assert await place.keys(key) == [key]
+    await place.holds(*keys)
+
+
+@trial()
+async def test_strange_keys_are_stored_faithfully_or_refused(place: Place) -> None:
+    """Each comes back under exactly its own name, also beside all the others; or an error says that it cannot."""
+    driver, stored = place.open(), []
+    for n, key in enumerate(STRANGE):
+        try:
+            await driver.put(f"d/{key}", b"%d" % n)
+        except (UriError, StorageError) as error:
+            assert error.key == f"d/{key}"
+            with pytest.raises((UriError, StorageError)):
+                await driver.get(f"d/{key}")
+            continue
+        stored.append((f"d/{key}", b"%d" % n))
+    for key, content in stored:
+        assert await driver.get(key) == content, key
+        assert (await driver.stat(key)).key == key
+        assert [info.key async for info in driver.list(key)] == [key]
+    assert await place.keys() == sorted(key for key, _ in stored)
+    for key, _ in stored:
+        await driver.delete(key)
+    assert await place.keys() == []
+
+
+@trial()
+async def test_strange_keys_can_be_uploaded_to_or_are_refused(place: Place) -> None:
+    """An upload takes the keys that put takes, and nothing but the object stays."""
+    driver, stored = place.open(), []
+    for key in STRANGE:
+        try:
+            upload = await driver.create(key, 3)
+        except (UriError, StorageError):
+            with pytest.raises((UriError, StorageError)):
+                await driver.put(key, b"put")
+            continue
+        await upload.write(0, memoryview(b"upl"))
+        await upload.commit()
+        stored.append(key)
+        assert await driver.get(key) == b"upl"
+    assert await place.keys() == sorted(stored)
+    for key in stored:
+        await driver.delete_all(key)
+    assert await place.keys() == []
+
+
+@trial(PROBE)
+async def test_names_of_unfinished_uploads_are_no_keys(place: Place) -> None:
+    """Whatever an upload keeps in the storage meanwhile can neither be read by its name nor be put in its place."""
+    assert place.probe is not None
+    driver, content = place.open(), bytes_of(100_000)
+    upload = await driver.create("a/x", len(content))
+    await upload.write(0, memoryview(content))
+    for name in place.probe.list():
+        await refused(
+            HoldfastError, driver.get(name), driver.stat(name), driver.put(name, b"other"), driver.delete(name)
+        )
+    await upload.commit()
+    assert await driver.get("a/x") == content

@@ -1,0 +1,88 @@
+"""Trials of what stays behind: handles, threads, tasks, unfinished objects; after close(), and after a process died."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+
+from holdfast.drivers.conformance.children import child_of, sees_children
+from holdfast.drivers.conformance.place import Place, held_now
+from holdfast.drivers.conformance.trials import aligned, bytes_of, store, trial
+from holdfast.errors import NotFoundError, StorageError
+
+
+async def use(place: Place) -> None:
+    """Everything that may keep something, also by failing; then close."""
+    driver, nbytes = place.open(), place.part_nbytes + 1000
+    await store(driver, "a/x", bytes_of(nbytes))
+    await driver.read("a/x", 0, aligned(nbytes))
+    for call in (driver.get("missing"), driver.read("a/x", nbytes, aligned(100))):
+        with contextlib.suppress(Exception):
+            await call
+    forgotten, aborted = await driver.create("a/y", nbytes), await driver.create("a/z", nbytes)
+    for upload in (forgotten, aborted):
+        await upload.write(0, aligned(place.part_nbytes))
+    await aborted.abort()
+    listing = driver.list()
+    await anext(listing)
+    write = asyncio.create_task(forgotten.write(place.part_nbytes, aligned(1000)))
+    await asyncio.sleep(0)
+    write.cancel()
+    await asyncio.wait([write])
+    await listing.aclose()  # type: ignore[attr-defined]  # an async generator, in every driver
+    await driver.close()
+
+
+@trial()
+async def test_nothing_outlives_close(place: Place) -> None:
+    """Neither descriptors nor threads nor tasks grow in number, however often a driver is opened, used and closed."""
+    await use(place)
+    held = held_now()
+    for _ in range(3):
+        await use(place)
+    assert held.outlived_by() == []
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@trial()
+async def test_close_drops_unfinished_uploads(place: Place) -> None:
+    """What was neither committed nor aborted takes no room once the driver is closed; using it is an error."""
+    driver, nbytes = place.open(), place.part_nbytes + 1000
+    upload = await driver.create("x", nbytes)
+    await upload.write(0, aligned(place.part_nbytes))
+    await driver.create("y", nbytes)
+    await driver.close()
+    await place.holds()
+    with pytest.raises(StorageError):
+        await upload.write(place.part_nbytes, aligned(1000))
+    await upload.abort()
+
+
+@trial()
+async def test_a_process_that_dies_leaves_nothing_visible(place: Place) -> None:
+    """Killed in the middle of an upload: no object, a key that can be used, and nothing once all is deleted."""
+    await child_of(place, "die-writing", "a/x", dies=True)
+    driver = place.open()
+    assert await place.keys() == []
+    with pytest.raises(NotFoundError):
+        await driver.get("a/x")
+    await driver.sweep("a")
+    assert await place.keys() == []
+    await store(driver, "a/x", b"written by who came next")
+    assert await driver.get("a/x") == b"written by who came next"
+    await driver.delete_all("a")
+    await place.holds()
+
+
+@trial()
+async def test_a_process_that_dies_leaves_what_it_stored(place: Place) -> None:
+    """Killed right after commit and put returned: both objects are there, whole."""
+    if not await sees_children(place):
+        pytest.skip("not applicable: other processes do not see this storage")
+    await child_of(place, "die-committed", "a/x", dies=True)
+    driver = place.open()
+    assert await driver.get("a/x") == b"c" * 100_000
+    assert await driver.get("a/x-put") == b"p" * 1000
+    await place.holds("a/x", "a/x-put")

@@ -1,0 +1,144 @@
+"""Trials of small objects: put, get, stat, delete, exclusive put, traits."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import pytest
+
+from holdfast.drivers.conformance.place import Place
+from holdfast.drivers.conformance.trials import PROBE, aligned, bytes_of, store, trial
+from holdfast.drivers.uri import redact
+from holdfast.errors import ExistsError, NotFoundError
+
+
+@trial()
+async def test_traits_make_sense(place: Place) -> None:
+    """Sizes and counts are positive, parts of the preferred size are aligned, and traits cannot be changed."""
+    traits = place.open().traits
+    assert min(traits.part_nbytes, traits.part_min_nbytes, traits.align_nbytes, traits.concurrency) >= 1
+    assert traits.part_nbytes % traits.align_nbytes == 0
+    assert traits.part_min_nbytes <= traits.part_nbytes
+    assert traits.coalesce_nbytes >= 0
+    assert traits.part_order in ("any", "ascending", "serial")
+    assert place.open().traits == traits
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        traits.concurrency = 1  # type: ignore[misc]  # that is the point
+
+
+@trial()
+async def test_opening_touches_nothing(place: Place) -> None:
+    """A driver that is opened and closed leaves no trace; its URI is fit to be printed."""
+    driver = place.open()
+    assert redact(driver.uri) == driver.uri
+    await driver.close()
+    await place.holds()
+
+
+@trial()
+async def test_an_object_comes_back(place: Place) -> None:
+    """What was put is got, found by stat and list, and gone once deleted."""
+    driver = place.open()
+    await driver.put("a/b", b"content")
+    assert await driver.get("a/b") == b"content"
+    info = await driver.stat("a/b")
+    assert (info.key, info.nbytes) == ("a/b", 7)
+    assert abs(info.modified_s - time.time()) < 3600  # clocks of servers differ
+    assert [(info.key, info.nbytes)] == [(found.key, found.nbytes) async for found in driver.list()]
+    await place.holds("a/b")
+    await driver.delete("a/b")
+    with pytest.raises(NotFoundError):
+        await driver.get("a/b")
+    await place.holds()
+
+
+@trial(PROBE)
+async def test_stored_bytes_are_what_was_written(place: Place) -> None:
+    """Once put or commit has returned, whoever looks at the storage by other means finds the bytes, and all of them."""
+    assert place.probe is not None
+    driver, small, large = place.open(), bytes_of(1000), bytes_of(2 * place.part_nbytes + 1001)
+    await driver.put("a/put", small)
+    assert place.probe.read("a/put") == small
+    await store(driver, "a/upload", large)
+    assert place.probe.read("a/upload") == large
+    await place.holds("a/put", "a/upload")
+
+
+@trial(PROBE)
+async def test_objects_made_by_other_means_are_read(place: Place) -> None:
+    """What somebody else stored is found, whole and in ranges, with its size."""
+    assert place.probe is not None
+    content = bytes_of(100_003)
+    place.probe.write("a/x", content)
+    driver, into = place.open(), aligned(50_000, 1)
+    assert await driver.get("a/x") == content
+    assert (await driver.stat("a/x")).nbytes == 100_003
+    await driver.read("a/x", 1, into)
+    assert into == content[1:50_001]
+    place.probe.write("a/x", content[::-1])
+    assert await driver.get("a/x") == content[::-1]
+
+
+@trial()
+async def test_a_put_replaces_what_was_there(place: Place) -> None:
+    """A shorter object leaves nothing of a longer one behind, and an upload and a put replace each other."""
+    driver = place.open()
+    for content in (b"long" * 30_000, b"short", b""):
+        await driver.put("x", content)
+        assert await driver.get("x") == content
+        assert (await driver.stat("x")).nbytes == len(content)
+    await store(driver, "x", b"uploaded")
+    assert await driver.get("x") == b"uploaded"
+    await driver.put("x", b"put")
+    assert await place.open().get("x") == b"put"
+    await place.holds("x")
+
+
+@trial()
+async def test_a_replaced_or_deleted_object_is_not_read_again(place: Place) -> None:
+    """A read after another driver replaced the object shows the new one; after a delete it finds nothing."""
+    driver, other, into = place.open(), place.open(), bytearray(3)
+    for content in (b"old", b"new"):
+        await driver.put("x", content)
+        await other.read("x", 0, memoryview(into))
+        assert bytes(into) == content
+    await store(driver, "x", b"upl")
+    await other.read("x", 0, memoryview(into))
+    assert into == b"upl"
+    await driver.delete("x")
+    with pytest.raises(NotFoundError):
+        await other.read("x", 0, memoryview(into))
+    with pytest.raises(NotFoundError):
+        await other.stat("x")
+
+
+@trial()
+async def test_an_exclusive_put_to_a_taken_key_changes_nothing(place: Place) -> None:
+    """ExistsError, which names the key, and the object is the one that was there. Once it is deleted the key is free."""
+    driver = place.open()
+    await store(driver, "a/x", b"first")
+    with pytest.raises(ExistsError) as caught:
+        await place.open().put("a/x", b"second", exclusive=True)
+    assert (caught.value.key, caught.value.uri) == ("a/x", driver.uri)
+    assert await driver.get("a/x") == b"first"
+    await driver.put("a/x", b"third")
+    assert await driver.get("a/x") == b"third"
+    await place.holds("a/x")
+    await driver.delete("a/x")
+    await driver.put("a/x", b"fourth", exclusive=True)
+    assert await driver.get("a/x") == b"fourth"
+    await place.holds("a/x")
+
+
+@trial()
+async def test_deleting_what_is_not_there_is_no_error(place: Place) -> None:
+    """The object's absence was all that was asked for."""
+    driver = place.open()
+    await driver.delete("a/x")
+    await driver.put("a/x", b"")
+    await driver.delete("a/x")
+    await driver.delete("a/x")
+    await driver.delete_all("a")
+    await driver.sweep("a")
+    await place.holds()

@@ -1,0 +1,212 @@
+"""Trials of uploads: parts in and out of order, sizes, holes, abort, several uploads to one key."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.drivers.conformance.place import Place
+from holdfast.drivers.conformance.trials import (
+    TINY_PARTS,
+    UNORDERED_PARTS,
+    aligned,
+    bytes_of,
+    parts_of,
+    refused,
+    store,
+    trial,
+    write_parts,
+)
+from holdfast.errors import NotFoundError, StorageError
+
+
+@pytest.mark.parametrize("part_nbytes", [4096, 65536, 70_001, 1 << 20])
+@pytest.mark.parametrize("offset", [0, 1, 512])
+@trial()
+async def test_parts_from_any_address_make_the_object(place: Place, part_nbytes: int, offset: int) -> None:
+    """Parts of any size, from aligned memory or not, at once and in random order where the traits allow it."""
+    driver, part_nbytes = place.open(), max(part_nbytes, place.traits.part_min_nbytes)
+    nbytes = min(part_nbytes * 9, max(3 << 20, 2 * part_nbytes)) + 5
+    content = aligned(nbytes, offset)
+    content[:] = bytes_of(nbytes, offset)
+    upload = await driver.create("data/0", nbytes)
+    await write_parts(upload, content, parts_of(nbytes, part_nbytes, place.traits, offset), place.traits)
+    await upload.commit()
+    assert await driver.get("data/0") == content
+    assert (await driver.stat("data/0")).nbytes == nbytes
+
+
+@trial()
+async def test_an_object_of_preferred_parts_comes_back(place: Place) -> None:
+    """Two whole parts of the preferred size and a small one, written as the traits ask, read as a whole and in pieces."""
+    driver, part_nbytes = place.open(), place.traits.part_nbytes
+    content = bytes_of(2 * part_nbytes + 12_345)
+    await store(driver, "large", content)
+    into = aligned(len(content))
+    await driver.read("large", 0, into)
+    assert into == content
+    across = aligned(part_nbytes + 2, 3)
+    await driver.read("large", part_nbytes - 1, across)
+    assert across == content[part_nbytes - 1 : 2 * part_nbytes + 1]
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, (64 << 10) - 1, 64 << 10, (64 << 10) + 4097])
+@trial()
+async def test_every_size_can_be_stored(place: Place, nbytes: int) -> None:
+    """Sizes around a page and around the least direct write, empty ones too, by upload and by put."""
+    driver, content = place.open(), bytes_of(nbytes)
+    upload = await driver.create("upload", nbytes)
+    if nbytes:
+        await upload.write(0, memoryview(content))
+    await upload.commit()
+    await driver.put("put", content)
+    assert await driver.get("upload") == content
+    assert await driver.get("put") == content
+    assert (await place.open().stat("upload")).nbytes == nbytes
+
+
+@trial()
+async def test_an_upload_is_invisible_until_it_commits(place: Place) -> None:
+    """Until then neither get, stat, read nor list shows anything of it, to nobody; nor does an exclusive put."""
+    driver, nbytes = place.open(), place.part_nbytes + 1000
+    upload = await driver.create("a/x", nbytes)
+    await upload.write(0, memoryview(bytes(place.part_nbytes)))
+    for other in (driver, place.open()):
+        assert [info.key async for info in other.list()] == []
+        into = memoryview(bytearray(1))
+        await refused(NotFoundError, other.get("a/x"), other.stat("a/x"), other.read("a/x", 0, into))
+    if place.probe is not None:
+        assert "a/x" not in place.probe.list()
+    await driver.put("a/x", b"mine", exclusive=True)
+    await upload.abort()
+    assert await driver.get("a/x") == b"mine"
+    await place.holds("a/x")
+
+
+@trial()
+async def test_a_whole_upload_is_invisible_until_it_commits(place: Place) -> None:
+    """Also with every byte written; commit shows it to everybody at once."""
+    driver, content = place.open(), bytes_of(100_000)
+    upload = await driver.create("a/x", len(content))
+    await upload.write(0, memoryview(content))
+    assert await place.keys() == []
+    if place.probe is not None:
+        assert "a/x" not in place.probe.list()
+    await upload.commit()
+    assert await place.open().get("a/x") == content
+    await place.holds("a/x")
+
+
+@trial()
+async def test_an_aborted_upload_leaves_nothing(place: Place) -> None:
+    """Abort drops what was written, may be called again, and is harmless after a commit."""
+    driver, nbytes = place.open(), place.part_nbytes + 1000
+    upload = await driver.create("x", nbytes)
+    await upload.write(0, memoryview(bytes(place.part_nbytes)))
+    await upload.abort()
+    await upload.abort()
+    await place.holds()
+    await refused(StorageError, upload.write(place.part_nbytes, memoryview(bytes(1000))), upload.commit())
+    upload = await driver.create("z", 1)
+    await upload.write(0, memoryview(b"z"))
+    await upload.commit()
+    await upload.abort()
+    await place.holds("z")
+
+
+HOLES = [([], 0, 100), ([(0, 10), (20, 100)], 10, 20), ([(0, 99)], 99, 100), ([(50, 100), (0, 60)], 50, 60)]
+
+
+@pytest.mark.parametrize(("parts", "start", "stop"), HOLES, ids=["empty", "hole", "end", "overlap"])
+@trial(UNORDERED_PARTS, TINY_PARTS)
+async def test_an_incomplete_upload_does_not_commit(
+    place: Place, parts: list[tuple[int, int]], start: int, stop: int
+) -> None:
+    """Holes and overlaps are named; nothing becomes visible, nothing stays behind, and the old object is untouched."""
+    driver = place.open()
+    await driver.put("x", b"old")
+    upload = await driver.create("x", 100)
+    for begin, end in parts:
+        await upload.write(begin, memoryview(bytes(end - begin)))
+    with pytest.raises(StorageError, match=f"{start}:{stop}") as caught:
+        await upload.commit()
+    assert (caught.value.key, caught.value.uri) == ("x", driver.uri)
+    await upload.abort()
+    assert await driver.get("x") == b"old"
+    await place.holds("x")
+    with pytest.raises(StorageError):
+        await upload.commit()
+
+
+@pytest.mark.parametrize("written", [0, 1])
+@trial()
+async def test_an_upload_that_lacks_its_end_does_not_commit(place: Place, written: int) -> None:
+    """With no part, or without the last one: an error; nothing becomes visible, nothing stays behind."""
+    driver, nbytes = place.open(), place.part_nbytes + 1000
+    await driver.put("x", b"old")
+    upload = await driver.create("x", nbytes)
+    for _ in range(written):
+        await upload.write(0, memoryview(bytes(place.part_nbytes)))
+    with pytest.raises(StorageError) as caught:
+        await upload.commit()
+    assert (caught.value.key, caught.value.uri) == ("x", driver.uri)
+    await upload.abort()
+    assert await driver.get("x") == b"old"
+    await place.holds("x")
+
+
+@pytest.mark.parametrize(("start", "nbytes"), [(0, 11), (10, 1), (-1, 5), (11, 0)])
+@trial()
+async def test_a_part_outside_the_object_is_refused(place: Place, start: int, nbytes: int) -> None:
+    """The declared size is a limit; nor is there an object of negative size."""
+    driver = place.open()
+    with pytest.raises(StorageError):
+        await driver.create("x", -1)
+    upload = await driver.create("x", 10)
+    with pytest.raises(StorageError) as caught:
+        await upload.write(start, memoryview(bytes(nbytes)))
+    assert (caught.value.key, caught.value.uri) == ("x", driver.uri)
+    await upload.abort()
+    await place.holds()
+
+
+@trial()
+async def test_two_uploads_to_one_key_do_not_disturb_each_other(place: Place) -> None:
+    """Both can be written in turns, from two drivers; the last commit wins, whole."""
+    driver, part_nbytes = place.open(), place.part_nbytes
+    first, second = await driver.create("x", 2 * part_nbytes), await place.open().create("x", part_nbytes + 500)
+    for start, nbytes in ((0, part_nbytes), (part_nbytes, 500)):
+        await second.write(start, memoryview(b"2" * nbytes))
+        await first.write(start, memoryview(b"1" * part_nbytes))
+    await second.commit()
+    assert await driver.get("x") == b"2" * (part_nbytes + 500)
+    await first.commit()
+    assert await driver.get("x") == b"1" * 2 * part_nbytes
+    await place.holds("x")
+
+
+@trial()
+async def test_aborting_one_upload_spares_the_other(place: Place) -> None:
+    """An abort takes away what that upload wrote, and nothing of another one to the same key."""
+    driver = place.open()
+    first, second = await driver.create("x", 1000), await driver.create("x", 1000)
+    await first.write(0, memoryview(b"1" * 1000))
+    await second.write(0, memoryview(b"2" * 1000))
+    await first.abort()
+    await second.commit()
+    await first.abort()
+    assert await driver.get("x") == b"2" * 1000
+    await place.holds("x")
+
+
+@trial()
+async def test_a_written_part_belongs_to_the_upload(place: Place) -> None:
+    """Once write has returned, the caller may reuse its memory."""
+    driver, part_nbytes = place.open(), place.part_nbytes
+    content = aligned(part_nbytes)
+    upload = await driver.create("x", 2 * part_nbytes)
+    for part, letter in enumerate((b"a", b"b")):
+        content[:] = letter * part_nbytes
+        await upload.write(part * part_nbytes, content)
+    content[:] = b"c" * part_nbytes
+    await upload.commit()
+    assert await driver.get("x") == b"a" * part_nbytes + b"b" * part_nbytes

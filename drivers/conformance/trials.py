@@ -1,0 +1,115 @@
+"""What trials share: the decorator that makes one, what it may need, and the handling of bytes, parts and outcomes."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import mmap
+import random
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+import pytest
+
+from ..contract import Buffer, Driver, Traits, Upload
+from .place import Place
+
+__all__ = [
+    "ATOMIC_EXCLUSIVE", "PROBE", "TINY_PARTS", "UNORDERED_PARTS", "Need", "aligned", "bytes_of", "parts_of", "refused",
+    "store", "trial", "write_parts",
+]  # fmt: skip
+
+P = ParamSpec("P")
+E = TypeVar("E", bound=Exception)
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a trial asks of the storage. Where it is not so, the trial does not apply, and says ``missing``."""
+
+    missing: str
+    met: Callable[[Place], bool]
+
+
+UNORDERED_PARTS = Need("parts of an upload are written in order", lambda place: place.traits.part_order == "any")
+TINY_PARTS = Need("parts have a least size", lambda place: place.traits.part_min_nbytes == 1)
+ATOMIC_EXCLUSIVE = Need("exclusive puts are not atomic", lambda place: place.traits.exclusive_is_atomic)
+PROBE = Need("no probe for this storage (--driver-probe)", lambda place: place.probe is not None)
+
+
+def trial(
+    *needs: Need,
+) -> Callable[[Callable[Concatenate[Place, P], Coroutine[Any, Any, None]]], Callable[Concatenate[Place, P], None]]:
+    """Make a test of a coroutine function that takes a place. Where a need is not met it is skipped, with the reason."""
+
+    def decorate(
+        test: Callable[Concatenate[Place, P], Coroutine[Any, Any, None]],
+    ) -> Callable[Concatenate[Place, P], None]:
+        @functools.wraps(test)
+        def run(place: Place, *args: P.args, **kwargs: P.kwargs) -> None:
+            for need in needs:
+                if not need.met(place):
+                    pytest.skip(f"not applicable: {need.missing}")
+            place.run(test(place, *args, **kwargs))
+
+        return cast(Callable[Concatenate[Place, P], None], run)
+
+    return decorate
+
+
+def bytes_of(nbytes: int, seed: int = 0) -> bytes:
+    """Bytes that differ from those at any other place, the same for the same seed."""
+    return random.Random(seed).randbytes(nbytes)
+
+
+def aligned(nbytes: int, offset: int = 0) -> Buffer:
+    """``nbytes`` of memory whose address is ``offset`` bytes past a page."""
+    return memoryview(mmap.mmap(-1, nbytes + offset + 1))[offset : offset + nbytes]
+
+
+def parts_of(nbytes: int, part_nbytes: int, traits: Traits, seed: int = 0) -> list[tuple[int, int]]:
+    """(start, stop) of the parts of an object, in an order that ``traits`` allow, random where any will do."""
+    part_nbytes = max(part_nbytes, traits.part_min_nbytes)
+    parts = [(start, min(start + part_nbytes, nbytes)) for start in range(0, nbytes, part_nbytes)]
+    if traits.part_order == "any":
+        random.Random(seed).shuffle(parts)
+    return parts
+
+
+async def write_parts(upload: Upload, content: Buffer, parts: list[tuple[int, int]], traits: Traits) -> None:
+    """Write these parts, at once where ``traits`` allow it."""
+    if traits.part_order == "serial":
+        for start, stop in parts:
+            await upload.write(start, content[start:stop])
+        return
+    async with asyncio.TaskGroup() as group:
+        for start, stop in parts:
+            group.create_task(_written(upload.write(start, content[start:stop])))
+
+
+async def _written(write: Awaitable[None]) -> None:
+    await write
+
+
+async def refused(kind: type[E], *calls: Awaitable[object]) -> list[E]:
+    """The errors of these calls, made one after the other. Fails where one raises nothing, or another kind."""
+    outcomes = [await _outcome(call) for call in calls]
+    errors = [outcome for outcome in outcomes if isinstance(outcome, kind)]
+    assert len(errors) == len(calls), f"expected {kind.__name__}, got {outcomes}"
+    return errors
+
+
+async def _outcome(call: Awaitable[object]) -> object:
+    try:
+        return await call
+    except Exception as error:  # whatever it is: the trial looks at it
+        return error
+
+
+async def store(driver: Driver, key: str, content: bytes) -> None:
+    """One object by an upload, in as many parts as the driver prefers."""
+    upload = await driver.create(key, len(content))
+    parts = parts_of(len(content), driver.traits.part_nbytes, driver.traits)
+    await write_parts(upload, memoryview(content), parts, driver.traits)
+    await upload.commit()

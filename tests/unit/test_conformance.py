@@ -1,0 +1,52 @@
+"""The conformance kit, run as its users run it, on the drivers that need no server."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import holdfast
+
+SHM = Path("/dev/shm")
+KIT = Path(holdfast.__file__).parent / "drivers/conformance"
+
+
+def run_kit(uri: str, *options: str, cwd: Path) -> tuple[int, str]:
+    """The kit's exit status and output. Warnings are errors."""
+    command = [sys.executable, "-W", "error", "-m", "pytest", "-p", "holdfast.drivers.conformance.plugin", "-q", "-ra"]
+    command += ["-p", "no:cacheprovider", "--import-mode=importlib", "--pyargs", "holdfast.drivers.conformance"]
+    command += ["--driver-uri", uri, *options]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    run = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=110, check=False)
+    return run.returncode, run.stdout + run.stderr
+
+
+@pytest.fixture(params=["memory", "disk", "buffered", "tmpfs"])
+def uri(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A root of each kind."""
+    if request.param == "memory":
+        yield "memory://conformance"
+    elif request.param == "tmpfs":
+        if not SHM.is_dir():
+            pytest.skip("no /dev/shm here")
+        folder = Path(tempfile.mkdtemp(prefix="holdfast-", dir=SHM))
+        yield f"file://{folder}/root"
+        assert list((folder / "root").iterdir()) == []
+        shutil.rmtree(folder)
+    else:
+        yield f"file://{tmp_path}/root" + ("?direct=off" if request.param == "buffered" else "")
+
+
+def test_the_kit_passes(uri: str, tmp_path: Path) -> None:
+    """Every trial that applies passes, nothing is declared as a deviation, and the report says so."""
+    status, output = run_kit(uri, cwd=tmp_path)
+    assert status == 0, output
+    assert "cases failed    0" in output
+    assert "deviations      0 declared, 0 cases deviated" in output
