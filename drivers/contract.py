@@ -111,7 +111,7 @@ class Driver(ABC):
     async def read(self, key: str, start: int, into: Buffer) -> None:
         """Fill all of ``into`` with the object's bytes from ``start``.
 
-        Raises NotFoundError without such an object, and DamagedError where the object ends before ``start + len(into)``.
+        Raises NotFoundError without such an object, and DamagedError where it does not hold all of these bytes.
         """
 
     @abstractmethod
@@ -157,7 +157,10 @@ class Driver(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Let go of handles and threads. Safe to call twice."""
+        """Let go of handles and threads, and drop uploads that are neither committed nor aborted. Safe to call twice.
+
+        Afterwards every operation raises StorageError, but for :meth:`Upload.abort`, which does nothing.
+        """
 
 
 def check_key(key: str, *, uri: str | None = None) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.drivers.contract import check_key
 from holdfast.drivers.local import LocalDriver
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.drivers.options import Option, choice, integer, option_values
@@ -130,3 +131,9 @@ def test_choice_takes_only_its_words() -> None:
     assert choice("a", "b")("b") == "b"
     with pytest.raises(ValueError, match="is one of: a, b"):
         choice("a", "b")("c")
+
+
+def test_check_key_returns_a_good_key() -> None:
+    """Dots inside a name, spaces and any script are fine."""
+    for key in ("a", "a/b", "..a", "a..", "...", "a b/ü", ".hidden"):
+        assert check_key(key) == key

@@ -140,8 +140,12 @@ def test_every_module_says_what_it_is_for() -> None:
 
 
 def test_public_names_are_declared() -> None:
-    """A module with public functions or classes has a literal ``__all__``, and whatever that names exists."""
-    assert [fault for path in shipped() for fault in all_faults(path)] == []
+    """A module with public functions or classes has a literal ``__all__``, and whatever that names exists.
+
+    Not so the trials of the conformance kit: nobody but pytest imports them.
+    """
+    modules = [path for path in shipped() if path.name != "conftest.py" and not path.name.startswith("test_")]
+    assert [fault for path in modules for fault in all_faults(path)] == []
 
 
 def all_faults(path: Path) -> Iterator[str]:
