@@ -18,11 +18,11 @@ export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint format bench bench-names clean
+.PHONY: help setup demo test test-servers lint format bench bench-names clean
 
 help:  ## this list
 	@echo "usage: make TARGET"
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1	\2/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1	\2/p' Makefile
 
 setup: $(READY)  ## install everything into .venv (the targets below do it by themselves)
 
@@ -33,6 +33,9 @@ demo: $(READY)  ## see it work: make demo [URI=s3://bucket/run] [DEMO_ARGS="…"
 # as holdfast.planner and as planner.
 test: $(READY)  ## run every test; skips are listed with their reasons
 	@$(BIN)/pytest $(TEST_ARGS)
+
+test-servers:  ## install the servers that some tests want, into .servers; without them those tests are skipped
+	@for script in tests/servers/install/*.sh; do $$script "$(CURDIR)/.servers" || echo "$$script failed: its tests will be skipped" >&2; done
 
 lint: $(READY)  ## style, format, types, and the arrows between the rooms
 	@echo "== ruff check";       $(BIN)/ruff check --output-format concise .

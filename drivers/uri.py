@@ -18,7 +18,7 @@ from urllib.parse import quote, unquote, unquote_to_bytes
 from ..errors import UriError
 from .contract import check_key
 
-__all__ = ["Uri", "join", "parse", "redact", "smells_of_secret"]
+__all__ = ["Uri", "is_secret", "join", "parse", "redact"]
 
 _URI = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.IGNORECASE | re.DOTALL)
 _NEARLY_A_URI = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
@@ -94,9 +94,9 @@ def redact(text: str | os.PathLike[str]) -> str:
     return head + mark + "&".join(_redacted_option(option) for option in query.split("&"))
 
 
-def smells_of_secret(name: str) -> bool:
-    """Whether an option of this name is taken for a secret: never printed, and refused in a URI."""
-    return _SECRET_NAME.search(name) is not None
+def is_secret(option: str) -> bool:
+    """Whether an option of this name smells of a secret: its value is never shown."""
+    return _SECRET_NAME.search(option) is not None
 
 
 def join(uri: Uri | str | os.PathLike[str], *parts: str) -> Uri:
@@ -165,7 +165,7 @@ def _options(query: str, text: str) -> dict[str, str]:
 
 def _redacted_option(option: str) -> str:
     name, equals, value = option.partition("=")
-    if smells_of_secret(unquote(name)):
+    if is_secret(unquote(name)):
         return name + equals + (_HIDDEN if value else "")
     if "://" in (plain := unquote(value)) and (clean := redact(plain)) != plain:
         return name + equals + quote(clean, _VALUE_SAFE, errors="replace")

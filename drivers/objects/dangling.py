@@ -1,0 +1,103 @@
+"""Unfinished multipart uploads of S3: found and dropped. obstore can do neither, so this asks botocore.
+
+They are never visible, but are stored, and paid for, until somebody drops them. All of this blocks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from ...errors import StorageDownError
+from .failures import translated
+
+__all__ = ["Unfinished"]
+
+_CLOCK_S = 2.0
+"""Servers tell their time in whole seconds, and several of one store may differ a little."""
+
+
+@dataclass
+class Unfinished:
+    """The unfinished uploads of one bucket. ``client`` is botocore's; ``uri`` is for messages."""
+
+    client: Any
+    bucket: str
+    uri: str
+    limit_s: float
+
+    def drop(self, path: str, *, whole_key: bool, quiet_s: float, began_within_s: float) -> int:
+        """Drop those to ``path``, or, unless ``whole_key``, also below it: if nothing came for ``quiet_s`` and they began
+        in the last ``began_within_s`` seconds, by the store's clock. Gives how many. Raises StorageError."""
+        deadline_s, dropped = time.monotonic() + self.limit_s, 0
+        with self._failures(path):
+            for now_s, upload in self._all(path, deadline_s):
+                if upload["Key"] != path and (whole_key or not upload["Key"].startswith(path + "/")):
+                    continue
+                age_s = now_s - _seconds(upload["Initiated"])
+                if age_s > began_within_s + _CLOCK_S:
+                    continue
+                if not quiet_s or (age_s >= quiet_s and self._quiet_s(upload, now_s) >= quiet_s):
+                    self._abort(upload)
+                    dropped += 1
+        return dropped
+
+    def _all(self, path: str, deadline_s: float) -> Iterator[tuple[float, dict[str, Any]]]:
+        """Every upload whose key begins with ``path``, and the store's time when it was listed, in seconds."""
+        more: dict[str, str] = {}
+        while True:
+            if time.monotonic() > deadline_s:
+                raise StorageDownError(f"listing uploads took more than {self.limit_s:g} s", uri=self.uri)
+            page = self.client.list_multipart_uploads(Bucket=self.bucket, Prefix=path, **more)
+            now_s = _server_time_s(page)
+            yield from ((now_s, upload) for upload in page.get("Uploads", ()))
+            if not page.get("IsTruncated"):
+                return
+            more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+    def _quiet_s(self, upload: dict[str, Any], now_s: float) -> float:
+        """For how long no part came."""
+        name = {"Bucket": self.bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
+        last_s = _seconds(upload["Initiated"])
+        for page in self.client.get_paginator("list_parts").paginate(**name):
+            last_s = max([last_s, *(_seconds(part["LastModified"]) for part in page.get("Parts", ()))])
+        return now_s - last_s
+
+    def _abort(self, upload: dict[str, Any]) -> None:
+        from botocore.exceptions import ClientError
+
+        try:
+            self.client.abort_multipart_upload(Bucket=self.bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+        except ClientError as error:
+            if error.response["Error"]["Code"] != "NoSuchUpload":  # finished, or dropped by another
+                raise
+
+    @contextmanager
+    def _failures(self, path: str) -> Iterator[None]:
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            yield
+        except ClientError as error:
+            code = error.response["Error"]["Code"]
+            status = error.response["ResponseMetadata"]["HTTPStatusCode"]
+            told = RuntimeError(f"<Code>{code}</Code> status {status}")
+            raise translated(told, "dropping unfinished uploads", self.uri, path) from error
+        except BotoCoreError as error:
+            message = f"dropping unfinished uploads failed: {error}"
+            raise StorageDownError(message, uri=self.uri, key=path) from error
+
+
+def _server_time_s(page: dict[str, Any]) -> float:
+    from email.utils import parsedate_to_datetime
+
+    date = page["ResponseMetadata"]["HTTPHeaders"].get("date")
+    return parsedate_to_datetime(date).timestamp() if date else time.time()
+
+
+def _seconds(moment: datetime) -> float:
+    return moment.astimezone(UTC).timestamp()

@@ -1,0 +1,340 @@
+"""One object on its way to a store: in one request, or in parts that are sent while others are still being written.
+
+obstore takes the parts of an upload from an iterator, and holds on to each until the store has it. It says when by letting
+go: the part is then finalized, and the write that brought it returns. So a caller's memory is read until its write
+returns and no longer, and nothing is copied but what several writes bring for one part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import weakref
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ...errors import StorageDownError, StorageError
+from ..contract import Buffer, Upload
+from ..ranges import Ranges
+from .failures import failures
+from .parts import Cutter, Part, part_nbytes_for
+
+__all__ = ["PartsUpload", "Target", "WholeUpload", "to_the_end"]
+
+T = TypeVar("T")
+
+_RELEASE_S = 10.0
+"""How long obstore may take to let go of the parts of an upload that is over."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where an upload goes, and how. ``uri``, redacted, and ``key`` are for messages."""
+
+    uri: str
+    key: str
+    place: tuple[str, ...]
+    """The object, as every driver of this process would name it."""
+    nbytes: int
+    part_nbytes: int
+    concurrency: int
+    limit_s: float
+    """How long nothing may happen before the store is given up."""
+    put: Callable[..., Awaitable[Any]]
+    """obstore's ``put_async``, bound to store and path."""
+    stored_nbytes: Callable[[], Awaitable[int]]
+    """Asks the store for the size of the object."""
+    drop_unfinished: Callable[[float], Awaitable[None]]
+    """Has the store forget what began to be uploaded to this path in the last so many seconds."""
+
+
+async def to_the_end(work: Awaitable[T]) -> T:
+    """What ``work`` gives. Cancelled, it waits for the end of ``work`` first: half done, nobody could say what is there."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled from (None if task.cancelled() else task.exception())
+    return task.result()
+
+
+async def _check_stored(target: Target) -> None:
+    """Some stores acknowledge what they have not kept: the size tells."""
+    stored_nbytes = await target.stored_nbytes()
+    if stored_nbytes != target.nbytes:
+        raise StorageError(
+            f"the store keeps {stored_nbytes} bytes of {target.nbytes} that it acknowledged",
+            uri=target.uri,
+            key=target.key,
+        )
+
+
+class WholeUpload(Upload):
+    """An object of one request, made when all of it is there. Its bytes are copied."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._written = Ranges(target.nbytes, uri=target.uri, key=target.key)
+        self._content: np.ndarray[Any, np.dtype[np.uint8]] | None = np.empty(target.nbytes, np.uint8)
+
+    async def write(self, start: int, data: Buffer) -> None:
+        content = self._open_content()
+        self._written.check(start, len(data))
+        content[start : start + len(data)] = np.frombuffer(data, np.uint8)
+        self._written.add(start, len(data))
+
+    async def commit(self) -> None:
+        """See :meth:`Upload.commit`. Cancelled while it runs, it ends first: the object may be visible afterwards."""
+        content, target = self._open_content(), self._target
+        self._content = None
+        self._written.check_complete()
+        with failures("upload", target.uri, target.key):
+            await to_the_end(target.put(content, use_multipart=False))
+
+    async def abort(self) -> None:
+        self._content = None
+
+    def _open_content(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        if self._content is None:
+            raise _over(self._target)
+        return self._content
+
+
+@dataclass
+class _Place:
+    """What this process uploads to one object: how many uploads are under way, and since when there may be leftovers."""
+
+    live: int = 0
+    left_since_s: float | None = None
+
+
+_places: dict[tuple[str, ...], _Place] = {}
+
+
+class _Feed:
+    """The iterator that obstore takes parts from."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        """Set once obstore wants the first part: the store has begun the upload."""
+        self._parts: deque[Part] = deque()
+        self._news = asyncio.Event()
+        self._ended = False
+
+    def give(self, part: Part) -> None:
+        self._parts.append(part)
+        self._news.set()
+
+    def end(self) -> None:
+        self._ended = True
+        self._news.set()
+
+    def drop(self) -> None:
+        self._parts.clear()
+        self.end()
+
+    def __aiter__(self) -> _Feed:
+        return self
+
+    async def __anext__(self) -> Part:
+        self.asked.set()
+        while not self._parts:
+            if self._ended:
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()
+        return self._parts.popleft()
+
+
+class PartsUpload(Upload):
+    """A multipart upload. Writes come in ascending order."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._written = Ranges(target.nbytes, uri=target.uri, key=target.key)
+        self._cutter = Cutter(target.nbytes, part_nbytes_for(target.nbytes, target.part_nbytes))
+        self._feed = _Feed()
+        self._began_s = time.monotonic()
+        self._put: asyncio.Future[Any] | None = None
+        self._open = True
+        _places.setdefault(target.place, _Place()).live += 1
+
+    async def begin(self) -> None:
+        """Have the store begin the upload. Raises StorageError where it does not want to."""
+        self._put = asyncio.ensure_future(self._run())
+        asked = asyncio.ensure_future(self._feed.asked.wait())
+        try:
+            await asyncio.wait([self._put, asked], timeout=self._target.limit_s, return_when=asyncio.FIRST_COMPLETED)
+            if not asked.done():
+                await self._raise_failure("begin")
+        except BaseException:
+            await self.abort()
+            raise
+        finally:
+            asked.cancel()
+
+    async def _run(self) -> None:
+        target = self._target
+        with failures("upload", target.uri, target.key):
+            await target.put(
+                self._feed,
+                use_multipart=True,
+                chunk_size=self._cutter.part_nbytes,
+                max_concurrency=target.concurrency,
+            )
+
+    async def write(self, start: int, data: Buffer) -> None:
+        """See :meth:`Upload.write`. An upload whose write failed, or was cancelled, cannot be committed. That the store
+        has refused a part may come to light only at a later write, or at ``commit``."""
+        self._check_open()
+        self._written.check(start, len(data))
+        if start != self._cutter.reached:
+            raise StorageError(
+                f"bytes {start}:{start + len(data)} come when those from {self._cutter.reached} are awaited",
+                uri=self._target.uri,
+                key=self._target.key,
+                advice="The parts of an object store's upload are written in ascending order.",
+            )
+        stored = [self._send(part) for part in self._cutter.cut(data)]
+        try:
+            await self._wait_for([future for future in stored if future is not None])
+        except BaseException:
+            self._stop()
+            await to_the_end(self._let_go(future for future in stored if future is not None))
+            raise
+        self._written.add(start, len(data))
+
+    def _send(self, part: Part) -> asyncio.Future[None] | None:
+        """Hand a part to obstore; tells when the store has it. None for a short last one, which is only sent when the
+        upload is committed, and which is our own memory."""
+        short = len(part) < self._cutter.part_nbytes
+        stored = None
+        if not short:
+            loop = asyncio.get_running_loop()
+            stored = loop.create_future()
+            weakref.finalize(part, _tell, loop, stored).atexit = False
+        self._feed.give(part)
+        return stored
+
+    async def _wait_for(self, stored: Collection[asyncio.Future[None]]) -> None:
+        assert self._put is not None
+        waiting: set[asyncio.Future[Any]] = set(stored)
+        while waiting:
+            done, _ = await asyncio.wait(
+                {*waiting, self._put}, timeout=self._target.limit_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if self._put in done or not done:
+                await self._raise_failure("write")
+            waiting -= done
+
+    async def _raise_failure(self, doing: str) -> None:
+        """What became of the upload, which is over before its end, or of which nothing is heard."""
+        assert self._put is not None
+        if not self._put.done():
+            message = f"{doing} failed: nothing was heard for {self._target.limit_s:g} s"
+            raise StorageDownError(message, uri=self._target.uri, key=self._target.key)
+        if self._put.cancelled() or self._put.exception() is None:
+            raise _over(self._target)
+        await self._put
+
+    async def commit(self) -> None:
+        """See :meth:`Upload.commit`. Cancelled while it runs, it ends first: the object may be visible afterwards."""
+        self._check_open()
+        try:
+            self._written.check_complete()
+            self._feed.end()
+            await to_the_end(self._finish())
+        except BaseException:
+            await self.abort()
+            raise
+        self._open = False
+        await self._leave(failed=False)
+
+    async def _finish(self) -> None:
+        assert self._put is not None
+        await asyncio.wait([self._put], timeout=self._target.limit_s)
+        if not self._put.done():
+            await self._raise_failure("commit")
+        await self._put
+        await _check_stored(self._target)
+
+    async def abort(self) -> None:
+        """See :meth:`Upload.abort`. The store is asked to forget the parts that it has; if it cannot be reached, they
+        stay until :meth:`Driver.sweep` or :meth:`Driver.delete_all` finds them."""
+        if self._put is None or not self._open:
+            return
+        self._open = False
+        self._stop()
+        await to_the_end(self._clean_up())
+
+    async def _clean_up(self) -> None:
+        assert self._put is not None
+        await asyncio.wait([self._put], timeout=_RELEASE_S)
+        if self._put.done() and not self._put.cancelled():
+            self._put.exception()  # told already, or wanted by nobody
+        await self._leave(failed=self._feed.asked.is_set())
+
+    async def _leave(self, *, failed: bool) -> None:
+        """The last upload of this process to an object has the store drop what those before it have left. Which upload
+        is whose the store does not say, so it is told by object and time; and not while another one is under way."""
+        place = _places[self._target.place]
+        place.live -= 1
+        if failed:
+            place.left_since_s = min(self._began_s, place.left_since_s or self._began_s)
+        if place.live:
+            return
+        del _places[self._target.place]
+        if place.left_since_s is not None:
+            try:
+                await self._target.drop_unfinished(time.monotonic() - place.left_since_s)
+            except StorageError as error:
+                _log.warning("parts of an upload that failed stay until they are swept: %s", error)
+
+    def _stop(self) -> None:
+        assert self._put is not None
+        self._feed.drop()
+        self._put.cancel()
+
+    def drop(self) -> None:
+        """End it without asking the store for anything. Raises nothing."""
+        if self._open and self._put is not None:
+            self._open = False
+            self._stop()
+            if (place := _places.get(self._target.place)) is not None:
+                place.live -= 1
+
+    @staticmethod
+    async def _let_go(stored: Any) -> None:
+        if waiting := list(stored):
+            await asyncio.wait(waiting, timeout=_RELEASE_S)
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise _over(self._target)
+
+
+def _tell(loop: asyncio.AbstractEventLoop, stored: asyncio.Future[None]) -> None:
+    """Called wherever the last reference to a part is dropped: in any thread."""
+
+    def set_result() -> None:
+        if not stored.done():
+            stored.set_result(None)
+
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        loop.call_soon_threadsafe(set_result)
+
+
+def _over(target: Target) -> StorageError:
+    return StorageError("the upload is over: committed, failed or aborted", uri=target.uri, key=target.key)

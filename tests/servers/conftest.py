@@ -1,0 +1,40 @@
+"""Real servers: booted once for all tests that ask, or one's own, named by the environment."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+
+import pytest
+from support.servers.radosgw import Radosgw, find_ceph
+
+S3_URL = "HOLDFAST_TEST_S3_URL"
+
+
+@pytest.fixture(scope="session")
+def radosgw(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Radosgw]:
+    """A radosgw with a bucket, ``holdfast``, whose credentials are in the environment."""
+    if find_ceph() is None:
+        pytest.skip("radosgw is not installed: make test-servers")
+    server = Radosgw(tmp_path_factory.mktemp("radosgw"))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment().items():
+            patch.setenv(name, value)
+        server.start()
+        try:
+            server.client().create_bucket(Bucket="holdfast")
+            yield server
+        finally:
+            server.stop()
+
+
+@pytest.fixture
+def s3_url(request: pytest.FixtureRequest) -> str:
+    """The URI of an empty root on HOLDFAST_TEST_S3_URL, or else on a radosgw."""
+    given = os.environ.get(S3_URL)
+    if given is None:
+        server: Radosgw = request.getfixturevalue("radosgw")
+        given = f"s3://holdfast?endpoint={server.endpoint}"
+    location, mark, options = given.partition("?")
+    return f"{location.rstrip('/')}/{uuid.uuid4().hex}{mark}{options}"

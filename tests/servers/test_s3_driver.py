@@ -1,0 +1,302 @@
+"""The object store driver on a real S3 server: what the shared trials of all drivers do not ask."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import multiprocessing
+import os
+import random
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from support.servers.proxy import FaultProxy, Faults
+from support.servers.radosgw import Radosgw
+
+from holdfast.drivers.contract import Driver, Upload
+from holdfast.drivers.objects.s3 import S3Driver
+from holdfast.drivers.uri import Uri, parse
+from holdfast.errors import AccessError, ExistsError, StorageDownError, StorageError, UriError
+
+MIB = 1 << 20
+
+
+def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run a coroutine function as a test, for at most a minute."""
+    return functools.wraps(test)(lambda *args, **kwargs: asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60)))
+
+
+def unfinished(server: Radosgw) -> list[str]:
+    """The keys of all unfinished uploads in the bucket, as another client sees them."""
+    return [found["Key"] for found in server.client().list_multipart_uploads(Bucket="holdfast").get("Uploads", ())]
+
+
+def open_driver(url: str, **options: str) -> Driver:
+    """The driver itself, without the layers that users get around it."""
+    uri = parse(url)
+    return S3Driver.open(Uri(uri.scheme, uri.location, uri.options | options))
+
+
+def through(proxy: FaultProxy, url: str, **options: str) -> Driver:
+    """A driver for ``url`` by way of the proxy."""
+    return open_driver(url, endpoint=proxy.endpoint, **options)
+
+
+async def fill_up(upload: Upload, content: bytes) -> None:
+    """All of an upload, in one write."""
+    await upload.write(0, memoryview(content))
+    await upload.commit()
+
+
+async def fill(driver: Driver, key: str, content: bytearray | bytes, step: int = 16 * MIB) -> None:
+    """One object by an upload whose writes overlap."""
+    upload = await driver.create(key, len(content))
+    async with asyncio.TaskGroup() as group:
+        for start in range(0, len(content), step):
+            group.create_task(upload.write(start, memoryview(content)[start : start + step]))
+    await upload.commit()
+
+
+@pytest.mark.parametrize(
+    ("part_size", "step"),
+    [("5MiB", 16 * MIB), ("8MiB", 16 * MIB), ("16MiB", 16 * MIB), ("21MiB", 16 * MIB), ("5MiB", 3 * MIB + 1)],
+)
+@asynchronous
+async def test_an_object_of_many_parts_comes_back(s3_url: str, part_size: str, step: int, seed: int) -> None:
+    """Whatever the size of parts and of writes: larger, smaller, or no multiple of each other."""
+    driver = open_driver(s3_url, part_size=part_size)
+    content = random.Random(seed).randbytes(50 * MIB + 12345)
+    await fill(driver, "a/x", content, step)
+    assert await driver.get("a/x") == content
+    into = bytearray(MIB)
+    await driver.read("a/x", 21 * MIB - 5, memoryview(into))
+    assert into == content[21 * MIB - 5 : 22 * MIB - 5]
+    await driver.close()
+
+
+@asynchronous
+async def test_memory_is_read_until_its_part_is_stored_and_no_longer(radosgw: Radosgw, s3_url: str, seed: int) -> None:
+    """On a slow line a write returns late; what its memory holds afterwards is not what is stored."""
+    with FaultProxy(("127.0.0.1", radosgw.port)) as proxy:
+        driver = through(proxy, s3_url, part_size="5MiB")
+        proxy.faults = Faults(up_nbytes_per_s=10 * MIB)
+        content = random.Random(seed).randbytes(20 * MIB)
+        memory = bytearray(content)
+        upload = await driver.create("x", len(memory))
+        began_s = time.monotonic()
+
+        async def write(start: int) -> float:
+            await upload.write(start, memoryview(memory)[start : start + 5 * MIB])
+            took_s = time.monotonic() - began_s
+            memory[start : start + 5 * MIB] = bytes(5 * MIB)
+            return took_s
+
+        took_s = await asyncio.gather(*map(write, range(0, 20 * MIB, 5 * MIB)))
+        assert min(took_s) > 0.45  # half a second is what the line needs for a part
+        await upload.commit()
+        assert await driver.get("x") == content
+        await driver.close()
+
+
+@asynchronous
+async def test_what_was_aborted_is_forgotten_at_once(radosgw: Radosgw, s3_url: str) -> None:
+    """Parts that the server has already got are dropped: not by a later sweep, but now."""
+    driver = open_driver(s3_url, part_size="5MiB")
+    before = unfinished(radosgw)
+    upload = await driver.create("x", 20 * MIB)
+    await upload.write(0, memoryview(bytes(10 * MIB)))
+    assert len(unfinished(radosgw)) == len(before) + 1
+    await upload.abort()
+    assert unfinished(radosgw) == before
+    with pytest.raises(StorageError, match="over"):
+        await upload.commit()
+    await driver.close()
+
+
+@asynchronous
+async def test_an_aborted_upload_does_not_harm_another_to_its_key(radosgw: Radosgw, s3_url: str) -> None:
+    """The server cannot say which is whose, so what is left is dropped when the other is done, and not before."""
+    driver, other = open_driver(s3_url, part_size="5MiB"), open_driver(s3_url, part_size="5MiB")
+    before = unfinished(radosgw)
+    first, second = await driver.create("x", 10 * MIB), await other.create("x", 10 * MIB)
+    await first.write(0, memoryview(b"1" * 5 * MIB))
+    await second.write(0, memoryview(b"2" * 10 * MIB))
+    await first.abort()
+    await second.commit()
+    assert await driver.get("x") == b"2" * 10 * MIB
+    assert unfinished(radosgw) == before
+    await driver.close()
+    await other.close()
+
+
+@asynchronous
+async def test_a_cancelled_write_ends_its_upload(radosgw: Radosgw, s3_url: str) -> None:
+    """Its memory may hold anything from now on, so such an upload is never committed; nor does anything stay."""
+    with FaultProxy(("127.0.0.1", radosgw.port)) as proxy:
+        driver = through(proxy, s3_url, part_size="5MiB")
+        before = unfinished(radosgw)
+        upload = await driver.create("x", 10 * MIB)
+        proxy.faults = Faults(up_nbytes_per_s=MIB)
+        write = asyncio.create_task(upload.write(0, memoryview(bytes(10 * MIB))))
+        await asyncio.sleep(0.3)
+        write.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await write
+        proxy.faults = Faults()
+        with pytest.raises(StorageError):
+            await upload.commit()
+        await upload.abort()
+        assert unfinished(radosgw) == before
+        assert [info async for info in driver.list()] == []
+        await driver.close()
+
+
+@asynchronous
+async def test_sweeping_spares_what_is_younger_than_an_hour(radosgw: Radosgw, s3_url: str) -> None:
+    """Somebody may still be writing it. Deleting its whole folder takes it, whoever writes."""
+    driver, other = open_driver(s3_url, part_size="5MiB"), open_driver(s3_url, part_size="5MiB")
+    before = unfinished(radosgw)
+    upload = await other.create("data/x", 10 * MIB)
+    await driver.sweep("data")
+    assert len(unfinished(radosgw)) == len(before) + 1
+    await driver.delete_all("dat")
+    assert len(unfinished(radosgw)) == len(before) + 1
+    await driver.delete_all("data")
+    assert unfinished(radosgw) == before
+    with pytest.raises(StorageError):
+        await fill_up(upload, bytes(10 * MIB))
+    await driver.close()
+    await other.close()
+
+
+ODD_KEYS = [
+    "ü/ x",
+    "a%b",
+    "a%C3%BC",
+    "a~b#c",
+    "x[1]{2}|?*&=+",
+    "nl\nx",
+    "\x7f",
+    "back\\s",
+    "日本",
+    "\ufffe",
+    "e\u0301",
+    "é",
+    "<&>\"'",
+    "😀",
+]
+
+
+@asynchronous
+async def test_any_text_is_a_key(s3_url: str) -> None:
+    """Keys of any script, and of signs that URLs and XML cannot hold, come back from a listing as they were."""
+    driver = open_driver(s3_url)
+    for key in ODD_KEYS:
+        await driver.put(f"k/{key}", key.encode())
+    assert {info.key async for info in driver.list("k")} == {f"k/{key}" for key in ODD_KEYS}
+    for key in ODD_KEYS:
+        assert await driver.get(f"k/{key}") == key.encode()
+    with pytest.raises(UriError, match="Unicode"):
+        await driver.get("\udcff")
+    await driver.delete_all("k")
+    assert [info async for info in driver.list()] == []
+    await driver.close()
+
+
+@asynchronous
+async def test_a_store_without_conditional_puts_is_declared(s3_url: str) -> None:
+    """With conditional=off a taken key is still refused, and the traits say that this decides no race."""
+    driver = open_driver(s3_url, conditional="off")
+    assert not driver.traits.exclusive_is_atomic
+    await driver.put("x", b"1", exclusive=True)
+    with pytest.raises(ExistsError):
+        await driver.put("x", b"2", exclusive=True)
+    assert await driver.get("x") == b"1"
+    await driver.close()
+
+
+@asynchronous
+async def test_a_missing_bucket_is_not_a_missing_object(radosgw: Radosgw) -> None:
+    """Every operation says so, also those whose answers have no body to say it in."""
+    driver = open_driver(f"s3://no-such-bucket/x?endpoint={radosgw.endpoint}")
+    into = memoryview(bytearray(1))
+    calls = [
+        driver.get("x"),
+        driver.stat("x"),
+        driver.read("x", 0, into),
+        driver.put("x", b""),
+        driver.create("x", 20 * MIB),
+    ]
+    for call in [*calls, driver.delete_all("x"), anext(driver.list())]:
+        with pytest.raises(StorageError, match="does not exist") as caught:
+            await call
+        assert type(caught.value) is StorageError
+    await driver.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("AWS_SECRET_ACCESS_KEY", "secret key"), ("AWS_ACCESS_KEY_ID", "access key")]
+)
+def test_wrong_credentials_are_explained(s3_url: str, monkeypatch: pytest.MonkeyPatch, name: str, why: str) -> None:
+    """Which half is wrong, and nothing of either half in the message."""
+    monkeypatch.setenv(name, "wr0ng")
+    driver = open_driver(s3_url)
+    with pytest.raises(AccessError, match=why) as caught:
+        asyncio.run(driver.get("x"))
+    assert "wr0ng" not in f"{caught.value} {caught.value.__cause__}"
+    assert os.environ["AWS_SECRET_ACCESS_KEY"] not in f"{caught.value} {caught.value.__cause__}"
+    asyncio.run(driver.close())
+
+
+def test_no_credentials_at_all_are_explained(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says where they are looked for."""
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    driver = open_driver(s3_url)
+    with pytest.raises(AccessError, match="AWS_ACCESS_KEY_ID"):
+        asyncio.run(driver.get("x"))
+    asyncio.run(driver.close())
+
+
+@pytest.mark.parametrize("faults", [Faults(mute=True), Faults(refuse=True)])
+@asynchronous
+async def test_a_store_that_does_not_answer_is_given_up(radosgw: Radosgw, s3_url: str, faults: Faults) -> None:
+    """Every operation ends by its deadline, and says that the store is down: another try may succeed."""
+    with FaultProxy(("127.0.0.1", radosgw.port)) as proxy:
+        driver = through(proxy, s3_url, timeout="1s", deadline="1s")
+        proxy.faults = faults
+        into = memoryview(bytearray(1))
+        calls = [driver.get("x"), driver.stat("x"), driver.read("x", 0, into), driver.put("x", b""), driver.delete("x")]
+        calls += [driver.create("x", 20 * MIB), anext(driver.list()), driver.sweep("x")]
+        began_s = time.monotonic()
+        for result in await asyncio.gather(*calls, return_exceptions=True):
+            assert isinstance(result, StorageDownError), result
+            assert result.temporary
+        assert time.monotonic() - began_s < 9
+        proxy.faults = Faults()
+        await driver.put("x", b"again")
+        assert await driver.get("x") == b"again"
+        await driver.close()
+
+
+def _use(url: str, results: Any) -> None:
+    try:
+        asyncio.run(open_driver(url).get("x"))
+    except StorageError as error:
+        results.put(str(error))
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+def test_a_forked_child_is_told_instead_of_hanging(s3_url: str) -> None:
+    """The threads of the client did not come along: it says so at once, and what to do."""
+    driver = open_driver(s3_url)
+    asyncio.run(driver.put("x", b""))
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    child = context.Process(target=_use, args=(s3_url, results))
+    child.start()
+    assert "spawn" in results.get(timeout=20)
+    child.join(20)
+    assert child.exitcode == 0
+    asyncio.run(driver.close())

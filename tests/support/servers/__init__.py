@@ -1,0 +1,1 @@
+"""Real servers for tests, each started, watched and stopped by its process id."""

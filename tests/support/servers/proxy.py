@@ -1,0 +1,119 @@
+"""A TCP proxy that misbehaves when told to: slow, mute, or cutting connections. In threads of this process."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from dataclasses import dataclass
+
+__all__ = ["FaultProxy", "Faults"]
+
+_PIECE_NBYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """What goes wrong, on connections that are open and on new ones. ``up`` is towards the server."""
+
+    up_nbytes_per_s: float | None = None
+    """Of each connection."""
+    mute: bool = False
+    """Take what is sent, and pass nothing on, in either direction."""
+    refuse: bool = False
+    """Cut new connections at once."""
+    cut_after_nbytes: int | None = None
+    """Cut a connection when so much has gone up in it."""
+
+
+class FaultProxy:
+    """Listens on a free port of the loopback, for the server at ``upstream``. A context manager."""
+
+    def __init__(self, upstream: tuple[str, int]) -> None:
+        self.faults = Faults()
+        self.cuts = 0
+        """Connections that were cut so far."""
+        self._upstream = upstream
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._sockets: set[socket.socket] = set()
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+
+    @property
+    def endpoint(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self._server.getsockname()[1]}"
+
+    def __enter__(self) -> FaultProxy:
+        self._start(self._accept)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed = True
+        self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+        self.cut_all()
+        for thread in self._threads:
+            thread.join(5)
+
+    def cut_all(self) -> None:
+        """Reset every connection."""
+        for one in tuple(self._sockets):
+            self._cut(one)
+
+    def _start(self, target: object, *args: object) -> None:
+        thread = threading.Thread(target=target, args=args, daemon=True)  # type: ignore[arg-type]
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._server.accept()
+            except OSError:
+                return
+            if self.faults.refuse:
+                self._cut(client)
+                continue
+            try:
+                server = socket.create_connection(self._upstream, 5)
+            except OSError:
+                self._cut(client)
+                continue
+            self._sockets |= {client, server}
+            for one in (client, server):
+                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._start(self._pump, client, server, True)
+            self._start(self._pump, server, client, False)
+
+    def _pump(self, source: socket.socket, sink: socket.socket, up: bool) -> None:
+        passed = 0
+        try:
+            while piece := source.recv(_PIECE_NBYTES):
+                passed += len(piece)
+                faults = self.faults
+                while self.faults.mute and not self._closed:
+                    time.sleep(0.02)
+                if up and faults.up_nbytes_per_s:
+                    time.sleep(len(piece) / faults.up_nbytes_per_s)
+                if up and faults.cut_after_nbytes is not None and passed > faults.cut_after_nbytes:
+                    self._cut(source)
+                    self._cut(sink)
+                    return
+                sink.sendall(piece)
+            sink.shutdown(socket.SHUT_WR)
+        except OSError:
+            self._cut(source)
+            self._cut(sink)
+
+    def _cut(self, one: socket.socket) -> None:
+        """Reset it: what was sent may or may not have arrived."""
+        self.cuts += 1
+        self._sockets.discard(one)
+        try:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            one.shutdown(socket.SHUT_RD)
+        except OSError:
+            pass
+        one.close()

@@ -1,0 +1,70 @@
+"""What object stores say when they refuse, and which of our errors that is. The texts are obstore's and the servers' own."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.drivers.objects.failures import failures, translated
+from holdfast.errors import (
+    AccessError,
+    BusyError,
+    ExistsError,
+    FullError,
+    NotFoundError,
+    StorageDownError,
+    StorageError,
+)
+
+exceptions = pytest.importorskip("obstore.exceptions", reason="obstore is not installed: pip install 'holdfast[s3]'")
+
+ANSWER = (
+    "Error performing {method} http://host/bucket/key in 4.8ms - Server returned non-2xx status code: {status}: "
+    '<?xml version="1.0"?><Error><Code>{code}</Code><Message>{message}</Message></Error>'
+)
+
+
+def answer(status: str, code: str, message: str = "", method: str = "PUT") -> str:
+    """What obstore says of an answer of the server."""
+    return ANSWER.format(method=method, status=status, code=code, message=message)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "advice"),
+    [
+        (exceptions.GenericError(answer("503 Slow Down", "SlowDown")), BusyError, "concurrency"),
+        (exceptions.GenericError(answer("429 Too Many Requests", "TooManyRequests")), BusyError, "concurrency"),
+        (exceptions.GenericError(answer("500 Internal Server Error", "InternalError")), StorageDownError, "endpoint"),
+        (exceptions.GenericError("HTTP error: error sending request"), StorageDownError, "endpoint"),
+        (exceptions.GenericError("operation timed out"), StorageDownError, "endpoint"),
+        (exceptions.PermissionDeniedError(answer("403 Forbidden", "AccessDenied")), AccessError, "policies"),
+        (exceptions.PermissionDeniedError(answer("403 Forbidden", "RequestTimeTooSkewed")), AccessError, "clock"),
+        (exceptions.PermissionDeniedError(answer("403 Forbidden", "QuotaExceeded")), FullError, "quota"),
+        (exceptions.GenericError(answer("507 Insufficient Storage", "X")), FullError, "quota"),
+        (exceptions.GenericError(answer("301 Moved", "PermanentRedirect")), StorageError, "region"),
+        (exceptions.GenericError(answer("400 Bad Request", "KeyTooLongError")), StorageError, None),
+        (exceptions.AlreadyExistsError("Object at location x already exists"), ExistsError, None),
+        (exceptions.PreconditionError("Request precondition failure"), ExistsError, None),
+        (FileNotFoundError("Object at location x not found"), NotFoundError, None),
+        (FileNotFoundError(answer("404 Not Found", "NoSuchBucket")), StorageError, "Create it"),
+    ],
+)
+def test_each_refusal_is_the_error_that_a_handler_expects(
+    error: Exception, kind: type[StorageError], advice: str | None
+) -> None:
+    """Its class, its place, and what to do next; temporary only where another try may succeed."""
+    found = translated(error, "put", "s3://b", "k")
+    assert type(found) is kind
+    assert (found.uri, found.key) == ("s3://b", "k")
+    assert found.temporary == issubclass(kind, StorageDownError)
+    assert found.advice is None if advice is None else advice in str(found.advice)
+
+
+def test_a_signature_in_a_url_reaches_nobody() -> None:
+    """Some stores carry credentials in the query of a URL: neither the error nor its cause shows them."""
+    text = "error sending request for url (https://host/c/key?sv=2024&sig=s3cr3t)"
+    with pytest.raises(StorageDownError) as caught, failures("get", "az://c", "key"):
+        raise exceptions.GenericError(text)
+    shown = f"{caught.value} {caught.value.__cause__} {caught.value.__cause__!r}"
+    assert "s3cr3t" not in shown
+    assert "https://host/c/key" in shown
+    assert type(caught.value.__cause__) is exceptions.GenericError
