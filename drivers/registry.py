@@ -12,11 +12,13 @@ from collections.abc import Mapping
 from typing import ClassVar, Protocol, cast
 
 from ..errors import UriError
+from .config import Resolved, resolve
 from .contract import Driver
-from .options import Option, option_values
-from .uri import Uri, parse
+from .layers.stack import common_options, stacked
+from .options import Option
+from .uri import Uri, parse, redact
 
-__all__ = ["GROUP", "DriverClass", "driver_class", "open_driver", "schemes"]
+__all__ = ["GROUP", "DriverClass", "driver_class", "open_driver", "resolved_options", "schemes"]
 
 GROUP = "holdfast.drivers"
 """The entry point group."""
@@ -37,23 +39,34 @@ class DriverClass(Protocol):
     """What a registered name leads to, besides being a :class:`Driver`."""
 
     OPTIONS: ClassVar[Mapping[str, Option]]
-    """Every option that a URI of this scheme may carry."""
+    """Every option of this scheme, besides those that every scheme has (:func:`.layers.stack.common_options`)."""
+    remote: ClassVar[bool]
+    """See :class:`Driver`."""
 
     def open(self, uri: Uri) -> Driver:
         """The driver for ``uri``, whose options are known and valid. Called on the class; leaves the storage alone."""
 
 
-def open_driver(uri: str | os.PathLike[str] | Uri, **options: str | int) -> Driver:
-    """The driver for ``uri``. ``options`` win over those in the URI.
+def open_driver(uri: str | os.PathLike[str] | Uri, /, **options: object) -> Driver:
+    """The driver for ``uri``, within the layers that its options ask for (:mod:`.layers`).
 
-    Storage is not touched: that it cannot be reached is found out at the first operation. Raises UriError for an
-    unknown scheme or option, naming the known ones, and for a driver that cannot be imported.
+    Options come from the URI, else from ``options``, the environment, or ``holdfast.toml`` (:mod:`.config`). Storage is
+    not touched: that it cannot be reached is found out at the first operation. Raises UriError for an unknown scheme or
+    option, naming the known ones, and for a driver that cannot be imported; UsageError for a broken ``holdfast.toml``.
     """
     uri = uri if isinstance(uri, Uri) else parse(uri)
-    uri = Uri(uri.scheme, uri.location, uri.options | {name: str(value) for name, value in options.items()})
     cls = driver_class(uri.scheme)
-    option_values(cls.OPTIONS, uri)
-    return cls.open(uri)
+    resolved = resolved_options(uri, **options)
+    own = {name: found.text for name, found in resolved.items() if name in cls.OPTIONS and found.text is not None}
+    driver = cls.open(Uri(uri.scheme, uri.location, own))
+    values = {name: found.value for name, found in resolved.items() if name not in cls.OPTIONS}
+    return stacked(driver, values, store=f"{uri.scheme}://{redact(uri.location).partition('/')[0]}")
+
+
+def resolved_options(uri: Uri, /, **options: object) -> dict[str, Resolved]:
+    """Every option of the driver for ``uri`` and of its layers: value, and where it comes from. Raises as open_driver."""
+    cls = driver_class(uri.scheme)
+    return resolve(uri, options, cls.OPTIONS, common_options(remote=cls.remote), schemes)
 
 
 def driver_class(scheme: str) -> DriverClass:
@@ -68,6 +81,8 @@ def driver_class(scheme: str) -> DriverClass:
         raise UriError(f"the driver of {scheme}://, {target}, cannot be imported: {error}") from error
     if not (isinstance(cls, type) and issubclass(cls, Driver) and hasattr(cls, "OPTIONS") and hasattr(cls, "open")):
         raise UriError(f"the driver of {scheme}://, {target}, is no Driver with OPTIONS and open()")
+    if taken := sorted(cls.OPTIONS.keys() & common_options(remote=True).keys()):
+        raise UriError(f"the driver of {scheme}://, {target}, declares what every scheme has: {', '.join(taken)}")
     return cast(DriverClass, cls)
 
 

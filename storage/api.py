@@ -50,6 +50,7 @@ def save(
     step: int | None = None,
     budget_nbytes: int = BUDGET_NBYTES,
     deadline_s: float = DEADLINE_S,
+    storage_options: Mapping[str, object] | None = None,
 ) -> SaveReport:
     """Save ``state`` as the checkpoint ``uri``; return when it is committed, on every rank.
 
@@ -57,12 +58,13 @@ def save(
     state: modules, optimizers, schedulers, random generators. In a distributed job every rank calls this with its own
     part; plain tensors that are equal on all ranks are stored once, others per rank. ``step`` is recorded with the
     checkpoint (default: ``state["step"]`` if that is an int). Extra host memory stays within ``budget_nbytes``.
+    ``storage_options`` are options of the storage, by name; those in the URI win over them.
 
     Atomic: a checkpoint that was at ``uri`` is replaced whole, or, after any failure, untouched. Raises StateError for
     what cannot be saved and UriError, both before any I/O; SaveError, StorageError; RankFailedError and DeadlineError
     when another rank fails, or shows no sign of life for ``deadline_s`` seconds.
     """
-    handle, future = _start_save(uri, state, step, _checked_budget(budget_nbytes), deadline_s)
+    handle, future = _start_save(uri, state, step, _checked_budget(budget_nbytes), deadline_s, storage_options)
     try:
         handle.wait()
     except KeyboardInterrupt:
@@ -79,6 +81,7 @@ def async_save(
     step: int | None = None,
     budget_nbytes: int | None = None,
     deadline_s: float = DEADLINE_S,
+    storage_options: Mapping[str, object] | None = None,
 ) -> SaveHandle:
     """Begin to save ``state`` as the checkpoint ``uri``; return when every byte of it is copied to host memory.
 
@@ -89,7 +92,7 @@ def async_save(
     """
     if budget_nbytes is not None:
         _checked_budget(budget_nbytes)
-    handle, _future = _start_save(uri, state, step, budget_nbytes, deadline_s)
+    handle, _future = _start_save(uri, state, step, budget_nbytes, deadline_s, storage_options)
     handle.captured.wait()
     return handle
 
@@ -102,6 +105,7 @@ def load(
     cast: bool = False,
     budget_nbytes: int = BUDGET_NBYTES,
     deadline_s: float = DEADLINE_S,
+    storage_options: Mapping[str, object] | None = None,
     on_report: Callable[[LoadReport], None] | None = None,
 ) -> Any:
     """Load the checkpoint ``uri`` into ``into``, whatever layouts the two have; return ``into``.
@@ -112,13 +116,14 @@ def load(
 
     ``strict``: what is in the state or in the checkpoint alone, and what differs in shape or dtype, is raised as one
     MismatchError that lists it all, before anything is read. ``strict=False`` fills what both have; shapes and dtypes
-    must fit all the same, but ``cast=True`` converts dtypes. Every byte is verified before it is used. ``on_report`` is
-    told what was read, on this rank. Raises NotACheckpointError, DamagedError, StorageError, RankFailedError,
-    DeadlineError; after those, tensors may be partly filled.
+    must fit all the same, but ``cast=True`` converts dtypes. Every byte is verified before it is used.
+    ``storage_options`` as in :func:`save`. ``on_report`` is told what was read, on this rank. Raises
+    NotACheckpointError, DamagedError, StorageError, RankFailedError, DeadlineError; after those, tensors may be partly
+    filled.
     """
     began_s = time.perf_counter()
     budget_nbytes = _checked_budget(budget_nbytes)
-    driver = open_driver(uri)
+    driver = open_driver(uri, **(storage_options or {}))
     if into is None:
         root, manifest, reader = start(_closing(driver, run_build(driver, current_rank(), budget_nbytes))).result()
     else:
@@ -140,11 +145,16 @@ def release_memory() -> None:
 
 
 def _start_save(
-    uri: UriLike, state: Any, step: int | None, budget_nbytes: int | None, deadline_s: float
+    uri: UriLike,
+    state: Any,
+    step: int | None,
+    budget_nbytes: int | None,
+    deadline_s: float,
+    storage_options: Mapping[str, object] | None,
 ) -> tuple[SaveHandle, Future[None]]:
     began_s = time.perf_counter()
     step = None if step is None else _checked_step(step)
-    driver = open_driver(uri)
+    driver = open_driver(uri, **(storage_options or {}))
     team = current_team(deadline_s, saving=True)
     flat = _told(team, driver, flatten, state)
     plain = _told(team, driver, fingerprints, flat, team.world) if team.world > 1 else {}

@@ -166,12 +166,12 @@ class Checkpoint:
         return report
 
 
-def open(uri: str | os.PathLike[str]) -> Checkpoint:
-    """Open the checkpoint committed at ``uri``.
+def open(uri: str | os.PathLike[str], *, storage_options: Mapping[str, object] | None = None) -> Checkpoint:
+    """Open the checkpoint committed at ``uri``. ``storage_options`` are options of the storage; those in the URI win.
 
     Raises NotACheckpointError, DamagedError, UnsupportedFormatError, UriError, StorageError.
     """
-    driver = open_driver(uri)
+    driver = open_driver(uri, **(storage_options or {}))
     try:
         manifest, data = start(read_manifest(driver)).result()
     except HoldfastError:
@@ -193,9 +193,12 @@ class ListedCheckpoint:
     problem: str | None = None
 
 
-def list_checkpoints(uri: str | os.PathLike[str]) -> list[ListedCheckpoint]:
-    """The checkpoints at and below ``uri``, by path relative to it (``""``: ``uri`` itself), ordered by step and time."""
-    driver = open_driver(uri)
+def list_checkpoints(
+    uri: str | os.PathLike[str], *, storage_options: Mapping[str, object] | None = None
+) -> list[ListedCheckpoint]:
+    """The checkpoints at and below ``uri``, by path relative to it (``""``: ``uri`` itself), ordered by step and time.
+    ``storage_options`` as in :func:`open`."""
+    driver = open_driver(uri, **(storage_options or {}))
     try:
         listed: list[ListedCheckpoint] = start(_listed(driver)).result()
     finally:

@@ -20,6 +20,12 @@ if "CI" not in os.environ:
     settings.load_profile("holdfast")
 
 
+# What the machine says about storage is not the tests' business; processes that tests start inherit this.
+for name in [n for n in os.environ if n.startswith("HOLDFAST_") and not n.startswith("HOLDFAST_TEST_")]:
+    del os.environ[name]
+os.environ["HOLDFAST_CONFIG"] = ""
+
+
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
     """A number that differs between tests and is the same in every run of one test."""

@@ -1,0 +1,107 @@
+"""A second read where the first is among the slowest few in a hundred: whichever ends first is used."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict, deque
+from collections.abc import Iterable
+
+from ..contract import Buffer, Driver
+from .layer import Layer
+
+__all__ = ["HedgeLayer", "Slowness"]
+
+SAMPLES = 256
+SAMPLES_MIN = 32
+CREDIT_MAX = 4.0
+
+
+class Slowness:
+    """Which reads are slow: slower than all but ``percent`` in a hundred of the last ones of about the same size.
+
+    It also keeps the account: not more than ``percent`` in a hundred reads get a second one. When storage as a whole turns
+    slow, every read is slower than those before, and hedging them all would double its load.
+    """
+
+    def __init__(self, percent: int) -> None:
+        self._part = percent / 100
+        self._credit = 0.0
+        self._seconds: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=SAMPLES))
+
+    def threshold_s(self, nbytes: int) -> float | None:
+        """A read of so many bytes is slow after this time; None while too few were seen. Counts the read."""
+        self._credit = min(CREDIT_MAX, self._credit + self._part)
+        seen = self._seconds[nbytes.bit_length()]
+        if len(seen) < SAMPLES_MIN:
+            return None
+        return sorted(seen)[min(len(seen) - 1, int(len(seen) * (1 - self._part)))]
+
+    def may_hedge(self) -> bool:
+        """Whether one more second read is within the account, which is then charged."""
+        if self._credit < 1:
+            return False
+        self._credit -= 1
+        return True
+
+    def saw(self, nbytes: int, seconds: float) -> None:
+        """A read has taken so long."""
+        self._seconds[nbytes.bit_length()].append(seconds)
+
+
+class HedgeLayer(Layer):
+    """Only ``read`` is hedged. The second one has memory of its own, so the two never write to the same place; when it
+    wins, the first is cancelled, and waited for until it has let go of the caller's buffer."""
+
+    def __init__(self, inner: Driver, percent: int) -> None:
+        super().__init__(inner)
+        self._slowness = Slowness(percent)
+
+    async def read(self, key: str, start: int, into: Buffer) -> None:
+        loop = asyncio.get_running_loop()
+        began_s, threshold_s = loop.time(), self._slowness.threshold_s(len(into))
+        if threshold_s is None:
+            await self.inner.read(key, start, into)
+        else:
+            await self._hedged(key, start, into, threshold_s)
+        self._slowness.saw(len(into), loop.time() - began_s)
+
+    async def _hedged(self, key: str, start: int, into: Buffer, threshold_s: float) -> None:
+        reads: list[asyncio.Future[None]] = [asyncio.ensure_future(self.inner.read(key, start, into))]
+        try:
+            await asyncio.wait(reads, timeout=threshold_s)
+            own = None
+            if not reads[0].done() and self._slowness.may_hedge():
+                own = memoryview(bytearray(len(into)))
+                reads.append(asyncio.ensure_future(self.inner.read(key, start, own)))
+            won = await _first_success(reads)
+        finally:
+            await _put_away(reads)
+        if own is not None and won is not reads[0]:
+            into[:] = own
+
+
+async def _first_success(reads: list[asyncio.Future[None]]) -> asyncio.Future[None]:
+    """The first that succeeds; where none does, raise the error of the first of them."""
+    running: set[asyncio.Future[None]] = set(reads)
+    while running:
+        ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        for read in reads:
+            if read in ended and not read.cancelled() and read.exception() is None:
+                return read
+    reads[0].result()
+    raise AssertionError("unreachable: a read that did not succeed raises")
+
+
+async def _put_away(reads: Iterable[asyncio.Future[None]]) -> None:
+    """Cancel what still runs, and wait until it has ended, also when cancelled meanwhile: it writes to a buffer."""
+    running = [read for read in reads if not read.done()]
+    for read in running:
+        read.cancel()
+    cancelled: asyncio.CancelledError | None = None
+    while not all(read.done() for read in running):
+        try:
+            await asyncio.wait(running)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled

@@ -1,0 +1,141 @@
+"""The base of all layers: a driver that passes everything on to the one below it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Container
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from ..contract import Buffer, Driver, ObjectInfo, Traits, Upload
+
+__all__ = ["Layer", "LayeredUpload", "Operation", "bottom", "end", "find", "next_batch"]
+
+LIST_BATCH = 1000
+"""Entries of a listing that are one operation: a request's worth, with most storages."""
+
+T = TypeVar("T")
+L = TypeVar("L", bound="Layer")
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One call on its way down. ``name``: of the method. ``nbytes``: of data that it carries; 0 where not known yet."""
+
+    name: str
+    key: str
+    nbytes: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name} of {self.key}" if self.key else self.name
+
+
+class Layer(Driver):
+    """Forwards every method of Driver, and those of the uploads that it begins. A layer overrides :meth:`around`, which
+    all of them pass through, or single methods."""
+
+    def __init__(self, inner: Driver) -> None:
+        self.inner = inner
+        self.uri = inner.uri
+        # Of this driver, not of the class.
+        self.deviations = inner.deviations  # type: ignore[misc]
+        self.remote = inner.remote  # type: ignore[misc]
+
+    @property
+    def traits(self) -> Traits:  # type: ignore[override]
+        """Those of the driver below."""
+        return self.inner.traits
+
+    async def around(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
+        """Perform one operation: ``call`` does, once for each time that it is called; except ``list``, whose call goes on
+        from where the one before it ended."""
+        return await call()
+
+    async def read(self, key: str, start: int, into: Buffer) -> None:
+        await self.around(Operation("read", key, len(into)), partial(self.inner.read, key, start, into))
+
+    async def create(self, key: str, nbytes: int) -> Upload:
+        upload = await self.around(Operation("create", key), partial(self.inner.create, key, nbytes))
+        return LayeredUpload(self, key, upload)
+
+    async def get(self, key: str) -> bytes:
+        return await self.around(Operation("get", key), partial(self.inner.get, key))
+
+    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
+        call = partial(self.inner.put, key, data, exclusive=exclusive)
+        await self.around(Operation("put", key, len(data)), call)
+
+    async def stat(self, key: str) -> ObjectInfo:
+        return await self.around(Operation("stat", key), partial(self.inner.stat, key))
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        entries = self.inner.list(prefix)
+        try:
+            while batch := await self.around(Operation("list", prefix), partial(next_batch, entries)):
+                for info in batch:
+                    yield info
+        finally:
+            await end(entries)
+
+    async def delete(self, key: str) -> None:
+        await self.around(Operation("delete", key), partial(self.inner.delete, key))
+
+    async def delete_all(self, prefix: str) -> None:
+        await self.around(Operation("delete_all", prefix), partial(self.inner.delete_all, prefix))
+
+    async def sweep(self, prefix: str) -> None:
+        await self.around(Operation("sweep", prefix), partial(self.inner.sweep, prefix))
+
+    async def close(self) -> None:
+        """See :meth:`Driver.close`. Not an operation: nothing may stand in its way."""
+        await self.inner.close()
+
+
+class LayeredUpload(Upload):
+    """An upload whose methods pass through the layer's :meth:`Layer.around`."""
+
+    def __init__(self, layer: Layer, key: str, inner: Upload) -> None:
+        self._layer, self._key, self._inner = layer, key, inner
+
+    async def write(self, start: int, data: Buffer) -> None:
+        operation = Operation("write", self._key, len(data))
+        await self._layer.around(operation, partial(self._inner.write, start, data))
+
+    async def commit(self) -> None:
+        await self._layer.around(Operation("commit", self._key), self._inner.commit)
+
+    async def abort(self) -> None:
+        await self._layer.around(Operation("abort", self._key), self._inner.abort)
+
+
+def bottom(driver: Driver) -> Driver:
+    """The driver below all layers."""
+    while isinstance(driver, Layer):
+        driver = driver.inner
+    return driver
+
+
+def find(driver: Driver, kind: type[L]) -> L | None:
+    """The layer of this kind around a driver, if it has one."""
+    while isinstance(driver, Layer):
+        if isinstance(driver, kind):
+            return driver
+        driver = driver.inner
+    return None
+
+
+async def next_batch(entries: AsyncIterator[ObjectInfo], shown: Container[str] = ()) -> list[ObjectInfo]:
+    """The next entries of a listing whose keys were not ``shown`` before; none at its end."""
+    batch: list[ObjectInfo] = []
+    async for info in entries:
+        if info.key not in shown:
+            batch.append(info)
+        if len(batch) == LIST_BATCH:
+            break
+    return batch
+
+
+async def end(entries: AsyncIterator[ObjectInfo]) -> None:
+    """Let a listing that nobody will go on with clean up."""
+    if isinstance(entries, AsyncGenerator):
+        await entries.aclose()

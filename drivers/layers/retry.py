@@ -1,0 +1,198 @@
+"""Trying again what failed for a while, and a deadline for every operation.
+
+Only the mark ``temporary`` of an error decides. What is tried again, and why that is safe:
+
+- read, get, stat, list, delete, delete_all, sweep: whatever became of the first try, another changes nothing more.
+- put: likewise; an exclusive one may find its own earlier try, and looks (see :meth:`RetryLayer.put`).
+- create: what a failed one left is invisible, disturbs no other, and is swept.
+- write, where ``traits.parts_repeatable`` says that a part may be sent again.
+- commit: never. A failed fsync that is tried again succeeds, and the bytes are lost all the same.
+
+Storage behind the operating system (``remote`` is false) changes nothing twice: an I/O error of a device is no hiccup. There
+only what reads is tried again, and only if asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+from ...errors import BusyError, ExistsError, HoldfastError, NotFoundError, StorageDownError
+from ..contract import Driver, ObjectInfo
+from .layer import Layer, Operation, end, next_batch
+from .turn import deadline
+
+__all__ = ["RetryLayer", "RetryPolicy", "pause_s"]
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+_READING = {"read", "get", "stat", "list"}
+_CHANGING = {"put", "create", "delete", "delete_all", "sweep"}
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """How often, and for how long."""
+
+    retries: int
+    """Further tries after the first; 0: none."""
+    op_timeout_s: float | None
+    """From the begin of an operation to its end, tries and pauses together; None: for ever."""
+    first_pause_s: float = 0.1
+    """The longest first pause. Each is twice as long as the one before, at most ``pause_max_s``; what is waited is a random
+    part of it, so that clients who failed together do not come back together."""
+    pause_max_s: float = 15.0
+
+
+def pause_s(policy: RetryPolicy, tries: int, error: HoldfastError, chance: Callable[[], float]) -> float:
+    """How long to wait after ``tries`` tries, the last of which failed with ``error``. At least as long as it asks for.
+
+    ``chance`` returns a random number in [0, 1).
+    """
+    longest_s = min(policy.pause_max_s, policy.first_pause_s * 2.0 ** min(tries - 1, 60))
+    asked_s = (error.retry_after_s or 0.0) if isinstance(error, BusyError) else 0.0
+    return max(0.0, asked_s) + longest_s * chance()
+
+
+class RetryLayer(Layer):
+    """Tries temporary failures again, with exponential back-off and full jitter; ends every operation in time.
+
+    Raises what the last try raised, or, when the time is up, StorageDownError that says what it waited for. A try that is
+    under way then is cancelled; the driver gives the caller's buffer back before that.
+    """
+
+    def __init__(self, inner: Driver, policy: RetryPolicy, *, chance: Callable[[], float] = random.random) -> None:
+        super().__init__(inner)
+        self._policy = policy
+        self._chance = chance
+        self._again = _READING | (_CHANGING if inner.remote else set())
+
+    async def around(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
+        """See :meth:`Layer.around`."""
+        if operation.name == "abort":
+            return await self._abort(operation, call)
+        return await self._tried(operation, call)
+
+    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
+        """See :meth:`Driver.put`. An exclusive one that failed may have stored its object all the same. If a later try finds
+        the key taken, with these very bytes, they are taken for ours: success. Put there what nobody else would."""
+        failed = False
+
+        async def once() -> None:
+            nonlocal failed
+            try:
+                await self.inner.put(key, data, exclusive=exclusive)
+            except ExistsError:
+                if not (failed and await self._is_ours(key, data)):
+                    raise
+            except BaseException:
+                failed = True
+                raise
+
+        await self._tried(Operation("put", key, len(data)), once)
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        """See :meth:`Driver.list`. One that broke begins anew, and leaves out what was shown: for that, keys are kept."""
+        shown: set[str] = set()
+        entries = self.inner.list(prefix)
+
+        async def more() -> list[ObjectInfo]:
+            nonlocal entries
+            try:
+                return await next_batch(entries, shown)
+            except BaseException:  # it is over; going on with it would look like its end
+                entries = self.inner.list(prefix)
+                raise
+
+        try:
+            while batch := await self._tried(Operation("list", prefix), more):
+                shown.update(info.key for info in batch)
+                for info in batch:
+                    yield info
+        finally:
+            await end(entries)
+
+    async def _tried(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
+        began_s, tries = asyncio.get_running_loop().time(), 0
+        last: HoldfastError | None = None
+        try:
+            async with deadline(self._policy.op_timeout_s) as timeout:
+                while True:
+                    tries += 1
+                    try:
+                        return await call()
+                    except HoldfastError as error:
+                        last = error
+                    if not last.temporary or not self._may_repeat(operation, tries):
+                        raise _counted(last, tries, began_s)
+                    await self._pause(operation, tries, last, timeout)
+        except TimeoutError as error:
+            if not timeout.expired():
+                raise
+            raise self._late(operation, tries, last) from (last or error)
+
+    def _may_repeat(self, operation: Operation, tries: int) -> bool:
+        known = operation.name in self._again
+        known |= operation.name == "write" and self.remote and self.traits.parts_repeatable
+        return known and tries <= self._policy.retries
+
+    async def _pause(self, operation: Operation, tries: int, last: HoldfastError, running: asyncio.Timeout) -> None:
+        """Raises the error of an operation that is late where there is no time left for the pause."""
+        wait_s, when_s = pause_s(self._policy, tries, last, self._chance), running.when()
+        late = when_s is not None and asyncio.get_running_loop().time() + wait_s >= when_s
+        if late or running.expired():
+            raise self._late(operation, tries, last) from last
+        _log.info(
+            "trying again in %.2f s, after %d of at most %d tries: %s", wait_s, tries, 1 + self._policy.retries, last
+        )
+        await asyncio.sleep(wait_s)
+
+    async def _is_ours(self, key: str, data: bytes) -> bool:
+        try:
+            return await self.inner.get(key) == data
+        except NotFoundError as error:
+            raise StorageDownError(
+                "whether an exclusive put succeeded cannot be told: the key was taken, and now nothing is there",
+                uri=self.uri,
+                key=key,
+                temporary=False,
+                advice="Look who else writes here, then save again.",
+            ) from error
+
+    def _late(self, operation: Operation, tries: int, last: HoldfastError | None) -> StorageDownError:
+        waited = f"waited for {operation.name} for {self._policy.op_timeout_s:g} s"
+        why = f", in {_times(tries)}; the last failure: {last.message}" if last is not None else ", without an answer"
+        return StorageDownError(
+            waited + why,
+            uri=self.uri,
+            key=operation.key or None,
+            advice="Look at the storage and the way to it; the option op_timeout_s allows more time.",
+        )
+
+    async def _abort(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
+        """An abort does not raise."""
+        try:
+            async with deadline(self._policy.op_timeout_s) as timeout:
+                return await call()
+        except TimeoutError as error:
+            if not timeout.expired():
+                raise
+            _log.warning("%s; what is left goes with a later save", self._late(operation, 1, None), exc_info=error)
+            return cast(T, None)
+
+
+def _counted(error: HoldfastError, tries: int, began_s: float) -> HoldfastError:
+    """The error, saying how often it was tried, if more than once."""
+    if tries > 1:
+        seconds = asyncio.get_running_loop().time() - began_s
+        error.message += f" ({_times(tries)} in {seconds:.1f} s)"
+    return error
+
+
+def _times(tries: int) -> str:
+    return "1 try" if tries == 1 else f"{tries} tries"

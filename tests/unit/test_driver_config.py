@@ -1,0 +1,276 @@
+"""Where options come from: precedence, and errors that say who said what."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.drivers.config import resolve
+from holdfast.drivers.layers.stack import common_options
+from holdfast.drivers.options import Option, integer
+from holdfast.drivers.registry import open_driver, resolved_options
+from holdfast.drivers.uri import parse
+from holdfast.errors import UriError, UsageError
+
+OWN = {"level": Option(integer(0, 99), 1, "how much"), "token": Option(str, None, "a secret")}
+COMMON = common_options(remote=True)
+SCHEMES = ("my", "my+x", "file", "s3")
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A configuration file in the working directory, and none elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    return tmp_path / "holdfast.toml"
+
+
+def found(
+    uri: str = "my://bucket/run", environment: dict[str, str] | None = None, **keywords: object
+) -> dict[str, tuple[object, str]]:
+    """Every option that is not at its default: value and source."""
+    resolved = resolve(parse(uri), keywords, OWN, COMMON, lambda: SCHEMES, environment=environment or {})
+    return {name: (r.value, r.source) for name, r in resolved.items() if r.source != "default"}
+
+
+def test_defaults_stand_where_nobody_says_anything(file: Path) -> None:
+    """Every known option has a value and a source."""
+    resolved = resolve(parse("my://b"), {}, OWN, COMMON, lambda: SCHEMES, environment={})
+    assert set(resolved) == set(OWN) | set(COMMON)
+    assert {r.source for r in resolved.values()} == {"default"}
+    assert (resolved["level"].value, resolved["retries"].value, resolved["level"].text) == (1, 10, None)
+
+
+def test_the_nearest_word_counts(file: Path) -> None:
+    """URI, keyword, environment of the scheme, environment, profile, file: each is seen once those before it are silent."""
+    file.write_text(
+        "[common]\nretries = 9\n[my]\nretries = 8\n['my://bucket']\nretries = 7\n"
+        "[profile.p.common]\nretries = 6\n[profile.p.my]\nretries = 5\n['profile'.p.'my://bucket/run']\nretries = 4\n"
+    )
+    environment = {"HOLDFAST_RETRIES": "3", "HOLDFAST_MY_RETRIES": "2", "HOLDFAST_CONFIG_PROFILE": "p"}
+    keywords: dict[str, object] = {"retries": 1}
+    assert found("my://bucket/run?retries=0", environment, **keywords)["retries"] == (0, "the URI")
+    assert found(environment=environment, **keywords)["retries"] == (1, "a keyword")
+    assert found(environment=environment)["retries"] == (2, "HOLDFAST_MY_RETRIES")
+    del environment["HOLDFAST_MY_RETRIES"]
+    assert found(environment=environment)["retries"] == (3, "HOLDFAST_RETRIES")
+    del environment["HOLDFAST_RETRIES"]
+    assert found(environment=environment)["retries"] == (4, f"{file} [profile.p.my://bucket/run]")
+    assert found("my://bucket/other", environment)["retries"] == (5, f"{file} [profile.p.my]")
+    assert found("s3://bucket/other", environment)["retries"] == (6, f"{file} [profile.p.common]")
+    assert found()["retries"] == (7, f"{file} [my://bucket]")
+    assert found("my://other")["retries"] == (8, f"{file} [my]")
+    assert found("s3://other")["retries"] == (9, f"{file} [common]")
+
+
+@pytest.mark.parametrize(
+    ("uri", "applies"),
+    [
+        ("my://b/run", True),
+        ("my://b/run/step-1", True),
+        ("my://b/run2", False),
+        ("my://b", False),
+        ("s3://b/run", False),
+    ],
+)
+def test_a_table_for_a_uri_holds_for_what_lies_below_it(file: Path, uri: str, applies: bool) -> None:
+    """Part by part, not letter by letter."""
+    file.write_text("['my://b/run/']\nretries = 3\n")
+    assert ("retries" in found(uri)) == applies
+
+
+def test_the_longest_uri_wins_wherever_it_stands(file: Path) -> None:
+    """The order of tables in the file does not matter."""
+    file.write_text("['my://b/a/c']\nlevel = 3\n['my://b']\nlevel = 1\n['my://b/a']\nlevel = 2\n")
+    assert [found(f"my://b/{k}")["level"][0] for k in ("a/c/d", "a/x", "z")] == [3, 2, 1]
+
+
+def test_paths_and_file_uris_are_the_same(file: Path) -> None:
+    """A table for a file:// URI holds for bare paths."""
+    file.write_text('["file:///scratch"]\nlevel = 3\n')
+    assert found("/scratch/run")["level"][0] == 3
+
+
+@pytest.mark.parametrize("how", ["uri", "keyword", "environment"])
+def test_a_profile_is_chosen_in_three_ways(file: Path, how: str) -> None:
+    """By the URI, a keyword, or a variable."""
+    file.write_text("[my]\nlevel = 1\n[profile.p.my]\nlevel = 2\n")
+    if how == "uri":
+        assert found("my://b?config_profile=p")["level"][0] == 2
+    elif how == "keyword":
+        assert found(config_profile="p")["level"][0] == 2
+    else:
+        assert found(environment={"HOLDFAST_CONFIG_PROFILE": "p"})["level"][0] == 2
+
+
+def test_values_are_text_numbers_or_bools(file: Path) -> None:
+    """As a file and as code write them; None is as good as nothing."""
+    file.write_text("[common]\nmetrics = true\nop_timeout_s = 1.5\nmax_bytes_per_s = '1GiB'\nretries = 2\n")
+    assert {n: v for n, (v, _) in found().items()} == {
+        "metrics": True, "op_timeout_s": 1.5, "max_bytes_per_s": 1 << 30, "retries": 2,
+    }  # fmt: skip
+    assert found(metrics=False, op_timeout_s=3, retries=None)["metrics"] == (False, "a keyword")
+    with pytest.raises(UsageError, match=r"'retries' is text, a number or a bool, not list"):
+        found(retries=[1])
+    file.write_text("[common]\nretries = [1]\n")
+    with pytest.raises(UsageError, match=r"retries in .*holdfast\.toml \[common\].*not list"):
+        found()
+
+
+def test_a_secret_in_a_uri_is_refused() -> None:
+    """Also one that no driver knows; the error says where it belongs, and does not repeat it."""
+    for name in ("token", "aws_secret_access_key", "password"):
+        with pytest.raises(UriError, match=r"looks like a secret.*no place") as caught:
+            found(f"my://b?{name}=hush")
+        assert "hush" not in str(caught.value)
+    assert found(token="hush")["token"] == ("hush", "a keyword")
+    assert found(environment={"HOLDFAST_MY_TOKEN": "hush"})["token"] == ("hush", "HOLDFAST_MY_TOKEN")
+
+
+@pytest.mark.parametrize(
+    ("uri", "environment", "keywords", "toml", "says"),
+    [
+        ("my://b?levle=1", {}, {}, "", r"my:// has no option 'levle' \(in"),
+        ("my://b", {}, {"levle": 1}, "", "no option 'levle', which a keyword sets"),
+        ("my://b", {"HOLDFAST_MY_LEVLE": "1"}, {}, "", "no option 'levle', which HOLDFAST_MY_LEVLE sets"),
+        ("my://b", {}, {}, "[my]\nlevle = 1", r"no option 'levle', which /.*holdfast\.toml \[my\] sets"),
+        ("my://b", {}, {}, "['my://b']\nlevle = 1", r"no option 'levle', which /.*holdfast\.toml \[my://b\] sets"),
+    ],
+)
+def test_an_unknown_option_is_an_error_wherever_it_stands(
+    file: Path, uri: str, environment: dict[str, str], keywords: dict[str, object], toml: str, says: str
+) -> None:
+    """It names who said it, the driver's options, and those of every scheme."""
+    file.write_text(toml)
+    with pytest.raises(
+        UriError, match=f"{says}.*Known options: level, token; and of every scheme: config_profile, .*retries"
+    ):
+        found(uri, environment, **keywords)
+
+
+@pytest.mark.parametrize(
+    ("environment", "toml", "error", "says"),
+    [
+        ({}, "[common]\nlevel = 1", UriError, r"no option 'level' is common to all schemes \(/.*\[common\]\).*Known: .*retries"),
+        ({}, "[s4]\nlevel = 1", UsageError, r"table \[s4\], which is no scheme.*file, my, my\+x, s3"),
+        ({}, "[profile.p.s4]\nx = 1\n", UsageError, r"table \[profile\.p\.s4\], which is no scheme"),
+        ({}, "retries = 1", UsageError, r"\[retries\], which is no scheme"),
+        ({}, "common = 1", UsageError, "'common' stands outside of a table"),
+        ({}, "profile = 1", UsageError, "'profile' stands outside of a table"),
+        ({}, "[my", UsageError, "cannot be used: "),
+        ({}, "['my://b?x=1']\nlevel = 1", UsageError, "with options in its URI"),
+        ({}, "['my://b#x']\nlevel = 1", UsageError, "which is no URI"),
+        ({"HOLDFAST_RETIRES": "3"}, "", UriError, "HOLDFAST_RETIRES means nothing.*HOLDFAST_RETRIES"),
+        ({"HOLDFAST_CONFIG": "gone.toml"}, "", UsageError, "HOLDFAST_CONFIG names 'gone.toml'"),
+    ],
+)  # fmt: skip
+def test_what_means_nothing_is_an_error(
+    file: Path, environment: dict[str, str], toml: str, error: type[UsageError], says: str
+) -> None:
+    """In the file or in the environment: a typo never goes unseen."""
+    file.write_text(toml)
+    with pytest.raises(error, match=says):
+        found("my://b?config_profile=p" if "profile.p" in toml else "my://b", environment)
+
+
+@pytest.mark.parametrize("source", ["URI", "keyword", "environment", "file"])
+def test_a_wrong_value_names_who_said_it(file: Path, source: str) -> None:
+    """And what is allowed, and not the value: it may be a secret in the wrong place."""
+    uri = "my://b?level=hush" if source == "URI" else "my://b"
+    environment = {"HOLDFAST_MY_LEVEL": "hush"} if source == "environment" else {}
+    keywords: dict[str, object] = {"level": "hush"} if source == "keyword" else {}
+    file.write_text("[my]\nlevel = 'hush'" if source == "file" else "")
+    who = {"URI": "", "keyword": ", which a keyword sets,", "environment": ", which HOLDFAST_MY_LEVEL sets,",
+           "file": rf", which {file} \[my\] sets,"}[source]  # fmt: skip
+    with pytest.raises(UriError, match=f"option 'level'{who} is a whole number from 0 to 99") as caught:
+        found(uri, environment, **keywords)
+    assert "hush" not in caught.value.message
+
+
+def test_variables_of_other_schemes_are_theirs() -> None:
+    """They are neither used nor checked; a scheme that begins like another is not taken for it."""
+    environment = {"HOLDFAST_S3_NONSENSE": "1", "HOLDFAST_MY_X_LEVEL": "5", "HOLDFAST_MY_LEVEL": "2",
+                   "HOLDFAST_TEST_S3_URL": "x", "HOLDFAST_CONFIG": "", "HOLDFAST_MY_TOKEN": "", "HOLDFASTER": "1"}  # fmt: skip
+    assert found("my://b", environment) == {"level": (2, "HOLDFAST_MY_LEVEL")}
+    assert found("my+x://b", environment) == {"level": (5, "HOLDFAST_MY_X_LEVEL")}
+
+
+def test_a_profile_that_is_not_there_is_an_error(file: Path) -> None:
+    """It names those of the file, or where a file was looked for."""
+    with pytest.raises(
+        UsageError, match=r"the URI chooses the profile 'q', and there is no holdfast.toml.*HOLDFAST_CONFIG"
+    ):
+        found("my://b?config_profile=q")
+    file.write_text("[profile.b.my]\n[profile.a.my]\n")
+    with pytest.raises(UsageError, match=r"chooses the profile 'q', which .* does not have.*Its profiles: a, b\."):
+        found(config_profile="q")
+
+
+def test_one_file_is_read_the_first_that_is_there(file: Path, tmp_path: Path) -> None:
+    """HOLDFAST_CONFIG, the working directory, the home; an empty HOLDFAST_CONFIG reads none."""
+    home, named = tmp_path / "home/.config/holdfast/holdfast.toml", tmp_path / "named.toml"
+    home.parent.mkdir(parents=True)
+    for level, path in ((1, home), (2, file), (3, named)):
+        path.write_text(f"[my]\nlevel = {level}")
+    assert found("my://b", {"HOLDFAST_CONFIG": str(named)})["level"][0] == 3
+    assert found("my://b")["level"] == (2, f"{file} [my]")
+    file.unlink()
+    assert found("my://b")["level"] == (1, f"{home} [my]")
+    assert found("my://b", {"HOLDFAST_CONFIG": ""}) == {}
+
+
+def test_opening_a_driver_looks_everywhere(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the moment of opening, not of importing; the driver and its layers get what is said."""
+    monkeypatch.delenv("HOLDFAST_CONFIG")
+    file.write_text("[file]\nthreads = 3\n[common]\nmax_concurrency = 2\n")
+    assert open_driver("/scratch").traits.concurrency == 2
+    monkeypatch.setenv("HOLDFAST_MAX_CONCURRENCY", "off")
+    assert open_driver("/scratch").traits.concurrency == 3
+    monkeypatch.setenv("HOLDFAST_FILE_THREADS", "4")
+    assert open_driver("/scratch").traits.concurrency == 4
+    assert open_driver("/scratch", threads=5).traits.concurrency == 5
+    assert resolved_options(parse("/scratch"))["threads"].source == "HOLDFAST_FILE_THREADS"
+
+
+def test_storage_options_reach_the_driver_of_every_call(tmp_path: Path) -> None:
+    """save, async_save, load, open and list_checkpoints take them; what they do not know is an error before any I/O."""
+    import holdfast
+
+    uri, good, bad = tmp_path / "c", {"threads": 2, "max_concurrency": 1}, {"thraeds": 2}
+    holdfast.save(uri, {"a": 1}, storage_options=good)
+    holdfast.async_save(uri, {"a": 2}, storage_options=good).wait()
+    assert holdfast.load(uri, storage_options=good) == {"a": 2}
+    with holdfast.open(uri, storage_options=good) as checkpoint:
+        assert dict(checkpoint.values()) == {'state["a"]': 2}
+    assert len(holdfast.list_checkpoints(tmp_path, storage_options=good)) == 1
+    for call in (
+        lambda: holdfast.save(uri, {"a": 3}, storage_options=bad),
+        lambda: holdfast.async_save(uri, {"a": 3}, storage_options=bad),
+        lambda: holdfast.load(uri, storage_options=bad),
+        lambda: holdfast.open(uri, storage_options=bad),
+        lambda: holdfast.list_checkpoints(tmp_path, storage_options=bad),
+    ):
+        with pytest.raises(UriError, match="no option 'thraeds', which a keyword sets"):
+            call()
+    assert holdfast.load(uri) == {"a": 2}
+
+
+def test_nothing_is_read_at_import(tmp_path: Path) -> None:
+    """A broken file breaks no import and no other command, only what opens a driver."""
+    (tmp_path / "holdfast.toml").write_text("[")
+    code = "import holdfast, holdfast.drivers.registry as r\ntry: r.open_driver('memory://')\nexcept holdfast.UsageError as e: print(e)"
+    environment = {n: v for n, v in os.environ.items() if not n.startswith("HOLDFAST_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert f"{tmp_path}/holdfast.toml cannot be used" in done.stdout

@@ -1,0 +1,410 @@
+"""Limit, throttle, hedge, metrics and faults: what each does, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import FrozenInstanceError, fields
+from typing import Any
+
+import pytest
+from support.clock import run_virtual
+from support.flaky import Flaky, Step
+
+from holdfast.drivers.contract import Driver
+from holdfast.drivers.layers.faults import FaultPlan, FaultsLayer, fault_plan
+from holdfast.drivers.layers.hedge import SAMPLES_MIN, HedgeLayer, Slowness
+from holdfast.drivers.layers.layer import Layer
+from holdfast.drivers.layers.limit import LimitLayer
+from holdfast.drivers.layers.metrics import Meter, MetricsLayer, meter_of, snapshots
+from holdfast.drivers.layers.throttle import BURST_S, ThrottleLayer, TokenBucket, shared_bucket
+from holdfast.drivers.memory import MemoryDriver
+from holdfast.drivers.registry import open_driver
+from holdfast.errors import BusyError, NotFoundError, StorageDownError
+
+SLOW = 1000.0
+USUAL: list[Step] = [0.02] * 5 + [0.01] * 95
+"""Reads after which the slowest five in a hundred are known to take 0.02 s."""
+
+
+def now_s() -> float:
+    """The loop's time."""
+    return asyncio.get_running_loop().time()
+
+
+# limit
+
+
+def test_a_limit_lets_the_others_wait_in_turn() -> None:
+    """Two at a time, first come, first served; every kind of operation takes a slot."""
+
+    async def run() -> list[tuple[str, float]]:
+        below = Flaky([1.0] * 8)
+        driver = LimitLayer(below, 2)
+        upload = await driver.create("u", 2)
+        await asyncio.gather(
+            upload.write(0, memoryview(b"ab")),
+            driver.put("p", b""),
+            driver.stat("p"),
+            driver.delete("q"),
+            driver.sweep("s"),
+        )
+        await upload.commit()
+        return below.tried
+
+    assert run_virtual(run()) == [
+        ("create", 0.0), ("write", 1.0), ("put", 1.0), ("stat", 2.0), ("delete", 2.0), ("sweep", 3.0), ("commit", 4.0),
+    ]  # fmt: skip
+
+
+def test_an_abort_needs_no_slot() -> None:
+    """While everything hangs, what it holds can still be given up."""
+
+    async def run() -> float:
+        below = Flaky([None, SLOW])
+        driver = LimitLayer(below, 1)
+        upload = await driver.create("u", 2)
+        hanging = asyncio.ensure_future(driver.put("p", b""))
+        await asyncio.sleep(1)
+        await upload.abort()
+        ended_s = now_s()
+        await hanging
+        return ended_s
+
+    assert run_virtual(run()) == 1.0
+
+
+# throttle
+
+
+def test_a_throttle_keeps_to_its_rate() -> None:
+    """Ten parts of 100 bytes at 100 bytes a second begin a second apart, after a short burst; stat waits for nobody."""
+
+    async def run() -> list[tuple[str, float]]:
+        below = Flaky()
+        driver = ThrottleLayer(below, TokenBucket(100))
+        upload = await driver.create("u", 500)
+        writes = (upload.write(n * 100, memoryview(bytes(100))) for n in range(5))
+        await asyncio.gather(*writes, driver.stat("x"), return_exceptions=True)
+        return below.tried
+
+    tried = run_virtual(run())
+    assert tried[:3] == [("create", 0.0), ("write", 0.0), ("stat", 0.0)]
+    assert [s for name, s in tried if name == "write"] == pytest.approx(
+        [0, 1 - BURST_S, 2 - BURST_S, 3 - BURST_S, 4 - BURST_S]
+    )
+
+
+def test_the_bytes_of_a_get_count_when_they_are_there() -> None:
+    """Whoever comes next waits for them."""
+
+    async def run() -> float:
+        storage = MemoryDriver()
+        await storage.put("k", bytes(1000))
+        driver = ThrottleLayer(storage, TokenBucket(100))
+        assert len(await driver.get("k")) == 1000
+        assert now_s() == 0
+        await driver.read("k", 0, memoryview(bytearray(1)))
+        return now_s()
+
+    assert run_virtual(run()) == pytest.approx(10 - BURST_S)
+
+
+def test_drivers_with_the_same_rate_share_one_bucket() -> None:
+    """Two saves in flight get the rate together, not each; another rate is another bucket, and a child process begins anew."""
+    a, b, c = (
+        open_driver(f"memory://{n}?max_bytes_per_s={r}") for n, r in (("a", "7MB"), ("b", "7000000"), ("c", "8MB"))
+    )
+    assert isinstance(a, ThrottleLayer)
+    assert isinstance(b, ThrottleLayer)
+    assert isinstance(c, ThrottleLayer)
+    assert a._bucket is b._bucket is shared_bucket(7_000_000)
+    assert c._bucket is not a._bucket
+    child = os.fork()
+    if child == 0:
+        os._exit(int(shared_bucket(7_000_000) is a._bucket))
+    assert os.waitpid(child, 0)[1] == 0
+
+
+# hedge
+
+
+async def hedged(script: list[Step], reads: int = 1, percent: int = 5) -> tuple[Flaky, float, bytes]:
+    """Reads of 16 bytes after so many quick ones that slow ones are known; what is below, time taken, what was read."""
+    below = Flaky(USUAL)
+    await below.inner.put("k", bytes(range(16)))
+    driver = HedgeLayer(below, percent)
+    for _ in range(100):
+        await driver.read("k", 0, memoryview(bytearray(16)))
+    below.tried, below.script = [], iter(script)
+    began_s, into = now_s(), bytearray(16)
+    for _ in range(reads):
+        into[:] = bytes(16)
+        await driver.read("k", 0, memoryview(into))
+    return below, now_s() - began_s, bytes(into)
+
+
+def test_a_slow_read_gets_a_second_one_and_the_faster_is_used() -> None:
+    """The loser is cancelled, and has ended before the caller gets its buffer back."""
+    below, took_s, data = run_virtual(hedged([SLOW, 0.02]))
+    assert (len(below.tried), below.cancelled, data) == (2, 1, bytes(range(16)))
+    assert took_s == pytest.approx(0.04)
+
+
+def test_the_first_may_still_win() -> None:
+    """Then the second is cancelled, and its memory dropped."""
+    below, took_s, data = run_virtual(hedged([0.03, SLOW]))
+    assert (len(below.tried), below.cancelled, data) == (2, 1, bytes(range(16)))
+    assert took_s == pytest.approx(0.03)
+
+
+def test_a_loser_that_writes_late_does_no_harm() -> None:
+    """A first read that cannot be stopped at once, and scribbles on the caller's buffer before it ends, is waited for: what
+    the caller gets is what the winner read."""
+
+    class Stubborn(Flaky):
+        async def read(self, key, start, into):  # type: ignore[no-untyped-def]
+            self.tried.append(("read", now_s()))
+            if len(self.tried) != 101:
+                await asyncio.sleep(0.02 if len(self.tried) < 6 else 0.01)
+                return await self.inner.read(key, start, into)
+            try:
+                await asyncio.sleep(SLOW)
+            except asyncio.CancelledError:
+                await asyncio.sleep(3)
+                into[:] = b"\xff" * len(into)
+                raise
+
+    async def run() -> bytes:
+        below = Stubborn()
+        await below.inner.put("k", bytes(range(16)))
+        driver = HedgeLayer(below, 5)
+        for _ in range(101):
+            await driver.read("k", 0, memoryview(into := bytearray(16)))
+        assert now_s() > 3
+        return bytes(into)
+
+    assert run_virtual(run()) == bytes(range(16))
+
+
+def test_a_failure_of_one_is_made_good_by_the_other() -> None:
+    """Only when both fail is there an error: that of the first."""
+    assert run_virtual(hedged([0.03, StorageDownError("cut")]))[2] == bytes(range(16))
+    with pytest.raises(StorageDownError, match="first"):
+        run_virtual(hedged([(5.0, StorageDownError("first")), (1.0, StorageDownError("second"))]))
+
+
+def test_a_quick_failure_is_not_hedged() -> None:
+    """What is not there is not looked for twice."""
+    below = run_virtual(hedged([None]))[0]
+    assert len(below.tried) == 1
+    with pytest.raises(NotFoundError):
+        run_virtual(hedged([NotFoundError("gone")]))
+
+
+def test_when_all_is_slow_few_are_hedged() -> None:
+    """When the storage turns slow as a whole, second reads stay within the account: its load does not double."""
+    below, _, _ = run_virtual(hedged([1.0] * 300, reads=100))
+    assert 100 < len(below.tried) <= 100 + 4 + 5
+
+
+def test_nothing_is_hedged_before_enough_is_known() -> None:
+    """And sizes are known apart: a large read is not slow because small ones are quick."""
+    slowness = Slowness(10)
+    for n in range(SAMPLES_MIN):
+        assert slowness.threshold_s(4096) is None
+        slowness.saw(4096, float(n))
+    assert slowness.threshold_s(4096) == 28.0
+    assert slowness.threshold_s(16 << 20) is None
+
+
+def test_a_cancelled_read_leaves_nobody_behind() -> None:
+    """Both reads are cancelled and waited for."""
+
+    async def run() -> int:
+        below = Flaky([*USUAL, SLOW, SLOW])
+        await below.inner.put("k", bytes(16))
+        driver = HedgeLayer(below, 5)
+        for _ in range(100):
+            await driver.read("k", 0, memoryview(bytearray(16)))
+        task = asyncio.ensure_future(driver.read("k", 0, memoryview(bytearray(16))))
+        await asyncio.sleep(5)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert len(asyncio.all_tasks()) == 1
+        return below.cancelled
+
+    assert run_virtual(run()) == 2
+
+
+# metrics
+
+
+def test_metrics_count_what_reached_the_storage() -> None:
+    """Operations, bytes, errors by kind, and how long they took; a snapshot stays as it was."""
+
+    async def run() -> Meter:
+        meter = Meter()
+        below = Flaky([0.001, 0.002, 1.0, StorageDownError("x"), None, None, SLOW])
+        driver = MetricsLayer(below, meter)
+        await driver.put("k", b"abc")
+        assert await driver.get("k") == b"abc"
+        await driver.read("k", 0, memoryview(bytearray(2)))
+        for key in ("k", "gone"):
+            with pytest.raises((StorageDownError, NotFoundError)):
+                await driver.stat(key)
+        assert [i.key async for i in driver.list()] == ["k"]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(driver.delete("k"), 8)
+        return meter
+
+    meter = run_virtual(run())
+    seen = meter.snapshot()
+    meter.count("put", 9, 1.0, None)
+    told = {n: (m.count, m.nbytes, dict(m.errors)) for n, m in seen.operations.items()}
+    assert told == {
+        "put": (1, 3, {}), "get": (1, 3, {}), "read": (1, 2, {}), "list": (2, 0, {}),
+        "stat": (2, 0, {"StorageDownError": 1, "NotFoundError": 1}), "delete": (1, 0, {"CancelledError": 1}),
+    }  # fmt: skip
+    assert (seen.count, seen.errors["NotFoundError"]) == (8, 1)
+    assert seen.operations["read"].seconds == pytest.approx(1.0)
+    assert 0.99 <= seen.operations["read"].quantile_s(0.5) <= 2.0
+    assert 8.0 <= seen.operations["delete"].quantile_s(1.0) <= 16.0
+    assert meter.snapshot().operations["put"].count == 2
+    with pytest.raises(FrozenInstanceError):
+        seen.operations = {}  # type: ignore[misc]
+
+
+def test_a_quantile_is_within_its_bucket() -> None:
+    """At most twice too much, never too little; 0 where nothing was seen."""
+    meter = Meter()
+    times_s = [2.0**-30, 1e-5, 3e-4, 0.002, 0.05, 0.7, 11.0, 1e9]
+    for seconds in times_s:
+        meter.count("read", 0, seconds, None)
+    read = meter.snapshot().operations["read"]
+    for index, seconds in enumerate(times_s[1:-1], 2):
+        assert seconds <= read.quantile_s(index / len(times_s)) <= 2 * seconds
+    assert sum(read.histogram) == read.count == len(times_s)
+
+
+def test_metrics_of_a_store_outlive_its_drivers() -> None:
+    """Each save opens a driver of its own; what they did together is found under scheme and bucket."""
+
+    async def run() -> None:
+        for step in (1, 2):
+            driver = open_driver(f"memory://metered/run/step-{step}?metrics=on")
+            await driver.put("k", b"abc")
+            await driver.close()
+
+    asyncio.run(run())
+    assert snapshots()["memory://metered"].operations["put"].nbytes == 6
+    assert meter_of("memory://metered").snapshot() == snapshots()["memory://metered"]
+
+
+# faults
+
+
+async def outcomes(plan: FaultPlan, operations: int = 300) -> list[str]:
+    """What came of so many puts, and whether what failed is there."""
+    storage = MemoryDriver()
+    driver = FaultsLayer(storage, plan)
+    seen = []
+    for n in range(operations):
+        try:
+            await driver.put(f"k{n}", b"x")
+            seen.append("done")
+        except StorageDownError as error:
+            seen.append(f"{error.message}, {[i.key async for i in storage.list(f'k{n}')]}")
+    return seen
+
+
+def test_faults_come_from_a_seed() -> None:
+    """The same seed gives the same faults, another one others, and more of one kind moves none of another."""
+    plan = FaultPlan(7, error=0.1, unsure=0.1)
+    first = run_virtual(outcomes(plan))
+    assert first == run_virtual(outcomes(plan))
+    assert first != run_virtual(outcomes(FaultPlan(8, error=0.1, unsure=0.1)))
+    assert 10 < sum("not begun" in s for s in first) < 60
+    assert 10 < sum("answer lost" in s for s in first) < 60
+    without = run_virtual(outcomes(FaultPlan(7, error=0.1, unsure=0.0)))
+    begins = [next(n for n, text in enumerate(seen) if "not begun" in text) for seen in (first, without)]
+    assert begins[0] == begins[1]
+
+
+def test_what_an_error_leaves_is_as_it_says() -> None:
+    """An operation that was not begun did nothing; one whose answer was lost is done."""
+    seen = run_virtual(outcomes(FaultPlan(7, error=0.1, unsure=0.1)))
+    for n, text in enumerate(seen):
+        assert text == "done" or text.endswith("[]" if "not begun" in text else f"['k{n}']")
+
+
+async def stored(driver: Driver, data: bytes) -> None:
+    """Upload ``data`` as ``k``."""
+    upload = await driver.create("k", len(data))
+    await upload.write(0, memoryview(data))
+    await upload.commit()
+
+
+@pytest.mark.parametrize("kind", ["busy", "delay", "short", "lost", "flip"])
+def test_each_fault_does_what_it_says(kind: str) -> None:
+    """Busy asks for a second; a delay takes its time; a short read is half and fails; a lost write is zeros; a flip one bit."""
+
+    async def run() -> Any:
+        storage, data = MemoryDriver(), bytes(range(1, 101))
+        driver = FaultsLayer(storage, FaultPlan(3, **{kind: 1.0}, delay_s=5.0))  # type: ignore[arg-type]
+        if kind == "busy":
+            with pytest.raises(BusyError) as busy:
+                await driver.stat("k")
+            return busy.value.retry_after_s == 1.0
+        if kind == "lost":
+            await stored(driver, data)
+            return await storage.get("k") == bytes(100)
+        await storage.put("k", data)
+        into = bytearray(100)
+        if kind == "short":
+            with pytest.raises(StorageDownError, match="cut after 50 bytes"):
+                await driver.read("k", 0, memoryview(into))
+            return bytes(into) == data[:50] + bytes(50)
+        await driver.read("k", 0, memoryview(into))
+        if kind == "delay":
+            return (bytes(into), now_s()) == (data, 5.0)
+        got = await driver.get("k")
+        return [sum((a ^ b).bit_count() for a, b in zip(data, other, strict=True)) for other in (into, got)] == [1, 1]
+
+    assert run_virtual(run()) is True
+
+
+def test_a_drill_by_option_is_survived_or_told(tmp_path: Any) -> None:
+    """With retries, a save through a storage that fails one time in ten succeeds, and loads back the same."""
+    import holdfast
+
+    state = {"w": list(range(100)), "b": b"x" * 1000}
+    drill = {"faults": "seed:5,error:0.1,unsure:0.05,delay:0.1,delay_s:0.001", "retries": 8}
+    kept = MemoryDriver.remote
+    MemoryDriver.remote = True  # as a storage behind a network would be
+    try:
+        for step in range(5):
+            try:
+                holdfast.save("memory://drill/c", state, step=step, storage_options=drill)
+            except holdfast.StorageDownError as error:
+                assert "on purpose" in str(error)
+        assert holdfast.load("memory://drill/c", storage_options=drill) == state
+    finally:
+        MemoryDriver.remote = kept
+
+
+@pytest.mark.parametrize(
+    "text", ["", "seed", "seed:x", "error:2", "error:-1", "eror:0.1", "error:0.1,error:0.2", "error:0.1,"]
+)
+def test_a_plan_with_a_typo_is_refused(text: str) -> None:
+    """The error lists what can be planned."""
+    with pytest.raises(ValueError, match="seed, error, unsure, busy, delay"):
+        fault_plan(text)
+
+
+def test_a_plan_is_what_its_text_says() -> None:
+    """Every field can be set."""
+    assert fault_plan("seed:7,error:0.5,delay:1,delay_s:90") == FaultPlan(7, error=0.5, delay=1.0, delay_s=90.0)
+    assert all(fault_plan(f"{f.name}:1") == FaultPlan(**{f.name: 1}) for f in fields(FaultPlan))
+    assert isinstance(open_driver("memory://?faults=error:0.1"), Layer)

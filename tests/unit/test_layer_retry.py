@@ -1,0 +1,323 @@
+"""Retrying: what is tried again, how often, after which pauses, and when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.clock import run_virtual
+from support.flaky import Flaky, Step
+
+from holdfast.drivers.contract import Driver, Traits
+from holdfast.drivers.layers.limit import LimitLayer
+from holdfast.drivers.layers.retry import RetryLayer, RetryPolicy
+from holdfast.drivers.layers.throttle import ThrottleLayer, TokenBucket
+from holdfast.errors import (
+    AccessError,
+    BusyError,
+    DamagedError,
+    ExistsError,
+    FullError,
+    NotFoundError,
+    StorageDownError,
+    StorageError,
+    UriError,
+)
+
+POLICY = RetryPolicy(retries=5, op_timeout_s=1000.0, first_pause_s=1.0, pause_max_s=10.0)
+HANG = 1e9
+DOWN = StorageDownError
+
+
+async def listed(driver: Driver) -> list[str]:
+    """All keys."""
+    return [info.key async for info in driver.list()]
+
+
+OPERATIONS: dict[str, Callable[[Driver], Awaitable[Any]]] = {
+    "read": lambda d: d.read("k", 0, memoryview(bytearray(3))),
+    "get": lambda d: d.get("k"),
+    "stat": lambda d: d.stat("k"),
+    "list": listed,
+    "put": lambda d: d.put("new", b"x"),
+    "create": lambda d: d.create("new", 1),
+    "delete": lambda d: d.delete("k"),
+    "delete_all": lambda d: d.delete_all("k"),
+    "sweep": lambda d: d.sweep("k"),
+}
+READING = ("read", "get", "stat", "list")
+
+
+def outcome(
+    operation: Callable[[Driver], Awaitable[Any]],
+    script: list[Step],
+    policy: RetryPolicy = POLICY,
+    *,
+    after: bool = False,
+    remote: bool = True,
+    chance: float = 0.5,
+) -> tuple[Flaky, Any, float]:
+    """Perform one operation; return the driver below, what came of it, and when it ended."""
+    below = Flaky(script, after=after, remote=remote)
+
+    async def run() -> tuple[Any, float]:
+        await below.inner.put("k", b"abc")
+        try:
+            result = await operation(RetryLayer(below, policy, chance=lambda: chance))
+        except Exception as error:
+            result = error
+        return result, asyncio.get_running_loop().time()
+
+    return below, *run_virtual(run())
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_temporary_failure_is_tried_again(name: str) -> None:
+    """Every operation that may be repeated is, until it goes well, after pauses of a random part of 1, 2, 4 … seconds."""
+    below, result, _ = outcome(OPERATIONS[name], [DOWN("a"), DOWN("b"), DOWN("c")])
+    assert not isinstance(result, Exception)
+    assert below.tried == [(name, 0.0), (name, 0.5), (name, 1.5), (name, 3.5)]
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_local_storage_is_never_changed_twice(name: str) -> None:
+    """Behind the operating system an error of the device is no hiccup: only what reads is tried again, if asked for."""
+    below, result, _ = outcome(OPERATIONS[name], [DOWN("EIO")], remote=False)
+    assert isinstance(result, StorageDownError) == (name not in READING)
+    assert len(below.tried) == (2 if name in READING else 1)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [NotFoundError, AccessError, FullError, StorageError, DamagedError, UriError, ExistsError],
+    ids=lambda c: c.__name__,
+)
+def test_a_permanent_failure_is_not(error: type[StorageError]) -> None:
+    """Only the mark ``temporary`` decides; the error arrives as it was raised."""
+    raised = error("no", key="k")
+    below, result, ended_s = outcome(OPERATIONS["get"], [raised])
+    assert (result, len(below.tried), ended_s, str(result)) == (raised, 1, 0.0, "no (key k)")
+
+
+def test_the_mark_of_the_instance_decides() -> None:
+    """A StorageDownError that says it is permanent is; a StorageError that says it is temporary is tried again."""
+    assert len(outcome(OPERATIONS["get"], [DOWN("dead", temporary=False)])[0].tried) == 1
+    assert len(outcome(OPERATIONS["get"], [StorageError("odd", temporary=True)])[0].tried) == 2
+
+
+def test_an_error_that_is_none_of_ours_is_not_tried_again() -> None:
+    """A fault of a driver is no hiccup of its storage."""
+    below, result, _ = outcome(OPERATIONS["get"], [KeyError("bug")])
+    assert isinstance(result, KeyError)
+    assert len(below.tried) == 1
+
+
+def test_after_the_last_try_its_error_is_raised() -> None:
+    """Its kind and marks are kept; its message says how often it was tried, and how long."""
+    script = [DOWN(f"cut {n}", key="k", uri="x://y") for n in range(9)]
+    below, result, ended_s = outcome(OPERATIONS["get"], script)
+    assert (result, len(below.tried)) == (script[5], 6)
+    assert ended_s == 0.5 + 1 + 2 + 4 + 5
+    assert str(result) == "cut 5 (6 tries in 12.5 s) (key k, in x://y)"
+
+
+def test_a_busy_storage_is_left_alone_for_as_long_as_it_asks() -> None:
+    """What it asks for comes on top of the jitter: clients who were told the same do not come back together."""
+    below, _, _ = outcome(OPERATIONS["get"], [BusyError("slow down", retry_after_s=7.0), BusyError("still")])
+    assert below.tried == [("get", 0.0), ("get", 7.5), ("get", 8.5)]
+
+
+def test_what_takes_too_long_is_an_error_that_names_it() -> None:
+    """A hanging operation is cancelled at its deadline, which also ends what could be tried again."""
+    below, result, ended_s = outcome(OPERATIONS["read"], [HANG], replace(POLICY, op_timeout_s=30.0))
+    assert (type(result), ended_s, below.cancelled, len(below.tried)) == (StorageDownError, 30.0, 1, 1)
+    assert "waited for read for 30 s, without an answer" in str(result)
+    assert "key k" in str(result)
+    assert "op_timeout_s" in str(result)
+
+
+def test_the_deadline_is_of_the_whole_operation() -> None:
+    """Tries and pauses together; the error tells the last failure, and has it as its cause."""
+    last = DOWN("reset by peer")
+    below, result, ended_s = outcome(OPERATIONS["get"], [20.0, HANG], replace(POLICY, op_timeout_s=30.0))
+    assert (result, ended_s) == (b"abc", 20.0)
+    below, result, ended_s = outcome(OPERATIONS["get"], [last, HANG], replace(POLICY, op_timeout_s=30.0))
+    assert (ended_s, result.__cause__, below.cancelled) == (30.0, last, 1)
+    assert "in 2 tries; the last failure: reset by peer" in str(result)
+
+
+def test_a_pause_for_which_there_is_no_time_is_not_begun() -> None:
+    """The error comes at once: nothing would be tried after it."""
+    _, result, ended_s = outcome(
+        OPERATIONS["get"], [BusyError("later", retry_after_s=60.0)], replace(POLICY, op_timeout_s=30.0)
+    )
+    assert (type(result), ended_s) == (StorageDownError, 0.0)
+    assert isinstance(result.__cause__, BusyError)
+
+
+def test_no_deadline_and_no_retries() -> None:
+    """Both can be off."""
+    assert outcome(OPERATIONS["get"], [5000.0], RetryPolicy(0, None))[1:] == (b"abc", 5000.0)
+    below, result, _ = outcome(OPERATIONS["get"], [DOWN("x")], RetryPolicy(0, None))
+    assert (str(result), len(below.tried)) == ("x", 1)
+
+
+def test_an_exclusive_put_that_finds_its_own_earlier_try_has_succeeded() -> None:
+    """The first try stored the object, and its answer was lost: the second finds the key taken, by us."""
+    below, result, _ = outcome(lambda d: d.put("fate", b"commit", exclusive=True), [DOWN("cut")], after=True)
+    assert (result, [name for name, _ in below.tried]) == (None, ["put", "put", "get"])
+
+
+def test_an_exclusive_put_that_finds_somebody_elses_has_not() -> None:
+    """The first try stored nothing, and meanwhile another has taken the key."""
+
+    async def put(driver: Driver) -> None:
+        async def other() -> None:
+            await asyncio.sleep(0.2)
+            await below.inner.put("fate", b"abort", exclusive=True)
+
+        await asyncio.gather(driver.put("fate", b"commit", exclusive=True), other())
+
+    below = Flaky([DOWN("cut")])
+    with pytest.raises(ExistsError):
+        run_virtual(put(RetryLayer(below, POLICY, chance=lambda: 0.5)))
+
+
+def test_an_exclusive_put_whose_first_try_finds_the_key_taken_is_refused() -> None:
+    """Also where the bytes are the same: without an earlier try of ours they are somebody else's."""
+    below, result, _ = outcome(lambda d: d.put("k", b"abc", exclusive=True), [])
+    assert isinstance(result, ExistsError)
+    assert [name for name, _ in below.tried] == ["put"]
+
+
+def test_an_exclusive_put_that_cannot_be_told_says_so() -> None:
+    """The key was taken, and when we look it is gone: neither success nor refusal would be true."""
+
+    async def put(driver: Driver) -> None:
+        await driver.put("fate", b"commit", exclusive=True)
+
+    below = Flaky([DOWN("cut"), ExistsError("taken"), NotFoundError("gone")])
+    with pytest.raises(StorageDownError, match="cannot be told") as caught:
+        run_virtual(put(RetryLayer(below, POLICY)))
+    assert caught.value.temporary is False
+
+
+@pytest.mark.parametrize("repeatable", [True, False])
+def test_a_part_is_sent_again_where_the_driver_says_it_may(repeatable: bool) -> None:
+    """Else a failed write fails the upload."""
+
+    class Repeating(Flaky):
+        @property
+        def traits(self) -> Traits:  # type: ignore[override]
+            return replace(self.inner.traits, parts_repeatable=repeatable)
+
+    async def run() -> int:
+        below = Repeating([None, DOWN("cut")])
+        upload = await RetryLayer(below, POLICY).create("u", 3)
+        try:
+            await upload.write(0, memoryview(b"abc"))
+        except StorageDownError:
+            pass
+        return len(below.tried)
+
+    assert run_virtual(run()) == (3 if repeatable else 2)
+
+
+def test_a_commit_is_never_tried_again() -> None:
+    """A failed fsync that is repeated succeeds, and the bytes are lost."""
+
+    async def run() -> None:
+        below = Flaky([None, None, DOWN("fsync")])
+        upload = await RetryLayer(below, POLICY).create("u", 3)
+        await upload.write(0, memoryview(b"abc"))
+        with pytest.raises(StorageDownError, match=r"^fsync$"):
+            await upload.commit()
+        assert [name for name, _ in below.tried] == ["create", "write", "commit"]
+
+    run_virtual(run())
+
+
+def test_a_commit_has_a_deadline_all_the_same() -> None:
+    """Nothing waits for ever."""
+
+    async def run() -> None:
+        below = Flaky([None, HANG])
+        upload = await RetryLayer(below, replace(POLICY, op_timeout_s=30.0)).create("u", 0)
+        with pytest.raises(StorageDownError, match="waited for commit for 30 s"):
+            await upload.commit()
+
+    run_virtual(run())
+
+
+def test_an_abort_that_hangs_is_given_up_without_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    """An abort raises nothing; the log says that something may be left."""
+
+    async def run() -> float:
+        below = Flaky([None, HANG])
+        upload = await RetryLayer(below, replace(POLICY, op_timeout_s=30.0)).create("u", 3)
+        await upload.abort()
+        return asyncio.get_running_loop().time()
+
+    with caplog.at_level(logging.WARNING):
+        assert run_virtual(run()) == 30.0
+    assert "what is left goes with a later save" in caplog.text
+
+
+def test_a_listing_that_breaks_goes_on_without_showing_anything_twice() -> None:
+    """It begins anew, as often as it must, and leaves out what was shown."""
+
+    async def run() -> list[str]:
+        below = Flaky()
+        for n in range(2500):
+            await below.inner.put(f"k{n:04}", b"")
+        below.script = iter([None] * 1500 + [DOWN("cut")] + [None] * 2100 + [DOWN("cut"), DOWN("cut")])
+        return await listed(RetryLayer(below, POLICY, chance=lambda: 0.1))
+
+    assert run_virtual(run()) == [f"k{n:04}" for n in range(2500)]
+
+
+def test_waiting_for_a_turn_does_not_count() -> None:
+    """The deadline is the storage's: it stands still while a throttle or a limit of ours lets the operation wait."""
+
+    async def run() -> tuple[float, int]:
+        below = Flaky([20.0] * 8)
+        driver = RetryLayer(
+            ThrottleLayer(LimitLayer(below, 1), TokenBucket(1)), RetryPolicy(0, 30.0)
+        )  # a byte a second, one at a time
+        await asyncio.gather(*(driver.put(f"k{n}", b"x" * 50) for n in range(8)))
+        return asyncio.get_running_loop().time(), len(below.tried)
+
+    assert run_virtual(run()) == (pytest.approx(7 * 50 + 20, abs=0.2), 8)
+
+
+def test_a_deadline_holds_after_waiting_for_a_turn() -> None:
+    """What was stopped goes on with what was left."""
+
+    async def run() -> float:
+        below = Flaky([1.0, HANG])
+        driver = RetryLayer(LimitLayer(below, 1), RetryPolicy(0, 30.0))
+        outcomes = await asyncio.gather(driver.put("a", b""), driver.put("b", b""), return_exceptions=True)
+        assert [type(o) for o in outcomes] == [type(None), StorageDownError]
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(run()) == 31.0
+
+
+def test_cancelling_is_not_a_failure() -> None:
+    """A cancelled operation ends as cancelled, whether it runs or pauses; nothing is tried again."""
+
+    async def run(script: list[Step], after_s: float) -> int:
+        below = Flaky(script)
+        task = asyncio.ensure_future(RetryLayer(below, POLICY, chance=lambda: 1.0).put("k", b""))
+        await asyncio.sleep(after_s)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return len(below.tried)
+
+    assert run_virtual(run([HANG], 5.0)) == 1
+    assert run_virtual(run([DOWN("x")], 0.5)) == 1
