@@ -42,35 +42,45 @@ if TYPE_CHECKING:
         UsageError,
     )
     from .storage.api import async_save, load, release_memory, save
+    from .storage.copy import CopyReport, copy
     from .storage.frameworks.stateful import RNGState
     from .storage.handle import SaveHandle
+    from .storage.prune import PruneReport, prune
     from .storage.reader import Checkpoint, list_checkpoints, open
     from .storage.report import LoadReport, SaveReport
 
 _HOME = {
     "Checkpoint": ".storage.reader",
+    "CopyReport": ".storage.copy",
     "LoadReport": ".storage.report",
+    "PruneReport": ".storage.prune",
     "RNGState": ".storage.frameworks.stateful",
     "SaveHandle": ".storage.handle",
     "SaveReport": ".storage.report",
     "async_save": ".storage.api",
+    "copy": ".storage.copy",
     "list_checkpoints": ".storage.reader",
     "load": ".storage.api",
     "open": ".storage.reader",
+    "prune": ".storage.prune",
     "release_memory": ".storage.api",
     "save": ".storage.api",
 }
 
 __all__ = [  # noqa: RUF022 - what one uses, then what one catches
     "Checkpoint",
+    "CopyReport",
     "LoadReport",
+    "PruneReport",
     "RNGState",
     "SaveHandle",
     "SaveReport",
     "async_save",
+    "copy",
     "list_checkpoints",
     "load",
     "open",
+    "prune",
     "release_memory",
     "save",
     "AccessError",

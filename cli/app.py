@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for add in (_add_ls, _add_show, _add_verify, _add_demo):
+    for add in (_add_ls, _add_show, _add_verify, _add_cp, _add_prune, _add_demo):
         add(commands)
     return parser
 
@@ -95,6 +95,52 @@ def _add_verify(commands: Parsers) -> None:
         "Exits with 1 if any is damaged, 2 if it cannot be read.",
     )
     parser.add_argument("uri", metavar="URI", help="a checkpoint")
+    _with_json(parser)
+
+
+def _add_cp(commands: Parsers) -> None:
+    def cp(**arguments: Any) -> int:
+        from .cp import run
+
+        return run(**arguments)
+
+    parser = _command(
+        commands,
+        cp,
+        "copy a checkpoint to another URI, verified on the way",
+        "Interrupted, the same command goes on where it stopped. Exits with 1 if a checkpoint is damaged.",
+    )
+    parser.add_argument("src", metavar="SRC", help="a checkpoint; with --recursive, a folder with checkpoints below it")
+    parser.add_argument("dst", metavar="DST", help="the URI of the copy, or of the folder of copies")
+    parser.add_argument("-r", "--recursive", action="store_true", help="copy every checkpoint at and below SRC")
+    parser.add_argument("--overwrite", action="store_true", help="replace other checkpoints, and mend damaged ones")
+    _with_json(parser)
+
+
+def _add_prune(commands: Parsers) -> None:
+    def prune(**arguments: Any) -> int:
+        from .prune import run
+
+        return run(**arguments)
+
+    parser = _command(
+        commands,
+        prune,
+        "delete checkpoints that are not to be kept, and what dead saves left",
+        "Deletes no checkpoint without a --keep option, and never the newest of a folder.",
+    )
+    parser.add_argument("uri", metavar="URI", help="a folder with checkpoints below it")
+    parser.add_argument("--keep-last", type=_count, metavar="N", help="keep the N highest steps of each folder")
+    parser.add_argument("--keep-every", type=_count, metavar="N", help="keep steps that are a multiple of N")
+    parser.add_argument(
+        "--idle-hours",
+        type=float,
+        metavar="H",
+        default=24.0,
+        help="an unfinished save is dead when it wrote nothing for so long (default: 24)",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="say what would be deleted, and delete nothing")
+    parser.add_argument("-y", "--yes", action="store_true", help="do not ask")
     _with_json(parser)
 
 

@@ -1,20 +1,26 @@
-"""A bar with a rate, for work that takes long: on stderr, and only if that is a terminal."""
+"""How far long work is, on stderr: a bar with a rate on a terminal; elsewhere, if asked for, a line now and then."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
+from .text import size_text
+
 __all__ = ["progress_bar"]
+
+LINE_EVERY_S = 10.0
 
 
 @contextlib.contextmanager
-def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Call what this yields with the bytes done, and those there are in all. Without rich there is no bar."""
+def progress_bar(title: str, *, lines: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """Call what this yields with the bytes done, and those there are in all. ``lines``: for a log, say so every ten
+    seconds where there is no terminal. Without rich there is no bar."""
     if not sys.stderr.isatty() or find_spec("rich") is None:
-        yield lambda done, total: None
+        yield _lines(title) if lines else lambda done, total: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -26,3 +32,18 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _lines(title: str) -> Callable[[int, int], None]:
+    began_s = said_s = time.monotonic()
+    first: int | None = None
+
+    def say(done: int, total: int) -> None:
+        nonlocal said_s, first
+        now_s = time.monotonic()
+        first = done if first is None else first  # what was there before counts for no rate
+        if now_s - said_s >= LINE_EVERY_S:
+            said_s, rate = now_s, (done - first) / (now_s - began_s) / 1e9
+            print(f"{title}: {size_text(done)} of {size_text(total)}, {rate:.2f} GB/s", file=sys.stderr, flush=True)
+
+    return say

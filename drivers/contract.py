@@ -140,7 +140,7 @@ class Driver(ABC):
 
     @abstractmethod
     async def delete(self, key: str) -> None:
-        """Remove one object. One that is not there is no error."""
+        """Remove one object, durably on return. One that is not there is no error."""
 
     @abstractmethod
     async def delete_all(self, prefix: str) -> None:

@@ -24,6 +24,10 @@ Storage without an atomic exclusive put cannot decide a race between claim and s
 attempt that is not current is left alone until nothing was written to it for a longer period of grace. What is promised
 then rests on clocks: that no saver goes on after it was idle for that long. And the newest save does not win: whichever
 puts its manifest last does.
+
+A *copy* of a checkpoint begins like a save, except that it goes on with an undecided attempt that was to copy the same
+one (``attempt.json`` says so): its images are what they would be made again. Whether whoever began that attempt is dead
+does not matter. Both write the same bytes under the same keys, and one of them claims.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ..drivers.contract import Driver, ObjectInfo
 from ..errors import (
@@ -53,7 +58,22 @@ from .engine import offload
 from .executor import at_most
 from .manifest import MANIFEST_KEY, Manifest, check_complete, image_key
 
-__all__ = ["GRACE_S", "Attempt", "begin", "commit", "delete_attempt", "read_manifest", "still_there"]
+__all__ = [
+    "GRACE_S",
+    "IDLE_S",
+    "Attempt",
+    "Trace",
+    "abandon",
+    "attempts",
+    "begin",
+    "begin_copy",
+    "collect",
+    "commit",
+    "delete_attempt",
+    "read_manifest",
+    "still_there",
+    "sweep",
+]
 
 GRACE_S = 3600.0
 """Longer than any put of a manifest may take."""
@@ -108,15 +128,54 @@ async def read_manifest(driver: Driver) -> tuple[Manifest, bytes]:
 
 async def begin(driver: Driver, world: int) -> Attempt:
     """Collect what dead attempts left, and begin a new one. Raises StorageError, SupersededError."""
-    attempt = Attempt(time.strftime("%Y%m%dT%H%M%S", time.gmtime()) + "-" + secrets.token_hex(4))
-    await driver.put(attempt.marker, json.dumps({"world": world}).encode(), exclusive=True)
+    attempt = await _announce(driver, {"world": world})
     try:
         await _collect_others(driver, attempt)
-        await _sweep(driver)
+        await sweep(driver)
     except BaseException:
         await delete_attempt(driver, attempt)
         raise
     return attempt
+
+
+async def begin_copy(driver: Driver, world: int, of: str) -> tuple[Attempt, bool]:
+    """Like :func:`begin`, for a copy of the checkpoint whose manifest has the digest ``of``.
+
+    Goes on with an attempt that was to be a copy of the same, if there is one and nobody has decided on it: then True.
+    Such an attempt may have more owners, so it is given up by :func:`abandon`, and never by deleting it.
+    """
+    probe = await _announce(driver, {"world": 0})
+    try:
+        former = await _former(driver, probe, of)
+        attempt = former or await _announce(driver, {"world": world, "copy_of": of})
+        await _collect_others(driver, probe, spare=attempt)
+        await sweep(driver)
+    finally:
+        await delete_attempt(driver, probe)
+    return attempt, former is not None
+
+
+async def abandon(driver: Driver, attempt: Attempt) -> None:
+    """Delete an attempt that others may work on, too, unless one of them has claimed it. Does not raise StorageError."""
+    with contextlib.suppress(StorageError):
+        try:
+            await driver.stat(attempt.marker)
+        except NotFoundError:
+            await delete_attempt(driver, attempt)  # somebody did; what we have written since then is still there
+            return
+        if driver.traits.exclusive_is_atomic:
+            await _collect(driver, attempt, decided=False, now_s=0.0, grace_s=float("inf"))
+
+
+async def collect(driver: Driver, idle_s: float) -> None:
+    """What :func:`begin` collects, without a save to follow: so attempts that live are spared. An attempt counts as dead
+    when nothing was written to it for ``idle_s`` seconds. Raises StorageError, SupersededError, UnsupportedFormatError."""
+    probe = await _announce(driver, {"world": 0})
+    try:
+        await _collect_others(driver, probe, idle_s=idle_s)
+        await sweep(driver)
+    finally:
+        await delete_attempt(driver, probe)
 
 
 async def commit(driver: Driver, attempt: Attempt, manifest: Manifest) -> Attempt | None:
@@ -147,7 +206,38 @@ async def delete_attempt(driver: Driver, attempt: Attempt) -> None:
         _log.warning("leftovers of attempt %s stay until the next save: %s", attempt.id, error)
 
 
-async def _sweep(driver: Driver) -> None:
+async def _announce(driver: Driver, told: Mapping[str, Any]) -> Attempt:
+    """Make a new attempt known."""
+    attempt = Attempt(time.strftime("%Y%m%dT%H%M%S", time.gmtime()) + "-" + secrets.token_hex(4))
+    await driver.put(attempt.marker, json.dumps(told).encode(), exclusive=True)
+    return attempt
+
+
+async def _former(driver: Driver, probe: Attempt, of: str) -> Attempt | None:
+    """The newest attempt that a copy of the same checkpoint can go on with."""
+    now_s = (await still_there(driver, probe)).modified_s
+    # Whoever would collect it by its age must find it young for as long as it takes to look at it, and long after.
+    idle_s = float("inf") if driver.traits.exclusive_is_atomic else IDLE_S / 2
+    found = await attempts(driver)
+    for other in sorted(found, key=lambda a: a.id, reverse=True):
+        trace = found[other]
+        is_open = not trace.decided and now_s - trace.written_s < idle_s
+        if is_open and await _copied(driver, other) == of:
+            return other
+    return None
+
+
+async def _copied(driver: Driver, attempt: Attempt) -> str | None:
+    """The digest of the manifest that an attempt was to copy, if it was to copy one."""
+    try:
+        told = json.loads(await driver.get(attempt.marker))
+    except (NotFoundError, ValueError, RecursionError):
+        return None
+    of = told.get("copy_of") if isinstance(told, dict) else None
+    return of if isinstance(of, str) else None
+
+
+async def sweep(driver: Driver) -> None:
     """Collect what killed savers left unfinished. Does not raise."""
     try:
         await driver.sweep("data")
@@ -181,34 +271,39 @@ async def _current_attempt(driver: Driver) -> str | None:
 
 
 @dataclass(slots=True)
-class _Trace:
-    """What an attempt has left: whether somebody has said its fate, and when its last file was written."""
+class Trace:
+    """What an attempt has left: whether somebody has said its fate, when its last file was written, and how much it is."""
 
     decided: bool = False
     written_s: float = float("-inf")
+    nbytes: int = 0
 
 
-async def _attempts(driver: Driver) -> Mapping[Attempt, _Trace]:
+async def attempts(driver: Driver) -> Mapping[Attempt, Trace]:
     """Every attempt that has left a file."""
-    found: dict[Attempt, _Trace] = {}
+    found: dict[Attempt, Trace] = {}
     async for info in driver.list("data"):
         match = _IN_DATA.fullmatch(info.key)
         if match:
             attempt = Attempt(match[1])
-            trace = found.setdefault(attempt, _Trace())
+            trace = found.setdefault(attempt, Trace())
             trace.decided |= info.key == attempt.fate
             trace.written_s = max(trace.written_s, info.modified_s)
+            trace.nbytes += info.nbytes
     return found
 
 
-async def _collect_others(driver: Driver, attempt: Attempt) -> None:
+async def _collect_others(
+    driver: Driver, attempt: Attempt, *, spare: Attempt | None = None, idle_s: float = float("-inf")
+) -> None:
+    """Delete what is neither ``attempt`` nor ``spare`` nor the current checkpoint, nor was written to within ``idle_s``."""
     now_s = (await still_there(driver, attempt)).modified_s
     try:
         current, grace_s = await _current_attempt(driver), GRACE_S
     except DamagedError:  # whichever claimed attempt it named, somebody may want to salvage: keep them all
         current, grace_s = None, float("inf")
-    for other, trace in (await _attempts(driver)).items():
-        if other.id in (attempt.id, current):
+    for other, trace in (await attempts(driver)).items():
+        if other in (attempt, spare) or other.id == current or now_s - trace.written_s < idle_s:
             continue
         if driver.traits.exclusive_is_atomic:
             await _collect(driver, other, trace.decided, now_s, grace_s)

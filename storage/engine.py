@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
-__all__ = ["CPU_THREADS", "offload", "start"]
+__all__ = ["CPU_THREADS", "offload", "run", "start"]
 
 T = TypeVar("T")
 
@@ -22,6 +22,7 @@ CPU_THREADS = max(2, min(8, os.cpu_count() or 2))
 """Threads that copy and hash. Memory bandwidth, not the number of cores, is what they use up."""
 
 EXIT_S = 3600.0
+CLEAN_UP_S = 60.0
 
 _unfinished: set[Future[Any]] = set()
 _lock = threading.Lock()
@@ -34,6 +35,26 @@ def start(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
     _unfinished.add(future)
     future.add_done_callback(_unfinished.discard)
     return future
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run ``coroutine`` on the engine's loop and return its result. Ctrl-C cancels it; then this waits for what it does
+    to clean up, a minute at most, and raises KeyboardInterrupt."""
+    ended = threading.Event()
+
+    async def watched() -> T:
+        try:
+            return await coroutine
+        finally:
+            ended.set()
+
+    future = start(watched())
+    try:
+        return future.result()
+    except KeyboardInterrupt:
+        future.cancel()
+        ended.wait(CLEAN_UP_S)
+        raise
 
 
 def _finish_all() -> None:

@@ -53,7 +53,7 @@ class ImageReader:
         async def perform(job: int, stage: str) -> None:
             if stage == "read":
                 buffers[job] = pool.take()
-                await self._read(images[job], starts[job], buffers[job].view[: sizes[job]])
+                await self.read(images[job], starts[job], buffers[job].view[: sizes[job]])
             else:
                 await offload(check_and_deliver, job)
 
@@ -72,7 +72,8 @@ class ImageReader:
         lanes = {"io": min(io, max(1, jobs - CPU_THREADS)), "cpu": CPU_THREADS}
         return Scheduler(STAGES, Budget(jobs * chunk_nbytes, lanes))
 
-    async def _read(self, image: int, start: int, into: memoryview) -> None:
+    async def read(self, image: int, start: int, into: memoryview) -> None:
+        """Fill ``into`` from byte ``start`` of an image, unverified. Raises DamagedError where the bytes are not there."""
         key = self.manifest.image_key(image)
         self.bytes_read += len(into)
         try:
@@ -118,7 +119,7 @@ class ImageReader:
         pages: dict[tuple[int, int], bytes] = {}
 
         async def fetch(image: int, starts: Sequence[int]) -> None:
-            pages.update(await self._read_pages(image, starts))
+            pages.update(await self.read_pages(image, starts))
 
         await at_most(self.driver.traits.concurrency, (fetch(*group) for group in self._together(partial)))
         return pages
@@ -137,13 +138,17 @@ class ImageReader:
                 run.append(start)
             yield image, run
 
-    async def _read_pages(self, image: int, starts: Sequence[int]) -> dict[tuple[int, int], bytes]:
+    async def read_pages(self, image: int, starts: Sequence[int]) -> dict[tuple[int, int], bytes]:
+        """The verified pages of the chunks that begin at ``starts``, ascending: read as one, with what lies between.
+
+        Raises DamagedError.
+        """
         m = self.manifest
         _, last_stop, _ = self._chunk(image, starts[-1])
         first, last = blocks_of(starts[0], m.block_nbytes), blocks_of(last_stop, m.block_nbytes)
         data = bytearray((last - first) * DIGEST_NBYTES)
         position = int(m.images.hashed_nbytes[image]) + first * DIGEST_NBYTES
-        await self._read(image, position, memoryview(data))
+        await self.read(image, position, memoryview(data))
         pages = {}
         for start in starts:
             _, stop, expected = self._chunk(image, start)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..drivers.contract import Driver, Traits, Upload, segments
+from ..drivers.contract import Driver, Upload
 from ..planner.image import CHUNK_NBYTES, DIGEST_NBYTES, ImageLayout
 from .buffers import HostBuffer, host_pool
 from .capture.source import ImageSource
@@ -17,8 +17,9 @@ from .digest import digest, page_of
 from .engine import CPU_THREADS, offload
 from .executor import execute
 from .scheduler import Budget, Scheduler, Stage
+from .upload import drop, write_pages, writing_order
 
-__all__ = ["ImageWriter", "Progress", "writing_order"]
+__all__ = ["ImageWriter", "Progress"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class ImageWriter:
             await self._write_trailer(upload)
             await upload.commit()
         except BaseException:
-            await _abort(opening)
+            await drop(opening)
             raise
         return np.frombuffer(b"".join(map(digest, self._pages)), np.uint8).reshape(-1, DIGEST_NBYTES)
 
@@ -132,34 +133,8 @@ class ImageWriter:
             self._to_seal = -1
 
     async def _write_trailer(self, upload: Upload) -> None:
-        """The pages, after all that they vouch for."""
-        pages = memoryview(b"".join(self._pages))
         buffer = self._pool.take()
         try:
-            for start in range(0, len(pages), CHUNK_NBYTES):
-                part = pages[start : start + CHUNK_NBYTES]
-                buffer.view[: len(part)] = part
-                await upload.write(self._layout.hashed_end + start, buffer.view[: len(part)])
+            await write_pages(upload, b"".join(self._pages), self._layout.hashed_end, buffer)
         finally:
             self._pool.give(buffer)
-
-
-def writing_order(chunks: int, chunk_nbytes: int, nbytes: int, traits: Traits) -> list[int]:
-    """The chunks of an upload of ``nbytes``, in the order in which to write them: in turn from each of its segments.
-
-    Where a segment begins within a chunk they stay in order: what comes next is then also next in its segment.
-    """
-    starts = [start for start, _ in segments(nbytes, traits)]
-    if any(start % chunk_nbytes for start in starts):
-        return list(range(chunks))
-    step = starts[1] // chunk_nbytes if len(starts) > 1 else chunks
-    return sorted(range(chunks), key=lambda chunk: (chunk % step, chunk))
-
-
-async def _abort(opening: asyncio.Future[Upload]) -> None:
-    """Drop the upload, however far it came."""
-    if not opening.done():
-        opening.cancel()
-        await asyncio.wait([opening])
-    if not opening.cancelled() and opening.exception() is None:
-        await opening.result().abort()

@@ -5,8 +5,9 @@ Needs no torch.distributed, and no torch until a tensor is read.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
@@ -14,9 +15,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ..drivers.contract import Driver
 from ..drivers.registry import open_driver
+from ..drivers.uri import Uri, join
 from ..errors import DamagedError, HoldfastError, ReplacedError, UsageError
 from .commit import read_manifest
-from .engine import start
+from .engine import offload, start
+from .executor import at_most
 from .manifest import MANIFEST_KEY, Manifest
 from .tree import format_path
 from .verify import VerifyReport, verify_images
@@ -28,7 +31,16 @@ if TYPE_CHECKING:
 
     from .capture.targets import Wanted
 
-__all__ = ["Checkpoint", "ListedCheckpoint", "TensorInfo", "list_checkpoints", "open"]
+__all__ = [
+    "Checkpoint",
+    "ListedCheckpoint",
+    "TensorInfo",
+    "list_checkpoints",
+    "list_in",
+    "manifest_keys",
+    "open",
+    "opened",
+]
 
 _BUDGET_NBYTES = 512 << 20
 
@@ -182,7 +194,7 @@ def open(uri: str | os.PathLike[str], *, storage_options: Mapping[str, object] |
 
 @dataclass(frozen=True, slots=True)
 class ListedCheckpoint:
-    """One line of a listing. ``problem`` says why it cannot be opened; then the figures are zero."""
+    """One line of a listing. ``problem`` says why it cannot be opened; then the figures are zero, and ``attempt`` empty."""
 
     path: str
     step: int | None
@@ -191,6 +203,7 @@ class ListedCheckpoint:
     nbytes: int
     created_s: float
     problem: str | None = None
+    attempt: str = ""
 
 
 def list_checkpoints(
@@ -206,18 +219,40 @@ def list_checkpoints(
     return sorted(listed, key=lambda c: (c.step is None, c.step or 0, c.created_s, c.path))
 
 
-async def _listed(driver: Driver) -> list[ListedCheckpoint]:
-    found = []
-    async for info in driver.list():
-        folder, _, name = info.key.rpartition("/")
-        if name == MANIFEST_KEY:
-            found.append(await _line(driver, info.key, folder))
+@contextlib.asynccontextmanager
+async def opened(root: Uri, path: str = "") -> AsyncIterator[Driver]:
+    """A driver for what lies at ``path`` (a key, or empty) below ``root``, closed at the end."""
+    driver = open_driver(join(root, *path.split("/")) if path else root)
+    try:
+        yield driver
+    finally:
+        await driver.close()
+
+
+async def manifest_keys(driver: Driver) -> list[str]:
+    """Where the manifests are that this driver sees, in no order."""
+    return [info.key async for info in driver.list() if info.key.rpartition("/")[2] == MANIFEST_KEY]
+
+
+async def list_in(driver: Driver, keys: Sequence[str]) -> list[ListedCheckpoint]:
+    """The checkpoints of these manifests, in no order. Manifests are read several at a time: each takes a round trip."""
+    found: list[ListedCheckpoint] = []
+
+    async def look(key: str) -> None:
+        found.append(await _line(driver, key))
+
+    await at_most(driver.traits.concurrency, map(look, keys))
     return found
 
 
-async def _line(driver: Driver, key: str, folder: str) -> ListedCheckpoint:
+async def _listed(driver: Driver) -> list[ListedCheckpoint]:
+    return await list_in(driver, await manifest_keys(driver))
+
+
+async def _line(driver: Driver, key: str) -> ListedCheckpoint:
+    folder = key.rpartition("/")[0]
     try:
-        m = Manifest.decode(await driver.get(key))
+        m = await offload(Manifest.decode, await driver.get(key))
     except HoldfastError as error:
         return ListedCheckpoint(folder, None, 0, 0, 0, 0.0, error.message)
-    return ListedCheckpoint(folder, m.step, m.world, len(m.tensors), m.tensor_nbytes, m.created_s)
+    return ListedCheckpoint(folder, m.step, m.world, len(m.tensors), m.tensor_nbytes, m.created_s, None, m.attempt)

@@ -16,7 +16,7 @@ from .executor import execute
 from .manifest import Manifest
 from .scheduler import Budget, Scheduler, Stage
 
-__all__ = ["Damage", "VerifyReport", "verify_images"]
+__all__ = ["Chunk", "Damage", "VerifyReport", "chunks_of", "verify_images"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,9 @@ class VerifyReport:
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunk:
+class Chunk:
+    """Bytes [start, stop) of an image; ``row`` of the manifest's digests is theirs."""
+
     image: int
     start: int
     stop: int
@@ -59,7 +61,7 @@ async def verify_images(
     m = manifest
     report = VerifyReport(len(m.images), 0)
     stored = await _stored_pages(driver, m, report)
-    chunks = [chunk for i in range(len(m.images)) if stored[i] is not None for chunk in _chunks(m, i)]
+    chunks = [chunk for i in range(len(m.images)) if stored[i] is not None for chunk in chunks_of(m, i)]
     total = sum(c.stop - c.start for c in chunks)
     pool, buffers = host_pool(m.chunk_nbytes), dict[int, HostBuffer]()
 
@@ -121,13 +123,14 @@ async def _stored_pages(driver: Driver, m: Manifest, report: VerifyReport) -> li
     return stored
 
 
-def _chunks(m: Manifest, image: int) -> list[_Chunk]:
+def chunks_of(m: Manifest, image: int) -> list[Chunk]:
+    """The chunks of one image, in order."""
     end, first = int(m.images.hashed_nbytes[image]), int(m.first_chunk[image])
     starts = range(0, end, m.chunk_nbytes)
-    return [_Chunk(image, a, min(a + m.chunk_nbytes, end), first + i) for i, a in enumerate(starts)]
+    return [Chunk(image, a, min(a + m.chunk_nbytes, end), first + i) for i, a in enumerate(starts)]
 
 
-def _compare(m: Manifest, c: _Chunk, page: bytes, stored: bytes, report: VerifyReport) -> None:
+def _compare(m: Manifest, c: Chunk, page: bytes, stored: bytes, report: VerifyReport) -> None:
     """The manifest vouches for the chunk as a whole; the stored page, if it is whole, tells which blocks are bad."""
     first = blocks_of(c.start, m.block_nbytes) * DIGEST_NBYTES
     told = stored[first : first + len(page)]
@@ -142,7 +145,7 @@ def _compare(m: Manifest, c: _Chunk, page: bytes, stored: bytes, report: VerifyR
         report.damages.append(_damage(m, c.image, at, at + len(page), "checksums are not what was written"))
 
 
-def _ranges(c: _Chunk, bad: list[int] | None, block_nbytes: int) -> list[tuple[int, int]]:
+def _ranges(c: Chunk, bad: list[int] | None, block_nbytes: int) -> list[tuple[int, int]]:
     if bad is None:  # which blocks is not known
         return [(c.start, c.stop)]
     return [(c.start + i * block_nbytes, min(c.start + (i + 1) * block_nbytes, c.stop)) for i in bad]

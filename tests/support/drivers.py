@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import holdfast
 from holdfast.drivers.contract import Buffer, Driver, ObjectInfo, Upload
 
-__all__ = ["Hook", "HookedDriver", "contents"]
+__all__ = ["Fault", "Hook", "HookedDriver", "contents"]
 
 Hook = Callable[[str, str], Awaitable[None]]
 """Called with the operation and its key; what it raises, the operation raises."""
@@ -100,3 +101,23 @@ class _HookedUpload(Upload):
 async def contents(driver: Driver) -> dict[str, bytes]:
     """Every visible object and its bytes."""
     return {info.key: await driver.get(info.key) async for info in driver.list()}
+
+
+class Fault:
+    """Fails the n-th access, before or after it was done; every later one too if the process, or the storage, is gone."""
+
+    def __init__(self, n: int, *, after: bool, for_good: bool) -> None:
+        self.n, self.after, self.for_good = n, after, for_good
+        self.seen = -1
+        self.hit: tuple[str, str] | None = None
+
+    async def on_before(self, operation: str, key: str) -> None:
+        self.seen += 1
+        if self.seen == self.n or (self.for_good and self.seen > self.n):
+            self.hit = self.hit or (operation, key)
+            if self.seen > self.n or not self.after:
+                raise holdfast.StorageDownError("injected", key=key)
+
+    async def on_after(self, operation: str, key: str) -> None:
+        if self.seen == self.n and self.after:
+            raise holdfast.StorageDownError("injected", key=key)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.bits import difference, fresh_uri
-from support.drivers import HookedDriver, contents
+from support.drivers import Fault, HookedDriver, contents
 
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
@@ -104,26 +104,6 @@ def prepared() -> MemoryDriver:
 
 
 N_ACCESSES = len(accesses(prepared()))
-
-
-class Fault:
-    """Fails the n-th access, before or after it was done; every later one too if the process, or the storage, is gone."""
-
-    def __init__(self, n: int, *, after: bool, for_good: bool) -> None:
-        self.n, self.after, self.for_good = n, after, for_good
-        self.seen = -1
-        self.hit: tuple[str, str] | None = None
-
-    async def on_before(self, operation: str, key: str) -> None:
-        self.seen += 1
-        if self.seen == self.n or (self.for_good and self.seen > self.n):
-            self.hit = self.hit or (operation, key)
-            if self.seen > self.n or not self.after:
-                raise holdfast.StorageDownError("injected", key=key)
-
-    async def on_after(self, operation: str, key: str) -> None:
-        if self.seen == self.n and self.after:
-            raise holdfast.StorageDownError("injected", key=key)
 
 
 @pytest.mark.parametrize("for_good", [False, True], ids=["once", "for good"])

@@ -14,7 +14,7 @@ import holdfast
 from holdfast.drivers.contract import Buffer, PartOrder, Traits, Upload, segments
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.drivers.uri import Uri
-from holdfast.storage.image_writer import writing_order
+from holdfast.storage.upload import writing_order
 
 TRAITS = Traits(
     part_nbytes=16,

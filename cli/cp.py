@@ -1,0 +1,57 @@
+"""``holdfast cp``: a checkpoint, or a folder of them, from one storage to another."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from ..storage.copy import CopiedCheckpoint, CopyReport, copy
+from .commands import complain, print_json
+from .progress import progress_bar
+from .text import one_of, paint, printable, size_text
+
+__all__ = ["run"]
+
+
+def run(src: str, dst: str, *, recursive: bool, overwrite: bool, json_output: bool) -> int:
+    """Copy, and print what was copied; 0 if all of it was, 1 if something is damaged."""
+    try:
+        with progress_bar("cp", lines=True) as progress:
+            report = copy(src, dst, recursive=recursive, overwrite=overwrite, progress=progress)
+    except KeyboardInterrupt:
+        complain("nothing of the checkpoint under way is visible; the same command goes on where it stopped")
+        raise
+    if json_output:
+        print_json(_document(report))
+    else:
+        print("\n".join(map(_line, report.checkpoints)))
+        if len(report.checkpoints) > 1:
+            print(f"{one_of(len(report.checkpoints), 'checkpoint')}, {_figures(report)}")
+    return 0 if report.ok else 1
+
+
+def _document(report: CopyReport) -> dict[str, object]:
+    return {
+        "source": report.source,
+        "uri": report.uri,
+        "ok": report.ok,
+        "nbytes": report.nbytes,
+        "sent_nbytes": report.sent_nbytes,
+        "seconds": report.seconds,
+        "checkpoints": [asdict(c) for c in report.checkpoints],
+    }
+
+
+def _line(c: CopiedCheckpoint) -> str:
+    name = printable(c.path) or "."
+    if c.problem is not None:
+        return f"{paint('not copied', 'red')}: {name}: {printable(c.problem)}"
+    if not c.sent_nbytes and c.nbytes:
+        return f"{paint('there', 'green')}: {name}: {one_of(c.files, 'file')}, {size_text(c.nbytes)}, nothing to send"
+    return f"{paint('copied', 'green')}: {name}: {one_of(c.files, 'file')}, {_figures(c)}"
+
+
+def _figures(what: CopiedCheckpoint | CopyReport) -> str:
+    """How much, and how fast: the rate is that of what was sent."""
+    before = what.nbytes - what.sent_nbytes
+    there = f", {size_text(before)} of it were there" if before else ""
+    return f"{size_text(what.nbytes)}{there}, {what.sent_nbytes / what.seconds / 1e9:.2f} GB/s"

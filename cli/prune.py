@@ -1,0 +1,74 @@
+"""``holdfast prune``: delete old checkpoints, and what dead saves left."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+
+from ..errors import UsageError
+from ..storage.prune import PruneReport, prune
+from .commands import complain, print_json
+from .text import one_of, paint, printable, size_text
+
+__all__ = ["run"]
+
+
+def run(
+    uri: str,
+    *,
+    keep_last: int | None,
+    keep_every: int | None,
+    idle_hours: float,
+    dry_run: bool,
+    yes: bool,
+    json_output: bool,
+) -> int:
+    """Say what is to go, ask, delete it; 0 unless the answer is no, which is 1."""
+    refused = False
+
+    def confirm(plan: PruneReport) -> bool:
+        nonlocal refused
+        if not json_output:
+            _print_plan(plan)
+        refused = not (yes or _is_nothing(plan) or _ask(plan))
+        return not refused
+
+    report = prune(
+        uri, keep_last=keep_last, keep_every=keep_every, idle_s=idle_hours * 3600, dry_run=dry_run, confirm=confirm
+    )
+    if json_output:
+        print_json({**asdict(report), "nbytes": report.nbytes})
+    elif dry_run:
+        _print_plan(report)
+        print("nothing was deleted: a dry run")
+    elif refused:
+        print("nothing was deleted")
+    elif not _is_nothing(report):
+        print(f"{paint('deleted', 'green')}: {_sum(report)}")
+    return 1 if refused else 0
+
+
+def _ask(plan: PruneReport) -> bool:
+    """Whether whoever sits there says yes. Raises UsageError where nobody does."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise UsageError("nothing was deleted: there is no terminal to ask", advice="Say so with --yes, or --dry-run.")
+    print(f"Delete {_sum(plan)}? [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _is_nothing(report: PruneReport) -> bool:
+    return not (report.checkpoints or report.leftovers)
+
+
+def _print_plan(plan: PruneReport) -> None:
+    for c in plan.checkpoints:
+        print(f"step {c.step}  {size_text(c.nbytes)}  {printable(c.path)}")
+    for x in plan.leftovers:
+        print(f"unfinished  {size_text(x.nbytes)}  {printable(x.path) or '.'}  attempt {x.attempt}")
+    if _is_nothing(plan):
+        complain(f"nothing to delete; {one_of(len(plan.kept), 'checkpoint')} kept")
+
+
+def _sum(report: PruneReport) -> str:
+    parts = [(len(report.checkpoints), "checkpoint"), (len(report.leftovers), "unfinished attempt")]
+    return f"{' and '.join(one_of(n, noun) for n, noun in parts if n)}, {size_text(report.nbytes)}"

@@ -1,0 +1,76 @@
+"""Checkpoints to be copied, copies of them, and looks at what is there."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import Any
+
+import torch
+
+from holdfast.drivers.contract import Driver
+from holdfast.drivers.memory import MemoryDriver
+from holdfast.storage.capture.state import flatten
+from holdfast.storage.copy import Orders, copy_checkpoint
+from holdfast.storage.engine import start
+from holdfast.storage.load import run_build
+from holdfast.storage.manifest import MANIFEST_KEY
+from holdfast.storage.save import SaveJob, run_save
+from holdfast.storage.team import Solo
+
+from .drivers import contents
+from .ranks import save_as_ranks
+
+__all__ = ["OLD", "RANKS", "attempts", "checkpoint", "copied", "flipped", "images", "loaded", "run", "save"]
+
+BUDGET_NBYTES = 64 << 20
+RANKS = 3
+OLD = {"who": "old", "x": torch.full((5,), 1.0)}
+
+
+def run(work: Awaitable[Any]) -> Any:
+    """On the engine's loop, as copies are."""
+
+    async def awaited() -> Any:
+        return await work
+
+    return start(awaited()).result(60)
+
+
+async def save(driver: Driver, state: Any) -> None:
+    """A save by a job of one rank."""
+    await run_save(driver, Solo(), SaveJob(flatten(state), None, {}, BUDGET_NBYTES))
+
+
+def loaded(driver: Driver) -> Any:
+    """What a reader finds."""
+    return run(run_build(driver, 0, BUDGET_NBYTES))[0]
+
+
+def copied(theirs: Driver, ours: Driver, *, overwrite: bool = False, budget_nbytes: int = BUDGET_NBYTES) -> int:
+    """Copy; return the bytes that were sent."""
+    _, sent_nbytes = run(copy_checkpoint(theirs, ours, Orders(overwrite, budget_nbytes)))
+    return int(sent_nbytes)
+
+
+def checkpoint(elements: int = 4000) -> MemoryDriver:
+    """Storage with a checkpoint of three ranks, each with an image of its own."""
+    storage = MemoryDriver()
+    save_as_ranks(storage, [{"who": "new", "own": torch.full((elements,), float(rank))} for rank in range(RANKS)])
+    return storage
+
+
+def images(storage: Driver) -> list[str]:
+    """The images that are visible, whichever attempt they are of."""
+    return sorted(key for key in run(contents(storage)) if key.endswith(".safetensors") and key != MANIFEST_KEY)
+
+
+def flipped(storage: MemoryDriver, key: str, at: int) -> None:
+    """One bit of a stored object is another one now."""
+    data = bytearray(run(storage.get(key)))
+    data[at] ^= 1
+    run(storage.put(key, bytes(data)))
+
+
+def attempts(storage: Driver) -> set[str]:
+    """The ids of all attempts that have left a file."""
+    return {key.split("/")[1] for key in run(contents(storage)) if key.startswith("data/")}

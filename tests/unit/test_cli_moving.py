@@ -1,0 +1,209 @@
+"""``holdfast cp`` and ``holdfast prune``: what they print, for people and for programs, and how they end."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.bits import fresh_uri
+from support.copies import flipped, images
+
+import holdfast
+from holdfast.cli import app, progress
+from holdfast.drivers.memory import MemoryDriver
+
+HOLDFAST = [sys.executable, "-c", "import holdfast.cli; holdfast.cli.main()"]
+
+
+def run(*arguments: str, status: int = 0) -> tuple[str, str]:
+    """What a command prints on stdout and stderr, in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        ended = app.run(arguments)
+    assert ended == status, out.getvalue() + err.getvalue()
+    return out.getvalue(), err.getvalue()
+
+
+@pytest.fixture
+def root() -> str:
+    """A folder with three checkpoints, in memory."""
+    root = fresh_uri()
+    for step in (1, 2, 3):
+        holdfast.save(f"{root}/step-{step}", {"x": torch.ones(1000), "step": step})
+    return root
+
+
+def test_cp_says_what_it_copied(root: str, tmp_path: Path) -> None:
+    """One line for a checkpoint: files, bytes, and the rate; called again, that it is there."""
+    out, _ = run("cp", f"{root}/step-2", str(tmp_path))
+    assert re.fullmatch(r"copied: \.: 1 file, 8\.0\d KiB, 0\.\d\d GB/s\n", out)
+    assert holdfast.load(tmp_path)["step"] == 2
+    out, _ = run("cp", f"{root}/step-2", str(tmp_path))
+    assert re.fullmatch(r"there: \.: 1 file, 8\.0\d KiB, nothing to send\n", out)
+
+
+def test_cp_of_a_folder(root: str, tmp_path: Path) -> None:
+    """A line for each checkpoint and one for all; what is damaged is said, and is the exit status."""
+    storage = MemoryDriver(f"{root.removeprefix('memory://')}/step-3")
+    flipped(storage, images(storage)[0], 5000)
+    out, _ = run("cp", "-r", root, str(tmp_path), status=1)
+    lines = out.splitlines()
+    assert [line.split(": ")[:2] for line in lines[:3]] == [
+        ["copied", "step-1"], ["copied", "step-2"], ["not copied", "step-3"]
+    ]  # fmt: skip
+    assert "tensor 'x'" in lines[2]
+    assert lines[3].startswith("3 checkpoints, ")
+    assert [c.step for c in holdfast.list_checkpoints(tmp_path)] == [1, 2]
+
+
+def test_cp_tells_programs_the_same(root: str) -> None:
+    """One document."""
+    there = fresh_uri()
+    told = json.loads(run("cp", "--recursive", "--json", root, there)[0])
+    assert (told["source"], told["uri"], told["ok"], told["sent_nbytes"]) == (root, there, True, told["nbytes"])
+    first = told["checkpoints"][0]
+    assert first.pop("seconds") > 0
+    assert first == {
+        "path": "step-1", "step": 1, "files": 1, "nbytes": 8208, "sent_nbytes": 8208, "problem": None
+    }  # fmt: skip
+
+
+def test_cp_replaces_nothing_unasked(root: str) -> None:
+    """Status 2, and what to do; with --overwrite it does."""
+    _, err = run("cp", f"{root}/step-1", f"{root}/step-2", status=2)
+    assert "another checkpoint is there" in err
+    assert "overwrite" in err
+    run("cp", "--overwrite", f"{root}/step-1", f"{root}/step-2")
+    assert holdfast.load(f"{root}/step-2")["step"] == 1
+
+
+def test_cp_from_where_nothing_is(root: str) -> None:
+    """Status 2: it could not be done."""
+    assert "nothing is committed here" in run("cp", root, fresh_uri(), status=2)[1]
+    assert "no checkpoint is committed" in run("cp", "-r", fresh_uri(), fresh_uri(), status=2)[1]
+
+
+def test_how_far_it_is_goes_to_a_log_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """A line with bytes and rate every few seconds, where there is no terminal; bytes that were there count for none."""
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.05)
+    with progress.progress_bar("cp", lines=True) as told:
+        for done in (1 << 30, (1 << 30) + 1):
+            told(done, 2 << 30)
+        time.sleep(0.1)
+        told((1 << 30) + (10 << 20), 2 << 30)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"cp: 1\.01 GiB of 2\.00 GiB, 0\.\d\d GB/s", line)
+
+
+def terminal(*arguments: str, answer: str) -> tuple[int, str]:
+    """How a command ends that has a terminal, on which somebody types ``answer``; and what is shown there."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen([*HOLDFAST, *arguments], stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    os.write(ours, answer.encode() + b"\n")
+    shown = b""
+    with contextlib.suppress(OSError):  # the terminal's other end is closed
+        while data := os.read(ours, 4096):
+            shown += data
+    os.close(ours)
+    return process.wait(60), shown.decode()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with three checkpoints, on disk."""
+    for step in (1, 2, 3):
+        holdfast.save(tmp_path / f"step-{step}", {"x": torch.ones(1000), "step": step})
+    return tmp_path
+
+
+def steps(folder: Path) -> list[int | None]:
+    """The steps that are there."""
+    return [c.step for c in holdfast.list_checkpoints(folder)]
+
+
+def test_prune_asks_on_a_terminal(folder: Path) -> None:
+    """What it shows is what would go; no is no, and status 1."""
+    status, shown = terminal("prune", str(folder), "--keep-last", "2", answer="n")
+    assert status == 1
+    assert "step 1" in shown
+    assert "Delete 1 checkpoint, " in shown
+    assert steps(folder) == [1, 2, 3]
+    status, shown = terminal("prune", str(folder), "--keep-last", "2", answer="y")
+    assert status == 0
+    assert "deleted" in shown
+    assert steps(folder) == [2, 3]
+
+
+def test_prune_asks_nobody_who_is_not_there(folder: Path) -> None:
+    """Without a terminal it needs --yes, and says so; a dry run and an empty list need neither."""
+    command = [*HOLDFAST, "prune", str(folder), "--keep-last", "2"]
+    refused = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=60)
+    assert refused.returncode == 2
+    assert "--yes" in refused.stderr
+    out, _ = run("prune", str(folder), "--keep-last", "2", "--dry-run")
+    assert out.splitlines()[-1] == "nothing was deleted: a dry run"
+    assert steps(folder) == [1, 2, 3]
+    out, err = run("prune", str(folder), "--keep-last", "3")
+    assert (out, err) == ("", "holdfast: nothing to delete; 3 checkpoints kept\n")
+
+
+def test_prune_with_yes(folder: Path) -> None:
+    """It says what goes and what went."""
+    out, _ = run("prune", str(folder), "--keep-last", "1", "--keep-every", "2", "--yes")
+    assert re.fullmatch(r"step 1  \d\.\d\d KiB|step 1  \d\d\.\d KiB", out.splitlines()[0].rpartition("  ")[0])
+    assert out.splitlines()[-1].startswith("deleted: 1 checkpoint, ")
+    assert steps(folder) == [2, 3]
+
+
+def test_prune_tells_programs_the_same(folder: Path) -> None:
+    """What was deleted and what was kept, in one document."""
+    dead = folder / "step-9" / "data" / "20200101T000000-00000000"
+    dead.mkdir(parents=True)
+    (dead / "attempt.json").write_text("{}")
+    told = json.loads(run("prune", str(folder), "--keep-last", "1", "--idle-hours", "0", "--yes", "--json")[0])
+    assert (told["uri"], told["done"], told["kept"]) == (f"file://{folder}", True, ["step-3"])
+    assert [(c["path"], c["step"]) for c in told["checkpoints"]] == [("step-1", 1), ("step-2", 2)]
+    assert told["leftovers"] == [{"path": "step-9", "attempt": dead.name, "nbytes": 2}]
+    assert told["nbytes"] == sum(c["nbytes"] for c in told["checkpoints"]) + 2
+    assert sorted(p.name for p in folder.iterdir()) == ["step-3"]
+
+
+def test_ctrl_c_ends_a_copy_cleanly(tmp_path: Path) -> None:
+    """Status 130 and a message; nothing is visible, no temporary file stays, and the same command goes on."""
+    holdfast.save(tmp_path / "src", {"x": torch.ones(10)})
+    code = (
+        "import asyncio, sys, holdfast.cli\n"
+        "from holdfast.drivers.local import _LocalUpload\n"
+        "async def slow(self, start, data):\n"
+        "    print('writing', flush=True)\n"
+        "    await asyncio.sleep(60)\n"
+        "_LocalUpload.write = slow\n"
+        "holdfast.cli.main()"
+    )
+    arguments = ["cp", str(tmp_path / "src"), str(tmp_path / "dst")]
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "writing\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "goes on where it stopped" in err
+    assert "Traceback" not in err
+    assert [p.name for p in (tmp_path / "dst").rglob("*") if p.is_file()] == ["attempt.json"]
+    run(*arguments)
+    assert torch.equal(holdfast.load(tmp_path / "dst")["x"], torch.ones(10))

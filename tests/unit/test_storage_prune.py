@@ -1,0 +1,271 @@
+"""Pruning deletes what is not to be kept, and what the dead have left; nothing else, and never half a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.bits import difference, fresh_uri
+from support.copies import run, save
+from support.drivers import Fault, HookedDriver, contents
+
+import holdfast
+from holdfast.drivers.memory import MemoryDriver
+from holdfast.storage import commit, reader
+from holdfast.storage.manifest import MANIFEST_KEY
+from holdfast.storage.prune import choose
+from holdfast.storage.reader import ListedCheckpoint
+
+DEAD = "20200101T000000-00000000"
+
+
+def state(step: int) -> dict[str, Any]:
+    """A state that says which step it is of."""
+    return {"x": torch.full((100,), float(step)), "step": step}
+
+
+def saved(root: str, *steps: int) -> str:
+    """A folder with checkpoints."""
+    for step in steps:
+        holdfast.save(f"{root}/step-{step}", state(step))
+    return root
+
+
+def steps(root: str | Path) -> list[int | None]:
+    """The steps that are there; each is whole."""
+    listed = holdfast.list_checkpoints(root)
+    for c in listed:
+        assert c.problem is None
+        assert difference(state(c.step or 0), holdfast.load(f"{root}/{c.path}")) is None
+    return [c.step for c in listed]
+
+
+def listed(path: str, step: int | None, created_s: float = 0.0, problem: str | None = None) -> ListedCheckpoint:
+    """A line of a listing."""
+    return ListedCheckpoint(path, step, 1, 1, 1, created_s, problem)
+
+
+FOLDER = [listed(f"s{step}", step, step) for step in (500, 100, 200, 300, 400)]
+
+
+@pytest.mark.parametrize(
+    ("last", "every", "gone"),
+    [
+        (None, None, []),
+        (1, None, [100, 200, 300, 400]),
+        (2, None, [100, 200, 300]),
+        (5, None, []),
+        (9, None, []),
+        (None, 200, [100, 300]),
+        (2, 200, [100, 300]),
+        (1, 1000, [100, 200, 300, 400]),
+        (1, 1, []),
+    ],
+)
+def test_what_neither_rule_keeps_goes(last: int | None, every: int | None, gone: list[int]) -> None:
+    """By step; and none where no rule is given."""
+    assert [c.step for c in choose(FOLDER, last, every)] == gone
+
+
+def test_each_folder_is_a_run_of_its_own() -> None:
+    """The newest of one is not old because another run has come further."""
+    both = [listed(f"{run}/{step}", step) for run, many in (("a", (1, 2)), ("b", (100, 200))) for step in many]
+    assert [c.path for c in choose(both, 1, None)] == ["a/1", "b/100"]
+
+
+def test_what_cannot_be_judged_is_kept() -> None:
+    """Checkpoints without a step, those that cannot be opened, the one at the URI itself, and the last that was saved,
+    also where its step is a low one: a run that was taken up again at an earlier step."""
+    odd = [listed("a", None), listed("b", 1, problem="damaged"), listed("", 2), listed("c", 3, created_s=900.0)]
+    assert choose([*odd, *FOLDER], 5, None) == []
+    again = [listed("s900", 900, 1.0), listed("s300", 300, 2.0), listed("s200", 200, 0.0)]
+    assert [c.step for c in choose(again, 1, None)] == [200]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 30), st.floats(0, 9)), unique_by=lambda c: c[:2]),
+    st.integers(1, 5) | st.none(),
+    st.integers(1, 7) | st.none(),
+)
+def test_the_newest_of_a_folder_never_goes(
+    members: list[tuple[str, int, float]], last: int | None, every: int | None
+) -> None:
+    """Neither that of the highest step nor that saved last; and of the rest those go that no rule keeps."""
+    everything = [listed(f"{folder}/{step}", step, created_s) for folder, step, created_s in members]
+    gone = choose(everything, last, every)
+    for folder in {folder for folder, *_ in members}:
+        mine = sorted((c for c in everything if c.path[0] == folder), key=lambda c: c.step or 0)
+        kept = [c for c in mine if c not in gone]
+        assert mine[-1] in kept
+        assert max(c.created_s for c in mine) == max(c.created_s for c in kept)
+        others = [c for c in kept if c not in mine[-(last or 1) :] and (every is None or (c.step or 0) % every)]
+        assert len(others) <= 1 or last is every is None
+        assert set(gone).isdisjoint(mine[-last:] if last else [])
+
+
+@pytest.mark.parametrize("where", ["memory", "file"])
+def test_checkpoints_are_deleted_with_their_folders(where: str, tmp_path: Path) -> None:
+    """Nothing of them is left, and the others are as they were."""
+    root = saved(fresh_uri() if where == "memory" else str(tmp_path), 1, 2, 3, 4)
+    report = holdfast.prune(root, keep_last=2)
+    assert (report.done, [c.step for c in report.checkpoints]) == (True, [1, 2])
+    assert report.kept == ("step-3", "step-4")
+    assert report.nbytes > 2000
+    assert steps(root) == [3, 4]
+    if where == "file":
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["step-3", "step-4"]
+    assert holdfast.prune(root, keep_last=2).checkpoints == ()
+
+
+def test_strangers_files_stay(tmp_path: Path) -> None:
+    """Also in the folder of a checkpoint that goes."""
+    saved(str(tmp_path), 1, 2)
+    (tmp_path / "step-1" / "notes.txt").write_text("mine")
+    holdfast.prune(tmp_path, keep_last=1)
+    assert sorted(p.name for p in (tmp_path / "step-1").rglob("*") if p.is_file()) == ["notes.txt"]
+    assert steps(tmp_path) == [2]
+
+
+def test_a_dry_run_deletes_nothing() -> None:
+    """It says what would go, to the byte; so does whoever is asked and says no."""
+    root = saved(fresh_uri(), 1, 2, 3)
+    storage = MemoryDriver(root.removeprefix("memory://"))
+    run(storage.put(f"step-9/data/{DEAD}/attempt.json", b"{}"))
+    before = run(contents(storage))
+    plan = holdfast.prune(root, keep_last=1, idle_s=0, dry_run=True)
+    assert not plan.done
+    assert holdfast.prune(root, keep_last=1, idle_s=0, confirm=lambda asked: asked != plan) == plan
+    assert run(contents(storage)) == before
+    done = holdfast.prune(root, keep_last=1, idle_s=0)
+    assert replace(done, done=False) == plan
+    after = run(contents(storage))
+    assert plan.nbytes == sum(len(data) for data in before.values()) - sum(len(data) for data in after.values())
+
+
+def test_leftovers_are_collected_once_they_are_idle() -> None:
+    """Not before: a save may be writing them. A claimed one stays for its period of grace however short the wait."""
+    root = saved(fresh_uri(), 1)
+    storage = MemoryDriver(root.removeprefix("memory://"))
+    for where in ("step-1", "step-2"):
+        run(storage.put(f"{where}/data/{DEAD}/attempt.json", b"{}"))
+        run(storage.put(f"{where}/data/{DEAD}/0.safetensors", bytes(1000)))
+    run(storage.put("step-3/data/20200101T000000-11111111/fate", b"commit"))
+    assert holdfast.prune(root).leftovers == ()
+    report = holdfast.prune(root, idle_s=0)
+    assert [(x.path, x.attempt, x.nbytes) for x in report.leftovers] == [("step-1", DEAD, 1002), ("step-2", DEAD, 1002)]
+    assert not [key for key in run(contents(storage)) if DEAD in key]
+    assert steps(root) == [1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commit, "GRACE_S", -1.0)
+        patch.setattr("holdfast.storage.prune.GRACE_S", -1.0)
+        assert [x.path for x in holdfast.prune(root, idle_s=0).leftovers] == ["step-3"]
+    assert [key for key in run(contents(storage)) if not key.startswith("step-1")] == []
+
+
+def test_a_save_under_way_is_spared() -> None:
+    """By default; and if it is sentenced all the same, it fails and nothing torn is there."""
+    storage, idle_s = MemoryDriver("prune-live"), 24 * 3600.0
+
+    async def prune_meanwhile(operation: str, key: str) -> None:
+        if operation == "commit":
+            await commit.collect(storage, idle_s)
+
+    run(save(HookedDriver(storage, before=prune_meanwhile), state(1)))
+    idle_s = 0.0
+    with pytest.raises(holdfast.SupersededError):
+        run(save(HookedDriver(storage, before=prune_meanwhile), state(2)))
+    assert difference(state(1), holdfast.load("memory://prune-live")) is None
+
+
+def test_temporary_files_of_the_dead_are_swept(tmp_path: Path) -> None:
+    """Beside a checkpoint that is kept."""
+    saved(str(tmp_path), 1)
+    dead = tmp_path / "step-1" / ".manifest.safetensors.0123456789abcdef.tmp"
+    dead.write_bytes(b"half")
+    holdfast.prune(tmp_path)
+    assert not dead.exists()
+    assert steps(tmp_path) == [1]
+
+
+def test_a_checkpoint_that_was_saved_anew_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was looked at is deleted, or nothing."""
+    root = saved(fresh_uri(), 1, 2, 3)
+    report = holdfast.prune(root, keep_last=1, confirm=lambda plan: bool(saved(root, 1)))
+    assert [c.step for c in report.checkpoints] == [2]
+    assert steps(root) == [1, 3]
+
+
+def hooked(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
+    """Every driver that pruning opens fails as ``fault`` says."""
+    opened: Callable[..., Any] = reader.open_driver
+    monkeypatch.setattr(reader, "open_driver", lambda uri: HookedDriver(opened(uri), fault.on_before, fault.on_after))
+
+
+def accesses() -> int:
+    """How often pruning accesses the storage."""
+    fault = Fault(1 << 30, after=False, for_good=False)
+    with pytest.MonkeyPatch.context() as patch:
+        hooked(patch, fault)
+        holdfast.prune(prepared(), keep_last=1, idle_s=0)
+    return fault.seen + 1
+
+
+def prepared() -> str:
+    """A folder with checkpoints and leftovers."""
+    root = saved(fresh_uri(), 1, 2, 3)
+    run(MemoryDriver(root.removeprefix("memory://")).put(f"step-2/data/{DEAD}/attempt.json", b"{}"))
+    return root
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_pruning_that_dies_at_any_access_leaves_whole_checkpoints(
+    after: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is there whole, or not at all, the last one always; and the next pruning ends the work, but for what has been
+    claimed, and stays for its period of grace."""
+    for n in range(accesses()):
+        root, fault = prepared(), Fault(n, after=after, for_good=True)
+        with monkeypatch.context() as patch:
+            hooked(patch, fault)
+            try:
+                holdfast.prune(root, keep_last=1, idle_s=0)
+            except holdfast.StorageDownError:
+                assert fault.hit
+        assert steps(root) in ([1, 2, 3], [2, 3], [3])
+        holdfast.prune(root, keep_last=1, idle_s=0)
+        assert steps(root) == [3]
+        with monkeypatch.context() as patch:
+            patch.setattr(commit, "GRACE_S", -1.0)
+            patch.setattr("holdfast.storage.prune.GRACE_S", -1.0)
+            holdfast.prune(root, keep_last=1, idle_s=0)
+        left = run(contents(MemoryDriver(root.removeprefix("memory://"))))
+        assert {key.split("/")[0] for key in left} == {"step-3"}
+
+
+def test_the_manifest_goes_first() -> None:
+    """Durably, before any other file of its checkpoint: so nobody finds one whose data is on its way out."""
+    root, seen = saved(fresh_uri(), 1, 2), list[str]()
+
+    async def note(operation: str, key: str) -> None:
+        if operation in ("delete", "delete_all"):
+            seen.append(key)
+
+    opened: Callable[..., Any] = reader.open_driver
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader, "open_driver", lambda uri: HookedDriver(opened(uri), before=note))
+        holdfast.prune(root, keep_last=1)
+    assert seen[0] == MANIFEST_KEY
+    assert seen[1].endswith("/attempt.json")
+
+
+@pytest.mark.parametrize("wrong", [{"keep_last": 0}, {"keep_every": 0}, {"keep_last": -1}, {"idle_s": -1.0}], ids=str)
+def test_wrong_rules_are_refused(wrong: dict[str, Any]) -> None:
+    """Before anything is looked at."""
+    with pytest.raises(holdfast.UsageError, match=next(iter(wrong))):
+        holdfast.prune(fresh_uri(), **wrong)
