@@ -20,7 +20,7 @@ from typing import ClassVar, ParamSpec, TypeVar
 
 from ..errors import DamagedError, StorageError, UriError
 from .contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_key
-from .local_files import NewFile, OpenFiles
+from .local_files import CreateFile, NewFile, OpenFiles, create_file
 from .local_io import ALIGN_NBYTES, read_at
 from .local_tree import Tree, is_temporary
 from .mounts import fs_type, is_shared
@@ -67,9 +67,12 @@ class LocalDriver(Driver):
         direct: str = "auto",
         threads: int = 8,
         fs_type: Callable[[str], str] = fs_type,
+        create: CreateFile = create_file,
+        scheme: str = "file",
     ) -> None:
-        """``fs_type`` tells the type of the file system that holds a path."""
-        uri = Uri("file", os.fspath(root))
+        """``fs_type`` tells the type of the file system that holds a path; ``create`` makes the file of an upload;
+        ``scheme`` is that of ``uri``."""
+        uri = Uri(scheme, os.fspath(root))
         self.uri = uri.redacted
         self.traits = Traits(
             part_nbytes=16 << 20,
@@ -81,7 +84,7 @@ class LocalDriver(Driver):
             exclusive_is_atomic=True,
             shared=is_shared(fs_type(uri.location)),
         )
-        self._direct = direct
+        self._direct, self._create_file = direct, create
         self._tree = Tree(uri.location)
         self._open_files = OpenFiles(self._tree, direct=direct)
         self._threads = Threads(threads, uri=self.uri)
@@ -140,6 +143,9 @@ class LocalDriver(Driver):
         self._open_files.close()
         self._tree.close()
 
+    def _new_file(self, key: str, nbytes: int) -> NewFile:
+        return NewFile(self._tree, key, nbytes, direct=self._direct, create=self._create_file)
+
     def _checked(self, key: str) -> str:
         if any(is_temporary(part) for part in check_key(key, uri=self.uri).split("/")):
             raise UriError("names of this form are kept for unfinished uploads", uri=self.uri, key=key)
@@ -175,7 +181,7 @@ class LocalDriver(Driver):
             return file.readall()
 
     def _put(self, key: str, data: bytes, exclusive: bool) -> None:
-        file = NewFile(self._tree, key, len(data), direct=self._direct)
+        file = self._new_file(key, len(data))
         file.open(exclusive=exclusive)
         try:
             file.write(0, memoryview(data))
@@ -197,7 +203,7 @@ class _LocalUpload(Upload):
     def __init__(self, driver: LocalDriver, key: str, nbytes: int) -> None:
         self._driver, self._key = driver, key
         self._written = Ranges(nbytes, uri=driver.uri, key=key)
-        self._file = NewFile(driver._tree, key, nbytes, direct=driver._direct)
+        self._file = driver._new_file(key, nbytes)
 
     async def begin(self) -> None:
         try:

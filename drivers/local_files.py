@@ -15,19 +15,29 @@ from .contract import Buffer
 from .local_io import DIRECT_MIN_NBYTES, OpenFile, write_at
 from .local_tree import NO_LOCKS, Tree, lock, split, sync_folder, temporary_name
 
-__all__ = ["NewFile", "OpenFiles"]
+__all__ = ["CreateFile", "NewFile", "OpenFiles", "create_file"]
 
 _log = logging.getLogger(__name__)
+
+CreateFile = Callable[[int, str, int], int]
+"""Creates a file that is to have so many bytes: (folder, name, size) → a descriptor for writing. Raises OSError, EEXIST
+among them, and then leaves nothing."""
 
 _TRIES = 100
 _NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
+def create_file(folder: int, name: str, nbytes: int) -> int:
+    """A :data:`CreateFile` for any file system."""
+    return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666, dir_fd=folder)
+
+
 class NewFile:
     """An object being written under a temporary name, until :meth:`publish` gives it its own. Methods raise OSError."""
 
-    def __init__(self, tree: Tree, key: str, nbytes: int, *, direct: str) -> None:
+    def __init__(self, tree: Tree, key: str, nbytes: int, *, direct: str, create: CreateFile = create_file) -> None:
         """``direct``: "auto", "off", or "on" (that O_DIRECT is refused is an error). Touches nothing yet."""
+        self._create_file = create
         self._tree, self._nbytes, self._direct = tree, nbytes, direct
         self._above, self._name = split(key)
         self._temporary = temporary_name(self._name)
@@ -57,8 +67,7 @@ class NewFile:
         plain = -1
         try:
             self._check_target(exclusive)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-            plain = os.open(self._temporary, flags, 0o666, dir_fd=self._folder)
+            plain = self._create_file(self._folder, self._temporary, self._nbytes)
             if self._locked(plain) and os.fstat(plain).st_nlink:
                 return plain
         except FileNotFoundError:

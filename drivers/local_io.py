@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from .contract import Buffer
 
-__all__ = ["ALIGN_NBYTES", "DIRECT_MIN_NBYTES", "OpenFile", "read_at", "write_at"]
+__all__ = ["ALIGN_NBYTES", "DIRECT_MIN_NBYTES", "OpenFile", "is_deleted", "read_at", "write_at"]
 
 ALIGN_NBYTES = 4096
 """A multiple of the logical block size of every disk in use, and the size of a page."""
@@ -78,7 +78,7 @@ class OpenFile:
 
     def is_deleted(self) -> bool:
         """Whether the file has lost its last name: it was removed, or another one took its place."""
-        return os.fstat(self.plain).st_nlink == 0
+        return is_deleted(self.plain)
 
     def close(self) -> None:
         """Close when nobody uses it any more; at once, if nobody does. Safe to call twice."""
@@ -100,6 +100,16 @@ class OpenFile:
                 fds, self._fds = self._fds, []
         for fd in fds:
             os.close(fd)
+
+
+def is_deleted(fd: int) -> bool:
+    """Whether an open file, or folder, has lost its last name. Raises OSError."""
+    try:
+        return os.fstat(fd).st_nlink == 0
+    except OSError as error:
+        if error.errno != errno.ESTALE:  # a file server's word for it
+            raise
+        return True
 
 
 def write_at(file: OpenFile, start: int, data: Buffer) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from .contract import ObjectInfo
+from .local_io import is_deleted
 
 __all__ = ["NO_LOCKS", "Tree", "is_temporary", "lock", "split", "sync_folder", "temporary_name"]
 
@@ -233,7 +234,7 @@ class Tree:
         """A descriptor of the root, for the caller to close."""
         with self._lock:
             # Somebody may have removed the folder that we hold, and made it anew.
-            if self._fd is not None and not os.fstat(self._fd).st_nlink:
+            if self._fd is not None and is_deleted(self._fd):
                 os.close(self._fd)
                 self._fd = None
                 self._durable.clear()

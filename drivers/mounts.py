@@ -5,33 +5,47 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import NamedTuple
 
-__all__ = ["fs_type", "is_shared"]
+__all__ = ["LUSTRE_TYPES", "Mount", "fs_type", "is_shared", "mount_of"]
 
-_SHARED = {
-    "9p", "afs", "beegfs", "beegfs_nodev", "ceph", "cifs", "daos", "fuse", "gfs2", "glusterfs", "gpfs", "lustre", "nfs",
+LUSTRE_TYPES = {"lustre", "lustre_lite"}
+
+_SHARED = LUSTRE_TYPES | {
+    "9p", "afs", "beegfs", "beegfs_nodev", "ceph", "cifs", "daos", "fuse", "gfs2", "glusterfs", "gpfs", "nfs",
     "nfs4", "ocfs2", "orangefs", "panfs", "pvfs2", "smb3", "smbfs", "virtiofs", "wekafs",
 }  # fmt: skip
 
 
-def fs_type(path: str, mountinfo: str | None = None) -> str:
-    """The type of the file system that holds ``path`` (which need not exist yet), as mount(8) prints it; "" if unknown.
+class Mount(NamedTuple):
+    """What is mounted: the type of the file system, where it comes from, and where it is; "" if unknown."""
 
-    ``mountinfo`` stands in for ``/proc/self/mountinfo``.
-    """
+    fs_type: str
+    source: str
+    point: str
+
+
+def fs_type(path: str) -> str:
+    """The type of the file system that holds ``path`` (which need not exist yet), as mount(8) prints it; "" if unknown."""
+    return mount_of(path).fs_type
+
+
+def mount_of(path: str, mountinfo: str | None = None) -> Mount:
+    """The mount that holds ``path`` (which need not exist yet). ``mountinfo`` stands in for ``/proc/self/mountinfo``."""
     if mountinfo is None:
         try:
             mountinfo = Path("/proc/self/mountinfo").read_text()
         except OSError:  # no /proc here: nothing is known, and nothing depends on it but a hint
-            return ""
+            return Mount("", "", "")
     path = os.path.realpath(path)
-    found, depth = "", -1
+    found, depth = Mount("", "", ""), -1
     for line in mountinfo.splitlines():
         head, _, tail = line.partition(" - ")
         point = _unescaped(head.split(" ")[4])
         inside = path == point or path.startswith(point.rstrip("/") + "/")
         if inside and len(point) >= depth:  # of two mounts on one folder, the later one covers the earlier
-            found, depth = tail.split(" ")[0], len(point)
+            kind, source = map(_unescaped, tail.split(" ")[:2])
+            found, depth = Mount(kind, source, point), len(point)
     return found
 
 

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar, Protocol, cast
 
 from ..errors import UriError
 from .config import Resolved, resolve
 from .contract import Driver
 from .layers.stack import common_options, stacked
+from .mounts import LUSTRE_TYPES, fs_type
 from .options import Option
 from .uri import Uri, parse, redact
 
-__all__ = ["GROUP", "DriverClass", "driver_class", "open_driver", "resolved_options", "schemes"]
+__all__ = ["GROUP", "DriverClass", "driver_class", "open_driver", "resolved_options", "schemes", "serving"]
 
 GROUP = "holdfast.drivers"
 """The entry point group."""
@@ -26,6 +27,8 @@ GROUP = "holdfast.drivers"
 # Not read from our own metadata: that is stale in a checkout that was installed before a driver was added.
 _BUILT_IN = {
     "file": "holdfast.drivers.local:LocalDriver",
+    "lustre": "holdfast.drivers.lustre:LustreDriver",
+    "fsspec": "holdfast.drivers.fsspec:FsspecDriver",  # of fsspec+X, for any X
     "memory": "holdfast.drivers.memory:MemoryDriver",
     "s3": "holdfast.drivers.objects.s3:S3Driver",
     "gs": "holdfast.drivers.objects.clouds:GcsDriver",
@@ -55,7 +58,7 @@ def open_driver(uri: str | os.PathLike[str] | Uri, /, **options: object) -> Driv
     option, naming the known ones, and for a driver that cannot be imported; UsageError for a broken ``holdfast.toml``.
     """
     uri = uri if isinstance(uri, Uri) else parse(uri)
-    cls = driver_class(uri.scheme)
+    cls = driver_class(serving(uri))
     resolved = resolved_options(uri, **options)
     own = {name: found.text for name, found in resolved.items() if name in cls.OPTIONS and found.text is not None}
     driver = cls.open(Uri(uri.scheme, uri.location, own))
@@ -65,12 +68,21 @@ def open_driver(uri: str | os.PathLike[str] | Uri, /, **options: object) -> Driv
 
 def resolved_options(uri: Uri, /, **options: object) -> dict[str, Resolved]:
     """Every option of the driver for ``uri`` and of its layers: value, and where it comes from. Raises as open_driver."""
-    cls = driver_class(uri.scheme)
+    cls = driver_class(serving(uri))
     return resolve(uri, options, cls.OPTIONS, common_options(remote=cls.remote), schemes)
+
+
+def serving(uri: Uri, fs_type: Callable[[str], str] = fs_type) -> str:
+    """The scheme whose driver serves ``uri``: its own; but ``lustre`` for a ``file`` URI of a folder on Lustre.
+    ``fs_type`` tells the type of the file system that holds a path."""
+    on_lustre = uri.scheme == "file" and fs_type(uri.location) in LUSTRE_TYPES
+    return "lustre" if on_lustre else uri.scheme
 
 
 def driver_class(scheme: str) -> DriverClass:
     """The class that serves ``scheme``. Raises UriError where there is none, or where it cannot be imported."""
+    if scheme.startswith("fsspec+"):
+        return _fsspec_class(scheme)
     target = _BUILT_IN.get(scheme) or schemes().get(scheme)
     if target is None:
         raise UriError(f"no driver for {scheme}://", advice=f"Known schemes: {', '.join(sorted(schemes()))}.")
@@ -84,6 +96,14 @@ def driver_class(scheme: str) -> DriverClass:
     if taken := sorted(cls.OPTIONS.keys() & common_options(remote=True).keys()):
         raise UriError(f"the driver of {scheme}://, {target}, declares what every scheme has: {', '.join(taken)}")
     return cast(DriverClass, cls)
+
+
+def _fsspec_class(scheme: str) -> DriverClass:
+    try:
+        from .fsspec import driver_class_of
+    except ImportError as error:
+        raise UriError(f"{scheme}:// needs fsspec: {error}", advice="pip install 'holdfast[fsspec]'.") from error
+    return cast(DriverClass, driver_class_of(scheme.removeprefix("fsspec+")))
 
 
 def schemes() -> dict[str, str]:

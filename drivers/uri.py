@@ -4,7 +4,8 @@ A URI is ``scheme://location?option=value&…``. A bare path is a ``file://`` UR
 (``s3:/bucket``, or ``pathlib.Path("s3://bucket")``, which is the same) is an error, and never a local folder named
 "s3:".
 
-Scope: this module knows no scheme but ``file``. Which schemes and options exist is the registry's business.
+Scope: of schemes this module knows only those whose location is a path of this host. Which schemes and options exist is
+the registry's business.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ _USERINFO = re.compile(r"(?<=://)(?:[^/?#\s]*@|[^/?#\s@:]*:(?!\d+(?:[/?#]|$))[^?
 _SECRET_NAME = re.compile(r"key|secret|token|passw|pwd|sig|cred|auth|(?:^|[_-])sas(?:$|[_-])", re.IGNORECASE)
 _HIDDEN = "***"
 
+_PATHS = {"file", "lustre"}
 _PATH_SAFE = "/:@,;=+$!*'()~"
 _VALUE_SAFE = "/:@,;$!*'()~"
 
@@ -36,7 +38,8 @@ _VALUE_SAFE = "/:@,;$!*'()~"
 class Uri:
     """A parsed URI. ``str()`` gives text that parses to an equal one; ``repr()`` is redacted.
 
-    ``location`` is what lies between ``scheme://`` and ``?``, verbatim; for ``file`` it is the absolute path, decoded.
+    ``location`` is what lies between ``scheme://`` and ``?``, verbatim; for ``file`` and
+    ``lustre`` it is the absolute path, decoded.
     Option values are decoded. Raises UriError where the parts make no URI.
     """
 
@@ -46,7 +49,7 @@ class Uri:
 
     def __post_init__(self) -> None:
         _check_text(self.location, *self.options, *self.options.values())
-        if self.scheme == "file":
+        if self.scheme in _PATHS:
             object.__setattr__(self, "location", _absolute(self.location))
         elif "?" in self.location or "#" in self.location:
             raise UriError("'?' and '#' in a location are written as %3F and %23", uri=self.redacted)
@@ -57,7 +60,7 @@ class Uri:
         return redact(str(self))
 
     def __str__(self) -> str:
-        location = _quoted(self.location, _PATH_SAFE) if self.scheme == "file" else self.location
+        location = _quoted(self.location, _PATH_SAFE) if self.scheme in _PATHS else self.location
         options = "&".join(f"{_quoted(name, '')}={_quoted(value, _VALUE_SAFE)}" for name, value in self.options.items())
         return f"{self.scheme}://{location}" + (f"?{options}" if options else "")
 
@@ -80,8 +83,8 @@ def parse(text: str | os.PathLike[str]) -> Uri:
     if "#" in rest:
         raise UriError("a fragment means nothing here", uri=redact(text), advice="Write '#' in a name as %23.")
     location, _, query = rest.partition("?")
-    if scheme == "file":
-        location = _path_of_file_uri(location, text)
+    if scheme in _PATHS:
+        location = _path_of_uri(scheme, location, text)
     return Uri(scheme, location, _options(query, text))
 
 
@@ -105,7 +108,7 @@ def join(uri: Uri | str | os.PathLike[str], *parts: str) -> Uri:
     if not uri.location:
         raise UriError("nothing can lie below a URI without a location", uri=uri.redacted)
     below = [check_key(part, uri=uri.redacted) for part in parts]
-    if uri.scheme != "file":
+    if uri.scheme not in _PATHS:
         below = [_quoted(part, _PATH_SAFE) for part in below]
     return Uri(uri.scheme, "/".join([uri.location.rstrip("/"), *below]) or "/", dict(uri.options))
 
@@ -132,13 +135,15 @@ def _bare_path(path: str) -> str:
     return path
 
 
-def _path_of_file_uri(location: str, text: str) -> str:
+def _path_of_uri(scheme: str, location: str, text: str) -> str:
     host, slash, path = location.partition("/")
     if host not in ("", "localhost") or not slash:
         raise UriError(
-            f"file:// reaches this host only, not {host!r}" if host else "a file:// URI needs an absolute path",
+            f"{scheme}:// reaches this host only, not {host!r}"
+            if host
+            else f"a {scheme}:// URI needs an absolute path",
             uri=redact(text),
-            advice="An absolute path takes three slashes: file:///a/b.",
+            advice=f"An absolute path takes three slashes: {scheme}:///a/b.",
         )
     return _unquoted(slash + path)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.standins import lustre
 
 import holdfast
 
@@ -28,11 +29,18 @@ def run_kit(uri: str, *options: str, cwd: Path) -> tuple[int, str]:
     return run.returncode, run.stdout + run.stderr
 
 
-@pytest.fixture(params=["memory", "disk", "buffered", "tmpfs"])
+@pytest.fixture(params=["memory", "disk", "buffered", "tmpfs", "fsspec-file", "fsspec-memory", "lustre"])
 def uri(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """A root of each kind."""
     if request.param == "memory":
         yield "memory://conformance"
+    elif request.param == "fsspec-memory":
+        yield "fsspec+memory://conformance"
+    elif request.param == "fsspec-file":
+        yield f"fsspec+file://{tmp_path}/root"
+    elif request.param == "lustre":
+        with lustre(tmp_path) as mount:
+            yield f"lustre://{mount}/root?stripe_count=4&stripe_size=64KiB"
     elif request.param == "tmpfs":
         if not SHM.is_dir():
             pytest.skip("no /dev/shm here")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.drivers.local import LocalDriver
-from holdfast.drivers.mounts import fs_type, is_shared
+from holdfast.drivers.mounts import fs_type, is_shared, mount_of
 from holdfast.errors import AccessError, NotFoundError, StorageError, UriError
 
 
@@ -271,7 +271,7 @@ MOUNTINFO = """\
 )
 def test_the_file_system_of_a_path_is_found(path: str, expected: str, shared: bool) -> None:
     """The deepest mount that holds the path, the latest of several; and whether other hosts see it."""
-    assert fs_type(path, MOUNTINFO) == expected
+    assert mount_of(path, MOUNTINFO).fs_type == expected
     assert is_shared(expected) is shared
 
 

@@ -1,0 +1,340 @@
+"""The Lustre driver: layouts chosen, set before the first byte, read back, and kept where a folder has its own.
+
+On a stand-in, see ``support/lustre_standin.py``: no real Lustre was at hand. What is shown is which layout a file gets,
+and who writes to which object; nothing here says how fast Lustre is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.standins import LFS, lustre
+
+import holdfast
+from holdfast.drivers.local import LocalDriver
+from holdfast.drivers.lustre import LustreDriver
+from holdfast.drivers.lustre_files import Facts, Striper, count_osts, layout_of
+from holdfast.drivers.lustre_layout import ALL_OSTS, Layout, choose, decode, encode
+from holdfast.drivers.mounts import mount_of
+from holdfast.drivers.registry import driver_class, open_driver, serving
+from holdfast.drivers.uri import join, parse
+from holdfast.errors import StorageError, UriError
+
+MIB, GIB = 1 << 20, 1 << 30
+COMPOSITE = struct.pack("<IIQQIHH", 0x0BD60BD0, 0, 0, 0, 0, 0, 0)
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Path]:
+    """A stand-in with eight targets."""
+    with lustre(tmp_path) as mount:
+        yield mount
+
+
+async def stored(driver: LustreDriver, key: str, nbytes: int = 2 * MIB) -> Layout | None:
+    """Store an object, and say how it is spread."""
+    upload = await driver.create(key, nbytes)
+    await upload.write(0, memoryview(bytes(nbytes)))
+    await upload.commit()
+    return await driver.layout(key)
+
+
+def layout(uri: str, nbytes: int = 2 * MIB, **options: Any) -> Layout | None:
+    """The layout of a new object of a driver on ``uri``."""
+
+    async def run() -> Layout | None:
+        driver = open_driver(uri, **options)
+        assert isinstance(driver, LustreDriver)
+        try:
+            return await stored(driver, "a/image", nbytes)
+        finally:
+            await driver.close()
+
+    return asyncio.run(run())
+
+
+# Choosing
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "writers", "osts", "expected"),
+    [
+        (10 * GIB, 64, 8, 1),  # more files than targets: they are spread by their number
+        (10 * GIB, 8, 8, 1),
+        (10 * GIB, None, 8, 1),
+        (100 * GIB, 64, 8, 2),  # very large: no target has to hold a whole one
+        (500 * GIB, 64, 8, 4),
+        (500 * GIB, 64, 2, 2),
+        (10 * GIB, 1, 8, 8),  # one file: all targets
+        (10 * GIB, 2, 8, 4),
+        (10 * GIB, 3, 8, 2),
+        (600 * MIB, 1, 8, 1),  # as far as its size makes use of them
+        (2 * GIB, 1, 8, 4),
+        (1, 1, 8, 1),
+        (10_000 * GIB, 1, 500, 32),
+    ],
+)
+def test_stripes_follow_size_writers_and_targets(nbytes: int, writers: int | None, osts: int, expected: int) -> None:
+    """As many files as targets: one stripe each, a few for very large ones. Fewer files: a share of the targets each."""
+    assert choose(nbytes, ost_count=osts, writers=writers) == expected
+
+
+@pytest.mark.parametrize(("writers", "osts", "expected"), [(4, 8, 4), (64, 8, 8), (None, 8, 8), (1, 8, 1)])
+def test_a_shared_file_gets_a_target_per_writer(writers: int | None, osts: int, expected: int) -> None:
+    """One file that all write has as many stripes as there are writers, or targets, whichever are fewer."""
+    assert choose(10 * GIB, ost_count=osts, writers=writers, shared_file=True) == expected
+
+
+@pytest.mark.parametrize(
+    "made", [Layout(1, MIB), Layout(ALL_OSTS, 4 * MIB), Layout(0, 0), Layout(8, 16 * MIB, "flash")]
+)
+def test_a_layout_survives_its_bytes(made: Layout) -> None:
+    """What is encoded is decoded; 32 bytes without a pool, 48 with one."""
+    assert decode(encode(made)) == made
+    assert len(encode(made)) == (48 if made.pool else 32)
+
+
+def test_bytes_of_a_layout_are_those_that_lustre_knows() -> None:
+    """Magic, pattern, object id, stripe size, stripe count, and any first target."""
+    assert encode(Layout(4, 2 * MIB)).hex() == "d00bd10b" + "00" * 20 + "00002000" + "0400" + "ffff"
+
+
+@pytest.mark.parametrize("value", [COMPOSITE, b"", b"short", struct.pack("<I", 0x0BD80BD0) + bytes(60)])
+def test_what_is_no_plain_layout_counts_as_composite(value: bytes) -> None:
+    """A layout of a kind that we cannot read is never taken for a plain one, and so is kept."""
+    assert decode(value).composite is True
+
+
+# Setting
+
+
+def test_a_new_file_gets_its_layout_before_its_first_byte(mount: Path) -> None:
+    """Stripe count and size that were asked for are what the file has."""
+    assert layout(f"lustre://{mount}/run?stripe_count=4&stripe_size=4MiB") == Layout(4, 4 * MIB)
+    assert layout(f"lustre://{mount}/all?stripe_count=all") == Layout(8, 16 * MIB)
+
+
+def test_the_layout_follows_the_size_that_is_announced(mount: Path) -> None:
+    """A large file is spread as was chosen for its size, number of writers and targets."""
+    striper = Striper("lustre://x", stripe_count=None, stripe_nbytes=None, writers=2, facts=lambda: Facts(8))
+    folder = os.open(mount, os.O_RDONLY)
+    for name, nbytes, expected in [("large", 10 * GIB, 4), ("small", 100 * MIB, 1)]:
+        fd = striper.create(folder, name, nbytes)
+        assert layout_of(fd) == Layout(expected, 16 * MIB)
+        os.close(fd)
+    os.close(folder)
+
+
+def test_small_files_keep_the_default(mount: Path) -> None:
+    """A marker of a few bytes is not spread over eight targets."""
+    assert layout(f"lustre://{mount}/run?stripe_count=8", 1000) == Layout(1, MIB)
+
+
+def test_parts_are_whole_stripes(mount: Path) -> None:
+    """The preferred part is a multiple of the stripe size, so that two writes do not share a stripe."""
+    sizes = {s: open_driver(f"lustre://{mount}?stripe_size={s}").traits.part_nbytes for s in ("64KiB", "24MiB", "1GiB")}
+    assert sizes == {"64KiB": 16 * MIB, "24MiB": 24 * MIB, "1GiB": GIB}
+    assert open_driver(f"lustre://{mount}").traits.shared is True
+
+
+@pytest.mark.parametrize("default_of", ["", "scratch"])
+def test_a_composite_default_is_kept(mount: Path, default_of: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Where a folder, or the whole file system, has a progressive layout, files get that, unless the user asks for another; nothing is logged."""
+    folder = mount / default_of
+    folder.mkdir(exist_ok=True)
+    os.setxattr(folder, "lustre.lov", COMPOSITE)
+    with caplog.at_level(logging.WARNING):
+        assert layout(f"lustre://{folder}/run") == Layout(composite=True)
+        assert layout(f"lustre://{folder}/run?stripe_count=2") == Layout(2, 16 * MIB)
+    assert caplog.records == []
+
+
+def test_the_folders_pool_is_kept(mount: Path) -> None:
+    """Files stay on the targets that the folder's default names; small ones inherit all of it."""
+    (mount / "run").mkdir()
+    os.setxattr(mount / "run", "lustre.lov", encode(Layout(2, 4 * MIB, "flash")))
+    assert layout(f"lustre://{mount}/run?ost_count=8&writers=1", 3 * MIB) == Layout(1, 16 * MIB, "flash")
+    assert layout(f"lustre://{mount}/run", 1000) == Layout(2, 4 * MIB, "flash")
+
+
+def test_a_layout_that_is_ignored_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Lustre says nothing when a layout comes too late. It is read back, and the save goes on."""
+
+    async def run(mount: Path) -> list[Layout | None]:
+        driver = LustreDriver(mount / "run", stripe_count=4)
+        found = [await stored(driver, f"data/{n}") for n in range(3)]
+        await driver.close()
+        return found
+
+    with lustre(tmp_path, mode="deaf") as mount, caplog.at_level(logging.WARNING):
+        assert asyncio.run(run(mount)) == [Layout(1, MIB)] * 3
+    assert [r.message.partition(": ")[2] for r in caplog.records] == [
+        "a file has 1 stripes of 1,024 KiB, not 4 stripes of 16,384 KiB: "
+        "it was ignored, or there are not so many targets"
+    ]
+
+
+def test_fewer_targets_than_asked_for_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A file system with two targets gives two stripes; the log says so."""
+    with lustre(tmp_path, osts=2) as mount, caplog.at_level(logging.WARNING):
+        assert layout(f"lustre://{mount}?stripe_count=4") == Layout(2, 16 * MIB)
+    assert "a file has 2 stripes" in caplog.text
+
+
+def test_lfs_sets_what_the_client_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the attribute of a file cannot be set, `lfs setstripe` does it; and `lfs df` counts the targets."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/lfs").write_text(LFS)
+    (tmp_path / "bin/lfs").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    with lustre(tmp_path, mode="refusing") as mount:
+        assert layout(f"lustre://{mount}/run?stripe_count=4") == Layout(4, 16 * MIB)
+    assert count_osts(str(tmp_path), ()) == 6
+
+
+def test_without_any_way_to_set_a_layout_files_get_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A layout of our choosing is only logged; one that was asked for is an error, and leaves no file."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    with lustre(tmp_path, mode="refusing") as mount, caplog.at_level(logging.WARNING):
+        assert layout(f"lustre://{mount}/run") == Layout(1, MIB)
+        assert "no layout can be set" in caplog.text
+        with pytest.raises(StorageError, match="is refused") as caught:
+            layout(f"lustre://{mount}/other?stripe_count=4")
+        assert list((mount / "other/a").iterdir()) == []
+    assert "stripe_count" in str(caught.value.advice)
+
+
+def test_targets_are_counted_by_the_kernel_first(tmp_path: Path) -> None:
+    """Of the file system that holds the path; and guessed where nobody says."""
+    name = mount_of(str(tmp_path)).source.rpartition("/")[2]
+    for fs_name, count in ((name, 24), ("other", 7)):
+        file = tmp_path / "lov" / f"{fs_name}-clilov-ffff8800" / "activeobd"
+        file.parent.mkdir(parents=True)
+        file.write_text(f"{count}\n")
+    assert count_osts(str(tmp_path), (tmp_path / "nowhere", tmp_path)) == 24
+    assert count_osts(str(tmp_path), ()) == 4
+
+
+# URIs
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("stripe_count=0", "whole number from 1 to 2000"),
+        ("stripe_count=many", "whole number"),
+        ("stripe_size=1000", "size from"),
+        ("stripe_size=100KiB", "multiple of 64KiB"),
+        ("stripes=4", "Known options: direct, ost_count, stripe_count"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(option: str, message: str) -> None:
+    """Before any I/O, and with what is allowed."""
+    with pytest.raises(UriError, match=message):
+        open_driver(f"lustre:///scratch?{option}")
+
+
+def test_a_lustre_uri_is_a_path() -> None:
+    """Absolute, on this host; decoded, and printed so that it can be read again."""
+    assert parse("lustre:///a%20b//c").location == "/a b/c"
+    assert str(join("lustre:///a b?stripe_count=2", "x y")) == "lustre:///a%20b/x%20y?stripe_count=2"
+    for wrong in ("lustre://host/a", "lustre://a"):
+        with pytest.raises(UriError, match="this host only"):
+            parse(wrong)
+    assert LustreDriver("/a b").uri == "lustre:///a%20b"
+
+
+def test_a_file_uri_on_lustre_is_served_by_its_driver() -> None:
+    """The mount table decides; elsewhere ``file`` is the plain local driver."""
+    assert serving(parse("file:///scratch/run"), lambda path: "lustre") == "lustre"
+    assert serving(parse("file:///scratch/run"), lambda path: "ext4") == "file"
+    assert serving(parse("memory://scratch"), lambda path: "lustre") == "memory"
+    assert driver_class("lustre") is LustreDriver
+    assert issubclass(LustreDriver, LocalDriver)
+
+
+def test_a_file_uri_on_lustre_stays_what_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is printed is what the user wrote; Lustre's options are known."""
+    monkeypatch.setattr("holdfast.drivers.registry.serving", lambda uri: "lustre")
+    driver = open_driver(f"file://{tmp_path}?stripe_count=2")
+    assert isinstance(driver, LustreDriver)
+    assert driver.uri == f"file://{tmp_path}"
+
+
+# Who writes where
+
+WRITER = """
+import os, sys
+path, me, writers, pattern = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+stripe, stripes = 65536, 64
+mine = [n for n in range(stripes) if (n * writers // stripes if pattern == "segments" else n % writers) == me]
+fd = os.open(path, os.O_WRONLY)
+for n in mine:
+    os.pwrite(fd, bytes(stripe), n * stripe)
+    sys.stdout.write("."); sys.stdout.flush(); sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize(("pattern", "switches"), [("segments", True), ("stripes", False)])
+def test_writers_that_own_stripes_do_not_take_objects_from_each_other(
+    mount: Path, pattern: str, switches: bool
+) -> None:
+    """Of one shared file with a target per writer: who writes every n-th stripe has an object of its own; who writes a
+    contiguous segment meets the others on every object."""
+    writers = 4
+    count = choose(64 * 65536, ost_count=8, writers=writers, shared_file=True)
+    path = mount / "shared"
+    fd = os.open(path, os.O_CREAT | os.O_RDWR)
+    os.setxattr(fd, "lustre.lov", encode(Layout(count, 65536)))
+    os.close(fd)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(path), str(n), str(writers), pattern],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )
+        for n in range(writers)
+    ]  # fmt: skip
+    for _ in range(64 // writers):  # in turn, so that the count does not depend on who is faster
+        for process in processes:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            assert process.stdout.read(1) == "."
+            process.stdin.write("\n")
+            process.stdin.flush()
+    assert [process.wait(20) for process in processes] == [0] * writers
+    for process in processes:
+        process.communicate()
+    assert (int(os.getxattr(path, "user.switches")) > 0) is switches
+
+
+# Through the public API
+
+
+def test_a_checkpoint_is_saved_loaded_and_replaced(mount: Path, rng: np.random.Generator) -> None:
+    """Its image has the layout that was asked for; no object of it had two writers; nothing is left behind."""
+    uri = f"lustre://{mount}/run/step-1?stripe_count=2&stripe_size=1MiB"
+    for step in (1, 2):
+        state = {"w": rng.standard_normal((1000, 1000)), "step": step}
+        holdfast.save(uri, state)
+        back = holdfast.load(uri)
+        assert back["step"] == step
+        assert (back["w"] == state["w"]).all()
+    with holdfast.open(uri) as checkpoint:
+        assert checkpoint.verify().ok
+    images = list(mount.glob("run/step-1/data/*/0.safetensors"))
+    assert len(images) == 1
+    assert decode(os.getxattr(images[0], "lustre.lov")) == Layout(2, MIB)
+    assert os.getxattr(images[0], "user.switches") == b"0"
+    assert list(mount.rglob("*.tmp")) == []
