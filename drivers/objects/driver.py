@@ -12,6 +12,7 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Any, TypeVar
 from urllib.parse import unquote
+from weakref import WeakSet
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from ..uri import Uri
 from . import runtime
 from .common import Settings, encoded
 from .failures import failures, missing_container
-from .upload import PartsUpload, Target, WholeUpload
+from .upload import PartsUpload, Target, WholeUpload, to_the_end
 
 __all__ = ["ObjectDriver"]
 
@@ -31,6 +32,8 @@ T = TypeVar("T")
 CLOSE_TIMEOUT_S = 60.0
 SWEEP_QUIET_S = 3600.0
 """How long nothing must have come to an unfinished upload for it to be swept."""
+_NBYTES_MAX = 1 << 62
+"""Beyond the size of anything, and within what obstore takes for a number."""
 _BATCH = 1000
 """Objects of one listing, and of one bulk delete."""
 
@@ -55,7 +58,7 @@ class ObjectDriver(Driver):
         self._connecting = asyncio.Lock()
         self._connected: Any = None
         self._container_seen = False
-        self._uploads: set[PartsUpload] = set()
+        self._uploads: WeakSet[PartsUpload | WholeUpload] = WeakSet()
 
     @property
     @abstractmethod
@@ -66,14 +69,19 @@ class ObjectDriver(Driver):
     def _connect(self) -> Any:
         """An obstore store for the bucket. Blocks. Raises StorageError."""
 
+    def _disconnect(self) -> None:
+        """Let go of what :meth:`_connect` has opened besides. Does not block; safe to call twice."""
+
     async def _drop_unfinished(self, path: str, *, whole_key: bool, quiet_s: float, began_within_s: float) -> None:
         """Drop unfinished uploads at ``path``, or also below it, that have been quiet for so long, and began within so
         long. Where the store forgets them by itself, this does nothing."""
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
         path = self._path(key)
-        if not into:
-            await self._check_reach(key, start)
+        if start < 0:
+            raise StorageError(f"there are no bytes before the beginning, such as {start}", uri=self.uri, key=key)
+        if not into or start > _NBYTES_MAX:
+            await self._check_reach(key, start + len(into))
             return
         try:
             data = await self._call("read", key, "get_range_async", path, start=start, length=len(into))
@@ -97,12 +105,10 @@ class ObjectDriver(Driver):
         """See :meth:`Driver.create`. Up to a part's size it is one request, made by ``commit``; above, a multipart
         upload. Two uploads from one process to one key leave the cleaning up after a failure to the last of them."""
         path = self._path(key)
-        import obstore
-
-        store = await self._store()
+        await self._connection()
 
         async def put(data: Any, **how: Any) -> Any:
-            return await obstore.put_async(store, path, data, **how)
+            return await self._ask("put_async", path, data, **how)
 
         async def stored_nbytes() -> int:
             return (await self.stat(key)).nbytes
@@ -115,11 +121,9 @@ class ObjectDriver(Driver):
         target = Target(
             self.uri, key, place, nbytes, s.part_nbytes, s.concurrency, s.limit_s, put, stored_nbytes, drop_unfinished
         )
-        if nbytes <= s.part_nbytes:
-            return WholeUpload(target)
-        upload = PartsUpload(target)
-        await upload.begin()
+        upload = PartsUpload(target) if nbytes > s.part_nbytes else WholeUpload(target)
         self._uploads.add(upload)
+        await upload.begin()
         return upload
 
     async def get(self, key: str) -> bytes:
@@ -129,14 +133,14 @@ class ObjectDriver(Driver):
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
         """See :meth:`Driver.put`. ``exclusive`` is one conditional request. With ``conditional=off`` it is a look, then
-        a put: two that race may both succeed, and the traits say so."""
+        a put: two that race may both succeed, and the traits say so. Cancelled while it runs, it ends first."""
         path = self._path(key)
         conditional = self._settings.conditional
         if exclusive and not conditional:
             await self._look(key)
         mode = "create" if exclusive and conditional else "overwrite"
         try:
-            await self._call("put", key, "put_async", path, data, mode=mode, use_multipart=False)
+            await to_the_end(self._call("put", key, "put_async", path, data, mode=mode, use_multipart=False))
         except NotFoundError as error:  # there is nothing else that could be missing
             raise missing_container(self.uri, key) from error
 
@@ -169,9 +173,8 @@ class ObjectDriver(Driver):
                 yield ObjectInfo(self._key(found["path"]), found["size"], found["last_modified"].timestamp())
 
     async def _listing(self, path: str | None, batch: int) -> Any:
-        import obstore
-
-        return obstore.list(await self._store(), path, chunk_size=batch)
+        await self._connection()
+        return self._ask("list", path, chunk_size=batch)
 
     async def _list_batch(self, prefix: str, batches: Any) -> Any:
         batch = await self._timed("list", prefix, _next(batches))
@@ -181,7 +184,7 @@ class ObjectDriver(Driver):
     async def delete(self, key: str) -> None:
         path = self._path(key)
         with contextlib.suppress(NotFoundError):
-            await self._call("delete", key, "delete_async", path)
+            await to_the_end(self._call("delete", key, "delete_async", path))
 
     async def delete_all(self, prefix: str) -> None:
         """See :meth:`Driver.delete_all`. Many at a time where the store can; unfinished uploads below go, too, alive or
@@ -194,7 +197,7 @@ class ObjectDriver(Driver):
 
     async def _delete_batch(self, prefix: str, keys: Sequence[str]) -> None:
         try:
-            await self._call("delete", prefix, "delete_async", [self._path(key) for key in keys])
+            await to_the_end(self._call("delete", prefix, "delete_async", [self._path(key) for key in keys]))
         except NotFoundError:  # somebody else deletes, too, and this store minds: one by one, then
             for key in keys:
                 await self.delete(key)
@@ -206,10 +209,11 @@ class ObjectDriver(Driver):
         await self._drop_unfinished(path, whole_key=False, quiet_s=SWEEP_QUIET_S, began_within_s=float("inf"))
 
     async def close(self) -> None:
-        """See :meth:`Driver.close`. Drops uploads that are neither committed nor aborted; their parts are swept later."""
+        """See :meth:`Driver.close`. Aborts uploads that are neither committed nor aborted."""
         for upload in tuple(self._uploads):
-            upload.drop()
+            await upload.abort()
         self._connected = None
+        self._disconnect()
         await self._threads.close(CLOSE_TIMEOUT_S)
 
     def _path(self, key: str) -> str:
@@ -223,18 +227,26 @@ class ObjectDriver(Driver):
     def _key(self, path: str) -> str:
         return unquote(path.removeprefix(f"{self._root}/" if self._root else ""))
 
-    async def _store(self) -> Any:
+    async def _connection(self) -> None:
+        """See that there is one. Raises StorageError."""
         runtime.use(self.uri)
         async with self._connecting:
             if self._connected is None:
                 self._connected = await self._threads.run(self._connect)
-        return self._connected
 
-    async def _call(self, doing: str, key: str, method: str, *args: Any, **kwargs: Any) -> Any:
+    def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a function of obstore. Nobody but this driver holds its store, so close() lets go of the connections."""
         import obstore
 
-        store = await self._store()
-        return await self._timed(doing, key, getattr(obstore, method)(store, *args, **kwargs))
+        if self._connected is None:
+            raise StorageError("the driver is closed", uri=self.uri)
+        return getattr(obstore, method)(self._connected, *args, **kwargs)
+
+    async def _call(self, doing: str, key: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        await self._connection()
+        with failures(doing, self.uri, key):
+            work = self._ask(method, *args, **kwargs)
+        return await self._timed(doing, key, work)
 
     async def _timed(self, doing: str, key: str, work: Awaitable[T]) -> T:
         """What ``work``, which is obstore's, gives. Raises StorageError."""

@@ -155,6 +155,10 @@ class S3Driver(ObjectDriver):
         client = self._session.create_client("s3", region_name=self._region, endpoint_url=endpoint, config=config)
         return Unfinished(client, self._bucket, self.uri, s.limit_s)
 
+    def _disconnect(self) -> None:
+        if (unfinished := self.__dict__.pop("_unfinished", None)) is not None:
+            unfinished.client.close()
+
     async def _drop_unfinished(self, path: str, *, whole_key: bool, quiet_s: float, began_within_s: float) -> None:
         def drop() -> None:
             self._unfinished.drop(path, whole_key=whole_key, quiet_s=quiet_s, began_within_s=began_within_s)

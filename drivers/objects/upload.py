@@ -89,6 +89,9 @@ class WholeUpload(Upload):
         self._written = Ranges(target.nbytes, uri=target.uri, key=target.key)
         self._content: np.ndarray[Any, np.dtype[np.uint8]] | None = np.empty(target.nbytes, np.uint8)
 
+    async def begin(self) -> None:
+        """Nothing to do: the store hears of it when all is there."""
+
     async def write(self, start: int, data: Buffer) -> None:
         content = self._open_content()
         self._written.check(start, len(data))
@@ -306,14 +309,6 @@ class PartsUpload(Upload):
         assert self._put is not None
         self._feed.drop()
         self._put.cancel()
-
-    def drop(self) -> None:
-        """End it without asking the store for anything. Raises nothing."""
-        if self._open and self._put is not None:
-            self._open = False
-            self._stop()
-            if (place := _places.get(self._target.place)) is not None:
-                place.live -= 1
 
     @staticmethod
     async def _let_go(stored: Any) -> None:
