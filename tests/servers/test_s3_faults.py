@@ -1,0 +1,260 @@
+"""Saves while a real S3 server, or the way to it, fails: they finish, or end with a clear error within their deadline;
+nothing torn can be loaded, and after the next save nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.servers.proxy import FaultProxy, Faults
+from support.servers.radosgw import Radosgw, find_ceph
+
+import holdfast
+from holdfast.drivers.objects.s3 import S3Driver
+from holdfast.drivers.uri import parse
+from holdfast.errors import AccessError, BusyError, FullError, HoldfastError, StorageDownError, StorageError
+
+MIB = 1 << 20
+SHORT = "&timeout=3s&deadline=4s&retries=1&op_timeout_s=15"
+"""Options of a save that is to fail soon."""
+FAIL_S = 40.0
+"""By when it has failed."""
+
+
+@pytest.fixture
+def proxy(radosgw: Radosgw) -> Iterator[FaultProxy]:
+    """The way to the server."""
+    with FaultProxy(("127.0.0.1", radosgw.port)) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def root(request: pytest.FixtureRequest) -> str:
+    """A folder of the bucket that no other test uses."""
+    return request.node.name.replace("[", "-").replace("]", "")
+
+
+@pytest.fixture(scope="module")
+def states() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Two of 96 MB, which differ everywhere."""
+    torch.manual_seed(0)
+    return {"x": torch.randn(24_000_000), "step": 1}, {"x": torch.randn(24_000_000), "step": 2}
+
+
+def url(endpoint: str, root: str, options: str = "") -> str:
+    """The root by way of an endpoint."""
+    return f"s3://holdfast/{root}?endpoint={endpoint}&part_size=5MiB{options}"
+
+
+def holds(uri: str, state: dict[str, Any]) -> bool:
+    """Whether exactly this state is loaded from there."""
+    found = holdfast.load(uri)
+    return torch.equal(found["x"], state["x"]) and found["step"] == state["step"]
+
+
+def leftovers(server: Radosgw, root: str) -> list[str]:
+    """What is in the bucket of a checkpoint besides the current one, seen by another client; unfinished uploads too."""
+    client = server.client()
+    keys = [found["Key"] for found in client.list_objects_v2(Bucket="holdfast", Prefix=f"{root}/").get("Contents", ())]
+    unfinished = client.list_multipart_uploads(Bucket="holdfast", Prefix=f"{root}/").get("Uploads", ())
+    (current,) = {key.split("/")[2] for key in keys if key.endswith(".safetensors") and "/data/" in key}
+    known = {f"{root}/manifest.safetensors"} | {
+        f"{root}/data/{current}/{name}" for name in ("attempt.json", "fate", "0.safetensors")
+    }
+    return sorted({*keys} - known) + [f"unfinished: {found['Key']}" for found in unfinished]
+
+
+def test_a_server_that_restarts_is_waited_for(
+    radosgw: Radosgw, proxy: FaultProxy, root: str, states: tuple[dict[str, Any], dict[str, Any]]
+) -> None:
+    """Killed in the middle of the parts and started again: the save goes on, and is whole."""
+    proxy.faults = Faults(up_nbytes_per_s=4 * MIB)
+    handle = holdfast.async_save(url(proxy.endpoint, root), states[0])
+    time.sleep(1.0)
+    assert not handle.done()
+    radosgw.kill_gateway()
+    proxy.faults = Faults()
+    time.sleep(1.0)
+    radosgw.start_gateway()
+    handle.wait(60)
+    assert holds(url(radosgw.endpoint, root), states[0])
+    assert leftovers(radosgw, root) == []
+
+
+def test_a_server_that_stays_away_fails_the_save(
+    radosgw: Radosgw, proxy: FaultProxy, root: str, states: tuple[dict[str, Any], dict[str, Any]]
+) -> None:
+    """In time, saying so; the checkpoint before is whole, and the save after collects what was left."""
+    holdfast.save(url(radosgw.endpoint, root), states[0])
+    proxy.faults = Faults(up_nbytes_per_s=4 * MIB)
+    handle = holdfast.async_save(url(proxy.endpoint, root, SHORT), states[1])
+    time.sleep(1.0)
+    radosgw.kill_gateway()
+    began_s = time.monotonic()
+    try:
+        with pytest.raises(StorageDownError):
+            handle.wait(60)
+        assert time.monotonic() - began_s < FAIL_S
+    finally:
+        radosgw.start_gateway()
+    assert holds(url(radosgw.endpoint, root), states[0])
+    assert leftovers(radosgw, root) != []
+    holdfast.save(url(radosgw.endpoint, root), states[1])
+    assert holds(url(radosgw.endpoint, root), states[1])
+    assert leftovers(radosgw, root) == []
+
+
+def test_connections_that_are_cut_are_made_again(
+    radosgw: Radosgw, proxy: FaultProxy, root: str, states: tuple[dict[str, Any], dict[str, Any]]
+) -> None:
+    """In the midst of parts, again and again."""
+    proxy.faults = Faults(up_nbytes_per_s=20 * MIB)
+    handle = holdfast.async_save(url(proxy.endpoint, root), states[0])
+    for _ in range(6):
+        time.sleep(0.15)
+        proxy.cut_all()
+    proxy.faults = Faults()
+    handle.wait(90)
+    assert proxy.cuts > 6
+    assert holds(url(radosgw.endpoint, root), states[0])
+    assert leftovers(radosgw, root) == []
+
+
+def test_a_slow_line_is_only_slow(
+    radosgw: Radosgw, proxy: FaultProxy, root: str, states: tuple[dict[str, Any], dict[str, Any]]
+) -> None:
+    """Parts of several requests share it, and each passes within its time."""
+    proxy.faults = Faults(up_nbytes_per_s=3 * MIB)
+    began_s = time.monotonic()
+    holdfast.save(url(proxy.endpoint, root, "&concurrency=8"), states[0])
+    assert time.monotonic() - began_s > 3
+    assert holds(url(radosgw.endpoint, root), states[0])
+
+
+def test_a_line_that_goes_dead_fails_the_save(
+    radosgw: Radosgw, proxy: FaultProxy, root: str, states: tuple[dict[str, Any], dict[str, Any]]
+) -> None:
+    """No answer and no refusal, in the middle of the parts: the deadline tells, and nothing stays after the next save."""
+    holdfast.save(url(radosgw.endpoint, root), states[0])
+    proxy.faults = Faults(up_nbytes_per_s=4 * MIB)
+    handle = holdfast.async_save(url(proxy.endpoint, root, SHORT), states[1])
+    time.sleep(1.0)
+    proxy.faults = Faults(mute=True)
+    began_s = time.monotonic()
+    with pytest.raises(StorageDownError):
+        handle.wait(60)
+    assert time.monotonic() - began_s < FAIL_S
+    assert holds(url(radosgw.endpoint, root), states[0])
+    holdfast.save(url(radosgw.endpoint, root), states[1])
+    assert holds(url(radosgw.endpoint, root), states[1])
+    assert leftovers(radosgw, root) == []
+
+
+def test_a_load_survives_cuts(
+    radosgw: Radosgw, proxy: FaultProxy, root: str, states: tuple[dict[str, Any], dict[str, Any]]
+) -> None:
+    """Reads are made again, and what arrives is verified."""
+    holdfast.save(url(radosgw.endpoint, root), states[0])
+    stop = threading.Event()
+
+    def cut() -> None:
+        while not stop.wait(0.1):
+            proxy.cut_all()
+
+    cutting = threading.Thread(target=cut)
+    cutting.start()
+    threading.Timer(1.0, stop.set).start()
+    try:
+        assert holds(url(proxy.endpoint, root), states[0])
+    finally:
+        stop.set()
+        cutting.join()
+
+
+def test_wrong_credentials_fail_at_once(
+    radosgw: Radosgw, root: str, states: tuple[dict[str, Any], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is copied to the server, and without trying again."""
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wr0ng")
+    began_s = time.monotonic()
+    with pytest.raises(AccessError, match="secret key"):
+        holdfast.save(url(radosgw.endpoint, root), states[0])
+    with pytest.raises(AccessError, match="secret key"):
+        holdfast.load(url(radosgw.endpoint, root))
+    assert time.monotonic() - began_s < 10
+
+
+def test_a_missing_bucket_is_no_empty_one(radosgw: Radosgw, states: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    """Neither saving nor loading takes it for a place where nothing was saved yet."""
+    uri = f"s3://no-such-bucket/x?endpoint={radosgw.endpoint}"
+    for call in (lambda: holdfast.save(uri, states[0]), lambda: holdfast.load(uri)):
+        with pytest.raises(HoldfastError, match="does not exist") as caught:
+            call()
+        assert type(caught.value) is StorageError
+
+
+@pytest.fixture(scope="module")
+def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Radosgw]:
+    """A server that takes three requests at a time, and keeps quotas to the byte."""
+    if find_ceph() is None:
+        pytest.skip("radosgw is not installed: make test-servers")
+    throttled = "rgw_scheduler_type = throttler\nrgw_max_concurrent_requests = 3"
+    quotas = "rgw_bucket_quota_ttl = 0\nrgw_user_quota_bucket_sync_interval = 1\nrgw_user_quota_sync_interval = 1"
+    server = Radosgw(tmp_path_factory.mktemp("strict"), extra=f"{throttled}\n{quotas}")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment().items():
+            patch.setenv(name, value)
+        server.start()
+        try:
+            server.client().create_bucket(Bucket="holdfast")
+            yield server
+        finally:
+            server.stop()
+
+
+async def burst(uri: str) -> list[BaseException | None]:
+    """What becomes of many requests at once, none of which is tried again."""
+    driver = S3Driver.open(parse(uri))
+    results = await asyncio.gather(*(driver.put(f"{n}", bytes(MIB)) for n in range(64)), return_exceptions=True)
+    await driver.close()
+    return results
+
+
+def test_a_server_that_asks_for_patience_gets_it(
+    strict: Radosgw, root: str, states: tuple[dict[str, Any], dict[str, Any]]
+) -> None:
+    """More requests than it wants: it answers some with 503, which is BusyError; tried again, all is stored in the end."""
+    refused = {type(result) for result in asyncio.run(burst(url(strict.endpoint, f"{root}-burst", "&deadline=0")))}
+    assert refused - {type(None)} == {BusyError}
+    holdfast.save(url(strict.endpoint, root, "&concurrency=32"), states[0])
+    assert holds(url(strict.endpoint, root, "&concurrency=32"), states[0])
+    assert leftovers(strict, root) == []
+
+
+def test_a_quota_that_is_used_up_fails_the_save(
+    strict: Radosgw, root: str, states: tuple[dict[str, Any], dict[str, Any]]
+) -> None:
+    """With the error that says so; the checkpoint before is whole, and with more room the next save works and tidies up."""
+    uri = url(strict.endpoint, root, "&concurrency=2")
+    holdfast.save(uri, states[0])
+    quota = ("--uid=test", "--quota-scope=bucket")
+    strict.rgw_admin("quota", "set", *quota, f"--max-size={250 * MIB}")
+    strict.rgw_admin("quota", "enable", *quota)
+    strict.kill_gateway()
+    strict.start_gateway()
+    try:
+        with pytest.raises(FullError, match="QuotaExceeded"):
+            holdfast.save(uri, states[1])
+    finally:
+        strict.rgw_admin("quota", "disable", *quota)
+        strict.kill_gateway()
+        strict.start_gateway()
+    assert holds(uri, states[0])
+    holdfast.save(uri, states[1])
+    assert holds(uri, states[1])
+    assert leftovers(strict, root) == []
