@@ -1,4 +1,4 @@
-"""Processes that save, and die of SIGKILL while they do."""
+"""Processes that save or copy, and die of SIGKILL while they do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from .gang import PRELOAD
 
-__all__ = ["save_against_others", "save_and_die_at", "save_until_killed", "spawned", "state_of_step"]
+__all__ = ["copy_and_die_at", "save_against_others", "save_and_die_at", "save_until_killed", "spawned", "state_of_step"]
 
 SYSTEM_CALLS = (
     "fsync", "ftruncate", "link", "mkdir", "open", "posix_fallocate", "pwrite", "pwritev", "rename", "replace", "rmdir", "unlink", "write",
@@ -55,6 +55,24 @@ def save_and_die_at(pipe: Connection, uri: str, step: int, at: int) -> None:
     """Save once, and die before the ``at``-th system call that changes the file system. Say if that never came."""
     import holdfast
 
+    count = count_calls(at)
+    holdfast.save(uri, state_of_step(step), budget_nbytes=32 << 20)
+    pipe.send(count())
+
+
+def copy_and_die_at(pipe: Connection, src: str, dst: str, at: int) -> None:
+    """Copy over what is there, and die before the ``at``-th system call that changes the file system. Say if that never
+    came."""
+    import holdfast
+
+    count = count_calls(at)
+    holdfast.copy(src, dst, overwrite=True)
+    pipe.send(count())
+
+
+def count_calls(at: int) -> Callable[[], int]:
+    """From now on this process dies before its ``at``-th system call that changes the file system. Returns what tells how
+    many there were."""
     count, lock = 0, threading.Lock()
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,8 +88,7 @@ def save_and_die_at(pipe: Connection, uri: str, step: int, at: int) -> None:
 
     for name in SYSTEM_CALLS:
         setattr(os, name, counted(getattr(os, name)))
-    holdfast.save(uri, state_of_step(step), budget_nbytes=32 << 20)
-    pipe.send(count)
+    return lambda: count
 
 
 def save_against_others(pipe: Connection, uri: str, first: int, saves: int) -> None:
