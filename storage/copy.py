@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..drivers.contract import Driver
-from ..drivers.uri import Uri, parse
 from ..errors import (
     CheckpointError,
     DamagedError,
@@ -31,7 +30,8 @@ from .executor import at_most
 from .image_copier import ImageCopier
 from .image_reader import ImageReader
 from .manifest import MANIFEST_KEY, Manifest
-from .reader import manifest_keys, opened
+from .place import Place
+from .reader import manifest_keys
 from .verify import verify_images
 
 __all__ = ["CopiedCheckpoint", "CopyReport", "Orders", "Pair", "Progress", "copy", "copy_checkpoint"]
@@ -94,6 +94,8 @@ def copy(
     overwrite: bool = False,
     recursive: bool = False,
     budget_nbytes: int = BUDGET_NBYTES,
+    src_options: Mapping[str, object] | None = None,
+    dst_options: Mapping[str, object] | None = None,
     progress: Progress = lambda done, total: None,
 ) -> CopyReport:
     """Copy the checkpoint ``src`` to the URI ``dst``; with ``recursive``, each checkpoint at and below ``src`` to the
@@ -110,9 +112,9 @@ def copy(
     other from being copied: it is a ``problem`` of the report.
     """
     began_s = time.perf_counter()
-    source, target = parse(src), parse(dst)
+    source, target = Place.of(src, src_options), Place.of(dst, dst_options)
     copied = run(_copy(source, target, Orders(overwrite, budget_nbytes), recursive, progress))
-    return CopyReport(source.redacted, target.redacted, tuple(copied), time.perf_counter() - began_s)
+    return CopyReport(source.uri.redacted, target.uri.redacted, tuple(copied), time.perf_counter() - began_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,7 @@ class Pair:
 
 
 async def _copy(
-    source: Uri, target: Uri, orders: Orders, recursive: bool, progress: Progress
+    source: Place, target: Place, orders: Orders, recursive: bool, progress: Progress
 ) -> list[CopiedCheckpoint]:
     paths = await _paths(source, recursive=recursive)
     looked = await _look_at_all(source, target, paths, orders, recursive)
@@ -161,26 +163,26 @@ async def _copy(
     return copied
 
 
-async def _paths(source: Uri, *, recursive: bool) -> list[str]:
+async def _paths(source: Place, *, recursive: bool) -> list[str]:
     """The paths of the checkpoints that are meant."""
     if not recursive:
         return [""]
-    async with opened(source) as driver:
+    async with source.opened() as driver:
         paths = [key.rpartition("/")[0] for key in await manifest_keys(driver)]
     if not paths:
-        raise NotACheckpointError("no checkpoint is committed at or below it", uri=source.redacted)
+        raise NotACheckpointError("no checkpoint is committed at or below it", uri=source.uri.redacted)
     return paths
 
 
 async def _look_at_all(
-    source: Uri, target: Uri, paths: Sequence[str], orders: Orders, recursive: bool
+    source: Place, target: Place, paths: Sequence[str], orders: Orders, recursive: bool
 ) -> list[CopiedCheckpoint]:
     """What is to be copied, in order of steps; nothing of it is sent yet. Manifests are not kept: there may be many."""
     looked: list[CopiedCheckpoint] = []
 
     async def look(path: str) -> None:
         try:
-            async with opened(source, path) as theirs, opened(target, path) as ours:
+            async with source.opened(path) as theirs, target.opened(path) as ours:
                 pair = await _look(theirs, ours, orders)
         except CheckpointError as error:
             if not recursive:
@@ -195,10 +197,10 @@ async def _look_at_all(
 
 
 async def _copy_path(
-    source: Uri, target: Uri, known: CopiedCheckpoint, orders: Orders, sent: Callable[[int], None]
+    source: Place, target: Place, known: CopiedCheckpoint, orders: Orders, sent: Callable[[int], None]
 ) -> CopiedCheckpoint:
     began_s = time.perf_counter()
-    async with opened(source, known.path) as theirs, opened(target, known.path) as ours:
+    async with source.opened(known.path) as theirs, target.opened(known.path) as ours:
         pair, sent_nbytes = await copy_checkpoint(theirs, ours, orders, sent)
     m, seconds = pair.manifest, time.perf_counter() - began_s
     return CopiedCheckpoint(known.path, m.step, len(m.images), pair.nbytes, sent_nbytes, seconds)

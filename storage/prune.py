@@ -11,17 +11,17 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ..drivers.contract import Driver
-from ..drivers.uri import Uri, parse
 from ..errors import NotACheckpointError, NotFoundError, UsageError
 from .commit import GRACE_S, IDLE_S, Attempt, attempts, collect, read_manifest, sweep
 from .engine import run
 from .executor import at_most
 from .manifest import MANIFEST_KEY
-from .reader import ListedCheckpoint, list_in, opened
+from .place import Place
+from .reader import ListedCheckpoint, list_in
 
 __all__ = ["Leftover", "PruneReport", "PrunedCheckpoint", "choose", "prune"]
 
@@ -75,6 +75,7 @@ def prune(
     keep_every: int | None = None,
     idle_s: float = IDLE_S,
     dry_run: bool = False,
+    storage_options: Mapping[str, object] | None = None,
     confirm: Callable[[PruneReport], bool] = lambda report: True,
 ) -> PruneReport:
     """Delete the checkpoints at and below ``uri`` that are not to be kept, and what dead attempts left; say what it was.
@@ -82,12 +83,12 @@ def prune(
     ``keep_last`` keeps as many of the highest steps in each folder, ``keep_every`` those whose step is a multiple of it;
     a checkpoint goes if neither keeps it, and none goes if neither is given. What was saved last in its folder is always
     kept, and so is what has no step, or cannot be opened. An attempt is dead when nothing was written to it for
-    ``idle_s`` seconds; 0 is for when nobody saves.
+    ``idle_s`` seconds; 0 is for when nobody saves. ``storage_options`` are options of the storage; those in the URI win.
 
     ``confirm`` is asked once all is known, and nothing is deleted before. Whatever stops it, each checkpoint is whole or
     gone. Raises UsageError, StorageError.
     """
-    root = parse(uri)
+    root = Place.of(uri, storage_options)
     for name, value, least in (("keep_last", keep_last, 1), ("keep_every", keep_every, 1), ("idle_s", idle_s, 0)):
         if value is not None and value < least:
             raise UsageError(f"{name} is at least {least}, not {value}")
@@ -122,8 +123,8 @@ class _Plan:
     """Wherever something of ours lies."""
 
 
-async def _plan(root: Uri, keep_last: int | None, keep_every: int | None, idle_s: float) -> _Plan:
-    async with opened(root) as driver:
+async def _plan(root: Place, keep_last: int | None, keep_every: int | None, idle_s: float) -> _Plan:
+    async with root.opened() as driver:
         folders = await _survey(driver)
         keys = [f"{path}/{MANIFEST_KEY}".lstrip("/") for path, files in folders.items() if "" in files]
         listed = await list_in(driver, keys)
@@ -136,7 +137,7 @@ async def _plan(root: Uri, keep_last: int | None, keep_every: int | None, idle_s
     leftovers: list[Leftover] = []
 
     async def look(path: str) -> None:
-        async with opened(root, path) as driver:
+        async with root.opened(path) as driver:
             leftovers.extend(await _leftovers(driver, path, current.get(path), idle_s))
 
     # A checkpoint without leftovers, the common case, has one attempt.
@@ -144,7 +145,7 @@ async def _plan(root: Uri, keep_last: int | None, keep_every: int | None, idle_s
     await at_most(_FOLDERS, map(look, suspects))
     leftovers.sort(key=lambda x: (x.path, x.attempt))
     kept = sorted(set(current) - {c.path for c in gone})
-    return _Plan(PruneReport(root.redacted, tuple(checkpoints), tuple(leftovers), tuple(kept)), tuple(folders))
+    return _Plan(PruneReport(root.uri.redacted, tuple(checkpoints), tuple(leftovers), tuple(kept)), tuple(folders))
 
 
 async def _survey(driver: Driver) -> dict[str, dict[str, int]]:
@@ -176,17 +177,17 @@ async def _fate(driver: Driver, attempt: Attempt) -> bytes:
         return b"abort"  # it is being deleted
 
 
-async def _carry_out(root: Uri, plan: _Plan, idle_s: float) -> PruneReport:
+async def _carry_out(root: Place, plan: _Plan, idle_s: float) -> PruneReport:
     deleted: list[PrunedCheckpoint] = []
     for checkpoint in plan.report.checkpoints:
-        async with opened(root, checkpoint.path) as driver:
+        async with root.opened(checkpoint.path) as driver:
             if await _delete(driver, checkpoint):
                 deleted.append(checkpoint)
     left = {x.path for x in plan.report.leftovers}
     collected: list[Leftover] = []
 
     async def tidy(path: str) -> None:
-        async with opened(root, path) as driver:
+        async with root.opened(path) as driver:
             if path not in left:
                 await sweep(driver)
                 return
@@ -195,7 +196,7 @@ async def _carry_out(root: Uri, plan: _Plan, idle_s: float) -> PruneReport:
             collected.extend(x for x in plan.report.leftovers if x.path == path and x.attempt not in still)
 
     await at_most(_FOLDERS, map(tidy, plan.folders))
-    async with opened(root) as driver:
+    async with root.opened() as driver:
         for path in ({x.path for x in deleted} | {x.path for x in collected}) - {""}:
             await _delete_if_empty(driver, path)
     collected.sort(key=lambda x: (x.path, x.attempt))

@@ -5,9 +5,8 @@ Needs no torch.distributed, and no torch until a tensor is read.
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ..drivers.contract import Driver
 from ..drivers.registry import open_driver
-from ..drivers.uri import Uri, join
 from ..errors import DamagedError, HoldfastError, ReplacedError, UsageError
 from .commit import read_manifest
 from .engine import offload, start
@@ -39,7 +37,6 @@ __all__ = [
     "list_in",
     "manifest_keys",
     "open",
-    "opened",
 ]
 
 _BUDGET_NBYTES = 512 << 20
@@ -217,16 +214,6 @@ def list_checkpoints(
     finally:
         start(driver.close()).result()
     return sorted(listed, key=lambda c: (c.step is None, c.step or 0, c.created_s, c.path))
-
-
-@contextlib.asynccontextmanager
-async def opened(root: Uri, path: str = "") -> AsyncIterator[Driver]:
-    """A driver for what lies at ``path`` (a key, or empty) below ``root``, closed at the end."""
-    driver = open_driver(join(root, *path.split("/")) if path else root)
-    try:
-        yield driver
-    finally:
-        await driver.close()
 
 
 async def manifest_keys(driver: Driver) -> list[str]:

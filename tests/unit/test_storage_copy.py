@@ -170,6 +170,17 @@ def test_a_source_that_is_replaced_meanwhile_is_called_so() -> None:
     assert run(contents(ours)) == {}
 
 
+def test_each_side_has_options_of_its_own(tmp_path: Path) -> None:
+    """What the other side would not know reaches the one that it is for."""
+    uri = fresh_uri()
+    holdfast.save(uri, {"x": torch.ones(3)})
+    holdfast.copy(uri, tmp_path, dst_options={"threads": 3})
+    assert holdfast.copy(tmp_path, fresh_uri(), src_options={"direct": "off"}).ok
+    for options in ({"src_options": {"threads": 3}}, {"dst_options": {"endpoint": "x"}}):
+        with pytest.raises(holdfast.UriError):
+            holdfast.copy(uri, tmp_path, **options)
+
+
 def test_progress_counts_every_byte_once() -> None:
     """It begins with what is there, grows, and ends with all."""
     root, told = fresh_uri(), list[tuple[int, int]]()

@@ -17,7 +17,7 @@ from support.drivers import Fault, HookedDriver, contents
 
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage import commit, reader
+from holdfast.storage import commit, place
 from holdfast.storage.manifest import MANIFEST_KEY
 from holdfast.storage.prune import choose
 from holdfast.storage.reader import ListedCheckpoint
@@ -203,8 +203,10 @@ def test_a_checkpoint_that_was_saved_anew_is_kept(monkeypatch: pytest.MonkeyPatc
 
 def hooked(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
     """Every driver that pruning opens fails as ``fault`` says."""
-    opened: Callable[..., Any] = reader.open_driver
-    monkeypatch.setattr(reader, "open_driver", lambda uri: HookedDriver(opened(uri), fault.on_before, fault.on_after))
+    opened: Callable[..., Any] = place.open_driver
+    monkeypatch.setattr(
+        place, "open_driver", lambda uri, **options: HookedDriver(opened(uri), fault.on_before, fault.on_after)
+    )
 
 
 def accesses() -> int:
@@ -256,9 +258,9 @@ def test_the_manifest_goes_first() -> None:
         if operation in ("delete", "delete_all"):
             seen.append(key)
 
-    opened: Callable[..., Any] = reader.open_driver
+    opened: Callable[..., Any] = place.open_driver
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader, "open_driver", lambda uri: HookedDriver(opened(uri), before=note))
+        patch.setattr(place, "open_driver", lambda uri, **options: HookedDriver(opened(uri), before=note))
         holdfast.prune(root, keep_last=1)
     assert seen[0] == MANIFEST_KEY
     assert seen[1].endswith("/attempt.json")
