@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for add in (_add_ls, _add_show, _add_verify, _add_cp, _add_prune, _add_demo):
+    for add in (_add_ls, _add_show, _add_verify, _add_cp, _add_prune, _add_drivers, _add_demo):
         add(commands)
     return parser
 
@@ -141,6 +141,22 @@ def _add_prune(commands: Parsers) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="say what would be deleted, and delete nothing")
     parser.add_argument("-y", "--yes", action="store_true", help="do not ask")
+    _with_json(parser)
+
+
+def _add_drivers(commands: Parsers) -> None:
+    def drivers(**arguments: Any) -> int:
+        from .drivers import run
+
+        return run(**arguments)
+
+    parser = _command(
+        commands,
+        drivers,
+        "list the storages that can be used, or show one's traits and options, and where each comes from",
+        "Exits with 1 if SCHEME cannot be used here.",
+    )
+    parser.add_argument("scheme", metavar="SCHEME", nargs="?", help="a scheme such as s3, or a URI")
     _with_json(parser)
 
 

@@ -99,7 +99,8 @@ class Driver(ABC):
     """Storage bound to one root. Raises :class:`holdfast.StorageError` and its kinds, each with URI, key and cause."""
 
     uri: str
-    """The root, redacted: fit to be printed."""
+    """The root, redacted: fit to be printed. Without options: some come from the environment, and may differ between
+    ranks, which compare where they save to."""
     traits: Traits
     deviations: ClassVar[Mapping[str, str]] = {}
     """Trials of the conformance kit, by name, that this storage cannot pass, and why. The kit prints them."""

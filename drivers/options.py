@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ..errors import UriError
-from .uri import Uri, is_secret
+from .uri import Uri
 
 __all__ = ["Option", "choice", "duration", "integer", "option_values", "or_off", "size", "switch"]
 
@@ -41,12 +41,10 @@ def option_values(known: Mapping[str, Option], uri: Uri) -> dict[str, Any]:
     """
     for name in uri.options:
         if name not in known:
-            advice = f"Known options: {', '.join(sorted(known)) or 'none'}."
-            if is_secret(name):
-                advice = (
-                    "Secrets stay out of URIs: put them into the environment, or where the storage's own tools look."
-                )
-            raise UriError(f"{uri.scheme}:// has no option {name!r}", uri=uri.redacted, advice=advice)
+            names = ", ".join(sorted(known)) or "none"
+            raise UriError(
+                f"{uri.scheme}:// has no option {name!r}", uri=uri.redacted, advice=f"Known options: {names}."
+            )
     return {name: _value(name, option, uri) for name, option in known.items()}
 
 

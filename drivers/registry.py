@@ -19,7 +19,16 @@ from .mounts import LUSTRE_TYPES, fs_type
 from .options import Option
 from .uri import Uri, parse, redact
 
-__all__ = ["GROUP", "DriverClass", "driver_class", "open_driver", "resolved_options", "schemes", "serving"]
+__all__ = [
+    "GROUP",
+    "DriverClass",
+    "driver_class",
+    "open_driver",
+    "packages",
+    "resolved_options",
+    "schemes",
+    "serving",
+]
 
 GROUP = "holdfast.drivers"
 """The entry point group."""
@@ -111,3 +120,11 @@ def schemes() -> dict[str, str]:
     from importlib.metadata import entry_points  # slow to import, and not needed for a built-in scheme
 
     return {entry.name: entry.value for entry in entry_points(group=GROUP)} | _BUILT_IN
+
+
+def packages() -> dict[str, str]:
+    """By scheme, the installed package that serves it, with its version; empty where that cannot be told."""
+    from importlib.metadata import entry_points
+
+    found = {e.name: f"{e.dist.name} {e.dist.version}" if e.dist else "" for e in entry_points(group=GROUP)}
+    return found | dict.fromkeys(_BUILT_IN, "holdfast")

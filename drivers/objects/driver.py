@@ -42,7 +42,7 @@ class ObjectDriver(Driver):
     """Objects in a bucket, below a root. Touches nothing before its first operation."""
 
     def __init__(self, uri: Uri, root: str, settings: Settings) -> None:
-        self.uri = uri.redacted
+        self.uri = Uri(uri.scheme, uri.location).redacted
         self.traits = Traits(
             part_nbytes=settings.part_nbytes,
             part_min_nbytes=1,

@@ -1,0 +1,159 @@
+"""``holdfast drivers``: which storages there are, what serves them, what they are good at, and where options come from."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ..drivers.contract import Driver
+from ..drivers.layers.layer import Layer
+from ..drivers.layers.stack import common_options
+from ..drivers.registry import driver_class, open_driver, packages, resolved_options, schemes
+from ..drivers.uri import Uri, is_secret, parse, redact
+from ..errors import UsageError
+from .commands import print_json
+from .text import paint, printable
+
+__all__ = ["run"]
+
+_EXAMPLES = {"file": "/"}
+"""A location to ask a scheme about, where "example" will not do."""
+
+
+@dataclass
+class _Found:
+    """One scheme, as far as it could be looked at."""
+
+    scheme: str
+    driver: str
+    package: str
+    problem: str | None = None
+    advice: str | None = None
+    uri: str | None = None
+    remote: bool | None = None
+    layers: list[str] = field(default_factory=list)
+    traits: Mapping[str, Any] | None = None
+    options: list[dict[str, Any]] = field(default_factory=list)
+
+
+def run(scheme: str | None, *, json_output: bool) -> int:
+    """Print all schemes, or all about one, or about one URI; 0 if they can be used, 1 if the one asked for cannot."""
+    known, served = schemes(), packages()
+    if scheme is None:
+        found = [_look(name, _example(name), known, served) for name in sorted(known)]
+        if json_output:
+            print_json({"drivers": [asdict(one) for one in found]})
+        else:
+            print("\n".join(_table([_line(one) for one in found])))
+        return 0
+    uri = parse(scheme) if "://" in scheme or os.sep in scheme else _example(scheme)
+    if uri.scheme not in known:
+        driver_class(uri.scheme)  # raises, and names the known ones
+    one = _look(uri.scheme, uri, known, served)
+    if json_output:
+        print_json(asdict(one))
+    else:
+        print("\n".join(_details(one)))
+    return 0 if one.problem is None else 1
+
+
+def _example(scheme: str) -> Uri:
+    return Uri(scheme, _EXAMPLES.get(scheme, "example"))
+
+
+def _look(scheme: str, uri: Uri, known: Mapping[str, str], served: Mapping[str, str]) -> _Found:
+    found = _Found(scheme, known[scheme], served.get(scheme, ""))
+    try:
+        cls = driver_class(scheme)
+        found.remote = cls.remote
+        common = common_options(remote=cls.remote)
+        known_options = {**cls.OPTIONS, **common}
+        for name, resolved in resolved_options(uri).items():
+            option = known_options[name]
+            found.options.append(
+                {
+                    "name": name,
+                    "help": option.help,
+                    "default": _text(name, option.default),
+                    "value": _text(name, resolved.value if resolved.text is None else resolved.text),
+                    "source": resolved.source,
+                    "common": name in common,
+                }
+            )
+        driver = open_driver(uri)
+    except UsageError as error:
+        found.problem, found.advice = error.message, error.advice
+        return found
+    found.uri, found.layers, found.traits = driver.uri, _layers(driver), asdict(driver.traits)
+    asyncio.run(driver.close())
+    return found
+
+
+def _layers(driver: Driver) -> list[str]:
+    """From the caller to the storage."""
+    names = []
+    while isinstance(driver, Layer):
+        names.append(type(driver).__name__.removesuffix("Layer").lower())
+        driver = driver.inner
+    return names
+
+
+def _text(name: str, value: object) -> str | None:
+    """A value as it could be written; a secret hidden; None where there is none."""
+    if value is None or value == "":
+        return None
+    if is_secret(name):
+        return "***"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return redact(f"{value:g}" if isinstance(value, float) else str(value))
+
+
+def _line(found: _Found) -> tuple[str, ...]:
+    state = (
+        "ready" if found.problem is None else paint(printable(f"{found.problem}. {found.advice or ''}".strip()), "red")
+    )
+    return (f"{found.scheme}://", printable(found.package) or "?", printable(found.driver), state)
+
+
+def _details(found: _Found) -> list[str]:
+    lines = [
+        ("scheme", found.scheme),
+        ("driver", printable(found.driver)),
+        ("package", printable(found.package) or "?"),
+        ("remote", {None: "?", True: "yes: retries and a deadline by default", False: "no"}[found.remote]),
+    ]
+    if found.problem is not None:
+        lines.append(("problem", paint(printable(f"{found.problem}. {found.advice or ''}".strip()), "red")))
+    if found.uri is not None:
+        lines += [("uri", printable(found.uri)), ("layers", ", ".join(found.layers) or "none")]
+        lines += [("traits", ", ".join(f"{name}={value}" for name, value in (found.traits or {}).items()))]
+    width = max(len(name) for name, _ in lines)
+    printed = [f"{paint(name.ljust(width), 'dim')}  {value}" for name, value in lines]
+    for title, common in (("options", False), ("options of every scheme", True)):
+        rows = [_option_line(o) for o in found.options if o["common"] == common]
+        if rows:
+            printed += ["", paint(title, "bold"), *_table(rows, ("name", "value", "from", "default", "what"))]
+    return printed
+
+
+def _option_line(option: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(
+        printable(text)
+        for text in (option["name"], option["value"] or "-", option["source"], option["default"] or "-", option["help"])
+    )
+
+
+def _table(
+    rows: list[tuple[str, ...]], titles: tuple[str, ...] = ("scheme", "package", "driver", "state")
+) -> list[str]:
+    """Columns; the last may hold colours, and is not padded."""
+    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)][:-1]
+    lines = [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(cells, widths, strict=False)), cells[-1]]).rstrip()
+        for cells in (titles, *rows)
+    ]
+    return [paint(lines[0], "dim"), *lines[1:]]

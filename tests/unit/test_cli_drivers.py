@@ -1,0 +1,128 @@
+"""``holdfast drivers``: what it says about every storage, about one, and about a URI."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.cli.app import run
+from holdfast.drivers.memory import MemoryDriver
+from holdfast.drivers.options import Option, integer, option_values
+from holdfast.drivers.registry import GROUP, schemes
+from holdfast.drivers.uri import Uri
+from holdfast.errors import UriError
+
+
+class OtherDriver(MemoryDriver):
+    """A third party's, with a secret among its options."""
+
+    OPTIONS = {"level": Option(integer(0, 9), 5, "how much"), "token": Option(str, None, "to get in")}  # noqa: RUF012
+
+    @classmethod
+    def open(cls, uri: Uri) -> OtherDriver:
+        if option_values(cls.OPTIONS, uri)["level"] == 9:
+            raise UriError("other:// needs otherlib", advice="pip install otherlib")
+        return cls(uri.location)
+
+
+@pytest.fixture
+def third_parties(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that works, and one that cannot be imported."""
+    found = [
+        importlib.metadata.EntryPoint("other", f"{__name__}:OtherDriver", GROUP),
+        importlib.metadata.EntryPoint("gone", "holdfast_no_such_module:Driver", GROUP),
+    ]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: found)
+
+
+def document(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
+    """The exit status of ``holdfast drivers`` and what it printed as JSON."""
+    status = run(["drivers", *arguments, "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_every_scheme_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    """With what serves it; every scheme of ours can be looked at, in a development environment, without a network."""
+    status, printed = document(capsys)
+    assert status == 0
+    assert {one["scheme"]: one["driver"] for one in printed["drivers"]} == schemes()
+    assert [one["scheme"] for one in printed["drivers"] if one["problem"] and one["package"] == "holdfast"] == []
+    for one in printed["drivers"]:
+        assert one["traits"]["part_nbytes"] > 0
+        assert {o["name"] for o in one["options"] if o["common"]} >= {"retries", "op_timeout_s", "metrics"}
+
+
+@pytest.mark.usefixtures("third_parties")
+def test_what_cannot_be_imported_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    """The list goes on; asked for alone, it is status 1."""
+    status, printed = document(capsys)
+    found = {one["scheme"]: one for one in printed["drivers"]}
+    assert (status, found["other"]["problem"]) == (0, None)
+    assert "holdfast_no_such_module" in found["gone"]["problem"]
+    status, printed = document(capsys, "gone")
+    assert (status, printed["traits"]) == (1, None)
+    assert run(["drivers", "gone"]) == 1
+    assert "holdfast_no_such_module" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("third_parties")
+def test_a_missing_library_is_told_with_what_brings_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """As the driver says it when it is opened; its options are listed all the same."""
+    status, printed = document(capsys, "other://x?level=9")
+    assert (status, printed["problem"], printed["advice"]) == (1, "other:// needs otherlib", "pip install otherlib")
+    assert [o["value"] for o in printed["options"] if o["name"] == "level"] == ["9"]
+    run(["drivers", "other://x?level=9"])
+    assert "needs otherlib. pip install otherlib" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("third_parties")
+def test_each_value_is_shown_with_where_it_comes_from(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """For a URI: from it, from the environment, from a file, or by default; a secret is hidden."""
+    file = tmp_path / "holdfast.toml"
+    file.write_text("[other]\nmax_concurrency = 3\n")
+    monkeypatch.setenv("HOLDFAST_CONFIG", str(file))
+    monkeypatch.setenv("HOLDFAST_OTHER_TOKEN", "hush")
+    monkeypatch.setenv("HOLDFAST_RETRIES", "2")
+    status, printed = document(capsys, "other://x/y?level=4")
+    told = {o["name"]: (o["value"], o["source"], o["default"]) for o in printed["options"]}
+    assert (status, printed["uri"], printed["layers"]) == (0, "memory://x/y", ["retry", "limit"])
+    assert told["level"] == ("4", "the URI", "5")
+    assert told["token"] == ("***", "HOLDFAST_OTHER_TOKEN", None)
+    assert told["retries"] == ("2", "HOLDFAST_RETRIES", "0")
+    assert told["max_concurrency"] == ("3", f"{file} [other]", None)
+    assert told["metrics"] == ("off", "default", "off")
+    assert printed["traits"]["concurrency"] == 3
+    assert run(["drivers", "other://x/y?level=4"]) == 0
+    text = capsys.readouterr().out
+    assert "hush" not in text
+    assert "HOLDFAST_OTHER_TOKEN" in text
+    assert "limit" in text
+
+
+def test_a_path_is_a_file_uri(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """As everywhere; nothing is created there."""
+    status, printed = document(capsys, str(tmp_path / "run"))
+    assert (status, printed["scheme"], printed["remote"], printed["layers"]) == (0, "file", False, [])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_scheme_is_a_wrong_call(capsys: pytest.CaptureFixture[str]) -> None:
+    """Status 2, and the known ones."""
+    assert run(["drivers", "s4"]) == 2
+    assert "Known schemes: " in capsys.readouterr().err
+
+
+def test_a_configuration_that_is_wrong_is_shown_where_it_counts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A typo in a variable of one scheme is that scheme's problem."""
+    monkeypatch.setenv("HOLDFAST_FILE_THRAEDS", "3")
+    _, printed = document(capsys)
+    problems = {one["scheme"]: one["problem"] for one in printed["drivers"] if one["problem"]}
+    assert problems == {"file": "file:// has no option 'thraeds', which HOLDFAST_FILE_THRAEDS sets"}
