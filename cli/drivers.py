@@ -11,7 +11,7 @@ from typing import Any
 from ..drivers.contract import Driver
 from ..drivers.layers.layer import Layer
 from ..drivers.layers.stack import common_options
-from ..drivers.registry import driver_class, open_driver, packages, resolved_options, schemes
+from ..drivers.registry import driver_class, open_driver, packages, resolved_options, schemes, serving
 from ..drivers.uri import Uri, is_secret, parse, redact
 from ..errors import UsageError
 from .commands import print_json
@@ -19,8 +19,8 @@ from .text import paint, printable
 
 __all__ = ["run"]
 
-_EXAMPLES = {"file": "/"}
-"""A location to ask a scheme about, where "example" will not do."""
+_EXAMPLES = {"file": "file:///", "lustre": "lustre:///", "fsspec": "fsspec+memory://example"}
+"""What to ask a scheme about, where "example" as a location will not do."""
 
 
 @dataclass
@@ -50,9 +50,10 @@ def run(scheme: str | None, *, json_output: bool) -> int:
             print("\n".join(_table([_line(one) for one in found])))
         return 0
     uri = parse(scheme) if "://" in scheme or os.sep in scheme else _example(scheme)
-    if uri.scheme not in known:
-        driver_class(uri.scheme)  # raises, and names the known ones
-    one = _look(uri.scheme, uri, known, served)
+    entry = "fsspec" if uri.scheme.startswith("fsspec+") else serving(uri)
+    if entry not in known:
+        driver_class(entry)  # raises, and names the known ones
+    one = _look(entry, uri, known, served)
     if json_output:
         print_json(asdict(one))
     else:
@@ -61,13 +62,13 @@ def run(scheme: str | None, *, json_output: bool) -> int:
 
 
 def _example(scheme: str) -> Uri:
-    return Uri(scheme, _EXAMPLES.get(scheme, "example"))
+    return parse(_EXAMPLES.get(scheme, f"{scheme}://example"))
 
 
 def _look(scheme: str, uri: Uri, known: Mapping[str, str], served: Mapping[str, str]) -> _Found:
     found = _Found(scheme, known[scheme], served.get(scheme, ""))
     try:
-        cls = driver_class(scheme)
+        cls = driver_class(uri.scheme if scheme == "fsspec" else scheme)
         found.remote = cls.remote
         common = common_options(remote=cls.remote)
         known_options = {**cls.OPTIONS, **common}
@@ -116,7 +117,12 @@ def _line(found: _Found) -> tuple[str, ...]:
     state = (
         "ready" if found.problem is None else paint(printable(f"{found.problem}. {found.advice or ''}".strip()), "red")
     )
-    return (f"{found.scheme}://", printable(found.package) or "?", printable(found.driver), state)
+    return (
+        f"{found.scheme}+X://" if found.scheme == "fsspec" else f"{found.scheme}://",
+        printable(found.package) or "?",
+        printable(found.driver),
+        state,
+    )
 
 
 def _details(found: _Found) -> list[str]:

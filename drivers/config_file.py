@@ -124,7 +124,7 @@ def _applying(
                 applying.append(((2, len(prefix.location)), name))
         elif name in (_COMMON, uri.scheme):
             applying.append(((int(name != _COMMON), 0), name))
-        elif name not in schemes():
+        elif name not in schemes() and not name.startswith("fsspec+"):
             raise UsageError(
                 f"{file} has a table [{label}{name}], which is no scheme",
                 advice=f"Tables are {_COMMON}, {_PROFILE}.<name>.<table>, a URI in quotes, "

@@ -73,7 +73,7 @@ class FsspecDriver(Driver):
         values = option_values(self.OPTIONS, uri)
         protocol = uri.scheme.removeprefix(_PREFIX)
         plain = f"{protocol}://{unquote(uri.location)}"
-        self.uri = uri.redacted
+        self.uri = Uri(uri.scheme, uri.location).redacted
         self._kind = kind_of(protocol, self.fs_class)
         self._arguments = _arguments(self.fs_class, plain, uri, values)
         self._root = _root(self.fs_class, plain, protocol, self.uri)

@@ -126,3 +126,10 @@ def test_a_configuration_that_is_wrong_is_shown_where_it_counts(
     _, printed = document(capsys)
     problems = {one["scheme"]: one["problem"] for one in printed["drivers"] if one["problem"]}
     assert problems == {"file": "file:// has no option 'thraeds', which HOLDFAST_FILE_THRAEDS sets"}
+
+
+def test_one_of_fsspecs_file_systems_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each has options of its own; the scheme they share is shown by an example."""
+    status, printed = document(capsys, "fsspec+memory://x")
+    assert (status, printed["scheme"], printed["uri"]) == (0, "fsspec", "fsspec+memory://x")
+    assert "global_store" in {o["name"] for o in printed["options"]}

@@ -89,6 +89,13 @@ def test_the_longest_uri_wins_wherever_it_stands(file: Path) -> None:
     assert [found(f"my://b/{k}")["level"][0] for k in ("a/c/d", "a/x", "z")] == [3, 2, 1]
 
 
+def test_a_table_for_one_of_fsspecs_file_systems_is_a_scheme(file: Path) -> None:
+    """There are as many as fsspec knows, and no list of them here."""
+    file.write_text('["fsspec+gcs"]\nretries = 3\n')
+    assert found("fsspec+gcs://b")["retries"][0] == 3
+    assert found("my://b") == {}
+
+
 def test_paths_and_file_uris_are_the_same(file: Path) -> None:
     """A table for a file:// URI holds for bare paths."""
     file.write_text('["file:///scratch"]\nlevel = 3\n')
