@@ -6,24 +6,48 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+import numpy as np
+
 from ..drivers.contract import Driver
 from ..errors import DamagedError, NotFoundError
+from ..planner.coverage import flawed
 from ..planner.image import DIGEST_NBYTES, blocks_of
-from ..planner.loading import LoadPlan
+from ..planner.loading import LoadPlan, Targets, plan_load
 from .buffers import HostBuffer, host_pool
 from .damage import damaged
 from .digest import damaged_blocks, digest, page_of
 from .engine import CPU_THREADS, offload
 from .executor import at_most, execute
-from .manifest import Manifest
+from .manifest import MANIFEST_KEY, Manifest
 from .scheduler import Budget, Scheduler, Stage
 
-__all__ = ["Deliver", "ImageReader"]
+__all__ = ["Deliver", "ImageReader", "plan_reads"]
 
 STAGES = (Stage("read", "io"), Stage("deliver", "cpu"))
 
 Deliver = Callable[[int, HostBuffer], None]
 """Called in a worker thread with the number of a read, and its verified bytes at the beginning of the buffer."""
+
+
+def plan_reads(driver: Driver, manifest: Manifest, targets: Targets) -> LoadPlan:
+    """What to read of a checkpoint to fill ``targets``. Raises DamagedError where the manifest contradicts itself."""
+    m = manifest
+    _check_coverage(m, targets)
+    return plan_load(
+        m.tensors, m.shards, targets, m.images.hashed_nbytes,
+        chunk_nbytes=m.chunk_nbytes, block_nbytes=m.block_nbytes, gap_nbytes=driver.traits.coalesce_nbytes,
+    )  # fmt: skip
+
+
+def _check_coverage(m: Manifest, targets: Targets) -> None:
+    """Raise DamagedError where shards of a wanted tensor overlap: something of it would be left as it is."""
+    wanted = np.zeros(len(m.tensors), bool)
+    wanted[targets.tensor] = True
+    rows = np.flatnonzero(wanted[m.shards.tensor])
+    number = np.cumsum(wanted) - 1
+    s = m.shards
+    if flawed(m.tensors.shape[wanted], number[s.tensor[rows]], s.offsets[rows], s.lengths[rows]).any():
+        raise DamagedError("the manifest contradicts itself: shards of a tensor overlap", key=MANIFEST_KEY)
 
 
 @dataclass

@@ -11,8 +11,6 @@ import numpy as np
 
 from ..drivers.contract import Driver
 from ..errors import DamagedError, MismatchError, ReplacedError
-from ..planner.coverage import flawed
-from ..planner.loading import LoadPlan, Targets, plan_load
 from .capture.build import build
 from .capture.scatter import Scatter
 from .capture.state import FlatState, Subtree
@@ -21,8 +19,8 @@ from .commit import read_manifest
 from .digest import digest
 from .engine import offload
 from .frameworks.stateful import maker_of, restore
-from .image_reader import ImageReader
-from .manifest import MANIFEST_KEY, Manifest
+from .image_reader import ImageReader, plan_reads
+from .manifest import Manifest
 from .team import Team
 from .tree import Key, format_path
 
@@ -81,31 +79,12 @@ async def fill(driver: Driver, manifest: Manifest, wanted: Wanted, budget_nbytes
     """Read all that is wanted, once, verified, straight to where it belongs; return the reader, for its figures."""
     m = manifest
     targets = wanted.targets(m.tensors.shape)
-
-    def plan() -> LoadPlan:
-        _check_coverage(m, targets)
-        return plan_load(
-            m.tensors, m.shards, targets, m.images.hashed_nbytes,
-            chunk_nbytes=m.chunk_nbytes, block_nbytes=m.block_nbytes, gap_nbytes=driver.traits.coalesce_nbytes,
-        )  # fmt: skip
-
-    planned = await offload(plan)
+    planned = await offload(plan_reads, driver, m, targets)
     scatter = Scatter(m.tensors, m.shards, targets, planned, wanted.buffers)
     reader = ImageReader(driver, m, budget_nbytes)
     reader.bytes_wanted = planned.bytes_wanted
     await reader.run(planned, scatter.deliver)
     return reader
-
-
-def _check_coverage(m: Manifest, targets: Targets) -> None:
-    """Raise DamagedError where shards of a wanted tensor overlap: something of it would be left as it is."""
-    wanted = np.zeros(len(m.tensors), bool)
-    wanted[targets.tensor] = True
-    rows = np.flatnonzero(wanted[m.shards.tensor])
-    number = np.cumsum(wanted) - 1
-    s = m.shards
-    if flawed(m.tensors.shape[wanted], number[s.tensor[rows]], s.offsets[rows], s.lengths[rows]).any():
-        raise DamagedError("the manifest contradicts itself: shards of a tensor overlap", key=MANIFEST_KEY)
 
 
 async def _load(driver: Driver, team: Team, job: LoadJob, attempt: int) -> tuple[Manifest, ImageReader] | None:

@@ -16,9 +16,10 @@ from ..drivers.contract import Driver
 from ..drivers.registry import open_driver
 from ..errors import DamagedError, HoldfastError, ReplacedError, UsageError
 from .commit import read_manifest
-from .engine import offload, start
+from .engine import offload, run, start
 from .executor import at_most
-from .manifest import MANIFEST_KEY, Manifest
+from .flat_reader import read_flat
+from .manifest import MANIFEST_KEY, Manifest, image_key
 from .tree import format_path
 from .verify import VerifyReport, verify_images
 
@@ -134,17 +135,54 @@ class Checkpoint:
 
         if index is not None and rows is not None:
             raise UsageError("give index or rows, not both")
+        m, row = self._manifest, self._row(name, rank)
+        seen: Window = window(m.tensors.shape_of(row), rows if index is None else index)
+        wanted = Wanted()
+        made = seen.add_to(wanted, row, m.tensors)
+        start(self._fill(wanted)).result()
+        return seen.view(made)
+
+    def read_bytes(self, name: str, start: int = 0, stop: int | None = None, *, rank: int = 0) -> bytes:
+        """Bytes [start, stop) of a tensor's elements in row-major order, little-endian; without torch. Reads only the blocks
+        that hold them, and verifies them. Raises UsageError for a name or a range that is not there; DamagedError;
+        StorageError."""
+        row = self._row(name, rank)
+        nbytes = int(self._manifest.tensors.nbytes[row])
+        stop = nbytes if stop is None else stop
+        if not 0 <= start <= stop <= nbytes:
+            raise UsageError(f"bytes {start}:{stop} are not within the {nbytes} of tensor {name!r}", uri=self.uri)
+        return bytes(run(self._read_flat(row, start, stop)))
+
+    async def _read_flat(self, row: int, start: int, stop: int) -> memoryview:
+        try:
+            return await read_flat(self._driver, self._manifest, row, start, stop, _BUDGET_NBYTES)
+        except DamagedError as error:
+            await self._raise_if_replaced(error)
+            raise
+
+    @property
+    def images(self) -> Mapping[int, int]:
+        """Size of each image in bytes, by rank."""
         m = self._manifest
-        row = m.tensors.find(name, rank)
+        return dict(zip(m.images.rank.tolist(), m.images.nbytes(m.block_nbytes).tolist(), strict=True))
+
+    def read_image(self, rank: int, start: int, stop: int) -> bytes:
+        """Bytes [start, stop) of the image of ``rank``, as they are stored: nothing is verified. Raises StorageError, and
+        DamagedError beyond its end."""
+        into = bytearray(stop - start)
+        key = image_key(self.attempt, rank)
+        run(self._driver.read(key, start, memoryview(into)))
+        return bytes(into)
+
+    def _row(self, name: str, rank: int) -> int:
+        """The row that holds a tensor, also if it is tied to another."""
+        tensors = self._manifest.tensors
+        row = tensors.find(name, rank)
         if row is None:
             raise UsageError(
                 f"no tensor {name!r} in this checkpoint", uri=self.uri, advice="`holdfast show` lists its tensors."
             )
-        seen: Window = window(m.tensors.shape_of(row), rows if index is None else index)
-        wanted = Wanted()
-        made = seen.add_to(wanted, row if m.tensors.alias[row] < 0 else int(m.tensors.alias[row]), m.tensors)
-        start(self._fill(wanted)).result()
-        return seen.view(made)
+        return row if tensors.alias[row] < 0 else int(tensors.alias[row])
 
     async def _fill(self, wanted: Wanted) -> None:
         from .load import fill

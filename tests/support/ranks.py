@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
 
 from holdfast.drivers.contract import Driver
+from holdfast.planner.box import Box
+from holdfast.planner.placement import Piece
 from holdfast.storage.capture.fingerprint import fingerprints
-from holdfast.storage.capture.state import flatten
+from holdfast.storage.capture.state import FlatState, flatten
 from holdfast.storage.engine import start
+from holdfast.storage.frameworks.mesh import LocalPart
 from holdfast.storage.load import LoadJob, finish, run_load
 from holdfast.storage.save import SaveJob, run_save
 from holdfast.storage.team import StoreTeam
 
-__all__ = ["load_as_ranks", "save_as_ranks"]
+__all__ = ["load_as_ranks", "save_as_ranks", "save_cut"]
 
 BUDGET_NBYTES = 64 << 20
 _numbers = itertools.count()
@@ -31,10 +36,28 @@ def _teams(world: int) -> list[StoreTeam]:
 def save_as_ranks(driver: Driver, states: Sequence[Any]) -> None:
     """Save one state per rank. Raises what the first rank that failed raised."""
 
+    _save_flats(driver, [flatten(state) for state in states])
+
+
+def save_cut(driver: Driver, tensors: Mapping[str, np.ndarray], boxes: Mapping[str, Sequence[Box]]) -> None:
+    """Save ``tensors``, of each of which every rank holds one box, as a DTensor would be held."""
+    flats = []
+    for rank in range(min(map(len, boxes.values()))):
+        mine = {name: boxes[name][rank] for name in tensors}
+        windows = {name: tuple(map(slice, box.offsets, box.stops)) for name, box in mine.items()}
+        flat = flatten({name: torch.from_numpy(tensors[name][windows[name]].copy()) for name in tensors})
+        for row, name in enumerate(flat.names):
+            piece = Piece(mine[name], (0,) * tensors[name].ndim)
+            flat.shapes[row] = tensors[name].shape
+            flat.parts[row] = LocalPart((piece,), mine[name].lengths, (rank,), len(boxes[name]))
+        flats.append(flat)
+    _save_flats(driver, flats)
+
+
+def _save_flats(driver: Driver, flats: Sequence[FlatState]) -> None:
     async def run() -> None:
-        flats = [flatten(state) for state in states]
         jobs = [SaveJob(flat, None, fingerprints(flat, len(flats)), BUDGET_NBYTES) for flat in flats]
-        await _all(run_save(driver, team, job) for team, job in zip(_teams(len(states)), jobs, strict=True))
+        await _all(run_save(driver, team, job) for team, job in zip(_teams(len(flats)), jobs, strict=True))
 
     start(run()).result(60)
 

@@ -1,0 +1,96 @@
+"""A range of one tensor's bytes, in row-major order, however its shards lie: what files over tensors are read with.
+
+Verified as every read is, and without torch: numpy copies.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import accumulate, pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from ..drivers.contract import Driver
+from ..planner.box import Box, flat_to_boxes, row_strides
+from ..planner.columns import padded
+from ..planner.loading import LoadPlan, Targets, strided_parts
+from .buffers import HostBuffer
+from .engine import offload
+from .image_reader import ImageReader, plan_reads
+from .manifest import Manifest
+
+__all__ = ["read_flat"]
+
+
+async def read_flat(
+    driver: Driver, manifest: Manifest, row: int, start: int, stop: int, budget_nbytes: int
+) -> memoryview:
+    """Bytes [start, stop) of the tensor in ``row``, which is no alias. Reads only the blocks that hold them.
+
+    Raises ValueError for a range that is not within the tensor; DamagedError; StorageError.
+    """
+    tensors = manifest.tensors
+    itemsize = int(tensors.itemsize[row])
+    first = start // itemsize
+    boxes = flat_to_boxes(tensors.shape_of(row), first, -(-stop // itemsize))
+    flat = _Flat(manifest, boxes, itemsize)
+    targets = _targets(row, boxes, tensors.shape.shape[1])
+    plan = await offload(plan_reads, driver, manifest, targets)
+    await ImageReader(driver, manifest, budget_nbytes).run(plan, lambda read, buffer: flat.deliver(plan, read, buffer))
+    return flat.content.data[start - first * itemsize : stop - first * itemsize]
+
+
+def _targets(row: int, boxes: list[Box], width: int) -> Targets:
+    """The boxes, each to be put into memory of its own shape."""
+    lengths = padded([box.lengths for box in boxes], width, 1)
+    return Targets(
+        tensor=np.full(len(boxes), row, np.int64),
+        offsets=padded([box.offsets for box in boxes], width, 0),
+        lengths=lengths,
+        local_offsets=np.zeros_like(lengths),
+        local_shape=lengths,
+        buffer=np.arange(len(boxes), dtype=np.int64),
+    )
+
+
+class _Flat:
+    """Where the boxes of a flat range go: one after the other."""
+
+    def __init__(self, manifest: Manifest, boxes: list[Box], itemsize: int) -> None:
+        self._shards, self._boxes, self._itemsize = manifest.shards, boxes, itemsize
+        ends = list(accumulate((math.prod(box.lengths) * itemsize for box in boxes), initial=0))
+        self.content = np.empty(ends[-1], np.uint8)
+        self._parts = [self.content[a:b] for a, b in pairwise(ends)]
+
+    def deliver(self, plan: LoadPlan, read: int, buffer: HostBuffer) -> None:
+        """Copy everything that read number ``read`` holds to where it is wanted. Thread-safe for distinct reads."""
+        data, base = np.frombuffer(buffer.view, np.uint8), int(plan.start[read])
+        for copy in range(int(plan.first[read]), int(plan.first[read + 1])):
+            src, nbytes, dst = int(plan.src[copy]), int(plan.nbytes[copy]), int(plan.dst[copy])
+            pair = int(plan.pair[copy])
+            if dst >= 0:
+                self._parts[int(plan.target[pair])][dst : dst + nbytes] = data[src - base : src - base + nbytes]
+            else:
+                self._copy_strided(plan, pair, src, nbytes, buffer, base)
+
+    def _copy_strided(self, plan: LoadPlan, pair: int, src: int, nbytes: int, buffer: HostBuffer, base: int) -> None:
+        shard, target = int(plan.shard[pair]), int(plan.target[pair])
+        box, itemsize = self._boxes[target], self._itemsize
+        stored = _box(self._shards.offsets[shard], self._shards.lengths[shard], box.ndim)
+        wanted = _box(plan.offsets[pair], plan.lengths[pair], box.ndim)
+        first, strides = int(self._shards.start[shard]), row_strides(stored.lengths)
+        element = np.dtype((np.void, itemsize))
+        into = self._parts[target].view(element).reshape(box.lengths)
+        for part in strided_parts(stored, wanted, (src - first) // itemsize, (src + nbytes - first) // itemsize):
+            at = sum((o - s) * stride for o, s, stride in zip(part.offsets, stored.offsets, strides, strict=True))
+            window = tuple(
+                slice(o - b, o - b + n) for o, b, n in zip(part.offsets, box.offsets, part.lengths, strict=True)
+            )
+            into[window] = np.ndarray(
+                part.lengths, element, buffer.view, first - base + at * itemsize, [s * itemsize for s in strides]
+            )
+
+
+def _box(offsets: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], ndim: int) -> Box:
+    return Box(tuple(offsets[:ndim].tolist()), tuple(lengths[:ndim].tolist()))

@@ -1,0 +1,216 @@
+"""``holdfast://``: a committed checkpoint as a read-only file system, for whatever opens files through fsspec.
+
+    <name>.npy                  a tensor, for numpy; where numpy has its dtype
+    <name>.safetensors          a tensor, alone in a safetensors file; where safetensors has its dtype
+    tensors.csv                 what tensors there are: name, shape, dtype, bytes, shards, ranks
+    values.json                 the small values: path and value, as rank 0 saved them
+    images/<rank>.safetensors   what a rank wrote, as it is stored
+
+``open("holdfast://model.wq.npy::s3://bucket/run/step-500")``, or ``HoldfastFileSystem("s3://bucket/run/step-500")``.
+Names are percent-encoded where they hold more than letters, digits, ``_``, ``.``, ``-`` and ``~``; a tensor that each
+rank has of its own is ``<name>@<rank>``. The files of tensors are made up as they are read: of the storage only the
+blocks that hold the wanted bytes are read, and they are verified. What is under ``images/`` is not. numpy only, no torch.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import posixpath
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property, partial
+from typing import Any, ClassVar
+from urllib.parse import quote
+
+import numpy as np
+from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
+
+from ...errors import UsageError
+from ...planner.image import SAFETENSORS_DTYPES
+from ..engine import start
+from ..reader import Checkpoint, TensorInfo
+from ..reader import open as open_checkpoint
+from ..values import encode_value
+
+__all__ = ["HoldfastFileSystem"]
+
+_IMAGES = "images"
+# By torch's name of the dtype; numpy's own types only, none that another library adds to it.
+_NUMPY_DTYPES = {
+    **{name: name for name in ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")},
+    **{name: name for name in ("float16", "float32", "float64", "complex64", "complex128")},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """One file: ``head``, and ``nbytes`` behind it, of which ``read(start, stop)`` gets a range."""
+
+    head: bytes
+    nbytes: int
+    read: Callable[[int, int], bytes]
+
+    @property
+    def size(self) -> int:
+        return len(self.head) + self.nbytes
+
+    def range(self, begin: int, end: int) -> bytes:
+        """Bytes [begin, end), as far as there are any."""
+        begin, end = max(0, min(begin, self.size)), max(0, min(end, self.size))
+        start, stop = (max(0, at - len(self.head)) for at in (begin, end))
+        return self.head[begin:end] + (self.read(start, stop) if start < stop else b"")
+
+
+class HoldfastFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """The files of one checkpoint. Opens it at first use, and then shows that one, also if it is replaced: reading on is
+    then a ReplacedError, and another instance shows the new one."""
+
+    protocol: ClassVar[str] = "holdfast"
+    root_marker = ""
+    cachable = False  # else fsspec would hand out the checkpoint that was there yesterday
+
+    def __init__(
+        self,
+        fo: str = "",
+        *,
+        target_protocol: str | None = None,
+        target_options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """``fo``: the checkpoint's URI; the name is fsspec's. ``target_options`` are options of its storage."""
+        super().__init__(**kwargs)
+        if not fo:
+            raise UsageError(
+                "a holdfast:// path needs its checkpoint",
+                advice="holdfast://model.wq.npy::s3://bucket/run/step-500, or HoldfastFileSystem(uri).",
+            )
+        self._uri = f"{target_protocol}://{fo}" if target_protocol and "://" not in fo else fo
+        self._options = dict(target_options or {})
+
+    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
+        """The entries of a folder, of which there are two: the root, and ``images``."""
+        path = self._strip_protocol(path)
+        if path in self._files:
+            names = [path]
+        elif path in ("", _IMAGES):
+            names = [name for name in self._files if posixpath.dirname(name) == path]
+            names += [_IMAGES] if path == "" else []
+        else:
+            raise FileNotFoundError(path)
+        return [self.info(name) for name in names] if detail else names
+
+    def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
+        path = self._strip_protocol(path)
+        if path in ("", _IMAGES):
+            return {"name": path, "size": 0, "type": "directory"}
+        return {"name": path, "size": self._file(path).size, "type": "file", "created": self._checkpoint.created_s}
+
+    def created(self, path: str) -> datetime:
+        """When the checkpoint was committed: files of it have no time of their own."""
+        return datetime.fromtimestamp(self._checkpoint.created_s, UTC)
+
+    modified = created
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
+        """Exactly these bytes, and no other are read; negative positions count from the end."""
+        file = self._file(self._strip_protocol(path))
+        begin, stop, _ = slice(start, end).indices(file.size)
+        return file.range(begin, stop)
+
+    def _open(
+        self,
+        path: str,
+        mode: str = "rb",
+        block_size: int | None = None,
+        autocommit: bool = True,
+        cache_options: Any = None,
+        **kwargs: Any,
+    ) -> AbstractBufferedFile:
+        if mode != "rb":
+            raise PermissionError("a checkpoint is read-only; holdfast.save writes one")
+        file = self._file(path)
+        return _OpenFile(
+            self, path, mode, block_size or "default", cache_options=cache_options, size=file.size, **kwargs
+        )
+
+    def _file(self, path: str) -> _File:
+        try:
+            return self._files[path]
+        except KeyError as error:
+            raise FileNotFoundError(path) from error
+
+    @cached_property
+    def _checkpoint(self) -> Checkpoint:
+        checkpoint = open_checkpoint(self._uri, storage_options=self._options)
+        # Not waited for: the collector may call this on any thread, the engine's among them.
+        weakref.finalize(self, lambda driver: start(driver.close()), checkpoint._driver).atexit = False
+        return checkpoint
+
+    @cached_property
+    def _files(self) -> dict[str, _File]:
+        checkpoint = self._checkpoint
+        files = {name: file for info in checkpoint.tensors.values() for name, file in _files_of(checkpoint, info)}
+        files["tensors.csv"] = _in_memory(_table(checkpoint))
+        files["values.json"] = _in_memory(_values(checkpoint))
+        for rank, nbytes in checkpoint.images.items():
+            files[f"{_IMAGES}/{rank}.safetensors"] = _File(b"", nbytes, partial(checkpoint.read_image, rank))
+        return files
+
+
+class _OpenFile(AbstractBufferedFile):  # type: ignore[misc]
+    DEFAULT_BLOCK_SIZE = 16 << 20  # a chunk: what is read from front to back is read in these
+
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        data: bytes = self.fs.cat_file(self.path, start, end)
+        return data
+
+
+def _files_of(checkpoint: Checkpoint, info: TensorInfo) -> Iterator[tuple[str, _File]]:
+    """The files of one tensor, by name; of one that ranks have of their own, those of each."""
+    for owner in info.owners or (None,):
+        name = quote(info.name, safe="") + ("" if owner is None else f"@{owner}")
+
+        def read(start: int, stop: int, rank: int = owner or 0) -> bytes:
+            return checkpoint.read_bytes(info.name, start, stop, rank=rank)
+
+        if info.dtype in _NUMPY_DTYPES:
+            yield f"{name}.npy", _File(_npy_header(info), info.nbytes, read)
+        if info.dtype in SAFETENSORS_DTYPES:
+            yield f"{name}.safetensors", _File(_safetensors_header(info), info.nbytes, read)
+
+
+def _npy_header(info: TensorInfo) -> bytes:
+    head = io.BytesIO()
+    descr = np.lib.format.dtype_to_descr(np.dtype(_NUMPY_DTYPES[info.dtype]))
+    np.lib.format.write_array_header_1_0(head, {"descr": descr, "fortran_order": False, "shape": info.shape})
+    return head.getvalue()
+
+
+def _safetensors_header(info: TensorInfo) -> bytes:
+    dtype, ends = SAFETENSORS_DTYPES[info.dtype], [0, info.nbytes]
+    text = json.dumps({info.name: {"dtype": dtype, "shape": list(info.shape), "data_offsets": ends}}).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _table(checkpoint: Checkpoint) -> bytes:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["name", "shape", "dtype", "nbytes", "shards", "ranks", "owners", "alias_of"])
+    for t in checkpoint.tensors.values():
+        lists = [" ".join(map(str, numbers)) for numbers in (t.shape, t.ranks, t.owners)]
+        writer.writerow([t.name, lists[0], t.dtype, t.nbytes, t.shards, lists[1], lists[2], t.alias_of])
+    return text.getvalue().encode("utf-8", "surrogateescape")
+
+
+def _values(checkpoint: Checkpoint) -> bytes:
+    records = [{"path": path, "value": encode_value(value, path)} for path, value in checkpoint.values()]
+    return json.dumps(records).encode()
+
+
+def _in_memory(content: bytes) -> _File:
+    return _File(content, 0, lambda start, stop: b"")
