@@ -38,6 +38,7 @@ _BUILT_IN = {
     "file": "holdfast.drivers.local:LocalDriver",
     "lustre": "holdfast.drivers.lustre:LustreDriver",
     "fsspec": "holdfast.drivers.fsspec:FsspecDriver",  # of fsspec+X, for any X
+    "hdfs": "holdfast.drivers.hdfs.driver:HdfsDriver",
     "memory": "holdfast.drivers.memory:MemoryDriver",
     "s3": "holdfast.drivers.objects.s3:S3Driver",
     "gs": "holdfast.drivers.objects.clouds:GcsDriver",

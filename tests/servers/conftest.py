@@ -7,9 +7,11 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
+from support.servers.hadoop import Hadoop, find_hadoop
 from support.servers.radosgw import Radosgw, find_ceph
 
 S3_URL = "HOLDFAST_TEST_S3_URL"
+HDFS_URL = "HOLDFAST_TEST_HDFS_URL"
 
 
 @pytest.fixture(scope="session")
@@ -36,5 +38,27 @@ def s3_url(request: pytest.FixtureRequest) -> str:
     if given is None:
         server: Radosgw = request.getfixturevalue("radosgw")
         given = f"s3://holdfast?endpoint={server.endpoint}"
+    location, mark, options = given.partition("?")
+    return f"{location.rstrip('/')}/{uuid.uuid4().hex}{mark}{options}"
+
+
+@pytest.fixture(scope="session")
+def hadoop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hadoop]:
+    """An HDFS of one name node and one DataNode."""
+    if find_hadoop() is None:
+        pytest.skip("Hadoop is not installed: make test-servers")
+    server = Hadoop(tmp_path_factory.mktemp("hadoop"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def hdfs_url(request: pytest.FixtureRequest) -> str:
+    """The URI of an empty root on HOLDFAST_TEST_HDFS_URL, or else on a Hadoop."""
+    given = os.environ.get(HDFS_URL)
+    if given is None:
+        server: Hadoop = request.getfixturevalue("hadoop")
+        given = server.uri
     location, mark, options = given.partition("?")
     return f"{location.rstrip('/')}/{uuid.uuid4().hex}{mark}{options}"

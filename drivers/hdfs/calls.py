@@ -1,0 +1,89 @@
+"""Blocking calls that may never return, for asyncio: each in a thread of its own, which is left behind at the deadline.
+
+A thread inside the library cannot be interrupted. So that the caller may have its memory back all the same, a call
+touches it only within :meth:`Call.memory`, which raises once the caller has gone.
+
+Scope: a thread per call costs 0.1 ms; calls here move megabytes, or wait for a name node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+__all__ = ["Call", "run"]
+
+T = TypeVar("T")
+
+
+class CallerGone(Exception):
+    """Ends a call that nobody waits for any more."""
+
+
+class Call:
+    """What a call knows of whoever waits for it."""
+
+    def __init__(self) -> None:
+        self.progress_s = time.monotonic()
+        self._gone = False
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def memory(self) -> Iterator[None]:
+        """The caller's memory may be used in here. Also shows that the call gets on: its deadline begins anew."""
+        with self._lock:
+            if self._gone:
+                raise CallerGone
+            yield
+        self.progress_s = time.monotonic()
+
+    def leave(self) -> None:
+        """Whoever waits goes away, and takes its memory along; returns when that is not in use."""
+        with self._lock:
+            self._gone = True
+
+
+async def run(function: Callable[[Call], T], timeout_s: float) -> T:
+    """What ``function`` returns or raises, from a thread. Raises TimeoutError after ``timeout_s`` without progress.
+
+    Then, and when cancelled, it returns at once: the thread goes on alone, and what it returns is dropped.
+    """
+    call, loop = Call(), asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def body() -> None:
+        result: Any = None
+        error: BaseException | None = None
+        try:
+            result = function(call)
+        except BaseException as caught:
+            error = caught
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            loop.call_soon_threadsafe(_settle, future, result, error)
+
+    threading.Thread(target=body, name="holdfast-hdfs", daemon=True).start()
+    try:
+        while not future.done():
+            left_s = call.progress_s + timeout_s - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            await asyncio.wait([future], timeout=left_s)
+        return future.result()
+    finally:
+        if not future.done():
+            call.leave()
+            future.cancel()
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if future.cancelled():
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)

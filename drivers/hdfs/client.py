@@ -1,0 +1,137 @@
+"""hdfs-native, with a deadline on every call and errors that are ours.
+
+Its blocking client in threads, not its asynchronous one: that does its work with the interpreter's lock held, in the
+thread of the event loop, and panics where it should wait for a name node that is down. The library has no timeouts worth
+the name, see :mod:`calls`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from itertools import islice
+from typing import TYPE_CHECKING, TypeVar
+
+from ...errors import HoldfastError, NotFoundError, StorageDownError, StorageError, UriError
+from .calls import Call, run
+from .errors import is_panic, storage_error
+
+if TYPE_CHECKING:
+    import hdfs_native
+
+__all__ = ["Client", "pieces"]
+
+T = TypeVar("T")
+
+THREADS = 64
+"""Calls at a time: far more than are useful, few enough for any host."""
+
+LISTING = 1000
+
+_RETRY_S = 2.0
+
+
+class Client:
+    """Calls to one file system. ``uri``, redacted, is for messages."""
+
+    def __init__(
+        self, url: str | None, config: Mapping[str, str], conf_dir: str | None, *, uri: str, timeout_s: float
+    ) -> None:
+        """Connects at its first call. Raises UriError where hdfs-native is missing, or cannot use what it is given."""
+        self.uri, self.timeout_s = uri, timeout_s
+        self._gate = asyncio.Semaphore(THREADS)
+        try:
+            from hdfs_native import Client as Inner
+        except ImportError as error:
+            raise UriError("hdfs:// needs hdfs-native", uri=uri, advice="pip install 'holdfast[hdfs]'") from error
+        try:
+            self._inner: hdfs_native.Client | None = Inner(url, {**_patience(timeout_s), **config}, conf_dir)
+        except Exception as error:
+            raise UriError(
+                f"hdfs-native cannot use this: {error}",
+                uri=uri,
+                advice="Name a host and port, or a name service that HADOOP_CONF_DIR or ?namenodes= explains.",
+            ) from error
+
+    @property
+    def inner(self) -> hdfs_native.Client:
+        """The library's own client. Raises StorageError once this one is closed."""
+        if self._inner is None:
+            raise StorageError("the driver is closed", uri=self.uri)
+        return self._inner
+
+    def close(self) -> None:
+        """Let go of connections. What still runs on them ends when it ends."""
+        self._inner = None
+
+    async def call(self, doing: str, key: str, function: Callable[[Call], T]) -> T:
+        """What ``function`` returns, from a thread. Raises a StorageError: StorageDownError at the deadline."""
+        try:
+            async with self._gate:
+                return await run(function, self.timeout_s)
+        except (HoldfastError, asyncio.CancelledError):
+            raise
+        except TimeoutError as error:
+            raise StorageDownError(
+                f"{doing}: no answer for {self.timeout_s:g} s",
+                uri=self.uri,
+                key=key,
+                advice="Are name node and DataNodes up, and can this host reach them? ?timeout= allows more.",
+            ) from error
+        except Exception as error:
+            raise storage_error(error, doing, self.uri, key) from error
+        except BaseException as error:
+            if is_panic(error):
+                raise storage_error(error, doing, self.uri, key) from error
+            raise
+
+    async def status(self, path: str, key: str, doing: str = "stat") -> hdfs_native.FileStatus:
+        """Of a file or folder. Raises NotFoundError."""
+        inner = self.inner
+        return await self.call(doing, key, lambda call: inner.get_file_info(path))
+
+    async def rename(self, source: str, target: str, key: str, *, overwrite: bool) -> None:
+        """Atomic on the name node. Raises ExistsError where ``target`` is there and is not to be overwritten."""
+        inner = self.inner
+        await self.call("rename", key, lambda call: inner.rename(source, target, overwrite))
+
+    async def delete(self, path: str, key: str, *, recursive: bool = False) -> None:
+        """A file, or an empty folder, or all below it. Nothing there is no error."""
+        inner = self.inner
+        try:
+            await self.call("delete", key, lambda call: inner.delete(path, recursive))
+        except NotFoundError:
+            return
+
+    async def entries(self, path: str, key: str) -> AsyncIterator[hdfs_native.FileStatus]:
+        """What lies in a folder; the file itself for a file; nothing where there is nothing (any more)."""
+        listing = self.inner.list_status(path, False)
+        while True:
+            try:
+                batch = await self.call("list", key, lambda call: _batch(listing))
+            except NotFoundError:
+                return
+            for status in batch:
+                yield status
+            if len(batch) < LISTING:
+                return
+
+
+def _batch(listing: Iterator[hdfs_native.FileStatus]) -> list[hdfs_native.FileStatus]:
+    return list(islice(listing, LISTING))
+
+
+def _patience(timeout_s: float) -> dict[str, str]:
+    """The library's own waits, shorter than ours: it tries other name nodes, or the same again, until the deadline is near,
+    and leaves a DataNode that is silent in time to try another one."""
+    return {
+        "dfs.client.failover.sleep.base.millis": "200",
+        "dfs.client.failover.sleep.max.millis": str(int(_RETRY_S * 1000)),
+        "dfs.client.failover.max.attempts": str(max(2, int(timeout_s / _RETRY_S))),
+        "dfs.client.socket-timeout": str(int(min(60.0, timeout_s / 3) * 1000)),
+    }
+
+
+def pieces(reader: hdfs_native.FileReader, start: int, nbytes: int) -> Iterator[bytes]:
+    """``nbytes`` of a file from ``start``, in pieces of 64 KiB or so: the fastest way, and the one that copies least."""
+    return reader.read_range_stream(start, nbytes) if nbytes else iter(())

@@ -1,0 +1,205 @@
+"""``hdfs://namenode:port/path`` or ``hdfs://nameservice/path``: Hadoop's file system.
+
+Objects are files. An upload is one file or several, written at once under temporary names beside its key, joined by
+CONCAT, and renamed: atomic, and durable as HDFS has it, which is in the memory of ``dfs.namenode.replication.min``
+DataNodes at least (``?sync=on``: on their disks). Every call has a deadline.
+
+A key is a path below the root. So ``a`` and ``a/b`` cannot both be objects; ``:``, which HDFS refuses in names, and ``%``
+are written as ``%3A`` and ``%25``. Names that look like temporary files are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, ClassVar
+from urllib.parse import unquote
+from xml.etree.ElementTree import ParseError
+
+from ...errors import AccessError, DamagedError, NotFoundError, StorageDownError, StorageError, UriError
+from ..contract import Buffer, Driver, ObjectInfo, Traits, Upload, segments
+from ..options import Option, duration, integer, option_values, size, switch
+from ..uri import Uri
+from .calls import Call
+from .client import Client, pieces
+from .config import name_service, site, web_addresses
+from .names import Names
+from .tree import sweep, walk
+from .uploads import FileOptions, HdfsUpload
+from .webhdfs import WebHdfs
+
+__all__ = ["HdfsDriver"]
+
+QUIET_S = 3600.0
+"""How long a temporary file must not have changed to be swept; a live upload touches its files more often."""
+
+_READ_ATTEMPTS = 3
+
+
+class HdfsDriver(Driver):
+    """Objects are files below a folder. A root that does not exist is empty; :meth:`create` and :meth:`put` make it."""
+
+    OPTIONS: ClassVar[Mapping[str, Option]] = {
+        "streams": Option(integer(1, 64), 4, "files in which a large object is written at once, to be joined"),
+        "webhdfs": Option(
+            str, "auto", "joins them: auto, http://host:port, or off (then large objects are written in one stream)"
+        ),
+        "timeout": Option(duration(0.1, 3600), 60.0, "of an operation, in seconds without progress"),
+        "block_size": Option(size(1 << 20, 1 << 40), None, "of new files; else the name node's default"),
+        "replication": Option(integer(1, 512), None, "of new files; else the name node's default"),
+        "sync": Option(switch, False, "whether DataNodes write an object to disk before it is committed"),
+        "namenodes": Option(str, "", "host:port,host:port: the name nodes that the URI's name service stands for"),
+        "conf": Option(str, "", "folder of core-site.xml and hdfs-site.xml; else HADOOP_CONF_DIR"),
+    }
+
+    deviations: ClassVar[Mapping[str, str]] = {
+        "nothing_outlives_close": "hdfs-native keeps idle connections to DataNodes, and the client that they "
+        "belong to, until the process reads again, three seconds or more later"
+    }
+
+    def __init__(self, authority: str, root: str, *, uri: str, options: Mapping[str, Any]) -> None:
+        """``options``: a value for each of OPTIONS. Raises UriError where they name no file system."""
+        self.uri = uri
+        self.traits = Traits(
+            part_nbytes=16 << 20,
+            part_min_nbytes=1,
+            align_nbytes=1,
+            concurrency=8,
+            coalesce_nbytes=1 << 20,
+            part_order="ascending",
+            exclusive_is_atomic=True,
+            shared=True,
+            streams=1 if options["webhdfs"] == "off" else options["streams"],
+        )
+        self._names = Names(root, uri)
+        self._files = FileOptions(options["block_size"], options["replication"], options["sync"])
+        namenodes = [address for address in options["namenodes"].split(",") if address]
+        config = name_service(authority, namenodes) if namenodes else {}
+        self._client = Client(
+            f"hdfs://{authority}" if authority else None,
+            config,
+            options["conf"] or None,
+            uri=uri,
+            timeout_s=options["timeout"],
+        )
+        self._webhdfs = _webhdfs(authority, config, options, uri)
+        self._uploads: set[HdfsUpload] = set()
+
+    @classmethod
+    def open(cls, uri: Uri) -> HdfsDriver:
+        """The driver for ``uri``. Raises UriError for an option, or a value, that OPTIONS does not know."""
+        authority, _, path = uri.location.partition("/")
+        if "@" in authority:
+            raise UriError(
+                "the user is not part of the URI", uri=uri.redacted, advice="Set HADOOP_USER_NAME, or use Kerberos."
+            )
+        return cls(authority, "/" + unquote(path), uri=uri.redacted, options=option_values(cls.OPTIONS, uri))
+
+    async def read(self, key: str, start: int, into: Buffer) -> None:
+        path, inner = self._names.path(key), self._client.inner
+
+        def read(call: Call) -> None:
+            reader = inner.read(path)
+            if start + len(into) > len(reader):  # the library would panic
+                message = f"object ends at byte {len(reader)}, before {start + len(into)}"
+                raise DamagedError(message, uri=self.uri, key=key)
+            at = 0
+            for piece in pieces(reader, start, len(into)):
+                with call.memory():
+                    into[at : at + len(piece)] = piece
+                at += len(piece)
+            if at < len(into):
+                raise StorageDownError(f"read: {at} of {len(into)} bytes arrived", uri=self.uri, key=key)
+
+        for attempt in range(_READ_ATTEMPTS):
+            try:
+                await self._client.call("read", key, read)
+                return
+            except (NotFoundError, AccessError):
+                raise
+            except StorageError as error:  # the blocks of an object that is replaced go away under its readers
+                if attempt + 1 == _READ_ATTEMPTS or isinstance(error.__cause__, TimeoutError):
+                    raise
+
+    async def create(self, key: str, nbytes: int) -> Upload:
+        path = self._names.path(key)
+        if nbytes < 0:
+            raise StorageError(f"an object cannot have {nbytes} bytes", uri=self.uri, key=key)
+        return await self._begin(key, path, segments(nbytes, self.traits))
+
+    async def get(self, key: str) -> bytes:
+        path, inner = self._names.path(key), self._client.inner
+
+        def get(call: Call) -> bytes:
+            reader = inner.read(path)
+            return b"".join(pieces(reader, 0, len(reader)))
+
+        return await self._client.call("get", key, get)
+
+    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
+        upload = await self._begin(key, self._names.path(key), [(0, len(data))])
+        try:
+            await upload.write(0, memoryview(data))
+            await upload.commit(overwrite=not exclusive)
+        finally:
+            await upload.abort()
+
+    async def stat(self, key: str) -> ObjectInfo:
+        status = await self._client.status(self._names.path(key), key)
+        if status.isdir:
+            raise NotFoundError("no such object: a folder has this name", uri=self.uri, key=key) from IsADirectoryError(
+                key
+            )
+        return ObjectInfo(key, status.length, status.modification_time / 1000)
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        async for status in walk(self._client, self._names.folder(prefix), prefix):
+            key = None if status.isdir else self._names.key(status.path)
+            if key is not None:
+                yield ObjectInfo(key, status.length, status.modification_time / 1000)
+
+    async def delete(self, key: str) -> None:
+        """See :meth:`Driver.delete`. An empty folder of this name, which is no object, goes too."""
+        try:
+            await self._client.delete(self._names.path(key), key)
+        except StorageError as error:
+            if "PathIsNotEmptyDirectoryException" not in str(error.__cause__):
+                raise
+
+    async def delete_all(self, prefix: str) -> None:
+        await self._client.delete(self._names.path(prefix), prefix, recursive=True)
+
+    async def sweep(self, prefix: str) -> None:
+        """See :meth:`Driver.sweep`. What has not changed for an hour is taken for dead: a live upload renews the time of
+        its files."""
+        await sweep(self._client, self._names.path(prefix), prefix, QUIET_S)
+
+    async def close(self) -> None:
+        """See :meth:`Driver.close`. Drops uploads that are neither committed nor aborted. Calls that no longer are waited
+        for end when the library ends them; nothing waits for that, nor does the interpreter when it exits."""
+        for upload in tuple(self._uploads):
+            await upload.abort()
+        self._client.close()
+
+    async def _begin(self, key: str, path: str, cuts: Sequence[tuple[int, int]]) -> HdfsUpload:
+        upload = HdfsUpload(self._client, self._webhdfs, path, key, cuts, self._files, self._uploads.discard)
+        self._uploads.add(upload)
+        try:
+            await upload.begin()
+        except BaseException:
+            await upload.abort()
+            raise
+        return upload
+
+
+def _webhdfs(authority: str, config: Mapping[str, str], options: Mapping[str, Any], uri: str) -> WebHdfs | None:
+    given: str = options["webhdfs"]
+    if given == "off":
+        return None
+    if given != "auto":
+        return WebHdfs([given if "://" in given else f"http://{given}"], options["timeout"])
+    try:
+        properties = {**site(options["conf"] or None), **config}
+    except (OSError, ParseError) as error:
+        raise UriError(f"Hadoop's configuration cannot be read: {error}", uri=uri) from error
+    authority = authority or properties.get("fs.defaultFS", "").removeprefix("hdfs://").partition("/")[0]
+    return WebHdfs(web_addresses(authority, properties), options["timeout"])

