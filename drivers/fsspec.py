@@ -203,7 +203,8 @@ class FsspecDriver(Driver):
             raise StorageError(f"{len(data)} bytes came, not {len(into)}", uri=self.uri, key=key)
 
     def _cat(self, key: str, start: int, stop: int) -> bytes:
-        plain = self.fs_class.cat_file is AbstractFileSystem.cat_file
+        cls = self.fs_class
+        plain = not getattr(cls, "async_impl", False) and cls.cat_file is AbstractFileSystem.cat_file
         try:
             # Else what opens the file reads ahead, and throws it away.
             data: bytes = self._fs.cat_file(
