@@ -167,7 +167,8 @@ class LocalDriver(Driver):
     def _read(self, key: str, start: int, into: Buffer) -> None:
         stop = start + len(into)
         with self._open_files.use(key) as file:
-            if not 0 <= start <= stop < _OFFSET_MAX:
+            beyond = not len(into) and stop > os.fstat(file.plain).st_size  # of nothing, read_at does not ask
+            if beyond or not 0 <= start <= stop < _OFFSET_MAX:
                 raise DamagedError(f"no object has bytes {start}:{stop}", uri=self.uri, key=key)
             try:
                 read_at(file, start, into)

@@ -9,13 +9,18 @@ import pytest
 
 from holdfast.drivers.conformance.place import Place
 from holdfast.drivers.conformance.report import OUTLIVES, Session
+from holdfast.drivers.uri import redact
+from holdfast.errors import HoldfastError
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Begin the session of the driver that the command line names."""
     uri = config.getoption("driver_uri", None)
     if uri is not None:
-        session = Session(uri, config.getoption("driver_probe"))
+        try:
+            session = Session(uri, config.getoption("driver_probe"))
+        except HoldfastError as error:
+            raise pytest.UsageError(f"--driver-uri {redact(uri)}: {error}") from error
         config.pluginmanager.register(session, "holdfast-conformance-session")
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from ..contract import Driver
-from ..registry import open_driver
-from ..uri import join, parse
+from ..registry import driver_class, open_driver, serving
+from ..uri import Uri, join, parse
 from .place import Held, Place, held_now
 from .probes import probe_class
 
@@ -37,7 +37,7 @@ class Session:
         self._name = f"conformance-{secrets.token_hex(4)}"
         self._root, self._below, self._places = parsed, join(parsed, self._name), 0
         driver = open_driver(parsed)
-        self.driver, self.uri, self.traits = _name_of(driver), driver.uri, driver.traits
+        self.driver, self.uri, self.traits = _name_of(parsed), driver.uri, driver.traits
         self.deviations = dict(driver.deviations)
         self._outcomes: dict[str, Counter[str]] = defaultdict(Counter)
         self._not_applicable: Counter[str] = Counter()
@@ -120,8 +120,10 @@ def trial_of(item: pytest.Item) -> str:
     return str(getattr(item, "originalname", None) or item.name).removeprefix("test_")
 
 
-def _name_of(driver: Driver) -> str:
-    return f"{type(driver).__module__}.{type(driver).__qualname__}"
+def _name_of(uri: Uri) -> str:
+    """The class that serves a URI, whatever layers stand before it."""
+    cls = driver_class(serving(uri))
+    return f"{getattr(cls, '__module__', '')}.{getattr(cls, '__qualname__', cls)}"
 
 
 async def _warm_up(driver: Driver, name: str) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from holdfast.drivers.conformance.place import Place
-from holdfast.drivers.conformance.trials import aligned, bytes_of, trial
+from holdfast.drivers.conformance.trials import aligned, bytes_of, refused, trial
 from holdfast.errors import DamagedError, NotFoundError
 
 NBYTES = (1 << 20) + 77
@@ -67,9 +67,10 @@ async def test_an_object_that_became_shorter_is_damage(place: Place) -> None:
 
 @trial()
 async def test_reading_nothing_still_asks_for_an_object(place: Place) -> None:
-    """An empty range of an empty object is fine; of a missing object it is NotFoundError."""
+    """An empty range is fine up to the object's end, and damage beyond it; of a missing object it is NotFoundError."""
     driver = place.open()
     await driver.put("empty", b"")
     await driver.read("empty", 0, memoryview(bytearray(0)))
+    await refused(DamagedError, driver.read("empty", 3067, memoryview(bytearray(0))))
     with pytest.raises(NotFoundError):
         await driver.read("missing", 0, memoryview(bytearray(0)))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from holdfast.drivers.conformance.place import Place
 from holdfast.drivers.conformance.trials import (
+    SEVERAL_STREAMS,
     TINY_PARTS,
     UNORDERED_PARTS,
     aligned,
@@ -16,6 +19,7 @@ from holdfast.drivers.conformance.trials import (
     trial,
     write_parts,
 )
+from holdfast.drivers.contract import segments
 from holdfast.errors import NotFoundError, StorageError
 
 
@@ -47,6 +51,27 @@ async def test_an_object_of_preferred_parts_comes_back(place: Place) -> None:
     across = aligned(part_nbytes + 2, 3)
     await driver.read("large", part_nbytes - 1, across)
     assert across == content[part_nbytes - 1 : 2 * part_nbytes + 1]
+
+
+@trial(SEVERAL_STREAMS)
+async def test_segments_are_written_at_once(place: Place) -> None:
+    """As many contiguous segments as the traits name, each in its own order, make the object; nothing else stays."""
+    driver, traits = place.open(), place.traits
+    content = bytes_of(2 * traits.streams * traits.part_nbytes - 12_345)
+    upload = await driver.create("a/x", len(content))
+
+    async def write(start: int, stop: int) -> None:
+        for at in range(start, stop, traits.part_nbytes):
+            await upload.write(at, memoryview(content)[at : min(at + traits.part_nbytes, stop)])
+
+    async with asyncio.TaskGroup() as group:
+        for start, stop in segments(len(content), traits):
+            group.create_task(write(start, stop))
+    await upload.commit()
+    into = aligned(len(content))
+    await driver.read("a/x", 0, into)
+    assert into == content
+    await place.holds("a/x")
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, (64 << 10) - 1, 64 << 10, (64 << 10) + 4097])

@@ -16,7 +16,8 @@ from ..contract import Buffer, Driver, Traits, Upload
 from .place import Place
 
 __all__ = [
-    "ATOMIC_EXCLUSIVE", "PROBE", "TINY_PARTS", "UNORDERED_PARTS", "Need", "aligned", "bytes_of", "parts_of", "refused",
+    "ATOMIC_EXCLUSIVE", "PROBE",
+    "SEVERAL_STREAMS", "TINY_PARTS", "UNORDERED_PARTS", "Need", "aligned", "bytes_of", "parts_of", "refused",
     "store", "trial", "write_parts",
 ]  # fmt: skip
 
@@ -34,6 +35,7 @@ class Need:
 
 UNORDERED_PARTS = Need("parts of an upload are written in order", lambda place: place.traits.part_order == "any")
 TINY_PARTS = Need("parts have a least size", lambda place: place.traits.part_min_nbytes == 1)
+SEVERAL_STREAMS = Need("an upload is one stream", lambda place: place.traits.streams > 1)
 ATOMIC_EXCLUSIVE = Need("exclusive puts are not atomic", lambda place: place.traits.exclusive_is_atomic)
 PROBE = Need("no probe for this storage (--driver-probe)", lambda place: place.probe is not None)
 

@@ -1,0 +1,1 @@
+"""``sqlite:///folder/file.db/prefix``: objects in one SQLite file."""

@@ -1,0 +1,417 @@
+"""Drivers that are wrong in one way each, to show that the conformance kit tells. All are the memory driver but for that.
+
+Run as a program it holds each against the trial that must catch it, and prints as JSON what failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+import time
+from collections.abc import AsyncIterator
+from typing import Any, ClassVar
+
+import pytest
+
+from holdfast.drivers.contract import Buffer, ObjectInfo, Upload, check_key
+from holdfast.drivers.memory import MemoryDriver, _MemoryUpload
+from holdfast.errors import DamagedError, HoldfastError
+
+__all__ = ["CASES", "FAULTS", "Healthy", "main"]
+
+
+class Healthy(MemoryDriver):
+    """Nothing wrong: what a broken one is compared with. ``upload`` is the class of its uploads."""
+
+    upload: ClassVar[type[_MemoryUpload]] = _MemoryUpload
+
+    async def create(self, key: str, nbytes: int) -> Upload:
+        self._path(key)
+        return self.upload(self, key, nbytes)
+
+    def place(self, key: str, data: bytes) -> None:
+        """Make an object at once."""
+        self._objects[self._prefix + key] = (data, time.time())
+
+
+class _EarlyUpload(_MemoryUpload):
+    async def write(self, start: int, data: Buffer) -> None:
+        await super().write(start, data)
+        self._driver.place(self._key, bytes(self._open_content()))  # type: ignore[attr-defined]
+
+
+class VisibleEarly(Healthy):
+    """Shows what is being uploaded."""
+
+    upload = _EarlyUpload
+
+
+class TornPut(Healthy):
+    """Puts one half, and then the other."""
+
+    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
+        await super().put(key, data[: len(data) // 2], exclusive=exclusive)
+        await asyncio.sleep(0)
+        self.place(key, data)
+
+
+class ExclusiveNotAtomic(Healthy):
+    """Looks first, and puts a moment later."""
+
+    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
+        if exclusive and self._path(key) not in self._objects:
+            await asyncio.sleep(0)
+            exclusive = False
+        await super().put(key, data, exclusive=exclusive)
+
+
+class IgnoresStart(Healthy):
+    """Reads from the beginning, whatever was asked for."""
+
+    async def read(self, key: str, start: int, into: Buffer) -> None:
+        await super().read(key, 0, into)
+
+
+class ShortRead(Healthy):
+    """Past the end it leaves the buffer as it was."""
+
+    async def read(self, key: str, start: int, into: Buffer) -> None:
+        try:
+            await super().read(key, start, into)
+        except DamagedError:
+            part = (await self.get(key))[start : start + len(into)]
+            into[: len(part)] = part
+
+
+class _LeakingUpload(_MemoryUpload):
+    async def write(self, start: int, data: Buffer) -> None:
+        await super().write(start, data)
+        self._driver.place(f".unfinished/{id(self)}", b"")  # type: ignore[attr-defined]
+
+
+class LeaksTemporaries(Healthy):
+    """Keeps what an aborted upload has written."""
+
+    upload = _LeakingUpload
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        async for info in super().list(prefix):
+            if ".unfinished" not in info.key:
+                yield info
+
+
+class _LaxUpload(_MemoryUpload):
+    async def commit(self) -> None:
+        content = self._open_content()
+        self._content = None
+        await self._driver.put(self._key, bytes(content))
+
+
+class CommitsHoles(Healthy):
+    """Takes what was never written for zeros."""
+
+    upload = _LaxUpload
+
+
+class _AppendingUpload(_MemoryUpload):
+    def __init__(self, *where: Any) -> None:
+        super().__init__(*where)
+        self._end = 0
+
+    async def write(self, start: int, data: Buffer) -> None:
+        self._end += len(data)
+        await super().write(self._end - len(data), data)
+
+
+class Appends(Healthy):
+    """Parts lie in the order in which they came."""
+
+    upload = _AppendingUpload
+
+
+class _BorrowingUpload(_MemoryUpload):
+    def __init__(self, *where: Any) -> None:
+        super().__init__(*where)
+        self._borrowed: list[tuple[int, Buffer]] = []
+
+    async def write(self, start: int, data: Buffer) -> None:
+        await super().write(start, data)
+        self._borrowed.append((start, data))
+
+    async def commit(self) -> None:
+        content = self._open_content()
+        for start, data in self._borrowed:
+            content[start : start + len(data)] = data
+        await super().commit()
+
+
+class Borrows(Healthy):
+    """Copies the caller's memory only when it commits."""
+
+    upload = _BorrowingUpload
+
+
+class PrefixByLetters(Healthy):
+    """``a`` lists ``ab``."""
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        async for info in super().list():
+            if info.key.startswith(check_key(prefix) if prefix else ""):
+                yield info
+
+
+class FirstPage(Healthy):
+    """Lists a thousand objects and forgets the rest."""
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        count = 0
+        async for info in super().list(prefix):
+            if (count := count + 1) <= 1000:
+                yield info
+
+
+class DeletesNeighbours(Healthy):
+    """Deleting ``a/b`` takes ``a/bc`` along."""
+
+    async def delete_all(self, prefix: str) -> None:
+        for path in [path for path in self._objects if path.startswith(self._path(prefix))]:
+            del self._objects[path]
+
+
+class UnsafeKeys(Healthy):
+    """Takes any key."""
+
+    async def get(self, key: str) -> bytes:
+        return self._objects[self._prefix + key][0] if ".." in key else await super().get(key)
+
+    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
+        self.place(key, data)
+
+
+class FoldsKeys(Healthy):
+    """Takes ``a%20b`` and ``a b`` for the same."""
+
+    def _path(self, key: str) -> str:
+        return super()._path(key).replace("%20", " ")
+
+
+class PlainErrors(Healthy):
+    """Lets its library's errors out."""
+
+    async def get(self, key: str) -> bytes:
+        return self._objects[self._path(key)][0]
+
+
+class ErrorsSayNothing(Healthy):
+    """Raises the right kind, and does not say where."""
+
+    async def get(self, key: str) -> bytes:
+        try:
+            return await super().get(key)
+        except HoldfastError as error:
+            raise type(error)("failed") from error
+
+
+class SwallowsCancellation(Healthy):
+    """Goes on when it is cancelled."""
+
+    async def get(self, key: str) -> bytes:
+        try:
+            await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            pass
+        return await super().get(key)
+
+
+class TornByCancellation(Healthy):
+    """A put that is cancelled leaves half an object."""
+
+    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
+        old = self._objects.get(self._path(key))
+        await super().put(key, data[: len(data) // 2], exclusive=exclusive)
+        half = self._objects.pop(self._path(key))
+        if old:
+            self._objects[self._path(key)] = old
+        try:
+            await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            self._objects[self._path(key)] = half
+            raise
+        self.place(key, data)
+
+
+class ReadsOn(Healthy):
+    """A read that was cancelled goes on filling the buffer."""
+
+    async def read(self, key: str, start: int, into: Buffer) -> None:
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+        data = bytearray(len(into))
+        await super().read(key, start, memoryview(data))
+
+        def fill() -> None:
+            into[:] = data
+            done.set()
+
+        loop.call_later(0.005, fill)
+        await done.wait()
+
+
+class StaleReads(Healthy):
+    """Remembers what it has read."""
+
+    async def read(self, key: str, start: int, into: Buffer) -> None:
+        seen = self.__dict__.setdefault("seen", {})
+        if (key, start, len(into)) not in seen:
+            await super().read(key, start, into)
+            seen[key, start, len(into)] = bytes(into)
+        into[:] = seen[key, start, len(into)]
+
+
+class SweepsTheLiving(Healthy):
+    """A sweep ends every upload."""
+
+    async def create(self, key: str, nbytes: int) -> Upload:
+        upload = await super().create(key, nbytes)
+        _LIVE.append(upload)
+        return upload
+
+    async def sweep(self, prefix: str) -> None:
+        while _LIVE:
+            await _LIVE.pop().abort()
+
+
+_LIVE: list[Upload] = []
+
+
+class LeaksThreads(Healthy):
+    """Starts a thread that nobody ends."""
+
+    def __init__(self, location: str = "") -> None:
+        super().__init__(location)
+        threading.Thread(target=time.sleep, args=(30,), daemon=True).start()
+
+
+class LeaksDescriptors(Healthy):
+    """Opens a file that nobody closes."""
+
+    async def get(self, key: str) -> bytes:
+        _OPEN.append(os.open(os.devnull, os.O_RDONLY))
+        return await super().get(key)
+
+
+_OPEN: list[int] = []
+
+
+class LeaksTasks(Healthy):
+    """Leaves a task behind."""
+
+    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
+        await super().put(key, data, exclusive=exclusive)
+        self.__dict__.setdefault("tasks", []).append(asyncio.create_task(asyncio.sleep(60)))
+
+
+class OpenAfterClose(Healthy):
+    """Goes on after close()."""
+
+    async def close(self) -> None:
+        """Nothing."""
+
+
+class LosesEmptyObjects(Healthy):
+    """Takes an empty object for none, where one is replaced."""
+
+    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
+        replaces = self._path(key) in self._objects
+        await super().put(key, data, exclusive=exclusive)
+        if not data and replaces:
+            await self.delete(key)
+
+
+class DeviationThatPasses(Healthy):
+    """Declares what it need not."""
+
+    deviations: ClassVar[dict[str, str]] = {"an_object_comes_back": "it does"}
+
+
+class DeviationThatFails(ShortRead):
+    """Declares what it does wrong."""
+
+    deviations: ClassVar[dict[str, str]] = {"a_read_past_the_end_is_damage": "past the end it reads nothing"}
+
+
+CASES: dict[type[Healthy], str] = {
+    VisibleEarly: "an_upload_is_invisible_until_it_commits",
+    TornPut: "a_reader_sees_the_old_or_the_new_object",
+    ExclusiveNotAtomic: "an_exclusive_put_has_one_winner",
+    IgnoresStart: "any_range_can_be_read",
+    ShortRead: "a_read_past_the_end_is_damage",
+    LeaksTemporaries: "an_aborted_upload_leaves_nothing",
+    CommitsHoles: "an_incomplete_upload_does_not_commit",
+    Appends: "parts_from_any_address_make_the_object",
+    Borrows: "a_written_part_belongs_to_the_upload",
+    PrefixByLetters: "a_listing_goes_by_whole_names",
+    FirstPage: "a_listing_of_many_objects_is_complete",
+    DeletesNeighbours: "deleting_all_takes_what_lies_below_and_no_more",
+    UnsafeKeys: "an_unsafe_key_is_refused_everywhere",
+    FoldsKeys: "strange_keys_are_stored_faithfully_or_refused",
+    PlainErrors: "errors_say_where",
+    ErrorsSayNothing: "errors_say_where",
+    SwallowsCancellation: "cancelled_looks_change_nothing",
+    TornByCancellation: "a_cancelled_put_is_whole_or_absent",
+    ReadsOn: "a_cancelled_read_leaves_the_buffer_alone",
+    StaleReads: "a_replaced_or_deleted_object_is_not_read_again",
+    SweepsTheLiving: "a_sweep_harms_nobody_alive",
+    LeaksThreads: "nothing_outlives_close",
+    LeaksDescriptors: "nothing_outlives_close",
+    LeaksTasks: "nothing_outlives_close",
+    OpenAfterClose: "a_closed_driver_says_so",
+    LosesEmptyObjects: "the_same_calls_give_the_same_results_as_memory",
+}
+"""Each broken driver, and the trial that must fail."""
+
+FAULTS: dict[type[Healthy], str] = {DeviationThatPasses: "an_object_comes_back", DeviationThatFails: CASES[ShortRead]}
+"""Drivers that declare a deviation, wrongly and rightly."""
+
+
+class _Watch:
+    def __init__(self) -> None:
+        self.failed: set[str] = set()
+        self.passed: set[str] = set()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        name = report.nodeid.partition("::test_")[2].partition("[")[0]
+        if report.failed:
+            self.failed.add(name)
+        elif report.passed and report.when == "call":
+            self.passed.add(name)
+
+
+def _run(kind: type[Healthy], *trials: str) -> dict[str, Any]:
+    watch = _Watch()
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:timeout", "--import-mode=importlib", "-k", " or ".join(trials)]
+    driver = [
+        "--driver-uri",
+        f"{scheme_of(kind)}://here",
+        "--driver-probe",
+        "holdfast.drivers.conformance.probes:MemoryProbe",
+    ]
+    status = pytest.main([*options, "--pyargs", "holdfast.drivers.conformance", *driver], plugins=[watch])
+    return {"status": int(status), "failed": sorted(watch.failed), "passed": sorted(watch.passed)}
+
+
+def scheme_of(kind: type[Healthy]) -> str:
+    """The scheme under which a class is registered."""
+    return f"broken-{kind.__name__.lower()}"
+
+
+def main() -> None:
+    """Print the outcomes by class name, on the last line."""
+    outcomes = {kind.__name__: _run(kind, trial) for kind, trial in (CASES | FAULTS).items()}
+    outcomes[Healthy.__name__] = _run(Healthy, *set(CASES.values()))
+    print(f"\n{json.dumps(outcomes)}")
+
+
+if __name__ == "__main__":
+    main()
