@@ -6,10 +6,13 @@ of its folder; all of its processes belong to this one and are stopped by their 
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
+import sys
+import tempfile
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -290,3 +293,25 @@ class Radosgw:
     def _logs(self) -> str:
         texts = [(path.name, path.read_text(errors="replace")[-1500:]) for path in (self.folder / "log").glob("*.out")]
         return "\n".join(f"== {name}\n{text}" for name, text in texts)
+
+
+def main() -> int:
+    """Run a server for another process: say where it is, and what its clients need, then wait for the end of the input.
+    Ends with 3 where there is no Ceph."""
+    if find_ceph() is None:
+        return 3
+    with tempfile.TemporaryDirectory(prefix="radosgw-", ignore_cleanup_errors=True) as folder:
+        server = Radosgw(Path(folder))
+        server.start()
+        try:
+            server.client().create_bucket(Bucket="holdfast")
+            uri = f"s3://holdfast?endpoint={server.endpoint}"
+            print(json.dumps({"uri": uri, "environment": server.environment()}), flush=True)
+            sys.stdin.read()
+        finally:
+            server.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

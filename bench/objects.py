@@ -1,0 +1,200 @@
+"""Saves and loads of a whole state over S3: this library, its peers, and the bare client at its best setting.
+
+And ten thousand small objects: put, listed, asked for and deleted, with as many requests at a time as the driver suggests.
+Without --uri a server is started, where the tests have one; both then share this machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import holdfast
+
+from ..drivers.contract import Driver
+from ..drivers.registry import open_driver
+from ..drivers.uri import Uri, join, parse
+from ..storage.executor import at_most
+from .contest import Contestant, contest, header, rows
+from .machine import describe
+from .objectpeers import SETTINGS, Peer, below, best, peers
+from .options import TINY_GIB, Options, options, parser
+from .report import Report, Series, Target, ratio
+from .states import State, build, digests, nbytes_of, zero
+
+__all__: list[str] = []
+
+SERVER = Path(__file__).parents[1] / "tests/support/servers/radosgw.py"
+SMALL = 10_000
+NO_SERVER = 3
+
+
+@contextmanager
+def _server(uri: str | None) -> Iterator[Uri | None]:
+    """A root of its own, below ``uri`` or on a server that lives as long as this; None where there is none."""
+    if uri is not None:
+        yield join(uri, uuid.uuid4().hex)
+        return
+    if not SERVER.exists():
+        yield None
+        return
+    process = subprocess.Popen([sys.executable, str(SERVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        told = process.stdout.readline()
+        if told:
+            os.environ.update(json.loads(told)["environment"])
+        elif process.wait(30) != NO_SERVER:
+            raise RuntimeError("the server did not start")
+        yield parse(json.loads(told)["uri"]) if told else None
+    finally:
+        process.stdin.close()
+        process.wait(60)
+        process.stdout.close()
+
+
+def _clear(uri: Uri) -> None:
+    """Delete all that lies at ``uri``."""
+
+    async def clear() -> None:
+        root, _, name = uri.location.rpartition("/")
+        driver = open_driver(Uri(uri.scheme, root, uri.options))
+        await driver.delete_all(name)
+        await driver.close()
+
+    asyncio.run(clear())
+
+
+def _saving(peer: Peer, uri: Uri, state: State) -> Contestant:
+    return Contestant(peer.name, lambda: peer.save(uri, state), after=lambda: _clear(uri))
+
+
+def _loading(peer: Peer, uri: Uri, state: State, expected: dict[str, bytes]) -> Contestant:
+    """Saves at once; loads when its turn comes."""
+    peer.save(uri, state)
+
+    def after() -> None:
+        if digests(state) != expected:
+            raise AssertionError(f"{peer.name}: what was loaded is not what was saved")
+
+    return Contestant(peer.name, lambda: peer.load(uri, state), lambda: zero(state), after)
+
+
+def _moving(uri: Uri, given: Options, kind: str, others: Sequence[Peer]) -> tuple[list[Series], int]:
+    """The contest of saving, or of loading; and how many bytes that moves."""
+    state = build(given.gib)
+    nbytes, reading = nbytes_of(state), kind == "load"
+    bare = best(below(uri, "bare"), nbytes, reading=reading, settings=((5 << 20, 4),) if given.tiny else SETTINGS)
+    if reading:
+        expected = digests(state)
+        made = [_loading(peer, below(uri, peer.name), state, expected) for peer in others]
+        holdfast.release_memory()  # or the first load would find, uncounted, what the save has kept
+    else:
+        made = [_saving(peer, below(uri, peer.name), state) for peer in others]
+    limit = Contestant("limit", bare.read if reading else bare.write)
+    found = contest([limit, *made], given.runs, given.settle_s)
+    bare.remove()
+    for peer in others:
+        _clear(below(uri, peer.name))
+    return found, nbytes
+
+
+def _able(uri: Uri, alone: bool) -> tuple[list[Peer], list[str]]:
+    """Who can save to this server and load from it, and why the others cannot. Everybody imports what they need, and
+    starts their threads, outside the measured time."""
+    state = build(TINY_GIB)
+    expected = digests(state)
+    able, notes = [], []
+    for peer in peers(alone=alone):
+        try:
+            contestant = _loading(peer, below(uri, "warm-" + peer.name), state, expected)
+            contestant.before()
+            contestant.run()
+            contestant.after()
+        except Exception as error:
+            if peer.name == "holdfast":
+                raise
+            notes.append(f"not measured: {peer.name}: {str(error).strip().splitlines()[-1]}")
+        else:
+            able.append(peer)
+        _clear(below(uri, "warm-" + peer.name))
+    return able, notes
+
+
+async def _small(driver: Driver, count: int) -> dict[str, float]:
+    """Seconds for ``count`` objects of 100 bytes, by operation. Raises AssertionError where one is missing."""
+
+    async def look(key: str) -> None:
+        await driver.stat(key)
+
+    keys, seconds, width = [f"many/{n % 100}/{n}" for n in range(count)], {}, driver.traits.concurrency
+    began_s = time.perf_counter()
+    await at_most(width, (driver.put(key, bytes(100)) for key in keys))
+    seconds["put"], began_s = time.perf_counter() - began_s, time.perf_counter()
+    found = {info.key async for info in driver.list("many")}
+    seconds["listed"], began_s = time.perf_counter() - began_s, time.perf_counter()
+    await at_most(width, (look(key) for key in keys))
+    seconds["statted"], began_s = time.perf_counter() - began_s, time.perf_counter()
+    await driver.delete_all("many")
+    seconds["deleted"] = time.perf_counter() - began_s
+    left = [info.key async for info in driver.list("many")]
+    await driver.close()
+    if found != set(keys) or left:
+        raise AssertionError("a listing lacks objects, or shows deleted ones")
+    return seconds
+
+
+def _targets(found: Sequence[Series], kind: str) -> list[Target]:
+    by_name = {series.name: series for series in found}
+    ours = by_name["holdfast"]
+    out = [Target(f"{kind}: share of the bare client's rate", ratio(by_name["limit"], ours), 0.9, at_least=True)]
+    if "DCP, s3fs" in by_name:
+        out.append(Target(f"{kind}: times faster than DCP", ratio(by_name["DCP, s3fs"], ours), 2.0, at_least=True))
+    return out
+
+
+def _report(uri: Uri, given: Options) -> Report:
+    others, notes = _able(uri, given.alone)
+    holdfast.release_memory()
+    table: list[list[str]] = []
+    targets: list[Target] = []
+    series: list[Series] = []
+    for kind in ("save", "load"):
+        found, nbytes = _moving(uri, given, kind, others)
+        table += [[f"{kind}: {row[0]}", *row[1:]] for row in rows(found, nbytes)]
+        targets += _targets(found, kind)
+        series += [Series(f"{kind}: {s.name}", s.seconds, s.peak_nbytes) for s in found]
+    count = SMALL // 50 if given.tiny else SMALL
+    small = asyncio.run(_small(open_driver(uri), count))
+    told = ", ".join(f"{name} in {seconds:.2f} s" for name, seconds in small.items())
+    title = f"Over S3: {nbytes / 1e9:.2f} GB, one process, {given.runs} rounds"
+    notes.append(f"{count:,} objects of 100 bytes: {told}")
+    judged = [] if given.tiny else targets
+    return Report("objects", title, describe(Path()), header(), table, judged, notes, series)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; raises AssertionError where a state does not come back as it was."""
+    arguments = parser("objects", __doc__, gib=1.0, runs=5)
+    arguments.add_argument("--uri", help="an S3 root to use (default: start a server)")
+    parsed = arguments.parse_args(argv)
+    given = options(parsed)
+    with _server(parsed.uri) as uri:
+        if uri is None:
+            print("no S3 server here: make test-servers, or give one: --uri s3://bucket/path")
+            return 0
+        _report(uri, given).emit(given.json, given.svg)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
