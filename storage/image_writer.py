@@ -74,11 +74,14 @@ class ImageWriter:
 
     async def _stream(self, opening: asyncio.Future[Upload]) -> None:
         sizes = [b - a for a, b in map(self._layout.chunk_range, self._order)]
+        turn = asyncio.Lock()
 
         async def perform(job: int, stage: str) -> None:
             chunk = self._order[job]
             if stage == "write":
-                await self._write(chunk, await asyncio.shield(opening))
+                async with turn:  # a lock is fair: who comes while others wait for the upload does not overtake them
+                    upload = await asyncio.shield(opening)
+                await self._write(chunk, upload)
             else:
                 await (self._capture if stage == "capture" else self._hash)(chunk)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +16,8 @@ from holdfast.drivers.contract import Buffer, PartOrder, Traits, Upload, segment
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.drivers.uri import Uri
 from holdfast.storage.upload import writing_order
+
+Perform = Callable[[int, str], Awaitable[None]]
 
 TRAITS = Traits(
     part_nbytes=16,
@@ -125,3 +128,37 @@ def test_chunks_are_written_in_turn_from_each_segment(nbytes: int, streams: int,
         reached[segment] = start
     if streams == 3 and (nbytes, chunk_nbytes) == (1000, 16):
         assert order[:4] == [0, 21, 42, 1]
+
+
+def test_writes_that_wait_for_the_upload_are_not_overtaken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk that is ready at the very moment when the upload has begun waits its turn, whichever moment that is."""
+    begun: list[int] = []
+    may_begin = asyncio.Event()
+
+    class Slow(MemoryDriver):
+        def __init__(self, location: str = "") -> None:
+            super().__init__(location)
+            self.traits = replace(self.traits, part_order="ascending", concurrency=32)
+
+        async def create(self, key: str, nbytes: int) -> Upload:
+            await may_begin.wait()
+            return _Watched(await super().create(key, nbytes), random.Random(7), begun, [])
+
+    async def execute(scheduler: object, sizes: list[int], perform: Perform, release: object) -> None:
+        """Writes that are begun one after the other, in every step that the event loop takes around that moment."""
+        for job in range(len(sizes)):
+            await perform(job, "capture")
+            await perform(job, "hash")
+        writes = []
+        for job in range(len(sizes)):
+            writes.append(asyncio.ensure_future(perform(job, "write")))
+            await asyncio.sleep(0)
+            if job == 1:
+                may_begin.set()
+        await asyncio.gather(*writes)
+
+    monkeypatch.setattr("holdfast.storage.api.open_driver", lambda uri: Slow())
+    monkeypatch.setattr("holdfast.storage.image_writer.execute", execute)
+    holdfast.async_save("memory://x", {"w": torch.zeros(40 << 20)}).wait(60)
+    assert len(begun) > 10
+    assert begun == sorted(begun)
