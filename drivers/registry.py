@@ -60,17 +60,22 @@ class DriverClass(Protocol):
         """The driver for ``uri``, whose options are known and valid. Called on the class; leaves the storage alone."""
 
 
-def open_driver(uri: str | os.PathLike[str] | Uri, /, **options: object) -> Driver:
+def open_driver(uri: str | os.PathLike[str] | Uri, writers: int | None = None, /, **options: object) -> Driver:
     """The driver for ``uri``, within the layers that its options ask for (:mod:`.layers`).
 
     Options come from the URI, else from ``options``, the environment, or ``holdfast.toml`` (:mod:`.config`). Storage is
     not touched: that it cannot be reached is found out at the first operation. Raises UriError for an unknown scheme or
     option, naming the known ones, and for a driver that cannot be imported; UsageError for a broken ``holdfast.toml``.
+
+    ``writers``: how many processes are going to write at the same time. A driver that has an option of this name is told,
+    where nobody says otherwise.
     """
     uri = uri if isinstance(uri, Uri) else parse(uri)
     cls = driver_class(serving(uri))
     resolved = resolved_options(uri, **options)
     own = {name: found.text for name, found in resolved.items() if name in cls.OPTIONS and found.text is not None}
+    if writers is not None and "writers" in cls.OPTIONS:
+        own.setdefault("writers", str(writers))
     driver = cls.open(Uri(uri.scheme, uri.location, own))
     values = {name: found.value for name, found in resolved.items() if name not in cls.OPTIONS}
     return stacked(driver, values, store=f"{uri.scheme}://{redact(uri.location).partition('/')[0]}")

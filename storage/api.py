@@ -20,7 +20,7 @@ from .buffers import host_pool
 from .capture.fingerprint import fingerprints
 from .capture.state import flatten
 from .engine import start
-from .frameworks.process_group import current_rank, current_team
+from .frameworks.process_group import current_rank, current_team, current_world
 from .handle import SaveHandle
 from .image_writer import Progress
 from .load import LoadJob, finish, run_build, run_load
@@ -154,7 +154,7 @@ def _start_save(
 ) -> tuple[SaveHandle, Future[None]]:
     began_s = time.perf_counter()
     step = None if step is None else _checked_step(step)
-    driver = open_driver(uri, **(storage_options or {}))
+    driver = open_driver(uri, current_world(), **(storage_options or {}))
     team = current_team(deadline_s, saving=True)
     flat = _told(team, driver, flatten, state)
     plain = _told(team, driver, fingerprints, flat, team.world) if team.world > 1 else {}

@@ -11,12 +11,17 @@ import torch.distributed as dist
 from ...errors import UsageError
 from ..team import Solo, StoreLike, StoreTeam, Team
 
-__all__ = ["current_rank", "current_team"]
+__all__ = ["current_rank", "current_team", "current_world"]
 
 
 def current_rank() -> int:
     """This process's rank; 0 where torch.distributed is not in use."""
     return dist.get_rank() if _in_use() else 0
+
+
+def current_world() -> int:
+    """How many ranks the job has; 1 where torch.distributed is not in use."""
+    return dist.get_world_size() if _in_use() else 1
 
 
 def current_team(deadline_s: float, *, saving: bool) -> Team:

@@ -135,6 +135,21 @@ def test_the_layout_follows_the_size_that_is_announced(mount: Path) -> None:
     os.close(folder)
 
 
+@pytest.mark.parametrize(("option", "expected"), [("", 4), ("&writers=64", 1)])
+def test_the_number_of_ranks_is_passed_on(mount: Path, option: str, expected: int) -> None:
+    """Who opens a driver may say how many write; an option in the URI wins."""
+
+    async def run() -> list[Layout]:
+        driver = open_driver(f"lustre://{mount}?ost_count=8{option}", 2)
+        upload = await driver.create("image", 10 * GIB)
+        found = [decode(os.getxattr(file, "lustre.lov")) for file in mount.glob(".image.*")]
+        await upload.abort()
+        await driver.close()
+        return found
+
+    assert asyncio.run(run()) == [Layout(expected, 16 * MIB)]
+
+
 def test_small_files_keep_the_default(mount: Path) -> None:
     """A marker of a few bytes is not spread over eight targets."""
     assert layout(f"lustre://{mount}/run?stripe_count=8", 1000) == Layout(1, MIB)
