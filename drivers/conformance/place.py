@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,7 +16,10 @@ from ..registry import open_driver
 from ..uri import Uri, join
 from .probes import Probe, ProbeClass
 
-__all__ = ["Held", "Place", "held_now"]
+__all__ = ["BARE", "Held", "Place", "held_now"]
+
+BARE: Mapping[str, object] = {"retries": 0, "op_timeout_s": "off"}
+"""The driver itself is tried, without the layers that would hide its faults; the URI may ask for layers all the same."""
 
 TRIAL_TIMEOUT_S = 110.0
 """How long one trial may take: whatever takes longer hangs."""
@@ -45,7 +48,7 @@ class Place:
 
     def open(self) -> Driver:
         """Another driver on the same root."""
-        self._opened.append(open_driver(self.uri))
+        self._opened.append(open_driver(self.uri, **BARE))
         return self._opened[-1]
 
     def below(self) -> Place:

@@ -15,7 +15,7 @@ import pytest
 from ..contract import Driver
 from ..registry import driver_class, open_driver, serving
 from ..uri import Uri, join, parse
-from .place import Held, Place, held_now
+from .place import BARE, Held, Place, held_now
 from .probes import probe_class
 
 __all__ = ["OUTLIVES", "Session"]
@@ -36,7 +36,7 @@ class Session:
         self._probe = probe_class(parsed.scheme, probe)
         self._name = f"conformance-{secrets.token_hex(4)}"
         self._root, self._below, self._places = parsed, join(parsed, self._name), 0
-        driver = open_driver(parsed)
+        driver = open_driver(parsed, **BARE)
         self.driver, self.uri, self.traits = _name_of(parsed), driver.uri, driver.traits
         self.deviations = dict(driver.deviations)
         self._outcomes: dict[str, Counter[str]] = defaultdict(Counter)

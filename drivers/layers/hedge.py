@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict, deque
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from ..contract import Buffer, Driver
 from .layer import Layer
@@ -14,6 +15,17 @@ __all__ = ["HedgeLayer", "Slowness"]
 SAMPLES = 256
 SAMPLES_MIN = 32
 CREDIT_MAX = 4.0
+RENEW = 8
+"""After so many reads what is slow is looked at anew."""
+
+
+@dataclass(slots=True)
+class _Size:
+    """The last reads of about one size."""
+
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
+    reads: int = 0
+    threshold_s: float | None = None
 
 
 class Slowness:
@@ -26,15 +38,12 @@ class Slowness:
     def __init__(self, percent: int) -> None:
         self._part = percent / 100
         self._credit = 0.0
-        self._seconds: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=SAMPLES))
+        self._sizes: defaultdict[int, _Size] = defaultdict(_Size)
 
     def threshold_s(self, nbytes: int) -> float | None:
         """A read of so many bytes is slow after this time; None while too few were seen. Counts the read."""
         self._credit = min(CREDIT_MAX, self._credit + self._part)
-        seen = self._seconds[nbytes.bit_length()]
-        if len(seen) < SAMPLES_MIN:
-            return None
-        return sorted(seen)[min(len(seen) - 1, int(len(seen) * (1 - self._part)))]
+        return self._sizes[nbytes.bit_length()].threshold_s
 
     def may_hedge(self) -> bool:
         """Whether one more second read is within the account, which is then charged."""
@@ -45,7 +54,12 @@ class Slowness:
 
     def saw(self, nbytes: int, seconds: float) -> None:
         """A read has taken so long."""
-        self._seconds[nbytes.bit_length()].append(seconds)
+        size = self._sizes[nbytes.bit_length()]
+        size.seconds.append(seconds)
+        size.reads += 1
+        if size.reads >= SAMPLES_MIN and size.reads % RENEW == 0:
+            seen = sorted(size.seconds)
+            size.threshold_s = seen[min(len(seen) - 1, int(len(seen) * (1 - self._part)))]
 
 
 class HedgeLayer(Layer):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 
-from hypothesis import given
+import numpy as np
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.clock import run_virtual
 from support.flaky import Flaky
@@ -16,7 +17,19 @@ from holdfast.drivers.layers.limit import LimitLayer
 from holdfast.drivers.layers.retry import RetryLayer, RetryPolicy, pause_s
 from holdfast.drivers.layers.throttle import BURST_S, ThrottleLayer, TokenBucket
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.errors import BusyError, DamagedError, ExistsError, HoldfastError, StorageDownError
+from holdfast.errors import (
+    BusyError,
+    DamagedError,
+    ExistsError,
+    HoldfastError,
+    NotACheckpointError,
+    StorageDownError,
+    StorageError,
+)
+from holdfast.storage.capture.state import flatten
+from holdfast.storage.load import run_build
+from holdfast.storage.save import SaveJob, run_save
+from holdfast.storage.team import Solo
 
 seconds = st.floats(0, 60, allow_nan=False)
 
@@ -190,3 +203,43 @@ def test_hedged_reads_return_the_right_bytes_within_the_account(durations: list[
         return len(below.tried) - len(durations) // 2
 
     assert 0 <= run_virtual(run()) <= len(durations) // 2 * percent / 100 + 1
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 2**32), error=st.floats(0, 0.15), unsure=st.floats(0, 0.15), retries=st.integers(0, 6))
+def test_saves_through_a_failing_storage_are_whole_or_absent(
+    seed: int, error: float, unsure: float, retries: int
+) -> None:
+    """Save after save through faults and retries: one that says it succeeded is what a load finds; one that failed is
+    there whole, or not at all, as its error allows; and what was there before is never lost."""
+    storage = MemoryDriver()
+
+    async def save(step: int) -> bool:
+        plan = FaultPlan(seed + step, error=error, unsure=unsure, busy=error, delay=0.1, delay_s=5.0)
+        faulty = FaultsLayer(storage, plan)
+        faulty.remote = True  # type: ignore[misc]
+        driver = RetryLayer(faulty, RetryPolicy(retries, 60.0), chance=random.Random(seed).random)
+        job = SaveJob(
+            flatten({"step": step, "data": bytes([step]) * 3000, "w": np.full(1000, step)}), step, {}, 64 << 20
+        )
+        try:
+            await run_save(driver, Solo(), job)
+        except StorageError:
+            return False
+        return True
+
+    async def run() -> None:
+        possible: set[int | None] = {None}
+        for step in range(4):
+            possible = {step} if await save(step) else possible | {step}
+            try:
+                state = (await run_build(storage, 0, 64 << 20))[0]
+            except NotACheckpointError:
+                state = {"step": None}
+            assert state["step"] in possible
+            possible = {state["step"]}
+            if state["step"] is not None:
+                assert state["data"] == bytes([state["step"]]) * 3000
+                assert (np.asarray(state["w"]) == state["step"]).all()
+
+    run_virtual(run())

@@ -29,11 +29,15 @@ def run_kit(uri: str, *options: str, cwd: Path) -> tuple[int, str]:
     return run.returncode, run.stdout + run.stderr
 
 
-@pytest.fixture(params=["memory", "disk", "buffered", "tmpfs", "fsspec-file", "fsspec-memory", "lustre"])
+@pytest.fixture(params=["memory", "layers", "disk", "buffered", "tmpfs", "fsspec-file", "fsspec-memory", "lustre"])
 def uri(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """A root of each kind."""
     if request.param == "memory":
         yield "memory://conformance"
+    elif request.param == "layers":
+        yield (
+            "memory://layered?metrics=on&max_concurrency=4&max_bytes_per_s=10GB&retries=3&op_timeout_s=60&hedge_percent=5"
+        )
     elif request.param == "fsspec-memory":
         yield "fsspec+memory://conformance"
     elif request.param == "fsspec-file":
