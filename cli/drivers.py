@@ -19,7 +19,12 @@ from .text import paint, printable
 
 __all__ = ["run"]
 
-_EXAMPLES = {"file": "file:///", "lustre": "lustre:///", "fsspec": "fsspec+memory://example"}
+_EXAMPLES = {
+    "file": "file:///",
+    "lustre": "lustre:///",
+    "hdfs": "hdfs://example:8020/",
+    "fsspec": "fsspec+memory://example",
+}
 """What to ask a scheme about, where "example" as a location will not do."""
 
 

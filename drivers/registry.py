@@ -72,7 +72,7 @@ def open_driver(uri: str | os.PathLike[str] | Uri, writers: int | None = None, /
     """
     uri = uri if isinstance(uri, Uri) else parse(uri)
     cls = driver_class(serving(uri))
-    resolved = resolved_options(uri, **options)
+    resolved = _resolved(cls, uri, options)
     own = {name: found.text for name, found in resolved.items() if name in cls.OPTIONS and found.text is not None}
     if writers is not None and "writers" in cls.OPTIONS:
         own.setdefault("writers", str(writers))
@@ -83,7 +83,10 @@ def open_driver(uri: str | os.PathLike[str] | Uri, writers: int | None = None, /
 
 def resolved_options(uri: Uri, /, **options: object) -> dict[str, Resolved]:
     """Every option of the driver for ``uri`` and of its layers: value, and where it comes from. Raises as open_driver."""
-    cls = driver_class(serving(uri))
+    return _resolved(driver_class(serving(uri)), uri, options)
+
+
+def _resolved(cls: DriverClass, uri: Uri, options: Mapping[str, object]) -> dict[str, Resolved]:
     return resolve(uri, options, cls.OPTIONS, common_options(remote=cls.remote), schemes)
 
 

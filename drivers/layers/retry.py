@@ -32,6 +32,9 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 _READING = {"read", "get", "stat", "list"}
+MANY_FOLD = 10
+"""So many times as long may an operation take that is as many requests as there are objects."""
+_OF_MANY = {"delete_all", "sweep"}
 _CHANGING = {"put", "create", "delete", "delete_all", "sweep"}
 
 
@@ -42,7 +45,8 @@ class RetryPolicy:
     retries: int
     """Further tries after the first; 0: none."""
     op_timeout_s: float | None
-    """From the begin of an operation to its end, tries and pauses together; None: for ever."""
+    """From the begin of an operation to its end, tries and pauses together; None: for ever. Ten times that for what is
+    many requests: delete_all and sweep."""
     first_pause_s: float = 0.1
     """The longest first pause. Each is twice as long as the one before, at most ``pause_max_s``; what is waited is a random
     part of it, so that clients who failed together do not come back together."""
@@ -121,7 +125,7 @@ class RetryLayer(Layer):
         began_s, tries = asyncio.get_running_loop().time(), 0
         last: HoldfastError | None = None
         try:
-            async with deadline(self._policy.op_timeout_s) as timeout:
+            async with deadline(self._timeout_s(operation)) as timeout:
                 while True:
                     tries += 1
                     try:
@@ -135,6 +139,10 @@ class RetryLayer(Layer):
             if not timeout.expired():
                 raise
             raise self._late(operation, tries, last) from (last or error)
+
+    def _timeout_s(self, operation: Operation) -> float | None:
+        timeout_s = self._policy.op_timeout_s
+        return timeout_s * MANY_FOLD if timeout_s is not None and operation.name in _OF_MANY else timeout_s
 
     def _may_repeat(self, operation: Operation, tries: int) -> bool:
         known = operation.name in self._again
@@ -165,7 +173,7 @@ class RetryLayer(Layer):
             ) from error
 
     def _late(self, operation: Operation, tries: int, last: HoldfastError | None) -> StorageDownError:
-        waited = f"waited for {operation.name} for {self._policy.op_timeout_s:g} s"
+        waited = f"waited for {operation.name} for {self._timeout_s(operation):g} s"
         why = f", in {_times(tries)}; the last failure: {last.message}" if last is not None else ", without an answer"
         return StorageDownError(
             waited + why,

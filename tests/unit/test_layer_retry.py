@@ -140,6 +140,15 @@ def test_what_takes_too_long_is_an_error_that_names_it() -> None:
     assert "op_timeout_s" in str(result)
 
 
+@pytest.mark.parametrize("name", ["delete_all", "sweep"])
+def test_what_is_many_requests_may_take_ten_times_as_long(name: str) -> None:
+    """As many as there are objects below a prefix."""
+    _, result, ended_s = outcome(OPERATIONS[name], [299.0], replace(POLICY, op_timeout_s=30.0))
+    assert (result, ended_s) == (None, 299.0)
+    _, result, ended_s = outcome(OPERATIONS[name], [HANG], replace(POLICY, op_timeout_s=30.0))
+    assert (ended_s, f"waited for {name} for 300 s" in str(result)) == (300.0, True)
+
+
 def test_the_deadline_is_of_the_whole_operation() -> None:
     """Tries and pauses together; the error tells the last failure, and has it as its cause."""
     last = DOWN("reset by peer")
