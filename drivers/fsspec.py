@@ -149,8 +149,8 @@ class FsspecDriver(Driver):
         for upload in tuple(self._uploads):
             upload.drop()
         fs, self._fs_made = self._fs_made, None
-        with contextlib.suppress(AttributeError):  # of those that we know, only sftp holds threads of its own
-            fs.client.close()  # type: ignore[union-attr]
+        if fs is not None and hasattr(fs, "client") and hasattr(fs, "ftp"):  # sftp, whose connection has a thread
+            fs.client.close()
 
     def _checked(self, key: str) -> str:
         if any(is_temporary(part) for part in check_key(key, uri=self.uri).split("/")):
@@ -274,6 +274,8 @@ class FsspecDriver(Driver):
         self._remove_empty([path for path, info in found if info["type"] == "directory"])
 
     def _sweep(self, prefix: str) -> None:
+        if self._kind.appears == "closed":
+            return  # what is unfinished has no name there
         folder, _, name = prefix.rpartition("/")
         own = f".{name[:48]}."
         beside = self._fs.ls(self._path(folder), detail=True) if self._exists(folder) else ()

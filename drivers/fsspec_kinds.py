@@ -42,8 +42,8 @@ _KINDS = {
     "file": Kind("renamed", folders=True, shared=False),
     "local": Kind("renamed", folders=True, shared=False),
     "memory": Kind("copied", folders=False, shared=False),
-    "sftp": Kind("renamed", folders=True),
-    "ssh": Kind("renamed", folders=True),
+    "sftp": Kind("renamed", folders=True, threads=False),  # paramiko mixes up the answers
+    "ssh": Kind("renamed", folders=True, threads=False),
     "hdfs": Kind("unknown", folders=True),
     **dict.fromkeys(("abfs", "abfss", "az", "gcs", "gs", "oci", "oss", "s3", "s3a"), _OBJECTS),
 }
