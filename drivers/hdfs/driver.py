@@ -92,7 +92,12 @@ class HdfsDriver(Driver):
             raise UriError(
                 "the user is not part of the URI", uri=uri.redacted, advice="Set HADOOP_USER_NAME, or use Kerberos."
             )
-        return cls(authority, "/" + unquote(path), uri=uri.redacted, options=option_values(cls.OPTIONS, uri))
+        return cls(
+            authority,
+            "/" + unquote(path),
+            uri=Uri(uri.scheme, uri.location).redacted,
+            options=option_values(cls.OPTIONS, uri),
+        )
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
         path, inner = self._names.path(key), self._client.inner

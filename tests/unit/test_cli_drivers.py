@@ -133,3 +133,18 @@ def test_one_of_fsspecs_file_systems_can_be_asked_for(capsys: pytest.CaptureFixt
     status, printed = document(capsys, "fsspec+memory://x")
     assert (status, printed["scheme"], printed["uri"]) == (0, "fsspec", "fsspec+memory://x")
     assert "global_store" in {o["name"] for o in printed["options"]}
+
+
+def test_options_are_no_part_of_a_drivers_uri(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks compare where they save to, and what their environments say may differ."""
+    for variable in ("FILE_THREADS", "LUSTRE_THREADS", "S3_CONCURRENCY", "GS_CONCURRENCY", "AZ_CONCURRENCY",
+                     "HTTP_CONCURRENCY", "HTTPS_CONCURRENCY", "HDFS_STREAMS", "FSSPEC_MEMORY_THREADS"):  # fmt: skip
+        monkeypatch.setenv(f"HOLDFAST_{variable}", "3")
+    _, printed = document(capsys)
+    said = {
+        one["scheme"] for one in printed["drivers"] if any(o["source"].startswith("HOLDFAST_") for o in one["options"])
+    }
+    assert said == set(schemes()) - {"memory"}
+    assert [one["uri"] for one in printed["drivers"] if "?" in one["uri"]] == []
