@@ -23,7 +23,7 @@ from .states import State
 
 __all__ = ["Bare", "Peer", "below", "best", "peers"]
 
-SETTINGS = tuple(itertools.product((8 << 20, 16 << 20, 32 << 20), (4, 8, 16, 32)))
+SETTINGS = tuple(itertools.product((8 << 20, 16 << 20), (4, 8, 16)))
 
 
 @dataclass
