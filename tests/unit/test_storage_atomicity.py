@@ -263,7 +263,7 @@ def halting(monkeypatch: pytest.MonkeyPatch, operation: str) -> tuple[threading.
                 await asyncio.sleep(0.001)
 
     opened: Callable[..., Any] = api.open_driver
-    monkeypatch.setattr(api, "open_driver", lambda uri: HookedDriver(opened(uri), before=halt))
+    monkeypatch.setattr(api, "open_driver", lambda uri, *_: HookedDriver(opened(uri), before=halt))
     return reached, go
 
 
@@ -333,7 +333,7 @@ def test_what_fails_in_the_background_is_raised_by_wait(
 
     opened: Callable[..., Any] = api.open_driver
     with monkeypatch.context() as patch:
-        patch.setattr(api, "open_driver", lambda uri: HookedDriver(opened(uri), before=fail))
+        patch.setattr(api, "open_driver", lambda uri, *_: HookedDriver(opened(uri), before=fail))
         try:
             handle = holdfast.async_save(uri, NEW)
         except holdfast.FullError:
@@ -365,7 +365,7 @@ def test_a_failed_save_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(HostBuffer, "allocate", lambda nbytes: made.append(nbytes) or allocate(nbytes))
     opened: Callable[..., Any] = api.open_driver
-    monkeypatch.setattr(api, "open_driver", lambda uri: HookedDriver(opened(uri), before=fail))
+    monkeypatch.setattr(api, "open_driver", lambda uri, *_: HookedDriver(opened(uri), before=fail))
     for _ in range(3):
         with pytest.raises(holdfast.FullError):
             holdfast.save(fresh_uri(), {"x": torch.zeros(20 << 20, dtype=torch.uint8)})
