@@ -26,8 +26,9 @@ help:  ## this list
 
 setup: $(READY)  ## install everything into .venv (the targets below do it by themselves)
 
-demo: $(READY)  ## see it work: make demo [URI=s3://bucket/run] [DEMO_ARGS="…"]
-	@$(BIN)/holdfast demo $(if $(URI),'$(URI)') $(DEMO_ARGS)
+demo: $(READY)  ## see it work: make demo [URI=s3://bucket/run | SERVER=s3] [DEMO_ARGS="…"]
+	@$(if $(SERVER),$(BIN)/python tests/servers/with_server.py $(SERVER)) \
+		$(BIN)/holdfast demo $(if $(SERVER),{uri},$(if $(URI),'$(URI)')) $(DEMO_ARGS)
 
 # `pytest`, not `python -m pytest`: the latter would put this folder on the path, and every room would be there twice,
 # as holdfast.planner and as planner.

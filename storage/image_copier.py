@@ -20,7 +20,7 @@ from .executor import at_most, execute
 from .image_reader import ImageReader
 from .manifest import Manifest
 from .scheduler import Budget, Scheduler, Stage
-from .upload import drop, write_pages, writing_order
+from .upload import Opening, write_pages, writing_order
 from .verify import Chunk, chunks_of
 
 __all__ = ["ImageCopier", "deal"]
@@ -122,7 +122,7 @@ class _Line:
         self.chunks = [chunk for chunks in by_image.values() for chunk in chunks]
         self._pages = {image: [b""] * len(chunks) for image, chunks in by_image.items()}
         self._left = {image: len(chunks) for image, chunks in by_image.items()}
-        self._uploads: dict[int, asyncio.Future[Upload]] = {}
+        self._uploads: dict[int, Opening] = {}
 
     async def perform(self, job: int, stage: str) -> None:
         chunk = self.chunks[job]
@@ -147,7 +147,7 @@ class _Line:
     async def abort(self) -> None:
         """Drop the uploads that are not committed."""
         for opening in self._uploads.values():
-            await drop(opening)
+            await opening.drop()
 
     def _view(self, job: int) -> memoryview:
         chunk = self.chunks[job]
@@ -166,9 +166,8 @@ class _Line:
         """The image's upload, opened by whoever asks first."""
         if image not in self._uploads:
             key = self._copier.target.image_key(image)
-            opening = self._copier.destination.create(key, self._copier.sizes[image])
-            self._uploads[image] = asyncio.ensure_future(opening)
-        return await asyncio.shield(self._uploads[image])
+            self._uploads[image] = Opening(self._copier.destination.create(key, self._copier.sizes[image]))
+        return await self._uploads[image].upload()
 
     async def _finish(self, image: int, upload: Upload, buffer: HostBuffer) -> None:
         """Write the pages, after all that they vouch for, and commit. ``buffer`` is free by now."""

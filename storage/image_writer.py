@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ from .digest import digest, page_of
 from .engine import CPU_THREADS, offload
 from .executor import execute
 from .scheduler import Budget, Scheduler, Stage
-from .upload import drop, write_pages, writing_order
+from .upload import Opening, write_pages, writing_order
 
 __all__ = ["ImageWriter", "Progress"]
 
@@ -58,30 +57,27 @@ class ImageWriter:
         if not self._pages:
             self._report()
             return np.empty((0, DIGEST_NBYTES), np.uint8)
-        opening = asyncio.ensure_future(self._open(key))
+        opening = Opening(self._open(key))
         try:
             await self._stream(opening)
-            upload = await opening
+            upload = await opening.upload()
             await self._write_trailer(upload)
             await upload.commit()
         except BaseException:
-            await drop(opening)
+            await opening.drop()
             raise
         return np.frombuffer(b"".join(map(digest, self._pages)), np.uint8).reshape(-1, DIGEST_NBYTES)
 
     async def _open(self, key: Callable[[], Awaitable[str]]) -> Upload:
         return await self._driver.create(await key(), self._layout.nbytes)
 
-    async def _stream(self, opening: asyncio.Future[Upload]) -> None:
+    async def _stream(self, opening: Opening) -> None:
         sizes = [b - a for a, b in map(self._layout.chunk_range, self._order)]
-        turn = asyncio.Lock()
 
         async def perform(job: int, stage: str) -> None:
             chunk = self._order[job]
             if stage == "write":
-                async with turn:  # a lock is fair: who comes while others wait for the upload does not overtake them
-                    upload = await asyncio.shield(opening)
-                await self._write(chunk, upload)
+                await self._write(chunk, await opening.upload())
             else:
                 await (self._capture if stage == "capture" else self._hash)(chunk)
 

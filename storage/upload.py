@@ -1,13 +1,38 @@
-"""What all who write images have in common: the order of chunks, the pages at the end, and dropping what failed."""
+"""What all who write images have in common: opening an upload while there is other work, the order of chunks, the pages
+at the end, and dropping what failed."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any
 
 from ..drivers.contract import Traits, Upload, segments
 from .buffers import HostBuffer
 
-__all__ = ["drop", "write_pages", "writing_order"]
+__all__ = ["Opening", "write_pages", "writing_order"]
+
+
+class Opening:
+    """An upload that is being opened."""
+
+    def __init__(self, create: Coroutine[Any, Any, Upload]) -> None:
+        self._upload = asyncio.ensure_future(create)
+        self._turn = asyncio.Lock()
+
+    async def upload(self) -> Upload:
+        """The upload. Those who ask before it is there go on in the order of asking, and before any who ask later: drivers
+        may want their parts in order."""
+        async with self._turn:
+            return await asyncio.shield(self._upload)
+
+    async def drop(self) -> None:
+        """Abort the upload, however far it came. After its commit this does nothing."""
+        if not self._upload.done():
+            self._upload.cancel()
+            await asyncio.wait([self._upload])
+        if not self._upload.cancelled() and self._upload.exception() is None:
+            await self._upload.result().abort()
 
 
 def writing_order(chunks: int, chunk_nbytes: int, nbytes: int, traits: Traits) -> list[int]:
@@ -28,12 +53,3 @@ async def write_pages(upload: Upload, pages: bytes, start: int, buffer: HostBuff
         part = memoryview(pages)[offset : offset + len(buffer.view)]
         buffer.view[: len(part)] = part
         await upload.write(start + offset, buffer.view[: len(part)])
-
-
-async def drop(opening: asyncio.Future[Upload]) -> None:
-    """Abort an upload, however far it came. After its commit this does nothing."""
-    if not opening.done():
-        opening.cancel()
-        await asyncio.wait([opening])
-    if not opening.cancelled() and opening.exception() is None:
-        await opening.result().abort()

@@ -11,7 +11,7 @@ from pathlib import Path
 from ...drivers.uri import join, parse
 from ...errors import UsageError
 
-__all__ = ["checkpoint_uri", "checkpoints_uri", "prepare"]
+__all__ = ["checkpoint_uri", "checkpoints_uri", "name_of", "prepare"]
 
 _MARKER = ".holdfast-demo"
 _OURS = ("checkpoints", "logs", "loss.svg", "loss.png", "tree.txt")
@@ -41,14 +41,19 @@ def checkpoints_uri(uri: str | None, folder: Path) -> str:
     """
     if uri is None:
         return str(join(str(folder), "checkpoints"))
-    if parse(uri).scheme == "memory":
-        raise UsageError("the ranks of a job are processes, and share no memory:// storage")
+    if (scheme := parse(uri).scheme) in ("memory", "fsspec+memory"):
+        raise UsageError(f"the ranks of a job are processes, and share no {scheme}:// storage")
     return str(join(uri, time.strftime("demo-%Y%m%dT%H%M%S-", time.gmtime()) + secrets.token_hex(2)))
 
 
 def checkpoint_uri(root: str, step: int) -> str:
     """Where the checkpoint of ``step`` goes, below ``root``."""
     return str(join(root, f"step-{step:06d}"))
+
+
+def name_of(uri: str) -> str:
+    """The last part of where ``uri`` leads, without its options."""
+    return uri.partition("?")[0].rstrip("/").rpartition("/")[2]
 
 
 def _remove(path: Path) -> None:

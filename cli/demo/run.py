@@ -17,7 +17,7 @@ from ...storage.reader import list_checkpoints
 from .. import show
 from ..text import one_of, size_text
 from .account import Account
-from .folder import checkpoint_uri, checkpoints_uri, prepare
+from .folder import checkpoint_uri, checkpoints_uri, name_of, prepare
 from .jobs import Job
 from .journal import Event
 from .picture import draw
@@ -151,7 +151,7 @@ class _Demo:
 
     def _say_resumed(self, record: Record) -> None:
         wanted, read = record.loaded_nbytes()
-        name, seconds = record.loads[0]["uri"].rpartition("/")[2], max(load["seconds"] for load in record.loads)
+        name, seconds = name_of(record.loads[0]["uri"]), max(load["seconds"] for load in record.loads)
         figures = f"wanted {size_text(wanted)} and read {size_text(read)} ({read / wanted:.1%}) in {seconds:.2f} s"
         self.account.say(f"resumed from {name}, resharded from {self.plan.before} ranks to {record.ranks}: {figures}")
 

@@ -193,8 +193,15 @@ def test_a_given_uri_gets_a_fresh_place_below_it() -> None:
     uris = [folder.checkpoints_uri("file:///somewhere/runs?direct=off", Path("unused")) for _ in range(2)]
     assert all(u.startswith("file:///somewhere/runs/demo-") and u.endswith("?direct=off") for u in uris)
     assert uris[0] != uris[1]
-    with pytest.raises(holdfast.UsageError, match="memory"):
-        folder.checkpoints_uri("memory://x", Path("unused"))
+    for uri in ("memory://x", "fsspec+memory://x"):
+        with pytest.raises(holdfast.UsageError, match="memory"):
+            folder.checkpoints_uri(uri, Path("unused"))
+
+
+@pytest.mark.parametrize("uri", ["file:///a/step-8", "s3://b/r/step-8?endpoint=http://127.0.0.1:80", "x://h/step-8/"])
+def test_a_checkpoint_is_called_by_its_last_part(uri: str) -> None:
+    """Whatever options its URI has."""
+    assert folder.name_of(uri) == "step-8"
 
 
 GOOD: dict[str, int] = {"steps": 40, "kill_at": 24, "every": 8, "before": 4, "after": 2, "seed": 0}

@@ -15,7 +15,7 @@ import holdfast
 from holdfast.drivers.contract import Buffer, PartOrder, Traits, Upload, segments
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.drivers.uri import Uri
-from holdfast.storage.upload import writing_order
+from holdfast.storage.upload import Opening, writing_order
 
 Perform = Callable[[int, str], Awaitable[None]]
 
@@ -92,6 +92,35 @@ def test_parts_arrive_in_the_order_asked_for(
         assert max(overlaps) == 1
     else:
         assert max(overlaps) > 1
+
+
+@pytest.mark.parametrize("hops", range(8))
+def test_who_waits_for_an_upload_goes_before_who_comes_later(hops: int) -> None:
+    """Also who comes in the very moment in which it is there, when those who wait have not been woken yet."""
+
+    async def run() -> None:
+        go, went = asyncio.Event(), list[int]()
+
+        async def create() -> Upload:
+            await go.wait()
+            return await MemoryDriver().create("x", 1)
+
+        opening = Opening(create())
+
+        async def ask(number: int) -> None:
+            await opening.upload()
+            went.append(number)
+
+        tasks = [asyncio.ensure_future(ask(number)) for number in range(3)]
+        await asyncio.sleep(0.01)
+        go.set()
+        for _ in range(hops):
+            await asyncio.sleep(0)
+        await asyncio.gather(*tasks, ask(3))
+        assert went == [0, 1, 2, 3]
+        await opening.drop()
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,139 @@
+"""Checkpoints on their way to real servers and back, and what is left there when that is interrupted."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.bits import difference
+from support.drivers import HookedDriver
+from support.ranks import save_as_ranks
+
+import holdfast
+from holdfast.drivers.contract import Driver
+from holdfast.drivers.local import LocalDriver
+from holdfast.drivers.registry import open_driver
+from holdfast.storage.copy import Orders, copy_checkpoint
+from holdfast.storage.engine import run
+
+
+@pytest.fixture(params=["s3"])
+def server(request: pytest.FixtureRequest) -> str:
+    """An empty root on a real server."""
+    url: str = request.getfixturevalue(f"{request.param}_url")
+    return url
+
+
+def below(url: str, path: str) -> str:
+    """The URI of what lies at ``path`` below ``url``."""
+    location, mark, options = url.partition("?")
+    return f"{location}/{path}{mark}{options}"
+
+
+def source(folder: Path, nbytes: int) -> Path:
+    """A checkpoint of four images."""
+    driver = LocalDriver(folder)
+    save_as_ranks(driver, [{"own": torch.full((nbytes,), rank, dtype=torch.uint8), "step": 4} for rank in range(4)])
+    run(driver.close())
+    return folder
+
+
+def keys(url: str) -> list[str]:
+    """What is visible there."""
+
+    async def listed(driver: Driver) -> list[str]:
+        try:
+            return sorted([info.key async for info in driver.list()])
+        finally:
+            await driver.close()
+
+    return run(listed(open_driver(url)))
+
+
+def test_there_and_back(server: str, tmp_path: Path) -> None:
+    """The same to the bit, and every byte of it verifies there; listing and showing work there as anywhere."""
+    state = {"x": torch.randn(6 << 20, dtype=torch.float64), "small": [torch.arange(9), "text"], "step": 7}
+    holdfast.save(tmp_path / "a", state)
+    there = below(server, "run/step-7")
+    assert holdfast.copy(tmp_path / "a", there).sent_nbytes > 48 << 20
+    assert holdfast.copy(tmp_path / "a", there).sent_nbytes == 0
+    with holdfast.open(there) as c:
+        assert c.verify().ok
+    assert [(c.path, c.step) for c in holdfast.list_checkpoints(server)] == [("run/step-7", 7)]
+    holdfast.copy(server, tmp_path / "back", recursive=True)
+    assert difference(state, holdfast.load(tmp_path / "back" / "run" / "step-7")) is None
+    for command in ("show", "verify"):
+        done = subprocess.run(
+            [sys.executable, "-c", "import holdfast.cli; holdfast.cli.main()", command, there],
+            capture_output=True, text=True, check=False, timeout=100,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+
+
+def test_a_copy_that_stops_goes_on(server: str, tmp_path: Path) -> None:
+    """Images that are whole on the server are not sent again; nothing is visible before the end."""
+    src, ours, done = source(tmp_path, 20 << 20), open_driver(server), itertools.count()
+
+    async def stop(operation: str, key: str) -> None:
+        if operation == "commit" and next(done) == 2:
+            raise holdfast.AccessError("injected", key=key)
+
+    async def copy(driver: Driver) -> Any:
+        theirs = LocalDriver(src)
+        try:
+            return await copy_checkpoint(theirs, driver, Orders(False, 256 << 20))
+        finally:
+            await theirs.close()
+
+    with pytest.raises(holdfast.AccessError):
+        run(copy(HookedDriver(ours, before=stop)))
+    with pytest.raises(holdfast.NotACheckpointError):
+        holdfast.open(server)
+    whole = [key for key in keys(server) if key.endswith(".safetensors")]
+    assert len(whole) >= 2
+    pair, sent_nbytes = run(copy(ours))
+    run(ours.close())
+    assert sent_nbytes == pair.nbytes * (4 - len(whole)) // 4
+    assert torch.equal(holdfast.load(server)["own"], torch.zeros(20 << 20, dtype=torch.uint8))
+    assert len(keys(server)) == 4 + 3
+
+
+@pytest.mark.timeout(300)
+def test_a_copy_that_is_killed_again_and_again_arrives(server: str, tmp_path: Path) -> None:
+    """kill -9 of the command; pruning takes what was left when nobody goes on."""
+    src = source(tmp_path, 40 << 20)
+
+    def killed(url: str, wait_s: float) -> bool:
+        command = [sys.executable, "-c", "import holdfast.cli; holdfast.cli.main()", "cp", str(src), url]
+        process = subprocess.Popen(command)
+        time.sleep(wait_s)
+        process.kill()
+        return process.wait(60) == -9
+
+    there, left = below(server, "copy"), below(server, "left")
+    wait_s = 1.0
+    while killed(there, wait_s):
+        wait_s += 0.5
+    with holdfast.open(there) as c:
+        assert c.verify().ok
+    assert len({key.split("/")[1] for key in keys(there) if key.startswith("data/")}) == 1
+    if killed(left, 1.5):
+        holdfast.prune(server, idle_s=0)
+        assert keys(left) == []
+    assert [c.path for c in holdfast.list_checkpoints(server)][-1] == "copy"
+
+
+def test_checkpoints_are_pruned(server: str) -> None:
+    """With all of their files; the others stay whole."""
+    for step in (1, 2, 3):
+        holdfast.save(below(server, f"step-{step}"), {"x": torch.full((1000,), float(step)), "step": step})
+    report = holdfast.prune(server, keep_last=1)
+    assert [c.step for c in report.checkpoints] == [1, 2]
+    assert {key.split("/")[0] for key in keys(server)} == {"step-3"}
+    assert difference({"x": torch.full((1000,), 3.0), "step": 3}, holdfast.load(below(server, "step-3"))) is None
