@@ -26,7 +26,7 @@ help:  ## this list
 
 setup: $(READY)  ## install everything into .venv (the targets below do it by themselves)
 
-demo: $(READY)  ## see it work: make demo [URI=s3://bucket/run | SERVER=s3] [DEMO_ARGS="…"]
+demo: $(READY)  ## see it work: make demo [URI=s3://bucket/run | SERVER=s3|hdfs] [DEMO_ARGS="…"]
 	@$(if $(SERVER),$(BIN)/python tests/servers/with_server.py $(SERVER)) \
 		$(BIN)/holdfast demo $(if $(SERVER),{uri},$(if $(URI),'$(URI)')) $(DEMO_ARGS)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where tests find what they share
 
+from support.servers.hadoop import Hadoop, find_hadoop
 from support.servers.radosgw import Radosgw, find_ceph
 
 Served = tuple[str, Mapping[str, str]]
@@ -37,7 +38,20 @@ def s3(folder: Path) -> Iterator[Served]:
         server.stop()
 
 
-SERVERS = {"s3": s3}
+@contextlib.contextmanager
+def hdfs(folder: Path) -> Iterator[Served]:
+    """A Hadoop of one name node and one DataNode."""
+    if find_hadoop() is None:
+        sys.exit("Hadoop is not installed: make test-servers")
+    server = Hadoop(folder)
+    server.start()
+    try:
+        yield server.uri, {}
+    finally:
+        server.stop()
+
+
+SERVERS = {"s3": s3, "hdfs": hdfs}
 
 
 def main(arguments: Sequence[str]) -> int:
