@@ -191,8 +191,17 @@ class ObjectDriver(Driver):
         not."""
         path = self._path(prefix)
         keys = [info.key async for info in self.list(prefix)]
-        for begin in range(0, len(keys), _BATCH):
-            await self._delete_batch(prefix, keys[begin : begin + _BATCH])
+        lanes = self._settings.concurrency
+        step = min(_BATCH, max(1, -(-len(keys) // lanes)))
+        batches = iter([keys[begin : begin + step] for begin in range(0, len(keys), step)])
+
+        async def lane() -> None:
+            for batch in batches:
+                await self._delete_batch(prefix, batch)
+
+        for outcome in await asyncio.gather(*(lane() for _ in range(lanes)), return_exceptions=True):
+            if outcome is not None:
+                raise outcome
         await self._drop_unfinished(path, whole_key=False, quiet_s=0, began_within_s=float("inf"))
 
     async def _delete_batch(self, prefix: str, keys: Sequence[str]) -> None:
