@@ -78,6 +78,8 @@ async def run(function: Callable[[Call], T], timeout_s: float) -> T:
         if not future.done():
             call.leave()
             future.cancel()
+        elif not future.cancelled():
+            future.exception()  # it has been seen, also where a cancellation came first
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
@@ -30,6 +31,10 @@ __all__ = ["PIECE_NBYTES", "FileOptions", "HdfsUpload"]
 PIECE_NBYTES = 4 << 20
 """hdfs-native takes ``bytes`` only, so each piece is copied first, with the interpreter's lock held: for 0.5 ms. Smaller
 ones cost more calls, larger ones gain nothing."""
+
+PLACEMENTS = 4
+"""Files made anew when the first write to one fails: for ten minutes the name node goes on naming a DataNode that has died,
+and the library does not ask for another one."""
 
 TOUCH_S = 600.0
 """How often a live upload shows that it is one; far below the quiet time after which it is swept."""
@@ -55,7 +60,7 @@ class _File:
     def __init__(self, client: Client, path: str, key: str, start: int, options: FileOptions) -> None:
         self.path = path
         self._client, self._key, self._options = client, key, options
-        self._at = start
+        self._start = self._at = start
         self._turns: dict[int, asyncio.Future[None]] = {}
         """Who waits for the bytes before their own, by where these begin."""
         self._writer: hdfs_native.FileWriter | None = None
@@ -66,12 +71,23 @@ class _File:
         if self._at != start:
             turn = self._turns[start] = asyncio.get_running_loop().create_future()
             await turn
-        writer = await self.opened()
-        await self._client.call("write", self._key, lambda call: _write(call, writer, data))
+        await self._append(data)
         self._at += len(data)
         waiting = self._turns.pop(self._at, None)
         if waiting is not None and not waiting.done():
             waiting.set_result(None)
+
+    async def _append(self, data: Buffer) -> None:
+        for last in (*[False] * PLACEMENTS, True):
+            writer = await self.opened()
+            try:
+                await self._client.call("write", self._key, functools.partial(_write, writer=writer, data=data))
+                return
+            except StorageDownError as error:
+                if last or self._at != self._start or isinstance(error.__cause__, TimeoutError):
+                    raise
+            self._writer = None
+            await self._client.delete(self.path, self._key)
 
     async def close(self) -> None:
         """Complete the file: as many DataNodes hold it as the name node asks for."""
@@ -116,7 +132,7 @@ def write_options(options: FileOptions) -> hdfs_native.WriteOptions:
     )
 
 
-def _write(call: Call, writer: hdfs_native.FileWriter, data: Buffer) -> None:
+def _write(call: Call, *, writer: hdfs_native.FileWriter, data: Buffer) -> None:
     for start in range(0, len(data), PIECE_NBYTES):
         with call.memory():
             piece = bytes(data[start : start + PIECE_NBYTES])

@@ -60,11 +60,10 @@ async def _post(address: str, path: str) -> tuple[int, str]:
         answer = await _all_of(reader)
     finally:
         writer.close()
-    line, _, rest = answer.partition("\r\n")
-    version, _, status = line.partition(" ")
+    version, _, status = answer.partition("\r\n")[0].partition(" ")
     if not version.startswith("HTTP/") or not status[:3].isdecimal():
         raise ValueError("the answer is no HTTP")
-    return int(status[:3]), rest.partition("\r\n\r\n")[2].strip()
+    return int(status[:3]), answer.partition("\r\n\r\n")[2].strip()
 
 
 async def _all_of(reader: asyncio.StreamReader) -> str:

@@ -70,6 +70,7 @@ class Hadoop:
     """More properties, for every server."""
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     """By name: ``nn0``, ``nn1``, ``dn0``, …"""
+    _begun: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._names = ["nn0", "nn1"] if self.ha else ["nn0"]
@@ -118,6 +119,7 @@ class Hadoop:
 
     def begin(self, name: str) -> None:
         """Start one of its servers."""
+        self._begun[name] = self._begun.get(name, 0) + 1
         with open(self.folder / f"{name}.log", "ab") as log:
             self.running[name] = subprocess.Popen(
                 self._command(name, NAME_NODE if name.startswith("nn") else DATA_NODE),
@@ -142,7 +144,7 @@ class Hadoop:
     def wait(self, name: str = "nn0", datanodes: int | None = None) -> None:
         """Until a name node has left safe mode and knows so many DataNodes, by default all."""
         count = self.datanodes if datanodes is None else datanodes
-        self._until(name, lambda: self._live(name) >= count)
+        self._until(name, lambda: self._live(name) >= count and all(map(self._registered, self._data_ports)))
 
     def stop(self) -> None:
         """End all of its processes."""
@@ -161,6 +163,11 @@ class Hadoop:
             return self._java(name, "org.apache.hadoop.hdfs.tools.DFSHAAdmin", *words).strip()
         except RuntimeError:
             return ""
+
+    def _registered(self, name: str) -> bool:
+        """Whether a DataNode that runs is known as such: the name node counts one that was killed for a while."""
+        log = (self.folder / f"{name}.log").read_text(errors="replace")
+        return name not in self.running or log.count("successfully registered with NN") >= self._begun[name]
 
     def _live(self, name: str) -> int:
         try:

@@ -1,0 +1,182 @@
+"""Saves to a real HDFS whose servers die, hang, restart and fail over: finished, or failed clearly; never torn."""
+
+from __future__ import annotations
+
+import signal
+import time
+import uuid
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from support.servers.hadoop import Hadoop, find_hadoop
+from support.servers.hdfs_probe import HdfsProbe
+
+import holdfast
+from holdfast.drivers.uri import parse
+from holdfast.errors import HoldfastError, StorageDownError
+
+pytestmark = pytest.mark.timeout(300)  # servers boot, and die, in their own time
+WAIT_S = 120.0
+State = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hadoop]:
+    """A name node and three DataNodes, each file on two of them."""
+    if find_hadoop() is None:
+        pytest.skip("Hadoop is not installed: make test-servers")
+    server = Hadoop(tmp_path_factory.mktemp("cluster"), datanodes=3, extra={"dfs.replication": 2})
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def uri(cluster: Hadoop) -> Iterator[str]:
+    """An empty checkpoint on the cluster, all of whose servers run and are well, before and after."""
+    yield f"{cluster.at(uuid.uuid4().hex)}&timeout=5s&op_timeout_s=20"
+    for name in ("nn0", "dn0", "dn1", "dn2"):
+        if name in cluster.running:
+            cluster.kill(name, signal.SIGCONT)
+        else:
+            cluster.begin(name)
+    cluster.wait()
+
+
+@pytest.fixture
+def state(rng: np.random.Generator) -> State:
+    """96 MiB of random numbers, in two tensors: six chunks."""
+    return {name: torch.from_numpy(rng.standard_normal(6 << 20)) for name in ("a", "b")}
+
+
+def same(left: State, right: State) -> bool:
+    """Whether two states are equal bit for bit."""
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def changed(state: State) -> State:
+    """Another state of the same shape."""
+    return {name: tensor + 1 for name, tensor in state.items()}
+
+
+def files(uri: str) -> list[str]:
+    """Everything below a checkpoint, temporary files too, around the driver."""
+    return HdfsProbe(parse(uri)).list()
+
+
+def finished(uri: str, old: State, new: State) -> bool:
+    """Save ``new`` over ``old`` has ended, one way or the other: whether it is there. Anything else than one of both, whole,
+    fails here."""
+    found = holdfast.load(uri)
+    assert same(found, old) or same(found, new)
+    with holdfast.open(uri) as checkpoint:
+        assert checkpoint.verify().ok
+    return same(found, new)
+
+
+def one_save_tidies_up(uri: str, state: State) -> None:
+    """The next save works, and nothing but its own files is left."""
+    holdfast.save(uri, state)
+    assert same(holdfast.load(uri), state)
+    left = files(uri)
+    attempts = {name.split("/")[1] for name in left if name.startswith("data/")}
+    assert len(attempts) == 1
+    assert [name for name in left if name.endswith(".tmp")] == []
+
+
+def test_save_load_again_and_verify(uri: str, state: State) -> None:
+    """Through the public API: saved, replaced by an asynchronous save, read in part, verified; only the new files are left."""
+    holdfast.save(uri, state)
+    newer = changed(state)
+    holdfast.async_save(uri, newer).wait(WAIT_S)
+    assert finished(uri, state, newer)
+    with holdfast.open(uri) as checkpoint:
+        assert torch.equal(checkpoint.read("a", (slice(1000, 2000),)), newer["a"][1000:2000])
+    one_save_tidies_up(uri, state)
+
+
+@pytest.mark.parametrize("victim", ["dn0", "dn1"])
+def test_a_datanode_is_killed_mid_save(cluster: Hadoop, uri: str, state: State, victim: str) -> None:
+    """The save finishes on the other one, or fails and says so; the checkpoint is the old or the new one, whole."""
+    holdfast.save(uri, state)
+    newer = changed(state)
+    handle = holdfast.async_save(uri, newer, budget_nbytes=128 << 20)
+    time.sleep(0.3)
+    cluster.kill(victim)
+    with_error = _outcome(handle)
+    assert finished(uri, state, newer) == (with_error is None)
+    cluster.begin(victim)
+    cluster.wait()
+    one_save_tidies_up(uri, state)
+
+
+@pytest.mark.parametrize("after_s", [0.1, 0.6])
+def test_the_name_node_is_killed_and_started_again_mid_save(
+    cluster: Hadoop, uri: str, state: State, after_s: float
+) -> None:
+    """The save may go on when it is back, or fail; never is anything else than the old or the new checkpoint loaded."""
+    holdfast.save(uri, state)
+    newer = changed(state)
+    handle = holdfast.async_save(uri.replace("timeout=5s&op_timeout_s=20", "timeout=60s"), newer)
+    time.sleep(after_s)
+    cluster.kill("nn0")
+    cluster.begin("nn0")
+    error = _outcome(handle)
+    cluster.wait()
+    there = finished(uri, state, newer)
+    assert there or error is not None
+    one_save_tidies_up(uri, state)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_name_node_is_gone_mid_save(cluster: Hadoop, uri: str, state: State, how: signal.Signals) -> None:
+    """Dead, or silent: the save fails within its deadlines, naming the storage; the old checkpoint is there afterwards."""
+    holdfast.save(uri, state)
+    handle = holdfast.async_save(uri, changed(state), budget_nbytes=64 << 20)
+    time.sleep(0.2)
+    cluster.kill("nn0", how)
+    began_s = time.monotonic()
+    error = _outcome(handle)
+    assert isinstance(error, StorageDownError)
+    assert error.uri is not None
+    assert error.uri.startswith("hdfs://127.0.0.1")
+    assert time.monotonic() - began_s < WAIT_S
+    if how == signal.SIGSTOP:
+        cluster.kill("nn0", signal.SIGCONT)
+    else:
+        cluster.begin("nn0")
+    cluster.wait()
+    assert not finished(uri, state, changed(state))
+    one_save_tidies_up(uri, state)
+
+
+def test_a_fail_over_mid_save(tmp_path_factory: pytest.TempPathFactory, state: State) -> None:
+    """The active name node dies and the other one takes over: the save goes on there, and so does what follows."""
+    if find_hadoop() is None:
+        pytest.skip("Hadoop is not installed: make test-servers")
+    server = Hadoop(tmp_path_factory.mktemp("ha"), ha=True)
+    server.start()
+    try:
+        uri = f"{server.at('run')}&timeout=60s"
+        holdfast.save(uri, state)
+        newer = changed(state)
+        handle = holdfast.async_save(uri, newer, budget_nbytes=64 << 20)
+        time.sleep(0.2)
+        server.kill("nn0")
+        server.activate("nn1")
+        error = _outcome(handle)
+        assert finished(uri, state, newer) == (error is None)
+        holdfast.save(uri, newer)
+        assert same(holdfast.load(uri), newer)
+    finally:
+        server.stop()
+
+
+def _outcome(handle: holdfast.SaveHandle) -> HoldfastError | None:
+    try:
+        handle.wait(WAIT_S)
+    except HoldfastError as error:
+        return error
+    return None
