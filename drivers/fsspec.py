@@ -8,6 +8,7 @@ threads of the driver; asynchronous file systems do the same work on fsspec's ow
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import threading
@@ -149,8 +150,8 @@ class FsspecDriver(Driver):
         for upload in tuple(self._uploads):
             upload.drop()
         fs, self._fs_made = self._fs_made, None
-        if fs is not None and hasattr(fs, "client") and hasattr(fs, "ftp"):  # sftp, whose connection has a thread
-            fs.client.close()
+        if fs is not None:
+            await asyncio.to_thread(_let_go, fs)
 
     def _checked(self, key: str) -> str:
         if any(is_temporary(part) for part in check_key(key, uri=self.uri).split("/")):
@@ -389,6 +390,16 @@ class _Upload(Upload):
 
     def _wrong(self, message: str) -> StorageError:
         return StorageError(message, uri=self._driver.uri, key=self._key)
+
+
+def _let_go(fs: AbstractFileSystem) -> None:
+    """Close a file system's connections now: fsspec has no word for it, and waits for the garbage to be collected."""
+    if hasattr(fs, "client") and hasattr(fs, "ftp"):  # sftp, whose connection has a thread
+        fs.client.close()
+    session = getattr(fs, "_s3", None) or getattr(fs, "_session", None)
+    if session is not None and hasattr(fs, "close_session"):  # s3fs, gcsfs, http
+        with contextlib.suppress(Exception):
+            fs.close_session(fs.loop, session)
 
 
 def _discard(file: Any, *, staged: bool) -> None:
