@@ -303,7 +303,10 @@ async def _collect_others(
     except DamagedError:  # whichever claimed attempt it named, somebody may want to salvage: keep them all
         current, grace_s = None, float("inf")
     for other, trace in (await attempts(driver)).items():
-        if other in (attempt, spare) or other.id == current or now_s - trace.written_s < idle_s:
+        quiet_s = max(
+            0.0, now_s - trace.written_s
+        )  # some storage tells whole seconds of one object, and finer of a list
+        if other in (attempt, spare) or other.id == current or quiet_s < idle_s:
             continue
         if driver.traits.exclusive_is_atomic:
             await _collect(driver, other, trace.decided, now_s, grace_s)

@@ -165,7 +165,7 @@ async def _leftovers(driver: Driver, path: str, current: ListedCheckpoint | None
         claimed = trace.decided and await _fate(driver, attempt) != b"abort"
         salvage = claimed and current is not None and current.problem is not None
         least_s = max(idle_s, GRACE_S if claimed else 0, 0 if driver.traits.exclusive_is_atomic else IDLE_S)
-        if attempt.id != (current and current.attempt) and not salvage and now_s - trace.written_s >= least_s:
+        if attempt.id != (current and current.attempt) and not salvage and max(0.0, now_s - trace.written_s) >= least_s:
             found.append(Leftover(path, attempt.id, trace.nbytes))
     return found
 

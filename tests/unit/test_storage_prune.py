@@ -168,6 +168,19 @@ def test_leftovers_are_collected_once_they_are_idle() -> None:
     assert [key for key in run(contents(storage)) if not key.startswith("step-1")] == []
 
 
+def test_clocks_of_whole_seconds_keep_nothing_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where looking at one object tells an earlier time than a list does, as S3's do, what is a moment old is idle, too."""
+    root, whole = fresh_uri(), MemoryDriver.stat
+
+    async def coarse(self: MemoryDriver, key: str) -> Any:
+        info = await whole(self, key)
+        return replace(info, modified_s=info.modified_s - 1.0)
+
+    monkeypatch.setattr(MemoryDriver, "stat", coarse)
+    run(MemoryDriver(root.removeprefix("memory://")).put(f"a/data/{DEAD}/attempt.json", b"{}"))
+    assert len(holdfast.prune(root, idle_s=0).leftovers) == 1
+
+
 def test_a_save_under_way_is_spared() -> None:
     """By default; and if it is sentenced all the same, it fails and nothing torn is there."""
     storage, idle_s = MemoryDriver("prune-live"), 24 * 3600.0
