@@ -24,8 +24,8 @@ CONTENTS = st.integers(0, 5).map(lambda n: bytes([n]) * (1, 0, 5000, 70_000, 65_
 KINDS = (NotFoundError, ExistsError, DamagedError, UriError, StorageError)
 
 STEPS = 25
-EXAMPLES_MAX, EXAMPLES_MIN = 25, 4
-SECONDS = 15.0
+EXAMPLES_MAX, EXAMPLES_MIN = 20, 4
+SECONDS = 8.0
 """About how long the exploration may take; slow storage is given fewer examples."""
 
 

@@ -204,6 +204,16 @@ class PlainErrors(Healthy):
         return self._objects[self._path(key)][0]
 
 
+class SwallowsErrors(Healthy):
+    """What is not there is empty."""
+
+    async def get(self, key: str) -> bytes:
+        try:
+            return await super().get(key)
+        except HoldfastError:
+            return b""
+
+
 class ErrorsSayNothing(Healthy):
     """Raises the right kind, and does not say where."""
 
@@ -357,6 +367,7 @@ CASES: dict[type[Healthy], str] = {
     UnsafeKeys: "an_unsafe_key_is_refused_everywhere",
     FoldsKeys: "strange_keys_are_stored_faithfully_or_refused",
     PlainErrors: "errors_say_where",
+    SwallowsErrors: "an_object_comes_back",
     ErrorsSayNothing: "errors_say_where",
     SwallowsCancellation: "cancelled_looks_change_nothing",
     TornByCancellation: "a_cancelled_put_is_whole_or_absent",
@@ -390,7 +401,18 @@ class _Watch:
 
 def _run(kind: type[Healthy], *trials: str) -> dict[str, Any]:
     watch = _Watch()
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:timeout", "--import-mode=importlib", "-k", " or ".join(trials)]
+    options = [
+        "-q",
+        "-x",
+        "--tb=no",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:timeout",
+        "--import-mode=importlib",
+        "-k",
+        " or ".join(trials),
+    ]
     driver = [
         "--driver-uri",
         f"{scheme_of(kind)}://here",

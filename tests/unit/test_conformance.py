@@ -5,31 +5,43 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from support.kit import run_kit
 from support.standins import lustre
 
-import holdfast
+pytestmark = pytest.mark.timeout(240)  # on a busy machine
 
 SHM = Path("/dev/shm")
-KIT = Path(holdfast.__file__).parent / "drivers/conformance"
 
 
-def run_kit(uri: str, *options: str, cwd: Path) -> tuple[int, str]:
-    """The kit's exit status and output. Warnings are errors."""
-    command = [sys.executable, "-W", "error", "-m", "pytest", "-p", "holdfast.drivers.conformance.plugin", "-q", "-ra"]
-    command += ["-p", "no:cacheprovider", "--import-mode=importlib", "--pyargs", "holdfast.drivers.conformance"]
-    command += ["--driver-uri", uri, *options]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    run = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=110, check=False)
-    return run.returncode, run.stdout + run.stderr
+@contextmanager
+def xfs(folder: Path) -> Iterator[Path]:
+    """An XFS in a file, mounted."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount")
+    if not shutil.which("mkfs.xfs"):
+        pytest.skip("mkfs.xfs is not installed")
+    image, mounted = folder / "image", folder / "mounted"
+    mounted.mkdir()
+    with image.open("wb") as file:
+        file.truncate(512 << 20)  # the least size that XFS takes is 300 MiB
+    subprocess.run(["mkfs.xfs", "-q", str(image)], check=True, timeout=60)
+    if subprocess.run(["mount", "-o", "loop", str(image), str(mounted)], check=False, timeout=60).returncode:
+        pytest.skip("cannot mount a file here")
+    try:
+        yield mounted
+    finally:
+        subprocess.run(["umount", "--lazy", str(mounted)], check=True, timeout=60)
 
 
-@pytest.fixture(params=["memory", "layers", "disk", "buffered", "tmpfs", "fsspec-file", "fsspec-memory", "lustre"])
+@pytest.fixture(
+    params=["memory", "layers", "disk", "xfs", "tmpfs", "buffered", "fsspec-file", "fsspec-memory", "lustre"]
+)
 def uri(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """A root of each kind."""
     if request.param == "memory":
@@ -45,6 +57,9 @@ def uri(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     elif request.param == "lustre":
         with lustre(tmp_path) as mount:
             yield f"lustre://{mount}/root?stripe_count=4&stripe_size=64KiB"
+    elif request.param == "xfs":
+        with xfs(tmp_path) as mount:
+            yield f"file://{mount}/root"
     elif request.param == "tmpfs":
         if not SHM.is_dir():
             pytest.skip("no /dev/shm here")
@@ -58,7 +73,5 @@ def uri(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 def test_the_kit_passes(uri: str, tmp_path: Path) -> None:
     """Every trial that applies passes, nothing is declared as a deviation, and the report says so."""
-    status, output = run_kit(uri, cwd=tmp_path)
-    assert status == 0, output
-    assert "cases failed    0" in output
+    output = run_kit(uri, cwd=tmp_path)
     assert "deviations      0 declared, 0 cases deviated" in output

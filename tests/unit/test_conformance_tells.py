@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from support.broken import CASES, FAULTS, Healthy, scheme_of
 
+pytestmark = pytest.mark.timeout(240)  # on a busy machine
+
 Outcomes = dict[str, dict[str, Any]]
 
 
@@ -30,7 +32,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     (folder / "broken-1.dist-info/entry_points.txt").write_text("\n".join(lines))
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
     command = [sys.executable, "-W", "error", "-m", "support.broken"]
-    run = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=110, check=False)
+    run = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=220, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     found: Outcomes = json.loads(run.stdout.splitlines()[-1]) | {"output": {"text": run.stdout}}
     return found

@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.kit import run_kit
+
+pytestmark = pytest.mark.timeout(240)  # on a busy machine
 
 EXAMPLE = Path(__file__).parents[2] / "docs/examples/holdfast-sqlite"
 
@@ -48,10 +51,8 @@ def run(command: list[str], installed: Path) -> str:
 
 def test_the_example_keeps_the_contract(installed: Path, tmp_path: Path) -> None:
     """Every trial of the conformance kit passes that is not about streams; nothing is declared as a deviation."""
-    kit = ["-p", "holdfast.drivers.conformance.plugin", "--pyargs", "holdfast.drivers.conformance", "-q", "-ra"]
-    kit += ["-p", "no:cacheprovider", "--import-mode=importlib", "--driver-uri", f"sqlite://{tmp_path}/try.db/below"]
-    kit += ["--driver-probe", "holdfast_sqlite.probe:SqliteProbe"]
-    output = run([sys.executable, "-W", "error", "-m", "pytest", *kit], installed)
+    probe = ["--driver-probe", "holdfast_sqlite.probe:SqliteProbe"]
+    output = run_kit(f"sqlite://{tmp_path}/try.db/below", *probe, cwd=tmp_path, path=[installed])
     assert "not applicable  1\n    1 × an upload is one stream" in output
     assert "deviations      0 declared, 0 cases deviated" in output
 
