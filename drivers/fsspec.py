@@ -156,6 +156,10 @@ class FsspecDriver(Driver):
     def _checked(self, key: str) -> str:
         if any(is_temporary(part) for part in check_key(key, uri=self.uri).split("/")):
             raise UriError("names of this form are kept for unfinished uploads", uri=self.uri, key=key)
+        try:
+            key.encode()
+        except UnicodeEncodeError as error:
+            raise UriError(f"key {key!r} is no text that could be sent", uri=self.uri, key=key) from error
         return key
 
     async def _run(self, doing: str, key: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
