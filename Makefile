@@ -18,7 +18,7 @@ export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-servers lint format bench bench-names clean
+.PHONY: help setup demo test test-servers drills lint format bench bench-names clean
 
 help:  ## this list
 	@echo "usage: make TARGET"
@@ -34,6 +34,9 @@ demo: $(READY)  ## see it work: make demo [URI=s3://bucket/run | SERVER=s3|hdfs]
 # as holdfast.planner and as planner.
 test: $(READY)  ## run every test; skips are listed with their reasons
 	@$(BIN)/pytest $(TEST_ARGS)
+
+drills: $(READY) test-servers  ## kill, cut off and fill up real servers in the middle of saves; minutes
+	@$(BIN)/pytest -m drill tests/servers $(TEST_ARGS)
 
 test-servers:  ## install the servers that some tests want, into .servers; without them those tests are skipped
 	@for script in tests/servers/install/*.sh; do $$script "$(CURDIR)/.servers" || echo "$$script failed: its tests will be skipped" >&2; done

@@ -32,6 +32,7 @@ does not matter. Both write the same bytes under the same keys, and one of them 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -70,6 +71,7 @@ __all__ = [
     "collect",
     "commit",
     "delete_attempt",
+    "give_up",
     "read_manifest",
     "still_there",
     "sweep",
@@ -77,6 +79,8 @@ __all__ = [
 
 GRACE_S = 3600.0
 """Longer than any put of a manifest may take."""
+CLEAN_UP_S = 30.0
+"""How long a save that failed tries to remove what it has written."""
 IDLE_S = 24 * 3600.0
 """Without a new file for this long, an attempt is dead: where there is no better way to tell."""
 
@@ -133,7 +137,7 @@ async def begin(driver: Driver, world: int) -> Attempt:
         await _collect_others(driver, attempt)
         await sweep(driver)
     except BaseException:
-        await delete_attempt(driver, attempt)
+        await give_up(driver, attempt)
         raise
     return attempt
 
@@ -204,6 +208,16 @@ async def delete_attempt(driver: Driver, attempt: Attempt) -> None:
         await driver.delete_all(attempt.prefix)
     except StorageError as error:
         _log.warning("leftovers of attempt %s stay until the next save: %s", attempt.id, error)
+
+
+async def give_up(driver: Driver, attempt: Attempt) -> None:
+    """As :func:`delete_attempt`, for an attempt that has failed, and not for long: the storage may be gone, and whoever
+    waits is to hear of the failure."""
+    try:
+        async with asyncio.timeout(CLEAN_UP_S):
+            await delete_attempt(driver, attempt)
+    except TimeoutError:
+        _log.warning("leftovers of attempt %s stay until the next save: %g s were not enough", attempt.id, CLEAN_UP_S)
 
 
 async def _announce(driver: Driver, told: Mapping[str, Any]) -> Attempt:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,7 +17,7 @@ from ..errors import InvisibleFilesError, NotFoundError, SaveError, StorageError
 from .capture.fingerprint import label
 from .capture.plan import SavePlan, plan_save
 from .capture.state import FlatState
-from .commit import Attempt, begin, commit, delete_attempt, still_there
+from .commit import Attempt, begin, commit, delete_attempt, give_up, still_there
 from .engine import offload
 from .image_writer import ImageWriter, Progress
 from .manifest import ImageTable, Manifest, image_key
@@ -54,7 +54,7 @@ async def run_save(driver: Driver, team: Team, job: SaveJob) -> tuple[str, int]:
             return await _save(driver, team, job, leader)
         except BaseException as error:
             await team.fail(error)
-            await leader.clean_up()
+            await leader.clean_up(give_up)
             raise
 
 
@@ -114,10 +114,10 @@ class _Leader:
             raise
         return self._attempt.id.encode()
 
-    async def clean_up(self) -> None:
+    async def clean_up(self, delete: Callable[[Driver, Attempt], Awaitable[None]] = delete_attempt) -> None:
         obsolete, self._obsolete = self._obsolete, None
         if obsolete is not None:
-            await delete_attempt(self._driver, obsolete)
+            await delete(self._driver, obsolete)
 
 
 async def _written(writer: ImageWriter, beginning: asyncio.Future[bytes], team: Team) -> npt.NDArray[np.uint8]:

@@ -136,7 +136,10 @@ class HdfsDriver(Driver):
 
         def get(call: Call) -> bytes:
             reader = inner.read(path)
-            return b"".join(pieces(reader, 0, len(reader)))
+            data = b"".join(pieces(reader, 0, len(reader)))
+            if len(data) < len(reader):  # no DataNode has told the name node of its blocks yet, after a restart, say
+                raise StorageDownError(f"get: {len(data)} of {len(reader)} bytes arrived", uri=self.uri, key=key)
+            return data
 
         return await self._client.call("get", key, get)
 

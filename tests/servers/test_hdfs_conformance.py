@@ -13,6 +13,7 @@ TESTS = Path(__file__).parents[1]
 KIT_S = 900
 
 
+@pytest.mark.drill
 @pytest.mark.timeout(KIT_S + 60)
 def test_the_kit_passes(hdfs_url: str, tmp_path: Path) -> None:
     """Every trial that applies passes, also seen around the driver; one deviation is declared."""

@@ -86,6 +86,7 @@ def test_a_server_that_restarts_is_waited_for(
     assert leftovers(radosgw, root) == []
 
 
+@pytest.mark.drill
 def test_a_server_that_stays_away_fails_the_save(
     radosgw: Radosgw, proxy: FaultProxy, root: str, states: tuple[dict[str, Any], dict[str, Any]]
 ) -> None:
@@ -125,6 +126,7 @@ def test_connections_that_are_cut_are_made_again(
     assert leftovers(radosgw, root) == []
 
 
+@pytest.mark.drill
 def test_a_slow_line_is_only_slow(
     radosgw: Radosgw, proxy: FaultProxy, root: str, states: tuple[dict[str, Any], dict[str, Any]]
 ) -> None:
@@ -136,6 +138,7 @@ def test_a_slow_line_is_only_slow(
     assert holds(url(radosgw.endpoint, root), states[0])
 
 
+@pytest.mark.drill
 def test_a_line_that_goes_dead_fails_the_save(
     radosgw: Radosgw, proxy: FaultProxy, root: str, states: tuple[dict[str, Any], dict[str, Any]]
 ) -> None:
@@ -155,6 +158,7 @@ def test_a_line_that_goes_dead_fails_the_save(
     assert leftovers(radosgw, root) == []
 
 
+@pytest.mark.drill
 def test_a_load_survives_cuts(
     radosgw: Radosgw, proxy: FaultProxy, root: str, states: tuple[dict[str, Any], dict[str, Any]]
 ) -> None:
@@ -225,6 +229,7 @@ async def burst(uri: str) -> list[BaseException | None]:
     return results
 
 
+@pytest.mark.drill
 def test_a_server_that_asks_for_patience_gets_it(
     strict: Radosgw, root: str, states: tuple[dict[str, Any], dict[str, Any]]
 ) -> None:

@@ -185,7 +185,8 @@ def test_ctrl_c_ends_a_copy_cleanly(tmp_path: Path) -> None:
     """Status 130 and a message; nothing is visible, no temporary file stays, and the same command goes on."""
     holdfast.save(tmp_path / "src", {"x": torch.ones(10)})
     code = (
-        "import asyncio, sys, holdfast.cli\n"
+        "import asyncio, signal, sys, holdfast.cli\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell has its background jobs ignore it
         "from holdfast.drivers.local import _LocalUpload\n"
         "async def slow(self, start, data):\n"
         "    print('writing', flush=True)\n"
