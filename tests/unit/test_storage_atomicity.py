@@ -153,6 +153,27 @@ def test_what_died_after_its_claim_is_collected_when_its_grace_is_over(monkeypat
     assert difference(LAST, run(load(storage))) is None
 
 
+def test_a_save_that_fails_does_not_wait_for_ever_to_clean_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storage that is gone is not asked for long; the error of the save comes out, and what is left waits for the next one."""
+    monkeypatch.setattr(commit, "CLEAN_UP_S", 0.1)
+    storage = prepared()
+
+    async def go_away(operation: str, key: str) -> None:
+        if operation == "create":
+            raise holdfast.StorageDownError("injected")
+        if operation.startswith("delete"):
+            await asyncio.sleep(3600)
+
+    run(storage.delete("data/20200101T000000-00000000/attempt.json"))
+    run(storage.delete_all("data/20200101T000000-00000000"))
+    with pytest.raises(holdfast.StorageDownError, match="injected"):
+        run(asyncio.wait_for(save(HookedDriver(storage, before=go_away), NEW), 30))
+    assert difference(OLD, run(load(storage))) is None
+    assert len(attempts(run(contents(storage)))) == 2
+    run(save(storage, LAST))
+    assert len(attempts(run(contents(storage)))) == 1
+
+
 def without_exclusion(storage: MemoryDriver) -> MemoryDriver:
     """The same storage, as one that cannot put exclusively and atomically."""
     storage.traits = replace(storage.traits, exclusive_is_atomic=False)
