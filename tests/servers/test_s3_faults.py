@@ -241,6 +241,7 @@ def test_a_server_that_asks_for_patience_gets_it(
     assert leftovers(strict, root) == []
 
 
+@pytest.mark.drill
 def test_a_quota_that_is_used_up_fails_the_save(
     strict: Radosgw, root: str, states: tuple[dict[str, Any], dict[str, Any]]
 ) -> None:
@@ -248,7 +249,7 @@ def test_a_quota_that_is_used_up_fails_the_save(
     uri = url(strict.endpoint, root, "&concurrency=2")
     holdfast.save(uri, states[0])
     quota = ("--uid=test", "--quota-scope=bucket")
-    strict.rgw_admin("quota", "set", *quota, f"--max-size={250 * MIB}")
+    strict.rgw_admin("quota", "set", *quota, f"--max-size={140 * MIB}")
     strict.rgw_admin("quota", "enable", *quota)
     strict.kill_gateway()
     strict.start_gateway()
