@@ -32,7 +32,7 @@ demo: $(READY)  ## see it work: make demo [URI=s3://bucket/run | SERVER=s3|hdfs]
 
 # `pytest`, not `python -m pytest`: the latter would put this folder on the path, and every room would be there twice,
 # as holdfast.planner and as planner.
-test: $(READY)  ## run every test; skips are listed with their reasons
+test: $(READY)  ## run every test but the drills; skips are listed with their reasons
 	@$(BIN)/pytest $(TEST_ARGS)
 
 drills: $(READY) test-servers  ## kill, cut off and fill up real servers in the middle of saves; minutes
