@@ -3,14 +3,14 @@
 Keys below a checkpoint's root::
 
     manifest.safetensors            the checkpoint; its appearance is the commit
-    data/<attempt>/attempt.json     written before any data: makes the attempt known to collectors
+    data/<attempt>/attempt.json     written before any data: makes the attempt known to collectors; empty, or what it copies
     data/<attempt>/<rank>.safetensors
-    data/<attempt>/fate             written once, exclusively: "commit" by its own leader, "abort" by a later save
+    data/<attempt>/fate             written once, exclusively: empty by its own leader, "abort" by a later save
 
 1. *begin*: every attempt that is not the current checkpoint is sentenced ("abort") and deleted, then a new attempt begins.
    The newest save wins: a zombie of a dead job cannot commit any more.
 2. all images become durable.
-3. *commit*: the leader claims its own fate ("commit"). Exactly one of claim and sentence can succeed.
+3. *commit*: the leader claims its own fate, by an empty object. Exactly one of claim and sentence can succeed.
 4. It sees ``attempt.json``, and every image, whole. After the claim: a sentence may have been carried out, and so removed.
    Whoever deletes an attempt deletes ``attempt.json`` first, and its fate later. So if it is there after a claim that
    succeeded, there never was a sentence, and nobody deletes, or is about to delete, an image.
@@ -24,6 +24,9 @@ Storage without an atomic exclusive put cannot decide a race between claim and s
 attempt that is not current is left alone until nothing was written to it for a longer period of grace. What is promised
 then rests on clocks: that no saver goes on after it was idle for that long. And the newest save does not win: whichever
 puts its manifest last does.
+
+What every save writes beside its images is empty where it can be: some storage (HDFS) keeps a writer waiting for half a
+second until it has counted the replicas of a file that is not.
 
 A *copy* of a checkpoint begins like a save, except that it goes on with an undecided attempt that was to copy the same
 one (``attempt.json`` says so): its images are what they would be made again. Whether whoever began that attempt is dead
@@ -77,6 +80,7 @@ __all__ = [
     "sweep",
 ]
 
+CLAIM, SENTENCE = b"", b"abort"
 GRACE_S = 3600.0
 """Longer than any put of a manifest may take."""
 CLEAN_UP_S = 30.0
@@ -130,9 +134,9 @@ async def read_manifest(driver: Driver) -> tuple[Manifest, bytes]:
         raise
 
 
-async def begin(driver: Driver, world: int) -> Attempt:
+async def begin(driver: Driver) -> Attempt:
     """Collect what dead attempts left, and begin a new one. Raises StorageError, SupersededError."""
-    attempt = await _announce(driver, {"world": world})
+    attempt = await _announce(driver)
     try:
         await _collect_others(driver, attempt)
         await sweep(driver)
@@ -142,16 +146,16 @@ async def begin(driver: Driver, world: int) -> Attempt:
     return attempt
 
 
-async def begin_copy(driver: Driver, world: int, of: str) -> tuple[Attempt, bool]:
+async def begin_copy(driver: Driver, of: str) -> tuple[Attempt, bool]:
     """Like :func:`begin`, for a copy of the checkpoint whose manifest has the digest ``of``.
 
     Goes on with an attempt that was to be a copy of the same, if there is one and nobody has decided on it: then True.
     Such an attempt may have more owners, so it is given up by :func:`abandon`, and never by deleting it.
     """
-    probe = await _announce(driver, {"world": 0})
+    probe = await _announce(driver)
     try:
         former = await _former(driver, probe, of)
-        attempt = former or await _announce(driver, {"world": world, "copy_of": of})
+        attempt = former or await _announce(driver, {"copy_of": of})
         await _collect_others(driver, probe, spare=attempt)
         await sweep(driver)
     finally:
@@ -174,7 +178,7 @@ async def abandon(driver: Driver, attempt: Attempt) -> None:
 async def collect(driver: Driver, idle_s: float) -> None:
     """What :func:`begin` collects, without a save to follow: so attempts that live are spared. An attempt counts as dead
     when nothing was written to it for ``idle_s`` seconds. Raises StorageError, SupersededError, UnsupportedFormatError."""
-    probe = await _announce(driver, {"world": 0})
+    probe = await _announce(driver)
     try:
         await _collect_others(driver, probe, idle_s=idle_s)
         await sweep(driver)
@@ -190,7 +194,7 @@ async def commit(driver: Driver, attempt: Attempt, manifest: Manifest) -> Attemp
     """
     data, before = manifest.encode(), None
     try:
-        await driver.put(attempt.fate, b"commit", exclusive=True)
+        await driver.put(attempt.fate, CLAIM, exclusive=True)
     except (ExistsError, NotFoundError) as error:  # not found: the attempt is being deleted, folder and all
         raise _superseded(driver) from error
     await still_there(driver, attempt)
@@ -220,10 +224,10 @@ async def give_up(driver: Driver, attempt: Attempt) -> None:
         _log.warning("leftovers of attempt %s stay until the next save: %g s were not enough", attempt.id, CLEAN_UP_S)
 
 
-async def _announce(driver: Driver, told: Mapping[str, Any]) -> Attempt:
+async def _announce(driver: Driver, told: Mapping[str, Any] | None = None) -> Attempt:
     """Make a new attempt known."""
     attempt = Attempt(time.strftime("%Y%m%dT%H%M%S", time.gmtime()) + "-" + secrets.token_hex(4))
-    await driver.put(attempt.marker, json.dumps(told).encode(), exclusive=True)
+    await driver.put(attempt.marker, json.dumps(told).encode() if told else b"", exclusive=True)
     return attempt
 
 
@@ -332,9 +336,9 @@ async def _collect(driver: Driver, attempt: Attempt, decided: bool, now_s: float
     """Delete an attempt that is not the current checkpoint, if it is certain that it never will be."""
     if not decided:
         with contextlib.suppress(ExistsError, NotFoundError):
-            await driver.put(attempt.fate, b"abort", exclusive=True)
+            await driver.put(attempt.fate, SENTENCE, exclusive=True)
     try:
-        claimed = await driver.get(attempt.fate) != b"abort"
+        claimed = await driver.get(attempt.fate) != SENTENCE
         age_s = now_s - (await driver.stat(attempt.fate)).modified_s
     except NotFoundError:
         return  # another collector was faster

@@ -258,7 +258,7 @@ async def _is_there(ours: Driver, pair: Pair, orders: Orders) -> bool:
 
 async def _send(theirs: Driver, ours: Driver, pair: Pair, orders: Orders, sent: Callable[[int], None]) -> int:
     """Send what is missing, and commit; return how many bytes were sent."""
-    attempt, resumed = await begin_copy(ours, pair.manifest.world, pair.identity)
+    attempt, resumed = await begin_copy(ours, pair.identity)
     reader = ImageReader(theirs, pair.manifest, orders.budget_nbytes)
     copier = ImageCopier(reader, ours, attempt.id, orders.budget_nbytes, sent)
     try:

@@ -100,7 +100,7 @@ class _Leader:
                 raise UsageError(f"rank {rank} saves to {other['uri']}, rank 0 to {told[0]['uri']}", rank=rank)
         plain = _agree_plain([other["plain"] for other in told])
         shards = _agree_shards([other["shards"] for other in told])
-        self._attempt = self._obsolete = await begin(self._driver, len(statements))
+        self._attempt = self._obsolete = await begin(self._driver)
         return json.dumps({"attempt": self._attempt.id, "plain": plain, "shards": shards}).encode()
 
     async def commit(self, fragments: Sequence[bytes]) -> bytes:

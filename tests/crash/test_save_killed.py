@@ -46,9 +46,7 @@ def left_after_a_save(uri: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> 
     grace period of that is over. File names only."""
     holdfast.save(uri, state_of_step(step))
     current = holdfast.open(uri).attempt
-    claimed = {
-        p.name for p in (uri / "data").iterdir() if (p / "fate").exists() and (p / "fate").read_bytes() == b"commit"
-    }
+    claimed = {p.name for p in (uri / "data").iterdir() if (p / "fate").exists() and (p / "fate").read_bytes() == b""}
     there = [p.relative_to(uri) for p in uri.rglob("*")]
     left = {
         str(p) for p in there if p.parts[0] != "data" or (len(p.parts) > 1 and p.parts[1] not in {current, *claimed})

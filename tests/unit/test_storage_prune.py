@@ -155,7 +155,7 @@ def test_leftovers_are_collected_once_they_are_idle() -> None:
     for where in ("step-1", "step-2"):
         run(storage.put(f"{where}/data/{DEAD}/attempt.json", b"{}"))
         run(storage.put(f"{where}/data/{DEAD}/0.safetensors", bytes(1000)))
-    run(storage.put("step-3/data/20200101T000000-11111111/fate", b"commit"))
+    run(storage.put("step-3/data/20200101T000000-11111111/fate", b""))
     assert holdfast.prune(root).leftovers == ()
     report = holdfast.prune(root, idle_s=0)
     assert [(x.path, x.attempt, x.nbytes) for x in report.leftovers] == [("step-1", DEAD, 1002), ("step-2", DEAD, 1002)]
