@@ -137,7 +137,15 @@ class FsspecDriver(Driver):
         await self._run("delete", self._checked(key), self._delete, key)
 
     async def delete_all(self, prefix: str) -> None:
-        await self._run("delete", self._checked(prefix), self._delete_all, prefix)
+        """See :meth:`Driver.delete_all`. As many files at a time as there are threads."""
+        found = await self._run("delete", self._checked(prefix), self._find, prefix)
+        files = [path for path, info in found if info["type"] != "directory"]
+        removed = (self._run("delete", prefix, self._remove, path) for path in files)
+        for outcome in await asyncio.gather(*removed, return_exceptions=True):
+            if outcome is not None:
+                raise outcome
+        folders = [path for path, info in found if info["type"] == "directory"]
+        await self._run("delete", prefix, self._remove_empty, folders)
 
     async def sweep(self, prefix: str) -> None:
         """See :meth:`Driver.sweep`. Dead: not changed for a day. Parts that a store keeps of unfinished uploads stay: give
@@ -270,13 +278,6 @@ class FsspecDriver(Driver):
         with contextlib.suppress(FileNotFoundError):
             self._info(key)
             self._fs.rm_file(self._path(key))
-
-    def _delete_all(self, prefix: str) -> None:
-        found = self._find(prefix)
-        for path, info in found:
-            if info["type"] != "directory":
-                self._remove(path)
-        self._remove_empty([path for path, info in found if info["type"] == "directory"])
 
     def _sweep(self, prefix: str) -> None:
         if self._kind.appears == "closed":

@@ -44,7 +44,7 @@ def s3_url(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def hadoop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hadoop]:
-    """An HDFS of one name node and one DataNode."""
+    """An HDFS of one name node and two DataNodes."""
     if find_hadoop() is None:
         pytest.skip("Hadoop is not installed: make test-servers")
     server = Hadoop(tmp_path_factory.mktemp("hadoop"))

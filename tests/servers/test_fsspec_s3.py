@@ -1,5 +1,5 @@
 """fsspec's S3 file system as storage, on a real server: what an asynchronous file system and a store that shows objects
-when they are complete do to the driver. Skipped without s3fs, which Holdfast does not bring along."""
+when they are complete do to the driver."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from holdfast.drivers.contract import Driver
 from holdfast.drivers.registry import driver_class, open_driver
 from holdfast.drivers.uri import parse
 from holdfast.errors import AccessError, NotFoundError, StorageError
-
-pytest.importorskip("s3fs", reason="needs s3fs, which is the user's to install")
 
 MIB = 1 << 20
 

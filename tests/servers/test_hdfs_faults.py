@@ -27,7 +27,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hadoop]:
     """A name node and three DataNodes, each file on two of them."""
     if find_hadoop() is None:
         pytest.skip("Hadoop is not installed: make test-servers")
-    server = Hadoop(tmp_path_factory.mktemp("cluster"), datanodes=3, extra={"dfs.replication": 2})
+    server = Hadoop(tmp_path_factory.mktemp("cluster"), datanodes=3)
     server.start()
     yield server
     server.stop()

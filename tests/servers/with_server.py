@@ -40,7 +40,7 @@ def s3(folder: Path) -> Iterator[Served]:
 
 @contextlib.contextmanager
 def hdfs(folder: Path) -> Iterator[Served]:
-    """A Hadoop of one name node and one DataNode."""
+    """A Hadoop of one name node and two DataNodes."""
     if find_hadoop() is None:
         sys.exit("Hadoop is not installed: make test-servers")
     server = Hadoop(folder)

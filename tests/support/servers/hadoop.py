@@ -63,7 +63,9 @@ class Hadoop:
     """A file system below ``folder``. ``start`` it, ``stop`` it; in between its servers can be killed and started again."""
 
     folder: Path
-    datanodes: int = 1
+    datanodes: int = 2
+    """Each file is on two of them, where there are two: a name node that would have no copy to spare closes a file only when
+    the DataNode has told it of the block, and clients look again after half a second."""
     ha: bool = False
     """Two name nodes; the first is active."""
     extra: Mapping[str, object] = field(default_factory=dict)
@@ -223,7 +225,8 @@ class Hadoop:
                 "dfs.ha.fencing.methods": "shell(/bin/true)",
                 "dfs.ha.tail-edits.period": 1,
             }
-        return found | _QUICK | {"hadoop.tmp.dir": f"{self.folder}/tmp", **self._secret(), **self.extra}
+        found |= {"dfs.replication": min(2, self.datanodes), "hadoop.tmp.dir": f"{self.folder}/tmp", **self._secret()}
+        return found | _QUICK | self.extra
 
     def _secret(self) -> dict[str, object]:
         file = self.folder / "secret"
@@ -248,12 +251,11 @@ class Hadoop:
 
 
 _QUICK: dict[str, object] = {
-    "dfs.replication": 1,
     "dfs.heartbeat.interval": 1,
     "dfs.namenode.safemode.extension": 0,
     "dfs.namenode.safemode.threshold-pct": 0,
     "dfs.namenode.heartbeat.recheck-interval": 1000,
-    "dfs.namenode.file.close.num-committed-allowed": 1,  # a file is closed at once, not when DataNodes have reported
+    "dfs.namenode.file.close.num-committed-allowed": 1,  # a file is closed at once, not when both DataNodes have reported
     "dfs.namenode.fs-limits.min-block-size": 4096,
     "dfs.namenode.acls.enabled": "true",
     "dfs.datanode.du.reserved": 0,
