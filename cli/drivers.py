@@ -11,6 +11,7 @@ from typing import Any
 from ..drivers.contract import Driver
 from ..drivers.layers.layer import Layer
 from ..drivers.layers.stack import common_options
+from ..drivers.options import Option
 from ..drivers.registry import driver_class, open_driver, packages, resolved_options, schemes, serving
 from ..drivers.uri import Uri, is_secret, parse, redact
 from ..errors import UsageError
@@ -83,8 +84,10 @@ def _look(scheme: str, uri: Uri, known: Mapping[str, str], served: Mapping[str, 
                 {
                     "name": name,
                     "help": option.help,
-                    "default": _text(name, option.default),
-                    "value": _text(name, resolved.value if resolved.text is None else resolved.text),
+                    "default": _text(name, option, option.default),
+                    "value": _text(name, option, resolved.value)
+                    if resolved.text is None
+                    else _safe(name, resolved.text),
                     "source": resolved.source,
                     "common": name in common,
                 }
@@ -107,15 +110,14 @@ def _layers(driver: Driver) -> list[str]:
     return names
 
 
-def _text(name: str, value: object) -> str | None:
-    """A value as it could be written; a secret hidden; None where there is none."""
-    if value is None or value == "":
-        return None
-    if is_secret(name):
-        return "***"
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return redact(f"{value:g}" if isinstance(value, float) else str(value))
+def _text(name: str, option: Option, value: object) -> str | None:
+    """A value as it could be written; None where there is none."""
+    return None if value is None or value == "" else _safe(name, option.text(value))
+
+
+def _safe(name: str, text: str) -> str:
+    """What was written for an option; a secret hidden."""
+    return "***" if is_secret(name) else redact(text)
 
 
 def _line(found: _Found) -> tuple[str, ...]:

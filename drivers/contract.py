@@ -53,8 +53,6 @@ class Traits:
     streams: int = 1
     """An upload is fastest when this many contiguous segments of it, see :func:`segments`, are written at once: then
     ``part_order``, which is not ``serial``, holds within each of them. One after the other is as right, and slower."""
-    parts_repeatable: bool = False
-    """A write of a part that failed may be made again, with the same start and bytes, and counts once."""
 
 
 def segments(nbytes: int, traits: Traits) -> list[tuple[int, int]]:

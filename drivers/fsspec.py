@@ -65,7 +65,7 @@ class FsspecDriver(Driver):
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         "threads": Option(integer(1, 256), 8, "operations in flight, where the file system allows more than one"),
-        "part_size": Option(size(1 << 20, 1 << 30), 16 << 20, "bytes of one write, and of one part of an upload"),
+        "part_size": Option(size(1 << 20, 1 << 30), 16 << 20, "of one write, and of one part of an upload"),
     }
     fs_class: ClassVar[type[AbstractFileSystem]]
 

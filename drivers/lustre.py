@@ -41,7 +41,7 @@ class LustreDriver(LocalDriver):
         "stripe_count": Option(
             _stripe_count, None, "storage targets per file, or all; chosen by size and number of files"
         ),
-        "stripe_size": Option(_stripe_size, None, "bytes on one target before the next one's turn: 16MiB"),
+        "stripe_size": Option(_stripe_size, None, "on one target before the next one's turn: 16MiB"),
         "writers": Option(integer(1, 10_000_000), None, "processes that write at the same time: the job's ranks"),
         "ost_count": Option(integer(1, STRIPE_COUNT_MAX), None, "storage targets of the file system: asked of Lustre"),
     }

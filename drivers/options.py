@@ -33,6 +33,13 @@ class Option:
     default: Any
     help: str
 
+    def text(self, value: Any) -> str:
+        """A text that ``parse`` takes for ``value``: with its unit, where it has one."""
+        if isinstance(value, bool):
+            return "on" if value else "off"
+        parse = self.parse.parse if isinstance(self.parse, _OrOff) else self.parse
+        return parse.text(value) if isinstance(parse, _Size | _Duration) else str(value)
+
 
 def option_values(known: Mapping[str, Option], uri: Uri) -> dict[str, Any]:
     """The value of every option in ``known``: from ``uri``, else its default.
@@ -70,33 +77,52 @@ def integer(least: int, most: int) -> Callable[[str], int]:
     return parse
 
 
-def size(least: int, most: int) -> Callable[[str], int]:
-    """A parser of sizes in bytes, from ``least`` to ``most``: ``32MiB``, ``500 MB``, ``4096``."""
+@dataclass(frozen=True, slots=True)
+class _Size:
+    least: int
+    most: int
 
-    def parse(text: str) -> int:
+    def __call__(self, text: str) -> int:
         match = _SIZE.fullmatch(text.strip())
         value = -1
         if match is not None:
             prefix, binary = (match[2] or "").lower(), bool(match[3])
             value = int(match[1]) * (1024 if binary else 1000) ** " kmgt".index(prefix or " ")
-        if match is None or (binary and not prefix) or not least <= value <= most:
-            raise ValueError(f"is a size from {least} to {most} bytes, such as 32MiB")
+        if match is None or (binary and not prefix) or not self.least <= value <= self.most:
+            raise ValueError(f"is a size from {self.text(self.least)} to {self.text(self.most)}, such as 32MiB")
         return value
 
-    return parse
+    @staticmethod
+    def text(value: int) -> str:
+        units = next((n for n in (4, 3, 2, 1) if value and value % 1024**n == 0), 0)
+        return f"{value // 1024**units}{('B', 'KiB', 'MiB', 'GiB', 'TiB')[units]}"
+
+
+def size(least: int, most: int) -> Callable[[str], int]:
+    """A parser of sizes in bytes, from ``least`` to ``most``: ``32MiB``, ``500 MB``, ``4096``."""
+    return _Size(least, most)
+
+
+@dataclass(frozen=True, slots=True)
+class _Duration:
+    least_s: float
+    most_s: float
+
+    def __call__(self, text: str) -> float:
+        match = _DURATION.fullmatch(text.strip())
+        value = float(match[1]) * _SECONDS[match[2]] if match else math.nan
+        if not self.least_s <= value <= self.most_s:
+            raise ValueError(f"is a time from {self.text(self.least_s)} to {self.text(self.most_s)}, such as 30s")
+        return value
+
+    @staticmethod
+    def text(value: float) -> str:
+        return f"{value:g}s"
 
 
 def duration(least_s: float, most_s: float) -> Callable[[str], float]:
     """A parser of durations in seconds, from ``least_s`` to ``most_s``: ``30``, ``1.5s``, ``500ms``, ``2min``, ``1h``."""
-
-    def parse(text: str) -> float:
-        match = _DURATION.fullmatch(text.strip())
-        value = float(match[1]) * _SECONDS[match[2]] if match else math.nan
-        if not least_s <= value <= most_s:
-            raise ValueError(f"is a time from {least_s:g} to {most_s:g} seconds, such as 30s")
-        return value
-
-    return parse
+    return _Duration(least_s, most_s)
 
 
 def switch(text: str) -> bool:
@@ -106,18 +132,22 @@ def switch(text: str) -> bool:
     return _SWITCH[text.lower()]
 
 
-def or_off(parse: Callable[[str], T]) -> Callable[[str], T | None]:
-    """A parser that also takes ``off``, which is None."""
+@dataclass(frozen=True, slots=True)
+class _OrOff:
+    parse: Callable[[str], Any]
 
-    def parse_or_off(text: str) -> T | None:
+    def __call__(self, text: str) -> Any:
         if text == "off":
             return None
         try:
-            return parse(text)
+            return self.parse(text)
         except ValueError as error:
             raise ValueError(f"{error}; or off") from error
 
-    return parse_or_off
+
+def or_off(parse: Callable[[str], T]) -> Callable[[str], T | None]:
+    """A parser that also takes ``off``, which is None."""
+    return _OrOff(parse)
 
 
 def _value(name: str, option: Option, uri: Uri) -> Any:

@@ -43,7 +43,7 @@ class HdfsDriver(Driver):
         "webhdfs": Option(
             str, "auto", "joins them: auto, http://host:port, or off (then large objects are written in one stream)"
         ),
-        "timeout": Option(duration(0.1, 3600), 60.0, "of an operation, in seconds without progress"),
+        "timeout": Option(duration(0.1, 3600), 60.0, "how long an operation may go on without progress"),
         "block_size": Option(size(1 << 20, 1 << 40), None, "of new files; else the name node's default"),
         "replication": Option(integer(1, 512), None, "of new files; else the name node's default"),
         "sync": Option(switch, False, "whether DataNodes write an object to disk before it is committed"),

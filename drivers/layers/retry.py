@@ -5,7 +5,8 @@ Only the mark ``temporary`` of an error decides. What is tried again, and why th
 - read, get, stat, list, delete, delete_all, sweep: whatever became of the first try, another changes nothing more.
 - put: likewise; an exclusive one may find its own earlier try, and looks (see :meth:`RetryLayer.put`).
 - create: what a failed one left is invisible, disturbs no other, and is swept.
-- write, where ``traits.parts_repeatable`` says that a part may be sent again.
+- write: never. Object stores' clients repeat the request of a part that was cut; where one part of a file is half
+  there, only the driver could know how to go on.
 - commit: never. A failed fsync that is tried again succeeds, and the bytes are lost all the same.
 
 Storage behind the operating system (``remote`` is false) changes nothing twice: an I/O error of a device is no hiccup. There
@@ -145,9 +146,7 @@ class RetryLayer(Layer):
         return timeout_s * MANY_FOLD if timeout_s is not None and operation.name in _OF_MANY else timeout_s
 
     def _may_repeat(self, operation: Operation, tries: int) -> bool:
-        known = operation.name in self._again
-        known |= operation.name == "write" and self.remote and self.traits.parts_repeatable
-        return known and tries <= self._policy.retries
+        return operation.name in self._again and tries <= self._policy.retries
 
     async def _pause(self, operation: Operation, tries: int, last: HoldfastError, running: asyncio.Timeout) -> None:
         """Raises the error of an operation that is late where there is no time left for the pause."""

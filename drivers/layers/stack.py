@@ -31,13 +31,13 @@ def common_options(*, remote: bool) -> Mapping[str, Option]:
         "op_timeout_s": Option(
             or_off(duration(0.001, 86400)),
             OP_TIMEOUT_S if remote else None,
-            "seconds that an operation may take, with its tries and the pauses between them",
+            "how long an operation may take, with its tries and the pauses between them",
         ),
         "max_concurrency": Option(or_off(integer(1, 65536)), None, "operations at a time, of each open URI"),
         "max_bytes_per_s": Option(
             or_off(size(1, 1 << 50)),
             None,
-            "bytes per second, read and written, by all that share this rate in a process",
+            "how much is read and written a second, by all that share this rate in a process",
         ),
         "hedge_percent": Option(
             integer(0, 50),

@@ -17,9 +17,9 @@ from ..uri import Uri
 __all__ = ["COMMON_OPTIONS", "Settings", "encoded", "needs", "settings", "split_location"]
 
 COMMON_OPTIONS: Mapping[str, Option] = {
-    "part_size": Option(size(5 << 20, 5 << 30), 16 << 20, "of multipart uploads; 16MiB saves a copy"),
+    "part_size": Option(size(5 << 20, 5 << 30), 16 << 20, "of the parts of a large object; 16MiB saves a copy"),
     "concurrency": Option(integer(1, 256), 16, "requests in flight"),
-    "timeout": Option(duration(0.1, 3600), 30.0, "of one request, in seconds"),
+    "timeout": Option(duration(0.1, 3600), 30.0, "how long one request may take"),
     "deadline": Option(duration(0, 86400), 60.0, "for how long a request that fails for the moment is repeated"),
     "conditional": Option(switch, True, "whether the store knows conditional puts; see how-to/use-object-storage"),
     "anonymous": Option(switch, False, "send no credentials"),

@@ -105,6 +105,18 @@ def test_each_value_is_shown_with_where_it_comes_from(
     assert "limit" in text
 
 
+def test_values_are_shown_with_their_units(capsys: pytest.CaptureFixture[str]) -> None:
+    """Sizes and durations, as one would write them; what the URI says, as it says it."""
+    _, printed = document(capsys, "s3://bucket/run?part_size=32MiB&deadline=1.5min")
+    told = {o["name"]: (o["value"], o["default"]) for o in printed["options"]}
+    assert told["part_size"] == ("32MiB", "16MiB")
+    assert told["deadline"] == ("1.5min", "60s")
+    assert told["timeout"] == ("30s", "30s")
+    assert told["op_timeout_s"] == ("120s", "120s")
+    _, printed = document(capsys, "hdfs://host:8020/run")
+    assert ("timeout", "60s") in {(o["name"], o["default"]) for o in printed["options"]}
+
+
 def test_a_path_is_a_file_uri(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """As everywhere; nothing is created there."""
     status, printed = document(capsys, str(tmp_path / "run"))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.drivers.options import duration, or_off, size, switch
+from holdfast.drivers.options import Option, duration, integer, or_off, size, switch
 
 SIZE = size(1, 1 << 40)
 DURATION = duration(0.001, 7200)
@@ -31,6 +31,18 @@ def test_a_size_has_a_unit_or_is_in_bytes(text: str, nbytes: int) -> None:
 def test_a_duration_has_a_unit_or_is_in_seconds(text: str, seconds: float) -> None:
     """Plain numbers are seconds."""
     assert DURATION(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("parse", "value", "text"),
+    [(SIZE, 32 << 20, "32MiB"), (SIZE, 5 << 30, "5GiB"), (SIZE, 1 << 40, "1TiB"), (SIZE, 4097, "4097B"), (SIZE, 3 << 10, "3KiB"),
+     (DURATION, 60.0, "60s"), (DURATION, 0.5, "0.5s"), (or_off(SIZE), 500_000_000, "500000000B"), (or_off(DURATION), 120.0, "120s"),
+     (switch, True, "on"), (switch, False, "off"), (integer(0, 9), 7, "7"), (str, "x", "x")],
+)  # fmt: skip
+def test_a_value_is_written_with_its_unit(parse: Callable[[str], Any], value: Any, text: str) -> None:
+    """As the same option would take it."""
+    assert Option(parse, None, "").text(value) == text
+    assert parse(text) == value
 
 
 @pytest.mark.parametrize("text", ["on", "true", "True", "yes", "1"])
