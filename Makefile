@@ -18,7 +18,7 @@ export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-servers drills lint format bench bench-names clean
+.PHONY: help setup demo test properties test-servers drills lint format bench bench-names clean
 
 help:  ## this list
 	@echo "usage: make TARGET"
@@ -34,6 +34,9 @@ demo: $(READY)  ## see it work: make demo [URI=s3://bucket/run | SERVER=s3|hdfs]
 # as holdfast.planner and as planner.
 test: $(READY)  ## run every test but the drills; skips are listed with their reasons
 	@$(BIN)/pytest $(TEST_ARGS)
+
+properties: $(READY)  ## property tests, with other examples each time, and more: make properties [EFFORT=20]
+	@HOLDFAST_TEST_EFFORT=$(or $(EFFORT),20) $(BIN)/pytest tests/property --timeout 7200 -o faulthandler_timeout=14400 $(TEST_ARGS)
 
 drills: $(READY) test-servers  ## kill, cut off and fill up real servers in the middle of saves; minutes
 	@$(BIN)/pytest -m drill tests/servers $(TEST_ARGS)

@@ -47,7 +47,8 @@ async def execute(
             job = tasks.pop(task)
             error = asyncio.CancelledError() if task.cancelled() else task.exception()
             first_error = first_error or (failures[0] if failures else error)
-            obey(scheduler.fail(job) if error else scheduler.done(job))
+            # Cancelled, a stage may end well all the same; what comes after it is not begun any more.
+            obey(scheduler.done(job) if first_error is None else scheduler.fail(job))
     if first_error is not None:
         raise first_error
 

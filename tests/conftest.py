@@ -12,11 +12,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from hypothesis import settings
+from support.effort import EFFORT
 
 # The time limit of a test is pytest's; a deadline per example only fails on a busy machine.
-settings.register_profile("holdfast", deadline=None)
+settings.register_profile("holdfast", deadline=None, max_examples=100 * EFFORT)
 # On CI hypothesis chooses its own profile: the same examples every time, and no deadline either.
-if "CI" not in os.environ:
+if "CI" not in os.environ or EFFORT > 1:
     settings.load_profile("holdfast")
 
 

@@ -6,9 +6,10 @@ import asyncio
 import random
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.clock import run_virtual
+from support.effort import examples
 from support.flaky import Flaky
 
 from holdfast.drivers.layers.faults import FaultPlan, FaultsLayer
@@ -205,7 +206,7 @@ def test_hedged_reads_return_the_right_bytes_within_the_account(durations: list[
     assert 0 <= run_virtual(run()) <= len(durations) // 2 * percent / 100 + 1
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(seed=st.integers(0, 2**32), error=st.floats(0, 0.15), unsure=st.floats(0, 0.15), retries=st.integers(0, 6))
 def test_saves_through_a_failing_storage_are_whole_or_absent(
     seed: int, error: float, unsure: float, retries: int

@@ -4,8 +4,9 @@ import itertools
 import math
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.effort import examples
 
 from holdfast.planner.box import Box, flat_to_boxes
 from holdfast.planner.coverage import flawed, flaws
@@ -132,7 +133,7 @@ def tables(cases, ndim=4):
     return tensors, ShardTable(tensor, *columns([row[1:] for row in rows], ndim), zeros, zeros)
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(tilings())
 def test_tilings_are_accepted(case):
     """However a tensor is tiled, there is no error; and that is known without a second look."""
@@ -142,7 +143,7 @@ def test_tilings_are_accepted(case):
     assert flawed(tensors.shape, shards.tensor, shards.offsets, shards.lengths).tolist() == [False]
 
 
-@settings(deadline=None, max_examples=400)
+@examples(400)
 @given(nearly_tilings())
 def test_flaws_are_those_counted(case):
     """The kinds of flaws found are exactly those that counting finds, and each example is one."""
@@ -157,7 +158,7 @@ def test_flaws_are_those_counted(case):
         assert flaw.kind != "stored twice" or (cell > 1).all()
 
 
-@settings(deadline=None, max_examples=250)
+@examples(250)
 @given(st.lists(nearly_tilings(), min_size=1, max_size=5))
 def test_tables_are_judged_tensor_by_tensor(cases):
     """In a table of many tensors exactly the flawed ones are named, each with the kinds that counting finds."""

@@ -1,8 +1,9 @@
 """Dividing among holders: together they write everything exactly once, and evenly."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.effort import examples
 
 from holdfast.planner.saving import Holdings, divide
 
@@ -32,7 +33,7 @@ def holdings_of(rank, cases, seed):
     return Holdings(column, offsets, lengths, np.full_like(offsets, rank), itemsize, group, groups, column)
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(st.lists(tensors(), max_size=8), st.integers(0, 1000))
 def test_holders_write_everything_once(cases, seed):
     """Every element of every tensor is written by exactly one of its holders, from where that holder has it."""
@@ -49,7 +50,7 @@ def test_holders_write_everything_once(cases, seed):
     assert all((count == 1).all() for count in times)
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(st.lists(tensors(), min_size=1, max_size=8), st.integers(0, 1000))
 def test_holders_write_evenly(cases, seed):
     """Of what a group holds, each member writes its share, within 2% or an element."""

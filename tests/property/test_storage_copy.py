@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.bits import difference
+from support.effort import examples
 from support.simulator import Simulation, run_inline, save_of
 
 import holdfast
@@ -45,7 +46,7 @@ async def source(images: int) -> MemoryDriver:
     return storage
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     seed=st.integers(0, 1 << 32),
     images=st.integers(1, 4),
@@ -102,7 +103,7 @@ def test_copies_in_any_order_with_deaths(
     run_inline(run())
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(seed=st.integers(0, 1 << 32))
 def test_a_copy_and_a_save_to_one_place(seed: int) -> None:
     """In any order of their accesses: each ends well or is told that another took over, nothing torn is ever seen, and the

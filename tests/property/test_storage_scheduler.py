@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.effort import examples
 
 from holdfast.storage.scheduler import Budget, Instruction, Release, Scheduler, Stage, Start
 
@@ -16,7 +18,7 @@ class World:
     """Everything that has happened, checked against the rules at each step."""
 
     scheduler: Scheduler
-    sizes: list[int]
+    sizes: list[int] = field(default_factory=list)
     running: dict[int, int] = field(default_factory=dict)
     """job -> stage"""
     holding: set[int] = field(default_factory=set)
@@ -28,13 +30,11 @@ class World:
     def obey(self, instructions: list[Instruction]) -> None:
         for told in instructions:
             if isinstance(told, Release):
-                assert told.job in self.holding
-                assert told.job not in self.running
+                assert told.job not in self.running, "a buffer in use is not released"
                 self.holding.remove(told.job)
                 self.released.append(told.job)
             else:
                 self.start(told)
-        self.check()
 
     def start(self, told: Start) -> None:
         assert not self.failed, "nothing starts after a failure"
@@ -43,97 +43,131 @@ class World:
         if told.stage == 0:
             self.admitted.append(told.job)
             self.holding.add(told.job)
+        assert told.job in self.holding, "a stage runs on memory that the job holds"
         if self.scheduler.stages[told.stage].in_order:
             begun = [job for job, stage in self.next_stage.items() if stage > told.stage]
-            assert all(job < told.job for job in begun), "begun in the order of submission"
+            assert begun == list(range(told.job)), "begun in the order of submission"
         self.next_stage[told.job] += 1
         self.running[told.job] = told.stage
 
-    def check(self) -> None:
-        s = self.scheduler
-        in_use = sum(self.sizes[job] for job in self.holding)
-        assert s.memory_in_use_nbytes == in_use
-        assert in_use <= s.budget.memory_nbytes or len(self.holding) == 1, "an oversize job is alone"
-        lanes = [s.stages[stage].lane for stage in self.running.values()]
-        assert all(lanes.count(lane) <= width for lane, width in s.budget.lanes.items())
-        assert self.admitted == sorted(self.admitted), "jobs are admitted in the order of submission"
-        assert s.finished == (not self.running and (self.failed or len(self.admitted) == len(self.sizes)))
+    def submit(self, sizes: list[int]) -> None:
+        self.sizes += sizes
+        self.obey(self.scheduler.submit(sizes))
 
     def end(self, job: int, *, well: bool) -> None:
         self.running.pop(job)
         self.failed = self.failed or not well
         self.obey(self.scheduler.done(job) if well else self.scheduler.fail(job))
 
+    def in_lane(self, lane: str) -> int:
+        return sum(self.scheduler.stages[stage].lane == lane for stage in self.running.values())
 
-LANES = ("cpu", "io")
+    def check_budget(self) -> None:
+        s = self.scheduler
+        in_use = sum(self.sizes[job] for job in self.holding)
+        assert s.memory_in_use_nbytes == in_use
+        assert in_use <= s.budget.memory_nbytes or len(self.holding) == 1, "an oversize job is alone"
+        assert all(self.in_lane(lane) <= width for lane, width in s.budget.lanes.items())
+        assert self.admitted == list(range(len(self.admitted))), "jobs are admitted in the order of submission"
+        assert s.finished == (not self.running and (self.failed or len(self.admitted) == len(self.sizes)))
 
-
-@st.composite
-def worlds(draw: st.DrawFn) -> World:
-    """A scheduler and sizes, some of them larger than the whole budget."""
-    stages = [Stage(f"s{i}", draw(st.sampled_from(LANES)), draw(st.booleans())) for i in range(draw(st.integers(1, 4)))]
-    budget = Budget(draw(st.integers(1, 40)), {lane: draw(st.integers(1, 4)) for lane in LANES})
-    sizes = draw(st.lists(st.integers(0, 60), max_size=25))
-    return World(Scheduler(stages, budget, drain=draw(st.booleans())), sizes)
-
-
-def submit(world: World, data: st.DataObject) -> None:
-    """Everything at once, or in two parts."""
-    sizes, world.sizes = world.sizes, []
-    cut = data.draw(st.integers(0, len(sizes)), label="submitted at first")
-    for part in (sizes[:cut], sizes[cut:]):
-        world.sizes = world.sizes + part
-        world.obey(world.scheduler.submit(part))
-
-
-@given(worlds(), st.data())
-def test_every_job_runs_through_every_stage_in_any_order_of_completion(world: World, data: st.DataObject) -> None:
-    """It finishes, no job starves, memory and lanes stay within bounds, and each job is released exactly once."""
-    submit(world, data)
-    while world.running:
-        world.end(data.draw(st.sampled_from(sorted(world.running)), label="ends"), well=True)
-    assert world.scheduler.finished
-    assert sorted(world.released) == list(range(len(world.sizes)))
-    assert all(stage == len(world.scheduler.stages) for stage in world.next_stage.values())
-    assert world.scheduler.memory_in_use_nbytes == 0
+    def check_nothing_waits_in_vain(self) -> None:
+        """Each lane is full, or has nothing to do but what memory, or its turn, does not allow."""
+        s = self.scheduler
+        if self.failed:
+            assert self.holding == set(self.running), "after a failure only what runs holds memory"
+            return
+        for job in self.holding - set(self.running):
+            stage = self.next_stage[job]
+            early = s.stages[stage].in_order and any(self.next_stage.get(j, 0) <= stage for j in range(job))
+            assert early or self.in_lane(s.stages[stage].lane) == s.budget.lanes[s.stages[stage].lane]
+        if len(self.admitted) < len(self.sizes):
+            in_use, lane = s.memory_in_use_nbytes + self.sizes[len(self.admitted)], s.stages[0].lane
+            fits = in_use <= s.budget.memory_nbytes or not self.holding
+            assert not fits or self.in_lane(lane) == s.budget.lanes[lane]
+        assert self.running or len(self.admitted) == len(self.sizes), "something runs as long as something is left"
 
 
-@given(worlds(), st.data())
-def test_after_a_failure_nothing_starts_and_everything_is_released(world: World, data: st.DataObject) -> None:
-    """What runs may end well or badly; each job that was admitted is released exactly once, the others never."""
-    submit(world, data)
-    steps = data.draw(st.integers(0, 60), label="ends before the failure")
-    while world.running:
-        job = data.draw(st.sampled_from(sorted(world.running)), label="ends")
-        steps -= 1
-        world.end(job, well=data.draw(st.booleans(), label="well") if world.failed else steps > 0)
-    assert world.scheduler.finished
-    assert sorted(world.released) == sorted(world.admitted)
-    assert world.scheduler.memory_in_use_nbytes == 0
-    if world.failed:
-        assert world.scheduler.submit([1, 1]) == []
-        assert world.scheduler.finished
+LANES = ("cpu", "io", "write")
+WIDTHS = st.fixed_dictionaries({lane: st.integers(1, 4) for lane in LANES})
+PART_ORDERS = st.sampled_from(["any", "ascending", "serial"])
+SIZES = st.lists(st.integers(0, 12) | st.integers(0, 60), max_size=8)
 
 
-@given(worlds(), st.data())
-def test_nothing_that_could_start_is_held_back(world: World, data: st.DataObject) -> None:
-    """Whenever the machine waits, each lane is full, or has nothing to do but what memory does not allow."""
-    submit(world, data)
-    s = world.scheduler
-    while world.running:
-        lanes = [s.stages[stage].lane for stage in world.running.values()]
-        for job in world.holding - set(world.running):
-            stage = world.next_stage[job]
-            lane = s.stages[stage].lane
-            if s.stages[stage].in_order and any(world.next_stage.get(j, 0) <= stage for j in range(job)):
-                continue  # it is not its turn
-            assert lanes.count(lane) == s.budget.lanes[lane], "a waiting stage in a lane that has room"
-        if len(world.admitted) < len(world.sizes):
-            lane, needed = s.stages[0].lane, world.sizes[len(world.admitted)]
-            in_use = s.memory_in_use_nbytes
-            fits = in_use + needed <= s.budget.memory_nbytes or not world.holding
-            assert not fits or lanes.count(lane) == s.budget.lanes[lane], "a job that fits, and a lane that has room"
-        world.end(data.draw(st.sampled_from(sorted(world.running))), well=True)
+class Pipeline(RuleBasedStateMachine):
+    """Jobs come, and their stages end well or badly, in any order. What an executor does when it is cancelled is the same
+    to the scheduler as failures of all that runs."""
+
+    @initialize(
+        lanes=st.lists(st.sampled_from(["cpu", "io"]), max_size=3), order=PART_ORDERS, memory_nbytes=st.sampled_from([1, 10, 40, 200]),
+        widths=WIDTHS, drain=st.booleans(), early=st.booleans(), fragile=st.booleans(),
+    )  # fmt: skip
+    def begin(
+        self,
+        lanes: list[str],
+        order: str,
+        memory_nbytes: int,
+        widths: dict[str, int],
+        drain: bool,
+        early: bool,
+        fragile: bool,
+    ) -> None:
+        """Stages as savers and copiers have them: the writes come last, in the order that storage asks for. And, ``early``,
+        one more stage behind it."""
+        write = Stage("write", "write" if order == "serial" else "io", in_order=order != "any")
+        stages = [*(Stage(f"s{i}", lane) for i, lane in enumerate(lanes)), write, *[Stage("last", "cpu")] * early]
+        self.fragile = fragile
+        self.world = World(Scheduler(stages, Budget(memory_nbytes, widths | {"write": 1}), drain=drain))
+
+    @rule(sizes=SIZES)
+    def submit(self, sizes: list[int]) -> None:
+        self.world.submit(sizes)
+
+    @precondition(lambda self: self.world.running)
+    @rule(data=st.data())
+    def ends_well(self, data: st.DataObject) -> None:
+        self.world.end(data.draw(st.sampled_from(sorted(self.world.running))), well=True)
+
+    @precondition(lambda self: self.fragile and self.world.running)
+    @rule(data=st.data())
+    def fails(self, data: st.DataObject) -> None:
+        self.world.end(data.draw(st.sampled_from(sorted(self.world.running))), well=False)
+
+    @precondition(lambda self: self.fragile and self.world.running)
+    @rule(data=st.data())
+    def is_cancelled(self, data: st.DataObject) -> None:
+        """All that runs ends, some of it well."""
+        for job in data.draw(st.permutations(sorted(self.world.running))):
+            self.world.end(job, well=self.world.failed and data.draw(st.booleans()))
+
+    @invariant()
+    def rules_hold(self) -> None:
+        if hasattr(self, "world"):
+            self.world.check_budget()
+            self.world.check_nothing_waits_in_vain()
+
+    def teardown(self) -> None:
+        """In the end everything has run through every stage, unless something failed; and each job that was admitted has
+        been released, once."""
+        if not hasattr(self, "world"):
+            return
+        world, s = self.world, self.world.scheduler
+        while world.running:
+            world.end(min(world.running, key=lambda job: hash((job, len(world.released)))), well=True)
+            self.rules_hold()
+        assert s.finished
+        assert s.memory_in_use_nbytes == 0
+        assert sorted(world.released) == world.admitted
+        if not world.failed:
+            assert world.admitted == list(range(len(world.sizes)))
+            assert all(stage == len(s.stages) for stage in world.next_stage.values())
+
+
+Pipeline.TestCase.settings = examples(60)
+TestPipeline = Pipeline.TestCase
+TestPipeline.__doc__ = (
+    """In no order of events a budget is exceeded, a job starved or stuck, or a buffer freed in use."""
+)
 
 
 @given(st.booleans(), st.integers(2, 10))

@@ -1,0 +1,160 @@
+"""The executor keeps the scheduler's rules on an event loop: whatever takes how long, fails, or is cancelled when."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from hypothesis import given
+from hypothesis import strategies as st
+from support.clock import run_virtual
+from support.effort import examples
+
+from holdfast.storage.executor import execute
+from holdfast.storage.scheduler import Budget, Scheduler, Stage
+
+
+@dataclass(frozen=True)
+class Step:
+    """One stage of one job: how long it takes, whether it fails then, and for how long it goes on when it is cancelled, as
+    work in a thread does, which then ends ``well`` or not."""
+
+    takes_s: int
+    fails: bool
+    lingers_s: int
+    well: bool
+
+
+@dataclass
+class Workshop:
+    """Performs steps in virtual time, and looks at every moment at what is in use."""
+
+    scheduler: Scheduler
+    sizes: list[int]
+    steps: dict[tuple[int, int], Step]
+    held: set[int] = field(default_factory=set)
+    running: dict[int, int] = field(default_factory=dict)
+    done: list[tuple[int, int]] = field(default_factory=list)
+    released: list[int] = field(default_factory=list)
+    failures: list[Exception] = field(default_factory=list)
+    stopped_s: float = float("inf")
+
+    async def perform(self, job: int, name: str) -> None:
+        stage = int(name)
+        # What has been begun by the executor at this very moment may get its turn a little later.
+        assert asyncio.get_running_loop().time() <= self.stopped_s, "nothing begins after a failure or a cancellation"
+        assert job not in self.running
+        self.held.add(job)
+        self.running[job] = stage
+        self.check()
+        step = self.steps[job, stage]
+        try:
+            await self._take(step)
+            if step.fails:
+                self.stop()
+                self.failures.append(OSError(f"{job} {stage}"))
+                raise self.failures[-1]
+            self.done.append((job, stage))
+        finally:
+            del self.running[job]
+
+    def stop(self) -> None:
+        self.stopped_s = min(self.stopped_s, asyncio.get_running_loop().time())
+
+    async def _take(self, step: Step) -> None:
+        try:
+            await asyncio.sleep(step.takes_s)
+        except asyncio.CancelledError:
+            until_s = asyncio.get_running_loop().time() + step.lingers_s
+            while (left_s := until_s - asyncio.get_running_loop().time()) > 0:
+                try:
+                    await asyncio.sleep(left_s)
+                except asyncio.CancelledError:
+                    continue
+            if not step.well:
+                raise
+
+    def release(self, job: int) -> None:
+        assert job not in self.running, "a buffer in use is not released"
+        self.held.remove(job)
+        self.released.append(job)
+
+    def check(self) -> None:
+        budget = self.scheduler.budget
+        assert sum(self.sizes[job] for job in self.held) <= budget.memory_nbytes or len(self.held) == 1
+        lanes = [self.scheduler.stages[stage].lane for stage in self.running.values()]
+        assert all(lanes.count(lane) <= width for lane, width in budget.lanes.items())
+
+
+@st.composite
+def workshops(draw: st.DrawFn, fragile: bool) -> Workshop:
+    """Stages with writes at the end, in each order that storage may ask for; jobs, some larger than the whole budget."""
+    order = draw(st.sampled_from(["any", "ascending", "serial"]))
+    kinds = [*draw(st.lists(st.sampled_from(["cpu", "io"]), max_size=2)), "write"]
+    stages = [Stage(f"{i}", lane, in_order=lane == "write" and order != "any") for i, lane in enumerate(kinds)]
+    lanes = {"cpu": draw(st.integers(1, 3)), "io": draw(st.integers(1, 3)), "write": 1 if order == "serial" else 3}
+    sizes = draw(st.lists(st.integers(1, 30), max_size=8))
+    failing = st.integers(0, 9).map(lambda n: n == 0) if fragile else st.just(False)
+    steps = st.builds(Step, st.integers(0, 4), failing, st.integers(0, 3), st.booleans())
+    taken = {(job, stage): draw(steps) for job in range(len(sizes)) for stage in range(len(stages))}
+    return Workshop(Scheduler(stages, Budget(draw(st.integers(1, 40)), lanes), drain=draw(st.booleans())), sizes, taken)
+
+
+def pending() -> set[asyncio.Task[object]]:
+    """Tasks other than the one that asks."""
+    return asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[return-value]
+
+
+@examples(150)
+@given(workshops(fragile=True))
+def test_everything_runs_or_the_first_failure_is_raised(shop: Workshop) -> None:
+    """Each stage of each job once, in order; nothing is begun after a failure; every buffer is given back once, after its
+    last use; and it never idles: it ends no later than if everything had run one after the other."""
+
+    async def run() -> tuple[BaseException | None, float]:
+        error = None
+        try:
+            await execute(shop.scheduler, shop.sizes, shop.perform, shop.release)
+        except OSError as raised:
+            error = raised
+        assert pending() == set()
+        return error, asyncio.get_running_loop().time()
+
+    error, ended_s = run_virtual(run())
+    assert error is (shop.failures[0] if shop.failures else None)
+    assert shop.running == {}
+    assert shop.held == set()
+    assert len(set(shop.released)) == len(shop.released)
+    assert ended_s <= sum(step.takes_s for step in shop.steps.values())
+    for job in range(len(shop.sizes)):
+        assert [stage for j, stage in shop.done if j == job] == list(range(sum(j == job for j, _ in shop.done)))
+    if error is None:
+        assert sorted(shop.done) == sorted(shop.steps)
+        assert sorted(shop.released) == list(range(len(shop.sizes)))
+
+
+@examples(150)
+@given(workshops(fragile=True), st.lists(st.integers(0, 12), min_size=1, max_size=3), st.booleans())
+def test_cancelled_it_begins_nothing_and_waits_for_what_runs(shop: Workshop, cancels_s: list[int], late: bool) -> None:
+    """Whenever it is cancelled, and however often; also where what runs ends well all the same, or ends at that moment."""
+
+    async def run() -> None:
+        task = asyncio.ensure_future(execute(shop.scheduler, shop.sizes, shop.perform, shop.release))
+        for at_s in sorted(cancels_s):
+            await asyncio.sleep(at_s - asyncio.get_running_loop().time())
+            if late:  # those that end at this moment have ended, and the executor has not heard of it
+                await asyncio.sleep(0)
+            if not task.done():
+                task.cancel()
+                shop.stop()
+        outcome = (await asyncio.gather(task, return_exceptions=True))[0]
+        assert pending() == set()
+        assert shop.running == {}
+        assert shop.held == set()
+        assert len(set(shop.released)) == len(shop.released)
+        if outcome is None:
+            assert sorted(shop.done) == sorted(shop.steps)
+        else:
+            assert isinstance(outcome, asyncio.CancelledError) or outcome is shop.failures[0]
+
+    run_virtual(run())
