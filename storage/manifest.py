@@ -8,6 +8,7 @@ No path is stored: an image's key follows from the attempt and the rank.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -176,7 +177,7 @@ def _from_columns(columns: Mapping[str, npt.NDArray[Any]], head: Mapping[str, An
         owner=(ints("tensor.owner") if "tensor.owner" in columns else none) - 1,
     )
     counts = ints("tensor.shards")
-    if counts.sum() != len(columns["shard.start"]):
+    if counts.shape != none.shape or counts.sum() != len(columns["shard.start"]):
         raise ValueError("numbers of shards disagree")
     shards = ShardTable(
         tensor=np.repeat(np.arange(len(counts)), counts),
@@ -203,7 +204,7 @@ def _from_columns(columns: Mapping[str, npt.NDArray[Any]], head: Mapping[str, An
 
 def _names(blob: bytes, nbytes: Ints) -> tuple[str, ...]:
     ends = np.cumsum(nbytes)
-    if (ends[-1] if len(ends) else 0) != len(blob):
+    if nbytes.ndim != 1 or (ends[-1] if len(ends) else 0) != len(blob):
         raise ValueError("lengths of names disagree")
     cuts = [0, *ends.tolist()]
     return tuple(blob[a:b].decode("utf-8", "surrogatepass") for a, b in pairwise(cuts))
@@ -222,15 +223,17 @@ def _conditions(m: Manifest) -> Any:
     yield _ATTEMPT.fullmatch(m.attempt) is not None, "the attempt's name"
     yield (
         m.world > 0
+        and math.isfinite(m.created_s)
         and 0 < m.block_nbytes <= m.chunk_nbytes <= 1 << 30
         and m.chunk_nbytes % m.block_nbytes == m.block_nbytes % PAGE_NBYTES == 0,
-        "sizes",
+        "numbers of the header",
     )
     yield width >= 0 and s.offsets.shape == s.lengths.shape == (len(s.tensor), width), "widths of columns"
     yield all(len(c) == n for c in (t.names, t.ndim, t.shape, m.container)), "lengths of tensor columns"
     yield all(c.shape == (len(s.tensor),) for c in (s.image, s.start)), "lengths of shard columns"
     yield all(c.shape == (n,) for c in (t.ndim, t.alias, t.owner, t.dtype, m.container)), "shapes of tensor columns"
-    yield len(i.rank) == len(i.hashed_nbytes) and len(np.unique(i.rank)) == len(i.rank), "images"
+    yield all(c.shape == (len(i),) for c in (i.rank, i.hashed_nbytes)) and len(np.unique(i.rank)) == len(i), "images"
+    yield bool((i.rank < m.world).all()), "ranks of images"
     yield bool((t.dtype < len(t.dtypes)).all()) and all(0 < size <= 64 for _, size in t.dtypes), "dtypes"
     yield bool((t.ndim <= width).all()) and _product_fits(t), "shapes of tensors"
     yield bool(((t.shape == 1) | (np.arange(width) < t.ndim[:, None])).all()), "padding of shapes"
@@ -248,6 +251,7 @@ def _conditions(m: Manifest) -> Any:
     yield bool((s.start % t.itemsize[s.tensor] == 0).all()), "alignment of shards"
     yield i.digests.ndim == 2 and i.digests.shape == (int(m.first_chunk[-1]), DIGEST_NBYTES), "chunks"
     yield _names_have_prefixes(m), "names"
+    yield len(t.rows) == n or len(set(zip(t.names, t.owner.tolist(), strict=True))) == n, "names that occur twice"
 
 
 def check_complete(m: Manifest, what: str) -> None:

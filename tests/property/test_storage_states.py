@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
+import asyncio
 import itertools
+import json
 import math
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given
 from hypothesis import strategies as st
-from support.bits import difference, fresh_uri, from_bytes
-from support.ranks import load_as_ranks, save_as_ranks
+from support.bits import difference, fresh_uri, from_bytes, plain, raw
+from support.effort import examples
+from support.ranks import load_as_ranks, save_as_ranks, save_cut
 
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
+from holdfast.planner.box import Box
+from holdfast.planner.image import BLOCKS_NAME
 from holdfast.storage.capture.fingerprint import fingerprints
 from holdfast.storage.capture.plan import plan_save
 from holdfast.storage.capture.state import flatten
@@ -29,11 +34,17 @@ DTYPES = [
     torch.uint8,
     torch.int64,
     torch.bool,
+    torch.float16,
+    torch.int8,
+    torch.uint16,
+    torch.float64,
+    torch.float8_e5m2,
     torch.complex64,
     torch.float8_e4m3fn,
     torch.complex128,
 ]
-few = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+NOT_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+few = examples(60, HealthCheck.data_too_large)
 
 
 @st.composite
@@ -48,7 +59,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
         made = made.permute(tuple(reversed(range(made.ndim))))
     if how == "stepped" and made.ndim:
         made = made[::2]
-    return made.contiguous().numpy() if how == "array" and dtype not in (torch.bfloat16, torch.float8_e4m3fn) else made
+    return made.contiguous().numpy() if how == "array" and dtype not in NOT_NUMPY else made
 
 
 keys = st.sampled_from(["a", "b", "weight", "x/y", "é", "..", "__metadata__"]) | st.integers(0, 5)
@@ -105,24 +116,6 @@ def fragments_of(states: list[Any], attempt: str = "20200101T000000-00000000") -
             Manifest(attempt, rank, rank + 1, 1.5, flat.tree, plan.tensors, plan.container, plan.shards, images)
         )
     return made
-
-
-def plain(value: Any) -> Any:
-    """Columns and dataclasses as nested lists, for comparison."""
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, dict):
-        return {repr(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    return sorted(value) if isinstance(value, set) else repr(value)
-
-
-def without_padding(m: Manifest) -> Any:
-    """As ``plain``; a table is as wide as its widest row needs, and before encoding perhaps wider."""
-    return plain(m)
 
 
 @few
@@ -206,3 +199,87 @@ def test_each_rank_of_a_job_gets_back_what_it_saved(ranks: list[dict[str, Any]])
     save_as_ranks(storage, ranks)
     for rank, found in enumerate(load_as_ranks(storage, [blank(state) for state in ranks])):
         assert difference(ranks[rank], found) is None
+
+
+@few
+@given(st.lists(states, min_size=1, max_size=3))
+def test_safetensors_opens_every_image_of_any_states(ranks: list[Any]) -> None:
+    """The library's own parser finds every stored tensor in one of the images, with its dtype where safetensors has it, its
+    shape and all its bits."""
+    storage = MemoryDriver()
+    try:
+        save_as_ranks(storage, ranks)
+    except holdfast.SaveError as error:
+        assert "on one rank and a" in str(error)
+        return
+    manifest = Manifest.decode(asyncio.run(storage.get("manifest.safetensors")))
+    t, s = manifest.tensors, manifest.shards
+    images = [asyncio.run(storage.get(manifest.image_key(image))) for image in range(len(manifest.images))]
+    found = [by_start(image) for image in images]
+    assert sum(map(len, found)) == len(s)
+    flats = [flatten(state) for state in ranks]
+    for shard, row in enumerate(s.tensor.tolist()):
+        rank = max(0, int(t.owner[row]))
+        original = next(f.locals[f.names.index(t.names[row])] for f in flats[rank:] if t.names[row] in f.names)
+        tensor = found[s.image[shard]][int(s.start[shard])]
+        assert raw(tensor) == raw(
+            original[tuple(map(slice, s.offsets[shard], s.offsets[shard] + s.lengths[shard]))[: original.ndim]]
+        )
+        if original.dtype not in (torch.complex64, torch.complex128):
+            assert tensor.dtype == original.dtype
+
+
+def by_start(image: bytes) -> dict[int, torch.Tensor]:
+    """What safetensors reads, by the offset in the file."""
+    first = 8 + int.from_bytes(image[:8], "little")
+    header = json.loads(image[8:first])
+    read = safetensors.torch.load(image)
+    return {first + header[name]["data_offsets"][0]: tensor for name, tensor in read.items() if name != BLOCKS_NAME}
+
+
+@st.composite
+def cut_tensors(draw: st.DrawFn) -> tuple[dict[str, np.ndarray], dict[str, list[Box]]]:
+    """Some tensors of up to three dimensions, each cut into as many boxes as there are ranks."""
+    world, tensors, boxes = draw(st.integers(1, 4)), {}, {}
+    for number in range(draw(st.integers(1, 3))):
+        shape = tuple(draw(st.lists(st.sampled_from([1, 2, 3, 5, 70]), max_size=3)))
+        parts = [Box((0,) * len(shape), shape)]
+        while len(parts) < world and any(part.volume > 1 for part in parts):
+            index, dim = draw(
+                st.sampled_from([(i, d) for i, p in enumerate(parts) for d in range(p.ndim) if p.lengths[d] > 1])
+            )
+            part = parts.pop(index)
+            at = draw(st.integers(1, part.lengths[dim] - 1))
+            for start, stop in ((0, at), (at, part.lengths[dim])):
+                offsets, lengths = list(part.offsets), list(part.lengths)
+                offsets[dim], lengths[dim] = offsets[dim] + start, stop - start
+                parts.append(Box(tuple(offsets), tuple(lengths)))
+        if len(parts) == world:
+            dtype = draw(st.sampled_from(["<f4", "<u1", "<c16", "<i2"]))
+            nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+            content = np.random.default_rng(number).bytes(nbytes)
+            tensors[f"t{number}"] = np.frombuffer(content, dtype).reshape(shape)
+            boxes[f"t{number}"] = parts
+    return tensors, boxes
+
+
+@few
+@given(cut_tensors(), st.data())
+def test_any_cut_is_read_in_any_window(
+    case: tuple[dict[str, np.ndarray], dict[str, list[Box]]], data: st.DataObject
+) -> None:
+    """Whatever box of a tensor each rank held when it was saved: a job of another size gets all of it, and a reader any
+    window, as numpy slices it."""
+    tensors, boxes = case
+    assume(tensors)
+    uri = fresh_uri()
+    storage = MemoryDriver(uri.removeprefix("memory://"))
+    save_cut(storage, tensors, boxes)
+    whole = {name: torch.from_numpy(array.copy()) for name, array in tensors.items()}
+    for found in load_as_ranks(storage, [blank(whole)] * data.draw(st.integers(1, 3))):
+        assert difference(whole, found) is None
+    with holdfast.open(uri) as checkpoint:
+        for name, array in tensors.items():
+            ends = [sorted(data.draw(st.integers(0, length)) for _ in "ab") for length in array.shape]
+            index = tuple(slice(*pair) for pair in ends)
+            assert difference(whole[name][index].clone(), checkpoint.read(name, index)) is None

@@ -45,7 +45,7 @@ def save_cut(driver: Driver, tensors: Mapping[str, np.ndarray], boxes: Mapping[s
     for rank in range(min(map(len, boxes.values()))):
         mine = {name: boxes[name][rank] for name in tensors}
         windows = {name: tuple(map(slice, box.offsets, box.stops)) for name, box in mine.items()}
-        flat = flatten({name: torch.from_numpy(tensors[name][windows[name]].copy()) for name in tensors})
+        flat = flatten({name: torch.from_numpy(np.array(tensors[name][windows[name]])) for name in tensors})
         for row, name in enumerate(flat.names):
             piece = Piece(mine[name], (0,) * tensors[name].ndim)
             flat.shapes[row] = tensors[name].shape

@@ -1,0 +1,353 @@
+"""Manifests of every form come back, and whatever one of their columns is made into is judged as the format's page says.
+
+The checksum is made anew each time: these are the checks behind it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.bits import plain
+from support.effort import examples
+
+import holdfast
+from holdfast.planner.box import flat_to_boxes
+from holdfast.planner.table import ShardTable, TensorTable
+from holdfast.storage.columns import decode_columns, encode_columns, narrowed
+from holdfast.storage.digest import digest
+from holdfast.storage.manifest import ImageTable, Manifest, check_complete
+from holdfast.storage.tree import Container, Tree, Value
+
+ATTEMPT = "20200101T000000-00000000"
+DTYPES = (("float32", 4), ("uint8", 1), ("complex128", 16), ("bfloat16", 2))
+CONTAINERS = [
+    Container(-1, None, "dict"),
+    Container(0, "d", "dict"),
+    Container(1, "l", "list"),
+    Container(0, 7, "tuple"),
+]
+PREFIXES = ["", "d.", "d.l.", "7."]
+BLOCK, CHUNK = 4096, 8192
+
+Columns = dict[str, np.ndarray]
+
+
+@st.composite
+def tensor_tables(draw: st.DrawFn, world: int) -> tuple[TensorTable, np.ndarray]:
+    """Up to six tensors, of 0 to 3 dimensions, some empty, some tied, some of one rank; and the container of each."""
+    rows: list[tuple[str, int, tuple[int, ...], int, int, int]] = []
+    for number in range(draw(st.integers(0, 6))):
+        container, owner = draw(st.integers(0, 3)), draw(st.integers(-1, world - 1))
+        key = f"{number}" if container > 1 else draw(st.sampled_from(["w", "é", "a.b", ""])) + f"{number}"
+        dtype, shape, alias = draw(st.integers(0, 3)), tuple(draw(st.lists(st.integers(0, 4), max_size=3))), -1
+        roots = [row for row, (*_, root, _) in enumerate(rows) if root < 0]
+        if roots and draw(st.booleans()):
+            alias = draw(st.sampled_from(roots))
+            dtype, shape = rows[alias][1:3]
+        rows.append((PREFIXES[container] + key, dtype, shape, container, alias, owner))
+    for other in range(world) if draw(st.booleans()) else ():  # the generators of all ranks, as it were
+        rows.append(("rng", 1, (draw(st.integers(1, 3)),), 0, -1, other))
+    names, dtypes, shapes, containers, aliases, owners = zip(*rows, strict=True) if rows else [()] * 6
+    ndim = np.array([len(shape) for shape in shapes], np.int64)
+    shape = np.array([[*shape, *[1] * (3 - len(shape))] for shape in shapes], np.int64).reshape(-1, 3)
+    ints = [np.array(column, np.int64) for column in (aliases, owners, containers)]
+    return TensorTable(names, np.array(dtypes, np.uint8), DTYPES, ndim, shape, *ints[:2]), ints[2]
+
+
+@st.composite
+def manifests(draw: st.DrawFn) -> Manifest:
+    """Each tensor cut into boxes at random, each box in the image of a random rank."""
+    world = draw(st.integers(1, 3))
+    tensors, container = draw(tensor_tables(world))
+    shards: list[tuple[int, tuple[int, ...], tuple[int, ...], int]] = []
+    for row, lengths in enumerate(tensors.shape.tolist()):
+        if tensors.alias[row] < 0:
+            volume = math.prod(lengths)
+            cuts = sorted({0, volume, *draw(st.lists(st.integers(0, volume), max_size=3))})
+            boxes = [box for a, b in itertools.pairwise(cuts) for box in flat_to_boxes(lengths, a, b)]
+            shards += [(row, box.offsets, box.lengths, draw(st.integers(0, world - 1))) for box in boxes]
+    ends, start = dict.fromkeys(range(world), BLOCK), np.zeros(len(shards), np.int64)
+    itemsize = [tensors.itemsize[row] for row, *_ in shards]
+    for index in sorted(range(len(shards)), key=lambda i: -itemsize[i]):
+        start[index] = ends[shards[index][3]]
+        ends[shards[index][3]] += math.prod(shards[index][2]) * itemsize[index]
+    ranks = sorted({rank for *_, rank in shards})
+    hashed = np.array([-(-ends[rank] // BLOCK) * BLOCK + BLOCK * draw(st.integers(0, 2)) for rank in ranks], np.int64)
+    boxes = [np.array([shard[side] for shard in shards], np.int64).reshape(-1, 3) for side in (1, 2)]
+    chunks = int((-(-hashed // CHUNK)).sum())
+    digests = np.frombuffer(b"".join(digest(b"%d" % i) for i in range(chunks)), np.uint8).reshape(-1, 16)
+    table = ShardTable(
+        np.array([row for row, *_ in shards], np.int64), *boxes,
+        np.array([ranks.index(rank) for *_, rank in shards], np.int64), start,
+    )  # fmt: skip
+    tree = Tree(list(CONTAINERS), [Value(0, "v", [([0], 1.5)])] * draw(st.integers(0, 1)))
+    images = ImageTable(np.array(ranks, np.int64), hashed, digests)
+    step = draw(st.none() | st.integers(0, 1 << 62))
+    return Manifest(ATTEMPT, step, world, 1.5, tree, tensors, container, table, images, CHUNK, BLOCK)
+
+
+@examples(60)
+@given(manifests())
+def test_a_manifest_of_any_form_comes_back(manifest: Manifest) -> None:
+    """Every column and every field, of any number of tensors, dimensions, shards, images and chunks."""
+    assert plain(Manifest.decode(manifest.encode())) == plain(manifest)
+    check_complete(manifest, "it")
+
+
+def fits(columns: Columns, head: dict[str, Any]) -> bool:
+    """Whether a reader may accept this: the list in docs/reference/format.md, row by row, in whole numbers of any size."""
+    names = ["tensor.name_nbytes", "tensor.dtype", "tensor.ndim", "tensor.container", "tensor.shards", "shard.image"]
+    names += ["shard.start", "image.rank", "image.hashed_nbytes", "tensor.alias", "tensor.owner"]
+    if any(columns[name].ndim != 1 for name in names) or columns["tensor.dtype"].dtype != np.uint8:
+        return False
+    if any(columns[name].ndim != 2 for name in ("tensor.shape", "shard.offsets", "shard.lengths", "chunk.digest")):
+        return False
+    if any(int(column.max(initial=0)) >= 1 << 63 for name, column in columns.items() if name != "tensor.name"):
+        return False
+    c = {name: column.tolist() for name, column in columns.items()}
+    n, shards = len(c["tensor.dtype"]), len(c["shard.start"])
+    width = columns["tensor.shape"].shape[1]
+    of_shards = [columns[name].shape == (shards, width) for name in ("shard.offsets", "shard.lengths")]
+    same = all(of_shards) and len(c["shard.image"]) == shards and len(c["image.rank"]) == len(c["image.hashed_nbytes"])
+    if not same or any(
+        len(column) != n for name, column in c.items() if name[:7] == "tensor." and name != "tensor.name"
+    ):
+        return False
+    return tensors_fit(c, head, n, width, columns["tensor.name"].tobytes()) and shards_fit(
+        c, head, columns["chunk.digest"]
+    )
+
+
+def tensors_fit(c: dict[str, Any], head: dict[str, Any], n: int, width: int, blob: bytes) -> bool:
+    """Names, dtypes, shapes, ties, owners and containers."""
+    ends, known = [0, *itertools.accumulate(c["tensor.name_nbytes"])], set()
+    if ends[-1] != len(blob):
+        return False
+    for row in range(n):
+        shape, tie, owner, container = (c[f"tensor.{name}"][row] for name in ("shape", "alias", "owner", "container"))
+        ndim, dtype = c["tensor.ndim"][row], c["tensor.dtype"][row]
+        if (
+            dtype >= len(head["dtypes"])
+            or ndim > width
+            or container >= len(PREFIXES)
+            or tie > n
+            or owner > head["world"]
+        ):
+            return False
+        if any(length != 1 for length in shape[ndim:]) or math.prod(shape) >= 1 << 56:
+            return False
+        kind = ("dtype", "ndim", "shape")
+        if tie and (
+            c["tensor.alias"][tie - 1] or any(c[f"tensor.{k}"][tie - 1] != c[f"tensor.{k}"][row] for k in kind)
+        ):
+            return False
+        try:
+            name = blob[ends[row] : ends[row + 1]].decode("utf-8", "surrogatepass")
+        except UnicodeDecodeError:
+            return False
+        key = name.removeprefix(PREFIXES[container])
+        if (
+            not name.startswith(PREFIXES[container])
+            or (container > 1 and not key.isdecimal())
+            or (name, owner) in known
+        ):
+            return False
+        known.add((name, owner))
+    return True
+
+
+def shards_fit(c: dict[str, Any], head: dict[str, Any], digests: np.ndarray) -> bool:
+    """Boxes, and where they lie; and images."""
+    hashed, ranks, counts = c["image.hashed_nbytes"], c["image.rank"], c["tensor.shards"]
+    if sum(counts) != len(c["shard.start"]) or len(set(ranks)) != len(ranks) or any(r >= head["world"] for r in ranks):
+        return False
+    if digests.shape != (sum(-(-nbytes // head["chunk_nbytes"]) for nbytes in hashed), 16):
+        return False
+    used, shard = [0] * len(hashed), 0
+    for row, count in enumerate(counts):
+        shape, itemsize, volume = c["tensor.shape"][row], head["dtypes"][c["tensor.dtype"][row]][1], 0
+        for _ in range(count):
+            box = list(zip(c["shard.offsets"][shard], c["shard.lengths"][shard], shape, strict=True))
+            image, start, nbytes = (
+                c["shard.image"][shard],
+                c["shard.start"][shard],
+                math.prod(c["shard.lengths"][shard]) * itemsize,
+            )
+            if image >= len(hashed) or any(length < 1 or offset + length > limit for offset, length, limit in box):
+                return False
+            if start % itemsize or start + nbytes > hashed[image]:
+                return False
+            volume, used[image], shard = volume + math.prod(c["shard.lengths"][shard]), used[image] + nbytes, shard + 1
+        if volume != (0 if c["tensor.alias"][row] else math.prod(shape)):
+            return False
+    return all(nbytes <= limit for nbytes, limit in zip(used, hashed, strict=True))
+
+
+def shortened(column: np.ndarray, data: st.DataObject) -> np.ndarray:
+    """One row is missing."""
+    return np.delete(column, data.draw(st.integers(0, len(column) - 1)), axis=0)
+
+
+def lengthened(column: np.ndarray, data: st.DataObject) -> np.ndarray:
+    """One row occurs once more, somewhere."""
+    at, like = (data.draw(st.integers(0, len(column) - 1)) for _ in "ab")
+    return np.insert(column, at, column[like], axis=0)
+
+
+def permuted(column: np.ndarray, data: st.DataObject) -> np.ndarray:
+    """The rows in another order."""
+    return column[data.draw(st.permutations(range(len(column))))]
+
+
+def duplicated(column: np.ndarray, data: st.DataObject) -> np.ndarray:
+    """One row has the entries of another."""
+    source, target = (data.draw(st.integers(0, len(column) - 1)) for _ in "ab")
+    column = column.copy()
+    column[target] = column[source]
+    return column
+
+
+def altered(column: np.ndarray, data: st.DataObject) -> np.ndarray:
+    """One entry off by a little, or as large as can be written."""
+    flat = column.astype(np.uint64).reshape(-1)
+    at = data.draw(st.integers(0, len(flat) - 1))
+    by = data.draw(st.sampled_from([-1, 1, -16, 16, 4096]))
+    out = data.draw(
+        st.sampled_from([0, 255, 1 << 31, 1 << 32, 1 << 53, 1 << 56, (1 << 63) - 1, 1 << 63, (1 << 64) - 1])
+    )
+    flat[at] = data.draw(st.sampled_from([max(0, int(flat[at]) + by), out]))
+    found = flat.reshape(column.shape)
+    return found if found.max() >= 1 << 63 else narrowed(found)
+
+
+def reshaped(column: np.ndarray, data: st.DataObject) -> np.ndarray:
+    """The same entries in other dimensions; those of a list as a table and the other way."""
+    if column.ndim == 1:
+        return column.reshape(data.draw(st.sampled_from([(-1, 1), (1, -1)])))
+    return data.draw(st.sampled_from([column.reshape(-1), np.ascontiguousarray(column.T), column[:, :-1].copy()]))
+
+
+def retyped(column: np.ndarray, data: st.DataObject) -> np.ndarray:
+    """Its bytes as another unsigned type; or the same numbers in a wider one, which is allowed."""
+    if data.draw(st.booleans()):
+        return column.astype(data.draw(st.sampled_from([np.uint16, np.uint32, np.uint64])))
+    flat = np.ascontiguousarray(column).reshape(-1)
+    return flat.view(
+        data.draw(
+            st.sampled_from(
+                [t for t in (np.uint8, np.uint16, np.uint32, np.uint64) if flat.nbytes % np.dtype(t).itemsize == 0]
+            )
+        )
+    )
+
+
+WAYS: list[Callable[[np.ndarray, st.DataObject], np.ndarray]] = [
+    shortened, lengthened, permuted, duplicated, altered, reshaped, retyped,
+]  # fmt: skip
+NAMES = [
+    "tensor.name", "tensor.name_nbytes", "tensor.dtype", "tensor.ndim", "tensor.shape", "tensor.container", "tensor.shards",
+    "tensor.alias", "tensor.owner", "shard.image", "shard.start", "shard.offsets", "shard.lengths", "image.rank",
+    "image.hashed_nbytes", "chunk.digest",
+]  # fmt: skip
+
+
+def parts_of(manifest: Manifest) -> tuple[Columns, dict[str, Any]]:
+    """The columns, all of them, and the header."""
+    columns, metadata = decode_columns(manifest.encode(), "it")
+    n = len(manifest.tensors)
+    return {"tensor.alias": np.zeros(n, np.uint8), "tensor.owner": np.zeros(n, np.uint8)} | columns, json.loads(
+        metadata["holdfast"]
+    )
+
+
+def decoded(columns: Columns, head: dict[str, Any]) -> Manifest:
+    """As a reader does it."""
+    manifest = Manifest.decode(encode_columns(columns, {"holdfast": json.dumps(head)}))
+    check_complete(manifest, "it")
+    return manifest
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@examples(60)
+@given(manifest=manifests().filter(lambda m: len(m.shards)), name=st.sampled_from(NAMES), data=st.data())
+def test_a_spoiled_column_is_refused_exactly_if_it_contradicts_the_rest(
+    way: Callable[[np.ndarray, st.DataObject], np.ndarray], manifest: Manifest, name: str, data: st.DataObject
+) -> None:
+    """As damage, and nothing else is raised; what is accepted says something that a writer might have said."""
+    columns, head = parts_of(manifest)
+    assert fits(columns, head)
+    columns[name] = way(columns[name], data)
+    try:
+        decoded(columns, head)
+    except holdfast.DamagedError:
+        assert not fits(columns, head)
+    else:
+        assert fits(columns, head)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@examples(5)
+@given(manifest=manifests().filter(lambda m: len(m.shards)), data=st.data())
+def test_a_column_that_is_shorter_longer_or_of_another_type_is_damage(
+    name: str, manifest: Manifest, data: st.DataObject
+) -> None:
+    """Each column; and so is one that is missing, and one whose numbers are signed, floating, NaN or truth values."""
+    columns, head = parts_of(manifest)
+    column = columns.pop(name)
+    for way in (shortened, lengthened):
+        with pytest.raises(holdfast.DamagedError):
+            decoded(columns | {name: way(column, data)}, head)
+    if name not in ("tensor.alias", "tensor.owner"):
+        with pytest.raises(holdfast.DamagedError):
+            decoded(columns, head)
+    whole = encode_columns(columns | {name: column.astype(np.uint32)}, {"holdfast": json.dumps(head)})
+    for code, entries in (
+        ("I32", column.astype(np.int32)),
+        ("F32", np.full(column.shape, np.nan, np.float32)),
+        ("BOOL", None),
+    ):
+        with pytest.raises(holdfast.DamagedError):
+            Manifest.decode(retold(whole, name, code, None if entries is None else entries.tobytes()))
+
+
+def retold(whole: bytes, name: str, code: str, content: bytes | None) -> bytes:
+    """The file, with a column that is said to be of type ``code``, and has this content."""
+    length = int.from_bytes(whole[:8], "little")
+    header, body = json.loads(whole[8 : 8 + length]), bytearray(whole[8 + length : -16])
+    header[name]["dtype"] = code
+    if content is not None:
+        body[slice(*header[name]["data_offsets"])] = content
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file = len(text).to_bytes(8, "little") + text + bytes(body)
+    return file + digest(file)
+
+
+FIELDS = ["version", "attempt", "step", "world", "created_s", "dtypes", "chunk_nbytes", "block_nbytes", "tree"]
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@examples(5)
+@given(manifest=manifests().filter(lambda m: len(m.shards)))
+def test_a_field_of_the_header_that_makes_no_sense_is_refused(field: str, manifest: Manifest) -> None:
+    """Of another type, not finite, negative where it is a size, or missing."""
+    columns, head = parts_of(manifest)
+    nonsense = [
+        float("nan"),
+        float("-inf"),
+        {},
+        [[]],
+        "\x00",
+        *([] if field in ("step", "created_s") else [-1, -(1 << 70)]),
+    ]
+    for spoiled in (*({**head, field: value} for value in nonsense), {key: head[key] for key in head if key != field}):
+        with pytest.raises((holdfast.DamagedError, holdfast.UnsupportedFormatError)):
+            decoded(columns, spoiled)
