@@ -1,4 +1,4 @@
-"""The commit protocol: what makes a checkpoint appear whole, or not at all. ``docs/explanation/commit.md`` argues it.
+"""The commit protocol: what makes a checkpoint appear whole, or not at all. ``docs/explanation/consistency.md`` argues it.
 
 Keys below a checkpoint's root::
 

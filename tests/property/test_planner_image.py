@@ -4,12 +4,15 @@ import json
 import math
 
 import numpy as np
+import pytest
 import safetensors.torch
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.effort import examples
 
 from holdfast.planner.image import BLOCKS_NAME, DIGEST_NBYTES, PAGE_NBYTES, lay_out
+from holdfast.storage.manifest import ImageTable
 
 DTYPES = ["bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2", "int16", "uint16", "float16", "bfloat16"]
 DTYPES += ["int32", "uint32", "float32", "float64", "int64", "uint64", "complex64", "complex128", "float8_e8m0fnu"]
@@ -22,18 +25,19 @@ SHARDS = st.tuples(
 )
 
 
-def laid_out(shards):
+def laid_out(shards, chunk_nbytes=1 << 24, block_nbytes=4096):
     """The layout of the shards, their torch dtypes, and bytes of each."""
     dtypes = [getattr(torch, dtype) for _, dtype, _ in shards]
     itemsize = np.array([dtype.itemsize for dtype in dtypes], dtype=np.int64)
     lengths = np.array([[*shape, *[1] * (3 - len(shape))] for *_, shape in shards], dtype=np.int64).reshape(-1, 3)
     ndim = np.array([len(shape) for *_, shape in shards], dtype=np.int64)
     names = [name for name, _, _ in shards]
-    layout = lay_out(names, [dtype for _, dtype, _ in shards], lengths, ndim, itemsize, block_nbytes=4096)
+    sizes = {"chunk_nbytes": chunk_nbytes, "block_nbytes": block_nbytes}
+    layout = lay_out(names, [dtype for _, dtype, _ in shards], lengths, ndim, itemsize, **sizes)
     return layout, dtypes, itemsize, lengths.prod(axis=1) * itemsize
 
 
-@settings(deadline=None, max_examples=120)
+@examples(120)
 @given(st.lists(SHARDS, max_size=12), st.integers(0, 1000))
 def test_safetensors_reads_the_image(shards, seed):
     """Header, data at ``start`` and digests are a valid safetensors file with every shard's dtype, shape and bytes."""
@@ -60,7 +64,7 @@ def test_safetensors_reads_the_image(shards, seed):
         assert tensor.reshape(-1).view(torch.uint8).numpy().tobytes() == data[row]
 
 
-@settings(deadline=None, max_examples=120)
+@examples(120)
 @given(st.lists(SHARDS, max_size=12))
 def test_shards_are_aligned_and_leave_no_holes(shards):
     """Every shard starts at a multiple of its itemsize, shards of whole pages at pages, one right after the other."""
@@ -73,3 +77,26 @@ def test_shards_are_aligned_and_leave_no_holes(shards):
     assert layout.hashed_end % PAGE_NBYTES == len(layout.header) % PAGE_NBYTES == 0
     assert 0 <= layout.hashed_end - layout.data_end < PAGE_NBYTES
     assert layout.nbytes == layout.hashed_end + DIGEST_NBYTES * layout.blocks
+
+
+@examples(120)
+@given(st.lists(SHARDS, max_size=12), st.sampled_from([4096, 8192, 65536]), st.sampled_from([1, 2, 5]))
+def test_chunks_and_blocks_cover_what_is_hashed(shards, block_nbytes, blocks):
+    """Chunks follow on each other from 0 to the end of what is hashed, all whole but the last, each of whole blocks; there
+    is a digest for each block; and a manifest counts as the layout does."""
+    chunk_nbytes = block_nbytes * blocks
+    layout, *_ = laid_out(shards, chunk_nbytes, block_nbytes)
+    ranges = [layout.chunk_range(index) for index in range(layout.chunks)]
+    assert [edge for pair in ranges for edge in pair][1:-1:2] == [start for start, _ in ranges[1:]]
+    assert (ranges[0][0], ranges[-1][1]) == (0, layout.hashed_end)
+    assert all(stop - start == chunk_nbytes for start, stop in ranges[:-1])
+    assert 0 < ranges[-1][1] - ranges[-1][0] <= chunk_nbytes
+    assert sum(-(-(stop - start) // block_nbytes) for start, stop in ranges) == layout.blocks
+    assert layout.nbytes - layout.hashed_end == DIGEST_NBYTES * layout.blocks
+    hashed = np.array([layout.hashed_end])
+    table = ImageTable(np.zeros(1, np.int64), hashed, np.zeros((layout.chunks, DIGEST_NBYTES), np.uint8))
+    assert table.chunks(chunk_nbytes).tolist() == [layout.chunks]
+    assert table.nbytes(block_nbytes).tolist() == [layout.nbytes]
+    for index in (-1, layout.chunks):
+        with pytest.raises(ValueError, match="chunk"):
+            layout.chunk_range(index)
