@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         UriError,
         UsageError,
     )
-    from .storage.api import async_save, load, release_memory, save
+    from .storage.api import async_save, fence, load, release_memory, save
     from .storage.copy import CopyReport, copy
     from .storage.frameworks.stateful import RNGState
     from .storage.handle import SaveHandle
@@ -59,6 +59,7 @@ _HOME = {
     "SaveReport": ".storage.report",
     "async_save": ".storage.api",
     "copy": ".storage.copy",
+    "fence": ".storage.api",
     "list_checkpoints": ".storage.reader",
     "load": ".storage.api",
     "open": ".storage.reader",
@@ -77,6 +78,7 @@ __all__ = [  # noqa: RUF022 - what one uses, then what one catches
     "SaveReport",
     "async_save",
     "copy",
+    "fence",
     "list_checkpoints",
     "load",
     "open",

@@ -9,9 +9,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-__all__ = ["HostBuffer", "HostPool", "host_pool"]
+__all__ = ["HostBuffer", "HostPool", "host_pool", "release_pools"]
 
 KEPT_NBYTES = 256 << 20
 """What the pool keeps by default. A capture of a whole image raises it to that image's size."""
@@ -41,6 +42,8 @@ class HostPool:
 
     buffer_nbytes: int
     kept_nbytes: int = KEPT_NBYTES
+    allocate: Callable[[int], HostBuffer] | None = None
+    """Where new ones come from; None: ordinary memory."""
     _free: list[HostBuffer] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -49,7 +52,7 @@ class HostPool:
         with self._lock:
             if self._free:
                 return self._free.pop()
-        return HostBuffer.allocate(self.buffer_nbytes)
+        return (self.allocate or HostBuffer.allocate)(self.buffer_nbytes)
 
     def give(self, buffer: HostBuffer) -> None:
         """Take ``buffer`` back. The caller holds no view of it any more."""
@@ -69,9 +72,16 @@ class HostPool:
             self.kept_nbytes = KEPT_NBYTES
 
 
-_pools: dict[int, HostPool] = {}
+_Allocate = Callable[[int], HostBuffer] | None
+_pools: dict[tuple[int, _Allocate], HostPool] = {}
 
 
-def host_pool(buffer_nbytes: int) -> HostPool:
-    """The process's pool of buffers of this size."""
-    return _pools.setdefault(buffer_nbytes, HostPool(buffer_nbytes))
+def host_pool(buffer_nbytes: int, allocate: _Allocate = None) -> HostPool:
+    """The process's pool of buffers of this size, of memory that ``allocate`` makes (None: ordinary memory)."""
+    return _pools.setdefault((buffer_nbytes, allocate), HostPool(buffer_nbytes, allocate=allocate))
+
+
+def release_pools() -> None:
+    """Give back what any of the process's pools keeps, see :meth:`HostPool.release`."""
+    for pool in list(_pools.values()):
+        pool.release()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
@@ -18,13 +18,18 @@ __all__ = ["SaveHandle", "StageHandle"]
 class StageHandle:
     """A point in the life of a save. Fails if the save fails before it is reached."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, seen: Callable[[], None] = lambda: None) -> None:
+        """``seen()`` is called whenever somebody learns that the stage is reached."""
         self._name = name
+        self._seen = seen
         self._future: Future[None] = Future()
 
     def done(self) -> bool:
         """Whether the stage was reached, or the save failed before it."""
-        return self._future.done()
+        if not self._future.done():
+            return False
+        self._seen()
+        return True
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when the stage is reached. Raises what the save failed with, or DeadlineError after ``timeout`` seconds.
@@ -37,9 +42,11 @@ class StageHandle:
             if self._future.done():
                 raise
             raise DeadlineError(f"the save was not {self._name} within {timeout:g} s; it goes on") from error
+        self._seen()
 
     def __await__(self) -> Generator[Any, None, None]:
-        return asyncio.shield(asyncio.wrap_future(self._future)).__await__()
+        yield from asyncio.shield(asyncio.wrap_future(self._future)).__await__()
+        self._seen()
 
     def reach(self) -> None:
         """For the engine: the stage is reached."""

@@ -41,7 +41,7 @@ class ImageWriter:
         self._source: ImageSource | None = source
         self._budget_nbytes = budget_nbytes
         self._progress = progress
-        self._pool = host_pool(CHUNK_NBYTES)
+        self._pool = host_pool(CHUNK_NBYTES, source.allocate)
         self._buffers: dict[int, HostBuffer] = {}
         n = layout.chunks if len(layout.start) else 0  # a rank without a shard writes no file
         self._pages = [b""] * n

@@ -9,7 +9,8 @@ __all__ = ["LoadReport", "SaveReport"]
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """``nbytes`` is the size of this rank's image file; 0 if it wrote none."""
+    """``nbytes`` is the size of this rank's image file; 0 if it wrote none. ``fenced_s``: how long training had to wait for
+    a lazy save before it could go on to change the state."""
 
     uri: str
     attempt: str
@@ -17,6 +18,7 @@ class SaveReport:
     captured_s: float
     sealed_s: float
     durable_s: float
+    fenced_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

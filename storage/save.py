@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -40,6 +41,8 @@ class SaveJob:
     """Host memory for chunks; None: room for the whole image."""
     progress: Progress = field(default=Progress(lambda: None, lambda: None))
     created_s: float = field(default_factory=time.time)
+    after: Future[None] | None = None
+    """Another save, for whose end the writing waits; copying does not."""
 
 
 async def run_save(driver: Driver, team: Team, job: SaveJob) -> tuple[str, int]:
@@ -65,7 +68,7 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tu
         agreed = None if team.world == 1 else _agreed(job, json.loads(await beginning), team.world)
         plan = await offload(plan_save, job.flat, team.rank, agreed)
         writer = ImageWriter(driver, plan.layout, plan.source, job.budget_nbytes, job.progress)
-        digests = await _written(writer, beginning, team)
+        digests = await _written(writer, beginning, team, job.after)
     except BaseException as error:
         beginning.cancel()
         await asyncio.wait([beginning])
@@ -74,6 +77,8 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tu
             await still_there(driver, Attempt(json.loads(beginning.result())["attempt"]))
         raise
     attempt = Attempt(json.loads(await beginning)["attempt"])
+    if job.flat.lazy is not None:
+        job.flat.lazy.confirm()
     fragment = _fragment(attempt, job, plan, digests, team.rank)
     try:
         await team.round("commit", await offload(fragment.encode), leader.commit)
@@ -120,9 +125,16 @@ class _Leader:
             await delete(self._driver, obsolete)
 
 
-async def _written(writer: ImageWriter, beginning: asyncio.Future[bytes], team: Team) -> npt.NDArray[np.uint8]:
+async def _written(
+    writer: ImageWriter, beginning: asyncio.Future[bytes], team: Team, after: Future[None] | None
+) -> npt.NDArray[np.uint8]:
+    async def key() -> str:
+        if after is not None:
+            await asyncio.wait([asyncio.wrap_future(after)])
+        return await _image_key(beginning, team.rank)
+
     try:
-        return await writer.write(lambda: _image_key(beginning, team.rank))
+        return await writer.write(key)
     except StorageError as error:
         # A leader that has heard of a failure removes the attempt, also under those who are still writing.
         first = await team.failure()

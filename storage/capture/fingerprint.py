@@ -12,7 +12,7 @@ import xxhash
 from .bits import address_of, as_bits
 from .state import FlatState
 
-__all__ = ["fingerprints", "label"]
+__all__ = ["fingerprint", "fingerprints", "label"]
 
 _PIECE_NUMEL = 4 << 20
 
@@ -25,7 +25,7 @@ def fingerprints(flat: FlatState, world: int) -> dict[int, bytes]:
     the same (layers that tensor parallelism left alone do), or not (pipeline stages).
     """
     rows = [row for row, part in enumerate(flat.parts) if part is None or (part.pieces and part.mesh_size < world)]
-    digests = {row: _fingerprint(flat, row) for row in rows if flat.alias[row] < 0}
+    digests = {row: fingerprint(flat, row) for row in rows if flat.alias[row] < 0}
     roots = {row: flat.alias[row] for row in rows if flat.alias[row] >= 0}
     return digests | {
         row: digests[root] + flat.names[root].encode("utf-8", "surrogatepass") for row, root in roots.items()
@@ -38,7 +38,8 @@ def label(flat: FlatState, row: int) -> str:
     return flat.names[row] + ("" if part is None else "".join(str(piece.box) for piece in part.pieces))
 
 
-def _fingerprint(flat: FlatState, row: int) -> bytes:
+def fingerprint(flat: FlatState, row: int) -> bytes:
+    """A digest of dtype, shape and bytes of what this rank holds of the tensor in ``row``."""
     tensor = flat.locals[row]
     hasher = xxhash.xxh3_128(f"{flat.dtypes[row]}{list(flat.shapes[row])}".encode())
     if tensor.numel() == 0:

@@ -71,7 +71,7 @@ def plan_save(flat: FlatState, rank: int, agreed: Mapping[int, tuple[int, ...]] 
     layout = lay_out(names, dtypes, held.lengths, ndim, held.itemsize)
     image = np.zeros(len(held.tensor), np.int64)
     shards = ShardTable(held.tensor, held.offsets, held.lengths, image, layout.start).sorted_by_tensor()
-    source = ImageSource(layout, held, flat.locals, ndim)
+    source = ImageSource(layout, held, flat.locals, ndim, None if flat.lazy is None else flat.lazy.check)
     return SavePlan(tensors, np.array(flat.containers, np.int64), shards, layout, source)
 
 

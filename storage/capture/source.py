@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ from ...planner.image import ImageLayout
 from ...planner.saving import Holdings
 from ..buffers import HostBuffer
 from .bits import address_of, as_bits, copy_memory, typed
+from .device import allocate_pinned, beside, devices_of
 
 __all__ = ["ImageSource"]
 
@@ -20,30 +21,50 @@ Ints = npt.NDArray[np.int64]
 
 
 class ImageSource:
-    """The bytes [0, layout.hashed_end) of one rank's image. Holds the tensors until it is dropped.
+    """The bytes [0, layout.hashed_end) of one rank's image. Holds the tensors until it is dropped. ``allocate`` makes the
+    memory that it is best copied to; None: any will do.
 
     ``parts`` says which boxes of which local tensors make the image, in the rows of ``layout.start``.
     """
 
-    def __init__(self, layout: ImageLayout, parts: Holdings, locals_: Sequence[torch.Tensor], ndim: Ints) -> None:
+    def __init__(
+        self,
+        layout: ImageLayout,
+        parts: Holdings,
+        locals_: Sequence[torch.Tensor],
+        ndim: Ints,
+        check: Callable[[Sequence[int]], None] | None = None,
+    ) -> None:
+        """``check(rows)`` is called after each copy, and raises where the tensors of these rows are not as they were."""
         self._header = np.frombuffer(layout.header, np.uint8)
         self._data_end = layout.data_end
         order = layout.order
         numel = parts.lengths.prod(axis=1)[order]
         self._start = layout.start[order]
         self._stop = self._start + numel * parts.itemsize[order]
-        self._tensors = [locals_[row] for row in parts.tensor[order].tolist()]
+        self._rows = parts.tensor[order].tolist()
+        self._tensors = [locals_[row] for row in self._rows]
+        self._devices = devices_of(self._tensors)
+        self._check = check
+        self.allocate = allocate_pinned if self._devices else None
         self._itemsize, self._ndim = parts.itemsize[order], ndim[order]
         self._lengths, self._offsets = parts.lengths[order], parts.local_offsets[order]
-        self._address = [self._address_of(i, n) for i, n in enumerate(numel.tolist())]
+        self._first = [self._first_of(i, n) for i, n in enumerate(numel.tolist())]
+        self._address = [self._address_of(i) for i in range(len(self._tensors))]
 
-    def _address_of(self, i: int, numel: int) -> int | None:
+    def _first_of(self, i: int, numel: int) -> int | None:
+        """The element with which part ``i`` begins, where it is one run of its tensor's memory."""
         tensor = self._tensors[i]
-        address = address_of(tensor)
-        if address is None or tensor.numel() == numel:
-            return address
+        if not tensor.is_contiguous():
+            return None
+        if tensor.numel() == numel:
+            return 0
         span = contiguous_range(self._box(i), tensor.shape)
-        return None if span is None else address + span[0] * int(self._itemsize[i])
+        return None if span is None else span[0]
+
+    def _address_of(self, i: int) -> int | None:
+        address, first = address_of(self._tensors[i]), self._first[i]
+        return None if address is None or first is None else address + first * int(self._itemsize[i])
 
     def _box(self, i: int) -> Box:
         n = int(self._ndim[i])
@@ -55,6 +76,14 @@ class ImageSource:
         np.frombuffer(into.view, np.uint8)[: len(header)] = header
         first = int(np.searchsorted(self._stop, start, side="right"))
         last = int(np.searchsorted(self._start, stop, side="left"))
+        with beside(self._devices):
+            self._copy_parts(first, last, start, stop, into)
+        if self._check is not None:
+            self._check(self._rows[first:last])
+        if stop > self._data_end:
+            np.frombuffer(into.view, np.uint8)[max(self._data_end, start) - start : stop - start] = 0
+
+    def _copy_parts(self, first: int, last: int, start: int, stop: int, into: HostBuffer) -> None:
         starts, stops = self._start[first:last].tolist(), self._stop[first:last].tolist()
         base = into.address - start
         for i, a, b in zip(range(first, last), starts, stops, strict=True):
@@ -65,15 +94,17 @@ class ImageSource:
                 self._copy_strided(
                     i, lo - a, hi - a, torch.frombuffer(into.view, dtype=torch.uint8)[lo - start : hi - start]
                 )
-        if stop > self._data_end:
-            np.frombuffer(into.view, np.uint8)[max(self._data_end, start) - start : stop - start] = 0
 
     def _copy_strided(self, i: int, lo: int, hi: int, to: torch.Tensor) -> None:
         """Bytes [lo, hi) of part ``i`` in row-major order. Image layouts and chunks cut between elements only."""
-        itemsize, part, position = int(self._itemsize[i]), self._box(i), 0
+        itemsize, part, position, first = int(self._itemsize[i]), self._box(i), 0, self._first[i]
+        if first is not None:
+            run = self._tensors[i].view(-1)[first + lo // itemsize : first + hi // itemsize]
+            typed(to, itemsize, run.shape).copy_(as_bits(run), non_blocking=True)
+            return
         for box in flat_to_boxes(part.lengths, lo // itemsize, hi // itemsize):
             inner = box.shifted(part.offsets)
             window = self._tensors[i][tuple(slice(a, b) for a, b in zip(inner.offsets, inner.stops, strict=True))]
             nbytes = box.volume * itemsize
-            typed(to[position : position + nbytes], itemsize, box.lengths).copy_(as_bits(window))
+            typed(to[position : position + nbytes], itemsize, box.lengths).copy_(as_bits(window), non_blocking=True)
             position += nbytes

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from ..frameworks.stateful import expand, fills_in_place, has_state
 from ..tree import ROOT, Container, Key, Tree, Value, format_path
 from ..values import encode_value
 from .dtypes import numpy_to_torch, refusal
+
+if TYPE_CHECKING:
+    from .lazy import LazyCapture
 
 __all__ = ["FlatState", "Subtree", "flatten"]
 
@@ -46,12 +49,17 @@ class FlatState:
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     dtypes: list[torch.dtype] = field(default_factory=list)
     locals: list[torch.Tensor] = field(default_factory=list)
+    """What this rank holds of each, plain."""
+    origins: list[torch.Tensor] = field(default_factory=list)
+    """The tensors as they were found: a local tensor, or the DTensor that it is a part of."""
     parts: list[LocalPart | None] = field(default_factory=list)
     alias: list[int] = field(default_factory=list)
     tree: Tree = field(default_factory=Tree)
     nodes: list[Any] = field(default_factory=list)
     subtrees: list[Subtree] = field(default_factory=list)
     modules: list[torch.nn.Module] = field(default_factory=list)
+    lazy: LazyCapture | None = None
+    """Set where training goes on while this is being copied."""
 
     def path(self, row: int) -> str:
         """Where the tensor in ``row`` is, as a user would write it."""
@@ -160,7 +168,7 @@ class _Walker:
             item = self.opened(item, number, key)
         if isinstance(item, DTensor):
             part = local_part(item, self.path(key))
-            self.tensor(local_tensor(item), number, key, prefix, part, tuple(item.shape))
+            self.tensor(local_tensor(item), number, key, prefix, part, item)
         elif isinstance(item, torch.Tensor):
             self.tensor(item, number, key, prefix, None)
         elif isinstance(item, np.ndarray):
@@ -205,7 +213,7 @@ class _Walker:
         key: Key,
         prefix: str,
         part: LocalPart | None,
-        shape: tuple[int, ...] | None = None,
+        origin: DTensor | None = None,
     ) -> None:
         reason = refusal(item)
         if reason is not None:
@@ -218,9 +226,10 @@ class _Walker:
             raise StateError(f"{self.path(key)} and {flat.path(self.rows[name])} have the same name, {name!r}")
         flat.names.append(name)
         flat.containers.append(number)
-        flat.shapes.append(tuple(item.shape) if shape is None else shape)
+        flat.shapes.append(tuple((item if origin is None else origin).shape))
         flat.dtypes.append(item.dtype)
         flat.locals.append(item.detach() if item.requires_grad else item)
+        flat.origins.append(item if origin is None else origin)
         flat.parts.append(part)
         flat.alias.append(self.alias_of(item, part, row))
 

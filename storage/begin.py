@@ -1,0 +1,185 @@
+"""How a save begins: in the caller's thread what touches the state's objects, all else on the engine's."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import operator
+import os
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future
+from typing import Any, Literal, TypeVar
+
+from ..drivers.contract import Driver
+from ..drivers.registry import open_driver
+from ..errors import UsageError
+from .capture.device import Queued, beside, devices_of
+from .capture.fingerprint import fingerprints
+from .capture.lazy import LazyCapture
+from .capture.state import FlatState, flatten
+from .engine import offload, start
+from .frameworks.process_group import current_team, current_world
+from .handle import SaveHandle, StageHandle
+from .image_writer import Progress
+from .report import SaveReport
+from .save import SaveJob, run_save
+from .team import Team
+
+__all__ = ["Lazy", "UriLike", "begin_save", "closing", "told"]
+
+T = TypeVar("T")
+Lazy = bool | Literal["prove"]
+"""Whether training goes on while the state is copied; ``prove``: and digests tell that nothing changed meanwhile."""
+UriLike = str | os.PathLike[str]
+
+_log = logging.getLogger(__name__)
+_in_flight: dict[str, Future[None]] = {}
+_in_flight_lock = threading.Lock()
+
+
+def begin_save(
+    uri: UriLike,
+    state: Any,
+    step: int | None,
+    budget_nbytes: int | None,
+    deadline_s: float,
+    storage_options: Mapping[str, object] | None,
+    *,
+    lazy: Lazy,
+    after: Future[None] | None = None,
+) -> tuple[SaveHandle, Future[None]]:
+    """Begin a save, and wait for nothing; return its handle, and a future that is done when it has ended, well or not.
+    The writing of it waits for the end of ``after``."""
+    began_s = time.perf_counter()
+    step = None if step is None else _checked_step(step)
+    driver = open_driver(uri, current_world(), **(storage_options or {}))
+    team = current_team(deadline_s, saving=True)
+    flat = told(team, driver, flatten, state)
+    if lazy:
+        flat.lazy = told(team, driver, LazyCapture, flat, prove=lazy == "prove")
+    unsure = told(team, driver, fingerprints, flat, team.world) if team.world > 1 and not lazy else {}
+    step = _step_of(state) if step is None else step
+    save = _Save(SaveJob(flat, step, unsure, budget_nbytes, after=after), _handle(driver, flat), began_s)
+    with _in_flight_lock:
+        before = _in_flight.get(driver.uri)
+        future = _in_flight[driver.uri] = start(_run(driver, team, save, before))
+    future.add_done_callback(lambda done: _forget(driver.uri, done))
+    return save.handle, future
+
+
+def _handle(driver: Driver, flat: FlatState) -> SaveHandle:
+    if flat.lazy is None:
+        return SaveHandle(driver.uri)
+    return SaveHandle(driver.uri, captured=StageHandle("captured", flat.lazy.tell))
+
+
+class _Save:
+    """One save on its way. ``queued``: what devices had to do when it was called."""
+
+    def __init__(self, job: SaveJob, handle: SaveHandle, began_s: float) -> None:
+        self.job, self.handle, self._began_s = job, handle, began_s
+        self.lazy = job.flat.lazy
+        self.devices = devices_of(job.flat.locals)
+        self.queued = Queued.now(self.devices)
+        self._reached: dict[str, float] = {}
+        job.progress = Progress(self._captured, lambda: self._reach("sealed"))
+
+    async def prepare(self, team: Team) -> None:
+        """What is done before a byte is copied, and would have kept the trainer waiting."""
+        if self.queued.events:
+            await offload(self.queued.wait)
+        if self.lazy is not None and team.world > 1:
+            self.job.unsure = await offload(self._fingerprints, team.world)
+
+    def durable(self, attempt: str, nbytes: int) -> None:
+        """It is committed."""
+        times = (self._reached["captured"], self._reached["sealed"], time.perf_counter() - self._began_s)
+        fenced_s = 0.0 if self.lazy is None else self.lazy.waited_s
+        self.handle.report = SaveReport(self.handle.uri, attempt, nbytes, *times, fenced_s)
+        self._reach("durable")
+
+    def _fingerprints(self, world: int) -> dict[int, bytes]:
+        with beside(self.devices):
+            return fingerprints(self.job.flat, world)
+
+    def _captured(self) -> None:
+        if self.lazy is not None:
+            self.lazy.copied()
+        self._reach("captured")
+
+    def _reach(self, name: str) -> None:
+        self._reached[name] = time.perf_counter() - self._began_s
+        self.handle.reach(name)
+
+
+async def _run(driver: Driver, team: Team, save: _Save, before: Future[None] | None) -> None:
+    """Perform a save; its outcome, good or bad, goes to the handle."""
+    handle = save.handle
+    try:
+        if before is not None:
+            await asyncio.wait([asyncio.wrap_future(before)])
+        await _told_later(team, save.prepare(team))
+        save.durable(*await run_save(driver, team, save.job))
+    except BaseException as error:
+        if handle.captured.done() or save.lazy is not None:  # the caller may have gone on, and never ask
+            _log.error("the save to %s failed: %s", handle.uri, error)
+        handle.fail(error)
+        if not isinstance(error, Exception):
+            raise
+    finally:
+        if save.lazy is not None:
+            save.lazy.end()
+        await driver.close()
+
+
+def _forget(uri: str, future: Future[None]) -> None:
+    with _in_flight_lock:
+        if _in_flight.get(uri) is future:
+            del _in_flight[uri]
+
+
+def told(team: Team, driver: Driver, function: Callable[..., T], *args: Any, **options: Any) -> T:
+    """Call ``function``; where it raises, tell the other ranks at once rather than let them wait for this one."""
+    try:
+        return function(*args, **options)
+    except BaseException as error:
+        start(closing(driver, _give_up(team, error))).result()
+        raise
+
+
+async def _told_later(team: Team, work: Coroutine[Any, Any, T]) -> T:
+    """As :func:`told`, on the engine's loop."""
+    try:
+        return await work
+    except BaseException as error:
+        await _give_up(team, error)
+        raise
+
+
+async def _give_up(team: Team, error: BaseException) -> None:
+    async with team.session():
+        await team.fail(error)
+
+
+async def closing(driver: Driver, work: Coroutine[Any, Any, T]) -> T:
+    """What ``work`` returns; then the driver is closed."""
+    try:
+        return await work
+    finally:
+        await driver.close()
+
+
+def _checked_step(step: Any) -> int:
+    if isinstance(step, bool) or not hasattr(step, "__index__"):
+        raise UsageError(f"step is {step!r}, which is no whole number")
+    return operator.index(step)
+
+
+def _step_of(state: Any) -> int | None:
+    step = state.get("step") if isinstance(state, Mapping) else None
+    return step if type(step) is int else None
+
+
+os.register_at_fork(after_in_child=_in_flight.clear)

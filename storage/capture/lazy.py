@@ -1,0 +1,178 @@
+"""Copying while training goes on: from one optimizer step to the next, what an optimizer trains does not change.
+
+At the call, only what may change sooner is copied: buffers of modules (a forward pass writes to them), numpy arrays, small
+tensors that no optimizer is known to train, and what torch does not count the writes to. The rest is copied in the
+background. Before any ``torch.optim.Optimizer`` of the process steps, a hook waits for what is left of it. Whoever writes
+to the state otherwise calls :func:`fence` first.
+
+A write that came too early is found by torch's version counters: after each copy, when all is copied, when the trainer is
+told so, and before the commit. Then the save fails, and names the tensor. Counters do not see writes through ``.data``, and
+some fused kernels do not count. *Proof* compares digests instead, of all tensors, at the price of reading them twice more.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ...errors import SaveError
+from ..frameworks.mesh import local_tensor
+from .device import Queued, beside, devices_of
+from .fingerprint import fingerprint
+from .state import FlatState
+
+__all__ = ["LazyCapture", "fence"]
+
+SMALL_NBYTES = 64 << 10
+"""A tensor of unknown use up to this size is copied at the call."""
+
+_under_way: dict[int, LazyCapture] = {}
+_lock = threading.Lock()
+_hooked = False
+
+
+def fence() -> None:
+    """Return when whatever lazy saves of this process still have to copy is copied; then the state may be written to.
+
+    Optimizers call it before each step, by themselves. Does not raise: what became of a save, its handle tells.
+    """
+    for capture in list(_under_way.values()):
+        capture.wait()
+
+
+class LazyCapture:
+    """What one save copies while training goes on. Made in the trainer's thread, at the call of the save."""
+
+    def __init__(self, flat: FlatState, *, prove: bool) -> None:
+        self._flat = flat
+        self._copied = threading.Event()
+        self._told = False
+        self._torn: list[str] = []
+        self.waited_s = 0.0
+        """How long fences have waited for this."""
+        self._watched = _copy_the_hasty(flat)
+        self._versions = {row: _version(tensors) for row, tensors in self._watched.items()}
+        if prove:
+            Queued.now(devices_of(flat.locals)).wait()
+        self._digests = self._digested() if prove else {}
+        _hook_optimizers()
+        _under_way[id(self)] = self
+
+    def check(self, rows: Iterable[int]) -> None:
+        """Raise SaveError if a tensor of ``rows`` was written to since the call. For threads that copy."""
+        _raise_for(self._changed(rows))
+
+    def copied(self) -> None:
+        """For the engine: all is copied. Raises SaveError if anything has changed meanwhile."""
+        self.check(self._watched)
+        if self._digests:
+            now = self._digested()
+            _raise_for([self._flat.path(row) for row, digest in self._digests.items() if now[row] != digest])
+        self._copied.set()
+
+    def confirm(self) -> None:
+        """For the engine, before the commit: raise SaveError if anything was written to before the trainer could know that
+        all was copied."""
+        changed = self._changed(self._watched)
+        _raise_for(self._torn if self._told else changed)
+
+    def end(self) -> None:
+        """For the engine: the save is over, well or not. Nobody waits any more."""
+        self._copied.set()
+        _under_way.pop(id(self), None)
+
+    def wait(self) -> None:
+        """Return when all is copied, or the save has failed: its own deadlines bound the wait."""
+        began_s = time.perf_counter()
+        self._copied.wait()
+        self.waited_s += time.perf_counter() - began_s
+        self.tell()
+
+    def tell(self) -> None:
+        """The trainer learns that all is copied, and is not in the middle of a write: one that began too early is counted
+        by now. Later ones are as they should be."""
+        with _lock:
+            if self._told or not self._copied.is_set():
+                return
+            self._torn = self._changed(self._watched)
+            self._told = True  # before the trainer writes: see confirm
+        _under_way.pop(id(self), None)
+
+    def _changed(self, rows: Iterable[int]) -> list[str]:
+        return [
+            self._flat.path(row)
+            for row in rows
+            if row in self._watched and _version(self._watched[row]) != self._versions[row]
+        ]
+
+    def _digested(self) -> dict[int, bytes]:
+        with beside(devices_of(self._flat.locals)):
+            return {row: fingerprint(self._flat, row) for row in self._watched}
+
+
+def _raise_for(changed: Sequence[str]) -> None:
+    if changed:
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        raise SaveError(
+            f"{changed[0]}{more} changed while it was being copied",
+            advice="Call fence() before anything but an optimizer's step writes to the state, or save with lazy=False.",
+        )
+
+
+def _copy_the_hasty(flat: FlatState) -> dict[int, tuple[torch.Tensor, ...]]:
+    """Copy what may change before the next step of an optimizer. Return, by row, what of the rest is to be watched."""
+    buffers = set(_addresses(b for module in flat.modules for b in module.buffers()))
+    trained = set(_addresses(_trained(flat)))
+    watched: dict[int, tuple[torch.Tensor, ...]] = {}
+    for row, (local, origin) in enumerate(zip(flat.locals, flat.origins, strict=True)):
+        address = local.untyped_storage().data_ptr()
+        hasty = address in buffers or (address not in trained and local.nbytes <= SMALL_NBYTES)
+        if hasty or flat.names[row] in flat.tree.arrays or local.is_inference() or origin.is_inference():
+            flat.locals[row] = local.clone()
+        else:
+            watched[row] = (origin,) if origin is local or not isinstance(origin, DTensor) else (origin, local)
+    return watched
+
+
+def _trained(flat: FlatState) -> Iterator[torch.Tensor]:
+    """What optimizers write to, as far as the state shows: parameters, and the optimizers' own tensors."""
+    for module in flat.modules:
+        yield from module.parameters()
+    for subtree in flat.subtrees:
+        if isinstance(subtree.owner, torch.optim.Optimizer):
+            for group in subtree.owner.param_groups:
+                yield from group["params"]
+            for entry in subtree.owner.state.values():
+                yield from (value for value in entry.values() if isinstance(value, torch.Tensor))
+
+
+def _addresses(tensors: Iterable[torch.Tensor]) -> Iterator[int]:
+    for tensor in tensors:
+        local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+        yield local.untyped_storage().data_ptr()
+
+
+def _version(tensors: tuple[torch.Tensor, ...]) -> int:
+    """Grows with every write. A DTensor and its local tensor count apart: each those that go through itself."""
+    return sum(tensor._version for tensor in tensors)
+
+
+def _hook_optimizers() -> None:
+    """Once per process: all optimizers, since whichever it is, it may train what is being saved."""
+    global _hooked  # noqa: PLW0603
+    if not _hooked:
+        _hooked = True
+        register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(*_: object) -> None:
+    fence()
+
+
+os.register_at_fork(after_in_child=_under_way.clear)

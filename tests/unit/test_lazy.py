@@ -1,0 +1,332 @@
+"""Lazy capture: what is copied beside training is what the state was at the call, or the save fails and says why."""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.bits import difference, fresh_uri
+from torch import nn
+
+import holdfast
+from holdfast.storage.capture.source import ImageSource
+
+
+class Gate:
+    """Open until it is closed; then it holds back all copying."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.open.set()
+        self.reached = threading.Event()
+
+    def close(self) -> None:
+        self.open.clear()
+        self.reached.clear()
+
+    def open_soon(self) -> None:
+        threading.Timer(0.05, self.open.set).start()
+
+    def pass_through(self) -> None:
+        self.reached.set()
+        assert self.open.wait(60)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """Copying passes through it."""
+    made, plain = Gate(), ImageSource.copy
+
+    def gated(self: ImageSource, *args: Any) -> None:
+        made.pass_through()
+        plain(self, *args)
+
+    monkeypatch.setattr(ImageSource, "copy", gated)
+    yield made
+    made.open.set()
+    holdfast.fence()
+
+
+class Net(nn.Module):
+    """Parameters, and buffers that a forward pass writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(100, 300)
+        self.norm = nn.BatchNorm1d(300)
+        self.last = nn.Linear(300, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x)).relu())
+
+
+def backward(net: nn.Module, seed: int) -> None:
+    """One forward and backward pass."""
+    net(torch.randn(16, 100, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+
+
+KINDS: dict[str, Callable[[Any], list[torch.optim.Optimizer]]] = {
+    "AdamW": lambda n: [torch.optim.AdamW(n.parameters(), foreach=False)],
+    "AdamW foreach": lambda n: [torch.optim.AdamW(n.parameters(), foreach=True)],
+    "AdamW fused": lambda n: [torch.optim.AdamW(n.parameters(), fused=True)],
+    "SGD momentum": lambda n: [torch.optim.SGD(n.parameters(), 0.1, momentum=0.9)],
+    "SGD fused": lambda n: [torch.optim.SGD(n.parameters(), 0.1, momentum=0.9, fused=True)],
+    "two": lambda n: [torch.optim.Adagrad(n.first.parameters()), torch.optim.RMSprop([*n.norm.parameters(), *n.last.parameters()])],
+    "one a parameter": lambda n: [torch.optim.Adam([p]) for p in n.parameters()],
+}  # fmt: skip
+
+
+def snapshot(state: dict[str, Any]) -> dict[str, Any]:
+    """What an eager save of the state gives back."""
+    uri = fresh_uri()
+    holdfast.save(uri, state)
+    return holdfast.load(uri)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_goes_on_and_the_save_is_of_the_call(kind: str, gate: Gate) -> None:
+    """Gradients accumulate, batch norm counts, and the optimizers' steps wait for the copies; whichever kind they are of."""
+    net = Net()
+    optims = KINDS[kind](net)
+    state = {"net": net, "step": 3, **{f"optim{i}": o for i, o in enumerate(optims)}}
+    backward(net, 0)
+    for optim in optims:
+        optim.step()
+    expected, uri = snapshot(state), fresh_uri()
+    gate.close()
+    handle = holdfast.async_save(uri, state, lazy=True)
+    state["step"] = 4
+    backward(net, 1)
+    backward(net, 2)
+    assert not handle.captured.done()
+    gate.open_soon()
+    for optim in optims:
+        optim.step()
+    assert handle.captured.done()
+    handle.wait(60)
+    assert difference(expected, holdfast.load(uri)) is None
+    assert difference(expected, snapshot(state)) is not None
+    assert handle.report is not None
+    assert handle.report.fenced_s > 0
+
+
+def test_an_optimizer_that_is_not_in_the_state_waits_too(gate: Gate) -> None:
+    """The state may be given as plain dicts."""
+    gate.close()
+    weight = nn.Parameter(torch.zeros(100_000))
+    optim = torch.optim.SGD([weight], 1.0)
+    handle = holdfast.async_save(uri := fresh_uri(), {"weight": weight.detach()}, lazy=True)
+    weight.grad = torch.ones_like(weight)
+    gate.open_soon()
+    optim.step()
+    handle.wait(60)
+    assert not holdfast.load(uri)["weight"].any()
+    assert weight.eq(-1).all()
+
+
+def test_the_call_returns_before_anything_is_copied(gate: Gate) -> None:
+    """Nothing large, that is: buffers of modules, arrays and small tensors are copied at the call, and may change at once."""
+    gate.close()
+    state = {
+        "norm": nn.BatchNorm1d(50_000),
+        "array": np.arange(50_000),
+        "small": torch.ones(100),
+        "large": torch.ones(100_000),
+    }
+    handle = holdfast.async_save(uri := fresh_uri(), state, lazy=True)
+    state["norm"].running_mean.fill_(7)
+    state["array"][:] = 7
+    state["small"].fill_(7)
+    assert not handle.captured.done()
+    gate.open.set()
+    handle.wait(60)
+    found = holdfast.load(uri)
+    assert not found["norm"]["running_mean"].any()
+    assert (found["array"] == np.arange(50_000)).all()
+    assert found["small"].eq(1).all()
+
+
+def test_a_write_before_the_fence_fails_the_save_and_names_the_tensor(gate: Gate) -> None:
+    """Nothing is committed, and training goes on: the next optimizer step is not kept waiting."""
+    gate.close()
+    ema = {"shadow": torch.ones(100_000)}
+    handle = holdfast.async_save(uri := fresh_uri(), {"ema": ema}, lazy=True)
+    ema["shadow"].mul_(0.9)
+    gate.open.set()
+    with pytest.raises(
+        holdfast.SaveError, match=r"state\[.ema.\]\[.shadow.\] changed while it was being copied.*fence"
+    ):
+        handle.wait(60)
+    with pytest.raises(holdfast.NotACheckpointError):
+        holdfast.load(uri)
+    holdfast.fence()
+
+
+def test_a_write_to_what_is_copied_already_fails_the_save_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one tensor would be of this step, and another of the next."""
+    state = {"a": torch.zeros(6 << 20), "b": torch.zeros(6 << 20)}  # 24 MiB each: several chunks
+    plain = ImageSource.copy
+
+    def writing(self: ImageSource, start: int, stop: int, into: Any) -> None:
+        if start > 30 << 20:
+            state["a"].add_(1)
+        plain(self, start, stop, into)
+
+    monkeypatch.setattr(ImageSource, "copy", writing)
+    with pytest.raises(holdfast.SaveError, match="changed while"):
+        holdfast.async_save(fresh_uri(), state, lazy=True).wait(60)
+
+
+def test_a_write_that_ends_after_the_copy_is_found_before_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch counts a write when it ends: one that began too early may be counted after all is copied."""
+    from holdfast.storage import save
+
+    state = {"x": torch.zeros(100_000)}
+    plain = save.ImageWriter.write
+
+    async def late(self: Any, key: Any) -> Any:
+        digests = await plain(self, key)
+        state["x"].add_(1)
+        return digests
+
+    monkeypatch.setattr(save.ImageWriter, "write", late)
+    with pytest.raises(holdfast.SaveError, match="changed while"):
+        holdfast.async_save(fresh_uri(), state, lazy=True).wait(60)
+
+
+@pytest.mark.parametrize("how", ["fence", "wait", "done", "await"])
+def test_after_the_trainer_has_been_told_it_may_write(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the fence, or by the handle's ``captured``, in whichever way it is asked; though the commit is still to come."""
+    import asyncio
+
+    from holdfast.storage import save
+
+    state = {"x": torch.zeros(100_000)}
+    written, plain = threading.Event(), save.ImageWriter.write
+
+    async def held(self: Any, key: Any) -> Any:
+        digests = await plain(self, key)
+        await asyncio.to_thread(written.wait, 60)
+        return digests
+
+    monkeypatch.setattr(save.ImageWriter, "write", held)
+    handle = holdfast.async_save(uri := fresh_uri(), state, lazy=True)
+    if how == "fence":
+        holdfast.fence()
+    elif how == "wait":
+        handle.captured.wait(60)
+    elif how == "await":
+
+        async def ask() -> None:
+            await handle.captured
+
+        asyncio.run(ask())
+    else:
+        while not handle.captured.done():
+            pass
+    state["x"].add_(1)
+    written.set()
+    handle.wait(60)
+    assert not holdfast.load(uri)["x"].any()
+
+
+def test_a_write_that_torch_does_not_count_is_found_by_proof(gate: Gate) -> None:
+    """Through ``.data``, as some EMA helpers write. Without proof it would be stored."""
+    gate.close()
+    state = {"x": torch.zeros(100_000), "y": torch.zeros(100_000)}
+    handle = holdfast.async_save(fresh_uri(), state, lazy="prove")
+    state["y"].data.add_(1)
+    gate.open.set()
+    with pytest.raises(holdfast.SaveError, match=r"state\[.y.\] changed while"):
+        handle.wait(60)
+
+
+def test_proof_of_a_state_that_did_not_change(gate: Gate) -> None:
+    """Is a save like any other."""
+    gate.close()
+    net = Net()
+    handle = holdfast.async_save(uri := fresh_uri(), {"net": net}, lazy="prove")
+    backward(net, 0)
+    gate.open.set()
+    handle.wait(60)
+    assert torch.equal(holdfast.load(uri)["net"]["first.weight"], net.first.weight)
+
+
+def test_offloaded_and_inference_tensors(gate: Gate) -> None:
+    """A master copy that an optimizer trains in place of the module's own; and a tensor whose writes torch never counts."""
+    gate.close()
+    net, master = nn.Linear(300, 300).bfloat16(), torch.randn(300, 300)
+    optim = torch.optim.AdamW([master], fused=True)
+    with torch.inference_mode():
+        frozen = torch.ones(100_000)
+    handle = holdfast.async_save(
+        uri := fresh_uri(), {"net": net, "optim": optim, "master": master, "frozen": frozen}, lazy=True
+    )
+    before = master.clone()
+    with torch.inference_mode():
+        frozen.zero_()
+    master.grad = torch.ones_like(master)
+    gate.open_soon()
+    optim.step()
+    with torch.no_grad():
+        net.weight.copy_(master)
+    handle.wait(60)
+    found = holdfast.load(uri)
+    assert torch.equal(found["master"], before)
+    assert found["frozen"].eq(1).all()
+
+
+def test_loading_waits_for_what_is_being_copied(gate: Gate) -> None:
+    """Else it would overwrite it."""
+    state = {"x": torch.zeros(100_000)}
+    holdfast.save(other := fresh_uri(), {"x": torch.ones(100_000)})
+    gate.close()
+    handle = holdfast.async_save(uri := fresh_uri(), state, lazy=True)
+    gate.open_soon()
+    holdfast.load(other, into=state)
+    handle.wait(60)
+    assert not holdfast.load(uri)["x"].any()
+    assert state["x"].all()
+
+
+def test_a_save_that_fails_early_holds_nobody_up(tmp_path: Any) -> None:
+    """The storage is not there: the fence returns, training goes on, and the handle knows."""
+    (tmp_path / "file").write_text("in the way")
+    state = {"x": torch.zeros(100_000)}
+    handle = holdfast.async_save(tmp_path / "file" / "c", state, lazy=True)
+    holdfast.fence()
+    state["x"].add_(1)
+    with pytest.raises(holdfast.StorageError):
+        handle.wait(60)
+
+
+def test_a_forked_child_waits_for_none_of_its_parents_copies(gate: Gate) -> None:
+    """They never end there."""
+    gate.close()
+    handle = holdfast.async_save(fresh_uri(), {"x": torch.zeros(100_000)}, lazy=True)
+    assert gate.reached.wait(60)
+    child = os.fork()
+    if child == 0:
+        holdfast.fence()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    gate.open.set()
+    handle.wait(60)
+
+
+def test_copies_of_optimizers_and_the_hook_go_together(gate: Gate) -> None:
+    """An optimizer that is copied, as some EMA helpers do, is none the worse for the hook."""
+    net = Net()
+    optim = torch.optim.AdamW(net.parameters())
+    holdfast.async_save(fresh_uri(), {"net": net, "optim": optim}, lazy=True).wait(60)
+    twin = copy.deepcopy(optim)
+    backward(net, 0)
+    optim.step()
+    twin.step()
+    assert len(optim.state) == 6
