@@ -42,16 +42,22 @@ if TYPE_CHECKING:
         UsageError,
     )
     from .storage.api import async_save, fence, load, release_memory, save
+    from .storage.checkpointer import Checkpointer
     from .storage.copy import CopyReport, copy
     from .storage.frameworks.stateful import RNGState
     from .storage.handle import SaveHandle
+    from .storage.ledger import Counters
     from .storage.prune import PruneReport, prune
     from .storage.reader import Checkpoint, list_checkpoints, open
     from .storage.report import LoadReport, SaveReport
+    from .storage.retention import Keep
 
 _HOME = {
     "Checkpoint": ".storage.reader",
+    "Checkpointer": ".storage.checkpointer",
     "CopyReport": ".storage.copy",
+    "Counters": ".storage.ledger",
+    "Keep": ".storage.retention",
     "LoadReport": ".storage.report",
     "PruneReport": ".storage.prune",
     "RNGState": ".storage.frameworks.stateful",
@@ -70,7 +76,10 @@ _HOME = {
 
 __all__ = [  # noqa: RUF022 - what one uses, then what one catches
     "Checkpoint",
+    "Checkpointer",
     "CopyReport",
+    "Counters",
+    "Keep",
     "LoadReport",
     "PruneReport",
     "RNGState",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ..drivers.contract import Driver
@@ -23,7 +23,7 @@ from .manifest import MANIFEST_KEY
 from .place import Place
 from .reader import ListedCheckpoint, list_in
 
-__all__ = ["Leftover", "PruneReport", "PrunedCheckpoint", "choose", "prune"]
+__all__ = ["Leftover", "PruneReport", "PrunedCheckpoint", "choose", "prune", "prune_here"]
 
 _FOLDERS = 8
 """Folders that are worked on at a time."""
@@ -92,16 +92,34 @@ def prune(
     for name, value, least in (("keep_last", keep_last, 1), ("keep_every", keep_every, 1), ("idle_s", idle_s, 0)):
         if value is not None and value < least:
             raise UsageError(f"{name} is at least {least}, not {value}")
-    plan = run(_plan(root, keep_last, keep_every, idle_s))
+    plan = run(_plan(root, lambda listed: choose(listed, keep_last, keep_every), idle_s))
     if dry_run or not confirm(plan.report):
         return plan.report
     return run(_carry_out(root, plan, idle_s))
 
 
-def choose(listed: Iterable[ListedCheckpoint], keep_last: int | None, keep_every: int | None) -> list[ListedCheckpoint]:
-    """Those of ``listed`` that go, in order of folder and step; see :func:`prune` for the rules. Pure."""
-    if keep_last is None and keep_every is None:
+async def prune_here(
+    root: Place,
+    chosen: Callable[[list[ListedCheckpoint]], list[ListedCheckpoint]],
+    only: Callable[[str], bool],
+    idle_s: float = IDLE_S,
+) -> PruneReport:
+    """As :func:`prune`, on the engine's loop, by another rule: of the checkpoints whose path is ``only``, those that are
+    ``chosen`` go, and what dead attempts left at such paths."""
+    return await _carry_out(root, await _plan(root, chosen, idle_s, only), idle_s)
+
+
+def choose(
+    listed: Iterable[ListedCheckpoint],
+    keep_last: int | None,
+    keep_every: int | None,
+    keep_steps: Collection[int] | None = None,
+) -> list[ListedCheckpoint]:
+    """Those of ``listed`` that go, in order of folder and step; see :func:`prune` for the rules. ``keep_steps`` are kept
+    besides; given alone, all others go. Pure."""
+    if keep_last is None and keep_every is None and keep_steps is None:
         return []
+    kept = keep_steps or ()
     folders: dict[str, list[ListedCheckpoint]] = {}
     for c in listed:
         if c.path and c.step is not None and c.problem is None:  # "" is no member of a folder, but the folder itself
@@ -111,7 +129,7 @@ def choose(listed: Iterable[ListedCheckpoint], keep_last: int | None, keep_every
         members.sort(key=lambda c: (c.step or 0, c.created_s))
         latest = max(members, key=lambda c: (c.created_s, c.step or 0))
         for c in members[: -(keep_last or 1)]:
-            if c is not latest and (keep_every is None or (c.step or 0) % keep_every):
+            if c is not latest and c.step not in kept and (keep_every is None or (c.step or 0) % keep_every):
                 gone.append(c)
     return gone
 
@@ -123,12 +141,17 @@ class _Plan:
     """Wherever something of ours lies."""
 
 
-async def _plan(root: Place, keep_last: int | None, keep_every: int | None, idle_s: float) -> _Plan:
+async def _plan(
+    root: Place,
+    chosen: Callable[[list[ListedCheckpoint]], list[ListedCheckpoint]],
+    idle_s: float,
+    only: Callable[[str], bool] = lambda path: True,
+) -> _Plan:
     async with root.opened() as driver:
-        folders = await _survey(driver)
+        folders = {path: files for path, files in (await _survey(driver)).items() if only(path)}
         keys = [f"{path}/{MANIFEST_KEY}".lstrip("/") for path, files in folders.items() if "" in files]
         listed = await list_in(driver, keys)
-    gone = choose(listed, keep_last, keep_every)
+    gone = chosen(listed)
     checkpoints = [
         PrunedCheckpoint(c.path, c.step, c.attempt, sum(folders[c.path].get(a, 0) for a in ("", c.attempt)))
         for c in gone

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ...errors import UsageError
 from ..team import Solo, StoreLike, StoreTeam, Team
 
-__all__ = ["current_rank", "current_team", "current_world"]
+__all__ = ["current_rank", "current_team", "current_world", "shared_store"]
 
 
 def current_rank() -> int:
@@ -45,6 +45,16 @@ def current_team(deadline_s: float, *, saving: bool) -> Team:
     # How many teams this rank has had since the store was made: counted in the store, so that all ranks count alike.
     call = store.add(f"holdfast/calls/{rank}", 1)
     return StoreTeam(_connection(store, deadline_s), rank, world, f"holdfast/{call}", deadline_s)
+
+
+def shared_store(deadline_s: float) -> tuple[StoreLike, int, int, str] | None:
+    """The job's store, this rank, how many there are, and a prefix for keys that all ranks share and nobody else uses;
+    None for a process that is alone. Every rank calls this as often as the others."""
+    if current_world() == 1:
+        return None
+    store = dist.distributed_c10d._get_default_store()
+    call = store.add(f"holdfast/shared/{dist.get_rank()}", 1)
+    return _connection(store, deadline_s), dist.get_rank(), dist.get_world_size(), f"holdfast/shared/{call}"
 
 
 _ours: tuple[Any, int, Any] | None = None

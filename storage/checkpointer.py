@@ -1,0 +1,308 @@
+"""The Checkpointer: saves a training run as it goes, and goes on from where it was.
+
+It decides when to save and what to keep, begins saves that training hardly notices, and says what became of them. All ranks
+of a job use it alike, and come to the same decisions, without asking each other at every step.
+
+Scope: it knows nothing of the loop it is called from, but for the number of the step.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from ..drivers.registry import open_driver
+from ..drivers.uri import join
+from ..errors import CoordinationError, HoldfastError, UsageError
+from .agreement import Agreement
+from .api import BUDGET_NBYTES, DEADLINE_S
+from .begin import Lazy, UriLike, begin_save
+from .cadence import cadence_of
+from .capture.lazy import fence
+from .engine import start
+from .handle import SaveHandle
+from .ledger import Counters, Ledger
+from .place import Place
+from .preemption import Preemption
+from .resume import newest_good
+from .retention import Keep, Retention, checkpoint_name
+
+__all__ = ["GRACE_S", "Checkpointer"]
+
+GRACE_S = 25.0
+"""Launchers and schedulers commonly kill 30 s after SIGTERM."""
+
+WhenBusy = Literal["skip", "wait", "queue"]
+OnError = Literal["warn", "raise"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A save under way; ``followed`` is done when old checkpoints are deleted, too."""
+
+    step: int
+    handle: SaveHandle
+    ended: Future[None]
+    followed: Future[None]
+
+
+class Checkpointer:
+    """The checkpoints of one run, in the folder ``uri``: ``step-00000500`` and so on. A context manager.
+
+    ``every``: steps between two saves (``500``), or time (``"10min"``, ``"90s"``, ``"2h"``, by the clock of rank 0); None
+    saves only when :meth:`save` is called. ``keep``: how many of the last to keep, or a :class:`Keep`; None keeps all.
+
+    ``when_busy``: what to do when a save is due while another is under way. ``skip`` leaves this one out. ``wait`` holds up
+    training until the other has ended. ``queue`` copies the state now, into memory of its own, and writes it when the other
+    has ended; at most one waits so. Whatever happens is counted, see :attr:`counters`, and logged.
+
+    ``on_error``: a save that fails is logged and counted (``warn``), or raised by the next call as well (``raise``).
+    ``grace_s``: after SIGTERM, how long to try to save the step at hand, and to finish what is under way, before the signal
+    does what it did before; None leaves the signal alone. ``lazy``, ``deadline_s``, ``budget_nbytes`` and
+    ``storage_options`` as in :func:`async_save`, but lazy unless switched off.
+
+    Every rank makes one, with the same arguments. Raises UsageError, UriError; StorageError only from :meth:`resume`.
+    """
+
+    def __init__(
+        self,
+        uri: UriLike,
+        *,
+        every: int | str | None = None,
+        keep: int | Keep | None = None,
+        when_busy: WhenBusy = "skip",
+        on_error: OnError = "warn",
+        lazy: Lazy = True,
+        grace_s: float | None = GRACE_S,
+        deadline_s: float = DEADLINE_S,
+        budget_nbytes: int | None = None,
+        storage_options: Mapping[str, object] | None = None,
+    ) -> None:
+        _one_of("when_busy", when_busy, ("skip", "wait", "queue"))
+        _one_of("on_error", on_error, ("warn", "raise"))
+        _one_of("lazy", lazy, (True, False, "prove"))
+        self._root = Place.of(uri, storage_options)
+        start(open_driver(self._root.uri, **self._root.options).close()).result()  # what is misspelled is said here
+        self._cadence = cadence_of(every)
+        keep = Keep(last=keep) if isinstance(keep, int) else keep
+        self._retention = None if keep is None else Retention(self._root, keep)
+        self._when_busy, self._on_error, self._lazy = when_busy, on_error, lazy
+        self._deadline_s, self._budget_nbytes = deadline_s, budget_nbytes
+        self._agreement = Agreement(deadline_s)
+        self._ledger = Ledger()
+        self._flights: list[_Flight] = []
+        self._last: int | None = None  # the step that was last to be saved, or that training goes on from
+        self._stop_at: int | None = None
+        self._closed = False
+        self._preemption = None if grace_s is None else Preemption(grace_s)
+        if self._preemption is not None:
+            self._preemption.install()
+
+    @property
+    def counters(self) -> Counters:
+        """What became of all saves so far, on this rank."""
+        return self._ledger.counters
+
+    @property
+    def preempted(self) -> bool:
+        """Whether SIGTERM has come."""
+        return self._preemption is not None and self._preemption.asked
+
+    def resume(self, state: Any, *, strict: bool = True, cast: bool = False) -> int:
+        """Load the newest good checkpoint into ``state``; return its step, or 0 where the run has none yet.
+
+        All ranks load the same one. One that is damaged is passed over with a warning. Raises DamagedError where there are
+        checkpoints and none of them is whole, and what :func:`load` raises for a state that does not fit.
+        """
+        self._check_open()
+        options = {
+            "strict": strict,
+            "cast": cast,
+            "deadline_s": self._deadline_s,
+            "storage_options": self._root.options,
+            "budget_nbytes": self._budget_nbytes or BUDGET_NBYTES,
+        }
+        step = newest_good(self._root, state, options, self._deadline_s)
+        self._cadence.begin_at(step)
+        self._last = step or None
+        _log.info(
+            "going on from step %d of %s" if step else "step %d: nothing is saved in %s", step, self._root.uri.redacted
+        )
+        return step
+
+    def step(self, step: int, state: Any, *, metric: float | None = None) -> SaveHandle | None:
+        """Call this after each step, with all that is to be saved. Begins a save if one is due; returns its handle.
+
+        ``step`` grows from call to call, and is the same on all ranks. ``metric`` says how good this step is, for
+        ``Keep(best=…)``; it counts on rank 0. With ``on_error="raise"`` raises what a save has failed with.
+        """
+        self._check_open()
+        self._ledger.raise_first(self._on_error)
+        if self._preemption is not None and self._preemption.pending and self._stops(step, state, metric):
+            return None
+        try:
+            due = self._cadence.due(step, self._agreement) and step != self._last
+            if due:
+                self._ledger.due(step)
+            return self._due(step, state, metric) if due else None
+        except CoordinationError as error:  # the ranks have not come to a decision
+            self._ledger.failed(step, error)
+            self._ledger.raise_first(self._on_error)
+            return None
+
+    def save(self, step: int, state: Any, *, metric: float | None = None) -> SaveHandle | None:
+        """Begin to save ``step``, due or not; where another save is under way, after that one. Every rank calls this.
+        None where it could not begin, and ``on_error`` says to warn."""
+        self._check_open()
+        self._ledger.raise_first(self._on_error)
+        self._ledger.due(step)
+        self._wait_for_room(1 if self._when_busy == "queue" else 0)
+        return self._begin(step, state, metric)
+
+    def fence(self) -> None:
+        """Return when the state may be written to: what lazy saves still have to copy is copied. Optimizers' steps wait by
+        themselves; call this before anything else that writes, such as the update of a moving average."""
+        fence()
+
+    def wait(self) -> None:
+        """Return when no save is under way any more. Their deadlines bound the wait; raises as :meth:`step` does."""
+        for flight in self._flights:
+            _settled(flight.followed)
+        self._flights.clear()
+        self._ledger.raise_first(self._on_error)
+
+    def close(self) -> None:
+        """Finish what is under way, and handle SIGTERM no more. Safe to call twice. Raises as :meth:`step` does."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.wait()
+        finally:
+            if self._preemption is not None:
+                self._preemption.hand_over() if self._preemption.pending else self._preemption.restore()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            _log.error("on the way out: %s", failure)  # what ended the loop is what is to be raised
+
+    def _due(self, step: int, state: Any, metric: float | None) -> SaveHandle | None:
+        self._flights = [f for f in self._flights if not f.ended.done()]
+        if self._when_busy == "skip" and self._last is not None and self._agreement.ask(lambda: bool(self._flights)):
+            self._ledger.skipped(step)
+            return None
+        if self._when_busy != "skip":
+            self._wait_for_room(1 if self._when_busy == "queue" else 0)
+        return self._begin(step, state, metric)
+
+    def _wait_for_room(self, room: int) -> None:
+        """Return when at most ``room`` saves are under way, this one not counted."""
+        self._flights = [f for f in self._flights if not f.ended.done()]
+        if len(self._flights) <= room:
+            return
+        began_s = time.perf_counter()
+        while len(self._flights) > room:
+            _settled(self._flights.pop(0).ended)
+        self._ledger.waited(time.perf_counter() - began_s)
+
+    def _begin(self, step: int, state: Any, metric: float | None) -> SaveHandle | None:
+        began_s, uri = time.perf_counter(), str(join(self._root.uri, checkpoint_name(step)))
+        after = self._flights[-1].ended if self._flights and self._when_busy == "queue" else None
+        self._last = step
+        try:
+            handle, ended = begin_save(
+                uri,
+                state,
+                step,
+                self._budget_nbytes,
+                self._deadline_s,
+                self._root.options,
+                lazy=self._lazy,
+                after=after,
+            )
+            if not self._lazy:
+                handle.captured.wait()
+        except Exception as error:
+            self._ledger.failed(step, error)
+            self._ledger.raise_first(self._on_error)
+            return None
+        self._ledger.begun(step, time.perf_counter() - began_s, queued=after is not None)
+        retention = self._retention if self._agreement.leads else None
+        followed = start(self._follow(step, handle, metric, retention))
+        self._flights.append(_Flight(step, handle, ended, followed))
+        return handle
+
+    async def _follow(self, step: int, handle: SaveHandle, metric: float | None, retention: Retention | None) -> None:
+        """On the engine's loop: what comes with a save, and after it."""
+        try:
+            if retention is not None and metric is not None and math.isfinite(metric):
+                await retention.note(step, metric)
+        except HoldfastError as error:
+            _log.warning("step %d: its metric could not be kept: %s", step, error)
+        try:
+            await handle
+        except Exception as error:
+            self._ledger.failed(step, error)
+            return
+        assert handle.report is not None
+        self._ledger.saved(step, handle.report)
+        try:
+            if retention is not None:
+                report = await retention.apply([f.step for f in self._flights if f.step != step])
+                self._ledger.pruned(report)
+        except HoldfastError as error:
+            _log.warning("old checkpoints could not be deleted: %s", error)
+
+    def _stops(self, step: int, state: Any, metric: float | None) -> bool:
+        """SIGTERM has come: save the step that the last of the ranks has come to, and end. False before that step."""
+        assert self._preemption is not None
+        if self._stop_at is None:
+            _log.warning("SIGTERM: saving, and ending within %.0f s", self._preemption.left_s)
+            self._stop_at = self._agreement.highest("stop", step, self._preemption.left_s)
+            if self._stop_at is None:
+                _log.error("not all ranks were told to stop: only what is under way is finished")
+        if self._stop_at is not None and step < self._stop_at:
+            return False
+        if self._stop_at is not None and step != self._last:
+            self._ledger.due(step)
+            self._begin(step, state, metric)
+        for flight in self._flights:
+            _settled(flight.ended, self._preemption.left_s)
+        # The leader's process may serve the job's store, so it is the last to go.
+        self._agreement.highest("stopped", step, self._preemption.left_s if self._agreement.leads else 0.0)
+        self._preemption.hand_over()
+        return True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("this checkpointer is closed")
+
+
+def _settled(future: Future[None], timeout_s: float | None = None) -> None:
+    """Wait for the end of ``future``, well or not: what became of it, others say."""
+    try:
+        future.exception(timeout_s)
+    except TimeoutError:
+        _log.warning("a save was still under way when the grace period ended")
+
+
+def _one_of(name: str, value: object, known: tuple[object, ...]) -> None:
+    if value not in known:
+        raise UsageError(f"{name} is {value!r}", advice=f"It is one of {', '.join(map(repr, known))}.")

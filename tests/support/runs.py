@@ -1,0 +1,109 @@
+"""Training runs of several ranks with a Checkpointer: what each rank of a gang does."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import holdfast
+
+from .jobs import sharded, state_of, train
+
+__all__ = ["damaged_run", "fsdp_run", "skewed_run", "stopped_run", "timed_run"]
+
+
+def fsdp_run(uri: str, total: int, stop_after: int) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    """Train with FSDP2, saving every other step; where it began, what it was at the end, and what was counted."""
+    model, optim = sharded("fsdp", 1)
+    state = {"model": model, "optim": optim, "step": 0}
+    with holdfast.Checkpointer(uri, every=2, keep=2, when_busy="wait", lazy="prove") as ckpt:
+        begin = ckpt.resume(state)
+        for step in range(begin + 1, min(total, stop_after) + 1):
+            train(model, optim, step, step + 1)
+            state["step"] = step
+            ckpt.step(step, state)
+    return begin, state_of(model, optim), asdict(ckpt.counters)
+
+
+def skewed_run(uri: str, slow: int) -> tuple[list[int], dict[str, Any]]:
+    """A save may be under way at each step, and one rank is slower than others to hear that it has ended."""
+    from holdfast.storage.team import StoreTeam
+
+    rank, begun = dist.get_rank(), []
+    plain = StoreTeam._leave
+
+    async def late(self: StoreTeam) -> None:
+        import asyncio
+
+        await plain(self)
+        await asyncio.sleep(0.15)
+
+    if rank == slow:
+        StoreTeam._leave = late  # type: ignore[method-assign]
+    try:
+        with holdfast.Checkpointer(uri, every=1) as ckpt:
+            for step in range(1, 13):
+                if ckpt.step(step, {"x": torch.ones(50) * rank}) is not None:
+                    begun.append(step)
+                time.sleep(0.05)
+                dist.barrier()
+    finally:
+        StoreTeam._leave = plain  # type: ignore[method-assign]
+    return begun, asdict(ckpt.counters)
+
+
+def timed_run(uri: str) -> tuple[list[int], dict[str, Any]]:
+    """Saves by time, on ranks that run at their own pace."""
+    rank, begun = dist.get_rank(), []
+    with holdfast.Checkpointer(uri, every="0.2s", when_busy="wait") as ckpt:
+        for step in range(1, 60):
+            time.sleep(0.01 + 0.002 * ((step + rank) % 4))
+            if ckpt.step(step, {"x": torch.ones(5)}) is not None:
+                begun.append(step)
+    return begun, asdict(ckpt.counters)
+
+
+def damaged_run(uri: str) -> tuple[int, float]:
+    """Save three steps; then the image that only the last rank will read is damaged. What is gone on from, and its value."""
+    rank = dist.get_rank()
+    with holdfast.Checkpointer(uri, every=1, when_busy="wait", grace_s=None) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.step(step, {"own": torch.full((50_000,), float(step * 10 + rank))})
+    dist.barrier()
+    if rank == 0:
+        (image,) = Path(uri).glob(f"step-00000003/data/*/{dist.get_world_size() - 1}.safetensors")
+        data = bytearray(image.read_bytes())
+        data[50_000] ^= 1
+        image.write_bytes(data)
+    dist.barrier()
+    into = {"own": torch.zeros(50_000)}
+    with holdfast.Checkpointer(uri, grace_s=None) as ckpt:
+        return ckpt.resume(into), float(into["own"].unique())
+
+
+def stopped_run(uri: str, signalled: list[int]) -> tuple[int, list[int], dict[str, Any]]:
+    """Ranks run at their own pace, and get SIGTERM in different steps; where each ended."""
+    rank, stop = dist.get_rank(), list[int]()
+    logging.disable(logging.WARNING)
+    before = signal.signal(signal.SIGTERM, lambda number, _: stop.append(number))
+    step = 0
+    try:
+        with holdfast.Checkpointer(uri, every=1000, grace_s=3.0 if -1 in signalled else 30.0) as ckpt:
+            for step in range(1, 100):
+                if step == signalled[rank]:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                ckpt.step(step, {"x": torch.ones(50) * rank, "step": step})
+                if stop or step == 20:
+                    break
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        logging.disable(logging.NOTSET)
+    return step, stop, asdict(ckpt.counters)
