@@ -17,7 +17,7 @@ from support.drivers import Fault, HookedDriver, contents
 
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage import api, commit
+from holdfast.storage import begin, commit
 from holdfast.storage.capture.state import flatten
 from holdfast.storage.engine import start
 from holdfast.storage.load import run_build
@@ -283,8 +283,8 @@ def halting(monkeypatch: pytest.MonkeyPatch, operation: str) -> tuple[threading.
             while not go.is_set():
                 await asyncio.sleep(0.001)
 
-    opened: Callable[..., Any] = api.open_driver
-    monkeypatch.setattr(api, "open_driver", lambda uri, *_: HookedDriver(opened(uri), before=halt))
+    opened: Callable[..., Any] = begin.open_driver
+    monkeypatch.setattr(begin, "open_driver", lambda uri, *_: HookedDriver(opened(uri), before=halt))
     return reached, go
 
 
@@ -352,9 +352,9 @@ def test_what_fails_in_the_background_is_raised_by_wait(
         if doing == operation:
             raise holdfast.FullError("injected")
 
-    opened: Callable[..., Any] = api.open_driver
+    opened: Callable[..., Any] = begin.open_driver
     with monkeypatch.context() as patch:
-        patch.setattr(api, "open_driver", lambda uri, *_: HookedDriver(opened(uri), before=fail))
+        patch.setattr(begin, "open_driver", lambda uri, *_: HookedDriver(opened(uri), before=fail))
         try:
             handle = holdfast.async_save(uri, NEW)
         except holdfast.FullError:
@@ -385,8 +385,8 @@ def test_a_failed_save_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) ->
             raise holdfast.FullError("injected")
 
     monkeypatch.setattr(HostBuffer, "allocate", lambda nbytes: made.append(nbytes) or allocate(nbytes))
-    opened: Callable[..., Any] = api.open_driver
-    monkeypatch.setattr(api, "open_driver", lambda uri, *_: HookedDriver(opened(uri), before=fail))
+    opened: Callable[..., Any] = begin.open_driver
+    monkeypatch.setattr(begin, "open_driver", lambda uri, *_: HookedDriver(opened(uri), before=fail))
     for _ in range(3):
         with pytest.raises(holdfast.FullError):
             holdfast.save(fresh_uri(), {"x": torch.zeros(20 << 20, dtype=torch.uint8)})

@@ -75,9 +75,9 @@ def test_parts_arrive_in_the_order_asked_for(
         async def create(self, key: str, nbytes: int) -> Upload:
             return _Watched(await super().create(key, nbytes), random.Random(7), begun, overlaps)
 
-    monkeypatch.setattr(
-        "holdfast.storage.api.open_driver", lambda uri, *_: Ordered(f"order-{order}-{budget_nbytes}-{streams}")
-    )
+    for room in ("begin", "api"):  # to save, and to load
+        name = f"holdfast.storage.{room}.open_driver"
+        monkeypatch.setattr(name, lambda uri, *_: Ordered(f"order-{order}-{budget_nbytes}-{streams}"))
     state = {"w": torch.from_numpy(np.random.default_rng(0).standard_normal(100 << 17))}
     holdfast.async_save("memory://x", state, budget_nbytes=budget_nbytes).wait(60)
     assert torch.equal(holdfast.load("memory://x")["w"], state["w"])
@@ -186,7 +186,7 @@ def test_writes_that_wait_for_the_upload_are_not_overtaken(monkeypatch: pytest.M
                 may_begin.set()
         await asyncio.gather(*writes)
 
-    monkeypatch.setattr("holdfast.storage.api.open_driver", lambda uri, *_: Slow())
+    monkeypatch.setattr("holdfast.storage.begin.open_driver", lambda uri, *_: Slow())
     monkeypatch.setattr("holdfast.storage.image_writer.execute", execute)
     holdfast.async_save("memory://x", {"w": torch.zeros(40 << 20)}).wait(60)
     assert len(begun) > 10
