@@ -32,15 +32,23 @@ TRAITS = Traits(
 
 
 class _Watched(Upload):
-    """Notes where writes begin, and how many overlap; they end in a random order."""
+    """Notes where writes begin, and how many overlap; they end in a random order, the first not before another runs."""
 
-    def __init__(self, inner: Upload, rng: random.Random, begun: list[int], overlaps: list[int]) -> None:
+    def __init__(
+        self, inner: Upload, rng: random.Random, begun: list[int], overlaps: list[int], *, alone: bool
+    ) -> None:
         self.inner, self.rng, self.begun, self.overlaps, self.running = inner, rng, begun, overlaps, 0
+        self.company = asyncio.Event()
+        if alone:
+            self.company.set()
 
     async def write(self, start: int, data: Buffer) -> None:
         self.begun.append(start)
         self.running += 1
         self.overlaps.append(self.running)
+        if self.running > 1:
+            self.company.set()
+        await asyncio.wait_for(self.company.wait(), 60)
         await asyncio.sleep(self.rng.random() * 0.01)
         await self.inner.write(start, data)
         self.running -= 1
@@ -73,7 +81,8 @@ def test_parts_arrive_in_the_order_asked_for(
             return cls(uri.location)
 
         async def create(self, key: str, nbytes: int) -> Upload:
-            return _Watched(await super().create(key, nbytes), random.Random(7), begun, overlaps)
+            inner = await super().create(key, nbytes)
+            return _Watched(inner, random.Random(7), begun, overlaps, alone=order == "serial")
 
     for room in ("begin", "api"):  # to save, and to load
         name = f"holdfast.storage.{room}.open_driver"
