@@ -35,7 +35,7 @@ class _Watched(Upload):
     """Notes where writes begin, and how many overlap; they end in a random order, the first not before another runs."""
 
     def __init__(
-        self, inner: Upload, rng: random.Random, begun: list[int], overlaps: list[int], *, alone: bool
+        self, inner: Upload, rng: random.Random, begun: list[int], overlaps: list[int], *, alone: bool = True
     ) -> None:
         self.inner, self.rng, self.begun, self.overlaps, self.running = inner, rng, begun, overlaps, 0
         self.company = asyncio.Event()
