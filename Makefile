@@ -18,7 +18,7 @@ export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test properties test-servers drills lint format bench bench-names clean
+.PHONY: help setup demo test properties crash test-servers drills lint format bench bench-names clean
 
 help:  ## this list
 	@echo "usage: make TARGET"
@@ -40,6 +40,9 @@ properties: $(READY)  ## property tests, with other examples each time, and more
 
 drills: $(READY) test-servers  ## kill, cut off and fill up real servers in the middle of saves; minutes
 	@$(BIN)/pytest -m drill tests/servers $(TEST_ARGS)
+
+crash: $(READY)  ## kill saves and cut their power at every point, not at some; half an hour, best as root
+	@HOLDFAST_TEST_CRASH_POINTS=all $(BIN)/pytest tests/crash $(TEST_ARGS)
 
 test-servers:  ## install the servers that some tests want, into .servers; without them those tests are skipped
 	@for script in tests/servers/install/*.sh; do $$script "$(CURDIR)/.servers" || echo "$$script failed: its tests will be skipped" >&2; done

@@ -30,7 +30,7 @@ from .options import TINY_GIB, Options, options, parser
 from .report import Report, Series, Target, ratio
 from .states import State, build, digests, nbytes_of, zero
 
-__all__: list[str] = []
+__all__ = ["s3_server"]
 
 SERVER = Path(__file__).parents[1] / "tests/support/servers/radosgw.py"
 SMALL = 10_000
@@ -38,7 +38,7 @@ NO_SERVER = 3
 
 
 @contextmanager
-def _server(uri: str | None) -> Iterator[Uri | None]:
+def s3_server(uri: str | None) -> Iterator[Uri | None]:
     """A root of its own, below ``uri`` or on a server that lives as long as this; None where there is none."""
     if uri is not None:
         yield join(uri, uuid.uuid4().hex)
@@ -188,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.add_argument("--uri", help="an S3 root to use (default: start a server)")
     parsed = arguments.parse_args(argv)
     given = options(parsed)
-    with _server(parsed.uri) as uri:
+    with s3_server(parsed.uri) as uri:
         if uri is None:
             print("no S3 server here: make test-servers, or give one: --uri s3://bucket/path")
             return 0

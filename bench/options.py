@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["GIB", "TINY_GIB", "Options", "options", "parse", "parser", "work_folder"]
+__all__ = ["GIB", "TINY_GIB", "Options", "bare_parser", "options", "parse", "parser", "work_folder"]
 
 GIB = 1 << 30
 TINY_GIB = 1 / 64
@@ -41,16 +41,22 @@ class Options:
         return ["--dir", str(folder), *size, *(["--alone"] if self.alone else [])]
 
 
-def parser(prog: str, doc: str | None, *, gib: float = 5.0, runs: int = 5) -> argparse.ArgumentParser:
-    """The options of every program; the default for ``--gib`` and ``--runs`` is the program's own."""
+def bare_parser(prog: str, doc: str | None, *, tiny: str) -> argparse.ArgumentParser:
+    """The options that do not ask what is measured; ``tiny`` is the help for that one."""
     out = argparse.ArgumentParser(prog=f"python -m holdfast.bench.{prog}", description=(doc or "").split("\n\n")[0])
-    out.add_argument("--tiny", action="store_true", help="a run of seconds that checks results, not speed")
+    out.add_argument("--tiny", action="store_true", help=tiny)
     out.add_argument("--dir", type=Path, default=Path(), help="where to write; removed afterwards (default: here)")
+    out.add_argument("--json", type=Path, help="also write all figures to this file")
+    out.add_argument("--svg", type=Path, help="also draw them (needs matplotlib)")
+    return out
+
+
+def parser(prog: str, doc: str | None, *, gib: float = 5.0, runs: int = 5) -> argparse.ArgumentParser:
+    """The options of every contest; the default for ``--gib`` and ``--runs`` is the program's own."""
+    out = bare_parser(prog, doc, tiny="a run of seconds that checks results, not speed")
     out.add_argument("--runs", type=int, default=runs, help=f"rounds; medians are reported (default: {runs})")
     out.add_argument("--gib", type=float, default=gib, help=f"size of the state (default: {gib:g})")
     out.add_argument("--alone", action="store_true", help="without the peers")
-    out.add_argument("--json", type=Path, help="also write all figures to this file")
-    out.add_argument("--svg", type=Path, help="also draw the medians (needs matplotlib)")
     return out
 
 

@@ -9,6 +9,7 @@ ranges do not overlap; and the cache holds at most two pages per range that fsyn
 from __future__ import annotations
 
 import errno
+import logging
 import mmap
 import os
 import threading
@@ -25,6 +26,8 @@ ALIGN_NBYTES = 4096
 """A multiple of the logical block size of every disk in use, and the size of a page."""
 DIRECT_MIN_NBYTES = 64 << 10
 """Below this the page cache is faster."""
+
+_log = logging.getLogger(__name__)
 
 _BOUNCE_NBYTES = 1 << 20
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
@@ -99,7 +102,12 @@ class OpenFile:
             if self._closing and not self._users:
                 fds, self._fds = self._fds, []
         for fd in fds:
-            os.close(fd)
+            try:
+                os.close(fd)
+            except (
+                OSError
+            ) as error:  # Linux has let go of it all the same, and what had to be durable was fsynced before
+                _log.warning("closing a file failed: %s", error)
 
 
 def is_deleted(fd: int) -> bool:

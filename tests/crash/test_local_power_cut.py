@@ -10,67 +10,22 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import shutil
-import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from support.disks import Disk, new_disk, run
 
 from holdfast.drivers.local import LocalDriver
 from holdfast.errors import StorageError
 
 
-def run(*command: str | Path) -> None:
-    """Run a program, and fail with what it says."""
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=60, check=False)
-    if done.returncode:
-        raise OSError(f"{command[0]}: {done.stderr.strip() or done.stdout.strip()}")
-
-
-@dataclass
-class Disk:
-    """A file system whose power can be cut."""
-
-    image: Path
-    folder: Path
-
-    def mount(self) -> None:
-        """Attach and mount it; raises OSError where that cannot be done here."""
-        run("mount", "-o", "loop", self.image, self.folder)
-
-    def unmount(self) -> None:
-        """Unmount and detach it; nothing may be open there."""
-        run("umount", self.folder)
-
-    def cut_power(self) -> None:
-        """From now on nothing reaches the disk, not even what is on its way."""
-        run("xfs_io", "-x", "-c", "shutdown", self.folder)
-
-
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Disk]:
     """64 MiB of ext4, mounted."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount")
-    for program in ("mkfs.ext4", "xfs_io"):
-        if not shutil.which(program):
-            pytest.skip(f"{program} is not installed")
-    disk = Disk(tmp_path / "image", tmp_path / "mounted")
-    disk.folder.mkdir()
-    with disk.image.open("wb") as file:
-        file.truncate(64 << 20)
-    run("mkfs.ext4", "-q", disk.image)
-    try:
-        disk.mount()
-    except OSError as error:
-        pytest.skip(f"cannot mount a file here: {error}")
-    try:
+    with new_disk("ext4", tmp_path).mounted() as disk:
         yield disk
-    finally:
-        run("umount", "--lazy", disk.folder)  # whatever a failed test may have left open there
 
 
 CONTENT = {"small": b"content" * 100, "large": random.Random(1).randbytes((3 << 20) + 5)}

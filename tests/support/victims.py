@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import signal
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+from .bits import difference
 from .gang import PRELOAD
+from .syscalls import tapped
 
-__all__ = ["copy_and_die_at", "save_against_others", "save_and_die_at", "save_until_killed", "spawned", "state_of_step"]
-
-SYSTEM_CALLS = (
-    "fsync", "ftruncate", "link", "mkdir", "open", "posix_fallocate", "pwrite", "pwritev", "rename", "replace", "rmdir", "unlink", "write",
-)  # fmt: skip
+__all__ = [
+    "copy_and_die_at",
+    "load_here",
+    "save_against_others",
+    "save_and_die_at",
+    "save_as_rank",
+    "save_here",
+    "save_until_killed",
+    "save_with_file_limits",
+    "spawned",
+    "state_of_step",
+]
 
 
 def state_of_step(step: int) -> dict[str, Any]:
@@ -40,6 +49,20 @@ def spawned(target: Callable[..., None], *args: Any) -> tuple[Any, Connection]:
     return process, ours
 
 
+def save_here(uri: str, step: int) -> None:
+    """One save, for a process that does nothing else."""
+    import holdfast
+
+    holdfast.save(uri, state_of_step(step), budget_nbytes=32 << 20)
+
+
+def load_here(uri: str) -> str:
+    """One load of step 1, likewise; return how it differs."""
+    import holdfast
+
+    return difference(state_of_step(1), holdfast.load(uri)) or "as saved"
+
+
 def save_until_killed(pipe: Connection, uri: str, step: int) -> None:
     """Save one step after the other; say before each that it begins, and after each that it is committed."""
     import holdfast
@@ -60,6 +83,17 @@ def save_and_die_at(pipe: Connection, uri: str, step: int, at: int) -> None:
     pipe.send(count())
 
 
+def save_as_rank(uri: str, step: int, victim: int, at: int, deadline_s: float) -> int:
+    """For every rank of a gang: save together; ``victim`` dies before its ``at``-th system call. How many there were."""
+    import torch.distributed as dist
+
+    import holdfast
+
+    count = count_calls(at if dist.get_rank() == victim else 0)
+    holdfast.save(uri, state_of_step(step), budget_nbytes=32 << 20, deadline_s=deadline_s)
+    return count()
+
+
 def copy_and_die_at(pipe: Connection, src: str, dst: str, at: int) -> None:
     """Copy over what is there, and die before the ``at``-th system call that changes the file system. Say if that never
     came."""
@@ -73,22 +107,41 @@ def copy_and_die_at(pipe: Connection, src: str, dst: str, at: int) -> None:
 def count_calls(at: int) -> Callable[[], int]:
     """From now on this process dies before its ``at``-th system call that changes the file system. Returns what tells how
     many there were."""
-    count, lock = 0, threading.Lock()
+    seen = 0
 
-    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal count
-            with lock:
-                count += 1
-                if count == at:
-                    os.kill(os.getpid(), signal.SIGKILL)
-            return function(*args, **kwargs)
+    def before(number: int, label: str) -> None:
+        nonlocal seen
+        seen = number
+        if number == at:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-        return call
+    tap = tapped(before)
+    tap.__enter__()  # until this process ends
 
-    for name in SYSTEM_CALLS:
-        setattr(os, name, counted(getattr(os, name)))
-    return lambda: count
+    def count() -> int:
+        assert tap is not None  # it is kept: it would be taken away with its last reference
+        return seen
+
+    return count
+
+
+def save_with_file_limits(pipe: Connection, uri: str, step: int, limits: Sequence[int]) -> None:
+    """Save once per limit of the size of files. Say per save which step is there then, and what was raised."""
+    import holdfast
+
+    outcomes = []
+    for limit in limits:
+        error = None
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        try:
+            holdfast.save(uri, state_of_step(step), budget_nbytes=32 << 20)
+        except holdfast.HoldfastError as caught:
+            error = caught
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        outcomes.append((holdfast.load(uri)["step"], error))
+        if error is None:
+            holdfast.save(uri, state_of_step(step - 1))
+    pipe.send(outcomes)
 
 
 def save_against_others(pipe: Connection, uri: str, first: int, saves: int) -> None:

@@ -234,6 +234,33 @@ async def test_what_cannot_be_removed_is_reported(
     assert left in caplog.text
 
 
+@asynchronous
+async def test_a_close_that_fails_undoes_nothing(
+    driver: LocalDriver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was fsynced is durable: put and commit succeed, abort raises nothing, and all descriptors are let go of."""
+    close = os.close
+
+    def failing(fd: int) -> None:
+        is_file = stat.S_ISREG(os.fstat(fd).st_mode)
+        close(fd)
+        if is_file:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "close", failing)
+    await driver.put("x", b"content")
+    await upload(driver, "y", 300_001)
+    dropped = await driver.create("z", 300_001)
+    await dropped.abort()
+    await driver.read("x", 0, memoryview(bytearray(7)))
+    await driver.close()
+    monkeypatch.undo()
+    assert "closing a file failed" in caplog.text
+    after = LocalDriver(Path(driver.uri.removeprefix("file://")))
+    assert await keys(after) == ["x", "y"]
+    await after.close()
+
+
 # Which error is which
 
 KINDS = {

@@ -1,0 +1,108 @@
+"""What a process takes of its machine while it works, as curves over time; and whether they are flat.
+
+A leak is a curve that rises for as long as the work goes on. So, after a warm-up, the median of the second half is held
+against that of the first: one high moment changes neither.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .machine import trim_heap
+from .report import Target
+
+__all__ = ["Curve", "Probe", "draw", "process_curves"]
+
+WARM_UP = 0.2
+"""The part of a run, from its beginning, in which pools fill and caches get warm."""
+MIB = 1 << 20
+
+
+@dataclass
+class Curve:
+    """One quantity over time. ``slack`` and ``slack_share`` (of the first half's median): how far it may rise."""
+
+    name: str
+    unit: str
+    slack: float
+    slack_share: float = 0.0
+    values: list[float] = field(default_factory=list)
+
+    @property
+    def halves(self) -> tuple[float, float]:
+        """The medians of the two halves of what follows the warm-up. Two values at least are needed."""
+        rest = self.values[min(int(len(self.values) * WARM_UP), len(self.values) - 2) :]
+        middle = len(rest) // 2
+        return statistics.median(rest[:middle]), statistics.median(rest[middle:])
+
+    def target(self) -> Target:
+        """Flat, or not."""
+        first, second = self.halves
+        bound = max(self.slack, self.slack_share * first)
+        return Target(f"rise of {self.name}, {self.unit}", second - first, bound, at_least=False)
+
+    def row(self) -> list[str]:
+        """Name, medians of the halves, least and most."""
+        return [self.name, *(f"{x:,.1f}" for x in (*self.halves, min(self.values), max(self.values)))]
+
+
+@dataclass
+class Probe:
+    """Takes one value per curve at a time. ``sources`` give them, in the order of ``curves``."""
+
+    curves: Sequence[Curve]
+    sources: Sequence[Callable[[], float]]
+    at_s: list[float] = field(default_factory=list)
+    began_s: float = field(default_factory=time.monotonic)
+
+    def look(self) -> None:
+        """One more value of each. What is garbage already, and what the C library keeps of freed memory, is not counted."""
+        gc.collect()
+        trim_heap()
+        self.at_s.append(time.monotonic() - self.began_s)
+        for curve, source in zip(self.curves, self.sources, strict=True):
+            curve.values.append(source())
+
+
+def process_curves() -> tuple[list[Curve], list[Callable[[], float]]]:
+    """Memory, handles and threads of this process, and what tells them."""
+    curves = [
+        Curve("resident memory", "MiB", 32, 0.1),
+        Curve("open handles", "", 3),
+        Curve("threads", "", 3),
+    ]
+    return curves, [_resident_mib, lambda: _entries("fd"), lambda: _entries("task")]
+
+
+def _resident_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / MIB
+
+
+def _entries(folder: str) -> float:
+    return len(os.listdir(f"/proc/self/{folder}"))
+
+
+def draw(title: str, at_s: Sequence[float], curves: Sequence[Curve], file: Path) -> None:
+    """One strip per curve, one below the other. Needs matplotlib."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    from matplotlib import pyplot as plt
+
+    figure, strips = plt.subplots(len(curves), figsize=(7, 1.3 * len(curves) + 0.6), sharex=True, layout="constrained")
+    for axes, curve in zip(strips, curves, strict=True):
+        axes.plot([at / 60 for at in at_s], curve.values, color="tab:green", linewidth=0.8)
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel(curve.unit)
+        axes.set_title(curve.name, fontsize="small", loc="left")
+    strips[-1].set_xlabel("minutes")
+    figure.suptitle(title, fontsize="medium")
+    figure.savefig(file)
+    plt.close(figure)

@@ -1,0 +1,63 @@
+"""Every disk that a power cut could leave of a save: replayed from what the file system wrote to its device, and flushed.
+
+What was written since the last flush is lost, or there, or partly there: some writes of it, or some sectors. On each such
+disk there is exactly one checkpoint, whole. HOLDFAST_TEST_CRASH_POINTS=all replays every write.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+from support.aftermath import check, check_next_save, some
+from support.blockdevice import crash_disks, new_block_device, records
+from support.disks import Disk
+from support.syscalls import tapped
+from support.victims import state_of_step
+
+import holdfast
+
+COMMIT = "rename manifest.safetensors"
+POINTS = 8
+SAVE_AGAIN_EVERY = 8
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", ["ext4", "xfs"])
+def test_every_disk_that_a_power_cut_leaves_holds_one_whole_checkpoint(kind: str, tmp_path: Path, seed: int) -> None:
+    """The old one if the commit had not begun, the new one if the save had returned, else either; and a save works there."""
+    committing = 0
+    with new_block_device(kind, tmp_path) as device:
+        uri = device.disk.folder / "run" / "c"
+        holdfast.save(uri, state_of_step(1))
+        begin = device.position
+
+        def before(number: int, label: str) -> None:
+            nonlocal committing
+            if label == COMMIT:
+                committing = device.position
+
+        with tapped(before):
+            holdfast.save(uri, state_of_step(2), budget_nbytes=32 << 20)
+        returned = device.position
+        log = records(device.log)
+    assert begin < committing < returned
+    first = sum(r.position <= begin for r in log)
+    points = some(range(first, len(log) + 1), POINTS, seed)
+    found: set[int] = set()
+    folder = tmp_path / "replayed"
+    folder.mkdir()
+    for n, (point, how, image) in enumerate(crash_disks(tmp_path / "before.image", log, points, folder, Random(seed))):
+        position = log[point - 1].position
+        allowed = {2} if position >= returned else {1} if position <= committing else {1, 2}
+        with Disk(image, folder / "mounted").mounted() as disk:
+            uri = disk.folder / "run" / "c"
+            try:
+                found.add(check(uri, allowed))
+                if n % SAVE_AGAIN_EVERY == 0:
+                    check_next_save(uri, 3)
+            except BaseException as error:
+                error.add_note(f"{kind}: {how} of what was not flushed after record {point} of {first}..{len(log)}")
+                raise
+    assert found == {1, 2}

@@ -1,0 +1,123 @@
+"""A disk that is full in the middle of a save: FullError with advice, the checkpoint untouched, and the next save cleans up.
+
+Room ends at every region of what a save writes: in an image, its checksums, the small files, the manifest.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.aftermath import check, check_next_save, some
+from support.disks import new_disk, run, tmpfs
+from support.victims import save_with_file_limits, spawned, state_of_step
+
+import holdfast
+
+WAIT_S = 120.0
+POINTS = 8
+ROOM_NBYTES = 3 << 20
+
+
+def save_nbytes(uri: Path) -> int:
+    """Bytes on disk of a checkpoint."""
+    return sum(path.stat().st_blocks * 512 for path in uri.rglob("*"))
+
+
+def explore(uri: Path, leave: Callable[[int], None], seed: int, step_nbytes: int, spare_nbytes: int) -> dict[int, bool]:
+    """For one size of room after the other, from none to enough for a second checkpoint and what the file system needs for
+    itself: save, and say if it went well.
+
+    ``leave`` leaves so many bytes free; -1 makes room."""
+    holdfast.save(uri, state_of_step(1))
+    check_next_save(uri, 1)
+    most, outcome = save_nbytes(uri) + spare_nbytes, {}
+    for free in some(range(0, most, step_nbytes), POINTS, seed):
+        leave(free)
+        try:
+            holdfast.save(uri, state_of_step(2), budget_nbytes=32 << 20)
+        except holdfast.FullError as error:
+            assert "Free some space" in str(error)
+            outcome[free] = False
+            check(uri, {1})
+        else:
+            outcome[free] = True
+            check(uri, {2})
+        leave(-1)
+        check_next_save(uri, 1)
+    return outcome
+
+
+def full_then_not(outcome: dict[int, bool]) -> bool:
+    """Failures first, and then successes: both."""
+    return list(outcome.values()) == sorted(outcome.values()) and set(outcome.values()) == {False, True}
+
+
+@pytest.mark.timeout(900)
+def test_memory_runs_out_at_any_byte(tmp_path: Path, seed: int) -> None:
+    """A tmpfs with room for the old checkpoint and so many bytes more."""
+    with tmpfs(tmp_path / "small", ROOM_NBYTES) as folder:
+        uri = folder / "c"
+
+        def leave(free: int) -> None:
+            found = os.statvfs(folder)
+            used = (found.f_blocks - found.f_bfree) * found.f_frsize
+            run("mount", "-o", f"remount,size={used + free if free >= 0 else ROOM_NBYTES}", folder)
+
+        assert full_then_not(explore(uri, leave, seed, 4096, 64 << 10))
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("kind", "nbytes"), [("ext4", 16 << 20), ("xfs", 300 << 20)])
+def test_a_disk_runs_full_at_any_byte(kind: str, nbytes: int, tmp_path: Path, seed: int) -> None:
+    """A disk on which something else takes all but so many bytes. What cannot be written, cannot be made durable, or cannot
+    get its name for want of room, is a FullError all the same."""
+    with new_disk(kind, tmp_path, nbytes).mounted() as disk:
+        uri, other = disk.folder / "c", disk.folder / "other"
+
+        def leave(free: int) -> None:
+            other.unlink(missing_ok=True)
+            if free >= 0:
+                run("sync", "-f", disk.folder)
+                room = os.statvfs(disk.folder)
+                with other.open("wb") as file:
+                    os.posix_fallocate(file.fileno(), 0, max(1, room.f_bavail * room.f_frsize - free))
+            run("sync", "-f", disk.folder)
+
+        outcome = explore(uri, leave, seed, 16384, 3 << 20)
+        assert set(outcome.values()) == {False, True}
+
+
+@pytest.mark.timeout(300)
+def test_a_limit_of_file_size_is_met_at_any_byte(tmp_path: Path, seed: int) -> None:
+    """``ulimit -f``: also where it cuts a write in two."""
+    uri = tmp_path / "c"
+    holdfast.save(uri, state_of_step(1))
+    largest = max(path.stat().st_size for path in uri.rglob("*"))
+    limits = some(range(0, largest + 4096, 1021), POINTS, seed)
+    process, pipe = spawned(save_with_file_limits, str(uri), 2, limits)
+    assert pipe.poll(WAIT_S)
+    outcomes = pipe.recv()
+    process.join(WAIT_S)
+    assert [type(error) for _, error in outcomes[:-2]] == [holdfast.FullError] * (len(limits) - 2)
+    assert all("ulimit -f" in str(error) for _, error in outcomes if error is not None)
+    assert all(step == (1 if error else 2) for step, error in outcomes)
+    check(uri, {outcomes[-1][0]})
+    check_next_save(uri, 3)
+
+
+def test_no_inode_is_left(tmp_path: Path) -> None:
+    """There is room, but not for another file: likewise."""
+    with tmpfs(tmp_path / "small", ROOM_NBYTES) as folder:
+        uri = folder / "c"
+        holdfast.save(uri, state_of_step(1))
+        found = os.statvfs(folder)
+        for spare in range(6):
+            run("mount", "-o", f"remount,nr_inodes={found.f_files - found.f_ffree + spare}", folder)
+            with pytest.raises(holdfast.FullError, match="inodes"):
+                holdfast.save(uri, state_of_step(2))
+            check(uri, {1})
+            run("mount", "-o", "remount,nr_inodes=1000", folder)
+        check_next_save(uri, 3)

@@ -1,0 +1,68 @@
+"""A power cut in the middle of a save over another checkpoint: afterwards there is exactly one, whole, and the next save works.
+
+The cut comes before a system call that changes the file system, at any of them. HOLDFAST_TEST_CRASH_POINTS=all tries all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.aftermath import check, check_next_save, some
+from support.disks import Disk, new_disk
+from support.syscalls import tapped
+from support.victims import state_of_step
+
+import holdfast
+
+COMMIT = "rename manifest.safetensors"
+POINTS = 8
+
+
+@pytest.fixture(params=["ext4", "xfs"])
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
+    """A file system of this kind, mounted."""
+    with new_disk(request.param, tmp_path).mounted() as disk:
+        yield disk
+
+
+def save_until_cut(disk: Disk, uri: Path, step: int, at: int) -> tuple[list[str], bool]:
+    """Save, and cut the power before the ``at``-th system call. Return the calls until then, and whether the save says that
+    it went well."""
+    seen: list[str] = []
+
+    def before(number: int, label: str) -> None:
+        if number <= at:
+            seen.append(label)
+        if number == at:
+            seen.pop()
+            disk.cut_power()
+
+    with tapped(before):
+        try:
+            holdfast.save(uri, state_of_step(step), budget_nbytes=32 << 20)
+        except holdfast.HoldfastError:
+            return seen, False
+    return seen, True
+
+
+@pytest.mark.timeout(1800)
+def test_after_a_power_cut_the_old_checkpoint_is_there_or_the_new_one(disk: Disk, seed: int) -> None:
+    """The old one before the commit begins, the new one once the save has returned; and the next save leaves nothing else."""
+    uri = disk.folder / "run" / "c"
+    holdfast.save(uri, state_of_step(1))
+    calls, well = save_until_cut(disk, uri, 2, at=1 << 30)
+    assert well
+    assert COMMIT in calls
+    found, expected = {}, {}
+    for at in some(range(1, len(calls) + 3), POINTS, seed):
+        old, new = 1000 + at, 2000 + at
+        check_next_save(uri, old)
+        before, well = save_until_cut(disk, uri, new, at)
+        disk.restart()
+        found[at] = "new" if check(uri, {old, new}) == new else "old"
+        expected[at] = "new" if well else found[at] if COMMIT in before else "old"
+        check_next_save(uri, 3000 + at)
+    assert found == expected
+    assert set(found.values()) == {"old", "new"}

@@ -1,0 +1,117 @@
+"""File systems of a test's own, in a file: whose power can be cut, whose room ends."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import struct
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+__all__ = ["Disk", "needed", "new_disk", "run", "tmpfs"]
+
+FS_IOC_SHUTDOWN, NO_LOG_FLUSH = 0x8004587D, 2
+SIZE_NBYTES = {"ext4": 64 << 20, "xfs": 300 << 20}  # xfs refuses less; files are sparse
+MAKE = {
+    "ext4": ["mkfs.ext4", "-q", "-E", "lazy_itable_init=0,lazy_journal_init=0"],
+    "xfs": ["mkfs.xfs", "-q"],
+}
+
+
+def run(*command: str | Path) -> str:
+    """What a program says. Raises OSError, with its complaint, if it fails."""
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode:
+        raise OSError(f"{command[0]}: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout.strip()
+
+
+def needed(*programs: str) -> None:
+    """Skip the test unless it runs as root and has these programs."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount")
+    for program in programs:
+        if not shutil.which(program):
+            pytest.skip(f"{program} is not installed")
+
+
+@dataclass
+class Disk:
+    """A file system whose power can be cut. ``image``: a file, or a block device."""
+
+    image: Path
+    folder: Path
+
+    def mount(self) -> None:
+        """Attach and mount it; raises OSError where that cannot be done here."""
+        run("mount", *(() if self.image.is_block_device() else ("-o", "loop")), self.image, self.folder)
+
+    def unmount(self) -> None:
+        """Unmount and detach it; nothing may stay open there. (A save closes its files a moment after it has returned.)"""
+        deadline_s = time.monotonic() + 20
+        while True:
+            try:
+                run("umount", self.folder)
+                return
+            except OSError as error:
+                if "busy" not in str(error) or time.monotonic() > deadline_s:
+                    raise
+                time.sleep(0.005)
+
+    def cut_power(self) -> None:
+        """From now on nothing reaches the disk, not even what is on its way."""
+        fd = os.open(self.folder, os.O_RDONLY)
+        try:
+            fcntl.ioctl(fd, FS_IOC_SHUTDOWN, struct.pack("I", NO_LOG_FLUSH))
+        finally:
+            os.close(fd)
+
+    def restart(self) -> None:
+        """Mount it again, as after a power cut: what is in no journal and on no disk is gone."""
+        self.unmount()
+        self.mount()
+
+    @contextlib.contextmanager
+    def mounted(self) -> Iterator[Disk]:
+        """Mounted for the length of a ``with`` block, whatever happens in it. Skips the test where nothing can be."""
+        self.folder.mkdir(exist_ok=True)
+        try:
+            self.mount()
+        except OSError as error:
+            pytest.skip(f"cannot mount a file here: {error}")
+        try:
+            yield self
+        finally:
+            run("umount", "--lazy", self.folder)  # whatever a failed test may have left open there
+
+
+def new_disk(kind: str, folder: Path, nbytes: int | None = None) -> Disk:
+    """A fresh file system in ``folder``, not mounted yet. Skips the test where it cannot be made."""
+    needed(MAKE[kind][0])
+    disk = Disk(folder / f"{kind}.image", folder / kind)
+    with disk.image.open("wb") as file:
+        file.truncate(nbytes or SIZE_NBYTES[kind])
+    run(*MAKE[kind], disk.image)
+    return disk
+
+
+@contextlib.contextmanager
+def tmpfs(folder: Path, nbytes: int) -> Iterator[Path]:
+    """A file system in memory, of that size. Skips the test where none can be mounted."""
+    needed()
+    folder.mkdir()
+    try:
+        run("mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", folder)
+    except OSError as error:
+        pytest.skip(f"cannot mount a tmpfs here: {error}")
+    try:
+        yield folder
+    finally:
+        run("umount", "--lazy", folder)
