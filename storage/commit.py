@@ -84,7 +84,7 @@ CLAIM, SENTENCE = b"", b"abort"
 GRACE_S = 3600.0
 """Longer than any put of a manifest may take."""
 CLEAN_UP_S = 30.0
-"""How long a save that failed tries to remove what it has written."""
+"""How long a save that failed tries to remove what it has written, and one that begins to sweep up after others."""
 IDLE_S = 24 * 3600.0
 """Without a new file for this long, an attempt is dead: where there is no better way to tell."""
 
@@ -139,7 +139,7 @@ async def begin(driver: Driver) -> Attempt:
     attempt = await _announce(driver)
     try:
         await _collect_others(driver, attempt)
-        await sweep(driver)
+        await sweep(driver, CLEAN_UP_S)
     except BaseException:
         await give_up(driver, attempt)
         raise
@@ -157,7 +157,7 @@ async def begin_copy(driver: Driver, of: str) -> tuple[Attempt, bool]:
         former = await _former(driver, probe, of)
         attempt = former or await _announce(driver, {"copy_of": of})
         await _collect_others(driver, probe, spare=attempt)
-        await sweep(driver)
+        await sweep(driver, CLEAN_UP_S)
     finally:
         await delete_attempt(driver, probe)
     return attempt, former is not None
@@ -255,13 +255,16 @@ async def _copied(driver: Driver, attempt: Attempt) -> str | None:
     return of if isinstance(of, str) else None
 
 
-async def sweep(driver: Driver) -> None:
-    """Collect what killed savers left unfinished. Does not raise."""
+async def sweep(driver: Driver, limit_s: float | None = None) -> None:
+    """Collect what killed savers left unfinished; for so long, where whoever waits is to get on. Does not raise."""
     try:
-        await driver.sweep("data")
-        await driver.sweep(MANIFEST_KEY)
+        async with asyncio.timeout(limit_s):
+            await driver.sweep("data")
+            await driver.sweep(MANIFEST_KEY)
     except StorageError as error:
         _log.warning("unfinished files stay until the next save: %s", error)
+    except TimeoutError:
+        _log.warning("unfinished files stay until the next save: %s s were not enough", limit_s)
 
 
 async def still_there(driver: Driver, attempt: Attempt) -> ObjectInfo:

@@ -1,12 +1,26 @@
-"""obstore's threads, one set for the process. They do not survive a fork, and what needs them in the child would hang."""
+"""obstore's threads, one set for the process. They do not survive a fork, and what needs them in the child would hang.
+
+Nor may the interpreter end while one of them waits for its lock: such a thread is made to unwind, Rust does not let it, and
+the process, whose work is done, dies of SIGABRT. A thread waits for the lock a moment longer than whoever awaited its result
+needs to go on, on a busy machine much longer. So the end of the process waits for them.
+"""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
+import time
+from pathlib import Path
 
 from ...errors import StorageError
 
-__all__ = ["use"]
+__all__ = ["settle", "use"]
+
+_NAME = "tokio-runtime-w"  # the kernel keeps 15 letters
+_SETTLE_S = 5.0
+_LOOK_S = 0.005
+_TASKS = Path("/proc/self/task")
 
 _pid: int | None = None
 
@@ -19,9 +33,33 @@ def use(uri: str) -> None:
     global _pid  # noqa: PLW0603 - as global as the threads are
     if _pid is None:
         _pid = os.getpid()
+        atexit.register(settle)
     if _pid != os.getpid():
         raise StorageError(
             "object stores cannot be used in a process forked from one that used them",
             uri=uri,
             advice='Start processes with the method "spawn" or "forkserver", or fork before the first use.',
         )
+
+
+def settle() -> None:
+    """Leave the interpreter's lock to obstore's threads until none of them wants it; for a few seconds at most.
+
+    Whoever waited for the lock can run as soon as this sleeps. So when all of them sleep after that, twice, none waits.
+    Where there is no /proc it sleeps for a moment.
+    """
+    if _pid != os.getpid():
+        return
+    deadline_s, asleep = time.monotonic() + _SETTLE_S, 0
+    while asleep < 2 and time.monotonic() < deadline_s:
+        time.sleep(_LOOK_S if _TASKS.is_dir() else 20 * _LOOK_S)
+        asleep = asleep + 1 if _all_sleep() else 0
+
+
+def _all_sleep() -> bool:
+    for task in _TASKS.glob("*"):
+        with contextlib.suppress(OSError):  # it has ended
+            name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
+            if name == _NAME and rest.split()[0] in "RD":
+                return False
+    return True

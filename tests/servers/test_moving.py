@@ -123,6 +123,30 @@ def test_a_copy_that_is_killed_again_and_again_arrives(server: str, tmp_path: Pa
         assert c.verify().ok
 
 
+def test_a_copy_that_is_killed_while_it_commits_leaves_an_attempt_for_an_hour(
+    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has claimed its fate, and might still be about to put the manifest, for all that others can know. The next copy does
+    not go on with it, and spares it; once its time is over whoever writes there next collects it."""
+    src = source(tmp_path, 1 << 20)
+    dies = "import os, sys, holdfast, holdfast.storage.commit as c; c._see_all = lambda *_: os.kill(os.getpid(), 9); "
+    done = subprocess.run(
+        [sys.executable, "-c", dies + "holdfast.copy(*sys.argv[1:])", src, server], timeout=100, check=False
+    )
+    assert done.returncode == -9
+
+    def attempts() -> set[str]:
+        return {key.split("/")[1] for key in keys(server) if key.startswith("data/")}
+
+    (killed,) = attempts()
+    holdfast.copy(src, server)
+    assert len(attempts()) == 2
+    assert killed in attempts()
+    monkeypatch.setattr("holdfast.storage.commit.GRACE_S", -3600.0)  # servers' clocks may differ
+    last = holdfast.save(server, {"step": 5}).attempt
+    assert attempts() == {last}
+
+
 def test_checkpoints_are_pruned(server: str) -> None:
     """With all of their files; the others stay whole."""
     for step in (1, 2, 3):

@@ -174,6 +174,19 @@ def test_a_save_that_fails_does_not_wait_for_ever_to_clean_up(monkeypatch: pytes
     assert len(attempts(run(contents(storage)))) == 1
 
 
+def test_a_save_does_not_wait_for_ever_to_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What others left can wait: where sweeping takes long, because storage hangs, the save goes on without."""
+    monkeypatch.setattr(commit, "CLEAN_UP_S", 0.1)
+
+    async def hang(operation: str, key: str) -> None:
+        if operation == "sweep":
+            await asyncio.sleep(3600)
+
+    storage = prepared()
+    run(asyncio.wait_for(save(HookedDriver(storage, before=hang), NEW), 30))
+    assert difference(NEW, run(load(storage))) is None
+
+
 def without_exclusion(storage: MemoryDriver) -> MemoryDriver:
     """The same storage, as one that cannot put exclusively and atomically."""
     storage.traits = replace(storage.traits, exclusive_is_atomic=False)

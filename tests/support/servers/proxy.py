@@ -1,4 +1,7 @@
-"""A TCP proxy that misbehaves when told to: slow, mute, or cutting connections. In threads of this process."""
+"""A proxy that misbehaves when told to: slow, mute, busy, or cutting connections. In threads of this process.
+
+Of TCP, but that it can answer for an HTTP server that asks for patience.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from dataclasses import dataclass
 __all__ = ["FaultProxy", "Faults"]
 
 _PIECE_NBYTES = 64 << 10
+_BUSY = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+_BUSY_HEAD = b"HTTP/1.1 503 Slow Down\r\nRetry-After: 1\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(_BUSY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,13 @@ class FaultProxy:
         self.faults = Faults()
         self.cuts = 0
         """Connections that were cut so far."""
+        self.busy = 0
+        """So many connections more are answered with 503, whatever they ask."""
+        self.stall_s = 0.0
+        """The next answer is held back for so long, once."""
+        self.open = self.most_open = 0
+        """Connections of clients, now and at most so far."""
+        self._lock = threading.Lock()
         self._upstream = upstream
         self._server = socket.create_server(("127.0.0.1", 0))
         self._sockets: set[socket.socket] = set()
@@ -76,6 +88,10 @@ class FaultProxy:
             if self.faults.refuse:
                 self._cut(client)
                 continue
+            if self.busy:
+                self.busy -= 1
+                self._start(self._refuse, client)
+                continue
             try:
                 server = socket.create_connection(self._upstream, 5)
             except OSError:
@@ -87,13 +103,46 @@ class FaultProxy:
             self._start(self._pump, client, server, True)
             self._start(self._pump, server, client, False)
 
+    def _refuse(self, client: socket.socket) -> None:
+        """Let it say what it wants, then send it away."""
+        client.settimeout(0.2)
+        try:
+            while client.recv(_PIECE_NBYTES):
+                pass
+        except TimeoutError:
+            client.sendall(_BUSY_HEAD + _BUSY)
+        except OSError:
+            pass
+        client.close()
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            self.open += change
+            self.most_open = max(self.open, self.most_open)
+
+    def _stall(self) -> float:
+        with self._lock:
+            stall_s, self.stall_s = self.stall_s, 0.0
+        return stall_s
+
     def _pump(self, source: socket.socket, sink: socket.socket, up: bool) -> None:
+        self._count(up)
+        try:
+            self._pass_on(source, sink, up)
+        finally:
+            self._count(-up)
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket, up: bool) -> None:
         passed = 0
         try:
             while piece := source.recv(_PIECE_NBYTES):
                 passed += len(piece)
                 faults = self.faults
                 while self.faults.mute and not self._closed:
+                    time.sleep(0.02)
+                stalled_s = 0.0 if up else self._stall()
+                until_s = time.monotonic() + stalled_s
+                while time.monotonic() < until_s and not self._closed:
                     time.sleep(0.02)
                 if up and faults.up_nbytes_per_s:
                     time.sleep(len(piece) / faults.up_nbytes_per_s)
