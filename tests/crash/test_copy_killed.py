@@ -101,7 +101,7 @@ def test_a_copy_killed_again_and_again_arrives(tmp_path: Path, seed: int) -> Non
     assert there(dst) == "new"
     assert kills > 0
     if out and reached_nbytes:
-        assert "of it were there" in out
+        assert "of it were there" in out or "nothing to send" in out  # killed between the last image and the commit
     holdfast.copy(src, dst, overwrite=True)
     assert list(dst.rglob("*.tmp")) == []
     assert len(list((dst / "data").iterdir())) == 1
