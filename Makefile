@@ -12,6 +12,8 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 PIP   := $(BIN)/pip install -qq --no-build-isolation -c constraints.txt
 MYPY_ARGS := --config-file holdfast/pyproject.toml --cache-dir ../../.mypy_cache
+# Processes that share the tests, file by file; 0: none, the tests run in pytest itself.
+JOBS  ?= 2
 TORCH := $(shell grep '^torch==' constraints.txt)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
@@ -33,7 +35,7 @@ demo: $(READY)  ## see it work: make demo [URI=s3://bucket/run | SERVER=s3|hdfs]
 # `pytest`, not `python -m pytest`: the latter would put this folder on the path, and every room would be there twice,
 # as holdfast.planner and as planner.
 test: $(READY)  ## run every test but the drills; skips are listed with their reasons
-	@$(BIN)/pytest $(TEST_ARGS)
+	@$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
 
 properties: $(READY)  ## property tests, with other examples each time, and more: make properties [EFFORT=20]
 	@HOLDFAST_TEST_EFFORT=$(or $(EFFORT),20) $(BIN)/pytest tests/property --timeout 7200 -o faulthandler_timeout=14400 $(TEST_ARGS)
