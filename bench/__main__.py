@@ -16,7 +16,7 @@ from .report import Report, Series, Target, markdown
 
 __all__: list[str] = []
 
-PROGRAMS = ("limits", "save", "load", "stall", "ranks", "reshard", "small", "memory")
+PROGRAMS = ("limits", "save", "load", "stall", "lazy", "ranks", "reshard", "small", "memory")
 OWN_SIZE = ("reshard", "small", "memory")
 """Programs that know their size themselves; --gib is for the others."""
 

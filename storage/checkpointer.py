@@ -24,7 +24,7 @@ from .agreement import Agreement
 from .api import BUDGET_NBYTES, DEADLINE_S
 from .begin import Lazy, UriLike, begin_save
 from .cadence import cadence_of
-from .capture.lazy import fence
+from .capture.lazy import fence, hook_optimizers
 from .engine import start
 from .handle import SaveHandle
 from .ledger import Counters, Ledger
@@ -102,6 +102,8 @@ class Checkpointer:
         self._last: int | None = None  # the step that was last to be saved, or that training goes on from
         self._stop_at: int | None = None
         self._closed = False
+        if lazy:
+            hook_optimizers()
         self._preemption = None if grace_s is None else Preemption(grace_s)
         if self._preemption is not None:
             self._preemption.install()

@@ -27,7 +27,7 @@ from .device import Queued, beside, devices_of
 from .fingerprint import fingerprint
 from .state import FlatState
 
-__all__ = ["LazyCapture", "fence"]
+__all__ = ["LazyCapture", "fence", "hook_optimizers"]
 
 SMALL_NBYTES = 64 << 10
 """A tensor of unknown use up to this size is copied at the call."""
@@ -61,7 +61,7 @@ class LazyCapture:
         if prove:
             Queued.now(devices_of(flat.locals)).wait()
         self._digests = self._digested() if prove else {}
-        _hook_optimizers()
+        hook_optimizers()
         _under_way[id(self)] = self
 
     def check(self, rows: Iterable[int]) -> None:
@@ -163,8 +163,9 @@ def _version(tensors: tuple[torch.Tensor, ...]) -> int:
     return sum(tensor._version for tensor in tensors)
 
 
-def _hook_optimizers() -> None:
-    """Once per process: all optimizers, since whichever it is, it may train what is being saved."""
+def hook_optimizers() -> None:
+    """Once per process: all optimizers, since whichever it is, it may train what is being saved. The first lazy save does
+    it; a step that is compiled sees only what is hooked before."""
     global _hooked  # noqa: PLW0603
     if not _hooked:
         _hooked = True
@@ -174,5 +175,7 @@ def _hook_optimizers() -> None:
 def _before_step(*_: object) -> None:
     fence()
 
+
+_before_step._torchdynamo_disable = True  # type: ignore[attr-defined]  # called from compiled code, not compiled into it
 
 os.register_at_fork(after_in_child=_under_way.clear)

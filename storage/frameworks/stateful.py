@@ -64,13 +64,18 @@ class RNGState:
         random.setstate((version, tuple(map(int, words)), gauss))
 
 
+_STATELESS = {type(None), bool, int, float, str, dict, list, tuple}
+_CONTAINERS = (type, torch.Tensor, Mapping, list, tuple)
+
+
 def has_state(value: object) -> bool:
     """Whether ``value`` is an object with a state rather than a container, a tensor or a value."""
-    if isinstance(value, type):
+    if type(value) in _STATELESS or isinstance(value, _CONTAINERS):
         return False
-    return isinstance(value, torch.Generator | np.random.Generator | np.random.RandomState | random.Random) or (
-        isinstance(value, StatefulLike) and not isinstance(value, torch.Tensor | Mapping | list | tuple)
-    )
+    if isinstance(value, torch.Generator | np.random.Generator | np.random.RandomState | random.Random):
+        return True
+    # As isinstance with StatefulLike says, which takes twenty times as long: a trainer waits for every value of its state.
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
 def fills_in_place(value: object) -> bool:

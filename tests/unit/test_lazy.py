@@ -15,7 +15,7 @@ from support.bits import difference, fresh_uri
 from torch import nn
 
 import holdfast
-from holdfast.storage.capture.lazy import LazyCapture
+from holdfast.storage.capture.lazy import LazyCapture, hook_optimizers
 from holdfast.storage.capture.source import ImageSource
 
 
@@ -29,6 +29,7 @@ class Gate:
         self.at_fence = False
 
     def close(self) -> None:
+        self.at_fence = False
         self.open.clear()
         self.reached.clear()
 
@@ -336,3 +337,28 @@ def test_copies_of_optimizers_and_the_hook_go_together(gate: Gate) -> None:
     optim.step()
     twin.step()
     assert len(optim.state) == 6
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # torch's own
+def test_a_compiled_step_waits_too(gate: Gate) -> None:
+    """If it is compiled after the first lazy save, or the making of a Checkpointer: the hook is called, not compiled in."""
+    hook_optimizers()
+    net = Net()
+    optim = torch.optim.AdamW(net.parameters())
+    step = torch.compile(optim.step, backend="eager")
+    for seed in (0, 1):
+        backward(net, seed)
+        step()
+    for seed in (2, 3):
+        expected, uri = snapshot({"net": net, "optim": optim}), fresh_uri()
+        gate.close()
+        handle = holdfast.async_save(uri, {"net": net, "optim": optim}, lazy=True)
+        net.zero_grad()
+        backward(net, seed)
+        gate.open_at_fence()
+        step()
+        assert handle.captured.done()
+        handle.wait(60)
+        found = holdfast.load(uri)
+        assert torch.equal(found["net"]["first.weight"], expected["net"]["first.weight"])
+        assert not torch.equal(found["net"]["first.weight"], net.first.weight)

@@ -1,0 +1,93 @@
+"""Lazy saves of tensors on a CUDA device: beside the trainer's streams, never across them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.planner.image import CHUNK_NBYTES
+from holdfast.storage.buffers import host_pool
+from holdfast.storage.capture.device import Queued, allocate_pinned, beside, devices_of
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+
+CYCLES = 2_000_000_000
+"""Of the device, asleep: about a second."""
+
+
+@pytest.mark.parametrize("kind", [{"foreach": True}, {"fused": True}, {"capturable": True}, {"foreach": False}])
+def test_an_optimizer_on_the_device_waits_for_the_copy(kind, tmp_path):
+    """The save is of the call, whatever the optimizer's kernels."""
+    net = torch.nn.Linear(2000, 2000, device="cuda")
+    optim = torch.optim.AdamW(net.parameters(), **kind)
+    for _ in range(2):
+        net(torch.randn(8, 2000, device="cuda")).square().mean().backward()
+        optim.step()
+    expected = net.weight.detach().clone()
+    handle = holdfast.async_save(tmp_path / "c", {"net": net, "optim": optim}, lazy=True)
+    for _ in range(3):
+        optim.step()
+    handle.wait(60)
+    assert torch.equal(holdfast.load(tmp_path / "c")["net"]["weight"], expected.cpu())
+    assert not torch.equal(net.weight, expected)
+
+
+def test_what_was_queued_before_the_call_is_in_the_save(tmp_path):
+    """On whichever stream the trainer works; the device has not come to it yet."""
+    tensor = torch.zeros(1 << 22, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(CYCLES // 4)
+        tensor.add_(1)
+        handle = holdfast.async_save(tmp_path / "c", {"w": tensor}, lazy=True)
+    handle.wait(60)
+    assert holdfast.load(tmp_path / "c")["w"].eq(1).all()
+
+
+def test_what_is_queued_after_the_call_is_not_waited_for(tmp_path):
+    """The copy is over while the trainer's stream is still at work: it waits for its own stream alone."""
+    tensor = torch.ones(1 << 22, device="cuda")
+    holdfast.save(tmp_path / "warm", {"w": tensor})
+    torch.cuda.synchronize()
+    handle = holdfast.async_save(tmp_path / "c", {"w": tensor}, lazy=True)
+    torch.cuda._sleep(CYCLES * 5)
+    after = torch.cuda.Event()
+    after.record()
+    handle.captured.wait(60)
+    assert not after.query()
+    handle.wait(60)
+    after.synchronize()
+    assert holdfast.load(tmp_path / "c")["w"].eq(1).all()
+
+
+def test_copies_go_into_pinned_memory_that_is_kept(tmp_path):
+    """Straight to their place in the image, and the next save finds it."""
+    tensor = torch.ones(12 << 20, device="cuda")
+    holdfast.release_memory()
+    for _ in range(2):
+        holdfast.async_save(tmp_path / "c", {"w": tensor}).wait(60)
+    kept = host_pool(CHUNK_NBYTES, allocate_pinned)._free
+    assert len(kept) in range(3, 6)
+    assert all(torch.frombuffer(buffer.view, dtype=torch.uint8).is_pinned() for buffer in kept)
+    assert all(buffer.address % 4096 == 0 for buffer in kept)
+    holdfast.release_memory()
+
+
+def test_proof_on_the_device(tmp_path):
+    """Digests of tensors on the device, before and after, agree where nothing was written."""
+    tensor = torch.randn(1 << 24, device="cuda")
+    holdfast.async_save(tmp_path / "c", {"w": tensor}, lazy="prove").wait(60)
+    assert torch.equal(holdfast.load(tmp_path / "c")["w"], tensor.cpu())
+
+
+def test_our_work_is_on_a_stream_of_its_own():
+    """One per device, and not the default one."""
+    devices = devices_of([torch.zeros(3, device="cuda"), torch.zeros(3)])
+    Queued.now(devices).wait()
+    found = []
+    for _ in range(2):
+        with beside(devices):
+            found.append(torch.cuda.current_stream())
+    assert found[0] == found[1] != torch.cuda.default_stream()
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
