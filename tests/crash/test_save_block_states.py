@@ -19,7 +19,7 @@ from support.victims import state_of_step
 import holdfast
 
 COMMIT = "rename manifest.safetensors"
-POINTS = 8
+POINTS = 24
 SAVE_AGAIN_EVERY = 8
 
 
@@ -60,4 +60,5 @@ def test_every_disk_that_a_power_cut_leaves_holds_one_whole_checkpoint(kind: str
             except BaseException as error:
                 error.add_note(f"{kind}: {how} of what was not flushed after record {point} of {first}..{len(log)}")
                 raise
+    print(f"{kind}: {n + 1} crash states, at {len(points)} of {len(log) + 1 - first} points")
     assert found == {1, 2}

@@ -64,5 +64,6 @@ def test_after_a_power_cut_the_old_checkpoint_is_there_or_the_new_one(disk: Disk
         found[at] = "new" if check(uri, {old, new}) == new else "old"
         expected[at] = "new" if well else found[at] if COMMIT in before else "old"
         check_next_save(uri, 3000 + at)
+    print(f"{len(found)} power cuts, at {len(calls) + 2} points")
     assert found == expected
     assert set(found.values()) == {"old", "new"}

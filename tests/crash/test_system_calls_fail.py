@@ -109,10 +109,11 @@ def test_a_write_that_lies_is_found_out(uri: Path) -> None:
     """The kernel says that it has written, and has not. Whichever write that is: DamagedError, or the right values; and where
     those come back although something is lost, the checksums, say, ``verify`` tells."""
     told = []
-    for n in range(1, 5):
+    for n in range(1, MOST):
         holdfast.save(uri, state_of_step(1))
         outcome = injected(save_here, one_thread(uri), 2, inject=f"pwrite64:retval=4096:when={n}")
-        assert outcome.hits == 1
+        if not outcome.hits:
+            break
         try:
             found = holdfast.load(uri)
             with holdfast.open(uri) as c:
