@@ -12,12 +12,13 @@ import pytest
 import torch
 from support.servers.hadoop import Hadoop, find_hadoop
 from support.servers.hdfs_probe import HdfsProbe
+from support.servers.proxy import FaultProxy
 
 import holdfast
 from holdfast.drivers.uri import parse
-from holdfast.errors import HoldfastError, StorageDownError
+from holdfast.errors import FullError, HoldfastError, StorageDownError
 
-pytestmark = [pytest.mark.drill, pytest.mark.timeout(300)]  # servers boot, and die, in their own time
+pytestmark = pytest.mark.timeout(300)  # servers boot, and die, in their own time
 WAIT_S = 120.0
 State = dict[str, torch.Tensor]
 
@@ -87,6 +88,7 @@ def one_save_tidies_up(uri: str, state: State) -> None:
     assert [name for name in left if name.endswith(".tmp")] == []
 
 
+@pytest.mark.drill
 def test_save_load_again_and_verify(uri: str, state: State) -> None:
     """Through the public API: saved, replaced by an asynchronous save, read in part, verified; only the new files are left."""
     holdfast.save(uri, state)
@@ -98,21 +100,33 @@ def test_save_load_again_and_verify(uri: str, state: State) -> None:
     one_save_tidies_up(uri, state)
 
 
-@pytest.mark.parametrize("victim", ["dn0", "dn1"])
-def test_a_datanode_is_killed_mid_save(cluster: Hadoop, uri: str, state: State, victim: str) -> None:
-    """The save finishes on the other one, or fails and says so; the checkpoint is the old or the new one, whole."""
+@pytest.mark.drill
+@pytest.mark.parametrize("block_size", ["128MiB", "1MiB"])
+@pytest.mark.parametrize(("victim", "how"), [("dn0", signal.SIGKILL), ("dn1", signal.SIGKILL), ("dn2", signal.SIGSTOP)])
+def test_a_datanode_is_gone_mid_save(
+    cluster: Hadoop, uri: str, state: State, victim: str, how: signal.Signals, block_size: str
+) -> None:
+    """Dead, or silent; in the middle of a block, or where, as they are small, new ones are asked for all the time. The save
+    finishes on the others, or fails and says so; the checkpoint is the old or the new one, whole."""
     holdfast.save(uri, state)
     newer = changed(state)
-    handle = holdfast.async_save(uri, newer, budget_nbytes=128 << 20)
-    time.sleep(0.3)
-    cluster.kill(victim)
-    with_error = _outcome(handle)
-    assert finished(uri, state, newer) == (with_error is None)
-    cluster.begin(victim)
+    slowly = f"{uri}&block_size={block_size}&max_bytes_per_s=60MB"
+    handle = holdfast.async_save(slowly, newer, budget_nbytes=128 << 20)
+    time.sleep(0.6)
+    assert not handle.done()
+    cluster.kill(victim, how)
+    error = _outcome(handle)
+    assert error is None or isinstance(error, StorageDownError)
+    assert finished(uri, state, newer) == (error is None)
+    if how == signal.SIGSTOP:
+        cluster.kill(victim, signal.SIGCONT)
+    else:
+        cluster.begin(victim)
     cluster.wait()
     one_save_tidies_up(uri, state)
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("after_s", [0.1, 0.6])
 def test_the_name_node_is_killed_and_started_again_mid_save(
     cluster: Hadoop, uri: str, state: State, after_s: float
@@ -131,6 +145,7 @@ def test_the_name_node_is_killed_and_started_again_mid_save(
     one_save_tidies_up(uri, state)
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_name_node_is_gone_mid_save(cluster: Hadoop, uri: str, state: State, how: signal.Signals) -> None:
     """Dead, or silent: the save fails within its deadlines, naming the storage; the old checkpoint is there afterwards."""
@@ -151,6 +166,36 @@ def test_the_name_node_is_gone_mid_save(cluster: Hadoop, uri: str, state: State,
     cluster.wait()
     assert not finished(uri, state, changed(state))
     one_save_tidies_up(uri, state)
+
+
+def test_connections_to_the_name_node_are_cut(hadoop: Hadoop, hdfs_url: str, state: State) -> None:
+    """Again and again while a save asks it for files and blocks: the save finishes, or fails and says so."""
+    holdfast.save(hdfs_url, state)
+    newer = changed(state)
+    host, _, port = hadoop.address.partition(":")
+    with FaultProxy((host, int(port))) as proxy:
+        way = hdfs_url.replace(hadoop.address, proxy.endpoint.removeprefix("http://"))
+        handle = holdfast.async_save(f"{way}&block_size=1MiB&max_bytes_per_s=60MB&op_timeout_s=20&timeout=5s", newer)
+        while not handle.done():
+            time.sleep(0.15)
+            proxy.cut_all()
+        error = _outcome(handle)
+        assert proxy.cuts > 0
+    assert error is None or isinstance(error, StorageDownError)
+    assert finished(hdfs_url, state, newer) == (error is None)
+    one_save_tidies_up(hdfs_url, state)
+
+
+def test_a_quota_that_is_used_up_fails_the_save(hadoop: Hadoop, hdfs_url: str, state: State) -> None:
+    """With the error that says so; the checkpoint before is whole, and with more room the next save works and tidies up."""
+    holdfast.save(hdfs_url, state)
+    root = "/" + parse(hdfs_url).location.partition("/")[2]
+    hadoop.admin("-setSpaceQuota", "300m", root)  # each byte counts twice
+    with pytest.raises(FullError, match="quota"):
+        holdfast.save(hdfs_url, changed(state))
+    assert same(holdfast.load(hdfs_url), state)
+    hadoop.admin("-clrSpaceQuota", root)
+    one_save_tidies_up(hdfs_url, changed(state))
 
 
 def test_a_fail_over_mid_save(tmp_path_factory: pytest.TempPathFactory, state: State) -> None:
