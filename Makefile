@@ -20,7 +20,7 @@ export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test properties crash test-servers drills lint format bench bench-names clean
+.PHONY: help setup demo test properties crash damage test-servers drills lint format bench bench-names clean
 
 help:  ## this list
 	@echo "usage: make TARGET"
@@ -45,6 +45,9 @@ drills: $(READY) test-servers  ## kill, cut off and fill up real servers in the 
 
 crash: $(READY)  ## kill saves and cut their power at every point, not at some; half an hour, best as root
 	@HOLDFAST_TEST_CRASH_POINTS=all $(BIN)/pytest tests/crash $(TEST_ARGS)
+
+damage: $(READY)  ## every byte and every length of a small checkpoint, before every reader; half an hour
+	@HOLDFAST_TEST_DAMAGE=all $(BIN)/pytest tests/property/test_damage.py $(TEST_ARGS)
 
 test-servers:  ## install the servers that some tests want, into .servers; without them those tests are skipped
 	@for script in tests/servers/install/*.sh; do $$script "$(CURDIR)/.servers" || echo "$$script failed: its tests will be skipped" >&2; done

@@ -36,7 +36,10 @@ def encoded_text(encoded: Any) -> str:
         value = decode_value(encoded)
     except DamagedError:
         value = None if encoded is None else json.dumps(encoded)
-    return printable(repr(value))
+    try:
+        return printable(repr(value))
+    except ValueError:  # an integer of more digits than Python converts
+        return hex(value)
 
 
 def _shortened(text: str, whole: bool) -> str:

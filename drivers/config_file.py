@@ -29,12 +29,13 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UriError, UsageError
-from .uri import Uri, parse
+from .uri import Uri, parse, redact
 
 __all__ = ["CONFIG_VARIABLE", "PROFILE_OPTION", "Setting", "config_file", "file_settings", "text_of"]
 
 CONFIG_VARIABLE = "HOLDFAST_CONFIG"
 PROFILE_OPTION = "config_profile"
+_FILE_NBYTES_MAX = 1 << 20
 _COMMON = "common"
 _PROFILE = "profile"
 
@@ -107,8 +108,12 @@ def _read(file: Path) -> Tables:
     import tomllib  # only here: most have no file
 
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        with file.open("rb") as opened:
+            data = opened.read(_FILE_NBYTES_MAX + 1)
+        if len(data) > _FILE_NBYTES_MAX:
+            raise ValueError(f"it has more than {_FILE_NBYTES_MAX:,} bytes")
+        return tomllib.loads(data.decode())
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{file} cannot be used: {error}") from error
 
 
@@ -119,7 +124,7 @@ def _applying(
     applying: list[tuple[tuple[int, int], str]] = []
     for name in tables:
         if "://" in name:
-            prefix = _prefix(file, label + name, name)
+            prefix = _prefix(file, label + redact(name), name)
             if _is_below(uri, prefix):
                 applying.append(((2, len(prefix.location)), name))
         elif name in (_COMMON, uri.scheme):
@@ -131,8 +136,9 @@ def _applying(
                 f"or a scheme: {', '.join(sorted(schemes()))}.",
             )
     for _, name in sorted(applying):
-        source = f"{file} [{label}{name}]"
-        for option, value in _table(file, label + name, tables[name]).items():
+        shown = label + redact(name)
+        source = f"{file} [{shown}]"
+        for option, value in _table(file, shown, tables[name]).items():
             if name == _COMMON and option not in common:
                 known = ", ".join(sorted(common))
                 raise UriError(f"no option {option!r} is common to all schemes ({source})", advice=f"Known: {known}.")

@@ -17,9 +17,24 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from ..errors import UriError
+from ..errors import DamagedError, UriError
 
-__all__ = ["Buffer", "Driver", "ObjectInfo", "PartOrder", "Traits", "Upload", "check_key", "segments"]
+__all__ = [
+    "SMALL_NBYTES_MAX",
+    "Buffer",
+    "Driver",
+    "ObjectInfo",
+    "PartOrder",
+    "Traits",
+    "Upload",
+    "check_key",
+    "check_small",
+    "segments",
+]
+
+SMALL_NBYTES_MAX = 4 << 30
+"""What :meth:`Driver.get` reads at most: the manifest of a hundred million shards. Larger ones are no file of ours, and are
+not to fill the host's memory."""
 
 Buffer = memoryview
 """One-dimensional, contiguous, of format ``B``."""
@@ -119,7 +134,8 @@ class Driver(ABC):
 
     @abstractmethod
     async def get(self, key: str) -> bytes:
-        """The whole of a small object. Raises NotFoundError."""
+        """The whole of a small object. Raises NotFoundError, and DamagedError for one that is not small
+        (:func:`check_small`), before it is read."""
 
     @abstractmethod
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
@@ -168,3 +184,13 @@ def check_key(key: str, *, uri: str | None = None) -> str:
     if "\0" in key or any(part in ("", ".", "..") for part in parts):
         raise UriError(f"key {key!r} is not a plain relative path", uri=uri, key=key)
     return key
+
+
+def check_small(nbytes: int, uri: str, key: str) -> None:
+    """Raise DamagedError for an object that is too large to be got as a whole. Every driver calls this before it reads."""
+    if nbytes > SMALL_NBYTES_MAX:
+        raise DamagedError(
+            f"the object has {nbytes:,} bytes; one that is read as a whole has {SMALL_NBYTES_MAX:,} at most",
+            uri=uri,
+            key=key,
+        )

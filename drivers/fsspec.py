@@ -20,7 +20,7 @@ from urllib.parse import unquote
 from fsspec import AbstractFileSystem, get_filesystem_class
 
 from ..errors import DamagedError, ExistsError, StorageError, UriError
-from .contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_key
+from .contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_key, check_small
 from .fsspec_errors import fsspec_errors
 from .fsspec_kinds import check_no_secrets, kind_of, modified_s, options_of
 from .layers.stack import common_options
@@ -232,7 +232,7 @@ class FsspecDriver(Driver):
         return data
 
     def _get(self, key: str) -> bytes:
-        self._info(key)
+        check_small(int(self._info(key)["size"] or 0), self.uri, key)
         data: bytes = self._fs.cat_file(self._path(key))
         return data
 

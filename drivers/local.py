@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import ClassVar, ParamSpec, TypeVar
 
 from ..errors import DamagedError, StorageError, UriError
-from .contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_key
+from .contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_key, check_small
 from .local_files import CreateFile, NewFile, OpenFiles, create_file
 from .local_io import ALIGN_NBYTES, read_at
 from .local_tree import Tree, is_temporary
@@ -179,6 +179,7 @@ class LocalDriver(Driver):
         folder, fd = self._tree.open_object(key)
         os.close(folder)
         with io.FileIO(fd) as file:
+            check_small(os.fstat(fd).st_size, self.uri, key)
             return file.readall()
 
     def _put(self, key: str, data: bytes, exclusive: bool) -> None:

@@ -51,7 +51,8 @@ class OpenFile:
     def open_direct(self, name: str, flags: int, *, folder: int, must: bool) -> None:
         """Open ``name`` in ``folder`` for direct access, too. ``must``: a refusal, now or later, is an OSError."""
         try:
-            fd = os.open(name, flags | os.O_DIRECT | os.O_NOFOLLOW, dir_fd=folder)
+            # Like the first time: who may write here may have put a named pipe, or a terminal, in its place meanwhile.
+            fd = os.open(name, flags | os.O_DIRECT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, dir_fd=folder)
         except OSError as error:
             if must or error.errno not in _REFUSED:
                 raise

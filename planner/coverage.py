@@ -19,6 +19,9 @@ __all__ = ["Flaw", "flawed", "flaws"]
 
 # After the first flaw of a tensor is found, so many more cells are looked at for one of another kind.
 CELLS_AFTER_FIRST = 10_000
+# A round of cuts settles any layout of meshes. Boxes that are peeled off one by one take as many rounds as there are boxes:
+# after so many, the rest is counted.
+ROUNDS_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +107,12 @@ class _Groups:
 
 
 def _flag_cut(flags: Bools, shape: Ints, tensor: Ints, offsets: Ints, lengths: Ints) -> None:
-    """Flag the tensors whose boxes do not tile them: cut until no plane parts the boxes, then count."""
+    """Flag the tensors whose boxes do not tile them: cut until no plane parts the boxes, or for long enough, then
+    count."""
     groups = _Groups(tensor, offsets, offsets + lengths, tensor, np.zeros_like(shape), shape, np.zeros_like(tensor))
-    while len(groups.tensor):
+    for left in reversed(range(ROUNDS_MAX)):
+        if not len(groups.tensor):
+            return
         groups.size_before = groups.sizes
         for dim in range(shape.shape[1]):
             groups = _cut(flags, groups, dim)
@@ -115,7 +121,7 @@ def _flag_cut(flags: Bools, shape: Ints, tensor: Ints, offsets: Ints, lengths: I
         fills = np.all((groups.low == region_low) & (groups.high == region_high), axis=1)
         flags[groups.tensor[single & ~fills]] = True
         groups = groups.take(~single & ~flags[groups.tensor])
-        stuck = groups.sizes == groups.size_before
+        stuck = (groups.sizes == groups.size_before) | (left == 0)
         _flag_stuck(flags, groups.take(stuck))
         groups = groups.take(~stuck & ~flags[groups.tensor])
 

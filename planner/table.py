@@ -59,9 +59,10 @@ class TensorTable:
         """The rows of each name, ascending."""
         rows: dict[str, tuple[int, ...]] = dict(zip(self.names, zip(range(len(self))), strict=True))
         if len(rows) < len(self):
-            rows = {}
+            found: dict[str, list[int]] = {}
             for row, name in enumerate(self.names):
-                rows[name] = (*rows.get(name, ()), row)
+                found.setdefault(name, []).append(row)
+            rows = {name: tuple(of) for name, of in found.items()}
         return rows
 
     def find(self, name: str, rank: int = 0) -> int | None:
@@ -83,8 +84,9 @@ class TensorTable:
         if (self.owner < 0).all():
             row_of = dict(zip(self.names, range(len(self)), strict=True))
             return np.fromiter((row_of.get(name, -1) for name in names), np.int64, len(names))
-        found = (self.find(name, rank) for name in names)
-        return np.fromiter((-1 if row is None else row for row in found), np.int64, len(names))
+        found = {name: self.find(name, rank) for name in dict.fromkeys(names)}  # each once: a name may have many owners
+        rows = (found[name] for name in names)
+        return np.fromiter((-1 if row is None else row for row in rows), np.int64, len(names))
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,10 +9,13 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-__all__ = ["HostBuffer", "HostPool", "host_pool", "release_pools"]
+from ..errors import UsageError
+
+__all__ = ["HostBuffer", "HostPool", "host_pool", "memory_for", "release_pools"]
 
 KEPT_NBYTES = 256 << 20
 """What the pool keeps by default. A capture of a whole image raises it to that image's size."""
@@ -85,3 +88,12 @@ def release_pools() -> None:
     """Give back what any of the process's pools keeps, see :meth:`HostPool.release`."""
     for pool in list(_pools.values()):
         pool.release()
+
+
+@contextmanager
+def memory_for(what: str) -> Iterator[None]:
+    """Raise UsageError where the body runs out of memory, saying for what: a manifest may promise more than a host has."""
+    try:
+        yield
+    except MemoryError as error:
+        raise UsageError(f"there is no host memory for {what}", advice="Read it piece by piece.") from error

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import DamagedError
+from ..errors import DamagedError, SaveError
 from ..planner.image import DIGEST_NBYTES
 from .digest import digest
 
@@ -24,7 +24,8 @@ __all__ = ["decode_columns", "encode_columns", "header_length", "narrowed", "par
 
 _DTYPES = {"U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "U64": np.uint64}
 _CODES = {np.dtype(t): code for code, t in _DTYPES.items()}
-_HEADER_MAX_NBYTES = 1 << 30
+_HEADER_NBYTES_MAX = 256 << 20
+"""Parsed, JSON takes up to thirty times its size: a header is not to take the host's memory."""
 
 Array = npt.NDArray[Any]
 
@@ -35,7 +36,10 @@ def narrowed(column: Array) -> Array:
 
 
 def encode_columns(columns: Mapping[str, Array], metadata: Mapping[str, str]) -> bytes:
-    """One safetensors file. Columns are unsigned integers; wide ones come first, so that all are aligned."""
+    """One safetensors file. Columns are unsigned integers; wide ones come first, so that all are aligned.
+
+    Raises SaveError where the header would be longer than readers accept.
+    """
     ordered = sorted(columns.items(), key=lambda item: -item[1].itemsize)
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     position = 0
@@ -45,6 +49,11 @@ def encode_columns(columns: Mapping[str, Array], metadata: Mapping[str, str]) ->
     header["checksum"] = _entry("U8", (DIGEST_NBYTES,), position, DIGEST_NBYTES)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    if len(text) > _HEADER_NBYTES_MAX:
+        raise SaveError(
+            f"small values and containers take {len(text):,} bytes as JSON, of {_HEADER_NBYTES_MAX:,} at most",
+            advice="Save long lists of numbers as tensors or arrays.",
+        )
     body = b"".join([struct.pack("<Q", len(text)), text, *(np.ascontiguousarray(c).tobytes() for _, c in ordered)])
     return body + digest(body)
 
@@ -55,7 +64,7 @@ def _entry(code: str, shape: tuple[int, ...], start: int, nbytes: int) -> dict[s
 
 def header_length(first8: bytes, what: str) -> int:
     """The header's length in bytes, from the first eight bytes of a safetensors file."""
-    if len(first8) < 8 or (length := struct.unpack("<Q", first8[:8])[0]) > _HEADER_MAX_NBYTES:
+    if len(first8) < 8 or (length := struct.unpack("<Q", first8[:8])[0]) > _HEADER_NBYTES_MAX:
         raise DamagedError(f"{what} does not begin as a safetensors file does")
     return int(length)
 
@@ -82,7 +91,7 @@ def decode_columns(data: bytes, what: str) -> tuple[dict[str, Array], dict[str, 
     return columns, metadata
 
 
-def parse_header(text: bytes, what: str) -> dict[str, Any]:
+def parse_header(text: bytes | str, what: str) -> dict[str, Any]:
     """JSON object without duplicate keys. Raises DamagedError."""
     try:
         header = json.loads(text, object_pairs_hook=_no_duplicates)

@@ -15,7 +15,7 @@ from ..drivers.contract import Driver
 from ..planner.box import Box, flat_to_boxes, row_strides
 from ..planner.columns import padded
 from ..planner.loading import LoadPlan, Targets, strided_parts
-from .buffers import HostBuffer
+from .buffers import HostBuffer, memory_for
 from .engine import offload
 from .image_reader import ImageReader, plan_reads
 from .manifest import Manifest
@@ -60,7 +60,8 @@ class _Flat:
     def __init__(self, manifest: Manifest, boxes: list[Box], itemsize: int) -> None:
         self._shards, self._boxes, self._itemsize = manifest.shards, boxes, itemsize
         ends = list(accumulate((math.prod(box.lengths) * itemsize for box in boxes), initial=0))
-        self.content = np.empty(ends[-1], np.uint8)
+        with memory_for(f"{ends[-1]:,} bytes of a tensor"):
+            self.content = np.empty(ends[-1], np.uint8)
         self._parts = [self.content[a:b] for a, b in pairwise(ends)]
 
     def deliver(self, plan: LoadPlan, read: int, buffer: HostBuffer) -> None:

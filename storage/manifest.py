@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,11 +20,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import DamagedError, UnsupportedFormatError
+from ..errors import DamagedError, SaveError, UnsupportedFormatError
 from ..planner.columns import volumes
 from ..planner.image import BLOCK_NBYTES, CHUNK_NBYTES, DIGEST_NBYTES, PAGE_NBYTES
 from ..planner.table import ShardTable, TensorTable
-from .columns import decode_columns, encode_columns, narrowed
+from .columns import decode_columns, encode_columns, narrowed, parse_header
 from .tree import Tree
 
 __all__ = ["FORMAT_VERSION", "MANIFEST_KEY", "ImageTable", "Manifest", "check_complete", "image_key"]
@@ -31,6 +32,11 @@ __all__ = ["FORMAT_VERSION", "MANIFEST_KEY", "ImageTable", "Manifest", "check_co
 MANIFEST_KEY = "manifest.safetensors"
 FORMAT_VERSION = 1
 _ATTEMPT = re.compile(r"[0-9]{8}T[0-9]{6}-[0-9a-f]{8}")
+_INDEX = re.compile(r"[0-9]{1,10}")
+_CHUNK_NBYTES_MAX = 256 << 20
+_BLOCKS_PER_CHUNK_MAX = 1 << 12
+_NDIM_MAX = 256
+_INT_MAX = 1 << 62
 
 Ints = npt.NDArray[np.int64]
 
@@ -92,7 +98,14 @@ class Manifest:
         return image_key(self.attempt, int(self.images.rank[image]))
 
     def encode(self) -> bytes:
-        """The file's bytes."""
+        """The file's bytes. Raises SaveError for what no reader would accept."""
+        if self.tensors.shape.shape[1] > _NDIM_MAX:
+            raise SaveError(f"a tensor has more than {_NDIM_MAX} dimensions")
+        if self.tree.paths_too_long:
+            raise SaveError(
+                "the paths of the state's containers are too long, all together",
+                advice="Use shorter keys, or nest less deeply.",
+            )
         head = {
             "version": FORMAT_VERSION,
             "attempt": self.attempt,
@@ -145,17 +158,23 @@ class Manifest:
 
 
 def _head(metadata: Mapping[str, str], what: str) -> dict[str, Any]:
-    try:
-        head = json.loads(metadata["holdfast"])
-        version = head["version"]
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise DamagedError(f"{what} has no header of ours") from error
-    if version != FORMAT_VERSION:
+    head = parse_header(metadata.get("holdfast", ""), what)
+    version = head.get("version")
+    if version is None:
+        raise DamagedError(f"{what} does not say its version")
+    if type(version) is not int or version != FORMAT_VERSION:
         raise UnsupportedFormatError(
             f"{what} is of format version {version!r}; this release reads version {FORMAT_VERSION}",
             advice="Read it with a newer release.",
         )
-    return dict(head)
+    return head
+
+
+def _whole(value: Any) -> int:
+    """A JSON integer, and nothing that merely can be made one."""
+    if type(value) is not int or abs(value) > _INT_MAX:
+        raise ValueError(f"{reprlib.repr(value)} is no integer of 62 bits")
+    return value
 
 
 def _from_columns(columns: Mapping[str, npt.NDArray[Any]], head: Mapping[str, Any]) -> Manifest:
@@ -165,7 +184,7 @@ def _from_columns(columns: Mapping[str, npt.NDArray[Any]], head: Mapping[str, An
             raise ValueError(f"column {name} overflows")
         return column.astype(np.int64)
 
-    dtypes = tuple((str(name), int(itemsize)) for name, itemsize in head["dtypes"])
+    dtypes = tuple((str(name), _whole(itemsize)) for name, itemsize in head["dtypes"])
     none = np.zeros(len(columns["tensor.dtype"]), np.int64)
     tensors = TensorTable(
         names=_names(columns["tensor.name"].tobytes(), ints("tensor.name_nbytes")),
@@ -176,8 +195,9 @@ def _from_columns(columns: Mapping[str, npt.NDArray[Any]], head: Mapping[str, An
         alias=(ints("tensor.alias") if "tensor.alias" in columns else none) - 1,
         owner=(ints("tensor.owner") if "tensor.owner" in columns else none) - 1,
     )
-    counts = ints("tensor.shards")
-    if counts.shape != none.shape or counts.sum() != len(columns["shard.start"]):
+    counts, rows = ints("tensor.shards"), len(columns["shard.start"])
+    # None is larger than the sum, so that has not wrapped round.
+    if counts.shape != none.shape or counts.max(initial=0) > rows or counts.sum() != rows:
         raise ValueError("numbers of shards disagree")
     shards = ShardTable(
         tensor=np.repeat(np.arange(len(counts)), counts),
@@ -189,22 +209,23 @@ def _from_columns(columns: Mapping[str, npt.NDArray[Any]], head: Mapping[str, An
     images = ImageTable(ints("image.rank"), ints("image.hashed_nbytes"), columns["chunk.digest"])
     return Manifest(
         attempt=str(head["attempt"]),
-        step=None if head["step"] is None else int(head["step"]),
-        world=int(head["world"]),
+        step=None if head["step"] is None else _whole(head["step"]),
+        world=_whole(head["world"]),
         created_s=float(head["created_s"]),
         tree=Tree.from_json(head["tree"]),
         tensors=tensors,
         container=ints("tensor.container"),
         shards=shards,
         images=images,
-        chunk_nbytes=int(head["chunk_nbytes"]),
-        block_nbytes=int(head["block_nbytes"]),
+        chunk_nbytes=_whole(head["chunk_nbytes"]),
+        block_nbytes=_whole(head["block_nbytes"]),
     )
 
 
 def _names(blob: bytes, nbytes: Ints) -> tuple[str, ...]:
     ends = np.cumsum(nbytes)
-    if nbytes.ndim != 1 or (ends[-1] if len(ends) else 0) != len(blob):
+    fits = nbytes.ndim == 1 and nbytes.max(initial=0) <= len(blob)  # so the sums have not wrapped round
+    if not fits or (ends[-1] if len(ends) else 0) != len(blob):
         raise ValueError("lengths of names disagree")
     cuts = [0, *ends.tolist()]
     return tuple(blob[a:b].decode("utf-8", "surrogatepass") for a, b in pairwise(cuts))
@@ -224,11 +245,11 @@ def _conditions(m: Manifest) -> Any:
     yield (
         m.world > 0
         and math.isfinite(m.created_s)
-        and 0 < m.block_nbytes <= m.chunk_nbytes <= 1 << 30
+        and 0 < m.block_nbytes <= m.chunk_nbytes <= min(_CHUNK_NBYTES_MAX, m.block_nbytes * _BLOCKS_PER_CHUNK_MAX)
         and m.chunk_nbytes % m.block_nbytes == m.block_nbytes % PAGE_NBYTES == 0,
         "numbers of the header",
     )
-    yield width >= 0 and s.offsets.shape == s.lengths.shape == (len(s.tensor), width), "widths of columns"
+    yield 0 <= width <= _NDIM_MAX and s.offsets.shape == s.lengths.shape == (len(s.tensor), width), "widths of columns"
     yield all(len(c) == n for c in (t.names, t.ndim, t.shape, m.container)), "lengths of tensor columns"
     yield all(c.shape == (len(s.tensor),) for c in (s.image, s.start)), "lengths of shard columns"
     yield all(c.shape == (n,) for c in (t.ndim, t.alias, t.owner, t.dtype, m.container)), "shapes of tensor columns"
@@ -249,7 +270,8 @@ def _conditions(m: Manifest) -> Any:
     )
     yield bool((s.start <= i.hashed_nbytes[s.image] - s.nbytes(t)).all()), "bytes of shards"
     yield bool((s.start % t.itemsize[s.tensor] == 0).all()), "alignment of shards"
-    yield i.digests.ndim == 2 and i.digests.shape == (int(m.first_chunk[-1]), DIGEST_NBYTES), "chunks"
+    yield i.digests.ndim == 2 and bool((i.hashed_nbytes <= len(i.digests) * m.chunk_nbytes).all()), "chunks"
+    yield i.digests.shape == (int(m.first_chunk[-1]), DIGEST_NBYTES), "chunks"  # whose sum has not wrapped round
     yield _names_have_prefixes(m), "names"
     yield len(t.rows) == n or len(set(zip(t.names, t.owner.tolist(), strict=True))) == n, "names that occur twice"
 
@@ -272,8 +294,8 @@ def check_complete(m: Manifest, what: str) -> None:
 
 
 def _product_fits(t: TensorTable) -> bool:
-    """Whether every tensor's size in bytes fits 63 bits. In floats, where nothing wraps."""
-    return bool((np.prod(t.shape.astype(np.float64), axis=1) * 64 < 2.0**62).all())
+    """Whether every tensor's strides and size in bytes fit 63 bits. In logarithms, where nothing wraps."""
+    return bool((np.log2(np.maximum(t.shape, 1)).sum(axis=1) + 6 < 62).all())
 
 
 def _names_have_prefixes(m: Manifest) -> bool:
@@ -283,6 +305,6 @@ def _names_have_prefixes(m: Manifest) -> bool:
         prefix = prefixes[c]
         if not name.startswith(prefix):
             return False
-        if kinds[c] != "dict" and (len(name) > len(prefix) + 10 or not name[len(prefix) :].isdecimal()):
+        if kinds[c] != "dict" and _INDEX.fullmatch(name, len(prefix)) is None:
             return False
     return True

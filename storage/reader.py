@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 from ..drivers.contract import Driver
 from ..drivers.registry import open_driver
 from ..errors import DamagedError, HoldfastError, ReplacedError, UsageError
+from .buffers import memory_for
 from .commit import read_manifest
 from .engine import offload, run, start
 from .executor import at_most
@@ -169,7 +170,8 @@ class Checkpoint:
     def read_image(self, rank: int, start: int, stop: int) -> bytes:
         """Bytes [start, stop) of the image of ``rank``, as they are stored: nothing is verified. Raises StorageError, and
         DamagedError beyond its end."""
-        into = bytearray(stop - start)
+        with memory_for(f"{stop - start:,} bytes of an image"):
+            into = bytearray(stop - start)
         key = image_key(self.attempt, rank)
         run(self._driver.read(key, start, memoryview(into)))
         return bytes(into)

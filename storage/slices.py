@@ -8,7 +8,7 @@ import torch
 
 from ..errors import UsageError
 from ..planner.table import TensorTable
-from .capture.dtypes import dtype_of
+from .capture.dtypes import dtype_of, empty
 from .capture.targets import Wanted
 
 __all__ = ["Window", "window"]
@@ -25,7 +25,7 @@ class Window:
 
     def add_to(self, wanted: Wanted, row: int, tensors: TensorTable) -> torch.Tensor:
         """Want this window of the tensor in ``row``; return where it will be."""
-        made = torch.empty(self.lengths, dtype=dtype_of(*tensors.dtypes[tensors.dtype[row]]))
+        made = empty(self.lengths, dtype_of(*tensors.dtypes[tensors.dtype[row]]), tensors.names[row])
         wanted.add(row, made, [(self.offsets, self.lengths, (0,) * len(self.lengths))] if made.numel() else [])
         return made
 

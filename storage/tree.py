@@ -23,7 +23,11 @@ Key = str | int | float | bool | None
 """What a dict key may be; list and tuple items have int keys."""
 
 ROOT = 0
+_RUNS = ("t", "v", "c")
 KINDS = ("dict", "list", "tuple")
+_COUNT_MAX = 1 << 31
+_KEY_BITS_MAX = 14_000  # beyond, Python refuses to make text of an int
+_PATH_CHARS = 256, 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,16 @@ class Tree:
             out.append((*out[c.parent], c.key))
         return out
 
+    @property
+    def paths_too_long(self) -> bool:
+        """Whether :meth:`prefixes` would take more memory than is in proportion: a chain of containers, or many in one
+        with a long name, has prefixes that grow with the square of what is stored."""
+        chars = [0]
+        for c in self.containers[1:]:
+            chars.append(chars[c.parent] + len(str(c.key)) + 1)
+        each, all_together = _PATH_CHARS
+        return sum(chars) > each * len(chars) + all_together
+
     def tensor_key(self, container: int, text: str) -> Key:
         """The key of a tensor whose fqn has ``text`` beyond the prefix of ``container``."""
         if self.containers[container].kind != "dict":
@@ -106,7 +120,7 @@ class Tree:
             tree.orders = {int(c): [(str(kind), int(n)) for kind, n in runs] for c, runs in data["orders"]}
             for c, text, key in data["tensor_keys"]:
                 tree.tensor_keys.setdefault(int(c), {})[str(text)] = key
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise DamagedError("the manifest's tree is malformed") from error
         _check(tree)
         return tree
@@ -126,7 +140,9 @@ def _check(tree: Tree) -> None:
         0 <= v.container < n and v.by_rank and all(ranks for ranks, _ in v.by_rank) for v in tree.values
     )
     whole = whole and all(0 <= c < n for c in (*tree.tensor_keys, *tree.orders))
-    whole = whole and all(kind in "tvc" and count > 0 for runs in tree.orders.values() for kind, count in runs)
+    whole = whole and all(
+        kind in _RUNS and 0 < count < _COUNT_MAX for runs in tree.orders.values() for kind, count in runs
+    )
     keyed = (
         [*((c.parent, c.key) for c in tree.containers[1:]), *((v.container, v.key) for v in tree.values)]
         if whole
@@ -137,14 +153,25 @@ def _check(tree: Tree) -> None:
         not whole
         or not all(_fits(tree.containers[parent].kind, key) for parent, key in keyed)
         or not all(_fits("dict", k) for k in keys)
+        or _repeated((c.parent, c.key) for c in tree.containers[1:])
+        or _repeated((v.container, v.key) for v in tree.values)
     ):
         raise DamagedError("the manifest's tree does not hang together")
+    if tree.paths_too_long:
+        raise DamagedError("the manifest's tree has paths beyond all measure")
+
+
+def _repeated(keyed: Iterable[tuple[int, Key]]) -> bool:
+    """Whether something stands twice at one key. (Ranks may disagree whether it is a value or a container.)"""
+    seen = [(parent, type(key), key) for parent, key in keyed]
+    return len(set(seen)) < len(seen)
 
 
 def _fits(kind: str, key: object) -> bool:
     if kind == "dict":
-        return key is None or isinstance(key, str | int | float)
-    return type(key) is int and 0 <= key < 1 << 31
+        short = not isinstance(key, int) or key.bit_length() < _KEY_BITS_MAX
+        return key is None or (isinstance(key, str | int | float) and short)
+    return type(key) is int and 0 <= key < _COUNT_MAX
 
 
 def format_path(keys: Iterable[Key]) -> str:

@@ -18,6 +18,7 @@ from ..errors import DamagedError, StateError
 __all__ = ["decode_value", "encode_text", "encode_value", "is_value"]
 
 _PLAIN = (type(None), bool)
+_NUMPY_DTYPE = re.compile(r"[<>|=]?[biufc][0-9]{1,2}")  # numpy's own parser takes far more, and runs other parsers
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _BIG_INT_BITS = 1024  # beyond: hexadecimal, for Python refuses to convert long decimal strings
 
@@ -43,6 +44,8 @@ def encode_value(value: Any, path: str) -> Any:
 
 def decode_value(encoded: Any) -> Any:
     """The value that :func:`encode_value` was given. Raises DamagedError for what it never produces."""
+    if isinstance(encoded, list):  # those of a state are containers
+        raise DamagedError("a stored value is a list")
     if not isinstance(encoded, dict):
         return encoded
     try:
@@ -102,10 +105,11 @@ def _foreign_encoder(value: Any) -> Callable[[Any], Any] | None:
 def _decode_numpy(content: list[str]) -> Any:
     import numpy as np
 
-    dtype = np.dtype(content[0])
-    if dtype.kind not in "biufc":
-        raise ValueError(f"dtype {dtype}")
-    return np.frombuffer(base64.b64decode(content[1], validate=True), dtype)[0]
+    text, data = content
+    if _NUMPY_DTYPE.fullmatch(text) is None:
+        raise ValueError(f"dtype {text}")
+    (value,) = np.frombuffer(base64.b64decode(data, validate=True), np.dtype(text))
+    return value
 
 
 def _decode_numpy_text(content: Any) -> Any:
@@ -123,7 +127,7 @@ def _decode_numpy_bytes(content: str) -> Any:
 def _decode_torch_dtype(content: str) -> Any:
     import torch
 
-    dtype = getattr(torch, content)
+    dtype = vars(torch)[content]  # getattr would import modules for some names
     if not isinstance(dtype, torch.dtype):
         raise ValueError(content)
     return dtype
@@ -132,6 +136,8 @@ def _decode_torch_dtype(content: str) -> Any:
 def _decode_torch_device(content: str) -> Any:
     import torch
 
+    if not isinstance(content, str):
+        raise TypeError(f"device {content!r}")
     try:
         return torch.device(content)
     except RuntimeError as error:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ..drivers.contract import Driver
@@ -15,6 +16,9 @@ from .engine import CPU_THREADS, offload
 from .executor import execute
 from .manifest import Manifest
 from .scheduler import Budget, Scheduler, Stage
+
+_PAGES_NBYTES = 256 << 10
+"""How much of the stored digests is read at a time: those of a gigabyte."""
 
 __all__ = ["Chunk", "Damage", "VerifyReport", "chunks_of", "verify_images"]
 
@@ -60,15 +64,19 @@ async def verify_images(
     """Check every chunk of every image, their pages, and the files' sizes."""
     m = manifest
     report = VerifyReport(len(m.images), 0)
-    stored = await _stored_pages(driver, m, report)
-    chunks = [chunk for i in range(len(m.images)) if stored[i] is not None for chunk in chunks_of(m, i)]
+    found = await _sizes(driver, m, report)
+    chunks = [chunk for i, nbytes in found.items() for chunk in _whole(m, i, nbytes, report)]
+    pages, told, short = _StoredPages(driver, m, found), dict[int, bytes](), set[int]()
     total = sum(c.stop - c.start for c in chunks)
     pool, buffers = host_pool(m.chunk_nbytes), dict[int, HostBuffer]()
 
     def check(job: int) -> None:
         c = chunks[job]
+        if job in short:
+            report.damages.append(_damage(m, c.image, c.start, c.stop, "cannot be checked: the file ends before"))
+            return
         page = page_of(buffers[job].view[: c.stop - c.start], m.block_nbytes)
-        _compare(m, c, page, stored[c.image] or b"", report)
+        _compare(m, c, page, told.pop(job), report)
         report.nbytes += c.stop - c.start
         progress(report.nbytes, total)
 
@@ -78,13 +86,16 @@ async def verify_images(
             await offload(check, job)
             return
         buffers[job] = pool.take()
+        told[job] = await pages.of(c)
         try:
             await driver.read(m.image_key(c.image), c.start, buffers[job].view[: c.stop - c.start])
         except DamagedError:
-            buffers[job].view[: c.stop - c.start] = bytes(c.stop - c.start)  # the size was reported already
+            short.add(job)
 
     def release(job: int) -> None:
-        pool.give(buffers.pop(job))
+        buffer = buffers.pop(job, None)
+        if buffer is not None:  # else there was no memory for it, which is what is to be heard of
+            pool.give(buffer)
 
     io = driver.traits.concurrency
     jobs = min(max(1, budget_nbytes // m.chunk_nbytes), io + 2 * CPU_THREADS)
@@ -95,32 +106,74 @@ async def verify_images(
     return report
 
 
-async def _stored_pages(driver: Driver, m: Manifest, report: VerifyReport) -> list[bytes | None]:
-    """Per image the digests of its blocks, as stored behind the data; None where the file is missing."""
-    stored: list[bytes | None] = []
+async def _sizes(driver: Driver, m: Manifest, report: VerifyReport) -> dict[int, int]:
+    """The size in bytes of each image that is there. Reports what is missing, or of another size."""
+    sizes: dict[int, int] = {}
     for image, nbytes in enumerate(m.images.nbytes(m.block_nbytes).tolist()):
-        key, hashed = m.image_key(image), int(m.images.hashed_nbytes[image])
-        pages = bytearray(nbytes - hashed)
         try:
-            found = (await driver.stat(key)).nbytes
-            if found != nbytes:
-                report.damages.append(
-                    _damage(
-                        m,
-                        image,
-                        min(found, nbytes),
-                        max(found, nbytes),
-                        f"the file has {found:,} bytes, not {nbytes:,}",
-                    )
-                )
-            if found >= nbytes:
-                await driver.read(key, hashed, memoryview(pages))
+            found = sizes[image] = (await driver.stat(m.image_key(image))).nbytes
         except NotFoundError:
             report.damages.append(_damage(m, image, 0, nbytes, "the file is missing"))
-            stored.append(None)
             continue
-        stored.append(bytes(pages))
-    return stored
+        if found != nbytes:
+            what = f"the file has {found:,} bytes, not {nbytes:,}"
+            report.damages.append(_damage(m, image, min(found, nbytes), max(found, nbytes), what))
+    return sizes
+
+
+def _whole(m: Manifest, image: int, nbytes: int, report: VerifyReport) -> list[Chunk]:
+    """The chunks of an image that a file of ``nbytes`` has whole. Reports the others."""
+    chunks = chunks_of(m, image)
+    whole = [c for c in chunks if c.stop <= nbytes]
+    if len(whole) < len(chunks):
+        lost = chunks[len(whole)]
+        report.damages.append(
+            _damage(m, image, lost.start, chunks[-1].stop, "cannot be checked: the file ends before their chunks do")
+        )
+    return whole
+
+
+class _StoredPages:
+    """The digests that are stored behind the data, read for many chunks at a time, and kept until the last has asked."""
+
+    def __init__(self, driver: Driver, m: Manifest, sizes: Mapping[int, int]) -> None:
+        self._driver, self._m, self._sizes = driver, m, sizes
+        self._page_nbytes = m.chunk_nbytes // m.block_nbytes * DIGEST_NBYTES
+        self._chunks = max(1, _PAGES_NBYTES // self._page_nbytes)
+        self._gates: dict[tuple[int, int], asyncio.Lock] = {}
+        self._read: dict[tuple[int, int], bytes] = {}
+        self._asked: dict[tuple[int, int], int] = {}
+
+    async def of(self, c: Chunk) -> bytes:
+        """The page of a chunk; shorter, or empty, where the file ends before. Each chunk asks once."""
+        number = c.start // self._m.chunk_nbytes
+        group = (c.image, number // self._chunks)
+        async with self._gates.setdefault(group, asyncio.Lock()):
+            if group not in self._read:
+                self._read[group] = await self._fetch(*group)
+        first = number % self._chunks * self._page_nbytes
+        page = self._read[group][first : first + self._page_nbytes]
+        self._asked[group] = self._asked.get(group, 0) + 1
+        if self._asked[group] == min(self._chunks, self._count(c.image) - group[1] * self._chunks):
+            for kept in (self._gates, self._read, self._asked):
+                del kept[group]
+        return page
+
+    def _count(self, image: int) -> int:
+        return blocks_of(int(self._m.images.hashed_nbytes[image]), self._m.chunk_nbytes)
+
+    async def _fetch(self, image: int, group: int) -> bytes:
+        m, span = self._m, self._chunks * self._page_nbytes
+        start = int(m.images.hashed_nbytes[image])
+        end = start + blocks_of(start, m.block_nbytes) * DIGEST_NBYTES
+        if self._sizes[image] < end:
+            return b""
+        into = bytearray(min(span, end - start - group * span))
+        try:
+            await self._driver.read(m.image_key(image), start + group * span, memoryview(into))
+        except DamagedError:
+            return b""  # cut short since its size was looked at
+        return bytes(into)
 
 
 def chunks_of(m: Manifest, image: int) -> list[Chunk]:
@@ -130,10 +183,8 @@ def chunks_of(m: Manifest, image: int) -> list[Chunk]:
     return [Chunk(image, a, min(a + m.chunk_nbytes, end), first + i) for i, a in enumerate(starts)]
 
 
-def _compare(m: Manifest, c: Chunk, page: bytes, stored: bytes, report: VerifyReport) -> None:
+def _compare(m: Manifest, c: Chunk, page: bytes, told: bytes, report: VerifyReport) -> None:
     """The manifest vouches for the chunk as a whole; the stored page, if it is whole, tells which blocks are bad."""
-    first = blocks_of(c.start, m.block_nbytes) * DIGEST_NBYTES
-    told = stored[first : first + len(page)]
     expected = m.images.digests[c.row].tobytes()
     told_whole = digest(told) == expected
     if digest(page) != expected:
@@ -141,7 +192,7 @@ def _compare(m: Manifest, c: Chunk, page: bytes, stored: bytes, report: VerifyRe
         for a, b in _ranges(c, bad, m.block_nbytes):
             report.damages.append(_damage(m, c.image, a, b, "not what was written"))
     elif not told_whole:
-        at = int(m.images.hashed_nbytes[c.image]) + first
+        at = int(m.images.hashed_nbytes[c.image]) + blocks_of(c.start, m.block_nbytes) * DIGEST_NBYTES
         report.damages.append(_damage(m, c.image, at, at + len(page), "checksums are not what was written"))
 
 

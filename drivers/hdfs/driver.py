@@ -16,7 +16,7 @@ from urllib.parse import unquote
 from xml.etree.ElementTree import ParseError
 
 from ...errors import AccessError, DamagedError, NotFoundError, StorageDownError, StorageError, UriError
-from ..contract import Buffer, Driver, ObjectInfo, Traits, Upload, segments
+from ..contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_small, segments
 from ..options import Option, duration, integer, option_values, size, switch
 from ..uri import Uri
 from .calls import Call
@@ -136,6 +136,7 @@ class HdfsDriver(Driver):
 
         def get(call: Call) -> bytes:
             reader = inner.read(path)
+            check_small(len(reader), self.uri, key)
             data = b"".join(pieces(reader, 0, len(reader)))
             if len(data) < len(reader):  # no DataNode has told the name node of its blocks yet, after a restart, say
                 raise StorageDownError(f"get: {len(data)} of {len(reader)} bytes arrived", uri=self.uri, key=key)

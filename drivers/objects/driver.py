@@ -17,7 +17,7 @@ from weakref import WeakSet
 import numpy as np
 
 from ...errors import DamagedError, ExistsError, NotFoundError, StorageDownError, StorageError, UriError
-from ..contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_key
+from ..contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_key, check_small
 from ..threads import Threads
 from ..uri import Uri
 from . import runtime
@@ -129,6 +129,7 @@ class ObjectDriver(Driver):
     async def get(self, key: str) -> bytes:
         path = self._path(key)
         response = await self._call("get", key, "get_async", path)
+        check_small(response.meta["size"], self.uri, key)
         return bytes(await self._timed("get", key, response.bytes_async()))
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:

@@ -13,7 +13,7 @@ from ...errors import DamagedError
 from ..frameworks.optimizer import Make
 from ..manifest import Manifest
 from ..tree import Key
-from .dtypes import dtype_of
+from .dtypes import dtype_of, empty
 from .targets import TypedPath, Wanted, typed_paths
 
 __all__ = ["Built", "build"]
@@ -122,7 +122,9 @@ class Built:
         root = self._roots[row]
         made = self._made.get(root)
         if made is None:
-            made = self._made[root] = torch.empty(self._shapes[root][: self._ndim[root]], dtype=self._dtype(root))
+            made = self._made[root] = empty(
+                self._shapes[root][: self._ndim[root]], self._dtype(root), self._m.tensors.names[root]
+            )
             self._wanted.add_whole(root, made)
         return made
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from ...errors import StateError, UnsupportedFormatError
+from ...errors import StateError, UnsupportedFormatError, UsageError
 
-__all__ = ["dtype_name", "dtype_of", "numpy_to_torch", "refusal"]
+__all__ = ["dtype_name", "dtype_of", "empty", "numpy_to_torch", "refusal"]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -18,13 +20,24 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def dtype_of(name: str, itemsize: int) -> torch.dtype:
     """The dtype of that name. Raises UnsupportedFormatError where this torch has none, or one of another size."""
-    dtype = getattr(torch, name, None)
+    dtype = vars(torch).get(name)  # getattr would import modules for some names
     if not isinstance(dtype, torch.dtype) or dtype.itemsize != itemsize:
         raise UnsupportedFormatError(
             f"this torch ({torch.__version__}) has no dtype {name!r} of {itemsize} bytes",
             advice="Load with a newer torch, or leave these tensors out.",
         )
     return dtype
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, name: str) -> torch.Tensor:
+    """Host memory for a stored tensor, of any content. Raises UsageError where the host has not that much."""
+    try:
+        return torch.empty(tuple(shape), dtype=dtype)
+    except RuntimeError as error:  # torch's word for it
+        raise UsageError(
+            f"no memory for tensor {name!r} of shape {list(shape)} and dtype {dtype_name(dtype)}",
+            advice="Read a slice of it, or load it sharded.",
+        ) from error
 
 
 def refusal(tensor: torch.Tensor) -> str | None:

@@ -132,7 +132,7 @@ def _fitting(flat: FlatState, stored: TensorTable, sources: Ints) -> npt.NDArray
     ndim = np.fromiter(map(len, flat.shapes), np.int64, len(flat.shapes))
     width = max(stored.shape.shape[1], int(ndim.max(initial=0)))
     shapes = widen(stored.shape, width, 1)[sources] == padded(flat.shapes, width, 1)
-    codes = {getattr(torch, name, None): code for code, (name, _) in enumerate(stored.dtypes)}
+    codes = {vars(torch).get(name): code for code, (name, _) in enumerate(stored.dtypes)}
     dtypes = np.fromiter((codes.get(d, -1) for d in flat.dtypes), np.int64, len(flat.dtypes))
     fits: npt.NDArray[np.bool_] = (
         shapes.all(axis=1) & (stored.ndim[sources] == ndim) & (stored.dtype[sources] == dtypes)

@@ -172,7 +172,7 @@ class _OpenFile(AbstractBufferedFile):  # type: ignore[misc]
 def _files_of(checkpoint: Checkpoint, info: TensorInfo) -> Iterator[tuple[str, _File]]:
     """The files of one tensor, by name; of one that ranks have of their own, those of each."""
     for owner in info.owners or (None,):
-        name = quote(info.name, safe="") + ("" if owner is None else f"@{owner}")
+        name = quote(info.name, safe="", errors="surrogatepass") + ("" if owner is None else f"@{owner}")
 
         def read(start: int, stop: int, rank: int = owner or 0) -> bytes:
             return checkpoint.read_bytes(info.name, start, stop, rank=rank)
@@ -204,7 +204,7 @@ def _table(checkpoint: Checkpoint) -> bytes:
     for t in checkpoint.tensors.values():
         lists = [" ".join(map(str, numbers)) for numbers in (t.shape, t.ranks, t.owners)]
         writer.writerow([t.name, lists[0], t.dtype, t.nbytes, t.shards, lists[1], lists[2], t.alias_of])
-    return text.getvalue().encode("utf-8", "surrogateescape")
+    return text.getvalue().encode("utf-8", "backslashreplace")
 
 
 def _values(checkpoint: Checkpoint) -> bytes:

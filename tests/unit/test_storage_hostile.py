@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import json
 import resource
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from support.bits import fresh_uri
+from support.forgery import (
+    Alter,
+    Columns,
+    Head,
+    dropped,
+    entry,
+    forge,
+    head,
+    put,
+    renamed,
+    replace_manifest,
+    stored,
+    tree,
+    use,
+)  # fmt: skip
 
 import holdfast
-from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage.columns import decode_columns, encode_columns
 from holdfast.storage.digest import digest
-from holdfast.storage.engine import start
-from holdfast.storage.manifest import MANIFEST_KEY
-
-Columns = dict[str, np.ndarray]
-Head = dict[str, Any]
-Alter = Callable[[Columns, Head], None]
 
 MEMORY_NBYTES = 1 << 30
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -37,110 +41,6 @@ def _little_memory() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_AS, (in_use + MEMORY_NBYTES, hard))
     yield
     resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def state() -> dict[str, Any]:
-    """A state with one of each: tied tensors, lists, values, keys that are no text."""
-    w = torch.arange(24.0).reshape(4, 6)
-    return {
-        "w": w,
-        "again": w,
-        "b": torch.arange(5),
-        "list": [torch.tensor(1), 2, {"k": 3.5}],
-        7: {None: torch.ones(2), "v": "x"},
-    }
-
-
-def stored() -> str:
-    """A checkpoint of it."""
-    uri = fresh_uri()
-    holdfast.save(uri, state())
-    return uri
-
-
-def replace_manifest(uri: str, data: bytes) -> None:
-    """Put these bytes where the manifest was."""
-    start(MemoryDriver(uri.removeprefix("memory://")).put(MANIFEST_KEY, data)).result()
-
-
-def forge(uri: str, alter: Alter) -> None:
-    """Take the manifest apart, alter it, and put it together again, checksum and all."""
-    data = start(MemoryDriver(uri.removeprefix("memory://")).get(MANIFEST_KEY)).result()
-    columns, metadata = decode_columns(data, "manifest")
-    head = json.loads(metadata["holdfast"])
-    columns = {name: column.copy() for name, column in columns.items()}
-    alter(columns, head)
-    text = head if isinstance(head.get("text"), str) is False else None
-    replace_manifest(uri, encode_columns(columns, {"holdfast": json.dumps(text) if text is not None else head["text"]}))
-
-
-def use(uri: str) -> list[BaseException]:
-    """Do everything that reads a checkpoint; return what was raised. Anything but our errors is a failure."""
-    raised: list[BaseException] = []
-
-    def opened() -> None:
-        with holdfast.open(uri) as c:
-            for name, info in list(c.tensors.items()):
-                repr(info)
-                attempt(lambda name=name: c.read(name))
-            attempt(lambda: list(c.values()))
-            attempt(c.verify)
-            repr(c)
-
-    def attempt(work: Callable[[], Any]) -> None:
-        began = time.monotonic()
-        try:
-            work()
-        except holdfast.HoldfastError as error:
-            str(error)
-            raised.append(error)
-        assert time.monotonic() - began < 10
-
-    attempt(opened)
-    attempt(lambda: holdfast.load(uri))
-    attempt(lambda: holdfast.load(uri, into=state(), strict=False))
-    attempt(lambda: holdfast.list_checkpoints(uri))
-    return raised
-
-
-def put(name: str, value: Any) -> Alter:
-    """Replace a column by an array of the narrowest type that holds ``value``."""
-
-    def alter(columns: Columns, head: Head) -> None:
-        columns[name] = np.asarray(value, dtype=columns[name].dtype if np.size(value) == 0 else None)
-        if columns[name].dtype.kind == "i":
-            columns[name] = columns[name].astype(np.min_scalar_type(int(columns[name].max(initial=0))))
-
-    return alter
-
-
-def entry(name: str, index: Any, value: int) -> Alter:
-    """Set one entry of a column."""
-
-    def alter(columns: Columns, head: Head) -> None:
-        columns[name] = columns[name].astype(np.uint64)
-        columns[name][index] = value
-
-    return alter
-
-
-def head(name: str, value: Any) -> Alter:
-    """Set a field of the header."""
-    return lambda columns, fields: fields.__setitem__(name, value)
-
-
-def tree(name: str, value: Any) -> Alter:
-    """Set a part of the tree."""
-    return lambda columns, fields: fields["tree"].__setitem__(name, value)
-
-
-def dropped(name: str) -> Alter:
-    """Leave a column out."""
-
-    def alter(columns: Columns, head: Head) -> None:
-        del columns[name]
-
-    return alter
 
 
 def overlapping(columns: Columns, fields: Head) -> None:
@@ -165,20 +65,16 @@ def sharing(columns: Columns, fields: Head) -> None:
     columns["shard.offsets"][:n, 0] = np.arange(n) * 4
 
 
-def renamed(old: str, new: str) -> Alter:
-    """Give a tensor another name."""
-
-    def alter(columns: Columns, fields: Head) -> None:
-        sizes = columns["tensor.name_nbytes"].tolist()
-        ends = np.cumsum(sizes).tolist()
-        blob = columns["tensor.name"].tobytes()
-        names = [blob[end - size : end].decode() for end, size in zip(ends, sizes, strict=True)]
-        encoded = [(new if name == old else name).encode() for name in names]
-        assert names != [name.decode() for name in encoded]
-        columns["tensor.name"] = np.frombuffer(b"".join(encoded), np.uint8)
-        columns["tensor.name_nbytes"] = np.array([len(name) for name in encoded], np.uint16)
-
-    return alter
+def hollow(columns: Columns, fields: Head) -> None:
+    """Tensor "again", and what is tied to it, without elements, and of strides that nothing can hold."""
+    columns["tensor.shape"] = np.pad(columns["tensor.shape"].astype(np.uint64), ((0, 0), (0, 1)), constant_values=1)
+    columns["tensor.shape"][:2] = [0, 1 << 40, 1 << 40]
+    columns["tensor.ndim"][:2] = 3
+    columns["tensor.shards"][1] = 0
+    for name in ("shard.image", "shard.start", "shard.offsets", "shard.lengths"):
+        columns[name] = columns[name][1:]
+    for name, fill in (("shard.offsets", 0), ("shard.lengths", 1)):
+        columns[name] = np.pad(columns[name], ((0, 0), (0, 1)), constant_values=fill)
 
 
 def spliced(text: str) -> Alter:
@@ -232,6 +128,12 @@ FORGERIES: dict[str, Alter] = {
     "blocks of 3 bytes": lambda c, h: (h.__setitem__("block_nbytes", 3), h.__setitem__("chunk_nbytes", 3 * (4 << 20)))[0],
     "negative blocks": head("block_nbytes", -65536), "infinite chunks": head("chunk_nbytes", float("inf")), "dtypes null": head("dtypes", None),
     "dtype of size 0": head("dtypes", [["float32", 0], ["int64", 8]]), "dtype of another size": head("dtypes", [["float32", 8], ["int64", 8]]),
+    "tensors without elements, and of huge strides": hollow, "version true": head("version", True), "created at infinity": head("created_s", float("inf")),
+    "step of 1.5": head("step", 1.5), "world of text": head("world", "1"), "two tensors of one name": renamed("w", "again"),
+    "run of 10^30": tree("orders", [[0, [["t", 10**30]]]]), "run of two kinds": tree("orders", [[0, [["tv", 1]]]]), "run of no kind": tree("orders", [[0, [["", 1]]]]),
+    "blocks by the million": lambda c, h: (h.__setitem__("block_nbytes", 4096), h.__setitem__("chunk_nbytes", 1 << 30))[0],
+    "key of 5000 digits": lambda c, h: h["tree"]["containers"][1].__setitem__(1, {"$int": "0x" + "f" * 5000}),
+    "dtype that is a module": head("dtypes", [["_dynamo", 4], ["int64", 8]]), "images in a square": lambda c, h: c.__setitem__("image.rank", c["image.rank"].reshape(1, 1)),
     "dtype that is none": head("dtypes", [["nn", 4], ["os", 8]]), "dtype with a path": head("dtypes", [["../float32", 4], ["int64", 8]]),
     "tree null": head("tree", None), "tree of a list": head("tree", []), "no root": tree("containers", []),
     "root of a root": lambda c, h: h["tree"]["containers"][0].__setitem__(0, 0), "containers in a circle": lambda c, h: h["tree"]["containers"][1].__setitem__(0, 2),
@@ -253,6 +155,7 @@ FORGERIES: dict[str, Alter] = {
             '{"$numpy": ["<f4"]}', '{"$numpy": [null, null]}', '{"$numpy": ["V8", "AAAAAAAAAAA="]}', '{"$numpy": ["f4,f4", "AAAAAAAAAAA="]}',
             '{"$torch.dtype": "nn"}', '{"$torch.dtype": "os.system"}', '{"$torch.dtype": 5}', '{"$torch.device": "x:y"}', '{"$torch.device": -7}',
             '{"$torch.Size": ["a"]}', '{"$torch.Size": 5}', '{"$torch.Size": [1e400]}', '{"a": 1, "b": 2}', '{}', '{"$numpy": {"a": 1}}',
+            '{"$numpy": ["(1,,2)f4,f4", "AAAA"]}', '{"$numpy": ["<f4", "AAAAAAAAAAA="]}', '{"$torch.dtype": "_dynamo"}', '{"$torch.device": 3}', '[1, 2]',
             '{"$numpy": ["<U4294967296", "AAAA"]}', '{"$torch.Size": [100000000000000000000000]}', '{"$int": "' + "f" * 5000 + '"}',
         ]
     },
@@ -283,7 +186,9 @@ BREAKS = [
     "shard beyond the tensor", "shorter shard", "image that is not there", "start beyond the image", "huge image", "one digest more",
     "names too short", "no UTF-8", "attempt outside", "containers in a circle", "value nowhere", "dtype of another size", "no shards",
     "overlapping shards", "shards that share bytes", "alias of another size", "huge alias", "value nested too deeply",
-    "start not aligned", "blocks of 3 bytes",
+    "start not aligned", "blocks of 3 bytes", "tensors without elements, and of huge strides", "version true", "created at infinity", "step of 1.5",
+    "two tensors of one name", "run of 10^30", "run of two kinds", "run of no kind", "blocks by the million", "key of 5000 digits",
+    "image of another rank", "images in a square", "index in other digits", "two values at one key", "two containers at one key", "dtype that is a module", "value [1, 2]", 'value {"$torch.dtype": "_dynamo"}',
 ]  # fmt: skip
 
 
@@ -326,6 +231,18 @@ def test_text_that_is_no_header_is_damage() -> None:
         raised = use(uri)
         assert raised
         assert all(isinstance(error, holdfast.DamagedError) for error in raised)
+
+
+def test_a_key_that_is_given_twice_is_damage() -> None:
+    """In the manifest's own header, too: which of the two is meant?"""
+    uri = stored()
+
+    def doubled(columns: Columns, fields: Head) -> None:
+        fields["text"] = json.dumps(fields).replace('"world"', '"world": 7, "world"', 1)
+
+    forge(uri, doubled)
+    with pytest.raises(holdfast.DamagedError, match="JSON"):
+        holdfast.load(uri)
 
 
 def checked(body: bytes) -> bytes:

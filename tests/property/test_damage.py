@@ -1,0 +1,200 @@
+"""Damage anywhere in a checkpoint, before everything that reads one: an error that says where, or nothing has changed.
+
+``HOLDFAST_TEST_DAMAGE=all`` (``make damage``) goes through every byte, every length and every reader, and takes long;
+otherwise a sample that differs from byte to byte is taken.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import pytest
+from support.tiny import BLOCK_NBYTES, READERS, Damaged, Tiny, tiny
+
+import holdfast
+from holdfast.storage.digest import digest
+from holdfast.storage.manifest import MANIFEST_KEY, Manifest
+
+ALL = os.environ.get("HOLDFAST_TEST_DAMAGE") == "all"
+FLIPS, CUTS = 250, 60
+_names = itertools.count()
+
+pytestmark = pytest.mark.timeout(7200 if ALL else 120)
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> Tiny:
+    """Undamaged: every reader gives what was saved."""
+    made = Tiny(f"tiny-{next(_names)}")
+    for reader in READERS.values():
+        reader(made.uri)
+    made.verify()
+    return made
+
+
+def sampled(rng: np.random.Generator, what: list[tuple[str, int]], count: int) -> Iterator[tuple[str, int]]:
+    """All of them, or some."""
+    rows = range(len(what)) if ALL else sorted(rng.choice(len(what), min(count, len(what)), replace=False).tolist())
+    return (what[row] for row in rows)
+
+
+def readers(turn: int) -> Iterable[str]:
+    """All of them, or one in turn."""
+    return READERS if ALL else [list(READERS)[turn % len(READERS)]]
+
+
+def images(checkpoint: Tiny) -> list[str]:
+    """The keys of its images."""
+    return [key for key in checkpoint.files if key != MANIFEST_KEY]
+
+
+def changed(whole: bytes, start: int, data: bytes) -> bytes:
+    """``whole`` with other bytes from ``start`` on."""
+    return whole[:start] + data + whole[start + len(data) :]
+
+
+def region(checkpoint: Tiny, key: str, position: int) -> str:
+    """What a byte of an image is."""
+    m, image = checkpoint.manifest, sorted(checkpoint.files).index(key)
+    begin = m.shards.start
+    end = begin + m.shards.nbytes(m.tensors)
+    if position >= int(m.images.hashed_nbytes[image]):
+        return "digests"
+    if ((m.shards.image == image) & (begin <= position) & (position < end)).any():
+        return "tensors"
+    return "header" if position < BLOCK_NBYTES else "padding"
+
+
+def test_every_pattern_in_every_byte_of_a_manifest_is_refused(checkpoint: Tiny) -> None:
+    """All 255 of them: nothing of it is taken for anything before its checksum was found right."""
+    whole = checkpoint.files[MANIFEST_KEY]
+    damaged = bytearray(whole)
+    for position, byte in enumerate(whole):
+        for pattern in range(1, 256):
+            damaged[position] = byte ^ pattern
+            assert digest(memoryview(damaged)[:-16]) != damaged[-16:]
+        with pytest.raises(holdfast.DamagedError):
+            Manifest.decode(bytes(damaged))
+        damaged[position] = byte
+
+
+def test_a_flipped_byte_is_refused_or_changes_nothing(
+    checkpoint: Tiny, rng: np.random.Generator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By every reader, in every file. What no reader refuses are bytes that it does not need: headers and padding beside
+    the blocks that it reads, and digests of blocks that the manifest vouches for; ``verify`` finds these, too."""
+    everywhere = [(key, position) for key, data in checkpoint.files.items() for position in range(len(data))]
+    seen: Counter[tuple[str, str]] = Counter()
+    last = [(key, len(data) - 1 - 5 * i) for key, data in checkpoint.files.items() for i in range(8)]
+    for turn, (key, position) in enumerate([*last, *sampled(rng, everywhere, FLIPS)]):
+        whole = checkpoint.files[key]
+        pattern = (1 << turn % 8, 0xFF, whole[position] or 0x80, int(rng.integers(1, 256)))[turn // 8 % 4]
+        damage = Damaged(key, changed(whole, position, bytes([whole[position] ^ pattern])), position, position + 1)
+        for reader in readers(turn):
+            outcome = checkpoint.judge(reader, damage)
+            where = "manifest" if key == MANIFEST_KEY else region(checkpoint, key, position)
+            seen[where, outcome] += 1
+            if (
+                where == "manifest"
+                or (reader == "copy" and where != "digests")
+                or (reader[:4] == "load" and where == "tensors")
+            ):
+                assert outcome == "refused", (key, position, reader)
+        checkpoint.verify(damage)
+    with capsys.disabled():
+        print("\nflips:", ", ".join(f"{count} {where} {outcome}" for (where, outcome), count in sorted(seen.items())))
+    assert seen["tensors", "refused"]
+    assert seen["digests", "unnoticed"]
+
+
+def test_a_file_cut_short_or_grown_is_refused_or_changes_nothing(checkpoint: Tiny, rng: np.random.Generator) -> None:
+    """At every length; and with more bytes behind it than it had."""
+    everywhere = [(key, length) for key, data in checkpoint.files.items() for length in range(len(data))]
+    edges = [(key, length) for key, length in everywhere if length % BLOCK_NBYTES in (0, 1, BLOCK_NBYTES - 1)]
+    for turn, (key, length) in enumerate([*edges, *sampled(rng, everywhere, CUTS)]):
+        whole = checkpoint.files[key]
+        cut = Damaged(key, whole[:length], length, len(whole))
+        for reader in readers(turn):
+            outcome = checkpoint.judge(reader, cut)
+            assert outcome == "refused" or key != MANIFEST_KEY
+        if turn % 4 == 0 or ALL:
+            checkpoint.verify(cut)
+    for key, reader in itertools.product(checkpoint.files, READERS):
+        whole = checkpoint.files[key]
+        for more in (b"\0", b"x" * 5000, whole):
+            grown = Damaged(key, whole + more, len(whole), len(whole) + len(more))
+            assert checkpoint.judge(reader, grown) == ("refused" if key == MANIFEST_KEY else "unnoticed")
+            checkpoint.verify(grown)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_pages_that_are_not_theirs_are_refused(checkpoint: Tiny, reader: str) -> None:
+    """Zeroed, filled, torn in the middle, and taken from another page of the file, as a write that went astray leaves them."""
+    for key, sector in itertools.product(checkpoint.files, (512, BLOCK_NBYTES)):
+        whole = checkpoint.files[key]
+        for position in range(0, len(whole), sector if ALL or sector == BLOCK_NBYTES else 3 * sector):
+            page = whole[position : position + sector]
+            astray = (whole[:sector] if position else whole[-sector:])[: len(page)]
+            for other in (bytes(len(page)), b"\xff" * len(page), astray):
+                if other == page:
+                    continue
+                first = next(i for i, (a, b) in enumerate(zip(page, other, strict=True)) if a != b)
+                last = next(i for i in range(len(page), 0, -1) if page[i - 1] != other[i - 1])
+                damage = Damaged(key, changed(whole, position, other), position + first, position + last)
+                outcome = checkpoint.judge(reader, damage)
+                if key == MANIFEST_KEY or (
+                    reader[:4] == "load" and BLOCK_NBYTES <= position < len(whole) - BLOCK_NBYTES
+                ):
+                    assert outcome == "refused", (key, position)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_files_in_the_wrong_place_are_refused(checkpoint: Tiny, reader: str) -> None:
+    """Missing, empty, of another rank, attempt or checkpoint, all of them, or the manifest alone."""
+    a, b = images(checkpoint)
+    files = checkpoint.files
+    others = tiny(f"tiny-{next(_names)}", step=1)
+    theirs = sorted(key for key in others if key != MANIFEST_KEY)
+
+    def placed(key: str, data: bytes | None) -> Damaged:
+        return Damaged(key, data, 0, 1 << 40)
+
+    for key in files:
+        assert checkpoint.judge(reader, placed(key, None)) == "refused"
+        assert checkpoint.judge(reader, placed(key, b"")) == "refused"
+    for damages in (
+        [placed(a, files[b])], [placed(b, files[a])], [placed(a, files[b]), placed(b, files[a])],
+        [placed(a, others[theirs[0]])], [placed(a, others[theirs[0]]), placed(b, others[theirs[1]])],
+        [placed(a, files[MANIFEST_KEY])], [placed(MANIFEST_KEY, files[a])],
+    ):  # fmt: skip
+        assert checkpoint.judge(reader, *damages) == "refused"
+    # A manifest of another checkpoint names images that are not here.
+    checkpoint.put(MANIFEST_KEY, others[MANIFEST_KEY])
+    try:
+        with pytest.raises(holdfast.DamagedError, match="lost with their whole file") as caught:
+            READERS[reader](checkpoint.uri)
+        assert caught.value.key in theirs
+    finally:
+        checkpoint.put(MANIFEST_KEY, files[MANIFEST_KEY])
+
+
+def test_a_file_that_is_there_twice_changes_nothing(checkpoint: Tiny) -> None:
+    """Under another rank's or attempt's name: nobody asks for it."""
+    extra = [
+        images(checkpoint)[0].replace("/0.", "/7."),
+        "data/20200101T000000-00000000/0.safetensors",
+        "0.safetensors",
+    ]
+    for key in extra:
+        checkpoint.put(key, checkpoint.files[images(checkpoint)[0]])
+    try:
+        for reader in READERS.values():
+            reader(checkpoint.uri)
+        checkpoint.verify()
+    finally:
+        for key in extra:
+            checkpoint.put(key, None)

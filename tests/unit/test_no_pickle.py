@@ -1,0 +1,74 @@
+"""Nothing unpickles: neither by what modules import (see also test_house.py), nor while a checkpoint is saved and loaded."""
+
+from __future__ import annotations
+
+import ast
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.bits import difference
+
+import holdfast
+from holdfast.storage.integrations.fsspec import HoldfastFileSystem
+
+ROOT = Path(__file__).parents[2]
+UNPICKLERS = {
+    ("torch", "load"),
+    ("np", "load"),
+    ("numpy", "load"),
+    ("yaml", "load"),
+    ("yaml", "unsafe_load"),
+    ("pandas", "read_pickle"),
+}
+PEERS = {"bench"}  # peers are measured there as they are, torch.load among them
+
+
+def test_no_module_calls_what_unpickles() -> None:
+    """Also not by way of a library that would: of all modules that are shipped, but for the peers that are measured."""
+    rooms = [path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0] not in {"tests", "docs", "build", ".venv", *PEERS}]  # fmt: skip
+    assert len(rooms) > 100
+    calls = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in rooms
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and (node.value.id, node.attr) in UNPICKLERS
+    ]
+    assert calls == []
+
+
+def test_nothing_is_unpickled_while_checkpoints_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Save, load, slices, copy, verify, list and the files that fsspec shows: with everything that unpickles out of order."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("something is unpickled")
+
+    class Refusing(pickle.Unpickler):  # a class still, for those who derive from it
+        load = refuse
+
+    for module, name in ((pickle, "load"), (pickle, "loads"), (torch, "load"), (np, "load")):
+        monkeypatch.setattr(module, name, refuse)
+    monkeypatch.setattr(pickle, "Unpickler", Refusing)
+    with pytest.raises(AssertionError, match="unpickled"):
+        pickle.loads(b"")
+    model = torch.nn.Linear(3, 2)
+    optim = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optim.step()
+    state = {"model": model, "optim": optim, "rng": holdfast.RNGState(), "list": [1, (2, b"3")], "a": np.arange(3)}
+    holdfast.save(tmp_path / "a", state)
+    holdfast.copy(tmp_path / "a", tmp_path / "b")
+    holdfast.load(tmp_path / "b", into=state)
+    loaded = holdfast.load(tmp_path / "b")
+    assert difference(dict(model.state_dict()), loaded["model"]) is None
+    with holdfast.open(tmp_path / "b") as c:
+        assert c.verify().ok
+        assert torch.equal(c.read("model.weight", 1), model.weight[1])
+    view = HoldfastFileSystem(str(tmp_path / "b"))
+    assert all(view.cat_file(name) for name in view.find(""))
+    assert len(holdfast.list_checkpoints(tmp_path)) == 2
