@@ -174,6 +174,8 @@ def serve(image: str, mountpoint: str, log: str) -> None:
     class Device(fuse.Operations):  # type: ignore[misc]
         """Two files: disk and control."""
 
+        use_ns = True
+
         def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
             if path == "/":
                 return {"st_mode": stat.S_IFDIR | 0o755, "st_nlink": 2}
