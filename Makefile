@@ -20,7 +20,7 @@ export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test properties crash damage test-servers drills lint format bench bench-names clean
+.PHONY: help setup demo test properties sim sim-broken crash damage test-servers drills lint format bench bench-names clean
 
 help:  ## this list
 	@echo "usage: make TARGET"
@@ -36,6 +36,12 @@ demo: $(READY)  ## see it work: make demo [URI=s3://bucket/run | SERVER=s3|hdfs]
 # as holdfast.planner and as planner.
 test: $(READY)  ## run every test but the drills; skips are listed with their reasons
 	@$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
+
+sim: $(READY)  ## explore the simulator's schedules: make sim [SEEDS=100000], or replay one: make sim SEED=n
+	@$(BIN)/python tests/simulation/simulate.py $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),2000)) $(SIM_ARGS)
+
+sim-broken: $(READY)  ## engines that are wrong on purpose: how many schedules it takes to catch each
+	@$(BIN)/python tests/simulation/simulate.py --broken $(or $(SEEDS),3000)
 
 properties: $(READY)  ## property tests, with other examples each time, and more: make properties [EFFORT=20]
 	@HOLDFAST_TEST_EFFORT=$(or $(EFFORT),20) $(BIN)/pytest tests/property --timeout 7200 -o faulthandler_timeout=14400 $(TEST_ARGS)

@@ -61,7 +61,13 @@ async def at_most(limit: int, coroutines: Iterable[Coroutine[Any, Any, None]]) -
         async with gate:
             await coroutine
 
-    for outcome in await asyncio.gather(*map(gated, coroutines), return_exceptions=True):
+    given = list(coroutines)
+    try:
+        outcomes = await asyncio.gather(*map(gated, given), return_exceptions=True)
+    finally:
+        for coroutine in given:
+            coroutine.close()  # cancelled, it may never have had its turn
+    for outcome in outcomes:
         if outcome is not None:
             raise outcome
 

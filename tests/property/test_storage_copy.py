@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.bits import difference
 from support.effort import examples
-from support.simulator import Simulation, run_inline, save_of
+from support.simulation.turns import Simulation, run_inline, save_of
 
 import holdfast
 from holdfast.drivers.memory import MemoryDriver

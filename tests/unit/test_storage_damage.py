@@ -12,7 +12,7 @@ import torch
 from support.bits import difference
 from support.drivers import contents
 from support.ranks import load_as_ranks, save_as_ranks
-from support.simulator import BUDGET_NBYTES, run_inline, save_of
+from support.simulation.turns import BUDGET_NBYTES, run_inline, save_of
 
 import holdfast
 from holdfast.drivers.memory import MemoryDriver

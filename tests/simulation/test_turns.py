@@ -1,4 +1,4 @@
-"""Two and more saves to one URI, in every order of their accesses to storage, with deaths at every moment.
+"""Two saves to one URI, in every order in which they interrupt each other twice, and with deaths at every moment.
 
 Whatever happens, a reader finds exactly one whole checkpoint: one that somebody saved, to the bit.
 """
@@ -6,24 +6,21 @@ Whatever happens, a reader finds exactly one whole checkpoint: one that somebody
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from support.bits import difference
-from support.simulator import BUDGET_NBYTES, Actor, Simulation, run_inline, save_of
+from support.simulation.turns import Actor, Simulation, run_inline, save_of
 
 import holdfast
-from holdfast.storage.load import run_build
 from holdfast.storage.manifest import Manifest
 
 STATES = {
     name: {"who": name, "x": torch.full((3,), float(i))} for i, name in enumerate(["first", "a", "b", "c", "last"])
 }
 LOST = (holdfast.SupersededError, holdfast.InvisibleFilesError)
-SEEDS = range(150)
 
 Arrange = Callable[[list[str]], list[str]]
 ORDERS: dict[str, Arrange] = {"sorted": sorted, "reversed": lambda keys: sorted(keys, reverse=True)}
@@ -113,7 +110,7 @@ def scripted(cuts: list[int]) -> Callable[[list[Actor]], Actor]:
     return choose
 
 
-@pytest.mark.parametrize(("order", "every"), [("reversed", 1), ("sorted", 5)])
+@pytest.mark.parametrize(("order", "every"), [("reversed", 4), ("sorted", 9)])
 def test_two_saves_that_take_turns_leave_one_whole_checkpoint(order: str, every: int) -> None:
     """Every way in which two saves interrupt each other up to twice, whatever the order in which files are deleted."""
     n = steps_of_a_save()
@@ -156,51 +153,3 @@ def test_a_save_that_dies_at_any_step_leaves_one_whole_checkpoint(order: str) ->
     for dies_at in range(1, n):
         for begins_at in {0, dies_at // 2, dies_at - 1}:
             run_inline(run(dies_at, begins_at))
-
-
-async def reader(driver: Any) -> Any:
-    """Loads until it has; what it raises meanwhile must be that saves came between."""
-    for _ in range(50):
-        try:
-            return (await run_build(driver, 0, BUDGET_NBYTES))[0]
-        except holdfast.ReplacedError:
-            continue
-    return None
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_saves_deaths_and_readers_in_random_order(seed: int) -> None:
-    """Three saves, two readers, deaths: always one whole checkpoint, and a reader gets one of those that there were."""
-    rng = random.Random(seed)
-
-    async def run() -> None:
-        sim, watch = await prepared(lambda keys: rng.sample(sorted(keys), len(keys)))
-        late = ["c", "reader 2", "b", "reader 1"]
-        sim.add("a", save_of(STATES["a"]))
-        favourite = ["a"]
-
-        def choose(ready: list[Actor]) -> Actor:
-            if late and rng.random() < 0.08:
-                name = late.pop()
-                sim.add(name, reader if "reader" in name else save_of(STATES[name]))
-            if rng.random() < 0.2:
-                favourite[0] = rng.choice(ready).name
-            chosen = next((a for a in ready if a.name == favourite[0]), rng.choice(ready))
-            if rng.random() < 0.02 and len(ready) > 1:
-                sim.crash(chosen)
-                return next(a for a in ready if a is not chosen)
-            return chosen
-
-        await sim.run(choose, watch.check)
-        for actor in sim.actors:
-            if actor.name.startswith("reader") and not actor.dead:
-                found = await actor.task
-                assert found["who"] in watch.history
-                assert difference(STATES[found["who"]], found) is None
-        await finish(sim, watch)
-
-    try:
-        run_inline(run())
-    except BaseException:
-        print(f"seed {seed}")
-        raise

@@ -1,0 +1,121 @@
+"""Explore schedules, replay one, or show that broken engines are caught.
+
+make sim SEEDS=100000        so many schedules, on all cores
+make sim SEED=4711           one, with its whole log; if it fails, also the shortest one that fails like it
+make sim-broken              engines that are wrong on purpose, and how many schedules it takes to see it
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # where tests find what they share
+
+import torch
+from support.simulation.broken import BROKEN, seeds_until_caught
+from support.simulation.engine import installed
+from support.simulation.run import Failure, Tally, explore, run
+from support.simulation.schedule import Schedule, drawn
+from support.simulation.shrink import shrunk
+
+BATCH = 50
+SHOW_S = 10.0
+
+
+def main() -> int:
+    """The exit status: 1 where a promise was broken, or a broken engine was not caught."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=2000, help="how many schedules")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--seed", type=int, help="replay this one, with its log")
+    parser.add_argument("--schedule", help="replay what a failure has printed, with its log")
+    parser.add_argument("--broken", type=int, metavar="MOST", help="the broken engines, at most so many schedules each")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    given = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)
+    with installed():
+        if given.broken:
+            return show_broken(given.broken)
+        if given.schedule:
+            return replay(Schedule.from_json(given.schedule))
+        if given.seed is not None:
+            return replay(drawn(given.seed))
+        return many(given.first, given.seeds, given.jobs)
+
+
+def many(first: int, seeds: int, jobs: int) -> int:
+    """Run so many schedules, and say what came of it."""
+    began_s, total, shown_s = time.perf_counter(), Tally(), time.perf_counter()
+    batches = [range(a, min(a + BATCH, first + seeds)) for a in range(first, first + seeds, BATCH)]
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+        for failure, tally in pool.imap_unordered(one_batch, batches):
+            total.add(tally)
+            if failure is not None:
+                pool.terminate()
+                show_failure(failure)
+                return 1
+            if time.perf_counter() > shown_s + SHOW_S:
+                shown_s = time.perf_counter()
+                print(f"{total.schedules:>9,} schedules, {shown_s - began_s:,.0f} s", flush=True)
+    print(*total.lines(), sep="\n")
+    seconds = time.perf_counter() - began_s
+    rate, work = total.schedules / seconds, total.schedules / total.cpu_s
+    print(f"{seconds:,.1f} s on {jobs} processes: {rate:,.0f} schedules a second; {work:,.0f} a second of one core")
+    return 0
+
+
+def one_batch(seeds: range) -> tuple[Failure | None, Tally]:
+    """In a process of the pool."""
+    tally, began_s = Tally(), time.process_time()
+    failure = explore(seeds, tally)
+    tally.cpu_s = time.process_time() - began_s
+    return failure, tally
+
+
+def replay(schedule: Schedule) -> int:
+    """Run one, with its whole log."""
+    print(*schedule.lines(), sep="\n")
+    failure = run(schedule, log=print)
+    if failure is None:
+        print("all promises were kept")
+        return 0
+    show_failure(failure)
+    return 1
+
+
+def show_failure(failure: Failure) -> None:
+    """What failed, how to see it again, and the shortest that fails likewise."""
+    print(f"\nFAILED: seed {failure.schedule.seed}: {failure.why}\n  again: make sim SEED={failure.schedule.seed}")
+    short = shrunk(failure)
+    print(f"\nThe shortest that fails likewise: {short.why}", *short.schedule.lines(), sep="\n")
+    print(f"  again: tests/simulation/simulate.py --schedule '{short.schedule.to_json()}'")
+
+
+def show_broken(most: int) -> int:
+    """The table of broken engines."""
+    missed = 0
+    for line, caught in broken_lines(most):
+        print(line, flush=True)
+        missed += not caught
+    print(f"{len(BROKEN) - missed} of {len(BROKEN)} broken engines were caught")
+    return 1 if missed else 0
+
+
+def broken_lines(most: int) -> Iterator[tuple[str, bool]]:
+    """One for each broken engine: how many schedules it took, and what was seen."""
+    for engine in BROKEN:
+        tried, seed, failure = seeds_until_caught(engine, most)
+        what = failure.why if failure else f"NOT CAUGHT in {tried}"
+        yield f"{engine.name:85} {tried:6} schedules, seed {seed:6}: {what:.100}", failure is not None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

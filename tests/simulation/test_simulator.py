@@ -1,0 +1,109 @@
+"""Whole runs of the real engine on simulated machines: the promises hold in every schedule that a seed can think of.
+
+`make sim SEEDS=100000` looks further; `make sim SEED=n` replays one with its log.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+from support.simulation.broken import BROKEN, Broken, seeds_until_caught
+from support.simulation.engine import installed
+from support.simulation.run import Failure, Tally, run
+from support.simulation.schedule import Schedule, drawn
+from support.simulation.shrink import shrunk
+
+FIXED = int(os.environ.get("HOLDFAST_TEST_SIM_SEEDS", "150"))
+FRESH_S = float(os.environ.get("HOLDFAST_TEST_SIM_FRESH_S", "6"))
+"""How long schedules are run that nobody has run before."""
+MOST = 300
+"""Schedules until which a broken engine must be caught."""
+QUICK = [broken for broken in BROKEN if broken.seed is not None]
+"""The others take hundreds of schedules: `make sim-broken`."""
+
+
+@pytest.fixture(autouse=True)
+def engine() -> Iterator[None]:
+    """The engine runs in simulations only; what it warns of is part of the plan."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    with installed():
+        yield
+    logging.disable(before)
+
+
+def told(failure: Failure | None) -> str:
+    """How to see it again, and the shortest schedule that fails likewise."""
+    if failure is None:
+        return ""
+    short = shrunk(failure, 200)
+    return "\n".join(
+        [
+            f"{failure.why}: make sim SEED={failure.schedule.seed}",
+            f"the shortest that fails likewise: {short.why}",
+            *short.schedule.lines(),
+            short.schedule.to_json(),
+        ]
+    )
+
+
+def test_promises_hold_in_known_and_in_fresh_schedules(capsys: pytest.CaptureFixture[str]) -> None:
+    """A reader finds an earlier checkpoint or the new one, whole; what was acknowledged survives; nobody waits for ever; and
+    the next save works, and leaves nothing beside itself. In the first so many schedules, and in some that are new."""
+    tally = Tally()
+    for seed in range(FIXED):
+        assert told(run(drawn(seed), tally)) == ""
+    first = int.from_bytes(os.urandom(4), "big")
+    end_s, fresh = time.monotonic() + FRESH_S, 0
+    while fresh < 20 or time.monotonic() < end_s:
+        assert told(run(drawn(first + fresh), tally)) == ""
+        fresh += 1
+    with capsys.disabled():
+        print(
+            f"\nsimulator: {FIXED:,} known schedules and {fresh:,} fresh ones, from seed {first}",
+            *tally.lines(),
+            sep="\n",
+        )
+    assert tally.faults
+    assert tally.outcomes["save: done"]
+
+
+def logged(schedule: Schedule) -> list[str]:
+    """All that happens in it."""
+    lines: list[str] = []
+    run(schedule, log=lines.append)
+    return lines
+
+
+def test_a_seed_replays_exactly() -> None:
+    """Two runs of one seed do the same, operation by operation; so does one with its delays written down."""
+    for seed in range(10):
+        assert logged(drawn(seed)) == logged(drawn(seed))
+
+
+@pytest.mark.parametrize("broken", QUICK, ids=lambda broken: broken.name)
+def test_a_broken_engine_is_caught(broken: Broken) -> None:
+    """Each engine that is wrong on purpose breaks a promise: in a schedule that has shown it before, or in one of the first."""
+    _, _, failure = seeds_until_caught(broken, 1, broken.seed or 0)
+    if failure is None:
+        _, _, failure = seeds_until_caught(broken, MOST)
+    assert failure is not None, f"{broken.name}: not caught in {MOST} schedules"
+    assert run(failure.schedule) is None, "an engine that is not broken fails likewise"
+
+
+def test_a_failure_shrinks_to_its_cause() -> None:
+    """Of a schedule that fails, what has nothing to do with it goes; what is left fails alike, and says how to run it again."""
+    broken = next(b for b in BROKEN if b.name == "an error of the manifest's put is dropped")
+    with broken.engine():
+        failure = run(drawn(broken.seed or 0)) or seeds_until_caught(broken, MOST)[2]
+        assert failure is not None
+        short = shrunk(failure)
+        again = run(Schedule.from_json(short.schedule.to_json()))
+    assert again is not None
+    assert again.why == short.why
+    assert (len(short.schedule.actors), len(short.schedule.faults)) == (1, 1)
+    assert not short.schedule.delays

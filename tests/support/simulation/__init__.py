@@ -1,0 +1,13 @@
+"""The simulator: the real engine on simulated machines, clocks and storage, all of it decided by one seed.
+
+``loop``       virtual time, and processes that can pause and die
+``schedule``   what a run does: storage, actors, faults, delays; made from a seed, and written down to be replayed
+``posix``      a file system with a volatile and a durable side, under the real local driver
+``remote``     an object store, and HDFS, with requests that are refused, lost, late or done twice
+``engine``     the real engine without threads, with small chunks, and what is pure remembered
+``world``      one run: processes, storage, faults at their moment
+``actors``     saves, loads, copies, pruning, as jobs of several ranks
+``checker``    what must hold at each moment, and of what survives
+``shrink``     from a schedule that fails to a short one
+``broken``     engines that are wrong on purpose
+"""

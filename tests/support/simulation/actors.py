@@ -1,0 +1,184 @@
+"""Those who do something: jobs of several ranks, copies, pruning. Each ends, in time, with an outcome that is allowed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+from holdfast.errors import (
+    CoordinationError,
+    DamagedError,
+    HoldfastError,
+    MismatchError,
+    NotACheckpointError,
+    ReplacedError,
+)
+from holdfast.storage import copy, prune
+from holdfast.storage.load import finish, run_build, run_load
+from holdfast.storage.place import Place
+from holdfast.storage.save import run_save
+from holdfast.storage.team import Solo, StoreTeam
+
+from .checker import MAIN, OTHER, Checker, Violation
+from .loop import Crashed, Process
+from .schedule import ActorPlan
+from .states import BUDGET_NBYTES, OTHER_STATE, SILENCE_S, Store, odd_job, same_as, save_job, target
+from .world import World
+
+__all__ = ["Crew"]
+
+TRIES = 3
+AGAIN_S = 5.0
+
+
+class Crew:
+    """All actors of a run. ``outcomes``: by actor and try, what each rank was told: a result, an error, or None where it
+    died."""
+
+    def __init__(self, world: World, checker: Checker) -> None:
+        self.world, self.checker = world, checker
+        self.outcomes: list[tuple[ActorPlan, list[Any]]] = []
+        self.running = 0
+        self.problem: BaseException | None = None
+        for plan in world.schedule.actors:
+            self.running += 1
+            life = world.loop.create_task(self._life(plan))
+            life.add_done_callback(self._over)
+
+    def _over(self, life: asyncio.Task[None]) -> None:
+        self.running -= 1
+        if not life.cancelled() and life.exception() is not None:
+            self.problem = self.problem or life.exception()
+
+    async def _life(self, plan: ActorPlan) -> None:
+        await asyncio.sleep(plan.begin_s)
+        for number in range(TRIES if plan.again else 1):
+            self.world.calm_s = max(self.world.calm_s, self.world.loop.now_s)
+            ended = await self._try(plan, number)
+            self.outcomes.append((plan, ended))
+            if all(not isinstance(outcome, BaseException) and outcome is not None for outcome in ended):
+                break
+            await asyncio.sleep(AGAIN_S)
+
+    async def _try(self, plan: ActorPlan, number: int) -> list[Any]:
+        """Run all ranks until each has ended, or died."""
+        store = Store(self.world.loop)
+        ranks = []
+        for rank in range(plan.world):
+            process = self.world.process(f"{plan.name}.{number}/{rank}", f"{plan.name}-{rank // 2}")
+            process.store = store  # type: ignore[attr-defined]
+            team = Solo() if plan.world == 1 else StoreTeam(store, rank, plan.world, "job", SILENCE_S)
+            act: Callable[..., Coroutine[Any, Any, Any]] = getattr(self, f"_{plan.kind}")
+            ranks.append((process, self.world.loop.spawn(process, self._act(act, plan, team))))
+        while not all(task.done() or not process.alive for process, task in ranks):
+            await self._one_ended(ranks)
+        return [self._outcome(plan, process, task) for process, task in ranks]
+
+    async def _one_ended(self, ranks: list[tuple[Process, asyncio.Task[Any]]]) -> None:
+        """Or has died: which tells nobody, so it is looked for."""
+        pending = {task for process, task in ranks if not task.done() and process.alive}
+        await asyncio.wait(pending, timeout=5.0, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _act(self, act: Callable[..., Coroutine[Any, Any, Any]], plan: ActorPlan, team: Any) -> Any:
+        began_s = self.world.loop.now_s
+        return await act(plan, team, began_s)
+
+    def _outcome(self, plan: ActorPlan, process: Process, task: asyncio.Task[Any]) -> Any:
+        if not process.alive or not task.done():
+            return None
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if error is None:
+            return task.result()
+        if self.world.log is not None:
+            self.world.log(f"{self.world.loop.now_s:12.4f} {process}: raised {error!r:.300}")
+        if isinstance(error, Crashed):
+            return None
+        if isinstance(error, Violation) or not isinstance(error, HoldfastError):
+            raise error
+        self._allowed(plan, process, error)
+        return error
+
+    def _allowed(self, plan: ActorPlan, process: Process, error: HoldfastError) -> None:
+        """Raise Violation where there was no reason for it."""
+        if isinstance(error, DamagedError | MismatchError):
+            raise Violation(f"{process}: {error!r}") from error
+        crowd = [a for a in self.world.schedule.actors if a.kind != "load" and a is not plan]
+        tried = sum(p is plan for p, _ in self.outcomes)
+        if isinstance(error, NotACheckpointError):
+            excused = any(m.attempt is None for m in self.checker.history)
+        elif isinstance(error, CoordinationError) and plan.world == 1:
+            excused = False
+        else:
+            excused = bool(self.world.struck or tried or crowd or plan.odd) or isinstance(error, ReplacedError)
+        if not excused:
+            raise Violation(f"{process} failed for no reason: {error!r}") from error
+
+    async def _save(self, plan: ActorPlan, team: Any, began_s: float) -> Any:
+        driver = self.world.driver(MAIN)
+        try:
+            job = (odd_job if plan.odd else save_job)(plan.state, team.rank, plan.world, self.world.schedule.chunks)
+            attempt, _ = await run_save(driver, team, job)
+        finally:
+            await driver.close()
+        self.checker.saved(plan, attempt, began_s)
+        return attempt
+
+    async def _load(self, plan: ActorPlan, team: Any, began_s: float) -> Any:
+        driver = self.world.driver(MAIN)
+        try:
+            if plan.world == 1:
+                found = (await run_build(driver, 0, BUDGET_NBYTES))[0]
+            else:
+                saved = await self._saved_by(driver)
+                job, found = target(plan.world, team.rank, self.world.schedule.chunks, saved)
+                manifest, _ = await run_load(driver, team, job)
+                finish(job, manifest, team.rank)
+        except MismatchError:
+            return "another shape"  # jobs of other sizes hold other shapes here
+        finally:
+            await driver.close()
+        state = same_as(found)
+        self.checker.loaded(plan.name, state, began_s)
+        return state
+
+    async def _saved_by(self, driver: Any) -> int:
+        """So many ranks as have saved what is there, for a target of its shape."""
+        from holdfast.storage.commit import read_manifest
+
+        return int((await read_manifest(driver))[0].world)
+
+    async def _copy(self, plan: ActorPlan, team: Any, began_s: float) -> Any:
+        theirs, ours = self.world.driver(OTHER), self.world.driver(MAIN)
+        try:
+            await copy.copy_checkpoint(theirs, ours, copy.Orders(True, BUDGET_NBYTES))
+        finally:
+            await ours.close()
+        if not any(m.state == OTHER_STATE for m in self.checker.during(began_s)):
+            raise Violation(f"{plan.name} returned, and what it copied never was the checkpoint")
+        return "copied"
+
+    async def _prune(self, plan: ActorPlan, team: Any, began_s: float) -> Any:
+        place: Any = _SimPlace(self.world)
+        found = await prune._plan(place, lambda listed: prune.choose(listed, 1, None), 60.0)
+        return await prune._carry_out(place, found, 60.0)
+
+
+class _SimPlace(Place):
+    """The folder of all checkpoints of a world."""
+
+    def __init__(self, world: World) -> None:
+        from holdfast.drivers.uri import Uri
+
+        super().__init__(Uri("sim", "run"), {})
+        object.__setattr__(self, "_world", world)
+
+    @contextlib.asynccontextmanager
+    async def opened(self, path: str = "") -> AsyncIterator[Any]:
+        """See :meth:`Place.opened`."""
+        driver = self._world.driver(f"run/{path}" if path else "run")  # type: ignore[attr-defined]
+        try:
+            yield driver
+        finally:
+            await driver.close()

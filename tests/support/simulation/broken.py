@@ -1,0 +1,411 @@
+"""Engines that are wrong on purpose, each in one way. A simulator that does not catch them proves nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from holdfast.drivers import local_files, local_tree
+from holdfast.drivers.layers.retry import RetryLayer
+from holdfast.errors import ExistsError, NotFoundError, StorageError
+from holdfast.storage import commit, load, prune, save, team
+from holdfast.storage.image_writer import ImageWriter
+from holdfast.storage.manifest import MANIFEST_KEY
+
+from .engine import forget
+from .run import Failure, run
+from .schedule import drawn
+
+__all__ = ["BROKEN", "Broken", "seeds_until_caught"]
+
+Patch = tuple[Any, str, Any]
+
+
+@dataclass(frozen=True)
+class Broken:
+    """One of them. ``storages``: where it can show, by a part of the storage's name."""
+
+    name: str
+    patches: Callable[[], Iterator[Patch]]
+    storages: str = ""
+    seed: int | None = None
+    """One that shows it; None where that takes hundreds."""
+
+    @contextlib.contextmanager
+    def engine(self) -> Iterator[None]:
+        """For the length of a ``with`` block the engine is broken in this way."""
+        patches = list(self.patches())
+        before = [(owner, name, owner.__dict__[name]) for owner, name, _ in patches]
+        forget()
+        try:
+            for owner, name, value in patches:
+                setattr(owner, name, value)
+            yield
+        finally:
+            for owner, name, value in before:
+                setattr(owner, name, value)
+            forget()
+
+
+BROKEN: list[Broken] = []
+
+
+def broken(
+    name: str, seed: int, storages: str = ""
+) -> Callable[[Callable[[], Iterator[Patch]]], Callable[[], Iterator[Patch]]]:
+    """Put it on the list."""
+
+    def listed(patches: Callable[[], Iterator[Patch]]) -> Callable[[], Iterator[Patch]]:
+        BROKEN.append(Broken(name, patches, storages, seed))
+        return patches
+
+    return listed
+
+
+@broken("a rank reports its image before it is durable", 3)
+def _manifest_before_data() -> Iterator[Patch]:
+    class Hasty:
+        def __init__(self, inner: Any) -> None:
+            self._inner = inner
+            self.write, self.abort = inner.write, inner.abort
+
+        async def commit(self) -> None:
+            self.later = asyncio.ensure_future(_quietly(self._inner.commit))
+
+    async def opened(self: ImageWriter, key: Any) -> Any:
+        return Hasty(await self._driver.create(await key(), self._layout.nbytes))
+
+    yield ImageWriter, "_open", opened
+    yield commit, "_see_all", _nothing
+
+
+@broken("the leader does not look whether all images are there, and a rank drops the error of its commit", 42)
+def _dropped_error() -> Iterator[Patch]:
+    class Careless:
+        def __init__(self, inner: Any) -> None:
+            self._inner = inner
+            self.abort = inner.abort
+
+        async def write(self, start: int, data: Any) -> None:
+            with contextlib.suppress(StorageError):
+                await self._inner.write(start, data)
+
+        async def commit(self) -> None:
+            with contextlib.suppress(StorageError):
+                await self._inner.commit()
+
+    async def opened(self: ImageWriter, key: Any) -> Any:
+        return Careless(await self._driver.create(await key(), self._layout.nbytes))
+
+    yield ImageWriter, "_open", opened
+    yield commit, "_see_all", _nothing
+
+
+@broken("an error of the manifest's put is dropped", 49)
+def _dropped_commit() -> Iterator[Patch]:
+    real = commit.commit
+
+    async def committed(driver: Any, attempt: Any, manifest: Any) -> Any:
+        try:
+            return await real(driver, attempt, manifest)
+        except StorageError:
+            return None
+
+    yield save, "commit", committed
+
+
+@broken("no fsync of folders", 2, "posix")
+def _no_folder_sync() -> Iterator[Patch]:
+    yield local_files, "sync_folder", lambda fd: None
+    yield local_tree, "sync_folder", lambda fd: None
+
+
+@broken("no fsync of files", 2, "posix")
+def _no_file_sync() -> Iterator[Patch]:
+    def publish(self: Any, *, exclusive: bool = False) -> None:
+        with self._opened() as file:
+            self._sync_name(file, take_back=self._give_name(exclusive))
+
+    yield local_files.NewFile, "publish", publish
+
+
+@broken("the file is renamed before its fsync", None, "posix")
+def _rename_first() -> Iterator[Patch]:
+    def publish(self: Any, *, exclusive: bool = False) -> None:
+        with self._opened() as file:
+            free = self._give_name(exclusive)
+            local_files.os.fsync(file.plain)
+            self._sync_name(file, take_back=free)
+
+    yield local_files.NewFile, "publish", publish
+
+
+@broken("a failed fsync is tried again", None, "posix")
+def _sync_again() -> Iterator[Patch]:
+    def publish(self: Any, *, exclusive: bool = False) -> None:
+        with self._opened() as file:
+            try:
+                local_files.os.fsync(file.plain)
+            except OSError as error:
+                if error.errno != errno.EIO:
+                    raise
+                local_files.os.fsync(file.plain)
+            self._sync_name(file, take_back=self._give_name(exclusive))
+
+    yield local_files.NewFile, "publish", publish
+
+
+@broken("files are written under their own name", 1, "posix")
+def _in_place() -> Iterator[Patch]:
+    def init(self: Any, tree: Any, key: str, nbytes: int, *, direct: str, create: Any = None) -> None:
+        real(self, tree, key, nbytes, direct=direct)
+        self._temporary = self._name + ".new"
+        if key != MANIFEST_KEY:
+            return
+        self._temporary = self._name
+
+        def creat(folder: int, name: str, size: int) -> int:
+            os = local_files.os
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=folder)
+            return local_files.create_file(folder, name, size)
+
+        self._create_file = creat
+
+    real = local_files.NewFile.__init__
+    yield local_files.NewFile, "__init__", init
+
+
+@broken("the collector knows no grace", 32)
+def _no_grace() -> Iterator[Patch]:
+    yield commit, "GRACE_S", 0.0
+
+
+@broken("the collector deletes without a sentence", 12)
+def _no_sentence() -> Iterator[Patch]:
+    async def collected(driver: Any, attempt: Any, decided: bool, now_s: float, grace_s: float) -> None:
+        if not decided:  # as the list had it, a while ago
+            await commit.delete_attempt(driver, attempt)
+        else:
+            await real(driver, attempt, decided, now_s, grace_s)
+
+    real = commit._collect
+    yield commit, "_collect", collected
+
+
+@broken("the collector does not ask which attempt is current", 0)
+def _collects_current() -> Iterator[Patch]:
+    async def nobody(driver: Any) -> None:
+        return None
+
+    yield commit, "_current_attempt", nobody
+    yield commit, "GRACE_S", 60.0
+
+
+@broken("the commit does not claim", 11)
+def _no_claim() -> Iterator[Patch]:
+    async def committed(driver: Any, attempt: Any, manifest: Any) -> Any:
+        data, before = manifest.encode(), await commit._current_attempt(driver)
+        await driver.put(MANIFEST_KEY, data)
+        return None if before in (None, attempt.id) else commit.Attempt(before)
+
+    yield save, "commit", committed
+
+
+@broken("the claim is not exclusive", 47)
+def _claim_not_exclusive() -> Iterator[Patch]:
+    async def committed(driver: Any, attempt: Any, manifest: Any) -> Any:
+        class Lax:
+            uri, traits = driver.uri, driver.traits
+            stat, get, delete, list = driver.stat, driver.get, driver.delete, driver.list
+
+            async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
+                await driver.put(key, data)
+
+        lax: Any = Lax()
+        return await real(lax, attempt, manifest)
+
+    real = commit.commit
+    yield save, "commit", committed
+
+
+@broken("nobody looks for the marker after the claim", 43)
+def _no_look() -> Iterator[Patch]:
+    real = commit.still_there
+
+    async def trusted(driver: Any, attempt: Any) -> Any:
+        try:
+            return await real(driver, attempt)
+        except commit.SupersededError:
+            return SimpleNamespace(modified_s=commit.time.time())
+
+    yield commit, "still_there", trusted
+    yield commit, "_see_all", _nothing
+
+
+@broken("the marker is deleted last, and nobody looks for the images", None)
+def _marker_last() -> Iterator[Patch]:
+    async def deleted(driver: Any, attempt: Any) -> None:
+        with contextlib.suppress(StorageError):
+            keys = [info.key async for info in driver.list(attempt.prefix)]
+            for key in sorted(keys, key=lambda k: (k == attempt.marker, "safetensors" in k)):
+                await driver.delete(key)
+
+    yield commit, "delete_attempt", deleted
+    yield save, "delete_attempt", deleted
+    yield commit, "_see_all", _nothing
+
+
+@broken("the old attempt is deleted before the manifest is put", 0)
+def _deletes_first() -> Iterator[Patch]:
+    async def committed(driver: Any, attempt: Any, manifest: Any) -> Any:
+        before = await commit._current_attempt(driver)
+        if before is not None and before != attempt.id:
+            await commit.delete_attempt(driver, commit.Attempt(before))
+        return await real(driver, attempt, manifest)
+
+    real = commit.commit
+    yield save, "commit", committed
+
+
+@broken("a failed put of the manifest counts as not done", None)
+def _put_not_done() -> Iterator[Patch]:
+    async def committed(self: Any, fragments: Any) -> bytes:
+        try:
+            return await real(self, fragments)
+        except StorageError:
+            self._obsolete = self._attempt
+            raise
+
+    real = save._Leader.commit
+    yield save._Leader, "commit", committed
+
+
+@broken("attempts share one id", 0)
+def _one_id() -> Iterator[Patch]:
+    async def announce(driver: Any, told: Any = None) -> Any:
+        attempt = commit.Attempt("20260101T000000-00000000")
+        await driver.put(attempt.marker, b"{}")
+        with contextlib.suppress(NotFoundError):
+            await driver.delete(attempt.fate)
+        return attempt
+
+    yield commit, "_announce", announce
+
+
+@broken("the commit does not check coverage", 25)
+def _no_coverage() -> Iterator[Patch]:
+    from holdfast.storage import merge
+
+    yield merge, "coverage_errors", lambda tensors, shards: []
+
+
+@broken("the leader merges what it has when a rank is silent", 25)
+def _merges_what_it_has() -> Iterator[Patch]:
+    from holdfast.storage import merge
+
+    async def gathered(self: Any, name: str, ranks: Any, what: str) -> Any:
+        try:
+            return await real(self, name, ranks, what)
+        except (team.DeadlineError, team.RankFailedError):
+            if name != "commit":
+                raise
+            return [await self._take(f"{name}/{r}") for r in ranks if await self._parts(f"{name}/{r}")]
+
+    real = team.StoreTeam._gather
+    yield team.StoreTeam, "_gather", gathered
+    yield merge, "coverage_errors", lambda tensors, shards: []
+
+
+@broken("nobody minds silence", 20)
+def _no_deadline() -> Iterator[Patch]:
+    yield team._Silence, "look", lambda self, beats, what: None
+
+
+@broken("an exclusive put that is tried again takes every taken key for its own", None)
+def _not_its_own() -> Iterator[Patch]:
+    async def nobodys(self: Any, key: str, data: bytes) -> bool:
+        return True
+
+    yield RetryLayer, "_is_ours", nobodys
+
+
+@broken("a reader takes what is missing for damage", 1)
+def _no_second_look() -> Iterator[Patch]:
+    async def never(driver: Any, manifest: Any) -> bool:
+        return False
+
+    yield load, "_replaced", never
+
+
+@broken("ranks that load do not compare their manifests", 1)
+def _no_comparing() -> Iterator[Patch]:
+    async def judge(self: Any, statements: Any) -> bytes:
+        return b"go"
+
+    async def any_of(votes: Any) -> bytes:
+        return b"all"
+
+    yield load._Referee, "judge", judge
+    yield load, "_unanimous", any_of
+
+
+@broken("pruning deletes the data before the manifest", 7)
+def _prunes_data_first() -> Iterator[Patch]:
+    async def deleted(driver: Any, checkpoint: Any) -> bool:
+        manifest, _ = await prune.read_manifest(driver)
+        if manifest.attempt != checkpoint.attempt:
+            return False
+        await driver.delete_all(prune.Attempt(checkpoint.attempt).prefix)
+        await driver.delete(MANIFEST_KEY)
+        return True
+
+    yield prune, "_delete", deleted
+
+
+@broken("a failed save leaves everything, and nobody collects", 2)
+def _nobody_collects() -> Iterator[Patch]:
+    yield commit, "_collect_others", _nothing
+
+
+@broken("the error of a chunk's write is dropped", None)
+def _dropped_write() -> Iterator[Patch]:
+    real = ImageWriter._write
+
+    async def write(self: Any, chunk: int, upload: Any) -> None:
+        with contextlib.suppress(StorageError):
+            await real(self, chunk, upload)
+
+    from holdfast.drivers.ranges import Ranges
+
+    yield ImageWriter, "_write", write
+    yield Ranges, "check_complete", lambda self: None
+
+
+async def _nothing(*args: Any, **options: Any) -> None:
+    return None
+
+
+async def _quietly(function: Any) -> None:
+    with contextlib.suppress(StorageError, ExistsError):
+        await function()
+
+
+def seeds_until_caught(engine: Broken, most: int, first: int = 0) -> tuple[int, int, Failure | None]:
+    """How many schedules it takes until this engine is caught, the seed of the last, and what was seen: None if nothing
+    was seen in ``most`` schedules."""
+    tried, seed = 0, first
+    with engine.engine():
+        while True:
+            schedule = drawn(seed)
+            if engine.storages in schedule.storage:
+                tried += 1
+                failure = run(schedule)
+                if failure is not None or tried >= most:
+                    return tried, seed, failure
+            seed += 1

@@ -1,0 +1,164 @@
+"""What must hold: at each moment, after each power cut, of whatever an actor was told, and of what is left at the end."""
+
+from __future__ import annotations
+
+import bisect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from .schedule import ActorPlan
+from .states import OTHER_STATE, Expected, expected, identity, identity_of
+from .world import World
+
+__all__ = ["FEW", "LAST", "MAIN", "OTHER", "Checker", "Violation"]
+
+MAIN, OTHER = "run/a", "run/b"
+LAST, FEW = 4, 2
+"""The state that is saved when all is over, in so many chunks."""
+_ATTEMPT = re.compile(rf"{MAIN}/data/([^/]+)/")
+
+
+class Violation(AssertionError):
+    """A promise was broken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """From ``at_s`` on this was the checkpoint: None where there was none."""
+
+    at_s: float
+    attempt: str | None
+    state: int | None
+
+
+class Checker:
+    """Watches one world."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.chunks = world.schedule.chunks
+        self.history: list[Moment] = []
+        self.acknowledged = 0
+        """Index in ``history`` of the newest checkpoint, or deletion, that somebody was told of."""
+        self.looked = 0
+        self._manifest: bytes | None = None
+        world.on_change = self.changed
+        world.on_power_cut = self.power_cut
+
+    def prepare(self) -> None:
+        """What is there when the run begins."""
+        self._plant(OTHER, "20251231T000000-0000000b", OTHER_STATE, 1)
+        if self.world.schedule.before:
+            self._plant(MAIN, "20251231T000000-0000000a", 0, 2)
+        self._look()
+
+    def _plant(self, root: str, attempt: str, state: int, world: int) -> None:
+        told = expected(state, world, self.chunks)
+        self.world.plant(f"{root}/data/{attempt}/fate", b"")
+        for rank, data in told.images.items():
+            self.world.plant(f"{root}/data/{attempt}/{rank}.safetensors", data)
+        self.world.plant(f"{root}/manifest.safetensors", manifest_of(told, attempt))
+
+    def changed(self, path: str) -> None:
+        """A name has come, gone, or got another content."""
+        path = path.lstrip("/")
+        if path == f"{MAIN}/manifest.safetensors":
+            self._look()
+        elif self.history and (found := _ATTEMPT.match(path)) and found[1] == self.history[-1].attempt:
+            self._check_whole()
+
+    def power_cut(self) -> None:
+        """What was acknowledged is there, or what came after it."""
+        before = len(self.history)
+        self._manifest = None
+        self._look(again=True)
+        found = self.history.pop() if len(self.history) > before else self.history[-1]
+        survived = [i for i, m in enumerate(self.history) if m.attempt == found.attempt]
+        if not survived or survived[-1] < self.acknowledged:
+            known = self.history[self.acknowledged]
+            raise Violation(
+                f"after a power cut the checkpoint is {_named(found)}; somebody was told of {_named(known)} before"
+            )
+        self.history.append(Moment(self.world.loop.now_s, found.attempt, found.state))
+        self.acknowledged = len(self.history) - 1  # it is durable now
+
+    def _look(self, *, again: bool = False) -> None:
+        data = self.world.file(f"{MAIN}/manifest.safetensors")
+        if data is None:
+            attempt = state = None
+            self._manifest = None
+        else:
+            if self._manifest == data and not again:
+                return
+            self._manifest = bytes(data)
+            attempt, told = self._named()
+            state = told.state
+        if not self.history or again or self.history[-1].attempt != attempt:
+            self.history.append(Moment(self.world.loop.now_s, attempt, state))
+        self._check_whole()
+
+    def _named(self) -> tuple[str, Expected]:
+        assert self._manifest is not None
+        try:
+            attempt, told = identity(self._manifest)
+        except Exception as error:
+            raise Violation(f"the manifest cannot be read: {error!r}") from error
+        for state, world, chunks in self._possible():
+            if identity_of(state, world, chunks) == told:
+                return attempt, expected(state, world, chunks)
+        raise Violation(f"the manifest names attempt {attempt}, and is none that any save would write")
+
+    def _possible(self) -> Iterator[tuple[int, int, int]]:
+        """What may have been saved: state, ranks, chunks."""
+        for plan in self.world.schedule.actors:
+            if plan.kind == "save" and not plan.odd:
+                yield plan.state, plan.world, self.chunks
+        yield from ((0, 2, self.chunks), (OTHER_STATE, 1, self.chunks), (LAST, 1, FEW))
+
+    def _check_whole(self) -> None:
+        """All that the manifest names is there, to the bit."""
+        self.looked += 1
+        if self._manifest is None:
+            return
+        attempt, told = self._named()
+        for rank, data in told.images.items():
+            found = self.world.file(f"{MAIN}/data/{attempt}/{rank}.safetensors")
+            if found != data:
+                what = "is missing" if found is None else f"has other bytes ({len(found)} of {len(data)})"
+                raise Violation(f"the manifest names attempt {attempt}, whose image {rank} {what}")
+
+    def saved(self, plan: ActorPlan, attempt: str, began_s: float) -> None:
+        """A save, or a copy, has returned."""
+        if plan.odd:
+            raise Violation(f"{plan.name} returned, and its ranks do not agree on who holds what")
+        at = [i for i, m in enumerate(self.history) if m.attempt == attempt]
+        if not at or (plan.kind == "save" and self.history[at[-1]].state != plan.state):
+            raise Violation(f"{plan.name} returned, and its attempt {attempt} never was the checkpoint")
+        self.acknowledged = max(self.acknowledged, at[-1])
+
+    def during(self, began_s: float) -> list[Moment]:
+        """What has been the checkpoint since then."""
+        first = bisect.bisect_left([m.at_s for m in self.history], began_s)
+        return self.history[max(0, first - 1) :]
+
+    def loaded(self, name: str, state: int, began_s: float) -> None:
+        """A reader has got that state."""
+        there = {m.state for m in self.during(began_s)}
+        if state not in there:
+            raise Violation(f"{name} got state {state} while the checkpoint was {there}")
+
+
+def manifest_of(told: Expected, attempt: str) -> bytes:
+    """Its manifest, under the name of an attempt."""
+    key = (told.state, told.world, told.chunks, attempt)
+    if key not in _manifests:
+        _manifests[key] = replace(told.manifest, attempt=attempt).encode()
+    return _manifests[key]
+
+
+_manifests: dict[tuple[int, int, int, str], bytes] = {}
+
+
+def _named(moment: Moment) -> str:
+    return "none" if moment.attempt is None else f"attempt {moment.attempt} (state {moment.state})"

@@ -1,0 +1,244 @@
+"""The real engine, without threads, on virtual time, with chunks of one page.
+
+Replaced are: the clock, random names, the worker threads, the system calls of the local driver, and the pauses between two
+looks at the job's store (a look that could find nothing new is left out). Pure functions of bytes are remembered between
+runs: the plan of a rank, and the way from a manifest to its bytes and back. All else is the product.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time as real_time
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from holdfast.drivers import local, local_files, local_io, local_tree
+from holdfast.errors import StorageError
+from holdfast.planner import image
+from holdfast.storage import (
+    commit,
+    copy,
+    image_copier,
+    image_reader,
+    image_writer,
+    load,
+    manifest,
+    prune,
+    reader,
+    save,
+    team,
+    verify,
+)
+from holdfast.storage.capture import plan
+
+from .loop import PROCESS, check_alive
+
+__all__ = ["CHUNK_NBYTES", "Host", "aside", "forget", "hosted", "installed"]
+
+CHUNK_NBYTES = 4096
+_FOLDERS = (local, local_files, local_io, local_tree)
+
+
+class Host:
+    """What the engine asks of the machine that it runs on. A world is one."""
+
+    def wall_s(self) -> float:
+        """Seconds since the epoch, by the clock of the process that asks."""
+        raise NotImplementedError
+
+    def token(self) -> int:
+        """A number that was not given before."""
+        raise NotImplementedError
+
+    def cpu_s(self) -> float:
+        """How long what runs in a thread takes: mostly no time."""
+        raise NotImplementedError
+
+    def delay_s(self) -> float:
+        """How long one way to storage takes."""
+        raise NotImplementedError
+
+
+_host: Host | None = None
+_memory: dict[str, dict[Any, Any]] = {}
+
+
+def hosted(host: Host, sim_os: Any, sim_fcntl: Any, sim_io: Any) -> None:
+    """Let the engine run on ``host`` from now on."""
+    global _host  # noqa: PLW0603
+    _host = host
+    for module in _FOLDERS:
+        if hasattr(module, "os"):
+            module.os = sim_os  # type: ignore[attr-defined]
+    local_tree.fcntl, local.io = sim_fcntl, sim_io  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def aside() -> Iterator[None]:
+    """For the length of a ``with`` block the engine runs on a host where nothing takes time."""
+    global _host  # noqa: PLW0603
+    before, _host = _host, _Calm()
+    try:
+        yield
+    finally:
+        _host = before
+
+
+class _Calm(Host):
+    def __init__(self) -> None:
+        self._tokens = 0
+
+    def wall_s(self) -> float:
+        return 1e9
+
+    def token(self) -> int:
+        self._tokens += 1
+        return self._tokens
+
+    def cpu_s(self) -> float:
+        return 0.0
+
+    def delay_s(self) -> float:
+        return 0.0
+
+
+def forget() -> None:
+    """Of what is pure: an engine that is broken on purpose computes something else."""
+    for remembered in _memory.values():
+        remembered.clear()
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """For the length of a ``with`` block the engine of this process runs in simulations only."""
+    patches = list(_patches())
+    patches += [(m, "os", m.os) for m in _FOLDERS if hasattr(m, "os")]
+    patches += [(local_tree, "fcntl", local_tree.fcntl), (local, "io", local.io)]
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
+    defaults = manifest.Manifest.__init__.__defaults__
+    assert defaults is not None
+    try:
+        manifest.Manifest.__init__.__defaults__ = (CHUNK_NBYTES, CHUNK_NBYTES, *defaults[2:])
+        for owner, name, value in patches:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+        manifest.Manifest.__init__.__defaults__ = defaults
+        forget()
+
+
+def _patches() -> Iterator[tuple[ModuleType | type, str, Any]]:
+    for module in (commit, copy, image_copier, image_reader, image_writer, load, reader, save, team, verify):
+        if hasattr(module, "offload"):
+            yield module, "offload", _offload
+    clock = SimpleNamespace(
+        time=lambda: _here().wall_s(),
+        perf_counter=lambda: _here().wall_s(),
+        gmtime=lambda: real_time.gmtime(_here().wall_s() // 3600 * 3600),
+        strftime=real_time.strftime,
+    )
+    for module in (commit, prune, local_tree):
+        yield module, "time", clock
+    names = SimpleNamespace(token_hex=lambda n: f"{_here().token():0{2 * n}x}")
+    for module in (commit, local_tree):
+        yield module, "secrets", names
+    yield plan, "lay_out", partial(image.lay_out, chunk_nbytes=CHUNK_NBYTES, block_nbytes=CHUNK_NBYTES)
+    yield image_writer, "CHUNK_NBYTES", CHUNK_NBYTES
+    yield local, "Threads", _NoThreads
+    yield team, "asyncio", _Patient()
+    yield save, "plan_save", _planned
+    yield save, "_merged", _remembered("merged", save._merged, tuple)
+    yield manifest.Manifest, "decode", _decode(manifest.Manifest.decode)
+
+
+def _here() -> Host:
+    assert _host is not None
+    return _host
+
+
+async def _offload(function: Callable[..., Any], *args: Any) -> Any:
+    """What runs in a thread takes its time, mostly none, and then is done; also when cancelled."""
+    check_alive()
+    wait_s = _here().cpu_s()
+    if wait_s:
+        try:
+            await asyncio.sleep(wait_s)
+        except asyncio.CancelledError:
+            with contextlib.suppress(Exception):
+                function(*args)
+            raise
+    return function(*args)
+
+
+class _NoThreads:
+    """Stands in for ``drivers.threads.Threads``: a call waits for its turn, and is then done at one moment."""
+
+    def __init__(self, count: int, *, uri: str) -> None:
+        self._uri, self._closed = uri, False
+
+    async def run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._closed:
+            raise StorageError("the driver is closed", uri=self._uri)
+        check_alive()
+        await asyncio.sleep(_here().delay_s())
+        return call(*args, **kwargs)
+
+    async def close(self, timeout_s: float) -> None:
+        self._closed = True
+
+
+class _Patient:
+    """``asyncio`` for the module ``team``: short pauses last until something has changed in the job's store, or a second."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    @staticmethod
+    async def sleep(delay_s: float) -> None:
+        process = PROCESS.get()
+        store = getattr(process, "store", None)
+        if store is None or delay_s > 0.1:
+            await asyncio.sleep(delay_s)
+        else:
+            await store.changed(1.0)
+
+
+def _remembered(name: str, function: Callable[[Any], Any], key: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    known = _memory.setdefault(name, {})
+
+    def once(argument: Any) -> Any:
+        found = known.get(k := key(argument))
+        if found is None:
+            if len(known) > 3000:
+                known.clear()
+            found = known[k] = function(argument)
+        return found
+
+    return once
+
+
+def _decode(real: Any) -> Any:
+    known = _memory.setdefault("decoded", {})
+
+    def decode(data: bytes, what: str = "the manifest") -> Any:
+        found = known.get(data)
+        if found is None:
+            if len(known) > 3000:
+                known.clear()
+            found = known[data] = real(data, what)
+        return found
+
+    return staticmethod(decode)
+
+
+def _planned(flat: Any, rank: int, agreed: Any) -> Any:
+    known = _memory.setdefault("planned", {})
+    key = (id(flat), rank, None if agreed is None else tuple(sorted(agreed.items())))
+    if key not in known:
+        known[key] = flat, plan.plan_save(flat, rank, agreed)
+    return known[key][1]

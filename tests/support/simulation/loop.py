@@ -1,0 +1,203 @@
+"""An event loop whose time passes only when nothing else can happen, and processes that may pause, and die.
+
+What runs belongs to a *process*: whichever was current when its task, or timer, was made. Nothing of a dead process runs any
+more; what belongs to one that pauses runs when it goes on. No thread, no file descriptor, no wait: two runs that are given
+the same things to do, do the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextvars import Context, ContextVar, copy_context
+from typing import Any
+
+__all__ = ["PROCESS", "Crashed", "Deadlock", "Process", "SimLoop", "check_alive"]
+
+
+class Crashed(BaseException):
+    """The process that does this is dead: it does nothing any more, not even clean up."""
+
+
+class Deadlock(AssertionError):
+    """Tasks wait, and no timer is set: nothing will ever wake them."""
+
+
+class Process:
+    """One process of one simulated host."""
+
+    def __init__(self, name: str, host: str) -> None:
+        self.name, self.host = name, host
+        self.alive = True
+        self.paused_until_s = 0.0
+        self.skew_s = 0.0
+        """How far its clock is ahead of the storage's."""
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+PROCESS: ContextVar[Process | None] = ContextVar("simulated-process", default=None)
+
+
+def check_alive() -> None:
+    """Raise Crashed where the current process has died, a moment ago: the rest of its step is not done."""
+    process = PROCESS.get()
+    if process is not None and not process.alive:
+        raise Crashed
+
+
+class _Handle:
+    __slots__ = ("args", "callback", "context", "when_s")
+
+    def __init__(self, callback: Callable[..., Any], args: tuple[Any, ...], context: Context, when_s: float) -> None:
+        self.callback: Callable[..., Any] | None = callback
+        self.args, self.context, self.when_s = args, context, when_s
+
+    def cancel(self) -> None:
+        self.callback = None
+
+    def cancelled(self) -> bool:
+        return self.callback is None
+
+    def when(self) -> float:
+        return self.when_s
+
+
+class SimLoop(asyncio.AbstractEventLoop):
+    """As much of an event loop as tasks, futures, timeouts and sleeping need. Time begins at 0."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.problems: list[str] = []
+        """What nobody was told: exceptions that were never retrieved."""
+        self._tasks: list[asyncio.Task[Any]] = []  # of the dead, too: nobody else holds them
+        self._dropped: list[_Handle] = []
+        self._ready: deque[_Handle] = deque()
+        self._timers: list[tuple[float, int, _Handle]] = []
+        self._count = itertools.count()
+
+    def time(self) -> float:
+        """Seconds since the run began."""
+        return self.now_s
+
+    def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> Any:  # type: ignore[override]
+        """See asyncio. In the order of calls."""
+        handle = _Handle(callback, args, copy_context() if context is None else context, 0.0)
+        self._ready.append(handle)
+        return handle
+
+    def call_later(self, delay: float, callback: Any, *args: Any, context: Context | None = None) -> Any:  # type: ignore[override]
+        """See asyncio."""
+        return self.call_at(self.now_s + delay, callback, *args, context=context)
+
+    def call_at(self, when: float, callback: Any, *args: Any, context: Context | None = None) -> Any:  # type: ignore[override]
+        """See asyncio. What is due at the same moment runs in the order of calls."""
+        handle = _Handle(callback, args, copy_context() if context is None else context, when)
+        heapq.heappush(self._timers, (when, next(self._count), handle))
+        return handle
+
+    def create_future(self) -> asyncio.Future[Any]:
+        """See asyncio."""
+        return asyncio.Future(loop=self)
+
+    def create_task(self, coro: Any, *, name: str | None = None, context: Context | None = None) -> Any:  # type: ignore[override]
+        """See asyncio."""
+        task = asyncio.Task(coro, loop=self, name=name or "-", context=context)
+        self._tasks.append(task)
+        return task
+
+    def get_debug(self) -> bool:
+        """Never."""
+        return False
+
+    def is_closed(self) -> bool:
+        """Never: there is nothing to close."""
+        return False
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """Remember it: an exception that nobody has looked at."""
+        if not isinstance(context.get("exception"), Crashed):
+            self.problems.append(f"{context.get('message')}: {context.get('exception')!r}")
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
+        """What belongs in a thread runs at once."""
+        done = self.create_future()
+        try:
+            done.set_result(func(*args))
+        except BaseException as error:
+            done.set_exception(error)
+        return done
+
+    def spawn(self, process: Process, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Run a coroutine as that process."""
+        context = copy_context()
+        context.run(PROCESS.set, process)
+        return self.create_task(coroutine, name=process.name, context=context)  # type: ignore[no-any-return]
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is ready but the caller."""
+        return not self._ready
+
+    @property
+    def pending(self) -> list[asyncio.Task[Any]]:
+        """Tasks that have not ended: those of the dead never will."""
+        return [task for task in self._tasks if not task.done()]
+
+    def run_until(self, done: Callable[[], bool]) -> None:
+        """Until ``done()``. Raises Deadlock where nothing can happen any more."""
+        before = asyncio._get_running_loop()
+        asyncio._set_running_loop(self)
+        try:
+            while not done():
+                self._turn()
+        finally:
+            asyncio._set_running_loop(before)
+
+    def run_until_complete(self, future: Any) -> Any:
+        """See asyncio."""
+        task = future if isinstance(future, asyncio.Future) else self.create_task(future)
+        self.run_until(task.done)
+        return task.result()
+
+    def _turn(self) -> None:
+        """All that is ready; or else time passes until something is."""
+        ready = self._ready
+        if not ready:
+            self._pass_time()
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            callback = handle.callback
+            if callback is None:
+                continue
+            process = handle.context.get(PROCESS)
+            if process is not None and (not process.alive or process.paused_until_s > self.now_s):
+                self._hold(process, handle)
+                continue
+            handle.context.run(callback, *handle.args)
+
+    def _hold(self, process: Process, handle: _Handle) -> None:
+        if process.alive:
+            heapq.heappush(self._timers, (process.paused_until_s, next(self._count), handle))
+        else:
+            self._dropped.append(handle)
+
+    def raise_the_dead(self) -> None:
+        """Let go on what was left, so that it can end."""
+        self._ready.extend(self._dropped)
+        self._dropped.clear()
+
+    def _pass_time(self) -> None:
+        timers = self._timers
+        while timers:
+            when_s, _, handle = heapq.heappop(timers)
+            if handle.callback is not None:
+                self.now_s = max(self.now_s, when_s)
+                self._ready.append(handle)
+                return
+        waiting = [f"{t.get_name()}: {t.get_coro()}" for t in self.pending]
+        raise Deadlock(f"after {self.now_s:g} s nothing can happen any more; there wait {waiting}")

@@ -1,0 +1,395 @@
+"""A file system with two sides: what system calls see, and what a power cut leaves.
+
+Names reach the disk by fsync of their folder, bytes by fsync of their file. What was not fsynced may be there after a cut or
+not, in any combination: a rename without its data, a later name without an earlier one, half of a write. A failed fsync
+leaves pages that are clean and lost: the next one succeeds and saves nothing. The real local driver runs on this, by way of
+:class:`SimOs`, which stands in for the module ``os``.
+
+Scope: regular files and folders, one file system, no links but hard ones, no permissions.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from .loop import PROCESS, Crashed, Process
+
+__all__ = ["FileSystem", "Folder", "Inode", "SimFcntl", "SimFileIO", "SimOs"]
+
+SECTOR_NBYTES = 512
+Choose = Callable[[int], int]
+"""A number below the one given."""
+
+
+@dataclass(eq=False)
+class Inode:
+    """A regular file."""
+
+    number: int
+    mtime_s: float
+    data: bytearray = field(default_factory=bytearray)
+    synced: bytes = b""
+    pending: list[tuple[int, bytes]] = field(default_factory=list)
+    """Writes since the last fsync."""
+    spoiled: bool = False
+    """An fsync has failed: what was written by then never reaches the disk, whatever later ones say."""
+    links: int = 0
+    lock: Any = None
+
+    def sync(self) -> None:
+        """fsync."""
+        if not self.spoiled:
+            self.synced = bytes(self.data)
+        self.pending.clear()
+
+    def fail_sync(self) -> None:
+        """An fsync that fails: the pages are called clean."""
+        self.spoiled = self.spoiled or bool(self.pending)
+        self.pending.clear()
+
+    def survive(self, choose: Choose) -> None:
+        """What a power cut leaves."""
+        kept = bytearray(self.synced)
+        mode = choose(3)
+        for start, data in self.pending:
+            n = (0, len(data), choose(len(data) // SECTOR_NBYTES + 1) * SECTOR_NBYTES)[mode if mode < 2 else choose(3)]
+            if n:
+                kept.extend(bytes(max(0, start + n - len(kept))))
+                kept[start : start + n] = data[:n]
+        self.data, self.synced = kept, bytes(kept)
+        self.pending.clear()
+        self.spoiled, self.lock = False, None
+
+
+@dataclass(eq=False)
+class Folder:
+    """A folder. ``durable`` are the names on disk; ``pending`` what was done to names since: each entry at once or not."""
+
+    number: int
+    entries: dict[str, Inode | Folder] = field(default_factory=dict)
+    durable: dict[str, Inode | Folder] = field(default_factory=dict)
+    pending: list[tuple[tuple[str, Inode | Folder | None], ...]] = field(default_factory=list)
+    links: int = 2
+
+    def change(self, *names: tuple[str, Inode | Folder | None]) -> None:
+        """Give names, or take them away (None), at once."""
+        for name, node in names:
+            _put(self.entries, name, node)
+        self.pending.append(names)
+
+    def sync(self) -> None:
+        """fsync."""
+        self.durable = dict(self.entries)
+        self.pending.clear()
+
+    def survive(self, choose: Choose) -> None:
+        """What a power cut leaves: nothing of what is pending, all, the first of it, or any."""
+        mode, kept = choose(4), dict(self.durable)
+        cut = choose(len(self.pending) + 1)
+        for i, names in enumerate(self.pending):
+            if mode == 1 or (mode == 2 and i < cut) or (mode == 3 and choose(2)):
+                for name, node in names:
+                    _put(kept, name, node)
+        self.entries, self.durable = kept, dict(kept)
+        self.pending.clear()
+
+
+def _put(names: dict[str, Inode | Folder], name: str, node: Inode | Folder | None) -> None:
+    if node is None:
+        names.pop(name, None)
+    else:
+        names[name] = node
+
+
+class FileSystem:
+    """The tree. ``syscall(name, key)`` is called before each system call, and may raise; ``changed(key)`` after names
+    have changed."""
+
+    def __init__(
+        self, now_s: Callable[[], float], syscall: Callable[[str, str], None], changed: Callable[[str], None]
+    ) -> None:
+        self.now_s, self.syscall, self.changed = now_s, syscall, changed
+        self.root = Folder(1)
+        self.numbers = 1
+        self.fds: dict[int, _Fd] = {}
+        self.next_fd = 3
+
+    def number(self) -> int:
+        """A new inode's."""
+        self.numbers += 1
+        return self.numbers
+
+    def walk(self, folder: Folder | None = None, prefix: str = "") -> Iterator[tuple[str, Inode]]:
+        """Every file, by path."""
+        for name, node in (folder or self.root).entries.items():
+            if isinstance(node, Folder):
+                yield from self.walk(node, f"{prefix}{name}/")
+            else:
+                yield prefix + name, node
+
+    def find(self, path: str) -> Inode | Folder | None:
+        """What has this path."""
+        node: Inode | Folder | None = self.root
+        for name in filter(None, path.split("/")):
+            node = node.entries.get(name) if isinstance(node, Folder) else None
+        return node
+
+    def power_cut(self, choose: Choose) -> None:
+        """Only what is durable is left, and whatever else had reached the disk by chance."""
+        self.fds.clear()
+        folders, seen = [self.root], set[Inode]()
+        for folder in folders:  # grows while it is gone through
+            folder.survive(choose)
+            folder.links = 2
+            for node in folder.entries.values():
+                if isinstance(node, Folder):
+                    folders.append(node)
+                elif node not in seen:
+                    seen.add(node)
+                    node.survive(choose)
+        for inode in seen:
+            inode.links = sum(node is inode for folder in folders for node in folder.entries.values())
+
+
+@dataclass(eq=False)
+class _Fd:
+    node: Inode | Folder
+    owner: Process | None
+    path: str
+
+
+class _Status:
+    def __init__(self, node: Inode | Folder) -> None:
+        self.st_ino, self.st_dev = node.number, 1
+        self.st_nlink = node.links
+        if isinstance(node, Folder):
+            self.st_mode, self.st_size, self.st_mtime = stat.S_IFDIR | 0o777, 0, 0.0
+        else:
+            self.st_mode, self.st_size, self.st_mtime = stat.S_IFREG | 0o666, len(node.data), node.mtime_s
+
+
+class _Entry:
+    def __init__(self, name: str, node: Inode | Folder) -> None:
+        self.name, self._node = name, node
+
+    def stat(self, *, follow_symlinks: bool = True) -> _Status:
+        return _Status(self._node)
+
+
+class SimOs:
+    """Stands in for ``os``: what the local driver uses of it, and nothing else."""
+
+    def __init__(self, fs: FileSystem) -> None:
+        self._fs = fs
+        for name in dir(os):
+            if name.startswith("O_"):
+                setattr(self, name, getattr(os, name))
+        self.path, self.strerror, self.fspath, self.fsencode = os.path, os.strerror, os.fspath, os.fsencode
+        self.PathLike = os.PathLike
+
+    def open(self, path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        folder, name, where = self._at(path, dir_fd)
+        self._fs.syscall("creat" if flags & os.O_CREAT else "open", where)
+        node = folder if name == "." else folder.entries.get(name)
+        if node is None:
+            if not flags & os.O_CREAT:
+                raise _error(errno.ENOENT, name)
+            if not folder.links:
+                raise _error(errno.ENOENT, name)
+            node = Inode(self._fs.number(), self._fs.now_s(), links=1)
+            folder.change((name, node))
+            self._fs.changed(where)
+        elif flags & os.O_CREAT and flags & os.O_EXCL:
+            raise _error(errno.EEXIST, name)
+        if flags & os.O_DIRECTORY and not isinstance(node, Folder):
+            raise _error(errno.ENOTDIR, name)
+        fd, self._fs.next_fd = self._fs.next_fd, self._fs.next_fd + 1
+        self._fs.fds[fd] = _Fd(node, PROCESS.get(), where)
+        return fd
+
+    def close(self, fd: int) -> None:
+        opened = self._fs.fds.pop(fd, None)
+        if opened is not None and isinstance(opened.node, Inode) and opened.node.lock is opened:
+            opened.node.lock = None
+
+    def mkdir(self, path: str, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+        folder, name, where = self._at(path, dir_fd)
+        self._fs.syscall("mkdir", where)
+        if name in folder.entries:
+            raise _error(errno.EEXIST, name)
+        if not folder.links:
+            raise _error(errno.ENOENT, name)
+        folder.change((name, Folder(self._fs.number())))
+
+    def rmdir(self, path: str, *, dir_fd: int | None = None) -> None:
+        folder, name, where = self._at(path, dir_fd)
+        self._fs.syscall("rmdir", where)
+        node = self._there(folder, name)
+        if not isinstance(node, Folder):
+            raise _error(errno.ENOTDIR, name)
+        if node.entries:
+            raise _error(errno.ENOTEMPTY, name)
+        node.links = 0
+        folder.change((name, None))
+
+    def unlink(self, path: str, *, dir_fd: int | None = None) -> None:
+        folder, name, where = self._at(path, dir_fd)
+        self._fs.syscall("unlink", where)
+        node = self._there(folder, name)
+        if isinstance(node, Folder):
+            raise _error(errno.EISDIR, name)
+        node.links -= 1
+        folder.change((name, None))
+        self._fs.changed(where)
+
+    def rename(self, src: str, dst: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
+        folder, name, _ = self._at(src, src_dir_fd)
+        _, new, where = self._at(dst, dst_dir_fd)
+        self._fs.syscall("rename", where)
+        node, old = self._there(folder, name), folder.entries.get(new)
+        if old is not None:
+            old.links -= 1
+        folder.change((name, None), (new, node))
+        self._fs.changed(where)
+
+    def link(self, src: str, dst: str, *, src_dir_fd: int, dst_dir_fd: int, follow_symlinks: bool = True) -> None:
+        folder, name, _ = self._at(src, src_dir_fd)
+        _, new, where = self._at(dst, dst_dir_fd)
+        self._fs.syscall("link", where)
+        node = self._there(folder, name)
+        if new in folder.entries:
+            raise _error(errno.EEXIST, new)
+        node.links += 1
+        folder.change((new, node))
+        self._fs.changed(where)
+
+    def fsync(self, fd: int) -> None:
+        opened = self._opened(fd)
+        try:
+            self._fs.syscall("fsync" if isinstance(opened.node, Inode) else "fsync folder", opened.path)
+        except OSError:
+            if isinstance(opened.node, Inode):
+                opened.node.fail_sync()
+            raise
+        opened.node.sync()
+
+    def pwrite(self, fd: int, data: Any, start: int) -> int:
+        opened = self._opened(fd)
+        self._fs.syscall("pwrite", opened.path)
+        inode, content = opened.node, bytes(data)
+        assert isinstance(inode, Inode)
+        stop = start + len(content)
+        if stop > len(inode.data):
+            inode.data.extend(bytes(stop - len(inode.data)))
+        inode.data[start:stop] = content
+        inode.pending.append((start, content))
+        inode.mtime_s = self._fs.now_s()
+        return len(content)
+
+    def preadv(self, fd: int, buffers: list[Any], start: int) -> int:
+        opened = self._opened(fd)
+        self._fs.syscall("pread", opened.path)
+        (into,) = buffers
+        assert isinstance(opened.node, Inode)
+        n = max(0, min(len(into), len(opened.node.data) - start))
+        into[:n] = memoryview(opened.node.data)[start : start + n]
+        return n
+
+    def fstat(self, fd: int) -> _Status:
+        return _Status(self._opened(fd).node)
+
+    def stat(self, path: str, *, dir_fd: int, follow_symlinks: bool = True) -> _Status:
+        folder, name, where = self._at(path, dir_fd)
+        self._fs.syscall("stat", where)
+        return _Status(self._there(folder, name))
+
+    @contextmanager
+    def scandir(self, fd: int) -> Iterator[list[_Entry]]:
+        opened = self._opened(fd)
+        self._fs.syscall("scandir", opened.path)
+        assert isinstance(opened.node, Folder)
+        yield [_Entry(name, node) for name, node in opened.node.entries.items()]
+
+    def _opened(self, fd: int) -> _Fd:
+        try:
+            return self._fs.fds[fd]
+        except KeyError:
+            process = PROCESS.get()
+            if process is not None and not process.alive:
+                raise Crashed from None
+            raise _error(errno.EBADF, str(fd)) from None
+
+    def _at(self, path: str, dir_fd: int | None) -> tuple[Folder, str, str]:
+        """The folder, the name in it, and the whole path. A missing folder is ENOENT."""
+        above, _, name = path.rpartition("/")
+        if dir_fd is None:
+            folder, where = self._fs.find(above), path
+        else:
+            opened = self._opened(dir_fd)
+            folder, where = opened.node, f"{opened.path}/{name}" if name != "." else opened.path
+        if not isinstance(folder, Folder):
+            raise _error(errno.ENOENT, path)
+        return folder, name or ".", where
+
+    @staticmethod
+    def _there(folder: Folder, name: str) -> Inode | Folder:
+        try:
+            return folder.entries[name]
+        except KeyError:
+            raise _error(errno.ENOENT, name) from None
+
+
+class SimFcntl:
+    """Stands in for ``fcntl``: locks that end with their descriptor, or its process."""
+
+    LOCK_EX, LOCK_NB = 2, 4
+
+    def __init__(self, fs: FileSystem) -> None:
+        self._fs = fs
+
+    def flock(self, fd: int, operation: int) -> None:
+        opened = self._fs.fds[fd]
+        inode = opened.node
+        assert isinstance(inode, Inode)
+        if inode.lock is not None and inode.lock is not opened and _lives(inode.lock.owner):
+            raise BlockingIOError(errno.EWOULDBLOCK, "locked")
+        inode.lock = opened
+
+
+class SimFileIO:
+    """Stands in for ``io``: a whole file, read."""
+
+    def __init__(self, sim: SimOs) -> None:
+        self._os = sim
+
+    @contextmanager
+    def FileIO(self, fd: int) -> Iterator[_Whole]:
+        try:
+            yield _Whole(self._os, fd)
+        finally:
+            self._os.close(fd)
+
+
+class _Whole:
+    def __init__(self, sim: SimOs, fd: int) -> None:
+        self._os, self._fd = sim, fd
+
+    def readall(self) -> bytes:
+        opened = self._os._opened(self._fd)
+        self._os._fs.syscall("pread", opened.path)
+        assert isinstance(opened.node, Inode)
+        return bytes(opened.node.data)
+
+
+def _lives(process: Process | None) -> bool:
+    return process is None or process.alive
+
+
+def _error(code: int, name: str) -> OSError:
+    return OSError(code, os.strerror(code), name)

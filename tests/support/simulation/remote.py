@@ -1,0 +1,358 @@
+"""Storage behind a network: an object store, and HDFS. What is acknowledged is durable; what is not may have been done.
+
+A request travels, takes effect at one moment, and its answer travels back. It may be refused; be done and its answer lost; be
+done *late*, after its sender has given up, unless the key was written since; be done *twice*; or never be answered. A listing
+comes in pages, and may be behind, where the store's listings may. HDFS writes a temporary file, closes it, and renames it;
+what a writer leaves, whole or not, stays hidden under its temporary name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any, ClassVar, TypeVar
+
+from holdfast.drivers.contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_key
+from holdfast.drivers.ranges import Ranges
+from holdfast.errors import (
+    BusyError,
+    DamagedError,
+    ExistsError,
+    FullError,
+    NotFoundError,
+    StorageDownError,
+    StorageError,
+)
+
+from .loop import check_alive
+from .schedule import Fault
+
+__all__ = ["HdfsDriver", "ObjectDriver", "Server"]
+
+T = TypeVar("T")
+PAGE = 5
+"""Entries of one page of a listing."""
+BEHIND_S = 30.0
+"""How long a listing may not know of a change, where it may be behind."""
+QUIET_S = 3600.0
+HIDDEN = ".tmp-"
+
+
+class Server:
+    """Objects, and what is unfinished. Methods are effects: they happen at one moment.
+
+    ``changed(key)`` is told after each change of what is visible.
+    """
+
+    def __init__(self, now_s: Callable[[], float], changed: Callable[[str], None], *, behind: bool) -> None:
+        self.now_s, self.changed, self.behind = now_s, changed, behind
+        self.objects: dict[str, tuple[bytes, float]] = {}
+        self.before: dict[str, tuple[tuple[bytes, float] | None, float]] = {}
+        """What a key was before its last change, and when that was."""
+        self.uploads: dict[int, dict[int, bytes]] = {}
+        self.count = 0
+
+    def store(self, key: str, data: bytes | None) -> None:
+        """Write an object, or remove it (None)."""
+        if data is None and key not in self.objects:
+            return
+        self.before[key] = (self.objects.get(key), self.now_s())
+        if data is None:
+            del self.objects[key]
+        else:
+            self.objects[key] = (data, self.now_s())
+        self.changed(key)
+
+    def put(self, key: str, data: bytes, exclusive: bool) -> None:
+        """Raises KeyError where an exclusive one finds the key taken."""
+        if exclusive and key in self.objects:
+            raise KeyError(key)
+        self.store(key, data)
+
+    def listed(self, prefix: str, stale: bool) -> dict[str, tuple[bytes, float]]:
+        """What a listing shows now; ``stale``: what it showed before the changes of the last moments."""
+        shown = dict(self.objects)
+        if stale:
+            for key, (was, at_s) in self.before.items():
+                if self.now_s() - at_s < BEHIND_S:
+                    shown.pop(key, None)
+                    if was is not None:
+                        shown[key] = was
+        return {key: entry for key, entry in sorted(shown.items()) if key.startswith(prefix)}
+
+
+class ObjectDriver(Driver):
+    """One process's way to a server, below ``root`` (a prefix of keys that ends with a slash)."""
+
+    remote: ClassVar[bool] = True
+
+    def __init__(self, world: Any, server: Server, root: str, *, exclusive: bool) -> None:
+        self._world, self._server, self._root = world, server, root
+        self.uri = "sim://" + root.rstrip("/")
+        self.traits = Traits(
+            part_nbytes=4096, part_min_nbytes=1, align_nbytes=1, concurrency=4, coalesce_nbytes=0, part_order="any",
+            exclusive_is_atomic=exclusive, shared=True,
+        )  # fmt: skip
+
+    async def request(self, name: str, key: str, effect: Callable[[], T]) -> T:
+        """One request: there, its effect, and back."""
+        world = self._world
+        fault: Fault | None = world.operation(name, self._root + key)
+        await asyncio.sleep(world.delay_s() + world.cut_s())
+        check_alive()
+        was_out = world.is_out
+        if was_out and world.chance() < 0.7:
+            raise StorageDownError("no way there", uri=self.uri, key=key)
+        result = self._done(fault, key, effect) if fault is not None else effect()
+        if fault is not None and fault.kind == "twice":
+            await asyncio.sleep(world.delay_s())
+            effect()
+        if fault is not None and fault.kind == "hang":
+            await asyncio.sleep(fault.value)
+        await asyncio.sleep(world.delay_s() + world.cut_s())
+        if was_out or world.is_out:
+            raise StorageDownError("no way back", uri=self.uri, key=key)
+        return result
+
+    def _done(self, fault: Fault, key: str, effect: Callable[[], T]) -> T:
+        where = {"uri": self.uri, "key": key}
+        if fault.kind == "refused":
+            raise StorageDownError("refused, for now", **where)
+        if fault.kind == "busy":
+            raise BusyError("slow down", retry_after_s=1.0, **where)
+        if fault.kind == "full":
+            raise FullError("no room", **where)
+        if fault.kind == "late":
+            self._later(self._root + key, effect)
+            raise StorageDownError("no answer", **where)
+        result = effect()
+        if fault.kind == "unsure":
+            raise StorageDownError("the answer is lost", **where)
+        return result
+
+    def _later(self, key: str, effect: Callable[[], Any]) -> None:
+        """Take effect after the sender has given up; whoever writes the key in between, wins."""
+        sent_s, server = self._server.now_s(), self._server
+
+        def overdue() -> None:
+            if server.before.get(key, (None, -1.0))[1] < sent_s:
+                try:
+                    effect()
+                except (KeyError, StorageError):
+                    return  # nobody is there to be told
+
+        self._world.as_nobody(self._world.delay_s() * 40, overdue)
+
+    async def read(self, key: str, start: int, into: Buffer) -> None:
+        def effect() -> bytes:
+            data = self._found(key)
+            if not 0 <= start <= start + len(into) <= len(data):
+                raise DamagedError(f"object ends at byte {len(data)}", uri=self.uri, key=key)
+            return data[start : start + len(into)]
+
+        into[:] = await self.request("read", check_key(key), effect)
+
+    async def get(self, key: str) -> bytes:
+        return await self.request("get", check_key(key), lambda: self._found(key))
+
+    async def stat(self, key: str) -> ObjectInfo:
+        def effect() -> ObjectInfo:
+            return ObjectInfo(key, len(self._found(key)), self._world.wall_s(self._server.objects[self._root + key][1]))
+
+        return await self.request("stat", check_key(key), effect)
+
+    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
+        path = self._root + check_key(key)
+        if exclusive and not self.traits.exclusive_is_atomic:  # looks, and then puts
+            taken = await self.request("stat", key, lambda: path in self._server.objects)
+            if taken:
+                raise ExistsError("the key is taken", uri=self.uri, key=key)
+            exclusive = False
+        try:
+            await self.request("put", key, lambda: self._server.put(path, data, exclusive))
+        except KeyError as error:
+            raise ExistsError("the key is taken", uri=self.uri, key=key) from error
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        stale = self._server.behind and self._world.chance() < 0.5
+        last = ""
+
+        def effect() -> list[ObjectInfo]:
+            shown = self._server.listed(self._root, stale)
+            keys = [key for key in shown if key.removeprefix(self._root) > last and HIDDEN not in key]
+            wanted = [k.removeprefix(self._root) for k in keys]
+            wanted = [k for k in wanted if not prefix or k == prefix or k.startswith(prefix + "/")]
+            return [
+                ObjectInfo(k, len(shown[self._root + k][0]), self._world.wall_s(shown[self._root + k][1]))
+                for k in wanted[:PAGE]
+            ]
+
+        while page := await self.request("list", prefix, effect):
+            for info in page:
+                yield info
+            if len(page) < PAGE:
+                return
+            last = page[-1].key
+
+    async def delete(self, key: str) -> None:
+        await self.request("delete", check_key(key), lambda: self._server.store(self._root + key, None))
+
+    async def delete_all(self, prefix: str) -> None:
+        below = f"{self._root}{check_key(prefix)}/"
+        shown = await self.request("list", prefix, lambda: list(self._server.listed(below, stale=False)))
+        for key in shown:
+            await self.request("delete", key.removeprefix(self._root), lambda key=key: self._server.store(key, None))
+
+    async def sweep(self, prefix: str) -> None:
+        """See :meth:`Driver.sweep`. Dangling parts are none of the visible; nobody else's are touched."""
+
+    async def close(self) -> None:
+        return None
+
+    async def create(self, key: str, nbytes: int) -> Upload:
+        server = self._server
+
+        def effect() -> int:
+            server.count += 1
+            server.uploads[server.count] = {}
+            return server.count
+
+        return _ObjectUpload(self, check_key(key), nbytes, await self.request("create", key, effect))
+
+    def _found(self, key: str) -> bytes:
+        try:
+            return self._server.objects[self._root + key][0]
+        except KeyError:
+            raise NotFoundError("no such object", uri=self.uri, key=key) from None
+
+
+class _ObjectUpload(Upload):
+    def __init__(self, driver: ObjectDriver, key: str, nbytes: int, number: int) -> None:
+        self._driver, self._key, self._number = driver, key, number
+        self._server = driver._server
+        self._nbytes = nbytes
+
+    async def write(self, start: int, data: Buffer) -> None:
+        content = bytes(data)
+        await self._driver.request("write", self._key, lambda: self._parts().__setitem__(start, content))
+
+    async def commit(self) -> None:
+        await self._driver.request("commit", self._key, self._complete)
+
+    async def abort(self) -> None:
+        self._server.uploads.pop(self._number, None)
+
+    def _parts(self) -> dict[int, bytes]:
+        try:
+            return self._server.uploads[self._number]
+        except KeyError:
+            raise StorageError("no such upload", uri=self._driver.uri, key=self._key) from None
+
+    def _complete(self) -> None:
+        parts = self._parts()
+        ranges = Ranges(self._nbytes, uri=self._driver.uri, key=self._key)
+        for start, data in parts.items():
+            ranges.add(start, len(data))
+        ranges.check_complete()
+        self._server.store(self._driver._root + self._key, b"".join(parts[start] for start in sorted(parts)))
+        if not self._driver._world.answers_again:
+            del self._server.uploads[self._number]
+
+
+class HdfsDriver(ObjectDriver):
+    """Parts in order, into a temporary file; renamed when it is whole."""
+
+    def __init__(self, world: Any, server: Server, root: str) -> None:
+        super().__init__(world, server, root, exclusive=True)
+        self.traits = Traits(
+            part_nbytes=4096, part_min_nbytes=1, align_nbytes=1, concurrency=4, coalesce_nbytes=0,
+            part_order="ascending", exclusive_is_atomic=True, shared=True,
+        )  # fmt: skip
+
+    def hidden(self, key: str) -> str:
+        """A new temporary name beside ``key``."""
+        self._server.count += 1
+        folder, slash, name = key.rpartition("/")
+        return f"{self._root}{folder}{slash}{HIDDEN}{name}.{self._server.count}"
+
+    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
+        path = self.hidden(check_key(key))
+        await self.request("create", key, lambda: self._server.store(path, b""))
+        await self.request("write", key, lambda: self._append(path, data))
+        try:
+            await self.rename(path, key, exclusive=exclusive)
+        except KeyError as error:
+            await self.request("delete", key, lambda: self._server.store(path, None))
+            raise ExistsError("the key is taken", uri=self.uri, key=key) from error
+
+    async def rename(self, path: str, key: str, *, exclusive: bool) -> None:
+        """Give a closed temporary file its name. Raises KeyError where an exclusive one finds it taken."""
+
+        def effect() -> None:
+            if path not in self._server.objects:
+                raise StorageError("the temporary file is gone", uri=self.uri, key=key)
+            self._server.put(self._root + key, self._server.objects[path][0], exclusive)
+            self._server.store(path, None)
+
+        await self.request("rename", key, effect)
+
+    async def create(self, key: str, nbytes: int) -> Upload:
+        path = self.hidden(check_key(key))
+        await self.request("create", key, lambda: self._server.store(path, b""))
+        return _HdfsUpload(self, key, path, nbytes)
+
+    async def sweep(self, prefix: str) -> None:
+        """See :meth:`Driver.sweep`: temporary files that nobody has written to for an hour."""
+        above, slash, name = prefix.rpartition("/")
+        below = (f"{self._root}{prefix}/", f"{self._root}{above}{slash}{HIDDEN}{name}.")
+
+        def effect() -> list[str]:
+            old_s = self._server.now_s() - QUIET_S
+            return [
+                k
+                for k, (_, at_s) in self._server.objects.items()
+                if HIDDEN in k and k.startswith(below) and at_s < old_s
+            ]
+
+        for path in await self.request("list", prefix, effect):
+            await self.request("delete", prefix, lambda path=path: self._server.store(path, None))
+
+    def _append(self, path: str, data: bytes) -> None:
+        if path not in self._server.objects:
+            raise StorageError("the lease is lost", uri=self.uri, key=path)
+        self._server.store(path, self._server.objects[path][0] + data)
+
+
+class _HdfsUpload(Upload):
+    """Writes are begun in order, and done in order: the file takes them one after the other."""
+
+    def __init__(self, driver: HdfsDriver, key: str, path: str, nbytes: int) -> None:
+        self._driver, self._key, self._path, self._nbytes = driver, key, path, nbytes
+        self._turn = asyncio.Lock()
+        self._at = 0
+        self._failed = False
+
+    async def write(self, start: int, data: Buffer) -> None:
+        async with self._turn:
+            if self._failed or start != self._at:
+                raise StorageError("an earlier write failed", uri=self._driver.uri, key=self._key)
+            try:
+                content = bytes(data)
+                await self._driver.request("write", self._key, lambda: self._driver._append(self._path, content))
+            except BaseException:
+                self._failed = True
+                raise
+            self._at += len(data)
+
+    async def commit(self) -> None:
+        def seen() -> int:
+            return len(self._driver._server.objects.get(self._path, (b"", 0))[0])
+
+        if await self._driver.request("close", self._key, seen) != self._nbytes:
+            raise StorageError("the file is not as long as what was written", uri=self._driver.uri, key=self._key)
+        await self._driver.rename(self._path, self._key, exclusive=False)
+
+    async def abort(self) -> None:
+        """Who knows whether the name node hears of it."""
+        if self._driver._world.chance() < 0.5:
+            self._driver._server.store(self._path, None)

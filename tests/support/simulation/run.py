@@ -1,0 +1,175 @@
+"""A schedule, run and checked; many of them, counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from holdfast.errors import NotACheckpointError
+from holdfast.storage.load import run_build
+from holdfast.storage.save import run_save
+from holdfast.storage.team import Solo
+
+from .actors import Crew
+from .checker import FEW, LAST, MAIN, Checker, Violation
+from .loop import Crashed, Deadlock
+from .schedule import Schedule, drawn
+from .states import BUDGET_NBYTES, same_as, save_job
+from .world import World
+
+__all__ = ["Failure", "Tally", "explore", "run"]
+
+PATIENCE_S = 400.0
+"""How long after the last disturbance everybody must have ended: the silence that is waited for, some tries, cleaning up."""
+LATER_S = 30 * 3600.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A schedule that broke a promise; ``schedule`` has its delays written down."""
+
+    schedule: Schedule
+    why: str
+
+
+@dataclass
+class Tally:
+    """What has been done."""
+
+    schedules: int = 0
+    operations: int = 0
+    looks: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    cpu_s: float = 0.0
+
+    def add(self, other: Tally) -> None:
+        """Count what another has counted, too."""
+        self.schedules += other.schedules
+        self.operations += other.operations
+        self.looks += other.looks
+        self.cpu_s += other.cpu_s
+        self.faults.update(other.faults)
+        self.outcomes.update(other.outcomes)
+
+    def lines(self) -> list[str]:
+        """For people."""
+        counted = [", ".join(f"{n:,} {name}" for name, n in c.most_common()) for c in (self.faults, self.outcomes)]
+        return [
+            f"{self.schedules:,} schedules, {self.operations:,} operations of storage; "
+            f"what was visible was checked {self.looks:,} times",
+            f"faults: {counted[0]}",
+            f"outcomes: {counted[1]}",
+        ]
+
+
+def run(schedule: Schedule, tally: Tally | None = None, log: Callable[[str], None] | None = None) -> Failure | None:
+    """Run it; None if all went as promised."""
+    world = World(schedule, log)
+    try:
+        _run(world, tally)
+        return None
+    except Exception as error:
+        delays = world.delays if schedule.delays is None else schedule.delays
+        if log is not None:
+            log(f"{world.loop.now_s:12.4f} BROKEN: {error!r}")
+        return Failure(replace(schedule, delays=delays), f"{type(error).__name__}: {error}")
+    finally:
+        _bury(world)
+
+
+def _run(world: World, tally: Tally | None) -> None:
+    checker = Checker(world)
+    checker.prepare()
+    crew = Crew(world, checker)
+
+    def over() -> bool:
+        if world.loop.now_s > world.calm_s + PATIENCE_S and crew.running and not _waiting(world):
+            raise Violation(f"somebody still waits {PATIENCE_S:g} s after the last disturbance")
+        return crew.running == 0 or crew.problem is not None or bool(world.loop.problems)
+
+    world.loop.run_until(over)
+    if crew.problem is not None:
+        raise crew.problem
+    if world.loop.problems:
+        raise Violation(world.loop.problems[0])
+    _aftermath(world, checker)
+    if tally is not None:
+        tally.schedules += 1
+        tally.operations += world.operations
+        tally.looks += checker.looked
+        tally.faults.update(world.struck)
+        for plan, ended in crew.outcomes:
+            tally.outcomes.update(f"{plan.kind}: {_short(outcome)}" for outcome in ended)
+
+
+def _waiting(world: World) -> bool:
+    """Whether an actor has yet to begin."""
+    return any(a.begin_s > world.loop.now_s - PATIENCE_S for a in world.schedule.actors)
+
+
+def _aftermath(world: World, checker: Checker) -> None:
+    """What is there is what was acknowledged; it can be opened; the next save works, and leaves nothing but itself."""
+    world.settle()
+    if world.is_posix and world.below(2):
+        world.power_cut("host")
+    world.loop.now_s += LATER_S
+    task = world.loop.spawn(world.process("afterwards", "afterwards"), _afterwards(world, checker))
+    world.loop.run_until(task.done)
+    task.result()
+    moment = checker.history[-1]
+    keep = {f"{MAIN}/manifest.safetensors"}
+    left = [p for p in world.files() if p.startswith(MAIN) and p not in keep and f"/data/{moment.attempt}/" not in p]
+    if left or moment.state != LAST:
+        raise Violation(f"the next save leaves {left} beside itself")
+
+
+async def _afterwards(world: World, checker: Checker) -> None:
+    driver, last = world.driver(MAIN), checker.history[-1]
+    try:
+        found = same_as((await run_build(driver, 0, BUDGET_NBYTES))[0])
+    except NotACheckpointError:
+        found = None
+    if found != last.state:
+        raise Violation(f"what can be opened afterwards is state {found}, and it was {last.state}")
+    await run_save(driver, Solo(), save_job(LAST, 0, 1, FEW))
+    await driver.close()
+
+
+def _short(outcome: object) -> str:
+    if outcome is None:
+        return "died"
+    return type(outcome).__name__ if isinstance(outcome, BaseException) else "done"
+
+
+def _bury(world: World) -> None:
+    """Let every task that is left end: its process is dead, so nothing is done any more."""
+    for process in world.processes:  # so that its tasks run; whatever they touch says that they are dead
+        process.alive, process.paused_until_s = True, 0.0
+
+    def dead(name: str, path: str) -> None:
+        raise Crashed
+
+    world.fs.syscall, world._next_fault = dead, dead  # type: ignore[assignment, method-assign]
+    world.on_change = lambda path: None
+    world.loop.raise_the_dead()
+    for _ in range(1000):
+        left = world.loop.pending
+        if not left:
+            return
+        for task in left:
+            task.cancel()
+        try:
+            world.loop.run_until(lambda left=left: all(task.done() for task in left))
+        except Deadlock:
+            return
+
+
+def explore(seeds: range, tally: Tally) -> Failure | None:
+    """Run the schedules of these seeds until one fails."""
+    for seed in seeds:
+        failure = run(drawn(seed), tally)
+        if failure is not None:
+            return failure
+    return None

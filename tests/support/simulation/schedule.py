@@ -1,0 +1,184 @@
+"""What a run does, as data: made from a seed, and small enough to be printed, edited and run again.
+
+Operations are counted as they happen: requests of remote storage, system calls of a local disk. A fault strikes at the n-th
+of them, or at the n-th that concerns a manifest, a fate, a marker or an image, or that changes what is visible. Delays are drawn as they are needed, and
+written down; a schedule that has them written down draws no more.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+
+__all__ = ["FAULTS", "STORAGES", "TARGETS", "ActorPlan", "Fault", "Schedule", "drawn"]
+
+STORAGES = ("posix", "shared posix", "objects", "objects, late listing", "objects, no exclusive put", "hdfs")
+TARGETS = ("any", "manifest", "fate", "marker", "image", "change", "change", "list", "commit", "commit", "claim")
+"""``change``: what makes something visible, or takes it away. ``commit`` and ``claim``: what writes a manifest, or a fate."""
+
+LOCAL = ("eio", "full", "fsync", "die", "die", "pause", "power", "power", "hang", "store")
+REMOTE = (
+    "refused",
+    "unsure",
+    "unsure",
+    "late",
+    "twice",
+    "busy",
+    "full",
+    "die",
+    "die",
+    "pause",
+    "power",
+    "cut",
+    "hang",
+    "store",
+)
+FAULTS = tuple(dict.fromkeys((*LOCAL, *REMOTE)))
+
+PAUSES_S = (1.0, 20.0, 200.0, 1500.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ActorPlan:
+    """Somebody who does something: a job of ``world`` ranks that saves ``state``, or loads; a copy; a pruning."""
+
+    kind: str
+    name: str
+    world: int
+    begin_s: float
+    state: int = 0
+    again: bool = False
+    """Started anew when it has died, or failed."""
+    odd: bool = False
+    """Its ranks do not agree on who holds what: it must never be committed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """``kind`` strikes at the ``count``-th operation on ``target``. ``value``: for how long, in seconds, where it lasts."""
+
+    kind: str
+    target: str
+    count: int
+    value: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """All that decides a run, but for the delays that are drawn from ``seed`` where ``delays`` is None."""
+
+    seed: int
+    storage: str
+    chunks: int
+    """Of a rank's image, about."""
+    before: bool
+    """Whether there is a checkpoint when it begins."""
+    actors: tuple[ActorPlan, ...]
+    faults: tuple[Fault, ...]
+    restless: float = 0.2
+    """Which part of the operations takes longer than the least."""
+    delays: Mapping[int, float] | None = None
+
+    def to_json(self) -> str:
+        """As text, for :meth:`from_json`."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Schedule:
+        """What :meth:`to_json` wrote."""
+        told = json.loads(text)
+        told["actors"] = tuple(ActorPlan(**a) for a in told["actors"])
+        told["faults"] = tuple(Fault(**f) for f in told["faults"])
+        delays = told["delays"]
+        return cls(**told | {"delays": None if delays is None else {int(k): v for k, v in delays.items()}})
+
+    def lines(self) -> list[str]:
+        """For people."""
+        told = [
+            f"seed {self.seed}, {self.storage}, images of {self.chunks} chunks"
+            + (", a checkpoint before" if self.before else "")
+        ]
+        told += [
+            f"  {a.begin_s:8.3f} s  {a.name}: {a.kind}"
+            + (f" of state {a.state}" if a.kind in ("save", "copy") else "")
+            + (f" by {a.world} ranks" if a.world > 1 else "")
+            + (", again if it fails" if a.again else "")
+            + (", and they disagree on who holds what" if a.odd else "")
+            for a in self.actors
+        ]
+        told += [
+            f"  fault: {f.kind} at operation {f.count} on {f.target}" + (f" for {f.value:g} s" if f.value else "")
+            for f in self.faults
+        ]
+        if self.delays is not None:
+            told.append(f"  delays: {len(self.delays)} operations take longer than 1 ms")
+        return told
+
+
+def drawn(seed: int) -> Schedule:
+    """The schedule of a seed."""
+    rng = random.Random(seed)
+    storage = rng.choice(STORAGES)
+    actors = _actors(rng)
+    kinds = LOCAL if "posix" in storage else REMOTE
+    most = 3 if rng.random() < 0.8 else 8
+    faults = [_fault(rng, kinds, len(actors)) for _ in range(rng.randrange(most + 1))]
+    if rng.random() < 0.1:
+        faults = []
+    chunks = rng.choice((2, 4, 8, 24))
+    return Schedule(seed, storage, chunks, rng.random() < 0.8, actors, tuple(faults), rng.choice((0.02, 0.2, 0.6)))
+
+
+def _actors(rng: random.Random) -> tuple[ActorPlan, ...]:
+    ranks, actors, states = 4, [], iter(range(1, 5))
+    while ranks and len(actors) < 3:
+        world = rng.choice((1, 1, 2, 4)) if actors else rng.choice((1, 2, 4))
+        world = min(world, ranks)
+        ranks -= world
+        begin_s = 0.0 if not actors else rng.choice((0.0, 0.01, 0.05, 0.2, 1.0, 60.0, 4000.0)) * (0.5 + rng.random())
+        actors.append(
+            ActorPlan(
+                "save",
+                f"save{len(actors) + 1}",
+                world,
+                begin_s,
+                next(states),
+                rng.random() < 0.5,
+                world > 1 and rng.random() < 0.04,
+            )
+        )
+        if rng.random() < 0.4:
+            break
+    for kind, likely in (("load", 0.5), ("load", 0.3), ("prune", 0.2), ("copy", 0.25), ("copy", 0.1)):
+        if rng.random() < likely:
+            world = min(2, 1 + (kind == "load" and rng.random() < 0.4))
+            begin_s = rng.choice((0.0, 0.01, 0.1, 1.0, 100.0)) * rng.random()
+            actors.append(ActorPlan(kind, f"{kind}{len(actors) + 1}", world, begin_s))
+    return tuple(actors)
+
+
+def _fault(rng: random.Random, kinds: tuple[str, ...], actors: int) -> Fault:
+    kind, target = rng.choice(kinds), rng.choice(TARGETS)
+    most = {
+        "any": 150,
+        "manifest": 12,
+        "fate": 12,
+        "marker": 16,
+        "image": 80,
+        "change": 30,
+        "list": 4,
+        "commit": 4,
+        "claim": 5,
+    }[target] * (1 + actors // 2)
+    count = 1 + int(most * rng.random() ** (1 if target in ("commit", "claim") else 2))
+    lasts = kind in ("pause", "hang", "cut", "store")
+    if kind == "outage":
+        return Fault(kind, target, count, rng.choice((0.05, 0.3, 1.0, 5.0)))
+    return Fault(kind, target, count, rng.choice(PAUSES_S) * (0.5 + rng.random()) if lasts else 0.0)
+
+
+def without_delays(schedule: Schedule) -> Schedule:
+    """The same, and every operation takes the least time."""
+    return replace(schedule, delays={})

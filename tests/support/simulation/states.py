@@ -1,0 +1,204 @@
+"""The states that simulated jobs save, and what a checkpoint of each is, to the byte. Made once, by a save without faults."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from contextvars import Context
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from holdfast.drivers.memory import MemoryDriver
+from holdfast.storage.capture.fingerprint import fingerprints
+from holdfast.storage.capture.state import FlatState, flatten
+from holdfast.storage.digest import digest
+from holdfast.storage.load import LoadJob
+from holdfast.storage.manifest import Manifest
+from holdfast.storage.save import SaveJob, run_save
+from holdfast.storage.team import Solo, StoreTeam
+
+from .engine import CHUNK_NBYTES, aside
+from .loop import SimLoop
+
+__all__ = [
+    "BUDGET_NBYTES",
+    "OTHER_STATE",
+    "SILENCE_S",
+    "Expected",
+    "Store",
+    "Torn",
+    "expected",
+    "identity",
+    "identity_of",
+    "odd_job",
+    "same_as",
+    "save_job",
+    "target",
+]
+
+BUDGET_NBYTES = 64 << 20
+SILENCE_S = 60.0
+OTHER_STATE = 9
+"""Of the checkpoint beside the one that all is about."""
+
+
+class Torn(AssertionError):
+    """What a reader got is no state that was saved."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The checkpoint of ``state`` by ``world`` ranks: its images by rank, and its manifest but for the attempt."""
+
+    state: int
+    world: int
+    chunks: int
+    manifest: Manifest
+    images: dict[int, bytes]
+
+
+class Store:
+    """A job's key-value store, as torch.distributed has one, in memory."""
+
+    def __init__(self, loop: SimLoop) -> None:
+        self._loop, self._values = loop, dict[str, bytes]()
+        self._waiting: list[asyncio.Future[None]] = []
+        self.away_until_s = 0.0
+
+    def _here(self) -> dict[str, bytes]:
+        if self._loop.now_s < self.away_until_s:
+            raise RuntimeError("the store cannot be reached")
+        return self._values
+
+    def set(self, key: str, value: bytes | str, /) -> None:
+        self._here()[key] = value.encode() if isinstance(value, str) else value
+        if "/beat/" not in key:
+            self._wake()
+
+    def get(self, key: str, /) -> bytes:
+        try:
+            return self._here()[key]
+        except KeyError:
+            raise RuntimeError("waited for a key in vain") from None
+
+    def check(self, keys: list[str], /) -> bool:
+        values = self._here()
+        return all(key in values for key in keys)
+
+    def add(self, key: str, amount: int, /) -> int:
+        total = int(self._here().get(key, b"0")) + amount
+        self._values[key] = str(total).encode()
+        return total
+
+    def delete_key(self, key: str, /) -> bool:
+        return self._here().pop(key, None) is not None
+
+    def _wake(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+    async def changed(self, most_s: float) -> None:
+        """Until something but a heartbeat has been set, or for so many seconds."""
+        future = self._loop.create_future()
+        self._waiting.append(future)
+        timer = self._loop.call_later(most_s, lambda: None if future.done() else future.set_result(None))
+        try:
+            await future
+        finally:
+            timer.cancel()
+
+
+def whole(state: int, rank: int, world: int, chunks: int) -> dict[str, Any]:
+    """What ``rank`` holds: a tensor that all hold alike, one of its own, and small values."""
+    numel = max(1, chunks - 2) * world * CHUNK_NBYTES // 4
+    shared = torch.arange(numel, dtype=torch.int32) * (state + 1)
+    return {"state": state, "shared": [shared], "own": torch.full((5,), float(10 * state + rank))}
+
+
+@functools.cache
+def held(state: int, rank: int, world: int, chunks: int) -> tuple[FlatState, dict[int, bytes]]:
+    """That, flattened, with the digests that ranks compare."""
+    flat = flatten(whole(state, rank, world, chunks))
+    return flat, fingerprints(flat, world) if world > 1 else {}
+
+
+def save_job(state: int, rank: int, world: int, chunks: int) -> SaveJob:
+    """What the rank gives to ``run_save``."""
+    flat, unsure = held(state, rank, world, chunks)
+    step = OTHER_STATE if state == OTHER_STATE else 1
+    return SaveJob(flat, step, unsure, BUDGET_NBYTES, created_s=1e9 + state)
+
+
+def odd_job(state: int, rank: int, world: int, chunks: int) -> SaveJob:
+    """Likewise, but that one rank does not know that others hold the same: what it stores is stored twice."""
+    job = save_job(state, rank, world, chunks)
+    if rank == world - 1:
+        shared = next(row for row in job.unsure if "shared" in job.flat.names[row])
+        job.unsure = {row: digest for row, digest in job.unsure.items() if row != shared}
+    return job
+
+
+@functools.cache
+def expected(state: int, world: int, chunks: int) -> Expected:
+    """The checkpoint that a save of it makes."""
+    loop, driver = SimLoop(), MemoryDriver()
+    store = Store(loop)
+
+    async def rank(rank: int) -> None:
+        team = Solo() if world == 1 else StoreTeam(store, rank, world, "job", SILENCE_S)
+        await run_save(driver, team, save_job(state, rank, world, chunks))
+
+    async def job() -> None:
+        await asyncio.gather(*map(rank, range(world)))
+
+    with aside():
+        Context().run(loop.run_until_complete, job())
+    m = Manifest.decode(driver._objects["manifest.safetensors"][0])
+    images = {r: driver._objects[f"data/{m.attempt}/{r}.safetensors"][0] for r in m.images.rank.tolist()}
+    return Expected(state, world, chunks, replace(m, attempt=""), images)
+
+
+_named: dict[bytes, tuple[str, str]] = {}
+
+
+def identity(data: bytes) -> tuple[str, str]:
+    """The attempt that a manifest names, and what is the same in all manifests of one state and world."""
+    if data not in _named:
+        if len(_named) > 3000:
+            _named.clear()
+        m = Manifest.decode(data)
+        _named[data] = m.attempt, digest(replace(m, attempt="").encode()).hex()
+    return _named[data]
+
+
+@functools.cache
+def identity_of(state: int, world: int, chunks: int) -> str:
+    """The second of :func:`identity`, for what is expected."""
+    return digest(expected(state, world, chunks).manifest.encode()).hex()
+
+
+def target(world: int, rank: int, chunks: int, saved: int) -> tuple[LoadJob, dict[str, Any]]:
+    """An empty state of the shape that ``saved`` ranks saved, to be loaded into by ``rank`` of ``world``."""
+    numel = max(1, chunks - 2) * saved * CHUNK_NBYTES // 4
+    state = {"state": -1, "shared": [torch.empty(numel, dtype=torch.int32)]}
+    return LoadJob(flatten(state, loading=True), strict=False, cast=False, budget_nbytes=BUDGET_NBYTES), state
+
+
+def same_as(found: Any) -> int:
+    """Which state that is, whole and to the bit. Raises Torn."""
+    state, shared = found["state"], found["shared"][0]
+    if not torch.equal(shared, _ramp(len(shared)) * (state + 1)):
+        raise Torn(f"a reader got a mixture, or worse, as state {state}")
+    own = found.get("own")
+    if own is not None and not torch.equal(own, torch.full((5,), float(10 * state))):
+        raise Torn(f"a reader got {own.tolist()} as rank 0's own part of state {state}")
+    return int(state)
+
+
+@functools.cache
+def _ramp(numel: int) -> torch.Tensor:
+    return torch.arange(numel, dtype=torch.int32)

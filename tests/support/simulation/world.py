@@ -1,0 +1,278 @@
+"""One run: processes and their clocks, storage, and faults at their moment."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from collections import Counter
+from collections.abc import Callable
+from contextvars import Context
+from typing import Any
+
+from holdfast.drivers.contract import Driver
+from holdfast.drivers.layers.retry import RetryLayer, RetryPolicy
+from holdfast.drivers.local import LocalDriver
+
+from .engine import Host, hosted
+from .loop import PROCESS, Crashed, Process, SimLoop, check_alive
+from .posix import FileSystem, Folder, Inode, SimFcntl, SimFileIO, SimOs
+from .remote import HdfsDriver, ObjectDriver, Server
+from .schedule import Fault, Schedule
+
+__all__ = ["BASE_S", "World"]
+
+EPOCH_S = 1_767_225_600.0  # 2026
+BASE_S = 0.001
+DELAYS_S = (0.002, 0.003, 0.005, 0.005, 0.01, 0.01, 0.02, 0.05, 0.2, 1.0)
+RETRIES = 5
+OP_TIMEOUT_S = 120.0
+_CODES = {"eio": errno.EIO, "full": errno.ENOSPC}
+_KINDS = dict.fromkeys(("rename", "link", "unlink", "rmdir", "put", "commit", "delete"), "change")
+_KINDS |= dict.fromkeys(("list", "scandir"), "list")
+_WRITES = {"creat", "pwrite", "fsync", "rename", "link", "put", "write", "close"}
+_WRITING = {"manifest": "commit", "fate": "claim"}
+_GROWING = {"creat", "mkdir", "pwrite", "rename", "link"}
+
+
+class World(Host):
+    """The machines of one schedule. ``log`` gets a line for each thing that happens, if it is given."""
+
+    def __init__(self, schedule: Schedule, log: Callable[[str], None] | None = None) -> None:
+        self.schedule, self.log = schedule, log
+        self.loop = SimLoop()
+        self.rng = random.Random(schedule.seed * 2 + 1)
+        self.delays: dict[int, float] = {}
+        self.processes: list[Process] = []
+        self.struck: Counter[str] = Counter()
+        self.operations = 0
+        self.calm_s = 0.0
+        """When the last disturbance was over."""
+        self.on_change: Callable[[str], None] = lambda path: None
+        self.on_power_cut: Callable[[], None] = lambda: None
+        self.answers_again = True
+        self._faults = {(f.target, f.count): f for f in schedule.faults}
+        self._seen: dict[str, int] = {}
+        self._delay_count = 0
+        self._tokens = 0
+        self._stalled_s = 0.0
+        self._cuts: dict[str, float] = {}
+        self._outages: dict[str, float] = {}
+        self._sync_fails = False
+        self._build()
+
+    def _build(self) -> None:
+        storage = self.schedule.storage
+        self.is_posix = "posix" in storage
+        self.fs = FileSystem(self.loop.time, self._syscall, self._changed)
+        self.server = Server(self.loop.time, self._changed, behind="late" in storage)
+        sim_os = SimOs(self.fs)
+        hosted(self, sim_os, SimFcntl(self.fs), SimFileIO(sim_os))
+
+    # What the engine, and the storage, ask of this host.
+
+    def wall_s(self, at_s: float | None = None) -> float:
+        """See :meth:`Host.wall_s`. With ``at_s``: the storage's clock, at that time of the loop."""
+        if at_s is not None:
+            return EPOCH_S + at_s
+        process = PROCESS.get()
+        return EPOCH_S + self.loop.now_s + (process.skew_s if process else 0.0)
+
+    def token(self) -> int:
+        """See :meth:`Host.token`."""
+        self._tokens += 1
+        return self._tokens
+
+    def chance(self) -> float:
+        """A random number in [0, 1)."""
+        return self.rng.random()
+
+    def below(self, n: int) -> int:
+        """A random number below ``n``."""
+        return int(self.rng.random() * n)
+
+    def delay_s(self) -> float:
+        """See :meth:`Host.delay_s`."""
+        return BASE_S + self._drawn(self.schedule.restless) + self._stalled()
+
+    def cpu_s(self) -> float:
+        """See :meth:`Host.cpu_s`."""
+        return self._drawn(self.schedule.restless * 0.1)
+
+    def cut_s(self) -> float:
+        """How much longer the host of the current process does not reach the storage."""
+        process = PROCESS.get()
+        return max(0.0, self._cuts.get(process.host, 0.0) - self.loop.now_s) if process and self._cuts else 0.0
+
+    @property
+    def is_out(self) -> bool:
+        """Whether no answer reaches the current process: whatever it asks for fails, done or not."""
+        process = PROCESS.get()
+        return bool(process and self._outages.get(process.host, -1.0) > self.loop.now_s)
+
+    def _drawn(self, likely: float) -> float:
+        self._delay_count += 1
+        if self.schedule.delays is not None:
+            return self.schedule.delays.get(self._delay_count, 0.0)
+        if self.rng.random() >= likely:
+            return 0.0
+        drawn = self.delays[self._delay_count] = DELAYS_S[self.below(len(DELAYS_S))]
+        return drawn
+
+    def _stalled(self) -> float:
+        stalled_s, self._stalled_s = self._stalled_s, 0.0
+        return stalled_s
+
+    # Processes and storage.
+
+    def process(self, name: str, host: str) -> Process:
+        """A new one. On a local disk there is one host only."""
+        process = Process(name, "host" if self.is_posix else host)
+        process.skew_s = self.below(3) * 20.0 if not self.is_posix else 0.0
+        self.processes.append(process)
+        return process
+
+    def driver(self, path: str) -> Driver:
+        """A driver for what lies below ``path``, for the current process."""
+        if self.is_posix:
+            kind = "nfs4" if "shared" in self.schedule.storage else "ext4"
+            return LocalDriver("/" + path, direct="off", fs_type=lambda path: kind)
+        if self.schedule.storage == "hdfs":
+            inner: ObjectDriver = HdfsDriver(self, self.server, path + "/")
+        else:
+            inner = ObjectDriver(self, self.server, path + "/", exclusive="no exclusive" not in self.schedule.storage)
+        return RetryLayer(inner, RetryPolicy(RETRIES, OP_TIMEOUT_S), chance=self.chance)
+
+    def files(self) -> dict[str, bytes]:
+        """Every visible object, and whatever else is stored, by path."""
+        if self.is_posix:
+            return {path: inode.data for path, inode in self.fs.walk()}  # type: ignore[misc]
+        return {path: data for path, (data, _) in self.server.objects.items()}
+
+    def file(self, path: str) -> bytes | bytearray | None:
+        """One of them."""
+        if self.is_posix:
+            node = self.fs.find(path)
+            return node.data if isinstance(node, Inode) else None
+        found = self.server.objects.get(path)
+        return None if found is None else found[0]
+
+    def plant(self, path: str, data: bytes) -> None:
+        """Put a durable file there, as if it had always been."""
+        if not self.is_posix:
+            self.server.objects[path] = (data, self.loop.now_s)
+            return
+        *above, name = path.split("/")
+        folder = self.fs.root
+        for part in above:
+            node = folder.entries.get(part) or Folder(self.fs.number())
+            assert isinstance(node, Folder)
+            folder.entries[part] = folder.durable[part] = node
+            folder = node
+        inode = Inode(self.fs.number(), self.loop.now_s, bytearray(data), data, links=1)
+        folder.entries[name] = folder.durable[name] = inode
+
+    # Faults.
+
+    def operation(self, name: str, key: str) -> Fault | None:
+        """A request begins. What befalls it alone is returned; what befalls more happens."""
+        fault = self._next_fault(name, key)
+        if fault is None or self._befalls_more(fault):
+            return None
+        return fault
+
+    def _syscall(self, name: str, path: str) -> None:
+        fault = self._next_fault(name, path)
+        if fault is not None and not self._befalls_more(fault):
+            if fault.kind == "fsync":
+                self._sync_fails = True
+            elif fault.kind == "hang":
+                self._stalled_s += fault.value
+            elif fault.kind in _CODES and (fault.kind != "full" or name in _GROWING):
+                raise OSError(_CODES[fault.kind], os.strerror(_CODES[fault.kind]), path)
+        if self._sync_fails and name == "fsync":
+            self._sync_fails = False
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    def _next_fault(self, name: str, key: str) -> Fault | None:
+        check_alive()
+        self.operations += 1
+        fault = self._faults.pop(("any", self.operations), None) if self._faults else None
+        about = _target(key)
+        for target in (about, _KINDS.get(name), _WRITING.get(about) if name in _WRITES else None):
+            if target is not None:
+                self._seen[target] = count = self._seen.get(target, 0) + 1
+                fault = fault or (self._faults.pop((target, count), None) if self._faults else None)
+        if self.log is not None:
+            self.log(
+                f"{self.loop.now_s:12.4f} {PROCESS.get() or '-'}: {name} {key}"
+                + (f"  << {fault.kind}" if fault else "")
+            )
+        if fault is not None:
+            self.struck[fault.kind] += 1
+            self.calm_s = max(self.calm_s, self.loop.now_s + fault.value)
+        return fault
+
+    def _befalls_more(self, fault: Fault) -> bool:
+        process = PROCESS.get()
+        if process is None:
+            return False
+        if fault.kind == "die":
+            self.kill(process)
+            raise Crashed
+        if fault.kind == "power":
+            self.power_cut(process.host)
+            raise Crashed
+        if fault.kind == "pause":
+            process.paused_until_s = self.loop.now_s + fault.value
+        elif fault.kind == "cut":
+            self._cuts[process.host] = self.loop.now_s + fault.value
+        elif fault.kind == "outage":
+            self._outages[process.host] = self.loop.now_s + fault.value
+        elif fault.kind == "store":
+            store = getattr(process, "store", None)
+            if store is not None:
+                store.away_until_s = self.loop.now_s + fault.value
+        else:
+            return False
+        return True
+
+    def kill(self, process: Process) -> None:
+        """It does nothing any more."""
+        process.alive = False
+        self.calm_s = max(self.calm_s, self.loop.now_s)
+
+    def power_cut(self, host: str) -> None:
+        """All processes of a host die; a local disk forgets what is not durable."""
+        for process in self.processes:
+            if process.host == host and process.alive:
+                self.kill(process)
+        if self.is_posix:
+            self.fs.power_cut(self.below)
+            self.on_power_cut()
+
+    def settle(self) -> None:
+        """No more faults."""
+        self._faults.clear()
+        self._cuts.clear()
+        self._outages.clear()
+        self._sync_fails, self._stalled_s = False, 0.0
+
+    def as_nobody(self, wait_s: float, callback: Callable[[], Any]) -> None:
+        """Call back after a while, whoever lives then."""
+        self.calm_s = max(self.calm_s, self.loop.now_s + wait_s)
+        self.loop.call_later(wait_s, callback, context=Context())
+
+    def _changed(self, path: str) -> None:
+        self.on_change(path)
+
+
+def _target(key: str) -> str:
+    name = key.rpartition("/")[2]
+    if "manifest" in name:
+        return "manifest"
+    if "fate" in name:
+        return "fate"
+    if "attempt.json" in name:
+        return "marker"
+    return "image" if ".safetensors" in name else "other"
