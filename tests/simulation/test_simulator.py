@@ -17,7 +17,7 @@ from support.simulation.run import Failure, Tally, run
 from support.simulation.schedule import Schedule, drawn
 from support.simulation.shrink import shrunk
 
-FIXED = int(os.environ.get("HOLDFAST_TEST_SIM_SEEDS", "150"))
+FIXED = int(os.environ.get("HOLDFAST_TEST_SIM_SEEDS", "120"))
 FRESH_S = float(os.environ.get("HOLDFAST_TEST_SIM_FRESH_S", "6"))
 """How long schedules are run that nobody has run before."""
 MOST = 300
