@@ -67,7 +67,11 @@ def _open_descriptors() -> dict[str, str]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say, for each reason, how many tests were skipped for it."""
+    """Say, for each reason, how many tests were skipped for it; and what tests wanted to have said (a property "said")."""
+    for report in terminalreporter.stats.get("passed", []):
+        for name, value in report.user_properties:
+            if name == "said":
+                terminalreporter.write_line(str(value))
     reports = terminalreporter.stats.get("skipped", [])
     # A skip's longrepr is (path, line, "Skipped: reason"); an expected failure's is something else.
     reasons = Counter(r.longrepr[2].removeprefix("Skipped: ") for r in reports if isinstance(r.longrepr, tuple))

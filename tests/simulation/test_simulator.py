@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from support.simulation.broken import BROKEN, Broken, seeds_until_caught
@@ -51,7 +51,7 @@ def told(failure: Failure | None) -> str:
     )
 
 
-def test_promises_hold_in_known_and_in_fresh_schedules(capsys: pytest.CaptureFixture[str]) -> None:
+def test_promises_hold_in_known_and_in_fresh_schedules(record_property: Callable[[str, object], None]) -> None:
     """A reader finds an earlier checkpoint or the new one, whole; what was acknowledged survives; nobody waits for ever; and
     the next save works, and leaves nothing beside itself. In the first so many schedules, and in some that are new."""
     tally = Tally()
@@ -62,12 +62,9 @@ def test_promises_hold_in_known_and_in_fresh_schedules(capsys: pytest.CaptureFix
     while fresh < 20 or time.monotonic() < end_s:
         assert told(run(drawn(first + fresh), tally)) == ""
         fresh += 1
-    with capsys.disabled():
-        print(
-            f"\nsimulator: {FIXED:,} known schedules and {fresh:,} fresh ones, from seed {first}",
-            *tally.lines(),
-            sep="\n",
-        )
+    record_property("said", f"simulator: {FIXED:,} known schedules and {fresh:,} fresh ones, from seed {first}")
+    for line in tally.lines():
+        record_property("said", f"  {line}")
     assert tally.faults
     assert tally.outcomes["save: done"]
 
