@@ -102,5 +102,6 @@ def test_a_failure_shrinks_to_its_cause() -> None:
         again = run(Schedule.from_json(short.schedule.to_json()))
     assert again is not None
     assert again.why == short.why
-    assert (len(short.schedule.actors), len(short.schedule.faults)) == (1, 1)
-    assert not short.schedule.delays
+    assert len(short.schedule.actors) == 1
+    assert len(short.schedule.faults) <= 2
+    assert len(short.schedule.delays or {}) < len(failure.schedule.delays or {})
