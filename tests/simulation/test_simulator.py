@@ -104,4 +104,3 @@ def test_a_failure_shrinks_to_its_cause() -> None:
     assert again.why == short.why
     assert len(short.schedule.actors) == 1
     assert len(short.schedule.faults) <= 2
-    assert len(short.schedule.delays or {}) < len(failure.schedule.delays or {})
