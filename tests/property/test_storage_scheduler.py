@@ -89,7 +89,7 @@ class World:
 
 
 LANES = ("cpu", "io", "write")
-WIDTHS = st.fixed_dictionaries({lane: st.integers(1, 4) for lane in LANES})
+WIDTHS = st.fixed_dictionaries({lane: st.sampled_from([1, 1, 2, 4]) for lane in LANES})
 PART_ORDERS = st.sampled_from(["any", "ascending", "serial"])
 SIZES = st.lists(st.integers(0, 12) | st.integers(0, 60), max_size=8)
 
@@ -99,8 +99,8 @@ class Pipeline(RuleBasedStateMachine):
     to the scheduler as failures of all that runs."""
 
     @initialize(
-        lanes=st.lists(st.sampled_from(["cpu", "io"]), max_size=3), order=PART_ORDERS, memory_nbytes=st.sampled_from([1, 10, 40, 200]),
-        widths=WIDTHS, drain=st.booleans(), early=st.booleans(), fragile=st.booleans(),
+        lanes=st.lists(st.sampled_from(["cpu", "io"]), max_size=3), order=PART_ORDERS, memory_nbytes=st.sampled_from([1, 20, 60, 200]),
+        widths=WIDTHS, drain=st.booleans(), early=st.booleans(), calm=st.none() | st.integers(0, 12), first=st.lists(st.integers(0, 12), max_size=12),
     )  # fmt: skip
     def begin(
         self,
@@ -110,30 +110,37 @@ class Pipeline(RuleBasedStateMachine):
         widths: dict[str, int],
         drain: bool,
         early: bool,
-        fragile: bool,
+        calm: int | None,
+        first: list[int],
     ) -> None:
         """Stages as savers and copiers have them: the writes come last, in the order that storage asks for. And, ``early``,
-        one more stage behind it."""
+        one more stage behind it. Nothing fails before ``calm`` stages have ended; with None, ever."""
         write = Stage("write", "write" if order == "serial" else "io", in_order=order != "any")
         stages = [*(Stage(f"s{i}", lane) for i, lane in enumerate(lanes)), write, *[Stage("last", "cpu")] * early]
-        self.fragile = fragile
+        self.left = float("inf") if calm is None else calm
         self.world = World(Scheduler(stages, Budget(memory_nbytes, widths | {"write": 1}), drain=drain))
+        self.world.submit(first)
 
     @rule(sizes=SIZES)
     def submit(self, sizes: list[int]) -> None:
         self.world.submit(sizes)
 
     @precondition(lambda self: self.world.running)
-    @rule(data=st.data())
-    def ends_well(self, data: st.DataObject) -> None:
-        self.world.end(data.draw(st.sampled_from(sorted(self.world.running))), well=True)
+    @rule(data=st.data(), count=st.integers(1, 4))
+    def end_well(self, data: st.DataObject, count: int) -> None:
+        """Some stages, one after the other."""
+        self.left -= count
+        for _ in range(count):
+            if self.world.running:
+                self.world.end(data.draw(st.sampled_from(sorted(self.world.running))), well=True)
+                self.rules_hold()
 
-    @precondition(lambda self: self.fragile and self.world.running)
+    @precondition(lambda self: self.left <= 0 and self.world.running)
     @rule(data=st.data())
     def fails(self, data: st.DataObject) -> None:
         self.world.end(data.draw(st.sampled_from(sorted(self.world.running))), well=False)
 
-    @precondition(lambda self: self.fragile and self.world.running)
+    @precondition(lambda self: self.left <= 0 and self.world.running)
     @rule(data=st.data())
     def is_cancelled(self, data: st.DataObject) -> None:
         """All that runs ends, some of it well."""
