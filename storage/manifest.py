@@ -270,7 +270,8 @@ def _conditions(m: Manifest) -> Any:
     )
     yield bool((s.start <= i.hashed_nbytes[s.image] - s.nbytes(t)).all()), "bytes of shards"
     yield bool((s.start % t.itemsize[s.tensor] == 0).all()), "alignment of shards"
-    yield i.digests.ndim == 2 and bool((i.hashed_nbytes <= len(i.digests) * m.chunk_nbytes).all()), "chunks"
+    yield i.digests.dtype == np.uint8 and i.digests.ndim == 2, "digests"
+    yield bool((i.hashed_nbytes <= len(i.digests) * m.chunk_nbytes).all()), "chunks"
     yield i.digests.shape == (int(m.first_chunk[-1]), DIGEST_NBYTES), "chunks"  # whose sum has not wrapped round
     yield _names_have_prefixes(m), "names"
     yield len(t.rows) == n or len(set(zip(t.names, t.owner.tolist(), strict=True))) == n, "names that occur twice"

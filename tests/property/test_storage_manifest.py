@@ -169,7 +169,7 @@ def shards_fit(c: dict[str, Any], head: dict[str, Any], digests: np.ndarray) -> 
     hashed, ranks, counts = c["image.hashed_nbytes"], c["image.rank"], c["tensor.shards"]
     if sum(counts) != len(c["shard.start"]) or len(set(ranks)) != len(ranks) or any(r >= head["world"] for r in ranks):
         return False
-    if digests.shape != (sum(-(-nbytes // head["chunk_nbytes"]) for nbytes in hashed), 16):
+    if digests.dtype != np.uint8 or digests.shape != (sum(-(-nbytes // head["chunk_nbytes"]) for nbytes in hashed), 16):
         return False
     used, shard = [0] * len(hashed), 0
     for row, count in enumerate(counts):
