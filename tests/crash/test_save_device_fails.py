@@ -51,7 +51,7 @@ def test_a_device_that_fails_is_an_error_or_did_no_harm(device: BlockDevice, wha
         ):  # I/O errors; and then it is read-only
             allowed, raised = {old, new}, raised + 1
         device.tell("work")
-        device.disk.restart()
+        device.disk.mend()
         check(uri, allowed)
         check_next_save(uri, 3000 + at)
     assert raised > 0

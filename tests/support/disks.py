@@ -78,6 +78,19 @@ class Disk:
         self.unmount()
         self.mount()
 
+    def mend(self) -> None:
+        """Mount it again, checked and repaired first, as a machine does that starts after its disk has failed: else a file
+        system that has given up its journal comes back read-only, or not at all."""
+        self.unmount()
+        kind = run("blkid", "-o", "value", "-s", "TYPE", self.image)
+        if kind == "ext4":
+            done = subprocess.run(
+                ["e2fsck", "-f", "-y", self.image], capture_output=True, text=True, timeout=60, check=False
+            )
+            if done.returncode > 1:  # 1: errors were found, and mended
+                raise OSError(f"e2fsck: {done.stdout.strip()}")
+        self.mount()
+
     @contextlib.contextmanager
     def mounted(self) -> Iterator[Disk]:
         """Mounted for the length of a ``with`` block, whatever happens in it. Skips the test where nothing can be."""
