@@ -12,7 +12,8 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 PIP   := $(BIN)/pip install -qq --no-build-isolation -c constraints.txt
 MYPY_ARGS := --config-file holdfast/pyproject.toml --cache-dir ../../.mypy_cache
-# Processes that share the tests, file by file; 0: none, the tests run in pytest itself.
+# Processes that share the tests, file by file; 0: none, the tests run in pytest itself. A test that takes too long is ended
+# by a signal: a timeout by a thread would end its process, and say nothing.
 JOBS  ?= 2
 TORCH := $(shell grep '^torch==' constraints.txt)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -35,7 +36,7 @@ demo: $(READY)  ## see it work: make demo [URI=s3://bucket/run | SERVER=s3|hdfs]
 # `pytest`, not `python -m pytest`: the latter would put this folder on the path, and every room would be there twice,
 # as holdfast.planner and as planner.
 test: $(READY)  ## run every test but the drills; skips are listed with their reasons
-	@$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
+	@$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -o timeout_method=signal $(TEST_ARGS)
 
 sim: $(READY)  ## explore the simulator's schedules: make sim [SEEDS=100000], or replay one: make sim SEED=n
 	@$(BIN)/python tests/simulation/simulate.py $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),2000)) $(SIM_ARGS)

@@ -5,13 +5,23 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from support.servers.hadoop import Hadoop, find_hadoop
 from support.servers.radosgw import Radosgw, find_ceph
 
+TIMEOUT_S = 300
+"""Of a test, unless it says otherwise: servers share the machine, and boot within the first test that asks."""
 S3_URL = "HOLDFAST_TEST_S3_URL"
 HDFS_URL = "HOLDFAST_TEST_HDFS_URL"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give tests of this folder more time."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S))
 
 
 @pytest.fixture(scope="session")
