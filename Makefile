@@ -1,5 +1,5 @@
 # Needs git, make and Python 3.11 or newer. Everything else is installed into .venv by the rules below; once it is there,
-# every target works without a network.
+# every target works without a network, but for fuzz, which then fetches atheris, and test-servers.
 
 # The first interpreter that is new enough; `make PYTHON=/path/to/python3.12 …` overrides it.
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
@@ -21,7 +21,7 @@ export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test properties sim sim-broken crash damage test-servers drills lint format bench bench-names clean
+.PHONY: help setup demo test properties sim sim-broken crash damage fuzz test-servers drills lint format bench bench-names clean
 
 help:  ## this list
 	@echo "usage: make TARGET"
@@ -55,6 +55,12 @@ crash: $(READY)  ## kill saves and cut their power at every point, not at some; 
 
 damage: $(READY)  ## every byte and every length of a small checkpoint, before every reader; half an hour
 	@HOLDFAST_TEST_DAMAGE=all $(BIN)/pytest tests/property/test_damage.py $(TEST_ARGS)
+
+fuzz: $(READY)  ## fuzz manifests, headers, URIs and configuration files with atheris: make fuzz [SECONDS=60] [TARGET=all] [FOUND=folder]
+	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(PIP) -e '.[fuzz]'
+	@$(BIN)/python -c 'import atheris' 2>/dev/null || { \
+		echo "atheris has no wheel for this machine or Python: fuzzing is left to tests/property/test_fuzzed.py" >&2; exit 1; }
+	@$(BIN)/python tests/fuzz/run.py $(or $(TARGET),all) $(or $(SECONDS),60) $(FOUND)
 
 test-servers:  ## install the servers that some tests want, into .servers; without them those tests are skipped
 	@for script in tests/servers/install/*.sh; do $$script "$(CURDIR)/.servers" || echo "$$script failed: its tests will be skipped" >&2; done

@@ -15,13 +15,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import UriError
 from .config_file import PROFILE_OPTION, Setting, file_settings, text_of
 from .options import Option
-from .uri import Uri, is_secret
+from .uri import WHERE_SECRETS_GO, Uri, has_password, is_secret
 
 __all__ = ["PREFIX", "Resolved", "Setting", "resolve"]
 
@@ -32,10 +32,11 @@ _NOT_OPTIONS = re.compile(r"HOLDFAST_(CONFIG|CONFIG_PROFILE|TEST_.*)")
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """One option: its value, and what said so. ``text`` is as it was said; None for a default."""
+    """One option: its value, and what said so. ``text`` is as it was said; None for a default. Either may be a secret,
+    so ``repr()`` shows neither."""
 
-    value: Any
-    text: str | None
+    value: Any = field(repr=False)
+    text: str | None = field(repr=False)
     source: str
 
 
@@ -51,8 +52,8 @@ def resolve(
     """The value of every option in ``own`` (the driver's) and ``common`` (every scheme's), and where each comes from.
 
     ``schemes`` tells which ones there are; it is asked only about what no option of this scheme explains. Raises UriError
-    for an option that is not known, for a value that it refuses, and for a secret in the URI; UsageError for a
-    ``holdfast.toml`` that cannot be used.
+    for an option that is not known, for a value that it refuses, for one with a password before a host, and for a secret in
+    the URI; UsageError for a ``holdfast.toml`` that cannot be used.
     """
     environment = os.environ if environment is None else environment
     _refuse_secrets(uri)
@@ -74,7 +75,7 @@ def _refuse_secrets(uri: Uri) -> None:
             raise UriError(
                 f"option {name!r} looks like a secret, and a URI is no place for one",
                 uri=uri.redacted,
-                advice="Leave secrets to where the storage's own tools look for them: environment, profile, instance role.",
+                advice=WHERE_SECRETS_GO,
             )
 
 
@@ -119,6 +120,8 @@ def _resolved(uri: Uri, name: str, option: Option, setting: Setting | None) -> R
     if setting is None:
         return Resolved(option.default, None, "default")
     try:
+        if has_password(setting.text):
+            raise ValueError("is no place for a password")
         return Resolved(option.parse(setting.text), setting.text, setting.source)
     except ValueError as error:
         source = "" if setting.source == "the URI" else f", which {setting.source} sets,"

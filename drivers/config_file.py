@@ -24,7 +24,7 @@ working directory, ``~/.config/holdfast/holdfast.toml``.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,10 @@ Tables = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What somebody said about one option, and who: "the URI", a variable, a file and its table."""
+    """What somebody said about one option, and who: "the URI", a variable, a file and its table. The text may be a secret:
+    ``repr()`` does not show it."""
 
-    text: str
+    text: str = field(repr=False)
     source: str
 
 

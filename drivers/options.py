@@ -11,11 +11,12 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from urllib.parse import unquote, urlsplit
 
 from ..errors import UriError
 from .uri import Uri
 
-__all__ = ["Option", "choice", "duration", "integer", "option_values", "or_off", "size", "switch"]
+__all__ = ["Option", "choice", "duration", "integer", "option_values", "or_off", "size", "switch", "url"]
 
 T = TypeVar("T")
 
@@ -130,6 +131,14 @@ def switch(text: str) -> bool:
     if text.lower() not in _SWITCH:
         raise ValueError("is on or off")
     return _SWITCH[text.lower()]
+
+
+def url(text: str) -> str:
+    """A parser of the URL of a server: http:// or https://, a host, perhaps a path; no query, which may be a signature."""
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname or set("?#@") & set(unquote(text)):
+        raise ValueError("is a URL, http:// or https://, without user, password, query and fragment")
+    return text
 
 
 @dataclass(frozen=True, slots=True)

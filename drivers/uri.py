@@ -19,15 +19,22 @@ from urllib.parse import quote, unquote, unquote_to_bytes
 from ..errors import UriError
 from .contract import check_key
 
-__all__ = ["Uri", "is_secret", "join", "parse", "redact"]
+__all__ = ["WHERE_SECRETS_GO", "Uri", "has_password", "is_secret", "join", "parse", "redact"]
 
 _URI = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.IGNORECASE | re.DOTALL)
 _NEARLY_A_URI = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 
-# A password may hold an unencoded slash, so a colon that begins no port number hides everything up to the "@".
-_USERINFO = re.compile(r"(?<=://)(?:[^/?#\s]*@|[^/?#\s@:]*:(?!\d+(?:[/?#]|$))[^?#\s]*@)")
+# A password may hold an unencoded slash, or even "?" and "#", so a colon that begins no port number hides everything up to
+# the "@". What merely looks like a URI begins the text.
+_USERINFO = re.compile(
+    r"((?<=://)|\A[a-z][a-z0-9+.-]*:(?!//)/?)(?:[^/?#\s]*@|[^/?#\s@:\[]*:(?!\d+(?:[/?#]|$))(?:[^?#\s]*@|[^\s@]*@))",
+    re.IGNORECASE,
+)
 _SECRET_NAME = re.compile(r"key|secret|token|passw|pwd|sig|cred|auth|(?:^|[_-])sas(?:$|[_-])", re.IGNORECASE)
 _HIDDEN = "***"
+
+WHERE_SECRETS_GO = "Leave secrets to where the storage's own tools look for them: environment, profile, instance role."
+"""Advice for who wrote one into a URI."""
 
 _PATHS = {"file", "lustre"}
 _PATH_SAFE = "/:@,;=+$!*'()~"
@@ -71,8 +78,8 @@ class Uri:
 def parse(text: str | os.PathLike[str]) -> Uri:
     """The URI that ``text`` means. A bare path, absolute or relative, is a ``file`` URI; ``~`` stays what it is.
 
-    Raises UriError for what is neither, for options without a value or given twice, for a fragment, and for a ``file``
-    URI that names another host.
+    Raises UriError for what is neither, for a password before the host, for options without a value or given twice, for a
+    fragment, and for a ``file`` URI that names another host.
     """
     text = os.fspath(text)
     _check_text(text)
@@ -83,6 +90,9 @@ def parse(text: str | os.PathLike[str]) -> Uri:
     if "#" in rest:
         raise UriError("a fragment means nothing here", uri=redact(text), advice="Write '#' in a name as %23.")
     location, _, query = rest.partition("?")
+    # A storage would take it for a part of its own name, and repeat it.
+    if (user := _USERINFO.match(f"://{location}", 3)) and ":" in unquote(user[0]):
+        raise UriError("a URI is no place for a password", uri=redact(text), advice=WHERE_SECRETS_GO)
     if scheme in _PATHS:
         location = _path_of_uri(scheme, location, text)
     return Uri(scheme, location, _options(query, text))
@@ -93,8 +103,13 @@ def redact(text: str | os.PathLike[str]) -> str:
 
     Takes any text, also what is no URI, and never raises.
     """
-    head, mark, query = _USERINFO.sub("", os.fspath(text)).partition("?")
+    head, mark, query = _USERINFO.sub(r"\1", os.fspath(text)).partition("?")
     return head + mark + "&".join(_redacted_option(option) for option in query.split("&"))
+
+
+def has_password(text: str) -> bool:
+    """Whether somewhere in ``text`` a URI has a password before its host."""
+    return any(not match[1] and ":" in unquote(match[0]) for match in _USERINFO.finditer(text))
 
 
 def is_secret(option: str) -> bool:
@@ -130,7 +145,7 @@ def _bare_path(path: str) -> str:
         scheme, _, rest = path.partition(":")
         raise UriError(
             f"{redact(path)!r} is neither a URI nor a path that exists",
-            advice=f"Write {scheme}://{redact(rest.lstrip('/'))} for the URI, or put ./ before a local name.",
+            advice=f"Write {redact(f'{scheme}://' + rest.lstrip('/'))} for the URI, or put ./ before a local name.",
         )
     return path
 
@@ -139,9 +154,7 @@ def _path_of_uri(scheme: str, location: str, text: str) -> str:
     host, slash, path = location.partition("/")
     if host not in ("", "localhost") or not slash:
         raise UriError(
-            f"{scheme}:// reaches this host only, not {host!r}"
-            if host
-            else f"a {scheme}:// URI needs an absolute path",
+            f"{scheme}:// reaches this host only" if host else f"a {scheme}:// URI needs an absolute path",
             uri=redact(text),
             advice=f"An absolute path takes three slashes: {scheme}:///a/b.",
         )
@@ -160,8 +173,8 @@ def _options(query: str, text: str) -> dict[str, str]:
     for option in filter(None, query.split("&")):
         name, equals, value = option.partition("=")
         name = _unquoted(name)
-        if not name or not equals:
-            raise UriError(f"option {name!r} has no value", uri=redact(text), advice="Write ?name=value&name=value.")
+        if not name or not equals:  # not named: it may be what follows a "?" in a password
+            raise UriError("an option has no value", uri=redact(text), advice="Write ?name=value&name=value.")
         if name in options:
             raise UriError(f"option {name!r} is given twice", uri=redact(text))
         options[name] = _unquoted(value)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from ..options import Option, option_values
+from ..options import Option, option_values, url
 from ..uri import Uri
 from .common import COMMON_OPTIONS, needs, settings, split_location
 from .driver import ObjectDriver
@@ -23,7 +23,7 @@ class GcsDriver(ObjectDriver):
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         **COMMON_OPTIONS,
-        "endpoint": Option(str, "", "URL of another server that speaks this protocol"),
+        "endpoint": Option(url, "", "URL of another server that speaks this protocol"),
     }
 
     def __init__(self, uri: Uri, values: Mapping[str, Any]) -> None:
@@ -54,7 +54,7 @@ class AzureDriver(ObjectDriver):
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         **COMMON_OPTIONS,
-        "endpoint": Option(str, "", "URL of another server that speaks this protocol"),
+        "endpoint": Option(url, "", "URL of another server that speaks this protocol"),
         "account": Option(str, "", "the storage account; else AZURE_STORAGE_ACCOUNT_NAME"),
     }
 

@@ -12,7 +12,7 @@ from urllib.parse import quote, unquote
 from ...errors import UriError
 from ..contract import check_key
 from ..options import Option, duration, integer, size, switch
-from ..uri import Uri
+from ..uri import WHERE_SECRETS_GO, Uri
 
 __all__ = ["COMMON_OPTIONS", "Settings", "encoded", "needs", "settings", "split_location"]
 
@@ -62,6 +62,8 @@ def split_location(uri: Uri) -> tuple[str, str]:
     bucket, _, path = uri.location.partition("/")
     if not bucket:
         raise UriError(f"{uri.scheme}:// names no bucket", uri=uri.redacted, advice=f"Write {uri.scheme}://bucket/run.")
+    if "@" in bucket:
+        raise UriError("a URI is no place for a user", uri=uri.redacted, advice=WHERE_SECRETS_GO)
     try:
         root = unquote(path.strip("/"), errors="strict")
     except UnicodeDecodeError as error:

@@ -25,6 +25,12 @@ _STATUS = re.compile(r"status(?:[ _]code)?[:\s]+(\d{3})\b", re.IGNORECASE)
 _MESSAGE = re.compile(r"<Message>\s*([^<]{1,200})</Message>")
 _QUERY = re.compile(r"(?<=://)([^\s?\"'\\)>]+)\?[^\s\"'\\)>]+")
 
+_TOLD = re.compile(
+    r"((?:authorization|cookie|[\w-]*(?:token|secret|password|signature)[\w-]*)\\?[\"']?[ \t]*[:>][ \t]*)[^\n\\<]+",
+    re.I,
+)
+"""What a gateway in debug mode says back of what it was told."""
+
 _MISSING = {"NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted"}
 _BUSY = {
     "SlowDown", "ServiceUnavailable", "RequestLimitExceeded", "Throttling", "ThrottlingException", "TooManyRequests",
@@ -97,12 +103,15 @@ def _reason(text: str, code: str, status: int) -> str:
     """In a few words, from the store's own where it has sent some."""
     said = match[1].strip() if (match := _MESSAGE.search(text)) else ""
     told = ", ".join(filter(None, [code, f"status {status}" if status else "", said]))
-    return told or _QUERY.sub(r"\1", " ".join(text.partition("Debug source:")[0].split()))[:300]
+    reason = told or _QUERY.sub(r"\1", text.partition("Debug source:")[0])
+    return " ".join(_TOLD.sub(r"\1…", reason).split())[:300]
 
 
 def _clean(error: BaseException) -> BaseException:
-    """The same error without the queries of URLs, where some stores carry signatures."""
+    """The same error without the queries of URLs, where some stores carry signatures, and without the secrets that a
+    store has said back."""
+    text = _TOLD.sub(r"\1…", _QUERY.sub(r"\1?…", str(error)))
     try:
-        return type(error)(_QUERY.sub(r"\1?…", str(error)))
+        return type(error)(text)
     except TypeError:  # a class that wants more than a message
-        return StorageError(_QUERY.sub(r"\1?…", str(error)))
+        return StorageError(text)

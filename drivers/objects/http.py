@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, ClassVar, NoReturn
 
-from ...errors import StorageError, UriError
+from ...errors import StorageError
 from ..contract import ObjectInfo, Upload, check_key
 from ..options import Option, option_values
 from ..uri import Uri
@@ -29,8 +29,6 @@ class HttpDriver(ObjectDriver):
 
     def __init__(self, uri: Uri, values: Mapping[str, Any]) -> None:
         host, root = split_location(uri)
-        if "@" in host:
-            raise UriError("no user and password in a URL", uri=uri.redacted)
         super().__init__(uri, root, settings({"conditional": False, **values}))
         self._host = f"{uri.scheme}://{host}"
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from ...errors import AccessError, UriError
-from ..options import Option, choice, option_values
+from ..options import Option, choice, option_values, url
 from ..uri import Uri
 from .common import COMMON_OPTIONS, needs, settings, split_location
 from .dangling import Unfinished
@@ -35,7 +35,7 @@ class S3Driver(ObjectDriver):
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         **COMMON_OPTIONS,
-        "endpoint": Option(str, "", "URL of a store other than AWS; http:// sends data, not secrets, in clear"),
+        "endpoint": Option(url, "", "URL of a store other than AWS; http:// sends data, not secrets, in clear"),
         "region": Option(str, "", "where the bucket is; else from environment or profile, else us-east-1"),
         "profile": Option(str, "", "which of the shared profiles to use"),
         "style": Option(
@@ -57,8 +57,6 @@ class S3Driver(ObjectDriver):
     def open(cls, uri: Uri) -> S3Driver:
         """The driver for ``uri``. Raises UriError for what OPTIONS does not know, and where obstore is not installed."""
         values = option_values(cls.OPTIONS, uri)
-        if values["endpoint"] and urlsplit(values["endpoint"]).scheme not in ("http", "https"):
-            raise UriError("option 'endpoint' is a URL, http:// or https://", uri=uri.redacted)
         needs(uri, "s3", "obstore", "botocore")
         return cls(uri, values)
 
@@ -80,7 +78,11 @@ class S3Driver(ObjectDriver):
     def _endpoint(self) -> str:
         """Empty for AWS."""
         given = self._values["endpoint"] or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-        return str(given or self._session.get_scoped_config().get("endpoint_url") or "").rstrip("/")
+        given = str(given or self._session.get_scoped_config().get("endpoint_url") or "").rstrip("/")
+        try:
+            return url(given) if given else ""
+        except ValueError as error:
+            raise UriError(f"the endpoint, which the environment or a profile sets, {error}", uri=self.uri) from error
 
     @cached_property
     def _region(self) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.drivers.config import resolve
+from holdfast.drivers.config import Setting, resolve
 from holdfast.drivers.layers.stack import common_options
 from holdfast.drivers.options import Option, integer
 from holdfast.drivers.registry import open_driver, resolved_options
@@ -136,6 +136,29 @@ def test_a_secret_in_a_uri_is_refused() -> None:
         assert "hush" not in str(caught.value)
     assert found(token="hush")["token"] == ("hush", "a keyword")
     assert found(environment={"HOLDFAST_MY_TOKEN": "hush"})["token"] == ("hush", "HOLDFAST_MY_TOKEN")
+
+
+def test_a_password_in_a_value_is_refused_whoever_says_it(file: Path) -> None:
+    """A URL in an option is used, and shown, by libraries: the error names the source, and does not repeat it."""
+    file.write_text("[my]\ntoken = 'http://u:hunter2@host'")
+    environment = {"HOLDFAST_CONFIG": "", "HOLDFAST_MY_TOKEN": "x=http://u:hunter2@host"}
+    asks = (
+        (lambda: found("my://b"), "holdfast.toml"),
+        (lambda: found("my://b", environment), "HOLDFAST_MY_TOKEN"),
+        (lambda: found("my://b", token="http://u:hunter2@host"), "a keyword"),
+    )
+    for ask, source in asks:
+        with pytest.raises(UriError, match=f"{source}.*no place for a password") as caught:
+            ask()
+        assert "hunter2" not in f"{caught.value!r} {caught.value} {vars(caught.value)}"
+
+
+def test_what_was_said_is_not_shown(file: Path) -> None:
+    """An option may be a secret, so the reprs of what is known of it name its source only."""
+    resolved = resolve(parse("my://b"), {"token": "hunter2"}, OWN, COMMON, lambda: SCHEMES, environment={})
+    assert (resolved["token"].value, resolved["token"].text) == ("hunter2", "hunter2")
+    assert repr(resolved["token"]) == "Resolved(source='a keyword')"
+    assert repr(Setting("hunter2", "a keyword")) == "Setting(source='a keyword')"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.drivers.options import Option, duration, integer, or_off, size, switch
+from holdfast.drivers.options import Option, duration, integer, or_off, size, switch, url
 
 SIZE = size(1, 1 << 40)
 DURATION = duration(0.001, 7200)
@@ -58,12 +58,20 @@ def test_off_is_none_where_an_option_can_be_off() -> None:
     assert or_off(DURATION)("3") == 3
 
 
+@pytest.mark.parametrize("text", ["http://host", "https://host:9000/", "http://[::1]:80/a/b", "http://127.0.0.1:1"])
+def test_a_url_names_a_server(text: str) -> None:
+    """And, perhaps, a path there; it is left as it is."""
+    assert url(text) == text
+
+
 @pytest.mark.parametrize(
     ("parse", "text", "says"),
     [
         *((SIZE, text, "such as 32MiB") for text in ("", "0", "-1", "1.5GiB", "MiB", "1 i", "1iB", "1PiB", "2TiB", "٣", "1 Mi B")),
         *((DURATION, text, "such as 30s") for text in ("", "0", "-1", "nan", "inf", "1e3", "3h", "1d", "٣", "s")),
         *((switch, text, "on or off") for text in ("", "maybe", "2", "on ")),
+        *((url, text, r"http:// or https://, without user, password, query and fragment$") for text in ("", "host:80", "ftp://host", "http://",
+          "http://u:p@host", "http://u@host", "http://host?a", "http://host/%3Fa", "http://host#a")),
         (or_off(DURATION), "never", "such as 30s; or off"),
     ],
 )  # fmt: skip

@@ -68,3 +68,16 @@ def test_a_signature_in_a_url_reaches_nobody() -> None:
     assert "s3cr3t" not in shown
     assert "https://host/c/key" in shown
     assert type(caught.value.__cause__) is exceptions.GenericError
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["Authorization: AWS4 {}", "x-amz-security-token: {}", '"secret": {}', "<SecretKey>{}</SecretKey>", "cookie:{}"],
+)
+def test_what_a_server_says_back_of_credentials_is_not_repeated(said: str) -> None:
+    """Gateways in debug mode do; neither the error nor its cause passes it on."""
+    text = answer("403 Forbidden", "SignatureDoesNotMatch", f"Hello\n{said.format('hunter2')}\nBye")
+    with pytest.raises(AccessError) as caught, failures("put", "s3://b", "k"):
+        raise exceptions.PermissionDeniedError(text)
+    assert "hunter2" not in f"{caught.value} {caught.value.__cause__!r}"
+    assert "Bye" in str(caught.value.__cause__)

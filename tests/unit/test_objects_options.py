@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 
 import pytest
@@ -27,9 +28,11 @@ def test_a_location_is_a_bucket_and_a_root(uri: str, expected: tuple[str, str]) 
     assert split_location(parse(uri)) == expected
 
 
-@pytest.mark.parametrize("uri", ["s3://", "s3:///run", "s3://bucket/a/../b", "s3://bucket/a//b", "s3://bucket/%ff"])
+@pytest.mark.parametrize(
+    "uri", ["s3://", "s3:///run", "s3://bucket/a/../b", "s3://bucket/a//b", "s3://bucket/%ff", "gs://u@b/x"]
+)
 def test_a_location_that_names_no_root_is_refused(uri: str) -> None:
-    """No bucket, steps upwards, empty names, and what is no UTF-8."""
+    """No bucket, steps upwards, empty names, what is no UTF-8, and a user, which a store would take for the bucket's name."""
     with pytest.raises(UriError):
         split_location(parse(uri))
 
@@ -69,6 +72,23 @@ def test_options_are_checked_before_anything_is_sent(options: str) -> None:
     """Values and names alike."""
     with pytest.raises(UriError):
         open_driver(f"s3://bucket/run?{options}")
+
+
+async def _get(uri: str) -> bytes:
+    driver = open_driver(uri)
+    try:
+        return await driver.get("a")
+    finally:
+        await driver.close()
+
+
+@pytest.mark.parametrize("endpoint", ["http://u:hunter2@127.0.0.1:1", "http://127.0.0.1:1/?sig=hunter2"])
+def test_an_endpoint_from_elsewhere_holds_no_secret_either(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What AWS's own variables say is refused, too, before anything is sent, and not repeated."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    with pytest.raises(UriError, match=r"the endpoint.*without user, password, query") as caught:
+        asyncio.run(_get("s3://bucket/run"))
+    assert "hunter2" not in str(caught.value)
 
 
 def test_without_the_client_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,6 +127,12 @@ SECRETS = [
     ("s3://b?endpoint=http:%2F%2Fu:p@host", "s3://b?endpoint=http://host"),
     ("s3://b?%74oken=A", "s3://b?%74oken=***"),
     ("s3:/b?password=A", "s3:/b?password=***"),
+    ("s3:/user:hunter2@bucket", "s3:/bucket"),
+    ("s3:user:hunter2@bucket", "s3:bucket"),
+    ("s3://user:hun?ter2@bucket/x", "s3://bucket/x"),
+    ("s3://user:hun#ter2@bucket/x", "s3://bucket/x"),
+    ("http://[::1]:8080/a@b", "http://[::1]:8080/a@b"),
+    ("file:///run:1@x", "file:///run:1@x"),
     ("/a/b", "/a/b"),
 ]
 
@@ -138,7 +144,19 @@ def test_secrets_are_not_printed(text: str, clean: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["s3://user:hunter2@bucket/x?token=hunter2", "s3:/b?key=hunter2", "s3://u:hunter2@b#x"]
+    "text",
+    [
+        "s3://user@bucket/x?token=hunter2",
+        "s3:/b?key=hunter2",
+        "s3:/u:hunter2@b",
+        "s3:u:hunter2@b",
+        "s3://u:?hunter2@b/x",
+        *(
+            f"s3://u:{sign}hunter2@b{end}"
+            for sign in ("", "/", "#", "%3A")
+            for end in ("", "/x", "#x", "?token=hunter2")
+        ),
+    ],
 )
 def test_no_error_and_no_repr_shows_a_secret(text: str) -> None:
     """Neither the repr of a URI nor the message of an error about it gives its secrets away."""
@@ -148,6 +166,16 @@ def test_no_error_and_no_repr_shows_a_secret(text: str) -> None:
         shown = f"{error} {error!r} {error.uri}"
     assert "hunter2" not in shown
     assert "s3:" in shown
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "http", "hdfs", "memory", "file", "lustre", "fsspec+sftp", "nobody"])
+@pytest.mark.parametrize("user", ["u:hunter2", "u:/hunter2", "u%3Ahunter2", ":hunter2"])
+def test_a_password_is_no_part_of_a_uri(scheme: str, user: str) -> None:
+    """Whatever the scheme: before anything is opened, and without repeating it."""
+    with pytest.raises(UriError) as caught:
+        parse(f"{scheme}://{user}@host/x")
+    assert "hunter2" not in f"{caught.value} {caught.value!r} {vars(caught.value)}"
+    assert "environment" in str(caught.value.advice)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,62 @@
+"""Fuzz the targets of ``tests/support/fuzzed.py`` with atheris: ``run.py [TARGET|all] [SECONDS] [FOLDER]``, or ``run.py TARGET FILE``.
+
+``all`` gives each target its share of the seconds, in a process of its own. Says how many inputs each was given, and ends
+with 0 if nothing was found. What was found is left in FOLDER (default: a new one), to be run again as FILE.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+
+import atheris
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+# The parent of all only counts.
+with nullcontext() if sys.argv[1:2] in ([], ["all"]) else atheris.instrument_imports(["holdfast", "support.fuzzed"]):
+    from support.fuzzed import TARGETS, seeds
+
+
+def fuzz(target: str, seconds: float, found: Path) -> None:
+    """Until the time is over, or something is found; ends the process."""
+    with tempfile.TemporaryDirectory() as corpus:
+        for number, seed in enumerate(seeds(target)):
+            Path(corpus, str(number)).write_bytes(seed)
+        limits = [f"-max_total_time={max(1, round(seconds))}", "-timeout=20", "-rss_limit_mb=4096", "-max_len=8192"]
+        more = [f"-artifact_prefix={found}/{target}-", "-print_final_stats=1", corpus]
+        atheris.Setup([sys.argv[0], *limits, *more], lambda data: TARGETS[target](data) and None)
+        atheris.Fuzz()
+
+
+def fuzz_all(seconds: float, found: Path) -> bool:
+    """Whether nothing was found in any target."""
+    good = True
+    for target in TARGETS:
+        command = [sys.executable, __file__, target, str(seconds / len(TARGETS)), str(found)]
+        ran = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+        inputs = re.search(r"number_of_executed_units:\s+(\d+)", ran.stderr)
+        good = good and ran.returncode == 0 and inputs is not None
+        state = "nothing found" if ran.returncode == 0 else f"failed, see {found}\n{ran.stderr[-4000:]}"
+        print(f"{target}: {inputs[1] if inputs else 0} inputs, {state}", flush=True)
+    return good
+
+
+def main(target: str = "all", seconds: str = "60", folder: str | None = None) -> None:
+    """See the module."""
+    if Path(seconds).is_file():
+        TARGETS[target](Path(seconds).read_bytes())
+        return
+    found = Path(folder or tempfile.mkdtemp(prefix="fuzz-"))
+    found.mkdir(parents=True, exist_ok=True)
+    if target == "all":
+        sys.exit(not fuzz_all(float(seconds), found))
+    fuzz(target, float(seconds), found)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

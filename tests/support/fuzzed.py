@@ -1,0 +1,215 @@
+"""What is fuzzed: functions of bytes that raise only where Holdfast is wrong.
+
+Bytes are read as instructions (:class:`Script`): so whoever invents them, hypothesis or a fuzzer that watches coverage,
+alters the structure of a manifest, a header, a URI or a configuration file, and not merely its bytes.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import holdfast
+from holdfast.cli.show import _document, _Outline
+from holdfast.drivers.config_file import file_settings
+from holdfast.drivers.memory import MemoryDriver
+from holdfast.drivers.options import duration, size
+from holdfast.drivers.registry import schemes
+from holdfast.drivers.uri import join, parse, redact
+from holdfast.planner.loading import Targets
+from holdfast.storage.columns import decode_columns, encode_columns
+from holdfast.storage.digest import digest
+from holdfast.storage.image_reader import plan_reads
+from holdfast.storage.manifest import Manifest, check_complete
+
+from .tiny import tiny
+
+Columns = dict[str, np.ndarray]
+INTS = [0, 1, 2, 3, 7, 255, 256, 4095, 4096, 8192, 65536, (1 << 31) - 1, 1 << 31, 1 << 32, 1 << 40, 1 << 53, (1 << 62) - 1, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]  # fmt: skip
+VALUES: list[Any] = [
+    None, True, False, -1, 0, 1, 1 << 31, 1 << 64, -(1 << 70), 10**400, 0.0, -0.0, 1.5, 1e308, float("inf"), float("nan"), "", "a", "..", "/etc/passwd", "\0", "\ud800",
+    "../../x", "CON", "0", "1" * 5000, [], [[]], {}, [0], [0, 0], [[0, "a", "dict"]], {"a": 1}, {"$int": "0x1"}, {"$bytes": "AAAA"}, {"$numpy": ["<f8", "AAAAAAAAAAA="]},
+    {"$numpy": ["(1,,2)f4", "AA=="]}, {"$torch.dtype": "float32"}, {"$torch.dtype": "nn"}, {"$str": "eda080"}, {"$float": "nan"}, {"$complex": ["1", "2"]}, {"$": {}}, "dict", "list", "tuple", "t", "v", "c",
+]  # fmt: skip
+VOLUME_MAX = 1 << 24
+
+
+class Script:
+    """Bytes as a sequence of decisions. At their end every decision is 0."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+
+    def number(self, below: int) -> int:
+        """One of 0 … below - 1."""
+        taken = self._data[self._at : self._at + (1 if below <= 256 else 2)]
+        self._at += len(taken)
+        return int.from_bytes(taken, "little") % max(1, below)
+
+    def choice(self, what: Any) -> Any:
+        """One of a sequence."""
+        return what[self.number(len(what))]
+
+    def rest(self) -> bytes:
+        """What was not used."""
+        return self._data[self._at :]
+
+
+@functools.cache
+def base() -> tuple[Columns, dict[str, Any]]:
+    """The parts of a manifest that is right."""
+    columns, metadata = decode_columns(tiny("fuzzed")["manifest.safetensors"], "the manifest")
+    return {name: column.copy() for name, column in columns.items()}, json.loads(metadata["holdfast"])
+
+
+def altered_column(script: Script, columns: Columns) -> None:
+    """Another entry, length, shape or type; exchanged with another column; or gone."""
+    name = script.choice(sorted(columns))
+    column, what = columns[name], script.number(7)
+    if what <= 2 and column.size:
+        wide = column.astype(np.uint64)
+        wide.reshape(-1)[script.number(column.size)] = script.choice(INTS)
+        columns[name] = wide
+    elif what == 3:
+        columns[name] = np.resize(column, (script.number(12), *column.shape[1:]))
+    elif what == 4:
+        columns[name] = column.reshape(-1) if script.number(2) else column.reshape(-1, 1)
+    elif what == 5:
+        columns[name] = columns[script.choice(sorted(columns))]
+    elif what == 6:
+        del columns[name]
+
+
+def altered_json(script: Script, node: Any) -> None:
+    """Somewhere below ``node`` something is another value, gone, or there twice."""
+    for _ in range(8):
+        keys = sorted(node) if isinstance(node, dict) else range(len(node))
+        if not keys:
+            return
+        key = script.choice(keys)
+        if isinstance(node[key], dict | list) and script.number(4):
+            node = node[key]
+            continue
+        what = script.number(4)
+        if what == 0:
+            del node[key]
+        elif what == 1 and isinstance(node, list):
+            node.append(copy.deepcopy(node[key]))
+        else:
+            node[key] = copy.deepcopy(script.choice(VALUES))
+        return
+
+
+def manifest(data: bytes) -> bool:
+    """A manifest that is altered in a few places is refused, or can be used for all that manifests are for."""
+    script = Script(data)
+    columns, head = base()
+    columns, head = dict(columns), copy.deepcopy(head)
+    for _ in range(1 + script.number(4)):
+        altered_json(script, head) if script.number(2) else altered_column(script, columns)
+    return decode(encode_columns(columns, {"holdfast": json.dumps(head)}))
+
+
+def header(data: bytes) -> bool:
+    """Bytes as a whole file, and as the header of one; with a checksum that is right."""
+    whole, alone = data, len(data).to_bytes(8, "little") + data
+    return decode(whole + digest(whole)) | decode(alone + digest(alone))
+
+
+def text(data: bytes) -> bool:
+    """Bytes as the JSON in the header."""
+    return decode(encode_columns(base()[0], {"holdfast": data.decode("utf-8", "replace")}))
+
+
+def decode(data: bytes) -> bool:
+    """Refused, or used: whether."""
+    try:
+        m = Manifest.decode(data)
+        check_complete(m, "the manifest")
+        use(m)
+    except (holdfast.CheckpointError, holdfast.UsageError) as error:
+        return not str(error)
+    return True
+
+
+def use(m: Manifest) -> None:
+    """What is done with manifests, but for reading images."""
+    _document("memory://x", m, 1)
+    list(_Outline(m, whole_values=False, depth=None).lines())
+    m.tree.paths()
+    t = m.tensors
+    rows = np.flatnonzero((t.alias < 0) & (t.nbytes > 0) & (t.nbytes < VOLUME_MAX))
+    for rank in (0, 1, 9):
+        t.find_all(t.names, rank)
+        for value in m.tree.values:
+            try:
+                value.of(rank)
+            except holdfast.DamagedError:
+                pass
+    whole = t.shape[rows]
+    plan_reads(MemoryDriver("fuzzed"), m, Targets(rows, np.zeros_like(whole), whole, np.zeros_like(whole), whole, np.arange(len(rows))))  # fmt: skip
+    assert Manifest.decode(m.encode()).encode() == m.encode()
+
+
+def uri(data: bytes) -> bool:
+    """Any text is refused as a URI, or parsed to one that prints and parses to itself; and is redacted without an error."""
+    said = data.decode("utf-8", "surrogateescape")
+    redact(said)
+    try:
+        parsed = parse(said)
+    except holdfast.UriError as error:
+        return not str(error)
+    assert parse(str(parsed)) == parsed
+    assert "\0" not in str(parsed)
+    try:
+        below = join(parsed, "a", "b.c")
+        assert parse(str(below)) == below
+    except holdfast.UriError:
+        pass
+    return True
+
+
+def config(data: bytes) -> bool:
+    """Any configuration file is refused, or says something about options; none is read without a bound."""
+    used = False
+    with tempfile.NamedTemporaryFile(suffix=".toml") as file:
+        Path(file.name).write_bytes(data)
+        environment = {"HOLDFAST_CONFIG": file.name}
+        for where in ("s3://bucket/run", "file:///a/b"):
+            try:
+                for option, setting in file_settings(parse(where), None, environment, ("retries",), schemes).items():
+                    used = bool(repr((option, setting.source)))
+            except holdfast.UsageError as error:
+                str(error)
+    for option in (size(0, 1 << 62), duration(0, 1e9)):
+        try:
+            option(data.decode("utf-8", "replace"))
+        except ValueError:
+            pass
+    return used
+
+
+TARGETS: dict[str, Callable[[bytes], bool]] = {
+    "manifest": manifest, "header": header, "text": text, "uri": uri, "config": config,
+}  # fmt: skip
+"""Each says whether its input was used, not refused."""
+
+
+def seeds(target: str) -> list[bytes]:
+    """Inputs to begin with."""
+    columns, head = base()
+    whole = encode_columns(columns, {"holdfast": json.dumps(head)})
+    return {
+        "manifest": [bytes([a, b, c, d, 5, 6, 7, 8]) for a in (0, 3) for b in range(4) for c in (0, 9, 40) for d in (1, 30)],
+        "header": [whole[:-16], whole[8 : 8 + int.from_bytes(whole[:8], "little")]],
+        "text": [json.dumps(head).encode()],
+        "uri": [b"s3://bucket:1/a/b?endpoint=http://x:1&retries=3", b"s3://user:pw@bucket/a", b"file:///a%20b", b"/a/b", b"s3:/x", b"hdfs://a:1/b#c"],
+        "config": [b'[common]\nretries = 3\n["s3://bucket"]\nendpoint = "x"\n[profile.a.s3]\nb = 1\n', b"a = [[[[", b"32MiB", b"1.5s"],
+    }[target]  # fmt: skip
