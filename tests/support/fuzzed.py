@@ -108,11 +108,11 @@ def altered_json(script: Script, node: Any) -> None:
 
 
 def manifest(data: bytes) -> bool:
-    """A manifest that is altered in a few places is refused, or can be used for all that manifests are for."""
+    """A manifest that is altered in a few places, or in none, is refused, or can be used for all that manifests are for."""
     script = Script(data)
     columns, head = base()
     columns, head = dict(columns), copy.deepcopy(head)
-    for _ in range(1 + script.number(4)):
+    for _ in range(script.number(5)):
         altered_json(script, head) if script.number(2) else altered_column(script, columns)
     return decode(encode_columns(columns, {"holdfast": json.dumps(head)}))
 
@@ -207,7 +207,7 @@ def seeds(target: str) -> list[bytes]:
     columns, head = base()
     whole = encode_columns(columns, {"holdfast": json.dumps(head)})
     return {
-        "manifest": [bytes([a, b, c, d, 5, 6, 7, 8]) for a in (0, 3) for b in range(4) for c in (0, 9, 40) for d in (1, 30)],
+        "manifest": [b"\0", *(bytes([a, b, c, d, 5, 6, 7, 8]) for a in (1, 4) for b in range(4) for c in (0, 9, 40) for d in (1, 30))],
         "header": [whole[:-16], whole[8 : 8 + int.from_bytes(whole[:8], "little")]],
         "text": [json.dumps(head).encode()],
         "uri": [b"s3://bucket:1/a/b?endpoint=http://x:1&retries=3", b"s3://user:pw@bucket/a", b"file:///a%20b", b"/a/b", b"s3:/x", b"hdfs://a:1/b#c"],
