@@ -14,7 +14,7 @@ def test_any_bytes_are_refused_or_used(target: str) -> None:
     """Bytes of no kind, and ones that are a few steps from right."""
     known = seeds(target)
 
-    @settings(max_examples=400 * EFFORT)
+    @settings(max_examples=300 * EFFORT)
     @given(st.data())
     def run(data: st.DataObject) -> None:
         if data.draw(st.booleans()):

@@ -15,12 +15,14 @@ import pytest
 from support.servers.hadoop import Hadoop
 from support.servers.hdfs_probe import HdfsProbe
 
+from holdfast.drivers import contract
 from holdfast.drivers.contract import Upload, segments
 from holdfast.drivers.hdfs.driver import HdfsDriver
 from holdfast.drivers.uri import Uri, parse
 from holdfast.errors import (
     AccessError,
     BusyError,
+    DamagedError,
     ExistsError,
     FullError,
     NotFoundError,
@@ -310,3 +312,19 @@ def test_a_uri_that_leads_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(UriError, match="HADOOP_USER_NAME"):
         open_driver("hdfs://alice@localhost:8020/x")
     open_driver("hdfs://somewhere/x", namenodes="localhost:1,localhost:2")
+
+
+@asynchronous
+async def test_what_is_read_as_a_whole_is_small(hdfs_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A larger object is refused by its size, time after time; the driver goes on, and one that is just as large is got."""
+    driver = open_driver(hdfs_url)
+    content = bytes(5 * MIB)
+    await driver.put("a", content)
+    with monkeypatch.context() as patch:
+        patch.setattr(contract, "SMALL_NBYTES_MAX", 5 * MIB - 1)
+        for _ in range(20):
+            with pytest.raises(DamagedError, match="read as a whole"):
+                await driver.get("a")
+    monkeypatch.setattr(contract, "SMALL_NBYTES_MAX", 5 * MIB)
+    assert await driver.get("a") == content
+    await driver.close()

@@ -15,10 +15,11 @@ import pytest
 from support.servers.proxy import FaultProxy, Faults
 from support.servers.radosgw import Radosgw
 
+from holdfast.drivers import contract
 from holdfast.drivers.contract import Driver, Upload
 from holdfast.drivers.objects.s3 import S3Driver
 from holdfast.drivers.uri import Uri, parse
-from holdfast.errors import AccessError, ExistsError, StorageDownError, StorageError, UriError
+from holdfast.errors import AccessError, DamagedError, ExistsError, StorageDownError, StorageError, UriError
 
 MIB = 1 << 20
 
@@ -300,3 +301,19 @@ def test_a_forked_child_is_told_instead_of_hanging(s3_url: str) -> None:
     child.join(20)
     assert child.exitcode == 0
     asyncio.run(driver.close())
+
+
+@asynchronous
+async def test_what_is_read_as_a_whole_is_small(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A larger object is refused by its size, time after time; the driver goes on, and one that is just as large is got."""
+    driver = open_driver(s3_url, concurrency="4")
+    content = bytes(5 * MIB)
+    await driver.put("a", content)
+    with monkeypatch.context() as patch:
+        patch.setattr(contract, "SMALL_NBYTES_MAX", 5 * MIB - 1)
+        for _ in range(20):
+            with pytest.raises(DamagedError, match="read as a whole"):
+                await driver.get("a")
+    monkeypatch.setattr(contract, "SMALL_NBYTES_MAX", 5 * MIB)
+    assert await driver.get("a") == content
+    await driver.close()
