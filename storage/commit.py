@@ -3,7 +3,8 @@
 Keys below a checkpoint's root::
 
     manifest.safetensors            the checkpoint; its appearance is the commit
-    data/<attempt>/attempt.json     written before any data: makes the attempt known to collectors; empty, or what it copies
+    data/<attempt>/attempt.json     from before any data until it is settled: makes it known to collectors; empty, or
+                                    what it copies
     data/<attempt>/<rank>.safetensors
     data/<attempt>/fate             written once, exclusively: empty by its own leader, "abort" by a later save
 
@@ -15,7 +16,9 @@ Keys below a checkpoint's root::
    Whoever deletes an attempt deletes ``attempt.json`` first, and its fate later. So if it is there after a claim that
    succeeded, there never was a sentence, and nobody deletes, or is about to delete, an image.
 5. It puts the manifest: atomically, durably.
-6. *delete_attempt*: what the manifest named before goes, once the verdict is out.
+6. *settle*: once the verdict is out, the leader deletes ``attempt.json``: it puts no manifest any more. And what the
+   manifest named before goes, if that was settled before 5. Else its leader may be putting its manifest once more, since
+   an answer that was lost looks like a put that failed: so it is left alone for a grace period.
 
 An attempt that is claimed but not current either is in between 3 and 5, or died there, or was replaced in step 5 of
 another. It is left alone for a grace period by the storage's own clock, and then deleted.
@@ -30,7 +33,8 @@ second until it has counted the replicas of a file that is not.
 
 A *copy* of a checkpoint begins like a save, except that it goes on with an undecided attempt that was to copy the same
 one (``attempt.json`` says so): its images are what they would be made again. Whether whoever began that attempt is dead
-does not matter. Both write the same bytes under the same keys, and one of them claims.
+does not matter. Both write the same bytes under the same keys, and one of them claims. Where both can, for want of an atomic
+exclusive put, neither settles it.
 """
 
 from __future__ import annotations
@@ -42,12 +46,13 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..drivers.contract import Driver, ObjectInfo
 from ..errors import (
+    CheckpointError,
     DamagedError,
     ExistsError,
     HoldfastError,
@@ -71,11 +76,14 @@ __all__ = [
     "attempts",
     "begin",
     "begin_copy",
+    "clock_s",
     "collect",
     "commit",
     "delete_attempt",
     "give_up",
+    "is_settled",
     "read_manifest",
+    "settle",
     "still_there",
     "sweep",
 ]
@@ -105,7 +113,7 @@ class Attempt:
 
     @property
     def marker(self) -> str:
-        """The key that is there until the attempt is being deleted."""
+        """The key that is there until the attempt is settled, or being deleted."""
         return f"data/{self.id}/attempt.json"
 
     @property
@@ -165,11 +173,13 @@ async def begin_copy(driver: Driver, of: str) -> tuple[Attempt, bool]:
 
 async def abandon(driver: Driver, attempt: Attempt) -> None:
     """Delete an attempt that others may work on, too, unless one of them has claimed it. Does not raise StorageError."""
-    with contextlib.suppress(StorageError):
+    with contextlib.suppress(StorageError, CheckpointError):
         try:
             await driver.stat(attempt.marker)
         except NotFoundError:
-            await delete_attempt(driver, attempt)  # somebody did; what we have written since then is still there
+            # Another owner has settled it, or somebody has deleted it, and what we have written since then is still there.
+            if await _current_attempt(driver) != attempt.id:
+                await delete_attempt(driver, attempt)
             return
         if driver.traits.exclusive_is_atomic:
             await _collect(driver, attempt, decided=False, now_s=0.0, grace_s=float("inf"))
@@ -187,7 +197,7 @@ async def collect(driver: Driver, idle_s: float) -> None:
 
 
 async def commit(driver: Driver, attempt: Attempt, manifest: Manifest) -> Attempt | None:
-    """Make ``manifest`` the checkpoint; return the attempt that it replaced, now to be deleted.
+    """Make ``manifest`` the checkpoint; return the attempt that it replaced, if that can be deleted now.
 
     Raises SupersededError, InvisibleFilesError, StorageError: then nothing changed, except that after a StorageError of
     the put itself the manifest may still turn out to have been stored.
@@ -201,8 +211,45 @@ async def commit(driver: Driver, attempt: Attempt, manifest: Manifest) -> Attemp
     await _see_all(driver, manifest)
     with contextlib.suppress(DamagedError):
         before = await _current_attempt(driver)
+    obsolete = None if before is None or before == attempt.id else Attempt(before)
+
+    async def now_s() -> float:
+        return (await driver.stat(attempt.fate)).modified_s
+
+    if obsolete is not None and not await is_settled(driver, obsolete, now_s):
+        obsolete = None  # its manifest may be put again, also after ours
     await driver.put(MANIFEST_KEY, data)
-    return None if before is None or before == attempt.id else Attempt(before)
+    return obsolete
+
+
+async def settle(driver: Driver, attempt: Attempt) -> None:
+    """Say that ``attempt`` is committed, and that its manifest is not put any more. For whoever has put it, alone. Does not
+    raise: after an hour it counts as settled by itself."""
+    try:
+        await driver.delete(attempt.marker)
+    except StorageError as error:
+        _log.warning("attempt %s is not settled for an hour: %s", attempt.id, error)
+
+
+async def is_settled(driver: Driver, attempt: Attempt, now_s: Callable[[], Awaitable[float]]) -> bool:
+    """Whether nobody puts the manifest of ``attempt``, which has been put, any more: its leader has said so, or a grace
+    period is over by the storage's clock, ``now_s``. Whoever deletes it for that reason asks first, and then replaces or
+    deletes the manifest: so what was put before the answer is gone. Raises StorageError."""
+    try:
+        await driver.stat(attempt.marker)
+        claimed_s = (await driver.stat(attempt.fate)).modified_s
+    except NotFoundError:
+        return True
+    return await now_s() - claimed_s > GRACE_S
+
+
+async def clock_s(driver: Driver) -> float:
+    """What time it is by the storage's clock. Raises StorageError, SupersededError."""
+    probe = await _announce(driver)
+    try:
+        return (await still_there(driver, probe)).modified_s
+    finally:
+        await delete_attempt(driver, probe)
 
 
 async def delete_attempt(driver: Driver, attempt: Attempt) -> None:

@@ -23,7 +23,7 @@ from ..errors import (
     ReplacedError,
     SaveError,
 )
-from .commit import abandon, begin_copy, commit, delete_attempt, read_manifest, still_there
+from .commit import abandon, begin_copy, commit, delete_attempt, read_manifest, settle, still_there
 from .digest import digest
 from .engine import offload, run
 from .executor import at_most
@@ -282,6 +282,8 @@ async def _send(theirs: Driver, ours: Driver, pair: Pair, orders: Orders, sent: 
         finally:
             await abandon(ours, attempt)
         raise
+    if ours.traits.exclusive_is_atomic:  # else another copy may have claimed it, too, and be about to put its manifest
+        await settle(ours, attempt)
     if obsolete is not None:
         await delete_attempt(ours, obsolete)
     return sent_nbytes

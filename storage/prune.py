@@ -13,10 +13,11 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ..drivers.contract import Driver
 from ..errors import NotACheckpointError, NotFoundError, UsageError
-from .commit import GRACE_S, IDLE_S, Attempt, attempts, collect, read_manifest, sweep
+from .commit import GRACE_S, IDLE_S, Attempt, attempts, clock_s, collect, is_settled, read_manifest, sweep
 from .engine import run
 from .executor import at_most
 from .manifest import MANIFEST_KEY
@@ -227,7 +228,8 @@ async def _carry_out(root: Place, plan: _Plan, idle_s: float) -> PruneReport:
 
 
 async def _delete(driver: Driver, checkpoint: PrunedCheckpoint) -> bool:
-    """Delete a checkpoint; not if it has become another one since it was looked at."""
+    """Delete a checkpoint; not if it has become another one since it was looked at, or whoever saved it may yet put its
+    manifest again."""
     try:
         manifest, _ = await read_manifest(driver)
     except NotACheckpointError:
@@ -235,6 +237,8 @@ async def _delete(driver: Driver, checkpoint: PrunedCheckpoint) -> bool:
     if manifest.attempt != checkpoint.attempt:
         return False
     attempt = Attempt(checkpoint.attempt)
+    if not await is_settled(driver, attempt, partial(clock_s, driver)):
+        return False
     await driver.delete(MANIFEST_KEY)  # durable on return: only now may the data go
     await driver.delete(attempt.marker)
     await driver.delete_all(attempt.prefix)

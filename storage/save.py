@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -18,7 +18,7 @@ from ..errors import InvisibleFilesError, NotFoundError, SaveError, StorageError
 from .capture.fingerprint import label
 from .capture.plan import SavePlan, plan_save
 from .capture.state import FlatState
-from .commit import Attempt, begin, commit, delete_attempt, give_up, still_there
+from .commit import Attempt, begin, commit, delete_attempt, give_up, settle, still_there
 from .engine import offload
 from .image_writer import ImageWriter, Progress
 from .manifest import ImageTable, Manifest, image_key
@@ -57,7 +57,7 @@ async def run_save(driver: Driver, team: Team, job: SaveJob) -> tuple[str, int]:
             return await _save(driver, team, job, leader)
         except BaseException as error:
             await team.fail(error)
-            await leader.clean_up(give_up)
+            await leader.give_up()
             raise
 
 
@@ -85,7 +85,7 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tu
     except InvisibleFilesError:
         await _drop(driver, attempt, team.rank)  # nobody else sees this file, so nobody else will collect it
         raise
-    await leader.clean_up()
+    await leader.settle()
     return attempt.id, plan.layout.nbytes if len(digests) else 0
 
 
@@ -97,6 +97,8 @@ class _Leader:
         self._job = job
         self._attempt: Attempt | None = None
         self._obsolete: Attempt | None = None
+        self._dead: Attempt | None = None
+        """Ours, as long as it is certain that it is not committed."""
 
     async def begin(self, statements: Sequence[bytes]) -> bytes:
         told = [json.loads(s) for s in statements]
@@ -105,24 +107,31 @@ class _Leader:
                 raise UsageError(f"rank {rank} saves to {other['uri']}, rank 0 to {told[0]['uri']}", rank=rank)
         plain = _agree_plain([other["plain"] for other in told])
         shards = _agree_shards([other["shards"] for other in told])
-        self._attempt = self._obsolete = await begin(self._driver)
+        self._attempt = self._dead = await begin(self._driver)
         return json.dumps({"attempt": self._attempt.id, "plain": plain, "shards": shards}).encode()
 
     async def commit(self, fragments: Sequence[bytes]) -> bytes:
         assert self._attempt is not None
         manifest = await offload(_merged, fragments)
-        self._obsolete = None  # from here on the manifest may turn out to have been stored, whatever is raised
+        self._dead = None  # from here on the manifest may turn out to have been stored, whatever is raised
         try:
             self._obsolete = await commit(self._driver, self._attempt, manifest)
         except SaveError:
-            self._obsolete = self._attempt  # but not then: these are raised before it is put
+            self._dead = self._attempt  # but not then: these are raised before it is put
             raise
         return self._attempt.id.encode()
 
-    async def clean_up(self, delete: Callable[[Driver, Attempt], Awaitable[None]] = delete_attempt) -> None:
-        obsolete, self._obsolete = self._obsolete, None
-        if obsolete is not None:
-            await delete(self._driver, obsolete)
+    async def settle(self) -> None:
+        """All ranks know that it is committed."""
+        if self._attempt is not None:
+            await settle(self._driver, self._attempt)
+        if self._obsolete is not None:
+            await delete_attempt(self._driver, self._obsolete)
+
+    async def give_up(self) -> None:
+        """Delete what is not committed. What may be is left for later saves to collect, or to keep."""
+        if self._dead is not None:
+            await give_up(self._driver, self._dead)
 
 
 async def _written(

@@ -63,9 +63,7 @@ def leftovers(server: Radosgw, root: str) -> list[str]:
     keys = [found["Key"] for found in client.list_objects_v2(Bucket="holdfast", Prefix=f"{root}/").get("Contents", ())]
     unfinished = client.list_multipart_uploads(Bucket="holdfast", Prefix=f"{root}/").get("Uploads", ())
     (current,) = {key.split("/")[2] for key in keys if key.endswith(".safetensors") and "/data/" in key}
-    known = {f"{root}/manifest.safetensors"} | {
-        f"{root}/data/{current}/{name}" for name in ("attempt.json", "fate", "0.safetensors")
-    }
+    known = {f"{root}/manifest.safetensors"} | {f"{root}/data/{current}/{name}" for name in ("fate", "0.safetensors")}
     return sorted({*keys} - known) + [f"unfinished: {found['Key']}" for found in unfinished]
 
 

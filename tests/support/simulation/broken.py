@@ -273,13 +273,33 @@ def _deletes_first() -> Iterator[Patch]:
     yield save, "commit", committed
 
 
+@broken("what was replaced is deleted at once, also while its own leader may try its put again", None, "objects")
+def _replaced_goes_at_once() -> Iterator[Patch]:
+    yield commit, "is_settled", _always
+
+
+@broken("whether what was replaced is settled is asked after the put", None, "objects")
+def _asked_late() -> Iterator[Patch]:
+    async def committed(driver: Any, attempt: Any, manifest: Any) -> Any:
+        obsolete = await real(driver, attempt, manifest)
+
+        async def now_s() -> float:
+            return float((await driver.stat(attempt.fate)).modified_s)
+
+        return obsolete if obsolete and await is_settled(driver, obsolete, now_s) else None
+
+    real, is_settled = commit.commit, commit.is_settled
+    yield save, "commit", committed
+    yield commit, "is_settled", _always
+
+
 @broken("a failed put of the manifest counts as not done", None)
 def _put_not_done() -> Iterator[Patch]:
     async def committed(self: Any, fragments: Any) -> bytes:
         try:
             return await real(self, fragments)
         except StorageError:
-            self._obsolete = self._attempt
+            self._dead = self._attempt
             raise
 
     real = save._Leader.commit
@@ -389,6 +409,10 @@ def _dropped_write() -> Iterator[Patch]:
 
 async def _nothing(*args: Any, **options: Any) -> None:
     return None
+
+
+async def _always(*args: Any, **options: Any) -> bool:
+    return True
 
 
 async def _quietly(function: Any) -> None:

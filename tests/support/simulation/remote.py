@@ -1,9 +1,10 @@
 """Storage behind a network: an object store, and HDFS. What is acknowledged is durable; what is not may have been done.
 
 A request travels, takes effect at one moment, and its answer travels back. It may be refused; be done and its answer lost; be
-done *late*, after its sender has given up, unless the key was written since; be done *twice*; or never be answered. A listing
-comes in pages, and may be behind, where the store's listings may. HDFS writes a temporary file, closes it, and renames it;
-what a writer leaves, whole or not, stays hidden under its temporary name.
+done *late*, after its sender has given up, unless the key was written since; be done *twice*; or never be answered. In an *outage*
+all requests of a host fail for a while, some of them done. A listing comes in pages, and may be behind, where the store's
+listings may. HDFS writes a temporary file, closes it, and renames it; what a writer leaves, whole or not, stays hidden under
+its temporary name.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ LOCAL = ("eio", "full", "fsync", "die", "die", "pause", "power", "power", "hang"
 REMOTE = (
     "refused",
     "unsure",
-    "unsure",
+    "outage",
     "late",
     "twice",
     "busy",

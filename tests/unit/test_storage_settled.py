@@ -1,0 +1,158 @@
+"""A manifest may be put twice: the first answer was lost. What it names is there also then, whoever came between the two."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import torch
+from support.bits import difference, fresh_uri
+from support.copies import attempts, checkpoint, copied, loaded, run, save
+from support.drivers import HookedDriver
+
+import holdfast
+from holdfast.drivers.memory import MemoryDriver
+from holdfast.storage import commit
+from holdfast.storage.capture.state import flatten
+from holdfast.storage.manifest import MANIFEST_KEY
+from holdfast.storage.save import SaveJob, run_save
+from holdfast.storage.team import Solo
+
+OLD, NEW, LAST = ({"who": who, "x": torch.full((5,), float(i))} for i, who in enumerate(["old", "new", "last"]))
+
+
+def putting_again(storage: MemoryDriver, meanwhile: Callable[[], Awaitable[Any]]) -> HookedDriver:
+    """A saver's way to ``storage``: its manifest is put, something else happens, and then it is put once more."""
+
+    async def after(operation: str, key: str) -> None:
+        if (operation, key) == ("put", MANIFEST_KEY):
+            manifest = await storage.get(key)
+            await meanwhile()
+            await storage.put(key, manifest)
+
+    return HookedDriver(storage, after=after)
+
+
+def dying_unsettled(storage: MemoryDriver) -> HookedDriver:
+    """A saver's way to ``storage``, which is gone when the manifest has been put."""
+    over = False
+
+    async def before(operation: str, key: str) -> None:
+        if over:
+            raise holdfast.StorageDownError("injected")
+
+    async def after(operation: str, key: str) -> None:
+        nonlocal over
+        over = (operation, key) == ("put", MANIFEST_KEY)
+
+    return HookedDriver(storage, before, after)
+
+
+def with_old() -> MemoryDriver:
+    """Storage with a checkpoint."""
+    storage = MemoryDriver()
+    run(save(storage, OLD))
+    return storage
+
+
+def test_a_save_between_the_two_deletes_nothing_that_is_named_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the two is whole whenever it is the checkpoint; the other one goes when its hour is over."""
+    storage = with_old()
+
+    async def meanwhile() -> None:
+        await save(storage, LAST)
+
+    run(save(putting_again(storage, meanwhile), NEW))
+    assert difference(NEW, loaded(storage)) is None
+    assert len(attempts(storage)) == 2
+    monkeypatch.setattr(commit, "GRACE_S", -1.0)
+    run(save(storage, LAST))
+    assert len(attempts(storage)) == 1
+
+
+def test_a_save_that_cleans_up_after_the_second_deletes_nothing_that_is_named_again() -> None:
+    """Whether the other's leader is done counts as it was before the own put: else that leader may have come after it."""
+    storage = with_old()
+
+    async def both() -> None:
+        replaced, settled, later = asyncio.Event(), asyncio.Event(), []
+
+        async def linger(operation: str, key: str) -> None:
+            if (operation, key) == ("put", MANIFEST_KEY):
+                replaced.set()
+                await settled.wait()
+
+        async def meanwhile() -> None:
+            later.append(asyncio.create_task(save(HookedDriver(storage, after=linger), LAST)))
+            await replaced.wait()
+
+        await save(putting_again(storage, meanwhile), NEW)
+        settled.set()
+        await later[0]
+
+    run(both())
+    assert difference(NEW, loaded(storage)) is None
+
+
+@pytest.mark.parametrize("grace_over", [False, True])
+def test_a_pruning_between_the_two_deletes_nothing_that_is_named_again(
+    grace_over: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves the checkpoint alone until its saver is done; or until the hour is over in which a put must have ended."""
+    root, pruned = fresh_uri(), []
+    storage = MemoryDriver(f"{root}/step-1".removeprefix("memory://"))
+    if grace_over:
+        monkeypatch.setattr(commit, "GRACE_S", -1.0)
+
+    def others() -> None:
+        holdfast.save(f"{root}/step-2", LAST, step=2)
+        pruned.extend(holdfast.prune(root, keep_last=1).checkpoints)
+
+    async def meanwhile() -> None:
+        await asyncio.to_thread(others)
+
+    job = SaveJob(flatten(NEW), 1, {}, 1 << 20)
+    run(run_save(putting_again(storage, meanwhile), Solo(), job))
+    assert [c.step for c in pruned] == ([1] if grace_over else [])
+    if not grace_over:
+        assert difference(NEW, loaded(storage)) is None
+        assert [c.step for c in holdfast.prune(root, keep_last=1).checkpoints] == [1]
+        assert attempts(storage) == set()
+
+
+@pytest.mark.parametrize("grace_over", [False, True])
+def test_who_dies_before_it_settles_counts_as_settled_an_hour_later(
+    grace_over: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a save that replaces it."""
+    storage = with_old()
+    run(save(dying_unsettled(storage), NEW))
+    assert difference(NEW, loaded(storage)) is None
+    assert len(attempts(storage)) == 2
+    if grace_over:
+        monkeypatch.setattr(commit, "GRACE_S", -1.0)
+    run(save(storage, LAST))
+    assert len(attempts(storage)) == (1 if grace_over else 3)
+
+
+def test_a_copy_is_settled_and_another_one_of_the_same_leaves_it_alone() -> None:
+    """Two copies of one checkpoint work on one attempt. One commits it and is done; the other finds it so, and gives up what
+    is now the checkpoint. And the next one to replace it deletes it at once."""
+    theirs, ours, first = checkpoint(), MemoryDriver(), True
+
+    async def overtaken(operation: str, key: str) -> None:
+        nonlocal first
+        if operation == "commit" and first:
+            first = False
+            await asyncio.to_thread(copied, theirs, ours)
+
+    copied(theirs, HookedDriver(ours, before=overtaken))
+    assert not first
+    (attempt,) = attempts(ours)
+    with pytest.raises(holdfast.NotFoundError):
+        run(ours.stat(f"data/{attempt}/attempt.json"))
+    assert loaded(ours)["who"] == "new"
+    run(save(ours, OLD))
+    assert len(attempts(ours)) == 1
