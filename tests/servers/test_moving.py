@@ -101,7 +101,7 @@ def test_a_copy_that_stops_goes_on(server: str, tmp_path: Path) -> None:
     run(ours.close())
     assert sent_nbytes == pair.nbytes * (4 - len(whole)) // 4
     assert torch.equal(holdfast.load(server)["own"], torch.zeros(20 << 20, dtype=torch.uint8))
-    assert len(keys(server)) == 4 + 3
+    assert len(keys(server)) == 4 + 2
 
 
 @pytest.mark.timeout(300)

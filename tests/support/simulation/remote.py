@@ -279,7 +279,7 @@ class HdfsDriver(ObjectDriver):
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
         path = self.hidden(check_key(key))
         await self.request("create", key, lambda: self._server.store(path, b""))
-        await self.request("write", key, lambda: self._append(path, data))
+        await self.request("write", key, lambda: self._append(path, data, 0))
         try:
             await self.rename(path, key, exclusive=exclusive)
         except KeyError as error:
@@ -318,10 +318,11 @@ class HdfsDriver(ObjectDriver):
         for path in await self.request("list", prefix, effect):
             await self.request("delete", prefix, lambda path=path: self._server.store(path, None))
 
-    def _append(self, path: str, data: bytes) -> None:
+    def _append(self, path: str, data: bytes, at: int) -> None:
+        """Packets are numbered: what arrives twice is there once."""
         if path not in self._server.objects:
             raise StorageError("the lease is lost", uri=self.uri, key=path)
-        self._server.store(path, self._server.objects[path][0] + data)
+        self._server.store(path, self._server.objects[path][0][:at] + data)
 
 
 class _HdfsUpload(Upload):
@@ -339,7 +340,7 @@ class _HdfsUpload(Upload):
                 raise StorageError("an earlier write failed", uri=self._driver.uri, key=self._key)
             try:
                 content = bytes(data)
-                await self._driver.request("write", self._key, lambda: self._driver._append(self._path, content))
+                await self._driver.request("write", self._key, lambda: self._driver._append(self._path, content, self._at))
             except BaseException:
                 self._failed = True
                 raise
