@@ -340,7 +340,9 @@ class _HdfsUpload(Upload):
                 raise StorageError("an earlier write failed", uri=self._driver.uri, key=self._key)
             try:
                 content = bytes(data)
-                await self._driver.request("write", self._key, lambda: self._driver._append(self._path, content, self._at))
+                await self._driver.request(
+                    "write", self._key, lambda: self._driver._append(self._path, content, self._at)
+                )
             except BaseException:
                 self._failed = True
                 raise
