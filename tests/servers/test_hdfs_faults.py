@@ -20,6 +20,7 @@ from holdfast.errors import FullError, HoldfastError, StorageDownError
 
 pytestmark = pytest.mark.timeout(300)  # servers boot, and die, in their own time
 WAIT_S = 120.0
+CUTS_S = 15.0
 State = dict[str, torch.Tensor]
 
 
@@ -169,14 +170,15 @@ def test_the_name_node_is_gone_mid_save(cluster: Hadoop, uri: str, state: State,
 
 
 def test_connections_to_the_name_node_are_cut(hadoop: Hadoop, hdfs_url: str, state: State) -> None:
-    """Again and again while a save asks it for files and blocks: the save finishes, or fails and says so."""
+    """Again and again, for a while, as a save asks it for files and blocks: the save finishes, or fails and says so."""
     holdfast.save(hdfs_url, state)
     newer = changed(state)
     host, _, port = hadoop.address.partition(":")
     with FaultProxy((host, int(port))) as proxy:
         way = hdfs_url.replace(hadoop.address, proxy.endpoint.removeprefix("http://"))
         handle = holdfast.async_save(f"{way}&block_size=1MiB&max_bytes_per_s=60MB&op_timeout_s=20&timeout=5s", newer)
-        while not handle.done():
+        until_s = time.monotonic() + CUTS_S
+        while not handle.done() and time.monotonic() < until_s:
             time.sleep(0.15)
             proxy.cut_all()
         error = _outcome(handle)
