@@ -61,6 +61,16 @@ async def test_close_drops_unfinished_uploads(place: Place) -> None:
 
 
 @trial()
+async def test_an_upload_may_be_aborted_twice_at_once(place: Place) -> None:
+    """As when the driver is closed while a task still cleans up: neither fails, nothing is left."""
+    driver, nbytes = place.open(), place.part_nbytes + 1000
+    upload = await driver.create("x", nbytes)
+    await upload.write(0, aligned(place.part_nbytes))
+    await asyncio.gather(upload.abort(), upload.abort(), driver.close())
+    await place.holds()
+
+
+@trial()
 async def test_a_process_that_dies_leaves_nothing_visible(place: Place) -> None:
     """Killed in the middle of an upload: no object, a key that can be used, and nothing once all is deleted."""
     await child_of(place, "die-writing", "a/x", dies=True)

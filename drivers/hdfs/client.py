@@ -8,6 +8,7 @@ the name, see :mod:`calls`.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
@@ -19,7 +20,7 @@ from .errors import is_panic, storage_error
 if TYPE_CHECKING:
     import hdfs_native
 
-__all__ = ["Client", "pieces"]
+__all__ = ["Client", "pieces", "whole_reader"]
 
 T = TypeVar("T")
 
@@ -29,6 +30,9 @@ THREADS = 64
 LISTING = 1000
 
 _RETRY_S = 2.0
+
+_BLOCKS_S = 10.0
+"""How long a reader waits for DataNodes to tell the name node of what they hold; they do so several times a second."""
 
 
 class Client:
@@ -135,3 +139,23 @@ def _patience(timeout_s: float) -> dict[str, str]:
 def pieces(reader: hdfs_native.FileReader, start: int, nbytes: int) -> Iterator[bytes]:
     """``nbytes`` of a file from ``start``, in pieces of 64 KiB or so: the fastest way, and the one that copies least."""
     return reader.read_range_stream(start, nbytes) if nbytes else iter(())
+
+
+def whole_reader(inner: hdfs_native.Client, path: str, nbytes: int | None = None) -> hdfs_native.FileReader:
+    """A reader that knows of ``nbytes`` of a file, or of all there is of it if that is less, or not given.
+
+    With ``dfs.namenode.file.close.num-committed-allowed`` a file is closed before a DataNode has told the name node of its
+    last block, and readers do not see that block until then: so this waits. Raises OSError when nobody tells.
+    """
+    stop_s, wait_s = time.monotonic() + _BLOCKS_S, 0.01
+    while True:
+        reader = inner.read(path)
+        if nbytes is not None and len(reader) >= nbytes:
+            return reader
+        length = inner.get_file_info(path).length
+        if len(reader) >= length:
+            return reader
+        if time.monotonic() > stop_s:
+            raise OSError(f"no DataNode has told of bytes {len(reader)}:{length} for {_BLOCKS_S:g} s")
+        time.sleep(wait_s)
+        wait_s = min(2 * wait_s, 0.5)

@@ -20,7 +20,7 @@ from ..contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_small, 
 from ..options import Option, duration, integer, option_values, size, switch
 from ..uri import Uri
 from .calls import Call
-from .client import Client, pieces
+from .client import Client, pieces, whole_reader
 from .config import name_service, site, web_addresses
 from .names import Names
 from .tree import sweep, walk
@@ -103,7 +103,7 @@ class HdfsDriver(Driver):
         path, inner = self._names.path(key), self._client.inner
 
         def read(call: Call) -> None:
-            reader = inner.read(path)
+            reader = whole_reader(inner, path, start + len(into))
             if start + len(into) > len(reader):  # the library would panic
                 message = f"object ends at byte {len(reader)}, before {start + len(into)}"
                 raise DamagedError(message, uri=self.uri, key=key)
@@ -135,7 +135,7 @@ class HdfsDriver(Driver):
         path, inner = self._names.path(key), self._client.inner
 
         def get(call: Call) -> bytes:
-            reader = inner.read(path)
+            reader = whole_reader(inner, path)
             check_small(len(reader), self.uri, key)
             data = b"".join(pieces(reader, 0, len(reader)))
             if len(data) < len(reader):  # no DataNode has told the name node of its blocks yet, after a restart, say

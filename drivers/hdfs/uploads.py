@@ -19,7 +19,7 @@ from ...errors import StorageDownError, StorageError
 from ..contract import Buffer, Upload
 from ..ranges import Ranges
 from .calls import Call
-from .client import Client
+from .client import Client, whole_reader
 from .names import temporary_name
 from .webhdfs import ConcatRefused, WebHdfs
 
@@ -202,7 +202,8 @@ class HdfsUpload(Upload):
 
     async def _delete(self, file: _File) -> None:
         await self._client.delete(file.path, self._key)
-        self._files.remove(file)
+        with contextlib.suppress(ValueError):  # the driver's close may abort what is aborting already
+            self._files.remove(file)
 
     def _pieces(self, start: int, data: Buffer) -> Iterator[tuple[_File, int, Buffer]]:
         """The files that ``data`` goes to, and what goes there, from where."""
@@ -254,6 +255,9 @@ class HdfsUpload(Upload):
         ours = await self._client.status(path, self._key, "commit")
         if ours.length != self._nbytes:
             raise self._error(f"commit: {ours.length} of {self._nbytes} bytes arrived", StorageDownError)
+        if self._nbytes:  # what has a key is there for every reader at once
+            inner = self._client.inner
+            await self._client.call("commit", self._key, lambda call: whole_reader(inner, path, self._nbytes))
         try:
             await self._client.rename(path, self._path, self._key, overwrite=overwrite)
         except StorageError:

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from support.servers.proxy import FaultProxy, Faults
 from support.servers.radosgw import Radosgw
+from support.servers.whole import get_whole
 
-from holdfast.drivers import contract
 from holdfast.drivers.contract import Driver, Upload
 from holdfast.drivers.objects.s3 import S3Driver
 from holdfast.drivers.uri import Uri, parse
-from holdfast.errors import AccessError, DamagedError, ExistsError, StorageDownError, StorageError, UriError
+from holdfast.errors import AccessError, ExistsError, StorageDownError, StorageError, UriError
 
 MIB = 1 << 20
 
@@ -276,8 +276,8 @@ async def test_a_store_that_does_not_answer_is_given_up(radosgw: Radosgw, s3_url
             assert result.temporary
         assert time.monotonic() - began_s < 9
         proxy.faults = Faults()
-        await driver.put("x", b"again")
-        assert await driver.get("x") == b"again"
+        await driver.put("y", b"again")  # at x the empty one may yet arrive
+        assert await driver.get("y") == b"again"
         await driver.close()
 
 
@@ -306,14 +306,4 @@ def test_a_forked_child_is_told_instead_of_hanging(s3_url: str) -> None:
 @asynchronous
 async def test_what_is_read_as_a_whole_is_small(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A larger object is refused by its size, time after time; the driver goes on, and one that is just as large is got."""
-    driver = open_driver(s3_url, concurrency="4")
-    content = bytes(5 * MIB)
-    await driver.put("a", content)
-    with monkeypatch.context() as patch:
-        patch.setattr(contract, "SMALL_NBYTES_MAX", 5 * MIB - 1)
-        for _ in range(20):
-            with pytest.raises(DamagedError, match="read as a whole"):
-                await driver.get("a")
-    monkeypatch.setattr(contract, "SMALL_NBYTES_MAX", 5 * MIB)
-    assert await driver.get("a") == content
-    await driver.close()
+    await get_whole(open_driver(s3_url, concurrency="4"), monkeypatch)

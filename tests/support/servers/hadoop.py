@@ -256,6 +256,7 @@ _QUICK: dict[str, object] = {
     "dfs.namenode.safemode.threshold-pct": 0,
     "dfs.namenode.heartbeat.recheck-interval": 1000,
     "dfs.namenode.file.close.num-committed-allowed": 1,  # a file is closed at once, not when both DataNodes have reported
+    "dfs.blockreport.incremental.intervalMsec": 30,  # and then nobody can read it at first, unless the driver waits
     "dfs.namenode.fs-limits.min-block-size": 4096,
     "dfs.namenode.acls.enabled": "true",
     "dfs.datanode.du.reserved": 0,
