@@ -23,10 +23,10 @@ import holdfast
 
 from .limits import Memcpy
 from .machine import describe
-from .options import Options, options, parser, work_folder
+from .options import Options, work_folder
 from .report import Report, Series, Target
 from .states import State, build, digests
-from .workers import leave_findings, run_alone
+from .workers import each_alone
 
 __all__: list[str] = []
 
@@ -175,20 +175,7 @@ def _inflation(plain: Series, beside: Series) -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
-    arguments = parser("lazy", __doc__)
-    arguments.add_argument("--worker", choices=sorted(CONTESTANTS), help="for internal use")
-    arguments.add_argument("--findings", help="for internal use")
-    parsed = arguments.parse_args(argv)
-    given = options(parsed)
-    if parsed.worker:
-        leave_findings(parsed.findings, _measure(parsed.worker, given))
-        return 0
-    names = ["holdfast"] if given.alone else list(CONTESTANTS)
-    with work_folder(given.folder) as folder:
-        shared = given.arguments(folder)
-        found = {n: [Series(**s) for s in run_alone("lazy", [*shared, "--worker", n])] for n in names}
-        _report(found, given, folder).emit(given.json, given.svg)
-    return 0
+    return each_alone("lazy", __doc__, list(CONTESTANTS), _measure, _report, argv)
 
 
 def _report(found: dict[str, list[Series]], given: Options, folder: Path) -> Report:

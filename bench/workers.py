@@ -7,14 +7,17 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["joined", "leave_findings", "run_alone", "run_ranks"]
+from .options import Options, options, parser, work_folder
+from .report import Report, Series
+
+__all__ = ["each_alone", "joined", "leave_findings", "run_alone", "run_ranks"]
 
 TIMEOUT_S = 1800
 
@@ -24,6 +27,32 @@ def run_alone(module: str, arguments: Sequence[str]) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         _run([sys.executable, "-m", f"holdfast.bench.{module}", *arguments, "--findings", folder])
         return _findings(folder, 0)
+
+
+def each_alone(
+    module: str,
+    doc: str | None,
+    names: Sequence[str],
+    measure: Callable[[str, Options], Any],
+    report: Callable[[dict[str, list[Series]], Options, Path], Report],
+    argv: Sequence[str] | None,
+) -> int:
+    """The program of a contest in which each of ``names`` has a fresh process, where ``measure(name, options)`` gives its
+    series as JSON has them; ``--alone`` runs the first only. The exit status."""
+    arguments = parser(module, doc)
+    arguments.add_argument("--worker", choices=sorted(names), help="for internal use")
+    arguments.add_argument("--findings", help="for internal use")
+    parsed = arguments.parse_args(argv)
+    given = options(parsed)
+    if parsed.worker:
+        leave_findings(parsed.findings, measure(parsed.worker, given))
+        return 0
+    with work_folder(given.folder) as folder:
+        shared = given.arguments(folder)
+        running = names[:1] if given.alone else names
+        found = {n: [Series(**s) for s in run_alone(module, [*shared, "--worker", n])] for n in running}
+        report(found, given, folder).emit(given.json, given.svg)
+    return 0
 
 
 def run_ranks(module: str, world: int, arguments: Sequence[str]) -> list[Any]:

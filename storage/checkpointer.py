@@ -166,7 +166,7 @@ class Checkpointer:
         self._check_open()
         self._ledger.raise_first(self._on_error)
         self._ledger.due(step)
-        self._wait_for_room(1 if self._when_busy == "queue" else 0)
+        self._wait_for_room()
         return self._begin(step, state, metric)
 
     def fence(self) -> None:
@@ -211,11 +211,12 @@ class Checkpointer:
             self._ledger.skipped(step)
             return None
         if self._when_busy != "skip":
-            self._wait_for_room(1 if self._when_busy == "queue" else 0)
+            self._wait_for_room()
         return self._begin(step, state, metric)
 
-    def _wait_for_room(self, room: int) -> None:
-        """Return when at most ``room`` saves are under way, this one not counted."""
+    def _wait_for_room(self) -> None:
+        """Return when no save is under way but this one, or, with a queue, one besides."""
+        room = 1 if self._when_busy == "queue" else 0
         self._flights = [f for f in self._flights if not f.ended.done()]
         if len(self._flights) <= room:
             return

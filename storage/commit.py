@@ -46,7 +46,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,14 +160,11 @@ async def begin_copy(driver: Driver, of: str) -> tuple[Attempt, bool]:
     Goes on with an attempt that was to be a copy of the same, if there is one and nobody has decided on it: then True.
     Such an attempt may have more owners, so it is given up by :func:`abandon`, and never by deleting it.
     """
-    probe = await _announce(driver)
-    try:
+    async with _probe(driver) as probe:
         former = await _former(driver, probe, of)
         attempt = former or await _announce(driver, {"copy_of": of})
         await _collect_others(driver, probe, spare=attempt)
         await sweep(driver, CLEAN_UP_S)
-    finally:
-        await delete_attempt(driver, probe)
     return attempt, former is not None
 
 
@@ -188,12 +185,9 @@ async def abandon(driver: Driver, attempt: Attempt) -> None:
 async def collect(driver: Driver, idle_s: float) -> None:
     """What :func:`begin` collects, without a save to follow: so attempts that live are spared. An attempt counts as dead
     when nothing was written to it for ``idle_s`` seconds. Raises StorageError, SupersededError, UnsupportedFormatError."""
-    probe = await _announce(driver)
-    try:
+    async with _probe(driver) as probe:
         await _collect_others(driver, probe, idle_s=idle_s)
         await sweep(driver)
-    finally:
-        await delete_attempt(driver, probe)
 
 
 async def commit(driver: Driver, attempt: Attempt, manifest: Manifest) -> Attempt | None:
@@ -245,11 +239,8 @@ async def is_settled(driver: Driver, attempt: Attempt, now_s: Callable[[], Await
 
 async def clock_s(driver: Driver) -> float:
     """What time it is by the storage's clock. Raises StorageError, SupersededError."""
-    probe = await _announce(driver)
-    try:
+    async with _probe(driver) as probe:
         return (await still_there(driver, probe)).modified_s
-    finally:
-        await delete_attempt(driver, probe)
 
 
 async def delete_attempt(driver: Driver, attempt: Attempt) -> None:
@@ -269,6 +260,16 @@ async def give_up(driver: Driver, attempt: Attempt) -> None:
             await delete_attempt(driver, attempt)
     except TimeoutError:
         _log.warning("leftovers of attempt %s stay until the next save: %g s were not enough", attempt.id, CLEAN_UP_S)
+
+
+@contextlib.asynccontextmanager
+async def _probe(driver: Driver) -> AsyncIterator[Attempt]:
+    """An attempt for the length of a block, that is never committed: its files' times tell what time the storage has."""
+    attempt = await _announce(driver)
+    try:
+        yield attempt
+    finally:
+        await delete_attempt(driver, attempt)
 
 
 async def _announce(driver: Driver, told: Mapping[str, Any] | None = None) -> Attempt:

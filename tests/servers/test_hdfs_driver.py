@@ -14,15 +14,14 @@ import numpy as np
 import pytest
 from support.servers.hadoop import Hadoop
 from support.servers.hdfs_probe import HdfsProbe
+from support.servers.whole import get_whole
 
-from holdfast.drivers import contract
 from holdfast.drivers.contract import Upload, segments
 from holdfast.drivers.hdfs.driver import HdfsDriver
 from holdfast.drivers.uri import Uri, parse
 from holdfast.errors import (
     AccessError,
     BusyError,
-    DamagedError,
     ExistsError,
     FullError,
     NotFoundError,
@@ -317,14 +316,4 @@ def test_a_uri_that_leads_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 @asynchronous
 async def test_what_is_read_as_a_whole_is_small(hdfs_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A larger object is refused by its size, time after time; the driver goes on, and one that is just as large is got."""
-    driver = open_driver(hdfs_url)
-    content = bytes(5 * MIB)
-    await driver.put("a", content)
-    with monkeypatch.context() as patch:
-        patch.setattr(contract, "SMALL_NBYTES_MAX", 5 * MIB - 1)
-        for _ in range(20):
-            with pytest.raises(DamagedError, match="read as a whole"):
-                await driver.get("a")
-    monkeypatch.setattr(contract, "SMALL_NBYTES_MAX", 5 * MIB)
-    assert await driver.get("a") == content
-    await driver.close()
+    await get_whole(open_driver(hdfs_url), monkeypatch)

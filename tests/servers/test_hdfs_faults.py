@@ -18,7 +18,6 @@ import holdfast
 from holdfast.drivers.uri import parse
 from holdfast.errors import FullError, HoldfastError, StorageDownError
 
-pytestmark = pytest.mark.timeout(300)  # servers boot, and die, in their own time
 WAIT_S = 120.0
 CUTS_S = 15.0
 State = dict[str, torch.Tensor]

@@ -104,7 +104,6 @@ def test_a_copy_that_stops_goes_on(server: str, tmp_path: Path) -> None:
     assert len(keys(server)) == 4 + 2
 
 
-@pytest.mark.timeout(300)
 def test_a_copy_that_is_killed_again_and_again_arrives(server: str, tmp_path: Path) -> None:
     """kill -9 of the command; each time it goes on, and in the end every byte is right."""
     src = source(tmp_path, 40 << 20)

@@ -5,12 +5,8 @@ The first has found that step: it was not there.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-
 import pytest
 from support.simulation.broken import BROKEN
-from support.simulation.engine import installed
 from support.simulation.run import run
 from support.simulation.schedule import ActorPlan, Fault, Schedule
 
@@ -47,14 +43,7 @@ SCHEDULES = {
 """By the broken engine that each of them catches."""
 
 
-@pytest.fixture(autouse=True)
-def engine() -> Iterator[None]:
-    """The engine runs in simulations only; what it warns of is part of the plan."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    with installed():
-        yield
-    logging.disable(before)
+pytestmark = pytest.mark.usefixtures("engine")
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

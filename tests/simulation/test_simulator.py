@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from support.simulation.broken import BROKEN, Broken, seeds_until_caught
-from support.simulation.engine import installed
 from support.simulation.run import Failure, Tally, run
 from support.simulation.schedule import Schedule, drawn
 from support.simulation.shrink import shrunk
@@ -26,14 +24,7 @@ QUICK = [broken for broken in BROKEN if broken.seed is not None]
 """The others take hundreds of schedules: `make sim-broken`."""
 
 
-@pytest.fixture(autouse=True)
-def engine() -> Iterator[None]:
-    """The engine runs in simulations only; what it warns of is part of the plan."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    with installed():
-        yield
-    logging.disable(before)
+pytestmark = pytest.mark.usefixtures("engine")
 
 
 def told(failure: Failure | None) -> str:

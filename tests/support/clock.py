@@ -7,7 +7,7 @@ import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-__all__ = ["run_virtual"]
+__all__ = ["WithoutThreads", "run_virtual"]
 
 T = TypeVar("T")
 
@@ -26,21 +26,26 @@ class _JumpingSelector(selectors.SelectSelector):
         return super().select(0)
 
 
-class _VirtualLoop(asyncio.SelectorEventLoop):
-    def __init__(self) -> None:
-        self._jumping = _JumpingSelector()
-        super().__init__(self._jumping)
-
-    def time(self) -> float:
-        return self._jumping.now_s
+class WithoutThreads(asyncio.AbstractEventLoop):
+    """An event loop in which what belongs in a thread runs at once."""
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
+        """See asyncio."""
         done = self.create_future()
         try:
             done.set_result(func(*args))
         except BaseException as error:
             done.set_exception(error)
         return done
+
+
+class _VirtualLoop(WithoutThreads, asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self._jumping = _JumpingSelector()
+        super().__init__(self._jumping)
+
+    def time(self) -> float:
+        return self._jumping.now_s
 
 
 def run_virtual(coroutine: Coroutine[Any, Any, T]) -> T:

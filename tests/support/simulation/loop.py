@@ -15,6 +15,8 @@ from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar, copy_context
 from typing import Any
 
+from ..clock import WithoutThreads
+
 __all__ = ["PROCESS", "Crashed", "Deadlock", "Process", "SimLoop", "check_alive"]
 
 
@@ -67,7 +69,7 @@ class _Handle:
         return self.when_s
 
 
-class SimLoop(asyncio.AbstractEventLoop):
+class SimLoop(WithoutThreads):
     """As much of an event loop as tasks, futures, timeouts and sleeping need. Time begins at 0."""
 
     def __init__(self) -> None:
@@ -122,15 +124,6 @@ class SimLoop(asyncio.AbstractEventLoop):
         """Remember it: an exception that nobody has looked at."""
         if not isinstance(context.get("exception"), Crashed):
             self.problems.append(f"{context.get('message')}: {context.get('exception')!r}")
-
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
-        """What belongs in a thread runs at once."""
-        done = self.create_future()
-        try:
-            done.set_result(func(*args))
-        except BaseException as error:
-            done.set_exception(error)
-        return done
 
     def spawn(self, process: Process, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run a coroutine as that process."""
