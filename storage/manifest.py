@@ -268,7 +268,8 @@ def _conditions(m: Manifest) -> Any:
         bool(((s.lengths > 0) & (s.lengths <= t.shape[s.tensor]) & (s.offsets <= t.shape[s.tensor] - s.lengths)).all()),
         "boxes",
     )
-    yield bool((s.start <= i.hashed_nbytes[s.image] - s.nbytes(t)).all()), "bytes of shards"
+    inside = (s.start >= PAGE_NBYTES) & (s.start <= i.hashed_nbytes[s.image] - s.nbytes(t))  # behind the header
+    yield bool(inside.all()), "bytes of shards"
     yield bool((s.start % t.itemsize[s.tensor] == 0).all()), "alignment of shards"
     yield i.digests.dtype == np.uint8 and i.digests.ndim == 2, "digests"
     yield bool((i.hashed_nbytes <= len(i.digests) * m.chunk_nbytes).all()), "chunks"
@@ -278,20 +279,38 @@ def _conditions(m: Manifest) -> Any:
 
 
 def check_complete(m: Manifest, what: str) -> None:
-    """Raise DamagedError unless there are as many elements as the tensors have, and no more bytes than the images.
+    """Raise DamagedError unless there are as many elements as the tensors have, and no byte of an image is two shards'.
 
     So what a load allocates is bounded by files that must be there. (A fragment is not complete.)
     """
     t, s = m.tensors, m.shards
     volume = volumes(s.lengths)
     sums = np.append(0, np.cumsum(volume))[s.pointers(len(t))]
-    nbytes = np.bincount(s.image, volume * t.itemsize[s.tensor].astype(np.float64), len(m.images))
     if (
         float(volume.sum(dtype=np.float64)) >= 2.0**62
         or (np.diff(sums) != np.where(t.alias < 0, volumes(t.shape), 0)).any()
-        or (nbytes > m.images.hashed_nbytes).any()
     ):
         raise DamagedError(f"{what} contradicts itself: shards do not make tensors")
+    _check_disjoint(m, what)
+
+
+def _check_disjoint(m: Manifest, what: str) -> None:
+    """Raise DamagedError where two shards share bytes.
+
+    Images are laid end to end, which their digests keep far below 63 bits. Then the starts are sorted, and so are the
+    ends: runs that are not empty are apart exactly if the n-th of them has ended where the next one starts.
+    """
+    s = m.shards
+    base = np.cumsum(m.images.hashed_nbytes) - m.images.hashed_nbytes
+    start = base[s.image] + s.start
+    starts, ends = np.sort(start), np.sort(start + s.nbytes(m.tensors))
+    shared = np.flatnonzero(starts[1:] < ends[:-1])
+    if len(shared):
+        row = int(np.flatnonzero(start == starts[shared[0] + 1])[-1])
+        raise DamagedError(
+            f"{what} contradicts itself: a shard of {m.tensors.names[s.tensor[row]]!r} begins inside another, at byte "
+            f"{s.start[row]:,} of {m.image_key(int(s.image[row]))}"
+        )
 
 
 def _product_fits(t: TensorTable) -> bool:

@@ -171,7 +171,8 @@ def shards_fit(c: dict[str, Any], head: dict[str, Any], digests: np.ndarray) -> 
         return False
     if digests.dtype != np.uint8 or digests.shape != (sum(-(-nbytes // head["chunk_nbytes"]) for nbytes in hashed), 16):
         return False
-    used, shard = [0] * len(hashed), 0
+    taken: list[list[tuple[int, int]]] = [[] for _ in hashed]
+    shard = 0
     for row, count in enumerate(counts):
         shape, itemsize, volume = c["tensor.shape"][row], head["dtypes"][c["tensor.dtype"][row]][1], 0
         for _ in range(count):
@@ -183,12 +184,13 @@ def shards_fit(c: dict[str, Any], head: dict[str, Any], digests: np.ndarray) -> 
             )
             if image >= len(hashed) or any(length < 1 or offset + length > limit for offset, length, limit in box):
                 return False
-            if start % itemsize or start + nbytes > hashed[image]:
+            if start % itemsize or start < 4096 or start + nbytes > hashed[image]:
                 return False
-            volume, used[image], shard = volume + math.prod(c["shard.lengths"][shard]), used[image] + nbytes, shard + 1
+            taken[image].append((start, start + nbytes))
+            volume, shard = volume + math.prod(c["shard.lengths"][shard]), shard + 1
         if volume != (0 if c["tensor.alias"][row] else math.prod(shape)):
             return False
-    return all(nbytes <= limit for nbytes, limit in zip(used, hashed, strict=True))
+    return all(a[1] <= b[0] for runs in taken for a, b in itertools.pairwise(sorted(runs)))
 
 
 def shortened(column: np.ndarray, data: st.DataObject) -> np.ndarray:

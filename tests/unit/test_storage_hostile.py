@@ -185,7 +185,7 @@ BREAKS = [
     "huge tensor", "tensor beyond 63 bits", "fewer dimensions", "unknown dtype code", "aliases in a circle", "container that is not there",
     "shard beyond the tensor", "shorter shard", "image that is not there", "start beyond the image", "huge image", "one digest more",
     "names too short", "no UTF-8", "attempt outside", "containers in a circle", "value nowhere", "dtype of another size", "no shards",
-    "overlapping shards", "shards that share bytes", "alias of another size", "huge alias", "value nested too deeply",
+    "overlapping shards", "shards that share bytes", "all shards at one place", "start in the header", "alias of another size", "huge alias", "value nested too deeply",
     "start not aligned", "blocks of 3 bytes", "tensors without elements, and of huge strides", "version true", "created at infinity", "step of 1.5",
     "two tensors of one name", "run of 10^30", "run of two kinds", "run of no kind", "blocks by the million", "key of 5000 digits",
     "image of another rank", "images in a square", "index in other digits", "two values at one key", "two containers at one key", "dtype that is a module", "value [1, 2]", 'value {"$torch.dtype": "_dynamo"}',
@@ -199,6 +199,24 @@ def test_what_a_forged_manifest_claims_is_not_loaded(name: str) -> None:
     forge(uri, FORGERIES[name])
     with pytest.raises((holdfast.DamagedError, holdfast.UnsupportedFormatError)):
         holdfast.load(uri)
+
+
+def test_shards_that_share_bytes_of_an_image_are_refused() -> None:
+    """By a single element, too, where there is room for all; the error names the tensor and the byte. As written, shards
+    touch, and tied tensors are stored once."""
+    uri = stored()
+    assert not use(uri)
+
+    def shifted(columns: Columns, fields: Head) -> None:
+        columns["shard.start"] = columns["shard.start"].astype(np.uint64)
+        row = int(np.argsort(columns["shard.start"])[1])
+        columns["shard.start"][row] -= 8
+
+    forge(uri, shifted)
+    with pytest.raises(
+        holdfast.DamagedError, match=r"a shard of 'list.0' begins inside another, at byte 4,1.. of data/"
+    ):
+        holdfast.open(uri)
 
 
 def test_another_version_is_not_guessed_at() -> None:
