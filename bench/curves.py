@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..storage.buffers import release_pools
 from .machine import trim_heap
 from .report import Target
 
@@ -62,8 +63,10 @@ class Probe:
     began_s: float = field(default_factory=time.monotonic)
 
     def look(self) -> None:
-        """One more value of each. What is garbage already, and what the C library keeps of freed memory, is not counted."""
+        """One more value of each. What is garbage already, what the C library keeps of freed memory, and the buffers that
+        are kept for the next save, are not counted."""
         gc.collect()
+        release_pools()
         trim_heap()
         self.at_s.append(time.monotonic() - self.began_s)
         for curve, source in zip(self.curves, self.sources, strict=True):

@@ -1,12 +1,14 @@
-"""Who writes what: bytes that several ranks hold are divided among them, evenly and without a word exchanged."""
+"""Who writes what: bytes that several ranks hold are divided among them, without a word exchanged: evenly, or in the shares
+that ``balance.py`` has found for the whole job."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from .balance import SHARE_UNIT, Group
 from .box import flat_to_boxes
 from .columns import Bools, Ints, volumes
 
@@ -65,14 +67,15 @@ class Holdings:
         return Holdings(tensor, offsets, lengths, local_offsets, itemsize, group, self.groups, order)
 
 
-def divide(holdings: Holdings, rank: int) -> Holdings:
+def divide(holdings: Holdings, rank: int, shares: Mapping[Group, tuple[int, ...]] | None = None) -> Holdings:
     """What ``rank`` writes of what it holds.
 
     The boxes of a group are laid end to end in ``order``, and the i-th of its n ranks takes the bytes from i/n to
-    (i+1)/n of them. A cut inside a box falls on a whole number of its rows (the largest suffix of its dimensions that
-    is at most 1% of a share, or one element), so a cut piece is one box but for tensors of a few huge rows. Every
-    holder computes the same cuts: together they write everything exactly once. Empty boxes are dropped; the order of
-    the rest is kept. Raises ValueError when ``rank`` is not in one of the groups.
+    (i+1)/n of them; where ``shares`` names the group, from its i-th cut to the next, see :func:`.balance.balance`. A cut
+    inside a box falls on a whole number of its rows (the largest suffix of its dimensions that is at most 1% of an even
+    share, or one element), so a cut piece is one box but for tensors of a few huge rows. Every holder computes the same
+    cuts: together they write everything exactly once. Empty boxes are dropped; the order of the rest is kept. Raises
+    ValueError when ``rank`` is not in one of the groups.
     """
     members = np.array([len(group) for group in holdings.groups], dtype=np.int64)
     position = np.array([_position(group, rank) for group in holdings.groups], dtype=np.int64)
@@ -80,7 +83,7 @@ def divide(holdings: Holdings, rank: int) -> Holdings:
     begin, end = np.zeros_like(nelems), nelems.copy()
     shared = np.flatnonzero(members[holdings.group] > 1)
     if len(shared):
-        begin[shared], end[shared] = _parts(holdings.take(shared), members, position)
+        begin[shared], end[shared] = _parts(holdings.take(shared), members, position, shares or {})
     whole = (begin == 0) & (end == nelems) & (nelems > 0)
     if whole.all():
         return holdings
@@ -97,7 +100,9 @@ def _position(group: tuple[int, ...], rank: int) -> int:
     return group.index(rank)
 
 
-def _parts(shared: Holdings, members: Ints, position: Ints) -> tuple[Ints, Ints]:
+def _parts(
+    shared: Holdings, members: Ints, position: Ints, shares: Mapping[Group, tuple[int, ...]]
+) -> tuple[Ints, Ints]:
     """Per box of groups of several ranks, the range of its elements, in row-major order, that this rank writes."""
     begin, end = np.empty(len(shared), dtype=np.int64), np.empty(len(shared), dtype=np.int64)
     order = _line_up(shared)
@@ -105,10 +110,15 @@ def _parts(shared: Holdings, members: Ints, position: Ints) -> tuple[Ints, Ints]
     nbytes, group = boxes.nbytes, boxes.group
     line = np.append(0, np.cumsum(nbytes))
     edges = np.searchsorted(group, np.arange(len(members) + 1))
-    share, rest = np.divmod(np.diff(line[edges]), members)
+    total = np.diff(line[edges])
+    share, rest = np.divmod(total, members)
     granule = _granules(boxes, share[group] // GRANULES_PER_SHARE)
+    uneven = {row: shares[ranks] for row, ranks in enumerate(shared.groups) if ranks in shares}
     for target, index in ((begin, position), (end, position + 1)):
-        cut = line[edges[:-1]] + share * index + rest * index // members  # the total * index // members, no overflow
+        cut = share * index + rest * index // members  # the total * index // members, no overflow
+        for row, cuts in uneven.items():
+            cut[row] = int(total[row]) * cuts[int(index[row])] // SHARE_UNIT
+        cut += line[edges[:-1]]
         nelems = np.clip(cut[group] - line[:-1], 0, nbytes) // boxes.itemsize
         target[order] = nelems // granule * granule
     return begin, end

@@ -6,19 +6,23 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ..drivers.contract import Driver
 from ..errors import InvisibleFilesError, NotFoundError, SaveError, StorageError, UsageError
+from ..planner.balance import Group, balance
 from .capture.fingerprint import label
 from .capture.plan import SavePlan, plan_save
 from .capture.state import FlatState
 from .commit import Attempt, begin, commit, delete_attempt, give_up, settle, still_there
+from .digest import digest
 from .engine import offload
 from .image_writer import ImageWriter, Progress
 from .manifest import ImageTable, Manifest, image_key
@@ -26,6 +30,8 @@ from .merge import merge
 from .team import Team
 
 __all__ = ["SaveJob", "run_save"]
+
+Agreed = tuple[dict[str, list[int]], set[str]]
 
 _log = logging.getLogger(__name__)
 
@@ -65,8 +71,10 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tu
     beginning = asyncio.ensure_future(team.round("begin", _statement(driver.uri, job), leader.begin))
     try:
         # Alone there is nothing to agree on before capturing: the storage is prepared meanwhile.
-        agreed = None if team.world == 1 else _agreed(job, json.loads(await beginning), team.world)
-        plan = await offload(plan_save, job.flat, team.rank, agreed)
+        verdict = None if team.world == 1 else json.loads(await beginning)
+        agreed = None if verdict is None else _agreed(job, verdict, team.world)
+        shares = None if verdict is None else {tuple(ranks): tuple(cuts) for ranks, cuts in verdict["shares"]}
+        plan = await offload(plan_save, job.flat, team.rank, agreed, shares)
         writer = ImageWriter(driver, plan.layout, plan.source, job.budget_nbytes, job.progress)
         digests = await _written(writer, beginning, team, job.after)
     except BaseException as error:
@@ -105,10 +113,9 @@ class _Leader:
         for rank, other in enumerate(told):
             if other["uri"] != told[0]["uri"]:
                 raise UsageError(f"rank {rank} saves to {other['uri']}, rank 0 to {told[0]['uri']}", rank=rank)
-        plain = _agree_plain([other["plain"] for other in told])
-        shards = _agree_shards([other["shards"] for other in told])
+        verdict = await offload(_verdict, told)
         self._attempt = self._dead = await begin(self._driver)
-        return json.dumps({"attempt": self._attempt.id, "plain": plain, "shards": shards}).encode()
+        return json.dumps({"attempt": self._attempt.id} | verdict).encode()
 
     async def commit(self, fragments: Sequence[bytes]) -> bytes:
         assert self._attempt is not None
@@ -157,36 +164,72 @@ def _merged(fragments: Sequence[bytes]) -> Manifest:
 
 
 def _statement(uri: str, job: SaveJob) -> bytes:
-    """What a rank says first: where it saves to, and what it holds whose replicas are unknown, by digests."""
-    told: dict[str, dict[str, str]] = {"plain": {}, "shards": {}}
-    for row, digest in job.unsure.items():
-        told["plain" if job.flat.parts[row] is None else "shards"][label(job.flat, row)] = digest.hex()
-    return json.dumps({"uri": uri} | told).encode()
+    """What a rank says first: where it saves to; what it holds whose replicas are unknown, by digests and bytes; and the
+    bytes of all else, by who holds it."""
+    flat, told = job.flat, dict[str, dict[str, str]](plain={}, shards={})
+    for row, fingerprint in job.unsure.items():
+        nbytes = flat.locals[row].nbytes if flat.alias[row] < 0 else 0
+        told["plain" if flat.parts[row] is None else "shards"][label(flat, row)] = f"{fingerprint.hex()} {nbytes}"
+    return json.dumps({"uri": uri, "held": _held(job)} | told).encode()
 
 
-def _agree(held: Sequence[dict[str, str]]) -> tuple[dict[str, list[int]], set[str]]:
+def _held(job: SaveJob) -> dict[str, int]:
+    """Bytes of what a rank holds whose replicas are known, by a name of those who hold it, the same for all of them."""
+    flat, nbytes = job.flat, Counter[int]()
+    holders: dict[int, tuple[int, ...]] = {}
+    for row, part in enumerate(flat.parts):
+        if part is not None and part.pieces and row not in job.unsure and flat.alias[row] < 0:
+            holders[id(part.holders)] = part.holders  # which thousands of tensors share
+            nbytes[id(part.holders)] += flat.locals[row].nbytes
+    held = Counter[str]()
+    for key, ranks in holders.items():
+        held[digest(np.array(ranks, np.int64).data).hex()] += nbytes[key]
+    return held
+
+
+def _verdict(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What all ranks have to know of each other's statements. Raises SaveError where they cannot be saved together."""
+    plain, shards = (_agree([other[kind] for other in told]) for kind in ("plain", "shards"))
+    verdict = {"plain": _agree_plain(*plain, len(told)), "shards": _agree_shards(*shards)}
+    return verdict | {"shares": list(balance(_loads(told, plain, shards), len(told)).items())}
+
+
+def _loads(told: Sequence[Mapping[str, Any]], plain: Agreed, shards: Agreed) -> dict[Group, int]:
+    """The bytes that each group of ranks holds together."""
+    held, nbytes = defaultdict[str, list[int]](list), dict[str, int]()
+    for rank, other in enumerate(told):
+        for name, count in other["held"].items():
+            held[name].append(rank)
+            nbytes[name] = count
+    loads = Counter[Group]({tuple(ranks): nbytes[name] for name, ranks in held.items()})
+    for kind, (holders, differ) in (("plain", plain), ("shards", shards)):
+        for name, ranks in holders.items():
+            for group in [(rank,) for rank in ranks] if name in differ else [tuple(ranks)]:
+                loads[group] += int(told[group[0]][kind][name].partition(" ")[2])
+    return loads
+
+
+def _agree(held: Sequence[dict[str, str]]) -> Agreed:
     """Who holds what: by label, the ranks; and the labels under which ranks hold different bytes."""
     holders: dict[str, list[int]] = {}
     digests: dict[str, set[str]] = {}
     for rank, by_label in enumerate(held):
-        for name, digest in by_label.items():
+        for name, told in by_label.items():
             holders.setdefault(name, []).append(rank)
-            digests.setdefault(name, set()).add(digest)
+            digests.setdefault(name, set()).add(told)
     return holders, {name for name, seen in digests.items() if len(seen) > 1}
 
 
-def _agree_plain(held: Sequence[dict[str, str]]) -> dict[str, list[int]]:
+def _agree_plain(holders: dict[str, list[int]], differ: set[str], world: int) -> dict[str, list[int]]:
     """The ranks that share the bytes of a plain tensor; none where they differ, and each keeps its own.
 
     Names that all ranks share are left out: that is the common case, and the verdict stays small.
     """
-    holders, differ = _agree(held)
-    return {n: [] if n in differ else r for n, r in holders.items() if n in differ or len(r) < len(held)}
+    return {n: [] if n in differ else r for n, r in holders.items() if n in differ or len(r) < world}
 
 
-def _agree_shards(held: Sequence[dict[str, str]]) -> dict[str, list[int]]:
+def _agree_shards(holders: dict[str, list[int]], differ: set[str]) -> dict[str, list[int]]:
     """The ranks that share a shard across meshes; shards of one rank are left out. Raises SaveError where they differ."""
-    holders, differ = _agree(held)
     if differ:
         name = min(differ)
         raise SaveError(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ...planner.balance import Group
 from ...planner.columns import padded
 from ...planner.image import ImageLayout, lay_out, shard_names
 from ...planner.saving import Holdings, divide
@@ -48,11 +49,17 @@ def _tensor_table(flat: FlatState, alias: Ints, owner: Ints) -> TensorTable:
     )
 
 
-def plan_save(flat: FlatState, rank: int, agreed: Mapping[int, tuple[int, ...]] | None) -> SavePlan:
+def plan_save(
+    flat: FlatState,
+    rank: int,
+    agreed: Mapping[int, tuple[int, ...]] | None,
+    shares: Mapping[Group, tuple[int, ...]] | None = None,
+) -> SavePlan:
     """Lay out what ``rank`` writes.
 
     ``agreed`` tells for each row whose replicas the rank alone does not know which ranks hold the same bytes: an empty
-    tuple where ranks differ and each keeps its own. None: this process is alone.
+    tuple where ranks differ and each keeps its own. None: this process is alone. ``shares``: of groups of ranks that do not
+    divide evenly what they hold, see :func:`..planner.saving.divide`.
     """
     alias = np.array(flat.alias, np.int64)
     if agreed is not None:
@@ -63,7 +70,7 @@ def plan_save(flat: FlatState, rank: int, agreed: Mapping[int, tuple[int, ...]] 
     owner[[row for row, ranks in (agreed or {}).items() if not ranks]] = rank
     owner = np.where(alias < 0, owner, owner[alias])
     tensors = _tensor_table(flat, alias, owner)
-    held = divide(_holdings(flat, tensors, rank, agreed), rank)
+    held = divide(_holdings(flat, tensors, rank, agreed), rank, shares)
     ndim = tensors.ndim[held.tensor]
     dtypes = [tensors.dtypes[code][0] for code in tensors.dtype[held.tensor].tolist()]
     fqns = [flat.names[row] for row in held.tensor.tolist()]

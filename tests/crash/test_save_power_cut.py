@@ -67,3 +67,14 @@ def test_after_a_power_cut_the_old_checkpoint_is_there_or_the_new_one(disk: Disk
     print(f"{len(found)} power cuts, at {len(calls) + 2} points")
     assert found == expected
     assert set(found.values()) == {"old", "new"}
+
+
+def test_a_save_whose_manifest_has_no_durable_name_fails(disk: Disk) -> None:
+    """The power goes between the rename of the manifest and the fsync of its folder: which XFS calls a success."""
+    uri = disk.folder / "run" / "c"
+    holdfast.save(uri, state_of_step(1))
+    calls, _ = save_until_cut(disk, uri, 2, at=1 << 30)
+    before, well = save_until_cut(disk, uri, 3, at=calls.index(COMMIT) + 2)
+    assert (before[-1], well) == (COMMIT, False)
+    disk.restart()
+    check(uri, {2, 3})

@@ -1,13 +1,17 @@
-"""Dividing among holders: together they write everything exactly once, and evenly."""
+"""Dividing among holders: together they write everything exactly once, and evenly, each group and the whole job."""
+
+import itertools
+from collections import Counter
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from support.effort import examples
 
+from holdfast.planner.balance import SHARE_UNIT, balance
 from holdfast.planner.saving import Holdings, divide
 
-NDIM = 3
+NDIM, WORLD = 3, 6
 
 
 @st.composite
@@ -33,13 +37,29 @@ def holdings_of(rank, cases, seed):
     return Holdings(column, offsets, lengths, np.full_like(offsets, rank), itemsize, group, groups, column)
 
 
+def held_by(cases):
+    """The bytes that each group holds together."""
+    held = Counter()
+    for group, shape, itemsize, _ in cases:
+        held[group] += int(np.prod(shape)) * itemsize
+    return held
+
+
+def least(held):
+    """The highest load of the best division there is, of whole bytes or not: no set of ranks can give away what nobody else
+    holds, and by the theorem of maximal flow that is all that stands in the way."""
+    sets = (set(ranks) for n in range(1, WORLD + 1) for ranks in itertools.combinations(range(WORLD), n))
+    return max(sum(nbytes for group, nbytes in held.items() if ranks >= set(group)) / len(ranks) for ranks in sets)
+
+
 @examples(150)
-@given(st.lists(tensors(), max_size=8), st.integers(0, 1000))
-def test_holders_write_everything_once(cases, seed):
+@given(st.lists(tensors(), max_size=8), st.integers(0, 1000), st.booleans())
+def test_holders_write_everything_once(cases, seed, balanced):
     """Every element of every tensor is written by exactly one of its holders, from where that holder has it."""
+    shares = balance(held_by(cases), WORLD) if balanced else None
     times = [np.zeros(shape, dtype=int) for _, shape, _, _ in cases]
-    for rank in range(6):
-        mine = divide(holdings_of(rank, cases, seed + rank), rank)
+    for rank in range(WORLD):
+        mine = divide(holdings_of(rank, cases, seed + rank), rank, shares)
         for row, offset, length, local in zip(
             mine.tensor.tolist(), mine.offsets, mine.lengths, mine.local_offsets, strict=True
         ):
@@ -63,3 +83,35 @@ def test_holders_write_evenly(cases, seed):
             mine = divide(held, rank)
             nbytes = mine.nbytes[mine.group == held.groups.index(group)].sum()
             assert abs(nbytes - share) <= slack
+
+
+@examples(150)
+@given(st.lists(tensors(), min_size=1, max_size=8), st.integers(0, 1000))
+def test_the_whole_job_is_balanced(cases, seed):
+    """However groups overlap, no rank writes more than the best division has it write at most, within 2% and a cut of each
+    tensor."""
+    held = held_by(cases)
+    shares = balance(held, WORLD)
+    loads = [divide(holdings_of(rank, cases, seed + rank), rank, shares).nbytes.sum() for rank in range(WORLD)]
+    cuts = sum(max(itemsize, 0.01 * held[group] / len(group)) for group, _, itemsize, _ in cases if len(group) > 1)
+    assert max(loads) <= 1.02 * least(held) + cuts
+
+
+@examples(200)
+@given(
+    st.dictionaries(
+        st.sets(st.integers(0, WORLD - 1), min_size=1).map(lambda ranks: tuple(sorted(ranks))),
+        st.integers(0, 1 << 50) | st.integers(0, 99),
+        max_size=16,
+    )
+)
+def test_shares_are_as_even_as_holders_allow(held):
+    """For any groups and bytes the highest load is the least possible one, within 1.5%; cuts ascend from nothing to all."""
+    shares = balance(held, WORLD)
+    loads = np.zeros(WORLD)
+    for group, nbytes in held.items():
+        cuts = shares.get(group, [SHARE_UNIT * i / len(group) for i in range(len(group) + 1)])
+        assert (len(cuts), cuts[0], cuts[-1]) == (len(group) + 1, 0, SHARE_UNIT)
+        assert (np.diff(cuts) >= 0).all()
+        loads[list(group)] += nbytes * np.diff(cuts) / SHARE_UNIT
+    assert loads.max() <= 1.015 * least(held) + 1e-5 * sum(held.values())

@@ -201,6 +201,21 @@ def test_each_rank_of_a_job_gets_back_what_it_saved(ranks: list[dict[str, Any]])
         assert difference(ranks[rank], found) is None
 
 
+def test_a_rank_with_more_of_its_own_writes_less_of_what_all_have() -> None:
+    """Images are as large as each other where that can be, and no larger than they must where one rank's own is too much;
+    the bytes come back, also when the next save of the same tensors has other shares."""
+    common = {"w": torch.arange(300_000.0).reshape(3000, 100), "b": torch.ones(100)}
+    for own, expected in ((50_000, [350_000 / 3] * 3), (60_000, [120_000] * 3), (600_000, [600_000, 150_050, 150_050])):
+        storage = MemoryDriver()
+        ranks = [common | {"mine": torch.full((own,), 2.0)}, common, common]
+        save_as_ranks(storage, ranks)
+        manifest = Manifest.decode(asyncio.run(storage.get("manifest.safetensors")))
+        nbytes = np.bincount(manifest.shards.image, manifest.shards.nbytes(manifest.tensors))
+        assert nbytes.tolist() == pytest.approx([4 * n for n in expected], rel=0.02)
+        for rank, found in enumerate(load_as_ranks(storage, [blank(state) for state in ranks])):
+            assert difference(ranks[rank], found) is None
+
+
 @few
 @given(st.lists(states, min_size=1, max_size=3))
 def test_safetensors_opens_every_image_of_any_states(ranks: list[Any]) -> None:
