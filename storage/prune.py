@@ -12,7 +12,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from ..drivers.contract import Driver
@@ -60,7 +60,8 @@ class PruneReport:
     checkpoints: tuple[PrunedCheckpoint, ...]
     leftovers: tuple[Leftover, ...]
     kept: tuple[str, ...]
-    """Paths of the other checkpoints."""
+    """Paths of the other checkpoints: also of those that were to be deleted, and were spared, since their saver may not be
+    done, or somebody else has replaced them."""
     done: bool = False
 
     @property
@@ -203,10 +204,13 @@ async def _fate(driver: Driver, attempt: Attempt) -> bytes:
 
 async def _carry_out(root: Place, plan: _Plan, idle_s: float) -> PruneReport:
     deleted: list[PrunedCheckpoint] = []
+    kept = set(plan.report.kept)
     for checkpoint in plan.report.checkpoints:
         async with root.opened(checkpoint.path) as driver:
             if await _delete(driver, checkpoint):
                 deleted.append(checkpoint)
+            elif await _is_checkpoint(driver):
+                kept.add(checkpoint.path)
     left = {x.path for x in plan.report.leftovers}
     collected: list[Leftover] = []
 
@@ -224,7 +228,7 @@ async def _carry_out(root: Place, plan: _Plan, idle_s: float) -> PruneReport:
         for path in ({x.path for x in deleted} | {x.path for x in collected}) - {""}:
             await _delete_if_empty(driver, path)
     collected.sort(key=lambda x: (x.path, x.attempt))
-    return replace(plan.report, checkpoints=tuple(deleted), leftovers=tuple(collected), done=True)
+    return PruneReport(plan.report.uri, tuple(deleted), tuple(collected), tuple(sorted(kept)), done=True)
 
 
 async def _delete(driver: Driver, checkpoint: PrunedCheckpoint) -> bool:
@@ -242,6 +246,14 @@ async def _delete(driver: Driver, checkpoint: PrunedCheckpoint) -> bool:
     await driver.delete(MANIFEST_KEY)  # durable on return: only now may the data go
     await driver.delete(attempt.marker)
     await driver.delete_all(attempt.prefix)
+    return True
+
+
+async def _is_checkpoint(driver: Driver) -> bool:
+    try:
+        await driver.stat(MANIFEST_KEY)
+    except NotFoundError:
+        return False
     return True
 
 

@@ -108,7 +108,9 @@ def test_a_pruning_between_the_two_deletes_nothing_that_is_named_again(
 
     def others() -> None:
         holdfast.save(f"{root}/step-2", LAST, step=2)
-        pruned.extend(holdfast.prune(root, keep_last=1).checkpoints)
+        report = holdfast.prune(root, keep_last=1)
+        pruned.extend(report.checkpoints)
+        assert report.kept == (("step-2",) if grace_over else ("step-1", "step-2"))
 
     async def meanwhile() -> None:
         await asyncio.to_thread(others)
