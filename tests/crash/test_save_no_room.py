@@ -104,7 +104,7 @@ def test_a_disk_runs_full_at_any_byte(kind: str, nbytes: int, tmp_path: Path, se
         assert set(outcome.values()) == {False, True}
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_limit_of_file_size_is_met_at_any_byte(tmp_path: Path, seed: int) -> None:
     """``ulimit -f``: also where it cuts a write in two."""
     uri = tmp_path / "c"
@@ -112,7 +112,7 @@ def test_a_limit_of_file_size_is_met_at_any_byte(tmp_path: Path, seed: int) -> N
     largest = max(path.stat().st_size for path in uri.rglob("*"))
     limits = some(range(0, largest + 4096, 1021), POINTS, seed)
     process, pipe = spawned(save_with_file_limits, str(uri), 2, limits)
-    assert pipe.poll(WAIT_S)
+    assert pipe.poll(WAIT_S + len(limits))
     outcomes = pipe.recv()
     process.join(WAIT_S)
     assert [isinstance(error, holdfast.FullError) for _, error in outcomes] == [limit < largest for limit in limits]
