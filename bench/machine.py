@@ -19,9 +19,12 @@ __all__ = [
     "drop_caches",
     "flush",
     "read_from_device_nbytes",
+    "share_heap",
     "sync_tree",
     "trim_heap",
 ]
+
+_M_ARENA_MAX = -8  # of mallopt, in glibc
 
 
 def describe(folder: Path) -> dict[str, str]:
@@ -79,6 +82,13 @@ class PeakMemory:
 
 def _status_nbytes(name: str) -> int:
     return int(_field("/proc/self/status", name).split()[0]) << 10
+
+
+def share_heap() -> None:
+    """Have all threads allocate from one heap from now on. glibc gives threads heaps of their own, and never gives back what
+    is free at the end of one of those: so each stays as large as it ever was, which looks like a leak for a long time."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
 def trim_heap() -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from ..drivers.uri import Uri, join, parse
 from .curves import Curve, Probe, draw, process_curves
-from .machine import describe
+from .machine import describe, share_heap
 from .objects import s3_server
 from .options import bare_parser, work_folder
 from .report import Report
@@ -128,6 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     seed = secrets.randbelow(1 << 32) if given.seed is None else given.seed
     print(f"--seed {seed}", flush=True)
     shorten_grace()
+    share_heap()
     with work_folder(given.dir) as folder, _grounds(folder, given.uri) as grounds:
         world = World(grounds, SLOTS, seed)
         tallies, probe = _soak(world, TINY_MINUTES if given.tiny else given.minutes)

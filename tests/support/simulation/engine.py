@@ -236,9 +236,9 @@ def _decode(real: Any) -> Any:
     return staticmethod(decode)
 
 
-def _planned(flat: Any, rank: int, agreed: Any) -> Any:
+def _planned(flat: Any, rank: int, *told: Any) -> Any:
     known = _memory.setdefault("planned", {})
-    key = (id(flat), rank, None if agreed is None else tuple(sorted(agreed.items())))
+    key = (id(flat), rank, *(None if each is None else tuple(sorted(each.items())) for each in told))
     if key not in known:
-        known[key] = flat, plan.plan_save(flat, rank, agreed)
+        known[key] = flat, plan.plan_save(flat, rank, *told)
     return known[key][1]
