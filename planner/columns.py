@@ -11,7 +11,10 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Bools", "Ints", "contiguous", "flat_starts", "padded", "ranges", "round_up", "strides", "volumes", "widen"]
+__all__ = [
+    "Bools", "Ints", "contiguous", "cut", "flat_starts", "padded", "ranges", "round_up", "strides", "union", "volumes",
+    "widen",
+]  # fmt: skip
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -90,3 +93,24 @@ def padded(rows: Sequence[Sequence[int]], ndim: int, fill: int) -> Ints:
     values = np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=int(counts.sum()))
     result[np.arange(ndim) < counts[:, None]] = values
     return result
+
+
+def union(start: Ints, stop: Ints, gap_nbytes: int) -> tuple[Ints, Ints]:
+    """The union of intervals, ascending, with those at most ``gap_nbytes`` apart made one. With -1, what only touches stays
+    two."""
+    if not len(start):
+        return start, stop
+    order = np.argsort(start, kind="stable")
+    start, reach = start[order], np.maximum.accumulate(stop[order])
+    begins = np.append(True, start[1:] > reach[:-1] + gap_nbytes)
+    return start[begins], reach[np.append(begins[1:], True)]
+
+
+def cut(start: Ints, stop: Ints, chunk_nbytes: int) -> tuple[Ints, Ints]:
+    """The intervals, cut at multiples of ``chunk_nbytes``."""
+    first = start // chunk_nbytes
+    interval, chunk = ranges(first, -(-stop // chunk_nbytes) - first)
+    return (
+        np.maximum(start[interval], chunk * chunk_nbytes),
+        np.minimum(stop[interval], (chunk + 1) * chunk_nbytes),
+    )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .box import Box, flat_to_boxes, intersect
-from .columns import Ints, contiguous, flat_starts, ranges, strides, volumes, widen
+from .columns import Ints, contiguous, cut, flat_starts, ranges, strides, union, volumes, widen
 from .image import BLOCK_NBYTES, CHUNK_NBYTES
 from .table import ShardTable, TensorTable
 
@@ -137,7 +137,7 @@ def plan_load(
     run_pair, run_start, run_stop = _runs(pairs, block_nbytes)
     start = run_start // block_nbytes * block_nbytes
     stop = np.minimum(-(-run_stop // block_nbytes) * block_nbytes, pairs.end[run_pair])
-    start, stop = _cut(*_union(start, stop, gap_nbytes), chunk_nbytes)
+    start, stop = cut(*union(start, stop, gap_nbytes), chunk_nbytes)
     pair, read = _overlaps(run_pair, run_start, run_stop, start, stop)
     return _plan(pairs, base, start, stop, pair, read)
 
@@ -271,26 +271,6 @@ def _collapsed(pairs: _Pairs, block_nbytes: int) -> tuple[Ints, Ints]:
         nelems = np.where(joined, (counts[:, dim] - 1) * steps[:, dim] + nelems, nelems)
         counts[:, dim] = np.where(joined, 1, counts[:, dim])
     return counts, nelems
-
-
-def _union(start: Ints, stop: Ints, gap_nbytes: int) -> tuple[Ints, Ints]:
-    """The union of intervals, with those at most ``gap_nbytes`` apart made one; ascending."""
-    if not len(start):
-        return start, stop
-    order = np.argsort(start, kind="stable")
-    start, reach = start[order], np.maximum.accumulate(stop[order])
-    begins = np.append(True, start[1:] > reach[:-1] + gap_nbytes)
-    return start[begins], reach[np.append(begins[1:], True)]
-
-
-def _cut(start: Ints, stop: Ints, chunk_nbytes: int) -> tuple[Ints, Ints]:
-    """The intervals, cut at multiples of ``chunk_nbytes``."""
-    first = start // chunk_nbytes
-    interval, chunk = ranges(first, -(-stop // chunk_nbytes) - first)
-    return (
-        np.maximum(start[interval], chunk * chunk_nbytes),
-        np.minimum(stop[interval], (chunk + 1) * chunk_nbytes),
-    )
 
 
 def _overlaps(run_pair: Ints, run_start: Ints, run_stop: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints]:

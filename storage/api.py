@@ -15,7 +15,7 @@ from .capture.state import flatten
 from .engine import start
 from .frameworks.process_group import current_rank, current_team
 from .handle import SaveHandle
-from .load import LoadJob, finish, run_build, run_load
+from .load import Exchanging, LoadJob, finish, run_build, run_load
 from .report import LoadReport, SaveReport
 
 __all__ = ["BUDGET_NBYTES", "DEADLINE_S", "async_save", "fence", "load", "release_memory", "save"]
@@ -95,6 +95,7 @@ def load(
     budget_nbytes: int = BUDGET_NBYTES,
     deadline_s: float = DEADLINE_S,
     storage_options: Mapping[str, object] | None = None,
+    exchange: Exchanging = "auto",
     on_report: Callable[[LoadReport], None] | None = None,
 ) -> Any:
     """Load the checkpoint ``uri`` into ``into``, whatever layouts the two have; return ``into``.
@@ -106,12 +107,18 @@ def load(
     ``strict``: what is in the state or in the checkpoint alone, and what differs in shape or dtype, is raised as one
     MismatchError that lists it all, before anything is read. ``strict=False`` fills what both have; shapes and dtypes
     must fit all the same, but ``cast=True`` converts dtypes. Every byte is verified before it is used.
-    ``storage_options`` as in :func:`save`. ``on_report`` is told what was read, on this rank. Raises
+    ``storage_options`` as in :func:`save`. ``on_report`` is told what was read, on this rank.
+
+    ``exchange``: what several ranks want is read by one of them, which hands it to the others at once. "auto": among ranks
+    of one host, through memory that they share, where it is enough to matter. True: among all ranks, over the network too.
+    False: each rank reads for itself. All ranks give the same. Raises
     NotACheckpointError, DamagedError, StorageError, RankFailedError, DeadlineError; after those, tensors may be partly
     filled.
     """
     began_s = time.perf_counter()
     budget_nbytes = _checked_budget(budget_nbytes)
+    if exchange not in (True, False, "auto"):
+        raise UsageError(f"exchange={exchange!r}", advice='Give "auto", True or False.')
     fence()
     driver = open_driver(uri, **(storage_options or {}))
     if into is None:
@@ -119,13 +126,14 @@ def load(
     else:
         team = current_team(deadline_s, saving=False)
         flat = told(team, driver, flatten, into, loading=True)
-        job = LoadJob(flat, strict=strict, cast=cast, budget_nbytes=budget_nbytes)
+        job = LoadJob(flat, strict=strict, cast=cast, budget_nbytes=budget_nbytes, exchange=exchange)
         manifest, reader = start(closing(driver, run_load(driver, team, job))).result()
         root = finish(job, manifest, team.rank)
         root = into if any(s.parent < 0 for s in flat.subtrees) else root  # into is itself an object with a state
     if on_report is not None:
         seconds = time.perf_counter() - began_s
-        on_report(LoadReport(driver.uri, manifest.attempt, reader.bytes_wanted, reader.bytes_read, seconds))
+        read = (reader.bytes_wanted, reader.bytes_read)
+        on_report(LoadReport(driver.uri, manifest.attempt, *read, seconds, reader.bytes_received))
     return root
 
 

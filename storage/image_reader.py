@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Protocol
 
 import numpy as np
 
@@ -21,12 +22,23 @@ from .executor import at_most, execute
 from .manifest import MANIFEST_KEY, Manifest
 from .scheduler import Budget, Scheduler, Stage
 
-__all__ = ["Deliver", "ImageReader", "plan_reads"]
+__all__ = ["Deliver", "HandOn", "ImageReader", "Pool", "plan_reads"]
 
 STAGES = (Stage("read", "io"), Stage("deliver", "cpu"))
+HAND_ON = Stage("hand on", "others")
 
 Deliver = Callable[[int, HostBuffer], None]
 """Called in a worker thread with the number of a read, and its verified bytes at the beginning of the buffer."""
+
+HandOn = Callable[[int, HostBuffer], Awaitable[None]]
+"""Called with the same, when it was delivered; the buffer is free when this has returned."""
+
+
+class Pool(Protocol):
+    """Where buffers of one chunk come from, as many as there are :attr:`ImageReader.jobs`."""
+
+    def take(self) -> HostBuffer: ...
+    def give(self, buffer: HostBuffer) -> None: ...
 
 
 def plan_reads(driver: Driver, manifest: Manifest, targets: Targets) -> LoadPlan:
@@ -52,19 +64,22 @@ def _check_coverage(m: Manifest, targets: Targets) -> None:
 
 @dataclass
 class ImageReader:
-    """Reads of one checkpoint. ``bytes_read`` counts what was asked of the driver, checksums
-    included."""
+    """Reads of one checkpoint. ``bytes_read`` counts what was asked of the driver, checksums included; ``bytes_received``
+    what other ranks have read and handed on."""
 
     driver: Driver
     manifest: Manifest
     budget_nbytes: int
     bytes_read: int = 0
     bytes_wanted: int = 0
+    bytes_received: int = 0
 
-    async def run(self, plan: LoadPlan, deliver: Deliver) -> None:
+    async def run(
+        self, plan: LoadPlan, deliver: Deliver, *, pool: Pool | None = None, hand_on: HandOn | None = None
+    ) -> None:
         """Perform all reads of ``plan``. Raises DamagedError before a damaged byte is delivered, and StorageError."""
         pages = await self._pages(plan)
-        pool = host_pool(self.manifest.chunk_nbytes)
+        pool = pool or host_pool(self.manifest.chunk_nbytes)
         sizes = (plan.stop - plan.start).tolist()
         images, starts, stops = plan.image.tolist(), plan.start.tolist(), plan.stop.tolist()
         buffers: dict[int, HostBuffer] = {}
@@ -78,23 +93,31 @@ class ImageReader:
             if stage == "read":
                 buffers[job] = pool.take()
                 await self.read(images[job], starts[job], buffers[job].view[: sizes[job]])
-            else:
+            elif stage == "deliver":
                 await offload(check_and_deliver, job)
+            elif hand_on is not None:
+                await hand_on(job, buffers[job])
 
         def release(job: int) -> None:
             buffer = buffers.pop(job, None)
             if buffer is not None:
                 pool.give(buffer)
 
-        await execute(self._scheduler(), sizes, perform, release)
+        # Buffers are whole chunks, however short the read.
+        whole = [self.manifest.chunk_nbytes] * len(sizes)
+        await execute(self._scheduler((*STAGES, HAND_ON) if hand_on else STAGES), whole, perform, release)
 
-    def _scheduler(self) -> Scheduler:
-        io = self.driver.traits.concurrency
-        chunk_nbytes = self.manifest.chunk_nbytes
-        # Buffers are whole chunks, however short the read: so jobs in flight are bounded, not only their bytes.
-        jobs = min(max(1, self.budget_nbytes // chunk_nbytes), io + CPU_THREADS)
-        lanes = {"io": min(io, max(1, jobs - CPU_THREADS)), "cpu": CPU_THREADS}
-        return Scheduler(STAGES, Budget(jobs * chunk_nbytes, lanes))
+    @property
+    def jobs(self) -> int:
+        """Reads that hold a buffer at a time, at most."""
+        return min(
+            max(1, self.budget_nbytes // self.manifest.chunk_nbytes), self.driver.traits.concurrency + CPU_THREADS
+        )
+
+    def _scheduler(self, stages: Sequence[Stage]) -> Scheduler:
+        io, jobs = self.driver.traits.concurrency, self.jobs
+        lanes = {"io": min(io, max(1, jobs - CPU_THREADS)), "cpu": CPU_THREADS, "others": jobs}
+        return Scheduler(stages, Budget(jobs * self.manifest.chunk_nbytes, lanes))
 
     async def read(self, image: int, start: int, into: memoryview) -> None:
         """Fill ``into`` from byte ``start`` of an image, unverified. Raises DamagedError where the bytes are not there."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import base64
 import json
+import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from ..drivers.contract import Driver
-from ..errors import DamagedError, MismatchError, ReplacedError
+from ..errors import DamagedError, MismatchError, RankFailedError, ReplacedError
+from ..planner.loading import LoadPlan, Targets
 from .capture.build import build
 from .capture.scatter import Scatter
 from .capture.state import FlatState, Subtree
@@ -18,22 +20,31 @@ from .capture.targets import Match, Wanted, match
 from .commit import read_manifest
 from .digest import digest
 from .engine import offload
+from .exchange import LEAST_NBYTES, Circle, begin_exchange
+from .frameworks.process_group import store_host
 from .frameworks.stateful import maker_of, restore
 from .image_reader import ImageReader, plan_reads
 from .manifest import Manifest
 from .team import Team
 from .tree import Key, format_path
+from .wire import host_key
 
-__all__ = ["LoadJob", "fill", "run_build", "run_load"]
+__all__ = ["Exchanging", "LoadJob", "fill", "finish", "run_build", "run_load"]
 
 RETRIES = 3
+
+Exchanging = bool | Literal["auto"]
+"""Whether ranks that want the same bytes read them once and exchange them; auto: those of one host do."""
 
 
 class LoadJob:
     """What one rank loads into, and what it found there."""
 
-    def __init__(self, flat: FlatState, *, strict: bool, cast: bool, budget_nbytes: int) -> None:
+    def __init__(
+        self, flat: FlatState, *, strict: bool, cast: bool, budget_nbytes: int, exchange: Exchanging = False
+    ) -> None:
         self.flat = flat
+        self.exchange = exchange
         self.strict = strict
         self.cast = cast
         self.budget_nbytes = budget_nbytes
@@ -77,14 +88,21 @@ async def run_build(driver: Driver, rank: int, budget_nbytes: int) -> tuple[Any,
 
 async def fill(driver: Driver, manifest: Manifest, wanted: Wanted, budget_nbytes: int) -> ImageReader:
     """Read all that is wanted, once, verified, straight to where it belongs; return the reader, for its figures."""
-    m = manifest
-    targets = wanted.targets(m.tensors.shape)
-    planned = await offload(plan_reads, driver, m, targets)
-    scatter = Scatter(m.tensors, m.shards, targets, planned, wanted.buffers)
-    reader = ImageReader(driver, m, budget_nbytes)
-    reader.bytes_wanted = planned.bytes_wanted
-    await reader.run(planned, scatter.deliver)
+    reader = ImageReader(driver, manifest, budget_nbytes)
+    targets, plan = await _planned(reader, wanted)
+    await reader.run(plan, _scatter(manifest, wanted, targets, plan).deliver)
     return reader
+
+
+async def _planned(reader: ImageReader, wanted: Wanted) -> tuple[Targets, LoadPlan]:
+    targets = wanted.targets(reader.manifest.tensors.shape)
+    plan = await offload(plan_reads, reader.driver, reader.manifest, targets)
+    reader.bytes_wanted = plan.bytes_wanted
+    return targets, plan
+
+
+def _scatter(m: Manifest, wanted: Wanted, targets: Targets, plan: LoadPlan) -> Scatter:
+    return Scatter(m.tensors, m.shards, targets, plan, wanted.buffers)
 
 
 async def _load(driver: Driver, team: Team, job: LoadJob, attempt: int) -> tuple[Manifest, ImageReader] | None:
@@ -94,16 +112,42 @@ async def _load(driver: Driver, team: Team, job: LoadJob, attempt: int) -> tuple
     fits = await team.round(
         f"fits/{attempt}", _fitting(job, manifest, data), _Referee(manifest, job.strict, driver.uri).judge
     )
-    if fits != b"go":
+    if not fits.startswith(b"go"):
         return None
-    reader = None
+    circle = _circle(team, f"exchange/{attempt}", fits[2:], job.exchange)
+    budget_nbytes = job.budget_nbytes // (2 if circle and circle.near else 1)  # as much to receive into
+    reader = ImageReader(driver, manifest, budget_nbytes)
+    targets, plan = await _planned(reader, job.match.wanted)
+    exchange = await begin_exchange(circle, reader, plan) if circle else None
+    scatter = _scatter(manifest, job.match.wanted, targets, exchange.plan if exchange else plan)
+    outcome = b"all"
     try:
-        reader = await fill(driver, manifest, job.match.wanted, job.budget_nbytes)
-    except DamagedError:
+        await (exchange.run(scatter.deliver) if exchange else reader.run(plan, scatter.deliver))
+    except (DamagedError, RankFailedError):  # of another rank that, perhaps, saw that it was replaced, and left
         if not await _replaced(driver, manifest):
             raise
-    arrived = await team.round(f"arrived/{attempt}", b"all" if reader else b"replaced", _unanimous)
-    return (manifest, reader) if reader and arrived == b"all" else None
+        outcome = b"replaced"
+    arrived = await team.round(f"arrived/{attempt}", outcome, _unanimous)
+    return (manifest, reader) if outcome == arrived == b"all" else None
+
+
+def _circle(team: Team, name: str, verdict: bytes, exchange: Exchanging) -> Circle | None:
+    """The ranks that this one exchanges with, by the leader's verdict; None without any."""
+    if not verdict:
+        return None
+    numbers = json.loads(zlib.decompress(verdict))
+    ranks = [rank for rank, number in enumerate(numbers) if number == numbers[team.rank]]
+    if numbers[team.rank] < 0 or len(ranks) == 1:
+        return None
+    everywhere = exchange is True
+    return Circle(team, name, ranks, store_host() if everywhere else "", 1 if everywhere else LEAST_NBYTES)
+
+
+def _circles(told: Sequence[dict[str, Any]]) -> bytes:
+    """Which ranks exchange what they read: a number for each, -1 for none; nothing, where no two have the same."""
+    keys = {key: number for number, key in enumerate(dict.fromkeys(t["circle"] for t in told if t["circle"]))}
+    numbers = [keys.get(t["circle"], -1) for t in told]
+    return zlib.compress(json.dumps(numbers).encode()) if len(keys) < len(numbers) - numbers.count(-1) else b""
 
 
 async def _replaced(driver: Driver, manifest: Manifest) -> bool:
@@ -143,6 +187,7 @@ def _fitting(job: LoadJob, manifest: Manifest, data: bytes) -> bytes:
     values[list(job.match.values)] = True
     told = {
         "manifest": digest(data).hex(),
+        "circle": "*" if job.exchange is True else job.exchange and host_key(),
         "missing": job.match.missing,
         "mismatched": job.match.mismatched,
         "tensors": base64.b64encode(np.packbits(rows).tobytes()).decode(),
@@ -176,7 +221,7 @@ class _Referee:
                 advice="strict=False loads what both have" if self._strict else "Nothing was loaded",
                 differences=tuple(differences),
             )
-        return b"go"
+        return b"go" + _circles(told)
 
     def _unexpected(self, told: Sequence[dict[str, Any]]) -> list[str]:
         m = self._manifest

@@ -23,11 +23,12 @@ class SaveReport:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """``bytes_wanted`` is what this rank's tensors take of the checkpoint, ``bytes_read`` what was read for it: whole
-    blocks, and checksums."""
+    """``bytes_wanted`` is what this rank's tensors take of the checkpoint, ``bytes_read`` what it read from storage: whole
+    blocks, and checksums, also for other ranks. ``bytes_received`` is what others read for this one."""
 
     uri: str
     attempt: str
     bytes_wanted: int
     bytes_read: int
     seconds: float
+    bytes_received: int = 0

@@ -17,7 +17,7 @@ import contextlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from .. import errors
 from ..errors import CoordinationError, DeadlineError, HoldfastError, RankFailedError
@@ -44,6 +44,16 @@ class Team(ABC):
         """
 
     @abstractmethod
+    async def among(self, name: str, ranks: Sequence[int], payload: bytes) -> list[bytes]:
+        """State ``payload``; return what each of ``ranks``, this one among them, has stated. All of them call this alike.
+        Nobody decides, and no other rank hears of it. Raises DeadlineError and RankFailedError."""
+
+    @abstractmethod
+    async def watch(self, ranks: Sequence[int], what: str) -> NoReturn:
+        """Look after ``ranks`` that ``what`` is awaited from. Raises RankFailedError when any rank of the team tells that it
+        failed, DeadlineError when one of these falls silent. Ends in no other way."""
+
+    @abstractmethod
     async def fail(self, error: BaseException) -> None:
         """Tell the others that this rank gives up. Does not raise: the error at hand is the one to be seen."""
 
@@ -64,6 +74,13 @@ class Solo(Team):
 
     async def round(self, name: str, payload: bytes, decide: Decide) -> bytes:
         return await decide([payload])
+
+    async def among(self, name: str, ranks: Sequence[int], payload: bytes) -> list[bytes]:
+        return [payload]
+
+    async def watch(self, ranks: Sequence[int], what: str) -> NoReturn:
+        await asyncio.Event().wait()
+        raise AssertionError  # nobody sets it
 
     async def fail(self, error: BaseException) -> None:
         return None
@@ -118,6 +135,20 @@ class StoreTeam(Team):
             raise
         await self._put(f"{name}/verdict/{LEADER}", verdict)
         return verdict[1:]
+
+    async def among(self, name: str, ranks: Sequence[int], payload: bytes) -> list[bytes]:
+        self._written += await self._put(f"{name}/{self.rank}", payload)
+        others = [rank for rank in ranks if rank != self.rank]
+        told = dict(zip(others, await self._gather(name, others, name), strict=True))
+        return [told.get(rank, payload) for rank in ranks]
+
+    async def watch(self, ranks: Sequence[int], what: str) -> NoReturn:
+        silence = _Silence(self._silence_s)
+        while True:
+            if await self._call(self._store.check, [f"{self._prefix}/failed"]):
+                await self._raise_failure()
+            silence.look({rank: await self._beats(rank) for rank in ranks}, what)
+            await asyncio.sleep(self._beat_s)
 
     async def fail(self, error: BaseException) -> None:
         key = f"{self._prefix}/failed"

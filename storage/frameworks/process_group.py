@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ...errors import UsageError
 from ..team import Solo, StoreLike, StoreTeam, Team
 
-__all__ = ["current_rank", "current_team", "current_world", "shared_store"]
+__all__ = ["current_rank", "current_team", "current_world", "shared_store", "store_host"]
 
 
 def current_rank() -> int:
@@ -55,6 +55,14 @@ def shared_store(deadline_s: float) -> tuple[StoreLike, int, int, str] | None:
     store = dist.distributed_c10d._get_default_store()
     call = store.add(f"holdfast/shared/{dist.get_rank()}", 1)
     return _connection(store, deadline_s), dist.get_rank(), dist.get_world_size(), f"holdfast/shared/{call}"
+
+
+def store_host() -> str:
+    """The host that serves the job's store over TCP; "" where there is none."""
+    store: Any = dist.distributed_c10d._get_default_store() if _in_use() else None
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return str(getattr(store, "host", ""))
 
 
 _ours: tuple[Any, int, Any] | None = None

@@ -15,6 +15,7 @@ from holdfast.planner.loading import Targets, plan_load, strided_parts
 from holdfast.planner.placement import Replicated, Split, holders, local_pieces
 from holdfast.planner.placement import local_shape as local_shape_of
 from holdfast.planner.saving import Holdings, divide
+from holdfast.planner.sharing import Wish, regrouped, share
 from holdfast.planner.table import ShardTable, TensorTable, coverage_errors
 
 NDIM = 4
@@ -268,3 +269,68 @@ def blocks_wanted(plan, pair, tensors, shards):
     grid = np.ix_(*(np.arange(low, low + n) for low, n in zip(within, plan.lengths[pair], strict=True)))
     start = shards.start[shard] + np.ravel_multi_index(grid, shards.lengths[shard]) * itemsize
     return {(image, block) for block in np.unique(start // BLOCK).tolist()}
+
+
+@st.composite
+def circles(draw):
+    """A checkpoint, and ranks that load it together: into one layout or several, some of them replicas of others."""
+    case = draw(reshardings())
+    shapes = [array.shape for array in case[1]]
+    ranks = case[3] * draw(st.integers(1, 3)) + draw(st.just([]) | layouts(shapes) | windows(shapes))
+    return case, ranks
+
+
+@examples(50)
+@given(circles())
+def test_ranks_that_share_read_each_wanted_byte_once(case):
+    """Whatever mix of layouts they want, every byte that any of them would read alone is read by exactly one of those who
+    want it, and with what is read for it every rank is filled, bit for bit."""
+    (tensors, arrays, saved, _, gap), ranks = case
+    images, shards, ends = save(tensors, arrays, saved)
+    targets = [targets_of(held) for held in ranks]
+    sizes = {"chunk_nbytes": CHUNK, "block_nbytes": BLOCK, "gap_nbytes": gap}
+    plans = [plan_load(tensors, shards, wanted, ends, **sizes) for wanted, _ in targets]
+    sharing = share([Wish.from_bytes(Wish.of(plan).to_bytes()) for plan in plans], CHUNK)
+    assert_reads_are_proper(sharing, ends)
+    assert bytes_of(sharing) == set().union(*map(bytes_of, plans))
+    for member, (held, plan, (wanted, kinds)) in enumerate(zip(ranks, plans, targets, strict=True)):
+        wide_plan, units = regrouped(plan, sharing)
+        assert_units_are_right(sharing, member, plan, wide_plan, units.tolist())
+        buffers = {index: np.zeros(shape, dtype=arrays[tensor].dtype) for index, (tensor, shape) in kinds.items()}
+        assert carry_out(wide_plan, shards, wanted, images, buffers) == plan.bytes_wanted
+        for index, expected in expected_of(held, arrays, buffers, wanted).items():
+            assert buffers[index].tobytes() == expected.tobytes()
+
+
+def bytes_of(reads):
+    """Every byte that is read, as (image, position)."""
+    columns = zip(reads.image.tolist(), reads.start.tolist(), reads.stop.tolist(), strict=True)
+    return {(image, at) for image, start, stop in columns for at in range(start, stop)}
+
+
+def assert_units_are_right(sharing, member, plan, wide_plan, units):
+    """A member takes part in the units that it wants something of, and no more is handed to it than lies between that."""
+    mine = [u for u in range(len(sharing.image)) if member in sharing.member[sharing.first[u] : sharing.first[u + 1]]]
+    assert units == mine
+    wanted = bytes_of(plan)
+    for row, unit in enumerate(units):
+        takers = [m for m, _, _ in sharing.takers(unit)]
+        assert sharing.reader[unit] not in takers
+        assert (member == sharing.reader[unit]) != (member in takers)
+        image, low, high = int(sharing.image[unit]), *sharing.hull(unit, member)
+        assert (wide_plan.image[row], wide_plan.start[row]) == (image, sharing.start[unit])
+        here = [at for i, at in wanted if i == image and sharing.start[unit] <= at < sharing.stop[unit]]
+        assert (min(here), max(here) + 1) == (low, high)
+
+
+@examples(30)
+@given(st.integers(1, 6), st.lists(st.integers(1, 40), min_size=1, max_size=4))
+def test_replicas_read_even_parts(members, blocks):
+    """Of what all want alike, no rank reads a whole chunk more than another."""
+    stop = np.array(blocks) * BLOCK
+    wish = Wish(np.arange(len(blocks)), np.zeros(len(blocks), np.int64), stop)
+    sharing = share([wish] * members, CHUNK)
+    loads = np.bincount(sharing.reader, sharing.stop - sharing.start, minlength=members)
+    assert loads.sum() == stop.sum()
+    assert loads.max() - loads.min() <= CHUNK
+    assert sharing.shared_nbytes == (stop.sum() if members > 1 else 0)

@@ -18,7 +18,7 @@ from holdfast.storage.capture.fingerprint import fingerprints
 from holdfast.storage.capture.state import FlatState, flatten
 from holdfast.storage.engine import start
 from holdfast.storage.frameworks.mesh import LocalPart
-from holdfast.storage.load import LoadJob, finish, run_load
+from holdfast.storage.load import Exchanging, LoadJob, finish, run_load
 from holdfast.storage.save import SaveJob, run_save
 from holdfast.storage.team import StoreTeam
 
@@ -62,11 +62,10 @@ def _save_flats(driver: Driver, flats: Sequence[FlatState]) -> None:
     start(run()).result(60)
 
 
-def load_as_ranks(driver: Driver, into: Sequence[Any]) -> list[Any]:
+def load_as_ranks(driver: Driver, into: Sequence[Any], exchange: Exchanging = False) -> list[Any]:
     """Load into one state per rank."""
-    jobs = [
-        LoadJob(flatten(state, loading=True), strict=True, cast=False, budget_nbytes=BUDGET_NBYTES) for state in into
-    ]
+    options: Any = {"strict": True, "cast": False, "budget_nbytes": BUDGET_NBYTES, "exchange": exchange}
+    jobs = [LoadJob(flatten(state, loading=True), **options) for state in into]
 
     async def run() -> Any:
         return await _all(run_load(driver, team, job) for team, job in zip(_teams(len(into)), jobs, strict=True))

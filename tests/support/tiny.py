@@ -46,12 +46,12 @@ def tiny(name: str, step: int = 0) -> dict[str, bytes]:
     driver = MemoryDriver(name)
     save_as_ranks(driver, [state_of(rank, step) for rank in range(2)])
     manifest, _ = start(read_manifest(driver)).result()
-    files = {MANIFEST_KEY: _rechunked(driver, manifest)}
+    files = {MANIFEST_KEY: rechunked(driver, manifest)}
     start(driver.put(MANIFEST_KEY, files[MANIFEST_KEY])).result()
     return files | {key: data for key, data in start(contents(driver)).result().items() if key.endswith("ors")}
 
 
-def _rechunked(driver: MemoryDriver, m: Manifest) -> bytes:
+def rechunked(driver: MemoryDriver, m: Manifest) -> bytes:
     """Cut the images into small chunks; return the manifest that says so."""
     digests = []
     for image, hashed in enumerate(m.images.hashed_nbytes.tolist()):

@@ -1,0 +1,85 @@
+"""Memory that ranks of one host share: what one has read into it, others copy from.
+
+A memfd: it has no name, so nobody finds it but those who are handed its descriptor, no limit of /dev/shm applies, and it
+is gone when the last process lets go of it, however that one ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .buffers import HostBuffer
+
+__all__ = ["Arena", "Window"]
+
+
+@dataclass
+class Arena:
+    """``slots`` buffers of ``slot_nbytes`` each, handed out like those of a pool. Raises OSError where there is no memfd.
+
+    Pages are taken from the system when they are first written to.
+    """
+
+    slot_nbytes: int
+    slots: int
+    fd: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not hasattr(os, "memfd_create"):
+            raise OSError("this system has no memfd")
+        self.fd = os.memfd_create("holdfast", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.fd, self.nbytes)
+            self._memory = mmap.mmap(self.fd, self.nbytes)
+        except OSError:
+            os.close(self.fd)
+            raise
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._free = list(range(self.slots - 1, -1, -1))
+
+    @property
+    def nbytes(self) -> int:
+        """Of all slots."""
+        return self.slot_nbytes * self.slots
+
+    def take(self) -> HostBuffer:
+        """A slot of any content. The caller takes no more than there are."""
+        start = self._free.pop() * self.slot_nbytes
+        return HostBuffer(memoryview(self._memory)[start : start + self.slot_nbytes], self._address + start)
+
+    def give(self, buffer: HostBuffer) -> None:
+        """Take a slot back: nobody looks at it any more."""
+        self._free.append(self.offset_of(buffer) // self.slot_nbytes)
+
+    def offset_of(self, buffer: HostBuffer) -> int:
+        """Where a slot lies in the memfd, in bytes."""
+        return buffer.address - self._address
+
+    def close(self) -> None:
+        """Close the descriptor. The memory goes when the last view of it does."""
+        os.close(self.fd)
+
+
+class Window:
+    """Another rank's arena, seen from here; not to be written to. Takes over ``fd``. Raises OSError."""
+
+    def __init__(self, fd: int) -> None:
+        try:
+            self.nbytes = os.fstat(fd).st_size
+            self._memory = mmap.mmap(fd, self.nbytes, prot=mmap.PROT_READ)
+        finally:
+            os.close(fd)
+        self._address = int(np.frombuffer(self._memory, np.uint8).ctypes.data)
+
+    def at(self, offset: int, nbytes: int) -> HostBuffer:
+        """Bytes of it. The window must outlive what is returned. Raises ValueError beyond its end."""
+        if not 0 <= offset <= self.nbytes - nbytes:
+            raise ValueError(f"bytes {offset}:{offset + nbytes} of {self.nbytes}")
+        # By address: torch warns of views that cannot be written to, though nobody does.
+        memory = (ctypes.c_ubyte * nbytes).from_address(self._address + offset)
+        return HostBuffer(memoryview(memory).cast("B"), self._address + offset)

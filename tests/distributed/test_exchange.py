@@ -1,0 +1,115 @@
+"""Four ranks that want the same bytes: each is read from storage once; and what happens when a rank cannot, fails or dies."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.exchanging import CHUNK_NBYTES, broken_load, exchanging_load, replicated_save
+from support.gang import Gang, errors
+
+import holdfast
+
+CHUNKS = 5
+
+
+@pytest.fixture(scope="module")
+def uri(gang: Gang, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint of what four ranks hold alike."""
+    folder = str(tmp_path_factory.mktemp("replicated") / "c")
+    gang.run(replicated_save, folder, CHUNKS)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("exchange", "hosts"),
+    [("auto", None), (True, [0, 1, 2, 3]), (True, [0, 0, 1, 1])],
+    ids=["by default", "between four hosts", "between two hosts"],
+)
+def test_replicas_read_each_byte_once(exchange: Any, hosts: list[int] | None, uri: str, gang: Gang) -> None:
+    """By default on one host, through memory that they share; when asked, over the network too: what all ranks together
+    read is one replica, within a hundredth; each reads its part, gets every bit, and keeps no memory of it."""
+    found = gang.run(exchanging_load, uri, CHUNKS, exchange, hosts)
+    assert [rank["wrong"] for rank in found] == [None] * 4
+    wanted = found[0]["wanted"]
+    assert wanted <= sum(rank["read"] for rank in found) <= 1.01 * wanted
+    assert max(rank["read"] for rank in found) <= wanted / 4 + CHUNK_NBYTES
+    assert all(rank["read"] + rank["received"] >= wanted for rank in found)
+    assert [rank["left"] for rank in found] == [0] * 4
+
+
+def test_ranks_of_two_hosts_exchange_within_each_by_default(uri: str, gang: Gang) -> None:
+    """Each host reads all of it once: whether the network is faster than the storage is not known."""
+    found = gang.run(exchanging_load, uri, CHUNKS, "auto", [0, 1, 0, 1])
+    assert [rank["wrong"] for rank in found] == [None] * 4
+    wanted = found[0]["wanted"]
+    for host in (found[0::2], found[1::2]):
+        assert wanted <= sum(rank["read"] for rank in host) <= 1.01 * wanted
+
+
+@pytest.mark.parametrize(
+    ("exchange", "hosts", "cannot"),
+    [(False, None, ()), ("auto", [0, 1, 2, 3], ()), (True, None, (2,))],
+    ids=["not wanted", "alone on its host", "no memory to share"],
+)
+def test_ranks_that_cannot_exchange_read_for_themselves(
+    exchange: Any, hosts: Any, cannot: tuple[int, ...], uri: str, gang: Gang
+) -> None:
+    """All alike: where one cannot, nobody waits for it."""
+    found = gang.run(exchanging_load, uri, CHUNKS, exchange, hosts, cannot)
+    assert [rank["wrong"] for rank in found] == [None] * 4
+    assert all(rank["received"] == 0 and rank["read"] >= rank["wanted"] for rank in found)
+    assert [rank["left"] for rank in found] == [0] * 4
+
+
+def test_little_is_not_exchanged_by_default(gang: Gang, tmp_path: Path) -> None:
+    """Meeting each other would take longer."""
+    gang.run(replicated_save, str(tmp_path / "c"), 1)
+    assert all(rank["received"] == 0 for rank in gang.run(exchanging_load, str(tmp_path / "c"), 1, "auto"))
+
+
+def test_what_one_rank_cannot_read_is_an_error_on_all(uri: str, gang: Gang) -> None:
+    """In the middle of the exchange: that rank raises what went wrong, the others at once that it did; and the same ranks can
+    load afterwards."""
+    raised = errors(gang.outcomes(gang.begin(broken_load, uri, CHUNKS, 1, None, 30.0)))
+    own = raised.pop(1)
+    assert isinstance(own, holdfast.StorageError)
+    assert [(type(e), e.rank) for e in raised] == [(holdfast.RankFailedError, 1)] * 3
+    assert all("the disk is broken" in str(e) and e.took_s < 20 for e in raised)
+    assert all(rank["wrong"] is None for rank in gang.run(exchanging_load, uri, CHUNKS, True))
+
+
+def test_damage_that_one_rank_reads_for_others_is_an_error_on_all(gang: Gang, tmp_path: Path) -> None:
+    """Whoever reads the flipped byte says so, in which file; nobody takes it."""
+    gang.run(replicated_save, str(tmp_path / "c"), CHUNKS)
+    image = max(tmp_path.rglob("*.safetensors"), key=lambda path: (path.stat().st_size, path.name))
+    with image.open("r+b") as file:
+        file.seek(1_000_000)
+        old = file.read(1)
+        file.seek(1_000_000)
+        file.write(bytes([old[0] ^ 1]))
+    raised = errors(gang.outcomes(gang.begin(exchanging_load, str(tmp_path / "c"), CHUNKS, True)))
+    kinds = [type(e) for e in raised]
+    assert sorted(kinds, key=str) == [holdfast.DamagedError, *[holdfast.RankFailedError] * 3]
+    assert all("not what was written" in str(e) for e in raised)
+
+
+@pytest.mark.parametrize("how", ["killed", "halted"])
+def test_a_rank_that_dies_while_others_wait_for_what_it_reads_is_named(how: str, uri: str, tmp_path: Path) -> None:
+    """Killed: the others raise RankFailedError as soon as it is gone. Halted with its engine: DeadlineError, within the
+    deadline. Nobody waits longer."""
+    sign = tmp_path / "sign"
+    with Gang(3) as doomed:
+        doomed.begin(broken_load, uri, CHUNKS, 2, str(sign), 60.0 if how == "killed" else 3.0)
+        end = time.monotonic() + 60
+        while not sign.exists():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        if how == "killed":
+            doomed.kill(2)
+        raised = errors(doomed.outcomes(2))
+    kind = holdfast.RankFailedError if how == "killed" else holdfast.DeadlineError
+    assert [(type(e), e.rank) for e in raised] == [(kind, 2)] * 2
+    assert all("rank 2" in str(e) and e.took_s < 45 for e in raised)

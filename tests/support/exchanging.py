@@ -1,0 +1,92 @@
+"""For the ranks of a gang to do: load what all of them want, and count, or fail, or halt in the middle."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import holdfast
+from holdfast.drivers.local import LocalDriver
+from holdfast.storage import load, wire
+
+from .bits import difference
+
+__all__ = ["broken_load", "exchanging_load", "replicated_save"]
+
+CHUNK_NBYTES = 16 << 20
+
+
+def replicated(chunks: int) -> dict[str, torch.Tensor]:
+    """What all ranks hold alike, about so many chunks, and what each has of its own."""
+    n = chunks * CHUNK_NBYTES // 16
+    shared = {f"t{i}": torch.arange(n, dtype=torch.float32) * (i + 1) for i in range(4)}
+    return shared | {"own": torch.full((100,), float(dist.get_rank()))}
+
+
+def replicated_save(uri: str, chunks: int) -> None:
+    """Save it."""
+    holdfast.save(uri, replicated(chunks))
+
+
+def exchanging_load(
+    uri: str, chunks: int, exchange: Any, hosts: list[int] | None = None, cannot: tuple[int, ...] = ()
+) -> dict[str, Any]:
+    """Load it on every rank. ``hosts``: which host each rank takes itself to be on. Ranks in ``cannot`` have no memory to
+    share. Returns what was read, what is wrong, and how much memory is still shared."""
+    expected, rank = replicated(chunks), dist.get_rank()
+    into = {name: torch.full_like(t, -1) for name, t in expected.items()}
+    reports: list[holdfast.LoadReport] = []
+    before = wire.host_key, os.memfd_create
+    if hosts:
+        wire.host_key = load.host_key = lambda: f"host {hosts[rank]}"
+    if rank in cannot:
+        os.memfd_create = _refused
+    try:
+        holdfast.load(uri, into=into, exchange=exchange, on_report=reports.append)
+    finally:
+        wire.host_key, os.memfd_create = before
+        load.host_key = before[0]
+    return {
+        "wrong": difference(expected, into),
+        "read": reports[0].bytes_read,
+        "received": reports[0].bytes_received,
+        "wanted": reports[0].bytes_wanted,
+        "left": Path("/proc/self/maps").read_text().count("memfd:holdfast"),
+    }
+
+
+def _refused(*_: Any) -> int:
+    raise OSError("refused")
+
+
+def broken_load(uri: str, chunks: int, rank: int, sign: str | None, deadline_s: float, exchange: Any = True) -> Any:
+    """As above; but at its second read of an image one rank fails, or, if there is a ``sign``, leaves it and comes to a halt
+    with its engine, to be killed there. Returns seconds; or raises, with these in ``took_s``."""
+    method, count = LocalDriver.read, 0
+
+    async def broken(self: Any, key: str, start: int, into: memoryview) -> None:
+        nonlocal count
+        count += len(into) > 1 << 20
+        if count > 1 and dist.get_rank() == rank:
+            if sign is None:
+                raise holdfast.StorageError("the disk is broken", key=key)
+            Path(sign).touch()
+            time.sleep(600)
+        await method(self, key, start, into)
+
+    LocalDriver.read = broken  # type: ignore[method-assign]
+    into = {name: torch.zeros_like(t) for name, t in replicated(chunks).items()}
+    began_s = time.monotonic()
+    try:
+        holdfast.load(uri, into=into, exchange=exchange, deadline_s=deadline_s)
+    except BaseException as error:
+        error.took_s = time.monotonic() - began_s  # type: ignore[attr-defined]
+        raise
+    finally:
+        LocalDriver.read = method  # type: ignore[method-assign]
+    return time.monotonic() - began_s
