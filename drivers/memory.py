@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import ClassVar
 
 from ..errors import DamagedError, ExistsError, NotFoundError, StorageError
-from .contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_key
+from .contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_key, check_small
 from .options import Option
 from .ranges import Ranges
 from .uri import Uri
@@ -68,7 +68,9 @@ class MemoryDriver(Driver):
         return _MemoryUpload(self, key, nbytes)
 
     async def get(self, key: str) -> bytes:
-        return self._lookup(key)[0]
+        data, _ = self._lookup(key)
+        check_small(len(data), self.uri, key)
+        return data
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
         path = self._path(key)

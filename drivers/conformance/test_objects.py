@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import tracemalloc
 
 import pytest
 
+from holdfast.drivers import contract
 from holdfast.drivers.conformance.place import Place
-from holdfast.drivers.conformance.trials import PROBE, aligned, bytes_of, store, trial
+from holdfast.drivers.conformance.trials import PROBE, aligned, bytes_of, refused, store, trial
 from holdfast.drivers.uri import redact
-from holdfast.errors import ExistsError, NotFoundError
+from holdfast.errors import DamagedError, ExistsError, NotFoundError
 
 
 @trial()
@@ -78,6 +80,29 @@ async def test_objects_made_by_other_means_are_read(place: Place) -> None:
     assert into == content[1:50_001]
     place.probe.write("a/x", content[::-1])
     assert await driver.get("a/x") == content[::-1]
+
+
+@trial()
+async def test_what_is_not_small_is_not_got(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Get raises DamagedError for an object beyond the limit, lowered here for whoever calls ``check_small``, and has not
+    read it by then. Up to the limit it is got; read and stat know none."""
+    nbytes, driver = 8 << 20, place.open()
+    content, into = bytes_of(nbytes), aligned(1)
+    await store(driver, "a/x", content)
+    monkeypatch.setattr(contract, "SMALL_NBYTES_MAX", nbytes - 1)
+    tracemalloc.start()
+    try:
+        (error,) = await refused(DamagedError, driver.get("a/x"))
+        peak_nbytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (error.key, error.uri) == ("a/x", driver.uri)
+    assert peak_nbytes < nbytes // 2, "it was read first"
+    assert (await driver.stat("a/x")).nbytes == nbytes
+    await driver.read("a/x", nbytes - 1, into)
+    assert into == content[-1:]
+    monkeypatch.setattr(contract, "SMALL_NBYTES_MAX", nbytes)
+    assert await driver.get("a/x") == content
 
 
 @trial()

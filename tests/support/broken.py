@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from holdfast.drivers.contract import Buffer, ObjectInfo, Upload, check_key
+from holdfast.drivers.contract import Buffer, ObjectInfo, Upload, check_key, check_small
 from holdfast.drivers.memory import MemoryDriver, _MemoryUpload
 from holdfast.errors import DamagedError, HoldfastError
 
@@ -339,6 +339,22 @@ class LosesEmptyObjects(Healthy):
             await self.delete(key)
 
 
+class GetsAnything(Healthy):
+    """Gets what is too large for that."""
+
+    async def get(self, key: str) -> bytes:
+        return self._lookup(key)[0]
+
+
+class LooksTooLate(Healthy):
+    """Reads first, and then looks how large it was."""
+
+    async def get(self, key: str) -> bytes:
+        data = bytes(bytearray(self._lookup(key)[0]))
+        check_small(len(data), self.uri, key)
+        return data
+
+
 class DeviationThatPasses(Healthy):
     """Declares what it need not."""
 
@@ -378,6 +394,8 @@ CASES: dict[type[Healthy], str] = {
     LeaksDescriptors: "nothing_outlives_close",
     LeaksTasks: "nothing_outlives_close",
     OpenAfterClose: "a_closed_driver_says_so",
+    GetsAnything: "what_is_not_small_is_not_got",
+    LooksTooLate: "what_is_not_small_is_not_got",
     LosesEmptyObjects: "the_same_calls_give_the_same_results_as_memory",
 }
 """Each broken driver, and the trial that must fail."""

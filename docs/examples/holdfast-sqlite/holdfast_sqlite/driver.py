@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import ClassVar, ParamSpec, TypeVar
 from urllib.parse import unquote
 
-from holdfast.drivers.contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_key
+from holdfast.drivers.contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_key, check_small
 from holdfast.drivers.options import Option, integer, option_values
 from holdfast.drivers.ranges import Ranges
 from holdfast.drivers.threads import Threads
@@ -150,7 +150,8 @@ class SqliteDriver(Driver):
 
     def _get(self, path: str) -> bytes:
         with self._store.reading() as db:
-            upload, _, _ = self._found(db, path)
+            upload, nbytes, _ = self._found(db, path)
+            check_small(nbytes, self.uri, path.removeprefix(self._prefix))
             rows = db.execute("SELECT data FROM parts WHERE upload = ? ORDER BY start", (upload,))
             return b"".join(data for (data,) in rows)
 
