@@ -4,11 +4,16 @@ file comes to be seen."""
 from __future__ import annotations
 
 import asyncio
+import email.utils
+import errno
 import gc
 import os
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,7 +29,16 @@ from holdfast.drivers.fsspec_kinds import modified_s, options_of
 from holdfast.drivers.local_tree import temporary_name
 from holdfast.drivers.registry import driver_class, open_driver
 from holdfast.drivers.uri import parse
-from holdfast.errors import AccessError, ExistsError, NotFoundError, StorageDownError, StorageError, UriError
+from holdfast.errors import (
+    AccessError,
+    BusyError,
+    ExistsError,
+    FullError,
+    NotFoundError,
+    StorageDownError,
+    StorageError,
+    UriError,
+)
 
 
 class ShelfFile(AbstractBufferedFile):
@@ -316,6 +330,122 @@ def test_errors_are_ours(shelf: type[Shelf], raised: Exception, expected: type[S
         assert "hunter2" not in str(error)
 
     asyncio.run(run())
+
+
+class HttpError(Exception):
+    """As requests has it, and Azure's libraries: with the answer."""
+
+    def __init__(self, status: int, **headers: str) -> None:
+        super().__init__(f"{status}")
+        self.response = SimpleNamespace(status_code=status, headers=headers)
+
+
+class ClientError(Exception):
+    """As botocore has it."""
+
+    def __init__(self, status: int, **headers: str) -> None:
+        super().__init__(f"{status}")
+        self.response = {"Error": {}, "ResponseMetadata": {"HTTPStatusCode": status, "HTTPHeaders": headers}}
+
+
+class StatusError(Exception):
+    """As aiohttp has it."""
+
+    def __init__(self, status: int, **headers: str) -> None:
+        super().__init__(f"{status}")
+        self.status, self.headers = status, headers
+
+
+def made_of(error: Exception, cause: Exception) -> Exception:
+    """``error``, raised from ``cause``."""
+    error.__cause__ = cause
+    return error
+
+
+IN_A_MINUTE = {"Retry-After": email.utils.formatdate(time.time() + 60, usegmt=True)}
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected", "retry_after_s"),
+    [
+        (StatusError(503, **{"Retry-After": "7"}), BusyError, 7.0),
+        (HttpError(429, **{"Retry-After": "7"}), BusyError, 7.0),
+        (HttpError(503, **IN_A_MINUTE), BusyError, pytest.approx(60, abs=30)),
+        (HttpError(503, **{"Retry-After": "soon"}), BusyError, None),
+        (HttpError(503), BusyError, None),
+        # s3fs makes an OSError of what botocore raises, and fsspec's own http takes any failure for absence.
+        (made_of(OSError(errno.EBUSY, "Slow Down"), ClientError(503, **{"retry-after": "7"})), BusyError, 7.0),
+        (made_of(FileNotFoundError("x"), StatusError(503, **{"Retry-After": "7"})), BusyError, 7.0),
+        (made_of(FileNotFoundError("x"), StatusError(502)), StorageDownError, None),
+        (made_of(FileNotFoundError("x"), ConnectionResetError()), StorageDownError, None),
+        (made_of(FileNotFoundError("x"), EndpointConnectionError()), StorageDownError, None),
+        (made_of(FileNotFoundError("x"), StatusError(404)), NotFoundError, None),
+        (made_of(PermissionError("x"), ClientError(403)), AccessError, None),
+        (StatusError(401), AccessError, None),
+        (HttpError(507), FullError, None),
+        (HttpError(500), StorageDownError, None),
+        (HttpError(400), StorageError, None),
+    ],
+)
+def test_what_a_server_answered_is_honoured(
+    shelf: type[Shelf], raised: Exception, expected: type[StorageError], retry_after_s: float | None
+) -> None:
+    """The status counts, in whatever it is wrapped, and so does Retry-After, in seconds or as a date: a server that asks for
+    patience is busy, and not permanently broken; nor is an object absent that it has only not shown."""
+    shelf.shelf["bucket/run/x"] = b"content"
+    shelf.broken = raised
+
+    async def run() -> None:
+        with pytest.raises(StorageError) as caught:
+            await bare("fsspec+oci://bucket/run").get("x")
+        assert type(caught.value) is expected
+        assert getattr(caught.value, "retry_after_s", None) == retry_after_s
+
+    asyncio.run(run())
+
+
+class BusyAtFirst(BaseHTTPRequestHandler):
+    """Asks for a second's patience twice, HEAD and GET, then has one object."""
+
+    protocol_version = "HTTP/1.1"
+    busy: ClassVar[int] = 2
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        busy, type(self).busy = self.busy > 0, self.busy - 1
+        self.send_response(503 if busy else 200)
+        self.send_header("Retry-After", "1")
+        self.send_header("Content-Length", "0" if busy else "7")
+        self.end_headers()
+        if not busy and self.command == "GET":
+            self.wfile.write(b"content")
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+def test_a_busy_web_server_is_asked_again_when_it_says() -> None:
+    """For real, through fsspec's own ``http``: a second after a 503 that asks for one, and then the object is read."""
+    pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install aiohttp")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), BusyAtFirst)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+
+    async def run() -> float:
+        driver = open_driver(f"fsspec+http://127.0.0.1:{server.server_port}", retries=3)
+        began_s = time.monotonic()
+        assert await driver.get("x") == b"content"
+        await driver.close()
+        return time.monotonic() - began_s
+
+    try:
+        assert asyncio.run(run()) >= 1.0
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 @pytest.mark.parametrize(
