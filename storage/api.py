@@ -32,6 +32,7 @@ def save(
     step: int | None = None,
     budget_nbytes: int = BUDGET_NBYTES,
     deadline_s: float = DEADLINE_S,
+    timeout_s: float | None = None,
     storage_options: Mapping[str, object] | None = None,
 ) -> SaveReport:
     """Save ``state`` as the checkpoint ``uri``; return when it is committed, on every rank.
@@ -42,12 +43,18 @@ def save(
     checkpoint (default: ``state["step"]`` if that is an int). Extra host memory stays within ``budget_nbytes``.
     ``storage_options`` are options of the storage, by name; those in the URI win over them.
 
+    ``timeout_s`` after the call, a save that is not committed ends: what is under way is cut, what was written is removed as
+    far as the storage answers, and DeadlineError is raised. None: every operation has a deadline, the save as a whole has
+    none.
+
     Atomic: a checkpoint that was at ``uri`` is replaced whole, or, after any failure, untouched. Raises StateError for
-    what cannot be saved and UriError, both before any I/O; SaveError, StorageError; RankFailedError and DeadlineError
-    when another rank fails, or shows no sign of life for ``deadline_s`` seconds.
+    what cannot be saved and UriError, both before any I/O; SaveError, StorageError; RankFailedError when another rank
+    fails; DeadlineError when one shows no sign of life for ``deadline_s`` seconds, or ``timeout_s`` are over.
     """
     _checked_budget(budget_nbytes)
-    handle, future = begin_save(uri, state, step, budget_nbytes, deadline_s, storage_options, lazy=False)
+    handle, future = begin_save(
+        uri, state, step, budget_nbytes, deadline_s, storage_options, lazy=False, timeout_s=timeout_s
+    )
     try:
         handle.wait()
     except KeyboardInterrupt:
@@ -65,6 +72,7 @@ def async_save(
     lazy: Lazy = False,
     budget_nbytes: int | None = None,
     deadline_s: float = DEADLINE_S,
+    timeout_s: float | None = None,
     storage_options: Mapping[str, object] | None = None,
 ) -> SaveHandle:
     """Begin to save ``state`` as the checkpoint ``uri``; return when every byte of it is copied to host memory.
@@ -80,7 +88,9 @@ def async_save(
     """
     if budget_nbytes is not None:
         _checked_budget(budget_nbytes)
-    handle, _future = begin_save(uri, state, step, budget_nbytes, deadline_s, storage_options, lazy=lazy)
+    handle, _future = begin_save(
+        uri, state, step, budget_nbytes, deadline_s, storage_options, lazy=lazy, timeout_s=timeout_s
+    )
     if not lazy:
         handle.captured.wait()
     return handle

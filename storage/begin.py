@@ -19,6 +19,7 @@ from .capture.device import Queued, beside, devices_of
 from .capture.fingerprint import fingerprints
 from .capture.lazy import LazyCapture
 from .capture.state import FlatState, flatten
+from .deadline import Deadline
 from .engine import offload, start
 from .frameworks.process_group import current_team, current_world
 from .handle import SaveHandle, StageHandle
@@ -48,11 +49,12 @@ def begin_save(
     storage_options: Mapping[str, object] | None,
     *,
     lazy: Lazy,
+    timeout_s: float | None,
     after: Future[None] | None = None,
 ) -> tuple[SaveHandle, Future[None]]:
     """Begin a save, and wait for nothing; return its handle, and a future that is done when it has ended, well or not.
     The writing of it waits for the end of ``after``."""
-    began_s = time.perf_counter()
+    began_s, deadline = time.perf_counter(), Deadline.of(timeout_s)
     step = None if step is None else _checked_step(step)
     driver = open_driver(uri, current_world(), **(storage_options or {}))
     team = current_team(deadline_s, saving=True)
@@ -61,7 +63,8 @@ def begin_save(
         flat.lazy = told(team, driver, LazyCapture, flat, prove=lazy == "prove")
     unsure = told(team, driver, fingerprints, flat, team.world) if team.world > 1 and not lazy else {}
     step = _step_of(state) if step is None else step
-    save = _Save(SaveJob(flat, step, unsure, budget_nbytes, after=after), _handle(driver, flat), began_s)
+    job = SaveJob(flat, step, unsure, budget_nbytes, after=after, deadline=deadline)
+    save = _Save(job, _handle(driver, flat), began_s)
     with _in_flight_lock:
         before = _in_flight.get(driver.uri)
         future = _in_flight[driver.uri] = start(_run(driver, team, save, before))
@@ -86,8 +89,15 @@ class _Save:
         self._reached: dict[str, float] = {}
         job.progress = Progress(self._captured, lambda: self._reach("sealed"))
 
-    async def prepare(self, team: Team) -> None:
-        """What is done before a byte is copied, and would have kept the trainer waiting."""
+    async def begins(self, before: Future[None] | None, team: Team) -> None:
+        """When ``before``, to the same URI, has ended, and what is to be done before a byte is copied has been."""
+        async with self.job.deadline.holds(self.handle.uri, team.rank):
+            if before is not None:
+                await asyncio.wait([asyncio.wrap_future(before)])
+            await self._prepare(team)
+
+    async def _prepare(self, team: Team) -> None:
+        """What would have kept the trainer waiting."""
         if self.queued.events:
             await offload(self.queued.wait)
         if self.lazy is not None and team.world > 1:
@@ -118,9 +128,7 @@ async def _run(driver: Driver, team: Team, save: _Save, before: Future[None] | N
     """Perform a save; its outcome, good or bad, goes to the handle."""
     handle = save.handle
     try:
-        if before is not None:
-            await asyncio.wait([asyncio.wrap_future(before)])
-        await _told_later(team, save.prepare(team))
+        await _told_later(team, save.begins(before, team))
         save.durable(*await run_save(driver, team, save.job))
     except BaseException as error:
         if handle.captured.done() or save.lazy is not None:  # the caller may have gone on, and never ask
@@ -132,6 +140,8 @@ async def _run(driver: Driver, team: Team, save: _Save, before: Future[None] | N
         if save.lazy is not None:
             save.lazy.end()
         await driver.close()
+        if before is not None:  # it may be late: whoever comes next waits for this one, and so for that one
+            await asyncio.wait([asyncio.wrap_future(before)])
 
 
 def _forget(uri: str, future: Future[None]) -> None:

@@ -25,6 +25,7 @@ from .api import BUDGET_NBYTES, DEADLINE_S
 from .begin import Lazy, UriLike, begin_save
 from .cadence import cadence_of
 from .capture.lazy import fence, hook_optimizers
+from .deadline import Deadline
 from .engine import start
 from .handle import SaveHandle
 from .ledger import Counters, Ledger
@@ -66,7 +67,7 @@ class Checkpointer:
 
     ``on_error``: a save that fails is logged and counted (``warn``), or raised by the next call as well (``raise``).
     ``grace_s``: after SIGTERM, how long to try to save the step at hand, and to finish what is under way, before the signal
-    does what it did before; None leaves the signal alone. ``lazy``, ``deadline_s``, ``budget_nbytes`` and
+    does what it did before; None leaves the signal alone. ``lazy``, ``deadline_s``, ``timeout_s``, ``budget_nbytes`` and
     ``storage_options`` as in :func:`async_save`, but lazy unless switched off.
 
     Every rank makes one, with the same arguments. Raises UsageError, UriError; StorageError only from :meth:`resume`.
@@ -83,6 +84,7 @@ class Checkpointer:
         lazy: Lazy = True,
         grace_s: float | None = GRACE_S,
         deadline_s: float = DEADLINE_S,
+        timeout_s: float | None = None,
         budget_nbytes: int | None = None,
         storage_options: Mapping[str, object] | None = None,
     ) -> None:
@@ -92,10 +94,11 @@ class Checkpointer:
         self._root = Place.of(uri, storage_options)
         start(open_driver(self._root.uri, **self._root.options).close()).result()  # what is misspelled is said here
         self._cadence = cadence_of(every)
+        Deadline.of(timeout_s)  # likewise
         keep = Keep(last=keep) if isinstance(keep, int) else keep
         self._retention = None if keep is None else Retention(self._root, keep)
         self._when_busy, self._on_error, self._lazy = when_busy, on_error, lazy
-        self._deadline_s, self._budget_nbytes = deadline_s, budget_nbytes
+        self._deadline_s, self._timeout_s, self._budget_nbytes = deadline_s, timeout_s, budget_nbytes
         self._agreement = Agreement(deadline_s)
         self._ledger = Ledger()
         self._flights: list[_Flight] = []
@@ -238,6 +241,7 @@ class Checkpointer:
                 self._deadline_s,
                 self._root.options,
                 lazy=self._lazy,
+                timeout_s=self._timeout_s,
                 after=after,
             )
             if not self._lazy:

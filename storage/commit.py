@@ -68,6 +68,7 @@ from .executor import at_most
 from .manifest import MANIFEST_KEY, Manifest, check_complete, image_key
 
 __all__ = [
+    "CLEAN_UP_S",
     "GRACE_S",
     "IDLE_S",
     "Attempt",
@@ -190,11 +191,13 @@ async def collect(driver: Driver, idle_s: float) -> None:
         await sweep(driver)
 
 
-async def commit(driver: Driver, attempt: Attempt, manifest: Manifest) -> Attempt | None:
+async def commit(
+    driver: Driver, attempt: Attempt, manifest: Manifest, putting: Callable[[], None] = lambda: None
+) -> Attempt | None:
     """Make ``manifest`` the checkpoint; return the attempt that it replaced, if that can be deleted now.
 
-    Raises SupersededError, InvisibleFilesError, StorageError: then nothing changed, except that after a StorageError of
-    the put itself the manifest may still turn out to have been stored.
+    Raises SupersededError, InvisibleFilesError, StorageError: then nothing changed, except that after ``putting`` was
+    called, which is just before the put, the manifest may still turn out to have been stored.
     """
     data, before = manifest.encode(), None
     try:
@@ -212,6 +215,7 @@ async def commit(driver: Driver, attempt: Attempt, manifest: Manifest) -> Attemp
 
     if obsolete is not None and not await is_settled(driver, obsolete, now_s):
         obsolete = None  # its manifest may be put again, also after ours
+    putting()
     await driver.put(MANIFEST_KEY, data)
     return obsolete
 

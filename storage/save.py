@@ -21,7 +21,8 @@ from ..planner.balance import Group, balance
 from .capture.fingerprint import label
 from .capture.plan import SavePlan, plan_save
 from .capture.state import FlatState
-from .commit import Attempt, begin, commit, delete_attempt, give_up, settle, still_there
+from .commit import CLEAN_UP_S, Attempt, begin, commit, delete_attempt, give_up, settle, still_there
+from .deadline import Deadline
 from .digest import digest
 from .engine import offload
 from .image_writer import ImageWriter, Progress
@@ -49,22 +50,28 @@ class SaveJob:
     created_s: float = field(default_factory=time.time)
     after: Future[None] | None = None
     """Another save, for whose end the writing waits; copying does not."""
+    deadline: Deadline = field(default=Deadline())
+    """When it is committed, or has failed."""
 
 
 async def run_save(driver: Driver, team: Team, job: SaveJob) -> tuple[str, int]:
     """Save; return the attempt and this rank's bytes. Every rank of the team calls this.
 
-    Raises what failed on this rank, RankFailedError or DeadlineError for another. Then nothing was committed, unless the
-    failure came between the put of the manifest and word of it: what is there is a whole checkpoint in any case.
+    Raises what failed on this rank, RankFailedError or DeadlineError for another, DeadlineError when its time is over. Then
+    nothing was committed, unless the failure came between the put of the manifest and word of it: what is there is a whole
+    checkpoint in any case.
     """
     leader = _Leader(driver, job)
     async with team.session():
         try:
-            return await _save(driver, team, job, leader)
+            async with job.deadline.holds(driver.uri, team.rank):
+                saved = await _save(driver, team, job, leader)
         except BaseException as error:
             await team.fail(error)
             await leader.give_up()
             raise
+        await _settle(leader, job, driver.uri)
+        return saved
 
 
 async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tuple[str, int]:
@@ -93,8 +100,16 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tu
     except InvisibleFilesError:
         await _drop(driver, attempt, team.rank)  # nobody else sees this file, so nobody else will collect it
         raise
-    await leader.settle()
     return attempt.id, plan.layout.nbytes if len(digests) else 0
+
+
+async def _settle(leader: _Leader, job: SaveJob, uri: str) -> None:
+    """It is committed: where the save has a deadline, what is left to do must not hold it up for long."""
+    try:
+        async with asyncio.timeout(None if job.deadline.timeout_s is None else CLEAN_UP_S):
+            await leader.settle()
+    except TimeoutError:
+        _log.warning("what was replaced stays at %s until a later save: %g s were not enough", uri, CLEAN_UP_S)
 
 
 class _Leader:
@@ -120,13 +135,12 @@ class _Leader:
     async def commit(self, fragments: Sequence[bytes]) -> bytes:
         assert self._attempt is not None
         manifest = await offload(_merged, fragments)
-        self._dead = None  # from here on the manifest may turn out to have been stored, whatever is raised
-        try:
-            self._obsolete = await commit(self._driver, self._attempt, manifest)
-        except SaveError:
-            self._dead = self._attempt  # but not then: these are raised before it is put
-            raise
+        self._obsolete = await commit(self._driver, self._attempt, manifest, self._putting)
         return self._attempt.id.encode()
+
+    def _putting(self) -> None:
+        """From here on the manifest may turn out to have been stored, whatever is raised."""
+        self._dead = None
 
     async def settle(self) -> None:
         """All ranks know that it is committed."""

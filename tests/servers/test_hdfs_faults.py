@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
 from support.servers.hadoop import Hadoop, find_hadoop
 from support.servers.hdfs_probe import HdfsProbe
-from support.servers.proxy import FaultProxy
+from support.servers.proxy import FaultProxy, Faults
 
 import holdfast
 from holdfast.drivers.uri import parse
-from holdfast.errors import FullError, HoldfastError, StorageDownError
+from holdfast.errors import DeadlineError, FullError, HoldfastError, StorageDownError
 
 WAIT_S = 120.0
 CUTS_S = 15.0
@@ -60,6 +62,11 @@ def same(left: State, right: State) -> bool:
 def changed(state: State) -> State:
     """Another state of the same shape."""
     return {name: tensor + 1 for name, tensor in state.items()}
+
+
+def part(state: State) -> State:
+    """The first sixth of a state: one chunk, and a little of another."""
+    return {name: tensor[: len(tensor) // 6].clone() for name, tensor in state.items()}
 
 
 def files(uri: str) -> list[str]:
@@ -185,6 +192,66 @@ def test_connections_to_the_name_node_are_cut(hadoop: Hadoop, hdfs_url: str, sta
     assert error is None or isinstance(error, StorageDownError)
     assert finished(hdfs_url, state, newer) == (error is None)
     one_save_tidies_up(hdfs_url, state)
+
+
+def test_connections_that_are_cut_for_ever_end_with_the_time_of_the_save(
+    hadoop: Hadoop, hdfs_url: str, state: State
+) -> None:
+    """Every operation gets through in the end, or has a deadline of its own that is far off; the save has ``timeout_s``, and
+    ends soon after."""
+    state = part(state)
+    holdfast.save(hdfs_url, state)
+    newer = changed(state)
+    host, _, port = hadoop.address.partition(":")
+    with FaultProxy((host, int(port))) as proxy:
+        way = hdfs_url.replace(hadoop.address, proxy.endpoint.removeprefix("http://"))
+        began_s = time.monotonic()
+        handle = holdfast.async_save(f"{way}&block_size=1MiB&max_bytes_per_s=1MB", newer, timeout_s=2)
+        while not handle.done() and time.monotonic() - began_s < WAIT_S:
+            time.sleep(0.15)
+            proxy.cut_all()
+        error = _outcome(handle)
+        assert time.monotonic() - began_s < WAIT_S
+    assert isinstance(error, DeadlineError | StorageDownError)
+    assert not finished(hdfs_url, state, newer)
+    one_save_tidies_up(hdfs_url, state)
+
+
+def test_slow_servers_are_only_slow(hadoop: Hadoop, hdfs_url: str, state: State) -> None:
+    """DataNodes that are halted most of the time, in turns, and a name node at the end of a slow line: the save finishes, and
+    so does the load."""
+    state = part(state)
+    host, _, port = hadoop.address.partition(":")
+    with FaultProxy((host, int(port))) as proxy, halted_in_turns(hadoop, "dn0", "dn1") as halts:
+        proxy.faults = Faults(up_nbytes_per_s=20e3)
+        way = hdfs_url.replace(hadoop.address, proxy.endpoint.removeprefix("http://"))
+        holdfast.save(way, state)
+        assert same(holdfast.load(way), state)
+        assert len(halts) > 2
+    assert finished(hdfs_url, state, state)
+    one_save_tidies_up(hdfs_url, state)
+
+
+@contextmanager
+def halted_in_turns(hadoop: Hadoop, *names: str, halt_s: float = 0.2) -> Iterator[list[str]]:
+    """One after the other these servers stand still, for so long. Yields those that have, so far."""
+    stop, halts = threading.Event(), list[str]()
+
+    def halt() -> None:
+        while not stop.is_set():
+            for name in names:
+                hadoop.kill(name, signal.SIGSTOP)
+                stop.wait(halt_s)
+                hadoop.kill(name, signal.SIGCONT)
+                halts.append(name)
+
+    thread = threading.Thread(target=halt)
+    thread.start()
+    try:
+        yield halts
+    finally:
+        stop.set()
+        thread.join()
 
 
 def test_a_quota_that_is_used_up_fails_the_save(hadoop: Hadoop, hdfs_url: str, state: State) -> None:

@@ -110,9 +110,9 @@ def _dropped_error() -> Iterator[Patch]:
 def _dropped_commit() -> Iterator[Patch]:
     real = commit.commit
 
-    async def committed(driver: Any, attempt: Any, manifest: Any) -> Any:
+    async def committed(driver: Any, attempt: Any, manifest: Any, putting: Any) -> Any:
         try:
-            return await real(driver, attempt, manifest)
+            return await real(driver, attempt, manifest, putting)
         except StorageError:
             return None
 
@@ -209,7 +209,7 @@ def _collects_current() -> Iterator[Patch]:
 
 @broken("the commit does not claim", 11)
 def _no_claim() -> Iterator[Patch]:
-    async def committed(driver: Any, attempt: Any, manifest: Any) -> Any:
+    async def committed(driver: Any, attempt: Any, manifest: Any, putting: Any) -> Any:
         data, before = manifest.encode(), await commit._current_attempt(driver)
         await driver.put(MANIFEST_KEY, data)
         return None if before in (None, attempt.id) else commit.Attempt(before)
@@ -219,7 +219,7 @@ def _no_claim() -> Iterator[Patch]:
 
 @broken("the claim is not exclusive", 47)
 def _claim_not_exclusive() -> Iterator[Patch]:
-    async def committed(driver: Any, attempt: Any, manifest: Any) -> Any:
+    async def committed(driver: Any, attempt: Any, manifest: Any, putting: Any) -> Any:
         class Lax:
             uri, traits = driver.uri, driver.traits
             stat, get, delete, list = driver.stat, driver.get, driver.delete, driver.list
@@ -228,7 +228,7 @@ def _claim_not_exclusive() -> Iterator[Patch]:
                 await driver.put(key, data)
 
         lax: Any = Lax()
-        return await real(lax, attempt, manifest)
+        return await real(lax, attempt, manifest, putting)
 
     real = commit.commit
     yield save, "commit", committed
@@ -263,11 +263,11 @@ def _marker_last() -> Iterator[Patch]:
 
 @broken("the old attempt is deleted before the manifest is put", 0)
 def _deletes_first() -> Iterator[Patch]:
-    async def committed(driver: Any, attempt: Any, manifest: Any) -> Any:
+    async def committed(driver: Any, attempt: Any, manifest: Any, putting: Any) -> Any:
         before = await commit._current_attempt(driver)
         if before is not None and before != attempt.id:
             await commit.delete_attempt(driver, commit.Attempt(before))
-        return await real(driver, attempt, manifest)
+        return await real(driver, attempt, manifest, putting)
 
     real = commit.commit
     yield save, "commit", committed
@@ -280,8 +280,8 @@ def _replaced_goes_at_once() -> Iterator[Patch]:
 
 @broken("whether what was replaced is settled is asked after the put", None, "objects")
 def _asked_late() -> Iterator[Patch]:
-    async def committed(driver: Any, attempt: Any, manifest: Any) -> Any:
-        obsolete = await real(driver, attempt, manifest)
+    async def committed(driver: Any, attempt: Any, manifest: Any, putting: Any) -> Any:
+        obsolete = await real(driver, attempt, manifest, putting)
 
         async def now_s() -> float:
             return float((await driver.stat(attempt.fate)).modified_s)

@@ -1,0 +1,164 @@
+"""``timeout_s``: a save that is not committed by then ends, says so, and leaves nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.flaky import Flaky
+
+import holdfast
+from holdfast.drivers.memory import STORES, MemoryDriver
+from holdfast.errors import DeadlineError, StorageDownError, UsageError
+from holdfast.storage.capture.fingerprint import fingerprints
+from holdfast.storage.capture.state import flatten
+from holdfast.storage.deadline import Deadline
+from holdfast.storage.engine import start
+from holdfast.storage.save import SaveJob, run_save
+from holdfast.storage.team import Solo, StoreTeam
+
+URI = "memory://deadline"
+SLOWLY = f"{URI}?faults=delay:1,delay_s:600"
+OLD, NEW = {"x": torch.arange(1000)}, {"x": torch.arange(1000) * 2}
+BUDGET_NBYTES = 64 << 20
+
+
+@pytest.fixture(autouse=True)
+def store() -> Iterator[dict[str, Any]]:
+    """What is stored under the URI, as it is."""
+    yield STORES.setdefault("deadline", {})
+    STORES.pop("deadline", None)
+
+
+def test_a_save_that_takes_too_long_fails(store: dict[str, Any]) -> None:
+    """In time, by a DeadlineError that names the time, the URI and what to do; the checkpoint before is untouched."""
+    holdfast.save(URI, OLD)
+    before, began_s = dict(store), time.monotonic()
+    with pytest.raises(DeadlineError, match=r"not committed within 0\.3 s .*memory://deadline.* timeout_s") as caught:
+        holdfast.save(SLOWLY, NEW, timeout_s=0.3)
+    assert (caught.value.uri, caught.value.rank) == (URI, 0)
+    assert time.monotonic() - began_s < 60
+    assert store == before
+
+
+def test_a_handle_tells(store: dict[str, Any]) -> None:
+    """An asynchronous save is let go at once, and ``wait()`` raises; the next save to the URI works."""
+    handle = holdfast.async_save(SLOWLY, NEW, lazy=True, timeout_s=0.3)
+    with pytest.raises(DeadlineError, match="not committed"):
+        handle.wait(60)
+    assert handle.done()
+    holdfast.save(URI, NEW, timeout_s=600)
+    assert torch.equal(holdfast.load(URI)["x"], NEW["x"])
+    assert {key.split("/")[1] for key in store if key.startswith("data/")} == {holdfast.open(URI).attempt}
+
+
+def test_a_save_that_waits_for_another_has_its_time_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is queued behind a save to the same URI that does not end gives up when its own time is over; one that comes
+    after it waits for that save all the same, so they do not fight."""
+    gate, real = threading.Event(), MemoryDriver.put
+
+    async def put(self: MemoryDriver, key: str, data: bytes, *, exclusive: bool = False) -> None:
+        while not gate.is_set():
+            await asyncio.sleep(0.01)
+        await real(self, key, data, exclusive=exclusive)
+
+    monkeypatch.setattr(MemoryDriver, "put", put)
+    first = holdfast.async_save(URI, OLD)
+    with pytest.raises(DeadlineError, match=r"within 0\.1 s"):
+        holdfast.save(URI, NEW, timeout_s=0.1)
+    third = holdfast.async_save(URI, NEW, lazy=True)
+    assert not first.done()
+    gate.set()
+    third.wait(60)
+    first.wait(60)
+    assert torch.equal(holdfast.load(URI)["x"], NEW["x"])
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, float("nan")])
+def test_what_is_no_time_is_refused(timeout_s: float) -> None:
+    """Before anything is read or written, by a save and by a Checkpointer."""
+    with pytest.raises(UsageError, match="timeout_s"):
+        holdfast.save(URI, NEW, timeout_s=timeout_s)
+    with pytest.raises(UsageError, match="timeout_s"):
+        holdfast.Checkpointer(URI, timeout_s=timeout_s, grace_s=None)
+
+
+def test_a_checkpointer_hands_it_on() -> None:
+    """Its saves fail in time, so that training is not left with one save that is under way for ever."""
+    checkpointer = holdfast.Checkpointer(SLOWLY, every=1, on_error="raise", timeout_s=0.2, grace_s=None)
+    checkpointer.step(1, NEW)
+    with pytest.raises(DeadlineError, match=r"within 0\.2 s"):
+        checkpointer.close()
+
+
+def test_an_error_of_the_storage_is_no_deadline() -> None:
+    """Also if it is a TimeoutError below: what failed first is what is raised."""
+    down = StorageDownError("no answer")
+    down.__cause__ = TimeoutError()
+
+    async def run() -> None:
+        driver = Flaky([None, None, down])
+        await run_save(driver, Solo(), SaveJob(flatten(NEW), 1, {}, BUDGET_NBYTES, deadline=Deadline.of(600)))
+
+    with pytest.raises(StorageDownError, match="no answer"):
+        start(run()).result(60)
+
+
+def hangs_at(n: int, deadline: Deadline) -> Iterator[float | None]:
+    """All goes well, but for operation ``n`` (from 0), unless the time is over by then: nothing hangs that tidies up."""
+    yield from [None] * n
+    yield 600.0 if deadline.until_s is not None and time.monotonic() < deadline.until_s else None
+
+
+@pytest.mark.parametrize("n", range(16))
+def test_wherever_it_hangs_it_ends(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each operation of a save in turn takes ten minutes: the save fails, and leaves nothing; but where it was the put of the
+    manifest, which may turn out to be done. What hangs after that does not fail it."""
+    monkeypatch.setattr("holdfast.storage.save.CLEAN_UP_S", 0.2)
+
+    async def run() -> tuple[Any, list[str], str]:
+        deadline = Deadline.of(0.2)
+        job = SaveJob(flatten(NEW), 1, {}, BUDGET_NBYTES, deadline=deadline)
+        driver = Flaky(hangs_at(n, deadline))
+        (outcome,) = await asyncio.gather(run_save(driver, Solo(), job), return_exceptions=True)
+        keys = sorted([info.key async for info in driver.inner.list()])
+        return outcome, keys, driver.tried[n][0] if n < len(driver.tried) else ""
+
+    outcome, keys, hung = start(run()).result(90)
+    if isinstance(outcome, tuple):  # (attempt, bytes)
+        assert "manifest.safetensors" in keys
+        assert hung in ("delete", "")
+        return
+    assert isinstance(outcome, DeadlineError)
+    if hung == "put" and keys:
+        assert [key.partition("/")[0] for key in keys] == ["data"] * 3  # marker, fate, image
+    else:
+        assert keys == []
+
+
+def test_one_rank_that_is_late_ends_the_save_on_all() -> None:
+    """The others raise its error, with its number, rather than wait for it."""
+
+    async def run() -> list[Any]:
+        hash_store, states = dist.HashStore(), [{"x": torch.zeros(8)}, {"x": torch.ones(8)}]
+        teams = [StoreTeam(hash_store, rank, 2, "late", 20.0) for rank in range(2)]
+        flats = [flatten(state) for state in states]
+        jobs = [SaveJob(flat, None, fingerprints(flat, 2), BUDGET_NBYTES) for flat in flats]
+        jobs[1].deadline = Deadline.of(0.3)
+        inner = Flaky()
+        late = Flaky([600.0])
+        late.inner = inner.inner
+        works = [run_save(driver, team, job) for driver, team, job in zip((inner, late), teams, jobs, strict=True)]
+        return await asyncio.gather(*works, return_exceptions=True)
+
+    first, second = start(run()).result(60)
+    assert isinstance(second, DeadlineError)
+    assert isinstance(first, DeadlineError)
+    assert (first.rank, second.rank) == (1, 1)
+    assert "not committed within 0.3 s" in first.message
