@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 
-from .machine import PeakMemory, flush
+from .machine import PeakMemory, flush, processor_s
 from .options import GIB
 from .report import LIMIT, OURS, Series, ratio
 
-__all__ = ["Contestant", "contest", "header", "rows"]
+__all__ = ["Contestant", "busy", "contest", "header", "rows"]
 
 
 def _nothing() -> None:
@@ -43,10 +45,24 @@ def contest(contestants: Sequence[Contestant], rounds: int, settle_s: float) -> 
 
 def _timed(contestant: Contestant, series: Series) -> int:
     with PeakMemory() as memory:
-        began_s = time.perf_counter()
+        (own_s, all_s), began_s = processor_s(), time.perf_counter()
         contestant.run()
         series.seconds.append(time.perf_counter() - began_s)
+        own_stop_s, all_stop_s = processor_s()
+        series.own_processor_s.append(own_stop_s - own_s)
+        series.all_processor_s.append(all_stop_s - all_s)
     return memory.nbytes
+
+
+def busy(found: Sequence[Series], nbytes: int) -> list[str]:
+    """One line per contestant: where client and servers share a machine, who is slower may only have more to do."""
+    gib, count = nbytes / GIB, os.cpu_count() or 1
+    return [
+        f"{s.name}: processor time per GiB: {median(s.own_processor_s) / gib:.2f} s its own, "
+        f"{median(s.all_processor_s) / gib:.2f} s with servers and system, "
+        f"which is {median(s.all_processor_s) / (count * s.median):.0%} of what {count} processors had"
+        for s in found
+    ]
 
 
 def header() -> list[str]:

@@ -13,13 +13,14 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import holdfast
 
 from ..drivers.uri import Uri, join, parse
-from .contest import Contestant, contest, header, rows
+from .contest import Contestant, busy, contest, header, rows
 from .machine import describe
 from .options import TINY_GIB, Options, options, parser, work_folder
 from .report import Report, Series, Target, ratio
@@ -70,13 +71,13 @@ class _Streams:
 
 
 @contextmanager
-def _server(given: str | None, folder: Path) -> Iterator[str | None]:
+def _server(given: str | None, folder: Path, datanodes: int) -> Iterator[str | None]:
     """The URI of a file system; None where none is to be had."""
     given = given or os.environ.get("HOLDFAST_TEST_HDFS_URL")
     if given is not None or not SERVER.exists():
         yield given
         return
-    command = [sys.executable, str(SERVER), "--dir", str(folder)]
+    command = [sys.executable, str(SERVER), "--dir", str(folder), "--datanodes", str(datanodes)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -125,26 +126,27 @@ def _check(state: State, expected: dict[str, bytes]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; raises AssertionError where a state does not come back as it was."""
     arguments = parser("hadoop", __doc__, gib=2.0)
+    arguments.add_argument("--datanodes", type=int, default=1, help="of the server that is started (default: 1)")
     arguments.add_argument("--uri", help="hdfs://host:port/folder of a file system of one's own")
     parsed = arguments.parse_args(argv)
     given = options(parsed)
-    with work_folder(given.folder) as folder, _server(parsed.uri, folder) as root:
+    with work_folder(given.folder) as folder, _server(parsed.uri, folder, parsed.datanodes) as root:
         if root is None:
             print("No Hadoop here, nothing measured: make test-servers, or --uri.", flush=True)
             return 0
         nbytes, saving, loading = _measure(join(parse(root), f"bench-{uuid.uuid4().hex}"), given)
-        table = [[f"{what}: {row[0]}", *row[1:]] for what, found in (("save", saving), ("load", loading))
-                 for row in rows(found, nbytes)]  # fmt: skip
+        sides = (("save", saving), ("load", loading))
+        series = [replace(s, name=f"{what}: {s.name}") for what, found in sides for s in found]
+        table = [[f"{what}: {row[0]}", *row[1:]] for what, found in sides for row in rows(found, nbytes)]
         judged = [
-            Target("save, as a share of four streams", ratio(saving[0], saving[1]), 0.9, at_least=True),
-            Target("load, as a share of four streams", ratio(loading[0], loading[1]), 0.9, at_least=True),
+            Target(f"{what}, as a share of four streams", ratio(*found), 0.9, at_least=True) for what, found in sides
         ]
         title = (
             f"HDFS: {nbytes / 1e9:.2f} GB, one process, {given.runs} rounds; the limit is {STREAMS} parallel streams"
         )
-        series = [Series(f"{what}: {s.name}", s.seconds, s.peak_nbytes)
-                  for what, found in (("save", saving), ("load", loading)) for s in found]  # fmt: skip
-        report = Report("hadoop", title, describe(folder), header(), table, [] if given.tiny else judged, series=series)
+        if given.tiny:
+            judged = []
+        report = Report("hadoop", title, describe(folder), header(), table, judged, busy(series, nbytes), series)
         report.emit(given.json, given.svg)
     return 0
 

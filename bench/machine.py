@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import platform
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,7 @@ __all__ = [
     "describe",
     "drop_caches",
     "flush",
+    "processor_s",
     "read_from_device_nbytes",
     "share_heap",
     "sync_tree",
@@ -58,6 +60,13 @@ def available_nbytes() -> int:
 def read_from_device_nbytes() -> int:
     """Bytes that the kernel has fetched from storage for this process so far."""
     return int(_field("/proc/self/io", "read_bytes"))
+
+
+def processor_s() -> tuple[float, float]:
+    """Seconds of processor time so far: of this process, and of the whole machine, its kernel included."""
+    ticks = [int(field) for field in Path("/proc/stat").read_text().partition("\n")[0].split()[1:8]]
+    idle = sum(ticks[3:5])  # that waits for a disk, too
+    return time.process_time(), (sum(ticks) - idle) / os.sysconf("SC_CLK_TCK")
 
 
 class PeakMemory:

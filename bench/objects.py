@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import holdfast
@@ -23,7 +24,7 @@ from ..drivers.contract import Driver
 from ..drivers.registry import open_driver
 from ..drivers.uri import Uri, join, parse
 from ..storage.executor import at_most
-from .contest import Contestant, contest, header, rows
+from .contest import Contestant, busy, contest, header, rows
 from .machine import describe
 from .objectpeers import SETTINGS, Peer, below, best, peers
 from .options import TINY_GIB, Options, options, parser
@@ -172,11 +173,12 @@ def _report(uri: Uri, given: Options) -> Report:
         found, nbytes = _moving(uri, given, kind, others)
         table += [[f"{kind}: {row[0]}", *row[1:]] for row in rows(found, nbytes)]
         targets += _targets(found, kind)
-        series += [Series(f"{kind}: {s.name}", s.seconds, s.peak_nbytes) for s in found]
+        series += [replace(s, name=f"{kind}: {s.name}") for s in found]
     count = SMALL // 50 if given.tiny else SMALL
     small = asyncio.run(_small(open_driver(uri), count))
     told = ", ".join(f"{name} in {seconds:.2f} s" for name, seconds in small.items())
     title = f"Over S3: {nbytes / 1e9:.2f} GB, one process, {given.runs} rounds"
+    notes += busy(series, nbytes)
     notes.append(f"{count:,} objects of 100 bytes: {told}")
     judged = [] if given.tiny else targets
     return Report("objects", title, describe(Path()), header(), table, judged, notes, series)

@@ -16,11 +16,14 @@ OURS = "holdfast"
 
 @dataclass
 class Series:
-    """One contestant: seconds per round, in order; extra peak memory in bytes, and bytes moved, where they are known."""
+    """One contestant: seconds per round, in order; extra peak memory in bytes, and processor time in seconds, of this
+    process and of the whole machine, where they are known."""
 
     name: str
     seconds: list[float] = field(default_factory=list)
     peak_nbytes: list[int] = field(default_factory=list)
+    own_processor_s: list[float] = field(default_factory=list)
+    all_processor_s: list[float] = field(default_factory=list)
 
     @property
     def median(self) -> float:

@@ -1,7 +1,7 @@
 """Blocking calls that may never return, for asyncio: each in a thread of its own, which is left behind at the deadline.
 
 A thread inside the library cannot be interrupted. So that the caller may have its memory back all the same, a call
-touches it only within :meth:`Call.memory`, which raises once the caller has gone.
+touches it only within ``with call:``, which raises once the caller has gone.
 
 Scope: a thread per call costs 0.1 ms; calls here move megabytes, or wait for a name node.
 """
@@ -12,8 +12,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 __all__ = ["Call", "run"]
@@ -33,13 +32,18 @@ class Call:
         self._gone = False
         self._lock = threading.Lock()
 
-    @contextmanager
-    def memory(self) -> Iterator[None]:
-        """The caller's memory may be used in here. Also shows that the call gets on: its deadline begins anew."""
-        with self._lock:
-            if self._gone:
-                raise CallerGone
-            yield
+    def __enter__(self) -> None:
+        """``with call:`` the caller's memory may be used. Also shows that the call gets on: its deadline begins anew.
+
+        Entered for every 64 KiB that is read, so not by way of a generator, which takes four times as long.
+        """
+        self._lock.acquire()
+        if self._gone:
+            self._lock.release()
+            raise CallerGone
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
         self.progress_s = time.monotonic()
 
     def leave(self) -> None:

@@ -109,7 +109,7 @@ class HdfsDriver(Driver):
                 raise DamagedError(message, uri=self.uri, key=key)
             at = 0
             for piece in pieces(reader, start, len(into)):
-                with call.memory():
+                with call:
                     into[at : at + len(piece)] = piece
                 at += len(piece)
             if at < len(into):

@@ -48,7 +48,7 @@ def test_a_call_that_hangs_is_left_behind(cancelled: bool) -> None:
     def hang(call: Call) -> None:
         released.wait(10)
         try:
-            with call.memory():
+            with call:
                 memory[0] = 1
         finally:
             ended.set()
@@ -75,7 +75,7 @@ def test_progress_puts_the_deadline_off() -> None:
     def steps(call: Call) -> str:
         for _ in range(6):
             time.sleep(0.1)
-            with call.memory():
+            with call:
                 pass
         return "done"
 
