@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,7 @@ from ...planner.columns import padded
 from ...planner.image import ImageLayout, lay_out, shard_names
 from ...planner.saving import Holdings, divide
 from ...planner.table import ShardTable, TensorTable
+from ..kept import Kept
 from .dtypes import dtype_name
 from .source import ImageSource
 from .state import FlatState
@@ -55,12 +57,36 @@ def plan_save(
     agreed: Mapping[int, tuple[int, ...]] | None,
     shares: Mapping[Group, tuple[int, ...]] | None = None,
 ) -> SavePlan:
-    """Lay out what ``rank`` writes.
+    """Lay out what ``rank`` writes. What was laid out lately is looked up.
 
     ``agreed`` tells for each row whose replicas the rank alone does not know which ranks hold the same bytes: an empty
     tuple where ranks differ and each keeps its own. None: this process is alone. ``shares``: of groups of ranks that do not
     divide evenly what they hold, see :func:`..planner.saving.divide`.
     """
+    columns: tuple[Sequence[Any], ...] = (flat.names, flat.containers, flat.shapes, flat.dtypes, flat.parts, flat.alias)
+    # All that a plan follows from, and no digest of it: what is equal is the same.
+    told = (None if each is None else tuple(each.items()) for each in (agreed, shares))
+    key = (rank, *told, *(tuple(column) for column in columns))
+    plan = _known.get(key)
+    if plan is None:
+        plan = _planned(flat, rank, agreed, shares)
+        _known.put(key, plan)
+    tensors, container, shards, layout, held = plan
+    check = None if flat.lazy is None else flat.lazy.check
+    source = ImageSource(layout, held, flat.locals, tensors.ndim[held.tensor], check)
+    return SavePlan(tensors, container, shards, layout, source)
+
+
+_Plan = tuple[TensorTable, Ints, ShardTable, ImageLayout, Holdings]
+_known: Kept[_Plan] = Kept(8)
+
+
+def _planned(
+    flat: FlatState,
+    rank: int,
+    agreed: Mapping[int, tuple[int, ...]] | None,
+    shares: Mapping[Group, tuple[int, ...]] | None,
+) -> _Plan:
     alias = np.array(flat.alias, np.int64)
     if agreed is not None:
         for row in np.flatnonzero(alias >= 0).tolist():
@@ -78,8 +104,7 @@ def plan_save(
     layout = lay_out(names, dtypes, held.lengths, ndim, held.itemsize)
     image = np.zeros(len(held.tensor), np.int64)
     shards = ShardTable(held.tensor, held.offsets, held.lengths, image, layout.start).sorted_by_tensor()
-    source = ImageSource(layout, held, flat.locals, ndim, None if flat.lazy is None else flat.lazy.check)
-    return SavePlan(tensors, np.array(flat.containers, np.int64), shards, layout, source)
+    return tensors, np.array(flat.containers, np.int64), shards, layout, held
 
 
 def _holdings(

@@ -5,7 +5,8 @@ Flattening reads no tensor data and does no I/O. What cannot be saved is refused
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+import contextlib
+from collections.abc import Hashable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +17,11 @@ from torch.distributed.tensor import DTensor
 from ...errors import StateError
 from ..frameworks.mesh import LocalPart, local_part, local_tensor
 from ..frameworks.stateful import expand, fills_in_place, has_state
+from ..kept import Kept
 from ..tree import ROOT, Container, Key, Tree, Value, format_path
 from ..values import encode_value
 from .dtypes import numpy_to_torch, refusal
+from .glance import Glance, UnusualError
 
 if TYPE_CHECKING:
     from .lazy import LazyCapture
@@ -74,16 +77,58 @@ def flatten(state: Any, *, loading: bool = False) -> FlatState:
     With ``loading``: only modules and optimizers are expanded; other objects with a state become subtrees as they are.
     Raises StateError naming the path of what cannot be saved.
     """
-    flat = FlatState()
-    flat.modules = list(_modules(state, set()))
-    walker = _Walker(flat, loading)
+    modules = list(_modules(state, set()))
+    glance = Glance(modules)
+    trace: tuple[Hashable, ...] | None = None
+    if not loading:
+        with contextlib.suppress(UnusualError):
+            glance.look(state)
+            trace = tuple(glance.trace)
+    known = None if trace is None else _known.get(trace)
+    if known is not None:
+        return _again(known, glance, modules)
+    flat = FlatState(modules=modules)
+    _walk(state, _Walker(flat, loading, glance.opened))
+    if trace is not None:
+        _known.put(trace, _again(flat, None, []))
+    return flat
+
+
+_known: Kept[FlatState] = Kept(8)
+"""States flattened lately, without what is in them, by their trace."""
+
+
+def _again(known: FlatState, glance: Glance | None, modules: list[torch.nn.Module]) -> FlatState:
+    """A state that is laid out like a known one, with what a glance has seen; None: with nothing in it."""
+    opened = glance.opened if glance else [(None, None)] * len(known.subtrees)
+    values = glance.values if glance else [None] * len(known.tree.values)
+    tree, t = Tree(), known.tree
+    tree.containers, tree.tensor_keys = list(t.containers), {c: dict(keys) for c, keys in t.tensor_keys.items()}
+    tree.arrays, tree.orders = set(t.arrays), {c: list(runs) for c, runs in t.orders.items()}
+    tree.values = [Value(v.container, v.key, [([ROOT], encoded)]) for v, encoded in zip(t.values, values, strict=True)]
+    return FlatState(
+        names=list(known.names),
+        containers=list(known.containers),
+        shapes=list(known.shapes),
+        dtypes=list(known.dtypes),
+        locals=glance.locals if glance else [],
+        origins=glance.origins if glance else [],
+        parts=list(known.parts),
+        alias=list(known.alias),
+        tree=tree,
+        nodes=glance.nodes if glance else [],
+        subtrees=[Subtree(s.parent, s.key, *pair) for s, pair in zip(known.subtrees, opened, strict=True)],
+        modules=modules,
+    )
+
+
+def _walk(state: Any, walker: _Walker) -> None:
     if has_state(state):
         state = walker.opened(state, -1, None)
     if not isinstance(state, Mapping | list | tuple):
         raise StateError(f"the state is a {type(state).__name__}", advice="Pass a dict of what is to be saved.")
     walker.container(state, -1, None, "")
-    _make_canonical(flat)
-    return flat
+    _make_canonical(walker.flat)
 
 
 def _make_canonical(flat: FlatState) -> None:
@@ -110,7 +155,9 @@ def _modules(node: Any, seen: set[int], depth: int = 0) -> Iterator[torch.nn.Mod
 class _Walker:
     """One walk over one state."""
 
-    def __init__(self, flat: FlatState, loading: bool) -> None:
+    def __init__(self, flat: FlatState, loading: bool, opened: Sequence[tuple[Any, Any]]) -> None:
+        """``opened`` are the first objects with a state, in order, and their state, where that is known."""
+        self.already = iter(opened)
         self.flat = flat
         self.loading = loading
         self.tree = flat.tree
@@ -167,8 +214,9 @@ class _Walker:
                 return "c"
             item = self.opened(item, number, key)
         if isinstance(item, DTensor):
-            part = local_part(item, self.path(key))
-            self.tensor(local_tensor(item), number, key, prefix, part, item)
+            local = local_tensor(item)
+            part = local_part(item, local, lambda: self.path(key))
+            self.tensor(local, number, key, prefix, part, item)
         elif isinstance(item, torch.Tensor):
             self.tensor(item, number, key, prefix, None)
         elif isinstance(item, np.ndarray):
@@ -197,7 +245,9 @@ class _Walker:
         self.tensor(numpy_to_torch(item, path), number, key, prefix, None)
 
     def opened(self, item: Any, number: int, key: Key) -> Any:
-        state = expand(item, self.flat.modules, "the state" if number < 0 else self.path(key))
+        owner, state = next(self.already, (None, None))
+        if owner is not item:
+            state = expand(item, self.flat.modules, "the state" if number < 0 else self.path(key))
         self.flat.subtrees.append(Subtree(number, key, item, state))
         return state
 

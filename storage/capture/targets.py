@@ -55,8 +55,9 @@ class Wanted:
     def add_tensor(self, row: int, tensor: torch.Tensor, name: str) -> None:
         """Want all that this rank holds of a tensor, be it a DTensor or a plain one."""
         if isinstance(tensor, DTensor):
-            pieces = local_part(tensor, name).pieces
-            self.add(row, local_tensor(tensor), [(p.box.offsets, p.box.lengths, p.local_offsets) for p in pieces])
+            local = local_tensor(tensor)
+            pieces = local_part(tensor, local, lambda: name).pieces
+            self.add(row, local, [(p.box.offsets, p.box.lengths, p.local_offsets) for p in pieces])
         else:
             self.add_whole(row, tensor)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import lru_cache
+from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ...errors import StateError
@@ -24,52 +25,67 @@ class LocalPart:
     holders: tuple[int, ...]
     mesh_size: int
 
+    def __hash__(self) -> int:  # not of all ranks that hold it: there may be thousands, and parts are keys of dicts
+        return hash((self.pieces, self.mesh_size))
+
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:
     """This rank's local tensor, without a node in the autograd graph."""
-    with torch.no_grad():
-        local = tensor.to_local()
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return local_tensor(tensor)
+    local = tensor.to_local()
     return local.wait() if hasattr(local, "wait") else local
 
 
-def local_part(tensor: DTensor, path: str) -> LocalPart:
-    """Raises StateError for a placement that is not a layout (Partial), or one this release does not know."""
-    mesh = tensor.device_mesh
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return LocalPart((), (0,) * tensor.ndim, (), mesh.size())
-    placements = tuple(_placement(p, path) for p in tensor.placements)
-    ranks = mesh.mesh
-    part = _part(
-        tuple(tensor.shape), tuple(ranks.shape), tuple(ranks.flatten().tolist()), tuple(coordinate), placements
-    )
-    actual = tuple(local_tensor(tensor).shape)
-    if part.pieces and actual != part.local_shape:
+def local_part(tensor: DTensor, local: torch.Tensor, path: Callable[[], str]) -> LocalPart:
+    """What ``local``, this rank's part of ``tensor``, is of the whole.
+
+    Raises StateError for a placement that is not a layout (Partial), or one this release does not know.
+    """
+    known = _parts_of(tensor.device_mesh)
+    key = (tensor.placements, tensor.shape)
+    part = known.get(key)
+    if part is None:
+        if len(known) >= _PARTS_MAX:
+            known.clear()
+        part = known[key] = _part(tensor, path)
+    if part.pieces and local.shape != part.local_shape:
         raise StateError(
-            f"{path} holds a local tensor of shape {actual}, but {tensor.placements} imply {part.local_shape}",
+            f"{path()} holds a local tensor of shape {tuple(local.shape)}, "
+            f"but {tensor.placements} imply {part.local_shape}",
             advice="This release does not know how this tensor is laid out.",
         )
     return part
 
 
-@lru_cache(maxsize=4096)  # layers repeat: a model has few distinct (shape, placements)
-def _part(
-    shape: tuple[int, ...],
-    mesh_shape: tuple[int, ...],
-    mesh_ranks: tuple[int, ...],
-    coordinate: tuple[int, ...],
-    placements: tuple[Placement, ...],
-) -> LocalPart:
-    ranks = np.array(mesh_ranks).reshape(mesh_shape)
+Parts = dict[Hashable, LocalPart]
+_PARTS_MAX = 4096
+_parts: WeakKeyDictionary[DeviceMesh, dict[Hashable, Parts]] = WeakKeyDictionary()
+
+
+def _parts_of(mesh: DeviceMesh) -> Parts:
+    """What is known of tensors on ``mesh`` by placements and shape: layers repeat, a model has few of these. Kept, since
+    to list the ranks of a mesh takes longer the more there are."""
+    return _parts.setdefault(mesh, {}).setdefault(mesh.get_coordinate(), {})
+
+
+def _part(tensor: DTensor, path: Callable[[], str]) -> LocalPart:
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return LocalPart((), (0,) * tensor.ndim, (), mesh.size())
+    placements = tuple(_placement(p, path) for p in tensor.placements)
+    ranks, shape = mesh.mesh.numpy(), tuple(tensor.shape)
     return LocalPart(
-        tuple(local_pieces(shape, mesh_shape, coordinate, placements)),
-        local_shape(shape, mesh_shape, coordinate, placements),
+        tuple(local_pieces(shape, ranks.shape, coordinate, placements)),
+        local_shape(shape, ranks.shape, coordinate, placements),
         holders(ranks, coordinate, placements),
-        len(mesh_ranks),
+        ranks.size,
     )
 
 
-def _placement(placement: object, path: str) -> Placement:
+def _placement(placement: object, path: Callable[[], str]) -> Placement:
     if isinstance(placement, Replicate):
         return Replicated()
     stride = getattr(placement, "split_factor", None)  # _StridedShard: what FSDP2 makes of a tensor that TP has split
@@ -78,6 +94,6 @@ def _placement(placement: object, path: str) -> Placement:
     if isinstance(placement, Shard):
         return Split(int(placement.dim))
     raise StateError(
-        f"{path} has the placement {placement}, which is no layout",
+        f"{path()} has the placement {placement}, which is no layout",
         advice="Redistribute it to Shard or Replicate before saving.",
     )

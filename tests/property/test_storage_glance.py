@@ -1,0 +1,180 @@
+"""A state that is saved again is recognised; any difference in how it is laid out is noticed."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.effort import examples
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import holdfast
+from holdfast.storage.capture import state as capture
+from holdfast.storage.capture.plan import plan_save
+from holdfast.storage.capture.state import FlatState, flatten
+from holdfast.storage.kept import Kept
+
+MESHES = [DeviceMesh("cpu", torch.arange(4).reshape(shape), _init_backend=False, _rank=1) for shape in ((2, 2), (4, 1))]
+BASE = torch.arange(64.0)
+
+
+class Thing:
+    """An object with a state."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._state = state
+
+
+def on_mesh(mesh: DeviceMesh, first: Any, second: Any, local: tuple[int, int]) -> DTensor:
+    """A DTensor of 4 x 4 whose local part has the shape ``local``."""
+    return DTensor.from_local(
+        torch.zeros(local), mesh, [first, second], run_check=False, shape=torch.Size((4, 4)), stride=(4, 1)
+    )
+
+
+TENSORS = [
+    BASE[:4],
+    BASE[:4].reshape(2, 2),
+    BASE[:4].reshape(2, 2).T,
+    BASE[4:8],
+    BASE[:4].view(torch.int32),
+    torch.zeros(4),
+    torch.zeros(0),
+    torch.zeros(4, dtype=torch.complex64),
+    torch.zeros(4, dtype=torch.complex64).conj(),
+    torch.nn.Parameter(torch.zeros(4)),
+    np.zeros(4, np.float32),
+    on_mesh(MESHES[0], Shard(0), Replicate(), (2, 4)),
+    on_mesh(MESHES[0], Replicate(), Shard(0), (2, 4)),
+    on_mesh(MESHES[0], Replicate(), Shard(1), (4, 2)),
+    on_mesh(MESHES[1], Replicate(), Shard(1), (4, 4)),
+    on_mesh(MESHES[1], Replicate(), Replicate(), (4, 4)),
+]
+leaves = st.sampled_from(TENSORS) | st.sampled_from([None, 1, 1.0, True, "x", b"x", torch.Size([1]), torch.float32])
+keys = st.sampled_from(["a", "b", "1", 1, True, 0, False, 0.0, -0.0, None])
+
+
+def branches(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Containers, and an object with a state."""
+    entries = st.dictionaries(keys, inner, max_size=3)
+    items = st.lists(inner, max_size=3)
+    return entries | entries.map(OrderedDict) | items | items.map(tuple) | entries.map(Thing)
+
+
+states = st.dictionaries(keys, st.recursive(leaves, branches, max_leaves=10), max_size=4)
+
+
+@st.composite
+def changed(draw: st.DrawFn, node: Any) -> Any:
+    """The same once more, or with one thing changed somewhere."""
+    if draw(st.integers(0, 5)) == 0 or not isinstance(node, dict | list | tuple) or isinstance(node, torch.Size):
+        return draw(st.one_of(leaves, st.just(node)))
+    if isinstance(node, dict):
+        items = list(node.items())
+        how = draw(st.sampled_from(["turned", "without one", "another key", "inside"]))
+        if how == "turned":
+            items.reverse()
+        if how == "without one":
+            del items[-1:]
+        if how == "another key" and items:
+            items[0] = (draw(keys), items[0][1])
+        if how == "inside" and items:
+            at = draw(st.integers(0, len(items) - 1))
+            items[at] = (items[at][0], draw(changed(items[at][1])))
+        return type(node)(items)
+    made = [*node]
+    if made:
+        at = draw(st.integers(0, len(made) - 1))
+        made[at] = draw(changed(made[at]))
+    return draw(st.sampled_from([list, tuple]))(made)
+
+
+def described(flat: FlatState) -> list[Any]:
+    """All of a flat state, to be compared."""
+    tensors = [(t.data_ptr(), t.shape, t.stride(), t.dtype, t.is_conj()) for t in flat.locals]
+    origins = [id(origin) if isinstance(origin, DTensor) else 0 for origin in flat.origins]
+    subtrees = [(s.parent, repr(s.key), id(s.owner), repr(s.state)) for s in flat.subtrees]
+    columns = (flat.names, flat.containers, flat.shapes, flat.dtypes, flat.parts, flat.alias)
+    return [*columns, repr(flat.tree.to_json()), tensors, origins, subtrees, [type(node) for node in flat.nodes]]
+
+
+def outcome(state: Any) -> Any:
+    """What flattening makes of a state, or says of it."""
+    try:
+        return described(flatten(state))
+    except holdfast.StateError as error:
+        return str(error)
+
+
+def anew(state: Any) -> Any:
+    """The same, when nothing is known."""
+    capture._known.clear()
+    return outcome(state)
+
+
+@examples(100)
+@given(st.data())
+def test_what_is_known_of_one_state_is_not_taken_for_another(data: st.DataObject) -> None:
+    """A state, the same again, and one that differs in a key, its type, the order, a kind, a dtype, a stride, a tie or a
+    placement: each is flattened as if no other had been."""
+    first = data.draw(states)
+    second = data.draw(changed(first))
+    expected = [anew(first), anew(first), anew(second)]
+    capture._known.clear()
+    assert [outcome(first), outcome(first), outcome(second)] == expected
+
+
+@examples(50)
+@given(states)
+def test_what_is_planned_once_is_planned_alike(state: Any) -> None:
+    """The plan that is looked up lays out what the first one did, with the tensors of this time."""
+    capture._known.clear()
+    try:
+        flats = [flatten(state), flatten(state)]
+    except holdfast.StateError:
+        return
+    plans = [plan_save(flat, 1, {row: () for row, part in enumerate(flat.parts) if part is None}) for flat in flats]
+    assert plans[0].layout is plans[1].layout
+    assert plans[0].source is not plans[1].source
+    assert plans[0].layout.header == plans[1].layout.header
+
+
+def test_no_two_leaves_are_taken_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kind of leaf at each of two places, beside tensors that it may be tied to, with all others known."""
+    pool = [*TENSORS, BASE[:4], torch.zeros(2, 2), 1, 1.0, [1], (1,), {"a": 1}, Thing({"a": 1})]
+    states = [{"s": BASE[:4], "t": BASE[:4].reshape(2, 2), "x": x, "y": y} for x in pool for y in pool]
+    expected = [anew(state) for state in states]
+    monkeypatch.setattr(capture, "_known", Kept(len(states)))
+    for state in states:
+        flatten(state)
+    assert [outcome(state) for state in states] == expected
+
+
+def test_a_state_of_a_training_loop_is_walked_once() -> None:
+    """Whatever its values and wherever its tensors are this time."""
+    capture._known.clear()
+    walked = []
+    plain = capture._walk
+    capture._walk = lambda *args: (walked.append(1), plain(*args))[1]
+    try:
+        for step in range(3):
+            model = torch.nn.Linear(2, 2)
+            flat = flatten({"model": model, "step": step, "rng": torch.get_rng_state(), "seen": [step, float(step)]})
+            assert flat.names == ["model.weight", "model.bias", "rng"]
+            assert flat.locals[0].data_ptr() == model.weight.data_ptr()
+            assert [v.by_rank for v in flat.tree.values] == [[([0], step)], [([0], step)], [([0], float(step))]]
+    finally:
+        capture._walk = plain
+    assert len(walked) == 1
