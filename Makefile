@@ -50,7 +50,7 @@ properties: $(READY)  ## property tests, with other examples each time, and more
 drills: $(READY) test-servers  ## kill, cut off and fill up real servers in the middle of saves; minutes
 	@$(BIN)/pytest -m drill tests/servers $(TEST_ARGS)
 
-crash: $(READY)  ## kill saves and cut their power at every point, not at some; half an hour, best as root
+crash: $(READY)  ## kill saves and cut their power at every point, not at some; an hour, best as root
 	@HOLDFAST_TEST_CRASH_POINTS=all $(BIN)/pytest tests/crash -o faulthandler_timeout=14400 $(TEST_ARGS)
 
 damage: $(READY)  ## every byte and every length of a small checkpoint, before every reader; half an hour
