@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -252,6 +255,44 @@ def halted_in_turns(hadoop: Hadoop, *names: str, halt_s: float = 0.2) -> Iterato
     finally:
         stop.set()
         thread.join()
+
+
+@pytest.mark.drill
+def test_full_disks_fail_the_save(tmp_path: Path, state: State) -> None:
+    """In the middle of it, with an error that says so; the checkpoint before is whole, and with more room the next save works
+    and tidies up."""
+    if find_hadoop() is None:
+        pytest.skip("Hadoop is not installed: make test-servers")
+    with small_disk(tmp_path / "dn0") as grow:
+        server = Hadoop(
+            tmp_path, datanodes=1, extra={"dfs.blocksize": 8 << 20}
+        )  # a DataNode has a block of it to spare
+        server.start()
+        try:
+            uri = server.at("run")
+            holdfast.save(uri, state)
+            with pytest.raises(FullError, match="free space on the DataNodes"):
+                holdfast.save(uri, changed(state))
+            assert not finished(uri, state, changed(state))
+            grow()
+            one_save_tidies_up(uri, changed(state))
+        finally:
+            server.stop()
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[Callable[[], None]]:
+    """A disk with room for one checkpoint and a half, at ``folder``; call what is yielded to make it larger."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount")
+    folder.mkdir(mode=0o700)
+    options = ("-t", "tmpfs", "-o")
+    if subprocess.run(["mount", *options, "size=150m,mode=700", "none", folder], check=False).returncode:
+        pytest.skip("cannot mount here")
+    try:
+        yield lambda: subprocess.run(["mount", "-o", "remount,size=600m", folder], check=True) and None
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 def test_a_quota_that_is_used_up_fails_the_save(hadoop: Hadoop, hdfs_url: str, state: State) -> None:

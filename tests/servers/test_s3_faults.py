@@ -17,7 +17,15 @@ from support.servers.radosgw import Radosgw, find_ceph
 import holdfast
 from holdfast.drivers.objects.s3 import S3Driver
 from holdfast.drivers.uri import parse
-from holdfast.errors import AccessError, BusyError, FullError, HoldfastError, StorageDownError, StorageError
+from holdfast.errors import (
+    AccessError,
+    BusyError,
+    DeadlineError,
+    FullError,
+    HoldfastError,
+    StorageDownError,
+    StorageError,
+)
 
 MIB = 1 << 20
 SHORT = "&timeout=3s&deadline=4s&retries=1&op_timeout_s=15"
@@ -153,6 +161,31 @@ def test_a_line_that_goes_dead_fails_the_save(
     assert holds(url(radosgw.endpoint, root), states[0])
     holdfast.save(url(radosgw.endpoint, root), states[1])
     assert holds(url(radosgw.endpoint, root), states[1])
+    assert leftovers(radosgw, root) == []
+
+
+@pytest.mark.drill
+def test_a_full_disk_fails_the_save(
+    radosgw: Radosgw, proxy: FaultProxy, root: str, states: tuple[dict[str, Any], dict[str, Any]]
+) -> None:
+    """A cluster that has no room left does not refuse: its writes hang, in the middle of the parts. The deadline tells; the
+    checkpoint before can be read, and with more room the next save works and tidies up."""
+    uri = url(radosgw.endpoint, root)
+    holdfast.save(uri, states[0])
+    proxy.faults = Faults(up_nbytes_per_s=2 * MIB)
+    options = "&concurrency=2&timeout=8s&deadline=4s&retries=1&op_timeout_s=20"
+    handle = holdfast.async_save(url(proxy.endpoint, root, options), states[1], timeout_s=60)
+    try:
+        radosgw.count_as_full(*[1e-6] * 3)
+        began_s = time.monotonic()
+        with pytest.raises((StorageDownError, FullError, DeadlineError)):
+            handle.wait(60 + 2 * FAIL_S)
+        assert time.monotonic() - began_s < 60 + FAIL_S
+        assert holds(uri, states[0])
+    finally:
+        radosgw.count_as_full(0.97, 0.98, 0.99)
+    holdfast.save(uri, states[1])
+    assert holds(uri, states[1])
     assert leftovers(radosgw, root) == []
 
 

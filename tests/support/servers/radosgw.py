@@ -230,6 +230,12 @@ class Radosgw:
         """What the cluster answers to a command. The program is a script for the host's own Python."""
         return self.run(str(self._ceph.programs / "ceph"), "--connect-timeout", "20", *words, script=True)
 
+    def count_as_full(self, near: float, backfill: float, full: float) -> None:
+        """How much of its disk may be in use before it counts as nearly full, and so on: a part of the whole. Beyond the last
+        one, writes hang. The greatest of them is what counts."""
+        for name, ratio in (("nearfull", near), ("backfillfull", backfill), ("full", full)):
+            self.admin("osd", f"set-{name}-ratio", f"{ratio:f}")
+
     def rgw_admin(self, *words: str) -> bytes:
         """What the gateway's administration answers to a command."""
         return self.run("radosgw-admin", "-n", "client.rgw", *words)
