@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from .storage.api import async_save, fence, load, release_memory, save
     from .storage.checkpointer import Checkpointer
     from .storage.copy import CopyReport, copy
+    from .storage.frameworks.per_rank import PerRank
     from .storage.frameworks.stateful import RNGState
     from .storage.handle import SaveHandle
     from .storage.ledger import Counters
@@ -60,6 +61,7 @@ _HOME = {
     "Keep": ".storage.retention",
     "LoadReport": ".storage.report",
     "PruneReport": ".storage.prune",
+    "PerRank": ".storage.frameworks.per_rank",
     "RNGState": ".storage.frameworks.stateful",
     "SaveHandle": ".storage.handle",
     "SaveReport": ".storage.report",
@@ -81,6 +83,7 @@ __all__ = [  # noqa: RUF022 - what one uses, then what one catches
     "Counters",
     "Keep",
     "LoadReport",
+    "PerRank",
     "PruneReport",
     "RNGState",
     "SaveHandle",

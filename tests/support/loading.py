@@ -1,0 +1,76 @@
+"""For the ranks of a gang to do: read samples through torchdata's StatefulDataLoader, in an epoch that outlasts jobs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterableDataset
+
+import holdfast
+
+from .bits import difference
+
+__all__ = ["own_values", "part_of_an_epoch"]
+
+
+class Samples(IterableDataset[int]):
+    """The samples that a rank has yet to read; its state is just these."""
+
+    def __init__(self, left: torch.Tensor) -> None:
+        self.left = left
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        if not len(self.left):
+            raise StopIteration
+        sample, self.left = int(self.left[0]), self.left[1:]
+        return sample
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is left."""
+        return {"left": self.left.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there."""
+        self.left = state["left"]
+
+
+def part_of_an_epoch(load: str | None, save: str | None, samples: int, batches: int) -> tuple[list[int], float]:
+    """Go on from a checkpoint, or begin: read some batches (-1: all that is left) of this rank's share, and save. Returns the
+    samples that were read, and a random number, of a generator that each rank seeds by itself."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    order = torch.randperm(samples, generator=torch.Generator().manual_seed(7))
+    loader = StatefulDataLoader(Samples(order[rank::world]), batch_size=3)
+    dice = random.Random(rank)
+    state = {"data": holdfast.PerRank(loader, "split"), "dice": holdfast.PerRank(dice), "step": 0}
+    if load:
+        holdfast.load(load, into=state)
+    seen: list[int] = []
+    batch = iter(loader)
+    while batches and (found := next(batch, None)) is not None:
+        seen += found.tolist()
+        batches -= 1
+        state["step"] += 1
+    drawn = dice.random()
+    if save:
+        holdfast.save(save, state)
+    return seen, drawn
+
+
+def own_values(uri: str) -> str | None:
+    """Save and load what differs between ranks in structure; return a difference."""
+    rank = dist.get_rank()
+    own = {"list": list(range(rank)), f"only {rank}": {"t": torch.arange(float(rank))}, "array": np.arange(rank + 1)}
+    holdfast.save(uri, {"own": holdfast.PerRank(own), "w": torch.ones(3)})
+    state: dict[str, Any] = {"own": holdfast.PerRank(None), "w": torch.zeros(3)}
+    holdfast.load(uri, into=state)
+    return difference(own, state["own"].value)
