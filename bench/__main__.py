@@ -16,8 +16,8 @@ from .report import Report, Series, Target, markdown
 
 __all__: list[str] = []
 
-PROGRAMS = ("limits", "save", "load", "stall", "lazy", "ranks", "reshard", "small", "memory")
-OWN_SIZE = ("reshard", "small", "memory")
+PROGRAMS = ("limits", "save", "load", "stall", "lazy", "ranks", "replicas", "reshard", "small", "memory")
+OWN_SIZE = ("replicas", "reshard", "small", "memory")
 """Programs that know their size themselves; --gib is for the others."""
 
 

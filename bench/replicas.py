@@ -1,0 +1,159 @@
+"""Four ranks of one host load the same state cold: each byte read once and handed on, beside all that read all.
+
+Times are of the whole job, from a barrier before to a barrier after. The limit: each rank reads a quarter of as many raw
+bytes as one replica has, and nothing is made of them.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import holdfast
+
+from .contest import header, rows
+from .limits import RawFile
+from .machine import PeakMemory, describe, drop_caches, flush, read_from_device_nbytes
+from .options import Options, options, parser, work_folder
+from .report import LIMIT, OURS, Report, Series, Target, ratio
+from .states import State, build, digests, nbytes_of, zero
+from .workers import joined, leave_findings, run_ranks
+
+__all__: list[str] = []
+
+WORLD = 4
+ALONE, DCP = "holdfast, exchange=False", "DCP"
+OF_THE_LIMIT, TIMES_READ = 0.85, 1.01
+
+
+def _measure(folder: Path, given: Options) -> dict[str, Any]:
+    """In a worker: seconds, memory, and bytes asked of the storage and fetched from the device, per contestant and round."""
+    with joined() as (rank, world):
+        state = build(given.gib)
+        expected, nbytes = digests(state), nbytes_of(state)
+        contestants = _contestants(folder, state, given, rank, world)
+        found: dict[str, dict[str, list[float]]] = {name: {} for name in contestants}
+        for number in range(given.runs + (not given.tiny)):
+            for name, load in contestants.items():
+                zero(state)
+                told = _timed(load, folder, rank, given.settle_s)
+                if name != LIMIT and digests(state) != expected:
+                    raise AssertionError(f"{name}: what was loaded is not what was saved")
+                for key, value in told.items() if number or given.tiny else ():  # the first is for warming up
+                    found[name].setdefault(key, []).append(value)
+        return {"found": found, "nbytes": nbytes}
+
+
+def _contestants(
+    folder: Path, state: State, given: Options, rank: int, world: int
+) -> dict[str, Callable[[], int | None]]:
+    """What each rank does, by name; returns the bytes that it has asked for, if it can tell."""
+    raw = RawFile(folder / f"raw-{rank}", nbytes_of(state) // world, preallocate=True)
+    raw.write()
+    holdfast.save(folder / "ours", state)
+    holdfast.release_memory()  # or the first load would find, uncounted, what the save has kept
+
+    def ours(exchange: Any) -> int:
+        reports: list[holdfast.LoadReport] = []
+        holdfast.load(folder / "ours", into=state, exchange=exchange, on_report=reports.append)
+        return reports[0].bytes_read
+
+    def limit() -> int:
+        raw.read()
+        return raw.nbytes
+
+    out: dict[str, Callable[[], int | None]] = {LIMIT: limit}
+    out[OURS] = lambda: ours(given.tiny or "auto")  # by default, little is not exchanged
+    out[ALONE] = lambda: ours(False)
+    if not given.alone:
+        _dcp(folder, state, saving=True)
+        out[DCP] = lambda: _dcp(folder, state, saving=False)
+    return out
+
+
+def _dcp(folder: Path, state: State, *, saving: bool) -> None:
+    from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+
+    with warnings.catch_warnings(action="ignore"):
+        if saving:
+            state_dict_saver.save(state, checkpoint_id=folder / "dcp")
+        else:
+            state_dict_loader.load(state, checkpoint_id=folder / "dcp")
+
+
+def _timed(load: Callable[[], int | None], folder: Path, rank: int, settle_s: float) -> dict[str, float]:
+    dist.barrier()
+    if rank == 0:
+        flush()
+        time.sleep(settle_s)
+        drop_caches(folder)
+    with PeakMemory() as memory:
+        dist.barrier()
+        began_s, fetched = time.perf_counter(), read_from_device_nbytes()
+        asked = load()
+        dist.barrier()
+        seconds = time.perf_counter() - began_s
+    device = read_from_device_nbytes() - fetched
+    return {"seconds": seconds, "peak": memory.nbytes, "asked": asked or 0, "device": device}
+
+
+def _joined(told: Sequence[dict[str, Any]]) -> tuple[list[Series], dict[str, tuple[float, float]]]:
+    """Series of the whole job, and how many times one replica each contestant asked for, and fetched from the device."""
+    nbytes = told[0]["nbytes"]
+    found, times = [], {}
+    for name in told[0]["found"]:
+        columns = {key: [rank["found"][name][key] for rank in told] for key in told[0]["found"][name]}
+        seconds = [max(each) for each in zip(*columns["seconds"], strict=True)]
+        peaks = [int(sum(each)) for each in zip(*columns["peak"], strict=True)]
+        found.append(Series(name, seconds, peaks))
+        asked, device = (max(map(sum, zip(*columns[key], strict=True))) / nbytes for key in ("asked", "device"))
+        times[name] = asked, device
+    return found, times
+
+
+def _targets(found: Sequence[Series], times: dict[str, tuple[float, float]]) -> list[Target]:
+    series = {s.name: s for s in found}
+    return [
+        Target("load of four replicas, of the limit", ratio(series[LIMIT], series[OURS]), OF_THE_LIMIT, at_least=True),
+        Target("bytes asked of the storage, in replicas", times[OURS][0], TIMES_READ, at_least=False),
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; raises RuntimeError where a rank fails, or gets back what was not saved."""
+    arguments = parser("replicas", __doc__, gib=1.0)
+    arguments.add_argument("--worker", action="store_true", help="for internal use")
+    arguments.add_argument("--findings", help="for internal use")
+    parsed = arguments.parse_args(argv)
+    given = options(parsed)
+    if parsed.worker:
+        leave_findings(parsed.findings, _measure(given.folder, given))
+        return 0
+    with work_folder(given.folder) as folder:
+        told = run_ranks("replicas", WORLD, [*given.arguments(folder), "--worker"])
+        found, times = _joined(told)
+        nbytes = told[0]["nbytes"]
+        table = [
+            [*row, f"{times[s.name][0]:.3f}" if times[s.name][0] else "–", f"{times[s.name][1]:.2f}"]
+            for row, s in zip(rows(found, nbytes), found, strict=True)
+        ]
+        Report(
+            "replicas",
+            f"Cold load of {nbytes / 1e9:.2f} GB by each of {WORLD} ranks, {given.runs} rounds; GB/s of one replica",
+            describe(folder),
+            [*header(), "replicas asked for", "from the device"],
+            table,
+            [] if given.tiny else _targets(found, times),
+            series=found,
+        ).emit(given.json, given.svg)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
