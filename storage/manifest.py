@@ -1,8 +1,8 @@
 """The manifest: which box of which tensor lies at which bytes of which image. Its appearance is the commit.
 
 It is a safetensors file of columns (``columns.py``) with a JSON header; ``docs/reference/format.md`` documents it so that
-a reader can be written from that page. A rank's *fragment*, what it tells the committing rank, is a manifest of one rank.
-No path is stored: an image's key follows from the attempt and the rank.
+a reader can be written from that page. What a rank tells the committing one is a *fragment* (``fragment.py``). No path is
+stored: an image's key follows from the attempt and the rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,18 @@ from ..planner.table import ShardTable, TensorTable
 from .columns import decode_columns, encode_columns, narrowed, parse_header
 from .tree import Tree
 
-__all__ = ["FORMAT_VERSION", "MANIFEST_KEY", "ImageTable", "Manifest", "check_complete", "image_key"]
+__all__ = [
+    "FORMAT_VERSION",
+    "MANIFEST_KEY",
+    "ImageTable",
+    "Manifest",
+    "check",
+    "check_complete",
+    "image_key",
+    "ints_of",
+    "tensor_columns",
+    "tensor_table",
+]
 
 MANIFEST_KEY = "manifest.safetensors"
 FORMAT_VERSION = 1
@@ -121,14 +132,7 @@ class Manifest:
 
     def _columns(self) -> dict[str, npt.NDArray[Any]]:
         t, s, i = self.tensors, self.shards, self.images
-        names = [name.encode("utf-8", "surrogatepass") for name in t.names]
-        columns: dict[str, npt.NDArray[Any]] = {
-            "tensor.name": np.frombuffer(b"".join(names), np.uint8),
-            "tensor.name_nbytes": np.fromiter(map(len, names), np.int64, len(names)),
-            "tensor.dtype": t.dtype,
-            "tensor.ndim": t.ndim,
-            "tensor.shape": t.shape,
-            "tensor.container": self.container,
+        columns = tensor_columns(t, self.container) | {
             "tensor.shards": np.diff(s.pointers(len(t))),
             "shard.image": s.image,
             "shard.start": s.start,
@@ -138,10 +142,6 @@ class Manifest:
             "image.hashed_nbytes": i.hashed_nbytes,
             "chunk.digest": i.digests,
         }
-        if (t.alias >= 0).any():
-            columns["tensor.alias"] = t.alias + 1
-        if (t.owner >= 0).any():
-            columns["tensor.owner"] = t.owner + 1
         return {name: narrowed(column) for name, column in columns.items()}
 
     @classmethod
@@ -153,8 +153,51 @@ class Manifest:
             made = _from_columns(columns, head)
         except (KeyError, TypeError, ValueError, OverflowError, UnicodeDecodeError) as error:
             raise DamagedError(f"{what} is malformed: {error!r}") from error
-        _check(made, what)
+        check(made, what)
         return made
+
+
+def tensor_columns(tensors: TensorTable, container: Ints) -> dict[str, npt.NDArray[Any]]:
+    """The columns of tensors and of their containers, by name."""
+    t, names = tensors, [name.encode("utf-8", "surrogatepass") for name in tensors.names]
+    columns: dict[str, npt.NDArray[Any]] = {
+        "tensor.name": np.frombuffer(b"".join(names), np.uint8),
+        "tensor.name_nbytes": np.fromiter(map(len, names), np.int64, len(names)),
+        "tensor.dtype": t.dtype,
+        "tensor.ndim": t.ndim,
+        "tensor.shape": t.shape,
+        "tensor.container": container,
+    }
+    if (t.alias >= 0).any():
+        columns["tensor.alias"] = t.alias + 1
+    if (t.owner >= 0).any():
+        columns["tensor.owner"] = t.owner + 1
+    return columns
+
+
+def ints_of(columns: Mapping[str, npt.NDArray[Any]], name: str) -> Ints:
+    """A stored column. Raises KeyError, and ValueError where it does not fit."""
+    column = columns[name]
+    if column.dtype == np.uint64 and len(column) and column.max() > np.iinfo(np.int64).max:
+        raise ValueError(f"column {name} overflows")
+    return column.astype(np.int64)
+
+
+def tensor_table(columns: Mapping[str, npt.NDArray[Any]], dtypes: Any) -> TensorTable:
+    """The tensors in columns that :func:`tensor_columns` made, and the header's dtypes. Raises KeyError and ValueError."""
+
+    def optional(name: str) -> Ints:
+        return ints_of(columns, name) if name in columns else np.zeros(len(columns["tensor.dtype"]), np.int64)
+
+    return TensorTable(
+        names=_names(columns["tensor.name"].tobytes(), ints_of(columns, "tensor.name_nbytes")),
+        dtype=columns["tensor.dtype"].astype(np.uint8, casting="safe"),
+        dtypes=tuple((str(name), _whole(itemsize)) for name, itemsize in dtypes),
+        ndim=ints_of(columns, "tensor.ndim"),
+        shape=ints_of(columns, "tensor.shape"),
+        alias=optional("tensor.alias") - 1,
+        owner=optional("tensor.owner") - 1,
+    )
 
 
 def _head(metadata: Mapping[str, str], what: str) -> dict[str, Any]:
@@ -179,25 +222,12 @@ def _whole(value: Any) -> int:
 
 def _from_columns(columns: Mapping[str, npt.NDArray[Any]], head: Mapping[str, Any]) -> Manifest:
     def ints(name: str) -> Ints:
-        column = columns[name]
-        if column.dtype == np.uint64 and len(column) and column.max() > np.iinfo(np.int64).max:
-            raise ValueError(f"column {name} overflows")
-        return column.astype(np.int64)
+        return ints_of(columns, name)
 
-    dtypes = tuple((str(name), _whole(itemsize)) for name, itemsize in head["dtypes"])
-    none = np.zeros(len(columns["tensor.dtype"]), np.int64)
-    tensors = TensorTable(
-        names=_names(columns["tensor.name"].tobytes(), ints("tensor.name_nbytes")),
-        dtype=columns["tensor.dtype"].astype(np.uint8, casting="safe"),
-        dtypes=dtypes,
-        ndim=ints("tensor.ndim"),
-        shape=ints("tensor.shape"),
-        alias=(ints("tensor.alias") if "tensor.alias" in columns else none) - 1,
-        owner=(ints("tensor.owner") if "tensor.owner" in columns else none) - 1,
-    )
+    tensors = tensor_table(columns, head["dtypes"])
     counts, rows = ints("tensor.shards"), len(columns["shard.start"])
     # None is larger than the sum, so that has not wrapped round.
-    if counts.shape != none.shape or counts.max(initial=0) > rows or counts.sum() != rows:
+    if counts.shape != tensors.dtype.shape or counts.max(initial=0) > rows or counts.sum() != rows:
         raise ValueError("numbers of shards disagree")
     shards = ShardTable(
         tensor=np.repeat(np.arange(len(counts)), counts),
@@ -231,8 +261,9 @@ def _names(blob: bytes, nbytes: Ints) -> tuple[str, ...]:
     return tuple(blob[a:b].decode("utf-8", "surrogatepass") for a, b in pairwise(cuts))
 
 
-def _check(m: Manifest, what: str) -> None:
-    """Refuse what no save writes: rows that point nowhere, boxes outside of tensors, bytes outside of images."""
+def check(m: Manifest, what: str) -> None:
+    """Raise DamagedError for what no save writes: rows that point nowhere, boxes outside of tensors, bytes outside of
+    images."""
     for holds, problem in _conditions(m):
         if not holds:
             raise DamagedError(f"{what} contradicts itself: {problem}")

@@ -1,30 +1,37 @@
-"""Many fragments, one manifest: the leader's work at commit. Pure."""
+"""Many fragments, one manifest: the leader's work at commit. Pure.
+
+Tensors and containers are merged once per layout, of which a job has few; shards, of which it has millions, as columns.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import CoverageError, SaveError
+from ..errors import CoverageError, DamagedError, SaveError
+from ..planner.columns import ranges, widen
 from ..planner.table import ShardTable, TensorTable, coverage_errors
-from .manifest import ImageTable, Manifest
-from .tree import merge_trees
+from .fragment import Fragment, Group, join
+from .manifest import ImageTable, Manifest, check
+from .tree import Tree, Value, merge_trees
 
 __all__ = ["merge"]
 
 Ints = npt.NDArray[np.int64]
 
 
-def merge(fragments: Sequence[Manifest]) -> Manifest:
+def merge(fragments: Sequence[Fragment]) -> Manifest:
     """The job's manifest, from the fragments of its ranks, in order of rank.
 
     Raises SaveError where ranks disagree on a tensor, CoverageError where some element is stored never or twice.
     """
-    tree, containers = merge_trees([f.tree for f in fragments])
-    tensors, container, rows = _merge_tensors(fragments, containers)
-    shards = _merge_shards(fragments, rows, tensors.shape.shape[1])
+    whole = join(fragments)
+    tree, containers = merge_trees([_tree(group) for group in whole.groups])
+    tensors, container, rows = _merge_tensors(whole.groups, containers)
+    shards = _merge_shards(whole.groups, rows, tensors.shape.shape[1])
     stored = np.zeros(len(tensors), bool)
     stored[shards.tensor] = True
     tensors.alias[stored] = -1
@@ -34,63 +41,91 @@ def merge(fragments: Sequence[Manifest]) -> Manifest:
             f"{len(problems)} problems: " + "; ".join(problems),
             advice="Ranks disagree on how the state is laid out; every rank must pass the same state, sharded alike.",
         )
-    first = fragments[0]
     images = ImageTable(
-        np.concatenate([f.images.rank for f in fragments]),
-        np.concatenate([f.images.hashed_nbytes for f in fragments]),
-        np.concatenate([f.images.digests for f in fragments]),
+        np.concatenate([group.images.rank for group in whole.groups]),
+        np.concatenate([group.images.hashed_nbytes for group in whole.groups]),
+        np.concatenate([group.images.digests for group in whole.groups]),
     )
-    return Manifest(
-        first.attempt, first.step, len(fragments), first.created_s, tree, tensors, container, shards, images
-    )
+    world = sum(len(group.ranks) for group in whole.groups)
+    attempt, step, created_s = whole.head
+    manifest = Manifest(attempt, step, world, created_s, tree, tensors, container, shards, images)
+    try:
+        check(manifest, "the manifest")
+    except DamagedError as error:
+        raise SaveError("this state makes a manifest that no reader would accept") from error
+    return manifest
+
+
+def _tree(group: Group) -> Tree:
+    """The tree of a group's ranks, with their values."""
+    places = group.layout.tree.values
+    values = [Value(v.container, v.key, by) for v, by in zip(places, group.values, strict=True)]
+    return replace(group.layout.tree, values=values)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Where a group's tensors are in the manifest: row t of the layout at ``base[t]``, or, one that ranks have for
+    themselves, there and below, in order of rank."""
+
+    base: Ints
+    group: Group
+
+    def of(self, tensor: Ints, image: Ints) -> Ints:
+        """The rows of tensors, as seen by the ranks of these images."""
+        position = np.searchsorted(self.group.ranks, self.group.images.rank)
+        rows: Ints = self.base[tensor] + np.where(self.group.layout.own[tensor], position[image], 0)
+        return rows
 
 
 def _merge_tensors(
-    fragments: Sequence[Manifest], containers: Sequence[Sequence[int]]
-) -> tuple[TensorTable, Ints, list[Ints]]:
-    """Tensors by (name, owner) in order of first appearance, their containers, and per fragment the new row of each."""
-    row_of: dict[tuple[str, int], int] = {}
+    groups: Sequence[Group], containers: Sequence[Sequence[int]]
+) -> tuple[TensorTable, Ints, list[_Rows]]:
+    """Tensors by name and owner in order of first appearance, their containers, and where those of each group are."""
+    row_of: dict[str, int] = {}
+    names: list[str] = []
+    rows = [_Rows(_place(group, row_of, names), group) for group in groups]
+    n, width = len(names), max(group.layout.tensors.shape.shape[1] for group in groups)
     kinds: dict[tuple[str, int], int] = {}
-    rows: list[Ints] = []
-    for f in fragments:
-        keys = zip(f.tensors.names, f.tensors.owner.tolist(), strict=True)
-        rows.append(np.array([row_of.setdefault(key, len(row_of)) for key in keys], np.int64))
-    n, width = len(row_of), max(f.tensors.shape.shape[1] for f in fragments)
     dtype, ndim, alias, container = np.zeros(n, np.uint8), np.full(n, -1), np.full(n, -1), np.zeros(n, np.int64)
-    shape = np.ones((n, width), np.int64)
-    for rank, (f, row) in enumerate(zip(fragments, rows, strict=True)):
-        t = f.tensors
+    shape, owner = np.ones((n, width), np.int64), np.full(n, -1)
+    for placed, numbers in zip(rows, containers, strict=True):
+        t, own, ranks = placed.group.layout.tensors, placed.group.layout.own, placed.group.ranks
         code = np.array([kinds.setdefault(kind, len(kinds)) for kind in t.dtypes], np.uint8)[t.dtype]
-        wide = _widened(t.shape, width, 1)
-        known = ndim[row] >= 0
-        differs = known & ((dtype[row] != code) | (ndim[row] != t.ndim) | (shape[row] != wide).any(axis=1))
+        wide, row = widen(t.shape, width, 1), placed.base
+        differs = (ndim[row] >= 0) & ((dtype[row] != code) | (ndim[row] != t.ndim) | (shape[row] != wide).any(axis=1))
         if differs.any():
-            name = t.names[int(np.flatnonzero(differs)[0])]
+            name, rank = t.names[int(np.flatnonzero(differs)[0])], int(ranks[0])
             raise SaveError(
                 f"tensor {name!r} has another shape or dtype on rank {rank} than on the ranks before it", rank=rank
             )
-        dtype[row], ndim[row], shape[row] = code, t.ndim, wide
-        container[row] = np.array(containers[rank], np.int64)[f.container]
-        tied = t.alias >= 0
-        alias[row[tied]] = row[t.alias[tied]]
-    names = tuple(name for name, _ in row_of)
-    owner = np.fromiter((o for _, o in row_of), np.int64, n)
-    return TensorTable(names, dtype, tuple(kinds), ndim, shape, alias, owner), container, rows
+        inside = np.array(numbers, np.int64)[placed.group.layout.container]
+        of, to = ranges(row, np.where(own, len(ranks), 1))
+        at = to - row[of]
+        dtype[to], ndim[to], shape[to], container[to] = code[of], t.ndim[of], wide[of], inside[of]
+        owner[to] = np.where(own[of], ranks[at], -1)
+        tied = t.alias[of] >= 0
+        alias[to[tied]] = row[t.alias[of[tied]]] + at[tied]
+    return TensorTable(tuple(names), dtype, tuple(kinds), ndim, shape, alias, owner), container, rows
 
 
-def _merge_shards(fragments: Sequence[Manifest], rows: Sequence[Ints], width: int) -> ShardTable:
+def _place(group: Group, row_of: dict[str, int], names: list[str]) -> Ints:
+    """The first row of each tensor of a group; what is new is added to ``names``, once per rank where ranks have their
+    own."""
+    base = []
+    for name, own in zip(group.layout.tensors.names, group.layout.own.tolist(), strict=True):
+        row = len(names) if own else row_of.setdefault(name, len(names))
+        base.append(row)
+        if row == len(names):
+            names += [name] * (len(group.ranks) if own else 1)
+    return np.array(base, np.int64)
+
+
+def _merge_shards(groups: Sequence[Group], rows: Sequence[_Rows], width: int) -> ShardTable:
     parts, images = [], 0
-    for f, row in zip(fragments, rows, strict=True):
-        s = f.shards
-        parts.append(
-            ShardTable(
-                row[s.tensor], _widened(s.offsets, width, 0), _widened(s.lengths, width, 1), s.image + images, s.start
-            )
-        )
-        images += len(f.images)
-    return ShardTable.concat(parts).sorted_by_tensor()
-
-
-def _widened(columns: Ints, width: int, fill: int) -> Ints:
-    missing = width - columns.shape[1]
-    return np.pad(columns, ((0, 0), (0, missing)), constant_values=fill) if missing else columns
+    for group, placed in zip(groups, rows, strict=True):
+        s = group.shards
+        tensor, image = placed.of(s.tensor, s.image), s.image + images
+        parts.append(ShardTable(tensor, widen(s.offsets, width, 0), widen(s.lengths, width, 1), image, s.start))
+        images += len(group.images)
+    return ShardTable.concat(parts)

@@ -25,6 +25,7 @@ from .commit import CLEAN_UP_S, Attempt, begin, commit, delete_attempt, give_up,
 from .deadline import Deadline
 from .digest import digest
 from .engine import offload
+from .fragment import Fragment, Layout, decode_fragment, fragment_of
 from .image_writer import ImageWriter, Progress
 from .manifest import ImageTable, Manifest, image_key
 from .merge import merge
@@ -174,7 +175,8 @@ async def _written(
 
 
 def _merged(fragments: Sequence[bytes]) -> Manifest:
-    return merge([Manifest.decode(data, f"the fragment of rank {rank}") for rank, data in enumerate(fragments)])
+    known: dict[bytes, Layout] = {}
+    return merge([decode_fragment(data, f"the fragment of rank {i}", known) for i, data in enumerate(fragments)])
 
 
 def _statement(uri: str, job: SaveJob) -> bytes:
@@ -269,17 +271,18 @@ async def _image_key(beginning: asyncio.Future[bytes], rank: int) -> str:
     return image_key(json.loads(await asyncio.shield(beginning))["attempt"], rank)
 
 
-def _fragment(attempt: Attempt, job: SaveJob, plan: SavePlan, digests: npt.NDArray[np.uint8], rank: int) -> Manifest:
-    """What this rank tells the leader: a manifest of one rank."""
+def _fragment(attempt: Attempt, job: SaveJob, plan: SavePlan, digests: npt.NDArray[np.uint8], rank: int) -> Fragment:
+    """What this rank tells the leader."""
     wrote = len(digests) > 0
     images = ImageTable(
         np.array([rank] if wrote else [], np.int64),
         np.array([plan.layout.hashed_end] if wrote else [], np.int64),
         digests,
     )
-    return Manifest(
+    part = Manifest(
         attempt.id, job.step, rank + 1, job.created_s, job.flat.tree, plan.tensors, plan.container, plan.shards, images
     )
+    return fragment_of(part, rank)
 
 
 async def _drop(driver: Driver, attempt: Attempt, rank: int) -> None:

@@ -10,6 +10,7 @@ once, one that differs is stored per rank.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,10 +18,13 @@ from typing import Any
 from ..errors import DamagedError, SaveError
 from .values import decode_value, encode_text
 
-__all__ = ["ROOT", "Container", "Key", "Tree", "Value", "format_path", "merge_trees"]
+__all__ = ["ROOT", "ByRank", "Container", "Key", "Tree", "Value", "format_path", "merge_trees", "unite"]
 
 Key = str | int | float | bool | None
 """What a dict key may be; list and tuple items have int keys."""
+
+ByRank = list[tuple[list[int], Any]]
+"""(ranks, encoded) where ranks disagree; else one entry."""
 
 ROOT = 0
 _RUNS = ("t", "v", "c")
@@ -45,7 +49,7 @@ class Value:
 
     container: int
     key: Key
-    by_rank: list[tuple[list[int], Any]]
+    by_rank: ByRank
 
     def of(self, rank: int) -> Any:
         """The value of ``rank``; where that rank saved none, of the rank that ``rank`` falls on, counted round."""
@@ -180,23 +184,25 @@ def format_path(keys: Iterable[Key]) -> str:
 
 
 def merge_trees(trees: Sequence[Tree]) -> tuple[Tree, list[list[int]]]:
-    """The union of the ranks' trees (one per rank, in order), and per rank the new number of each of its containers.
+    """The union of trees, whose values say which ranks have them; and per tree the new number of each of its containers.
 
     Raises SaveError where ranks disagree on what kind of container stands at a path.
     """
     merged = Tree()
     merged.containers = [trees[0].containers[0]]
     numbers: dict[tuple[int, str, Key], int] = {}
-    values: dict[tuple[int, str, Key], Value] = {}
+    values: dict[tuple[int, str, Key], list[Value]] = {}
     renumbered = [_merge_containers(merged, tree, numbers) for tree in trees]
-    for rank, (tree, number) in enumerate(zip(trees, renumbered, strict=True)):
+    for tree, number in zip(trees, renumbered, strict=True):
         merged.arrays |= tree.arrays
         for c, runs in tree.orders.items():
             merged.orders.setdefault(number[c], runs)
         for c, keys in tree.tensor_keys.items():
             merged.tensor_keys.setdefault(number[c], {}).update(keys)
         for value in tree.values:
-            _merge_value(merged, values, value, number[value.container], rank)
+            container = number[value.container]
+            values.setdefault((container, type(value.key).__name__, value.key), []).append(value)
+    merged.values = [Value(where[0], v[0].key, unite(each.by_rank for each in v)) for where, v in values.items()]
     return merged, renumbered
 
 
@@ -217,29 +223,13 @@ def _merge_containers(merged: Tree, tree: Tree, numbers: dict[tuple[int, str, Ke
     return number
 
 
-def _merge_value(
-    merged: Tree, seen: dict[tuple[int, str, Key], Value], value: Value, container: int, rank: int
-) -> None:
-    encoded = value.by_rank[0][1]
-    known = seen.get((container, type(value.key).__name__, value.key))
-    if known is None:
-        new = Value(container, value.key, [([rank], encoded)])
-        seen[container, type(value.key).__name__, value.key] = new
-        merged.values.append(new)
-        return
-    for ranks, other in known.by_rank:
-        if _same(other, encoded):
-            ranks.append(rank)
-            return
-    known.by_rank.append(([rank], encoded))
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Equal in type too: JSON keeps 1, 1.0 and True apart, Python's == does not."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
-    if isinstance(a, list):
-        return len(a) == len(b) and all(map(_same, a, b))
-    return a.hex() == b.hex() if isinstance(a, float) else bool(a == b)  # 0.0 is not -0.0
+def unite(values: Iterable[ByRank]) -> ByRank:
+    """What ranks have at one place: each value once, with all the ranks that have it; in order of first rank."""
+    found: dict[str, tuple[list[int], Any]] = {}
+    for by_rank in values:
+        for ranks, encoded in by_rank:
+            # Text, for it tells 1, 1.0 and True apart, and 0.0 and -0.0.
+            found.setdefault(json.dumps(encoded, sort_keys=True), ([], encoded))[0].extend(ranks)
+    for ranks, _ in found.values():
+        ranks.sort()
+    return sorted(found.values(), key=lambda entry: entry[0][0])

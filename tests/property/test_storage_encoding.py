@@ -110,11 +110,14 @@ def branches(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 states = st.dictionaries(keys, st.recursive(small, branches, max_leaves=12), max_size=5)
 
 
-def tree_of(state: Any) -> Tree:
-    """A state without tensors as a tree."""
+def tree_of(state: Any, rank: int = 0) -> Tree:
+    """A state without tensors as a tree, of one rank."""
     from holdfast.storage.capture.state import flatten
 
-    return flatten(state).tree
+    tree = flatten(state).tree
+    for value in tree.values:
+        value.by_rank = [([rank], value.by_rank[0][1])]
+    return tree
 
 
 def leaves(tree: Tree, rank: int) -> list[tuple[Any, Any]]:
@@ -142,7 +145,7 @@ def test_a_tree_comes_back_from_json(state: Any) -> None:
 @given(st.lists(states, min_size=1, max_size=4))
 def test_merged_trees_give_each_rank_its_own_values(ranks: list[Any]) -> None:
     """Whatever the others have: equal values are stored once, others per rank, by value and type."""
-    trees = [tree_of(state) for state in ranks]
+    trees = [tree_of(state, rank) for rank, state in enumerate(ranks)]
     try:
         merged, numbers = merge_trees(trees)
     except SaveError:
@@ -169,7 +172,7 @@ def test_merged_trees_give_each_rank_its_own_values(ranks: list[Any]) -> None:
 @given(st.lists(small, min_size=2, max_size=5))
 def test_values_that_are_equal_but_of_another_type_are_kept_apart(ranks: list[Any]) -> None:
     """1, 1.0 and True, 0.0 and -0.0: each rank gets back what it had."""
-    merged, _ = merge_trees([tree_of({"x": value}) for value in ranks])
+    merged, _ = merge_trees([tree_of({"x": value}, rank) for rank, value in enumerate(ranks)])
     assert difference(ranks, [merged.values[0].of(rank) for rank in range(len(ranks))]) is None
 
 

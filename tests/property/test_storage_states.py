@@ -25,6 +25,7 @@ from holdfast.planner.image import BLOCKS_NAME
 from holdfast.storage.capture.fingerprint import fingerprints
 from holdfast.storage.capture.plan import plan_save
 from holdfast.storage.capture.state import flatten
+from holdfast.storage.fragment import decode_fragment, fragment_of, join
 from holdfast.storage.manifest import ImageTable, Manifest
 from holdfast.storage.merge import merge
 
@@ -142,7 +143,7 @@ def test_a_merged_manifest_has_what_its_fragments_have(ranks: list[Any]) -> None
     """Each rank's tensors, by name and owner, with their shards and the images that hold them; nothing else."""
     fragments = fragments_of(ranks)
     try:
-        merged = Manifest.decode(merge(fragments).encode())
+        merged = Manifest.decode(merge([fragment_of(f, rank) for rank, f in enumerate(fragments)]).encode())
     except holdfast.SaveError as error:
         assert "on one rank and a" in str(error)
         return
@@ -153,6 +154,37 @@ def test_a_merged_manifest_has_what_its_fragments_have(ranks: list[Any]) -> None
     assert merged.world == len(ranks)
     assert merged.images.rank.tolist() == [rank for rank, f in enumerate(fragments) if len(f.images)]
     assert merged.images.digests.tolist() == [row for f in fragments for row in f.images.digests.tolist()]
+
+
+@few
+@given(st.lists(states, min_size=1, max_size=4), st.data())
+def test_fragments_make_the_same_manifest_in_whichever_order_they_are_joined(
+    ranks: list[Any], data: st.DataObject
+) -> None:
+    """One by one, or first those of some hosts: after any tree of joins, each told anew, the manifest is the same."""
+    told = [fragment_of(f, rank) for rank, f in enumerate(fragments_of(ranks))]
+    try:
+        expected = merge(told).encode()
+    except holdfast.SaveError as error:
+        assert "on one rank and a" in str(error)
+        return
+    while len(told) > 1:
+        at = data.draw(st.integers(0, len(told) - 2))
+        joined = join(told[at : at + 2]).encode()
+        told[at : at + 2] = [decode_fragment(joined, "a fragment", {})]
+    assert plain(Manifest.decode(merge(told).encode())) == plain(Manifest.decode(expected))
+
+
+@few
+@given(states, st.data())
+def test_a_fragment_with_a_flipped_bit_is_refused(state: Any, data: st.DataObject) -> None:
+    """By its checksum, wherever it is."""
+    whole = fragment_of(fragments_of([state])[0], 0).encode()
+    position, bit = data.draw(st.integers(0, len(whole) - 1)), data.draw(st.integers(0, 7))
+    with pytest.raises(holdfast.DamagedError):
+        decode_fragment(
+            whole[:position] + bytes([whole[position] ^ (1 << bit)]) + whole[position + 1 :], "a fragment", {}
+        )
 
 
 def rows_of(m: Manifest, rank: int | None) -> list[Any]:

@@ -1,0 +1,131 @@
+"""Llama-3 405B in training, as each rank of a job holds it: names, shapes and placements, without a byte of it.
+
+Published dimensions: 126 layers, hidden 16384, feed-forward 53248, 128 heads, 8 of keys and values, a vocabulary of 128256.
+Beside the bf16 weights there are the fp32 master copy and two moments of Adam, a random state and the place in the data
+that differ from rank to rank. Memory for the tensors is asked for, and never touched: it costs address space alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from ..planner.placement import Replicated, Split, local_shape
+
+__all__ = ["KINDS", "TINY", "Job", "Model", "placement_of"]
+
+KINDS = ("ZeRO-1", "ZeRO-3", "HSDP")
+OPTIMIZER = ("master", "exp_avg", "exp_avg_sq")
+RNG_NBYTES = 5056
+"""What a state of torch's generator takes."""
+SHARD_GROUP_MAX = 16
+"""HSDP shards within groups of at most so many data-parallel ranks, and replicates beyond."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A Llama by its dimensions."""
+
+    layers: int = 126
+    hidden: int = 16384
+    ffn: int = 53248
+    kv: int = 1024
+    vocab: int = 128256
+
+    def stage(self, index: int, stages: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of the parameters of one of ``stages`` pipeline stages."""
+        h, f, kv = self.hidden, self.ffn, self.kv
+        if index == 0:
+            yield "tok_embeddings.weight", (self.vocab, h)
+        for layer in range(self.layers * index // stages, self.layers * (index + 1) // stages):
+            shapes = {"wq": (h, h), "wk": (kv, h), "wv": (kv, h), "wo": (h, h)}
+            yield from ((f"layers.{layer}.attention.{name}.weight", shape) for name, shape in shapes.items())
+            shapes = {"w1": (f, h), "w2": (h, f), "w3": (f, h)}
+            yield from ((f"layers.{layer}.feed_forward.{name}.weight", shape) for name, shape in shapes.items())
+            yield from ((f"layers.{layer}.{name}.weight", (h,)) for name in ("attention_norm", "ffn_norm"))
+        if index == stages - 1:
+            yield "norm.weight", (h,)
+            yield "output.weight", (self.vocab, h)
+
+
+TINY = Model(layers=4, hidden=256, ffn=512, kv=64, vocab=1000)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training job: the model on ``tp`` x ``pp`` x ``dp`` ranks; ranks of one tensor-parallel group are neighbours.
+
+    ``kind`` says what data parallelism splits: the optimizer (ZeRO-1), all of the state (ZeRO-3), or all of it within
+    groups of ranks, with the same in each group (HSDP).
+    """
+
+    model: Model
+    kind: str
+    tp: int
+    pp: int
+    dp: int
+
+    @property
+    def world(self) -> int:
+        """How many ranks."""
+        return self.tp * self.pp * self.dp
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """The mesh of one pipeline stage: replicas, what data parallelism splits over, tensor parallelism."""
+        split = max(n for n in range(1, SHARD_GROUP_MAX + 1) if self.dp % n == 0) if self.kind == "HSDP" else self.dp
+        return self.dp // split, split, self.tp
+
+    def mesh(self, rank: int) -> DeviceMesh:
+        """The mesh of the stage of ``rank``, as seen by it; nothing is communicated."""
+        size = self.tp * self.dp
+        ranks = torch.arange(rank // size * size, (rank // size + 1) * size).reshape(self.shape)
+        return DeviceMesh("cpu", ranks, _init_backend=False, _rank=rank)
+
+    def state(self, rank: int, mesh: DeviceMesh | None = None) -> dict[str, Any]:
+        """What ``rank`` saves."""
+        mesh = mesh or self.mesh(rank)
+        parameters = dict(self.model.stage(rank // (self.tp * self.dp), self.pp))
+        split_weights = self.kind != "ZeRO-1"
+        return {
+            "model": {n: _part(mesh, s, self._placements(n, split_weights), torch.bfloat16) for n, s in parameters.items()},
+            "optim": {
+                n: {kind: _part(mesh, s, self._placements(n, True), torch.float32) for kind in OPTIMIZER}
+                for n, s in parameters.items()
+            },
+            "step": 100,
+            "rng": torch.empty(RNG_NBYTES, dtype=torch.uint8),
+            "data": {"epoch": 1, "position": 1000 + rank},
+        }  # fmt: skip
+
+    def _placements(self, name: str, split: bool) -> Sequence[Placement]:
+        if "norm" in name:
+            return [Replicate(), Shard(0) if split else Replicate(), Replicate()]
+        over = 1 if name.endswith(("wo.weight", "w2.weight")) else 0
+        rows: Placement = Shard(0) if over else _StridedShard(0, split_factor=self.tp)
+        return [Replicate(), rows if split else Replicate(), Shard(over)]
+
+
+def _part(mesh: DeviceMesh, shape: tuple[int, ...], placements: Sequence[Placement], dtype: torch.dtype) -> DTensor:
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    local = local_shape(shape, tuple(mesh.shape), coordinate, [placement_of(placement) for placement in placements])
+    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return DTensor.from_local(
+        torch.empty(local, dtype=dtype), mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+def placement_of(placement: Placement) -> Replicated | Split:
+    """Torch's placement as the planner's."""
+    if isinstance(placement, Replicate):
+        return Replicated()
+    return Split(placement.dim, getattr(placement, "split_factor", 1))  # type: ignore[attr-defined]

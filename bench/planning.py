@@ -1,0 +1,273 @@
+"""What planning costs each rank of a large job, and the rank that commits: Llama-3 405B with Adam, simulated.
+
+The engine's own functions get what the ranks of such a job would have: tensors of the right names, shapes and placements,
+whose memory is never touched. Ranks come one after the other, so a laptop will do; what they would send is merged for all
+of them. Times are of the processor: on one core, without what else the machine does meanwhile.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from ..planner.loading import plan_load
+from ..planner.placement import Replicated, Split, holders, local_pieces, local_shape
+from ..storage.capture.plan import plan_save
+from ..storage.capture.state import FlatState, flatten
+from ..storage.capture.targets import match
+from ..storage.fragment import Fragment, Layout, decode_fragment, fragment_of
+from ..storage.frameworks.mesh import LocalPart
+from ..storage.manifest import ImageTable, Manifest
+from ..storage.merge import merge
+from .llama import KINDS, TINY, Job, Model, placement_of
+from .machine import PeakMemory, describe
+from .options import bare_parser
+from .report import Report, Series, Target
+
+__all__: list[str] = []
+
+ATTEMPT = "20260101T000000-00000000"
+DATA_PARALLEL = (8, 70, 128, 781)
+"""Times TP 8 and PP 16: 1,024, 8,960, 16,384 and 99,968 ranks."""
+TARGETS = 8960
+MERGED_RANKS_MAX = 16_384
+SAMPLES = 5
+MIB = 1 << 20
+
+
+@dataclass
+class _Found:
+    """What was measured of one job; seconds of one processor, per rank or of the committing rank."""
+
+    job: Job
+    first_s: list[float] = field(default_factory=list)
+    again_s: list[float] = field(default_factory=list)
+    load_s: list[float] = field(default_factory=list)
+    tensors: int = 0
+    shards: list[int] = field(default_factory=list)
+    fragment_nbytes: list[int] = field(default_factory=list)
+    merge_s: float = 0.0
+    merge_nbytes: int = 0
+    decode_s: float = 0.0
+    manifest_nbytes: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.job.kind}, {self.job.world:,} ranks"
+
+    def row(self) -> list[str]:
+        whole = [f"{self.merge_s:.2f}", f"{self.merge_nbytes / MIB:,.0f}", f"{self.manifest_nbytes / 1e6:.1f}"]
+        whole += [f"{self.decode_s:.2f}", f"{max(self.load_s, default=0) * 1e3:.0f}"]
+        return [
+            self.name,
+            f"{self.tensors}",
+            f"{max(self.shards)}",
+            f"{max(self.first_s) * 1e3:.1f}",
+            f"{max(self.again_s) * 1e3:.1f}",
+            f"{max(self.fragment_nbytes) / 1e3:.1f}",
+            *(whole if self.manifest_nbytes else ["–"] * len(whole)),
+        ]
+
+
+HEADER = ["", "tensors", "shards", "first ms", "again ms", "fragment kB", "merge s", "merge MiB", "manifest MB"]
+HEADER += ["its decoding s", "load plan ms"]
+
+
+def _told(flat: FlatState, rank: int, world: int) -> Fragment:
+    """What ``rank`` does from its flat state to what it tells at commit, but for data. The random state is its own."""
+    agreed = {row: () if part is None else part.holders for row, part in enumerate(flat.parts)}
+    plan = plan_save(flat, rank, agreed, {})
+    digests = np.zeros((plan.layout.chunks, 16), np.uint8)
+    images = ImageTable(np.array([rank]), np.array([plan.layout.hashed_end]), digests)
+    return fragment_of(
+        Manifest(ATTEMPT, 100, world, 0.0, flat.tree, plan.tensors, plan.container, plan.shards, images), rank
+    )
+
+
+def _sample(found: _Found, rank: int) -> bytes:
+    """Plan for one rank, from its state to its fragment, for the first time and again; return the fragment."""
+    job = found.job
+    mesh = job.mesh(rank)
+    for seconds in (found.first_s, found.again_s):
+        state = job.state(rank, mesh)  # as a training loop has it: new objects each time, laid out as before
+        began_s = time.process_time()
+        flat = flatten(state)
+        told = _told(flat, rank, job.world)
+        data = told.encode()
+        seconds.append(time.process_time() - began_s)
+    found.tensors = max(found.tensors, len(flat.names))
+    found.shards.append(len(told.groups[0].shards))
+    found.fragment_nbytes.append(len(data))
+    return data
+
+
+class _Stage:
+    """The ranks of one pipeline stage, which hold the same tensors: flattened once, and moved from rank to rank."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        self._job, self._flat = job, flatten(job.state(rank))
+        first = rank // (job.tp * job.dp) * job.tp * job.dp
+        self._ranks = np.arange(first, first + job.tp * job.dp).reshape(job.shape)
+
+    def told(self, rank: int) -> bytes:
+        """The fragment of ``rank``."""
+        flat, parts = self._flat, dict[object, LocalPart]()
+        coordinate = tuple(int(at) for at in np.argwhere(self._ranks == rank)[0])
+        moved = replace(flat, parts=[self._part(row, coordinate, parts) for row in range(len(flat.names))])
+        for value in moved.tree.values:
+            if value.key == "position":
+                value.by_rank = [([0], 1000 + rank)]
+        return _told(moved, rank, self._job.world).encode()
+
+    def _part(self, row: int, at: tuple[int, ...], known: dict[object, LocalPart]) -> LocalPart | None:
+        flat = self._flat
+        if flat.parts[row] is None:
+            return None
+        placements = [placement_of(p) for p in flat.origins[row].placements]  # type: ignore[attr-defined]
+        key = (flat.shapes[row], *placements)
+        if key not in known:
+            known[key] = _located(flat.shapes[row], self._ranks, at, placements)
+        return known[key]
+
+
+def _located(
+    shape: tuple[int, ...], ranks: np.ndarray, at: tuple[int, ...], placements: Sequence[Replicated | Split]
+) -> LocalPart:
+    pieces = tuple(local_pieces(shape, ranks.shape, at, placements))
+    local = local_shape(shape, ranks.shape, at, placements)
+    return LocalPart(pieces, local, holders(ranks, at, placements), ranks.size)
+
+
+def _commit(found: _Found, fragments: Sequence[bytes]) -> Manifest:
+    """Merge the fragments of all ranks, as the leader does; return what a reader makes of the manifest."""
+    known: dict[bytes, Layout] = {}
+    with PeakMemory() as memory:
+        began_s = time.process_time()
+        merged = merge([decode_fragment(data, "a fragment", known) for data in fragments])
+        data = merged.encode()
+        found.merge_s = time.process_time() - began_s
+    found.merge_nbytes, found.manifest_nbytes = memory.nbytes, len(data)
+    del merged
+    began_s = time.process_time()
+    manifest = Manifest.decode(data)
+    found.decode_s = time.process_time() - began_s
+    return manifest
+
+
+def _load(found: _Found, manifest: Manifest, target: Job) -> None:
+    """Plan loads of some ranks of another layout."""
+    for rank in _samples(target.world):
+        state = target.state(rank)
+        began_s = time.process_time()
+        matched = match(flatten(state, loading=True), manifest, rank, cast=False)
+        wanted = matched.wanted.targets(manifest.tensors.shape)
+        plan_load(manifest.tensors, manifest.shards, wanted, manifest.images.hashed_nbytes)
+        found.load_s.append(time.process_time() - began_s)
+        if matched.missing or matched.mismatched:
+            raise AssertionError(f"the other layout does not fit: {[*matched.missing, *matched.mismatched][:3]}")
+
+
+def _samples(world: int) -> list[int]:
+    return sorted({int(at) for at in np.linspace(0, world - 1, SAMPLES)})
+
+
+def _measured(job: Job, target: Job, merged_max: int) -> _Found:
+    found = _Found(job)
+    told = {rank: _sample(found, rank) for rank in _samples(job.world)}
+    if job.world <= merged_max:
+        size = job.tp * job.dp
+        stages = [_Stage(job, first) for first in range(0, job.world, size)]
+        fragments = [stages[rank // size].told(rank) for rank in range(job.world)]
+        if any(fragments[rank] != data for rank, data in told.items()):
+            raise AssertionError("a rank that was moved tells something else than one that was made")
+        manifest = _commit(found, fragments)
+        _load(found, manifest, target)
+    print("  " + "  ".join(found.row()), flush=True)
+    return found
+
+
+def _targets(all_found: Sequence[_Found]) -> list[Target]:
+    ours = [found for found in all_found if found.job.world == TARGETS]
+    if not ours:
+        return []
+    figures = {
+        "first plan of a rank, s": (max(max(f.first_s) for f in ours), 1.0),
+        "the same plan again, s": (max(max(f.again_s) for f in ours), 0.005),
+        "merge, s": (max(f.merge_s for f in ours), 10.0),
+        "manifest, MB": (max(f.manifest_nbytes for f in ours) / 1e6, 100.0),
+        "load plan of a rank, s": (max(max(f.load_s) for f in ours), 1.0),
+    }
+    least = {f.job.kind: f for f in all_found if f.job.dp == min(o.job.dp for o in all_found)}
+    grown = max(_per_row(f) / _per_row(least[f.job.kind]) for f in all_found)
+    targets = [Target(f"{name}, {TARGETS:,} ranks", *figure, at_least=False) for name, figure in figures.items()]
+    return [
+        *targets,
+        Target("growth of a first plan per tensor and shard, to 100,000 ranks", grown, 1.5, at_least=False),
+    ]
+
+
+def _per_row(found: _Found) -> float:
+    """Seconds of a first plan by what the rank has to plan."""
+    return statistics.median(found.first_s) / (found.tensors + statistics.median(found.shards))
+
+
+def _draw(all_found: Sequence[_Found], file: Path) -> None:
+    """Curves over the number of ranks. Needs matplotlib."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
+    for kind in KINDS:
+        ours = [f for f in all_found if f.job.kind == kind]
+        worlds = [f.job.world for f in ours]
+        left.plot(worlds, [max(f.first_s) * 1e3 for f in ours], marker="o", label=f"{kind}, first")
+        left.plot(worlds, [max(f.again_s) * 1e3 for f in ours], marker=".", linestyle=":", label=f"{kind}, again")
+        merged = [f for f in ours if f.manifest_nbytes]
+        right.plot([f.job.world for f in merged], [f.merge_s for f in merged], marker="o", label=kind)
+    for axes, title in ((left, "plan of a rank, ms"), (right, "merge of all ranks, s")):
+        axes.set(xscale="log", xlabel="ranks", title=title, ylim=(0, None))
+        axes.legend(fontsize="small")
+    figure.savefig(file)
+    plt.close(figure)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; raises AssertionError where a layout does not come together."""
+    arguments = bare_parser("planning", __doc__, tiny="a small model on 16 and 64 ranks")
+    arguments.add_argument("--dp", type=int, nargs="+", default=DATA_PARALLEL, help="data-parallel ranks of each job")
+    arguments.add_argument("--merged-ranks-max", type=int, default=MERGED_RANKS_MAX, help="larger jobs are not merged")
+    arguments.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="what data parallelism splits")
+    given = arguments.parse_args(argv)
+    model, tp, pp = (TINY, 2, 2) if given.tiny else (Model(), 8, 16)
+    sizes = (4, 16) if given.tiny else given.dp
+    found = [
+        _measured(Job(model, kind, tp, pp, dp), Job(model, "ZeRO-3", tp, pp // 2, dp), given.merged_ranks_max)
+        for kind in given.kinds
+        for dp in sizes
+    ]
+    series = [Series(f"{f.name}: {what}", s) for f in found for what, s in (("first", f.first_s), ("again", f.again_s))]
+    report = Report(
+        "planning",
+        "Planning of Llama-3 405B with Adam, TP 8 × PP 16 × DP; the slowest of some ranks, processor time",
+        describe(given.dir),
+        HEADER,
+        [f.row() for f in found],
+        [] if given.tiny else _targets(found),
+        series=series,
+    )
+    report.emit(given.json)
+    if given.svg:
+        _draw(found, given.svg)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""Fragments: what ranks tell the leader at commit, as columns, and many of them as one.
+
+Ranks of one kind (the data-parallel and tensor-parallel ranks of a pipeline stage, say) know the same tensors and the same
+containers: they have a *layout* in common. So a fragment is a list of groups of ranks, each with its layout, and of what
+ranks have of their own, the columns of their shards and images and their values. To join fragments is to lay the columns
+of groups with the same layout end to end; no tensor is looked at. How the manifest is made of it says ``merge``.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import DamagedError
+from ..planner.columns import Bools, Ints, widen
+from ..planner.image import DIGEST_NBYTES
+from ..planner.table import ShardTable, TensorTable
+from .columns import decode_columns, encode_columns, narrowed
+from .digest import digest
+from .manifest import ImageTable, Manifest, ints_of, tensor_columns, tensor_table
+from .tree import ByRank, Tree, Value, unite
+from .values import decode_value, encode_value
+
+__all__ = ["Fragment", "Group", "Layout", "decode_fragment", "fragment_of", "join"]
+
+_LENGTH = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """What ranks of one kind have in common. ``own``: (T,) whether each of them has the tensor for itself. The values in
+    ``tree`` are places, without a value."""
+
+    tensors: TensorTable
+    own: Bools
+    container: Ints
+    tree: Tree
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """As bytes, which are equal where layouts are."""
+        t = self.tensors
+        columns = tensor_columns(t, self.container) | {"tensor.own": self.own.astype(np.uint8)}
+        places = [[v.container, encode_value(v.key, "")] for v in self.tree.values]
+        head = {"dtypes": t.dtypes, "tree": replace(self.tree, values=[]).to_json(), "places": places}
+        narrow = {name: narrowed(column) for name, column in columns.items()}
+        return encode_columns(narrow, {"layout": json.dumps(head, separators=(",", ":"))})
+
+    @property
+    def key(self) -> bytes:
+        """A digest of it."""
+        return self.encoded[-DIGEST_NBYTES:]
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Ranks of one layout, ascending, and what each has. ``shards.tensor`` are rows of the layout, ``shards.image`` of
+    ``images``; ``values`` are those of the layout's places, in order."""
+
+    layout: Layout
+    ranks: Ints
+    shards: ShardTable
+    images: ImageTable
+    values: list[ByRank]
+
+    def encode(self) -> bytes:
+        """All but the layout, as bytes."""
+        s, i = self.shards, self.images
+        columns: dict[str, npt.NDArray[Any]] = {
+            "rank": self.ranks,
+            "shard.tensor": s.tensor,
+            "shard.image": s.image,
+            "shard.start": s.start,
+            "shard.offsets": s.offsets,
+            "shard.lengths": s.lengths,
+            "image.rank": i.rank,
+            "image.hashed_nbytes": i.hashed_nbytes,
+            "chunk.digest": i.digests,
+        }
+        narrow = {name: narrowed(column) for name, column in columns.items()}
+        return encode_columns(narrow, {"values": json.dumps(self.values, separators=(",", ":"))})
+
+
+@dataclass(frozen=True, eq=False)
+class Fragment:
+    """What some ranks tell of one save. ``head``: attempt, step and time of the save, as in the manifest."""
+
+    head: tuple[str, int | None, float]
+    groups: list[Group]
+
+    def encode(self) -> bytes:
+        """As bytes; each layout once. Raises SaveError for what is too large for any reader."""
+        layouts = list({group.layout.key: group.layout.encoded for group in self.groups}.items())
+        row = {key: i for i, (key, _) in enumerate(layouts)}
+        told = json.dumps({"head": self.head, "layouts": [row[group.layout.key] for group in self.groups]}).encode()
+        blobs = [told, *(encoded for _, encoded in layouts), *(group.encode() for group in self.groups)]
+        body = b"".join([_LENGTH.pack(len(blobs)), *(_LENGTH.pack(len(blob)) for blob in blobs), *blobs])
+        return body + digest(body)
+
+
+def fragment_of(manifest: Manifest, rank: int) -> Fragment:
+    """What one rank tells: a manifest of its part alone."""
+    m, tree = manifest, replace(manifest.tree, values=[Value(v.container, v.key, []) for v in manifest.tree.values])
+    own = m.tensors.owner >= 0
+    tensors = replace(m.tensors, owner=np.full(len(own), -1, np.int64))
+    values: list[ByRank] = [[([rank], v.by_rank[0][1])] for v in m.tree.values]
+    group = Group(Layout(tensors, own, m.container, tree), np.array([rank]), m.shards, m.images, values)
+    return Fragment((m.attempt, m.step, m.created_s), [group])
+
+
+def decode_fragment(data: bytes, what: str, known: MutableMapping[bytes, Layout]) -> Fragment:
+    """The fragment in ``data``. Layouts are looked up in ``known``, and added to it. Raises DamagedError."""
+    body = data[:-DIGEST_NBYTES]
+    if digest(body) != data[-DIGEST_NBYTES:]:
+        raise DamagedError(f"{what} does not match its own checksum")
+    try:
+        told, *rest = _blobs(body)
+        head = json.loads(told)
+        rows = head["layouts"]
+        n = len(rest) - len(rows)
+        layouts = [_known_layout(blob, what, known) for blob in rest[:n]]
+        groups = [_group(layouts[row], blob, what) for row, blob in zip(rows, rest[n:], strict=True)]
+        attempt, step, created_s = head["head"]
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError, struct.error) as error:
+        raise DamagedError(f"{what} is malformed: {error!r}") from error
+    return Fragment((attempt, step, created_s), groups)
+
+
+def _blobs(data: bytes) -> list[bytes]:
+    (count,) = _LENGTH.unpack_from(data)
+    begin = _LENGTH.size * (1 + count)
+    lengths = np.frombuffer(data[_LENGTH.size : begin], "<u8").tolist()
+    cuts = np.cumsum([begin, *lengths]).tolist()
+    if len(lengths) != count or cuts[-1] != len(data):
+        raise ValueError("lengths disagree")
+    return [data[a:b] for a, b in pairwise(cuts)]
+
+
+def _known_layout(blob: bytes, what: str, known: MutableMapping[bytes, Layout]) -> Layout:
+    key = blob[-DIGEST_NBYTES:]
+    if key not in known:
+        columns, metadata = decode_columns(blob, what)
+        head = json.loads(metadata["layout"])
+        tree = Tree.from_json(head["tree"])
+        tree.values = [Value(int(c), decode_value(key), []) for c, key in head["places"]]
+        container, own = ints_of(columns, "tensor.container"), columns["tensor.own"].astype(np.bool_)
+        known[key] = Layout(tensor_table(columns, head["dtypes"]), own, container, tree)
+    return known[key]
+
+
+def _group(layout: Layout, blob: bytes, what: str) -> Group:
+    columns, metadata = decode_columns(blob, what)
+
+    def ints(name: str) -> Ints:
+        return ints_of(columns, name)
+
+    names = ("shard.tensor", "shard.offsets", "shard.lengths", "shard.image", "shard.start")
+    images = ImageTable(ints("image.rank"), ints("image.hashed_nbytes"), columns["chunk.digest"])
+    values: list[ByRank] = [[(ranks, encoded) for ranks, encoded in by] for by in json.loads(metadata["values"])]
+    return Group(layout, ints("rank"), ShardTable(*map(ints, names)), images, values)
+
+
+def join(fragments: Sequence[Fragment]) -> Fragment:
+    """All of them as one, with a group per layout, in order of their first ranks. They are given in order of rank."""
+    by_layout: dict[bytes, list[Group]] = {}
+    for fragment in fragments:
+        for group in fragment.groups:
+            by_layout.setdefault(group.layout.key, []).append(group)
+    return Fragment(fragments[0].head, [_joined(groups) for groups in by_layout.values()])
+
+
+def _joined(groups: Sequence[Group]) -> Group:
+    if len(groups) == 1:
+        return groups[0]
+    width = max(group.shards.offsets.shape[1] for group in groups)
+    images = ImageTable(
+        np.concatenate([group.images.rank for group in groups]),
+        np.concatenate([group.images.hashed_nbytes for group in groups]),
+        np.concatenate([group.images.digests for group in groups]),
+    )
+    counts = np.array([len(group.images) for group in groups])
+    before = np.repeat(np.cumsum(counts) - counts, [len(group.shards) for group in groups])
+    shards = ShardTable(
+        np.concatenate([group.shards.tensor for group in groups]),
+        np.concatenate([widen(group.shards.offsets, width, 0) for group in groups]),
+        np.concatenate([widen(group.shards.lengths, width, 1) for group in groups]),
+        np.concatenate([group.shards.image for group in groups]) + before,
+        np.concatenate([group.shards.start for group in groups]),
+    )
+    ranks = np.concatenate([group.ranks for group in groups])
+    values = [unite(by) for by in zip(*(group.values for group in groups), strict=True)]
+    return Group(groups[0].layout, ranks, shards, images, values)
