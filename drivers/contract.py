@@ -65,6 +65,9 @@ class Traits:
     """Of several exclusive puts to one key exactly one succeeds, whichever hosts they come from."""
     shared: bool
     """Other hosts see the same objects."""
+    read_copies: int = 1
+    """How often the bytes of a read lie in memory until it returns: in the caller's buffer, and where the driver's library
+    has received them. Budgets count all of them."""
     streams: int = 1
     """An upload is fastest when this many contiguous segments of it, see :func:`segments`, are written at once: then
     ``part_order``, which is not ``serial``, holds within each of them. One after the other is as right, and slower."""

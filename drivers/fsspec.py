@@ -89,6 +89,7 @@ class FsspecDriver(Driver):
             part_order="serial",
             exclusive_is_atomic=False,
             shared=self._kind.shared,
+            read_copies=2,
         )
         self._threads = Threads(threads, uri=self.uri)
         self._uploads: set[_Upload] = set()

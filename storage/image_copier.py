@@ -86,7 +86,12 @@ class ImageCopier:
         traits = self.destination.traits
         if traits.part_order != "serial":
             return 1
-        return max(1, min(traits.concurrency, self.budget_nbytes // self.target.chunk_nbytes))
+        return max(1, min(traits.concurrency, self.budget_nbytes // self._job_nbytes))
+
+    @property
+    def _job_nbytes(self) -> int:
+        """What a chunk on its way takes of the budget: its buffer, and what the source holds besides."""
+        return self.target.chunk_nbytes * self.source.driver.traits.read_copies
 
     async def _run_line(self, images: Sequence[int], lines: int) -> None:
         line = _Line(self, images)
@@ -106,7 +111,7 @@ class ImageCopier:
             Stage("check", "cpu"),
             Stage("write", "write", in_order=ours.part_order != "any"),
         )
-        jobs = min(max(1, self.budget_nbytes // lines // self.target.chunk_nbytes), sum(lanes.values()))
+        jobs = min(max(1, self.budget_nbytes // lines // self._job_nbytes), sum(lanes.values()))
         return Scheduler(stages, Budget(jobs * self.target.chunk_nbytes, lanes))
 
 

@@ -110,9 +110,9 @@ class ImageReader:
     @property
     def jobs(self) -> int:
         """Reads that hold a buffer at a time, at most."""
-        return min(
-            max(1, self.budget_nbytes // self.manifest.chunk_nbytes), self.driver.traits.concurrency + CPU_THREADS
-        )
+        traits = self.driver.traits
+        job_nbytes = self.manifest.chunk_nbytes * traits.read_copies
+        return min(max(1, self.budget_nbytes // job_nbytes), traits.concurrency + CPU_THREADS)
 
     def _scheduler(self, stages: Sequence[Stage]) -> Scheduler:
         io, jobs = self.driver.traits.concurrency, self.jobs

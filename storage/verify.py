@@ -98,7 +98,7 @@ async def verify_images(
             pool.give(buffer)
 
     io = driver.traits.concurrency
-    jobs = min(max(1, budget_nbytes // m.chunk_nbytes), io + 2 * CPU_THREADS)
+    jobs = min(max(1, budget_nbytes // (m.chunk_nbytes * driver.traits.read_copies)), io + 2 * CPU_THREADS)
     lanes = {"io": io, "cpu": 1}  # one checker: the report is written by one thread
     scheduler = Scheduler((Stage("read", "io"), Stage("check", "cpu")), Budget(jobs * m.chunk_nbytes, lanes))
     await execute(scheduler, [m.chunk_nbytes] * len(chunks), perform, release)

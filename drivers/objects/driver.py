@@ -52,6 +52,7 @@ class ObjectDriver(Driver):
             part_order="ascending",
             exclusive_is_atomic=settings.conditional,
             shared=True,
+            read_copies=2,
         )
         self._root, self._settings = root, settings
         self._threads = Threads(4, uri=self.uri)
