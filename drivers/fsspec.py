@@ -291,7 +291,7 @@ class FsspecDriver(Driver):
             quiet_s = time.time() - (modified_s(info) or time.time())
             if is_temporary(path.rpartition("/")[2]) and info["type"] == "file" and quiet_s > QUIET_S:
                 self._remove(path)
-        self._remove_empty([path for path, info in found if info["type"] == "directory" and path != self._path(prefix)])
+        self._remove_empty([self._path(prefix), *(path for path, info in found if info["type"] == "directory")])
 
     def _exists(self, folder: str) -> bool:
         return bool(self._fs.isdir(self._path(folder)))

@@ -160,7 +160,8 @@ class Tree:
             sync_folder(fd)
 
     def sweep(self, prefix: str, quiet_s: float) -> None:
-        """Remove dead temporary files of the object ``prefix``, and below the folder ``prefix`` these and empty folders.
+        """Remove dead temporary files of the object ``prefix``, and those below the folder ``prefix``; and this folder, and
+        those in it, where they are empty.
 
         Dead: nobody holds a lock on it, and it has not changed for ``quiet_s`` seconds.
         """
@@ -174,7 +175,7 @@ class Tree:
             folders = [prefix]
             for folder in folders:  # grows while it is gone through
                 folders += self._sweep_folder(folder, quiet_s)
-            for folder in reversed(folders[1:]):
+            for folder in reversed(folders):
                 self._remove_if_empty(folder)
 
     def _sweep_folder(self, key: str, quiet_s: float) -> list[str]:

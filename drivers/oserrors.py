@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from ..errors import AccessError, ExistsError, FullError, NotFoundError, StorageDownError, StorageError
 
@@ -40,19 +38,28 @@ _ADVICE = {
 }
 
 
-@contextmanager
-def storage_errors(doing: str, uri: str, key: str) -> Iterator[None]:
-    """Turn an OSError of the body into the StorageError of its kind, with ``uri`` (redacted), ``key`` and its cause.
+class storage_errors:
+    """Turn an OSError of the body of a ``with`` into the StorageError of its kind, with ``uri`` (redacted), ``key`` and its
+    cause.
 
     ``doing`` begins the message: "write", say. A StorageError passes unchanged.
     """
-    try:
-        yield
-    except StorageError:
-        raise
-    except OSError as error:
+
+    __slots__ = ("_doing", "_key", "_uri")
+
+    def __init__(self, doing: str, uri: str, key: str) -> None:
+        self._doing, self._uri, self._key = doing, uri, key
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, OSError) or isinstance(error, StorageError):
+            return
         code = error.errno or 0
-        message = f"{doing} failed: {error.strerror or error}"
+        message = f"{self._doing} failed: {error.strerror or error}"
         if code in errno.errorcode:
             message += f" [{errno.errorcode[code]}]"
-        raise _KIND_OF.get(code, StorageError)(message, uri=uri, key=key, advice=_ADVICE.get(code)) from error
+        raise _KIND_OF.get(code, StorageError)(
+            message, uri=self._uri, key=self._key, advice=_ADVICE.get(code)
+        ) from error

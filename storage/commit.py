@@ -7,6 +7,7 @@ Keys below a checkpoint's root::
                                     what it copies
     data/<attempt>/<rank>.safetensors
     data/<attempt>/fate             written once, exclusively: empty by its own leader, "abort" by a later save
+    data/pruning                    while somebody deletes the checkpoint: put before its last look at the manifest
 
 1. *begin*: every attempt that is not the current checkpoint is sentenced ("abort") and deleted, then a new attempt begins.
    The newest save wins: a zombie of a dead job cannot commit any more.
@@ -15,7 +16,9 @@ Keys below a checkpoint's root::
 4. It sees ``attempt.json``, and every image, whole. After the claim: a sentence may have been carried out, and so removed.
    Whoever deletes an attempt deletes ``attempt.json`` first, and its fate later. So if it is there after a claim that
    succeeded, there never was a sentence, and nobody deletes, or is about to delete, an image.
-5. It puts the manifest: atomically, durably.
+5. It puts the manifest: atomically, durably. Then it looks for ``data/pruning``. A pruning puts that, and then looks
+   whether the manifest is still the one to be deleted. So one of the two sees the other: the pruning leaves the manifest
+   alone, or the leader waits until it is over, and puts its manifest again if that is gone.
 6. *settle*: once the verdict is out, the leader deletes ``attempt.json``: it puts no manifest any more. And what the
    manifest named before goes, if that was settled before 5. Else its leader may be putting its manifest once more, since
    an answer that was lost looks like a put that failed: so it is left alone for a grace period.
@@ -59,6 +62,7 @@ from ..errors import (
     InvisibleFilesError,
     NotACheckpointError,
     NotFoundError,
+    StorageDownError,
     StorageError,
     SupersededError,
     UnsupportedFormatError,
@@ -81,6 +85,7 @@ __all__ = [
     "collect",
     "commit",
     "delete_attempt",
+    "delete_manifest",
     "give_up",
     "is_settled",
     "read_manifest",
@@ -90,6 +95,7 @@ __all__ = [
 ]
 
 CLAIM, SENTENCE = b"", b"abort"
+PRUNING_KEY = "data/pruning"
 GRACE_S = 3600.0
 """Longer than any put of a manifest may take."""
 CLEAN_UP_S = 30.0
@@ -188,6 +194,9 @@ async def collect(driver: Driver, idle_s: float) -> None:
     when nothing was written to it for ``idle_s`` seconds. Raises StorageError, SupersededError, UnsupportedFormatError."""
     async with _probe(driver) as probe:
         await _collect_others(driver, probe, idle_s=idle_s)
+        flagged_s = await _pruned_since_s(driver)
+        if flagged_s is not None and (await still_there(driver, probe)).modified_s - flagged_s > GRACE_S:
+            await driver.delete(PRUNING_KEY)
         await sweep(driver)
 
 
@@ -217,7 +226,60 @@ async def commit(
         obsolete = None  # its manifest may be put again, also after ours
     putting()
     await driver.put(MANIFEST_KEY, data)
+    if not await _stays(driver, now_s):
+        await driver.put(MANIFEST_KEY, data)  # whoever prunes now sees this one
     return obsolete
+
+
+async def _stays(driver: Driver, now_s: Callable[[], Awaitable[float]]) -> bool:
+    """Whether the manifest that has just been put is there when a pruning that may not have seen it is over."""
+    deadline_s = asyncio.get_running_loop().time() + CLEAN_UP_S
+    pause_s = 0.01
+    while (flagged_s := await _pruned_since_s(driver)) is not None:
+        if await now_s() - flagged_s > GRACE_S:
+            break  # by the dead
+        if asyncio.get_running_loop().time() > deadline_s:
+            raise StorageDownError(
+                f"somebody has been deleting the checkpoint that was here for {CLEAN_UP_S:g} s, or died doing it",
+                uri=driver.uri,
+                key=PRUNING_KEY,
+                advice="Save to another URI; or to this one, an hour after that began.",
+                temporary=False,
+            )
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, 1.0)
+    try:
+        await driver.stat(MANIFEST_KEY)
+    except NotFoundError:
+        return False
+    return True
+
+
+async def _pruned_since_s(driver: Driver) -> float | None:
+    try:
+        return (await driver.stat(PRUNING_KEY)).modified_s
+    except NotFoundError:
+        return None
+
+
+async def delete_manifest(driver: Driver, attempt: Attempt) -> bool:
+    """Delete the manifest, durably, if it is that of ``attempt``, which is settled; not one that a save puts meanwhile.
+    False where it is another, or somebody else is about to delete it. After an error nobody may do so for an hour.
+
+    Raises StorageError, DamagedError, UnsupportedFormatError.
+    """
+    flagged_s = await _pruned_since_s(driver)
+    if flagged_s is not None and await clock_s(driver) - flagged_s <= GRACE_S:
+        return False
+    try:
+        await driver.put(PRUNING_KEY, secrets.token_hex(8).encode(), exclusive=flagged_s is None)
+    except ExistsError:
+        return False
+    ours = await _current_attempt(driver) == attempt.id
+    if ours:
+        await driver.delete(MANIFEST_KEY)
+    await driver.delete(PRUNING_KEY)
+    return ours
 
 
 async def settle(driver: Driver, attempt: Attempt) -> None:

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
-from .scheduler import Instruction, Release, Scheduler
+from .scheduler import Instruction, Release, Scheduler, Start
 
 __all__ = ["at_most", "execute"]
 
@@ -24,33 +24,70 @@ async def execute(
     after its last stage has ended. After a failure nothing new starts, what runs is waited for (its buffers are in use),
     and the first error is raised. Cancelled: what runs is cancelled, and waited for likewise.
     """
-    tasks: dict[asyncio.Task[None], int] = {}
-    first_error: BaseException | None = None
-    failures: list[Exception] = []  # in the order in which they happened: of tasks that end together, a set tells none
+    run = _Run(scheduler, perform, release)
+    run.begin(scheduler.submit(nbytes))
+    try:
+        if run.tasks:
+            await run.ended
+    except asyncio.CancelledError as cancelled:
+        run.error = cancelled
+        await _cancel(run.tasks)
+    if run.error is not None:
+        raise run.error
 
-    def obey(instructions: Iterable[Instruction]) -> None:
+
+class _Run:
+    """One call of :func:`execute`. A task that has ended a stage goes on with what may start then: a task for each stage
+    would cost more than the stage, where chunks are small."""
+
+    def __init__(
+        self, scheduler: Scheduler, perform: Callable[[int, str], Awaitable[None]], release: Callable[[int], None]
+    ) -> None:
+        self._scheduler, self._perform, self._release = scheduler, perform, release
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.error: BaseException | None = None
+        self.ended = asyncio.get_running_loop().create_future()
+        self._given: dict[asyncio.Task[None], Start] = {}  # what tasks were made for that have not begun
+
+    def begin(self, instructions: Iterable[Instruction]) -> None:
+        """Obey, each start with a task of its own."""
         for todo in instructions:
             if isinstance(todo, Release):
-                release(todo.job)
+                self._release(todo.job)
             else:
-                stage = scheduler.stages[todo.stage].name
-                tasks[asyncio.ensure_future(_perform(perform, todo.job, stage, failures))] = todo.job
+                task = asyncio.ensure_future(self._go_on(todo))
+                task.add_done_callback(self._over)
+                self.tasks.add(task)
+                self._given[task] = todo
 
-    obey(scheduler.submit(nbytes))
-    while tasks:
-        try:
-            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError as cancelled:
-            first_error = cancelled
-            ended = await _cancel(tasks)
-        for task in ended:
-            job = tasks.pop(task)
-            error = asyncio.CancelledError() if task.cancelled() else task.exception()
-            first_error = first_error or (failures[0] if failures else error)
-            # Cancelled, a stage may end well all the same; what comes after it is not begun any more.
-            obey(scheduler.done(job) if first_error is None else scheduler.fail(job))
-    if first_error is not None:
-        raise first_error
+    async def _go_on(self, start: Start | None) -> None:
+        me = asyncio.current_task()
+        assert me is not None
+        del self._given[me]
+        while start is not None:
+            try:
+                await self._perform(start.job, self._scheduler.stages[start.stage].name)
+            except BaseException as error:
+                self.error = self.error or error
+            start = self._after(start.job)
+
+    def _after(self, job: int) -> Start | None:
+        """Obey what follows the end of a stage of ``job``, but for the first start, which is returned; not where another
+        has not begun yet that was started before: stages may have to begin in order."""
+        # Cancelled, a stage may end well all the same; what comes after it is not begun any more.
+        todo = self._scheduler.done(job) if self.error is None else self._scheduler.fail(job)
+        first = None if self._given else next((t for t in todo if isinstance(t, Start)), None)
+        self.begin(t for t in todo if t is not first)
+        return first
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        never = self._given.pop(task, None)
+        if never is not None:  # cancelled before its first step
+            self.error = self.error or asyncio.CancelledError()
+            self._after(never.job)
+        if not self.tasks and not self.ended.done():
+            self.ended.set_result(None)
 
 
 async def at_most(limit: int, coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
@@ -72,21 +109,10 @@ async def at_most(limit: int, coroutines: Iterable[Coroutine[Any, Any, None]]) -
             raise outcome
 
 
-async def _perform(
-    perform: Callable[[int, str], Awaitable[None]], job: int, stage: str, failures: list[Exception]
-) -> None:
-    try:
-        await perform(job, stage)
-    except Exception as error:
-        failures.append(error)
-        raise
-
-
-async def _cancel(tasks: Iterable[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
-    running = list(tasks)
-    for task in running:
+async def _cancel(tasks: set[asyncio.Task[None]]) -> None:
+    """Cancel them, and wait until all have left the set."""
+    for task in tasks:
         task.cancel()
-    while not all(task.done() for task in running):
+    while tasks:
         with contextlib.suppress(asyncio.CancelledError):  # once is enough
-            await asyncio.wait(running)
-    return set(running)
+            await asyncio.wait(tasks)

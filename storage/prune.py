@@ -17,7 +17,18 @@ from functools import partial
 
 from ..drivers.contract import Driver
 from ..errors import NotACheckpointError, NotFoundError, UsageError
-from .commit import GRACE_S, IDLE_S, Attempt, attempts, clock_s, collect, is_settled, read_manifest, sweep
+from .commit import (
+    GRACE_S,
+    IDLE_S,
+    Attempt,
+    attempts,
+    clock_s,
+    collect,
+    delete_manifest,
+    is_settled,
+    read_manifest,
+    sweep,
+)
 from .engine import run
 from .executor import at_most
 from .manifest import MANIFEST_KEY
@@ -243,7 +254,8 @@ async def _delete(driver: Driver, checkpoint: PrunedCheckpoint) -> bool:
     attempt = Attempt(checkpoint.attempt)
     if not await is_settled(driver, attempt, partial(clock_s, driver)):
         return False
-    await driver.delete(MANIFEST_KEY)  # durable on return: only now may the data go
+    if not await delete_manifest(driver, attempt):  # durable on return: only now may the data go
+        return False
     await driver.delete(attempt.marker)
     await driver.delete_all(attempt.prefix)
     return True
@@ -258,7 +270,8 @@ async def _is_checkpoint(driver: Driver) -> bool:
 
 
 async def _delete_if_empty(driver: Driver, path: str) -> None:
-    """Delete the folder of a checkpoint, unless something is in it: not ours, or a save that has just begun."""
+    """Delete the folder of a checkpoint, unless something is in it: not ours, or a save that has just begun; or begins now,
+    so this is for the sweep, which harms nobody alive."""
     async for _ in driver.list(path):
         return
-    await driver.delete_all(path)
+    await driver.sweep(path)

@@ -19,12 +19,19 @@ class Opening:
     def __init__(self, create: Coroutine[Any, Any, Upload]) -> None:
         self._upload = asyncio.ensure_future(create)
         self._turn = asyncio.Lock()
+        self._asking = 0
 
     async def upload(self) -> Upload:
         """The upload. Those who ask before it is there go on in the order of asking, and before any who ask later: drivers
         may want their parts in order."""
-        async with self._turn:
-            return await asyncio.shield(self._upload)
+        if self._upload.done() and not self._asking:
+            return self._upload.result()
+        self._asking += 1
+        try:
+            async with self._turn:
+                return await asyncio.shield(self._upload)
+        finally:
+            self._asking -= 1
 
     async def drop(self) -> None:
         """Abort the upload, however far it came. After its commit this does nothing."""

@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+from typing import Any
 
 __all__ = ["deadline", "waiting_for_a_turn"]
 
 _running: ContextVar[asyncio.Timeout | None] = ContextVar("holdfast-deadline", default=None)
 
 
-@asynccontextmanager
-async def deadline(timeout_s: float | None) -> AsyncIterator[asyncio.Timeout]:
-    """Cancel the body after ``timeout_s`` seconds, those in :func:`waiting_for_a_turn` not counted; then raise
-    TimeoutError, and the timeout's ``expired()`` is true. None: never."""
-    async with asyncio.timeout(timeout_s) as timeout:
-        token = _running.set(timeout)
-        try:
-            yield timeout
-        finally:
-            _running.reset(token)
+class deadline:
+    """Cancel the body of an ``async with`` after ``timeout_s`` seconds, those in :func:`waiting_for_a_turn` not counted;
+    then raise TimeoutError, and the timeout's ``expired()`` is true. None: never."""
+
+    __slots__ = ("_timeout", "_token")
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self._timeout = asyncio.timeout(timeout_s)
+
+    async def __aenter__(self) -> asyncio.Timeout:
+        timeout = await self._timeout.__aenter__()
+        self._token = _running.set(timeout)
+        return timeout
+
+    async def __aexit__(self, *raised: Any) -> None:
+        _running.reset(self._token)
+        await self._timeout.__aexit__(*raised)
 
 
 @contextmanager

@@ -59,6 +59,9 @@ def beside(devices: Iterable[torch.device]) -> Iterator[None]:
     Tensors that are read must stay alive until then, and be written: see :class:`Queued`.
     """
     streams = [_stream(device) for device in devices]
+    if not streams:
+        yield
+        return
     with contextlib.ExitStack() as stack:
         for stream in streams:
             stack.enter_context(torch.cuda.stream(stream))

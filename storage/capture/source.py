@@ -72,10 +72,11 @@ class ImageSource:
 
     def copy(self, start: int, stop: int, into: HostBuffer) -> None:
         """Copy bytes [start, stop) to the beginning of ``into``."""
-        header = self._header[start : min(stop, len(self._header))]
-        np.frombuffer(into.view, np.uint8)[: len(header)] = header
-        first = int(np.searchsorted(self._stop, start, side="right"))
-        last = int(np.searchsorted(self._start, stop, side="left"))
+        if start < len(self._header):
+            header = self._header[start:stop]
+            np.frombuffer(into.view, np.uint8)[: len(header)] = header
+        first = int(self._stop.searchsorted(start, side="right"))
+        last = int(self._start.searchsorted(stop, side="left"))
         with beside(self._devices):
             self._copy_parts(first, last, start, stop, into)
         if self._check is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass, field
 
 from hypothesis import given
@@ -38,12 +39,16 @@ class Workshop:
     released: list[int] = field(default_factory=list)
     failures: list[Exception] = field(default_factory=list)
     stopped_s: float = float("inf")
+    turns: Counter[int] = field(default_factory=Counter)
 
     async def perform(self, job: int, name: str) -> None:
         stage = int(name)
         # What has been begun by the executor at this very moment may get its turn a little later.
         assert asyncio.get_running_loop().time() <= self.stopped_s, "nothing begins after a failure or a cancellation"
         assert job not in self.running
+        if self.scheduler.stages[stage].in_order:
+            assert job == self.turns[stage], "jobs begin in order"
+            self.turns[stage] += 1
         self.held.add(job)
         self.running[job] = stage
         self.check()

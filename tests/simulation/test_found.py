@@ -1,46 +1,11 @@
-"""Schedules that few seeds come upon, the shortest of each: the engine passes them for ever, and one that lacks a step fails.
-
-The first has found that step: it was not there.
-"""
+"""Schedules that few seeds come upon: the engine passes them for ever, and one that lacks a step fails."""
 
 from __future__ import annotations
 
 import pytest
 from support.simulation.broken import BROKEN
+from support.simulation.found import SCHEDULES
 from support.simulation.run import run
-from support.simulation.schedule import ActorPlan, Fault, Schedule
-
-ONE = (ActorPlan("save", "save1", 1, 0.0, 1),)
-
-
-def then(begin_s: float) -> tuple[ActorPlan, ...]:
-    """The same, and another save that begins so much later."""
-    return (*ONE, ActorPlan("save", "save2", 1, begin_s, 2))
-
-
-SCHEDULES = {
-    "what was replaced is deleted at once, also while its own leader may try its put again": Schedule(
-        454515, "objects", 2, True, then(0.0612), (Fault("outage", "manifest", 3, 1.0),), delays={}
-    ),
-    "whether what was replaced is settled is asked after the put": Schedule(
-        99, "objects", 2, True, then(0.099), (Fault("outage", "manifest", 3, 1.0), Fault("pause", "marker", 7, 20.0)), 0.02,
-        delays={},
-    ),
-    "the file is renamed before its fsync": Schedule(
-        13, "posix", 2, True, ONE, (Fault("power", "commit", 4),), delays={}
-    ),
-    "a failed fsync is tried again": Schedule(
-        412885, "posix", 2, True, ONE, (Fault("fsync", "any", 62), Fault("power", "any", 120)),
-        delays={15: 0.05, 16: 0.005, 18: 0.05, 30: 0.002},
-    ),
-    "a failed put of the manifest counts as not done": Schedule(
-        816709, "objects", 2, True, ONE, (Fault("outage", "commit", 1, 5.0),), delays={41: 1.0, 43: 1.0}
-    ),
-    "the marker is deleted last, and nobody looks for the images": Schedule(
-        535707, "objects", 2, False, then(0.1192790348348545), (), 0.6, delays={22: 0.2, 40: 0.2, 45: 0.2, 53: 1.0}
-    ),
-}  # fmt: skip
-"""By the broken engine that each of them catches."""
 
 
 pytestmark = pytest.mark.usefixtures("engine")

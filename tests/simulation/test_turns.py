@@ -15,7 +15,8 @@ from support.bits import difference
 from support.simulation.turns import Actor, Simulation, run_inline, save_of
 
 import holdfast
-from holdfast.storage.manifest import Manifest
+from holdfast.storage.manifest import MANIFEST_KEY, Manifest
+from holdfast.storage.prune import PrunedCheckpoint, _delete
 
 STATES = {
     name: {"who": name, "x": torch.full((3,), float(i))} for i, name in enumerate(["first", "a", "b", "c", "last"])
@@ -153,3 +154,37 @@ def test_a_save_that_dies_at_any_step_leaves_one_whole_checkpoint(order: str) ->
     for dies_at in range(1, n):
         for begins_at in {0, dies_at // 2, dies_at - 1}:
             run_inline(run(dies_at, begins_at))
+
+
+def test_a_save_is_not_deleted_by_a_pruning_that_began_before_it() -> None:
+    """Whenever the two interrupt each other, up to twice: what was saved is there when both have ended, since it is not what
+    the pruning was to delete."""
+
+    async def run(cuts: list[int] | None) -> int:
+        sim, watch = await prepared(sorted)
+        old = attempt_of(sim)
+        sim.add("a", save_of(STATES["a"]))
+        sim.add("b", lambda driver: _delete(driver, PrunedCheckpoint("", None, old, 0)))
+        try:
+            await sim.run(
+                scripted(cuts or []), lambda: watch.check() if MANIFEST_KEY in sim.storage._objects else nothing()
+            )
+            assert all(actor.task.exception() is None for actor in sim.actors)
+            assert (await sim.load())["who"] == "a"
+        except BaseException:
+            print(f"cuts {cuts}:", *sim.log, sep="\n  ")
+            raise
+        return sim.actors[0].steps
+
+    n = run_inline(run(None))
+    for first, second in itertools.product(range(n // 2, n), range(1, 12, 2)):
+        run_inline(run([first, second]))
+
+
+def attempt_of(sim: Simulation) -> str:
+    """That of the checkpoint that is there."""
+    return Manifest.decode(sim.storage._objects[MANIFEST_KEY][0]).attempt
+
+
+async def nothing() -> None:
+    """There is no checkpoint at this moment, and none was promised."""

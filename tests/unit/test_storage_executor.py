@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections import Counter
@@ -184,3 +185,21 @@ def test_offload_returns_what_its_function_does() -> None:
     assert start(run(lambda: offload(divmod, 7, 3))).result() == (2, 1)
     with pytest.raises(KeyError):
         start(run(lambda: offload(fails))).result()
+
+
+@pytest.mark.parametrize("jobs", range(2, 9))
+@pytest.mark.parametrize("drain", [False, True])
+def test_jobs_begin_a_stage_in_order_where_it_asks_for_that(jobs: int, drain: bool) -> None:
+    """Also where several stages end at one moment, and whoever ended one goes on with the next."""
+    stages = (Stage("capture", "cpu"), Stage("hash", "cpu"), Stage("write", "io", in_order=True))
+    for cpu, io in itertools.product((1, 2, 3), (1, 2, 3)):
+        begun: list[int] = []
+
+        async def perform(job: int, stage: str, begun: list[int] = begun) -> None:
+            if stage == "write":
+                begun.append(job)
+            await asyncio.sleep(0)
+
+        budget = Budget(100, {"cpu": cpu, "io": io})
+        asyncio.run(execute(Scheduler(stages, budget, drain=drain), [10] * jobs, perform))
+        assert begun == list(range(jobs))

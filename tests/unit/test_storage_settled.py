@@ -36,7 +36,7 @@ def putting_again(storage: MemoryDriver, meanwhile: Callable[[], Awaitable[Any]]
 
 
 def dying_unsettled(storage: MemoryDriver) -> HookedDriver:
-    """A saver's way to ``storage``, which is gone when the manifest has been put."""
+    """A saver's way to ``storage``, which is gone when the manifest has been put, and seen."""
     over = False
 
     async def before(operation: str, key: str) -> None:
@@ -45,7 +45,7 @@ def dying_unsettled(storage: MemoryDriver) -> HookedDriver:
 
     async def after(operation: str, key: str) -> None:
         nonlocal over
-        over = (operation, key) == ("put", MANIFEST_KEY)
+        over = (operation, key) == ("stat", MANIFEST_KEY)
 
     return HookedDriver(storage, before, after)
 

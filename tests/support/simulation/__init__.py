@@ -10,4 +10,5 @@
 ``checker``    what must hold at each moment, and of what survives
 ``shrink``     from a schedule that fails to a short one
 ``broken``     engines that are wrong on purpose
+``found``      schedules that catch those of them which few seeds do
 """

@@ -162,6 +162,7 @@ class Crew:
     async def _prune(self, plan: ActorPlan, team: Any, began_s: float) -> Any:
         place: Any = _SimPlace(self.world)
         found = await prune._plan(place, lambda listed: prune.choose(listed, 1, None), 60.0)
+        self.checker.doomed.update(c.attempt for c in found.report.checkpoints)
         return await prune._carry_out(place, found, 60.0)
 
 

@@ -56,7 +56,7 @@ BROKEN: list[Broken] = []
 
 
 def broken(
-    name: str, seed: int, storages: str = ""
+    name: str, seed: int | None, storages: str = ""
 ) -> Callable[[Callable[[], Iterator[Patch]]], Callable[[], Iterator[Patch]]]:
     """Put it on the list."""
 
@@ -67,7 +67,7 @@ def broken(
     return listed
 
 
-@broken("a rank reports its image before it is durable", 3)
+@broken("a rank reports its image before it is durable", 11)
 def _manifest_before_data() -> Iterator[Patch]:
     class Hasty:
         def __init__(self, inner: Any) -> None:
@@ -84,7 +84,7 @@ def _manifest_before_data() -> Iterator[Patch]:
     yield commit, "_see_all", _nothing
 
 
-@broken("the leader does not look whether all images are there, and a rank drops the error of its commit", 42)
+@broken("the leader does not look whether all images are there, and a rank drops the error of its commit", 2)
 def _dropped_error() -> Iterator[Patch]:
     class Careless:
         def __init__(self, inner: Any) -> None:
@@ -119,7 +119,7 @@ def _dropped_commit() -> Iterator[Patch]:
     yield save, "commit", committed
 
 
-@broken("no fsync of folders", 2, "posix")
+@broken("no fsync of folders", 21, "posix")
 def _no_folder_sync() -> Iterator[Patch]:
     yield local_files, "sync_folder", lambda fd: None
     yield local_tree, "sync_folder", lambda fd: None
@@ -145,7 +145,7 @@ def _rename_first() -> Iterator[Patch]:
     yield local_files.NewFile, "publish", publish
 
 
-@broken("a failed fsync is tried again", None, "posix")
+@broken("a failed fsync is tried again", 2, "posix")
 def _sync_again() -> Iterator[Patch]:
     def publish(self: Any, *, exclusive: bool = False) -> None:
         with self._opened() as file:
@@ -217,7 +217,7 @@ def _no_claim() -> Iterator[Patch]:
     yield save, "commit", committed
 
 
-@broken("the claim is not exclusive", 47)
+@broken("the claim is not exclusive", 43)
 def _claim_not_exclusive() -> Iterator[Patch]:
     async def committed(driver: Any, attempt: Any, manifest: Any, putting: Any) -> Any:
         class Lax:
@@ -234,7 +234,7 @@ def _claim_not_exclusive() -> Iterator[Patch]:
     yield save, "commit", committed
 
 
-@broken("nobody looks for the marker after the claim", 43)
+@broken("nobody looks for the marker after the claim", 20)
 def _no_look() -> Iterator[Patch]:
     real = commit.still_there
 
@@ -248,7 +248,7 @@ def _no_look() -> Iterator[Patch]:
     yield commit, "_see_all", _nothing
 
 
-@broken("the marker is deleted last, and nobody looks for the images", None)
+@broken("the marker is deleted last, and nobody looks for the images", 9)
 def _marker_last() -> Iterator[Patch]:
     async def deleted(driver: Any, attempt: Any) -> None:
         with contextlib.suppress(StorageError):
@@ -318,14 +318,14 @@ def _one_id() -> Iterator[Patch]:
     yield commit, "_announce", announce
 
 
-@broken("the commit does not check coverage", 25)
+@broken("the commit does not check coverage", 40)
 def _no_coverage() -> Iterator[Patch]:
     from holdfast.storage import merge
 
     yield merge, "coverage_errors", lambda tensors, shards: []
 
 
-@broken("the leader merges what it has when a rank is silent", 25)
+@broken("the leader merges what it has when a rank is silent", 39)
 def _merges_what_it_has() -> Iterator[Patch]:
     from holdfast.storage import merge
 
@@ -342,7 +342,7 @@ def _merges_what_it_has() -> Iterator[Patch]:
     yield merge, "coverage_errors", lambda tensors, shards: []
 
 
-@broken("nobody minds silence", 20)
+@broken("nobody minds silence", 39)
 def _no_deadline() -> Iterator[Patch]:
     yield team._Silence, "look", lambda self, beats, what: None
 
@@ -386,6 +386,17 @@ def _prunes_data_first() -> Iterator[Patch]:
         return True
 
     yield prune, "_delete", deleted
+
+
+@broken("a pruning does not tell that it is about to delete the manifest", None, "objects")
+def _prunes_untold() -> Iterator[Patch]:
+    async def deleted(driver: Any, attempt: Any) -> bool:
+        manifest, _ = await prune.read_manifest(driver)
+        if manifest.attempt == attempt.id:
+            await driver.delete(MANIFEST_KEY)
+        return bool(manifest.attempt == attempt.id)
+
+    yield prune, "delete_manifest", deleted
 
 
 @broken("a failed save leaves everything, and nobody collects", 2)

@@ -42,6 +42,8 @@ class Checker:
         self.acknowledged = 0
         """Index in ``history`` of the newest checkpoint, or deletion, that somebody was told of."""
         self.looked = 0
+        self.doomed: set[str] = set()
+        """Attempts whose checkpoints a pruning has chosen to delete."""
         self._manifest: bytes | None = None
         world.on_change = self.changed
         world.on_power_cut = self.power_cut
@@ -88,6 +90,8 @@ class Checker:
         if data is None:
             attempt = state = None
             self._manifest = None
+            if not again and self.acknowledged == len(self.history) - 1:
+                self._may_be_gone()
         else:
             if self._manifest == data and not again:
                 return
@@ -136,6 +140,14 @@ class Checker:
         if not at or (plan.kind == "save" and self.history[at[-1]].state != plan.state):
             raise Violation(f"{plan.name} returned, and its attempt {attempt} never was the checkpoint")
         self.acknowledged = max(self.acknowledged, at[-1])
+        if self.history[-1].attempt is None:
+            self._may_be_gone()
+
+    def _may_be_gone(self) -> None:
+        """What was the checkpoint last, and acknowledged, is no more."""
+        last = next((m for m in reversed(self.history) if m.attempt is not None), None)
+        if last is not None and last.attempt not in self.doomed:
+            raise Violation(f"{_named(last)} was deleted, and no pruning has chosen it")
 
     def during(self, began_s: float) -> list[Moment]:
         """What has been the checkpoint since then."""

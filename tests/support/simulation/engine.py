@@ -2,7 +2,8 @@
 
 Replaced are: the clock, random names, the worker threads, the system calls of the local driver, and the pauses between two
 looks at the job's store (a look that could find nothing new is left out). Pure functions of bytes are remembered between
-runs: the plan of a rank, and the way from a manifest to its bytes and back. All else is the product.
+runs: the plan of a rank, what to read of a checkpoint, and the way from a manifest to its bytes and back. All else is the
+product.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time as real_time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import fields
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -61,6 +63,10 @@ class Host:
         """How long one way to storage takes."""
         raise NotImplementedError
 
+    def after(self, delay_s: float) -> Awaitable[None]:
+        """Sleep."""
+        raise NotImplementedError
+
 
 _host: Host | None = None
 _memory: dict[str, dict[Any, Any]] = {}
@@ -103,6 +109,9 @@ class _Calm(Host):
 
     def delay_s(self) -> float:
         return 0.0
+
+    def after(self, delay_s: float) -> Awaitable[None]:
+        return asyncio.sleep(delay_s)
 
 
 def forget() -> None:
@@ -153,7 +162,10 @@ def _patches() -> Iterator[tuple[ModuleType | type, str, Any]]:
     yield team, "asyncio", _Patient()
     yield save, "plan_save", _planned
     yield save, "_merged", _remembered("merged", save._merged, tuple)
+    yield commit, "check_complete", _checked_once(commit.check_complete)
+    yield load, "plan_reads", _reads_planned(load.plan_reads)
     yield manifest.Manifest, "decode", _decode(manifest.Manifest.decode)
+    yield manifest.Manifest, "encode", _encode(manifest.Manifest.encode)
 
 
 def _here() -> Host:
@@ -167,7 +179,7 @@ async def _offload(function: Callable[..., Any], *args: Any) -> Any:
     wait_s = _here().cpu_s()
     if wait_s:
         try:
-            await asyncio.sleep(wait_s)
+            await _here().after(wait_s)
         except asyncio.CancelledError:
             with contextlib.suppress(Exception):
                 function(*args)
@@ -185,7 +197,7 @@ class _NoThreads:
         if self._closed:
             raise StorageError("the driver is closed", uri=self._uri)
         check_alive()
-        await asyncio.sleep(_here().delay_s())
+        await _here().after(_here().delay_s())
         return call(*args, **kwargs)
 
     async def close(self, timeout_s: float) -> None:
@@ -209,35 +221,73 @@ class _Patient:
 
 
 def _remembered(name: str, function: Callable[[Any], Any], key: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    known = _memory.setdefault(name, {})
-
     def once(argument: Any) -> Any:
+        known = _known(name)
         found = known.get(k := key(argument))
         if found is None:
-            if len(known) > 3000:
-                known.clear()
             found = known[k] = function(argument)
         return found
 
     return once
 
 
-def _decode(real: Any) -> Any:
-    known = _memory.setdefault("decoded", {})
+def _known(name: str) -> dict[Any, Any]:
+    """What is remembered under a name; not without end."""
+    known = _memory.setdefault(name, {})
+    if len(known) > 3000:
+        known.clear()
+    return known
 
+
+def _decode(real: Any) -> Any:
     def decode(data: bytes, what: str = "the manifest") -> Any:
+        known = _known("decoded")
         found = known.get(data)
         if found is None:
-            if len(known) > 3000:
-                known.clear()
             found = known[data] = real(data, what)
         return found
 
     return staticmethod(decode)
 
 
+def _encode(real: Any) -> Any:
+    """By what it is made of: tables are never changed, so an id tells them as long as they are held here."""
+
+    def encode(self: Any) -> bytes:
+        known, held, i = _known("encoded"), (self.tree, self.tensors, self.container, self.shards), self.images
+        parts = (i.rank.tobytes(), i.hashed_nbytes.tobytes(), i.digests.tobytes())
+        key = (self.attempt, self.step, self.world, self.created_s, *map(id, held), *parts)
+        if key not in known:
+            known[key] = held, real(self)
+        return bytes(known[key][1])
+
+    return encode
+
+
+def _checked_once(real: Any) -> Any:
+    def check(m: Any, what: str) -> None:
+        known = _known("complete")
+        if id(m) not in known:
+            real(m, what)
+            known[id(m)] = m
+
+    return check
+
+
+def _reads_planned(real: Any) -> Any:
+    def plan_reads(driver: Any, m: Any, targets: Any) -> Any:
+        known = _known("reads")
+        columns = (getattr(targets, f.name).tobytes() for f in fields(targets))
+        key = (id(m), driver.traits.coalesce_nbytes, *columns)
+        if key not in known:
+            known[key] = m, real(driver, m, targets)
+        return known[key][1]
+
+    return plan_reads
+
+
 def _planned(flat: Any, rank: int, *told: Any) -> Any:
-    known = _memory.setdefault("planned", {})
+    known = _known("planned")
     key = (id(flat), rank, *(None if each is None else tuple(sorted(each.items())) for each in told))
     if key not in known:
         known[key] = flat, plan.plan_save(flat, rank, *told)

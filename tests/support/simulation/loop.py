@@ -52,18 +52,22 @@ def check_alive() -> None:
         raise Crashed
 
 
-class _Handle:
-    __slots__ = ("args", "callback", "context", "when_s")
+_Due = list[Any]
+"""Something to do: a callback (None: it was cancelled), its arguments, and its context."""
+
+
+class _Handle(_Due):
+    __slots__ = ("when_s",)
 
     def __init__(self, callback: Callable[..., Any], args: tuple[Any, ...], context: Context, when_s: float) -> None:
-        self.callback: Callable[..., Any] | None = callback
-        self.args, self.context, self.when_s = args, context, when_s
+        super().__init__((callback, args, context))
+        self.when_s = when_s
 
     def cancel(self) -> None:
-        self.callback = None
+        self[0] = None
 
     def cancelled(self) -> bool:
-        return self.callback is None
+        return self[0] is None
 
     def when(self) -> float:
         return self.when_s
@@ -77,9 +81,9 @@ class SimLoop(WithoutThreads):
         self.problems: list[str] = []
         """What nobody was told: exceptions that were never retrieved."""
         self._tasks: list[asyncio.Task[Any]] = []  # of the dead, too: nobody else holds them
-        self._dropped: list[_Handle] = []
-        self._ready: deque[_Handle] = deque()
-        self._timers: list[tuple[float, int, _Handle]] = []
+        self._dropped: list[_Due] = []
+        self._ready: deque[_Due] = deque()
+        self._timers: list[tuple[float, int, _Due | asyncio.Future[None]]] = []
         self._count = itertools.count()
 
     def time(self) -> float:
@@ -87,8 +91,11 @@ class SimLoop(WithoutThreads):
         return self.now_s
 
     def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> Any:  # type: ignore[override]
-        """See asyncio. In the order of calls."""
-        handle = _Handle(callback, args, copy_context() if context is None else context, 0.0)
+        """See asyncio. In the order of calls. What tasks and futures call, with a context, nobody cancels: no handle."""
+        if context is not None:
+            self._ready.append([callback, args, context])
+            return None
+        handle = _Handle(callback, args, copy_context(), 0.0)
         self._ready.append(handle)
         return handle
 
@@ -101,6 +108,12 @@ class SimLoop(WithoutThreads):
         handle = _Handle(callback, args, copy_context() if context is None else context, when)
         heapq.heappush(self._timers, (when, next(self._count), handle))
         return handle
+
+    def after(self, delay_s: float) -> asyncio.Future[None]:
+        """To be awaited at once, and by one task: as asyncio.sleep, in less time of the real clock."""
+        future: asyncio.Future[None] = asyncio.Future(loop=self)
+        heapq.heappush(self._timers, (self.now_s + delay_s, next(self._count), future))
+        return future
 
     def create_future(self) -> asyncio.Future[Any]:
         """See asyncio."""
@@ -142,12 +155,14 @@ class SimLoop(WithoutThreads):
         return [task for task in self._tasks if not task.done()]
 
     def run_until(self, done: Callable[[], bool]) -> None:
-        """Until ``done()``. Raises Deadlock where nothing can happen any more."""
+        """Until ``done()``, which is asked whenever nothing is ready. Raises Deadlock where nothing can happen any more."""
         before = asyncio._get_running_loop()
         asyncio._set_running_loop(self)
         try:
+            self._do_all()
             while not done():
-                self._turn()
+                self._pass_time()
+                self._do_all()
         finally:
             asyncio._set_running_loop(before)
 
@@ -157,27 +172,25 @@ class SimLoop(WithoutThreads):
         self.run_until(task.done)
         return task.result()
 
-    def _turn(self) -> None:
-        """All that is ready; or else time passes until something is."""
+    def _do_all(self) -> None:
+        """All that is ready, and what becomes ready by that."""
         ready = self._ready
-        if not ready:
-            self._pass_time()
-        for _ in range(len(ready)):
-            handle = ready.popleft()
-            callback = handle.callback
+        while ready:
+            due = ready.popleft()
+            callback, args, context = due
             if callback is None:
                 continue
-            process = handle.context.get(PROCESS)
+            process = context.get(PROCESS)
             if process is not None and (not process.alive or process.paused_until_s > self.now_s):
-                self._hold(process, handle)
-                continue
-            handle.context.run(callback, *handle.args)
+                self._hold(process, due)
+            else:
+                context.run(callback, *args)
 
-    def _hold(self, process: Process, handle: _Handle) -> None:
+    def _hold(self, process: Process, due: _Due) -> None:
         if process.alive:
-            heapq.heappush(self._timers, (process.paused_until_s, next(self._count), handle))
+            heapq.heappush(self._timers, (process.paused_until_s, next(self._count), due))
         else:
-            self._dropped.append(handle)
+            self._dropped.append(due)
 
     def raise_the_dead(self) -> None:
         """Let go on what was left, so that it can end."""
@@ -187,10 +200,16 @@ class SimLoop(WithoutThreads):
     def _pass_time(self) -> None:
         timers = self._timers
         while timers:
-            when_s, _, handle = heapq.heappop(timers)
-            if handle.callback is not None:
-                self.now_s = max(self.now_s, when_s)
-                self._ready.append(handle)
-                return
+            when_s, _, due = heapq.heappop(timers)
+            if isinstance(due, list):
+                if due[0] is None:
+                    continue
+                self._ready.append(due)
+            elif due.done():
+                continue
+            else:
+                due.set_result(None)
+            self.now_s = max(self.now_s, when_s)
+            return
         waiting = [f"{t.get_name()}: {t.get_coro()}" for t in self.pending]
         raise Deadlock(f"after {self.now_s:g} s nothing can happen any more; there wait {waiting}")

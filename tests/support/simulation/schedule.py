@@ -15,8 +15,22 @@ from dataclasses import asdict, dataclass, replace
 __all__ = ["FAULTS", "STORAGES", "TARGETS", "ActorPlan", "Fault", "Schedule", "drawn"]
 
 STORAGES = ("posix", "shared posix", "objects", "objects, late listing", "objects, no exclusive put", "hdfs")
-TARGETS = ("any", "manifest", "fate", "marker", "image", "change", "change", "list", "commit", "commit", "claim")
-"""``change``: what makes something visible, or takes it away. ``commit`` and ``claim``: what writes a manifest, or a fate."""
+TARGETS = (
+    "any",
+    "manifest",
+    "fate",
+    "marker",
+    "image",
+    "write",
+    "change",
+    "change",
+    "list",
+    "commit",
+    "commit",
+    "claim",
+)
+"""``write``: of bytes, not yet visible. ``change``: what makes something visible, or takes it away. ``commit`` and ``claim``:
+what writes a manifest, or a fate."""
 
 LOCAL = ("eio", "full", "fsync", "die", "die", "pause", "power", "power", "hang", "store")
 REMOTE = (
@@ -167,6 +181,7 @@ def _fault(rng: random.Random, kinds: tuple[str, ...], actors: int) -> Fault:
         "fate": 12,
         "marker": 16,
         "image": 80,
+        "write": 60,
         "change": 30,
         "list": 4,
         "commit": 4,

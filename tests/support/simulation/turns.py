@@ -102,9 +102,18 @@ class Simulation:
     async def run(self, choose: Choose, checked: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Until nobody can go on, by the choices of ``choose``; ``checked`` looks at the storage after each step."""
         await self.settle()
-        while ready := [a for a in self.actors if a.ready]:
+        while ready := await self._ready():
             await self.step(choose(ready))
             await checked()
+
+    async def _ready(self) -> list[Actor]:
+        """Those who wait for their turn; where all who live wait for time to pass, it does."""
+        while True:
+            ready = [a for a in self.actors if a.ready]
+            if ready or all(a.dead or a.task.done() for a in self.actors):
+                return ready
+            await asyncio.sleep(1.0)
+            await self.settle()
 
     def crash(self, actor: Actor) -> None:
         """Nothing more of this actor happens."""

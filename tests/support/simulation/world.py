@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import random
@@ -29,7 +30,7 @@ RETRIES = 5
 OP_TIMEOUT_S = 120.0
 _CODES = {"eio": errno.EIO, "full": errno.ENOSPC}
 _KINDS = dict.fromkeys(("rename", "link", "unlink", "rmdir", "put", "commit", "delete"), "change")
-_KINDS |= dict.fromkeys(("list", "scandir"), "list")
+_KINDS |= dict.fromkeys(("list", "scandir"), "list") | dict.fromkeys(("pwrite", "write"), "write")
 _WRITES = {"creat", "pwrite", "fsync", "rename", "link", "put", "write", "close"}
 _WRITING = {"manifest": "commit", "fate": "claim"}
 _GROWING = {"creat", "mkdir", "pwrite", "rename", "link"}
@@ -98,6 +99,10 @@ class World(Host):
     def cpu_s(self) -> float:
         """See :meth:`Host.cpu_s`."""
         return self._drawn(self.schedule.restless * 0.1)
+
+    def after(self, delay_s: float) -> asyncio.Future[None]:
+        """See :meth:`Host.after`."""
+        return self.loop.after(delay_s)
 
     def cut_s(self) -> float:
         """How much longer the host of the current process does not reach the storage."""
