@@ -7,7 +7,6 @@ from support.simulation.broken import BROKEN
 from support.simulation.found import SCHEDULES
 from support.simulation.run import run
 
-
 pytestmark = pytest.mark.usefixtures("engine")
 
 

@@ -67,7 +67,7 @@ def broken(
     return listed
 
 
-@broken("a rank reports its image before it is durable", 11)
+@broken("a rank reports its image before it is durable", 21)
 def _manifest_before_data() -> Iterator[Patch]:
     class Hasty:
         def __init__(self, inner: Any) -> None:
@@ -119,13 +119,13 @@ def _dropped_commit() -> Iterator[Patch]:
     yield save, "commit", committed
 
 
-@broken("no fsync of folders", 21, "posix")
+@broken("no fsync of folders", 1, "posix")
 def _no_folder_sync() -> Iterator[Patch]:
     yield local_files, "sync_folder", lambda fd: None
     yield local_tree, "sync_folder", lambda fd: None
 
 
-@broken("no fsync of files", 2, "posix")
+@broken("no fsync of files", 1, "posix")
 def _no_file_sync() -> Iterator[Patch]:
     def publish(self: Any, *, exclusive: bool = False) -> None:
         with self._opened() as file:
@@ -186,7 +186,7 @@ def _no_grace() -> Iterator[Patch]:
     yield commit, "GRACE_S", 0.0
 
 
-@broken("the collector deletes without a sentence", 12)
+@broken("the collector deletes without a sentence", 19)
 def _no_sentence() -> Iterator[Patch]:
     async def collected(driver: Any, attempt: Any, decided: bool, now_s: float, grace_s: float) -> None:
         if not decided:  # as the list had it, a while ago
@@ -217,7 +217,7 @@ def _no_claim() -> Iterator[Patch]:
     yield save, "commit", committed
 
 
-@broken("the claim is not exclusive", 43)
+@broken("the claim is not exclusive", 52)
 def _claim_not_exclusive() -> Iterator[Patch]:
     async def committed(driver: Any, attempt: Any, manifest: Any, putting: Any) -> Any:
         class Lax:
@@ -234,7 +234,7 @@ def _claim_not_exclusive() -> Iterator[Patch]:
     yield save, "commit", committed
 
 
-@broken("nobody looks for the marker after the claim", 20)
+@broken("nobody looks for the marker after the claim", 47)
 def _no_look() -> Iterator[Patch]:
     real = commit.still_there
 
@@ -248,7 +248,7 @@ def _no_look() -> Iterator[Patch]:
     yield commit, "_see_all", _nothing
 
 
-@broken("the marker is deleted last, and nobody looks for the images", 9)
+@broken("the marker is deleted last, and nobody looks for the images", 12)
 def _marker_last() -> Iterator[Patch]:
     async def deleted(driver: Any, attempt: Any) -> None:
         with contextlib.suppress(StorageError):
@@ -325,7 +325,7 @@ def _no_coverage() -> Iterator[Patch]:
     yield merge, "coverage_errors", lambda tensors, shards: []
 
 
-@broken("the leader merges what it has when a rank is silent", 39)
+@broken("the leader merges what it has when a rank is silent", 40)
 def _merges_what_it_has() -> Iterator[Patch]:
     from holdfast.storage import merge
 
