@@ -33,11 +33,7 @@ SCHEDULES = {
         delays={15: 0.05, 16: 0.005, 18: 0.05, 30: 0.002},
     ),
     "a failed put of the manifest counts as not done": Schedule(
-        21, "objects", 2, True, ONE, (Fault("outage", "commit", 1, 5.0),),
-        delays={
-            8: 0.01, 18: 0.01, 25: 0.002, 36: 0.02, 42: 0.2, 43: 0.01, 44: 0.02, 48: 1.0, 49: 0.002, 52: 1.0, 53: 0.05,
-            59: 0.005,
-        },
+        1, "objects", 2, True, ONE, (Fault("outage", "commit", 1, 2.0),), delays={}
     ),
     "the error of a chunk's write is dropped": Schedule(
         15, "posix", 2, True, ONE, (Fault("eio", "image", 3),), delays={}
