@@ -55,7 +55,7 @@ def _check_holdfast(path: Path, state: State, expected: dict[str, bytes]) -> Non
 CONTESTANTS: dict[str, Begin] = {"holdfast": _begin_holdfast, "DCP": _begin_dcp}
 
 
-def _measure(name: str, given: Options) -> list[dict[str, Any]]:
+def _measure(name: str, given: Options, _: float) -> list[dict[str, Any]]:
     """In a worker: the series of the memcpy, the waiting, and the time until durable."""
     with work_folder(given.folder) as folder:
         if name == "DCP":

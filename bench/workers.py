@@ -33,22 +33,26 @@ def each_alone(
     module: str,
     doc: str | None,
     names: Sequence[str],
-    measure: Callable[[str, Options], Any],
+    measure: Callable[[str, Options, float], Any],
     report: Callable[[dict[str, list[Series]], Options, Path], Report],
     argv: Sequence[str] | None,
+    calibrate: Callable[[Options], float] = lambda _: 0.0,
 ) -> int:
-    """The program of a contest in which each of ``names`` has a fresh process, where ``measure(name, options)`` gives its
-    series as JSON has them; ``--alone`` runs the first only. The exit status."""
+    """The program of a contest in which each of ``names`` has a fresh process, where ``measure(name, options, calibrated)``
+    gives its series as JSON has them; ``--alone`` runs the first only. The exit status.
+
+    ``calibrate`` is called once, before them, and all are told what it found: what they do is then the same."""
     arguments = parser(module, doc)
+    arguments.add_argument("--calibrated", type=float, default=0.0, help="for internal use")
     arguments.add_argument("--worker", choices=sorted(names), help="for internal use")
     arguments.add_argument("--findings", help="for internal use")
     parsed = arguments.parse_args(argv)
     given = options(parsed)
     if parsed.worker:
-        leave_findings(parsed.findings, measure(parsed.worker, given))
+        leave_findings(parsed.findings, measure(parsed.worker, given, parsed.calibrated))
         return 0
     with work_folder(given.folder) as folder:
-        shared = given.arguments(folder)
+        shared = [*given.arguments(folder), "--calibrated", str(calibrate(given))]
         running = names[:1] if given.alone else names
         found = {n: [Series(**s) for s in run_alone(module, [*shared, "--worker", n])] for n in running}
         report(found, given, folder).emit(given.json, given.svg)

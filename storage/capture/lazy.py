@@ -53,11 +53,10 @@ class LazyCapture:
         self._flat = flat
         self._copied = threading.Event()
         self._told = False
-        self._torn: list[str] = []
+        self._torn: list[int] = []
         self.waited_s = 0.0
         """How long fences have waited for this."""
-        self._watched = _copy_the_hasty(flat)
-        self._versions = {row: _version(tensors) for row, tensors in self._watched.items()}
+        self._watched = _Watched(flat, _copy_the_hasty(flat))
         if prove:
             Queued.now(devices_of(flat.locals)).wait()
         self._digests = self._digested() if prove else {}
@@ -66,21 +65,21 @@ class LazyCapture:
 
     def check(self, rows: Iterable[int]) -> None:
         """Raise SaveError if a tensor of ``rows`` was written to since the call. For threads that copy."""
-        _raise_for(self._changed(rows))
+        _raise_for(self._paths(self._watched.changed_among(rows)))
 
     def copied(self) -> None:
         """For the engine: all is copied. Raises SaveError if anything has changed meanwhile."""
-        self.check(self._watched)
+        _raise_for(self._paths(self._watched.changed()))
         if self._digests:
             now = self._digested()
-            _raise_for([self._flat.path(row) for row, digest in self._digests.items() if now[row] != digest])
+            _raise_for(self._paths(row for row, digest in self._digests.items() if now[row] != digest))
         self._copied.set()
 
     def confirm(self) -> None:
         """For the engine, before the commit: raise SaveError if anything was written to before the trainer could know that
         all was copied."""
-        changed = self._changed(self._watched)
-        _raise_for(self._torn if self._told else changed)
+        changed = self._watched.changed()
+        _raise_for(self._paths(self._torn if self._told else changed))
 
     def end(self) -> None:
         """For the engine: the save is over, well or not. Nobody waits any more."""
@@ -100,20 +99,45 @@ class LazyCapture:
         with _lock:
             if self._told or not self._copied.is_set():
                 return
-            self._torn = self._changed(self._watched)
+            self._torn = self._watched.changed()
             self._told = True  # before the trainer writes: see confirm
         _under_way.pop(id(self), None)
 
-    def _changed(self, rows: Iterable[int]) -> list[str]:
-        return [
-            self._flat.path(row)
-            for row in rows
-            if row in self._watched and _version(self._watched[row]) != self._versions[row]
-        ]
+    def _paths(self, rows: Iterable[int]) -> list[str]:
+        return [self._flat.path(row) for row in rows]
 
     def _digested(self) -> dict[int, bytes]:
         with beside(devices_of(self._flat.locals)):
-            return {row: fingerprint(self._flat, row) for row in self._watched}
+            return {row: fingerprint(self._flat, row) for row in self._watched.positions}
+
+
+class _Watched:
+    """Tensors that must not be written to while they are copied. In columns, for the trainer waits for its looks at them."""
+
+    def __init__(self, flat: FlatState, rows: Sequence[int]) -> None:
+        locals_, origins = flat.locals, flat.origins
+        inner = [row for row in rows if isinstance(origins[row], DTensor)]
+        self._rows = [*rows, *inner]
+        # A DTensor and its local tensor count apart: each those writes that go through itself.
+        self._tensors = [*map(origins.__getitem__, rows), *map(locals_.__getitem__, inner)]
+        self._versions = self._now()
+        self.positions: dict[int, tuple[int, ...]] = {row: (at,) for at, row in enumerate(rows)}
+        self.positions |= {row: (*self.positions[row], len(rows) + at) for at, row in enumerate(inner)}
+
+    def changed(self) -> list[int]:
+        """Rows that were written to."""
+        now = self._now()
+        return [] if now == self._versions else self.changed_among(self.positions)
+
+    def changed_among(self, rows: Iterable[int]) -> list[int]:
+        """Those of ``rows`` that were written to."""
+        return [row for row in rows if any(map(self._is_newer, self.positions.get(row, ())))]
+
+    def _is_newer(self, position: int) -> bool:
+        return self._tensors[position]._version != self._versions[position]
+
+    def _now(self) -> list[int]:
+        return [tensor._version for tensor in self._tensors]
 
 
 def _raise_for(changed: Sequence[str]) -> None:
@@ -125,19 +149,22 @@ def _raise_for(changed: Sequence[str]) -> None:
         )
 
 
-def _copy_the_hasty(flat: FlatState) -> dict[int, tuple[torch.Tensor, ...]]:
-    """Copy what may change before the next step of an optimizer. Return, by row, what of the rest is to be watched."""
-    buffers = set(_addresses(b for module in flat.modules for b in module.buffers()))
-    trained = set(_addresses(_trained(flat)))
-    watched: dict[int, tuple[torch.Tensor, ...]] = {}
-    for row, (local, origin) in enumerate(zip(flat.locals, flat.origins, strict=True)):
-        address = local.untyped_storage().data_ptr()
-        hasty = address in buffers or (address not in trained and local.nbytes <= SMALL_NBYTES)
-        if hasty or flat.names[row] in flat.tree.arrays or local.is_inference() or origin.is_inference():
-            flat.locals[row] = local.clone()
-        else:
-            watched[row] = (origin,) if origin is local or not isinstance(origin, DTensor) else (origin, local)
-    return watched
+def _copy_the_hasty(flat: FlatState) -> list[int]:
+    """Copy what may change before the next step of an optimizer. Return the rows of the rest, which are to be watched."""
+    locals_ = flat.locals
+    small = [row for row, local in enumerate(locals_) if local.nbytes <= SMALL_NBYTES]
+    trained = {_plain(tensor).data_ptr() for tensor in _trained(flat)} if small else set()
+    hasty = {row for row in small if locals_[row].data_ptr() not in trained}
+    hasty |= {row for row, local in enumerate(locals_) if local.is_inference()}  # torch does not count writes to them
+    hasty |= {row for row, o in enumerate(flat.origins) if isinstance(o, DTensor) and o.is_inference()}
+    buffers = {_storage(_plain(buffer)) for module in flat.modules for buffer in module.buffers()}
+    if buffers:
+        hasty |= {row for row, local in enumerate(locals_) if _storage(local) in buffers}
+    if flat.tree.arrays:
+        hasty |= {row for row, name in enumerate(flat.names) if name in flat.tree.arrays}
+    for row in hasty:
+        locals_[row] = locals_[row].clone()
+    return [row for row in range(len(locals_)) if row not in hasty] if hasty else [*range(len(locals_))]
 
 
 def _trained(flat: FlatState) -> Iterator[torch.Tensor]:
@@ -152,15 +179,12 @@ def _trained(flat: FlatState) -> Iterator[torch.Tensor]:
                 yield from (value for value in entry.values() if isinstance(value, torch.Tensor))
 
 
-def _addresses(tensors: Iterable[torch.Tensor]) -> Iterator[int]:
-    for tensor in tensors:
-        local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-        yield local.untyped_storage().data_ptr()
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
-def _version(tensors: tuple[torch.Tensor, ...]) -> int:
-    """Grows with every write. A DTensor and its local tensor count apart: each those that go through itself."""
-    return sum(tensor._version for tensor in tensors)
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def hook_optimizers() -> None:

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import _get_fqns, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from ...errors import MismatchError
+from .names import Names, names_of, plain_state_dict
 
 __all__ = ["Make", "load_optimizer", "makes_for", "optimizer_state"]
 
@@ -23,17 +24,21 @@ Make = Callable[[Sequence[Any], tuple[int, ...], torch.dtype], torch.Tensor | No
 def optimizer_state(optimizer: torch.optim.Optimizer, modules: Iterable[torch.nn.Module]) -> dict[str, Any]:
     """State and hyperparameters, by fqn where one of ``modules`` has all parameters, else by torch's numbering.
 
-    An optimizer that has never stepped has no state, and gets none: torch's helper would take a step to make some.
+    As torch's ``get_optimizer_state_dict`` gives it; but an optimizer that has never stepped has no state, and gets none:
+    torch's helper would take a step to make some.
     """
     module = _module_of(optimizer, modules)
     if module is None:
         return optimizer.state_dict()
-    if optimizer.state:
+    known = names_of(module)
+    if optimizer.state and known.fsdp1:
         return get_optimizer_state_dict(module, optimizer)
-    names = _names(optimizer, [module])
+    by_id = _by_id(module, known)
+    names = dict(enumerate(by_id[id(p)] for group in optimizer.param_groups for p in group["params"]))
+    packed = plain_state_dict(optimizer)
     return {
-        "state": {},
-        "param_groups": [_with_params(g, [names[id(p)] for p in g["params"]]) for g in optimizer.param_groups],
+        "state": {names[number]: entry for number, entry in packed["state"].items()},
+        "param_groups": [_with_params(g, [names[number] for number in g["params"]]) for g in packed["param_groups"]],
     }
 
 
@@ -95,7 +100,11 @@ def _names(optimizer: torch.optim.Optimizer, modules: Iterable[torch.nn.Module])
     if module is None:
         every = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
         return {id(p): i for i, p in enumerate(every)}
-    return {id(p): next(iter(_get_fqns(module, name))) for name, p in module.named_parameters()}
+    return _by_id(module, names_of(module))
+
+
+def _by_id(module: torch.nn.Module, names: Names) -> dict[int, Any]:
+    return {id(p): names[name] for name, p in module.named_parameters()}
 
 
 def _module_of(optimizer: torch.optim.Optimizer, modules: Iterable[torch.nn.Module]) -> torch.nn.Module | None:

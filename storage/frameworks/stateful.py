@@ -12,9 +12,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
 from ...errors import StateError
+from .names import module_state
 from .optimizer import Make, load_optimizer, makes_for, optimizer_state
 
 __all__ = ["RNGState", "StatefulLike", "expand", "fills_in_place", "has_state", "maker_of", "restore"]
@@ -91,7 +92,7 @@ def maker_of(value: object, modules: Iterable[torch.nn.Module]) -> Make | None:
 def expand(value: Any, modules: Iterable[torch.nn.Module], path: str) -> Any:
     """The state of an object with a state. ``modules`` are those of the whole state: an optimizer needs its own."""
     if isinstance(value, torch.nn.Module):
-        return get_model_state_dict(value)
+        return module_state(value)
     if isinstance(value, torch.optim.Optimizer):
         return optimizer_state(value, modules)
     if isinstance(value, torch.Generator):

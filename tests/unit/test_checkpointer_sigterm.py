@@ -107,6 +107,112 @@ def test_a_step_that_never_comes_is_not_waited_for(tmp_path: Path) -> None:
     assert [c.step for c in holdfast.list_checkpoints(tmp_path)] == [1]
 
 
+LOCKED = """
+import ctypes
+libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(256)
+libc.pthread_mutex_lock(mutex)
+"""
+"""Whoever locks it again waits in compiled code, and no signal interrupts that."""
+
+
+def test_the_grace_period_ends_also_within_compiled_code(tmp_path: Path) -> None:
+    """Python calls no handler there, and the main thread never comes back; what was under way is committed all the same."""
+    status, took_s, said = signalled(
+        LOCKED
+        + """
+ckpt = holdfast.Checkpointer(folder, every=1, grace_s=1.0)
+ckpt.step(1, state)
+told(3)
+libc.pthread_mutex_lock(mutex)
+""",
+        tmp_path,
+    )
+    assert status == -signal.SIGTERM, said
+    assert 0.9 < took_s < 30
+    assert [c.step for c in holdfast.list_checkpoints(tmp_path)] == [1]
+
+
+def test_the_grace_period_begins_also_within_compiled_code(tmp_path: Path) -> None:
+    """The clock runs from the signal on; the step after the call is saved, and a handler from before is called in turn."""
+    status, _, said = signalled(
+        LOCKED
+        + """
+stop = []
+signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+ckpt = holdfast.Checkpointer(folder, every=1000)
+def unlock():
+    while not ckpt.preempted:
+        time.sleep(0.01)
+    print("seen", flush=True)
+    libc.pthread_mutex_unlock(mutex)
+threading.Thread(target=unlock).start()
+told(3)
+libc.pthread_mutex_lock(mutex)
+ckpt.step(7, state)
+ckpt.close()
+print("stopped", stop, ckpt.counters.saved)
+""",
+        tmp_path,
+    )
+    assert status == 0, said
+    assert [line for line in said.splitlines() if line.startswith(("seen", "stopped"))] == ["seen", "stopped [1] 1"]
+    assert [c.step for c in holdfast.list_checkpoints(tmp_path)] == [7]
+
+
+def test_a_forked_child_ends_by_sigterm_and_its_parent_hears_nothing_of_it() -> None:
+    """Data loaders fork workers, and end them so; neither has a grace period then."""
+    with holdfast.Checkpointer(fresh_uri()) as ckpt:
+        child = os.fork()
+        if child == 0:
+            time.sleep(100)
+            os._exit(3)
+        os.kill(child, signal.SIGTERM)
+        began_s = time.monotonic()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        assert time.monotonic() - began_s < 20
+        assert not ckpt.preempted
+
+
+def test_whoever_watched_signals_before_goes_on_watching() -> None:
+    """An event loop does, in the main thread: it hears of its signals while there is a checkpointer, and after it."""
+    import asyncio
+
+    async def heard() -> list[str]:
+        loop, said, event = asyncio.get_running_loop(), [], asyncio.Event()
+        loop.add_signal_handler(signal.SIGUSR1, event.set)
+        try:
+            for when in ("before", "with", "after"):
+                ckpt = holdfast.Checkpointer(fresh_uri()) if when == "with" else None
+                os.kill(os.getpid(), signal.SIGUSR1)
+                await asyncio.wait_for(event.wait(), 30)
+                event.clear()
+                said.append(when)
+                if ckpt is not None:
+                    ckpt.close()
+        finally:
+            loop.remove_signal_handler(signal.SIGUSR1)
+        return said
+
+    assert asyncio.run(heard()) == ["before", "with", "after"]
+
+
+def test_two_checkpointers_may_be_closed_in_any_order() -> None:
+    """And a descriptor that is somebody else's by then gets no numbers of signals."""
+    before, written = signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1)
+    first, second = (holdfast.Checkpointer(fresh_uri()) for _ in range(2))
+    first.close()
+    read_fd, write_fd = os.pipe()  # likely has the numbers that have just become free
+    heard = signal.signal(signal.SIGUSR1, lambda *_: None)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    second.close()
+    signal.signal(signal.SIGUSR1, heard)
+    os.close(write_fd)
+    assert os.read(read_fd, 1) == b""
+    os.close(read_fd)
+    assert signal.set_wakeup_fd(written) == -1
+    signal.signal(signal.SIGTERM, before)
+
+
 def test_a_second_signal_is_not_kept_waiting(tmp_path: Path) -> None:
     """Whoever sends two is in a hurry."""
     status, took_s, said = signalled(

@@ -1,0 +1,66 @@
+"""What torch calls the parameters and buffers of a module: the names in a state dict without those of wrappers.
+
+Torch finds them by walking down from the module, name by name, each time it is asked. A training run asks at every save,
+while the trainer waits; so the answers are kept, as long as the module consists of the same kinds of modules.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch.distributed.checkpoint.state_dict import _get_fqns, _state_dict_fn, get_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+__all__ = ["Names", "module_state", "names_of", "plain_state_dict"]
+
+
+class Names(dict[str, str]):
+    """By any name that a module has for a parameter or a buffer, the name to save it under.
+
+    ``kinds``: of all modules that it consists of. ``fsdp1``: whether one of them is of torch's first FSDP, which changes
+    what a state dict holds, and is to be asked in torch's way.
+    """
+
+    def __init__(self, module: torch.nn.Module, kinds: tuple[type, ...]) -> None:
+        self.kinds = kinds
+        self.fsdp1 = any(issubclass(kind, FullyShardedDataParallel) for kind in set(kinds))
+        self._module = ref(module)
+
+    def __missing__(self, name: str) -> str:
+        module = self._module()
+        assert module is not None
+        self[name] = fqn = str(next(iter(_get_fqns(module, name))))
+        return fqn
+
+
+_known: WeakKeyDictionary[torch.nn.Module, Names] = WeakKeyDictionary()
+
+
+def names_of(module: torch.nn.Module) -> Names:
+    """The names of ``module``, as it is now."""
+    kinds = tuple(map(type, module.modules()))
+    names = _known.get(module)
+    if names is None or names.kinds != kinds:
+        names = _known[module] = Names(module, kinds)
+    return names
+
+
+def plain_state_dict(owner: Any) -> dict[str, Any]:
+    """``owner.state_dict()``; of one that torch has patched for checkpoints, what it was before."""
+    state: dict[str, Any] = _state_dict_fn(owner, "state_dict")()
+    return state
+
+
+def module_state(module: torch.nn.Module) -> dict[str, Any]:
+    """As torch's ``get_model_state_dict``: the module's state dict, by names without wrappers."""
+    names = names_of(module)
+    if names.fsdp1:
+        return get_model_state_dict(module)
+    state = plain_state_dict(module)
+    for key in list(state):
+        name = names[key]
+        if name != key:
+            state[name] = state.pop(key)
+    return state
