@@ -106,7 +106,7 @@ def _dropped_error() -> Iterator[Patch]:
     yield commit, "_see_all", _nothing
 
 
-@broken("an error of the manifest's put is dropped", 49)
+@broken("an error of the manifest's put is dropped", 54)
 def _dropped_commit() -> Iterator[Patch]:
     real = commit.commit
 
