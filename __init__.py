@@ -42,23 +42,23 @@ if TYPE_CHECKING:
         UsageError,
     )
     from .storage.api import async_save, fence, load, release_memory, save
-    from .storage.checkpointer import Checkpointer
     from .storage.copy import CopyReport, copy
     from .storage.frameworks.per_rank import PerRank
     from .storage.frameworks.stateful import RNGState
     from .storage.handle import SaveHandle
-    from .storage.ledger import Counters
     from .storage.prune import PruneReport, prune
     from .storage.reader import Checkpoint, list_checkpoints, open
     from .storage.report import LoadReport, SaveReport
-    from .storage.retention import Keep
+    from .storage.training.checkpointer import Checkpointer
+    from .storage.training.ledger import Counters
+    from .storage.training.retention import Keep
 
 _HOME = {
     "Checkpoint": ".storage.reader",
-    "Checkpointer": ".storage.checkpointer",
+    "Checkpointer": ".storage.training.checkpointer",
     "CopyReport": ".storage.copy",
-    "Counters": ".storage.ledger",
-    "Keep": ".storage.retention",
+    "Counters": ".storage.training.ledger",
+    "Keep": ".storage.training.retention",
     "LoadReport": ".storage.report",
     "PruneReport": ".storage.prune",
     "PerRank": ".storage.frameworks.per_rank",

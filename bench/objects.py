@@ -23,7 +23,7 @@ import holdfast
 from ..drivers.contract import Driver
 from ..drivers.registry import open_driver
 from ..drivers.uri import Uri, join, parse
-from ..storage.executor import at_most
+from ..storage.pipeline.executor import at_most
 from .contest import Contestant, busy, contest, header, rows
 from .machine import describe
 from .objectpeers import SETTINGS, Peer, below, best, peers

@@ -21,10 +21,10 @@ from ..planner.placement import Replicated, Split, holders, local_pieces, local_
 from ..storage.capture.plan import plan_save
 from ..storage.capture.state import FlatState, flatten
 from ..storage.capture.targets import match
-from ..storage.fragment import Fragment, Layout, decode_fragment, fragment_of
+from ..storage.format.fragment import Fragment, Layout, decode_fragment, fragment_of
+from ..storage.format.manifest import ImageTable, Manifest
+from ..storage.format.merge import merge
 from ..storage.frameworks.mesh import LocalPart
-from ..storage.manifest import ImageTable, Manifest
-from ..storage.merge import merge
 from .llama import KINDS, TINY, Job, Model, placement_of
 from .machine import PeakMemory, describe
 from .options import bare_parser

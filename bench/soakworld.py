@@ -26,7 +26,7 @@ from ..drivers.contract import ObjectInfo
 from ..drivers.uri import Uri, join
 from ..storage import commit
 from ..storage import prune as pruning
-from ..storage.engine import run
+from ..storage.pipeline.engine import run
 from ..storage.place import Place
 from .states import State, digests, flat_tensors, zero
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..storage.manifest import Manifest
+from ..storage.format.manifest import Manifest
 from .text import one_of, ranks_text, runs_text, shape_text
 
 __all__ = ["Placed", "PlacedTensor"]

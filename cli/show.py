@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from ..drivers.registry import open_driver
 from ..storage.commit import read_manifest
-from ..storage.engine import start
-from ..storage.manifest import FORMAT_VERSION, Manifest
-from ..storage.tree import Key, Value, format_path
+from ..storage.format.manifest import FORMAT_VERSION, Manifest
+from ..storage.format.tree import Key, Value, format_path
+from ..storage.pipeline.engine import start
 from .commands import print_json
 from .placed import Placed, PlacedTensor
 from .text import is_terminal, one_of, paint, printable, shape_text, size_text, time_text

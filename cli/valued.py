@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 from ..errors import DamagedError
-from ..storage.tree import Value
-from ..storage.values import decode_value
+from ..storage.format.tree import Value
+from ..storage.format.values import decode_value
 from .text import printable, ranks_text
 
 __all__ = ["encoded_text", "value_text"]

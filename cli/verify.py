@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from ..drivers.uri import parse
 from ..errors import DamagedError
-from ..storage.manifest import MANIFEST_KEY
+from ..storage.format.manifest import MANIFEST_KEY
 from ..storage.reader import open as open_checkpoint
 from ..storage.verify import Damage, VerifyReport
 from .commands import print_json

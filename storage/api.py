@@ -9,13 +9,13 @@ from typing import Any
 from ..drivers.registry import open_driver
 from ..errors import UsageError
 from .begin import Lazy, UriLike, begin_save, closing, told
-from .buffers import release_pools
 from .capture.lazy import fence
 from .capture.state import flatten
-from .engine import start
 from .frameworks.process_group import current_rank, current_team
 from .handle import SaveHandle
 from .load import Exchanging, LoadJob, finish, run_build, run_load
+from .pipeline.buffers import release_pools
+from .pipeline.engine import start
 from .report import LoadReport, SaveReport
 
 __all__ = ["BUDGET_NBYTES", "DEADLINE_S", "async_save", "fence", "load", "release_memory", "save"]

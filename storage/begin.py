@@ -20,13 +20,13 @@ from .capture.fingerprint import fingerprints
 from .capture.lazy import LazyCapture
 from .capture.state import FlatState, flatten
 from .deadline import Deadline
-from .engine import offload, start
 from .frameworks.process_group import current_team, current_world
 from .handle import SaveHandle, StageHandle
-from .image_writer import Progress
+from .pipeline.engine import offload, start
+from .pipeline.image_writer import Progress
+from .ranks.team import Team
 from .report import SaveReport
 from .save import SaveJob, run_save
-from .team import Team
 
 __all__ = ["Lazy", "UriLike", "begin_save", "closing", "told"]
 

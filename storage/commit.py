@@ -67,9 +67,9 @@ from ..errors import (
     SupersededError,
     UnsupportedFormatError,
 )
-from .engine import offload
-from .executor import at_most
-from .manifest import MANIFEST_KEY, Manifest, check_complete, image_key
+from .format.manifest import MANIFEST_KEY, Manifest, check_complete, image_key
+from .pipeline.engine import offload
+from .pipeline.executor import at_most
 
 __all__ = [
     "CLEAN_UP_S",

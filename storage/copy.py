@@ -24,12 +24,12 @@ from ..errors import (
     SaveError,
 )
 from .commit import abandon, begin_copy, commit, delete_attempt, read_manifest, settle, still_there
-from .digest import digest
-from .engine import offload, run
-from .executor import at_most
+from .format.digest import digest
+from .format.manifest import MANIFEST_KEY, Manifest
 from .image_copier import ImageCopier
-from .image_reader import ImageReader
-from .manifest import MANIFEST_KEY, Manifest
+from .pipeline.engine import offload, run
+from .pipeline.executor import at_most
+from .pipeline.image_reader import ImageReader
 from .place import Place
 from .reader import manifest_keys
 from .verify import verify_images

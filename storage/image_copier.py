@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 
 from ..drivers.contract import Driver, Upload
 from ..errors import DamagedError, NotFoundError
-from .buffers import HostBuffer, host_pool
-from .damage import damaged
-from .digest import damaged_blocks, digest, page_of
-from .engine import CPU_THREADS, offload
-from .executor import at_most, execute
-from .image_reader import ImageReader
-from .manifest import Manifest
-from .scheduler import Budget, Scheduler, Stage
-from .upload import Opening, write_pages, writing_order
+from .format.damage import damaged
+from .format.digest import damaged_blocks, digest, page_of
+from .format.manifest import Manifest
+from .pipeline.buffers import HostBuffer, host_pool
+from .pipeline.engine import CPU_THREADS, offload
+from .pipeline.executor import at_most, execute
+from .pipeline.image_reader import ImageReader
+from .pipeline.scheduler import Budget, Scheduler, Stage
+from .pipeline.upload import Opening, write_pages, writing_order
 from .verify import Chunk, chunks_of
 
 __all__ = ["ImageCopier", "deal"]

@@ -18,16 +18,16 @@ from .capture.scatter import Scatter
 from .capture.state import FlatState, Subtree
 from .capture.targets import Match, Wanted, match
 from .commit import read_manifest
-from .digest import digest
-from .engine import offload
-from .exchange import LEAST_NBYTES, Circle, begin_exchange
+from .format.digest import digest
+from .format.manifest import Manifest
+from .format.tree import Key, format_path
 from .frameworks.process_group import store_host
 from .frameworks.stateful import maker_of, restore
-from .image_reader import ImageReader, plan_reads
-from .manifest import Manifest
-from .team import Team
-from .tree import Key, format_path
-from .wire import host_key
+from .pipeline.engine import offload
+from .pipeline.image_reader import ImageReader, plan_reads
+from .ranks.exchange import LEAST_NBYTES, Circle, begin_exchange
+from .ranks.team import Team
+from .ranks.wire import host_key
 
 __all__ = ["Exchanging", "LoadJob", "fill", "finish", "run_build", "run_load"]
 

@@ -29,9 +29,9 @@ from .commit import (
     read_manifest,
     sweep,
 )
-from .engine import run
-from .executor import at_most
-from .manifest import MANIFEST_KEY
+from .format.manifest import MANIFEST_KEY
+from .pipeline.engine import run
+from .pipeline.executor import at_most
 from .place import Place
 from .reader import ListedCheckpoint, list_in
 

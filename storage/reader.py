@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Self
 from ..drivers.contract import Driver
 from ..drivers.registry import open_driver
 from ..errors import DamagedError, HoldfastError, ReplacedError, UsageError
-from .buffers import memory_for
 from .commit import read_manifest
-from .engine import offload, run, start
-from .executor import at_most
-from .flat_reader import read_flat
-from .manifest import MANIFEST_KEY, Manifest, image_key
-from .tree import format_path
+from .format.manifest import MANIFEST_KEY, Manifest, image_key
+from .format.tree import format_path
+from .pipeline.buffers import memory_for
+from .pipeline.engine import offload, run, start
+from .pipeline.executor import at_most
+from .pipeline.flat_reader import read_flat
 from .verify import VerifyReport, verify_images
 
 if TYPE_CHECKING:

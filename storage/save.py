@@ -23,13 +23,13 @@ from .capture.plan import SavePlan, plan_save
 from .capture.state import FlatState
 from .commit import CLEAN_UP_S, Attempt, begin, commit, delete_attempt, give_up, settle, still_there
 from .deadline import Deadline
-from .digest import digest
-from .engine import offload
-from .fragment import Fragment, Layout, decode_fragment, fragment_of
-from .image_writer import ImageWriter, Progress
-from .manifest import ImageTable, Manifest, image_key
-from .merge import merge
-from .team import Team
+from .format.digest import digest
+from .format.fragment import Fragment, Layout, decode_fragment, fragment_of
+from .format.manifest import ImageTable, Manifest, image_key
+from .format.merge import merge
+from .pipeline.engine import offload
+from .pipeline.image_writer import ImageWriter, Progress
+from .ranks.team import Team
 
 __all__ = ["SaveJob", "run_save"]
 

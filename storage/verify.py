@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from ..drivers.contract import Driver
 from ..errors import DamagedError, NotFoundError
 from ..planner.image import DIGEST_NBYTES, blocks_of
-from .buffers import HostBuffer, host_pool
-from .damage import tensors_at
-from .digest import damaged_blocks, digest, page_of
-from .engine import CPU_THREADS, offload
-from .executor import execute
-from .manifest import Manifest
-from .scheduler import Budget, Scheduler, Stage
+from .format.damage import tensors_at
+from .format.digest import damaged_blocks, digest, page_of
+from .format.manifest import Manifest
+from .pipeline.buffers import HostBuffer, host_pool
+from .pipeline.engine import CPU_THREADS, offload
+from .pipeline.executor import execute
+from .pipeline.scheduler import Budget, Scheduler, Stage
 
 _PAGES_NBYTES = 256 << 10
 """How much of the stored digests is read at a time: those of a gigabyte."""

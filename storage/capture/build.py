@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ...errors import DamagedError
+from ..format.manifest import Manifest
+from ..format.tree import Key
 from ..frameworks.optimizer import Make
-from ..manifest import Manifest
-from ..tree import Key
 from .dtypes import dtype_of, empty
 from .targets import TypedPath, Wanted, typed_paths
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..buffers import HostBuffer
+from ..pipeline.buffers import HostBuffer
 
 __all__ = ["Queued", "allocate_pinned", "beside", "devices_of"]
 

@@ -19,9 +19,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ...errors import StateError
+from ..format.values import encode_value
 from ..frameworks.mesh import local_part, local_tensor
 from ..frameworks.stateful import expand, has_state
-from ..values import encode_value
 from .dtypes import numpy_to_torch
 
 __all__ = ["Glance", "UnusualError"]

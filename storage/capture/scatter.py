@@ -9,7 +9,7 @@ import torch
 from ...planner.box import Box, row_strides
 from ...planner.loading import LoadPlan, Targets, strided_parts
 from ...planner.table import ShardTable, TensorTable
-from ..buffers import HostBuffer
+from ..pipeline.buffers import HostBuffer
 from .bits import address_of, as_bits, copy_memory, typed_storage
 from .dtypes import dtype_of
 

@@ -11,7 +11,7 @@ import torch
 from ...planner.box import Box, contiguous_range, flat_to_boxes
 from ...planner.image import ImageLayout
 from ...planner.saving import Holdings
-from ..buffers import HostBuffer
+from ..pipeline.buffers import HostBuffer
 from .bits import address_of, as_bits, copy_memory, typed
 from .device import allocate_pinned, beside, devices_of
 

@@ -15,11 +15,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ...errors import StateError
+from ..format.tree import ROOT, Container, Key, Tree, Value, format_path
+from ..format.values import encode_value
 from ..frameworks.mesh import LocalPart, local_part, local_tensor
 from ..frameworks.stateful import expand, fills_in_place, has_state
 from ..kept import Kept
-from ..tree import ROOT, Container, Key, Tree, Value, format_path
-from ..values import encode_value
 from .dtypes import numpy_to_torch, refusal
 from .glance import Glance, UnusualError
 

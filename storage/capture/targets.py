@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from ...planner.columns import padded, widen
 from ...planner.loading import Targets
 from ...planner.table import TensorTable
+from ..format.manifest import Manifest
+from ..format.tree import Key, Tree, format_path
 from ..frameworks.mesh import local_part, local_tensor
-from ..manifest import Manifest
-from ..tree import Key, Tree, format_path
 from .dtypes import dtype_name, dtype_of
 from .state import FlatState
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch.distributed as dist
 
 from ...errors import UsageError
-from ..team import Solo, StoreLike, StoreTeam, Team
+from ..ranks.team import Solo, StoreLike, StoreTeam, Team
 
 __all__ = ["current_rank", "current_team", "current_world", "shared_store", "store_host"]
 

@@ -31,10 +31,10 @@ from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from ...errors import UsageError
 from ...planner.image import SAFETENSORS_DTYPES
-from ..engine import start
+from ..format.values import encode_value
+from ..pipeline.engine import start
 from ..reader import Checkpoint, TensorInfo
 from ..reader import open as open_checkpoint
-from ..values import encode_value
 
 __all__ = ["HoldfastFileSystem"]
 

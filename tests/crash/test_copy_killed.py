@@ -16,7 +16,7 @@ from support.victims import copy_and_die_at, spawned, state_of_step
 
 import holdfast
 from holdfast.drivers.local import LocalDriver
-from holdfast.storage.engine import run
+from holdfast.storage.pipeline.engine import run
 
 WAIT_S = 60.0
 

@@ -16,8 +16,8 @@ import pytest
 from support.tiny import BLOCK_NBYTES, READERS, Damaged, Tiny, tiny
 
 import holdfast
-from holdfast.storage.digest import digest
-from holdfast.storage.manifest import MANIFEST_KEY, Manifest
+from holdfast.storage.format.digest import digest
+from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
 
 ALL = os.environ.get("HOLDFAST_TEST_DAMAGE") == "all"
 FLIPS, CUTS = 250, 60

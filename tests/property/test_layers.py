@@ -30,8 +30,8 @@ from holdfast.errors import (
 )
 from holdfast.storage.capture.state import flatten
 from holdfast.storage.load import run_build
+from holdfast.storage.ranks.team import Solo
 from holdfast.storage.save import SaveJob, run_save
-from holdfast.storage.team import Solo
 
 seconds = st.floats(0, 60, allow_nan=False)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.effort import examples
 
 from holdfast.planner.image import BLOCKS_NAME, DIGEST_NBYTES, PAGE_NBYTES, lay_out
-from holdfast.storage.manifest import ImageTable
+from holdfast.storage.format.manifest import ImageTable
 
 DTYPES = ["bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2", "int16", "uint16", "float16", "bfloat16"]
 DTYPES += ["int32", "uint32", "float32", "float64", "int64", "uint64", "complex64", "complex128", "float8_e8m0fnu"]

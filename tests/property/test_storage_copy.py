@@ -17,9 +17,9 @@ from support.simulation.turns import Simulation, run_inline, save_of
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.copy import Orders, copy_checkpoint
-from holdfast.storage.digest import digest, page_of
+from holdfast.storage.format.digest import digest, page_of
+from holdfast.storage.format.manifest import ImageTable, Manifest
 from holdfast.storage.load import run_build
-from holdfast.storage.manifest import ImageTable, Manifest
 from holdfast.storage.verify import verify_images
 
 BUDGET_NBYTES = 64 << 20

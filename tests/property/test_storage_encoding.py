@@ -14,9 +14,9 @@ from support.bits import difference
 
 import holdfast
 from holdfast.errors import SaveError
-from holdfast.storage.columns import decode_columns, encode_columns, narrowed
-from holdfast.storage.tree import Container, Tree, Value, format_path, merge_trees
-from holdfast.storage.values import decode_value, encode_value
+from holdfast.storage.format.columns import decode_columns, encode_columns, narrowed
+from holdfast.storage.format.tree import Container, Tree, Value, format_path, merge_trees
+from holdfast.storage.format.values import decode_value, encode_value
 
 texts = st.text(st.characters(codec=None) | st.characters(categories=["Cs"]), max_size=8)
 scalars = (

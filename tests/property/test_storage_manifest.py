@@ -21,10 +21,10 @@ from support.effort import examples
 import holdfast
 from holdfast.planner.box import flat_to_boxes
 from holdfast.planner.table import ShardTable, TensorTable
-from holdfast.storage.columns import decode_columns, encode_columns, narrowed
-from holdfast.storage.digest import digest
-from holdfast.storage.manifest import ImageTable, Manifest, check_complete
-from holdfast.storage.tree import Container, Tree, Value
+from holdfast.storage.format.columns import decode_columns, encode_columns, narrowed
+from holdfast.storage.format.digest import digest
+from holdfast.storage.format.manifest import ImageTable, Manifest, check_complete
+from holdfast.storage.format.tree import Container, Tree, Value
 
 ATTEMPT = "20200101T000000-00000000"
 DTYPES = (("float32", 4), ("uint8", 1), ("complex128", 16), ("bfloat16", 2))

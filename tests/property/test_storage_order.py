@@ -18,7 +18,7 @@ from support.ranks import load_as_ranks, save_as_ranks
 
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage.manifest import MANIFEST_KEY, Manifest
+from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
 
 
 class Notary(HookedDriver):

@@ -25,9 +25,9 @@ from holdfast.planner.image import BLOCKS_NAME
 from holdfast.storage.capture.fingerprint import fingerprints
 from holdfast.storage.capture.plan import plan_save
 from holdfast.storage.capture.state import flatten
-from holdfast.storage.fragment import decode_fragment, fragment_of, join
-from holdfast.storage.manifest import ImageTable, Manifest
-from holdfast.storage.merge import merge
+from holdfast.storage.format.fragment import decode_fragment, fragment_of, join
+from holdfast.storage.format.manifest import ImageTable, Manifest
+from holdfast.storage.format.merge import merge
 
 DTYPES = [
     torch.float32,

@@ -29,7 +29,7 @@ from holdfast.errors import (
     StorageError,
     UriError,
 )
-from holdfast.storage.image_writer import writing_order
+from holdfast.storage.pipeline.image_writer import writing_order
 
 MIB = 1 << 20
 PART = 16 * MIB

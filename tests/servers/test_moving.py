@@ -20,7 +20,7 @@ from holdfast.drivers.contract import Driver
 from holdfast.drivers.local import LocalDriver
 from holdfast.drivers.registry import open_driver
 from holdfast.storage.copy import Orders, copy_checkpoint
-from holdfast.storage.engine import run
+from holdfast.storage.pipeline.engine import run
 
 
 @pytest.fixture(params=["s3", "hdfs"])

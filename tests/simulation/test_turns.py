@@ -15,7 +15,7 @@ from support.bits import difference
 from support.simulation.turns import Actor, Simulation, run_inline, save_of
 
 import holdfast
-from holdfast.storage.manifest import MANIFEST_KEY, Manifest
+from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
 from holdfast.storage.prune import PrunedCheckpoint, _delete
 
 STATES = {

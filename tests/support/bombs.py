@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import holdfast
-from holdfast.storage.manifest import MANIFEST_KEY
+from holdfast.storage.format.manifest import MANIFEST_KEY
 from support.forgery import Alter, Columns, Head, entry, forge, head, stored, tree, use
 
 MEMORY_NBYTES = 1 << 30

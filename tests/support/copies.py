@@ -11,11 +11,11 @@ from holdfast.drivers.contract import Driver
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.capture.state import flatten
 from holdfast.storage.copy import Orders, copy_checkpoint
-from holdfast.storage.engine import start
+from holdfast.storage.format.manifest import MANIFEST_KEY
 from holdfast.storage.load import run_build
-from holdfast.storage.manifest import MANIFEST_KEY
+from holdfast.storage.pipeline.engine import start
+from holdfast.storage.ranks.team import Solo
 from holdfast.storage.save import SaveJob, run_save
-from holdfast.storage.team import Solo
 
 from .drivers import contents
 from .ranks import save_as_ranks

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast.drivers.local import LocalDriver
-from holdfast.storage import load, wire
+from holdfast.storage import load
+from holdfast.storage.ranks import wire
 
 from .bits import difference
 

@@ -15,10 +15,10 @@ import torch
 import holdfast
 from holdfast.cli import app as cli
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage.columns import decode_columns, encode_columns
-from holdfast.storage.engine import start
+from holdfast.storage.format.columns import decode_columns, encode_columns
+from holdfast.storage.format.manifest import MANIFEST_KEY
 from holdfast.storage.integrations.fsspec import HoldfastFileSystem
-from holdfast.storage.manifest import MANIFEST_KEY
+from holdfast.storage.pipeline.engine import start
 
 from .bits import fresh_uri
 

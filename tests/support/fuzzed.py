@@ -24,10 +24,10 @@ from holdfast.drivers.options import duration, size
 from holdfast.drivers.registry import schemes
 from holdfast.drivers.uri import join, parse, redact
 from holdfast.planner.loading import Targets
-from holdfast.storage.columns import decode_columns, encode_columns
-from holdfast.storage.digest import digest
-from holdfast.storage.image_reader import plan_reads
-from holdfast.storage.manifest import Manifest, check_complete
+from holdfast.storage.format.columns import decode_columns, encode_columns
+from holdfast.storage.format.digest import digest
+from holdfast.storage.format.manifest import Manifest, check_complete
+from holdfast.storage.pipeline.image_reader import plan_reads
 
 from .tiny import tiny
 

@@ -16,11 +16,11 @@ from holdfast.planner.box import Box
 from holdfast.planner.placement import Piece
 from holdfast.storage.capture.fingerprint import fingerprints
 from holdfast.storage.capture.state import FlatState, flatten
-from holdfast.storage.engine import start
 from holdfast.storage.frameworks.mesh import LocalPart
 from holdfast.storage.load import Exchanging, LoadJob, finish, run_load
+from holdfast.storage.pipeline.engine import start
+from holdfast.storage.ranks.team import StoreTeam
 from holdfast.storage.save import SaveJob, run_save
-from holdfast.storage.team import StoreTeam
 
 __all__ = ["load_as_ranks", "save_as_ranks", "save_cut"]
 

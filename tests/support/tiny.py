@@ -14,10 +14,10 @@ import torch
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.commit import read_manifest
-from holdfast.storage.digest import digest, page_of
-from holdfast.storage.engine import start
+from holdfast.storage.format.digest import digest, page_of
+from holdfast.storage.format.manifest import MANIFEST_KEY, ImageTable, Manifest
 from holdfast.storage.integrations.fsspec import HoldfastFileSystem
-from holdfast.storage.manifest import MANIFEST_KEY, ImageTable, Manifest
+from holdfast.storage.pipeline.engine import start
 
 from .bits import difference, raw
 from .drivers import contents

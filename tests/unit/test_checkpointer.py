@@ -16,10 +16,10 @@ from torch import nn
 
 import holdfast
 from holdfast.storage import save as saving
-from holdfast.storage.agreement import Agreement
-from holdfast.storage.cadence import _Time, cadence_of
 from holdfast.storage.prune import choose
 from holdfast.storage.reader import ListedCheckpoint
+from holdfast.storage.training.agreement import Agreement
+from holdfast.storage.training.cadence import _Time, cadence_of
 
 
 def state(step: int) -> dict[str, Any]:

@@ -26,8 +26,8 @@ from holdfast.cli import app, text
 from holdfast.drivers.registry import open_driver
 from holdfast.storage.capture.fingerprint import fingerprints
 from holdfast.storage.capture.state import flatten
+from holdfast.storage.ranks.team import StoreTeam
 from holdfast.storage.save import SaveJob, run_save
-from holdfast.storage.team import StoreTeam
 
 ESCAPE = "\x1b"
 HOLDFAST = [sys.executable, "-c", "import holdfast.cli; holdfast.cli.main()"]

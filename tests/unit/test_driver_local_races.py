@@ -19,8 +19,8 @@ import torch
 import holdfast
 from holdfast.drivers.local import LocalDriver
 from holdfast.drivers.local_tree import Tree
-from holdfast.storage.engine import start
-from holdfast.storage.manifest import MANIFEST_KEY
+from holdfast.storage.format.manifest import MANIFEST_KEY
+from holdfast.storage.pipeline.engine import start
 
 RACE_S = 2.0
 WAIT_S = 20.0

@@ -24,8 +24,8 @@ import holdfast
 from holdfast.drivers.registry import open_driver
 from holdfast.storage.capture.fingerprint import fingerprints
 from holdfast.storage.capture.state import flatten
+from holdfast.storage.ranks.team import StoreTeam
 from holdfast.storage.save import SaveJob, run_save
-from holdfast.storage.team import StoreTeam
 
 BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 KINDS = {"dict": dict, "list": list, "tuple": tuple}

@@ -19,11 +19,11 @@ import holdfast
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage import begin, commit
 from holdfast.storage.capture.state import flatten
-from holdfast.storage.engine import start
+from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
 from holdfast.storage.load import run_build
-from holdfast.storage.manifest import MANIFEST_KEY, Manifest
+from holdfast.storage.pipeline.engine import start
+from holdfast.storage.ranks.team import Solo
 from holdfast.storage.save import SaveJob, run_save
-from holdfast.storage.team import Solo
 
 OLD, NEW, LAST = (
     {"who": who, "x": torch.full((5,), float(i)), "y": [torch.arange(i)]}
@@ -259,7 +259,7 @@ def test_what_a_newer_release_wrote_is_not_overwritten() -> None:
     """A manifest of a version that this release does not know is left alone."""
     storage = prepared()
     newer = run(storage.get(MANIFEST_KEY)).replace(rb"\"version\":1", rb"\"version\":2")
-    from holdfast.storage.digest import digest
+    from holdfast.storage.format.digest import digest
 
     run(storage.put(MANIFEST_KEY, newer[:-16] + digest(newer[:-16])))
     before = run(contents(storage))
@@ -386,7 +386,7 @@ def test_what_fails_in_the_background_is_raised_by_wait(
 
 def test_a_failed_save_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """No buffer is lost, so that a job which goes on after a hundred failures has as much memory as before."""
-    from holdfast.storage.buffers import HostBuffer, host_pool
+    from holdfast.storage.pipeline.buffers import HostBuffer, host_pool
 
     holdfast.release_memory()
     pool = host_pool(16 << 20)

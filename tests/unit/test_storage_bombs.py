@@ -17,9 +17,9 @@ import holdfast
 from holdfast.drivers import contract
 from holdfast.drivers.local import LocalDriver
 from holdfast.planner.coverage import ROUNDS_MAX, flawed
-from holdfast.storage import columns
-from holdfast.storage.engine import start
-from holdfast.storage.tree import Container, Tree
+from holdfast.storage.format import columns
+from holdfast.storage.format.tree import Container, Tree
+from holdfast.storage.pipeline.engine import start
 
 TESTS = Path(__file__).parents[1]
 DEADLINE_S = 110

@@ -15,7 +15,7 @@ from support.drivers import HookedDriver, contents
 
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage.manifest import MANIFEST_KEY
+from holdfast.storage.format.manifest import MANIFEST_KEY
 
 
 @pytest.mark.parametrize("destination", ["memory", "file"])

@@ -18,9 +18,9 @@ from holdfast.drivers.local import LocalDriver
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage import commit
 from holdfast.storage.copy import Orders, copy_checkpoint
-from holdfast.storage.engine import start
+from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
 from holdfast.storage.load import run_build
-from holdfast.storage.manifest import MANIFEST_KEY, Manifest
+from holdfast.storage.pipeline.engine import start
 
 BUDGET_NBYTES = 64 << 20
 

@@ -19,9 +19,9 @@ from holdfast.errors import DeadlineError, StorageDownError, UsageError
 from holdfast.storage.capture.fingerprint import fingerprints
 from holdfast.storage.capture.state import flatten
 from holdfast.storage.deadline import Deadline
-from holdfast.storage.engine import start
+from holdfast.storage.pipeline.engine import start
+from holdfast.storage.ranks.team import Solo, StoreTeam
 from holdfast.storage.save import SaveJob, run_save
-from holdfast.storage.team import Solo, StoreTeam
 
 URI = "memory://deadline"
 SLOWLY = f"{URI}?faults=delay:1,delay_s:600"

@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 import pytest
 
-from holdfast.storage.engine import offload, start
-from holdfast.storage.executor import at_most, execute
-from holdfast.storage.scheduler import Budget, Scheduler, Stage
+from holdfast.storage.pipeline.engine import offload, start
+from holdfast.storage.pipeline.executor import at_most, execute
+from holdfast.storage.pipeline.scheduler import Budget, Scheduler, Stage
 
 STAGES = (Stage("read", "io"), Stage("hash", "cpu"), Stage("write", "io"))
 

@@ -26,7 +26,7 @@ from support.forgery import (
 )  # fmt: skip
 
 import holdfast
-from holdfast.storage.digest import digest
+from holdfast.storage.format.digest import digest
 
 MEMORY_NBYTES = 1 << 30
 DEEP = "[" * 100_000 + "]" * 100_000

@@ -15,7 +15,7 @@ import holdfast
 from holdfast.drivers.contract import Buffer, PartOrder, Traits, Upload, segments
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.drivers.uri import Uri
-from holdfast.storage.upload import Opening, writing_order
+from holdfast.storage.pipeline.upload import Opening, writing_order
 
 Perform = Callable[[int, str], Awaitable[None]]
 
@@ -196,7 +196,7 @@ def test_writes_that_wait_for_the_upload_are_not_overtaken(monkeypatch: pytest.M
         await asyncio.gather(*writes)
 
     monkeypatch.setattr("holdfast.storage.begin.open_driver", lambda uri, *_: Slow())
-    monkeypatch.setattr("holdfast.storage.image_writer.execute", execute)
+    monkeypatch.setattr("holdfast.storage.pipeline.image_writer.execute", execute)
     holdfast.async_save("memory://x", {"w": torch.zeros(40 << 20)}).wait(60)
     assert len(begun) > 10
     assert begun == sorted(begun)

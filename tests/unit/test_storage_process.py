@@ -14,7 +14,7 @@ import torch
 from support.bits import difference, fresh_uri
 
 import holdfast
-from holdfast.storage.buffers import HostBuffer, host_pool
+from holdfast.storage.pipeline.buffers import HostBuffer, host_pool
 
 
 def run(code: str, *args: object, timeout_s: float = 100) -> subprocess.CompletedProcess[str]:

@@ -18,7 +18,7 @@ from support.drivers import Fault, HookedDriver, contents
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage import commit, place
-from holdfast.storage.manifest import MANIFEST_KEY
+from holdfast.storage.format.manifest import MANIFEST_KEY
 from holdfast.storage.prune import choose
 from holdfast.storage.reader import ListedCheckpoint
 

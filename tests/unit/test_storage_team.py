@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast import errors
-from holdfast.storage.team import Solo, StoreTeam, Team
+from holdfast.storage.ranks.team import Solo, StoreTeam, Team
 
 Act = Callable[[Team], Awaitable[Any]]
 

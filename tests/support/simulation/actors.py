@@ -18,8 +18,8 @@ from holdfast.errors import (
 from holdfast.storage import copy, prune
 from holdfast.storage.load import finish, run_build, run_load
 from holdfast.storage.place import Place
+from holdfast.storage.ranks.team import Solo, StoreTeam
 from holdfast.storage.save import run_save
-from holdfast.storage.team import Solo, StoreTeam
 
 from .checker import MAIN, OTHER, Checker, Violation
 from .loop import Crashed, Process

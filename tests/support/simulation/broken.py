@@ -13,9 +13,10 @@ from typing import Any
 from holdfast.drivers import local_files, local_tree
 from holdfast.drivers.layers.retry import RetryLayer
 from holdfast.errors import ExistsError, NotFoundError, StorageError
-from holdfast.storage import commit, load, prune, save, team
-from holdfast.storage.image_writer import ImageWriter
-from holdfast.storage.manifest import MANIFEST_KEY
+from holdfast.storage import commit, load, prune, save
+from holdfast.storage.format.manifest import MANIFEST_KEY
+from holdfast.storage.pipeline.image_writer import ImageWriter
+from holdfast.storage.ranks import team
 
 from .engine import forget
 from .run import Failure, run
@@ -320,14 +321,14 @@ def _one_id() -> Iterator[Patch]:
 
 @broken("the commit does not check coverage", 40)
 def _no_coverage() -> Iterator[Patch]:
-    from holdfast.storage import merge
+    from holdfast.storage.format import merge
 
     yield merge, "coverage_errors", lambda tensors, shards: []
 
 
 @broken("the leader merges what it has when a rank is silent", 40)
 def _merges_what_it_has() -> Iterator[Patch]:
-    from holdfast.storage import merge
+    from holdfast.storage.format import merge
 
     async def gathered(self: Any, name: str, ranks: Any, what: str) -> Any:
         try:

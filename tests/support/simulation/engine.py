@@ -20,21 +20,11 @@ from typing import Any
 from holdfast.drivers import local, local_files, local_io, local_tree
 from holdfast.errors import StorageError
 from holdfast.planner import image
-from holdfast.storage import (
-    commit,
-    copy,
-    image_copier,
-    image_reader,
-    image_writer,
-    load,
-    manifest,
-    prune,
-    reader,
-    save,
-    team,
-    verify,
-)
+from holdfast.storage import commit, copy, image_copier, load, prune, reader, save, verify
 from holdfast.storage.capture import plan
+from holdfast.storage.format import manifest
+from holdfast.storage.pipeline import image_reader, image_writer
+from holdfast.storage.ranks import team
 
 from .loop import PROCESS, check_alive
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from holdfast.errors import NotACheckpointError
 from holdfast.storage.load import run_build
+from holdfast.storage.ranks.team import Solo
 from holdfast.storage.save import run_save
-from holdfast.storage.team import Solo
 
 from .actors import Crew
 from .checker import FEW, LAST, MAIN, Checker, Violation

@@ -13,11 +13,11 @@ import torch
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.capture.fingerprint import fingerprints
 from holdfast.storage.capture.state import FlatState, flatten
-from holdfast.storage.digest import digest
+from holdfast.storage.format.digest import digest
+from holdfast.storage.format.manifest import Manifest
 from holdfast.storage.load import LoadJob
-from holdfast.storage.manifest import Manifest
+from holdfast.storage.ranks.team import Solo, StoreTeam
 from holdfast.storage.save import SaveJob, run_save
-from holdfast.storage.team import Solo, StoreTeam
 
 from .engine import CHUNK_NBYTES, aside
 from .loop import SimLoop

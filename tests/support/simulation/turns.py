@@ -14,8 +14,8 @@ from typing import Any
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.capture.state import flatten
 from holdfast.storage.load import run_build
+from holdfast.storage.ranks.team import Solo
 from holdfast.storage.save import SaveJob, run_save
-from holdfast.storage.team import Solo
 
 from ..drivers import HookedDriver
 from .loop import Crashed, SimLoop

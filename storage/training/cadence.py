@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from ..errors import UsageError
+from ...errors import UsageError
 from .agreement import Agreement
 
 __all__ = ["Cadence", "cadence_of"]

@@ -30,14 +30,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..errors import CoordinationError, RankFailedError
-from ..planner.loading import LoadPlan
-from ..planner.sharing import Sharing, Wish, regrouped, share
+from ...errors import CoordinationError, RankFailedError
+from ...planner.loading import LoadPlan
+from ...planner.sharing import Sharing, Wish, regrouped, share
+from ..format.digest import digest
+from ..pipeline.buffers import HostBuffer, host_pool
+from ..pipeline.engine import offload
+from ..pipeline.image_reader import Deliver, ImageReader
 from .arena import Arena
-from .buffers import HostBuffer, host_pool
-from .digest import digest
-from .engine import offload
-from .image_reader import Deliver, ImageReader
 from .team import Team
 from .wire import Door, Line, knock
 

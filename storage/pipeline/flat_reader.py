@@ -11,14 +11,14 @@ from itertools import accumulate, pairwise
 import numpy as np
 import numpy.typing as npt
 
-from ..drivers.contract import Driver
-from ..planner.box import Box, flat_to_boxes, row_strides
-from ..planner.columns import padded
-from ..planner.loading import LoadPlan, Targets, strided_parts
+from ...drivers.contract import Driver
+from ...planner.box import Box, flat_to_boxes, row_strides
+from ...planner.columns import padded
+from ...planner.loading import LoadPlan, Targets, strided_parts
+from ..format.manifest import Manifest
 from .buffers import HostBuffer, memory_for
 from .engine import offload
 from .image_reader import ImageReader, plan_reads
-from .manifest import Manifest
 
 __all__ = ["read_flat"]
 

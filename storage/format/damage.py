@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..errors import DamagedError
+from ...errors import DamagedError
 from .manifest import Manifest
 
 __all__ = ["damaged", "tensors_at"]

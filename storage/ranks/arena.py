@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .buffers import HostBuffer
+from ..pipeline.buffers import HostBuffer
 
 __all__ = ["Arena", "Window"]
 

@@ -17,19 +17,19 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from ..drivers.registry import open_driver
-from ..drivers.uri import join
-from ..errors import CoordinationError, HoldfastError, UsageError
+from ...drivers.registry import open_driver
+from ...drivers.uri import join
+from ...errors import CoordinationError, HoldfastError, UsageError
+from ..api import BUDGET_NBYTES, DEADLINE_S
+from ..begin import Lazy, UriLike, begin_save
+from ..capture.lazy import fence, hook_optimizers
+from ..deadline import Deadline
+from ..handle import SaveHandle
+from ..pipeline.engine import start
+from ..place import Place
 from .agreement import Agreement
-from .api import BUDGET_NBYTES, DEADLINE_S
-from .begin import Lazy, UriLike, begin_save
 from .cadence import cadence_of
-from .capture.lazy import fence, hook_optimizers
-from .deadline import Deadline
-from .engine import start
-from .handle import SaveHandle
 from .ledger import Counters, Ledger
-from .place import Place
 from .preemption import Preemption
 from .resume import newest_good
 from .retention import Keep, Retention, checkpoint_name

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import DamagedError, SaveError
+from ...errors import DamagedError, SaveError
 from .values import decode_value, encode_text
 
 __all__ = ["ROOT", "ByRank", "Container", "Key", "Tree", "Value", "format_path", "merge_trees", "unite"]

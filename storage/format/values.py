@@ -13,7 +13,7 @@ import reprlib
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import DamagedError, StateError
+from ...errors import DamagedError, StateError
 
 __all__ = ["decode_value", "encode_text", "encode_value", "is_value"]
 

@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from ..errors import CoordinationError, DeadlineError
-from .frameworks.process_group import shared_store
-from .team import StoreLike
+from ...errors import CoordinationError, DeadlineError
+from ..frameworks.process_group import shared_store
+from ..ranks.team import StoreLike
 
 __all__ = ["Agreement"]
 

@@ -7,8 +7,8 @@ import threading
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .prune import PruneReport
-from .report import SaveReport
+from ..prune import PruneReport
+from ..report import SaveReport
 
 __all__ = ["Counters", "Ledger"]
 

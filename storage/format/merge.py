@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import CoverageError, DamagedError, SaveError
-from ..planner.columns import ranges, widen
-from ..planner.table import ShardTable, TensorTable, coverage_errors
+from ...errors import CoverageError, DamagedError, SaveError
+from ...planner.columns import ranges, widen
+from ...planner.table import ShardTable, TensorTable, coverage_errors
 from .fragment import Fragment, Group, join
 from .manifest import ImageTable, Manifest, check
 from .tree import Tree, Value, merge_trees

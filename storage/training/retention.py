@@ -15,11 +15,11 @@ from collections.abc import Collection, Container
 from dataclasses import dataclass
 from typing import Any
 
-from ..drivers.contract import Driver
-from ..errors import NotFoundError, UsageError
-from .place import Place
-from .prune import PruneReport, choose, prune_here
-from .reader import ListedCheckpoint
+from ...drivers.contract import Driver
+from ...errors import NotFoundError, UsageError
+from ..place import Place
+from ..prune import PruneReport, choose, prune_here
+from ..reader import ListedCheckpoint
 
 __all__ = ["Keep", "Retention", "checkpoint_name", "step_of"]
 

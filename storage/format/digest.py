@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import xxhash
 
-from ..planner.image import DIGEST_NBYTES
+from ...planner.image import DIGEST_NBYTES
 
 __all__ = ["damaged_blocks", "digest", "page_of"]
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import DamagedError, SaveError
-from ..planner.image import DIGEST_NBYTES
+from ...errors import DamagedError, SaveError
+from ...planner.image import DIGEST_NBYTES
 from .digest import digest
 
 __all__ = ["decode_columns", "encode_columns", "header_length", "narrowed", "parse_header"]

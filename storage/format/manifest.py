@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import DamagedError, SaveError, UnsupportedFormatError
-from ..planner.columns import volumes
-from ..planner.image import BLOCK_NBYTES, CHUNK_NBYTES, DIGEST_NBYTES, PAGE_NBYTES
-from ..planner.table import ShardTable, TensorTable
+from ...errors import DamagedError, SaveError, UnsupportedFormatError
+from ...planner.columns import volumes
+from ...planner.image import BLOCK_NBYTES, CHUNK_NBYTES, DIGEST_NBYTES, PAGE_NBYTES
+from ...planner.table import ShardTable, TensorTable
 from .columns import decode_columns, encode_columns, narrowed, parse_header
 from .tree import Tree
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ..errors import UsageError
+from ...errors import UsageError
 
 __all__ = ["HostBuffer", "HostPool", "host_pool", "memory_for", "release_pools"]
 

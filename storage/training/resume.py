@@ -7,13 +7,13 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..drivers.uri import join
-from ..errors import DamagedError, NotACheckpointError, NotFoundError, RankFailedError
-from .api import load
-from .engine import start
-from .frameworks.process_group import current_team
-from .place import Place
-from .reader import ListedCheckpoint, list_in, manifest_keys
+from ...drivers.uri import join
+from ...errors import DamagedError, NotACheckpointError, NotFoundError, RankFailedError
+from ..api import load
+from ..frameworks.process_group import current_team
+from ..pipeline.engine import start
+from ..place import Place
+from ..reader import ListedCheckpoint, list_in, manifest_keys
 from .retention import checkpoint_name, step_of
 
 __all__ = ["newest_good"]

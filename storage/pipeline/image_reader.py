@@ -9,17 +9,17 @@ from typing import Protocol
 
 import numpy as np
 
-from ..drivers.contract import Driver
-from ..errors import DamagedError, NotFoundError
-from ..planner.coverage import flawed
-from ..planner.image import DIGEST_NBYTES, blocks_of
-from ..planner.loading import LoadPlan, Targets, plan_load
+from ...drivers.contract import Driver
+from ...errors import DamagedError, NotFoundError
+from ...planner.coverage import flawed
+from ...planner.image import DIGEST_NBYTES, blocks_of
+from ...planner.loading import LoadPlan, Targets, plan_load
+from ..format.damage import damaged
+from ..format.digest import damaged_blocks, digest, page_of
+from ..format.manifest import MANIFEST_KEY, Manifest
 from .buffers import HostBuffer, host_pool
-from .damage import damaged
-from .digest import damaged_blocks, digest, page_of
 from .engine import CPU_THREADS, offload
 from .executor import at_most, execute
-from .manifest import MANIFEST_KEY, Manifest
 from .scheduler import Budget, Scheduler, Stage
 
 __all__ = ["Deliver", "HandOn", "ImageReader", "Pool", "plan_reads"]

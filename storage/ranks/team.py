@@ -19,9 +19,9 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
-from .. import errors
-from ..errors import CoordinationError, DeadlineError, HoldfastError, RankFailedError
-from .engine import offload
+from ... import errors
+from ...errors import CoordinationError, DeadlineError, HoldfastError, RankFailedError
+from ..pipeline.engine import offload
 
 __all__ = ["Decide", "Solo", "StoreLike", "StoreTeam", "Team"]
 

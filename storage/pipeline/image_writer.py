@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..drivers.contract import Driver, Upload
-from ..planner.image import CHUNK_NBYTES, DIGEST_NBYTES, ImageLayout
+from ...drivers.contract import Driver, Upload
+from ...planner.image import CHUNK_NBYTES, DIGEST_NBYTES, ImageLayout
+from ..capture.source import ImageSource
+from ..format.digest import digest, page_of
 from .buffers import HostBuffer, host_pool
-from .capture.source import ImageSource
-from .digest import digest, page_of
 from .engine import CPU_THREADS, offload
 from .executor import execute
 from .scheduler import Budget, Scheduler, Stage

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import DamagedError
-from ..planner.columns import Bools, Ints, widen
-from ..planner.image import DIGEST_NBYTES
-from ..planner.table import ShardTable, TensorTable
+from ...errors import DamagedError
+from ...planner.columns import Bools, Ints, widen
+from ...planner.image import DIGEST_NBYTES
+from ...planner.table import ShardTable, TensorTable
 from .columns import decode_columns, encode_columns, narrowed
 from .digest import digest
 from .manifest import ImageTable, Manifest, ints_of, tensor_columns, tensor_table

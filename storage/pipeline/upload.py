@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from ..drivers.contract import Traits, Upload, segments
+from ...drivers.contract import Traits, Upload, segments
 from .buffers import HostBuffer
 
 __all__ = ["Opening", "write_pages", "writing_order"]

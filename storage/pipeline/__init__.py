@@ -1,0 +1,1 @@
+"""How bytes move: which step runs next, memory for it, images read and written."""

@@ -1,0 +1,1 @@
+"""Ranks together: rounds of agreement, and bytes handed from one to another."""
