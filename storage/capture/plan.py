@@ -14,8 +14,8 @@ from ...planner.columns import padded
 from ...planner.image import ImageLayout, lay_out, shard_names
 from ...planner.saving import Holdings, divide
 from ...planner.table import ShardTable, TensorTable
-from ..kept import Kept
 from .dtypes import dtype_name
+from .kept import Kept
 from .source import ImageSource
 from .state import FlatState
 

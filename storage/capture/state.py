@@ -19,9 +19,9 @@ from ..format.tree import ROOT, Container, Key, Tree, Value, format_path
 from ..format.values import encode_value
 from ..frameworks.mesh import LocalPart, local_part, local_tensor
 from ..frameworks.stateful import expand, fills_in_place, has_state
-from ..kept import Kept
 from .dtypes import numpy_to_torch, refusal
 from .glance import Glance, UnusualError
+from .kept import Kept
 
 if TYPE_CHECKING:
     from .lazy import LazyCapture

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import holdfast
 from holdfast.storage.capture import state as capture
+from holdfast.storage.capture.kept import Kept
 from holdfast.storage.capture.plan import plan_save
 from holdfast.storage.capture.state import FlatState, flatten
-from holdfast.storage.kept import Kept
 
 MESHES = [DeviceMesh("cpu", torch.arange(4).reshape(shape), _init_backend=False, _rank=1) for shape in ((2, 2), (4, 1))]
 BASE = torch.arange(64.0)
