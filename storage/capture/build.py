@@ -11,7 +11,7 @@ import torch
 
 from ...errors import DamagedError
 from ..format.manifest import Manifest
-from ..format.tree import Key
+from ..format.tree import Key, Value
 from ..frameworks.optimizer import Make
 from .dtypes import dtype_of, empty
 from .targets import TypedPath, Wanted, typed_paths
@@ -21,17 +21,25 @@ __all__ = ["Built", "build"]
 
 @dataclass
 class Items:
-    """What is in one container, each kind in the order of the state; containers in the opposite one."""
+    """What is in one container, each kind in the order of the state; containers in the opposite one. ``own``, ``others``: is
+    anything in it, however deep, that this rank has saved, or may have; or that only other ranks have?"""
 
     tensors: list[tuple[Key, Any]] = field(default_factory=list)
     values: list[tuple[Key, Any]] = field(default_factory=list)
     containers: list[tuple[Key, Any]] = field(default_factory=list)
+    own: bool = False
+    others: bool = False
+    foreign: set[Key] = field(default_factory=set)
+    """Of containers in which only other ranks have anything: theirs, or this rank's, empty."""
 
     def assembled(self, kind: str, runs: Sequence[tuple[str, int]]) -> Any:
         """The container. ``runs`` say how kinds take turns; what they do not tell (other ranks' items) comes last."""
         if kind != "dict":
             held = dict(chain(self.tensors, self.values, self.containers))
-            made = [held[key] for key in sorted(held)]  # type: ignore[type-var]
+            keys = sorted(held)  # type: ignore[type-var]
+            while keys and keys[-1] in self.foreign:
+                keys.pop()
+            made = [held[key] for key in keys]
             return made if kind == "list" else tuple(made)
         sources = {"t": iter(self.tensors), "v": iter(self.values), "c": reversed(self.containers)}
         in_turn = (islice(sources[of], count) for of, count in runs)
@@ -63,7 +71,7 @@ class Built:
         self._add_tensors(path, inside, items, leaves)
         for v in m.tree.values:
             if inside[v.container]:
-                items[v.container].values.append((v.key, v.of(self._rank)))
+                self._add_value(v, items[v.container])
             elif (*self._paths[v.container], (type(v.key).__name__, v.key)) == path:
                 leaves.append(v.of(self._rank))
         if items:
@@ -71,6 +79,14 @@ class Built:
         if not leaves:
             raise KeyError(path)
         return leaves[0]
+
+    def _add_value(self, value: Value, into: Items) -> None:
+        """What only others have is left out of lists: they had longer ones. A dict is that of all ranks together."""
+        own = self._rank >= self._m.world or any(self._rank in ranks for ranks, _ in value.by_rank)
+        into.own |= own
+        into.others |= not own
+        if own or self._m.tree.containers[value.container].kind == "dict":
+            into.values.append((value.key, value.of(self._rank)))
 
     def _add_tensors(self, path: TypedPath, inside: list[bool], items: dict[int, Items], leaves: list[Any]) -> None:
         t, tree = self._m.tensors, self._m.tree
@@ -94,6 +110,7 @@ class Built:
                 continue
             made = _array(name, made) if name in tree.arrays else made
             if inside[c]:
+                items[c].own = True
                 items[c].tensors.append((key, made))
             else:
                 leaves.append(made)
@@ -136,7 +153,12 @@ class Built:
             made = items[c].assembled(tree.containers[c].kind, tree.orders.get(c, []))
             if c == top:
                 return made
-            items[tree.containers[c].parent].containers.append((tree.containers[c].key, made))
+            parent = tree.containers[c].parent
+            items[parent].own |= items[c].own
+            items[parent].others |= items[c].others
+            items[parent].containers.append((tree.containers[c].key, made))
+            if items[c].others and not items[c].own:
+                items[parent].foreign.add(tree.containers[c].key)
         return None
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.chores import (
     meshes_of_one_name,
+    own_lists,
     partial_meshes,
     plain_load,
     plain_save,
@@ -70,6 +71,11 @@ def test_what_ranks_have_of_their_own_can_be_read_by_rank(saved: tuple[str, list
         assert [dict(c.values(rank))['state["who"]'] for rank in range(4)] == [0, 1, 2, 3]
         assert dict(c.values(3))['state["parity"]'] == "odd"
         assert c.verify().ok
+
+
+def test_lists_of_other_lengths_come_back_as_each_rank_had_them(gang: Gang, tmp_path: Path) -> None:
+    """In the state of an object, which is built from the checkpoint: nothing of another rank's is added."""
+    assert gang.run(own_lists, str(tmp_path / "c")) == [[]] * 4
 
 
 def test_replicas_with_a_tied_weight_are_saved_and_loaded(gang: Gang, tmp_path: Path) -> None:

@@ -333,6 +333,32 @@ def whole_of(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name: t.full_tensor() for name, t in state.items()}
 
 
+class Holder:
+    """An object with a state that is all small values."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it holds."""
+        return {"held": self.held}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Hold that."""
+        self.held = state["held"]
+
+
+def own_lists(uri: str) -> list[Any]:
+    """Lists and tuples that are longer on some ranks, also within each other, in an object's state."""
+    rank = dist.get_rank()
+    held = [list(range(rank)), tuple("abc"[:rank]), [[{"of": rank}]] * rank, [7] * (4 - rank)]
+    holder = Holder(held)
+    holdfast.save(uri, {"holder": holder})
+    holder.held = None
+    holdfast.load(uri, into={"holder": holder})
+    return [] if holder.held == held else [holder.held, held]
+
+
 def repeated(uri: str, saves: int) -> list[int]:
     """Save and load again and again; return how many keys the job's store has after each."""
     store = dist.distributed_c10d._get_default_store()
