@@ -25,7 +25,7 @@ from ...planner.image import DIGEST_NBYTES
 from ...planner.table import ShardTable, TensorTable
 from .columns import decode_columns, encode_columns, narrowed
 from .digest import digest
-from .manifest import ImageTable, Manifest, ints_of, tensor_columns, tensor_table
+from .manifest import ImageTable, Manifest, check_readable, ints_of, tensor_columns, tensor_table
 from .tree import ByRank, Tree, Value, unite
 from .values import decode_value, encode_value
 
@@ -46,8 +46,9 @@ class Layout:
 
     @cached_property
     def encoded(self) -> bytes:
-        """As bytes, which are equal where layouts are."""
+        """As bytes, which are equal where layouts are. Raises SaveError for what no reader would accept."""
         t = self.tensors
+        check_readable(t, self.tree)
         columns = tensor_columns(t, self.container) | {"tensor.own": self.own.astype(np.uint8)}
         places = [[v.container, encode_value(v.key, "")] for v in self.tree.values]
         head = {"dtypes": t.dtypes, "tree": replace(self.tree, values=[]).to_json(), "places": places}

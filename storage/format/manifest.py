@@ -34,6 +34,7 @@ __all__ = [
     "Manifest",
     "check",
     "check_complete",
+    "check_readable",
     "image_key",
     "ints_of",
     "tensor_columns",
@@ -110,13 +111,7 @@ class Manifest:
 
     def encode(self) -> bytes:
         """The file's bytes. Raises SaveError for what no reader would accept."""
-        if self.tensors.shape.shape[1] > _NDIM_MAX:
-            raise SaveError(f"a tensor has more than {_NDIM_MAX} dimensions")
-        if self.tree.paths_too_long:
-            raise SaveError(
-                "the paths of the state's containers are too long, all together",
-                advice="Use shorter keys, or nest less deeply.",
-            )
+        check_readable(self.tensors, self.tree)
         head = {
             "version": FORMAT_VERSION,
             "attempt": self.attempt,
@@ -155,6 +150,17 @@ class Manifest:
             raise DamagedError(f"{what} is malformed: {error!r}") from error
         check(made, what)
         return made
+
+
+def check_readable(tensors: TensorTable, tree: Tree) -> None:
+    """Raises SaveError for what no reader would accept."""
+    if tensors.shape.shape[1] > _NDIM_MAX:
+        raise SaveError(f"a tensor has more than {_NDIM_MAX} dimensions")
+    if tree.paths_too_long:
+        raise SaveError(
+            "the paths of the state's containers are too long, all together",
+            advice="Use shorter keys, or nest less deeply.",
+        )
 
 
 def tensor_columns(tensors: TensorTable, container: Ints) -> dict[str, npt.NDArray[Any]]:
