@@ -189,7 +189,7 @@ def test_a_fragment_with_a_flipped_bit_is_refused(state: Any, data: st.DataObjec
 def digests_of(m: Manifest) -> dict[int, list[list[int]]]:
     """Those of each rank's image."""
     cuts = np.cumsum(m.images.chunks(m.chunk_nbytes))[:-1]
-    parts = np.split(m.images.digests, cuts)
+    parts = np.split(m.images.digests, cuts)[: len(m.images)]  # without images there would be one, empty
     return {int(rank): part.tolist() for rank, part in zip(m.images.rank, parts, strict=True)}
 
 
