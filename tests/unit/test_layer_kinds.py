@@ -375,6 +375,33 @@ def test_each_fault_does_what_it_says(kind: str) -> None:
     assert run_virtual(run()) is True
 
 
+class _Order(Layer):
+    """Notes how long the writes were, in the order in which they came."""
+
+    def __init__(self, inner: Driver) -> None:
+        super().__init__(inner)
+        self.lengths: list[int] = []
+
+    async def around(self, operation: Any, call: Any) -> Any:
+        if operation.name == "write":
+            self.lengths.append(operation.nbytes)
+        return await call()
+
+
+def test_parts_that_are_late_do_not_overtake_each_other() -> None:
+    """A driver may want them in order: a write is slow, and does not begin late."""
+
+    async def run() -> list[int]:
+        below = _Order(MemoryDriver())
+        upload = await FaultsLayer(below, FaultPlan(3, delay=0.5, delay_s=5.0)).create("x", sum(range(20)))
+        starts = [sum(range(n)) for n in range(20)]
+        await asyncio.gather(*(upload.write(start, memoryview(bytes(n))) for n, start in enumerate(starts) if n))
+        await upload.commit()
+        return below.lengths
+
+    assert run_virtual(run()) == list(range(1, 20))
+
+
 def test_a_drill_by_option_is_survived_or_told(tmp_path: Any) -> None:
     """With retries, a save through a storage that fails one time in ten succeeds, and loads back the same."""
     import holdfast
