@@ -14,10 +14,8 @@ from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ...errors import DamagedError
 from ...planner.columns import Bools, Ints, widen
@@ -25,7 +23,7 @@ from ...planner.image import DIGEST_NBYTES
 from ...planner.table import ShardTable, TensorTable
 from .columns import decode_columns, encode_columns, narrowed
 from .digest import digest
-from .manifest import ImageTable, Manifest, check_readable, ints_of, tensor_columns, tensor_table
+from .manifest import ImageTable, Manifest, check_readable, ints_of, shard_columns, tensor_columns, tensor_table
 from .tree import ByRank, Tree, Value, unite
 from .values import decode_value, encode_value
 
@@ -74,18 +72,7 @@ class Group:
 
     def encode(self) -> bytes:
         """All but the layout, as bytes."""
-        s, i = self.shards, self.images
-        columns: dict[str, npt.NDArray[Any]] = {
-            "rank": self.ranks,
-            "shard.tensor": s.tensor,
-            "shard.image": s.image,
-            "shard.start": s.start,
-            "shard.offsets": s.offsets,
-            "shard.lengths": s.lengths,
-            "image.rank": i.rank,
-            "image.hashed_nbytes": i.hashed_nbytes,
-            "chunk.digest": i.digests,
-        }
+        columns = {"rank": self.ranks, "shard.tensor": self.shards.tensor} | shard_columns(self.shards, self.images)
         narrow = {name: narrowed(column) for name, column in columns.items()}
         return encode_columns(narrow, {"values": json.dumps(self.values, separators=(",", ":"))})
 

@@ -37,6 +37,7 @@ __all__ = [
     "check_readable",
     "image_key",
     "ints_of",
+    "shard_columns",
     "tensor_columns",
     "tensor_table",
 ]
@@ -126,17 +127,9 @@ class Manifest:
         return encode_columns(self._columns(), {"holdfast": json.dumps(head, separators=(",", ":"))})
 
     def _columns(self) -> dict[str, npt.NDArray[Any]]:
-        t, s, i = self.tensors, self.shards, self.images
-        columns = tensor_columns(t, self.container) | {
-            "tensor.shards": np.diff(s.pointers(len(t))),
-            "shard.image": s.image,
-            "shard.start": s.start,
-            "shard.offsets": s.offsets,
-            "shard.lengths": s.lengths,
-            "image.rank": i.rank,
-            "image.hashed_nbytes": i.hashed_nbytes,
-            "chunk.digest": i.digests,
-        }
+        t, s = self.tensors, self.shards
+        columns = tensor_columns(t, self.container) | {"tensor.shards": np.diff(s.pointers(len(t)))}
+        columns |= shard_columns(s, self.images)
         return {name: narrowed(column) for name, column in columns.items()}
 
     @classmethod
@@ -187,6 +180,19 @@ def ints_of(columns: Mapping[str, npt.NDArray[Any]], name: str) -> Ints:
     if column.dtype == np.uint64 and len(column) and column.max() > np.iinfo(np.int64).max:
         raise ValueError(f"column {name} overflows")
     return column.astype(np.int64)
+
+
+def shard_columns(shards: ShardTable, images: ImageTable) -> dict[str, npt.NDArray[Any]]:
+    """The columns of shards, but for their tensors, and those of images."""
+    return {
+        "shard.image": shards.image,
+        "shard.start": shards.start,
+        "shard.offsets": shards.offsets,
+        "shard.lengths": shards.lengths,
+        "image.rank": images.rank,
+        "image.hashed_nbytes": images.hashed_nbytes,
+        "chunk.digest": images.digests,
+    }
 
 
 def tensor_table(columns: Mapping[str, npt.NDArray[Any]], dtypes: Any) -> TensorTable:
