@@ -19,8 +19,9 @@ from .errors import is_panic, storage_error
 
 if TYPE_CHECKING:
     import hdfs_native
+    from hdfs_native._internal import RawFileWriter
 
-__all__ = ["Client", "pieces", "whole_reader"]
+__all__ = ["Client", "appending", "creating", "pieces", "whole_reader"]
 
 T = TypeVar("T")
 
@@ -134,6 +135,20 @@ def _patience(timeout_s: float) -> dict[str, str]:
         "dfs.client.failover.max.attempts": str(max(2, int(timeout_s / _RETRY_S))),
         "dfs.client.socket-timeout": str(int(min(60.0, timeout_s / 3) * 1000)),
     }
+
+
+def creating(inner: hdfs_native.Client, path: str, options: hdfs_native.WriteOptions) -> RawFileWriter:
+    """A new file. Its writer may be dropped at any time, in any thread.
+
+    That is why it is the one within the library's own, which closes its file when it is forgotten: whichever thread the
+    last reference dies in, be it the event loop's, then waits for the name node for a minute or more.
+    """
+    return inner.inner.create(path, options)
+
+
+def appending(inner: hdfs_native.Client, path: str) -> RawFileWriter:
+    """The end of a file; see :func:`creating`."""
+    return inner.inner.append(path)
 
 
 def pieces(reader: hdfs_native.FileReader, start: int, nbytes: int) -> Iterator[bytes]:

@@ -1,7 +1,7 @@
 """One object on its way: a file per segment under a temporary name, joined into one, renamed to its key.
 
-A writer of HDFS that fails, or is forgotten, may *complete* its file all the same: so what has a key is never written
-to, and the name node is asked for the length before the rename.
+A writer of HDFS that fails may *complete* its file all the same: so what has a key is never written to, and the name node
+is asked for the length before the rename.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from ...errors import StorageDownError, StorageError
 from ..contract import Buffer, Upload
 from ..ranges import Ranges
 from .calls import Call
-from .client import Client, whole_reader
+from .client import Client, appending, creating, whole_reader
 from .names import temporary_name
 from .webhdfs import ConcatRefused, WebHdfs
 
 if TYPE_CHECKING:
     import hdfs_native
+    from hdfs_native._internal import RawFileWriter
 
 __all__ = ["PIECE_NBYTES", "FileOptions", "HdfsUpload"]
 
@@ -64,7 +65,7 @@ class _File:
         self._start = self._at = start
         self._turns: dict[int, asyncio.Future[None]] = {}
         """Who waits for the bytes before their own, by where these begin."""
-        self._writer: hdfs_native.FileWriter | None = None
+        self._writer: RawFileWriter | None = None
         self._broken: BaseException | None = None
 
     async def write(self, start: int, data: Buffer) -> None:
@@ -110,12 +111,14 @@ class _File:
             if not turn.done():
                 turn.set_result(None)
 
-    async def opened(self) -> hdfs_native.FileWriter:
+    async def opened(self) -> RawFileWriter:
         """Make the file, and the folders above it, if that has not been done."""
         self._check()
         if self._writer is None:
             inner, options = self._client.inner, write_options(self._options)
-            self._writer = await self._client.call("create", self._key, lambda call: inner.create(self.path, options))
+            self._writer = await self._client.call(
+                "create", self._key, lambda call: creating(inner, self.path, options)
+            )
             self._check()
         return self._writer
 
@@ -133,7 +136,7 @@ def write_options(options: FileOptions) -> hdfs_native.WriteOptions:
     )
 
 
-def _write(call: Call, *, writer: hdfs_native.FileWriter, data: Buffer) -> None:
+def _write(call: Call, *, writer: RawFileWriter, data: Buffer) -> None:
     for start in range(0, len(data), PIECE_NBYTES):
         with call:
             piece = bytes(data[start : start + PIECE_NBYTES])
@@ -240,9 +243,10 @@ class HdfsUpload(Upload):
         inner = self._client.inner
 
         def copy(call: Call) -> None:
-            writer = inner.append(target)
+            whole_reader(inner, target)  # the name node appends to nothing else
+            writer = appending(inner, target)
             for path in others:
-                reader = inner.read(path)
+                reader = whole_reader(inner, path)
                 for piece in reader.read_range_stream(0, len(reader)):
                     writer.write(piece)
                     with call:

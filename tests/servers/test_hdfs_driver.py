@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable
 
@@ -93,6 +95,27 @@ async def test_a_write_that_is_not_next_is_refused(hdfs_url: str) -> None:
         await upload.write(5, memoryview(b"five"))
     await upload.abort()
     assert HdfsProbe(parse(hdfs_url)).list() == []
+    await driver.close()
+
+
+@asynchronous
+async def test_an_upload_is_dropped_without_waiting_for_a_name_node_that_is_silent(
+    hadoop: Hadoop, hdfs_url: str
+) -> None:
+    """An abort takes as long as it may, not as long as the name node is silent; the event loop goes on meanwhile."""
+    driver = open_driver(hdfs_url, timeout="500ms")
+    upload = await driver.create("x", 2 * MIB)
+    await upload.write(0, memoryview(bytes(MIB)))
+    back = threading.Timer(20, hadoop.kill, ("nn0", signal.SIGCONT))
+    hadoop.kill("nn0", signal.SIGSTOP)
+    back.start()
+    try:
+        began_s = time.monotonic()
+        await upload.abort()
+        assert time.monotonic() - began_s < 10
+    finally:
+        back.cancel()
+        hadoop.kill("nn0", signal.SIGCONT)
     await driver.close()
 
 
