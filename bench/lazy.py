@@ -1,8 +1,9 @@
 """How much training notices of a save at every step: how long it stands still, and how much slower its steps are.
 
 A step computes, and then an optimizer updates the fp32 weights in place. It computes as an accelerator would have it: the
-host queues kernels ahead of a device that works them off, one by one, and waits for the last one. Or it computes on the host
-itself, on all cores. Steps are longer than the copy of the state; how long is found out once, for all contestants.
+host queues kernels ahead of a device that works them off, one by one, and waits for the last one. Or it computes on the
+host: on all cores, or in Python, which shows how long others hold the GIL. Steps are longer than the copy of the state; how
+long is found out once, for all contestants.
 
 Standing still is measured from outside: the call that begins the save, and what an optimizer's step waits for before it
 begins. Beside the state as dicts of tensors stands one of modules and optimizers, which have to be asked for theirs. Each
@@ -40,7 +41,8 @@ CALIBRATED_GIB = 1.0
 KERNEL_S = 100e-6
 QUEUE_S = 0.1
 """How far ahead of the device the host may be: CUDA's queue holds about a thousand kernels."""
-KINDS = ("accelerator", "host")
+KINDS = ("accelerator", "host", "Python")
+LOOPS = 10_000
 
 
 def _step_s(given: Options) -> float:
@@ -79,29 +81,40 @@ class _Training:
         self._optim = torch.optim.SGD(self.parameters.values(), lr=1e-3, foreach=False)
         self._a = torch.randn(512, 512)
         self._small = torch.zeros(8)
-        self._work = {"host": max(1, int(step_s / self._product_s())), "accelerator": max(1, int(step_s / KERNEL_S))}
+        self._computes: dict[str, Callable[[int], None]] = {
+            "accelerator": self._on_accelerator,
+            "host": self._on_host,
+            "Python": self._in_python,
+        }
+        self._work = {kind: max(1, int(step_s / self._piece_s(kind))) for kind in KINDS}
 
-    def _product_s(self) -> float:
+    def _piece_s(self, kind: str) -> float:
+        if kind == "accelerator":
+            return KERNEL_S
         began_s = time.perf_counter()
-        for _ in range(20):
-            torch.mm(self._a, self._a)
+        self._computes[kind](20)
         return (time.perf_counter() - began_s) / 20
 
     def step(self, kind: str) -> float:
         """Compute, then let the optimizer step. Seconds of the computing."""
         began_s = time.perf_counter()
-        self._on_host() if kind == "host" else self._on_accelerator()
+        self._computes[kind](self._work[kind])
         computed_s = time.perf_counter() - began_s
         self._optim.step()
         return computed_s
 
-    def _on_host(self) -> None:
-        for _ in range(self._work["host"]):
+    def _on_host(self, pieces: int) -> None:
+        for _ in range(pieces):
             torch.mm(self._a, self._a)
 
-    def _on_accelerator(self) -> None:
+    def _in_python(self, pieces: int) -> None:
+        for _ in range(pieces):
+            for _ in range(LOOPS):
+                pass
+
+    def _on_accelerator(self, pieces: int) -> None:
         idle_s = time.perf_counter()  # when the device will have done all that it was given
-        for _ in range(self._work["accelerator"]):
+        for _ in range(pieces):
             self._small.add_(1)  # what a launch costs the host
             now_s = time.perf_counter()
             idle_s = max(idle_s, now_s) + KERNEL_S
@@ -276,7 +289,8 @@ def _table(found: dict[str, list[Series]]) -> list[list[str]]:
         for i, kind in enumerate(kinds):
             still, plain, beside = series[3 * i : 3 * i + 3]
             steps = [f"{plain.median:.3f}", f"{beside.median:.3f}", f"{100 * _inflation(plain, beside):+.1f} %"]
-            rows.append([f"{name}, computing on the {kind}", *_still_ms(still), *steps, "–"])
+            where = "in Python" if kind == "Python" else f"on the {kind}"
+            rows.append([f"{name}, computing {where}", *_still_ms(still), *steps, "–"])
         rows.append([f"{name}, a save every step", *["–"] * 5, f"{series[3 * len(kinds)].median:.2f}"])
     return [*rows, ["holdfast, a module and its optimizer", *_still_ms(found["holdfast"][-1]), *["–"] * 4]]
 

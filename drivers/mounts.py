@@ -55,4 +55,6 @@ def is_shared(fs_type: str) -> bool:
 
 
 def _unescaped(field: str) -> str:
+    if "\\" not in field:
+        return field
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)

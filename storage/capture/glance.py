@@ -90,6 +90,8 @@ class Glance:
         kind = type(item)
         if kind in _TENSORS:
             self._tensor(item, item, None)
+        elif kind is dict:
+            self._container(item, depth + 1)
         elif kind is DTensor:
             local = local_tensor(item)
             self._tensor(local, item, (local_part(item, local, str), item.shape))

@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...errors import SaveError
 from ..frameworks.mesh import local_tensor
+from ..frameworks.names import walk
 from .device import Queued, beside, devices_of
 from .fingerprint import fingerprint
 from .state import FlatState
@@ -151,13 +152,13 @@ def _raise_for(changed: Sequence[str]) -> None:
 
 def _copy_the_hasty(flat: FlatState) -> list[int]:
     """Copy what may change before the next step of an optimizer. Return the rows of the rest, which are to be watched."""
-    locals_ = flat.locals
+    locals_, parts = flat.locals, [part for module in flat.modules for _, part in walk(module)]
     small = [row for row, local in enumerate(locals_) if local.nbytes <= SMALL_NBYTES]
-    trained = {_plain(tensor).data_ptr() for tensor in _trained(flat)} if small else set()
+    trained = {_plain(tensor).data_ptr() for tensor in _trained(flat, parts)} if small else set()
     hasty = {row for row in small if locals_[row].data_ptr() not in trained}
     hasty |= {row for row, local in enumerate(locals_) if local.is_inference()}  # torch does not count writes to them
     hasty |= {row for row, o in enumerate(flat.origins) if isinstance(o, DTensor) and o.is_inference()}
-    buffers = {_storage(_plain(buffer)) for module in flat.modules for buffer in module.buffers()}
+    buffers = {_storage(_plain(b)) for part in parts for b in part._buffers.values() if b is not None}
     if buffers:
         hasty |= {row for row, local in enumerate(locals_) if _storage(local) in buffers}
     if flat.tree.arrays:
@@ -167,10 +168,11 @@ def _copy_the_hasty(flat: FlatState) -> list[int]:
     return [row for row in range(len(locals_)) if row not in hasty] if hasty else [*range(len(locals_))]
 
 
-def _trained(flat: FlatState) -> Iterator[torch.Tensor]:
-    """What optimizers write to, as far as the state shows: parameters, and the optimizers' own tensors."""
-    for module in flat.modules:
-        yield from module.parameters()
+def _trained(flat: FlatState, parts: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
+    """What optimizers write to, as far as the state shows: parameters, and the optimizers' own tensors. ``parts`` are all
+    modules in those of the state."""
+    for part in parts:
+        yield from (p for p in part._parameters.values() if p is not None)
     for subtree in flat.subtrees:
         if isinstance(subtree.owner, torch.optim.Optimizer):
             for group in subtree.owner.param_groups:

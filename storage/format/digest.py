@@ -25,7 +25,11 @@ def digest(data: bytes | memoryview) -> bytes:
 
 
 def page_of(data: memoryview, block_nbytes: int) -> bytes:
-    """The digests of ``data``'s blocks, joined. The last block may be short. Lets go of the GIL block by block."""
+    """The digests of ``data``'s blocks, joined. The last block may be short.
+
+    Holds the GIL for about a millisecond a chunk: xxhash lets go of it for larger pieces only, and who lets go of it per
+    block has to wait for it per block, up to 5 ms each beside a trainer that computes in Python.
+    """
     xxh3 = xxhash.xxh3_128_digest
     cuts = [*range(0, len(data), block_nbytes), len(data)]
     return b"".join([xxh3(data[a:b]) for a, b in pairwise(cuts)])

@@ -6,6 +6,7 @@ while the trainer waits; so the answers are kept, as long as the module consists
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -13,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import _get_fqns, _state_dict_fn, get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-__all__ = ["Names", "module_state", "names_of", "plain_state_dict"]
+__all__ = ["Names", "module_state", "names_of", "parameters_of", "plain_state_dict", "walk"]
 
 
 class Names(dict[str, str]):
@@ -40,11 +41,34 @@ _known: WeakKeyDictionary[torch.nn.Module, Names] = WeakKeyDictionary()
 
 def names_of(module: torch.nn.Module) -> Names:
     """The names of ``module``, as it is now."""
-    kinds = tuple(map(type, module.modules()))
+    kinds = tuple(type(part) for _, part in walk(module))
     names = _known.get(module)
     if names is None or names.kinds != kinds:
         names = _known[module] = Names(module, kinds)
     return names
+
+
+def walk(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """``module`` and all modules in it, once each, with the prefix of their tensors' names, in the order of torch's
+    ``named_modules``: that hands each of them up through generators of all levels above, and a trainer waits for it.
+    """
+    found: list[tuple[str, torch.nn.Module]] = []
+    seen: set[int] = set()
+    ahead = [("", module)]
+    while ahead:
+        prefix, here = ahead.pop()
+        if id(here) not in seen:
+            seen.add(id(here))
+            found.append((prefix, here))
+            children = [(f"{prefix}{name}.", child) for name, child in here._modules.items() if child is not None]
+            ahead += reversed(children)
+    return found
+
+
+def parameters_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """All parameters by name, as torch's ``named_parameters``; but tied ones come under each of their names."""
+    for prefix, part in walk(module):
+        yield from ((f"{prefix}{name}", p) for name, p in part._parameters.items() if p is not None)
 
 
 def plain_state_dict(owner: Any) -> dict[str, Any]:

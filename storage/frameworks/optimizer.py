@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from ...errors import MismatchError
-from .names import Names, names_of, plain_state_dict
+from .names import Names, names_of, parameters_of, plain_state_dict
 
 __all__ = ["Make", "load_optimizer", "makes_for", "optimizer_state"]
 
@@ -104,13 +104,17 @@ def _names(optimizer: torch.optim.Optimizer, modules: Iterable[torch.nn.Module])
 
 
 def _by_id(module: torch.nn.Module, names: Names) -> dict[int, Any]:
-    return {id(p): names[name] for name, p in module.named_parameters()}
+    found: dict[int, Any] = {}
+    for name, p in module.named_parameters() if names.fsdp1 else parameters_of(module):
+        if id(p) not in found:
+            found[id(p)] = names[name]
+    return found
 
 
 def _module_of(optimizer: torch.optim.Optimizer, modules: Iterable[torch.nn.Module]) -> torch.nn.Module | None:
     """The module all of whose parameters in ``optimizer`` are its own; None where no single one is."""
     wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for module in modules:
-        if wanted <= {id(p) for p in module.parameters()}:
+        if wanted <= {id(p) for _, p in parameters_of(module)}:
             return module
     return None

@@ -16,6 +16,7 @@ from torch import nn
 
 import holdfast
 from holdfast.storage import save as saving
+from holdfast.storage.capture.source import ImageSource
 from holdfast.storage.prune import choose
 from holdfast.storage.reader import ListedCheckpoint
 from holdfast.storage.training.agreement import Agreement
@@ -371,20 +372,39 @@ def test_what_is_misspelled_is_said_at_once(wrong: dict[str, Any], tmp_path: Pat
         holdfast.Keep()
 
 
-def test_an_average_is_updated_after_the_fence() -> None:
-    """What writes to the state outside of an optimizer waits by itself; one that does not fails the save, not training."""
+def test_an_average_is_updated_after_the_fence(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What writes to the state outside of an optimizer waits by itself; if it does not, the save fails, and training goes on."""
+    copying, plain = threading.Event(), ImageSource.copy
+
+    def held(*args: Any) -> None:
+        assert copying.wait(60)
+        plain(*args)
+
+    monkeypatch.setattr(ImageSource, "copy", held)
+    copying.set()
     uri, net = fresh_uri(), nn.Linear(300, 300)
     ema = torch.optim.swa_utils.AveragedModel(net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
     optim = torch.optim.SGD(net.parameters(), 0.1)
-    held = {"net": net, "ema": ema, "optim": optim}
+    held_state = {"net": net, "ema": ema, "optim": optim}
     with holdfast.Checkpointer(uri, every=1, when_busy="wait") as ckpt:
         for step in (1, 2, 3):
             net(torch.randn(4, 300)).sum().backward()
             optim.step()
-            ckpt.step(step, held)
+            ckpt.step(step, held_state)
             ckpt.fence()
             ema.update_parameters(net)
-    assert ckpt.counters.saved == 3
+        copying.clear()
+        ckpt.step(4, held_state)
+        ema.update_parameters(net)
+        copying.set()
+        ckpt.wait()
+        ckpt.step(5, held_state)
+    assert (ckpt.counters.saved, ckpt.counters.failed) == (4, 1)
+    assert 'state["ema"]' in caplog.text
+    assert "changed while it was being copied" in caplog.text
+    assert steps(uri) == [1, 2, 3, 5]
 
 
 def test_progress_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -265,6 +265,22 @@ def test_proof_of_a_state_that_did_not_change(gate: Gate) -> None:
     assert torch.equal(holdfast.load(uri)["net"]["first.weight"], net.first.weight)
 
 
+def test_a_learning_rate_that_is_a_tensor_may_change_at_once(gate: Gate) -> None:
+    """Its schedule writes to it between two steps of the optimizer; what is saved is what it was at the call."""
+    gate.close()
+    net = nn.Linear(300, 300)
+    optim = torch.optim.AdamW(net.parameters(), lr=torch.tensor(0.5), foreach=False)
+    schedule = torch.optim.lr_scheduler.StepLR(optim, 1, 0.5)
+    net(torch.ones(1, 300)).sum().backward()
+    optim.step()
+    handle = holdfast.async_save(uri := fresh_uri(), {"net": net, "optim": optim, "schedule": schedule}, lazy=True)
+    schedule.step()
+    gate.open.set()
+    handle.wait(60)
+    assert holdfast.load(uri)["optim"]["param_groups"][0]["lr"].item() == 0.5
+    assert optim.param_groups[0]["lr"].item() == 0.25
+
+
 def test_offloaded_and_inference_tensors(gate: Gate) -> None:
     """A master copy that an optimizer trains in place of the module's own; and a tensor whose writes torch never counts."""
     gate.close()

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
-from holdfast.storage.frameworks.names import module_state
+from holdfast.storage.frameworks.names import module_state, walk
 from holdfast.storage.frameworks.optimizer import optimizer_state
 
 
@@ -37,8 +37,17 @@ def tied() -> nn.Module:
     return net
 
 
+def shared() -> nn.Module:
+    """A module that is in two places, the first of them deeper."""
+    inner = nn.Linear(3, 3)
+    return nn.ModuleDict(
+        {"deep": nn.Sequential(nn.Sequential(inner), nn.ReLU()), "again": inner, "last": nn.Linear(3, 3)}
+    )
+
+
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "tied": tied,
+    "shared": shared,
     "compiled": lambda: torch.compile(nn.Sequential(nn.Linear(3, 3), torch.compile(nn.Linear(3, 3)))),  # type: ignore[return-value]
     "recomputing, with an extra state": lambda: nn.Sequential(Extra(), nn.Linear(3, 3)),
     "one level": lambda: nn.Linear(3, 3),
@@ -57,6 +66,7 @@ def test_names_are_those_that_torch_gives(kind: str) -> None:
     optim.step()
     for _ in range(2):
         expected = get_model_state_dict(module)
+        assert walk(module) == [(f"{name}." if name else "", part) for name, part in module.named_modules()]
         assert {k: str(v) for k, v in module_state(module).items()} == {k: str(v) for k, v in expected.items()}
         assert list(module_state(module)) == list(expected)
         assert str(optimizer_state(optim, [module])) == str(get_optimizer_state_dict(module, optim))
