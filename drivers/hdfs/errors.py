@@ -51,7 +51,8 @@ _ADVICE: dict[type[StorageError], str] = {
     AccessError: "The user is that of the process, of HADOOP_USER_NAME, or of the Kerberos ticket; look at owner and mode.",
     FullError: "Raise the quota, free space on the DataNodes (hdfs dfsadmin -report), or keep fewer checkpoints.",
     BusyError: "The name node is in safe mode or overloaded; hdfs dfsadmin -safemode get tells.",
-    StorageDownError: "Look at the name node and the DataNodes: hdfs dfsadmin -report.",
+    StorageDownError: "Look at the name node and the DataNodes: hdfs dfsadmin -report. One whose disk is full "
+    "closes connections like one that died.",
 }
 
 _PARENT_IS_A_FILE = ("ParentNotDirectoryException", "(is not a directory)")
