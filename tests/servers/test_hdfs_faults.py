@@ -272,7 +272,7 @@ def test_full_disks_fail_the_save(tmp_path: Path, state: State) -> None:
             uri = server.at("run")
             holdfast.save(uri, state)
             # A DataNode whose disk is full in the middle of a block closes the connection, and tells nobody why.
-            with pytest.raises((FullError, StorageDownError), match="free space on the DataNodes|whose disk is full"):
+            with pytest.raises((FullError, StorageDownError), match=r"free space on the DataNodes|whose disk is full"):
                 holdfast.save(uri, changed(state))
             assert not finished(uri, state, changed(state))
             grow()
