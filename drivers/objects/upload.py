@@ -13,7 +13,7 @@ import logging
 import time
 import weakref
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -172,6 +172,8 @@ class PartsUpload(Upload):
         self._began_s = time.monotonic()
         self._put: asyncio.Future[Any] | None = None
         self._open = True
+        self._leaving: asyncio.Future[None] | None = None
+        """What tidies up behind an upload that is over, for all who ask for that to wait for."""
         _places.setdefault(target.place, _Place()).live += 1
 
     async def begin(self) -> None:
@@ -262,8 +264,7 @@ class PartsUpload(Upload):
         except BaseException:
             await self.abort()
             raise
-        self._open = False
-        await self._leave(failed=False)
+        await self._over_and(self._leave(failed=False))
 
     async def _finish(self) -> None:
         assert self._put is not None
@@ -276,11 +277,18 @@ class PartsUpload(Upload):
     async def abort(self) -> None:
         """See :meth:`Upload.abort`. The store is asked to forget the parts that it has; if it cannot be reached, they
         stay until :meth:`Driver.sweep` or :meth:`Driver.delete_all` finds them."""
-        if self._put is None or not self._open:
+        if self._put is None:
             return
+        if self._open:
+            self._stop()
+            await self._over_and(self._clean_up())
+        elif self._leaving is not None:
+            await to_the_end(self._leaving)
+
+    async def _over_and(self, leave: Coroutine[Any, Any, None]) -> None:
         self._open = False
-        self._stop()
-        await to_the_end(self._clean_up())
+        self._leaving = asyncio.ensure_future(leave)
+        await to_the_end(self._leaving)
 
     async def _clean_up(self) -> None:
         assert self._put is not None
