@@ -7,10 +7,11 @@ of them. Times are of the processor: on one core, without what else the machine 
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,10 +19,10 @@ import numpy as np
 
 from ..planner.loading import plan_load
 from ..planner.placement import Replicated, Split, holders, local_pieces, local_shape
-from ..storage.capture.plan import plan_save
+from ..storage.capture.plan import Agreed, ImagePlan, plan_image, plan_save
 from ..storage.capture.state import FlatState, flatten
 from ..storage.capture.targets import match
-from ..storage.format.fragment import Fragment, Layout, decode_fragment, fragment_of
+from ..storage.format.fragment import Fragment, Layout, decode_fragment, fragment_of, join
 from ..storage.format.manifest import ImageTable, Manifest
 from ..storage.format.merge import merge
 from ..storage.frameworks.mesh import LocalPart
@@ -32,13 +33,19 @@ from .report import Report, Series, Target
 
 __all__: list[str] = []
 
-ATTEMPT = "20260101T000000-00000000"
+HEAD = ("20260101T000000-00000000", 100, 0.0)
 DATA_PARALLEL = (8, 70, 128, 781)
 """Times TP 8 and PP 16: 1,024, 8,960, 16,384 and 99,968 ranks."""
 TARGETS = 8960
-MERGED_RANKS_MAX = 16_384
+MERGED_RANKS_MAX = 100_000
+APART_RANKS_MAX = 16_384
+"""In larger jobs the fragments of a host's ranks are joined before they are merged."""
+HOST_RANKS = 8
 SAMPLES = 5
+REPEATS = 9
 MIB = 1 << 20
+
+_Kind = tuple[tuple[int, ...], tuple[Replicated | Split, ...]]
 
 
 @dataclass
@@ -79,28 +86,33 @@ HEADER = ["", "tensors", "shards", "first ms", "again ms", "fragment kB", "merge
 HEADER += ["its decoding s", "load plan ms"]
 
 
-def _told(flat: FlatState, rank: int, world: int) -> Fragment:
-    """What ``rank`` does from its flat state to what it tells at commit, but for data. The random state is its own."""
-    agreed = {row: () if part is None else part.holders for row, part in enumerate(flat.parts)}
-    plan = plan_save(flat, rank, agreed, {})
+def _told(plan: ImagePlan, rank: int, flat: FlatState) -> Fragment:
+    """What ``rank`` tells at commit, but for data."""
     digests = np.zeros((plan.layout.chunks, 16), np.uint8)
     images = ImageTable(np.array([rank]), np.array([plan.layout.hashed_end]), digests)
-    return fragment_of(
-        Manifest(ATTEMPT, 100, world, 0.0, flat.tree, plan.tensors, plan.container, plan.shards, images), rank
-    )
+    return fragment_of(HEAD, rank, plan.told, plan.shards, images, flat.tree)
+
+
+def _agreed(flat: FlatState) -> Agreed:
+    """What ranks agree on in such a job: all tensors lie as their mesh says, and the random state is each rank's own."""
+    return Agreed({row: () if part is None else part.holders for row, part in enumerate(flat.parts)}, {})
 
 
 def _sample(found: _Found, rank: int) -> bytes:
     """Plan for one rank, from its state to its fragment, for the first time and again; return the fragment."""
     job = found.job
-    mesh = job.mesh(rank)
-    for seconds in (found.first_s, found.again_s):
+    mesh, agreed, again_s = job.mesh(rank), Agreed({}, {}), list[float]()
+    for attempt in range(1 + REPEATS):
         state = job.state(rank, mesh)  # as a training loop has it: new objects each time, laid out as before
         began_s = time.process_time()
         flat = flatten(state)
-        told = _told(flat, rank, job.world)
+        if not attempt:
+            agreed = _agreed(flat)
+        told = _told(plan_save(flat, rank, agreed), rank, flat)
         data = told.encode()
-        seconds.append(time.process_time() - began_s)
+        again_s.append(time.process_time() - began_s)
+    found.first_s.append(again_s.pop(0))
+    found.again_s.append(statistics.median(again_s))
     found.tensors = max(found.tensors, len(flat.names))
     found.shards.append(len(told.groups[0].shards))
     found.fragment_nbytes.append(len(data))
@@ -111,29 +123,31 @@ class _Stage:
     """The ranks of one pipeline stage, which hold the same tensors: flattened once, and moved from rank to rank."""
 
     def __init__(self, job: Job, rank: int) -> None:
-        self._job, self._flat = job, flatten(job.state(rank))
+        self._flat = flatten(job.state(rank))
         first = rank // (job.tp * job.dp) * job.tp * job.dp
         self._ranks = np.arange(first, first + job.tp * job.dp).reshape(job.shape)
+        self._layout: Layout | None = None
+        self._kinds = dict[_Kind, int]()  # layers repeat: of what is laid out alike, there are few
+        self._kind = [self._kind_of(row) for row in range(len(self._flat.names))]
 
-    def told(self, rank: int) -> bytes:
-        """The fragment of ``rank``."""
-        flat, parts = self._flat, dict[object, LocalPart]()
-        coordinate = tuple(int(at) for at in np.argwhere(self._ranks == rank)[0])
-        moved = replace(flat, parts=[self._part(row, coordinate, parts) for row in range(len(flat.names))])
-        for value in moved.tree.values:
-            if value.key == "position":
-                value.by_rank = [([0], 1000 + rank)]
-        return _told(moved, rank, self._job.world).encode()
-
-    def _part(self, row: int, at: tuple[int, ...], known: dict[object, LocalPart]) -> LocalPart | None:
+    def _kind_of(self, row: int) -> int | None:
         flat = self._flat
         if flat.parts[row] is None:
             return None
-        placements = [placement_of(p) for p in flat.origins[row].placements]  # type: ignore[attr-defined]
-        key = (flat.shapes[row], *placements)
-        if key not in known:
-            known[key] = _located(flat.shapes[row], self._ranks, at, placements)
-        return known[key]
+        placements = tuple(placement_of(p) for p in flat.origins[row].placements)  # type: ignore[attr-defined]
+        return self._kinds.setdefault((flat.shapes[row], placements), len(self._kinds))
+
+    def told(self, rank: int) -> Fragment:
+        """The fragment of ``rank``."""
+        at = tuple(int(n) for n in np.argwhere(self._ranks == rank)[0])
+        parts = [_located(shape, self._ranks, at, placements) for shape, placements in self._kinds]
+        moved = replace(self._flat, parts=[None if kind is None else parts[kind] for kind in self._kind], kin=None)
+        for value in moved.tree.values:
+            if value.key == "position":
+                value.by_rank = [([0], 1000 + rank)]
+        plan = plan_image(moved, rank, _agreed(moved))
+        self._layout = self._layout or plan.told
+        return _told(replace(plan, told=self._layout), rank, moved)  # whose layout is the same, and encoded once
 
 
 def _located(
@@ -145,7 +159,7 @@ def _located(
 
 
 def _commit(found: _Found, fragments: Sequence[bytes]) -> Manifest:
-    """Merge the fragments of all ranks, as the leader does; return what a reader makes of the manifest."""
+    """Merge the fragments of all ranks, or of all hosts, as the leader does; return what a reader makes of the manifest."""
     known: dict[bytes, Layout] = {}
     with PeakMemory() as memory:
         began_s = time.process_time()
@@ -158,6 +172,24 @@ def _commit(found: _Found, fragments: Sequence[bytes]) -> Manifest:
     manifest = Manifest.decode(data)
     found.decode_s = time.process_time() - began_s
     return manifest
+
+
+def _fragments(job: Job, expected: Mapping[int, bytes]) -> Iterator[Fragment]:
+    """Those of all ranks. Raises AssertionError where one is not as expected."""
+    stage = None
+    for rank in range(job.world):
+        if stage is None or rank % (job.tp * job.dp) == 0:
+            stage = _Stage(job, rank)
+        told = stage.told(rank)
+        if rank in expected and told.encode() != expected[rank]:
+            raise AssertionError("a rank that was moved tells something else than one that was made")
+        yield told
+
+
+def _by_host(fragments: Iterator[Fragment]) -> Iterator[Fragment]:
+    """Those of each host's ranks as one."""
+    while host := list(itertools.islice(fragments, HOST_RANKS)):
+        yield join(host)
 
 
 def _load(found: _Found, manifest: Manifest, target: Job) -> None:
@@ -181,12 +213,10 @@ def _measured(job: Job, target: Job, merged_max: int) -> _Found:
     found = _Found(job)
     told = {rank: _sample(found, rank) for rank in _samples(job.world)}
     if job.world <= merged_max:
-        size = job.tp * job.dp
-        stages = [_Stage(job, first) for first in range(0, job.world, size)]
-        fragments = [stages[rank // size].told(rank) for rank in range(job.world)]
-        if any(fragments[rank] != data for rank, data in told.items()):
-            raise AssertionError("a rank that was moved tells something else than one that was made")
-        manifest = _commit(found, fragments)
+        fragments = _fragments(job, told)
+        if job.world > APART_RANKS_MAX:
+            fragments = _by_host(fragments)
+        manifest = _commit(found, [fragment.encode() for fragment in fragments])
         _load(found, manifest, target)
     print("  " + "  ".join(found.row()), flush=True)
     return found

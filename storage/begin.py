@@ -8,15 +8,17 @@ import operator
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, TypeVar
 
 from ..drivers.contract import Driver
 from ..drivers.registry import open_driver
 from ..errors import UsageError
+from .accord import Accords
 from .capture.device import Queued, beside, devices_of
 from .capture.fingerprint import fingerprints
+from .capture.kept import Kept
 from .capture.lazy import LazyCapture
 from .capture.state import FlatState, flatten
 from .deadline import Deadline
@@ -26,7 +28,7 @@ from .pipeline.engine import offload, start
 from .pipeline.image_writer import Progress
 from .ranks.team import Team
 from .report import SaveReport
-from .save import SaveJob, run_save
+from .save import ACCORDS, SaveJob, run_save
 
 __all__ = ["Lazy", "UriLike", "begin_save", "closing", "told"]
 
@@ -37,6 +39,7 @@ UriLike = str | os.PathLike[str]
 
 _log = logging.getLogger(__name__)
 _in_flight: dict[str, Future[None]] = {}
+_accords: Accords = Kept(ACCORDS)
 _in_flight_lock = threading.Lock()
 
 
@@ -61,9 +64,8 @@ def begin_save(
     flat = told(team, driver, flatten, state)
     if lazy:
         flat.lazy = told(team, driver, LazyCapture, flat, prove=lazy == "prove")
-    unsure = told(team, driver, fingerprints, flat, team.world) if team.world > 1 and not lazy else {}
     step = _step_of(state) if step is None else step
-    job = SaveJob(flat, step, unsure, budget_nbytes, after=after, deadline=deadline)
+    job = SaveJob(flat, step, budget_nbytes, after=after, accords=_accords, deadline=deadline)
     save = _Save(job, _handle(driver, flat), began_s)
     with _in_flight_lock:
         before = _in_flight.get(driver.uri)
@@ -88,20 +90,15 @@ class _Save:
         self.queued = Queued.now(self.devices)
         self._reached: dict[str, float] = {}
         job.progress = Progress(self._captured, lambda: self._reach("sealed"))
+        job.digests = self._digests
 
     async def begins(self, before: Future[None] | None, team: Team) -> None:
         """When ``before``, to the same URI, has ended, and what is to be done before a byte is copied has been."""
         async with self.job.deadline.holds(self.handle.uri, team.rank):
             if before is not None:
                 await asyncio.wait([asyncio.wrap_future(before)])
-            await self._prepare(team)
-
-    async def _prepare(self, team: Team) -> None:
-        """What would have kept the trainer waiting."""
-        if self.queued.events:
-            await offload(self.queued.wait)
-        if self.lazy is not None and team.world > 1:
-            self.job.unsure = await offload(self._fingerprints, team.world)
+            if self.queued.events:
+                await offload(self.queued.wait)
 
     def durable(self, attempt: str, nbytes: int) -> None:
         """It is committed."""
@@ -110,9 +107,9 @@ class _Save:
         self.handle.report = SaveReport(self.handle.uri, attempt, nbytes, *times, fenced_s)
         self._reach("durable")
 
-    def _fingerprints(self, world: int) -> dict[int, bytes]:
+    def _digests(self, rows: Sequence[int]) -> dict[int, bytes]:
         with beside(self.devices):
-            return fingerprints(self.job.flat, world)
+            return fingerprints(self.job.flat, rows)
 
     def _captured(self) -> None:
         if self.lazy is not None:

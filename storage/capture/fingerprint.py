@@ -6,30 +6,40 @@ they differ (a random state, a running mean). So every byte is digested; at memo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import xxhash
 
 from .bits import address_of, as_bits
 from .state import FlatState
 
-__all__ = ["fingerprint", "fingerprints", "label"]
+__all__ = ["fingerprint", "fingerprints", "label", "unsure_rows"]
 
 _PIECE_NUMEL = 4 << 20
 
 
-def fingerprints(flat: FlatState, world: int) -> dict[int, bytes]:
-    """Per row of a tensor whose replicas are unknown: a digest of its shape, dtype and bytes; of one that is tied, the
-    name of the other too.
+def unsure_rows(flat: FlatState, world: int) -> list[int]:
+    """Rows of tensors whose replicas a rank does not know by itself.
 
-    Unknown are those of plain tensors, and of DTensors on a mesh of fewer ranks than the job has: another mesh may hold
-    the same (layers that tensor parallelism left alone do), or not (pipeline stages).
+    Those of plain tensors, and of DTensors on a mesh of fewer ranks than the job has: another mesh may hold the same
+    (layers that tensor parallelism left alone do), or not (pipeline stages).
     """
-    rows = [row for row, part in enumerate(flat.parts) if part is None or (part.pieces and part.mesh_size < world)]
-    digests = {row: fingerprint(flat, row) for row in rows if flat.alias[row] < 0}
-    roots = {row: flat.alias[row] for row in rows if flat.alias[row] >= 0}
-    return digests | {
-        row: digests[root] + flat.names[root].encode("utf-8", "surrogatepass") for row, root in roots.items()
+    return [row for row, part in enumerate(flat.parts) if part is None or (part.pieces and part.mesh_size < world)]
+
+
+def fingerprints(flat: FlatState, rows: Sequence[int]) -> dict[int, bytes]:
+    """Per row a 16-byte digest of the shape, dtype and bytes of what this rank holds; of a tensor that is tied, of the
+    name of the other too."""
+    roots = {row: flat.alias[row] if flat.alias[row] >= 0 else row for row in rows}
+    digests = {root: fingerprint(flat, root) for root in dict.fromkeys(roots.values())}
+    return {
+        row: digests[root] if root == row else _tied(digests[root], flat.names[root]) for row, root in roots.items()
     }
+
+
+def _tied(fingerprint: bytes, name: str) -> bytes:
+    return xxhash.xxh3_128_digest(fingerprint + name.encode("utf-8", "surrogatepass"))
 
 
 def label(flat: FlatState, row: int) -> str:

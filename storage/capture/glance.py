@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from ...errors import StateError
 from ..format.values import encode_value
-from ..frameworks.mesh import local_part, local_tensor
+from ..frameworks.mesh import Parts, local_part, local_tensor, parts_of
 from ..frameworks.stateful import expand, has_state
 from .dtypes import numpy_to_torch
 
@@ -52,6 +52,7 @@ class Glance:
         """Objects with a state, and that state."""
         self._modules = modules
         self._first: dict[int, int] = {}  # address -> the first that begins there
+        self._parts: dict[int, Parts] = {}  # by the ids of meshes, which the state keeps alive
 
     def look(self, state: Any) -> None:
         """Look at all of ``state``. Raises UnusualError; what was opened until then is in ``opened``."""
@@ -94,7 +95,11 @@ class Glance:
             self._container(item, depth + 1)
         elif kind is DTensor:
             local = local_tensor(item)
-            self._tensor(local, item, (local_part(item, local, str), item.shape))
+            mesh = item.device_mesh
+            known = self._parts.get(id(mesh))
+            if known is None:
+                known = self._parts[id(mesh)] = parts_of(mesh)
+            self._tensor(local, item, (local_part(item, local, str, known), item.shape))
         elif kind in _VALUES:
             self._value(item)
         elif kind is np.ndarray:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections import OrderedDict
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 __all__ = ["Kept"]
@@ -12,29 +13,41 @@ __all__ = ["Kept"]
 V = TypeVar("V")
 
 
+@dataclass(slots=True)
+class _Entry(Generic[V]):
+    value: V
+    asked: int  # when it was last asked for
+
+
 class Kept(Generic[V]):
-    """The last ``count`` values, by key; the one that was not asked for the longest goes first. For any thread."""
+    """The last ``count`` values, by key; the one that was not asked for the longest goes first. For any thread.
+
+    A look hashes its key once: that of a large state takes longer than all else about it.
+    """
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._values: OrderedDict[Hashable, V] = OrderedDict()
+        self._entries: dict[Hashable, _Entry[V]] = {}
+        self._now = itertools.count()
         self._lock = threading.Lock()
 
     def get(self, key: Hashable) -> V | None:
         """The value of ``key``, or None."""
         with self._lock:
-            if key in self._values:
-                self._values.move_to_end(key)
-            return self._values.get(key)
+            entry = self._entries.get(key)
+            if entry is None:
+                return None
+            entry.asked = next(self._now)
+            return entry.value
 
     def put(self, key: Hashable, value: V) -> None:
         """Keep ``value``."""
         with self._lock:
-            self._values[key] = value
-            while len(self._values) > self._count:
-                self._values.popitem(last=False)
+            self._entries[key] = _Entry(value, next(self._now))
+            while len(self._entries) > self._count:
+                del self._entries[min(self._entries.items(), key=lambda item: item[1].asked)[0]]
 
     def clear(self) -> None:
         """Keep nothing."""
         with self._lock:
-            self._values.clear()
+            self._entries.clear()

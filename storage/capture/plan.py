@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,24 +13,46 @@ from ...planner.columns import padded
 from ...planner.image import ImageLayout, lay_out, shard_names
 from ...planner.saving import Holdings, divide
 from ...planner.table import ShardTable, TensorTable
+from ..format.fragment import Layout, layout_of
 from .dtypes import dtype_name
 from .kept import Kept
 from .source import ImageSource
 from .state import FlatState
 
-__all__ = ["SavePlan", "plan_save"]
+__all__ = ["Agreed", "ImagePlan", "SavePlan", "plan_image", "plan_save"]
 
 Ints = npt.NDArray[np.int64]
 
 
+@dataclass(frozen=True, eq=False)
+class Agreed:
+    """What the ranks of a job have found out together. Kept from save to save, and then the same object.
+
+    ``holders``: for each row whose replicas the rank alone does not know, which ranks hold the same bytes: an empty tuple
+    where ranks differ and each keeps its own. ``shares``: of groups of ranks that do not divide evenly what they hold, see
+    :func:`..planner.saving.divide`.
+    """
+
+    holders: Mapping[int, tuple[int, ...]]
+    shares: Mapping[Group, tuple[int, ...]]
+
+
 @dataclass(frozen=True)
-class SavePlan:
-    """One rank's image: its tensors (all that the rank knows of), its shards, its layout, and its bytes."""
+class ImagePlan:
+    """One rank's image, whatever is in the tensors: its shards, where they lie, and which boxes of local tensors they are
+    (``held``). ``told``: all tensors and containers that the rank knows of, as the committing rank is told of them."""
 
     tensors: TensorTable
-    container: Ints
     shards: ShardTable
     layout: ImageLayout
+    held: Holdings
+    told: Layout
+
+
+@dataclass(frozen=True)
+class SavePlan(ImagePlan):
+    """And its bytes."""
+
     source: ImageSource
 
 
@@ -51,52 +72,35 @@ def _tensor_table(flat: FlatState, alias: Ints, owner: Ints) -> TensorTable:
     )
 
 
-def plan_save(
-    flat: FlatState,
-    rank: int,
-    agreed: Mapping[int, tuple[int, ...]] | None,
-    shares: Mapping[Group, tuple[int, ...]] | None = None,
-) -> SavePlan:
-    """Lay out what ``rank`` writes. What was laid out lately is looked up.
-
-    ``agreed`` tells for each row whose replicas the rank alone does not know which ranks hold the same bytes: an empty
-    tuple where ranks differ and each keeps its own. None: this process is alone. ``shares``: of groups of ranks that do not
-    divide evenly what they hold, see :func:`..planner.saving.divide`.
-    """
-    columns: tuple[Sequence[Any], ...] = (flat.names, flat.containers, flat.shapes, flat.dtypes, flat.parts, flat.alias)
-    # All that a plan follows from, and no digest of it: what is equal is the same.
-    told = (None if each is None else tuple(each.items()) for each in (agreed, shares))
-    key = (rank, *told, *(tuple(column) for column in columns))
-    plan = _known.get(key)
+def plan_save(flat: FlatState, rank: int, agreed: Agreed | None) -> SavePlan:
+    """What :func:`plan_image` lays out, with the tensors of this time. What was laid out lately is looked up."""
+    key = (rank, flat.kin, agreed)  # a plan follows from these alone
+    plan = None if flat.kin is None else _known.get(key)
     if plan is None:
-        plan = _planned(flat, rank, agreed, shares)
-        _known.put(key, plan)
-    tensors, container, shards, layout, held = plan
+        plan = plan_image(flat, rank, agreed)
+        if flat.kin is not None:
+            _known.put(key, plan)
     check = None if flat.lazy is None else flat.lazy.check
-    source = ImageSource(layout, held, flat.locals, tensors.ndim[held.tensor], check)
-    return SavePlan(tensors, container, shards, layout, source)
+    source = ImageSource(plan.layout, plan.held, flat.locals, plan.tensors.ndim[plan.held.tensor], check)
+    return SavePlan(plan.tensors, plan.shards, plan.layout, plan.held, plan.told, source)
 
 
-_Plan = tuple[TensorTable, Ints, ShardTable, ImageLayout, Holdings]
-_known: Kept[_Plan] = Kept(8)
+_known: Kept[ImagePlan] = Kept(8)
 
 
-def _planned(
-    flat: FlatState,
-    rank: int,
-    agreed: Mapping[int, tuple[int, ...]] | None,
-    shares: Mapping[Group, tuple[int, ...]] | None,
-) -> _Plan:
+def plan_image(flat: FlatState, rank: int, agreed: Agreed | None) -> ImagePlan:
+    """Lay out what ``rank`` writes. Without ``agreed`` this process is alone."""
+    holders, shares = (agreed.holders, agreed.shares) if agreed else ({}, {})
     alias = np.array(flat.alias, np.int64)
     if agreed is not None:
         for row in np.flatnonzero(alias >= 0).tolist():
-            if agreed.get(row) != agreed.get(int(alias[row])):
+            if holders.get(row) != holders.get(int(alias[row])):
                 alias[row] = -1  # tied here, but not everywhere
     owner = np.full(len(flat.names), -1, np.int64)
-    owner[[row for row, ranks in (agreed or {}).items() if not ranks]] = rank
+    owner[[row for row, ranks in holders.items() if not ranks]] = rank
     owner = np.where(alias < 0, owner, owner[alias])
     tensors = _tensor_table(flat, alias, owner)
-    held = divide(_holdings(flat, tensors, rank, agreed), rank, shares)
+    held = divide(_holdings(flat, tensors, rank, holders), rank, shares)
     ndim = tensors.ndim[held.tensor]
     dtypes = [tensors.dtypes[code][0] for code in tensors.dtype[held.tensor].tolist()]
     fqns = [flat.names[row] for row in held.tensor.tolist()]
@@ -104,21 +108,23 @@ def _planned(
     layout = lay_out(names, dtypes, held.lengths, ndim, held.itemsize)
     image = np.zeros(len(held.tensor), np.int64)
     shards = ShardTable(held.tensor, held.offsets, held.lengths, image, layout.start).sorted_by_tensor()
-    return tensors, np.array(flat.containers, np.int64), shards, layout, held
+    told = layout_of(tensors, np.array(flat.containers, np.int64), flat.tree)
+    return ImagePlan(tensors, shards, layout, held, told)
 
 
-def _holdings(
-    flat: FlatState, tensors: TensorTable, rank: int, agreed: Mapping[int, tuple[int, ...]] | None
-) -> Holdings:
+def _holdings(flat: FlatState, tensors: TensorTable, rank: int, agreed: Mapping[int, tuple[int, ...]]) -> Holdings:
     """Everything this rank holds: plain tensors as they are, DTensors piece by piece; aliases and empty ones left out."""
     width = tensors.shape.shape[1]
-    groups: dict[tuple[int, ...], int] = {(rank,): 0}
-    whole = [row for row, part in enumerate(flat.parts) if part is None and tensors.alias[row] < 0]
-    group = [groups.setdefault((agreed or {}).get(row) or (rank,), len(groups)) for row in whole]
+    alone = (rank,)
+    groups = _Groups()
+    groups.number(alone)
+    stored = [(row, part) for row, part in enumerate(flat.parts) if tensors.alias[row] < 0]
+    whole = [row for row, part in stored if part is None]
+    group = [groups.number(agreed.get(row) or alone) for row in whole]
     pieces = [
-        (row, piece, groups.setdefault((agreed or {}).get(row) or part.holders, len(groups)))
-        for row, part in enumerate(flat.parts)
-        if part is not None and tensors.alias[row] < 0
+        (row, piece, groups.number(agreed.get(row) or part.holders))
+        for row, part in stored
+        if part is not None
         for piece in part.pieces
     ]
     row = np.array([*whole, *(r for r, _, _ in pieces)], np.int64)
@@ -130,9 +136,25 @@ def _holdings(
         local_offsets=np.concatenate([zeros, padded([p.local_offsets for _, p, _ in pieces], width, 0)]),
         itemsize=tensors.itemsize[row],
         group=np.array([*group, *(g for _, _, g in pieces)], np.int64),
-        groups=tuple(groups),
-        order=_order(flat.names, row, len(groups)),
+        groups=tuple(groups.numbers),
+        order=_order(flat.names, row, len(groups.numbers)),
     )
+
+
+class _Groups:
+    """Groups of ranks, numbered as they come. Looked up as objects first: thousands of tensors share a group of
+    thousands."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[Group, int] = {}
+        self._by_id: dict[int, int] = {}
+
+    def number(self, ranks: Group) -> int:
+        """The number of ``ranks``, which outlive this object."""
+        number = self._by_id.get(id(ranks))
+        if number is None:
+            number = self._by_id[id(ranks)] = self.numbers.setdefault(ranks, len(self.numbers))
+        return number
 
 
 def _order(names: Sequence[str], row: Ints, groups: int) -> Ints:

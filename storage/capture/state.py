@@ -63,6 +63,8 @@ class FlatState:
     modules: list[torch.nn.Module] = field(default_factory=list)
     lazy: LazyCapture | None = None
     """Set where training goes on while this is being copied."""
+    kin: object | None = None
+    """The same object for states that a glance found to be laid out alike; None where that is not known."""
 
     def path(self, row: int) -> str:
         """Where the tensor in ``row`` is, as a user would write it."""
@@ -90,6 +92,7 @@ def flatten(state: Any, *, loading: bool = False) -> FlatState:
     flat = FlatState(modules=modules)
     _walk(state, _Walker(flat, loading, glance.opened))
     if trace is not None:
+        flat.kin = object()
         _known.put(trace, _again(flat, None, []))
     return flat
 
@@ -119,6 +122,7 @@ def _again(known: FlatState, glance: Glance | None, modules: list[torch.nn.Modul
         nodes=glance.nodes if glance else [],
         subtrees=[Subtree(s.parent, s.key, *pair) for s, pair in zip(known.subtrees, opened, strict=True)],
         modules=modules,
+        kin=known.kin,
     )
 
 

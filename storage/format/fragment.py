@@ -23,11 +23,11 @@ from ...planner.image import DIGEST_NBYTES
 from ...planner.table import ShardTable, TensorTable
 from .columns import decode_columns, encode_columns, narrowed
 from .digest import digest
-from .manifest import ImageTable, Manifest, check_readable, ints_of, shard_columns, tensor_columns, tensor_table
+from .manifest import ImageTable, check_readable, ints_of, shard_columns, tensor_columns, tensor_table
 from .tree import ByRank, Tree, Value, unite
 from .values import decode_value, encode_value
 
-__all__ = ["Fragment", "Group", "Layout", "decode_fragment", "fragment_of", "join"]
+__all__ = ["Fragment", "Group", "Layout", "decode_fragment", "fragment_of", "join", "layout_of"]
 
 _LENGTH = struct.Struct("<Q")
 
@@ -94,14 +94,19 @@ class Fragment:
         return body + digest(body)
 
 
-def fragment_of(manifest: Manifest, rank: int) -> Fragment:
-    """What one rank tells: a manifest of its part alone."""
-    m, tree = manifest, replace(manifest.tree, values=[Value(v.container, v.key, []) for v in manifest.tree.values])
-    own = m.tensors.owner >= 0
-    tensors = replace(m.tensors, owner=np.full(len(own), -1, np.int64))
-    values: list[ByRank] = [[([rank], v.by_rank[0][1])] for v in m.tree.values]
-    group = Group(Layout(tensors, own, m.container, tree), np.array([rank]), m.shards, m.images, values)
-    return Fragment((m.attempt, m.step, m.created_s), [group])
+def layout_of(tensors: TensorTable, container: Ints, tree: Tree) -> Layout:
+    """What a rank that knows of these has in common with others of its kind. ``tensors.owner``: -1, or this rank."""
+    places = replace(tree, values=[Value(v.container, v.key, []) for v in tree.values])
+    own = tensors.owner >= 0
+    return Layout(replace(tensors, owner=np.full(len(own), -1, np.int64)), own, container, places)
+
+
+def fragment_of(
+    head: tuple[str, int | None, float], rank: int, layout: Layout, shards: ShardTable, images: ImageTable, tree: Tree
+) -> Fragment:
+    """What one rank tells: its part alone. The values are those in ``tree``."""
+    values: list[ByRank] = [[([rank], v.by_rank[0][1])] for v in tree.values]
+    return Fragment(head, [Group(layout, np.array([rank]), shards, images, values)])
 
 
 def decode_fragment(data: bytes, what: str, known: MutableMapping[bytes, Layout]) -> Fragment:

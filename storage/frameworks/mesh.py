@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ...errors import StateError
 from ...planner.placement import Piece, Placement, Replicated, Split, holders, local_pieces, local_shape
 
-__all__ = ["LocalPart", "local_part", "local_tensor"]
+__all__ = ["LocalPart", "Parts", "local_part", "local_tensor", "parts_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +24,18 @@ class LocalPart:
     local_shape: tuple[int, ...]
     holders: tuple[int, ...]
     mesh_size: int
+    _hash: int = field(init=False, compare=False, repr=False)
 
-    def __hash__(self) -> int:  # not of all ranks that hold it: there may be thousands, and parts are keys of dicts
-        return hash((self.pieces, self.mesh_size))
+    def __post_init__(
+        self,
+    ) -> None:  # not of all ranks that hold it, of which there may be thousands; once, not per use
+        object.__setattr__(self, "_hash", hash((self.pieces, self.mesh_size)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+Parts = dict[Hashable, LocalPart]
 
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:
@@ -38,12 +47,13 @@ def local_tensor(tensor: DTensor) -> torch.Tensor:
     return local.wait() if hasattr(local, "wait") else local
 
 
-def local_part(tensor: DTensor, local: torch.Tensor, path: Callable[[], str]) -> LocalPart:
-    """What ``local``, this rank's part of ``tensor``, is of the whole.
+def local_part(tensor: DTensor, local: torch.Tensor, path: Callable[[], str], known: Parts | None = None) -> LocalPart:
+    """What ``local``, this rank's part of ``tensor``, is of the whole. ``known``: the ``parts_of`` its mesh, if at hand.
 
     Raises StateError for a placement that is not a layout (Partial), or one this release does not know.
     """
-    known = _parts_of(tensor.device_mesh)
+    if known is None:
+        known = parts_of(tensor.device_mesh)
     key = (tensor.placements, tensor.shape)
     part = known.get(key)
     if part is None:
@@ -59,12 +69,11 @@ def local_part(tensor: DTensor, local: torch.Tensor, path: Callable[[], str]) ->
     return part
 
 
-Parts = dict[Hashable, LocalPart]
 _PARTS_MAX = 4096
 _parts: WeakKeyDictionary[DeviceMesh, dict[Hashable, Parts]] = WeakKeyDictionary()
 
 
-def _parts_of(mesh: DeviceMesh) -> Parts:
+def parts_of(mesh: DeviceMesh) -> Parts:
     """What is known of tensors on ``mesh`` by placements and shape: layers repeat, a model has few of these. Kept, since
     to list the ranks of a mesh takes longer the more there are."""
     return _parts.setdefault(mesh, {}).setdefault(mesh.get_coordinate(), {})

@@ -222,9 +222,7 @@ def test_saves_through_a_failing_storage_are_whole_or_absent(
         faulty = FaultsLayer(storage, plan)
         faulty.remote = True  # type: ignore[misc]
         driver = RetryLayer(faulty, RetryPolicy(retries, 60.0), chance=random.Random(seed).random)
-        job = SaveJob(
-            flatten({"step": step, "data": bytes([step]) * 3000, "w": np.full(1000, step)}), step, {}, 64 << 20
-        )
+        job = SaveJob(flatten({"step": step, "data": bytes([step]) * 3000, "w": np.full(1000, step)}), step, 64 << 20)
         try:
             await run_save(driver, Solo(), job)
         except StorageError:

@@ -22,12 +22,13 @@ import holdfast
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.planner.box import Box
 from holdfast.planner.image import BLOCKS_NAME
-from holdfast.storage.capture.fingerprint import fingerprints
-from holdfast.storage.capture.plan import plan_save
+from holdfast.storage.capture.fingerprint import unsure_rows
+from holdfast.storage.capture.plan import Agreed, SavePlan, plan_save
 from holdfast.storage.capture.state import flatten
-from holdfast.storage.format.fragment import decode_fragment, fragment_of, join
+from holdfast.storage.format.fragment import Fragment, decode_fragment, fragment_of, join
 from holdfast.storage.format.manifest import ImageTable, Manifest
 from holdfast.storage.format.merge import merge
+from holdfast.storage.format.tree import Tree
 
 DTYPES = [
     torch.float32,
@@ -78,6 +79,8 @@ def branches(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 states = st.dictionaries(keys, st.recursive(leaves, branches, max_leaves=15), max_size=5)
 
+ATTEMPT = "20200101T000000-00000000"
+
 
 def blank(value: Any) -> Any:
     """A state of the same form, with nothing of the original in it."""
@@ -103,35 +106,48 @@ def test_any_state_comes_back(state: Any) -> None:
     assert difference(state, holdfast.load(uri, into=into)) is None
 
 
-def fragments_of(states: list[Any], attempt: str = "20200101T000000-00000000") -> list[Manifest]:
-    """What each rank tells the leader, if plain tensors are all its own."""
+def told_by(states: list[Any]) -> list[tuple[SavePlan, Tree, ImageTable]]:
+    """What each rank tells the leader, if plain tensors are all its own: its plan, the values, and the digests."""
     made = []
     for rank, state in enumerate(states):
         flat = flatten(state)
-        plan = plan_save(flat, rank, dict.fromkeys(fingerprints(flat, len(states)), ()))
+        plan = plan_save(flat, rank, Agreed(dict.fromkeys(unsure_rows(flat, len(states)), ()), {}))
         wrote = len(plan.layout.start) > 0
         digests = np.full((plan.layout.chunks if wrote else 0, 16), rank, np.uint8)
         hashed = np.array([plan.layout.hashed_end] if wrote else [], np.int64)
-        images = ImageTable(np.array([rank] if wrote else [], np.int64), hashed, digests)
-        made.append(
-            Manifest(attempt, rank, rank + 1, 1.5, flat.tree, plan.tensors, plan.container, plan.shards, images)
-        )
+        made.append((plan, flat.tree, ImageTable(np.array([rank] if wrote else [], np.int64), hashed, digests)))
     return made
+
+
+def parts_of(states: list[Any]) -> list[Manifest]:
+    """That as manifests, each of one rank's part."""
+    return [
+        Manifest(ATTEMPT, rank, rank + 1, 1.5, tree, plan.tensors, plan.told.container, plan.shards, images)
+        for rank, (plan, tree, images) in enumerate(told_by(states))
+    ]
+
+
+def fragments_of(states: list[Any]) -> list[Fragment]:
+    """And as fragments."""
+    return [
+        fragment_of((ATTEMPT, 1, 1.5), rank, plan.told, plan.shards, images, tree)
+        for rank, (plan, tree, images) in enumerate(told_by(states))
+    ]
 
 
 @few
 @given(states)
 def test_a_manifest_comes_back_from_its_encoding(state: Any) -> None:
     """Every column, every field, and the tree."""
-    (fragment,) = fragments_of([state])
-    assert plain(Manifest.decode(fragment.encode())) == plain(fragment)
+    (part,) = parts_of([state])
+    assert plain(Manifest.decode(part.encode())) == plain(part)
 
 
 @few
 @given(states, st.data())
 def test_a_manifest_with_a_flipped_bit_is_refused(state: Any, data: st.DataObject) -> None:
     """By its checksum, wherever it is."""
-    whole = fragments_of([state])[0].encode()
+    whole = parts_of([state])[0].encode()
     position, bit = data.draw(st.integers(0, len(whole) - 1)), data.draw(st.integers(0, 7))
     with pytest.raises(holdfast.DamagedError):
         Manifest.decode(whole[:position] + bytes([whole[position] ^ (1 << bit)]) + whole[position + 1 :])
@@ -141,18 +157,20 @@ def test_a_manifest_with_a_flipped_bit_is_refused(state: Any, data: st.DataObjec
 @given(st.lists(states, min_size=1, max_size=3))
 def test_a_merged_manifest_has_what_its_fragments_have(ranks: list[Any]) -> None:
     """Each rank's tensors, by name and owner, with their shards and the images that hold them; nothing else."""
-    fragments = fragments_of(ranks)
+    parts = parts_of(ranks)
     try:
-        merged = Manifest.decode(merge([fragment_of(f, rank) for rank, f in enumerate(fragments)]).encode())
+        merged = Manifest.decode(merge(fragments_of(ranks)).encode())
     except holdfast.SaveError as error:
         assert "on one rank and a" in str(error)
         return
     expected = set()
-    for rank, f in enumerate(fragments):
-        expected |= set(rows_of(f, rank))
+    for rank, part in enumerate(parts):
+        expected |= set(rows_of(part, rank))
     assert set(rows_of(merged, None)) == expected
     assert merged.world == len(ranks)
-    assert digests_of(merged) == {rank: f.images.digests.tolist() for rank, f in enumerate(fragments) if len(f.images)}
+    assert digests_of(merged) == {
+        rank: part.images.digests.tolist() for rank, part in enumerate(parts) if len(part.images)
+    }
 
 
 @few
@@ -161,7 +179,7 @@ def test_fragments_make_the_same_manifest_in_whichever_order_they_are_joined(
     ranks: list[Any], data: st.DataObject
 ) -> None:
     """One by one, or first those of some hosts: after any tree of joins, each told anew, the manifest is the same."""
-    told = [fragment_of(f, rank) for rank, f in enumerate(fragments_of(ranks))]
+    told = fragments_of(ranks)
     try:
         expected = merge(told).encode()
     except holdfast.SaveError as error:
@@ -178,7 +196,7 @@ def test_fragments_make_the_same_manifest_in_whichever_order_they_are_joined(
 @given(states, st.data())
 def test_a_fragment_with_a_flipped_bit_is_refused(state: Any, data: st.DataObject) -> None:
     """By its checksum, wherever it is."""
-    whole = fragment_of(fragments_of([state])[0], 0).encode()
+    whole = fragments_of([state])[0].encode()
     position, bit = data.draw(st.integers(0, len(whole) - 1)), data.draw(st.integers(0, 7))
     with pytest.raises(holdfast.DamagedError):
         decode_fragment(

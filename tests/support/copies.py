@@ -38,7 +38,7 @@ def run(work: Awaitable[Any]) -> Any:
 
 async def save(driver: Driver, state: Any) -> None:
     """A save by a job of one rank."""
-    await run_save(driver, Solo(), SaveJob(flatten(state), None, {}, BUDGET_NBYTES))
+    await run_save(driver, Solo(), SaveJob(flatten(state), None, BUDGET_NBYTES))
 
 
 def loaded(driver: Driver) -> Any:

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from holdfast.drivers.contract import Driver
 from holdfast.planner.box import Box
 from holdfast.planner.placement import Piece
-from holdfast.storage.capture.fingerprint import fingerprints
 from holdfast.storage.capture.state import FlatState, flatten
 from holdfast.storage.frameworks.mesh import LocalPart
 from holdfast.storage.load import Exchanging, LoadJob, finish, run_load
@@ -50,13 +49,14 @@ def save_cut(driver: Driver, tensors: Mapping[str, np.ndarray], boxes: Mapping[s
             piece = Piece(mine[name], (0,) * tensors[name].ndim)
             flat.shapes[row] = tensors[name].shape
             flat.parts[row] = LocalPart((piece,), mine[name].lengths, (rank,), len(boxes[name]))
+        flat.kin = None  # it is laid out as no other is now
         flats.append(flat)
     _save_flats(driver, flats)
 
 
 def _save_flats(driver: Driver, flats: Sequence[FlatState]) -> None:
     async def run() -> None:
-        jobs = [SaveJob(flat, None, fingerprints(flat, len(flats)), BUDGET_NBYTES) for flat in flats]
+        jobs = [SaveJob(flat, None, BUDGET_NBYTES) for flat in flats]
         await _all(run_save(driver, team, job) for team, job in zip(_teams(len(flats)), jobs, strict=True))
 
     start(run()).result(60)

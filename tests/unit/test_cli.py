@@ -24,7 +24,6 @@ import torch.distributed as dist
 import holdfast
 from holdfast.cli import app, text
 from holdfast.drivers.registry import open_driver
-from holdfast.storage.capture.fingerprint import fingerprints
 from holdfast.storage.capture.state import flatten
 from holdfast.storage.ranks.team import StoreTeam
 from holdfast.storage.save import SaveJob, run_save
@@ -87,7 +86,7 @@ def save_on_ranks(uri: str, states: Sequence[dict[str, Any]]) -> None:
 
     async def save(rank: int) -> None:
         flat, driver = flatten(states[rank]), open_driver(uri)
-        job = SaveJob(flat, None, fingerprints(flat, len(states)), 64 << 20)
+        job = SaveJob(flat, None, 64 << 20)
         await run_save(driver, StoreTeam(store, rank, len(states), "test", 60), job)
         await driver.close()
 

@@ -22,7 +22,6 @@ import xxhash
 
 import holdfast
 from holdfast.drivers.registry import open_driver
-from holdfast.storage.capture.fingerprint import fingerprints
 from holdfast.storage.capture.state import flatten
 from holdfast.storage.ranks.team import StoreTeam
 from holdfast.storage.save import SaveJob, run_save
@@ -206,7 +205,7 @@ def save_on_ranks(folder: Path, states: Sequence[dict[str, Any]]) -> None:
 
     async def save(rank: int) -> None:
         flat, driver = flatten(states[rank]), open_driver(folder)
-        job = SaveJob(flat, 11, fingerprints(flat, len(states)), 64 << 20)
+        job = SaveJob(flat, 11, 64 << 20)
         await run_save(driver, StoreTeam(store, rank, len(states), "test", 60), job)
         await driver.close()
 

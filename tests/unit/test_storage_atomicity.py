@@ -34,7 +34,7 @@ BUDGET_NBYTES = 64 << 20
 
 async def save(driver: Any, state: Any) -> None:
     """A save by a job of one rank."""
-    await run_save(driver, Solo(), SaveJob(flatten(state), None, {}, BUDGET_NBYTES))
+    await run_save(driver, Solo(), SaveJob(flatten(state), None, BUDGET_NBYTES))
 
 
 async def load(driver: Any) -> Any:

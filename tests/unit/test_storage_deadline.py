@@ -16,7 +16,6 @@ from support.flaky import Flaky
 import holdfast
 from holdfast.drivers.memory import STORES, MemoryDriver
 from holdfast.errors import DeadlineError, StorageDownError, UsageError
-from holdfast.storage.capture.fingerprint import fingerprints
 from holdfast.storage.capture.state import flatten
 from holdfast.storage.deadline import Deadline
 from holdfast.storage.pipeline.engine import start
@@ -104,7 +103,7 @@ def test_an_error_of_the_storage_is_no_deadline() -> None:
 
     async def run() -> None:
         driver = Flaky([None, None, down])
-        await run_save(driver, Solo(), SaveJob(flatten(NEW), 1, {}, BUDGET_NBYTES, deadline=Deadline.of(600)))
+        await run_save(driver, Solo(), SaveJob(flatten(NEW), 1, BUDGET_NBYTES, deadline=Deadline.of(600)))
 
     with pytest.raises(StorageDownError, match="no answer"):
         start(run()).result(60)
@@ -124,7 +123,7 @@ def test_wherever_it_hangs_it_ends(n: int, monkeypatch: pytest.MonkeyPatch) -> N
 
     async def run() -> tuple[Any, list[str], str]:
         deadline = Deadline.of(0.2)
-        job = SaveJob(flatten(NEW), 1, {}, BUDGET_NBYTES, deadline=deadline)
+        job = SaveJob(flatten(NEW), 1, BUDGET_NBYTES, deadline=deadline)
         driver = Flaky(hangs_at(n, deadline))
         (outcome,) = await asyncio.gather(run_save(driver, Solo(), job), return_exceptions=True)
         keys = sorted([info.key async for info in driver.inner.list()])
@@ -151,7 +150,7 @@ def test_one_rank_that_is_late_ends_the_save_on_all() -> None:
         hash_store, states = dist.HashStore(), [{"x": torch.zeros(8)}, {"x": torch.ones(8)}]
         teams = [StoreTeam(hash_store, rank, 2, "late", 20.0) for rank in range(2)]
         flats = [flatten(state) for state in states]
-        jobs = [SaveJob(flat, None, fingerprints(flat, 2), BUDGET_NBYTES) for flat in flats]
+        jobs = [SaveJob(flat, None, BUDGET_NBYTES) for flat in flats]
         jobs[1].deadline = Deadline.of(0.3)
         inner = Flaky()
         late = Flaky([600.0])

@@ -115,7 +115,7 @@ def test_a_pruning_between_the_two_deletes_nothing_that_is_named_again(
     async def meanwhile() -> None:
         await asyncio.to_thread(others)
 
-    job = SaveJob(flatten(NEW), 1, {}, 1 << 20)
+    job = SaveJob(flatten(NEW), 1, 1 << 20)
     run(run_save(putting_again(storage, meanwhile), Solo(), job))
     assert [c.step for c in pruned] == ([1] if grace_over else [])
     if not grace_over:

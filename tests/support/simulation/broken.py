@@ -68,7 +68,7 @@ def broken(
     return listed
 
 
-@broken("a rank reports its image before it is durable", 21)
+@broken("a rank reports its image before it is durable", 8)
 def _manifest_before_data() -> Iterator[Patch]:
     class Hasty:
         def __init__(self, inner: Any) -> None:
@@ -120,13 +120,13 @@ def _dropped_commit() -> Iterator[Patch]:
     yield save, "commit", committed
 
 
-@broken("no fsync of folders", 1, "posix")
+@broken("no fsync of folders", 32, "posix")
 def _no_folder_sync() -> Iterator[Patch]:
     yield local_files, "sync_folder", lambda fd: None
     yield local_tree, "sync_folder", lambda fd: None
 
 
-@broken("no fsync of files", 1, "posix")
+@broken("no fsync of files", 2, "posix")
 def _no_file_sync() -> Iterator[Patch]:
     def publish(self: Any, *, exclusive: bool = False) -> None:
         with self._opened() as file:
@@ -208,7 +208,7 @@ def _collects_current() -> Iterator[Patch]:
     yield commit, "GRACE_S", 60.0
 
 
-@broken("the commit does not claim", 11)
+@broken("the commit does not claim", 12)
 def _no_claim() -> Iterator[Patch]:
     async def committed(driver: Any, attempt: Any, manifest: Any, putting: Any) -> Any:
         data, before = manifest.encode(), await commit._current_attempt(driver)
@@ -218,7 +218,7 @@ def _no_claim() -> Iterator[Patch]:
     yield save, "commit", committed
 
 
-@broken("the claim is not exclusive", 52)
+@broken("the claim is not exclusive", 151)
 def _claim_not_exclusive() -> Iterator[Patch]:
     async def committed(driver: Any, attempt: Any, manifest: Any, putting: Any) -> Any:
         class Lax:
@@ -235,7 +235,7 @@ def _claim_not_exclusive() -> Iterator[Patch]:
     yield save, "commit", committed
 
 
-@broken("nobody looks for the marker after the claim", 47)
+@broken("nobody looks for the marker after the claim", 19)
 def _no_look() -> Iterator[Patch]:
     real = commit.still_there
 
@@ -249,7 +249,7 @@ def _no_look() -> Iterator[Patch]:
     yield commit, "_see_all", _nothing
 
 
-@broken("the marker is deleted last, and nobody looks for the images", 12)
+@broken("the marker is deleted last, and nobody looks for the images", 11)
 def _marker_last() -> Iterator[Patch]:
     async def deleted(driver: Any, attempt: Any) -> None:
         with contextlib.suppress(StorageError):

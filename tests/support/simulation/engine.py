@@ -20,7 +20,7 @@ from typing import Any
 from holdfast.drivers import local, local_files, local_io, local_tree
 from holdfast.errors import StorageError
 from holdfast.planner import image
-from holdfast.storage import commit, copy, image_copier, load, prune, reader, save, verify
+from holdfast.storage import accord, commit, copy, image_copier, load, prune, reader, save, verify
 from holdfast.storage.capture import plan
 from holdfast.storage.format import manifest
 from holdfast.storage.pipeline import image_reader, image_writer
@@ -132,7 +132,7 @@ def installed() -> Iterator[None]:
 
 
 def _patches() -> Iterator[tuple[ModuleType | type, str, Any]]:
-    for module in (commit, copy, image_copier, image_reader, image_writer, load, reader, save, team, verify):
+    for module in (accord, commit, copy, image_copier, image_reader, image_writer, load, reader, save, team, verify):
         if hasattr(module, "offload"):
             yield module, "offload", _offload
     clock = SimpleNamespace(
@@ -276,9 +276,10 @@ def _reads_planned(real: Any) -> Any:
     return plan_reads
 
 
-def _planned(flat: Any, rank: int, *told: Any) -> Any:
+def _planned(flat: Any, rank: int, agreed: Any) -> Any:
     known = _known("planned")
-    key = (id(flat), rank, *(None if each is None else tuple(sorted(each.items())) for each in told))
+    told = agreed and (tuple(sorted(agreed.holders.items())), tuple(sorted(agreed.shares.items())))
+    key = (id(flat), rank, told)
     if key not in known:
-        known[key] = flat, plan.plan_save(flat, rank, *told)
+        known[key] = flat, plan.plan_save(flat, rank, agreed)
     return known[key][1]

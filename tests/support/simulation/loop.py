@@ -15,6 +15,10 @@ from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar, copy_context
 from typing import Any
 
+from holdfast.storage.accord import Accords
+from holdfast.storage.capture.kept import Kept
+from holdfast.storage.save import ACCORDS
+
 from ..clock import WithoutThreads
 
 __all__ = ["PROCESS", "Crashed", "Deadlock", "Process", "SimLoop", "check_alive"]
@@ -37,6 +41,7 @@ class Process:
         self.paused_until_s = 0.0
         self.skew_s = 0.0
         """How far its clock is ahead of the storage's."""
+        self.accords: Accords = Kept(ACCORDS)
 
     def __repr__(self) -> str:
         return self.name

@@ -11,16 +11,19 @@ from typing import Any
 import torch
 
 from holdfast.drivers.memory import MemoryDriver
+from holdfast.planner.box import Box
+from holdfast.planner.placement import Piece
 from holdfast.storage.capture.fingerprint import fingerprints
 from holdfast.storage.capture.state import FlatState, flatten
 from holdfast.storage.format.digest import digest
 from holdfast.storage.format.manifest import Manifest
+from holdfast.storage.frameworks.mesh import LocalPart
 from holdfast.storage.load import LoadJob
 from holdfast.storage.ranks.team import Solo, StoreTeam
 from holdfast.storage.save import SaveJob, run_save
 
 from .engine import CHUNK_NBYTES, aside
-from .loop import SimLoop
+from .loop import PROCESS, SimLoop
 
 __all__ = [
     "BUDGET_NBYTES",
@@ -120,25 +123,36 @@ def whole(state: int, rank: int, world: int, chunks: int) -> dict[str, Any]:
 
 
 @functools.cache
-def held(state: int, rank: int, world: int, chunks: int) -> tuple[FlatState, dict[int, bytes]]:
-    """That, flattened, with the digests that ranks compare."""
-    flat = flatten(whole(state, rank, world, chunks))
-    return flat, fingerprints(flat, world) if world > 1 else {}
+def held(state: int, rank: int, world: int, chunks: int) -> FlatState:
+    """That, flattened."""
+    return flatten(whole(state, rank, world, chunks))
+
+
+@functools.cache
+def _digests(state: int, rank: int, world: int, chunks: int, rows: tuple[int, ...]) -> dict[int, bytes]:
+    return fingerprints(held(state, rank, world, chunks), rows)
 
 
 def save_job(state: int, rank: int, world: int, chunks: int) -> SaveJob:
-    """What the rank gives to ``run_save``."""
-    flat, unsure = held(state, rank, world, chunks)
+    """What the rank gives to ``run_save``. A simulated process keeps what was agreed on at its former saves."""
     step = OTHER_STATE if state == OTHER_STATE else 1
-    return SaveJob(flat, step, unsure, BUDGET_NBYTES, created_s=1e9 + state)
+    job = SaveJob(held(state, rank, world, chunks), step, BUDGET_NBYTES, created_s=1e9 + state)
+    job.digests = lambda rows: _digests(state, rank, world, chunks, tuple(rows))
+    process = PROCESS.get()
+    if process is not None:
+        job.accords = process.accords
+    return job
 
 
 def odd_job(state: int, rank: int, world: int, chunks: int) -> SaveJob:
     """Likewise, but that one rank does not know that others hold the same: what it stores is stored twice."""
     job = save_job(state, rank, world, chunks)
     if rank == world - 1:
-        shared = next(row for row in job.unsure if "shared" in job.flat.names[row])
-        job.unsure = {row: digest for row, digest in job.unsure.items() if row != shared}
+        row = next(row for row, name in enumerate(job.flat.names) if "shared" in name)
+        shape, parts = job.flat.shapes[row], list(job.flat.parts)
+        origin = (0,) * len(shape)
+        parts[row] = LocalPart((Piece(Box(origin, shape), origin),), shape, (rank,), world)
+        job.flat = replace(job.flat, parts=parts, kin=None)
     return job
 
 

@@ -65,7 +65,7 @@ class Actor:
 
 def save_of(state: Any) -> Callable[[HookedDriver], Coroutine[Any, Any, Any]]:
     """An actor that saves ``state``."""
-    return lambda driver: run_save(driver, Solo(), SaveJob(flatten(state), None, {}, BUDGET_NBYTES))
+    return lambda driver: run_save(driver, Solo(), SaveJob(flatten(state), None, BUDGET_NBYTES))
 
 
 class Simulation:

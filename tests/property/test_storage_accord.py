@@ -1,0 +1,170 @@
+"""What ranks agree on before they write is what a look at all of their states together tells, whatever they remember."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from support.effort import examples
+
+import holdfast
+from holdfast.planner.box import Box
+from holdfast.planner.placement import Piece
+from holdfast.storage.accord import Accords, agree
+from holdfast.storage.capture.fingerprint import fingerprints, unsure_rows
+from holdfast.storage.capture.kept import Kept
+from holdfast.storage.capture.plan import Agreed
+from holdfast.storage.capture.state import FlatState, flatten
+from holdfast.storage.frameworks.mesh import LocalPart
+from holdfast.storage.ranks.team import StoreTeam
+
+WORLD = 3
+MESHES = [(0, 1), (2,)]
+"""Of tensors whose names begin with "p": each is held whole by all ranks of its mesh."""
+_numbers = itertools.count()
+_kin: dict[Any, object] = {}
+
+State = dict[str, int]
+"""A value per name: what fills a tensor."""
+names = st.sampled_from(["a", "b", "c", "p", "q"])
+values = st.integers(0, 1)
+states = st.dictionaries(names, values, max_size=4)
+
+
+def flat_of(state: State, rank: int) -> FlatState:
+    """As a rank flattens it. Ranks know that two states are laid out alike where these have the same names."""
+    flat = flatten({name: torch.full((2,), float(value)) for name, value in state.items()})
+    mesh = next(mesh for mesh in MESHES if rank in mesh)
+    for row, name in enumerate(flat.names):
+        if name in "pq":
+            flat.parts[row] = LocalPart((Piece(Box((0,), (2,)), (0,)),), (2,), mesh, len(mesh))
+    flat.kin = _kin.setdefault((rank, tuple(state)), object())
+    return flat
+
+
+def agree_all(flats: Sequence[FlatState], memory: Sequence[Accords]) -> tuple[list[Agreed], int, list[int]]:
+    """What each rank of a job agrees on, how many rounds that takes, and how many rows each digests."""
+    store, prefix = dist.HashStore(), f"accord {next(_numbers)}"
+    teams = [StoreTeam(store, rank, WORLD, prefix, 20.0) for rank in range(WORLD)]
+    digested = [0] * WORLD
+
+    def digests(rank: int, rows: Sequence[int]) -> dict[int, bytes]:
+        digested[rank] += len(rows)
+        return fingerprints(flats[rank], rows)
+
+    async def begin() -> str:
+        return "attempt"
+
+    async def run() -> Any:
+        works = (
+            agree(team, "memory://", flat, partial(digests, rank), accords, begin)
+            for rank, (team, flat, accords) in enumerate(zip(teams, flats, memory, strict=True))
+        )
+        return await asyncio.gather(*works, return_exceptions=True)
+
+    done = asyncio.run(run())
+    for outcome in done:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    assert {attempt for attempt, _ in done} == {"attempt"}
+    return [agreed for _, agreed in done], len(teams[0]._rounds), digested
+
+
+def by_sight(job: Sequence[State]) -> list[dict[str, tuple[int, ...]]] | None:
+    """Who holds the same, told by who sees all states; None where that cannot be saved."""
+    seen: list[dict[str, tuple[int, ...]]] = []
+    for state in job:
+        mine = {}
+        for name, value in state.items():
+            ranks = tuple(other for other in range(WORLD) if name in job[other])
+            if any(job[other][name] != value for other in ranks):
+                if name in "pq":
+                    return None
+                ranks = ()
+            mine[name] = ranks
+        seen.append(mine)
+    return seen
+
+
+def on_one_mesh(job: Sequence[State]) -> bool:
+    """Whether all ranks of a mesh hold alike what lies on it, as a framework sees to."""
+    return all(len({job[rank].get(name) for rank in mesh}) == 1 for mesh in MESHES for name in "pq")
+
+
+def look(
+    flats: Sequence[FlatState], agreed: Sequence[Agreed], job: Sequence[State]
+) -> list[dict[str, tuple[int, ...]]]:
+    """By name, who holds the same, as the ranks agreed; what a mesh tells alone is not talked about."""
+    found = []
+    for rank, (flat, told) in enumerate(zip(flats, agreed, strict=True)):
+        mesh = next(mesh for mesh in MESHES if rank in mesh)
+        assert set(told.holders) <= set(unsure_rows(flat, WORLD))
+        found.append({name: told.holders.get(row, mesh) for row, name in enumerate(flat.names)})
+    return found
+
+
+@examples(40)
+@given(st.lists(st.lists(states, min_size=WORLD, max_size=WORLD).filter(on_one_mesh), min_size=1, max_size=5))
+def test_ranks_agree_on_what_they_hold_whatever_was_before(history: list[list[State]]) -> None:
+    """Names come and go, values are equal, differ, and are equal again, some ranks remember what others do not: what is agreed
+    on at each save is what all states together tell. What cannot be saved is refused on all ranks."""
+    memory: list[Accords] = [Kept(2) for _ in range(WORLD)]
+    for job in history:
+        flats = [flat_of(state, rank) for rank, state in enumerate(job)]
+        expected = by_sight(job)
+        if expected is None:
+            with pytest.raises(holdfast.SaveError, match=r"hold different values of '[pq]"):
+                agree_all(flats, memory)
+        else:
+            agreed, _, _ = agree_all(flats, memory)
+            assert look(flats, agreed, job) == expected
+
+
+def test_what_is_as_before_takes_one_round_and_no_more_digests_than_needed() -> None:
+    """What lies on one mesh only is never digested, and what one rank alone holds but once, to find that out."""
+    job = [{"a": 1, "b": rank, "p": 5} if rank < 2 else {"a": 1, "b": rank, "c": 7} for rank in range(WORLD)]
+    memory: list[Accords] = [Kept(2) for _ in range(WORLD)]
+    seen = [agree_all([flat_of(s, rank) for rank, s in enumerate(job)], memory) for _ in range(3)]
+    assert [rounds for _, rounds, _ in seen] == [2, 1, 1]
+    assert [digested for _, _, digested in seen] == [[2, 2, 3], [2, 2, 2], [2, 2, 2]]
+    assert all(again is first for _agreed, *_ in seen[1:] for again, first in zip(_agreed, seen[0][0], strict=True))
+
+
+def test_what_was_alike_and_is_not_is_found_out_anew() -> None:
+    """And so is what differed, and does not any more; from then on one round will do again."""
+    memory: list[Accords] = [Kept(2) for _ in range(WORLD)]
+    rounds, holders = [], []
+    for values_of_a in ((1, 1, 1), (1, 1, 2), (1, 2, 1), (1, 1, 1), (3, 3, 3)):
+        flats = [flat_of({"a": value}, rank) for rank, value in enumerate(values_of_a)]
+        agreed, count, _ = agree_all(flats, memory)
+        rounds.append(count)
+        holders.append(agreed[0].holders[0])
+    assert rounds == [2, 3, 1, 3, 1]
+    assert holders == [(0, 1, 2), (), (), (0, 1, 2), (0, 1, 2)]
+
+
+def test_a_rank_that_remembers_nothing_has_all_say_all() -> None:
+    """It was started anew, or holds something else now."""
+    memory: list[Accords] = [Kept(2) for _ in range(WORLD)]
+    flats = [flat_of({"a": 1}, rank) for rank in range(WORLD)]
+    agree_all(flats, memory)
+    memory[1].clear()
+    assert [agree_all(flats, memory)[1] for _ in range(2)] == [3, 1]
+
+
+def test_layouts_that_were_never_together_are_not_taken_for_an_accord() -> None:
+    """Each rank remembers its own; that all tensors were held by all does not tell that they are so in this mixture."""
+    memory: list[Accords] = [Kept(2) for _ in range(WORLD)]
+    for name in ("a", "b"):
+        agree_all([flat_of({name: 1}, rank) for rank in range(WORLD)], memory)
+    flats = [flat_of({name: 1}, rank) for rank, name in enumerate("aab")]
+    agreed, rounds, _ = agree_all(flats, memory)
+    assert (rounds, [a.holders[0] for a in agreed]) == (3, [(0, 1), (0, 1), (2,)])
