@@ -65,12 +65,18 @@ class Traits:
     """Of several exclusive puts to one key exactly one succeeds, whichever hosts they come from."""
     shared: bool
     """Other hosts see the same objects."""
-    read_copies: int = 1
-    """How often the bytes of a read lie in memory until it returns: in the caller's buffer, and where the driver's library
-    has received them. Budgets count all of them."""
+    hands_over: bool = False
+    """What is read arrives in memory of the driver's library: :meth:`Driver.fetch` hands that over as it is, and
+    :meth:`Driver.read` copies it."""
     streams: int = 1
     """An upload is fastest when this many contiguous segments of it, see :func:`segments`, are written at once: then
     ``part_order``, which is not ``serial``, holds within each of them. One after the other is as right, and slower."""
+
+    @property
+    def read_copies(self) -> int:
+        """How often the bytes of a read lie in memory until it returns: in the caller's buffer, and where the driver's
+        library has received them. Budgets count both."""
+        return 2 if self.hands_over else 1
 
 
 def segments(nbytes: int, traits: Traits) -> list[tuple[int, int]]:
@@ -130,6 +136,17 @@ class Driver(ABC):
 
         Raises NotFoundError without such an object, and DamagedError where it does not hold all of these bytes.
         """
+
+    async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
+        """The object's bytes from ``start``, in memory that the driver never touches again: it stays as it is for as long as
+        somebody holds it, also after :meth:`close`. Nobody writes to it.
+
+        Raises what :meth:`read` raises. Override it where ``traits.hands_over``; elsewhere it is ``read`` into new memory,
+        and whoever has buffers to use again reads into those.
+        """
+        into = memoryview(bytearray(nbytes))
+        await self.read(key, start, into)
+        return into.toreadonly()
 
     @abstractmethod
     async def create(self, key: str, nbytes: int) -> Upload:

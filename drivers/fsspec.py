@@ -89,7 +89,7 @@ class FsspecDriver(Driver):
             part_order="serial",
             exclusive_is_atomic=False,
             shared=self._kind.shared,
-            read_copies=2,
+            hands_over=True,
         )
         self._threads = Threads(threads, uri=self.uri)
         self._uploads: set[_Upload] = set()
@@ -107,6 +107,9 @@ class FsspecDriver(Driver):
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
         await self._run("read", self._checked(key), self._read, key, start, into)
+
+    async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
+        return memoryview(await self._run("read", self._checked(key), self._range, key, start, nbytes))
 
     async def create(self, key: str, nbytes: int) -> Upload:
         upload = _Upload(self, self._checked(key), nbytes)
@@ -205,16 +208,19 @@ class FsspecDriver(Driver):
         return ObjectInfo(key, int(info["size"] or 0), modified_s(info))
 
     def _read(self, key: str, start: int, into: Buffer) -> None:
-        stop = start + len(into)
+        into[:] = self._range(key, start, len(into))
+
+    def _range(self, key: str, start: int, nbytes: int) -> bytes:
+        stop = start + nbytes
         if start < 0:
             raise StorageError(f"no object has a byte {start}", uri=self.uri, key=key)
-        data = self._cat(key, start, stop) if len(into) else b""
-        if len(data) == len(into) and data:
-            into[:] = data
-        elif (nbytes := self._stat(key).nbytes) < stop:
-            raise DamagedError(f"object ends at byte {nbytes}, before {stop}", uri=self.uri, key=key)
-        elif data or len(into):
-            raise StorageError(f"{len(data)} bytes came, not {len(into)}", uri=self.uri, key=key)
+        data = self._cat(key, start, stop) if nbytes else b""
+        if len(data) != nbytes or not data:
+            if (reached := self._stat(key).nbytes) < stop:
+                raise DamagedError(f"object ends at byte {reached}, before {stop}", uri=self.uri, key=key)
+            if data or nbytes:
+                raise StorageError(f"{len(data)} bytes came, not {nbytes}", uri=self.uri, key=key)
+        return data
 
     def _cat(self, key: str, start: int, stop: int) -> bytes:
         cls = self.fs_class

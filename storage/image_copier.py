@@ -90,7 +90,8 @@ class ImageCopier:
 
     @property
     def _job_nbytes(self) -> int:
-        """What a chunk on its way takes of the budget: its buffer, and what the source holds besides."""
+        """What a chunk on its way takes of the budget: its buffer, which is ours, for the writer may want it aligned, and
+        what the source holds besides."""
         return self.target.chunk_nbytes * self.source.driver.traits.read_copies
 
     async def _run_line(self, images: Sequence[int], lines: int) -> None:

@@ -12,9 +12,9 @@ from ..planner.image import DIGEST_NBYTES, blocks_of
 from .format.damage import tensors_at
 from .format.digest import damaged_blocks, digest, page_of
 from .format.manifest import Manifest
-from .pipeline.buffers import HostBuffer, host_pool
 from .pipeline.engine import CPU_THREADS, offload
 from .pipeline.executor import execute
+from .pipeline.inbox import Inbox
 from .pipeline.scheduler import Budget, Scheduler, Stage
 
 _PAGES_NBYTES = 256 << 10
@@ -68,14 +68,14 @@ async def verify_images(
     chunks = [chunk for i, nbytes in found.items() for chunk in _whole(m, i, nbytes, report)]
     pages, told, short = _StoredPages(driver, m, found), dict[int, bytes](), set[int]()
     total = sum(c.stop - c.start for c in chunks)
-    pool, buffers = host_pool(m.chunk_nbytes), dict[int, HostBuffer]()
+    inbox = Inbox(driver, m.chunk_nbytes)
 
     def check(job: int) -> None:
         c = chunks[job]
         if job in short:
             report.damages.append(_damage(m, c.image, c.start, c.stop, "cannot be checked: the file ends before"))
             return
-        page = page_of(buffers[job].view[: c.stop - c.start], m.block_nbytes)
+        page = page_of(inbox[job].view[: c.stop - c.start], m.block_nbytes)
         _compare(m, c, page, told.pop(job), report)
         report.nbytes += c.stop - c.start
         progress(report.nbytes, total)
@@ -85,23 +85,17 @@ async def verify_images(
         if stage == "check":
             await offload(check, job)
             return
-        buffers[job] = pool.take()
         told[job] = await pages.of(c)
         try:
-            await driver.read(m.image_key(c.image), c.start, buffers[job].view[: c.stop - c.start])
+            await inbox.receive(job, m.image_key(c.image), c.start, c.stop - c.start)
         except DamagedError:
             short.add(job)
 
-    def release(job: int) -> None:
-        buffer = buffers.pop(job, None)
-        if buffer is not None:  # else there was no memory for it, which is what is to be heard of
-            pool.give(buffer)
-
     io = driver.traits.concurrency
-    jobs = min(max(1, budget_nbytes // (m.chunk_nbytes * driver.traits.read_copies)), io + 2 * CPU_THREADS)
+    jobs = min(max(1, budget_nbytes // inbox.job_nbytes), io + 2 * CPU_THREADS)
     lanes = {"io": io, "cpu": 1}  # one checker: the report is written by one thread
     scheduler = Scheduler((Stage("read", "io"), Stage("check", "cpu")), Budget(jobs * m.chunk_nbytes, lanes))
-    await execute(scheduler, [m.chunk_nbytes] * len(chunks), perform, release)
+    await execute(scheduler, [m.chunk_nbytes] * len(chunks), perform, inbox.release)
     report.damages.sort(key=lambda d: (d.key, d.start))
     return report
 

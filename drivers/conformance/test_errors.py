@@ -63,7 +63,9 @@ async def test_a_closed_driver_says_so(place: Place) -> None:
     await driver.close()
     calls: list[Awaitable[object]] = [driver.get("x"), driver.put("x", b""), driver.stat("x"), driver.delete("x")]
     calls += [driver.read("x", 0, memoryview(bytearray(1))), driver.create("z", 1), driver.delete_all("x")]
-    await refused(StorageError, *calls, driver.sweep("x"), anext(aiter(driver.list())), upload.commit())
+    await refused(
+        StorageError, *calls, driver.fetch("x", 0, 1), driver.sweep("x"), anext(aiter(driver.list())), upload.commit()
+    )
     await upload.abort()
     assert await place.open().get("x") == b"kept"
     await place.holds("x")

@@ -91,14 +91,18 @@ class SameAsMemory(RuleBasedStateMachine):
 
     @rule(key=KEYS, start=st.integers(0, 150_000), nbytes=st.sampled_from([0, 1, 4096, 66_000]))
     def read(self, key: str, start: int, nbytes: int) -> None:
-        """Read a range that may not be there."""
+        """Read, and fetch, a range that may not be there."""
 
         async def read(driver: Driver) -> bytes:
             into = bytearray(nbytes)
             await driver.read(key, start, memoryview(into))
             return bytes(into)
 
+        async def fetch(driver: Driver) -> bytes:
+            return bytes(await driver.fetch(key, start, nbytes))
+
         self.same(read)
+        self.same(fetch)
 
     @rule(key=KEYS)
     def delete(self, key: str) -> None:

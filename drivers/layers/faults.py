@@ -93,6 +93,10 @@ class FaultsLayer(Layer):
         """See :meth:`Driver.read`, ``short`` and ``flip``."""
         await self.around(Operation("read", key, len(into)), partial(self._read, key, start, into))
 
+    async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
+        """See :meth:`Driver.fetch`, ``short`` and ``flip``."""
+        return await self.around(Operation("read", key, nbytes), partial(self._fetch, key, start, nbytes))
+
     async def get(self, key: str) -> bytes:
         """See :meth:`Driver.get` and ``flip``."""
         data = bytearray(await super().get(key))
@@ -120,9 +124,24 @@ class FaultsLayer(Layer):
         await self.inner.read(key, start, into)
         self._flip(into)
 
+    async def _fetch(self, key: str, start: int, nbytes: int) -> Buffer:
+        if self.happens("short"):
+            half = nbytes // 2
+            await self.inner.fetch(key, start, half)
+            raise self._error(f"the read was cut after {half} bytes", key)
+        data = await self.inner.fetch(key, start, nbytes)
+        if not (nbytes and self.happens("flip")):
+            return data
+        own = memoryview(bytearray(data))  # what was handed over is nobody's to write to
+        self._flip_bit(own)
+        return own.toreadonly()
+
     def _flip(self, data: Buffer) -> None:
         if len(data) and self.happens("flip"):
-            data[self._random.randrange(len(data))] ^= 1 << self._random.randrange(8)
+            self._flip_bit(data)
+
+    def _flip_bit(self, data: Buffer) -> None:
+        data[self._random.randrange(len(data))] ^= 1 << self._random.randrange(8)
 
 
 class _LosingUpload(Upload):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from ..contract import Buffer, Driver
 from .layer import Layer
@@ -17,6 +18,8 @@ SAMPLES_MIN = 32
 CREDIT_MAX = 4.0
 RENEW = 8
 """After so many reads what is slow is looked at anew."""
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -63,40 +66,56 @@ class Slowness:
 
 
 class HedgeLayer(Layer):
-    """Only ``read`` is hedged. The second one has memory of its own, so the two never write to the same place; when it
-    wins, the first is cancelled, and waited for until it has let go of the caller's buffer."""
+    """Only ``read`` and ``fetch`` are hedged. The second one has memory of its own, so the two never write to the same
+    place; when it wins, the first is cancelled, and waited for until it has let go of the caller's buffer."""
 
     def __init__(self, inner: Driver, percent: int) -> None:
         super().__init__(inner)
         self._slowness = Slowness(percent)
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
-        loop = asyncio.get_running_loop()
-        began_s, threshold_s = loop.time(), self._slowness.threshold_s(len(into))
-        if threshold_s is None:
+        async def first() -> Buffer:
             await self.inner.read(key, start, into)
-        else:
-            await self._hedged(key, start, into, threshold_s)
-        self._slowness.saw(len(into), loop.time() - began_s)
+            return into
 
-    async def _hedged(self, key: str, start: int, into: Buffer, threshold_s: float) -> None:
-        reads: list[asyncio.Future[None]] = [asyncio.ensure_future(self.inner.read(key, start, into))]
+        data = await self._hedged(len(into), first, lambda: self.inner.fetch(key, start, len(into)))
+        if data is not into:
+            into[:] = data
+
+    async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
+        """See :meth:`Driver.fetch`."""
+
+        def fetch() -> Awaitable[Buffer]:
+            return self.inner.fetch(key, start, nbytes)
+
+        return await self._hedged(nbytes, fetch, fetch)
+
+    async def _hedged(self, nbytes: int, first: Callable[[], Awaitable[T]], second: Callable[[], Awaitable[T]]) -> T:
+        """What ``first`` gives; or ``second``, which is only begun where the first is slow."""
+        loop = asyncio.get_running_loop()
+        began_s, threshold_s = loop.time(), self._slowness.threshold_s(nbytes)
+        if threshold_s is None:
+            data = await first()
+        else:
+            data = await self._either(first, second, threshold_s)
+        self._slowness.saw(nbytes, loop.time() - began_s)
+        return data
+
+    async def _either(self, first: Callable[[], Awaitable[T]], second: Callable[[], Awaitable[T]], slow_s: float) -> T:
+        reads: list[asyncio.Future[T]] = [asyncio.ensure_future(first())]
         try:
-            await asyncio.wait(reads, timeout=threshold_s)
-            own = None
+            await asyncio.wait(reads, timeout=slow_s)
             if not reads[0].done() and self._slowness.may_hedge():
-                own = memoryview(bytearray(len(into)))
-                reads.append(asyncio.ensure_future(self.inner.read(key, start, own)))
+                reads.append(asyncio.ensure_future(second()))
             won = await _first_success(reads)
         finally:
             await _put_away(reads)
-        if own is not None and won is not reads[0]:
-            into[:] = own
+        return won.result()
 
 
-async def _first_success(reads: list[asyncio.Future[None]]) -> asyncio.Future[None]:
+async def _first_success(reads: list[asyncio.Future[T]]) -> asyncio.Future[T]:
     """The first that succeeds; where none does, raise the error of the first of them."""
-    running: set[asyncio.Future[None]] = set(reads)
+    running: set[asyncio.Future[T]] = set(reads)
     while running:
         ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
         for read in reads:
@@ -106,7 +125,7 @@ async def _first_success(reads: list[asyncio.Future[None]]) -> asyncio.Future[No
     raise AssertionError("unreachable: a read that did not succeed raises")
 
 
-async def _put_away(reads: Iterable[asyncio.Future[None]]) -> None:
+async def _put_away(reads: Iterable[asyncio.Future[T]]) -> None:
     """Cancel what still runs, and wait until it has ended, also when cancelled meanwhile: it writes to a buffer."""
     running = [read for read in reads if not read.done()]
     for read in running:

@@ -54,6 +54,10 @@ class Layer(Driver):
     async def read(self, key: str, start: int, into: Buffer) -> None:
         await self.around(Operation("read", key, len(into)), partial(self.inner.read, key, start, into))
 
+    async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
+        """See :meth:`Driver.fetch`. To the layers it is a read."""
+        return await self.around(Operation("read", key, nbytes), partial(self.inner.fetch, key, start, nbytes))
+
     async def create(self, key: str, nbytes: int) -> Upload:
         upload = await self.around(Operation("create", key), partial(self.inner.create, key, nbytes))
         return LayeredUpload(self, key, upload)

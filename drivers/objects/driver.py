@@ -52,7 +52,7 @@ class ObjectDriver(Driver):
             part_order="ascending",
             exclusive_is_atomic=settings.conditional,
             shared=True,
-            read_copies=2,
+            hands_over=True,
         )
         self._root, self._settings = root, settings
         self._threads = Threads(4, uri=self.uri)
@@ -78,21 +78,27 @@ class ObjectDriver(Driver):
         long. Where the store forgets them by itself, this does nothing."""
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
+        data = await self.fetch(key, start, len(into))
+        if into:
+            await self._threads.run(np.copyto, np.frombuffer(into, np.uint8), np.frombuffer(data, np.uint8))
+
+    async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
+        """See :meth:`Driver.fetch`. One request; where it was received is where it stays."""
         path = self._path(key)
         if start < 0:
             raise StorageError(f"there are no bytes before the beginning, such as {start}", uri=self.uri, key=key)
-        if not into or start > _NBYTES_MAX:
-            await self._check_reach(key, start + len(into))
-            return
+        if not nbytes or start > _NBYTES_MAX:
+            await self._check_reach(key, start + nbytes)
+            return memoryview(b"")
         try:
-            data = await self._call("read", key, "get_range_async", path, start=start, length=len(into))
+            data = memoryview(await self._call("read", key, "get_range_async", path, start=start, length=nbytes))
         except StorageError as error:
             if not isinstance(error, NotFoundError | StorageDownError):
-                await self._check_reach(key, start + len(into))  # a range beyond the end is refused
+                await self._check_reach(key, start + nbytes)  # a range beyond the end is refused
             raise
-        if len(data) < len(into):
-            raise self._short(key, start + len(data), start + len(into))
-        await self._threads.run(np.copyto, np.frombuffer(into, np.uint8), np.frombuffer(data, np.uint8))
+        if len(data) < nbytes:
+            raise self._short(key, start + len(data), start + nbytes)
+        return data
 
     async def _check_reach(self, key: str, stop: int) -> None:
         nbytes = (await self.stat(key)).nbytes

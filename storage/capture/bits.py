@@ -25,8 +25,8 @@ def typed(data: torch.Tensor, itemsize: int, lengths: Sequence[int]) -> torch.Te
 
 
 def typed_storage(memory: memoryview, itemsize: int) -> torch.Tensor:
-    """All of ``memory``, whose size is a multiple of ``itemsize``, as a 1-D tensor of bits of ``itemsize`` bytes."""
-    return torch.frombuffer(memory, dtype=_BITS[itemsize])
+    """All whole elements in ``memory``, as a 1-D tensor of bits of ``itemsize`` bytes."""
+    return torch.frombuffer(memory, dtype=_BITS[itemsize], count=len(memory) // itemsize)
 
 
 def address_of(tensor: torch.Tensor) -> int | None:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from ...errors import UsageError
 
 __all__ = ["HostBuffer", "HostPool", "host_pool", "memory_for", "release_pools"]
@@ -23,10 +25,12 @@ KEPT_NBYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class HostBuffer:
-    """``view`` is page-aligned anonymous memory of this process; ``address`` is where it begins."""
+    """``view`` is memory of this process, which begins at ``address``: page-aligned and anonymous, but for what
+    :meth:`over` sees. ``owner`` is what keeps it, if the view does not."""
 
     view: memoryview
     address: int
+    owner: object = None
 
     @classmethod
     def allocate(cls, nbytes: int) -> HostBuffer:
@@ -37,6 +41,18 @@ class HostBuffer:
             raise MemoryError(f"no {nbytes:,} bytes of host memory to be had: {error.strerror}") from error
         memory.madvise(mmap.MADV_HUGEPAGE)
         return cls(memoryview(memory), ctypes.addressof(ctypes.c_char.from_buffer(memory)))
+
+    @classmethod
+    def over(cls, data: memoryview) -> HostBuffer:
+        """The memory of ``data``, at any address. Not to be written to, nor looked at without this object.
+
+        By address: torch warns of views that cannot be written to, though nobody does.
+        """
+        if not len(data):
+            return cls(data, 0)
+        address = int(np.frombuffer(data, np.uint8).ctypes.data)
+        memory = (ctypes.c_ubyte * len(data)).from_address(address)
+        return cls(memoryview(memory).cast("B"), address, data)
 
 
 @dataclass

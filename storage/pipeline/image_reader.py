@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol
 
 import numpy as np
 
@@ -17,12 +17,13 @@ from ...planner.loading import LoadPlan, Targets, plan_load
 from ..format.damage import damaged
 from ..format.digest import damaged_blocks, digest, page_of
 from ..format.manifest import MANIFEST_KEY, Manifest
-from .buffers import HostBuffer, host_pool
+from .buffers import HostBuffer
 from .engine import CPU_THREADS, offload
 from .executor import at_most, execute
+from .inbox import Inbox, Pool
 from .scheduler import Budget, Scheduler, Stage
 
-__all__ = ["Deliver", "HandOn", "ImageReader", "Pool", "plan_reads"]
+__all__ = ["Deliver", "HandOn", "ImageReader", "plan_reads"]
 
 STAGES = (Stage("read", "io"), Stage("deliver", "cpu"))
 HAND_ON = Stage("hand on", "others")
@@ -32,13 +33,6 @@ Deliver = Callable[[int, HostBuffer], None]
 
 HandOn = Callable[[int, HostBuffer], Awaitable[None]]
 """Called with the same, when it was delivered; the buffer is free when this has returned."""
-
-
-class Pool(Protocol):
-    """Where buffers of one chunk come from, as many as there are :attr:`ImageReader.jobs`."""
-
-    def take(self) -> HostBuffer: ...
-    def give(self, buffer: HostBuffer) -> None: ...
 
 
 def plan_reads(driver: Driver, manifest: Manifest, targets: Targets) -> LoadPlan:
@@ -77,62 +71,62 @@ class ImageReader:
     async def run(
         self, plan: LoadPlan, deliver: Deliver, *, pool: Pool | None = None, hand_on: HandOn | None = None
     ) -> None:
-        """Perform all reads of ``plan``. Raises DamagedError before a damaged byte is delivered, and StorageError."""
+        """Perform all reads of ``plan``. Raises DamagedError before a damaged byte is delivered, and StorageError.
+
+        With a ``pool``, which has :attr:`jobs` buffers of a chunk, its buffers are read into.
+        """
         pages = await self._pages(plan)
-        pool = pool or host_pool(self.manifest.chunk_nbytes)
+        inbox = Inbox(self.driver, self.manifest.chunk_nbytes, pool)
         sizes = (plan.stop - plan.start).tolist()
         images, starts, stops = plan.image.tolist(), plan.start.tolist(), plan.stop.tolist()
-        buffers: dict[int, HostBuffer] = {}
 
         def check_and_deliver(job: int) -> None:
-            view = buffers[job].view[: sizes[job]]
-            self._verify(images[job], starts[job], stops[job], view, pages)
-            deliver(job, buffers[job])
+            self._verify(images[job], starts[job], stops[job], inbox[job].view[: sizes[job]], pages)
+            deliver(job, inbox[job])
 
         async def perform(job: int, stage: str) -> None:
             if stage == "read":
-                buffers[job] = pool.take()
-                await self.read(images[job], starts[job], buffers[job].view[: sizes[job]])
+                with self._reading(images[job], starts[job], sizes[job]) as key:
+                    await inbox.receive(job, key, starts[job], sizes[job])
             elif stage == "deliver":
                 await offload(check_and_deliver, job)
             elif hand_on is not None:
-                await hand_on(job, buffers[job])
-
-        def release(job: int) -> None:
-            buffer = buffers.pop(job, None)
-            if buffer is not None:
-                pool.give(buffer)
+                await hand_on(job, inbox[job])
 
         # Buffers are whole chunks, however short the read.
         whole = [self.manifest.chunk_nbytes] * len(sizes)
-        await execute(self._scheduler((*STAGES, HAND_ON) if hand_on else STAGES), whole, perform, release)
+        stages = (*STAGES, HAND_ON) if hand_on else STAGES
+        await execute(self._scheduler(stages, self._jobs(inbox.job_nbytes)), whole, perform, inbox.release)
 
     @property
     def jobs(self) -> int:
-        """Reads that hold a buffer at a time, at most."""
-        traits = self.driver.traits
-        job_nbytes = self.manifest.chunk_nbytes * traits.read_copies
-        return min(max(1, self.budget_nbytes // job_nbytes), traits.concurrency + CPU_THREADS)
+        """Reads that hold a buffer of a pool at a time, at most."""
+        return self._jobs(self.manifest.chunk_nbytes * self.driver.traits.read_copies)
 
-    def _scheduler(self, stages: Sequence[Stage]) -> Scheduler:
-        io, jobs = self.driver.traits.concurrency, self.jobs
+    def _jobs(self, job_nbytes: int) -> int:
+        return min(max(1, self.budget_nbytes // job_nbytes), self.driver.traits.concurrency + CPU_THREADS)
+
+    def _scheduler(self, stages: Sequence[Stage], jobs: int) -> Scheduler:
+        io = self.driver.traits.concurrency
         lanes = {"io": min(io, max(1, jobs - CPU_THREADS)), "cpu": CPU_THREADS, "others": jobs}
         return Scheduler(stages, Budget(jobs * self.manifest.chunk_nbytes, lanes))
 
     async def read(self, image: int, start: int, into: memoryview) -> None:
         """Fill ``into`` from byte ``start`` of an image, unverified. Raises DamagedError where the bytes are not there."""
-        key = self.manifest.image_key(image)
-        self.bytes_read += len(into)
-        try:
+        with self._reading(image, start, len(into)) as key:
             await self.driver.read(key, start, into)
+
+    @contextmanager
+    def _reading(self, image: int, start: int, nbytes: int) -> Iterator[str]:
+        """The key to read from. Counts the read, and says of bytes that are not there which they are."""
+        self.bytes_read += nbytes
+        where = (self.manifest, self.driver.uri, image, start, start + nbytes)
+        try:
+            yield self.manifest.image_key(image)
         except DamagedError as error:
-            raise damaged(
-                self.manifest, self.driver.uri, image, start, start + len(into), "are beyond the end of the file"
-            ) from error
+            raise damaged(*where, "are beyond the end of the file") from error
         except NotFoundError as error:
-            raise damaged(
-                self.manifest, self.driver.uri, image, start, start + len(into), "are lost with their whole file"
-            ) from error
+            raise damaged(*where, "are lost with their whole file") from error
 
     def _chunk(self, image: int, start: int) -> tuple[int, int, bytes]:
         """The chunk around ``start``: its range in the file, and its digest."""

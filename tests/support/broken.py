@@ -85,6 +85,22 @@ class ShortRead(Healthy):
             into[: len(part)] = part
 
 
+class ReusesFetched(Healthy):
+    """Hands over a buffer that it fetches into again."""
+
+    async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
+        kept = self.__dict__.setdefault("kept", bytearray(2 << 20))
+        await self.read(key, start, memoryview(kept)[:nbytes])
+        return memoryview(kept)[:nbytes]
+
+
+class FetchesFewer(Healthy):
+    """Past the end it hands over what there is."""
+
+    async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
+        return memoryview((await self.get(key))[start : start + nbytes])
+
+
 class _LeakingUpload(_MemoryUpload):
     async def write(self, start: int, data: Buffer) -> None:
         await super().write(start, data)
@@ -373,6 +389,8 @@ CASES: dict[type[Healthy], str] = {
     ExclusiveNotAtomic: "an_exclusive_put_has_one_winner",
     IgnoresStart: "any_range_can_be_read",
     ShortRead: "a_read_past_the_end_is_damage",
+    ReusesFetched: "fetched_memory_stays_as_it_is",
+    FetchesFewer: "a_fetch_past_the_end_is_damage",
     LeaksTemporaries: "an_aborted_upload_leaves_nothing",
     CommitsHoles: "an_incomplete_upload_does_not_commit",
     Appends: "parts_from_any_address_make_the_object",

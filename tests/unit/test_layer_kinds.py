@@ -11,7 +11,7 @@ import pytest
 from support.clock import run_virtual
 from support.flaky import Flaky, Step
 
-from holdfast.drivers.contract import Driver
+from holdfast.drivers.contract import Buffer, Driver
 from holdfast.drivers.layers.faults import FaultPlan, FaultsLayer, fault_plan
 from holdfast.drivers.layers.hedge import SAMPLES_MIN, HedgeLayer, Slowness
 from holdfast.drivers.layers.layer import Layer
@@ -147,6 +147,24 @@ async def hedged(script: list[Step], reads: int = 1, percent: int = 5) -> tuple[
 def test_a_slow_read_gets_a_second_one_and_the_faster_is_used() -> None:
     """The loser is cancelled, and has ended before the caller gets its buffer back."""
     below, took_s, data = run_virtual(hedged([SLOW, 0.02]))
+    assert (len(below.tried), below.cancelled, data) == (2, 1, bytes(range(16)))
+    assert took_s == pytest.approx(0.04)
+
+
+def test_a_slow_fetch_gets_a_second_one_and_the_faster_is_used() -> None:
+    """As with a read; what the winner has handed over is what the caller gets."""
+
+    async def run() -> tuple[Flaky, float, Buffer]:
+        below = Flaky([*USUAL, SLOW, 0.02])
+        await below.inner.put("k", bytes(range(16)))
+        driver = HedgeLayer(below, 5)
+        for _ in range(100):
+            await driver.fetch("k", 0, 16)
+        below.tried, began_s = [], now_s()
+        data = await driver.fetch("k", 0, 16)
+        return below, now_s() - began_s, data
+
+    below, took_s, data = run_virtual(run())
     assert (len(below.tried), below.cancelled, data) == (2, 1, bytes(range(16)))
     assert took_s == pytest.approx(0.04)
 
@@ -365,12 +383,14 @@ def test_each_fault_does_what_it_says(kind: str) -> None:
         if kind == "short":
             with pytest.raises(StorageDownError, match="cut after 50 bytes"):
                 await driver.read("k", 0, memoryview(into))
+            with pytest.raises(StorageDownError, match="cut after 50 bytes"):
+                await driver.fetch("k", 0, 100)
             return bytes(into) == data[:50] + bytes(50)
         await driver.read("k", 0, memoryview(into))
         if kind == "delay":
             return (bytes(into), now_s()) == (data, 5.0)
-        got = await driver.get("k")
-        return [sum((a ^ b).bit_count() for a, b in zip(data, other, strict=True)) for other in (into, got)] == [1, 1]
+        others = into, await driver.get("k"), await driver.fetch("k", 0, 100)
+        return [sum((a ^ b).bit_count() for a, b in zip(data, other, strict=True)) for other in others] == [1, 1, 1]
 
     assert run_virtual(run()) is True
 

@@ -50,6 +50,10 @@ class Recorder(Driver):
     async def read(self, key, start, into):  # type: ignore[no-untyped-def]
         self.calls.append(("read", key, start, len(into)))
 
+    async def fetch(self, key, start, nbytes):  # type: ignore[no-untyped-def]
+        self.calls.append(("fetch", key, start, nbytes))
+        return memoryview(b"fe")
+
     async def create(self, key, nbytes):  # type: ignore[no-untyped-def]
         self.calls.append(("create", key, nbytes))
         return RecordedUpload(self.calls)
@@ -108,7 +112,8 @@ async def use(driver: Driver) -> list[Any]:
     upload = await driver.create("up", 3)
     await upload.write(0, memoryview(b"abc"))
     returned = [
-        await upload.commit(), await upload.abort(), await driver.read("r", 5, memoryview(bytearray(2))), await driver.get("g"),
+        await upload.commit(), await upload.abort(), await driver.read("r", 5, memoryview(bytearray(2))),
+        await driver.fetch("f", 5, 2), await driver.get("g"),
         await driver.put("p", b"1", exclusive=True), await driver.stat("s"), [info async for info in driver.list("l")],
         await driver.delete("d"), await driver.delete_all("da"), await driver.sweep("sw"),
     ]  # fmt: skip

@@ -1,0 +1,138 @@
+"""Storage whose library hands over memory of its own: it is used as it is, and what it holds counts."""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.bits import fresh_uri
+
+import holdfast
+from holdfast.drivers.contract import Buffer
+from holdfast.drivers.memory import MemoryDriver
+from holdfast.errors import DamagedError
+
+BUDGET_NBYTES = 128 << 20
+CHUNKS = 7
+
+
+class _Handed(np.ndarray[Any, np.dtype[np.uint8]]):
+    """What a read has arrived in."""
+
+
+@dataclass
+class Library:
+    """How many bytes reads from ``memory://`` take, whenever one begins: a read twice what it reads, a fetch once what is
+    still held of it. ``offset``: how far from an aligned address fetched bytes are."""
+
+    now: int = 0
+    seen: list[int] = field(default_factory=list)
+    fetched: int = 0
+    offset: int = 1
+
+    def take(self, nbytes: int) -> None:
+        self.now += nbytes
+        self.seen.append(self.now)
+
+    def give(self, nbytes: int) -> None:
+        self.now -= nbytes
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
+    """Drivers of ``memory://`` hand over what they fetch, at odd addresses and not to be written to."""
+    init, read, library = MemoryDriver.__init__, MemoryDriver.read, Library()
+
+    def made(self: MemoryDriver, location: str = "") -> None:
+        init(self, location)
+        self.traits = replace(self.traits, concurrency=64, hands_over=True)
+
+    async def counted(self: MemoryDriver, key: str, start: int, into: Buffer) -> None:
+        library.take(2 * len(into))
+        await asyncio.sleep(0.01)  # all that may run at once do
+        await read(self, key, start, into)
+        library.give(2 * len(into))
+
+    async def fetch(self: MemoryDriver, key: str, start: int, nbytes: int) -> Buffer:
+        library.take(nbytes)
+        library.fetched += nbytes
+        await asyncio.sleep(0.01)
+        received = np.empty(nbytes + library.offset, np.uint8)[library.offset :].view(_Handed)
+        weakref.finalize(received, library.give, nbytes)
+        await read(self, key, start, received.data)
+        return received.data.toreadonly()
+
+    monkeypatch.setattr("holdfast.storage.reader._BUDGET_NBYTES", BUDGET_NBYTES)
+    monkeypatch.setattr(MemoryDriver, "__init__", made)
+    monkeypatch.setattr(MemoryDriver, "read", counted)
+    monkeypatch.setattr(MemoryDriver, "fetch", fetch)
+    with warnings.catch_warnings(action="error"):
+        yield library
+
+
+def _load(uri: str) -> None:
+    holdfast.load(uri, budget_nbytes=BUDGET_NBYTES)
+
+
+def _copy(uri: str) -> None:
+    holdfast.copy(uri, fresh_uri(), budget_nbytes=BUDGET_NBYTES)
+
+
+def _verify(uri: str) -> None:
+    with holdfast.open(uri) as checkpoint:
+        assert not checkpoint.verify().damages
+
+
+@pytest.mark.parametrize("use", [_load, _copy, _verify])
+def test_what_it_holds_is_within_the_budget(use: Callable[[str], None], library: Library) -> None:
+    """Loads, copies and verification have as many chunks in memory at once as the budget allows, and more than one."""
+    uri = fresh_uri()
+    holdfast.save(uri, {"w": torch.zeros(CHUNKS << 24, dtype=torch.uint8)})
+    library.seen.clear()
+    use(uri)
+    assert 2 << 24 < max(library.seen) <= BUDGET_NBYTES
+    assert library.now == 0
+
+
+def test_a_load_uses_it_as_it_is(library: Library) -> None:
+    """Whole tensors, slices, transposed and cast ones come back bit for bit from fetched memory, wherever it begins and
+    ends; all of the data was fetched, and none of it is held any more."""
+    uri, state = fresh_uri(), {"bytes": torch.arange(100_001) % 251, "floats": torch.randn(300, 701)}
+    state["bytes"] = state["bytes"].to(torch.uint8)
+    holdfast.save(uri, state)
+    into = {"bytes": torch.zeros_like(state["bytes"]), "floats": torch.zeros(701, 300).T}
+    holdfast.load(uri, into=into)
+    assert all(torch.equal(into[name], state[name]) for name in state)
+    assert library.fetched >= sum(tensor.nbytes for tensor in state.values())
+    wide = {"floats": torch.zeros(300, 701, dtype=torch.float64)}
+    holdfast.load(uri, into=wide, strict=False, cast=True)
+    assert torch.equal(wide["floats"], state["floats"].double())
+    with holdfast.open(uri) as checkpoint:
+        assert torch.equal(
+            checkpoint.read("floats", (slice(17, 200, 3), slice(5, 600))), state["floats"][17:200:3, 5:600]
+        )
+    assert library.now == 0
+
+
+def test_damage_in_it_is_found(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was handed over is verified before anything of it is used."""
+    uri, fetch = fresh_uri(), MemoryDriver.fetch
+    holdfast.save(uri, {"w": torch.ones(100_000)})
+
+    async def damaged(self: MemoryDriver, key: str, start: int, nbytes: int) -> Buffer:
+        data = bytearray(await fetch(self, key, start, nbytes))
+        data[70_000] ^= 1
+        return memoryview(data)
+
+    monkeypatch.setattr(MemoryDriver, "fetch", damaged)
+    into = {"w": torch.zeros(100_000)}
+    with pytest.raises(DamagedError, match="not what was written"):
+        holdfast.load(uri, into=into)
+    assert not into["w"].any()
