@@ -51,6 +51,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ..drivers.contract import Driver, ObjectInfo
@@ -62,7 +63,6 @@ from ..errors import (
     InvisibleFilesError,
     NotACheckpointError,
     NotFoundError,
-    StorageDownError,
     StorageError,
     SupersededError,
     UnsupportedFormatError,
@@ -70,6 +70,7 @@ from ..errors import (
 from .format.manifest import MANIFEST_KEY, Manifest, check_complete, image_key
 from .pipeline.engine import offload
 from .pipeline.executor import at_most
+from .pruning import PRUNING_KEY, pruned_since_s, pruning_over
 
 __all__ = [
     "CLEAN_UP_S",
@@ -95,7 +96,6 @@ __all__ = [
 ]
 
 CLAIM, SENTENCE = b"", b"abort"
-PRUNING_KEY = "data/pruning"
 GRACE_S = 3600.0
 """Longer than any put of a manifest may take."""
 CLEAN_UP_S = 30.0
@@ -150,9 +150,11 @@ async def read_manifest(driver: Driver) -> tuple[Manifest, bytes]:
 
 
 async def begin(driver: Driver) -> Attempt:
-    """Collect what dead attempts left, and begin a new one. Raises StorageError, SupersededError."""
+    """Collect what dead attempts left, and begin a new one. Raises StorageError, SupersededError; StorageDownError also
+    where a pruning has died here within the last hour, or does not end: see 5."""
     attempt = await _announce(driver)
     try:
+        await pruning_over(driver, partial(_time_s, driver, attempt), CLEAN_UP_S, GRACE_S)
         await _collect_others(driver, attempt)
         await sweep(driver, CLEAN_UP_S)
     except BaseException:
@@ -168,6 +170,7 @@ async def begin_copy(driver: Driver, of: str) -> tuple[Attempt, bool]:
     Such an attempt may have more owners, so it is given up by :func:`abandon`, and never by deleting it.
     """
     async with _probe(driver) as probe:
+        await pruning_over(driver, partial(_time_s, driver, probe), CLEAN_UP_S, GRACE_S)
         former = await _former(driver, probe, of)
         attempt = former or await _announce(driver, {"copy_of": of})
         await _collect_others(driver, probe, spare=attempt)
@@ -194,7 +197,7 @@ async def collect(driver: Driver, idle_s: float) -> None:
     when nothing was written to it for ``idle_s`` seconds. Raises StorageError, SupersededError, UnsupportedFormatError."""
     async with _probe(driver) as probe:
         await _collect_others(driver, probe, idle_s=idle_s)
-        flagged_s = await _pruned_since_s(driver)
+        flagged_s = await pruned_since_s(driver)
         if flagged_s is not None and (await still_there(driver, probe)).modified_s - flagged_s > GRACE_S:
             await driver.delete(PRUNING_KEY)
         await sweep(driver)
@@ -233,21 +236,7 @@ async def commit(
 
 async def _stays(driver: Driver, now_s: Callable[[], Awaitable[float]]) -> bool:
     """Whether the manifest that has just been put is there when a pruning that may not have seen it is over."""
-    deadline_s = asyncio.get_running_loop().time() + CLEAN_UP_S
-    pause_s = 0.01
-    while (flagged_s := await _pruned_since_s(driver)) is not None:
-        if await now_s() - flagged_s > GRACE_S:
-            break  # by the dead
-        if asyncio.get_running_loop().time() > deadline_s:
-            raise StorageDownError(
-                f"somebody has been deleting the checkpoint that was here for {CLEAN_UP_S:g} s, or died doing it",
-                uri=driver.uri,
-                key=PRUNING_KEY,
-                advice="Save to another URI; or to this one, an hour after that began.",
-                temporary=False,
-            )
-        await asyncio.sleep(pause_s)
-        pause_s = min(2 * pause_s, 1.0)
+    await pruning_over(driver, now_s, CLEAN_UP_S, GRACE_S)
     try:
         await driver.stat(MANIFEST_KEY)
     except NotFoundError:
@@ -255,30 +244,29 @@ async def _stays(driver: Driver, now_s: Callable[[], Awaitable[float]]) -> bool:
     return True
 
 
-async def _pruned_since_s(driver: Driver) -> float | None:
-    try:
-        return (await driver.stat(PRUNING_KEY)).modified_s
-    except NotFoundError:
-        return None
-
-
 async def delete_manifest(driver: Driver, attempt: Attempt) -> bool:
     """Delete the manifest, durably, if it is that of ``attempt``, which is settled; not one that a save puts meanwhile.
-    False where it is another, or somebody else is about to delete it. After an error nobody may do so for an hour.
+    False where it is another, or somebody else is about to delete it. Where it is not known what became of the deletion,
+    nobody may delete it, or save here, for an hour.
 
     Raises StorageError, DamagedError, UnsupportedFormatError.
     """
-    flagged_s = await _pruned_since_s(driver)
+    flagged_s = await pruned_since_s(driver)
     if flagged_s is not None and await clock_s(driver) - flagged_s <= GRACE_S:
         return False
     try:
         await driver.put(PRUNING_KEY, secrets.token_hex(8).encode(), exclusive=flagged_s is None)
     except ExistsError:
         return False
-    ours = await _current_attempt(driver) == attempt.id
+    ours = False
+    try:
+        ours = await _current_attempt(driver) == attempt.id
+    finally:
+        if not ours:  # nobody need wait for a deletion that will not be
+            await driver.delete(PRUNING_KEY)
     if ours:
         await driver.delete(MANIFEST_KEY)
-    await driver.delete(PRUNING_KEY)
+        await driver.delete(PRUNING_KEY)
     return ours
 
 
@@ -306,7 +294,12 @@ async def is_settled(driver: Driver, attempt: Attempt, now_s: Callable[[], Await
 async def clock_s(driver: Driver) -> float:
     """What time it is by the storage's clock. Raises StorageError, SupersededError."""
     async with _probe(driver) as probe:
-        return (await still_there(driver, probe)).modified_s
+        return await _time_s(driver, probe)
+
+
+async def _time_s(driver: Driver, attempt: Attempt) -> float:
+    """When an attempt that goes on began."""
+    return (await still_there(driver, attempt)).modified_s
 
 
 async def delete_attempt(driver: Driver, attempt: Attempt) -> None:

@@ -264,6 +264,46 @@ def test_a_pruning_that_dies_at_any_access_leaves_whole_checkpoints(
         assert {key.split("/")[0] for key in left} == {"step-3"}
 
 
+def test_a_save_beside_a_pruning_that_died_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes nothing, and leaves the checkpoint alone: whoever prunes may only be slow, and about to delete what it finds.
+    An hour later, or where somebody who knows better has removed the sign, it goes on."""
+    root = saved(fresh_uri(), 1)
+    there = MemoryDriver(f"{root}/step-1".removeprefix("memory://"))
+    run(there.put("data/pruning", b"by the dead"))
+    before = run(contents(there))
+    with monkeypatch.context() as patch:
+        patch.setattr(commit, "CLEAN_UP_S", 0.05)
+        with pytest.raises(holdfast.StorageDownError, match="died doing it") as caught:
+            holdfast.save(f"{root}/step-1", state(1))
+    assert caught.value.key == "data/pruning"
+    assert run(contents(there)) == before
+    with monkeypatch.context() as patch:
+        patch.setattr(commit, "GRACE_S", -1.0)
+        holdfast.save(f"{root}/step-1", state(1))
+    run(there.delete("data/pruning"))
+    saved(root, 1)
+    assert steps(root) == [1]
+
+
+def test_a_pruning_that_fails_before_it_deletes_bars_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes its sign away: nothing was deleted, or will be."""
+    root, flagged = saved(fresh_uri(), 1, 2), list[bool]()
+
+    async def fail(operation: str, key: str) -> None:
+        flagged.extend([True] if (operation, key) == ("put", "data/pruning") else [])
+        if flagged and operation == "get":
+            raise holdfast.StorageDownError("away")
+
+    opened: Callable[..., Any] = place.open_driver
+    with monkeypatch.context() as patch:
+        patch.setattr(place, "open_driver", lambda uri, **options: HookedDriver(opened(uri), before=fail))
+        with pytest.raises(holdfast.StorageDownError, match="away"):
+            holdfast.prune(root, keep_last=1)
+    assert flagged
+    saved(root, 1)
+    assert steps(root) == [1, 2]
+
+
 def test_the_manifest_goes_first() -> None:
     """Durably, before any other file of its checkpoint: so nobody finds one whose data is on its way out."""
     root, seen = saved(fresh_uri(), 1, 2), list[str]()

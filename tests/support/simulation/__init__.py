@@ -7,6 +7,7 @@
 ``engine``     the real engine without threads, with small chunks, and what is pure remembered
 ``world``      one run: processes, storage, faults at their moment
 ``actors``     saves, loads, copies, pruning, as jobs of several ranks
+``endings``    what is left when everybody dies at some moment of a run, or when it is over
 ``checker``    what must hold at each moment, and of what survives
 ``shrink``     from a schedule that fails to a short one
 ``broken``     engines that are wrong on purpose

@@ -7,6 +7,7 @@ import contextlib
 import errno
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -135,7 +136,7 @@ def _no_file_sync() -> Iterator[Patch]:
     yield local_files.NewFile, "publish", publish
 
 
-@broken("the file is renamed before its fsync", None, "posix")
+@broken("the file is renamed before its fsync", 21, "posix")
 def _rename_first() -> Iterator[Patch]:
     def publish(self: Any, *, exclusive: bool = False) -> None:
         with self._opened() as file:
@@ -187,7 +188,7 @@ def _no_grace() -> Iterator[Patch]:
     yield commit, "GRACE_S", 0.0
 
 
-@broken("the collector deletes without a sentence", 19)
+@broken("the collector deletes without a sentence", 47)
 def _no_sentence() -> Iterator[Patch]:
     async def collected(driver: Any, attempt: Any, decided: bool, now_s: float, grace_s: float) -> None:
         if not decided:  # as the list had it, a while ago
@@ -208,7 +209,7 @@ def _collects_current() -> Iterator[Patch]:
     yield commit, "GRACE_S", 60.0
 
 
-@broken("the commit does not claim", 12)
+@broken("the commit does not claim", 19)
 def _no_claim() -> Iterator[Patch]:
     async def committed(driver: Any, attempt: Any, manifest: Any, putting: Any) -> Any:
         data, before = manifest.encode(), await commit._current_attempt(driver)
@@ -218,7 +219,7 @@ def _no_claim() -> Iterator[Patch]:
     yield save, "commit", committed
 
 
-@broken("the claim is not exclusive", 151)
+@broken("the claim is not exclusive", 184)
 def _claim_not_exclusive() -> Iterator[Patch]:
     async def committed(driver: Any, attempt: Any, manifest: Any, putting: Any) -> Any:
         class Lax:
@@ -235,7 +236,7 @@ def _claim_not_exclusive() -> Iterator[Patch]:
     yield save, "commit", committed
 
 
-@broken("nobody looks for the marker after the claim", 19)
+@broken("nobody looks for the marker after the claim", 43)
 def _no_look() -> Iterator[Patch]:
     real = commit.still_there
 
@@ -249,7 +250,7 @@ def _no_look() -> Iterator[Patch]:
     yield commit, "_see_all", _nothing
 
 
-@broken("the marker is deleted last, and nobody looks for the images", 11)
+@broken("the marker is deleted last, and nobody looks for the images", 0)
 def _marker_last() -> Iterator[Patch]:
     async def deleted(driver: Any, attempt: Any) -> None:
         with contextlib.suppress(StorageError):
@@ -398,6 +399,17 @@ def _prunes_untold() -> Iterator[Patch]:
         return bool(manifest.attempt == attempt.id)
 
     yield prune, "delete_manifest", deleted
+
+
+@broken("a save that a pruning bars does not hear of it before it has put its manifest", 0)
+def _barred_too_late() -> Iterator[Patch]:
+    real = commit.pruning_over
+
+    async def over(driver: Any, now_s: Any, *limits: float) -> None:
+        if not isinstance(now_s, partial):  # of a save that begins
+            await real(driver, now_s, *limits)
+
+    yield commit, "pruning_over", over
 
 
 @broken("a failed save leaves everything, and nobody collects", 2)

@@ -48,6 +48,13 @@ class Checker:
         world.on_change = self.changed
         world.on_power_cut = self.power_cut
 
+    def of(self, world: World) -> Checker:
+        """One that knows the same, for what is left behind of this world in another."""
+        other = Checker(world)
+        other.history, other.acknowledged, other.doomed = list(self.history), self.acknowledged, set(self.doomed)
+        other._manifest = self._manifest
+        return other
+
     def prepare(self) -> None:
         """What is there when the run begins."""
         self._plant(OTHER, "20251231T000000-0000000b", OTHER_STATE, 1)
@@ -68,7 +75,7 @@ class Checker:
         if path == f"{MAIN}/manifest.safetensors":
             self._look()
         elif self.history and (found := _ATTEMPT.match(path)) and found[1] == self.history[-1].attempt:
-            self._check_whole()
+            self.check_whole()
 
     def power_cut(self) -> None:
         """What was acknowledged is there, or what came after it."""
@@ -100,7 +107,7 @@ class Checker:
             state = told.state
         if not self.history or again or self.history[-1].attempt != attempt:
             self.history.append(Moment(self.world.loop.now_s, attempt, state))
-        self._check_whole()
+        self.check_whole()
 
     def _named(self) -> tuple[str, Expected]:
         assert self._manifest is not None
@@ -120,17 +127,18 @@ class Checker:
                 yield plan.state, plan.world, self.chunks
         yield from ((0, 2, self.chunks), (OTHER_STATE, 1, self.chunks), (LAST, 1, FEW))
 
-    def _check_whole(self) -> None:
-        """All that the manifest names is there, to the bit."""
+    def check_whole(self) -> tuple[int, int, int] | None:
+        """All that the manifest names is there, to the bit: of that state, so many ranks, and so many chunks."""
         self.looked += 1
         if self._manifest is None:
-            return
+            return None
         attempt, told = self._named()
         for rank, data in told.images.items():
             found = self.world.file(f"{MAIN}/data/{attempt}/{rank}.safetensors")
             if found != data:
                 what = "is missing" if found is None else f"has other bytes ({len(found)} of {len(data)})"
                 raise Violation(f"the manifest names attempt {attempt}, whose image {rank} {what}")
+        return told.state, told.world, told.chunks
 
     def saved(self, plan: ActorPlan, attempt: str, began_s: float) -> None:
         """A save, or a copy, has returned."""

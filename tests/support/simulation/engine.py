@@ -28,7 +28,7 @@ from holdfast.storage.ranks import team
 
 from .loop import PROCESS, check_alive
 
-__all__ = ["CHUNK_NBYTES", "Host", "aside", "forget", "hosted", "installed"]
+__all__ = ["CHUNK_NBYTES", "Host", "aside", "forget", "hosted", "installed", "remembered"]
 
 CHUNK_NBYTES = 4096
 _FOLDERS = (local, local_files, local_io, local_tree)
@@ -212,7 +212,7 @@ class _Patient:
 
 def _remembered(name: str, function: Callable[[Any], Any], key: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def once(argument: Any) -> Any:
-        known = _known(name)
+        known = remembered(name)
         found = known.get(k := key(argument))
         if found is None:
             found = known[k] = function(argument)
@@ -221,7 +221,7 @@ def _remembered(name: str, function: Callable[[Any], Any], key: Callable[[Any], 
     return once
 
 
-def _known(name: str) -> dict[Any, Any]:
+def remembered(name: str) -> dict[Any, Any]:
     """What is remembered under a name; not without end."""
     known = _memory.setdefault(name, {})
     if len(known) > 3000:
@@ -231,7 +231,7 @@ def _known(name: str) -> dict[Any, Any]:
 
 def _decode(real: Any) -> Any:
     def decode(data: bytes, what: str = "the manifest") -> Any:
-        known = _known("decoded")
+        known = remembered("decoded")
         found = known.get(data)
         if found is None:
             found = known[data] = real(data, what)
@@ -244,7 +244,7 @@ def _encode(real: Any) -> Any:
     """By what it is made of: tables are never changed, so an id tells them as long as they are held here."""
 
     def encode(self: Any) -> bytes:
-        known, held, i = _known("encoded"), (self.tree, self.tensors, self.container, self.shards), self.images
+        known, held, i = remembered("encoded"), (self.tree, self.tensors, self.container, self.shards), self.images
         parts = (i.rank.tobytes(), i.hashed_nbytes.tobytes(), i.digests.tobytes())
         key = (self.attempt, self.step, self.world, self.created_s, *map(id, held), *parts)
         if key not in known:
@@ -256,7 +256,7 @@ def _encode(real: Any) -> Any:
 
 def _checked_once(real: Any) -> Any:
     def check(m: Any, what: str) -> None:
-        known = _known("complete")
+        known = remembered("complete")
         if id(m) not in known:
             real(m, what)
             known[id(m)] = m
@@ -266,7 +266,7 @@ def _checked_once(real: Any) -> Any:
 
 def _reads_planned(real: Any) -> Any:
     def plan_reads(driver: Any, m: Any, targets: Any) -> Any:
-        known = _known("reads")
+        known = remembered("reads")
         columns = (getattr(targets, f.name).tobytes() for f in fields(targets))
         key = (id(m), driver.traits.coalesce_nbytes, *columns)
         if key not in known:
@@ -277,7 +277,7 @@ def _reads_planned(real: Any) -> Any:
 
 
 def _planned(flat: Any, rank: int, agreed: Any) -> Any:
-    known = _known("planned")
+    known = remembered("planned")
     told = agreed and (tuple(sorted(agreed.holders.items())), tuple(sorted(agreed.shares.items())))
     key = (id(flat), rank, told)
     if key not in known:

@@ -15,8 +15,8 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from .loop import PROCESS, Crashed, Process
 
@@ -140,6 +140,11 @@ class FileSystem:
             node = node.entries.get(name) if isinstance(node, Folder) else None
         return node
 
+    def take_over(self, other: FileSystem) -> None:
+        """Be as ``other`` is now, for processes that begin now: nobody else has a file open, or holds a lock."""
+        copies: dict[Inode | Folder, Inode | Folder] = {}
+        self.root, self.numbers = _copied(other.root, copies), other.numbers
+
     def power_cut(self, choose: Choose) -> None:
         """Only what is durable is left, and whatever else had reached the disk by chance."""
         self.fds.clear()
@@ -155,6 +160,29 @@ class FileSystem:
                     node.survive(choose)
         for inode in seen:
             inode.links = sum(node is inode for folder in folders for node in folder.entries.values())
+
+
+N = TypeVar("N", Inode, Folder, Inode | Folder)
+
+
+def _copied(node: N, copies: dict[Inode | Folder, Inode | Folder]) -> N:
+    """``node`` and all below it; what has two names is one there, too."""
+    if node in copies:
+        return copies[node]  # type: ignore[return-value]
+    if isinstance(node, Inode):
+        copies[node] = copy = replace(node, data=bytearray(node.data), pending=list(node.pending), lock=None)
+        return copy
+    copies[node] = folder = Folder(node.number, links=node.links)
+
+    def names(of: dict[str, Inode | Folder]) -> dict[str, Inode | Folder]:
+        return {name: _copied(each, copies) for name, each in of.items()}
+
+    folder.entries, folder.durable = names(node.entries), names(node.durable)
+    folder.pending = [
+        tuple((name, None if each is None else _copied(each, copies)) for name, each in change)
+        for change in node.pending
+    ]
+    return folder
 
 
 @dataclass(eq=False)
@@ -182,14 +210,15 @@ class _Entry:
         return _Status(self._node)
 
 
+_FLAGS = {name: value for name, value in vars(os).items() if name.startswith("O_")}
+
+
 class SimOs:
     """Stands in for ``os``: what the local driver uses of it, and nothing else."""
 
     def __init__(self, fs: FileSystem) -> None:
         self._fs = fs
-        for name in dir(os):
-            if name.startswith("O_"):
-                setattr(self, name, getattr(os, name))
+        vars(self).update(_FLAGS)
         self.path, self.strerror, self.fspath, self.fsencode = os.path, os.strerror, os.fspath, os.fsencode
         self.PathLike = os.PathLike
 

@@ -6,23 +6,17 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from holdfast.errors import NotACheckpointError
-from holdfast.storage.load import run_build
-from holdfast.storage.ranks.team import Solo
-from holdfast.storage.save import run_save
-
 from .actors import Crew
-from .checker import FEW, LAST, MAIN, Checker, Violation
+from .checker import Checker, Violation
+from .endings import Ending, aftermath
 from .loop import Crashed, Deadlock
 from .schedule import Schedule, drawn
-from .states import BUDGET_NBYTES, same_as, save_job
 from .world import World
 
 __all__ = ["Failure", "Tally", "explore", "run"]
 
 PATIENCE_S = 400.0
 """How long after the last disturbance everybody must have ended: the silence that is waited for, some tries, cleaning up."""
-LATER_S = 30 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -37,7 +31,9 @@ class Failure:
 class Tally:
     """What has been done."""
 
+    runs: int = 0
     schedules: int = 0
+    """Runs, and those that begin like one of them, and end earlier."""
     operations: int = 0
     looks: int = 0
     faults: Counter[str] = field(default_factory=Counter)
@@ -46,6 +42,7 @@ class Tally:
 
     def add(self, other: Tally) -> None:
         """Count what another has counted, too."""
+        self.runs += other.runs
         self.schedules += other.schedules
         self.operations += other.operations
         self.looks += other.looks
@@ -57,7 +54,8 @@ class Tally:
         """For people."""
         counted = [", ".join(f"{n:,} {name}" for name, n in c.most_common()) for c in (self.faults, self.outcomes)]
         return [
-            f"{self.schedules:,} schedules, {self.operations:,} operations of storage; "
+            f"{self.schedules:,} schedules: {self.runs:,} runs, and {self.schedules - self.runs:,} that begin like one of them and "
+            f"end where everybody dies; {self.operations:,} operations of storage; "
             f"what was visible was checked {self.looks:,} times",
             f"faults: {counted[0]}",
             f"outcomes: {counted[1]}",
@@ -65,7 +63,7 @@ class Tally:
 
 
 def run(schedule: Schedule, tally: Tally | None = None, log: Callable[[str], None] | None = None) -> Failure | None:
-    """Run it; None if all went as promised."""
+    """Run it, and each of its endings; None if all went as promised."""
     world = World(schedule, log)
     try:
         _run(world, tally)
@@ -80,8 +78,10 @@ def run(schedule: Schedule, tally: Tally | None = None, log: Callable[[str], Non
 
 
 def _run(world: World, tally: Tally | None) -> None:
-    checker = Checker(world)
+    world.be_host()
+    checker, endings = Checker(world), list[Ending]()
     checker.prepare()
+    world.on_moment = lambda: endings.append(Ending.now(world, checker))
     crew = Crew(world, checker)
 
     def over() -> bool:
@@ -94,9 +94,15 @@ def _run(world: World, tally: Tally | None) -> None:
         raise crew.problem
     if world.loop.problems:
         raise Violation(world.loop.problems[0])
-    _aftermath(world, checker)
+    world.on_moment = None
+    aftermath(world, checker)
+    for ending in endings:
+        _check_ending(ending)
     if tally is not None:
-        tally.schedules += 1
+        tally.runs += 1
+        tally.schedules += 1 + len(endings)
+        tally.operations += sum(ending.world.operations for ending in endings)
+        tally.looks += sum(ending.checker.looked for ending in endings)
         tally.operations += world.operations
         tally.looks += checker.looked
         tally.faults.update(world.struck)
@@ -104,37 +110,20 @@ def _run(world: World, tally: Tally | None) -> None:
             tally.outcomes.update(f"{plan.kind}: {_short(outcome)}" for outcome in ended)
 
 
+def _check_ending(ending: Ending) -> None:
+    if ending.world.log is not None:
+        ending.world.log(f"-- where all have died before operation {ending.operation}:")
+    try:
+        ending.check()
+    except Exception as error:
+        raise Violation(f"{error!r}, where all have died before operation {ending.operation}") from error
+    finally:
+        _bury(ending.world)
+
+
 def _waiting(world: World) -> bool:
     """Whether an actor has yet to begin."""
     return any(a.begin_s > world.loop.now_s - PATIENCE_S for a in world.schedule.actors)
-
-
-def _aftermath(world: World, checker: Checker) -> None:
-    """What is there is what was acknowledged; it can be opened; the next save works, and leaves nothing but itself."""
-    world.settle()
-    if world.is_posix and world.below(2):
-        world.power_cut("host")
-    world.loop.now_s += LATER_S
-    task = world.loop.spawn(world.process("afterwards", "afterwards"), _afterwards(world, checker))
-    world.loop.run_until(task.done)
-    task.result()
-    moment = checker.history[-1]
-    keep = {f"{MAIN}/manifest.safetensors"}
-    left = [p for p in world.files() if p.startswith(MAIN) and p not in keep and f"/data/{moment.attempt}/" not in p]
-    if left or moment.state != LAST:
-        raise Violation(f"the next save leaves {left} beside itself")
-
-
-async def _afterwards(world: World, checker: Checker) -> None:
-    driver, last = world.driver(MAIN), checker.history[-1]
-    try:
-        found = same_as((await run_build(driver, 0, BUDGET_NBYTES))[0])
-    except NotACheckpointError:
-        found = None
-    if found != last.state:
-        raise Violation(f"what can be opened afterwards is state {found}, and it was {last.state}")
-    await run_save(driver, Solo(), save_job(LAST, 0, 1, FEW))
-    await driver.close()
 
 
 def _short(outcome: object) -> str:

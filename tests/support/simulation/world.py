@@ -9,6 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from contextvars import Context
+from dataclasses import replace
 from typing import Any
 
 from holdfast.drivers.contract import Driver
@@ -32,6 +33,9 @@ _CODES = {"eio": errno.EIO, "full": errno.ENOSPC}
 _KINDS = dict.fromkeys(("rename", "link", "unlink", "rmdir", "put", "commit", "delete"), "change")
 _KINDS |= dict.fromkeys(("list", "scandir"), "list") | dict.fromkeys(("pwrite", "write"), "write")
 _WRITES = {"creat", "pwrite", "fsync", "rename", "link", "put", "write", "close"}
+_CHANGING = {"rename", "link", "unlink", "rmdir", "put", "commit", "delete", "fsync", "fsync folder"}
+MOMENTS = 0.5
+"""Which part of those operations is a moment at which everybody could die."""
 _WRITING = {"manifest": "commit", "fate": "claim"}
 _GROWING = {"creat", "mkdir", "pwrite", "rename", "link"}
 
@@ -51,6 +55,8 @@ class World(Host):
         """When the last disturbance was over."""
         self.on_change: Callable[[str], None] = lambda path: None
         self.on_power_cut: Callable[[], None] = lambda: None
+        self.on_moment: Callable[[], None] | None = None
+        """Called before some of the operations that change what is stored: chosen by the seed."""
         self.answers_again = True
         self._faults = {(f.target, f.count): f for f in schedule.faults}
         self._seen: dict[str, int] = {}
@@ -60,15 +66,24 @@ class World(Host):
         self._cuts: dict[str, float] = {}
         self._outages: dict[str, float] = {}
         self._sync_fails = False
-        self._build()
-
-    def _build(self) -> None:
-        storage = self.schedule.storage
-        self.is_posix = "posix" in storage
+        self._moments = random.Random(schedule.seed * 2)
+        self.is_posix = "posix" in schedule.storage
         self.fs = FileSystem(self.loop.time, self._syscall, self._changed)
-        self.server = Server(self.loop.time, self._changed, behind="late" in storage)
+        self.server = Server(self.loop.time, self._changed, behind="late" in schedule.storage)
+
+    def be_host(self) -> None:
+        """Let the engine run here from now on."""
         sim_os = SimOs(self.fs)
         hosted(self, sim_os, SimFcntl(self.fs), SimFileIO(sim_os))
+
+    def left_behind(self) -> World:
+        """Another world, with what is stored now, where nobody lives and nothing takes longer than it must."""
+        other = World(replace(self.schedule, faults=(), delays={}), self.log)
+        other.rng.seed(self.schedule.seed * 2 + self.operations)
+        other.loop.now_s, other._tokens = self.loop.now_s, self._tokens
+        other.fs.take_over(self.fs)
+        other.server.take_over(self.server)
+        return other
 
     # What the engine, and the storage, ask of this host.
 
@@ -202,12 +217,9 @@ class World(Host):
     def _next_fault(self, name: str, key: str) -> Fault | None:
         check_alive()
         self.operations += 1
-        fault = self._faults.pop(("any", self.operations), None) if self._faults else None
-        about = _target(key)
-        for target in (about, _KINDS.get(name), _WRITING.get(about) if name in _WRITES else None):
-            if target is not None:
-                self._seen[target] = count = self._seen.get(target, 0) + 1
-                fault = fault or (self._faults.pop((target, count), None) if self._faults else None)
+        if self.on_moment is not None and (name in _CHANGING and self._moments.random() < MOMENTS):
+            self.on_moment()
+        fault = self._due_fault(name, key) if self._faults else None
         if self.log is not None:
             self.log(
                 f"{self.loop.now_s:12.4f} {PROCESS.get() or '-'}: {name} {key}"
@@ -216,6 +228,15 @@ class World(Host):
         if fault is not None:
             self.struck[fault.kind] += 1
             self.calm_s = max(self.calm_s, self.loop.now_s + fault.value)
+        return fault
+
+    def _due_fault(self, name: str, key: str) -> Fault | None:
+        fault = self._faults.pop(("any", self.operations), None)
+        about = _target(key)
+        for target in (about, _KINDS.get(name), _WRITING.get(about) if name in _WRITES else None):
+            if target is not None:
+                self._seen[target] = count = self._seen.get(target, 0) + 1
+                fault = fault or self._faults.pop((target, count), None)
         return fault
 
     def _befalls_more(self, fault: Fault) -> bool:

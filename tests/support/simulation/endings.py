@@ -1,0 +1,109 @@
+"""What is left when a run is over, or when everybody dies in the middle of it: it can be opened, and saved to.
+
+A schedule that ends early begins as its run does. So it is not run again: at some moments of a run what is stored is put
+aside, and what becomes of it is seen afterwards. On a local disk half of these endings are power cuts. In half of them the
+next save begins at once, in the others a day later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.drivers.contract import Driver
+from holdfast.errors import NotACheckpointError, StorageDownError
+from holdfast.storage.load import run_build
+from holdfast.storage.ranks.team import Solo
+from holdfast.storage.save import run_save
+
+from .checker import FEW, LAST, MAIN, Checker, Violation
+from .engine import remembered
+from .states import BUDGET_NBYTES, same_as, save_job
+from .world import World
+
+__all__ = ["Ending", "aftermath"]
+
+LATER_S, SOON_S = 30 * 3600.0, 1.0
+PRUNING = f"{MAIN}/data/pruning"
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Everybody dies before the ``operation``-th operation of a run."""
+
+    operation: int
+    world: World
+    checker: Checker
+
+    @classmethod
+    def now(cls, world: World, checker: Checker) -> Ending:
+        """At this moment."""
+        left = world.left_behind()
+        return cls(world.operations, left, checker.of(left))
+
+    def check(self) -> None:
+        """Raise what is wrong with what is left."""
+        self.world.be_host()
+        _cut(self.world)
+        soon, told = self.world.below(2) == 1, self.world.log is not None
+        _next_save(self.world, self.checker, soon=soon, load=told or not self._was_opened())
+
+    def _was_opened(self) -> bool:
+        """Whether the same bytes have been opened before, on such storage, in this process of ours: then they open again,
+        since here nothing fails. Says from now on that they were."""
+        told = self.checker.check_whole()
+        opened, key = remembered("opened"), (self.world.schedule.storage, told)
+        return opened.setdefault(key, self) is not self
+
+
+def aftermath(world: World, checker: Checker) -> None:
+    """The same, where a run has come to its end."""
+    world.settle()
+    _cut(world)
+    _next_save(world, checker, soon=False, load=True)
+
+
+def _cut(world: World) -> None:
+    if world.is_posix and world.below(2):
+        world.power_cut("host")
+
+
+def _next_save(world: World, checker: Checker, *, soon: bool, load: bool) -> None:
+    """What is there is what was acknowledged; it can be opened; the next save works, and, if it comes when all graces are
+    over, leaves nothing but itself."""
+    world.loop.now_s += SOON_S if soon else LATER_S
+    task = world.loop.spawn(world.process("afterwards", "afterwards"), _afterwards(world, checker, load))
+    world.loop.run_until(task.done)
+    if world.loop.problems:
+        raise Violation(world.loop.problems[0])
+    barred, moment = task.result(), checker.history[-1]
+    if barred and soon:
+        return
+    keep = {f"{MAIN}/manifest.safetensors", PRUNING}  # a pruning's that died: for the next one to take over
+    left = [p for p in world.files() if p.startswith(MAIN) and p not in keep and f"/data/{moment.attempt}/" not in p]
+    if barred or moment.state != LAST or (left and not soon):
+        raise Violation(f"the next save leaves {left} beside itself")
+
+
+async def _afterwards(world: World, checker: Checker, load: bool) -> bool:
+    """Whether the save was refused since a pruning seemed to go on."""
+    driver, last = world.driver(MAIN), checker.history[-1]
+    if load and (found := await _opened(driver)) != last.state:
+        raise Violation(f"what can be opened afterwards is state {found}, and it was {last.state}")
+    flagged, barred = world.file(PRUNING) is not None, False
+    try:
+        await run_save(driver, Solo(), save_job(LAST, 0, 1, FEW))
+    except StorageDownError:
+        barred = True
+        if not flagged:
+            raise
+        if checker.history[-1] != last and "late" not in world.schedule.storage:
+            raise Violation("a save that a pruning bars has replaced the checkpoint") from None
+    await driver.close()
+    return barred
+
+
+async def _opened(driver: Driver) -> int | None:
+    try:
+        return same_as((await run_build(driver, 0, BUDGET_NBYTES))[0])
+    except NotACheckpointError:
+        return None
