@@ -69,7 +69,7 @@ def broken(
     return listed
 
 
-@broken("a rank reports its image before it is durable", 8)
+@broken("a rank reports its image before it is durable", 4)
 def _manifest_before_data() -> Iterator[Patch]:
     class Hasty:
         def __init__(self, inner: Any) -> None:
@@ -136,7 +136,7 @@ def _no_file_sync() -> Iterator[Patch]:
     yield local_files.NewFile, "publish", publish
 
 
-@broken("the file is renamed before its fsync", 21, "posix")
+@broken("the file is renamed before its fsync", 22, "posix")
 def _rename_first() -> Iterator[Patch]:
     def publish(self: Any, *, exclusive: bool = False) -> None:
         with self._opened() as file:
@@ -188,7 +188,7 @@ def _no_grace() -> Iterator[Patch]:
     yield commit, "GRACE_S", 0.0
 
 
-@broken("the collector deletes without a sentence", 47)
+@broken("the collector deletes without a sentence", 19)
 def _no_sentence() -> Iterator[Patch]:
     async def collected(driver: Any, attempt: Any, decided: bool, now_s: float, grace_s: float) -> None:
         if not decided:  # as the list had it, a while ago
@@ -219,7 +219,7 @@ def _no_claim() -> Iterator[Patch]:
     yield save, "commit", committed
 
 
-@broken("the claim is not exclusive", 184)
+@broken("the claim is not exclusive", 59)
 def _claim_not_exclusive() -> Iterator[Patch]:
     async def committed(driver: Any, attempt: Any, manifest: Any, putting: Any) -> Any:
         class Lax:
@@ -401,7 +401,7 @@ def _prunes_untold() -> Iterator[Patch]:
     yield prune, "delete_manifest", deleted
 
 
-@broken("a save that a pruning bars does not hear of it before it has put its manifest", 0)
+@broken("a save that a pruning bars does not hear of it before it has put its manifest", 7)
 def _barred_too_late() -> Iterator[Patch]:
     real = commit.pruning_over
 
