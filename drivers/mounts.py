@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 from typing import NamedTuple
 
 __all__ = ["LUSTRE_TYPES", "Mount", "fs_type", "is_shared", "mount_of"]
@@ -34,17 +33,17 @@ def mount_of(path: str, mountinfo: str | None = None) -> Mount:
     """The mount that holds ``path`` (which need not exist yet). ``mountinfo`` stands in for ``/proc/self/mountinfo``."""
     if mountinfo is None:
         try:
-            mountinfo = Path("/proc/self/mountinfo").read_text()
+            with open("/proc/self/mountinfo", "rb", buffering=0) as file:  # plainly: a save waits for it
+                mountinfo = file.read().decode(errors="surrogateescape")
         except OSError:  # no /proc here: nothing is known, and nothing depends on it but a hint
             return Mount("", "", "")
     path = os.path.realpath(path)
     found, depth = Mount("", "", ""), -1
     for line in mountinfo.splitlines():
-        head, _, tail = line.partition(" - ")
-        point = _unescaped(head.split(" ")[4])
+        point = _unescaped(line.split(" ", 5)[4])
         inside = path == point or path.startswith(point.rstrip("/") + "/")
         if inside and len(point) >= depth:  # of two mounts on one folder, the later one covers the earlier
-            kind, source = map(_unescaped, tail.split(" ")[:2])
+            kind, source = map(_unescaped, line.partition(" - ")[2].split(" ")[:2])
             found, depth = Mount(kind, source, point), len(point)
     return found
 

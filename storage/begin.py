@@ -32,6 +32,10 @@ from .save import ACCORDS, SaveJob, run_save
 
 __all__ = ["Lazy", "UriLike", "begin_save", "closing", "told"]
 
+OUT_OF_THE_CALL_S = 0.002
+"""How long a lazy save lies still at first. What it does in Python would keep the trainer, on its way out of the call,
+waiting for the GIL, up to 5 ms each time."""
+
 T = TypeVar("T")
 Lazy = bool | Literal["prove"]
 """Whether training goes on while the state is copied; ``prove``: and digests tell that nothing changed meanwhile."""
@@ -95,6 +99,8 @@ class _Save:
     async def begins(self, before: Future[None] | None, team: Team) -> None:
         """When ``before``, to the same URI, has ended, and what is to be done before a byte is copied has been."""
         async with self.job.deadline.holds(self.handle.uri, team.rank):
+            if self.lazy is not None:
+                await asyncio.sleep(OUT_OF_THE_CALL_S)
             if before is not None:
                 await asyncio.wait([asyncio.wrap_future(before)])
             if self.queued.events:

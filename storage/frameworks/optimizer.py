@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from ...errors import MismatchError
-from .names import Names, names_of, parameters_of, plain_state_dict
+from .names import names_of, parameters_of, plain_state_dict
 
 __all__ = ["Make", "load_optimizer", "makes_for", "optimizer_state"]
 
@@ -27,13 +27,11 @@ def optimizer_state(optimizer: torch.optim.Optimizer, modules: Iterable[torch.nn
     As torch's ``get_optimizer_state_dict`` gives it; but an optimizer that has never stepped has no state, and gets none:
     torch's helper would take a step to make some.
     """
-    module = _module_of(optimizer, modules)
+    module, by_id = _module_of(optimizer, modules)
     if module is None:
         return optimizer.state_dict()
-    known = names_of(module)
-    if optimizer.state and known.fsdp1:
+    if optimizer.state and names_of(module).fsdp1:
         return get_optimizer_state_dict(module, optimizer)
-    by_id = _by_id(module, known)
     names = dict(enumerate(by_id[id(p)] for group in optimizer.param_groups for p in group["params"]))
     packed = plain_state_dict(optimizer)
     return {
@@ -96,25 +94,25 @@ def _with_params(group: Mapping[str, Any], params: list[Any]) -> dict[str, Any]:
 
 def _names(optimizer: torch.optim.Optimizer, modules: Iterable[torch.nn.Module]) -> dict[int, Any]:
     """By id of each parameter, its key in a stored state: its fqn, or torch's number."""
-    module = _module_of(optimizer, modules)
-    if module is None:
-        every = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
-        return {id(p): i for i, p in enumerate(every)}
-    return _by_id(module, names_of(module))
+    module, by_id = _module_of(optimizer, modules)
+    if module is not None:
+        return by_id
+    every = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
+    return {id(p): i for i, p in enumerate(every)}
 
 
-def _by_id(module: torch.nn.Module, names: Names) -> dict[int, Any]:
-    found: dict[int, Any] = {}
-    for name, p in module.named_parameters() if names.fsdp1 else parameters_of(module):
-        if id(p) not in found:
-            found[id(p)] = names[name]
-    return found
-
-
-def _module_of(optimizer: torch.optim.Optimizer, modules: Iterable[torch.nn.Module]) -> torch.nn.Module | None:
-    """The module all of whose parameters in ``optimizer`` are its own; None where no single one is."""
+def _module_of(
+    optimizer: torch.optim.Optimizer, modules: Iterable[torch.nn.Module]
+) -> tuple[torch.nn.Module | None, dict[int, Any]]:
+    """The module all of whose parameters in ``optimizer`` are its own, and the fqns of its parameters, by id; None where no
+    single one is."""
     wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for module in modules:
-        if wanted <= {id(p) for _, p in parameters_of(module)}:
-            return module
-    return None
+        names = names_of(module)
+        found: dict[int, Any] = {}
+        for name, p in module.named_parameters() if names.fsdp1 else parameters_of(module):
+            if id(p) not in found:
+                found[id(p)] = names[name]
+        if wanted <= found.keys():
+            return module, found
+    return None, {}
