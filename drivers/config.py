@@ -91,8 +91,8 @@ def _environment_settings(
     if environment.get(_PROFILE_VARIABLE):
         for_all[PROFILE_OPTION] = Setting(environment[_PROFILE_VARIABLE], _PROFILE_VARIABLE)
     prefix = _as_variable(uri.scheme)
-    for variable, text in environment.items():
-        if not variable.startswith(PREFIX) or _NOT_OPTIONS.fullmatch(variable) or not text:
+    for variable in environment:
+        if not variable.startswith(PREFIX) or _NOT_OPTIONS.fullmatch(variable) or not (text := environment[variable]):
             continue
         name = variable.removeprefix(PREFIX).lower()
         option = name.removeprefix(prefix)

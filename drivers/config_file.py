@@ -23,6 +23,7 @@ working directory, ``~/.config/holdfast/holdfast.toml``.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,8 +59,9 @@ def config_file(environment: Mapping[str, str]) -> Path | None:
         if named and not Path(named).is_file():
             raise UsageError(f"{CONFIG_VARIABLE} names {named!r}, and no such file is there")
         return Path(named) if named else None
-    places = (Path("holdfast.toml").absolute(), Path("~/.config/holdfast/holdfast.toml").expanduser())
-    return next((place for place in places if place.is_file()), None)
+    # Plain text until one is there: every save looks, while training waits for it to begin.
+    places = (os.path.abspath("holdfast.toml"), os.path.expanduser("~/.config/holdfast/holdfast.toml"))
+    return next((Path(place) for place in places if os.path.isfile(place)), None)
 
 
 def file_settings(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import lru_cache
 from typing import NamedTuple
 
 __all__ = ["LUSTRE_TYPES", "Mount", "fs_type", "is_shared", "mount_of"]
@@ -39,13 +40,22 @@ def mount_of(path: str, mountinfo: str | None = None) -> Mount:
             return Mount("", "", "")
     path = os.path.realpath(path)
     found, depth = Mount("", "", ""), -1
-    for line in mountinfo.splitlines():
-        point = _unescaped(line.split(" ", 5)[4])
-        inside = path == point or path.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= depth:  # of two mounts on one folder, the later one covers the earlier
-            kind, source = map(_unescaped, line.partition(" - ")[2].split(" ")[:2])
-            found, depth = Mount(kind, source, point), len(point)
+    for mount in _mounts(mountinfo):
+        inside = path == mount.point or path.startswith(mount.point.rstrip("/") + "/")
+        if inside and len(mount.point) >= depth:  # of two mounts on one folder, the later one covers the earlier
+            found, depth = mount, len(mount.point)
     return found
+
+
+@lru_cache(maxsize=1)
+def _mounts(mountinfo: str) -> tuple[Mount, ...]:
+    """All that is mounted. Kept while it is the same: a save asks twice while training waits for it to begin."""
+    found = []
+    for line in mountinfo.splitlines():
+        head, _, tail = line.partition(" - ")
+        kind, source = map(_unescaped, tail.split(" ", 2)[:2])
+        found.append(Mount(kind, source, _unescaped(head.split(" ")[4])))
+    return tuple(found)
 
 
 def is_shared(fs_type: str) -> bool:
