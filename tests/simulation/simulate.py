@@ -57,7 +57,8 @@ def many(first: int, seeds: int, jobs: int) -> int:
     """Run so many schedules, and say what came of it."""
     began_s, total, shown_s = time.perf_counter(), Tally(), time.perf_counter()
     gc.collect()
-    gc.freeze()  # a third of the time went into looking again and again at what torch has
+    gc.freeze()  # a third of the time went into looking again and again at what torch has,
+    gc.set_threshold(50_000, 20, 1000)  # and at what a run still holds
     batches = [range(a, min(a + BATCH, first + seeds)) for a in range(first, first + seeds, BATCH)]
     with multiprocessing.get_context("fork").Pool(jobs) as pool:
         for failure, tally in pool.imap_unordered(one_batch, batches):

@@ -210,6 +210,7 @@ class _Entry:
         return _Status(self._node)
 
 
+_CREAT, _DIRECTORY = int(os.O_CREAT), int(os.O_DIRECTORY)
 _FLAGS = {name: value for name, value in vars(os).items() if name.startswith("O_")}
 
 
@@ -224,19 +225,20 @@ class SimOs:
 
     def open(self, path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         folder, name, where = self._at(path, dir_fd)
-        self._fs.syscall("creat" if flags & os.O_CREAT else "open", where)
+        creates = flags & _CREAT
+        self._fs.syscall("creat" if creates else "open", where)
         node = folder if name == "." else folder.entries.get(name)
         if node is None:
-            if not flags & os.O_CREAT:
+            if not creates:
                 raise _error(errno.ENOENT, name)
             if not folder.links:
                 raise _error(errno.ENOENT, name)
             node = Inode(self._fs.number(), self._fs.now_s(), links=1)
             folder.change((name, node))
             self._fs.changed(where)
-        elif flags & os.O_CREAT and flags & os.O_EXCL:
+        elif creates and flags & os.O_EXCL:
             raise _error(errno.EEXIST, name)
-        if flags & os.O_DIRECTORY and not isinstance(node, Folder):
+        if flags & _DIRECTORY and not isinstance(node, Folder):
             raise _error(errno.ENOTDIR, name)
         fd, self._fs.next_fd = self._fs.next_fd, self._fs.next_fd + 1
         self._fs.fds[fd] = _Fd(node, PROCESS.get(), where)

@@ -83,6 +83,8 @@ class World(Host):
         other.loop.now_s, other._tokens = self.loop.now_s, self._tokens
         other.fs.take_over(self.fs)
         other.server.take_over(self.server)
+        if self.log is None:
+            other.fs.syscall = other._counted
         return other
 
     # What the engine, and the storage, ask of this host.
@@ -213,6 +215,13 @@ class World(Host):
         if self._sync_fails and name == "fsync":
             self._sync_fails = False
             raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    def _counted(self, name: str, path: str) -> None:
+        """A system call where nothing fails."""
+        process = PROCESS.get()
+        if process is not None and not process.alive:
+            raise Crashed
+        self.operations += 1
 
     def _next_fault(self, name: str, key: str) -> Fault | None:
         check_alive()
