@@ -53,8 +53,8 @@ drills: $(READY) test-servers  ## kill, cut off and fill up real servers in the 
 crash: $(READY)  ## kill saves and cut their power at every point, not at some; an hour, best as root
 	@HOLDFAST_TEST_CRASH_POINTS=all $(BIN)/pytest tests/crash -o faulthandler_timeout=14400 $(TEST_ARGS)
 
-damage: $(READY)  ## every byte and every length of a small checkpoint, before every reader; half an hour
-	@HOLDFAST_TEST_DAMAGE=all $(BIN)/pytest tests/property/test_damage.py -o faulthandler_timeout=14400 $(TEST_ARGS)
+damage: $(READY)  ## every byte and every length of a small checkpoint, before every reader; half an hour, or PART=0-2000 of them
+	@HOLDFAST_TEST_DAMAGE=$(or $(PART),all) $(BIN)/pytest tests/property/test_damage.py -o faulthandler_timeout=14400 $(TEST_ARGS)
 
 fuzz: $(READY)  ## fuzz manifests, headers, URIs and configuration files with atheris: make fuzz [SECONDS=60] [TARGET=all] [FOUND=folder]
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(PIP) -e '.[fuzz]'

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,18 +39,19 @@ class Job:
     def run(self, on_event: Callable[[Event], None], *, survives: bool = True) -> None:
         """Run it to its end. ``on_event`` hears of everything as it happens.
 
-        Raises RankFailedError unless it ends well (or, with ``survives`` False, badly), and DeadlineError.
+        Raises RankFailedError unless it ends well (or, with ``survives`` False, badly), and DeadlineError; at SIGTERM
+        SystemExit, once torchrun and its ranks have ended. To be called from the main thread.
         """
         self.folder.mkdir(parents=True)
         watcher = Watcher(self.folder)
-        with self.log.open("wb") as log:
+        with self.log.open("wb") as log, _stopped_by_sigterm():
             process = subprocess.Popen(
                 self._command(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_environment()
             )
-        try:
-            self._follow(process, watcher, on_event)
-        finally:
-            _stop(process)
+            try:
+                self._follow(process, watcher, on_event)
+            finally:
+                _stop(process)
         for event in watcher.news():
             on_event(event)
         if (process.returncode == 0) != survives:
@@ -79,6 +82,20 @@ def _environment() -> dict[str, str]:
     """Loopback only; one thread a rank, so that ranks do not fight for cores; nothing imported from the current folder."""
     loopback = "lo" if sys.platform == "linux" else "lo0"
     return os.environ | {"GLOO_SOCKET_IFNAME": loopback, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+
+
+@contextlib.contextmanager
+def _stopped_by_sigterm() -> Iterator[None]:
+    """SIGTERM leaves the block by SystemExit: by itself it would end this process at once, and leave its child behind."""
+
+    def end(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

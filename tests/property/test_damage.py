@@ -1,7 +1,7 @@
 """Damage anywhere in a checkpoint, before everything that reads one: an error that says where, or nothing has changed.
 
-``HOLDFAST_TEST_DAMAGE=all`` (``make damage``) goes through every byte, every length and every reader, and takes long;
-otherwise a sample that differs from byte to byte is taken.
+``HOLDFAST_TEST_DAMAGE=all`` (``make damage``) goes through every byte, every length and every reader, and takes long; ``from-to``
+(``make damage PART=0-2000``) through so many of these bytes and lengths. Otherwise a sample that differs from byte to byte is taken.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ import holdfast
 from holdfast.storage.format.digest import digest
 from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
 
-ALL = os.environ.get("HOLDFAST_TEST_DAMAGE") == "all"
+PART = os.environ.get("HOLDFAST_TEST_DAMAGE", "")
+ALL = PART != ""
+FIRST, LAST = (0, None) if PART in ("", "all") else map(int, PART.split("-"))
 FLIPS, CUTS = 250, 60
 _names = itertools.count()
 
@@ -37,8 +39,8 @@ def checkpoint() -> Tiny:
 
 
 def sampled(rng: np.random.Generator, what: list[tuple[str, int]], count: int) -> Iterator[tuple[str, int]]:
-    """All of them, or some."""
-    rows = range(len(what)) if ALL else sorted(rng.choice(len(what), min(count, len(what)), replace=False).tolist())
+    """All of them, or those of a part, or some."""
+    rows = range(len(what))[FIRST:LAST] if ALL else sorted(rng.choice(len(what), min(count, len(what)), replace=False).tolist())
     return (what[row] for row in rows)
 
 

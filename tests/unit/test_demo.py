@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -284,3 +286,20 @@ def test_a_job_that_hangs_is_ended_at_its_deadline(tmp_path: Path, monkeypatch: 
     with pytest.raises(holdfast.DeadlineError, match="1 s"):
         Job(tmp_path / "a", 1, [], deadline_s=1.0).run(heard.append)
     assert [event.kind for event in heard] == ["ready"]
+
+
+def test_a_demo_that_is_ended_ends_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM, as `timeout` and schedulers send it, leaves no torchrun behind."""
+    told = tmp_path / "pid"
+    fake_launcher(
+        monkeypatch,
+        f"import os, signal, time; open({str(told)!r}, 'w').write(str(os.getpid())); "
+        "os.kill(os.getppid(), signal.SIGTERM); time.sleep(600)",
+    )
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        Job(tmp_path / "a", 1, []).run(lambda event: None)
+    assert ended.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) is before
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(told.read_text()), 0)
