@@ -40,7 +40,11 @@ def checkpoint() -> Tiny:
 
 def sampled(rng: np.random.Generator, what: list[tuple[str, int]], count: int) -> Iterator[tuple[str, int]]:
     """All of them, or those of a part, or some."""
-    rows = range(len(what))[FIRST:LAST] if ALL else sorted(rng.choice(len(what), min(count, len(what)), replace=False).tolist())
+    rows = (
+        range(len(what))[FIRST:LAST]
+        if ALL
+        else sorted(rng.choice(len(what), min(count, len(what)), replace=False).tolist())
+    )
     return (what[row] for row in rows)
 
 
