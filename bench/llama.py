@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from ..planner.placement import Replicated, Split, local_shape
 
-__all__ = ["KINDS", "TINY", "Job", "Model", "placement_of"]
+__all__ = ["KINDS", "RNG_NBYTES", "TINY", "Job", "Model", "placement_of"]
 
 KINDS = ("ZeRO-1", "ZeRO-3", "HSDP")
 OPTIMIZER = ("master", "exp_avg", "exp_avg_sq")

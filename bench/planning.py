@@ -7,11 +7,13 @@ of them. Times are of the processor: on one core, without what else the machine 
 
 from __future__ import annotations
 
+import base64
 import itertools
+import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,14 +21,17 @@ import numpy as np
 
 from ..planner.loading import plan_load
 from ..planner.placement import Replicated, Split, holders, local_pieces, local_shape
+from ..storage.accord import Accord, Held, Leader
 from ..storage.capture.plan import Agreed, ImagePlan, plan_image, plan_save
 from ..storage.capture.state import FlatState, flatten
 from ..storage.capture.targets import match
-from ..storage.format.fragment import Fragment, Layout, decode_fragment, fragment_of, join
+from ..storage.format.digest import digest
+from ..storage.format.fragment import Fragment, Group, Layout, decode_fragment, fragment_of, join
 from ..storage.format.manifest import ImageTable, Manifest
 from ..storage.format.merge import merge
 from ..storage.frameworks.mesh import LocalPart
-from .llama import KINDS, TINY, Job, Model, placement_of
+from ..storage.pipeline.engine import start
+from .llama import KINDS, RNG_NBYTES, TINY, Job, Model, placement_of
 from .machine import PeakMemory, describe
 from .options import bare_parser
 from .report import Report, Series, Target
@@ -38,8 +43,8 @@ DATA_PARALLEL = (8, 70, 128, 781)
 """Times TP 8 and PP 16: 1,024, 8,960, 16,384 and 99,968 ranks."""
 TARGETS = 8960
 MERGED_RANKS_MAX = 100_000
-APART_RANKS_MAX = 16_384
-"""In larger jobs the fragments of a host's ranks are joined before they are merged."""
+APART_RANKS_MAX = 8_960
+"""In larger jobs the fragments of a host's ranks are joined before they are merged, and not each rank plans by itself."""
 HOST_RANKS = 8
 SAMPLES = 5
 REPEATS = 9
@@ -59,6 +64,9 @@ class _Found:
     tensors: int = 0
     shards: list[int] = field(default_factory=list)
     fragment_nbytes: list[int] = field(default_factory=list)
+    stated_nbytes: tuple[int, int] = (0, 0)
+    """What a rank says when a save begins, at first and again."""
+    lead_s: tuple[float, float] = (0.0, 0.0)
     merge_s: float = 0.0
     merge_nbytes: int = 0
     decode_s: float = 0.0
@@ -69,6 +77,8 @@ class _Found:
         return f"{self.job.kind}, {self.job.world:,} ranks"
 
     def row(self) -> list[str]:
+        stated, lead = (f"{n / 1e3:.1f}" for n in self.stated_nbytes), (f"{s:.2f}" for s in self.lead_s)
+        begun = [*stated, *lead] if any(self.stated_nbytes) else ["–"] * 4
         whole = [f"{self.merge_s:.2f}", f"{self.merge_nbytes / MIB:,.0f}", f"{self.manifest_nbytes / 1e6:.1f}"]
         whole += [f"{self.decode_s:.2f}", f"{max(self.load_s, default=0) * 1e3:.0f}"]
         return [
@@ -78,12 +88,13 @@ class _Found:
             f"{max(self.first_s) * 1e3:.1f}",
             f"{max(self.again_s) * 1e3:.1f}",
             f"{max(self.fragment_nbytes) / 1e3:.1f}",
+            *begun,
             *(whole if self.manifest_nbytes else ["–"] * len(whole)),
         ]
 
 
-HEADER = ["", "tensors", "shards", "first ms", "again ms", "fragment kB", "merge s", "merge MiB", "manifest MB"]
-HEADER += ["its decoding s", "load plan ms"]
+HEADER = ["", "tensors", "shards", "first ms", "again ms", "fragment kB", "begin kB", "again kB", "leader s", "again s"]
+HEADER += ["merge s", "merge MiB", "manifest MB", "its decoding s", "load plan ms"]
 
 
 def _told(plan: ImagePlan, rank: int, flat: FlatState) -> Fragment:
@@ -129,6 +140,8 @@ class _Stage:
         self._layout: Layout | None = None
         self._kinds = dict[_Kind, int]()  # layers repeat: of what is laid out alike, there are few
         self._kind = [self._kind_of(row) for row in range(len(self._flat.names))]
+        self.kind = (tuple(self._kinds), tuple(self._kind))
+        """What stages that differ in names alone have in common."""
 
     def _kind_of(self, row: int) -> int | None:
         flat = self._flat
@@ -137,14 +150,18 @@ class _Stage:
         placements = tuple(placement_of(p) for p in flat.origins[row].placements)  # type: ignore[attr-defined]
         return self._kinds.setdefault((flat.shapes[row], placements), len(self._kinds))
 
-    def told(self, rank: int) -> Fragment:
-        """The fragment of ``rank``."""
+    def at(self, rank: int) -> FlatState:
+        """What ``rank`` has flattened."""
         at = tuple(int(n) for n in np.argwhere(self._ranks == rank)[0])
         parts = [_located(shape, self._ranks, at, placements) for shape, placements in self._kinds]
         moved = replace(self._flat, parts=[None if kind is None else parts[kind] for kind in self._kind], kin=None)
         for value in moved.tree.values:
             if value.key == "position":
                 value.by_rank = [([0], 1000 + rank)]
+        return moved
+
+    def told(self, rank: int, moved: FlatState) -> Fragment:
+        """The fragment of ``rank``."""
         plan = plan_image(moved, rank, _agreed(moved))
         self._layout = self._layout or plan.told
         return _told(replace(plan, told=self._layout), rank, moved)  # whose layout is the same, and encoded once
@@ -174,16 +191,74 @@ def _commit(found: _Found, fragments: Sequence[bytes]) -> Manifest:
     return manifest
 
 
-def _fragments(job: Job, expected: Mapping[int, bytes]) -> Iterator[Fragment]:
-    """Those of all ranks. Raises AssertionError where one is not as expected."""
-    stage = None
-    for rank in range(job.world):
-        if stage is None or rank % (job.tp * job.dp) == 0:
-            stage = _Stage(job, rank)
-        told = stage.told(rank)
-        if rank in expected and told.encode() != expected[rank]:
-            raise AssertionError("a rank that was moved tells something else than one that was made")
-        yield told
+def _fragments(
+    job: Job, expected: Mapping[int, bytes], stating: Callable[[int, FlatState], object]
+) -> Iterator[Fragment]:
+    """Those of all ranks, whose flat states are shown to ``stating``. Raises AssertionError where one is not as it should
+    be."""
+    for first in range(0, job.world, job.tp * job.dp):
+        stage = _Stage(job, first)
+        for rank in range(first, first + job.tp * job.dp):
+            flat = stage.at(rank)
+            told = stage.told(rank, flat)
+            if rank in expected and told.encode() != expected[rank]:
+                raise AssertionError("a rank that was moved tells something else than one that was made")
+            stating(rank, flat)
+            yield told
+
+
+class _Beginning:
+    """What ranks say when a save begins, and what the leader does with it."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.first: list[bytes] = []
+        self._compared: list[bytes] = []
+        self.again: list[bytes] = []
+
+    def state(self, rank: int, flat: FlatState) -> None:
+        """At a first save, and at the next one. All but the random state lies on one mesh each."""
+        held = Held.of(flat, self._job.world)
+        row = int(np.flatnonzero(held.mesh < 0)[0])
+        fingerprint = digest(b"%d" % rank)
+        accord = Accord("0" * 32, Agreed({}, {}), {}, {held.names[row]: row})
+        told = {"of": [row], "digests": base64.b64encode(fingerprint).decode(), "nbytes": [RNG_NBYTES], "parts": {}}
+        for said, what in (
+            (self.first, {"holds": held.encode()}),
+            (self._compared, told),
+            (self.again, accord.tell({row: fingerprint})),
+        ):
+            said.append(json.dumps({"uri": "s3://bucket/run/step-100"} | what).encode())
+
+    async def lead(self) -> tuple[float, float]:
+        """Seconds of the leader, at a first save and at the next."""
+
+        async def begin() -> str:
+            return HEAD[0]
+
+        leader = Leader(begin)
+        began_s = time.process_time()
+        await leader.begin(self.first)
+        await leader.compare(self._compared)
+        between_s = time.process_time()
+        if b"attempt" not in await leader.begin(self.again):
+            raise AssertionError("the ranks do not go by their accord")
+        return between_s - began_s, time.process_time() - between_s
+
+
+def _fragments_by_twins(job: Job) -> Iterator[Fragment]:
+    """Those of all ranks of a job that is too large to plan for each: stages of as many layers differ in names alone, so
+    what was planned for the first of them is taken for the others. There, bytes may lie a page off: a header is longer."""
+    size, known = job.tp * job.dp, dict[object, list[Group]]()
+    for first in range(0, job.world, size):
+        stage = _Stage(job, first)
+        one = stage.told(first, stage.at(first)).groups[0]
+        if stage.kind not in known:
+            known[stage.kind] = [stage.told(first + i, stage.at(first + i)).groups[0] for i in range(size)]
+        for i, group in enumerate(known[stage.kind]):
+            ranks, values = np.array([first + i]), [[([first + i], by[0][1])] for by in group.values]
+            images = replace(group.images, rank=ranks)
+            yield Fragment(HEAD, [replace(group, layout=one.layout, ranks=ranks, images=images, values=values)])
 
 
 def _by_host(fragments: Iterator[Fragment]) -> Iterator[Fragment]:
@@ -210,13 +285,16 @@ def _samples(world: int) -> list[int]:
 
 
 def _measured(job: Job, target: Job, merged_max: int) -> _Found:
-    found = _Found(job)
+    found, beginning = _Found(job), _Beginning(job)
     told = {rank: _sample(found, rank) for rank in _samples(job.world)}
     if job.world <= merged_max:
-        fragments = _fragments(job, told)
-        if job.world > APART_RANKS_MAX:
-            fragments = _by_host(fragments)
-        manifest = _commit(found, [fragment.encode() for fragment in fragments])
+        by_rank = job.world <= APART_RANKS_MAX
+        fragments = _fragments(job, told, beginning.state) if by_rank else _by_host(_fragments_by_twins(job))
+        data = [fragment.encode() for fragment in fragments]
+        if by_rank:
+            found.lead_s = start(beginning.lead()).result()
+            found.stated_nbytes = max(map(len, beginning.first)), max(map(len, beginning.again))
+        manifest = _commit(found, data)
         _load(found, manifest, target)
     print("  " + "  ".join(found.row()), flush=True)
     return found

@@ -35,7 +35,7 @@ from .format.digest import digest
 from .pipeline.engine import offload
 from .ranks.team import Team
 
-__all__ = ["Accord", "Accords", "Digest", "agree"]
+__all__ = ["Accord", "Accords", "Digest", "Held", "Leader", "agree"]
 
 Ints = npt.NDArray[np.int64]
 Digests = npt.NDArray[np.uint8]
@@ -133,7 +133,7 @@ async def agree(
     Raises UsageError where ranks save to different URIs, SaveError where they hold different values of one part of a
     DTensor.
     """
-    key, leader = (flat.kin, team.rank, team.world), _Leader(begin)
+    key, leader = (flat.kin, team.rank, team.world), Leader(begin)
     accord = None if flat.kin is None else accords.get(key)
     told = _holds(flat, team.world) if accord is None else accord.tell(await offload(digests, accord.rows))
     verdict = json.loads(await team.round("begin", _packed({"uri": uri} | told), leader.begin))
@@ -151,7 +151,7 @@ def _holds(flat: FlatState, world: int) -> dict[str, Any]:
 
 
 async def _anew(
-    team: Team, flat: FlatState, digests: Digest, asked: Set[str], leader: _Leader
+    team: Team, flat: FlatState, digests: Digest, asked: Set[str], leader: Leader
 ) -> tuple[Accord, dict[str, Any]]:
     """Digest what is asked about; return the accord that comes of it, and the leader's verdict."""
     rows, names = unsure_rows(flat, team.world), Held.of(flat, team.world).names
@@ -183,7 +183,7 @@ def _accord(asked: Mapping[str, int], verdict: Mapping[str, Any], world: int) ->
     return Accord(verdict["accord"], Agreed(holders, shares), alike, apart)
 
 
-class _Leader:
+class Leader:
     """What only rank 0 does. ``begin`` begins an attempt."""
 
     def __init__(self, begin: Callable[[], Awaitable[str]]) -> None:

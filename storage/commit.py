@@ -85,8 +85,10 @@ __all__ = [
     "clock_s",
     "collect",
     "commit",
+    "decoded",
     "delete_attempt",
     "delete_manifest",
+    "get_manifest",
     "give_up",
     "is_settled",
     "read_manifest",
@@ -131,19 +133,27 @@ class Attempt:
 
 async def read_manifest(driver: Driver) -> tuple[Manifest, bytes]:
     """The current manifest and its bytes. Raises NotACheckpointError, DamagedError, UnsupportedFormatError."""
+    data = await get_manifest(driver)
+    return await decoded(driver, data), data
+
+
+async def get_manifest(driver: Driver) -> bytes:
+    """The bytes of the current manifest, whatever they are. Raises NotACheckpointError."""
     try:
-        data = await driver.get(MANIFEST_KEY)
+        return await driver.get(MANIFEST_KEY)
     except NotFoundError as error:
+        advice = "Is the URI that of one checkpoint? `holdfast ls` lists them."
         raise NotACheckpointError(
-            "nothing is committed here",
-            uri=driver.uri,
-            key=MANIFEST_KEY,
-            advice="Is the URI that of one checkpoint? `holdfast ls` lists them.",
+            "nothing is committed here", uri=driver.uri, key=MANIFEST_KEY, advice=advice
         ) from error
+
+
+async def decoded(driver: Driver, data: bytes) -> Manifest:
+    """The manifest in ``data``, which is that of ``driver``. Raises DamagedError, UnsupportedFormatError."""
     try:
         manifest = await offload(Manifest.decode, data)
         check_complete(manifest, "the manifest")
-        return manifest, data
+        return manifest
     except (DamagedError, UnsupportedFormatError) as error:
         error.uri, error.key = driver.uri, MANIFEST_KEY
         raise

@@ -6,6 +6,7 @@ import base64
 import json
 import zlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +18,7 @@ from .capture.build import build
 from .capture.scatter import Scatter
 from .capture.state import FlatState, Subtree
 from .capture.targets import Match, Wanted, match
-from .commit import read_manifest
+from .commit import decoded, get_manifest, read_manifest
 from .format.digest import digest
 from .format.manifest import Manifest
 from .format.tree import Key, format_path
@@ -26,6 +27,7 @@ from .frameworks.stateful import maker_of, restore
 from .pipeline.engine import offload
 from .pipeline.image_reader import ImageReader, plan_reads
 from .ranks.exchange import LEAST_NBYTES, Circle, begin_exchange
+from .ranks.handout import read_once
 from .ranks.team import Team
 from .ranks.wire import host_key
 
@@ -60,8 +62,9 @@ async def run_load(driver: Driver, team: Team, job: LoadJob) -> tuple[Manifest, 
     """
     async with team.session():
         try:
+            mates = await _mates(team, job.exchange)
             for attempt in range(RETRIES):
-                loaded = await _load(driver, team, job, attempt)
+                loaded = await _load(driver, team, job, attempt, mates)
                 if loaded is not None:
                     return loaded
             raise ReplacedError(
@@ -105,9 +108,25 @@ def _scatter(m: Manifest, wanted: Wanted, targets: Targets, plan: LoadPlan) -> S
     return Scatter(m.tensors, m.shards, targets, plan, wanted.buffers)
 
 
-async def _load(driver: Driver, team: Team, job: LoadJob, attempt: int) -> tuple[Manifest, ImageReader] | None:
+async def _mates(team: Team, exchange: Exchanging) -> list[int]:
+    """The ranks of this host, which read the manifest once; this rank alone where that is not wanted, or not known."""
+    if team.world == 1:
+        return [team.rank]
+    told = json.dumps({"circle": exchange and host_key()}).encode()
+    verdict = await team.round("hosts", told, _hosts)
+    return _ranks_with(team.rank, verdict)
+
+
+async def _hosts(statements: Sequence[bytes]) -> bytes:
+    return _circles([json.loads(s) for s in statements])
+
+
+async def _load(
+    driver: Driver, team: Team, job: LoadJob, attempt: int, mates: Sequence[int]
+) -> tuple[Manifest, ImageReader] | None:
     """One try; None when the checkpoint was replaced meanwhile, on any rank."""
-    manifest, data = await read_manifest(driver)
+    data = await read_once(team, f"manifest/{attempt}", mates, partial(get_manifest, driver))
+    manifest = await decoded(driver, data)
     job.match, job.built = await offload(_matched, job, manifest, team.rank)
     fits = await team.round(
         f"fits/{attempt}", _fitting(job, manifest, data), _Referee(manifest, job.strict, driver.uri).judge
@@ -133,14 +152,19 @@ async def _load(driver: Driver, team: Team, job: LoadJob, attempt: int) -> tuple
 
 def _circle(team: Team, name: str, verdict: bytes, exchange: Exchanging) -> Circle | None:
     """The ranks that this one exchanges with, by the leader's verdict; None without any."""
-    if not verdict:
-        return None
-    numbers = json.loads(zlib.decompress(verdict))
-    ranks = [rank for rank, number in enumerate(numbers) if number == numbers[team.rank]]
-    if numbers[team.rank] < 0 or len(ranks) == 1:
+    ranks = _ranks_with(team.rank, verdict)
+    if len(ranks) == 1:
         return None
     everywhere = exchange is True
     return Circle(team, name, ranks, store_host() if everywhere else "", 1 if everywhere else LEAST_NBYTES)
+
+
+def _ranks_with(rank: int, verdict: bytes) -> list[int]:
+    """Those that have the number of ``rank``, which is among them, in what :func:`_circles` has found."""
+    numbers = json.loads(zlib.decompress(verdict)) if verdict else []
+    if not numbers or numbers[rank] < 0:
+        return [rank]
+    return [other for other, number in enumerate(numbers) if number == numbers[rank]]
 
 
 def _circles(told: Sequence[dict[str, Any]]) -> bytes:

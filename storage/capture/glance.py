@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from ...errors import StateError
 from ..format.values import encode_value
-from ..frameworks.mesh import Parts, local_part, local_tensor, parts_of
+from ..frameworks.mesh import LocalPart, Parts, local_part, local_tensor, parts_of
 from ..frameworks.stateful import expand, has_state
 from .dtypes import numpy_to_torch
 
@@ -46,6 +46,9 @@ class Glance:
         self.nodes: list[Any] = []
         self.locals: list[torch.Tensor] = []
         self.origins: list[torch.Tensor] = []
+        self.parts: list[LocalPart | None] = []
+        """Each is the same object as long as mesh, placements and shape are the same. They are in the trace by their ids:
+        who keeps that keeps these."""
         self.values: list[Any] = []
         """Encoded."""
         self.opened: list[tuple[Any, Any]] = []
@@ -99,7 +102,7 @@ class Glance:
             known = self._parts.get(id(mesh))
             if known is None:
                 known = self._parts[id(mesh)] = parts_of(mesh)
-            self._tensor(local, item, (local_part(item, local, str, known), item.shape))
+            self._tensor(local, item, local_part(item, local, str, known))
         elif kind in _VALUES:
             self._value(item)
         elif kind is np.ndarray:
@@ -119,13 +122,14 @@ class Glance:
         self.trace.append("value")
         self.values.append(encode_value(item, ""))
 
-    def _tensor(self, item: torch.Tensor, origin: torch.Tensor, part: Hashable) -> None:
+    def _tensor(self, item: torch.Tensor, origin: torch.Tensor, part: LocalPart | None) -> None:
         if item.layout is not torch.strided or item.is_nested or type(item) not in _TENSORS:
             raise UnusualError
         row, address = len(self.locals), item.data_ptr()
         first = self._first.setdefault(address, row) if address else row
         self.trace.append(
-            (part, row - first, item.shape, item.stride(), item.dtype, item.device, item.is_conj(), item.is_neg())
+            (id(part), row - first, item.shape, item.stride(), item.dtype, item.device, item.is_conj(), item.is_neg())
         )
         self.locals.append(item.detach() if item.requires_grad else item)
         self.origins.append(origin)
+        self.parts.append(part)

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["FlatState", "Subtree", "flatten"]
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
+_LEAVES = (*_TENSORS, DTensor, int, float, str, bool, type(None))
+"""Where there are no modules."""
 _DEPTH_MAX = 200
 
 
@@ -79,7 +81,7 @@ def flatten(state: Any, *, loading: bool = False) -> FlatState:
     With ``loading``: only modules and optimizers are expanded; other objects with a state become subtrees as they are.
     Raises StateError naming the path of what cannot be saved.
     """
-    modules = list(_modules(state, set()))
+    modules = list(_modules(state))
     glance = Glance(modules)
     trace: tuple[Hashable, ...] | None = None
     if not loading:
@@ -92,7 +94,7 @@ def flatten(state: Any, *, loading: bool = False) -> FlatState:
     flat = FlatState(modules=modules)
     _walk(state, _Walker(flat, loading, glance.opened))
     if trace is not None:
-        flat.kin = object()
+        flat.kin, flat.parts = object(), glance.parts
         _known.put(trace, _again(flat, None, []))
     return flat
 
@@ -146,14 +148,17 @@ def _make_canonical(flat: FlatState) -> None:
     flat.alias = alias.tolist()
 
 
-def _modules(node: Any, seen: set[int], depth: int = 0) -> Iterator[torch.nn.Module]:
-    if isinstance(node, torch.nn.Module):
-        yield node
-    elif isinstance(node, Mapping | list | tuple) and id(node) not in seen and depth <= _DEPTH_MAX:
-        seen.add(id(node))
-        for item in node.values() if isinstance(node, Mapping) else node:
-            if type(item) not in _TENSORS:
-                yield from _modules(item, seen, depth + 1)
+def _modules(state: Any) -> Iterator[torch.nn.Module]:
+    """The modules in ``state``, outermost ones, in the order of a walk."""
+    seen, left = set[int](), [(state, 0)]
+    while left:
+        node, depth = left.pop()
+        if isinstance(node, torch.nn.Module):
+            yield node
+        elif isinstance(node, Mapping | list | tuple) and id(node) not in seen and depth <= _DEPTH_MAX:
+            seen.add(id(node))
+            items = node.values() if isinstance(node, Mapping) else node
+            left += [(item, depth + 1) for item in items if type(item) not in _LEAVES][::-1]
 
 
 class _Walker:

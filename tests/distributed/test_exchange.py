@@ -64,6 +64,33 @@ def test_ranks_that_cannot_exchange_read_for_themselves(
     assert [rank["left"] for rank in found] == [0] * 4
 
 
+@pytest.mark.parametrize(
+    ("exchange", "hosts", "cannot", "expected"),
+    [
+        ("auto", None, (), [1, 0, 0, 0]),
+        ("auto", [0, 1, 0, 1], (), [1, 1, 0, 0]),
+        (False, None, (), [1, 1, 1, 1]),
+        ("auto", None, (0,), [1, 1, 1, 1]),
+    ],
+    ids=["one host", "two hosts", "not wanted", "no memory to share"],
+)
+def test_one_rank_of_a_host_reads_the_manifest(
+    exchange: Any, hosts: Any, cannot: tuple[int, ...], expected: list[int], gang: Gang, tmp_path: Path
+) -> None:
+    """The first of them, and hands it to the others; where it cannot, each reads it. Nothing of it stays in memory."""
+    gang.run(replicated_save, str(tmp_path / "c"), 1)
+    found = gang.run(exchanging_load, str(tmp_path / "c"), 1, exchange, hosts, cannot)
+    assert [rank["wrong"] for rank in found] == [None] * 4
+    assert [rank["manifests"] for rank in found] == expected
+    assert [rank["left"] for rank in found] == [0] * 4
+
+
+def test_without_a_checkpoint_each_rank_says_so(gang: Gang, tmp_path: Path) -> None:
+    """Also those that were to be handed the manifest."""
+    raised = errors(gang.outcomes(gang.begin(exchanging_load, str(tmp_path / "none"), 1, "auto")))
+    assert [type(error) for error in raised] == [holdfast.NotACheckpointError] * 4
+
+
 def test_little_is_not_exchanged_by_default(gang: Gang, tmp_path: Path) -> None:
     """Meeting each other would take longer."""
     gang.run(replicated_save, str(tmp_path / "c"), 1)

@@ -357,7 +357,7 @@ def _not_its_own() -> Iterator[Patch]:
     yield RetryLayer, "_is_ours", nobodys
 
 
-@broken("a reader takes what is missing for damage", 1)
+@broken("a reader takes what is missing for damage", 23)
 def _no_second_look() -> Iterator[Patch]:
     async def never(driver: Any, manifest: Any) -> bool:
         return False
@@ -365,7 +365,7 @@ def _no_second_look() -> Iterator[Patch]:
     yield load, "_replaced", never
 
 
-@broken("ranks that load do not compare their manifests", 1)
+@broken("ranks that load do not compare their manifests", 149)
 def _no_comparing() -> Iterator[Patch]:
     async def judge(self: Any, statements: Any) -> bytes:
         return b"go"

@@ -1,0 +1,92 @@
+"""What all ranks of a host want whole, such as a manifest, one of them reads, and hands it to the others in shared memory.
+
+Where that cannot be, each reads for itself: nobody depends on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+from ..pipeline.engine import offload
+from .arena import Arena
+from .team import Team
+from .wire import Door, Line, knock
+
+__all__ = ["read_once"]
+
+JOIN_S = 30.0
+_log = logging.getLogger(__name__)
+
+
+async def read_once(team: Team, name: str, ranks: Sequence[int], read: Callable[[], Awaitable[bytes]]) -> bytes:
+    """What ``read`` returns. ``ranks`` are those of this host, of which the first reads; all of them call this alike.
+    ``name`` is used once in the team's life. Raises what ``read`` raises, DeadlineError and RankFailedError."""
+    if len(ranks) == 1:
+        return await read()
+    if team.rank != ranks[0]:
+        told = json.loads((await team.among(name, ranks, b"{}"))[0])
+        handed = await _taken(told["door"], told["nbytes"], team.rank) if told else None
+        if told:
+            await team.among(f"{name}/taken", ranks, b"")
+        return await read() if handed is None else handed
+    try:
+        data = await read()
+    except BaseException:
+        await team.among(name, ranks, b"{}")  # the others see for themselves
+        raise
+    with contextlib.ExitStack() as mine:
+        door = _opened(mine, data)
+        told = {"door": door.address, "nbytes": len(data)} if door else {}
+        await team.among(name, ranks, json.dumps(told).encode())
+        if door:
+            admitting = asyncio.ensure_future(_admit(door, ranks[1:]))
+            try:
+                await team.among(f"{name}/taken", ranks, b"")  # also by those who have not found the door
+            finally:
+                admitting.cancel()
+                await asyncio.wait([admitting])
+                if not admitting.cancelled() and admitting.exception() is not None:
+                    _log.warning("what was read could not be handed on: %s", admitting.exception())
+    return data
+
+
+def _opened(mine: contextlib.ExitStack, data: bytes) -> Door | None:
+    """A door to memory that holds ``data``; None where there can be none."""
+    try:
+        arena = Arena(len(data), 1)
+        mine.callback(arena.close)
+        door = Door(arena.fd, "")
+        mine.callback(door.close)
+    except OSError as error:
+        _log.warning("no memory can be shared with other ranks here: %s", error)
+        return None
+    arena.take().view[:] = data
+    return door
+
+
+async def _admit(door: Door, ranks: Sequence[int]) -> None:
+    lines: dict[int, Line] = {}
+    try:
+        await door.admit(ranks, lines)
+    finally:
+        for line in lines.values():
+            line.close()
+
+
+async def _taken(address: str, nbytes: int, me: int) -> bytes | None:
+    """What is behind a door; None where it cannot be reached."""
+    try:
+        async with asyncio.timeout(JOIN_S):
+            line = await knock(address, me)
+    except (OSError, TimeoutError) as error:
+        _log.warning("what another rank has read is read again: %s", error)
+        return None
+    try:
+        window = line.window
+        return None if window is None else await offload(lambda: bytes(window.at(0, nbytes).view))
+    finally:
+        line.close()
