@@ -1,4 +1,5 @@
-"""Save and load over HDFS by one process, beside four parallel hdfs-native streams of as many bytes, which are the limit.
+"""Save and load over HDFS by one process, beside four parallel hdfs-native streams of as many bytes, which are the limit;
+and ten thousand small objects, see ``many``.
 
 Against the file system that --uri or HOLDFAST_TEST_HDFS_URL names (host and port), else against a Hadoop on this machine,
 which then shares processors and disk with its client; where that is not installed (make test-servers) nothing is measured.
@@ -22,6 +23,7 @@ import holdfast
 from ..drivers.uri import Uri, join, parse
 from .contest import Contestant, busy, contest, header, rows
 from .machine import describe
+from .many import many_objects
 from .options import TINY_GIB, Options, options, parser, work_folder
 from .report import Report, Series, Target, ratio
 from .states import State, build, digests, nbytes_of, zero
@@ -87,8 +89,8 @@ def _server(given: str | None, folder: Path, datanodes: int) -> Iterator[str | N
             process.stdin.close()
 
 
-def _measure(uri: Uri, given: Options) -> tuple[int, list[Series], list[Series]]:
-    """The size of the state, then the times of saving and of loading it."""
+def _measure(uri: Uri, given: Options) -> tuple[int, list[Series], list[Series], str]:
+    """The size of the state, then the times of saving and of loading it; and what came of many small objects."""
     from hdfs_native import Client
 
     authority, _, path = uri.location.partition("/")
@@ -105,7 +107,8 @@ def _measure(uri: Uri, given: Options) -> tuple[int, list[Series], list[Series]]
             Contestant("limit", streams.read),
             Contestant("holdfast", lambda: _load(saved, state), lambda: zero(state), lambda: _check(state, expected)),
         ]
-        return nbytes, written, contest(loading, given.runs, given.settle_s)
+        read = contest(loading, given.runs, given.settle_s)
+        return nbytes, written, read, many_objects(join(uri, "many"), tiny=given.tiny)
     finally:
         client.delete(f"/{path}", recursive=True)
 
@@ -134,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if root is None:
             print("No Hadoop here, nothing measured: make test-servers, or --uri.", flush=True)
             return 0
-        nbytes, saving, loading = _measure(join(parse(root), f"bench-{uuid.uuid4().hex}"), given)
+        nbytes, saving, loading, many = _measure(join(parse(root), f"bench-{uuid.uuid4().hex}"), given)
         sides = (("save", saving), ("load", loading))
         series = [replace(s, name=f"{what}: {s.name}") for what, found in sides for s in found]
         table = [[f"{what}: {row[0]}", *row[1:]] for what, found in sides for row in rows(found, nbytes)]
@@ -146,7 +149,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         if given.tiny:
             judged = []
-        report = Report("hadoop", title, describe(folder), header(), table, judged, busy(series, nbytes), series)
+        report = Report(
+            "hadoop", title, describe(folder), header(), table, judged, [*busy(series, nbytes), many], series
+        )
         report.emit(given.json, given.svg)
     return 0
 

@@ -1,6 +1,6 @@
 """Saves and loads of a whole state over S3: this library, its peers, and the bare client at its best setting.
 
-And ten thousand small objects: put, listed, asked for and deleted, with as many requests at a time as the driver suggests.
+And ten thousand small objects, see ``many``.
 Without --uri a server is started, where the tests have one; both then share this machine.
 """
 
@@ -11,7 +11,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,12 +19,11 @@ from pathlib import Path
 
 import holdfast
 
-from ..drivers.contract import Driver
 from ..drivers.registry import open_driver
 from ..drivers.uri import Uri, join, parse
-from ..storage.pipeline.executor import at_most
 from .contest import Contestant, busy, contest, header, rows
 from .machine import describe
+from .many import many_objects
 from .objectpeers import SETTINGS, Peer, below, best, peers
 from .options import TINY_GIB, Options, options, parser
 from .report import Report, Series, Target, ratio
@@ -34,7 +32,6 @@ from .states import State, build, digests, nbytes_of, zero
 __all__ = ["s3_server"]
 
 SERVER = Path(__file__).parents[1] / "tests/support/servers/radosgw.py"
-SMALL = 10_000
 NO_SERVER = 3
 
 
@@ -131,29 +128,6 @@ def _able(uri: Uri, alone: bool) -> tuple[list[Peer], list[str]]:
     return able, notes
 
 
-async def _small(driver: Driver, count: int) -> dict[str, float]:
-    """Seconds for ``count`` objects of 100 bytes, by operation. Raises AssertionError where one is missing."""
-
-    async def look(key: str) -> None:
-        await driver.stat(key)
-
-    keys, seconds, width = [f"many/{n % 100}/{n}" for n in range(count)], {}, driver.traits.concurrency
-    began_s = time.perf_counter()
-    await at_most(width, (driver.put(key, bytes(100)) for key in keys))
-    seconds["put"], began_s = time.perf_counter() - began_s, time.perf_counter()
-    found = {info.key async for info in driver.list("many")}
-    seconds["listed"], began_s = time.perf_counter() - began_s, time.perf_counter()
-    await at_most(width, (look(key) for key in keys))
-    seconds["statted"], began_s = time.perf_counter() - began_s, time.perf_counter()
-    await driver.delete_all("many")
-    seconds["deleted"] = time.perf_counter() - began_s
-    left = [info.key async for info in driver.list("many")]
-    await driver.close()
-    if found != set(keys) or left:
-        raise AssertionError("a listing lacks objects, or shows deleted ones")
-    return seconds
-
-
 def _targets(found: Sequence[Series], kind: str) -> list[Target]:
     by_name = {series.name: series for series in found}
     ours = by_name["holdfast"]
@@ -174,12 +148,9 @@ def _report(uri: Uri, given: Options) -> Report:
         table += [[f"{kind}: {row[0]}", *row[1:]] for row in rows(found, nbytes)]
         targets += _targets(found, kind)
         series += [replace(s, name=f"{kind}: {s.name}") for s in found]
-    count = SMALL // 50 if given.tiny else SMALL
-    small = asyncio.run(_small(open_driver(uri), count))
-    told = ", ".join(f"{name} in {seconds:.2f} s" for name, seconds in small.items())
+    many = many_objects(uri, tiny=given.tiny)
     title = f"Over S3: {nbytes / 1e9:.2f} GB, one process, {given.runs} rounds"
-    notes += busy(series, nbytes)
-    notes.append(f"{count:,} objects of 100 bytes: {told}")
+    notes += [*busy(series, nbytes), many]
     judged = [] if given.tiny else targets
     return Report("objects", title, describe(Path()), header(), table, judged, notes, series)
 

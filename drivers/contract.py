@@ -72,6 +72,9 @@ class Traits:
     """An upload is fastest when this many contiguous segments of it, see :func:`segments`, are written at once: then
     ``part_order``, which is not ``serial``, holds within each of them. One after the other is as right, and slower."""
 
+    upload_nbytes: int = 0
+    """What an upload holds of its own until it is committed, at most, besides what is being written: budgets count it."""
+
     @property
     def read_copies(self) -> int:
         """How often the bytes of a read lie in memory until it returns: in the caller's buffer, and where the driver's

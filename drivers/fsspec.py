@@ -90,6 +90,7 @@ class FsspecDriver(Driver):
             exclusive_is_atomic=False,
             shared=self._kind.shared,
             hands_over=True,
+            upload_nbytes=self._part_nbytes,
         )
         self._threads = Threads(threads, uri=self.uri)
         self._uploads: set[_Upload] = set()

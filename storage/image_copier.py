@@ -112,7 +112,8 @@ class ImageCopier:
             Stage("check", "cpu"),
             Stage("write", "write", in_order=ours.part_order != "any"),
         )
-        jobs = min(max(1, self.budget_nbytes // lines // self._job_nbytes), sum(lanes.values()))
+        budget_nbytes = self.budget_nbytes // lines - ours.upload_nbytes
+        jobs = min(max(1, budget_nbytes // self._job_nbytes), sum(lanes.values()))
         return Scheduler(stages, Budget(jobs * self.target.chunk_nbytes, lanes))
 
 

@@ -53,6 +53,7 @@ class ObjectDriver(Driver):
             exclusive_is_atomic=settings.conditional,
             shared=True,
             hands_over=True,
+            upload_nbytes=settings.part_nbytes,
         )
         self._root, self._settings = root, settings
         self._threads = Threads(4, uri=self.uri)

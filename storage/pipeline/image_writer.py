@@ -95,7 +95,8 @@ class ImageWriter:
             memory_nbytes = len(self._pages) * CHUNK_NBYTES
             self._pool.keep(memory_nbytes)
         else:  # more than every lane busy gains nothing: copying is faster than any storage
-            memory_nbytes = min(self._budget_nbytes, (io + cpu) * CHUNK_NBYTES)
+            ours_nbytes = max(CHUNK_NBYTES, self._budget_nbytes - traits.upload_nbytes)
+            memory_nbytes = min(ours_nbytes, (io + cpu) * CHUNK_NBYTES)
         return Scheduler(stages, Budget(memory_nbytes, {"cpu": cpu, "io": io}), drain=self._budget_nbytes is not None)
 
     async def _capture(self, chunk: int) -> None:

@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,9 @@ from support.bits import fresh_uri
 
 import holdfast
 from holdfast.drivers.contract import Buffer
-from holdfast.drivers.memory import MemoryDriver
+from holdfast.drivers.memory import MemoryDriver, _MemoryUpload
 from holdfast.errors import DamagedError
+from holdfast.storage.pipeline.buffers import HostBuffer
 
 BUDGET_NBYTES = 128 << 20
 CHUNKS = 7
@@ -99,6 +101,32 @@ def test_what_it_holds_is_within_the_budget(use: Callable[[str], None], library:
     use(uri)
     assert 2 << 24 < max(library.seen) <= BUDGET_NBYTES
     assert library.now == 0
+
+
+def test_what_an_upload_holds_is_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save, and a copy, have so many buffers fewer at once, but always one."""
+    init, allocate, made = MemoryDriver.__init__, HostBuffer.allocate, list[int]()
+    held_nbytes, write = [0], _MemoryUpload.write
+
+    async def slow(self: _MemoryUpload, start: int, data: Buffer) -> None:
+        await asyncio.sleep(0.01)  # every buffer that may be filled meanwhile is
+        await write(self, start, data)
+
+    def holding(self: MemoryDriver, location: str = "") -> None:
+        init(self, location)
+        self.traits = replace(self.traits, concurrency=64, upload_nbytes=held_nbytes[0])
+
+    monkeypatch.setattr(MemoryDriver, "__init__", holding)
+    monkeypatch.setattr(_MemoryUpload, "write", slow)
+    monkeypatch.setattr(HostBuffer, "allocate", lambda nbytes: made.append(nbytes) or allocate(nbytes))
+    state = {"w": torch.zeros(CHUNKS << 24, dtype=torch.uint8)}
+    for held_nbytes[0], at_most in ((0, 4), (32 << 20, 2), (1 << 30, 1)):
+        uri = fresh_uri()
+        for use in (partial(holdfast.save, uri, state), partial(holdfast.copy, uri, fresh_uri())):
+            holdfast.release_memory()
+            made.clear()
+            use(budget_nbytes=64 << 20)
+            assert 1 <= len(made) <= at_most
 
 
 def test_a_load_uses_it_as_it_is(library: Library) -> None:

@@ -1,0 +1,52 @@
+"""Ten thousand small objects: put, listed, asked for and deleted, as many at a time as the driver suggests.
+
+But for puts: a server may take half a second to call a file closed, and no time of its own. They are 64 at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from ..drivers.contract import Driver
+from ..drivers.registry import open_driver
+from ..drivers.uri import Uri
+from ..storage.pipeline.executor import at_most
+
+__all__ = ["many_objects"]
+
+COUNT = 10_000
+NBYTES = 100
+PUTS = 64
+
+
+def many_objects(uri: Uri, *, tiny: bool) -> str:
+    """How long each operation takes on that many objects below ``uri``, as a sentence; a fiftieth of them if ``tiny``.
+
+    Raises AssertionError where a listing lacks objects, or shows deleted ones.
+    """
+    count = COUNT // 50 if tiny else COUNT
+    seconds = asyncio.run(_timed(open_driver(uri), count))
+    told = ", ".join(f"{name} in {took_s:.2f} s" for name, took_s in seconds.items())
+    return f"{count:,} objects of {NBYTES} bytes: {told}"
+
+
+async def _timed(driver: Driver, count: int) -> dict[str, float]:
+    async def look(key: str) -> None:
+        await driver.stat(key)
+
+    keys, seconds, width = [f"many/{n % 100}/{n}" for n in range(count)], {}, driver.traits.concurrency
+    began_s = time.perf_counter()
+    await at_most(PUTS, (driver.put(key, bytes(NBYTES)) for key in keys))
+    seconds["put"], began_s = time.perf_counter() - began_s, time.perf_counter()
+    found = {info.key async for info in driver.list("many")}
+    seconds["listed"], began_s = time.perf_counter() - began_s, time.perf_counter()
+    await at_most(width, (look(key) for key in keys))
+    seconds["statted"], began_s = time.perf_counter() - began_s, time.perf_counter()
+    await driver.delete_all("many")
+    seconds["deleted"] = time.perf_counter() - began_s
+    left = [info.key async for info in driver.list("many")]
+    await driver.close()
+    if found != set(keys) or left:
+        raise AssertionError("a listing lacks objects, or shows deleted ones")
+    return seconds
