@@ -122,10 +122,12 @@ def _sample(found: _Found, rank: int) -> bytes:
         told = _told(plan_save(flat, rank, agreed), rank, flat)
         data = told.encode()
         again_s.append(time.process_time() - began_s)
+        tensors, shards = len(flat.names), len(told.groups[0].shards)
+        del state, flat, told  # to let go of a state is no part of planning the next one: a training loop keeps it
     found.first_s.append(again_s.pop(0))
     found.again_s.append(statistics.median(again_s))
-    found.tensors = max(found.tensors, len(flat.names))
-    found.shards.append(len(told.groups[0].shards))
+    found.tensors = max(found.tensors, tensors)
+    found.shards.append(shards)
     found.fragment_nbytes.append(len(data))
     return data
 
