@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import holdfast  # noqa: TID251 - a training script stands outside the house
+import holdfast
 
 from ...drivers.uri import join, parse
 from .data import LENGTH, SEQUENCES, batch, part_of, read_text

@@ -97,6 +97,18 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.module or ""
 
 
+def test_rooms_import_each_other_relatively() -> None:
+    """The public name is for those outside of the house; so a folder of any name, this one's included, holds one package."""
+    outside = (
+        "bench/",  # peers are measured through the public name, as their users see them
+        "cli/demo/train.py",  # a training script
+        "drivers/conformance/test_",  # pytest may import trials under another name than their package's
+        "drivers/conformance/conftest.py",
+    )
+    inside = [path for path in shipped() if not at(path).startswith(outside)]
+    assert [at(p, line) for p in inside for line, name in imports(p) if name.split(".")[0] == "holdfast"] == []
+
+
 def test_nothing_runs_text_as_code() -> None:
     """No ``eval``, no ``exec``, no shell, and no argument that lets numpy or torch unpickle; tests included."""
     assert [at(path, line) for path in files(".py") for line in code_runners(path)] == []
