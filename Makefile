@@ -38,7 +38,7 @@ demo: $(READY)  ## see it work: make demo [URI=s3://bucket/run | SERVER=s3|hdfs]
 test: $(READY)  ## run every test but the drills; skips are listed with their reasons
 	@$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -o timeout_method=signal $(TEST_ARGS)
 
-sim: $(READY)  ## explore the simulator's schedules: make sim [SEEDS=100000], or replay one: make sim SEED=n
+sim: $(READY)  ## explore the simulator's schedules, some twenty a run: make sim [SEEDS=5000], or replay one run: make sim SEED=n
 	@$(BIN)/python tests/simulation/simulate.py $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),2000)) $(SIM_ARGS)
 
 sim-broken: $(READY)  ## engines that are wrong on purpose: how many schedules it takes to catch each

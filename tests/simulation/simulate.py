@@ -1,6 +1,6 @@
 """Explore schedules, replay one, or show that broken engines are caught.
 
-make sim SEEDS=100000        so many schedules, on all cores
+make sim SEEDS=5000          so many runs, some twenty schedules each, on all cores
 make sim SEED=4711           one, with its whole log; if it fails, also the shortest one that fails like it
 make sim-broken              engines that are wrong on purpose, and how many schedules it takes to see it
 """
@@ -34,7 +34,7 @@ SHOW_S = 10.0
 def main() -> int:
     """The exit status: 1 where a promise was broken, or a broken engine was not caught."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=2000, help="how many schedules")
+    parser.add_argument("--seeds", type=int, default=2000, help="how many runs")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seed", type=int, help="replay this one, with its log")
     parser.add_argument("--schedule", help="replay what a failure has printed, with its log")
