@@ -8,12 +8,10 @@ stops when its input ends.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +21,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # as a script, too
+
+from support.servers.ports import free_port
 
 __all__ = ["Hadoop", "find_hadoop"]
 
@@ -51,13 +53,6 @@ def find_hadoop() -> Path | None:
     return folder if (folder / "lib/unshaded.jar").exists() and shutil.which("java") else None
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports of the loopback that nobody listens on."""
-    with contextlib.ExitStack() as stack:
-        servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [server.getsockname()[1] for server in servers]
-
-
 @dataclass
 class Hadoop:
     """A file system below ``folder``. ``start`` it, ``stop`` it; in between its servers can be killed and started again."""
@@ -76,9 +71,8 @@ class Hadoop:
 
     def __post_init__(self) -> None:
         self._names = ["nn0", "nn1"] if self.ha else ["nn0"]
-        ports = iter(free_ports(2 * len(self._names) + 3 * self.datanodes))
-        self._ports = {name: (next(ports), next(ports)) for name in self._names}
-        self._data_ports = {f"dn{n}": (next(ports), next(ports), next(ports)) for n in range(self.datanodes)}
+        self._ports = {name: (free_port(), free_port()) for name in self._names}
+        self._data_names = [f"dn{n}" for n in range(self.datanodes)]
 
     @property
     def uri(self) -> str:
@@ -107,10 +101,9 @@ class Hadoop:
                 shutil.copytree(self.folder / "nn0", self.folder / "nn1")
             for name in self._names:
                 self.begin(name)
-            for name, (data, ipc, http) in self._data_ports.items():
-                addresses = {"address": data, "ipc.address": ipc, "http.address": http}
-                properties = {f"dfs.datanode.{key}": f"127.0.0.1:{port}" for key, port in addresses.items()}
-                self._write(name, {**properties, "dfs.datanode.data.dir": f"file://{self.folder}/{name}"})
+            for name in self._data_names:
+                anywhere = {f"dfs.datanode.{key}": "127.0.0.1:0" for key in ("address", "ipc.address", "http.address")}
+                self._write(name, {**anywhere, "dfs.datanode.data.dir": f"file://{self.folder}/{name}"})
                 self.begin(name)
             if self.ha:
                 self.activate("nn0")
@@ -146,7 +139,7 @@ class Hadoop:
     def wait(self, name: str = "nn0", datanodes: int | None = None) -> None:
         """Until a name node has left safe mode and knows so many DataNodes, by default all."""
         count = self.datanodes if datanodes is None else datanodes
-        self._until(name, lambda: self._live(name) >= count and all(map(self._registered, self._data_ports)))
+        self._until(name, lambda: self._live(name) >= count and all(map(self._registered, self._data_names)))
 
     def stop(self) -> None:
         """End all of its processes."""

@@ -20,6 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # as a script, too
+
+from support.servers.ports import free_port
+
 __all__ = ["Radosgw", "find_ceph"]
 
 ROOT = Path(__file__).parents[3]
@@ -123,13 +127,6 @@ def find_ceph() -> _Ceph | None:
         ):
             return _Ceph(programs, libraries.parent, root / "usr/lib/python3/dist-packages")
     return None
-
-
-def free_port() -> int:
-    """A port of the loopback that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 @dataclass

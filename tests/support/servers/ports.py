@@ -1,0 +1,23 @@
+"""Ports for servers that have to be told one."""
+
+from __future__ import annotations
+
+import random
+import socket
+
+__all__ = ["free_port"]
+
+# Below those that the kernel gives to whoever connects, or asks for any: between the look and the server's own
+# beginning, seconds later, one of those is easily taken by somebody else.
+_PORTS = range(20_000, 32_000)
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody listens on, and that nobody is given unasked."""
+    for port in random.Random().sample(_PORTS, 100):
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue
+        return port
+    raise RuntimeError("no port is free")
