@@ -276,6 +276,7 @@ def test_full_disks_fail_the_save(tmp_path: Path, state: State) -> None:
                 holdfast.save(uri, changed(state))
             assert not finished(uri, state, changed(state))
             grow()
+            server.wait_for_room(300 << 20)
             one_save_tidies_up(uri, changed(state))
         finally:
             server.stop()

@@ -159,6 +159,10 @@ class Hadoop:
         except RuntimeError:
             return ""
 
+    def wait_for_room(self, nbytes: int) -> None:
+        """Until the DataNodes have told of so many free bytes: they do so every few seconds."""
+        self._until("nn0", lambda: self._bean("nn0", "FSNamesystemState")["CapacityRemaining"] >= nbytes)
+
     def _registered(self, name: str) -> bool:
         """Whether a DataNode that runs is known as such: the name node counts one that was killed for a while."""
         log = (self.folder / f"{name}.log").read_text(errors="replace")
