@@ -135,26 +135,29 @@ async def agree(
     """
     key, leader = (flat.kin, team.rank, team.world), Leader(begin)
     accord = None if flat.kin is None else accords.get(key)
-    told = _holds(flat, team.world) if accord is None else accord.tell(await offload(digests, accord.rows))
+    held: Held | None = None
+    if accord is None:
+        held = Held.of(flat, team.world)
+        told = {"holds": held.encode()}
+    else:
+        told = accord.tell(await offload(digests, accord.rows))
     verdict = json.loads(await team.round("begin", _packed({"uri": uri} | told), leader.begin))
     if accord is None or "attempt" not in verdict:
+        held = held or Held.of(flat, team.world)
         if "ask" not in verdict:
-            verdict = json.loads(await team.round("holds", _packed(_holds(flat, team.world)), leader.hear))
-        accord, verdict = await _anew(team, flat, digests, set(verdict["ask"]), leader)
+            verdict = json.loads(await team.round("holds", _packed({"holds": held.encode()}), leader.hear))
+        accord, verdict = await _anew(team, flat, held.names, digests, set(verdict["ask"]), leader)
         if flat.kin is not None:
             accords.put(key, accord)
     return verdict["attempt"], accord.agreed
 
 
-def _holds(flat: FlatState, world: int) -> dict[str, Any]:
-    return {"holds": Held.of(flat, world).encode()}
-
-
 async def _anew(
-    team: Team, flat: FlatState, digests: Digest, asked: Set[str], leader: Leader
+    team: Team, flat: FlatState, names: Sequence[str], digests: Digest, asked: Set[str], leader: Leader
 ) -> tuple[Accord, dict[str, Any]]:
-    """Digest what is asked about; return the accord that comes of it, and the leader's verdict."""
-    rows, names = unsure_rows(flat, team.world), Held.of(flat, team.world).names
+    """Digest what is asked about; return the accord that comes of it, and the leader's verdict. ``names``: the labels of
+    what is held."""
+    rows = unsure_rows(flat, team.world)
     mine = [i for i, row in enumerate(rows) if flat.parts[row] is None or names[i] in asked]
     found = await offload(digests, [rows[i] for i in mine])
     told = {
