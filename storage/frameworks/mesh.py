@@ -76,12 +76,18 @@ _parts: WeakKeyDictionary[DeviceMesh, dict[Hashable, Parts]] = WeakKeyDictionary
 def parts_of(mesh: DeviceMesh) -> Parts:
     """What is known of tensors on ``mesh`` by placements and shape: layers repeat, a model has few of these. Kept, since
     to list the ranks of a mesh takes longer the more there are."""
-    return _parts.setdefault(mesh, {}).setdefault(mesh.get_coordinate(), {})
+    return _parts.setdefault(mesh, {}).setdefault(_coordinate(mesh), {})
+
+
+def _coordinate(mesh: DeviceMesh) -> tuple[int, ...] | None:
+    """Where on ``mesh`` this rank is; None where it is not on it. Some releases of torch have a list of it."""
+    at = mesh.get_coordinate()
+    return None if at is None else tuple(at)
 
 
 def _part(tensor: DTensor, path: Callable[[], str]) -> LocalPart:
     mesh = tensor.device_mesh
-    coordinate = mesh.get_coordinate()
+    coordinate = _coordinate(mesh)
     if coordinate is None:
         return LocalPart((), (0,) * tensor.ndim, (), mesh.size())
     placements = tuple(_placement(p, path) for p in tensor.placements)

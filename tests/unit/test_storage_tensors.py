@@ -11,8 +11,12 @@ import numpy as np
 import pytest
 import torch
 from support.bits import difference, fresh_uri, from_bytes, random_bits, raw
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 import holdfast
+from holdfast.planner.box import Box
+from holdfast.storage.capture.state import flatten
 
 
 def dtypes() -> list[torch.dtype]:
@@ -203,3 +207,18 @@ def test_a_tensor_of_more_than_two_to_the_31_elements_comes_back(tmp_path: Path)
     shutil.rmtree(uri)  # pytest keeps the folders of its last runs
     assert torch.equal(torch.nonzero(big).flatten(), marks)
     assert big[marks].tolist() == list(range(1, len(marks) + 1))
+
+
+@pytest.mark.parametrize("kind", [tuple, list], ids=["tuple", "list"])
+def test_a_mesh_may_name_its_coordinate_in_either_way(
+    kind: Callable[[list[int]], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Releases of torch differ in whether a mesh has it as a tuple or as a list: what a rank holds is the same."""
+    mesh = DeviceMesh("cpu", torch.arange(4).reshape(2, 2), _init_backend=False, _rank=1)
+    monkeypatch.setattr(DeviceMesh, "get_coordinate", lambda _: kind([0, 1]))
+    tensor = DTensor.from_local(
+        torch.zeros(2, 3), mesh, [Shard(0), Shard(1)], run_check=False, shape=torch.Size((4, 6)), stride=(6, 1)
+    )
+    (part,) = flatten({"w": tensor}).parts
+    assert part is not None
+    assert part.pieces[0].box == Box((0, 3), (2, 3))
