@@ -21,7 +21,7 @@ import numpy as np
 
 from ..planner.loading import plan_load
 from ..planner.placement import Replicated, Split, holders, local_pieces, local_shape
-from ..storage.accord import Accord, Held, Leader
+from ..storage.accord import Accord, Held, Leader, Way
 from ..storage.capture.plan import Agreed, ImagePlan, plan_image, plan_save
 from ..storage.capture.state import FlatState, flatten
 from ..storage.capture.targets import match
@@ -223,10 +223,10 @@ class _Beginning:
         held = Held.of(flat, self._job.world)
         row = int(np.flatnonzero(held.mesh < 0)[0])
         fingerprint = digest(b"%d" % rank)
-        accord = Accord("0" * 32, Agreed({}, {}), {}, {held.names[row]: row})
+        accord = Accord("0" * 32, Agreed({}, {}), {}, {held.names[row]: row}, Way([rank], [rank]))
         told = {"of": [row], "digests": base64.b64encode(fingerprint).decode(), "nbytes": [RNG_NBYTES], "parts": {}}
         for said, what in (
-            (self.first, {"holds": held.encode()}),
+            (self.first, {"holds": held.encode(), "host": f"host {rank // HOST_RANKS}"}),
             (self._compared, told),
             (self.again, accord.tell({row: fingerprint})),
         ):

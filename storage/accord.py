@@ -8,18 +8,23 @@ all ranks:
     begin      each says what it holds, by labels; the leader asks about those that several groups of ranks have
     digests    each digests what it is asked about; the leader finds who holds the same, and shares out the work
 
+The accord also says the way that word of what is written takes: the ranks of a host tell the first of them, who tells the
+leader what all of them have told. Ranks say in the first round which host they are on.
+
 A rank keeps the accord, and at the next save of a state that is laid out as this one says only that it goes by it, with one
 digest of all that was the same everywhere. If all ranks say so, and what was the same still is, nothing is left to be
-decided: the leader looks nothing up, and its verdict is a few bytes. Else it asks all to say all.
+decided: the leader looks nothing up, and its verdict is a few bytes. Else it asks all to say all. Nor are layouts told
+again, see ``Accord.told``.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -32,10 +37,12 @@ from .capture.kept import Kept
 from .capture.plan import Agreed
 from .capture.state import FlatState
 from .format.digest import digest
+from .format.fragment import Layout
 from .pipeline.engine import offload
 from .ranks.team import Team
+from .ranks.wire import host_key
 
-__all__ = ["Accord", "Accords", "Digest", "Held", "Leader", "agree"]
+__all__ = ["Accord", "Accords", "Digest", "Held", "Leader", "Way", "agree"]
 
 Ints = npt.NDArray[np.int64]
 Digests = npt.NDArray[np.uint8]
@@ -95,15 +102,40 @@ class Held:
         return cls(_digests(base64.b64decode(told["labels"])), mesh, told["groups"])
 
 
+@dataclass(frozen=True)
+class Way:
+    """How what a rank tells gets to the leader. ``mates``: ranks of one host, this one among them, of which the first tells
+    for all. ``tellers``: who tells the leader himself: the ranks of his own host, which have no shorter way, and the first
+    of each other host. Both ascending."""
+
+    mates: Sequence[int]
+    tellers: Sequence[int]
+
+    @classmethod
+    def of(cls, rank: int, hosts: Ints) -> Way:
+        """That of ``rank``, by a number of each rank's host."""
+        first = np.unique(hosts, return_index=True)[1]
+        near = np.flatnonzero(hosts == hosts[0])
+        mates = [rank] if hosts[rank] == hosts[0] else np.flatnonzero(hosts == hosts[rank]).tolist()
+        return cls(mates, np.union1d(near, first).tolist())
+
+
 @dataclass(frozen=True, eq=False)
 class Accord:
     """What was agreed on, as one rank keeps it. ``id`` is the same on all ranks, and of no other accord. ``alike`` are rows
-    that were the same wherever they are held, by a name of those who hold them; ``apart`` those that differed."""
+    that were the same wherever they are held, by a name of those who hold them; ``apart`` those that differed.
+
+    ``told``: keys of the layouts that this rank need not tell again. Whom it tells has them in his ``heard``: a save that
+    goes by this accord has told them and has been committed, and he has been in this accord ever since, or it were another.
+    """
 
     id: str
     agreed: Agreed
     alike: Mapping[str, Sequence[int]]
     apart: Mapping[str, int]
+    way: Way
+    heard: dict[bytes, Layout] = field(default_factory=dict)
+    told: set[bytes] = field(default_factory=set)
 
     @property
     def rows(self) -> list[int]:
@@ -126,7 +158,7 @@ Accords = Kept[Accord]
 
 async def agree(
     team: Team, uri: str, flat: FlatState, digests: Digest, accords: Accords, begin: Callable[[], Awaitable[str]]
-) -> tuple[str, Agreed]:
+) -> tuple[str, Accord]:
     """Agree with the other ranks; return the attempt that the leader began with ``begin``, and what was agreed on. All
     ranks of a team of several call this.
 
@@ -138,18 +170,23 @@ async def agree(
     held: Held | None = None
     if accord is None:
         held = Held.of(flat, team.world)
-        told = {"holds": held.encode()}
+        told = _all_of(held)
     else:
         told = accord.tell(await offload(digests, accord.rows))
     verdict = json.loads(await team.round("begin", _packed({"uri": uri} | told), leader.begin))
     if accord is None or "attempt" not in verdict:
         held = held or Held.of(flat, team.world)
         if "ask" not in verdict:
-            verdict = json.loads(await team.round("holds", _packed({"holds": held.encode()}), leader.hear))
+            verdict = json.loads(await team.round("holds", _packed(_all_of(held)), leader.hear))
         accord, verdict = await _anew(team, flat, held.names, digests, set(verdict["ask"]), leader)
         if flat.kin is not None:
             accords.put(key, accord)
-    return verdict["attempt"], accord.agreed
+    return verdict["attempt"], accord
+
+
+def _all_of(held: Held) -> dict[str, Any]:
+    """What a rank says that goes by no accord."""
+    return {"holds": held.encode(), "host": host_key()}
 
 
 async def _anew(
@@ -167,12 +204,12 @@ async def _anew(
         "parts": {names[i]: label(flat, rows[i]) for i in mine if names[i] in asked},
     }
     verdict = json.loads(await team.round("digests", _packed(told), leader.compare))
-    return _accord({names[i]: rows[i] for i in mine}, verdict, team.world), verdict
+    return _accord({names[i]: rows[i] for i in mine}, verdict, team), verdict
 
 
-def _accord(asked: Mapping[str, int], verdict: Mapping[str, Any], world: int) -> Accord:
+def _accord(asked: Mapping[str, int], verdict: Mapping[str, Any], team: Team) -> Accord:
     """What the verdict means for the rows that were asked about, by label."""
-    groups = [tuple(ranks) for ranks in verdict["groups"]] + [tuple(range(world))]  # the last is EVERYBODY
+    groups = [tuple(ranks) for ranks in verdict["groups"]] + [tuple(range(team.world))]  # the last is EVERYBODY
     holders: dict[int, Group] = {}
     alike, apart = defaultdict[str, list[int]](list), dict[str, int]()
     for name, row in sorted(asked.items()):  # so that all who hold the same go through it in one order
@@ -183,7 +220,8 @@ def _accord(asked: Mapping[str, int], verdict: Mapping[str, Any], world: int) ->
         elif len(groups[number]) > 1:
             alike[str(number)].append(row)
     shares = {tuple(ranks): tuple(cuts) for ranks, cuts in verdict["shares"]}
-    return Accord(verdict["accord"], Agreed(holders, shares), alike, apart)
+    way = Way.of(team.rank, _opened(verdict["hosts"]))
+    return Accord(verdict["accord"], Agreed(holders, shares), alike, apart, way)
 
 
 class Leader:
@@ -192,6 +230,7 @@ class Leader:
     def __init__(self, begin: Callable[[], Awaitable[str]]) -> None:
         self._begin = begin
         self._held: list[Held] = []
+        self._hosts = ""
         self._seal = ""
 
     async def begin(self, statements: Sequence[bytes]) -> bytes:
@@ -208,15 +247,31 @@ class Leader:
 
     async def hear(self, statements: Sequence[bytes]) -> bytes:
         """Which parts of DTensors lie on several meshes, by labels. Plain tensors are digested in any case."""
-        self._held = await offload(lambda: [Held.decode(json.loads(s)["holds"]) for s in statements])
+        told = await offload(lambda: [json.loads(s) for s in statements])
+        self._held = await offload(lambda: [Held.decode(other["holds"]) for other in told])
+        self._hosts = _numbered([other["host"] for other in told])
         self._seal = digest(b"".join(map(digest, statements))).hex()
         return _packed({"ask": await offload(_several, self._held)})
 
     async def compare(self, statements: Sequence[bytes]) -> bytes:
         """The accord. Raises SaveError where ranks hold different values of one part of a DTensor."""
         body = await offload(_agreed, self._held, [json.loads(s) for s in statements])
-        text = _packed(body | {"seal": self._seal})
-        return _packed(body | {"accord": digest(text).hex(), "attempt": await self._begin()})
+        body |= {"hosts": self._hosts, "attempt": await self._begin()}
+        return _packed(body | {"accord": digest(_packed(body | {"seal": self._seal})).hex()})
+
+
+def _numbered(hosts: Sequence[str | None]) -> str:
+    """A number for each rank's host; where it is not known, the rank is taken to be alone. As text, which is short: numbers
+    of neighbours differ by one, if at all, or in a pattern."""
+    number: dict[str | int, int] = {}
+    numbers = [number.setdefault(rank if host is None else host, len(number)) for rank, host in enumerate(hosts)]
+    return base64.b64encode(zlib.compress(np.diff(numbers, prepend=0).astype("<i4").tobytes())).decode()
+
+
+def _opened(numbers: str) -> Ints:
+    """What :func:`_numbered` has told."""
+    steps = np.frombuffer(zlib.decompress(base64.b64decode(numbers)), "<i4")
+    return np.cumsum(steps, dtype=np.int64)
 
 
 def _still(told: Sequence[Mapping[str, Any]]) -> bool:

@@ -16,14 +16,14 @@ import numpy.typing as npt
 
 from ..drivers.contract import Driver
 from ..errors import InvisibleFilesError, NotFoundError, StorageError
-from .accord import Accords, Digest, agree
+from .accord import Accord, Accords, Digest, Way, agree
 from .capture.fingerprint import fingerprints
 from .capture.kept import Kept
 from .capture.plan import Agreed, SavePlan, plan_save
 from .capture.state import FlatState
 from .commit import CLEAN_UP_S, Attempt, begin, commit, delete_attempt, give_up, settle, still_there
 from .deadline import Deadline
-from .format.fragment import Fragment, Layout, decode_fragment, fragment_of
+from .format.fragment import Fragment, Layout, decode_fragment, fragment_of, join
 from .format.manifest import ImageTable, Manifest, image_key
 from .format.merge import merge
 from .pipeline.engine import offload
@@ -82,8 +82,8 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tu
     beginning = asyncio.ensure_future(_begun(driver, team, job, leader))
     try:
         # Alone there is nothing to agree on before capturing: the storage is prepared meanwhile.
-        agreed = None if team.world == 1 else (await beginning)[1]
-        plan = await offload(plan_save, job.flat, team.rank, agreed)
+        accord = None if team.world == 1 else (await beginning)[1]
+        plan = await offload(plan_save, job.flat, team.rank, accord and accord.agreed)
         writer = ImageWriter(driver, plan.layout, plan.source, job.budget_nbytes, job.progress)
         digests = await _written(writer, beginning, team, job.after)
     except BaseException as error:
@@ -98,14 +98,32 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tu
         job.flat.lazy.confirm()
     fragment = _fragment(attempt, job, plan, digests, team.rank)
     try:
-        await team.round("commit", await offload(fragment.encode), leader.commit)
+        await _told(team, fragment, accord, leader)
     except InvisibleFilesError:
         await _drop(driver, attempt, team.rank)  # nobody else sees this file, so nobody else will collect it
         raise
     return attempt.id, plan.layout.nbytes if len(digests) else 0
 
 
-async def _begun(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tuple[str, Agreed | None]:
+async def _told(team: Team, fragment: Fragment, accord: Accord | None, leader: _Leader) -> None:
+    """Tell the leader what was written, by way of this rank's host; returns when it is committed."""
+    accord = accord or Accord("", Agreed({}, {}), {}, {}, Way([team.rank], [team.rank]))
+    way, heard = accord.way, accord.heard
+    data = await offload(fragment.encode, accord.told)
+    if len(way.mates) > 1 and (told := await team.tell("written", way.mates, data)):
+        fragment = await offload(_joined, told, way.mates, heard)
+        data = await offload(fragment.encode, accord.told)
+    await team.round("commit", data, partial(leader.commit, way.tellers, heard), way.tellers)
+    accord.told.update(group.layout.key for group in fragment.groups)
+
+
+def _joined(told: Sequence[bytes], ranks: Sequence[int], known: dict[bytes, Layout]) -> Fragment:
+    """What ``ranks`` have told, as one."""
+    pairs = zip(ranks, told, strict=True)
+    return join([decode_fragment(data, f"the fragment of rank {rank}", known) for rank, data in pairs])
+
+
+async def _begun(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tuple[str, Accord | None]:
     """The attempt, and what the ranks have agreed on."""
     if team.world == 1:
         return await leader.begin(), None
@@ -137,9 +155,10 @@ class _Leader:
         self._attempt = self._dead = await begin(self._driver)
         return self._attempt.id
 
-    async def commit(self, fragments: Sequence[bytes]) -> bytes:
+    async def commit(self, ranks: Sequence[int], known: dict[bytes, Layout], fragments: Sequence[bytes]) -> bytes:
+        """Of ``ranks``, one for each host that is not this one. ``known``: layouts that they do not tell again."""
         assert self._attempt is not None
-        manifest = await offload(_merged, fragments)
+        manifest = await offload(_merged, fragments, ranks, known)
         self._obsolete = await commit(self._driver, self._attempt, manifest, self._putting)
         return self._attempt.id.encode()
 
@@ -178,9 +197,8 @@ async def _written(
         raise
 
 
-def _merged(fragments: Sequence[bytes]) -> Manifest:
-    known: dict[bytes, Layout] = {}
-    return merge([decode_fragment(data, f"the fragment of rank {i}", known) for i, data in enumerate(fragments)])
+def _merged(told: Sequence[bytes], ranks: Sequence[int], known: dict[bytes, Layout]) -> Manifest:
+    return merge([_joined(told, ranks, known)])
 
 
 def _fragment(attempt: Attempt, job: SaveJob, plan: SavePlan, digests: npt.NDArray[np.uint8], rank: int) -> Fragment:

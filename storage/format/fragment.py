@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Collection, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -61,7 +61,7 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Ranks of one layout, ascending, and what each has. ``shards.tensor`` are rows of the layout, ``shards.image`` of
+    """Ranks of one layout, and what each has. ``shards.tensor`` are rows of the layout, ``shards.image`` of
     ``images``; ``values`` are those of the layout's places, in order."""
 
     layout: Layout
@@ -84,12 +84,14 @@ class Fragment:
     head: tuple[str, int | None, float]
     groups: list[Group]
 
-    def encode(self) -> bytes:
-        """As bytes; each layout once. Raises SaveError for what is too large for any reader."""
-        layouts = list({group.layout.key: group.layout.encoded for group in self.groups}.items())
-        row = {key: i for i, (key, _) in enumerate(layouts)}
+    def encode(self, known: Collection[bytes] = ()) -> bytes:
+        """As bytes; each layout once, and of one whose key is in ``known`` the key alone. Raises SaveError for what is too
+        large for any reader."""
+        layouts = {group.layout.key: group.layout.encoded for group in self.groups}
+        row = {key: i for i, key in enumerate(layouts)}
         told = json.dumps({"head": self.head, "layouts": [row[group.layout.key] for group in self.groups]}).encode()
-        blobs = [told, *(encoded for _, encoded in layouts), *(group.encode() for group in self.groups)]
+        blobs = [told, *(key if key in known else encoded for key, encoded in layouts.items())]
+        blobs += [group.encode() for group in self.groups]
         body = b"".join([_LENGTH.pack(len(blobs)), *(_LENGTH.pack(len(blob)) for blob in blobs), *blobs])
         return body + digest(body)
 
@@ -110,7 +112,8 @@ def fragment_of(
 
 
 def decode_fragment(data: bytes, what: str, known: MutableMapping[bytes, Layout]) -> Fragment:
-    """The fragment in ``data``. Layouts are looked up in ``known``, and added to it. Raises DamagedError."""
+    """The fragment in ``data``. Layouts are looked up in ``known``, and added to it. Raises DamagedError, also for a layout
+    of which there is but a key that is not known."""
     body = data[:-DIGEST_NBYTES]
     if digest(body) != data[-DIGEST_NBYTES:]:
         raise DamagedError(f"{what} does not match its own checksum")
@@ -162,7 +165,7 @@ def _group(layout: Layout, blob: bytes, what: str) -> Group:
 
 
 def join(fragments: Sequence[Fragment]) -> Fragment:
-    """All of them as one, with a group per layout, in order of their first ranks. They are given in order of rank."""
+    """All of them as one, with a group per layout. They are given in order of their first ranks."""
     by_layout: dict[bytes, list[Group]] = {}
     for fragment in fragments:
         for group in fragment.groups:

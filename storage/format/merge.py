@@ -24,7 +24,7 @@ Ints = npt.NDArray[np.int64]
 
 
 def merge(fragments: Sequence[Fragment]) -> Manifest:
-    """The job's manifest, from the fragments of its ranks, in order of rank.
+    """The job's manifest, from the fragments of its ranks, or of its hosts, in order of their first ranks.
 
     Raises SaveError where ranks disagree on a tensor, CoverageError where some element is stored never or twice.
     """
@@ -66,14 +66,15 @@ def _tree(group: Group) -> Tree:
 @dataclass(frozen=True, slots=True)
 class _Rows:
     """Where a group's tensors are in the manifest: row t of the layout at ``base[t]``, or, one that ranks have for
-    themselves, there and below, in order of rank."""
+    themselves, there and below, in the group's order of ranks."""
 
     base: Ints
     group: Group
 
     def of(self, tensor: Ints, image: Ints) -> Ints:
         """The rows of tensors, as seen by the ranks of these images."""
-        position = np.searchsorted(self.group.ranks, self.group.images.rank)
+        order = np.argsort(self.group.ranks)  # hosts may have any ranks
+        position = order[np.searchsorted(self.group.ranks, self.group.images.rank, sorter=order)]
         rows: Ints = self.base[tensor] + np.where(self.group.layout.own[tensor], position[image], 0)
         return rows
 

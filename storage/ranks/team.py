@@ -37,11 +37,17 @@ class Team(ABC):
     world: int
 
     @abstractmethod
-    async def round(self, name: str, payload: bytes, decide: Decide) -> bytes:
+    async def round(self, name: str, payload: bytes, decide: Decide, tellers: Sequence[int] | None = None) -> bytes:
         """State ``payload``; return what the leader's ``decide`` made of all ranks' payloads (in order of rank).
 
+        ``tellers``: the ranks that state something, the leader first; None: all of them. The others learn the verdict.
         An error raised by ``decide`` is raised on every rank. Raises DeadlineError and RankFailedError.
         """
+
+    @abstractmethod
+    async def tell(self, name: str, ranks: Sequence[int], payload: bytes) -> list[bytes]:
+        """State ``payload`` to the first of ``ranks``. That one gets what each has stated, in order, the others nothing.
+        All of them call this alike. Raises DeadlineError and RankFailedError."""
 
     @abstractmethod
     async def among(self, name: str, ranks: Sequence[int], payload: bytes) -> list[bytes]:
@@ -72,8 +78,11 @@ class Solo(Team):
     rank = 0
     world = 1
 
-    async def round(self, name: str, payload: bytes, decide: Decide) -> bytes:
+    async def round(self, name: str, payload: bytes, decide: Decide, tellers: Sequence[int] | None = None) -> bytes:
         return await decide([payload])
+
+    async def tell(self, name: str, ranks: Sequence[int], payload: bytes) -> list[bytes]:
+        return [payload]
 
     async def among(self, name: str, ranks: Sequence[int], payload: bytes) -> list[bytes]:
         return [payload]
@@ -120,14 +129,15 @@ class StoreTeam(Team):
         self._kept: list[str] = []
         self._rounds: list[str] = []
 
-    async def round(self, name: str, payload: bytes, decide: Decide) -> bytes:
+    async def round(self, name: str, payload: bytes, decide: Decide, tellers: Sequence[int] | None = None) -> bytes:
         self._rounds.append(name)
+        tellers = range(self.world) if tellers is None else tellers
         if self.rank != LEADER:
-            self._written += await self._put(f"{name}/{self.rank}", payload)
+            if self.rank in tellers:
+                self._written += await self._put(f"{name}/{self.rank}", payload)
             (verdict,) = await self._gather(f"{name}/verdict", [LEADER], f"the verdict of round {name!r}")
             return _opened(verdict)
-        others = range(1, self.world)
-        payloads = [payload, *await self._gather(name, others, f"round {name!r}")]
+        payloads = [payload, *await self._gather(name, tellers[1:], f"round {name!r}")]
         try:
             verdict = b"+" + await decide(payloads)
         except Exception as error:
@@ -135,6 +145,12 @@ class StoreTeam(Team):
             raise
         await self._put(f"{name}/verdict/{LEADER}", verdict)
         return verdict[1:]
+
+    async def tell(self, name: str, ranks: Sequence[int], payload: bytes) -> list[bytes]:
+        if self.rank != ranks[0]:
+            self._written += await self._put(f"{name}/{self.rank}", payload)
+            return []
+        return [payload, *await self._gather(name, ranks[1:], name)]
 
     async def among(self, name: str, ranks: Sequence[int], payload: bytes) -> list[bytes]:
         self._written += await self._put(f"{name}/{self.rank}", payload)

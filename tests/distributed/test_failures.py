@@ -15,6 +15,7 @@ from support.chores import (
     failing_save,
     halting_save,
     hide_folder,
+    joining_save,
     load_with,
     overlapped,
     save_from,
@@ -193,6 +194,24 @@ def test_a_rank_that_is_killed_in_the_middle_of_a_save_is_named(
     assert sum(name == "manifest.safetensors" for name in files(uri)) == 1
     assert len(list((Path(uri) / "data").iterdir())) == 1 + claimed
     assert untouched(uri)
+
+
+def test_a_rank_that_is_killed_while_it_tells_for_its_host_is_named(uri: str, tmp_path: Path) -> None:
+    """It has heard the other, who waits for the leader, as the leader waits for it: both raise, in time, nothing is
+    committed, and the next save cleans up."""
+    with Gang(3) as doomed:
+        world = doomed.begin(joining_save, uri, ["a", "b", "b"], 1, str(tmp_path / "sign"), 2.0)
+        end = time.monotonic() + 60
+        while not (tmp_path / "sign").exists():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        doomed.kill(1)
+        outcomes = doomed.outcomes(world)
+        assert outcomes.pop(1) == Gone()
+        assert [(type(e), e.rank) for e in errors(outcomes)] == [(holdfast.DeadlineError, 1)] * 2
+    assert untouched(uri)
+    holdfast.save(uri, OLD)
+    assert len(list((Path(uri) / "data").iterdir())) == 1
 
 
 def test_storage_that_ranks_do_not_share_is_found_out(tmp_path: Path) -> None:

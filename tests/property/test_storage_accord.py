@@ -75,7 +75,7 @@ def agree_all(flats: Sequence[FlatState], memory: Sequence[Accords]) -> tuple[li
         if isinstance(outcome, BaseException):
             raise outcome
     assert {attempt for attempt, _ in done} == {"attempt"}
-    return [agreed for _, agreed in done], len(teams[0]._rounds), digested
+    return [accord.agreed for _, accord in done], len(teams[0]._rounds), digested
 
 
 def by_sight(job: Sequence[State]) -> list[dict[str, tuple[int, ...]]] | None:

@@ -8,6 +8,7 @@ import random
 import subprocess
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import holdfast
 from holdfast.drivers.local import LocalDriver
+from holdfast.storage import accord, save
 
 from .bits import difference
 from .jobs import laid_out, placement, sharded, state_of, train
@@ -179,6 +181,21 @@ def _timed(work: Any) -> Any:
         error.took_s = time.monotonic() - began  # type: ignore[attr-defined]
         raise
     return time.monotonic() - began
+
+
+def joining_save(uri: str, hosts: list[str], rank: int, sign: str, deadline_s: float) -> Any:
+    """Save, with each rank on the host that is named for it. One rank comes to a halt when it has what the others of its
+    host have written, and has not told of it; a file says so. It is meant to be killed there."""
+    accord.host_key = lambda: hosts[dist.get_rank()]
+    if dist.get_rank() == rank:
+        save._joined = partial(_halted, sign)
+    state = {"x": torch.full((1000,), 2.0), "own": torch.full((9,), dist.get_rank())}
+    return _timed(lambda: holdfast.save(uri, state, deadline_s=deadline_s))
+
+
+def _halted(sign: str, *_: Any) -> Any:
+    Path(sign).touch()
+    time.sleep(600)
 
 
 def halting_save(uri: str, rank: int, moment: str, sign: str, deadline_s: float) -> Any:

@@ -329,18 +329,31 @@ def _no_coverage() -> Iterator[Patch]:
 
 @broken("the leader merges what it has when a rank is silent", 40)
 def _merges_what_it_has() -> Iterator[Patch]:
-    from holdfast.storage.format import merge
+    return _takes_what_there_is("commit")
+
+
+@broken("the first rank of a host tells what it has when another is silent", 1172)
+def _tells_what_it_has() -> Iterator[Patch]:
+    return _takes_what_there_is("written")
+
+
+def _takes_what_there_is(of: str) -> Iterator[Patch]:
+    from holdfast.storage.format import fragment, merge
 
     async def gathered(self: Any, name: str, ranks: Any, what: str) -> Any:
         try:
             return await real(self, name, ranks, what)
         except (team.DeadlineError, team.RankFailedError):
-            if name != "commit":
+            if name != of:
                 raise
             return [await self._take(f"{name}/{r}") for r in ranks if await self._parts(f"{name}/{r}")]
 
+    def joined(told: Any, ranks: Any, known: Any) -> Any:
+        return fragment.join([fragment.decode_fragment(data, "a fragment", known) for data in told])
+
     real = team.StoreTeam._gather
     yield team.StoreTeam, "_gather", gathered
+    yield save, "_joined", joined
     yield merge, "coverage_errors", lambda tensors, shards: []
 
 

@@ -1,9 +1,9 @@
 """The real engine, without threads, on virtual time, with chunks of one page.
 
-Replaced are: the clock, random names, the worker threads, the system calls of the local driver, and the pauses between two
-looks at the job's store (a look that could find nothing new is left out). Pure functions of bytes are remembered between
-runs: the plan of a rank, what to read of a checkpoint, and the way from a manifest to its bytes and back. All else is the
-product.
+Replaced are: the clock, random names, the name of a host, the worker threads, the system calls of the local driver, and the
+pauses between two looks at the job's store (a look that could find nothing new is left out). Pure functions of bytes are
+remembered between runs: the plan of a rank, what to read of a checkpoint, and the way from a manifest to its bytes and back.
+All else is the product.
 """
 
 from __future__ import annotations
@@ -151,7 +151,8 @@ def _patches() -> Iterator[tuple[ModuleType | type, str, Any]]:
     yield local, "Threads", _NoThreads
     yield team, "asyncio", _Patient()
     yield save, "plan_save", _planned
-    yield save, "_merged", _remembered("merged", save._merged, tuple)
+    yield save, "_merged", _merged_once(save._merged)
+    yield accord, "host_key", lambda: getattr(PROCESS.get(), "host", None)
     yield commit, "check_complete", _checked_once(commit.check_complete)
     yield load, "plan_reads", _reads_planned(load.plan_reads)
     yield manifest.Manifest, "decode", _decode(manifest.Manifest.decode)
@@ -210,15 +211,17 @@ class _Patient:
             await store.changed(1.0)
 
 
-def _remembered(name: str, function: Callable[[Any], Any], key: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def once(argument: Any) -> Any:
-        known = remembered(name)
-        found = known.get(k := key(argument))
+def _merged_once(real: Any) -> Any:
+    """What is known of layouts is the same, or they are told."""
+
+    def merged(told: Any, ranks: Any, known: Any) -> Any:
+        remember, key = remembered("merged"), tuple(told)
+        found = remember.get(key)
         if found is None:
-            found = known[k] = function(argument)
+            found = remember[key] = real(told, ranks, known)
         return found
 
-    return once
+    return merged
 
 
 def remembered(name: str) -> dict[Any, Any]:

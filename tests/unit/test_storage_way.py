@@ -1,0 +1,198 @@
+"""The way to the leader: the ranks of a host tell it what they have written as one, and a layout once."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from support.bits import difference, plain
+from support.ranks import load_as_ranks
+
+import holdfast
+from holdfast.drivers.memory import MemoryDriver
+from holdfast.storage import accord, save
+from holdfast.storage.accord import Accords, Way
+from holdfast.storage.capture.kept import Kept
+from holdfast.storage.capture.state import flatten
+from holdfast.storage.commit import read_manifest
+from holdfast.storage.format.manifest import Manifest
+from holdfast.storage.ranks.team import StoreTeam
+from holdfast.storage.save import SaveJob, run_save
+
+HOSTS = [list("aabb"), list("abab"), list("abbcca"), list("aaa"), list("abc"), ["a", None, None, "b", "b"]]
+RANK: ContextVar[int] = ContextVar("rank")
+_numbers = itertools.count()
+
+
+class Listening:
+    """A store that notes what is told."""
+
+    def __init__(self) -> None:
+        self._inner = dist.HashStore()
+        self.told: dict[str, int] = {}
+
+    def set(self, key: str, value: bytes | str, /) -> None:
+        self.told[key.partition("/")[2]] = len(value)
+        self._inner.set(key, value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def ranks(self, name: str) -> list[int]:
+        """Who has told something under ``name``."""
+        return sorted(int(key.split("/")[1]) for key in self.told if key.startswith(f"{name}/") and key.count("/") == 1)
+
+    def nbytes(self, name: str) -> int:
+        """How much has been told under ``name``."""
+        return sum(n for key, n in self.told.items() if key.startswith(f"{name}/") and "verdict" not in key)
+
+
+def state_of(rank: int) -> dict[str, Any]:
+    """Two kinds of ranks, that have something in common, and each something of its own."""
+    stage = {f"layer {i} of stage {rank % 2}": torch.full((3,), float(i)) for i in range(50)}
+    return {"shared": torch.arange(1000.0), "own": torch.full((5,), float(rank)), "rank": rank} | stage
+
+
+def saved(
+    driver: MemoryDriver, hosts: Sequence[str | None], memory: Sequence[Accords], monkeypatch: pytest.MonkeyPatch
+) -> tuple[Listening, list[Any]]:
+    """Save as one rank per host named, which may be the same; return what they have told, and the outcomes."""
+    store, prefix = Listening(), f"way{next(_numbers)}"
+    monkeypatch.setattr(accord, "host_key", lambda: hosts[RANK.get()])
+
+    async def act(rank: int) -> Any:
+        RANK.set(rank)
+        job = SaveJob(flatten(state_of(rank)), 1, 64 << 20, created_s=1.0, accords=memory[rank])
+        return await run_save(driver, StoreTeam(store, rank, len(hosts), prefix, 5.0), job)
+
+    async def run() -> list[Any]:
+        return await asyncio.gather(*map(act, range(len(hosts))), return_exceptions=True)
+
+    return store, asyncio.run(run())
+
+
+def memories(world: int) -> list[Accords]:
+    """Nothing was agreed on before."""
+    return [Kept(2) for _ in range(world)]
+
+
+def manifest(driver: MemoryDriver) -> Manifest:
+    """What is committed, by whichever attempt."""
+    return replace(asyncio.run(read_manifest(driver))[0], attempt="")
+
+
+def whole(driver: MemoryDriver, world: int) -> bool:
+    """Whether each rank gets back what it has saved."""
+    into = [
+        {k: torch.zeros_like(v) if isinstance(v, torch.Tensor) else -1 for k, v in state_of(rank).items()}
+        for rank in range(world)
+    ]
+    return all(difference(state_of(rank), found) is None for rank, found in enumerate(load_as_ranks(driver, into)))
+
+
+@pytest.mark.parametrize("hosts", HOSTS, ids=lambda hosts: "".join(host or "-" for host in hosts))
+def test_a_host_tells_the_leader_once(hosts: list[str | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first rank does, for all; but the leader's own mates, and who does not know its host, tell it themselves. What is
+    committed is the same."""
+    driver, world = MemoryDriver(), len(hosts)
+    store, outcomes = saved(driver, hosts, memories(world), monkeypatch)
+    assert not [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    near = {r for r in range(world) if hosts[r] == hosts[0]}
+    first = {r for r in range(world) if hosts[r] is None or hosts.index(hosts[r]) == r}
+    assert store.ranks("commit") == sorted((near | first) - {0})
+    assert store.ranks("written") == sorted(set(range(world)) - near - first)
+    assert whole(driver, world)
+    flat = MemoryDriver()
+    saved(flat, [None] * world, memories(world), monkeypatch)
+    if hosts == sorted(hosts, key=str):
+        assert plain(manifest(driver)) == plain(manifest(flat))
+
+
+def test_layouts_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the next save of the same they go by their names, on every part of the way; a rank that has forgotten what was
+    agreed on makes all tell all again."""
+    hosts = list("aabbb")
+    driver, memory = MemoryDriver(), memories(len(hosts))
+    first, *again = [saved(driver, hosts, memory, monkeypatch)[0] for _ in range(3)]
+    for store in again:
+        assert store.ranks("digests") == []  # they went by their accord
+        assert store.nbytes("commit") < 0.5 * first.nbytes("commit")
+        assert store.nbytes("written") < 0.5 * first.nbytes("written")
+        assert whole(driver, len(hosts))
+    for rank in (0, 2, 4):
+        memory[rank].clear()
+        store, _ = saved(driver, hosts, memory, monkeypatch)
+        assert (store.nbytes("commit"), store.nbytes("written")) == (first.nbytes("commit"), first.nbytes("written"))
+        assert whole(driver, len(hosts))
+
+
+def test_what_a_save_has_told_that_failed_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows how far it got."""
+    hosts = list("aabb")
+    driver, memory = MemoryDriver(), memories(len(hosts))
+
+    def fail(*_: Any) -> Any:
+        raise holdfast.FullError("no room")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(save, "commit", fail)
+        first, outcomes = saved(driver, hosts, memory, monkeypatch)
+        assert [type(outcome) for outcome in outcomes] == [holdfast.FullError] * 4
+    store, outcomes = saved(driver, hosts, memory, monkeypatch)
+    assert store.ranks("digests") == []
+    assert (store.nbytes("commit"), store.nbytes("written")) == (first.nbytes("commit"), first.nbytes("written"))
+    assert whole(driver, len(hosts))
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_what_fails_on_the_way_is_told_to_all_by_name(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank of a host that cannot join what it hears, or a rank behind it: all raise, nothing is committed."""
+    real = save._joined if rank == 2 else save._fragment
+    driver = MemoryDriver()
+
+    def broken(*args: Any) -> Any:
+        if args[1] == [2, 3] or args[-1] == 3:
+            raise holdfast.FullError("no memory")
+        return real(*args)
+
+    monkeypatch.setattr(save, real.__name__, broken)
+    _, raised = saved(driver, list("aabbc"), memories(5), monkeypatch)
+    assert isinstance(raised.pop(rank), holdfast.FullError)
+    assert [(type(e), e.rank) for e in raised] == [(holdfast.RankFailedError, rank)] * 4
+    assert all("no memory" in str(e) for e in raised)
+    assert driver._objects == {}
+
+
+def test_a_layout_that_was_never_told_is_damage() -> None:
+    """A key alone does for those who know it."""
+    flat = flatten(state_of(0))
+    from holdfast.storage.capture.plan import plan_save
+    from holdfast.storage.format.fragment import decode_fragment, fragment_of
+    from holdfast.storage.format.manifest import ImageTable
+
+    plan = plan_save(flat, 0, None)
+    images = ImageTable(np.array([0]), np.array([plan.layout.hashed_end]), np.zeros((plan.layout.chunks, 16), np.uint8))
+    fragment = fragment_of(("20260101T000000-00000000", 1, 1.0), 0, plan.told, plan.shards, images, flat.tree)
+    told = fragment.encode({plan.told.key})
+    known = {plan.told.key: plan.told}
+    assert len(told) < len(fragment.encode()) / 2
+    assert decode_fragment(told, "a fragment", known).encode() == fragment.encode()
+    with pytest.raises(holdfast.DamagedError, match="a fragment"):
+        decode_fragment(told, "a fragment", {})
+
+
+def test_the_way_of_many_ranks() -> None:
+    """Hosts of eight, ranks in order or dealt out in turn."""
+    ranks = np.arange(64)
+    in_order, in_turn = ranks // 8, ranks % 8
+    assert Way.of(13, in_order) == Way([*range(8, 16)], [*range(8), *range(8, 64, 8)])
+    assert Way.of(13, in_turn) == Way([*range(5, 64, 8)], [*range(8), *range(8, 64, 8)])
+    assert Way.of(8, in_turn) == Way([8], [*range(8), *range(8, 64, 8)])
