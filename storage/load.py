@@ -6,22 +6,22 @@ import base64
 import json
 import zlib
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 
 from ..drivers.contract import Driver
 from ..errors import DamagedError, MismatchError, RankFailedError, ReplacedError
+from ..planner.image import DIGEST_NBYTES
 from ..planner.loading import LoadPlan, Targets
 from .capture.build import build
 from .capture.scatter import Scatter
 from .capture.state import FlatState, Subtree
 from .capture.targets import Match, Wanted, match
 from .commit import decoded, get_manifest, read_manifest
-from .format.digest import digest
 from .format.manifest import Manifest
 from .format.tree import Key, format_path
+from .format.vouched import Vouched
 from .frameworks.process_group import store_host
 from .frameworks.stateful import maker_of, restore
 from .pipeline.engine import offload
@@ -125,14 +125,16 @@ async def _load(
     driver: Driver, team: Team, job: LoadJob, attempt: int, mates: Sequence[int]
 ) -> tuple[Manifest, ImageReader] | None:
     """One try; None when the checkpoint was replaced meanwhile, on any rank."""
-    data = await read_once(team, f"manifest/{attempt}", mates, partial(get_manifest, driver))
-    manifest = await decoded(driver, data)
+    seen, checksum = await _seen(driver, team, f"manifest/{attempt}", mates)
+    manifest = seen.manifest if isinstance(seen, Vouched) else seen
     job.match, job.built = await offload(_matched, job, manifest, team.rank)
     fits = await team.round(
-        f"fits/{attempt}", _fitting(job, manifest, data), _Referee(manifest, job.strict, driver.uri).judge
+        f"fits/{attempt}", _fitting(job, manifest, checksum), _Referee(manifest, job.strict, driver.uri).judge
     )
     if not fits.startswith(b"go"):
         return None
+    if isinstance(seen, Vouched):
+        manifest = await offload(seen.of, job.match.wanted.targets(manifest.tensors.shape).tensor)
     circle = _circle(team, f"exchange/{attempt}", fits[2:], job.exchange)
     budget_nbytes = job.budget_nbytes // (2 if circle and circle.near else 1)  # as much to receive into
     reader = ImageReader(driver, manifest, budget_nbytes)
@@ -148,6 +150,19 @@ async def _load(
         outcome = b"replaced"
     arrived = await team.round(f"arrived/{attempt}", outcome, _unanimous)
     return (manifest, reader) if outcome == arrived == b"all" else None
+
+
+async def _seen(driver: Driver, team: Team, name: str, mates: Sequence[int]) -> tuple[Manifest | Vouched, bytes]:
+    """The manifest, and its checksum. Read and checked by one rank of the host: the others decode what they need of it."""
+    mine: list[Manifest] = []
+
+    async def read() -> bytes:
+        data = await get_manifest(driver)
+        mine.append(await decoded(driver, data))
+        return data
+
+    data = await read_once(team, name, mates, read)
+    return mine[0] if mine else await offload(Vouched.decode, data), bytes(data[-DIGEST_NBYTES:])
 
 
 def _circle(team: Team, name: str, verdict: bytes, exchange: Exchanging) -> Circle | None:
@@ -203,14 +218,14 @@ def _typed(flat: FlatState, container: int) -> tuple[tuple[str, Key], ...]:
     return tuple((type(key).__name__, key) for key in flat.tree.paths()[container])
 
 
-def _fitting(job: LoadJob, manifest: Manifest, data: bytes) -> bytes:
-    """What a rank says before reading: which manifest it read, what does not fit, and what it has a place for."""
+def _fitting(job: LoadJob, manifest: Manifest, checksum: bytes) -> bytes:
+    """What a rank says before reading: which manifest it has, what does not fit, and what it has a place for."""
     rows = np.zeros(len(manifest.tensors), bool)
     rows[list(job.match.tensors)] = True
     values = np.zeros(len(manifest.tree.values), bool)
     values[list(job.match.values)] = True
     told = {
-        "manifest": digest(data).hex(),
+        "manifest": checksum.hex(),
         "circle": "*" if job.exchange is True else job.exchange and host_key(),
         "missing": job.match.missing,
         "mismatched": job.match.mismatched,

@@ -20,7 +20,7 @@ from ...errors import DamagedError, SaveError
 from ...planner.image import DIGEST_NBYTES
 from .digest import digest
 
-__all__ = ["decode_columns", "encode_columns", "header_length", "narrowed", "parse_header"]
+__all__ = ["decode_columns", "encode_columns", "header_length", "narrowed", "parse_columns", "parse_header"]
 
 _DTYPES = {"U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "U64": np.uint64}
 _CODES = {np.dtype(t): code for code, t in _DTYPES.items()}
@@ -62,7 +62,7 @@ def _entry(code: str, shape: tuple[int, ...], start: int, nbytes: int) -> dict[s
     return {"dtype": code, "shape": list(shape), "data_offsets": [start, start + nbytes]}
 
 
-def header_length(first8: bytes, what: str) -> int:
+def header_length(first8: bytes | memoryview, what: str) -> int:
     """The header's length in bytes, from the first eight bytes of a safetensors file."""
     if len(first8) < 8 or (length := struct.unpack("<Q", first8[:8])[0]) > _HEADER_NBYTES_MAX:
         raise DamagedError(f"{what} does not begin as a safetensors file does")
@@ -74,10 +74,15 @@ def decode_columns(data: bytes, what: str) -> tuple[dict[str, Array], dict[str, 
 
     Raises DamagedError for a wrong checksum, and for anything that is not exactly of the form written here.
     """
-    if len(data) < 8 + DIGEST_NBYTES or digest(data[:-DIGEST_NBYTES]) != data[-DIGEST_NBYTES:]:
+    if len(data) < 8 + DIGEST_NBYTES or digest(memoryview(data)[:-DIGEST_NBYTES]) != data[-DIGEST_NBYTES:]:
         raise DamagedError(f"{what} does not match its own checksum")
+    return parse_columns(data, what)
+
+
+def parse_columns(data: bytes | memoryview, what: str) -> tuple[dict[str, Array], dict[str, str]]:
+    """As :func:`decode_columns`, of bytes whose checksum is known to be right."""
     length = header_length(data, what)
-    header = parse_header(data[8 : 8 + length], what)
+    header = parse_header(bytes(data[8 : 8 + length]), what)
     body = memoryview(data)[8 + length :]
     columns = {
         name: _column(body, entry, f"column {name!r} of {what}")

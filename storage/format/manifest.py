@@ -135,14 +135,18 @@ class Manifest:
     @classmethod
     def decode(cls, data: bytes, what: str = "the manifest") -> Manifest:
         """The manifest in ``data``. Raises DamagedError, or UnsupportedFormatError for another version."""
-        columns, metadata = decode_columns(data, what)
-        head = _head(metadata, what)
-        try:
-            made = _from_columns(columns, head)
-        except (KeyError, TypeError, ValueError, OverflowError, UnicodeDecodeError) as error:
-            raise DamagedError(f"{what} is malformed: {error!r}") from error
+        made = cls.of_columns(*decode_columns(data, what), what)
         check(made, what)
         return made
+
+    @classmethod
+    def of_columns(cls, columns: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, str], what: str) -> Manifest:
+        """The manifest that has these columns, unchecked. Raises as :meth:`decode` does."""
+        head = _head(metadata, what)
+        try:
+            return _from_columns(columns, head)
+        except (KeyError, TypeError, ValueError, OverflowError, UnicodeDecodeError) as error:
+            raise DamagedError(f"{what} is malformed: {error!r}") from error
 
 
 def check_readable(tensors: TensorTable, tree: Tree) -> None:

@@ -76,6 +76,12 @@ class Window:
             os.close(fd)
         self._address = int(np.frombuffer(self._memory, np.uint8).ctypes.data)
 
+    def first(self, nbytes: int) -> memoryview:
+        """The first bytes of it, which keep it open. Raises ValueError beyond its end."""
+        if nbytes > self.nbytes:
+            raise ValueError(f"{nbytes} bytes of {self.nbytes}")
+        return memoryview(self._memory)[:nbytes]
+
     def at(self, offset: int, nbytes: int) -> HostBuffer:
         """Bytes of it. The window must outlive what is returned. Raises ValueError beyond its end."""
         if not 0 <= offset <= self.nbytes - nbytes:

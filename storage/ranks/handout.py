@@ -11,7 +11,6 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
-from ..pipeline.engine import offload
 from .arena import Arena
 from .team import Team
 from .wire import Door, Line, knock
@@ -22,9 +21,12 @@ JOIN_S = 30.0
 _log = logging.getLogger(__name__)
 
 
-async def read_once(team: Team, name: str, ranks: Sequence[int], read: Callable[[], Awaitable[bytes]]) -> bytes:
-    """What ``read`` returns. ``ranks`` are those of this host, of which the first reads; all of them call this alike.
-    ``name`` is used once in the team's life. Raises what ``read`` raises, DeadlineError and RankFailedError."""
+async def read_once(
+    team: Team, name: str, ranks: Sequence[int], read: Callable[[], Awaitable[bytes]]
+) -> bytes | memoryview:
+    """What ``read`` returns: here, or on the first of ``ranks``, which are those of this host; all of them call this alike.
+    What was handed on is a view of the memory that it lies in. ``name`` is used once in the team's life. Raises what
+    ``read`` raises, DeadlineError and RankFailedError."""
     if len(ranks) == 1:
         return await read()
     if team.rank != ranks[0]:
@@ -77,7 +79,7 @@ async def _admit(door: Door, ranks: Sequence[int]) -> None:
             line.close()
 
 
-async def _taken(address: str, nbytes: int, me: int) -> bytes | None:
+async def _taken(address: str, nbytes: int, me: int) -> memoryview | None:
     """What is behind a door; None where it cannot be reached."""
     try:
         async with asyncio.timeout(JOIN_S):
@@ -87,6 +89,6 @@ async def _taken(address: str, nbytes: int, me: int) -> bytes | None:
         return None
     try:
         window = line.window
-        return None if window is None else await offload(lambda: bytes(window.at(0, nbytes).view))
+        return None if window is None else window.first(nbytes)
     finally:
         line.close()

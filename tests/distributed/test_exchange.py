@@ -77,11 +77,12 @@ def test_ranks_that_cannot_exchange_read_for_themselves(
 def test_one_rank_of_a_host_reads_the_manifest(
     exchange: Any, hosts: Any, cannot: tuple[int, ...], expected: list[int], gang: Gang, tmp_path: Path
 ) -> None:
-    """The first of them, and hands it to the others; where it cannot, each reads it. Nothing of it stays in memory."""
+    """The first of them, who checks it, and hands it to the others; where it cannot, each reads it. Nothing of it stays in
+    memory."""
     gang.run(replicated_save, str(tmp_path / "c"), 1)
     found = gang.run(exchanging_load, str(tmp_path / "c"), 1, exchange, hosts, cannot)
     assert [rank["wrong"] for rank in found] == [None] * 4
-    assert [rank["manifests"] for rank in found] == expected
+    assert [rank["manifests"] for rank in found] == [rank["checked"] for rank in found] == expected
     assert [rank["left"] for rank in found] == [0] * 4
 
 

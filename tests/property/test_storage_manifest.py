@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from holdfast.storage.format.columns import decode_columns, encode_columns, narr
 from holdfast.storage.format.digest import digest
 from holdfast.storage.format.manifest import ImageTable, Manifest, check_complete
 from holdfast.storage.format.tree import Container, Tree, Value
+from holdfast.storage.format.vouched import Vouched
 
 ATTEMPT = "20200101T000000-00000000"
 DTYPES = (("float32", 4), ("uint8", 1), ("complex128", 16), ("bfloat16", 2))
@@ -100,6 +102,24 @@ def test_a_manifest_of_any_form_comes_back(manifest: Manifest) -> None:
     """Every column and every field, of any number of tensors, dimensions, shards, images and chunks."""
     assert plain(Manifest.decode(manifest.encode())) == plain(manifest)
     check_complete(manifest, "it")
+
+
+@examples(60)
+@given(manifests(), st.data())
+def test_who_takes_a_manifest_as_checked_sees_of_wanted_tensors_what_is_in_it(
+    manifest: Manifest, data: st.DataObject
+) -> None:
+    """All of it but the shards of other tensors."""
+    encoded = manifest.encode()
+    wanted = np.array(
+        data.draw(st.lists(st.integers(0, len(manifest.tensors) - 1))) if manifest.tensors.names else [], int
+    )
+    shards, mine = manifest.shards, np.isin(manifest.shards.tensor, wanted)
+    columns = (shards.tensor, shards.offsets, shards.lengths, shards.image, shards.start)
+    expected = replace(manifest, shards=ShardTable(*(column[mine] for column in columns)))
+    seen = Vouched.decode(memoryview(encoded))
+    assert len(seen.manifest.shards) == 0
+    assert plain(seen.of(wanted)) == plain(expected)
 
 
 def fits(columns: Columns, head: dict[str, Any]) -> bool:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast.drivers.local import LocalDriver
-from holdfast.storage import load
+from holdfast.storage import commit, load
 from holdfast.storage.ranks import wire
 
 from .bits import difference
@@ -38,17 +38,23 @@ def exchanging_load(
     uri: str, chunks: int, exchange: Any, hosts: list[int] | None = None, cannot: tuple[int, ...] = ()
 ) -> dict[str, Any]:
     """Load it on every rank. ``hosts``: which host each rank takes itself to be on. Ranks in ``cannot`` have no memory to
-    share. Returns what was read, how often the manifest, what is wrong, and how much memory is still shared."""
+    share. Returns what was read, how often the manifest, and was checked, what is wrong, and how much memory is still shared.
+    """
     expected, rank = replicated(chunks), dist.get_rank()
     into = {name: torch.full_like(t, -1) for name, t in expected.items()}
     reports: list[holdfast.LoadReport] = []
     before, get, manifests = (wire.host_key, os.memfd_create), LocalDriver.get, list[str]()
+    check, checked = commit.check_complete, list[str]()
 
     async def counted(self: Any, key: str) -> bytes:
         manifests.append(key)
         return await get(self, key)
 
-    LocalDriver.get = counted  # type: ignore[method-assign]
+    def checks(manifest: Any, what: str) -> None:
+        checked.append(what)
+        check(manifest, what)
+
+    LocalDriver.get, commit.check_complete = counted, checks  # type: ignore[method-assign]
     if hosts:
         wire.host_key = load.host_key = lambda: f"host {hosts[rank]}"
     if rank in cannot:
@@ -57,9 +63,10 @@ def exchanging_load(
         holdfast.load(uri, into=into, exchange=exchange, on_report=reports.append)
     finally:
         wire.host_key, os.memfd_create = before
-        load.host_key, LocalDriver.get = before[0], get  # type: ignore[method-assign]
+        load.host_key, LocalDriver.get, commit.check_complete = before[0], get, check  # type: ignore[method-assign]
     return {
         "manifests": len(manifests),
+        "checked": len(checked),
         "wrong": difference(expected, into),
         "read": reports[0].bytes_read,
         "received": reports[0].bytes_received,
