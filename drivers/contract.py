@@ -201,10 +201,12 @@ class Driver(ABC):
         """
 
 
+_NO_NAMES = {"", ".", ".."}
+
+
 def check_key(key: str, *, uri: str | None = None) -> str:
     """Return ``key`` if it is safe to use below a root, else raise UriError. Every driver calls this first."""
-    parts = key.split("/")
-    if "\0" in key or any(part in ("", ".", "..") for part in parts):
+    if "\0" in key or not _NO_NAMES.isdisjoint(key.split("/")):
         raise UriError(f"key {key!r} is not a plain relative path", uri=uri, key=key)
     return key
 

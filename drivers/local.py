@@ -147,7 +147,7 @@ class LocalDriver(Driver):
         return NewFile(self._tree, key, nbytes, direct=self._direct, create=self._create_file)
 
     def _checked(self, key: str) -> str:
-        if any(is_temporary(part) for part in check_key(key, uri=self.uri).split("/")):
+        if ".tmp" in check_key(key, uri=self.uri) and any(map(is_temporary, key.split("/"))):
             raise UriError("names of this form are kept for unfinished uploads", uri=self.uri, key=key)
         try:
             os.fsencode(key)

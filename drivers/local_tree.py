@@ -16,7 +16,6 @@ import stat
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 from .contract import ObjectInfo
 from .local_io import is_deleted
@@ -37,7 +36,7 @@ def temporary_name(name: str) -> str:
 
 def is_temporary(name: str) -> bool:
     """Whether a file of this name is an upload, unfinished or dead, rather than an object."""
-    return _TEMPORARY.fullmatch(name) is not None
+    return name.endswith(".tmp") and _TEMPORARY.fullmatch(name) is not None
 
 
 def split(key: str) -> tuple[str, str]:
@@ -81,11 +80,14 @@ class Tree:
 
     def open_folder(self, key: str, *, make: bool = False) -> int:
         """A descriptor, for the caller to close. ``make``: create what is missing, durably; else that is ENOENT."""
-        fd = self._open_root(make)
-        reached = ""
+        reached, *below = key.split("/")
+        with self._lock:
+            root = self._opened_root(make)
+            # Not a duplicate of the root: that would share the position at which a folder is being listed.
+            fd = self._descend(root, reached, reached, make) if key else os.open(".", _FOLDER, dir_fd=root)
         try:
-            for name in key.split("/") if key else ():
-                reached = f"{reached}/{name}" if reached else name
+            for name in below:
+                reached = f"{reached}/{name}"
                 above, fd = fd, self._descend(fd, name, reached, make)
                 os.close(above)
         except BaseException:
@@ -93,14 +95,9 @@ class Tree:
             raise
         return fd
 
-    @contextmanager
-    def folder(self, key: str) -> Iterator[int]:
+    def folder(self, key: str) -> _Folder:
         """:meth:`open_folder` of one that exists, for the length of a ``with`` block."""
-        fd = self.open_folder(key)
-        try:
-            yield fd
-        finally:
-            os.close(fd)
+        return _Folder(self.open_folder(key))
 
     def info(self, key: str) -> ObjectInfo:
         """Of an object: anything but a regular file is ENOENT, or ELOOP."""
@@ -234,20 +231,18 @@ class Tree:
                 return self._descend(above, name, key, make)
             raise
 
-    def _open_root(self, make: bool) -> int:
-        """A descriptor of the root, for the caller to close."""
-        with self._lock:
-            # Somebody may have removed the folder that we hold, and made it anew.
-            if self._fd is not None and is_deleted(self._fd):
-                os.close(self._fd)
-                self._fd = None
-                self._durable.clear()
-            if self._fd is None:
-                if make:
-                    _make_root(self._root)
-                self._fd = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY)
-            # Not a duplicate: that would share the position at which a folder is being listed.
-            return os.open(".", _FOLDER, dir_fd=self._fd)
+    def _opened_root(self, make: bool) -> int:
+        """The descriptor of the root, for as long as the caller holds the lock."""
+        # Somebody may have removed the folder that we hold, and made it anew.
+        if self._fd is not None and is_deleted(self._fd):
+            os.close(self._fd)
+            self._fd = None
+            self._durable.clear()
+        if self._fd is None:
+            if make:
+                _make_root(self._root)
+            self._fd = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY)
+        return self._fd
 
     @staticmethod
     def _regular(status: os.stat_result, key: str) -> os.stat_result:
@@ -256,6 +251,21 @@ class Tree:
         if not stat.S_ISREG(status.st_mode):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key)
         return status
+
+
+class _Folder:
+    """The descriptor of a folder, closed at the end of a ``with`` block."""
+
+    __slots__ = ("_fd",)
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def __enter__(self) -> int:
+        return self._fd
+
+    def __exit__(self, *error: object) -> None:
+        os.close(self._fd)
 
 
 def _info(key: str, status: os.stat_result) -> ObjectInfo:

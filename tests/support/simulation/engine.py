@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time as real_time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from dataclasses import fields
 from functools import partial
 from types import ModuleType, SimpleNamespace
@@ -22,7 +22,7 @@ from holdfast.errors import StorageError
 from holdfast.planner import image
 from holdfast.storage import accord, commit, copy, image_copier, load, prune, reader, save, verify
 from holdfast.storage.capture import plan
-from holdfast.storage.format import manifest
+from holdfast.storage.format import fragment, manifest
 from holdfast.storage.pipeline import image_reader, image_writer
 from holdfast.storage.ranks import team
 
@@ -151,6 +151,7 @@ def _patches() -> Iterator[tuple[ModuleType | type, str, Any]]:
     yield local, "Threads", _NoThreads
     yield team, "asyncio", _Patient()
     yield save, "plan_save", _planned
+    yield save, "_fragment", _told_once(save._fragment)
     yield save, "_merged", _merged_once(save._merged)
     yield accord, "host_key", lambda: getattr(PROCESS.get(), "host", None)
     yield commit, "check_complete", _checked_once(commit.check_complete)
@@ -255,6 +256,30 @@ def _encode(real: Any) -> Any:
         return bytes(known[key][1])
 
     return encode
+
+
+class _Told(fragment.Fragment):
+    """Encoded once for what is known of its layouts."""
+
+    def encode(self, known: Collection[bytes] = ()) -> bytes:
+        remember, key = remembered("told"), (id(self), frozenset(known))
+        if key not in remember:
+            remember[key] = self, super().encode(known)
+        return bytes(remember[key][1])
+
+
+def _told_once(real: Any) -> Any:
+    def of(attempt: Any, job: Any, plan: Any, digests: Any, rank: int) -> Any:
+        remember, key = (
+            remembered("fragments"),
+            (attempt.id, job.step, job.created_s, id(plan), digests.tobytes(), rank),
+        )
+        if key not in remember:
+            made = real(attempt, job, plan, digests, rank)
+            remember[key] = plan, _Told(made.head, made.groups)
+        return remember[key][1]
+
+    return of
 
 
 def _checked_once(real: Any) -> Any:

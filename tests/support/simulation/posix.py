@@ -11,11 +11,12 @@ Scope: regular files and folders, one file system, no links but hard ones, no pe
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from .loop import PROCESS, Crashed, Process
@@ -170,12 +171,14 @@ def _copied(node: N, copies: dict[Inode | Folder, Inode | Folder]) -> N:
     if node in copies:
         return copies[node]  # type: ignore[return-value]
     if isinstance(node, Inode):
-        copies[node] = copy = replace(node, data=bytearray(node.data), pending=list(node.pending), lock=None)
+        copies[node] = copy = Inode(
+            node.number, node.mtime_s, bytearray(node.data), node.synced, list(node.pending), node.spoiled, node.links
+        )
         return copy
     copies[node] = folder = Folder(node.number, links=node.links)
 
     def names(of: dict[str, Inode | Folder]) -> dict[str, Inode | Folder]:
-        return {name: _copied(each, copies) for name, each in of.items()}
+        return {name: copies.get(each) or _copied(each, copies) for name, each in of.items()}
 
     folder.entries, folder.durable = names(node.entries), names(node.durable)
     folder.pending = [
@@ -185,14 +188,16 @@ def _copied(node: N, copies: dict[Inode | Folder, Inode | Folder]) -> N:
     return folder
 
 
-@dataclass(eq=False)
 class _Fd:
-    node: Inode | Folder
-    owner: Process | None
-    path: str
+    __slots__ = ("node", "owner", "path")
+
+    def __init__(self, node: Inode | Folder, owner: Process | None, path: str) -> None:
+        self.node, self.owner, self.path = node, owner, path
 
 
 class _Status:
+    __slots__ = ("st_dev", "st_ino", "st_mode", "st_mtime", "st_nlink", "st_size")
+
     def __init__(self, node: Inode | Folder) -> None:
         self.st_ino, self.st_dev = node.number, 1
         self.st_nlink = node.links
@@ -210,7 +215,7 @@ class _Entry:
         return _Status(self._node)
 
 
-_CREAT, _DIRECTORY = int(os.O_CREAT), int(os.O_DIRECTORY)
+_CREAT, _DIRECTORY, _EXCL = int(os.O_CREAT), int(os.O_DIRECTORY), int(os.O_EXCL)
 _FLAGS = {name: value for name, value in vars(os).items() if name.startswith("O_")}
 
 
@@ -236,13 +241,14 @@ class SimOs:
             node = Inode(self._fs.number(), self._fs.now_s(), links=1)
             folder.change((name, node))
             self._fs.changed(where)
-        elif creates and flags & os.O_EXCL:
+        elif creates and flags & _EXCL:
             raise _error(errno.EEXIST, name)
         if flags & _DIRECTORY and not isinstance(node, Folder):
             raise _error(errno.ENOTDIR, name)
-        fd, self._fs.next_fd = self._fs.next_fd, self._fs.next_fd + 1
-        self._fs.fds[fd] = _Fd(node, PROCESS.get(), where)
-        return fd
+        fs = self._fs
+        fs.next_fd += 1
+        fs.fds[fs.next_fd] = _Fd(node, PROCESS.get(), where)
+        return fs.next_fd
 
     def close(self, fd: int) -> None:
         opened = self._fs.fds.pop(fd, None)
@@ -423,4 +429,7 @@ def _lives(process: Process | None) -> bool:
 
 
 def _error(code: int, name: str) -> OSError:
-    return OSError(code, os.strerror(code), name)
+    return OSError(code, _said(code), name)
+
+
+_said = functools.cache(os.strerror)

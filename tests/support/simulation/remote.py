@@ -104,18 +104,18 @@ class ObjectDriver(Driver):
         """One request: there, its effect, and back."""
         world = self._world
         fault: Fault | None = world.operation(name, self._root + key)
-        await world.loop.after(world.delay_s() + world.cut_s())
+        await world.after(world.delay_s() + world.cut_s())
         check_alive()
         was_out = world.is_out
         if was_out and world.chance() < 0.7:
             raise StorageDownError("no way there", uri=self.uri, key=key)
         result = self._done(fault, key, effect) if fault is not None else effect()
         if fault is not None and fault.kind == "twice":
-            await world.loop.after(world.delay_s())
+            await world.after(world.delay_s())
             effect()
         if fault is not None and fault.kind == "hang":
-            await world.loop.after(fault.value)
-        await world.loop.after(world.delay_s() + world.cut_s())
+            await world.after(fault.value)
+        await world.after(world.delay_s() + world.cut_s())
         if was_out or world.is_out:
             raise StorageDownError("no way back", uri=self.uri, key=key)
         return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,8 @@ from .world import World
 
 __all__ = ["Failure", "Tally", "explore", "run"]
 
+MOMENTS = 0.5
+"""Before which part of the operations that change what is stored everybody dies, in a copy of the world."""
 PATIENCE_S = 400.0
 """How long after the last disturbance everybody must have ended: the silence that is waited for, some tries, cleaning up."""
 
@@ -81,7 +84,13 @@ def _run(world: World, tally: Tally | None) -> None:
     world.be_host()
     checker, endings = Checker(world), list[Ending]()
     checker.prepare()
-    world.on_moment = lambda: endings.append(Ending.now(world, checker))
+    moments = random.Random(world.schedule.seed * 2)
+
+    def moment() -> None:
+        if moments.random() < MOMENTS:
+            endings.append(Ending.now(world, checker))
+
+    world.on_moment = moment
     crew = Crew(world, checker)
 
     def over() -> bool:

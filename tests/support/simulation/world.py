@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextvars import Context
 from dataclasses import replace
 from typing import Any
@@ -34,8 +33,6 @@ _KINDS = dict.fromkeys(("rename", "link", "unlink", "rmdir", "put", "commit", "d
 _KINDS |= dict.fromkeys(("list", "scandir"), "list") | dict.fromkeys(("pwrite", "write"), "write")
 _WRITES = {"creat", "pwrite", "fsync", "rename", "link", "put", "write", "close"}
 _CHANGING = {"rename", "link", "unlink", "rmdir", "put", "commit", "delete", "fsync", "fsync folder"}
-MOMENTS = 0.5
-"""Which part of those operations is a moment at which everybody could die."""
 _WRITING = {"manifest": "commit", "fate": "claim"}
 _GROWING = {"creat", "mkdir", "pwrite", "rename", "link"}
 
@@ -43,10 +40,11 @@ _GROWING = {"creat", "mkdir", "pwrite", "rename", "link"}
 class World(Host):
     """The machines of one schedule. ``log`` gets a line for each thing that happens, if it is given."""
 
-    def __init__(self, schedule: Schedule, log: Callable[[str], None] | None = None) -> None:
+    def __init__(self, schedule: Schedule, log: Callable[[str], None] | None = None, *, chance: int = 1) -> None:
+        """``chance``, with the schedule's seed, decides on all that is drawn."""
         self.schedule, self.log = schedule, log
         self.loop = SimLoop()
-        self.rng = random.Random(schedule.seed * 2 + 1)
+        self.rng = random.Random(schedule.seed * 2 + chance)
         self.delays: dict[int, float] = {}
         self.processes: list[Process] = []
         self.struck: Counter[str] = Counter()
@@ -56,7 +54,7 @@ class World(Host):
         self.on_change: Callable[[str], None] = lambda path: None
         self.on_power_cut: Callable[[], None] = lambda: None
         self.on_moment: Callable[[], None] | None = None
-        """Called before some of the operations that change what is stored: chosen by the seed."""
+        """Called before each operation that changes what is stored."""
         self.answers_again = True
         self._faults = {(f.target, f.count): f for f in schedule.faults}
         self._seen: dict[str, int] = {}
@@ -66,7 +64,6 @@ class World(Host):
         self._cuts: dict[str, float] = {}
         self._outages: dict[str, float] = {}
         self._sync_fails = False
-        self._moments = random.Random(schedule.seed * 2)
         self.is_posix = "posix" in schedule.storage
         self.fs = FileSystem(self.loop.time, self._syscall, self._changed)
         self.server = Server(self.loop.time, self._changed, behind="late" in schedule.storage)
@@ -77,14 +74,11 @@ class World(Host):
         hosted(self, sim_os, SimFcntl(self.fs), SimFileIO(sim_os))
 
     def left_behind(self) -> World:
-        """Another world, with what is stored now, where nobody lives and nothing takes longer than it must."""
-        other = World(replace(self.schedule, faults=(), delays={}), self.log)
-        other.rng.seed(self.schedule.seed * 2 + self.operations)
-        other.loop.now_s, other._tokens = self.loop.now_s, self._tokens
+        """Another world, with what is stored now, where nobody lives."""
+        other = _CalmWorld(replace(self.schedule, faults=(), delays={}), self.log, chance=self.operations)
+        other.loop.now_s = self.loop.now_s
         other.fs.take_over(self.fs)
         other.server.take_over(self.server)
-        if self.log is None:
-            other.fs.syscall = other._counted
         return other
 
     # What the engine, and the storage, ask of this host.
@@ -117,7 +111,7 @@ class World(Host):
         """See :meth:`Host.cpu_s`."""
         return self._drawn(self.schedule.restless * 0.1)
 
-    def after(self, delay_s: float) -> asyncio.Future[None]:
+    def after(self, delay_s: float) -> Awaitable[None]:
         """See :meth:`Host.after`."""
         return self.loop.after(delay_s)
 
@@ -216,17 +210,10 @@ class World(Host):
             self._sync_fails = False
             raise OSError(errno.EIO, os.strerror(errno.EIO), path)
 
-    def _counted(self, name: str, path: str) -> None:
-        """A system call where nothing fails."""
-        process = PROCESS.get()
-        if process is not None and not process.alive:
-            raise Crashed
-        self.operations += 1
-
     def _next_fault(self, name: str, key: str) -> Fault | None:
         check_alive()
         self.operations += 1
-        if self.on_moment is not None and (name in _CHANGING and self._moments.random() < MOMENTS):
+        if self.on_moment is not None and name in _CHANGING:
             self.on_moment()
         fault = self._due_fault(name, key) if self._faults else None
         if self.log is not None:
@@ -300,6 +287,38 @@ class World(Host):
 
     def _changed(self, path: str) -> None:
         self.on_change(path)
+
+
+class _CalmWorld(World):
+    """Where nothing fails, and nothing takes any time. Names are the same in all of them: so what follows of a name is
+    computed once, and remembered."""
+
+    def __init__(self, schedule: Schedule, log: Callable[[str], None] | None, *, chance: int) -> None:
+        super().__init__(schedule, log, chance=chance)
+        self._tokens = _LATER_TOKENS
+        if log is None:
+            self.fs.syscall = self._counted
+
+    def delay_s(self) -> float:
+        return 0.0
+
+    cpu_s = cut_s = delay_s
+
+    def after(self, delay_s: float) -> Awaitable[None]:
+        return _AT_ONCE
+
+    def _counted(self, name: str, path: str) -> None:
+        self.operations += 1
+
+
+class _AtOnce:
+    def __await__(self) -> Iterator[None]:
+        return iter(())
+
+
+_AT_ONCE = _AtOnce()
+_LATER_TOKENS = 1 << 24
+"""More than any run asks for."""
 
 
 def _target(key: str) -> str:
