@@ -136,7 +136,7 @@ def _no_file_sync() -> Iterator[Patch]:
     yield local_files.NewFile, "publish", publish
 
 
-@broken("the file is renamed before its fsync", 22, "posix")
+@broken("the file is renamed before its fsync", 2, "posix")
 def _rename_first() -> Iterator[Patch]:
     def publish(self: Any, *, exclusive: bool = False) -> None:
         with self._opened() as file:
@@ -188,7 +188,7 @@ def _no_grace() -> Iterator[Patch]:
     yield commit, "GRACE_S", 0.0
 
 
-@broken("the collector deletes without a sentence", 19)
+@broken("the collector deletes without a sentence", 43)
 def _no_sentence() -> Iterator[Patch]:
     async def collected(driver: Any, attempt: Any, decided: bool, now_s: float, grace_s: float) -> None:
         if not decided:  # as the list had it, a while ago
@@ -209,7 +209,7 @@ def _collects_current() -> Iterator[Patch]:
     yield commit, "GRACE_S", 60.0
 
 
-@broken("the commit does not claim", 19)
+@broken("the commit does not claim", 26)
 def _no_claim() -> Iterator[Patch]:
     async def committed(driver: Any, attempt: Any, manifest: Any, putting: Any) -> Any:
         data, before = manifest.encode(), await commit._current_attempt(driver)
@@ -236,7 +236,7 @@ def _claim_not_exclusive() -> Iterator[Patch]:
     yield save, "commit", committed
 
 
-@broken("nobody looks for the marker after the claim", 43)
+@broken("nobody looks for the marker after the claim", 63)
 def _no_look() -> Iterator[Patch]:
     real = commit.still_there
 
