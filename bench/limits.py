@@ -53,7 +53,7 @@ class RawFile:
 
     def write(self) -> None:
         """Write it anew, durably."""
-        fd = self._open(os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        fd = self.open(os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
             size = sum(self._ranges[-1])
             os.posix_fallocate(fd, 0, size) if self.preallocate else os.ftruncate(fd, size)
@@ -65,13 +65,14 @@ class RawFile:
 
     def read(self) -> None:
         """Read all of it into memory that is already there."""
-        fd = self._open(os.O_RDONLY)
+        fd = self.open(os.O_RDONLY)
         try:
             self._all(lambda buffer, start: os.preadv(fd, [buffer], start))
         finally:
             os.close(fd)
 
-    def _open(self, flags: int) -> int:
+    def open(self, flags: int) -> int:
+        """A descriptor of it, past the page cache where that can be."""
         try:
             return os.open(self.path, flags | os.O_DIRECT, 0o666)
         except OSError:  # refused here (tmpfs, overlay): the page cache is all there is

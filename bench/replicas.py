@@ -1,7 +1,9 @@
 """Four ranks of one host load the same state cold: each byte read once and handed on, beside all that read all.
 
-Times are of the whole job, from a barrier before to a barrier after. The limit: each rank reads a quarter of as many raw
-bytes as one replica has, and nothing is made of them.
+Times are of the whole job, from a barrier before to a barrier after. The limit (``bare``): each rank reads a quarter of as
+many raw bytes as one replica has, and each copies all of them to its tensors, while others are read; it has nothing to find
+out, to verify or to agree upon. Beside it the quarters are read alone, and nothing is made of them: what the storage gives,
+not what four replicas can get of it.
 """
 
 from __future__ import annotations
@@ -11,12 +13,14 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch.distributed as dist
 
 import holdfast
 
+from .bare import BareReplicas
 from .contest import header, rows
 from .limits import RawFile
 from .machine import PeakMemory, describe, drop_caches, flush, read_from_device_nbytes
@@ -28,7 +32,7 @@ from .workers import joined, leave_findings, run_ranks
 __all__: list[str] = []
 
 WORLD = 4
-ALONE, DCP = "holdfast, exchange=False", "DCP"
+READS, ALONE, DCP = "quarters read, nothing copied", "holdfast, exchange=False", "DCP"
 OF_THE_LIMIT, TIMES_READ = 0.85, 1.01
 
 
@@ -43,7 +47,7 @@ def _measure(folder: Path, given: Options) -> dict[str, Any]:
             for name, load in contestants.items():
                 zero(state)
                 told = _timed(load, folder, rank, given.settle_s)
-                if name != LIMIT and digests(state) != expected:
+                if name not in (LIMIT, READS) and digests(state) != expected:
                     raise AssertionError(f"{name}: what was loaded is not what was saved")
                 for key, value in told.items() if number or given.tiny else ():  # the first is for warming up
                     found[name].setdefault(key, []).append(value)
@@ -56,6 +60,7 @@ def _contestants(
     """What each rank does, by name; returns the bytes that it has asked for, if it can tell."""
     raw = RawFile(folder / f"raw-{rank}", nbytes_of(state) // world, preallocate=True)
     raw.write()
+    bare = BareReplicas(folder, state)
     holdfast.save(folder / "ours", state)
     holdfast.release_memory()  # or the first load would find, uncounted, what the save has kept
 
@@ -64,11 +69,15 @@ def _contestants(
         holdfast.load(folder / "ours", into=state, exchange=exchange, on_report=reports.append)
         return reports[0].bytes_read
 
-    def limit() -> int:
+    def reads() -> int:
         raw.read()
         return raw.nbytes
 
-    out: dict[str, Callable[[], int | None]] = {LIMIT: limit}
+    def limit() -> int:
+        bare.run()
+        return bare.nbytes
+
+    out: dict[str, Callable[[], int | None]] = {READS: reads, LIMIT: limit}
     out[OURS] = lambda: ours(given.tiny or "auto")  # by default, little is not exchanged
     out[ALONE] = lambda: ours(False)
     if not given.alone:
@@ -95,12 +104,14 @@ def _timed(load: Callable[[], int | None], folder: Path, rank: int, settle_s: fl
         drop_caches(folder)
     with PeakMemory() as memory:
         dist.barrier()
-        began_s, fetched = time.perf_counter(), read_from_device_nbytes()
+        began_s, began_processor_s, fetched = time.perf_counter(), time.process_time(), read_from_device_nbytes()
         asked = load()
+        processor_s = time.process_time() - began_processor_s
         dist.barrier()
         seconds = time.perf_counter() - began_s
     device = read_from_device_nbytes() - fetched
-    return {"seconds": seconds, "peak": memory.nbytes, "asked": asked or 0, "device": device}
+    out = {"seconds": seconds, "peak": memory.nbytes, "asked": asked or 0, "device": device}
+    return out | {"processor": processor_s}
 
 
 def _joined(told: Sequence[dict[str, Any]]) -> tuple[list[Series], dict[str, tuple[float, float]]]:
@@ -111,7 +122,8 @@ def _joined(told: Sequence[dict[str, Any]]) -> tuple[list[Series], dict[str, tup
         columns = {key: [rank["found"][name][key] for rank in told] for key in told[0]["found"][name]}
         seconds = [max(each) for each in zip(*columns["seconds"], strict=True)]
         peaks = [int(sum(each)) for each in zip(*columns["peak"], strict=True)]
-        found.append(Series(name, seconds, peaks))
+        processors_s: list[float] = list(map(sum, zip(*columns["processor"], strict=True)))
+        found.append(Series(name, seconds, peaks, processors_s))
         asked, device = (max(map(sum, zip(*columns[key], strict=True))) / nbytes for key in ("asked", "device"))
         times[name] = asked, device
     return found, times
@@ -140,14 +152,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         found, times = _joined(told)
         nbytes = told[0]["nbytes"]
         table = [
-            [*row, f"{times[s.name][0]:.3f}" if times[s.name][0] else "–", f"{times[s.name][1]:.2f}"]
+            [
+                *row,
+                f"{median(s.own_processor_s):.2f}",
+                f"{times[s.name][0]:.3f}" if times[s.name][0] else "–",
+                f"{times[s.name][1]:.2f}",
+            ]
             for row, s in zip(rows(found, nbytes), found, strict=True)
         ]
         Report(
             "replicas",
             f"Cold load of {nbytes / 1e9:.2f} GB by each of {WORLD} ranks, {given.runs} rounds; GB/s of one replica",
             describe(folder),
-            [*header(), "replicas asked for", "from the device"],
+            [*header(), "processor s", "replicas asked for", "from the device"],
             table,
             [] if given.tiny else _targets(found, times),
             series=found,

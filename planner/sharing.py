@@ -6,10 +6,12 @@ All ranks of a circle know each other's wishes, and work this out alike, without
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from .columns import Ints, cut, union
 from .loading import LoadPlan
@@ -47,7 +49,8 @@ class Wish:
 
 @dataclass(frozen=True, eq=False)
 class Sharing:
-    """U units, each within one chunk, each read by one member; and the W pairs of a unit and a member that wants of it.
+    """U units, all cut at the same multiples of bytes, each read by one member; and the W pairs of a unit and a member that
+    wants of it.
 
     A unit, ascending by image and start, disjoint; all that is wanted lies in one:
 
@@ -91,18 +94,19 @@ class Sharing:
         return int(self.low[row]), int(self.high[row])
 
 
-def share(wishes: Sequence[Wish], chunk_nbytes: int) -> Sharing:
-    """Give every byte that is wished for one reader; wish m is that of member m. Bytes per reader are as even as units are.
+def share(wishes: Sequence[Wish], unit_nbytes: int) -> Sharing:
+    """Give every byte that is wished for one reader; wish m is that of member m. Units are cut at multiples of
+    ``unit_nbytes``, as reads of members are; bytes per reader are as even as units are.
 
     What is wanted by overlapping wishes is read in one go, so a reader may read more than it wants itself.
     """
     last = max((int(wish.stop.max(initial=0)) for wish in wishes), default=0)
-    room = (last // chunk_nbytes + 1) * chunk_nbytes  # of one image, on the line of all images
+    room = (last // unit_nbytes + 1) * unit_nbytes  # of one image, on the line of all images
     lines = [(w.image * room + w.start, w.image * room + w.stop) for w in wishes]
     none = np.empty(0, np.int64)
     starts, stops = (np.concatenate([none, *side]) for side in zip(*lines, strict=True)) if lines else (none, none)
-    start, stop = cut(*union(starts, stops, -1), chunk_nbytes)
-    pairs = [_hulls(*line, start, chunk_nbytes) for line in lines]
+    start, stop = cut(*union(starts, stops, -1), unit_nbytes)
+    pairs = [_hulls(*line, start, unit_nbytes) for line in lines]
     unit, low, high = (np.concatenate([none, *column]) for column in zip(*pairs, strict=True)) if pairs else (none,) * 3
     member = np.repeat(np.arange(len(pairs), dtype=np.int64), [len(p[0]) for p in pairs])
     order = np.lexsort((member, unit))
@@ -129,23 +133,34 @@ def regrouped(plan: LoadPlan, sharing: Sharing) -> tuple[LoadPlan, Ints]:
     return wide, mine
 
 
-def _hulls(start: Ints, stop: Ints, units: Ints, chunk_nbytes: int) -> tuple[Ints, Ints, Ints]:
+def _hulls(start: Ints, stop: Ints, units: Ints, unit_nbytes: int) -> tuple[Ints, Ints, Ints]:
     """One member's units, ascending, and the first byte, and past the last one, that it wants of each."""
-    start, stop = cut(start, stop, chunk_nbytes)
+    start, stop = cut(start, stop, unit_nbytes)
     unit, at = np.unique(np.searchsorted(units, start, side="right") - 1, return_index=True)
     return unit.astype(np.int64), start[at], stop[np.append(at[1:], len(stop)) - 1] if len(at) else stop
 
 
 def _readers(first: Ints, member: Ints, nbytes: Ints, members: int) -> Ints:
-    """Per unit, the member that has least to read so far; those that one member alone wants are given out before."""
-    reader = member[first[:-1]]
-    load = np.zeros(members, np.int64)
-    alone = np.diff(first) == 1
-    np.add.at(load, reader[alone], nbytes[alone])
-    loads = load.tolist()
-    for unit in np.flatnonzero(~alone).tolist():
-        wanting = member[first[unit] : first[unit + 1]].tolist()
-        chosen = min(wanting, key=loads.__getitem__)
-        loads[chosen] += int(nbytes[unit])
-        reader[unit] = chosen
+    """Per unit, who reads it. Of what the same members want, each reads one run: storage is fastest where a reader goes on
+    where it was. Small groups of members come first, and large ones make up for what is uneven then."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    wanting, edges = member.tolist(), first.tolist()
+    for unit, (low, high) in enumerate(itertools.pairwise(edges)):
+        groups.setdefault(tuple(wanting[low:high]), []).append(unit)
+    reader = np.empty(len(nbytes), np.int64)
+    loads = np.zeros(members, np.int64)
+    for group, units in sorted(groups.items(), key=lambda item: len(item[0])):
+        among, sizes = np.array(group), nbytes[units]
+        ends = np.cumsum(_shares(loads[among], int(sizes.sum())))
+        chosen = among[np.searchsorted(ends[:-1], np.cumsum(sizes) - sizes / 2, side="right")]
+        reader[units] = chosen
+        np.add.at(loads, chosen, sizes)
     return reader
+
+
+def _shares(loads: Ints, nbytes: int) -> npt.NDArray[np.floating]:
+    """What each has to get of ``nbytes`` so that loads are as even as can be."""
+    ascending = np.sort(loads)
+    levels = (np.cumsum(ascending) + nbytes) / np.arange(1, len(loads) + 1)  # if the first 1, 2, ... got it all
+    shares: npt.NDArray[np.floating] = np.maximum(levels.min() - loads, 0)
+    return shares

@@ -92,16 +92,10 @@ async def run_build(driver: Driver, rank: int, budget_nbytes: int) -> tuple[Any,
 async def fill(driver: Driver, manifest: Manifest, wanted: Wanted, budget_nbytes: int) -> ImageReader:
     """Read all that is wanted, once, verified, straight to where it belongs; return the reader, for its figures."""
     reader = ImageReader(driver, manifest, budget_nbytes)
-    targets, plan = await _planned(reader, wanted)
+    targets = wanted.targets(manifest.tensors.shape)
+    plan = await offload(plan_reads, driver, manifest, targets)
     await reader.run(plan, _scatter(manifest, wanted, targets, plan).deliver)
     return reader
-
-
-async def _planned(reader: ImageReader, wanted: Wanted) -> tuple[Targets, LoadPlan]:
-    targets = wanted.targets(reader.manifest.tensors.shape)
-    plan = await offload(plan_reads, reader.driver, reader.manifest, targets)
-    reader.bytes_wanted = plan.bytes_wanted
-    return targets, plan
 
 
 def _scatter(m: Manifest, wanted: Wanted, targets: Targets, plan: LoadPlan) -> Scatter:
@@ -133,14 +127,15 @@ async def _load(
     )
     if not fits.startswith(b"go"):
         return None
+    targets = job.match.wanted.targets(manifest.tensors.shape)
     if isinstance(seen, Vouched):
-        manifest = await offload(seen.of, job.match.wanted.targets(manifest.tensors.shape).tensor)
-    circle = _circle(team, f"exchange/{attempt}", fits[2:], job.exchange)
+        manifest = await offload(seen.of, targets.tensor)
+    circle = _circle(team, f"exchange/{attempt}", fits[2:], job.exchange, mates)
     budget_nbytes = job.budget_nbytes // (2 if circle and circle.near else 1)  # as much to receive into
     reader = ImageReader(driver, manifest, budget_nbytes)
-    targets, plan = await _planned(reader, job.match.wanted)
-    exchange = await begin_exchange(circle, reader, plan) if circle else None
-    scatter = _scatter(manifest, job.match.wanted, targets, exchange.plan if exchange else plan)
+    exchange = await begin_exchange(circle, reader, targets) if circle else None
+    plan = exchange.plan if exchange else await offload(plan_reads, driver, manifest, targets)
+    scatter = _scatter(manifest, job.match.wanted, targets, plan)
     outcome = b"all"
     try:
         await (exchange.run(scatter.deliver) if exchange else reader.run(plan, scatter.deliver))
@@ -165,13 +160,14 @@ async def _seen(driver: Driver, team: Team, name: str, mates: Sequence[int]) -> 
     return mine[0] if mine else await offload(Vouched.decode, data), bytes(data[-DIGEST_NBYTES:])
 
 
-def _circle(team: Team, name: str, verdict: bytes, exchange: Exchanging) -> Circle | None:
+def _circle(team: Team, name: str, verdict: bytes, exchange: Exchanging, mates: Sequence[int]) -> Circle | None:
     """The ranks that this one exchanges with, by the leader's verdict; None without any."""
     ranks = _ranks_with(team.rank, verdict)
     if len(ranks) == 1:
         return None
     everywhere = exchange is True
-    return Circle(team, name, ranks, store_host() if everywhere else "", 1 if everywhere else LEAST_NBYTES)
+    near = store_host() if everywhere else ""
+    return Circle(team, name, ranks, len(mates), near, 1 if everywhere else LEAST_NBYTES)
 
 
 def _ranks_with(rank: int, verdict: bytes) -> list[int]:

@@ -37,6 +37,8 @@ def page_of(data: memoryview, block_nbytes: int) -> bytes:
 
 def damaged_blocks(page: bytes, expected: bytes) -> list[int]:
     """Indices of the blocks whose digests differ between two pages of equal length."""
+    if page == expected:
+        return []
     n = len(expected) // DIGEST_NBYTES
     return [
         i

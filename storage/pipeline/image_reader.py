@@ -20,7 +20,7 @@ from ..format.manifest import MANIFEST_KEY, Manifest
 from .buffers import HostBuffer
 from .engine import CPU_THREADS, offload
 from .executor import at_most, execute
-from .inbox import Inbox, Pool
+from .inbox import Inbox, Slots
 from .scheduler import Budget, Scheduler, Stage
 
 __all__ = ["Deliver", "HandOn", "ImageReader", "plan_reads"]
@@ -35,13 +35,14 @@ HandOn = Callable[[int, HostBuffer], Awaitable[None]]
 """Called with the same, when it was delivered; the buffer is free when this has returned."""
 
 
-def plan_reads(driver: Driver, manifest: Manifest, targets: Targets) -> LoadPlan:
-    """What to read of a checkpoint to fill ``targets``. Raises DamagedError where the manifest contradicts itself."""
+def plan_reads(driver: Driver, manifest: Manifest, targets: Targets, read_nbytes: int | None = None) -> LoadPlan:
+    """What to read of a checkpoint to fill ``targets``, at most ``read_nbytes`` at a time, which divide a chunk (None: a
+    chunk). Raises DamagedError where the manifest contradicts itself."""
     m = manifest
     _check_coverage(m, targets)
     return plan_load(
         m.tensors, m.shards, targets, m.images.hashed_nbytes,
-        chunk_nbytes=m.chunk_nbytes, block_nbytes=m.block_nbytes, gap_nbytes=driver.traits.coalesce_nbytes,
+        chunk_nbytes=read_nbytes or m.chunk_nbytes, block_nbytes=m.block_nbytes, gap_nbytes=driver.traits.coalesce_nbytes,
     )  # fmt: skip
 
 
@@ -54,6 +55,10 @@ def _check_coverage(m: Manifest, targets: Targets) -> None:
     s = m.shards
     if flawed(m.tensors.shape[wanted], number[s.tensor[rows]], s.offsets[rows], s.lengths[rows]).any():
         raise DamagedError("the manifest contradicts itself: shards of a tensor overlap", key=MANIFEST_KEY)
+
+
+def _budget_of(pool: Slots) -> Budget:
+    return Budget(pool.slots, {"io": max(1, pool.slots - CPU_THREADS), "cpu": CPU_THREADS, "others": pool.slots})
 
 
 @dataclass
@@ -69,12 +74,13 @@ class ImageReader:
     bytes_received: int = 0
 
     async def run(
-        self, plan: LoadPlan, deliver: Deliver, *, pool: Pool | None = None, hand_on: HandOn | None = None
+        self, plan: LoadPlan, deliver: Deliver, *, pool: Slots | None = None, hand_on: HandOn | None = None
     ) -> None:
         """Perform all reads of ``plan``. Raises DamagedError before a damaged byte is delivered, and StorageError.
 
-        With a ``pool``, which has :attr:`jobs` buffers of a chunk, its buffers are read into.
+        With a ``pool``, reads are no longer than its slots, and lie there; all but a few are read into at a time.
         """
+        self.bytes_wanted = plan.bytes_wanted
         pages = await self._pages(plan)
         inbox = Inbox(self.driver, self.manifest.chunk_nbytes, pool)
         sizes = (plan.stop - plan.start).tolist()
@@ -93,23 +99,15 @@ class ImageReader:
             elif hand_on is not None:
                 await hand_on(job, inbox[job])
 
-        # Buffers are whole chunks, however short the read.
-        whole = [self.manifest.chunk_nbytes] * len(sizes)
         stages = (*STAGES, HAND_ON) if hand_on else STAGES
-        await execute(self._scheduler(stages, self._jobs(inbox.job_nbytes)), whole, perform, inbox.release)
+        # Jobs are counted, not bytes: buffers are of one size, however short the read.
+        scheduler = Scheduler(stages, self._budget(inbox.job_nbytes) if pool is None else _budget_of(pool))
+        await execute(scheduler, [1] * len(sizes), perform, inbox.release)
 
-    @property
-    def jobs(self) -> int:
-        """Reads that hold a buffer of a pool at a time, at most."""
-        return self._jobs(self.manifest.chunk_nbytes * self.driver.traits.read_copies)
-
-    def _jobs(self, job_nbytes: int) -> int:
-        return min(max(1, self.budget_nbytes // job_nbytes), self.driver.traits.concurrency + CPU_THREADS)
-
-    def _scheduler(self, stages: Sequence[Stage], jobs: int) -> Scheduler:
+    def _budget(self, job_nbytes: int) -> Budget:
         io = self.driver.traits.concurrency
-        lanes = {"io": min(io, max(1, jobs - CPU_THREADS)), "cpu": CPU_THREADS, "others": jobs}
-        return Scheduler(stages, Budget(jobs * self.manifest.chunk_nbytes, lanes))
+        jobs = min(max(1, self.budget_nbytes // job_nbytes), io + CPU_THREADS)
+        return Budget(jobs, {"io": min(io, max(1, jobs - CPU_THREADS)), "cpu": CPU_THREADS, "others": jobs})
 
     async def read(self, image: int, start: int, into: memoryview) -> None:
         """Fill ``into`` from byte ``start`` of an image, unverified. Raises DamagedError where the bytes are not there."""

@@ -7,7 +7,7 @@ from typing import Protocol
 from ...drivers.contract import Driver
 from .buffers import HostBuffer, host_pool
 
-__all__ = ["Inbox", "Pool"]
+__all__ = ["Inbox", "Pool", "Slots"]
 
 
 class Pool(Protocol):
@@ -15,6 +15,13 @@ class Pool(Protocol):
 
     def take(self) -> HostBuffer: ...
     def give(self, buffer: HostBuffer) -> None: ...
+
+
+class Slots(Pool, Protocol):
+    """So many buffers of a size of their own."""
+
+    slots: int
+    slot_nbytes: int
 
 
 class Inbox:

@@ -18,25 +18,27 @@ import asyncio
 import base64
 import contextlib
 import dataclasses
-import functools
 import json
 import logging
+import os
+import select
 import struct
 import time
 import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 
 from ...errors import CoordinationError, RankFailedError
-from ...planner.loading import LoadPlan
+from ...planner.loading import LoadPlan, Targets
 from ...planner.sharing import Sharing, Wish, regrouped, share
 from ..format.digest import digest
 from ..pipeline.buffers import HostBuffer, host_pool
-from ..pipeline.engine import offload
-from ..pipeline.image_reader import Deliver, ImageReader
+from ..pipeline.engine import CPU_THREADS, offload
+from ..pipeline.image_reader import Deliver, ImageReader, plan_reads
 from .arena import Arena
 from .team import Team
 from .wire import Door, Line, knock
@@ -45,6 +47,9 @@ __all__ = ["Circle", "Exchange", "begin_exchange"]
 
 LEAST_NBYTES = 32 << 20
 """With less to be shared than this, reading it several times takes no longer than meeting each other."""
+UNIT_NBYTES = 4 << 20
+UNIT_GAPS = 64
+"""A read is to be so many times longer than what could be read besides it in the time that it takes to ask."""
 JOIN_S = 30.0
 TOLD_S = 5.0
 """How long after its line has closed a rank may take to tell why."""
@@ -57,12 +62,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Circle:
-    """Ranks of a team that exchange what they read. ``name`` is used once in the team's life. ``near`` as for a Door.
-    Less than ``least_nbytes`` to be shared is not worth it."""
+    """Ranks of a team that exchange what they read. ``name`` is used once in the team's life. ``here``: how many ranks this
+    host has. ``near`` as for a Door. Less than ``least_nbytes`` to be shared is not worth it."""
 
     team: Team
     name: str
     ranks: Sequence[int]
+    here: int
     near: str
     least_nbytes: int
 
@@ -76,16 +82,18 @@ class Circle:
         return await self.team.among(f"{self.name}/{what}", self.ranks, statement)
 
 
-async def begin_exchange(circle: Circle, reader: ImageReader, plan: LoadPlan) -> Exchange | None:
-    """Meet the other members, who all call this, each with the reads that it would have to do alone. None, for all
-    alike, where little would be shared, or somebody cannot be reached."""
+async def begin_exchange(circle: Circle, reader: ImageReader, targets: Targets) -> Exchange | None:
+    """Meet the other members, who all call this, each with what it wants. None, for all alike, where little would be
+    shared, or somebody cannot be reached."""
+    unit_nbytes = _unit_nbytes(reader)
     with contextlib.ExitStack() as mine:
-        arena, door = _opened(mine, circle, reader)
+        arena, door = _opened(mine, circle, reader, unit_nbytes)
+        plan = await offload(plan_reads, reader.driver, reader.manifest, targets, unit_nbytes)
         wish = zlib.compress(await offload(Wish.of(plan).to_bytes), 1)
-        said = {"door": door.address if door else "", "wish": base64.b64encode(wish).decode()}
+        said = {"door": door.address if door else "", "wish": base64.b64encode(wish).decode(), "unit": unit_nbytes}
         told = [json.loads(t) for t in await circle.tell("wishes", json.dumps(said).encode())]
-        sharing = await offload(_shared, [t["wish"] for t in told], reader.manifest.chunk_nbytes)
-        if sharing.shared_nbytes < circle.least_nbytes:
+        sharing = await offload(_shared, [t["wish"] for t in told], unit_nbytes)
+        if sharing.shared_nbytes < circle.least_nbytes or len({t["unit"] for t in told}) > 1:
             return None
         joined = False
         if arena and door and all(t["door"] for t in told):
@@ -101,9 +109,28 @@ async def begin_exchange(circle: Circle, reader: ImageReader, plan: LoadPlan) ->
         return exchange
 
 
-def _opened(mine: contextlib.ExitStack, circle: Circle, reader: ImageReader) -> tuple[Arena | None, Door | None]:
+def _unit_nbytes(reader: ImageReader) -> int:
+    """The length of a read: fresh shared memory is dear, so there is to be little of it; yet each read is to take much
+    longer than to ask for it."""
+    unit_nbytes, manifest = reader.manifest.chunk_nbytes, reader.manifest
+    least_nbytes = max(UNIT_NBYTES, UNIT_GAPS * reader.driver.traits.coalesce_nbytes)
+    while unit_nbytes // 2 >= least_nbytes and unit_nbytes % (2 * manifest.block_nbytes) == 0:
+        unit_nbytes //= 2
+    return unit_nbytes
+
+
+def _slots(circle: Circle, reader: ImageReader, unit_nbytes: int) -> int:
+    """Ranks of a host share what it can read at a time, unless each has connections of its own."""
+    traits = reader.driver.traits
+    reads = traits.concurrency if reader.driver.remote else max(2, traits.concurrency // circle.here)
+    return min(max(1, reader.budget_nbytes // (unit_nbytes * traits.read_copies)), reads + CPU_THREADS)
+
+
+def _opened(
+    mine: contextlib.ExitStack, circle: Circle, reader: ImageReader, unit_nbytes: int
+) -> tuple[Arena | None, Door | None]:
     try:
-        arena = Arena(reader.manifest.chunk_nbytes, reader.jobs)
+        arena = Arena(unit_nbytes, _slots(circle, reader, unit_nbytes))
         mine.callback(arena.close)
         door = Door(arena.fd, circle.near)
         mine.callback(door.close)
@@ -113,8 +140,15 @@ def _opened(mine: contextlib.ExitStack, circle: Circle, reader: ImageReader) -> 
     return arena, door
 
 
-def _shared(wishes: Sequence[str], chunk_nbytes: int) -> Sharing:
-    return share([Wish.from_bytes(zlib.decompress(base64.b64decode(wish))) for wish in wishes], chunk_nbytes)
+def _shared(wishes: Sequence[str], unit_nbytes: int) -> Sharing:
+    return share([Wish.from_bytes(zlib.decompress(base64.b64decode(wish))) for wish in wishes], unit_nbytes)
+
+
+class _Gone(Exception):
+    """The line to ``member`` broke in a thread."""
+
+    def __init__(self, member: int, error: OSError) -> None:
+        self.member, self.error = member, error
 
 
 class Exchange:
@@ -132,7 +166,9 @@ class Exchange:
             self._awaited.setdefault(int(readers[job]), {})[self._units[job]] = job
         self._takers: dict[int, Line] = {}
         self._sources: dict[int, Line] = {}
-        self._taken: dict[tuple[int, int], asyncio.Future[None]] = {}
+        self._untaken: dict[int, tuple[set[int], asyncio.Future[None]]] = {}  # by unit: who has yet to take it
+        self._threads = max(1, min(CPU_THREADS, (os.cpu_count() or 1) // circle.here))
+        self._copiers = ThreadPoolExecutor(self._threads, thread_name_prefix="holdfast-copy")
 
     async def join(self, door: Door, addresses: Sequence[str]) -> bool:
         """Meet those that this rank reads for, and those that read for it. False where that cannot be."""
@@ -172,14 +208,18 @@ class Exchange:
         self._takers.clear()
         self._sources.clear()
         self._arena.close()
+        self._copiers.shutdown(wait=False)  # they have ended
 
     async def _exchange(self, deliver: Deliver) -> None:
-        gate = asyncio.Semaphore(self._reader.jobs)
+        gate = asyncio.Semaphore(self._arena.slots)
         async with asyncio.TaskGroup() as tasks:
             for member, line in self._takers.items():
                 tasks.create_task(self._listen(member, line))
-            for member, line in self._sources.items():
-                tasks.create_task(self._take(member, line, deliver, gate))
+            near = [member for member, line in self._sources.items() if line.window is not None]
+            for some in (near[i :: self._threads] for i in range(min(self._threads, len(near)))):
+                tasks.create_task(self._copy_here(some, deliver))
+            for member in self._sources.keys() - near:
+                tasks.create_task(self._fetch(member, self._sources[member], deliver, gate))
             tasks.create_task(self._read(deliver))
 
     async def _read(self, deliver: Deliver) -> None:
@@ -195,48 +235,92 @@ class Exchange:
     async def _hand_on(self, job: int, buffer: HostBuffer) -> None:
         """To all who want of it; back when they have it."""
         unit, start = self._units[job], int(self.plan.start[job])
+        if not (takers := self._sharing.takers(unit)):
+            return
+        taken = asyncio.get_running_loop().create_future()
+        self._untaken[unit] = {member for member, *_ in takers}, taken
         async with asyncio.TaskGroup() as tasks:
-            for member, low, high in self._sharing.takers(unit):
-                tasks.create_task(self._hand(member, unit, buffer, low - start, high - start))
-
-    async def _hand(self, member: int, unit: int, buffer: HostBuffer, low: int, high: int) -> None:
-        line, offset = self._takers[member], self._arena.offset_of(buffer)
-        taken = self._taken[member, unit] = asyncio.get_running_loop().create_future()
-        async with self._with(member):
-            if line.by_wire:
-                part = buffer.view[low:high]
-                await line.send(_HANDED.pack(unit, offset, await offload(digest, part)), part)
-            else:
-                await line.send(_HANDED.pack(unit, offset, _NO_DIGEST))
+            for member, low, high in takers:
+                if self._takers[member].by_wire:
+                    tasks.create_task(self._send(member, unit, buffer.view[low - start : high - start]))
+                else:
+                    async with self._with(member):
+                        place = _HANDED.pack(unit, self._arena.offset_of(buffer), _NO_DIGEST)
+                        await self._takers[member].send(place)
         await taken
+
+    async def _send(self, member: int, unit: int, part: memoryview) -> None:
+        async with self._with(member):
+            await self._takers[member].send(_HANDED.pack(unit, 0, await offload(digest, part)), part)
 
     async def _listen(self, member: int, line: Line) -> None:
         """Until ``member`` has taken all that this rank reads for it."""
         async with self._with(member):
             for _ in range(self._takes[member]):
                 (unit,) = _TAKEN.unpack(await line.receive(_TAKEN.size))
-                if (taken := self._taken.pop((member, unit), None)) is None:
+                members, taken = self._untaken.get(unit, (set[int](), None))
+                if taken is None or member not in members:
                     raise self._confused(member)
-                if not taken.done():  # cancelled, where this rank is failing
+                members.remove(member)
+                if not members and not taken.done():  # cancelled, where this rank is failing
                     taken.set_result(None)
 
-    async def _take(self, member: int, line: Line, deliver: Deliver, gate: asyncio.Semaphore) -> None:
-        """All that ``member`` reads for this rank."""
+    async def _copy_here(self, members: Sequence[int], deliver: Deliver) -> None:
+        """All that ``members``, of this host, read for this rank. In a thread: a round through the event loop for each unit
+        takes as long as to copy it."""
+        copying = asyncio.get_running_loop().run_in_executor(self._copiers, self._copy_all, members, deliver)
+        try:
+            nbytes = await asyncio.shield(copying)
+            self._reader.bytes_received += nbytes  # others may have added to it meanwhile
+        except asyncio.CancelledError:
+            for member in members:
+                self._sources[member].hang_up()
+            await asyncio.wait([copying])
+            raise
+        except _Gone as gone:
+            async with self._with(gone.member):
+                raise gone.error from None
+
+    def _copy_all(self, members: Sequence[int], deliver: Deliver) -> int:
+        """Returns how many bytes of those were wanted. However long nothing comes: whoever watches the others hangs up."""
+        poll, nbytes = select.poll(), 0
+        waiting = {self._sources[member].watched_by(poll): member for member in members}
+        while waiting:
+            for number, _ in poll.poll():
+                member = waiting[number]
+                try:
+                    nbytes += self._copy_next(member, deliver)
+                except OSError as error:
+                    raise _Gone(member, error) from error
+                if not self._awaited[member]:
+                    poll.unregister(number)
+                    del waiting[number]
+        return nbytes
+
+    def _copy_next(self, member: int, deliver: Deliver) -> int:
+        line, awaited = self._sources[member], self._awaited[member]
+        unit, offset, _ = _HANDED.unpack(line.receive_now(_HANDED.size))
+        if (job := awaited.pop(unit, None)) is None or line.window is None:
+            raise self._confused(member)
+        try:
+            buffer = line.window.at(offset, int(self.plan.stop[job] - self.plan.start[job]))
+        except ValueError:
+            raise self._confused(member) from None
+        deliver(job, buffer)
+        line.send_now(_TAKEN.pack(unit))
+        low, high = self._sharing.hull(unit, self._circle.me)
+        return high - low
+
+    async def _fetch(self, member: int, line: Line, deliver: Deliver, gate: asyncio.Semaphore) -> None:
+        """All that ``member``, of another host, reads for this rank."""
         awaited = self._awaited[member]
         async with asyncio.TaskGroup() as tasks, self._with(member):
             while awaited:
-                unit, offset, told = _HANDED.unpack(await line.receive(_HANDED.size))
+                unit, _, told = _HANDED.unpack(await line.receive(_HANDED.size))
                 if (job := awaited.pop(unit, None)) is None:
                     raise self._confused(member)
-                if line.window is not None:
-                    try:
-                        buffer = line.window.at(offset, int(self.plan.stop[job] - self.plan.start[job]))
-                    except ValueError:
-                        raise self._confused(member) from None
-                    tasks.create_task(self._copy(member, line, unit, functools.partial(deliver, job, buffer)))
-                else:
-                    buffer = await self._fetched(line, job, gate)
-                    tasks.create_task(self._check(member, line, job, buffer, told, deliver, gate))
+                buffer = await self._fetched(line, job, gate)
+                tasks.create_task(self._check(member, line, job, buffer, told, deliver, gate))
 
     async def _fetched(self, line: Line, job: int, gate: asyncio.Semaphore) -> HostBuffer:
         """What follows on the line, where it belongs in a buffer of its unit. As many as the gate lets in."""
@@ -264,17 +348,13 @@ class Exchange:
                 )
             deliver(job, buffer)
 
-        await self._copy(member, line, self._units[job], check_and_deliver)
+        await offload(check_and_deliver)
+        within = self._within(job)
+        self._reader.bytes_received += within.stop - within.start
+        async with self._with(member):
+            await line.send(_TAKEN.pack(self._units[job]))
         host_pool(self._reader.manifest.chunk_nbytes).give(buffer)
         gate.release()
-
-    async def _copy(self, member: int, line: Line, unit: int, copy: Callable[[], None]) -> None:
-        """Copy to where it is wanted, and say so."""
-        await offload(copy)
-        low, high = self._sharing.hull(unit, self._circle.me)
-        self._reader.bytes_received += high - low
-        async with self._with(member):
-            await line.send(_TAKEN.pack(unit))
 
     def _within(self, job: int) -> slice:
         """What this rank wants of a unit, in a buffer that begins where the unit does."""

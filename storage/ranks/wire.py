@@ -11,10 +11,12 @@ this network, or can read the job's store, is trusted.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
 import os
 import secrets
+import select
 import socket
 import struct
 from collections.abc import Collection
@@ -70,6 +72,26 @@ class Line:
         data = bytearray(nbytes)
         await self.fill(memoryview(data))
         return bytes(data)
+
+    def watched_by(self, poll: select.poll) -> int:
+        """Have ``poll`` tell when :meth:`receive_now` has something to do; the number it says then."""
+        poll.register(self._socket, select.POLLIN)
+        return self._socket.fileno()
+
+    def receive_now(self, nbytes: int) -> bytes:
+        """:meth:`receive` for a thread, that ``poll`` has sent here: of a message, all bytes come at once."""
+        if len(data := self._socket.recv(nbytes)) != nbytes:
+            raise ConnectionResetError("closed by the other side")
+        return data
+
+    def send_now(self, data: bytes) -> None:
+        """:meth:`send` for a thread, to one who listens: there is room for what is as short as this."""
+        self._socket.sendall(data)
+
+    def hang_up(self) -> None:
+        """Have a thread that waits for this line see that nothing comes any more."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     async def receive_descriptor(self) -> tuple[bytes, int | None]:
         """The next byte, and the file descriptor that came with it."""
