@@ -8,7 +8,7 @@ from typing import Any
 
 from ..drivers.registry import open_driver
 from ..errors import UsageError
-from .begin import Lazy, UriLike, begin_save, closing, told
+from .begin import Destination, Lazy, UriLike, begin_save, closing, told
 from .capture.lazy import fence
 from .capture.state import flatten
 from .frameworks.process_group import current_rank, current_team
@@ -52,9 +52,8 @@ def save(
     fails; DeadlineError when one shows no sign of life for ``deadline_s`` seconds, or ``timeout_s`` are over.
     """
     _checked_budget(budget_nbytes)
-    handle, future = begin_save(
-        uri, state, step, budget_nbytes, deadline_s, storage_options, lazy=False, timeout_s=timeout_s
-    )
+    to = Destination(uri, storage_options)
+    handle, future = begin_save(to, state, step, budget_nbytes, deadline_s, lazy=False, timeout_s=timeout_s)
     try:
         handle.wait()
     except KeyboardInterrupt:
@@ -88,9 +87,8 @@ def async_save(
     """
     if budget_nbytes is not None:
         _checked_budget(budget_nbytes)
-    handle, _future = begin_save(
-        uri, state, step, budget_nbytes, deadline_s, storage_options, lazy=lazy, timeout_s=timeout_s
-    )
+    to = Destination(uri, storage_options)
+    handle, _future = begin_save(to, state, step, budget_nbytes, deadline_s, lazy=lazy, timeout_s=timeout_s)
     if not lazy:
         handle.captured.wait()
     return handle

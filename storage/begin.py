@@ -10,10 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from ..drivers.contract import Driver
 from ..drivers.registry import open_driver
+from ..drivers.uri import Uri
 from ..errors import UsageError
 from .accord import Accords
 from .capture.device import Queued, beside, devices_of
@@ -30,7 +32,7 @@ from .ranks.team import Team
 from .report import SaveReport
 from .save import ACCORDS, SaveJob, run_save
 
-__all__ = ["Lazy", "UriLike", "begin_save", "closing", "told"]
+__all__ = ["Destination", "Lazy", "UriLike", "begin_save", "closing", "told"]
 
 OUT_OF_THE_CALL_S = 0.002
 """How long a lazy save lies still at first. What it does in Python would keep the trainer, on its way out of the call,
@@ -47,13 +49,34 @@ _accords: Accords = Kept(ACCORDS)
 _in_flight_lock = threading.Lock()
 
 
+class Destination:
+    """Where a save goes: a driver, which is closed when the save has ended."""
+
+    def __init__(self, uri: UriLike | Uri, storage_options: Mapping[str, object] | None, known: str = "") -> None:
+        """``known``: the URI as the driver prints it, where that is known, and the URI to be right. Then it is opened on the
+        engine's thread: that takes a millisecond, for which training would wait. Else now; raises as :func:`open_driver`."""
+        self._opens = partial(open_driver, uri, current_world(), **(storage_options or {}))
+        self._driver = None if known else self._opens()
+        self.uri = self._driver.uri if self._driver else known
+
+    def driver(self) -> Driver:
+        """The driver."""
+        if self._driver is None:
+            self._driver = self._opens()
+        return self._driver
+
+    async def close(self) -> None:
+        """Close it, if it was opened."""
+        if self._driver is not None:
+            await self._driver.close()
+
+
 def begin_save(
-    uri: UriLike,
+    to: Destination,
     state: Any,
     step: int | None,
     budget_nbytes: int | None,
     deadline_s: float,
-    storage_options: Mapping[str, object] | None,
     *,
     lazy: Lazy,
     timeout_s: float | None,
@@ -63,25 +86,24 @@ def begin_save(
     The writing of it waits for the end of ``after``."""
     began_s, deadline = time.perf_counter(), Deadline.of(timeout_s)
     step = None if step is None else _checked_step(step)
-    driver = open_driver(uri, current_world(), **(storage_options or {}))
     team = current_team(deadline_s, saving=True)
-    flat = told(team, driver, flatten, state)
+    flat = told(team, to, flatten, state)
     if lazy:
-        flat.lazy = told(team, driver, LazyCapture, flat, prove=lazy == "prove")
+        flat.lazy = told(team, to, LazyCapture, flat, prove=lazy == "prove")
     step = _step_of(state) if step is None else step
     job = SaveJob(flat, step, budget_nbytes, after=after, accords=_accords, deadline=deadline)
-    save = _Save(job, _handle(driver, flat), began_s)
+    save = _Save(job, _handle(to.uri, flat), began_s)
     with _in_flight_lock:
-        before = _in_flight.get(driver.uri)
-        future = _in_flight[driver.uri] = start(_run(driver, team, save, before))
-    future.add_done_callback(lambda done: _forget(driver.uri, done))
+        before = _in_flight.get(to.uri)
+        future = _in_flight[to.uri] = start(_run(to, team, save, before))
+    future.add_done_callback(lambda done: _forget(to.uri, done))
     return save.handle, future
 
 
-def _handle(driver: Driver, flat: FlatState) -> SaveHandle:
+def _handle(uri: str, flat: FlatState) -> SaveHandle:
     if flat.lazy is None:
-        return SaveHandle(driver.uri)
-    return SaveHandle(driver.uri, captured=StageHandle("captured", flat.lazy.tell))
+        return SaveHandle(uri)
+    return SaveHandle(uri, captured=StageHandle("captured", flat.lazy.tell))
 
 
 class _Save:
@@ -96,8 +118,9 @@ class _Save:
         job.progress = Progress(self._captured, lambda: self._reach("sealed"))
         job.digests = self._digests
 
-    async def begins(self, before: Future[None] | None, team: Team) -> None:
-        """When ``before``, to the same URI, has ended, and what is to be done before a byte is copied has been."""
+    async def begins(self, to: Destination, before: Future[None] | None, team: Team) -> Driver:
+        """The driver, when ``before``, to the same URI, has ended, and what is to be done before a byte is copied has
+        been."""
         async with self.job.deadline.holds(self.handle.uri, team.rank):
             if self.lazy is not None:
                 await asyncio.sleep(OUT_OF_THE_CALL_S)
@@ -105,6 +128,7 @@ class _Save:
                 await asyncio.wait([asyncio.wrap_future(before)])
             if self.queued.events:
                 await offload(self.queued.wait)
+        return to.driver()
 
     def durable(self, attempt: str, nbytes: int) -> None:
         """It is committed."""
@@ -127,11 +151,11 @@ class _Save:
         self.handle.reach(name)
 
 
-async def _run(driver: Driver, team: Team, save: _Save, before: Future[None] | None) -> None:
+async def _run(to: Destination, team: Team, save: _Save, before: Future[None] | None) -> None:
     """Perform a save; its outcome, good or bad, goes to the handle."""
     handle = save.handle
     try:
-        await _told_later(team, save.begins(before, team))
+        driver = await _told_later(team, save.begins(to, before, team))
         save.durable(*await run_save(driver, team, save.job))
     except BaseException as error:
         if handle.captured.done() or save.lazy is not None:  # the caller may have gone on, and never ask
@@ -142,7 +166,7 @@ async def _run(driver: Driver, team: Team, save: _Save, before: Future[None] | N
     finally:
         if save.lazy is not None:
             save.lazy.end()
-        await driver.close()
+        await to.close()
         if before is not None:  # it may be late: whoever comes next waits for this one, and so for that one
             await asyncio.wait([asyncio.wrap_future(before)])
 
@@ -153,12 +177,13 @@ def _forget(uri: str, future: Future[None]) -> None:
             del _in_flight[uri]
 
 
-def told(team: Team, driver: Driver, function: Callable[..., T], *args: Any, **options: Any) -> T:
-    """Call ``function``; where it raises, tell the other ranks at once rather than let them wait for this one."""
+def told(team: Team, to: Driver | Destination, function: Callable[..., T], *args: Any, **options: Any) -> T:
+    """Call ``function``; where it raises, tell the other ranks at once rather than let them wait for this one, and close
+    ``to``."""
     try:
         return function(*args, **options)
     except BaseException as error:
-        start(closing(driver, _give_up(team, error))).result()
+        start(closing(to, _give_up(team, error))).result()
         raise
 
 
@@ -176,12 +201,12 @@ async def _give_up(team: Team, error: BaseException) -> None:
         await team.fail(error)
 
 
-async def closing(driver: Driver, work: Coroutine[Any, Any, T]) -> T:
-    """What ``work`` returns; then the driver is closed."""
+async def closing(to: Driver | Destination, work: Coroutine[Any, Any, T]) -> T:
+    """What ``work`` returns; then ``to`` is closed."""
     try:
         return await work
     finally:
-        await driver.close()
+        await to.close()
 
 
 def _checked_step(step: Any) -> int:

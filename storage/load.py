@@ -22,8 +22,9 @@ from .commit import decoded, get_manifest, read_manifest
 from .format.manifest import Manifest
 from .format.tree import Key, format_path
 from .format.vouched import Vouched
+from .frameworks.names import Walked
 from .frameworks.process_group import store_host
-from .frameworks.stateful import maker_of, restore
+from .frameworks.stateful import fills_in_place, maker_of, restore
 from .pipeline.engine import offload
 from .pipeline.image_reader import ImageReader, plan_reads
 from .ranks.exchange import LEAST_NBYTES, Circle, begin_exchange
@@ -292,14 +293,12 @@ def _once(told: Sequence[dict[str, Any]], name: str) -> list[str]:
 def finish(job: LoadJob, manifest: Manifest, rank: int) -> Any:
     """Put values into their containers, give objects their state, and return the state. In the caller's thread."""
     root = _assign(job, manifest, rank)
-    modules = job.flat.modules
-    for subtree in sorted(
-        job.flat.subtrees, key=lambda s: s.owner not in modules
-    ):  # modules first: optimizers need them
-        if subtree.state is not None:
-            restore(subtree.owner, subtree.state, modules)
-    for subtree, state in job.built:
-        restore(subtree.owner, state, modules)
+    given = [(s.owner, s.state) for s in job.flat.subtrees if s.state is not None]
+    given += [(subtree.owner, state) for subtree, state in job.built]
+    given.sort(key=lambda pair: not fills_in_place(pair[0]))  # modules first: optimizers need them
+    modules = [Walked(walked.module) for walked in job.flat.modules]  # as they are then
+    for owner, state in given:
+        restore(owner, state, modules)
     return root
 
 

@@ -11,7 +11,7 @@ Scope: the common kinds of containers and leaves. What else a state holds is no 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from ...errors import StateError
 from ..format.values import encode_value
 from ..frameworks.mesh import LocalPart, Parts, local_part, local_tensor, parts_of
+from ..frameworks.names import Walked
 from ..frameworks.stateful import expand, has_state
 from .dtypes import numpy_to_torch
 
@@ -40,8 +41,8 @@ class UnusualError(Exception):
 class Glance:
     """One look at a state. The lists are in the order in which flattening meets things."""
 
-    def __init__(self, modules: list[torch.nn.Module]) -> None:
-        """``modules`` are all that the state has."""
+    def __init__(self, modules: Callable[[], Sequence[Walked]]) -> None:
+        """``modules()`` are all that the state has; asked for if there is an object with a state."""
         self.trace: list[Hashable] = []
         self.nodes: list[Any] = []
         self.locals: list[torch.Tensor] = []
@@ -70,7 +71,7 @@ class Glance:
         if not has_state(item):
             return item
         self.trace.append(("opened", type(item)))
-        state = expand(item, self._modules, "the state")
+        state = expand(item, self._modules(), "the state")
         self.opened.append((item, state))
         return state
 
@@ -127,8 +128,9 @@ class Glance:
             raise UnusualError
         row, address = len(self.locals), item.data_ptr()
         first = self._first.setdefault(address, row) if address else row
+        strides = None if item.is_contiguous() else item.stride()
         self.trace.append(
-            (id(part), row - first, item.shape, item.stride(), item.dtype, item.device, item.is_conj(), item.is_neg())
+            (id(part), row - first, item.shape, strides, item.dtype, item.device, item.is_conj(), item.is_neg())
         )
         self.locals.append(item.detach() if item.requires_grad else item)
         self.origins.append(origin)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -23,15 +23,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...errors import SaveError
 from ..frameworks.mesh import local_tensor
-from ..frameworks.names import walk
 from .device import Queued, beside, devices_of
 from .fingerprint import fingerprint
 from .state import FlatState
 
 __all__ = ["LazyCapture", "fence", "hook_optimizers"]
-
-SMALL_NBYTES = 64 << 10
-"""A tensor of unknown use up to this size is copied at the call."""
 
 _under_way: dict[int, LazyCapture] = {}
 _lock = threading.Lock()
@@ -117,7 +113,7 @@ class _Watched:
 
     def __init__(self, flat: FlatState, rows: Sequence[int]) -> None:
         locals_, origins = flat.locals, flat.origins
-        inner = [row for row in rows if isinstance(origins[row], DTensor)]
+        inner = [row for row in rows if flat.parts[row] is not None]
         self._rows = [*rows, *inner]
         # A DTensor and its local tensor count apart: each those writes that go through itself.
         self._tensors = [*map(origins.__getitem__, rows), *map(locals_.__getitem__, inner)]
@@ -152,12 +148,11 @@ def _raise_for(changed: Sequence[str]) -> None:
 
 def _copy_the_hasty(flat: FlatState) -> list[int]:
     """Copy what may change before the next step of an optimizer. Return the rows of the rest, which are to be watched."""
-    locals_, parts = flat.locals, [part for module in flat.modules for _, part in walk(module)]
-    small = [row for row, local in enumerate(locals_) if local.nbytes <= SMALL_NBYTES]
-    trained = {_plain(tensor).data_ptr() for tensor in _trained(flat, parts)} if small else set()
-    hasty = {row for row in small if locals_[row].data_ptr() not in trained}
+    locals_ = flat.locals
+    hasty = _untrained(flat)
     hasty |= {row for row, local in enumerate(locals_) if local.is_inference()}  # torch does not count writes to them
-    hasty |= {row for row, o in enumerate(flat.origins) if isinstance(o, DTensor) and o.is_inference()}
+    hasty |= {row for row, part in enumerate(flat.parts) if part is not None and flat.origins[row].is_inference()}
+    parts = [part for walked in flat.modules for _, part in walked.parts if part._buffers]
     buffers = {_storage(_plain(b)) for part in parts for b in part._buffers.values() if b is not None}
     if buffers:
         hasty |= {row for row, local in enumerate(locals_) if _storage(local) in buffers}
@@ -168,17 +163,18 @@ def _copy_the_hasty(flat: FlatState) -> list[int]:
     return [row for row in range(len(locals_)) if row not in hasty] if hasty else [*range(len(locals_))]
 
 
-def _trained(flat: FlatState, parts: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
-    """What optimizers write to, as far as the state shows: parameters, and the optimizers' own tensors. ``parts`` are all
-    modules in those of the state."""
-    for part in parts:
-        yield from (p for p in part._parameters.values() if p is not None)
-    for subtree in flat.subtrees:
-        if isinstance(subtree.owner, torch.optim.Optimizer):
-            for group in subtree.owner.param_groups:
-                yield from group["params"]
-            for entry in subtree.owner.state.values():
-                yield from (value for value in entry.values() if isinstance(value, torch.Tensor))
+def _untrained(flat: FlatState) -> set[int]:
+    """The small rows but for those that only optimizers write to, as far as the state shows: parameters, which modules hand
+    out as views, and the optimizers' own tensors, which they hand out themselves."""
+    optimizers = [s.owner for s in flat.subtrees if isinstance(s.owner, torch.optim.Optimizer)]
+    own = {id(value) for optim in optimizers for entry in optim.state.values() for value in entry.values()}
+    left = [row for row in flat.small if id(flat.origins[row]) not in own]
+    if not left:
+        return set()
+    parameters = {id(p): p for walked in flat.modules for _, p in walked.parameters}
+    parameters |= {id(p): p for optim in optimizers for group in optim.param_groups for p in group["params"]}
+    trained = {_plain(p).data_ptr() for p in parameters.values()}
+    return {row for row in left if flat.locals[row].data_ptr() not in trained}
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ Flattening reads no tensor data and does no I/O. What cannot be saved is refused
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Hashable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from ...errors import StateError
 from ..format.tree import ROOT, Container, Key, Tree, Value, format_path
 from ..format.values import encode_value
 from ..frameworks.mesh import LocalPart, local_part, local_tensor
+from ..frameworks.names import Walked
 from ..frameworks.stateful import expand, fills_in_place, has_state
 from .dtypes import numpy_to_torch, refusal
 from .glance import Glance, UnusualError
@@ -32,6 +34,8 @@ _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _LEAVES = (*_TENSORS, DTensor, int, float, str, bool, type(None))
 """Where there are no modules."""
 _DEPTH_MAX = 200
+SMALL_NBYTES = 64 << 10
+"""So much is copied at once, where it may change before the next step of an optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,9 @@ class FlatState:
     tree: Tree = field(default_factory=Tree)
     nodes: list[Any] = field(default_factory=list)
     subtrees: list[Subtree] = field(default_factory=list)
-    modules: list[torch.nn.Module] = field(default_factory=list)
+    modules: list[Walked] = field(default_factory=list)
+    small: list[int] = field(default_factory=list)
+    """Rows of which this rank holds at most SMALL_NBYTES; not known where a state is loaded."""
     lazy: LazyCapture | None = None
     """Set where training goes on while this is being copied."""
     kin: object | None = None
@@ -81,7 +87,7 @@ def flatten(state: Any, *, loading: bool = False) -> FlatState:
     With ``loading``: only modules and optimizers are expanded; other objects with a state become subtrees as they are.
     Raises StateError naming the path of what cannot be saved.
     """
-    modules = list(_modules(state))
+    modules = functools.cache(lambda: [Walked(module) for module in _modules(state)])
     glance = Glance(modules)
     trace: tuple[Hashable, ...] | None = None
     if not loading:
@@ -90,9 +96,10 @@ def flatten(state: Any, *, loading: bool = False) -> FlatState:
             trace = tuple(glance.trace)
     known = None if trace is None else _known.get(trace)
     if known is not None:
-        return _again(known, glance, modules)
-    flat = FlatState(modules=modules)
+        return _again(known, glance, modules() if glance.opened else [])
+    flat = FlatState(modules=modules())
     _walk(state, _Walker(flat, loading, glance.opened))
+    flat.small = [] if loading else [row for row, local in enumerate(flat.locals) if local.nbytes <= SMALL_NBYTES]
     if trace is not None:
         flat.kin, flat.parts = object(), glance.parts
         _known.put(trace, _again(flat, None, []))
@@ -103,7 +110,7 @@ _known: Kept[FlatState] = Kept(8)
 """States flattened lately, without what is in them, by their trace."""
 
 
-def _again(known: FlatState, glance: Glance | None, modules: list[torch.nn.Module]) -> FlatState:
+def _again(known: FlatState, glance: Glance | None, modules: list[Walked]) -> FlatState:
     """A state that is laid out like a known one, with what a glance has seen; None: with nothing in it."""
     opened = glance.opened if glance else [(None, None)] * len(known.subtrees)
     values = glance.values if glance else [None] * len(known.tree.values)
@@ -124,6 +131,7 @@ def _again(known: FlatState, glance: Glance | None, modules: list[torch.nn.Modul
         nodes=glance.nodes if glance else [],
         subtrees=[Subtree(s.parent, s.key, *pair) for s, pair in zip(known.subtrees, opened, strict=True)],
         modules=modules,
+        small=known.small,
         kin=known.kin,
     )
 

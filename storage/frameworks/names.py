@@ -1,12 +1,13 @@
 """What torch calls the parameters and buffers of a module: the names in a state dict without those of wrappers.
 
 Torch finds them by walking down from the module, name by name, each time it is asked. A training run asks at every save,
-while the trainer waits; so the answers are kept, as long as the module consists of the same kinds of modules.
+while the trainer waits; so a save walks once, and the names are kept as long as the module consists of the same kinds of
+modules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -14,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import _get_fqns, _state_dict_fn, get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-__all__ = ["Names", "module_state", "names_of", "parameters_of", "plain_state_dict", "walk"]
+__all__ = ["Names", "Walked", "module_state", "plain_state_dict", "walk"]
 
 
 class Names(dict[str, str]):
@@ -39,13 +40,36 @@ class Names(dict[str, str]):
 _known: WeakKeyDictionary[torch.nn.Module, Names] = WeakKeyDictionary()
 
 
-def names_of(module: torch.nn.Module) -> Names:
-    """The names of ``module``, as it is now."""
-    kinds = tuple(type(part) for _, part in walk(module))
-    names = _known.get(module)
-    if names is None or names.kinds != kinds:
-        names = _known[module] = Names(module, kinds)
-    return names
+class Walked:
+    """A module as it is now, for all who ask about it during one call."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+
+    @cached_property
+    def parts(self) -> list[tuple[str, torch.nn.Module]]:
+        """All modules in it, see :func:`walk`."""
+        return walk(self.module)
+
+    @cached_property
+    def names(self) -> Names:
+        """Its names."""
+        kinds = tuple([type(part) for _, part in self.parts])
+        names = _known.get(self.module)
+        if names is None or names.kinds != kinds:
+            names = _known[self.module] = Names(self.module, kinds)
+        return names
+
+    @cached_property
+    def parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """All parameters by name, as torch's ``named_parameters``; but tied ones come under each of their names."""
+        return [
+            (prefix + name, parameter)
+            for prefix, part in self.parts
+            if part._parameters
+            for name, parameter in part._parameters.items()
+            if parameter is not None
+        ]
 
 
 def walk(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
@@ -60,15 +84,10 @@ def walk(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
         if id(here) not in seen:
             seen.add(id(here))
             found.append((prefix, here))
-            children = [(f"{prefix}{name}.", child) for name, child in here._modules.items() if child is not None]
-            ahead += reversed(children)
+            if here._modules:
+                children = [(f"{prefix}{name}.", child) for name, child in here._modules.items() if child is not None]
+                ahead += reversed(children)
     return found
-
-
-def parameters_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """All parameters by name, as torch's ``named_parameters``; but tied ones come under each of their names."""
-    for prefix, part in walk(module):
-        yield from ((f"{prefix}{name}", p) for name, p in part._parameters.items() if p is not None)
 
 
 def plain_state_dict(owner: Any) -> dict[str, Any]:
@@ -77,12 +96,12 @@ def plain_state_dict(owner: Any) -> dict[str, Any]:
     return state
 
 
-def module_state(module: torch.nn.Module) -> dict[str, Any]:
+def module_state(walked: Walked) -> dict[str, Any]:
     """As torch's ``get_model_state_dict``: the module's state dict, by names without wrappers."""
-    names = names_of(module)
+    names = walked.names
     if names.fsdp1:
-        return get_model_state_dict(module)
-    state = plain_state_dict(module)
+        return get_model_state_dict(walked.module)
+    state = plain_state_dict(walked.module)
     for key in list(state):
         name = names[key]
         if name != key:

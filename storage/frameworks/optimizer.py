@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from ...errors import MismatchError
-from .names import names_of, parameters_of, plain_state_dict
+from .names import Walked, plain_state_dict
 
 __all__ = ["Make", "load_optimizer", "makes_for", "optimizer_state"]
 
@@ -21,17 +21,17 @@ Make = Callable[[Sequence[Any], tuple[int, ...], torch.dtype], torch.Tensor | No
 """(keys below the object, shape, dtype) → the tensor to be filled; None for what this rank has no place for."""
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, modules: Iterable[torch.nn.Module]) -> dict[str, Any]:
+def optimizer_state(optimizer: torch.optim.Optimizer, modules: Iterable[Walked]) -> dict[str, Any]:
     """State and hyperparameters, by fqn where one of ``modules`` has all parameters, else by torch's numbering.
 
     As torch's ``get_optimizer_state_dict`` gives it; but an optimizer that has never stepped has no state, and gets none:
     torch's helper would take a step to make some.
     """
-    module, by_id = _module_of(optimizer, modules)
-    if module is None:
+    owner, by_id = _module_of(optimizer, modules)
+    if owner is None:
         return optimizer.state_dict()
-    if optimizer.state and names_of(module).fsdp1:
-        return get_optimizer_state_dict(module, optimizer)
+    if optimizer.state and owner.names.fsdp1:
+        return get_optimizer_state_dict(owner.module, optimizer)
     names = dict(enumerate(by_id[id(p)] for group in optimizer.param_groups for p in group["params"]))
     packed = plain_state_dict(optimizer)
     return {
@@ -40,7 +40,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, modules: Iterable[torch.nn
     }
 
 
-def makes_for(optimizer: torch.optim.Optimizer, modules: Iterable[torch.nn.Module]) -> Make:
+def makes_for(optimizer: torch.optim.Optimizer, modules: Iterable[Walked]) -> Make:
     """How to make the tensors of this optimizer's state: those it has, where they fit, else new ones like the parameter."""
     names = _names(optimizer, modules)
     parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
@@ -61,9 +61,7 @@ def makes_for(optimizer: torch.optim.Optimizer, modules: Iterable[torch.nn.Modul
     return make
 
 
-def load_optimizer(
-    optimizer: torch.optim.Optimizer, modules: Iterable[torch.nn.Module], stored: Mapping[str, Any]
-) -> None:
+def load_optimizer(optimizer: torch.optim.Optimizer, modules: Iterable[Walked], stored: Mapping[str, Any]) -> None:
     """Give the optimizer its stored state. Which parameters its groups have stays as it is.
 
     Raises MismatchError where the numbers of groups differ.
@@ -92,27 +90,25 @@ def _with_params(group: Mapping[str, Any], params: list[Any]) -> dict[str, Any]:
     return {**group, "params": params}
 
 
-def _names(optimizer: torch.optim.Optimizer, modules: Iterable[torch.nn.Module]) -> dict[int, Any]:
+def _names(optimizer: torch.optim.Optimizer, modules: Iterable[Walked]) -> dict[int, Any]:
     """By id of each parameter, its key in a stored state: its fqn, or torch's number."""
-    module, by_id = _module_of(optimizer, modules)
-    if module is not None:
+    owner, by_id = _module_of(optimizer, modules)
+    if owner is not None:
         return by_id
     every = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
     return {id(p): i for i, p in enumerate(every)}
 
 
-def _module_of(
-    optimizer: torch.optim.Optimizer, modules: Iterable[torch.nn.Module]
-) -> tuple[torch.nn.Module | None, dict[int, Any]]:
+def _module_of(optimizer: torch.optim.Optimizer, modules: Iterable[Walked]) -> tuple[Walked | None, dict[int, Any]]:
     """The module all of whose parameters in ``optimizer`` are its own, and the fqns of its parameters, by id; None where no
     single one is."""
     wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for module in modules:
-        names = names_of(module)
+    for walked in modules:
+        names = walked.names
         found: dict[int, Any] = {}
-        for name, p in module.named_parameters() if names.fsdp1 else parameters_of(module):
+        for name, p in walked.module.named_parameters() if names.fsdp1 else walked.parameters:
             if id(p) not in found:
                 found[id(p)] = names[name]
         if wanted <= found.keys():
-            return module, found
+            return walked, found
     return None, {}

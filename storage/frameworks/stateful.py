@@ -7,7 +7,7 @@ likewise and filled in place; others are given the stored dict, as it is.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
 from ...errors import StateError
-from .names import module_state
+from .names import Walked, module_state
 from .optimizer import Make, load_optimizer, makes_for, optimizer_state
 
 __all__ = ["RNGState", "StatefulLike", "expand", "fills_in_place", "has_state", "maker_of", "restore"]
@@ -84,15 +84,15 @@ def fills_in_place(value: object) -> bool:
     return isinstance(value, torch.nn.Module)
 
 
-def maker_of(value: object, modules: Iterable[torch.nn.Module]) -> Make | None:
+def maker_of(value: object, modules: Iterable[Walked]) -> Make | None:
     """How to make the tensors of a state that is built for ``value``; None: as they are stored, on the CPU."""
     return makes_for(value, modules) if isinstance(value, torch.optim.Optimizer) else None
 
 
-def expand(value: Any, modules: Iterable[torch.nn.Module], path: str) -> Any:
+def expand(value: Any, modules: Sequence[Walked], path: str) -> Any:
     """The state of an object with a state. ``modules`` are those of the whole state: an optimizer needs its own."""
     if isinstance(value, torch.nn.Module):
-        return module_state(value)
+        return module_state(next((walked for walked in modules if walked.module is value), None) or Walked(value))
     if isinstance(value, torch.optim.Optimizer):
         return optimizer_state(value, modules)
     if isinstance(value, torch.Generator):
@@ -111,7 +111,7 @@ def expand(value: Any, modules: Iterable[torch.nn.Module], path: str) -> Any:
     return state
 
 
-def restore(value: Any, state: Any, modules: Iterable[torch.nn.Module]) -> None:
+def restore(value: Any, state: Any, modules: Iterable[Walked]) -> None:
     """Give an object its state back."""
     if isinstance(value, torch.nn.Module):
         set_model_state_dict(value, state)

@@ -21,7 +21,7 @@ from ...drivers.registry import open_driver
 from ...drivers.uri import join
 from ...errors import CoordinationError, HoldfastError, UsageError
 from ..api import BUDGET_NBYTES, DEADLINE_S
-from ..begin import Lazy, UriLike, begin_save
+from ..begin import Destination, Lazy, UriLike, begin_save
 from ..capture.lazy import fence, hook_optimizers
 from ..deadline import Deadline
 from ..handle import SaveHandle
@@ -92,7 +92,9 @@ class Checkpointer:
         _one_of("on_error", on_error, ("warn", "raise"))
         _one_of("lazy", lazy, (True, False, "prove"))
         self._root = Place.of(uri, storage_options)
-        start(open_driver(self._root.uri, **self._root.options).close()).result()  # what is misspelled is said here
+        driver = open_driver(join(self._root.uri, "0"), **self._root.options)  # what is misspelled is said here
+        start(driver.close()).result()
+        self._printed = driver.uri.removesuffix("0")
         self._cadence = cadence_of(every)
         Deadline.of(timeout_s)  # likewise
         keep = Keep(last=keep) if isinstance(keep, int) else keep
@@ -229,17 +231,17 @@ class Checkpointer:
         self._ledger.waited(time.perf_counter() - began_s)
 
     def _begin(self, step: int, state: Any, metric: float | None) -> SaveHandle | None:
-        began_s, uri = time.perf_counter(), str(join(self._root.uri, checkpoint_name(step)))
+        began_s, name = time.perf_counter(), checkpoint_name(step)
         after = self._flights[-1].ended if self._flights and self._when_busy == "queue" else None
         self._last = step
         try:
+            uri, known = join(self._root.uri, name), self._printed + name
             handle, ended = begin_save(
-                uri,
+                Destination(uri, self._root.options, known),
                 state,
                 step,
                 self._budget_nbytes,
                 self._deadline_s,
-                self._root.options,
                 lazy=self._lazy,
                 timeout_s=self._timeout_s,
                 after=after,

@@ -15,6 +15,9 @@ from support.bits import fresh_uri
 from torch import nn
 
 import holdfast
+from holdfast.drivers.registry import open_driver
+from holdfast.drivers.uri import join
+from holdfast.errors import UriError
 from holdfast.storage import save as saving
 from holdfast.storage.capture.source import ImageSource
 from holdfast.storage.prune import choose
@@ -416,3 +419,30 @@ def test_progress_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert "step 1: saving" in caplog.text
     assert "step 2: saved, 0.00 GB from this rank in" in caplog.text
     assert "deleted step-00000001" in caplog.text
+
+
+@pytest.mark.parametrize("root", ["memory://a b/run", "{}//run/", "file://{}/r%20?threads=2"])
+def test_a_save_is_known_by_the_uri_that_its_driver_prints(root: str, tmp_path: Path) -> None:
+    """Though the driver is opened later: other saves to the same place, by whatever name, wait for this one."""
+    root = root.format(tmp_path)
+    with holdfast.Checkpointer(root, every=1) as ckpt:
+        handle = ckpt.step(1, {"x": torch.zeros(3)})
+    assert handle is not None
+    assert handle.report is not None
+    driver = open_driver(join(root, "step-00000001"))
+    asyncio.run(driver.close())
+    assert driver.uri == handle.uri == handle.report.uri
+
+
+def test_a_save_whose_storage_cannot_be_opened_any_more_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its handle, as any failure after the call; training goes on."""
+    with holdfast.Checkpointer(tmp_path, every=1) as ckpt:
+        monkeypatch.setenv("HOLDFAST_FILE_THREADS", "none")
+        handle = ckpt.step(1, {"x": torch.zeros(100_000)})
+        assert handle is not None
+        with pytest.raises(UriError, match="HOLDFAST_FILE_THREADS"):
+            handle.wait(60)
+        holdfast.fence()
+        monkeypatch.delenv("HOLDFAST_FILE_THREADS")
+        assert ckpt.step(2, {"x": torch.zeros(100_000)}) is not None
+    assert (ckpt.counters.failed, ckpt.counters.saved) == (1, 1)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
-from holdfast.storage.frameworks.names import module_state, walk
+from holdfast.storage.frameworks.names import Walked, module_state, walk
 from holdfast.storage.frameworks.optimizer import optimizer_state
 
 
@@ -67,16 +67,16 @@ def test_names_are_those_that_torch_gives(kind: str) -> None:
     for _ in range(2):
         expected = get_model_state_dict(module)
         assert walk(module) == [(f"{name}." if name else "", part) for name, part in module.named_modules()]
-        assert {k: str(v) for k, v in module_state(module).items()} == {k: str(v) for k, v in expected.items()}
-        assert list(module_state(module)) == list(expected)
-        assert str(optimizer_state(optim, [module])) == str(get_optimizer_state_dict(module, optim))
+        assert {k: str(v) for k, v in module_state(Walked(module)).items()} == {k: str(v) for k, v in expected.items()}
+        assert list(module_state(Walked(module))) == list(expected)
+        assert str(optimizer_state(optim, [Walked(module)])) == str(get_optimizer_state_dict(module, optim))
 
 
 @pytest.mark.filterwarnings(TORCHS_OWN)
 def test_names_change_with_the_modules_kinds() -> None:
     """A part that is wrapped meanwhile is saved under the names that it had."""
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    before = list(module_state(module))
+    before = list(module_state(Walked(module)))
     module[1] = torch.compile(module[1])  # type: ignore[assignment]
     assert list(module.state_dict()) != before
-    assert sorted(module_state(module)) == sorted(before)
+    assert sorted(module_state(Walked(module))) == sorted(before)
