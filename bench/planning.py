@@ -8,6 +8,8 @@ of them. Times are of the processor: on one core, without what else the machine 
 from __future__ import annotations
 
 import base64
+import contextlib
+import gc
 import itertools
 import json
 import statistics
@@ -16,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,8 +30,9 @@ from ..storage.capture.state import FlatState, flatten
 from ..storage.capture.targets import match
 from ..storage.format.digest import digest
 from ..storage.format.fragment import Fragment, Group, Layout, decode_fragment, fragment_of, join
-from ..storage.format.manifest import ImageTable, Manifest
+from ..storage.format.manifest import ImageTable, Manifest, check_complete
 from ..storage.format.merge import merge
+from ..storage.format.vouched import Vouched
 from ..storage.frameworks.mesh import LocalPart
 from ..storage.pipeline.engine import start
 from .llama import KINDS, RNG_NBYTES, TINY, Job, Model, placement_of
@@ -44,7 +48,7 @@ DATA_PARALLEL = (8, 70, 128, 781)
 TARGETS = 8960
 MERGED_RANKS_MAX = 100_000
 APART_RANKS_MAX = 8_960
-"""In larger jobs the fragments of a host's ranks are joined before they are merged, and not each rank plans by itself."""
+"""In larger jobs not each rank plans by itself."""
 HOST_RANKS = 8
 SAMPLES = 5
 REPEATS = 9
@@ -64,12 +68,19 @@ class _Found:
     tensors: int = 0
     shards: list[int] = field(default_factory=list)
     fragment_nbytes: list[int] = field(default_factory=list)
+    again_nbytes: list[int] = field(default_factory=list)
+    host_nbytes: int = 0
+    """What a host tells the leader at first."""
     stated_nbytes: tuple[int, int] = (0, 0)
     """What a rank says when a save begins, at first and again."""
     lead_s: tuple[float, float] = (0.0, 0.0)
     merge_s: float = 0.0
     merge_nbytes: int = 0
     decode_s: float = 0.0
+    """To decode and check it: one rank of a host does."""
+    vouched_s: list[float] = field(default_factory=list)
+    """To decode of it what a rank wants: the others do."""
+    vouched_nbytes: int = 0
     manifest_nbytes: int = 0
 
     @property
@@ -79,8 +90,10 @@ class _Found:
     def row(self) -> list[str]:
         stated, lead = (f"{n / 1e3:.1f}" for n in self.stated_nbytes), (f"{s:.2f}" for s in self.lead_s)
         begun = [*stated, *lead] if any(self.stated_nbytes) else ["–"] * 4
-        whole = [f"{self.merge_s:.2f}", f"{self.merge_nbytes / MIB:,.0f}", f"{self.manifest_nbytes / 1e6:.1f}"]
-        whole += [f"{self.decode_s:.2f}", f"{max(self.load_s, default=0) * 1e3:.0f}"]
+        whole = [f"{self.host_nbytes / 1e3:.0f}", f"{self.merge_s:.2f}", f"{self.merge_nbytes / MIB:,.0f}"]
+        whole += [f"{self.manifest_nbytes / 1e6:.1f}", f"{self.decode_s:.2f}"]
+        whole += [f"{max(self.vouched_s, default=0) * 1e3:.0f}", f"{self.vouched_nbytes / MIB:.0f}"]
+        whole += [f"{max(self.load_s, default=0) * 1e3:.0f}"]
         return [
             self.name,
             f"{self.tensors}",
@@ -88,13 +101,15 @@ class _Found:
             f"{max(self.first_s) * 1e3:.1f}",
             f"{max(self.again_s) * 1e3:.1f}",
             f"{max(self.fragment_nbytes) / 1e3:.1f}",
+            f"{max(self.again_nbytes) / 1e3:.1f}",
             *begun,
             *(whole if self.manifest_nbytes else ["–"] * len(whole)),
         ]
 
 
-HEADER = ["", "tensors", "shards", "first ms", "again ms", "fragment kB", "begin kB", "again kB", "leader s", "again s"]
-HEADER += ["merge s", "merge MiB", "manifest MB", "its decoding s", "load plan ms"]
+HEADER = ["", "tensors", "shards", "first ms", "again ms", "fragment kB", "again kB"]
+HEADER += ["begin kB", "again kB", "leader s", "again s", "host kB", "merge s", "merge MiB", "manifest MB"]
+HEADER += ["checking it s", "of it ms", "of it MiB", "load plan ms"]
 
 
 def _told(plan: ImagePlan, rank: int, flat: FlatState) -> Fragment:
@@ -112,9 +127,9 @@ def _agreed(flat: FlatState) -> Agreed:
 def _sample(found: _Found, rank: int) -> bytes:
     """Plan for one rank, from its state to its fragment, for the first time and again; return the fragment."""
     job = found.job
-    mesh, agreed, again_s = job.mesh(rank), Agreed({}, {}), list[float]()
+    kept, agreed, again_s = job.state(rank), Agreed({}, {}), list[float]()
     for attempt in range(1 + REPEATS):
-        state = job.state(rank, mesh)  # as a training loop has it: new objects each time, laid out as before
+        state = _given(kept)
         began_s = time.process_time()
         flat = flatten(state)
         if not attempt:
@@ -122,14 +137,24 @@ def _sample(found: _Found, rank: int) -> bytes:
         told = _told(plan_save(flat, rank, agreed), rank, flat)
         data = told.encode()
         again_s.append(time.process_time() - began_s)
-        tensors, shards = len(flat.names), len(told.groups[0].shards)
+        tensors, shards, nbytes = (
+            len(flat.names),
+            len(told.groups[0].shards),
+            len(told.encode({told.groups[0].layout.key})),
+        )
         del state, flat, told  # to let go of a state is no part of planning the next one: a training loop keeps it
     found.first_s.append(again_s.pop(0))
     found.again_s.append(statistics.median(again_s))
     found.tensors = max(found.tensors, tensors)
     found.shards.append(shards)
     found.fragment_nbytes.append(len(data))
+    found.again_nbytes.append(nbytes)
     return data
+
+
+def _given(kept: Any) -> Any:
+    """What modules and optimizers give of a state: new containers each time, of the same tensors."""
+    return {key: _given(item) for key, item in kept.items()} if isinstance(kept, dict) else kept
 
 
 class _Stage:
@@ -140,6 +165,7 @@ class _Stage:
         first = rank // (job.tp * job.dp) * job.tp * job.dp
         self._ranks = np.arange(first, first + job.tp * job.dp).reshape(job.shape)
         self._layout: Layout | None = None
+        self._parts = dict[object, LocalPart]()
         self._kinds = dict[_Kind, int]()  # layers repeat: of what is laid out alike, there are few
         self._kind = [self._kind_of(row) for row in range(len(self._flat.names))]
         self.kind = (tuple(self._kinds), tuple(self._kind))
@@ -155,12 +181,25 @@ class _Stage:
     def at(self, rank: int) -> FlatState:
         """What ``rank`` has flattened."""
         at = tuple(int(n) for n in np.argwhere(self._ranks == rank)[0])
-        parts = [_located(shape, self._ranks, at, placements) for shape, placements in self._kinds]
+        parts = [self._located(shape, at, placements) for shape, placements in self._kinds]
         moved = replace(self._flat, parts=[None if kind is None else parts[kind] for kind in self._kind], kin=None)
         for value in moved.tree.values:
             if value.key == "position":
                 value.by_rank = [([0], 1000 + rank)]
         return moved
+
+    def _located(
+        self, shape: tuple[int, ...], at: tuple[int, ...], placements: tuple[Replicated | Split, ...]
+    ) -> LocalPart:
+        """Where along an axis that replicates does not matter."""
+        at = tuple(0 if isinstance(p, Replicated) else n for n, p in zip(at, placements, strict=True))
+        part = self._parts.get((shape, at, placements))
+        if part is None:
+            pieces = tuple(local_pieces(shape, self._ranks.shape, at, placements))
+            local = local_shape(shape, self._ranks.shape, at, placements)
+            part = LocalPart(pieces, local, holders(self._ranks, at, placements), self._ranks.size)
+            self._parts[shape, at, placements] = part
+        return part
 
     def told(self, rank: int, moved: FlatState) -> Fragment:
         """The fragment of ``rank``."""
@@ -169,16 +208,8 @@ class _Stage:
         return _told(replace(plan, told=self._layout), rank, moved)  # whose layout is the same, and encoded once
 
 
-def _located(
-    shape: tuple[int, ...], ranks: np.ndarray, at: tuple[int, ...], placements: Sequence[Replicated | Split]
-) -> LocalPart:
-    pieces = tuple(local_pieces(shape, ranks.shape, at, placements))
-    local = local_shape(shape, ranks.shape, at, placements)
-    return LocalPart(pieces, local, holders(ranks, at, placements), ranks.size)
-
-
-def _commit(found: _Found, fragments: Sequence[bytes]) -> Manifest:
-    """Merge the fragments of all ranks, or of all hosts, as the leader does; return what a reader makes of the manifest."""
+def _commit(found: _Found, fragments: Sequence[bytes]) -> bytes:
+    """Merge the fragments of all hosts, as the leader does; return the manifest."""
     known: dict[bytes, Layout] = {}
     with PeakMemory() as memory:
         began_s = time.process_time()
@@ -186,11 +217,8 @@ def _commit(found: _Found, fragments: Sequence[bytes]) -> Manifest:
         data = merged.encode()
         found.merge_s = time.process_time() - began_s
     found.merge_nbytes, found.manifest_nbytes = memory.nbytes, len(data)
-    del merged
-    began_s = time.process_time()
-    manifest = Manifest.decode(data)
-    found.decode_s = time.process_time() - began_s
-    return manifest
+    found.host_nbytes = max(map(len, fragments))
+    return data
 
 
 def _fragments(
@@ -263,23 +291,47 @@ def _fragments_by_twins(job: Job) -> Iterator[Fragment]:
             yield Fragment(HEAD, [replace(group, layout=one.layout, ranks=ranks, images=images, values=values)])
 
 
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """It would go through hundreds of thousands of objects, over and over, that are here for all ranks at once."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def _by_host(fragments: Iterator[Fragment]) -> Iterator[Fragment]:
     """Those of each host's ranks as one."""
     while host := list(itertools.islice(fragments, HOST_RANKS)):
         yield join(host)
 
 
-def _load(found: _Found, manifest: Manifest, target: Job) -> None:
-    """Plan loads of some ranks of another layout."""
+def _load(found: _Found, data: bytes, target: Job) -> None:
+    """Read the manifest, and plan loads of some ranks of another layout."""
+    began_s = time.process_time()
+    whole = Manifest.decode(data)
+    check_complete(whole, "the manifest")
+    found.decode_s = time.process_time() - began_s
+    del whole
     for rank in _samples(target.world):
         state = target.state(rank)
         began_s = time.process_time()
-        matched = match(flatten(state, loading=True), manifest, rank, cast=False)
-        wanted = matched.wanted.targets(manifest.tensors.shape)
+        seen = Vouched.decode(data)
+        seen_s = time.process_time()
+        matched = match(flatten(state, loading=True), seen.manifest, rank, cast=False)
+        wanted = matched.wanted.targets(seen.manifest.tensors.shape)
+        matched_s = time.process_time()
+        manifest = seen.of(wanted.tensor)
+        of_s = time.process_time()
         plan_load(manifest.tensors, manifest.shards, wanted, manifest.images.hashed_nbytes)
-        found.load_s.append(time.process_time() - began_s)
+        found.load_s.append(time.process_time() - of_s + matched_s - seen_s)
+        found.vouched_s.append(seen_s - began_s + of_s - matched_s)
         if matched.missing or matched.mismatched:
             raise AssertionError(f"the other layout does not fit: {[*matched.missing, *matched.mismatched][:3]}")
+    with PeakMemory() as memory:
+        Vouched.decode(data).of(wanted.tensor)
+    found.vouched_nbytes = memory.nbytes
 
 
 def _samples(world: int) -> list[int]:
@@ -291,40 +343,72 @@ def _measured(job: Job, target: Job, merged_max: int) -> _Found:
     told = {rank: _sample(found, rank) for rank in _samples(job.world)}
     if job.world <= merged_max:
         by_rank = job.world <= APART_RANKS_MAX
-        fragments = _fragments(job, told, beginning.state) if by_rank else _by_host(_fragments_by_twins(job))
-        data = [fragment.encode() for fragment in fragments]
+        fragments = _fragments(job, told, beginning.state) if by_rank else _fragments_by_twins(job)
+        with _without_collector():
+            data = [fragment.encode() for fragment in _by_host(fragments)]
         if by_rank:
             found.lead_s = start(beginning.lead()).result()
             found.stated_nbytes = max(map(len, beginning.first)), max(map(len, beginning.again))
-        manifest = _commit(found, data)
-        _load(found, manifest, target)
+        _load(found, _commit(found, data), target)
     print("  " + "  ".join(found.row()), flush=True)
     return found
 
 
 def _targets(all_found: Sequence[_Found]) -> list[Target]:
     ours = [found for found in all_found if found.job.world == TARGETS]
-    if not ours:
-        return []
-    figures = {
-        "first plan of a rank, s": (max(max(f.first_s) for f in ours), 1.0),
-        "the same plan again, s": (max(max(f.again_s) for f in ours), 0.005),
-        "merge, s": (max(f.merge_s for f in ours), 10.0),
-        "manifest, MB": (max(f.manifest_nbytes for f in ours) / 1e6, 100.0),
-        "load plan of a rank, s": (max(max(f.load_s) for f in ours), 1.0),
-    }
+    figures = (
+        {}
+        if not ours
+        else {
+            "first plan of a rank, s": (max(max(f.first_s) for f in ours), 1.0),
+            "the same plan again, s": (max(max(f.again_s) for f in ours), 0.005),
+            "merge, s": (max(f.merge_s for f in ours), 10.0),
+            "manifest, MB": (max(f.manifest_nbytes for f in ours) / 1e6, 100.0),
+            "load plan of a rank, s": (max(max(f.load_s) for f in ours), 1.0),
+        }
+    )
     least = {f.job.kind: f for f in all_found if f.job.dp == min(o.job.dp for o in all_found)}
     grown = max(_per_row(f) / _per_row(least[f.job.kind]) for f in all_found)
     targets = [Target(f"{name}, {TARGETS:,} ranks", *figure, at_least=False) for name, figure in figures.items()]
-    return [
-        *targets,
-        Target("growth of a first plan per tensor and shard, to 100,000 ranks", grown, 1.5, at_least=False),
+    most = max(f.job.world for f in all_found)
+    growth = {"a first plan per tensor and shard": grown}
+    growth |= {name: _growth(all_found, of) for name, of in PER_SHARD.items()}
+    return targets + [
+        Target(f"growth of {name}, to {most:,} ranks", n, 1.5, at_least=False) for name, n in growth.items()
     ]
+
+
+PER_SHARD: dict[str, Callable[[_Found], float]] = {
+    "merge per shard": lambda f: f.merge_s,
+    "a merge's memory per shard": lambda f: f.merge_nbytes,
+    "a manifest per shard": lambda f: f.manifest_nbytes,
+}
+"""What is to grow no faster than all shards, which each rank has a share of."""
+
+
+def _growth(all_found: Sequence[_Found], of: Callable[[_Found], float]) -> float:
+    """How much more it is per shard in some job than in the smallest of its kind."""
+    merged = [f for f in all_found if f.manifest_nbytes]
+    per_shard = {f.name: of(f) / (statistics.mean(f.shards) * f.job.world) for f in merged}
+    least = {f.job.kind: per_shard[f.name] for f in sorted(merged, key=lambda f: -f.job.world)}
+    return max((per_shard[f.name] / least[f.job.kind] for f in merged), default=0.0)
 
 
 def _per_row(found: _Found) -> float:
     """Seconds of a first plan by what the rank has to plan."""
     return statistics.median(found.first_s) / (found.tensors + statistics.median(found.shards))
+
+
+CURVES: dict[str, Callable[[_Found], float]] = {
+    "first plan of a rank, ms": lambda f: max(f.first_s) * 1e3,
+    "the same plan again, ms": lambda f: max(f.again_s) * 1e3,
+    "what a rank tells, first, kB": lambda f: max(f.fragment_nbytes) / 1e3,
+    "what a rank tells again, kB": lambda f: max(f.again_nbytes) / 1e3,
+    "merge of all, s": lambda f: f.merge_s,
+    "memory of the merge, MiB": lambda f: f.merge_nbytes / MIB,
+    "manifest, MB": lambda f: f.manifest_nbytes / 1e6,
+    "load plan of a rank, ms": lambda f: max(f.load_s) * 1e3,
+}
 
 
 def _draw(all_found: Sequence[_Found], file: Path) -> None:
@@ -334,17 +418,16 @@ def _draw(all_found: Sequence[_Found], file: Path) -> None:
     mpl.use("svg")
     from matplotlib import pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
-    for kind in KINDS:
-        ours = [f for f in all_found if f.job.kind == kind]
-        worlds = [f.job.world for f in ours]
-        left.plot(worlds, [max(f.first_s) * 1e3 for f in ours], marker="o", label=f"{kind}, first")
-        left.plot(worlds, [max(f.again_s) * 1e3 for f in ours], marker=".", linestyle=":", label=f"{kind}, again")
-        merged = [f for f in ours if f.manifest_nbytes]
-        right.plot([f.job.world for f in merged], [f.merge_s for f in merged], marker="o", label=kind)
-    for axes, title in ((left, "plan of a rank, ms"), (right, "merge of all ranks, s")):
-        axes.set(xscale="log", xlabel="ranks", title=title, ylim=(0, None))
-        axes.legend(fontsize="small")
+    figure, rows = plt.subplots(2, 4, figsize=(13, 6), layout="constrained")
+    for axes, (title, of) in zip(rows.flat, CURVES.items(), strict=True):
+        for kind in dict.fromkeys(f.job.kind for f in all_found):
+            ours = [f for f in all_found if f.job.kind == kind and f.manifest_nbytes]
+            axes.plot([f.job.world for f in ours], [of(f) for f in ours], marker="o", label=kind)
+        axes.set_xscale("log")
+        axes.set_xlabel("ranks")
+        axes.set_title(title, fontsize="medium")
+        axes.set_ylim(bottom=0)
+    rows.flat[0].legend(fontsize="small")
     figure.savefig(file)
     plt.close(figure)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -35,7 +36,33 @@ class LocalPart:
         return self._hash
 
 
-Parts = dict[Hashable, LocalPart]
+@dataclass(slots=True)
+class Parts:
+    """What is known of tensors on one mesh: layers repeat, a model has few of these. To look up placements takes torch
+    longer than all else about a tensor; so what was found is also kept by which tuple they were. A tensor keeps its own,
+    also when it is detached, and a tuple that is kept is no other."""
+
+    by_value: dict[Hashable, LocalPart] = field(default_factory=dict)
+    by_tuple: dict[Hashable, tuple[Hashable, LocalPart]] = field(default_factory=dict)
+
+    def of(self, tensor: DTensor, path: Callable[[], str]) -> LocalPart:
+        """What this rank holds of ``tensor``. Raises StateError, see :func:`local_part`."""
+        placements, shape = tensor.placements, tensor.shape
+        known = self.by_tuple.get((id(placements), shape))
+        if known is not None:
+            return known[1]
+        part = self.by_value.get((placements, shape))
+        if part is None:
+            _make_room(self.by_value)
+            part = self.by_value[placements, shape] = _part(tensor, path)
+        _make_room(self.by_tuple)
+        self.by_tuple[id(placements), shape] = (placements, part)
+        return part
+
+
+def _make_room(known: dict[Hashable, Any]) -> None:
+    if len(known) >= _PARTS_MAX:
+        known.clear()
 
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:
@@ -54,12 +81,7 @@ def local_part(tensor: DTensor, local: torch.Tensor, path: Callable[[], str], kn
     """
     if known is None:
         known = parts_of(tensor.device_mesh)
-    key = (tensor.placements, tensor.shape)
-    part = known.get(key)
-    if part is None:
-        if len(known) >= _PARTS_MAX:
-            known.clear()
-        part = known[key] = _part(tensor, path)
+    part = known.of(tensor, path)
     if part.pieces and local.shape != part.local_shape:
         raise StateError(
             f"{path()} holds a local tensor of shape {tuple(local.shape)}, "
@@ -74,9 +96,8 @@ _parts: WeakKeyDictionary[DeviceMesh, dict[Hashable, Parts]] = WeakKeyDictionary
 
 
 def parts_of(mesh: DeviceMesh) -> Parts:
-    """What is known of tensors on ``mesh`` by placements and shape: layers repeat, a model has few of these. Kept, since
-    to list the ranks of a mesh takes longer the more there are."""
-    return _parts.setdefault(mesh, {}).setdefault(_coordinate(mesh), {})
+    """What is known of tensors on ``mesh``. Kept, since to list the ranks of a mesh takes longer the more there are."""
+    return _parts.setdefault(mesh, {}).setdefault(_coordinate(mesh), Parts())
 
 
 def _coordinate(mesh: DeviceMesh) -> tuple[int, ...] | None:

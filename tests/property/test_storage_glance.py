@@ -19,6 +19,7 @@ from holdfast.storage.capture import state as capture
 from holdfast.storage.capture.kept import Kept
 from holdfast.storage.capture.plan import Agreed, plan_save
 from holdfast.storage.capture.state import FlatState, flatten
+from holdfast.storage.frameworks.mesh import parts_of
 
 MESHES = [DeviceMesh("cpu", torch.arange(4).reshape(shape), _init_backend=False, _rank=1) for shape in ((2, 2), (4, 1))]
 BASE = torch.arange(64.0)
@@ -161,6 +162,22 @@ def test_no_two_leaves_are_taken_for_each_other(monkeypatch: pytest.MonkeyPatch)
     for state in states:
         flatten(state)
     assert [outcome(state) for state in states] == expected
+
+
+def test_placements_are_told_apart_though_they_come_and_go() -> None:
+    """New tensors take the places in memory of others, also their placements do: each is seen as it is."""
+    splits = [(Shard(0), Replicate(), (2, 4)), (Replicate(), Shard(0), (2, 4)), (Replicate(), Shard(1), (4, 2))]
+    expected = [[piece.box for piece in flatten({"x": on_mesh(MESHES[0], *split)}).parts[0].pieces] for split in splits]
+    assert expected[0] != expected[1] != expected[2]
+    places, order = set(), [i * i % 7 % 3 for i in range(200)]
+    for i in order:
+        tensor = on_mesh(MESHES[0], *splits[i])
+        places.add(id(tensor.placements))
+        for seen in (tensor, tensor.detach()):
+            assert [piece.box for piece in flatten({"x": seen}).parts[0].pieces] == expected[i]
+        parts_of(MESHES[0]).by_tuple.clear() if len(places) % 5 == 0 else None
+        del tensor, seen
+    assert len(places) < len(order)  # some were at the place of one before
 
 
 def test_a_state_of_a_training_loop_is_walked_once() -> None:
