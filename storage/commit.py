@@ -327,6 +327,7 @@ async def give_up(driver: Driver, attempt: Attempt) -> None:
     try:
         async with asyncio.timeout(CLEAN_UP_S):
             await delete_attempt(driver, attempt)
+            await sweep(driver)  # the folder of all attempts, where this was the only one
     except TimeoutError:
         _log.warning("leftovers of attempt %s stay until the next save: %g s were not enough", attempt.id, CLEAN_UP_S)
 

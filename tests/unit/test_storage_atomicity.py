@@ -16,6 +16,7 @@ from support.bits import difference, fresh_uri
 from support.drivers import Fault, HookedDriver, contents
 
 import holdfast
+from holdfast.drivers.local import LocalDriver
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage import begin, commit
 from holdfast.storage.capture.state import flatten
@@ -172,6 +173,30 @@ def test_a_save_that_fails_does_not_wait_for_ever_to_clean_up(monkeypatch: pytes
     assert len(attempts(run(contents(storage)))) == 2
     run(save(storage, LAST))
     assert len(attempts(run(contents(storage)))) == 1
+
+
+def test_a_first_save_that_fails_leaves_an_empty_folder(tmp_path: Path) -> None:
+    """On a local disk: not even the folder that it would have shared with others; where another is at work, its files stay."""
+
+    async def fail(operation: str, key: str) -> None:
+        if operation == "create":
+            raise holdfast.StorageDownError("injected")
+
+    async def first() -> None:
+        driver = LocalDriver(tmp_path)
+        try:
+            await save(HookedDriver(driver, before=fail), NEW)
+        finally:
+            await driver.close()
+
+    for others in ([], ["data/20200101T000000-00000000/fate"]):
+        for key in others:
+            (tmp_path / key).parent.mkdir(parents=True)
+            (tmp_path / key).touch()
+        with pytest.raises(holdfast.StorageDownError, match="injected"):
+            run(first())
+        assert [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()] == others
+        assert (tmp_path / "data").exists() == bool(others)
 
 
 def test_a_save_does_not_wait_for_ever_to_sweep(monkeypatch: pytest.MonkeyPatch) -> None:

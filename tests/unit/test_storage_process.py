@@ -12,9 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 from support.bits import difference, fresh_uri
+from support.tiny import BLOCK_NBYTES, CHUNK_NBYTES, rechunked
 
 import holdfast
+from holdfast.drivers.memory import MemoryDriver
+from holdfast.storage import verify
+from holdfast.storage.commit import read_manifest
+from holdfast.storage.format.manifest import MANIFEST_KEY
 from holdfast.storage.pipeline.buffers import HostBuffer, host_pool
+from holdfast.storage.pipeline.engine import start
 
 
 def run(code: str, *args: object, timeout_s: float = 100) -> subprocess.CompletedProcess[str]:
@@ -45,6 +51,36 @@ def test_memory_stays_within_the_budget(tmp_path: Path, made: list[int]) -> None
     assert sum(made) <= 32 << 20
     assert difference(state, into) is None
     assert len(host_pool(16 << 20)._free) == len(made)
+
+
+def test_verification_holds_its_budget_and_few_stored_digests_beside_it(
+    made: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of many chunks it has as many in memory as the budget allows; of the digests behind them it reads some at a time, and
+    forgets them when the chunks that they belong to have been read."""
+    jobs, chunks, digests_nbytes = 4, 256, 2 * CHUNK_NBYTES // BLOCK_NBYTES * 16  # of two chunks
+    driver = MemoryDriver(name := fresh_uri().removeprefix("memory://"))
+    holdfast.save(f"memory://{name}", {"x": torch.zeros(chunks * CHUNK_NBYTES, dtype=torch.uint8)})
+    start(driver.put(MANIFEST_KEY, rechunked(driver, start(read_manifest(driver)).result()[0]))).result()
+    held: list[int] = []
+    of = verify._StoredPages.of
+
+    async def watched(self: verify._StoredPages, chunk: verify.Chunk) -> bytes:
+        page = await of(self, chunk)
+        held.append(sum(map(len, self._read.values())))
+        return page
+
+    monkeypatch.setattr("holdfast.storage.reader._BUDGET_NBYTES", jobs * CHUNK_NBYTES)
+    monkeypatch.setattr(verify, "_PAGES_NBYTES", digests_nbytes)
+    monkeypatch.setattr(verify._StoredPages, "of", watched)
+    holdfast.release_memory()
+    made.clear()
+    with holdfast.open(f"memory://{name}") as checkpoint:
+        assert checkpoint.verify().nbytes > chunks * CHUNK_NBYTES
+    assert len(held) > chunks
+    assert 0 < max(held) <= jobs * digests_nbytes
+    assert held[-1] == 0
+    assert 0 < sum(made) <= jobs * CHUNK_NBYTES
 
 
 def test_an_async_save_keeps_memory_for_the_next_one_until_it_is_released(made: list[int]) -> None:
