@@ -27,6 +27,7 @@ from support.forgery import (
 
 import holdfast
 from holdfast.storage.format.digest import digest
+from holdfast.storage.format.manifest import MANIFEST_KEY
 
 MEMORY_NBYTES = 1 << 30
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -199,6 +200,20 @@ def test_what_a_forged_manifest_claims_is_not_loaded(name: str) -> None:
     forge(uri, FORGERIES[name])
     with pytest.raises((holdfast.DamagedError, holdfast.UnsupportedFormatError)):
         holdfast.load(uri)
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    ["", ".", "..", "/etc", "a/../../b", "20260101T000000-0000000a/../x", "20260101T000000-0000000a\n", "a\0b", "/dev/zero", "NUL",
+     "//other.host/share", "\\\\other.host\\share", "http://other.host/x", "s3://other-bucket/x", "user:word@other.host"],
+)  # fmt: skip
+def test_a_manifest_names_nothing_elsewhere(attempt: str) -> None:
+    """No other host, bucket, folder or device: the manifest is refused before a file of that name is looked for."""
+    uri = stored()
+    forge(uri, head("attempt", attempt))
+    with pytest.raises(holdfast.DamagedError) as caught:
+        holdfast.load(uri)
+    assert caught.value.key == MANIFEST_KEY
 
 
 def test_shards_that_share_bytes_of_an_image_are_refused() -> None:
