@@ -136,7 +136,7 @@ def _no_file_sync() -> Iterator[Patch]:
     yield local_files.NewFile, "publish", publish
 
 
-@broken("the file is renamed before its fsync", 2, "posix")
+@broken("the file is renamed before its fsync", 8, "posix")
 def _rename_first() -> Iterator[Patch]:
     def publish(self: Any, *, exclusive: bool = False) -> None:
         with self._opened() as file:
@@ -378,7 +378,7 @@ def _no_second_look() -> Iterator[Patch]:
     yield load, "_replaced", never
 
 
-@broken("ranks that load do not compare their manifests", 149)
+@broken("ranks that load do not compare their manifests", 23)
 def _no_comparing() -> Iterator[Patch]:
     async def judge(self: Any, statements: Any) -> bytes:
         return b"go"
