@@ -82,6 +82,8 @@ class _Found:
     """To decode of it what a rank wants: the others do."""
     vouched_nbytes: int = 0
     manifest_nbytes: int = 0
+    stored: int = 0
+    """Shards of all ranks."""
 
     @property
     def name(self) -> str:
@@ -312,7 +314,7 @@ def _load(found: _Found, data: bytes, target: Job) -> None:
     began_s = time.process_time()
     whole = Manifest.decode(data)
     check_complete(whole, "the manifest")
-    found.decode_s = time.process_time() - began_s
+    found.decode_s, found.stored = time.process_time() - began_s, len(whole.shards)
     del whole
     for rank in _samples(target.world):
         state = target.state(rank)
@@ -389,7 +391,7 @@ PER_SHARD: dict[str, Callable[[_Found], float]] = {
 def _growth(all_found: Sequence[_Found], of: Callable[[_Found], float]) -> float:
     """How much more it is per shard in some job than in the smallest of its kind."""
     merged = [f for f in all_found if f.manifest_nbytes]
-    per_shard = {f.name: of(f) / (statistics.mean(f.shards) * f.job.world) for f in merged}
+    per_shard = {f.name: of(f) / f.stored for f in merged}
     least = {f.job.kind: per_shard[f.name] for f in sorted(merged, key=lambda f: -f.job.world)}
     return max((per_shard[f.name] / least[f.job.kind] for f in merged), default=0.0)
 
