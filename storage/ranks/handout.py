@@ -33,7 +33,7 @@ async def read_once(
         told = json.loads((await team.among(name, ranks, b"{}"))[0])
         handed = await _taken(told["door"], told["nbytes"], team.rank) if told else None
         if told:
-            await team.among(f"{name}/taken", ranks, b"")
+            await team.tell(f"{name}/taken", ranks, b"")
         return await read() if handed is None else handed
     try:
         data = await read()
@@ -47,7 +47,7 @@ async def read_once(
         if door:
             admitting = asyncio.ensure_future(_admit(door, ranks[1:]))
             try:
-                await team.among(f"{name}/taken", ranks, b"")  # also by those who have not found the door
+                await team.tell(f"{name}/taken", ranks, b"")  # also by those who have not found the door
             finally:
                 admitting.cancel()
                 await asyncio.wait([admitting])

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.chores import (
+    giant_save,
     meshes_of_one_name,
     own_lists,
     partial_meshes,
@@ -41,6 +42,13 @@ def test_fewer_ranks_get_what_the_ranks_of_their_number_saved(
 ) -> None:
     """Rank 1 of a smaller job is rank 1."""
     assert gang.run(plain_load, saved[0], 4, world=world) == [[]] * world
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "DTensor"])
+def test_of_one_giant_tensor_each_rank_writes_an_even_part(plain: bool, gang: Gang, tmp_path: Path) -> None:
+    """Within two percent, header and checksums included, whether or not its rows can be dealt out: there are four, for three."""
+    nbytes = gang.run(giant_save, str(tmp_path / "c"), plain, world=3)
+    assert max(abs(3 * n / 16_000_000 - 1) for n in nbytes) <= 0.02
 
 
 def test_what_all_have_alike_is_stored_once(saved: tuple[str, list[tuple[int, list[str]]]]) -> None:
