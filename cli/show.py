@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ..drivers.registry import open_driver
-from ..storage.commit import read_manifest
+from ..storage.committed import read_manifest
 from ..storage.format.manifest import FORMAT_VERSION, Manifest
 from ..storage.format.tree import Key, Value, format_path
 from ..storage.pipeline.engine import start

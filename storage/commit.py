@@ -65,10 +65,9 @@ from ..errors import (
     NotFoundError,
     StorageError,
     SupersededError,
-    UnsupportedFormatError,
 )
-from .format.manifest import MANIFEST_KEY, Manifest, check_complete, image_key
-from .pipeline.engine import offload
+from .committed import read_manifest
+from .format.manifest import MANIFEST_KEY, Manifest, image_key
 from .pipeline.executor import at_most
 from .pruning import PRUNING_KEY, pruned_since_s, pruning_over
 
@@ -85,13 +84,10 @@ __all__ = [
     "clock_s",
     "collect",
     "commit",
-    "decoded",
     "delete_attempt",
     "delete_manifest",
-    "get_manifest",
     "give_up",
     "is_settled",
-    "read_manifest",
     "settle",
     "still_there",
     "sweep",
@@ -129,34 +125,6 @@ class Attempt:
     def fate(self) -> str:
         """The key that decides between commit and abort."""
         return f"data/{self.id}/fate"
-
-
-async def read_manifest(driver: Driver) -> tuple[Manifest, bytes]:
-    """The current manifest and its bytes. Raises NotACheckpointError, DamagedError, UnsupportedFormatError."""
-    data = await get_manifest(driver)
-    return await decoded(driver, data), data
-
-
-async def get_manifest(driver: Driver) -> bytes:
-    """The bytes of the current manifest, whatever they are. Raises NotACheckpointError."""
-    try:
-        return await driver.get(MANIFEST_KEY)
-    except NotFoundError as error:
-        advice = "Is the URI that of one checkpoint? `holdfast ls` lists them."
-        raise NotACheckpointError(
-            "nothing is committed here", uri=driver.uri, key=MANIFEST_KEY, advice=advice
-        ) from error
-
-
-async def decoded(driver: Driver, data: bytes) -> Manifest:
-    """The manifest in ``data``, which is that of ``driver``. Raises DamagedError, UnsupportedFormatError."""
-    try:
-        manifest = await offload(Manifest.decode, data)
-        check_complete(manifest, "the manifest")
-        return manifest
-    except (DamagedError, UnsupportedFormatError) as error:
-        error.uri, error.key = driver.uri, MANIFEST_KEY
-        raise
 
 
 async def begin(driver: Driver) -> Attempt:
@@ -344,9 +312,18 @@ async def _probe(driver: Driver) -> AsyncIterator[Attempt]:
 
 async def _announce(driver: Driver, told: Mapping[str, Any] | None = None) -> Attempt:
     """Make a new attempt known."""
-    attempt = Attempt(time.strftime("%Y%m%dT%H%M%S", time.gmtime()) + "-" + secrets.token_hex(4))
-    await driver.put(attempt.marker, json.dumps(told).encode() if told else b"", exclusive=True)
-    return attempt
+
+    async def announced() -> Attempt:
+        attempt = Attempt(time.strftime("%Y%m%dT%H%M%S", time.gmtime()) + "-" + secrets.token_hex(4))
+        await driver.put(attempt.marker, json.dumps(told).encode() if told else b"", exclusive=True)
+        return attempt
+
+    try:
+        return await announced()
+    except ExistsError:
+        # Nobody else has this id: some storage, or its client, has done the request twice, and the second answer came. So
+        # another id is taken, to be sure. What was put is collected, like whatever the dead have left.
+        return await announced()
 
 
 async def _former(driver: Driver, probe: Attempt, of: str) -> Attempt | None:

@@ -23,7 +23,8 @@ from ..errors import (
     ReplacedError,
     SaveError,
 )
-from .commit import abandon, begin_copy, commit, delete_attempt, read_manifest, settle, still_there
+from .commit import abandon, begin_copy, commit, delete_attempt, settle, still_there
+from .committed import read_manifest
 from .format.digest import digest
 from .format.manifest import MANIFEST_KEY, Manifest
 from .image_copier import ImageCopier

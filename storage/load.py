@@ -18,7 +18,7 @@ from .capture.build import build
 from .capture.scatter import Scatter
 from .capture.state import FlatState, Subtree
 from .capture.targets import Match, Wanted, match
-from .commit import decoded, get_manifest, read_manifest
+from .committed import decoded, get_manifest, read_manifest
 from .format.manifest import Manifest
 from .format.tree import Key, format_path
 from .format.vouched import Vouched

@@ -26,9 +26,9 @@ from .commit import (
     collect,
     delete_manifest,
     is_settled,
-    read_manifest,
     sweep,
 )
+from .committed import read_manifest
 from .format.manifest import MANIFEST_KEY
 from .pipeline.engine import run
 from .pipeline.executor import at_most

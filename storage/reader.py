@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 from ..drivers.contract import Driver
 from ..drivers.registry import open_driver
 from ..errors import DamagedError, HoldfastError, ReplacedError, UsageError
-from .commit import read_manifest
+from .committed import read_manifest
 from .format.manifest import MANIFEST_KEY, Manifest, image_key
 from .format.tree import format_path
 from .pipeline.buffers import memory_for

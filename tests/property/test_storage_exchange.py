@@ -18,7 +18,7 @@ from support.tiny import rechunked
 from holdfast.drivers.contract import Buffer
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage import load
-from holdfast.storage.commit import read_manifest
+from holdfast.storage.committed import read_manifest
 from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
 from holdfast.storage.pipeline.engine import start
 from holdfast.storage.ranks import wire

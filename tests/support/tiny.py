@@ -13,7 +13,7 @@ import torch
 
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage.commit import read_manifest
+from holdfast.storage.committed import read_manifest
 from holdfast.storage.format.digest import digest, page_of
 from holdfast.storage.format.manifest import MANIFEST_KEY, ImageTable, Manifest
 from holdfast.storage.integrations.fsspec import HoldfastFileSystem

@@ -175,7 +175,7 @@ def test_a_save_that_fails_does_not_wait_for_ever_to_clean_up(monkeypatch: pytes
     assert len(attempts(run(contents(storage)))) == 1
 
 
-def test_a_first_save_that_fails_leaves_an_empty_folder(tmp_path: Path) -> None:
+def test_a_first_save_that_fails_leaves_no_empty_folder(tmp_path: Path) -> None:
     """On a local disk: not even the folder that it would have shared with others; where another is at work, its files stay."""
 
     async def fail(operation: str, key: str) -> None:
@@ -197,6 +197,22 @@ def test_a_first_save_that_fails_leaves_an_empty_folder(tmp_path: Path) -> None:
             run(first())
         assert [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()] == others
         assert (tmp_path / "data").exists() == bool(others)
+
+
+def test_a_request_that_the_storage_did_twice_does_not_fail_a_save() -> None:
+    """It is told that its attempt, of which nobody else knows, is there already. It takes another, and leaves one."""
+    driver, done = MemoryDriver(), list[str]()
+
+    async def twice(operation: str, key: str) -> None:
+        if operation == "put" and key.endswith("attempt.json"):
+            done.append(key)
+            if len(done) == 1:
+                await driver.put(key, b"", exclusive=True)
+
+    run(save(HookedDriver(driver, before=twice), NEW))
+    assert len(done) == 2
+    assert list(attempts(run(contents(driver))).values()) == [["0.safetensors", "fate"]]
+    assert difference(NEW, run(load(driver))) is None
 
 
 def test_a_save_does_not_wait_for_ever_to_sweep(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from support.simulation.turns import BUDGET_NBYTES, run_inline, save_of
 
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage.commit import read_manifest
+from holdfast.storage.committed import read_manifest
 from holdfast.storage.format.manifest import MANIFEST_KEY
 from holdfast.storage.load import run_build
 from holdfast.storage.verify import VerifyReport, verify_images

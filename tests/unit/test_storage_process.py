@@ -17,7 +17,7 @@ from support.tiny import BLOCK_NBYTES, CHUNK_NBYTES, rechunked
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage import verify
-from holdfast.storage.commit import read_manifest
+from holdfast.storage.committed import read_manifest
 from holdfast.storage.format.manifest import MANIFEST_KEY
 from holdfast.storage.pipeline.buffers import HostBuffer, host_pool
 from holdfast.storage.pipeline.engine import start

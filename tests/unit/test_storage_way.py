@@ -22,7 +22,7 @@ from holdfast.storage import accord, save
 from holdfast.storage.accord import Accords, Way
 from holdfast.storage.capture.kept import Kept
 from holdfast.storage.capture.state import flatten
-from holdfast.storage.commit import read_manifest
+from holdfast.storage.committed import read_manifest
 from holdfast.storage.format.manifest import Manifest
 from holdfast.storage.ranks.team import StoreTeam
 from holdfast.storage.save import SaveJob, run_save

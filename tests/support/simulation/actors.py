@@ -145,7 +145,7 @@ class Crew:
 
     async def _saved_by(self, driver: Any) -> int:
         """So many ranks as have saved what is there, for a target of its shape."""
-        from holdfast.storage.commit import read_manifest
+        from holdfast.storage.committed import read_manifest
 
         return int((await read_manifest(driver))[0].world)
 

@@ -20,7 +20,7 @@ from typing import Any
 from holdfast.drivers import local, local_files, local_io, local_tree
 from holdfast.errors import StorageError
 from holdfast.planner import image
-from holdfast.storage import accord, commit, copy, image_copier, load, prune, reader, save, verify
+from holdfast.storage import accord, commit, committed, copy, image_copier, load, prune, reader, save, verify
 from holdfast.storage.capture import plan
 from holdfast.storage.format import fragment, manifest
 from holdfast.storage.pipeline import image_reader, image_writer
@@ -132,7 +132,7 @@ def installed() -> Iterator[None]:
 
 
 def _patches() -> Iterator[tuple[ModuleType | type, str, Any]]:
-    for module in (accord, commit, copy, image_copier, image_reader, image_writer, load, reader, save, team, verify):
+    for module in (accord, committed, copy, image_copier, image_reader, image_writer, load, reader, save, team, verify):
         if hasattr(module, "offload"):
             yield module, "offload", _offload
     clock = SimpleNamespace(
