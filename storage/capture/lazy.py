@@ -2,8 +2,8 @@
 
 At the call, only what may change sooner is copied: buffers of modules (a forward pass writes to them), numpy arrays, small
 tensors that no optimizer is known to train, and what torch does not count the writes to. The rest is copied in the
-background. Before any ``torch.optim.Optimizer`` of the process steps, a hook waits for what is left of it. Whoever writes
-to the state otherwise calls :func:`fence` first.
+background; Python's threads take short turns meanwhile. Before any ``torch.optim.Optimizer`` of the process steps, a hook
+waits for what is left of it. Whoever writes to the state otherwise calls :func:`fence` first.
 
 A write that came too early is found by torch's version counters: after each copy, when all is copied, when the trainer is
 told so, and before the commit. Then the save fails, and names the tensor. Counters do not see writes through ``.data``, and
@@ -13,6 +13,7 @@ some fused kernels do not count. *Proof* compares digests instead, of all tensor
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -28,6 +29,9 @@ from .fingerprint import fingerprint
 from .state import FlatState
 
 __all__ = ["LazyCapture", "fence", "hook_optimizers"]
+
+TURN_S = 0.0005
+"""While something is copied: how long a thread of Python's may keep the interpreter's lock from one that waits for it."""
 
 _under_way: dict[int, LazyCapture] = {}
 _lock = threading.Lock()
@@ -59,6 +63,7 @@ class LazyCapture:
         self._digests = self._digested() if prove else {}
         hook_optimizers()
         _under_way[id(self)] = self
+        _turns.shorten(self)
 
     def check(self, rows: Iterable[int]) -> None:
         """Raise SaveError if a tensor of ``rows`` was written to since the call. For threads that copy."""
@@ -70,6 +75,7 @@ class LazyCapture:
         if self._digests:
             now = self._digested()
             _raise_for(self._paths(row for row, digest in self._digests.items() if now[row] != digest))
+        _turns.restore(self)
         self._copied.set()
 
     def confirm(self) -> None:
@@ -80,6 +86,7 @@ class LazyCapture:
 
     def end(self) -> None:
         """For the engine: the save is over, well or not. Nobody waits any more."""
+        _turns.restore(self)
         self._copied.set()
         _under_way.pop(id(self), None)
 
@@ -106,6 +113,40 @@ class LazyCapture:
     def _digested(self) -> dict[int, bytes]:
         with beside(devices_of(self._flat.locals)):
             return {row: fingerprint(self._flat, row) for row in self._watched.positions}
+
+
+class _Turns:
+    """How often Python's threads take turns: beside a trainer that computes in Python, a thread that copies waits for its
+    turn at each chunk, for 5 ms by default, and so takes many times as long. Turns are short while anything is copied."""
+
+    def __init__(self) -> None:
+        self._for = set[int]()
+        self._before_s = 0.0
+
+    def shorten(self, capture: LazyCapture) -> None:
+        """Until :meth:`restore` was called for ``capture``, too."""
+        with _lock:
+            if not self._for:
+                self._before_s = sys.getswitchinterval()
+                sys.setswitchinterval(min(TURN_S, self._before_s))
+            self._for.add(id(capture))
+
+    def restore(self, capture: LazyCapture) -> None:
+        """As it was before. Called any number of times."""
+        with _lock:
+            if id(capture) in self._for:
+                self._for.remove(id(capture))
+                if not self._for:
+                    sys.setswitchinterval(self._before_s)
+
+    def forget(self) -> None:
+        """In a forked child, which copies nothing."""
+        if self._for:
+            self._for.clear()
+            sys.setswitchinterval(self._before_s)
+
+
+_turns = _Turns()
 
 
 class _Watched:
@@ -201,3 +242,4 @@ def _before_step(*_: object) -> None:
 _before_step._torchdynamo_disable = True  # type: ignore[attr-defined]  # called from compiled code, not compiled into it
 
 os.register_at_fork(after_in_child=_under_way.clear)
+os.register_at_fork(after_in_child=_turns.forget)

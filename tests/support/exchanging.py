@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast.drivers.local import LocalDriver
-from holdfast.storage import commit, load
+from holdfast.storage import committed, load
 from holdfast.storage.ranks import wire
 
 from .bits import difference
@@ -44,7 +44,7 @@ def exchanging_load(
     into = {name: torch.full_like(t, -1) for name, t in expected.items()}
     reports: list[holdfast.LoadReport] = []
     before, get, manifests = (wire.host_key, os.memfd_create), LocalDriver.get, list[str]()
-    check, checked = commit.check_complete, list[str]()
+    check, checked = committed.check_complete, list[str]()
 
     async def counted(self: Any, key: str) -> bytes:
         manifests.append(key)
@@ -54,7 +54,7 @@ def exchanging_load(
         checked.append(what)
         check(manifest, what)
 
-    LocalDriver.get, commit.check_complete = counted, checks  # type: ignore[method-assign]
+    LocalDriver.get, committed.check_complete = counted, checks  # type: ignore[method-assign]
     if hosts:
         wire.host_key = load.host_key = lambda: f"host {hosts[rank]}"
     if rank in cannot:
@@ -63,7 +63,7 @@ def exchanging_load(
         holdfast.load(uri, into=into, exchange=exchange, on_report=reports.append)
     finally:
         wire.host_key, os.memfd_create = before
-        load.host_key, LocalDriver.get, commit.check_complete = before[0], get, check  # type: ignore[method-assign]
+        load.host_key, LocalDriver.get, committed.check_complete = before[0], get, check  # type: ignore[method-assign]
     return {
         "manifests": len(manifests),
         "checked": len(checked),

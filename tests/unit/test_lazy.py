@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +16,7 @@ from support.bits import difference, fresh_uri
 from torch import nn
 
 import holdfast
-from holdfast.storage.capture.lazy import LazyCapture, hook_optimizers
+from holdfast.storage.capture.lazy import TURN_S, LazyCapture, hook_optimizers
 from holdfast.storage.capture.source import ImageSource
 
 
@@ -188,6 +189,38 @@ def test_a_write_to_what_is_copied_already_fails_the_save_too(monkeypatch: pytes
     monkeypatch.setattr(ImageSource, "copy", writing)
     with pytest.raises(holdfast.SaveError, match="changed while"):
         holdfast.async_save(fresh_uri(), state, lazy=True).wait(60)
+
+
+def test_threads_take_short_turns_while_anything_is_copied(gate: Gate) -> None:
+    """Until the last of several captures has ended, well or not; then turns are as long as they were before."""
+    before_s, states = sys.getswitchinterval(), [{"x": torch.zeros(100_000)} for _ in range(2)]
+    gate.close()
+    handles = [holdfast.async_save(fresh_uri(), state, lazy=True) for state in states]
+    assert gate.reached.wait(60)
+    assert pytest.approx(sys.getswitchinterval()) == TURN_S
+    assert before_s > TURN_S
+    states[0]["x"].add_(1)
+    gate.open.set()
+    with pytest.raises(holdfast.SaveError, match="changed while"):
+        handles[0].wait(60)
+    handles[1].wait(60)
+    holdfast.fence()
+    assert sys.getswitchinterval() == pytest.approx(before_s)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")  # of Python 3.12 and newer
+def test_a_forked_child_takes_turns_as_before(gate: Gate) -> None:
+    """It copies nothing: a worker of a data loader that is forked in the middle of a save keeps Python's own interval."""
+    before_s = sys.getswitchinterval()
+    gate.close()
+    handle = holdfast.async_save(fresh_uri(), {"x": torch.zeros(100_000)}, lazy=True)
+    child = os.fork()
+    if not child:
+        os._exit(0 if sys.getswitchinterval() == before_s else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert sys.getswitchinterval() == pytest.approx(TURN_S)
+    gate.open.set()
+    handle.wait(60)
 
 
 def test_a_write_that_ends_after_the_copy_is_found_before_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,7 +154,7 @@ def _patches() -> Iterator[tuple[ModuleType | type, str, Any]]:
     yield save, "_fragment", _told_once(save._fragment)
     yield save, "_merged", _merged_once(save._merged)
     yield accord, "host_key", lambda: getattr(PROCESS.get(), "host", None)
-    yield commit, "check_complete", _checked_once(commit.check_complete)
+    yield committed, "check_complete", _checked_once(committed.check_complete)
     yield load, "plan_reads", _reads_planned(load.plan_reads)
     yield manifest.Manifest, "decode", _decode(manifest.Manifest.decode)
     yield manifest.Manifest, "encode", _encode(manifest.Manifest.encode)
