@@ -58,7 +58,7 @@ class Threads:
         """
         self._closed = True
         self._pool.shutdown(wait=False)
-        if running := [asyncio.wrap_future(work) for work in self._running]:
+        if running := [asyncio.wrap_future(work) for work in tuple(self._running)]:  # threads take from it
             _, stuck = await asyncio.wait(running, timeout=timeout_s)
             if stuck:
                 raise StorageDownError(f"{len(stuck)} operations still run {timeout_s:g} s after close", uri=self._uri)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from concurrent.futures import Future, wait
 
 import pytest
 
@@ -122,5 +123,27 @@ def test_close_waits_and_then_says_so(no_leaks: None) -> None:
         go_on.set()
         await threads.close(10)
         await task
+
+    asyncio.run(main())
+
+
+def test_calls_may_end_while_close_looks_at_them(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs is counted while threads take from it: close waits for all of it, and does not fail."""
+    go_on = threading.Event()
+    wrap = asyncio.wrap_future
+
+    def wrapped(work: Future[bool]) -> asyncio.Future[bool]:
+        go_on.set()
+        wait([work], 10)
+        time.sleep(0.01)  # those who wait for a future hear of it just before its callbacks do
+        return wrap(work)
+
+    async def main() -> None:
+        threads = Threads(3, uri="x")
+        calls = [asyncio.ensure_future(threads.run(go_on.wait, 10)) for _ in range(3)]
+        await asyncio.sleep(0)
+        monkeypatch.setattr(asyncio, "wrap_future", wrapped)
+        await threads.close(5)
+        assert await asyncio.gather(*calls) == [True] * 3
 
     asyncio.run(main())
