@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import base64
 import json
-import zlib
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -39,6 +38,7 @@ from .capture.state import FlatState
 from .format.digest import digest
 from .format.fragment import Layout
 from .pipeline.engine import offload
+from .ranks.hosts import numbered, numbers_in, ranks_with
 from .ranks.team import Team
 from .ranks.wire import host_key
 
@@ -115,8 +115,8 @@ class Way:
     def of(cls, rank: int, hosts: Ints) -> Way:
         """That of ``rank``, by a number of each rank's host."""
         first = np.unique(hosts, return_index=True)[1]
-        near = np.flatnonzero(hosts == hosts[0])
-        mates = [rank] if hosts[rank] == hosts[0] else np.flatnonzero(hosts == hosts[rank]).tolist()
+        near = ranks_with(0, hosts)
+        mates = [rank] if hosts[rank] == hosts[0] else ranks_with(rank, hosts)
         return cls(mates, np.union1d(near, first).tolist())
 
 
@@ -220,7 +220,7 @@ def _accord(asked: Mapping[str, int], verdict: Mapping[str, Any], team: Team) ->
         elif len(groups[number]) > 1:
             alike[str(number)].append(row)
     shares = {tuple(ranks): tuple(cuts) for ranks, cuts in verdict["shares"]}
-    way = Way.of(team.rank, _opened(verdict["hosts"]))
+    way = Way.of(team.rank, numbers_in(base64.b64decode(verdict["hosts"])))
     return Accord(verdict["accord"], Agreed(holders, shares), alike, apart, way)
 
 
@@ -249,7 +249,7 @@ class Leader:
         """Which parts of DTensors lie on several meshes, by labels. Plain tensors are digested in any case."""
         told = await offload(lambda: [json.loads(s) for s in statements])
         self._held = await offload(lambda: [Held.decode(other["holds"]) for other in told])
-        self._hosts = _numbered([other["host"] for other in told])
+        self._hosts = base64.b64encode(numbered([other["host"] for other in told])).decode()
         self._seal = digest(b"".join(map(digest, statements))).hex()
         return _packed({"ask": await offload(_several, self._held)})
 
@@ -258,20 +258,6 @@ class Leader:
         body = await offload(_agreed, self._held, [json.loads(s) for s in statements])
         body |= {"hosts": self._hosts, "attempt": await self._begin()}
         return _packed(body | {"accord": digest(_packed(body | {"seal": self._seal})).hex()})
-
-
-def _numbered(hosts: Sequence[str | None]) -> str:
-    """A number for each rank's host; where it is not known, the rank is taken to be alone. As text, which is short: numbers
-    of neighbours differ by one, if at all, or in a pattern."""
-    number: dict[str | int, int] = {}
-    numbers = [number.setdefault(rank if host is None else host, len(number)) for rank, host in enumerate(hosts)]
-    return base64.b64encode(zlib.compress(np.diff(numbers, prepend=0).astype("<i4").tobytes())).decode()
-
-
-def _opened(numbers: str) -> Ints:
-    """What :func:`_numbered` has told."""
-    steps = np.frombuffer(zlib.decompress(base64.b64decode(numbers)), "<i4")
-    return np.cumsum(steps, dtype=np.int64)
 
 
 def _still(told: Sequence[Mapping[str, Any]]) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import zlib
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -29,6 +28,7 @@ from .pipeline.engine import offload
 from .pipeline.image_reader import ImageReader, plan_reads
 from .ranks.exchange import LEAST_NBYTES, Circle, begin_exchange
 from .ranks.handout import read_once
+from .ranks.hosts import numbered, numbers_in, ranks_with
 from .ranks.team import Team
 from .ranks.wire import host_key
 
@@ -109,7 +109,7 @@ async def _mates(team: Team, exchange: Exchanging) -> list[int]:
         return [team.rank]
     told = json.dumps({"circle": exchange and host_key()}).encode()
     verdict = await team.round("hosts", told, _hosts)
-    return _ranks_with(team.rank, verdict)
+    return ranks_with(team.rank, numbers_in(verdict))
 
 
 async def _hosts(statements: Sequence[bytes]) -> bytes:
@@ -163,7 +163,7 @@ async def _seen(driver: Driver, team: Team, name: str, mates: Sequence[int]) -> 
 
 def _circle(team: Team, name: str, verdict: bytes, exchange: Exchanging, mates: Sequence[int]) -> Circle | None:
     """The ranks that this one exchanges with, by the leader's verdict; None without any."""
-    ranks = _ranks_with(team.rank, verdict)
+    ranks = ranks_with(team.rank, numbers_in(verdict))
     if len(ranks) == 1:
         return None
     everywhere = exchange is True
@@ -171,19 +171,9 @@ def _circle(team: Team, name: str, verdict: bytes, exchange: Exchanging, mates: 
     return Circle(team, name, ranks, len(mates), near, 1 if everywhere else LEAST_NBYTES)
 
 
-def _ranks_with(rank: int, verdict: bytes) -> list[int]:
-    """Those that have the number of ``rank``, which is among them, in what :func:`_circles` has found."""
-    numbers = json.loads(zlib.decompress(verdict)) if verdict else []
-    if not numbers or numbers[rank] < 0:
-        return [rank]
-    return [other for other, number in enumerate(numbers) if number == numbers[rank]]
-
-
 def _circles(told: Sequence[dict[str, Any]]) -> bytes:
-    """Which ranks exchange what they read: a number for each, -1 for none; nothing, where no two have the same."""
-    keys = {key: number for number, key in enumerate(dict.fromkeys(t["circle"] for t in told if t["circle"]))}
-    numbers = [keys.get(t["circle"], -1) for t in told]
-    return zlib.compress(json.dumps(numbers).encode()) if len(keys) < len(numbers) - numbers.count(-1) else b""
+    """Which ranks exchange what they read, as numbers; those that do not have one of their own."""
+    return numbered([t["circle"] or None for t in told])
 
 
 async def _replaced(driver: Driver, manifest: Manifest) -> bool:

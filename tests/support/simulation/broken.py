@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -381,7 +382,7 @@ def _no_second_look() -> Iterator[Patch]:
 @broken("ranks that load do not compare their manifests", 23)
 def _no_comparing() -> Iterator[Patch]:
     async def judge(self: Any, statements: Any) -> bytes:
-        return b"go"
+        return b"go" + load._circles([json.loads(s) for s in statements])
 
     async def any_of(votes: Any) -> bytes:
         return b"all"
