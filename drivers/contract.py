@@ -84,7 +84,8 @@ class Traits:
 
 def segments(nbytes: int, traits: Traits) -> list[tuple[int, int]]:
     """(start, stop) of the segments of an upload of ``nbytes``: at most ``traits.streams``, about equally long, cut at
-    multiples of ``traits.part_nbytes``; (0, 0) alone where there are no bytes."""
+    multiples of ``traits.part_nbytes``; (0, 0) alone where there are no bytes. ``nbytes`` is the size that is declared: an
+    upload that ends before it fills the first of them, and never begins those behind its end."""
     parts = -(-nbytes // traits.part_nbytes)
     step = max(1, -(-parts // traits.streams)) * traits.part_nbytes
     return [(start, min(start + step, nbytes)) for start in range(0, nbytes, step)] or [(0, 0)]
@@ -106,13 +107,19 @@ class Upload(ABC):
     async def write(self, start: int, data: Buffer) -> None:
         """Take ``data`` as the object's bytes from ``start``. The caller keeps ``data`` unchanged until this returns.
 
-        Every byte of the declared size is written exactly once, in the order that ``traits.part_order`` asks for.
+        Every byte of the object is written exactly once, in the order that ``traits.part_order`` asks for: the object is
+        as long as was declared, or ends where :meth:`commit` will say.
         Raises a :class:`StorageError`.
         """
 
     @abstractmethod
-    async def commit(self) -> None:
-        """Make the object durable and visible, whole, replacing one of the same key. Called once, after all writes."""
+    async def commit(self, nbytes: int | None = None) -> None:
+        """Make the object durable and visible, whole, replacing one of the same key. Called once, after all writes.
+
+        With ``nbytes`` it ends there: the size that was declared was only the most that it could have. None: as declared.
+        Raises a StorageError where ``nbytes`` is more than that, or the bytes before it, and no others, have not been
+        written each once; then nothing becomes visible.
+        """
 
     @abstractmethod
     async def abort(self) -> None:
@@ -153,7 +160,8 @@ class Driver(ABC):
 
     @abstractmethod
     async def create(self, key: str, nbytes: int) -> Upload:
-        """Begin an object of exactly ``nbytes``. Two uploads to one key do not disturb each other: the last commit wins."""
+        """Begin an object of ``nbytes``, or of fewer where its commit says so. Two uploads to one key do not disturb each
+        other: the last commit wins."""
 
     @abstractmethod
     async def get(self, key: str) -> bytes:

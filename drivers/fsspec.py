@@ -333,10 +333,10 @@ class _Upload(Upload):
             raise self._wrong(f"bytes come in order: {self._position} is next, not {start}")
         await self._driver._run("write", self._key, self.append, data)
 
-    async def commit(self) -> None:
+    async def commit(self, nbytes: int | None = None) -> None:
         """See :meth:`Upload.commit`. Cancelled while it runs, it ends first: the object may be visible afterwards."""
         try:
-            self._written.check_complete()
+            self._written.check_complete(nbytes)
             await self._driver._run("commit", self._key, self.publish)
         finally:
             await self.abort()

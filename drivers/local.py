@@ -187,7 +187,7 @@ class LocalDriver(Driver):
         file.open(exclusive=exclusive)
         try:
             file.write(0, memoryview(data))
-            file.publish(exclusive=exclusive)
+            file.publish(len(data), exclusive=exclusive)
         finally:
             file.drop()
             self._open_files.forget(key)
@@ -220,9 +220,9 @@ class _LocalUpload(Upload):
         await self._driver._run("write", self._key, self._file.write, start, data)
         self._written.add(start, len(data))
 
-    async def commit(self) -> None:
+    async def commit(self, nbytes: int | None = None) -> None:
         """See :meth:`Upload.commit`. Cancelled while it runs, it ends first: the object may be visible afterwards."""
-        await self._driver._run("commit", self._key, self._commit)
+        await self._driver._run("commit", self._key, self._commit, nbytes)
 
     async def abort(self) -> None:
         with contextlib.suppress(StorageError):  # the driver is closed, and has dropped us already
@@ -237,10 +237,10 @@ class _LocalUpload(Upload):
         self._driver._open_files.forget_deleted()  # room for what is to come
         self._file.open()
 
-    def _commit(self) -> None:
+    def _commit(self, nbytes: int | None) -> None:
         try:
-            self._written.check_complete()
-            self._file.publish()
+            self._written.check_complete(nbytes)
+            self._file.publish(self._written.nbytes)
         finally:
             self.drop()
             self._driver._open_files.forget(self._key)

@@ -41,7 +41,7 @@ class NewFile:
         self._tree, self._nbytes, self._direct = tree, nbytes, direct
         self._above, self._name = split(key)
         self._temporary = temporary_name(self._name)
-        self._folder = -1
+        self._folder, self._reserved_nbytes = -1, 0
         self._file: OpenFile | None = None  # None before open() and after drop()
         self._lock = threading.Lock()
 
@@ -97,14 +97,17 @@ class NewFile:
         with self._opened() as file:
             write_at(file, start, data)
 
-    def publish(self, *, exclusive: bool = False) -> None:
-        """Make the content durable, then give it its name, then make that durable. ``exclusive``: EEXIST where taken.
+    def publish(self, nbytes: int, *, exclusive: bool = False) -> None:
+        """Make the content, which has ``nbytes``, durable, then give it its name, then make that durable. ``exclusive``:
+        EEXIST where taken.
 
         Followed by :meth:`drop`, whatever happens, and never repeated: after a failed fsync the kernel may take lost
         pages for clean ones, and call the next fsync a success. If the last step fails, a new object is taken back; one
         that replaced another stays, whole, and it is open which of the two a power cut would leave.
         """
         with self._opened() as file:
+            if nbytes < self._reserved_nbytes:
+                os.ftruncate(file.plain, nbytes)
             os.fsync(file.plain)
             was_free = self._give_name(exclusive)
             self._sync_name(file, take_back=was_free)
@@ -127,6 +130,7 @@ class NewFile:
         file.open_direct(self._temporary, os.O_WRONLY, folder=self._folder, must=self._direct == "on")
         if file.direct is not None:  # direct writes that extend a file wait for each other; so it has its size at once
             os.ftruncate(file.plain, self._nbytes)
+            self._reserved_nbytes = self._nbytes
 
     def _check_target(self, exclusive: bool) -> None:
         status = self._status_of_name()

@@ -140,11 +140,11 @@ class _MemoryUpload(Upload):
         content[start : start + len(data)] = data
         self._written.add(start, len(data))
 
-    async def commit(self) -> None:
+    async def commit(self, nbytes: int | None = None) -> None:
         content = self._open_content()
         self._content = None
-        self._written.check_complete()
-        await self._driver.put(self._key, bytes(content))
+        self._written.check_complete(nbytes)
+        await self._driver.put(self._key, bytes(memoryview(content)[: self._written.nbytes]))
 
     async def abort(self) -> None:
         self._content = None

@@ -8,7 +8,8 @@ __all__ = ["Ranges"]
 
 
 class Ranges:
-    """What has been written of an object of ``nbytes``. Holes and overlaps are found when it is to be committed."""
+    """What has been written of an object of ``nbytes``, or of fewer. Holes and overlaps are found when it is to be
+    committed; then ``nbytes`` is where it ends."""
 
     def __init__(self, nbytes: int, *, uri: str, key: str) -> None:
         """Raises StorageError for a negative size."""
@@ -27,10 +28,16 @@ class Ranges:
         if length:
             self._written.append((start, start + length))
 
-    def check_complete(self) -> None:
-        """Raise StorageError unless every byte was written exactly once."""
+    def check_complete(self, nbytes: int | None = None) -> None:
+        """Let the object end at ``nbytes``; None: where it was declared to. Raise StorageError unless that is no further,
+        and every byte before it, and none behind, was written exactly once."""
+        if nbytes is not None:
+            if not 0 <= nbytes <= self.nbytes:
+                raise self._error(f"an object of at most {self.nbytes} bytes cannot end at byte {nbytes}")
+            self.nbytes = nbytes
         reached = 0
         for start, stop in [*sorted(self._written), (self.nbytes, self.nbytes)]:
+            self.check(start, stop - start)
             if start > reached:
                 raise self._error(f"bytes {reached}:{start} of {self.nbytes} were never written")
             if start < reached:

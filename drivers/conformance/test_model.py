@@ -31,12 +31,14 @@ SECONDS = 8.0
 
 @dataclass(frozen=True)
 class Pair:
-    """One upload on each driver; of its content ``first`` is written, ``rest`` is not yet."""
+    """One upload on each driver; of its content ``first`` is written, ``rest`` is not yet. It ends at ``end``; None: where
+    it was declared to."""
 
     both: tuple[Upload, ...]
     key: str
     content: bytes
     rest: tuple[int, int]
+    end: int | None
 
 
 class SameAsMemory(RuleBasedStateMachine):
@@ -122,9 +124,11 @@ class SameAsMemory(RuleBasedStateMachine):
 
     @rule(target=uploads, key=KEYS, content=CONTENTS, cut=st.integers(0, 140_001))
     def create(self, key: str, content: bytes, cut: int) -> Pair:
-        """Begin an upload, and write one of its two parts: the second one, where any order will do."""
+        """Begin an upload, and write one of its two parts: the second one, where any order will do. Where ``cut`` is behind
+        the end, that much is declared."""
         first, rest = self.halves(len(content), cut)
-        pair = Pair(tuple(self.both(lambda driver: driver.create(key, len(content)))), key, content, rest)
+        both = self.both(lambda driver: driver.create(key, max(cut, len(content))))
+        pair = Pair(tuple(both), key, content, rest, len(content) if cut > len(content) else None)
         self.live[key] += 1
         self.write(pair, first)
         return pair
@@ -148,7 +152,7 @@ class SameAsMemory(RuleBasedStateMachine):
         self.live[pair.key] -= 1
         if whole:
             self.write(pair, pair.rest)
-        expected, actual = [self.outcome(upload.commit()) for upload in pair.both]
+        expected, actual = [self.outcome(upload.commit(pair.end)) for upload in pair.both]
         assert expected == actual
         for upload in pair.both:
             assert self.outcome(upload.abort()) is None

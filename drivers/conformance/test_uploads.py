@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
@@ -20,7 +21,7 @@ from holdfast.drivers.conformance.trials import (
     write_parts,
 )
 from holdfast.drivers.contract import segments
-from holdfast.errors import NotFoundError, StorageError
+from holdfast.errors import DamagedError, NotFoundError, StorageError
 
 
 @pytest.mark.parametrize("part_nbytes", [4096, 65536, 70_001, 1 << 20])
@@ -162,17 +163,47 @@ async def test_an_incomplete_upload_does_not_commit(
         await upload.commit()
 
 
+ENDS: dict[str, Callable[[int], int]] = {
+    "at the beginning": lambda part_nbytes: 0,
+    "within the first part": lambda part_nbytes: 1000,
+    "after a part": lambda part_nbytes: part_nbytes,
+    "within a later part": lambda part_nbytes: part_nbytes + 1001,
+    "where it was declared to": lambda part_nbytes: 2 * part_nbytes + 12_345,
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("preferred", [False, True], ids=["small parts", "preferred parts"])
+@trial()
+async def test_an_upload_may_end_early(place: Place, preferred: bool, end: str) -> None:
+    """Where its commit says so: invisible before, it is then whole, of that size, and there is nothing behind its end."""
+    driver, part_nbytes = place.open(), place.traits.part_nbytes if preferred else place.part_nbytes
+    content = bytes_of(ENDS[end](part_nbytes))
+    await driver.put("x", b"old")
+    upload = await driver.create("x", 2 * part_nbytes + 12_345)
+    await write_parts(upload, memoryview(content), parts_of(len(content), part_nbytes, place.traits), place.traits)
+    assert await driver.get("x") == b"old"
+    await upload.commit(len(content))
+    await upload.abort()
+    for other in (driver, place.open()):
+        assert (await other.stat("x")).nbytes == len(content)
+        assert await other.get("x") == content
+        await refused(DamagedError, other.read("x", len(content), memoryview(bytearray(1))))
+    await place.holds("x")
+
+
+@pytest.mark.parametrize("end", [None, -1, 1000, 1 << 40], ids=["as declared", "negative", "elsewhere", "beyond"])
 @pytest.mark.parametrize("written", [0, 1])
 @trial()
-async def test_an_upload_that_lacks_its_end_does_not_commit(place: Place, written: int) -> None:
-    """With no part, or without the last one: an error; nothing becomes visible, nothing stays behind."""
+async def test_an_upload_that_lacks_its_end_does_not_commit(place: Place, written: int, end: int | None) -> None:
+    """With no part, or without the last one, wherever it is to end: an error; nothing becomes visible, nothing stays."""
     driver, nbytes = place.open(), place.part_nbytes + 1000
     await driver.put("x", b"old")
     upload = await driver.create("x", nbytes)
     for _ in range(written):
         await upload.write(0, memoryview(bytes(place.part_nbytes)))
     with pytest.raises(StorageError) as caught:
-        await upload.commit()
+        await upload.commit(end)
     assert (caught.value.key, caught.value.uri) == ("x", driver.uri)
     await upload.abort()
     assert await driver.get("x") == b"old"

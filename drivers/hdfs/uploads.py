@@ -154,10 +154,10 @@ class HdfsUpload(Upload):
         folder, _, name = path.rpartition("/")
         temporary = f"{folder}/{temporary_name(name)}"
         self._client, self._webhdfs, self._path, self._key = client, webhdfs, path, key
-        self._cuts, self._nbytes = cuts, cuts[-1][1]
+        self._cuts = cuts
         self._next = [start for start, _ in cuts]
         self._files = [_File(client, f"{temporary}.{n}.tmp", key, start, options) for n, (start, _) in enumerate(cuts)]
-        self._written = Ranges(self._nbytes, uri=client.uri, key=key)
+        self._written = Ranges(cuts[-1][1], uri=client.uri, key=key)
         self._over, self._tell = False, over
         self._touched_s = time.monotonic()
 
@@ -180,14 +180,16 @@ class HdfsUpload(Upload):
         self._written.add(start, len(data))
         await self._touch()
 
-    async def commit(self, *, overwrite: bool = True) -> None:
+    async def commit(self, nbytes: int | None = None, *, overwrite: bool = True) -> None:
         """See :meth:`Upload.commit`. Cancelled, or without an answer, at its end: the object may be visible afterwards.
 
         Without ``overwrite``: raises ExistsError where the key is taken.
         """
         self._check_open()
         try:
-            self._written.check_complete()
+            self._written.check_complete(nbytes)
+            reached = zip(self._files, self._cuts, self._next, strict=True)
+            self._files[1:] = [file for file, (start, _), at in reached if at > start > 0]  # of others there is no file
             await _all(file.close() for file in self._files)
             await self._join()
             await self._publish(overwrite)
@@ -232,7 +234,7 @@ class HdfsUpload(Upload):
                 raise ConcatRefused("WebHDFS is switched off")
             await self._webhdfs.concat(target, others, owner)
         except ConcatRefused as refused:
-            joined = (await self._client.status(target, self._key, "commit")).length == self._nbytes
+            joined = (await self._client.status(target, self._key, "commit")).length == self._written.nbytes
             if not joined:  # it was not only the answer that was lost
                 _log.warning("%s: parts are joined by copying: %s; ?streams=1 avoids it", self._client.uri, refused)
                 await self._copy(target, others)
@@ -258,11 +260,11 @@ class HdfsUpload(Upload):
     async def _publish(self, overwrite: bool) -> None:
         path = self._files[0].path
         ours = await self._client.status(path, self._key, "commit")
-        if ours.length != self._nbytes:
-            raise self._error(f"commit: {ours.length} of {self._nbytes} bytes arrived", StorageDownError)
-        if self._nbytes:  # what has a key is there for every reader at once
+        if ours.length != self._written.nbytes:
+            raise self._error(f"commit: {ours.length} of {self._written.nbytes} bytes arrived", StorageDownError)
+        if self._written.nbytes:  # what has a key is there for every reader at once
             inner = self._client.inner
-            await self._client.call("commit", self._key, lambda call: whole_reader(inner, path, self._nbytes))
+            await self._client.call("commit", self._key, lambda call: whole_reader(inner, path, self._written.nbytes))
         try:
             await self._client.rename(path, self._path, self._key, overwrite=overwrite)
         except StorageError:

@@ -152,8 +152,8 @@ class _LosingUpload(Upload):
         lost = self._layer.happens("lost")
         await self._inner.write(start, memoryview(bytes(len(data))) if lost else data)
 
-    async def commit(self) -> None:
-        await self._inner.commit()
+    async def commit(self, nbytes: int | None = None) -> None:
+        await self._inner.commit(nbytes)
 
     async def abort(self) -> None:
         await self._inner.abort()

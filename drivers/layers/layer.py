@@ -105,8 +105,8 @@ class LayeredUpload(Upload):
         operation = Operation("write", self._key, len(data))
         await self._layer.around(operation, partial(self._inner.write, start, data))
 
-    async def commit(self) -> None:
-        await self._layer.around(Operation("commit", self._key), self._inner.commit)
+    async def commit(self, nbytes: int | None = None) -> None:
+        await self._layer.around(Operation("commit", self._key), partial(self._inner.commit, nbytes))
 
     async def abort(self) -> None:
         await self._layer.around(Operation("abort", self._key), self._inner.abort)

@@ -34,7 +34,7 @@ def part_nbytes_for(nbytes: int, preferred_nbytes: int) -> int:
 
 @dataclass
 class Cutter:
-    """Cuts an object of ``nbytes`` into parts of ``part_nbytes``; the last may be shorter."""
+    """Cuts an object of ``nbytes``, or of fewer, into parts of ``part_nbytes``; the last may be shorter."""
 
     nbytes: int
     part_nbytes: int
@@ -58,6 +58,11 @@ class Cutter:
             self.reached += len(piece)
             if whole is not None:
                 yield whole.view(Part)
+
+    def rest(self) -> Part | None:
+        """What was cut and not given, of an object that ends here, before ``nbytes``: its last part."""
+        rest, self._gathered = self._gathered, None
+        return None if rest is None else rest[: self.reached % self.part_nbytes].view(Part)
 
     def _add(self, piece: npt.NDArray[np.uint8], offset: int, room: int) -> npt.NDArray[np.uint8] | None:
         """The part that ``piece``, which belongs at ``offset`` of it, makes whole; None if it is still not."""

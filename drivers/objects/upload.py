@@ -70,12 +70,12 @@ async def to_the_end(work: Awaitable[T]) -> T:
     return task.result()
 
 
-async def _check_stored(target: Target) -> None:
+async def _check_stored(target: Target, nbytes: int) -> None:
     """Some stores acknowledge what they have not kept: the size tells."""
     stored_nbytes = await target.stored_nbytes()
-    if stored_nbytes != target.nbytes:
+    if stored_nbytes != nbytes:
         raise StorageError(
-            f"the store keeps {stored_nbytes} bytes of {target.nbytes} that it acknowledged",
+            f"the store keeps {stored_nbytes} bytes of {nbytes} that it acknowledged",
             uri=target.uri,
             key=target.key,
         )
@@ -98,13 +98,13 @@ class WholeUpload(Upload):
         content[start : start + len(data)] = np.frombuffer(data, np.uint8)
         self._written.add(start, len(data))
 
-    async def commit(self) -> None:
+    async def commit(self, nbytes: int | None = None) -> None:
         """See :meth:`Upload.commit`. Cancelled while it runs, it ends first: the object may be visible afterwards."""
         content, target = self._open_content(), self._target
         self._content = None
-        self._written.check_complete()
+        self._written.check_complete(nbytes)
         with failures("upload", target.uri, target.key):
-            await to_the_end(target.put(content, use_multipart=False))
+            await to_the_end(target.put(content[: self._written.nbytes], use_multipart=False))
 
     async def abort(self) -> None:
         self._content = None
@@ -254,11 +254,13 @@ class PartsUpload(Upload):
             raise _over(self._target)
         await self._put
 
-    async def commit(self) -> None:
+    async def commit(self, nbytes: int | None = None) -> None:
         """See :meth:`Upload.commit`. Cancelled while it runs, it ends first: the object may be visible afterwards."""
         self._check_open()
         try:
-            self._written.check_complete()
+            self._written.check_complete(nbytes)
+            if (last := self._cutter.rest()) is not None:
+                self._feed.give(last)
             self._feed.end()
             await to_the_end(self._finish())
         except BaseException:
@@ -272,7 +274,7 @@ class PartsUpload(Upload):
         if not self._put.done():
             await self._raise_failure("commit")
         await self._put
-        await _check_stored(self._target)
+        await _check_stored(self._target, self._written.nbytes)
 
     async def abort(self) -> None:
         """See :meth:`Upload.abort`. The store is asked to forget the parts that it has; if it cannot be reached, they

@@ -119,7 +119,7 @@ class LeaksTemporaries(Healthy):
 
 
 class _LaxUpload(_MemoryUpload):
-    async def commit(self) -> None:
+    async def commit(self, nbytes: int | None = None) -> None:
         content = self._open_content()
         self._content = None
         await self._driver.put(self._key, bytes(content))
@@ -129,6 +129,25 @@ class CommitsHoles(Healthy):
     """Takes what was never written for zeros."""
 
     upload = _LaxUpload
+
+
+class EndsAsDeclared(CommitsHoles):
+    """Likewise, also what an upload that ends early was never to write."""
+
+
+class _CuttingUpload(_MemoryUpload):
+    async def commit(self, nbytes: int | None = None) -> None:
+        content = self._open_content()
+        if nbytes is None:
+            self._written.check_complete()
+        self._content = None
+        await self._driver.put(self._key, bytes(content[:nbytes]))
+
+
+class EndsAnywhere(Healthy):
+    """Cuts an upload off where it is told to, whatever was written."""
+
+    upload = _CuttingUpload
 
 
 class _AppendingUpload(_MemoryUpload):
@@ -156,11 +175,11 @@ class _BorrowingUpload(_MemoryUpload):
         await super().write(start, data)
         self._borrowed.append((start, data))
 
-    async def commit(self) -> None:
+    async def commit(self, nbytes: int | None = None) -> None:
         content = self._open_content()
         for start, data in self._borrowed:
             content[start : start + len(data)] = data
-        await super().commit()
+        await super().commit(nbytes)
 
 
 class Borrows(Healthy):
@@ -393,6 +412,8 @@ CASES: dict[type[Healthy], str] = {
     FetchesFewer: "a_fetch_past_the_end_is_damage",
     LeaksTemporaries: "an_aborted_upload_leaves_nothing",
     CommitsHoles: "an_incomplete_upload_does_not_commit",
+    EndsAsDeclared: "an_upload_may_end_early",
+    EndsAnywhere: "an_upload_that_lacks_its_end_does_not_commit",
     Appends: "parts_from_any_address_make_the_object",
     Borrows: "a_written_part_belongs_to_the_upload",
     PrefixByLetters: "a_listing_goes_by_whole_names",

@@ -91,8 +91,8 @@ class _HookedUpload(Upload):
     async def write(self, start: int, data: Buffer) -> None:
         await self.driver.around("write", self.key, self.inner.write, start, data)
 
-    async def commit(self) -> None:
-        await self.driver.around("commit", self.key, self.inner.commit)
+    async def commit(self, nbytes: int | None = None) -> None:
+        await self.driver.around("commit", self.key, self.inner.commit, nbytes)
 
     async def abort(self) -> None:
         await self.inner.abort()

@@ -95,8 +95,8 @@ class RecordedUpload(Upload):
     async def write(self, start, data):  # type: ignore[no-untyped-def]
         self.calls.append(("write", start, bytes(data)))
 
-    async def commit(self):  # type: ignore[no-untyped-def]
-        self.calls.append(("commit",))
+    async def commit(self, nbytes=None):  # type: ignore[no-untyped-def]
+        self.calls.append(("commit", nbytes))
 
     async def abort(self):  # type: ignore[no-untyped-def]
         self.calls.append(("abort",))
@@ -112,7 +112,7 @@ async def use(driver: Driver) -> list[Any]:
     upload = await driver.create("up", 3)
     await upload.write(0, memoryview(b"abc"))
     returned = [
-        await upload.commit(), await upload.abort(), await driver.read("r", 5, memoryview(bytearray(2))),
+        await upload.commit(2), await upload.abort(), await driver.read("r", 5, memoryview(bytearray(2))),
         await driver.fetch("f", 5, 2), await driver.get("g"),
         await driver.put("p", b"1", exclusive=True), await driver.stat("s"), [info async for info in driver.list("l")],
         await driver.delete("d"), await driver.delete_all("da"), await driver.sweep("sw"),

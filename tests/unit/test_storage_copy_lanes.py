@@ -51,8 +51,8 @@ class OrderedUpload(Upload):
         await self.inner.write(start, data)
         d.running[self.key] -= 1
 
-    async def commit(self) -> None:
-        await self.inner.commit()
+    async def commit(self, nbytes: int | None = None) -> None:
+        await self.inner.commit(nbytes)
 
     async def abort(self) -> None:
         await self.inner.abort()

@@ -53,8 +53,8 @@ class _Watched(Upload):
         await self.inner.write(start, data)
         self.running -= 1
 
-    async def commit(self) -> None:
-        await self.inner.commit()
+    async def commit(self, nbytes: int | None = None) -> None:
+        await self.inner.commit(nbytes)
 
     async def abort(self) -> None:
         await self.inner.abort()

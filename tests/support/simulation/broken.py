@@ -77,8 +77,8 @@ def _manifest_before_data() -> Iterator[Patch]:
             self._inner = inner
             self.write, self.abort = inner.write, inner.abort
 
-        async def commit(self) -> None:
-            self.later = asyncio.ensure_future(_quietly(self._inner.commit))
+        async def commit(self, nbytes: int | None = None) -> None:
+            self.later = asyncio.ensure_future(_quietly(partial(self._inner.commit, nbytes)))
 
     async def opened(self: ImageWriter, key: Any) -> Any:
         return Hasty(await self._driver.create(await key(), self._layout.nbytes))
@@ -98,9 +98,9 @@ def _dropped_error() -> Iterator[Patch]:
             with contextlib.suppress(StorageError):
                 await self._inner.write(start, data)
 
-        async def commit(self) -> None:
+        async def commit(self, nbytes: int | None = None) -> None:
             with contextlib.suppress(StorageError):
-                await self._inner.commit()
+                await self._inner.commit(nbytes)
 
     async def opened(self: ImageWriter, key: Any) -> Any:
         return Careless(await self._driver.create(await key(), self._layout.nbytes))
@@ -130,7 +130,7 @@ def _no_folder_sync() -> Iterator[Patch]:
 
 @broken("no fsync of files", 2, "posix")
 def _no_file_sync() -> Iterator[Patch]:
-    def publish(self: Any, *, exclusive: bool = False) -> None:
+    def publish(self: Any, nbytes: int, *, exclusive: bool = False) -> None:
         with self._opened() as file:
             self._sync_name(file, take_back=self._give_name(exclusive))
 
@@ -139,7 +139,7 @@ def _no_file_sync() -> Iterator[Patch]:
 
 @broken("the file is renamed before its fsync", 8, "posix")
 def _rename_first() -> Iterator[Patch]:
-    def publish(self: Any, *, exclusive: bool = False) -> None:
+    def publish(self: Any, nbytes: int, *, exclusive: bool = False) -> None:
         with self._opened() as file:
             free = self._give_name(exclusive)
             local_files.os.fsync(file.plain)
@@ -150,7 +150,7 @@ def _rename_first() -> Iterator[Patch]:
 
 @broken("a failed fsync is tried again", 2, "posix")
 def _sync_again() -> Iterator[Patch]:
-    def publish(self: Any, *, exclusive: bool = False) -> None:
+    def publish(self: Any, nbytes: int, *, exclusive: bool = False) -> None:
         with self._opened() as file:
             try:
                 local_files.os.fsync(file.plain)
@@ -442,7 +442,7 @@ def _dropped_write() -> Iterator[Patch]:
     from holdfast.drivers.ranges import Ranges
 
     yield ImageWriter, "_write", write
-    yield Ranges, "check_complete", lambda self: None
+    yield Ranges, "check_complete", lambda self, nbytes=None: None
 
 
 async def _nothing(*args: Any, **options: Any) -> None:

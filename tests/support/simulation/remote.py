@@ -242,8 +242,8 @@ class _ObjectUpload(Upload):
         content = bytes(data)
         await self._driver.request("write", self._key, lambda: self._parts().__setitem__(start, content))
 
-    async def commit(self) -> None:
-        await self._driver.request("commit", self._key, self._complete)
+    async def commit(self, nbytes: int | None = None) -> None:
+        await self._driver.request("commit", self._key, lambda: self._complete(nbytes))
 
     async def abort(self) -> None:
         self._server.uploads.pop(self._number, None)
@@ -254,12 +254,12 @@ class _ObjectUpload(Upload):
         except KeyError:
             raise StorageError("no such upload", uri=self._driver.uri, key=self._key) from None
 
-    def _complete(self) -> None:
+    def _complete(self, nbytes: int | None) -> None:
         parts = self._parts()
         ranges = Ranges(self._nbytes, uri=self._driver.uri, key=self._key)
         for start, data in parts.items():
             ranges.add(start, len(data))
-        ranges.check_complete()
+        ranges.check_complete(nbytes)
         self._server.store(self._driver._root + self._key, b"".join(parts[start] for start in sorted(parts)))
         if not self._driver._world.answers_again:
             del self._server.uploads[self._number]
@@ -353,11 +353,12 @@ class _HdfsUpload(Upload):
                 raise
             self._at += len(data)
 
-    async def commit(self) -> None:
+    async def commit(self, nbytes: int | None = None) -> None:
         def seen() -> int:
             return len(self._driver._server.objects.get(self._path, (b"", 0))[0])
 
-        if await self._driver.request("close", self._key, seen) != self._nbytes:
+        nbytes = self._nbytes if nbytes is None else nbytes
+        if await self._driver.request("close", self._key, seen) != nbytes:
             raise StorageError("the file is not as long as what was written", uri=self._driver.uri, key=self._key)
         await self._driver.rename(self._path, self._key, exclusive=False)
 

@@ -208,10 +208,10 @@ class _SqliteUpload(Upload):
         await self._driver._run("write", self._key, self._write, start, data)
         self._written.add(start, len(data))
 
-    async def commit(self) -> None:
+    async def commit(self, nbytes: int | None = None) -> None:
         self._check_open()
         self._over = True
-        await self._driver._run("commit", self._key, self._commit)
+        await self._driver._run("commit", self._key, self._commit, nbytes)
         self._driver._uploads.discard(self)
 
     async def abort(self) -> None:
@@ -239,10 +239,11 @@ class _SqliteUpload(Upload):
             _add_part(db, self._id, start, data)
             db.execute("UPDATE uploads SET touched_s = ? WHERE id = ?", (time.time(), self._id))
 
-    def _commit(self) -> None:
+    def _commit(self, nbytes: int | None) -> None:
         try:
-            self._written.check_complete()
+            self._written.check_complete(nbytes)
             with self._driver._store.writing() as db:
+                db.execute("UPDATE uploads SET nbytes = ? WHERE id = ?", (self._written.nbytes, self._id))
                 _publish(db, self._path, self._id)
         except BaseException:
             self.drop()
