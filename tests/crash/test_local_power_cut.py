@@ -51,6 +51,13 @@ async def upload(driver: LocalDriver, key: str, content: bytes) -> None:
     await new.commit()
 
 
+async def shorter(driver: LocalDriver, key: str, content: bytes) -> None:
+    """An upload that ends before the size it was declared with, which its file had from the beginning."""
+    new = await driver.create(key, 2 * len(content))
+    await new.write(0, memoryview(content))
+    await new.commit(len(content))
+
+
 def write_unsynced(disk: Disk) -> None:
     """A file that nobody asked to be durable."""
     (disk.folder / "unsynced").write_bytes(b"x" * 100_000)
@@ -73,7 +80,7 @@ async def opened(folder: Path, direct: str = "auto") -> AsyncIterator[LocalDrive
 
 
 @pytest.mark.parametrize("size", CONTENT)
-@pytest.mark.parametrize("store", [put, exclusive, upload])
+@pytest.mark.parametrize("store", [put, exclusive, upload, shorter])
 @pytest.mark.parametrize("direct", ["auto", "off"])
 def test_what_was_acknowledged_survives(
     disk: Disk, store: Callable[[LocalDriver, str, bytes], Awaitable[None]], size: str, direct: str

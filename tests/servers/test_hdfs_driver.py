@@ -86,6 +86,23 @@ async def test_an_object_of_several_segments_comes_back(
     await driver.close()
 
 
+@pytest.mark.parametrize("nbytes", [0, 5, 2 * PART, 2 * PART + 5])
+@asynchronous
+async def test_segments_behind_the_end_are_neither_made_nor_joined(
+    hdfs_url: str, nbytes: int, caplog: pytest.LogCaptureFixture, rng: np.random.Generator
+) -> None:
+    """An upload of three segments that ends in the first or second: CONCAT takes no empty files, and is not asked to."""
+    driver, content = open_driver(hdfs_url), rng.bytes(nbytes)
+    upload = await driver.create("a/x", 6 * PART)
+    for start in range(0, nbytes, PART):
+        await upload.write(start, memoryview(content)[start : start + PART])
+    await upload.commit(nbytes)
+    assert await driver.get("a/x") == content
+    assert HdfsProbe(parse(hdfs_url)).list() == ["a/x"]
+    assert "joined by copying" not in caplog.text
+    await driver.close()
+
+
 @asynchronous
 async def test_a_write_that_is_not_next_is_refused(hdfs_url: str) -> None:
     """At once, and nothing is left: it could never be stored where it belongs."""

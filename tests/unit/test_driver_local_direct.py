@@ -208,6 +208,30 @@ async def test_a_direct_write_that_stops_within_a_block_goes_on_at_its_start(
     await driver.close()
 
 
+@pytest.mark.parametrize("refused", [False, True])
+@asynchronous
+async def test_a_file_that_ends_early_is_cut_before_it_is_durable(
+    driver: LocalDriver, root: Path, monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    """It had the size that was declared from its beginning, also where direct writes then turn out to be refused; none of that
+    is left when it is fsynced, nor on the disk."""
+    _needs_direct(root)
+    if refused:
+        monkeypatch.setattr(os, "pwrite", functools.partial(_refuse_direct, os.pwrite))
+    content = memoryview(mmap.mmap(-1, MiB))
+    content[:] = os.urandom(MiB)
+    upload = await driver.create("x", 1 << 40)
+    await upload.write(0, content)
+    await upload.write(MiB, content[: MiB // 2 + 5])
+    synced: list[int] = []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_size), fsync(fd)))
+    await upload.commit(MiB + MiB // 2 + 5)
+    assert synced[0] == (root / "x").stat().st_size == MiB + MiB // 2 + 5
+    assert (root / "x").stat().st_blocks * 512 <= 2 * MiB
+    assert await driver.get("x") == bytes(content) + content[: MiB // 2 + 5]
+
+
 @asynchronous
 async def test_a_file_for_direct_writes_has_its_size_at_once(driver: LocalDriver, root: Path) -> None:
     """Direct writes that extend a file would wait for each other."""

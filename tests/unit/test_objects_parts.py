@@ -39,15 +39,22 @@ def test_parts_are_few_enough_and_no_larger_than_needed(nbytes: int, preferred: 
     assert part == preferred or -(-nbytes // (part - preferred)) > PARTS_MAX
 
 
-@given(st.integers(1, 500), st.integers(1, 60), st.randoms(use_true_random=False))
-def test_whatever_is_written_comes_out_once_and_in_order(nbytes: int, part_nbytes: int, rnd: random.Random) -> None:
-    """Pieces of any length make parts of the size asked for, the last one shorter, and nothing is kept back."""
+@given(st.integers(1, 500), st.integers(0, 100), st.integers(1, 60), st.randoms(use_true_random=False))
+def test_whatever_is_written_comes_out_once_and_in_order(
+    nbytes: int, spare_nbytes: int, part_nbytes: int, rnd: random.Random
+) -> None:
+    """Pieces of any length make parts of the size asked for, the last one shorter. Nothing is kept back but the last part of
+    an object that ends before the size it was declared with."""
     content = rnd.randbytes(nbytes)
-    cutter, parts, at = Cutter(nbytes, part_nbytes), [], 0
+    cutter, parts, at = Cutter(nbytes + spare_nbytes, part_nbytes), [], 0
     while at < nbytes:
         step = rnd.randint(1, nbytes - at)
         parts += [bytes(part) for part in cutter.cut(memoryview(content)[at : at + step])]
         at += step
+    rest = cutter.rest()
+    assert (rest is None) == (spare_nbytes == 0 or nbytes % part_nbytes == 0)
+    parts += [] if rest is None else [bytes(rest)]
+    assert cutter.rest() is None
     assert b"".join(parts) == content
     assert {len(part) for part in parts[:-1]} <= {part_nbytes}
     assert len(parts) == -(-nbytes // part_nbytes)
