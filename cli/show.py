@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from ..drivers.registry import open_driver
 from ..storage.committed import read_manifest
-from ..storage.format.manifest import FORMAT_VERSION, Manifest
+from ..storage.format.manifest import Manifest
 from ..storage.format.tree import Key, Value, format_path
 from ..storage.pipeline.engine import start
 from .commands import print_json
@@ -48,7 +48,7 @@ def run(uri: str, *, json_output: bool, values: bool, depth: int | None) -> int:
 
 
 def _stored_nbytes(m: Manifest, manifest_nbytes: int) -> int:
-    return int(m.images.nbytes(m.block_nbytes).sum()) + manifest_nbytes
+    return int(m.images.file_nbytes(m.block_nbytes).sum()) + manifest_nbytes
 
 
 def _header(uri: str, m: Manifest, manifest_nbytes: int) -> list[str]:
@@ -59,7 +59,7 @@ def _header(uri: str, m: Manifest, manifest_nbytes: int) -> list[str]:
         "ranks": str(m.world),
         "tensors": f"{len(m.tensors.rows):,}, {size_text(m.tensor_nbytes)}",
         "files": f"{len(m.images) + 1:,}, {size_text(_stored_nbytes(m, manifest_nbytes))}",
-        "format": f"version {FORMAT_VERSION}, attempt {m.attempt}",
+        "format": f"version {m.version}, {f'{m.compression}, ' if m.compression else ''}attempt {m.attempt}",
     }
     return [f"{paint(f'{name:<9}', 'dim')}{fact}" for name, fact in facts.items()]
 
@@ -191,7 +191,8 @@ def _document(uri: str, m: Manifest, manifest_nbytes: int) -> dict[str, object]:
     ]
     return {
         "uri": uri,
-        "format_version": FORMAT_VERSION,
+        "format_version": m.version,
+        "compression": m.compression,
         "attempt": m.attempt,
         "step": m.step,
         "created_s": m.created_s,

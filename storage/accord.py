@@ -157,13 +157,19 @@ Accords = Kept[Accord]
 
 
 async def agree(
-    team: Team, uri: str, flat: FlatState, digests: Digest, accords: Accords, begin: Callable[[], Awaitable[str]]
+    team: Team,
+    uri: str,
+    flat: FlatState,
+    digests: Digest,
+    accords: Accords,
+    begin: Callable[[], Awaitable[str]],
+    compression: str | None = None,
 ) -> tuple[str, Accord]:
     """Agree with the other ranks; return the attempt that the leader began with ``begin``, and what was agreed on. All
     ranks of a team of several call this.
 
-    Raises UsageError where ranks save to different URIs, SaveError where they hold different values of one part of a
-    DTensor.
+    Raises UsageError where ranks save to different URIs, or compress differently, SaveError where they hold different values
+    of one part of a DTensor.
     """
     key, leader = (flat.kin, team.rank, team.world), Leader(begin)
     accord = None if flat.kin is None else accords.get(key)
@@ -173,7 +179,8 @@ async def agree(
         told = _all_of(held)
     else:
         told = accord.tell(await offload(digests, accord.rows))
-    verdict = json.loads(await team.round("begin", _packed({"uri": uri} | told), leader.begin))
+    says = {"uri": uri} | ({} if compression is None else {"compression": compression})
+    verdict = json.loads(await team.round("begin", _packed(says | told), leader.begin))
     if accord is None or "attempt" not in verdict:
         held = held or Held.of(flat, team.world)
         if "ask" not in verdict:
@@ -239,6 +246,9 @@ class Leader:
         for rank, other in enumerate(told):
             if other["uri"] != told[0]["uri"]:
                 raise UsageError(f"rank {rank} saves to {other['uri']}, rank 0 to {told[0]['uri']}", rank=rank)
+            theirs, ours = other.get("compression"), told[0].get("compression")
+            if theirs != ours:
+                raise UsageError(f"rank {rank} saves with compression={theirs!r}, rank 0 with {ours!r}", rank=rank)
         if all("holds" in other for other in told):
             return await self.hear(statements)
         if not _still(told):

@@ -11,6 +11,7 @@ from ..errors import UsageError
 from .begin import Destination, Lazy, UriLike, begin_save, closing, told
 from .capture.lazy import fence
 from .capture.state import flatten
+from .format.packed import Compression, checked_compression
 from .frameworks.process_group import current_rank, current_team
 from .handle import SaveHandle
 from .load import Exchanging, LoadJob, finish, run_build, run_load
@@ -34,6 +35,7 @@ def save(
     deadline_s: float = DEADLINE_S,
     timeout_s: float | None = None,
     storage_options: Mapping[str, object] | None = None,
+    compression: Compression | None = None,
 ) -> SaveReport:
     """Save ``state`` as the checkpoint ``uri``; return when it is committed, on every rank.
 
@@ -47,13 +49,17 @@ def save(
     far as the storage answers, and DeadlineError is raised. None: every operation has a deadline, the save as a whole has
     none.
 
+    ``compression="lz4"`` stores blocks that shrink compressed: for states that do, as trained weights do not, or storage
+    that is slow. Such a checkpoint is read as any other, where lz4 is installed (``pip install 'holdfast[lz4]'``).
+
     Atomic: a checkpoint that was at ``uri`` is replaced whole, or, after any failure, untouched. Raises StateError for
     what cannot be saved and UriError, both before any I/O; SaveError, StorageError; RankFailedError when another rank
     fails; DeadlineError when one shows no sign of life for ``deadline_s`` seconds, or ``timeout_s`` are over.
     """
     _checked_budget(budget_nbytes)
-    to = Destination(uri, storage_options)
-    handle, future = begin_save(to, state, step, budget_nbytes, deadline_s, lazy=False, timeout_s=timeout_s)
+    compression = checked_compression(compression)
+    to, sizes = Destination(uri, storage_options), (step, budget_nbytes, deadline_s)
+    handle, future = begin_save(to, state, *sizes, lazy=False, timeout_s=timeout_s, compression=compression)
     try:
         handle.wait()
     except KeyboardInterrupt:
@@ -73,6 +79,7 @@ def async_save(
     deadline_s: float = DEADLINE_S,
     timeout_s: float | None = None,
     storage_options: Mapping[str, object] | None = None,
+    compression: Compression | None = None,
 ) -> SaveHandle:
     """Begin to save ``state`` as the checkpoint ``uri``; return when every byte of it is copied to host memory.
 
@@ -87,8 +94,9 @@ def async_save(
     """
     if budget_nbytes is not None:
         _checked_budget(budget_nbytes)
-    to = Destination(uri, storage_options)
-    handle, _future = begin_save(to, state, step, budget_nbytes, deadline_s, lazy=lazy, timeout_s=timeout_s)
+    compression = checked_compression(compression)
+    to, sizes = Destination(uri, storage_options), (step, budget_nbytes, deadline_s)
+    handle, _future = begin_save(to, state, *sizes, lazy=lazy, timeout_s=timeout_s, compression=compression)
     if not lazy:
         handle.captured.wait()
     return handle

@@ -24,6 +24,7 @@ from .capture.kept import Kept
 from .capture.lazy import LazyCapture
 from .capture.state import FlatState, flatten
 from .deadline import Deadline
+from .format.packed import Compression
 from .frameworks.process_group import current_team, current_world
 from .handle import SaveHandle, StageHandle
 from .pipeline.engine import offload, start
@@ -81,6 +82,7 @@ def begin_save(
     lazy: Lazy,
     timeout_s: float | None,
     after: Future[None] | None = None,
+    compression: Compression | None = None,
 ) -> tuple[SaveHandle, Future[None]]:
     """Begin a save, and wait for nothing; return its handle, and a future that is done when it has ended, well or not.
     The writing of it waits for the end of ``after``."""
@@ -91,7 +93,7 @@ def begin_save(
     if lazy:
         flat.lazy = told(team, to, LazyCapture, flat, prove=lazy == "prove")
     step = _step_of(state) if step is None else step
-    job = SaveJob(flat, step, budget_nbytes, after=after, accords=_accords, deadline=deadline)
+    job = SaveJob(flat, step, budget_nbytes, after=after, accords=_accords, deadline=deadline, compression=compression)
     save = _Save(job, _handle(to.uri, flat), began_s)
     with _in_flight_lock:
         before = _in_flight.get(to.uri)
@@ -130,11 +132,11 @@ class _Save:
                 await offload(self.queued.wait)
         return to.driver()
 
-    def durable(self, attempt: str, nbytes: int) -> None:
+    def durable(self, attempt: str, nbytes: int, stored_nbytes: int) -> None:
         """It is committed."""
         times = (self._reached["captured"], self._reached["sealed"], time.perf_counter() - self._began_s)
         fenced_s = 0.0 if self.lazy is None else self.lazy.waited_s
-        self.handle.report = SaveReport(self.handle.uri, attempt, nbytes, *times, fenced_s)
+        self.handle.report = SaveReport(self.handle.uri, attempt, nbytes, *times, fenced_s, stored_nbytes)
         self._reach("durable")
 
     def _digests(self, rows: Sequence[int]) -> dict[int, bytes]:

@@ -5,7 +5,7 @@ Keys below a checkpoint's root::
     manifest.safetensors            the checkpoint; its appearance is the commit
     data/<attempt>/attempt.json     from before any data until it is settled: makes it known to collectors; empty, or
                                     what it copies
-    data/<attempt>/<rank>.safetensors
+    data/<attempt>/<rank>.safetensors           or .safetensors.lz4
     data/<attempt>/fate             written once, exclusively: empty by its own leader, "abort" by a later save
     data/pruning                    while somebody deletes the checkpoint: put before its last look at the manifest
 
@@ -446,10 +446,10 @@ async def _collect(driver: Driver, attempt: Attempt, decided: bool, now_s: float
 
 async def _see_all(driver: Driver, manifest: Manifest) -> None:
     """Raise InvisibleFilesError unless every image is there, with its full size."""
-    sizes = manifest.images.nbytes(manifest.block_nbytes).tolist()
+    sizes = manifest.images.file_nbytes(manifest.block_nbytes).tolist()
 
     async def look(rank: int, nbytes: int) -> None:
-        key = image_key(manifest.attempt, rank)
+        key = image_key(manifest.attempt, rank, manifest.compression)
         try:
             seen = (await driver.stat(key)).nbytes
         except NotFoundError as error:

@@ -31,6 +31,7 @@ from .image_copier import ImageCopier
 from .pipeline.engine import offload, run
 from .pipeline.executor import at_most
 from .pipeline.image_reader import ImageReader
+from .pipeline.unpacked import images_of
 from .place import Place
 from .reader import manifest_keys
 from .verify import verify_images
@@ -136,8 +137,8 @@ class Pair:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all images."""
-        return int(self.manifest.images.nbytes(self.manifest.block_nbytes).sum())
+        """Bytes of all images, as they are stored."""
+        return int(self.manifest.images.file_nbytes(self.manifest.block_nbytes).sum())
 
 
 async def _copy(
@@ -254,13 +255,14 @@ async def _is_there(ours: Driver, pair: Pair, orders: Orders) -> bool:
     """Whether nothing is to be done. Who asks to overwrite wants what is damaged to be mended."""
     if pair.same is None or not orders.overwrite:
         return pair.same is not None
-    return (await verify_images(ours, pair.same, orders.budget_nbytes, lambda done, total: None)).ok
+    images = images_of(ours, pair.same)
+    return (await verify_images(images, pair.same, orders.budget_nbytes, lambda done, total: None)).ok
 
 
 async def _send(theirs: Driver, ours: Driver, pair: Pair, orders: Orders, sent: Callable[[int], None]) -> int:
     """Send what is missing, and commit; return how many bytes were sent."""
     attempt, resumed = await begin_copy(ours, pair.identity)
-    reader = ImageReader(theirs, pair.manifest, orders.budget_nbytes)
+    reader = ImageReader(images_of(theirs, pair.manifest), pair.manifest, orders.budget_nbytes)
     copier = ImageCopier(reader, ours, attempt.id, orders.budget_nbytes, sent)
     try:
         whole = await copier.whole() if resumed else []

@@ -2,6 +2,8 @@
 
 Every byte that is written has been verified against the manifest: data by the digests of its chunk, and the pages at the
 end of an image are made anew. So what arrives whole is what was saved, whatever the source holds.
+
+Compressed images are copied as they are stored, and unpacked only to be verified: so all copies are the same, bytes and all.
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ from ..errors import DamagedError, NotFoundError
 from .format.damage import damaged
 from .format.digest import damaged_blocks, digest, page_of
 from .format.manifest import Manifest
+from .format.packed import page_of_packed
 from .pipeline.buffers import HostBuffer, host_pool
 from .pipeline.engine import CPU_THREADS, offload
 from .pipeline.executor import at_most, execute
 from .pipeline.image_reader import ImageReader
 from .pipeline.scheduler import Budget, Scheduler, Stage
+from .pipeline.unpacked import Stored, images_of
 from .pipeline.upload import Opening, write_pages, writing_order
 from .verify import Chunk, chunks_of
 
@@ -41,13 +45,13 @@ class ImageCopier:
 
     def __post_init__(self) -> None:
         self.target: Manifest = replace(self.source.manifest, attempt=self.attempt)
-        self.sizes: list[int] = self.target.images.nbytes(self.target.block_nbytes).tolist()
+        self.sizes: list[int] = self.target.images.file_nbytes(self.target.block_nbytes).tolist()
 
     async def whole(self) -> list[int]:
         """The images that the destination has by now: of full size, and with the digests of all their blocks. Their data
         is not read again: an upload that was committed is whole, or the driver breaks its contract."""
         found: list[int] = []
-        reader = ImageReader(self.destination, self.target, self.budget_nbytes)
+        reader = ImageReader(images_of(self.destination, self.target), self.target, self.budget_nbytes)
 
         async def look(image: int) -> None:
             starts = [chunk.start for chunk in chunks_of(self.target, image)]
@@ -64,6 +68,8 @@ class ImageCopier:
     def chunks(self, image: int) -> list[Chunk]:
         """The chunks of an image, in the order in which the destination wants them."""
         found, traits = chunks_of(self.target, image), self.destination.traits
+        if self.target.compression is not None:  # how long their parts of the file are is not known yet
+            return found
         return [found[i] for i in writing_order(len(found), self.target.chunk_nbytes, self.sizes[image], traits)]
 
     async def run(self, images: Sequence[int]) -> None:
@@ -125,6 +131,7 @@ class _Line:
         self._m = copier.source.manifest
         self._pool = host_pool(self._m.chunk_nbytes)
         self._buffers: dict[int, HostBuffer] = {}
+        self._stored: dict[int, Stored] = {}
         by_image = {image: copier.chunks(image) for image in images}
         self.chunks = [chunk for chunks in by_image.values() for chunk in chunks]
         self._pages = {image: [b""] * len(chunks) for image, chunks in by_image.items()}
@@ -134,20 +141,21 @@ class _Line:
     async def perform(self, job: int, stage: str) -> None:
         chunk = self.chunks[job]
         if stage == "read":
-            self._buffers[job] = self._pool.take()
-            await self._reader.read(chunk.image, chunk.start, self._view(job))
+            buffer = self._buffers[job] = self._pool.take()
+            self._stored[job] = await self._reader.read_stored(chunk.image, chunk.start, chunk.stop, buffer.view)
         elif stage == "check":
-            await self._check(chunk, self._view(job))
+            await self._check(chunk, self._stored[job], self._view(job))
         else:
-            upload = await self._upload(chunk.image)
-            await upload.write(chunk.start, self._view(job))
-            self._copier.sent(chunk.stop - chunk.start)
+            upload, stored = await self._upload(chunk.image), self._stored[job]
+            await upload.write(stored.start, self._view(job))
+            self._copier.sent(stored.nbytes)
             self._left[chunk.image] -= 1
             if not self._left[chunk.image]:
                 await self._finish(chunk.image, upload, self._buffers[job])
 
     def release(self, job: int) -> None:
         buffer = self._buffers.pop(job, None)
+        self._stored.pop(job, None)
         if buffer is not None:
             self._pool.give(buffer)
 
@@ -157,17 +165,25 @@ class _Line:
             await opening.drop()
 
     def _view(self, job: int) -> memoryview:
-        chunk = self.chunks[job]
-        return self._buffers[job].view[: chunk.stop - chunk.start]
+        return self._buffers[job].view[: self._stored[job].nbytes]
 
-    async def _check(self, chunk: Chunk, view: memoryview) -> None:
-        page = await offload(page_of, view, self._m.block_nbytes)
+    async def _check(self, chunk: Chunk, stored: Stored, view: memoryview) -> None:
+        page = await self._page_of(chunk, stored, view)
         if digest(page) != self._m.images.digests[chunk.row].tobytes():
-            stored = await self._reader.read_pages(chunk.image, [chunk.start])
-            start = chunk.start + damaged_blocks(page, stored[chunk.image, chunk.start])[0] * self._m.block_nbytes
+            pages = await self._reader.read_pages(chunk.image, [chunk.start])
+            start = chunk.start + damaged_blocks(page, pages[chunk.image, chunk.start])[0] * self._m.block_nbytes
             stop = min(start + self._m.block_nbytes, chunk.stop)
             raise damaged(self._m, self._reader.driver.uri, chunk.image, start, stop, "are not what was written")
         self._pages[chunk.image][chunk.start // self._m.chunk_nbytes] = page
+
+    async def _page_of(self, chunk: Chunk, stored: Stored, view: memoryview) -> bytes:
+        if stored.sizes is None:
+            return await offload(page_of, view, self._m.block_nbytes)
+        where = (self._m, self._reader.driver.uri, chunk.image, chunk.start, chunk.stop)
+        try:
+            return await offload(page_of_packed, view, stored.sizes, chunk.stop - chunk.start, self._m.block_nbytes)
+        except ValueError as error:
+            raise damaged(*where, f"cannot be unpacked: {error}") from error
 
     async def _upload(self, image: int) -> Upload:
         """The image's upload, opened by whoever asks first."""
@@ -177,9 +193,10 @@ class _Line:
         return await self._uploads[image].upload()
 
     async def _finish(self, image: int, upload: Upload, buffer: HostBuffer) -> None:
-        """Write the pages, after all that they vouch for, and commit. ``buffer`` is free by now."""
-        pages = b"".join(self._pages.pop(image))
-        await write_pages(upload, pages, int(self._m.images.hashed_nbytes[image]), buffer)
+        """Write the pages, and the index if there is one, after all that they vouch for, and commit. ``buffer`` is free by
+        now."""
+        pages = b"".join(self._pages.pop(image)) + await self._reader.stored_index(image)
+        await write_pages(upload, pages, self._copier.sizes[image] - len(pages), buffer)
         self._copier.sent(len(pages))
         await upload.commit()
         del self._uploads[image]

@@ -26,6 +26,7 @@ from .frameworks.process_group import store_host
 from .frameworks.stateful import fills_in_place, maker_of, restore
 from .pipeline.engine import offload
 from .pipeline.image_reader import ImageReader, plan_reads
+from .pipeline.unpacked import images_of
 from .ranks.exchange import LEAST_NBYTES, Circle, begin_exchange
 from .ranks.handout import read_once
 from .ranks.hosts import numbered, numbers_in, ranks_with
@@ -83,7 +84,7 @@ async def run_build(driver: Driver, rank: int, budget_nbytes: int) -> tuple[Any,
         wanted = Wanted()
         state, _rows = await offload(build, manifest, rank, wanted)
         try:
-            return state, manifest, await fill(driver, manifest, wanted, budget_nbytes)
+            return state, manifest, await fill(images_of(driver, manifest), manifest, wanted, budget_nbytes)
         except DamagedError:
             if not await _replaced(driver, manifest):
                 raise
@@ -91,7 +92,8 @@ async def run_build(driver: Driver, rank: int, budget_nbytes: int) -> tuple[Any,
 
 
 async def fill(driver: Driver, manifest: Manifest, wanted: Wanted, budget_nbytes: int) -> ImageReader:
-    """Read all that is wanted, once, verified, straight to where it belongs; return the reader, for its figures."""
+    """Read all that is wanted, once, verified, straight to where it belongs; return the reader, for its figures. ``driver``
+    is that of the images (``images_of``)."""
     reader = ImageReader(driver, manifest, budget_nbytes)
     targets = wanted.targets(manifest.tensors.shape)
     plan = await offload(plan_reads, driver, manifest, targets)
@@ -133,7 +135,7 @@ async def _load(
         manifest = await offload(seen.of, targets.tensor)
     circle = _circle(team, f"exchange/{attempt}", fits[2:], job.exchange, mates)
     budget_nbytes = job.budget_nbytes // (2 if circle and circle.near else 1)  # as much to receive into
-    reader = ImageReader(driver, manifest, budget_nbytes)
+    reader = ImageReader(images_of(driver, manifest), manifest, budget_nbytes)
     exchange = await begin_exchange(circle, reader, targets) if circle else None
     plan = exchange.plan if exchange else await offload(plan_reads, driver, manifest, targets)
     scatter = _scatter(manifest, job.match.wanted, targets, plan)

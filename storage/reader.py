@@ -22,6 +22,7 @@ from .pipeline.buffers import memory_for
 from .pipeline.engine import offload, run, start
 from .pipeline.executor import at_most
 from .pipeline.flat_reader import read_flat
+from .pipeline.unpacked import images_of
 from .verify import VerifyReport, verify_images
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ class Checkpoint:
         self.created_s = manifest.created_s
         self.attempt = manifest.attempt
         self.manifest_nbytes = manifest_nbytes
+        self.compression = manifest.compression
+        """``"lz4"`` where images are stored so, else None."""
 
     def __enter__(self) -> Self:
         return self
@@ -91,6 +94,10 @@ class Checkpoint:
     def close(self) -> None:
         """Let go of the storage. Safe to call twice."""
         start(self._driver.close()).result()
+
+    @cached_property
+    def _images(self) -> Driver:
+        return images_of(self._driver, self._manifest)
 
     @property
     def nbytes(self) -> int:
@@ -156,7 +163,7 @@ class Checkpoint:
 
     async def _read_flat(self, row: int, start: int, stop: int) -> memoryview:
         try:
-            return await read_flat(self._driver, self._manifest, row, start, stop, _BUDGET_NBYTES)
+            return await read_flat(self._images, self._manifest, row, start, stop, _BUDGET_NBYTES)
         except DamagedError as error:
             await self._raise_if_replaced(error)
             raise
@@ -168,12 +175,12 @@ class Checkpoint:
         return dict(zip(m.images.rank.tolist(), m.images.nbytes(m.block_nbytes).tolist(), strict=True))
 
     def read_image(self, rank: int, start: int, stop: int) -> bytes:
-        """Bytes [start, stop) of the image of ``rank``, as they are stored: nothing is verified. Raises StorageError, and
-        DamagedError beyond its end."""
+        """Bytes [start, stop) of the image of ``rank``, unverified. Raises StorageError; DamagedError beyond its end, and
+        where what is compressed cannot be unpacked."""
         with memory_for(f"{stop - start:,} bytes of an image"):
             into = bytearray(stop - start)
-        key = image_key(self.attempt, rank)
-        run(self._driver.read(key, start, memoryview(into)))
+        key = image_key(self.attempt, rank, self._manifest.compression)
+        run(self._images.read(key, start, memoryview(into)))
         return bytes(into)
 
     def _row(self, name: str, rank: int) -> int:
@@ -190,7 +197,7 @@ class Checkpoint:
         from .load import fill
 
         try:
-            await fill(self._driver, self._manifest, wanted, _BUDGET_NBYTES)
+            await fill(self._images, self._manifest, wanted, _BUDGET_NBYTES)
         except DamagedError as error:
             await self._raise_if_replaced(error)
             raise
@@ -209,7 +216,7 @@ class Checkpoint:
         return start(self._verify(progress)).result()
 
     async def _verify(self, progress: Callable[[int, int], None]) -> VerifyReport:
-        report = await verify_images(self._driver, self._manifest, _BUDGET_NBYTES, progress)
+        report = await verify_images(self._images, self._manifest, _BUDGET_NBYTES, progress)
         if not report.ok:
             await self._raise_if_replaced(DamagedError(f"{len(report.damages)} damages", uri=self.uri))
         return report

@@ -9,8 +9,8 @@ __all__ = ["LoadReport", "SaveReport"]
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """``nbytes`` is the size of this rank's image file; 0 if it wrote none. ``fenced_s``: how long training had to wait for
-    a lazy save before it could go on to change the state."""
+    """``nbytes`` is the size of this rank's image, 0 if it wrote none; ``stored_nbytes`` that of its file: less, where it is
+    compressed. ``fenced_s``: how long training had to wait for a lazy save before it could go on to change the state."""
 
     uri: str
     attempt: str
@@ -19,12 +19,14 @@ class SaveReport:
     sealed_s: float
     durable_s: float
     fenced_s: float = 0.0
+    stored_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
     """``bytes_wanted`` is what this rank's tensors take of the checkpoint, ``bytes_read`` what it read from storage: whole
-    blocks, and checksums, also for other ranks. ``bytes_received`` is what others read for this one."""
+    blocks, and checksums, also for other ranks; of what is compressed, what it unpacks to. ``bytes_received`` is what others
+    read for this one."""
 
     uri: str
     attempt: str

@@ -26,6 +26,7 @@ from .deadline import Deadline
 from .format.fragment import Fragment, Layout, decode_fragment, fragment_of, join
 from .format.manifest import ImageTable, Manifest, image_key
 from .format.merge import merge
+from .format.packed import Compression
 from .pipeline.engine import offload
 from .pipeline.image_writer import ImageWriter, Progress
 from .ranks.team import Team
@@ -56,10 +57,12 @@ class SaveJob:
     """What was agreed on at former saves of this process."""
     deadline: Deadline = field(default=Deadline())
     """When it is committed, or has failed."""
+    compression: Compression | None = None
+    """How images are stored; the same on all ranks."""
 
 
-async def run_save(driver: Driver, team: Team, job: SaveJob) -> tuple[str, int]:
-    """Save; return the attempt and this rank's bytes. Every rank of the team calls this.
+async def run_save(driver: Driver, team: Team, job: SaveJob) -> tuple[str, int, int]:
+    """Save; return the attempt, and the bytes of this rank's image and of its file. Every rank of the team calls this.
 
     Raises what failed on this rank, RankFailedError or DeadlineError for another, DeadlineError when its time is over. Then
     nothing was committed, unless the failure came between the put of the manifest and word of it: what is there is a whole
@@ -78,14 +81,14 @@ async def run_save(driver: Driver, team: Team, job: SaveJob) -> tuple[str, int]:
         return saved
 
 
-async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tuple[str, int]:
+async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tuple[str, int, int]:
     beginning = asyncio.ensure_future(_begun(driver, team, job, leader))
     try:
         # Alone there is nothing to agree on before capturing: the storage is prepared meanwhile.
         accord = None if team.world == 1 else (await beginning)[1]
         plan = await offload(plan_save, job.flat, team.rank, accord and accord.agreed)
-        writer = ImageWriter(driver, plan.layout, plan.source, job.budget_nbytes, job.progress)
-        digests = await _written(writer, beginning, team, job.after)
+        writer = ImageWriter(driver, plan.layout, plan.source, job.budget_nbytes, job.progress, job.compression)
+        digests = await _written(writer, beginning, team, job)
     except BaseException as error:
         beginning.cancel()
         await asyncio.wait([beginning])
@@ -96,13 +99,14 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tu
     attempt = Attempt((await beginning)[0])
     if job.flat.lazy is not None:
         job.flat.lazy.confirm()
-    fragment = _fragment(attempt, job, plan, digests, team.rank)
+    fragment = _fragment(attempt, job, plan, digests, writer.stored_nbytes, team.rank)
     try:
         await _told(team, fragment, accord, leader)
     except InvisibleFilesError:
-        await _drop(driver, attempt, team.rank)  # nobody else sees this file, so nobody else will collect it
+        # Nobody else sees this file, so nobody else will collect it.
+        await _drop(driver, image_key(attempt.id, team.rank, job.compression))
         raise
-    return attempt.id, plan.layout.nbytes if len(digests) else 0
+    return attempt.id, plan.layout.nbytes if len(digests) else 0, writer.stored_nbytes
 
 
 async def _told(team: Team, fragment: Fragment, accord: Accord | None, leader: _Leader) -> None:
@@ -128,7 +132,7 @@ async def _begun(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> t
     if team.world == 1:
         return await leader.begin(), None
     digests = job.digests or partial(fingerprints, job.flat)
-    return await agree(team, driver.uri, job.flat, digests, job.accords, leader.begin)
+    return await agree(team, driver.uri, job.flat, digests, job.accords, leader.begin, job.compression)
 
 
 async def _settle(leader: _Leader, job: SaveJob, uri: str) -> None:
@@ -158,7 +162,7 @@ class _Leader:
     async def commit(self, ranks: Sequence[int], known: dict[bytes, Layout], fragments: Sequence[bytes]) -> bytes:
         """Of ``ranks``, one for each host that is not this one. ``known``: layouts that they do not tell again."""
         assert self._attempt is not None
-        manifest = await offload(_merged, fragments, ranks, known)
+        manifest = await offload(_merged, fragments, ranks, known, self._job.compression)
         self._obsolete = await commit(self._driver, self._attempt, manifest, self._putting)
         return self._attempt.id.encode()
 
@@ -180,12 +184,12 @@ class _Leader:
 
 
 async def _written(
-    writer: ImageWriter, beginning: asyncio.Future[tuple[str, Any]], team: Team, after: Future[None] | None
+    writer: ImageWriter, beginning: asyncio.Future[tuple[str, Any]], team: Team, job: SaveJob
 ) -> npt.NDArray[np.uint8]:
     async def key() -> str:
-        if after is not None:
-            await asyncio.wait([asyncio.wrap_future(after)])
-        return image_key((await asyncio.shield(beginning))[0], team.rank)
+        if job.after is not None:
+            await asyncio.wait([asyncio.wrap_future(job.after)])
+        return image_key((await asyncio.shield(beginning))[0], team.rank, job.compression)
 
     try:
         return await writer.write(key)
@@ -197,24 +201,29 @@ async def _written(
         raise
 
 
-def _merged(told: Sequence[bytes], ranks: Sequence[int], known: dict[bytes, Layout]) -> Manifest:
-    return merge([_joined(told, ranks, known)])
+def _merged(
+    told: Sequence[bytes], ranks: Sequence[int], known: dict[bytes, Layout], compression: Compression | None
+) -> Manifest:
+    return merge([_joined(told, ranks, known)], compression)
 
 
-def _fragment(attempt: Attempt, job: SaveJob, plan: SavePlan, digests: npt.NDArray[np.uint8], rank: int) -> Fragment:
+def _fragment(
+    attempt: Attempt, job: SaveJob, plan: SavePlan, digests: npt.NDArray[np.uint8], stored_nbytes: int, rank: int
+) -> Fragment:
     """What this rank tells the leader."""
     wrote = len(digests) > 0
     images = ImageTable(
         np.array([rank] if wrote else [], np.int64),
         np.array([plan.layout.hashed_end] if wrote else [], np.int64),
         digests,
+        None if job.compression is None else np.array([stored_nbytes] if wrote else [], np.int64),
     )
     head = (attempt.id, job.step, job.created_s)
     return fragment_of(head, rank, plan.told, plan.shards, images, job.flat.tree)
 
 
-async def _drop(driver: Driver, attempt: Attempt, rank: int) -> None:
+async def _drop(driver: Driver, image: str) -> None:
     try:
-        await driver.delete(image_key(attempt.id, rank))
+        await driver.delete(image)
     except StorageError as error:
         _log.warning("an image that no checkpoint names stays at %s: %s", driver.uri, error)

@@ -61,19 +61,20 @@ class Chunk:
 async def verify_images(
     driver: Driver, manifest: Manifest, budget_nbytes: int, progress: Callable[[int, int], None]
 ) -> VerifyReport:
-    """Check every chunk of every image, their pages, and the files' sizes."""
+    """Check every chunk of every image, their pages, and the files' sizes. ``driver`` is that of the images
+    (``images_of``)."""
     m = manifest
     report = VerifyReport(len(m.images), 0)
     found = await _sizes(driver, m, report)
     chunks = [chunk for i, nbytes in found.items() for chunk in _whole(m, i, nbytes, report)]
-    pages, told, short = _StoredPages(driver, m, found), dict[int, bytes](), set[int]()
+    pages, told, unread = _StoredPages(driver, m, found), dict[int, bytes](), dict[int, str]()
     total = sum(c.stop - c.start for c in chunks)
     inbox = Inbox(driver, m.chunk_nbytes)
 
     def check(job: int) -> None:
         c = chunks[job]
-        if job in short:
-            report.damages.append(_damage(m, c.image, c.start, c.stop, "cannot be checked: the file ends before"))
+        if job in unread:
+            report.damages.append(_damage(m, c.image, c.start, c.stop, unread[job]))
             return
         page = page_of(inbox[job].view[: c.stop - c.start], m.block_nbytes)
         _compare(m, c, page, told.pop(job), report)
@@ -88,8 +89,9 @@ async def verify_images(
         told[job] = await pages.of(c)
         try:
             await inbox.receive(job, m.image_key(c.image), c.start, c.stop - c.start)
-        except DamagedError:
-            short.add(job)
+        except DamagedError as error:
+            ends = m.compression is None  # all that can be wrong then
+            unread[job] = "cannot be checked: the file ends before" if ends else error.message
 
     io = driver.traits.concurrency
     jobs = min(max(1, budget_nbytes // inbox.job_nbytes), io + 2 * CPU_THREADS)
@@ -101,17 +103,22 @@ async def verify_images(
 
 
 async def _sizes(driver: Driver, m: Manifest, report: VerifyReport) -> dict[int, int]:
-    """The size in bytes of each image that is there. Reports what is missing, or of another size."""
+    """How many bytes of each image are there that has a file. Reports files that are missing, or of another size."""
     sizes: dict[int, int] = {}
-    for image, nbytes in enumerate(m.images.nbytes(m.block_nbytes).tolist()):
+    columns = (m.images.nbytes(m.block_nbytes).tolist(), m.images.file_nbytes(m.block_nbytes).tolist())
+    for image, (whole, nbytes) in enumerate(zip(*columns, strict=True)):
         try:
             found = sizes[image] = (await driver.stat(m.image_key(image))).nbytes
         except NotFoundError:
-            report.damages.append(_damage(m, image, 0, nbytes, "the file is missing"))
+            report.damages.append(_damage(m, image, 0, whole, "the file is missing"))
             continue
+        if m.compression is not None:  # at the end of the file is its index
+            sizes[image] = whole if found >= nbytes else 0
         if found != nbytes:
             what = f"the file has {found:,} bytes, not {nbytes:,}"
-            report.damages.append(_damage(m, image, min(found, nbytes), max(found, nbytes), what))
+            # A place in a compressed file is none in the image.
+            start, stop = sorted((found, nbytes)) if m.compression is None else (0, whole)
+            report.damages.append(_damage(m, image, start, stop, what))
     return sizes
 
 

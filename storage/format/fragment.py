@@ -23,7 +23,7 @@ from ...planner.image import DIGEST_NBYTES
 from ...planner.table import ShardTable, TensorTable
 from .columns import decode_columns, encode_columns, narrowed
 from .digest import digest
-from .manifest import ImageTable, check_readable, ints_of, shard_columns, tensor_columns, tensor_table
+from .manifest import ImageTable, check_readable, image_table, ints_of, shard_columns, tensor_columns, tensor_table
 from .tree import ByRank, Tree, Value, unite
 from .values import decode_value, encode_value
 
@@ -159,7 +159,7 @@ def _group(layout: Layout, blob: bytes, what: str) -> Group:
         return ints_of(columns, name)
 
     names = ("shard.tensor", "shard.offsets", "shard.lengths", "shard.image", "shard.start")
-    images = ImageTable(ints("image.rank"), ints("image.hashed_nbytes"), columns["chunk.digest"])
+    images = image_table(columns, compressed="image.stored_nbytes" in columns)
     values: list[ByRank] = [[(ranks, encoded) for ranks, encoded in by] for by in json.loads(metadata["values"])]
     return Group(layout, ints("rank"), ShardTable(*map(ints, names)), images, values)
 
@@ -177,11 +177,7 @@ def _joined(groups: Sequence[Group]) -> Group:
     if len(groups) == 1:
         return groups[0]
     width = max(group.shards.offsets.shape[1] for group in groups)
-    images = ImageTable(
-        np.concatenate([group.images.rank for group in groups]),
-        np.concatenate([group.images.hashed_nbytes for group in groups]),
-        np.concatenate([group.images.digests for group in groups]),
-    )
+    images = ImageTable.joined([group.images for group in groups])
     counts = np.array([len(group.images) for group in groups])
     before = np.repeat(np.cumsum(counts) - counts, [len(group.shards) for group in groups])
     shards = ShardTable(

@@ -11,7 +11,7 @@ import json
 import math
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -25,10 +25,10 @@ from ...planner.columns import volumes
 from ...planner.image import BLOCK_NBYTES, CHUNK_NBYTES, DIGEST_NBYTES, PAGE_NBYTES
 from ...planner.table import ShardTable, TensorTable
 from .columns import decode_columns, encode_columns, narrowed, parse_header
+from .packed import COMPRESSIONS, Compression, index_nbytes
 from .tree import Tree
 
 __all__ = [
-    "FORMAT_VERSION",
     "MANIFEST_KEY",
     "ImageTable",
     "Manifest",
@@ -36,6 +36,7 @@ __all__ = [
     "check_complete",
     "check_readable",
     "image_key",
+    "image_table",
     "ints_of",
     "shard_columns",
     "tensor_columns",
@@ -43,7 +44,7 @@ __all__ = [
 ]
 
 MANIFEST_KEY = "manifest.safetensors"
-FORMAT_VERSION = 1
+_PLAIN, _COMPRESSED = 1, 2  # versions of the format
 _ATTEMPT = re.compile(r"[0-9]{8}T[0-9]{6}-[0-9a-f]{8}")
 _INDEX = re.compile(r"[0-9]{1,10}")
 _CHUNK_NBYTES_MAX = 256 << 20
@@ -54,9 +55,9 @@ _INT_MAX = 1 << 62
 Ints = npt.NDArray[np.int64]
 
 
-def image_key(attempt: str, rank: int) -> str:
-    """Where the image of ``rank`` lies, as a key."""
-    return f"data/{attempt}/{rank}.safetensors"
+def image_key(attempt: str, rank: int, compression: Compression | None = None) -> str:
+    """Where the image of ``rank`` lies, as a key. A compressed one is no safetensors file, and is not named like one."""
+    return f"data/{attempt}/{rank}.safetensors" + (f".{compression}" if compression else "")
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ class ImageTable:
     rank: Ints
     hashed_nbytes: Ints
     digests: npt.NDArray[np.uint8]
+    stored_nbytes: Ints | None = None
+    """Size of each file, if they are compressed."""
 
     def __len__(self) -> int:
         return len(self.rank)
@@ -75,8 +78,23 @@ class ImageTable:
         return -(-self.hashed_nbytes // chunk_nbytes)
 
     def nbytes(self, block_nbytes: int) -> Ints:
-        """File size per image: what is hashed, and then a digest per block."""
+        """Size per image: what is hashed, and then a digest per block."""
         return self.hashed_nbytes + DIGEST_NBYTES * -(-self.hashed_nbytes // block_nbytes)
+
+    def file_nbytes(self, block_nbytes: int) -> Ints:
+        """File size per image: that of the image, unless it is compressed."""
+        return self.nbytes(block_nbytes) if self.stored_nbytes is None else self.stored_nbytes
+
+    @classmethod
+    def joined(cls, tables: Sequence[ImageTable]) -> ImageTable:
+        """The images of all of these, in order. All are compressed, or none is."""
+        stored = [table.stored_nbytes for table in tables if table.stored_nbytes is not None]
+        return cls(
+            np.concatenate([table.rank for table in tables]),
+            np.concatenate([table.hashed_nbytes for table in tables]),
+            np.concatenate([table.digests for table in tables]),
+            np.concatenate(stored) if stored else None,
+        )
 
 
 @dataclass(frozen=True)
@@ -95,6 +113,12 @@ class Manifest:
     images: ImageTable
     chunk_nbytes: int = CHUNK_NBYTES
     block_nbytes: int = BLOCK_NBYTES
+    compression: Compression | None = None
+
+    @property
+    def version(self) -> int:
+        """That of its format: 2 if it is compressed, else 1."""
+        return _PLAIN if self.compression is None else _COMPRESSED
 
     @cached_property
     def first_chunk(self) -> Ints:
@@ -108,13 +132,13 @@ class Manifest:
 
     def image_key(self, image: int) -> str:
         """Key of the image in row ``image``."""
-        return image_key(self.attempt, int(self.images.rank[image]))
+        return image_key(self.attempt, int(self.images.rank[image]), self.compression)
 
     def encode(self) -> bytes:
         """The file's bytes. Raises SaveError for what no reader would accept."""
         check_readable(self.tensors, self.tree)
         head = {
-            "version": FORMAT_VERSION,
+            "version": self.version,
             "attempt": self.attempt,
             "step": self.step,
             "world": self.world,
@@ -123,7 +147,7 @@ class Manifest:
             "chunk_nbytes": self.chunk_nbytes,
             "block_nbytes": self.block_nbytes,
             "tree": self.tree.to_json(),
-        }
+        } | ({} if self.compression is None else {"compression": self.compression})
         return encode_columns(self._columns(), {"holdfast": json.dumps(head, separators=(",", ":"))})
 
     def _columns(self) -> dict[str, npt.NDArray[Any]]:
@@ -188,7 +212,7 @@ def ints_of(columns: Mapping[str, npt.NDArray[Any]], name: str) -> Ints:
 
 def shard_columns(shards: ShardTable, images: ImageTable) -> dict[str, npt.NDArray[Any]]:
     """The columns of shards, but for their tensors, and those of images."""
-    return {
+    columns: dict[str, npt.NDArray[Any]] = {
         "shard.image": shards.image,
         "shard.start": shards.start,
         "shard.offsets": shards.offsets,
@@ -197,6 +221,16 @@ def shard_columns(shards: ShardTable, images: ImageTable) -> dict[str, npt.NDArr
         "image.hashed_nbytes": images.hashed_nbytes,
         "chunk.digest": images.digests,
     }
+    if images.stored_nbytes is not None:
+        columns["image.stored_nbytes"] = images.stored_nbytes
+    return columns
+
+
+def image_table(columns: Mapping[str, npt.NDArray[Any]], *, compressed: bool) -> ImageTable:
+    """The images in columns that :func:`shard_columns` made. Raises KeyError and ValueError."""
+    rank, hashed = (ints_of(columns, f"image.{name}") for name in ("rank", "hashed_nbytes"))
+    stored = ints_of(columns, "image.stored_nbytes") if compressed else None
+    return ImageTable(rank, hashed, columns["chunk.digest"], stored)
 
 
 def tensor_table(columns: Mapping[str, npt.NDArray[Any]], dtypes: Any) -> TensorTable:
@@ -221,12 +255,25 @@ def _head(metadata: Mapping[str, str], what: str) -> dict[str, Any]:
     version = head.get("version")
     if version is None:
         raise DamagedError(f"{what} does not say its version")
-    if type(version) is not int or version != FORMAT_VERSION:
+    if type(version) is not int or version not in (_PLAIN, _COMPRESSED):
         raise UnsupportedFormatError(
-            f"{what} is of format version {version!r}; this release reads version {FORMAT_VERSION}",
+            f"{what} is of format version {version!r}; this release reads versions {_PLAIN} and {_COMPRESSED}",
             advice="Read it with a newer release.",
         )
     return head
+
+
+def _compression(head: Mapping[str, Any]) -> Compression | None:
+    """How the images are compressed. Raises KeyError, and UnsupportedFormatError for what this release does not know."""
+    if head["version"] == _PLAIN:
+        return None
+    for known in COMPRESSIONS:
+        if head["compression"] == known:
+            return known
+    raise UnsupportedFormatError(
+        f"the images are compressed in a way that this release does not know: {reprlib.repr(head['compression'])}",
+        advice="Read it with a newer release.",
+    )
 
 
 def _whole(value: Any) -> int:
@@ -252,7 +299,8 @@ def _from_columns(columns: Mapping[str, npt.NDArray[Any]], head: Mapping[str, An
         image=ints("shard.image"),
         start=ints("shard.start"),
     )
-    images = ImageTable(ints("image.rank"), ints("image.hashed_nbytes"), columns["chunk.digest"])
+    compression = _compression(head)
+    images = image_table(columns, compressed=compression is not None)
     return Manifest(
         attempt=str(head["attempt"]),
         step=None if head["step"] is None else _whole(head["step"]),
@@ -265,6 +313,7 @@ def _from_columns(columns: Mapping[str, npt.NDArray[Any]], head: Mapping[str, An
         images=images,
         chunk_nbytes=_whole(head["chunk_nbytes"]),
         block_nbytes=_whole(head["block_nbytes"]),
+        compression=compression,
     )
 
 
@@ -321,6 +370,7 @@ def _conditions(m: Manifest) -> Any:
     yield i.digests.dtype == np.uint8 and i.digests.ndim == 2, "digests"
     yield bool((i.hashed_nbytes <= len(i.digests) * m.chunk_nbytes).all()), "chunks"
     yield i.digests.shape == (int(m.first_chunk[-1]), DIGEST_NBYTES), "chunks"  # whose sum has not wrapped round
+    yield _files_fit(m), "sizes of files"
     yield _names_have_prefixes(m), "names"
     yield len(t.rows) == n or len(set(zip(t.names, t.owner.tolist(), strict=True))) == n, "names that occur twice"
 
@@ -363,6 +413,16 @@ def _check_disjoint(m: Manifest, what: str) -> None:
 def _product_fits(t: TensorTable) -> bool:
     """Whether every tensor's strides and size in bytes fit 63 bits. In logarithms, where nothing wraps."""
     return bool((np.log2(np.maximum(t.shape, 1)).sum(axis=1) + 6 < 62).all())
+
+
+def _files_fit(m: Manifest) -> bool:
+    """Whether no compressed image is larger than it could be as it is, or smaller than what is never compressed."""
+    i = m.images
+    if m.compression is None or i.stored_nbytes is None:
+        return m.compression is None and i.stored_nbytes is None
+    least = i.nbytes(m.block_nbytes) - i.hashed_nbytes + index_nbytes(i.hashed_nbytes, m.chunk_nbytes, m.block_nbytes)
+    packed = i.stored_nbytes - least if i.stored_nbytes.shape == least.shape else np.full(1, -1)
+    return bool(((packed >= 0) & (packed <= i.hashed_nbytes)).all())
 
 
 def _names_have_prefixes(m: Manifest) -> bool:

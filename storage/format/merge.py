@@ -16,6 +16,7 @@ from ...planner.columns import ranges, widen
 from ...planner.table import ShardTable, TensorTable, coverage_errors
 from .fragment import Fragment, Group, join
 from .manifest import ImageTable, Manifest, check
+from .packed import Compression
 from .tree import Tree, Value, merge_trees
 
 __all__ = ["merge"]
@@ -23,8 +24,9 @@ __all__ = ["merge"]
 Ints = npt.NDArray[np.int64]
 
 
-def merge(fragments: Sequence[Fragment]) -> Manifest:
-    """The job's manifest, from the fragments of its ranks, or of its hosts, in order of their first ranks.
+def merge(fragments: Sequence[Fragment], compression: Compression | None = None) -> Manifest:
+    """The job's manifest, from the fragments of its ranks, or of its hosts, in order of their first ranks; ``compression``
+    is that of all images.
 
     Raises SaveError where ranks disagree on a tensor, CoverageError where some element is stored never or twice.
     """
@@ -41,14 +43,12 @@ def merge(fragments: Sequence[Fragment]) -> Manifest:
             f"{len(problems)} problems: " + "; ".join(problems),
             advice="Ranks disagree on how the state is laid out; every rank must pass the same state, sharded alike.",
         )
-    images = ImageTable(
-        np.concatenate([group.images.rank for group in whole.groups]),
-        np.concatenate([group.images.hashed_nbytes for group in whole.groups]),
-        np.concatenate([group.images.digests for group in whole.groups]),
-    )
+    images = ImageTable.joined([group.images for group in whole.groups])
     world = sum(len(group.ranks) for group in whole.groups)
     attempt, step, created_s = whole.head
-    manifest = Manifest(attempt, step, world, created_s, tree, tensors, container, shards, images)
+    manifest = Manifest(
+        attempt, step, world, created_s, tree, tensors, container, shards, images, compression=compression
+    )
     try:
         check(manifest, "the manifest")
     except DamagedError as error:

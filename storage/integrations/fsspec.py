@@ -4,7 +4,7 @@
     <name>.safetensors          a tensor, alone in a safetensors file; where safetensors has its dtype
     tensors.csv                 what tensors there are: name, shape, dtype, bytes, shards, ranks
     values.json                 the small values: path and value, as rank 0 saved them
-    images/<rank>.safetensors   what a rank wrote, as it is stored
+    images/<rank>.safetensors   what a rank wrote, uncompressed
 
 ``open("holdfast://model.wq.npy::s3://bucket/run/step-500")``, or ``HoldfastFileSystem("s3://bucket/run/step-500")``.
 Names are percent-encoded where they hold more than letters, digits, ``_``, ``.``, ``-`` and ``~``; a tensor that each

@@ -22,6 +22,7 @@ from .engine import CPU_THREADS, offload
 from .executor import at_most, execute
 from .inbox import Inbox, Slots
 from .scheduler import Budget, Scheduler, Stage
+from .unpacked import Stored, Unpacked
 
 __all__ = ["Deliver", "HandOn", "ImageReader", "plan_reads"]
 
@@ -63,8 +64,8 @@ def _budget_of(pool: Slots) -> Budget:
 
 @dataclass
 class ImageReader:
-    """Reads of one checkpoint. ``bytes_read`` counts what was asked of the driver, checksums included; ``bytes_received``
-    what other ranks have read and handed on."""
+    """Reads of one checkpoint, with the driver of its images (``images_of``). ``bytes_read`` counts what was asked of that,
+    checksums included; ``bytes_received`` what other ranks have read and handed on."""
 
     driver: Driver
     manifest: Manifest
@@ -114,6 +115,19 @@ class ImageReader:
         with self._reading(image, start, len(into)) as key:
             await self.driver.read(key, start, into)
 
+    async def read_stored(self, image: int, start: int, stop: int, into: memoryview) -> Stored:
+        """Fill the beginning of ``into`` with what is stored of the chunk [start, stop); it is the chunk, unless images are
+        compressed. Raises as :meth:`read` does."""
+        if not isinstance(self.driver, Unpacked):
+            await self.read(image, start, into[: stop - start])
+            return Stored(start, stop - start)
+        with self._reading(image, start, stop - start):
+            return await self.driver.read_stored(image, start, stop, into)
+
+    async def stored_index(self, image: int) -> bytes:
+        """The end of a compressed image's file; nothing of one that is not. Raises as :meth:`read` does."""
+        return (await self.driver.index(image)).encode() if isinstance(self.driver, Unpacked) else b""
+
     @contextmanager
     def _reading(self, image: int, start: int, nbytes: int) -> Iterator[str]:
         """The key to read from. Counts the read, and says of bytes that are not there which they are."""
@@ -122,7 +136,9 @@ class ImageReader:
         try:
             yield self.manifest.image_key(image)
         except DamagedError as error:
-            raise damaged(*where, "are beyond the end of the file") from error
+            # Else all that a driver can find wrong is that the file ends too early.
+            what = "are beyond the end of the file" if self.manifest.compression is None else error.message
+            raise damaged(*where, what) from error
         except NotFoundError as error:
             raise damaged(*where, "are lost with their whole file") from error
 

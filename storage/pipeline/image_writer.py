@@ -1,4 +1,4 @@
-"""One image on its way to storage: capture, hash and write, chunk by chunk, all stages at once."""
+"""One image on its way to storage: capture, hash, perhaps pack, and write, chunk by chunk, all stages at once."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from ...drivers.contract import Driver, Upload
 from ...planner.image import CHUNK_NBYTES, DIGEST_NBYTES, ImageLayout
 from ..capture.source import ImageSource
 from ..format.digest import digest, page_of
+from ..format.packed import Compression
 from .buffers import HostBuffer, host_pool
 from .engine import CPU_THREADS, offload
 from .executor import execute
+from .packing import Packing
 from .scheduler import Budget, Scheduler, Stage
 from .upload import Opening, write_pages, writing_order
 
@@ -34,7 +36,13 @@ class ImageWriter:
     first: the trainer waits for that. Otherwise memory stays within the budget, and storage sets the pace."""
 
     def __init__(
-        self, driver: Driver, layout: ImageLayout, source: ImageSource, budget_nbytes: int | None, progress: Progress
+        self,
+        driver: Driver,
+        layout: ImageLayout,
+        source: ImageSource,
+        budget_nbytes: int | None,
+        progress: Progress,
+        compression: Compression | None = None,
     ) -> None:
         self._driver = driver
         self._layout = layout
@@ -45,7 +53,11 @@ class ImageWriter:
         self._buffers: dict[int, HostBuffer] = {}
         n = layout.chunks if len(layout.start) else 0  # a rank without a shard writes no file
         self._pages = [b""] * n
-        self._order = writing_order(n, CHUNK_NBYTES, layout.nbytes, driver.traits)
+        self._packing = None if compression is None else Packing(layout)
+        # Where a packed chunk goes is known when those before it are packed.
+        self._order = list(range(n)) if self._packing else writing_order(n, CHUNK_NBYTES, layout.nbytes, driver.traits)
+        self.stored_nbytes = 0
+        """Size of the file, when it is written."""
         self._to_capture = self._to_seal = n
 
     async def write(self, key: Callable[[], Awaitable[str]]) -> npt.NDArray[np.uint8]:
@@ -61,35 +73,39 @@ class ImageWriter:
         try:
             await self._stream(opening)
             upload = await opening.upload()
-            await self._write_trailer(upload)
-            await upload.commit()
+            await self._finish(upload)
         except BaseException:
             await opening.drop()
             raise
         return np.frombuffer(b"".join(map(digest, self._pages)), np.uint8).reshape(-1, DIGEST_NBYTES)
 
     async def _open(self, key: Callable[[], Awaitable[str]]) -> Upload:
-        return await self._driver.create(await key(), self._layout.nbytes)
+        nbytes = self._packing.nbytes_max if self._packing else self._layout.nbytes
+        return await self._driver.create(await key(), nbytes)
 
     async def _stream(self, opening: Opening) -> None:
         sizes = [b - a for a, b in map(self._layout.chunk_range, self._order)]
+        stages = {"capture": self._capture, "hash": self._hash, "pack": self._pack}
 
         async def perform(job: int, stage: str) -> None:
             chunk = self._order[job]
             if stage == "write":
-                await self._write(chunk, await opening.upload())
+                place = self._place(chunk)  # before anything is waited for: writes begin in order
+                await self._write(chunk, place, await opening.upload())
             else:
-                await (self._capture if stage == "capture" else self._hash)(chunk)
+                await stages[stage](chunk)
 
         await execute(self._scheduler(), sizes, perform, lambda job: self._release(self._order[job]))
 
     def _scheduler(self) -> Scheduler:
         traits, cpu = self._driver.traits, CPU_THREADS
         io = 1 if traits.part_order == "serial" else traits.concurrency
+        packed = self._packing is not None
         stages = (
             Stage("capture", "cpu"),
             Stage("hash", "cpu"),
-            Stage("write", "io", in_order=traits.part_order != "any"),
+            *((Stage("pack", "cpu"),) if packed else ()),
+            Stage("write", "io", in_order=packed or traits.part_order != "any"),
         )
         if self._budget_nbytes is None:
             memory_nbytes = len(self._pages) * CHUNK_NBYTES
@@ -111,8 +127,20 @@ class ImageWriter:
         self._to_seal -= 1
         self._report()
 
-    async def _write(self, chunk: int, upload: Upload) -> None:
-        await upload.write(self._layout.chunk_range(chunk)[0], self._filled(chunk))
+    async def _pack(self, chunk: int) -> None:
+        assert self._packing is not None
+        await offload(self._packing.pack, chunk, self._filled(chunk))
+
+    def _place(self, chunk: int) -> tuple[int, int]:
+        """Where in the file a chunk begins, and its size there."""
+        if self._packing:
+            return self._packing.place(chunk)
+        start, stop = self._layout.chunk_range(chunk)
+        return start, stop - start
+
+    async def _write(self, chunk: int, place: tuple[int, int], upload: Upload) -> None:
+        start, nbytes = place
+        await upload.write(start, self._buffers[chunk].view[:nbytes])
 
     def _filled(self, chunk: int) -> memoryview:
         start, stop = self._layout.chunk_range(chunk)
@@ -132,9 +160,16 @@ class ImageWriter:
             self._progress.sealed()
             self._to_seal = -1
 
-    async def _write_trailer(self, upload: Upload) -> None:
+    async def _finish(self, upload: Upload) -> None:
+        """Write what vouches for the chunks, and commit."""
+        start, trailer, ends = self._layout.hashed_end, b"".join(self._pages), None
+        if self._packing:
+            start, trailer = self._packing.end, trailer + self._packing.index()
+            ends = start + len(trailer)
         buffer = self._pool.take()
         try:
-            await write_pages(upload, b"".join(self._pages), self._layout.hashed_end, buffer)
+            await write_pages(upload, trailer, start, buffer)
         finally:
             self._pool.give(buffer)
+        await upload.commit(ends)
+        self.stored_nbytes = start + len(trailer)

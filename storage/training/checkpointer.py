@@ -24,6 +24,7 @@ from ..api import BUDGET_NBYTES, DEADLINE_S
 from ..begin import Destination, Lazy, UriLike, begin_save
 from ..capture.lazy import fence, hook_optimizers
 from ..deadline import Deadline
+from ..format.packed import Compression, checked_compression
 from ..handle import SaveHandle
 from ..pipeline.engine import start
 from ..place import Place
@@ -67,8 +68,8 @@ class Checkpointer:
 
     ``on_error``: a save that fails is logged and counted (``warn``), or raised by the next call as well (``raise``).
     ``grace_s``: after SIGTERM, how long to try to save the step at hand, and to finish what is under way, before the signal
-    does what it did before; None leaves the signal alone. ``lazy``, ``deadline_s``, ``timeout_s``, ``budget_nbytes`` and
-    ``storage_options`` as in :func:`async_save`, but lazy unless switched off.
+    does what it did before; None leaves the signal alone. ``lazy``, ``deadline_s``, ``timeout_s``, ``budget_nbytes``,
+    ``storage_options`` and ``compression`` as in :func:`async_save`, but lazy unless switched off.
 
     Every rank makes one, with the same arguments. Raises UsageError, UriError; StorageError only from :meth:`resume`.
     """
@@ -87,10 +88,12 @@ class Checkpointer:
         timeout_s: float | None = None,
         budget_nbytes: int | None = None,
         storage_options: Mapping[str, object] | None = None,
+        compression: Compression | None = None,
     ) -> None:
         _one_of("when_busy", when_busy, ("skip", "wait", "queue"))
         _one_of("on_error", on_error, ("warn", "raise"))
         _one_of("lazy", lazy, (True, False, "prove"))
+        self._compression = checked_compression(compression)
         self._root = Place.of(uri, storage_options)
         driver = open_driver(join(self._root.uri, "0"), **self._root.options)  # what is misspelled is said here
         start(driver.close()).result()
@@ -245,6 +248,7 @@ class Checkpointer:
                 lazy=self._lazy,
                 timeout_s=self._timeout_s,
                 after=after,
+                compression=self._compression,
             )
             if not self._lazy:
                 handle.captured.wait()

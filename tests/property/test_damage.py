@@ -23,6 +23,7 @@ PART = os.environ.get("HOLDFAST_TEST_DAMAGE", "")
 ALL = PART != ""
 FIRST, LAST = (0, None) if PART in ("", "all") else map(int, PART.split("-"))
 FLIPS, CUTS = 250, 60
+PACKED_FLIPS, PACKED_CUTS = 60, 20
 _names = itertools.count()
 
 pytestmark = pytest.mark.timeout(7200 if ALL else 120)
@@ -32,6 +33,17 @@ pytestmark = pytest.mark.timeout(7200 if ALL else 120)
 def checkpoint() -> Tiny:
     """Undamaged: every reader gives what was saved."""
     made = Tiny(f"tiny-{next(_names)}")
+    for reader in READERS.values():
+        reader(made.uri)
+    made.verify()
+    return made
+
+
+@pytest.fixture(scope="module")
+def compressed() -> Tiny:
+    """Likewise, with its images compressed."""
+    made = Tiny(f"tiny-{next(_names)}", "lz4")
+    assert all(key.endswith(".safetensors.lz4") for key in images(made))
     for reader in READERS.values():
         reader(made.uri)
     made.verify()
@@ -204,3 +216,64 @@ def test_a_file_that_is_there_twice_changes_nothing(checkpoint: Tiny) -> None:
     finally:
         for key in extra:
             checkpoint.put(key, None)
+
+
+def test_a_flipped_byte_of_a_compressed_image_is_refused_or_changes_nothing(
+    compressed: Tiny, rng: np.random.Generator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By every reader, in blocks, zeros between chunks, digests and index. ``verify`` finds each of them, also one that
+    unpacks to what it was all the same."""
+    everywhere = [(key, position) for key in images(compressed) for position in range(len(compressed.files[key]))]
+    index = [(key, position) for key, position in everywhere if position >= len(compressed.files[key]) - 100]
+    seen: Counter[str] = Counter()
+    for turn, (key, position) in enumerate([*index[:: 1 if ALL else 5], *sampled(rng, everywhere, PACKED_FLIPS)]):
+        whole = compressed.files[key]
+        pattern = (1 << turn % 8, 0xFF, whole[position] or 0x80, int(rng.integers(1, 256)))[turn // 8 % 4]
+        damage = Damaged(key, changed(whole, position, bytes([whole[position] ^ pattern])), position, position + 1)
+        for reader in readers(turn):
+            outcome = compressed.judge(reader, damage)
+            seen[outcome] += 1
+            assert outcome == "refused" or reader != "copy" or compressed.unpacked(damage).start >= compressed.hashed
+        compressed.verify(damage)
+    with capsys.disabled():
+        print(
+            "\nflips of compressed images:", ", ".join(f"{count} {outcome}" for outcome, count in sorted(seen.items()))
+        )
+    assert seen["refused"]
+
+
+def test_a_compressed_image_cut_short_is_refused(compressed: Tiny, rng: np.random.Generator) -> None:
+    """At every length: its index is at its end. With more bytes behind it, it is found by ``verify``."""
+    everywhere = [(key, length) for key in images(compressed) for length in range(len(compressed.files[key]))]
+    for turn, (key, length) in enumerate(sampled(rng, everywhere, PACKED_CUTS)):
+        whole = compressed.files[key]
+        cut = Damaged(key, whole[:length], length, len(whole))
+        for reader in readers(turn):
+            compressed.judge(reader, cut)
+        assert compressed.judge("load", cut) == "refused" or key == images(compressed)[1]
+        compressed.verify(cut)
+    for key in images(compressed):
+        whole = compressed.files[key]
+        grown = Damaged(key, whole + b"more", len(whole), len(whole) + 4)
+        assert compressed.judge("load", grown) == "unnoticed"
+        compressed.verify(grown)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_compressed_images_in_the_wrong_place_are_refused(compressed: Tiny, reader: str) -> None:
+    """Missing, empty, of another rank or checkpoint, as they were before they were compressed."""
+    a, b = images(compressed)
+    others = tiny(f"tiny-{next(_names)}", step=1, compression="lz4")
+    plain = tiny(f"tiny-{next(_names)}")
+    theirs, whole = (sorted(key for key in files if key != MANIFEST_KEY) for files in (others, plain))
+    for key in (a, b):
+        for data in (
+            None,
+            b"",
+            compressed.files[b if key == a else a],
+            others[theirs[key == b]],
+            plain[whole[key == b]],
+        ):
+            everywhere = Damaged(key, data, 0, len(compressed.files[key]))
+            assert compressed.judge(reader, everywhere) == "refused"
+            compressed.verify(everywhere)

@@ -13,11 +13,14 @@ import torch
 
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
+from holdfast.planner.image import ImageLayout
 from holdfast.storage.committed import read_manifest
 from holdfast.storage.format.digest import digest, page_of
 from holdfast.storage.format.manifest import MANIFEST_KEY, ImageTable, Manifest
+from holdfast.storage.format.packed import Compression, Index, index_nbytes
 from holdfast.storage.integrations.fsspec import HoldfastFileSystem
 from holdfast.storage.pipeline.engine import start
+from holdfast.storage.pipeline.packing import Packing
 
 from .bits import difference, raw
 from .drivers import contents
@@ -41,14 +44,36 @@ def state_of(rank: int, step: int = 0) -> dict[str, Any]:
     }
 
 
-def tiny(name: str, step: int = 0) -> dict[str, bytes]:
+def tiny(name: str, step: int = 0, compression: Compression | None = None) -> dict[str, bytes]:
     """The files of a new checkpoint of two ranks, at ``memory://name``."""
     driver = MemoryDriver(name)
     save_as_ranks(driver, [state_of(rank, step) for rank in range(2)])
     manifest, _ = start(read_manifest(driver)).result()
     files = {MANIFEST_KEY: rechunked(driver, manifest)}
+    if compression is not None:
+        files = {MANIFEST_KEY: compressed(driver, Manifest.decode(files[MANIFEST_KEY]))}
     start(driver.put(MANIFEST_KEY, files[MANIFEST_KEY])).result()
-    return files | {key: data for key, data in start(contents(driver)).result().items() if key.endswith("ors")}
+    images = start(contents(driver)).result().items()
+    return files | {key: data for key, data in images if key.endswith(("ors", ".lz4"))}
+
+
+def compressed(driver: MemoryDriver, m: Manifest) -> bytes:
+    """Pack the images; return the manifest that says so."""
+    sizes = []
+    packed = replace(m, compression="lz4")
+    for image, hashed in enumerate(m.images.hashed_nbytes.tolist()):
+        data, none = bytearray(start(driver.get(m.image_key(image))).result()), np.empty(0, np.int64)
+        layout = ImageLayout(b"", none, none, hashed, hashed, len(data), m.chunk_nbytes, m.block_nbytes)
+        packing, stored = Packing(layout), b""
+        for chunk in range(layout.chunks):
+            view = memoryview(data)[slice(*layout.chunk_range(chunk))]
+            packing.pack(chunk, view)
+            stored += view[: packing.place(chunk)[1]]
+        stored += data[hashed:] + packing.index()
+        sizes.append(len(stored))
+        start(driver.put(packed.image_key(image), stored)).result()
+        start(driver.delete(m.image_key(image))).result()
+    return replace(packed, images=replace(m.images, stored_nbytes=np.array(sizes))).encode()
 
 
 def rechunked(driver: MemoryDriver, m: Manifest) -> bytes:
@@ -151,10 +176,15 @@ class Damaged:
 class Tiny:
     """A checkpoint that can be damaged and mended."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, compression: Compression | None = None) -> None:
         self.uri, self._driver = f"memory://{name}", MemoryDriver(name)
-        self.files = tiny(name)
+        self.files = tiny(name, compression=compression)
         self.manifest, _ = start(read_manifest(self._driver)).result()
+
+    @property
+    def hashed(self) -> int:
+        """How far digests reach into each image, at least."""
+        return int(self.manifest.images.hashed_nbytes.min())
 
     def put(self, key: str, data: bytes | None) -> None:
         """What is there from now on."""
@@ -184,10 +214,28 @@ class Tiny:
         assert said is not None
         start, stop = (int(number.replace(",", "")) for number in said.groups())
         m, image = self.manifest, sorted(self.files).index(d.key)
+        if m.compression is not None:
+            d = self.unpacked(d)
         begin = m.shards.start
         mine = (m.shards.image == image) & (begin < stop) & (begin + m.shards.nbytes(m.tensors) > start)
         names = {m.tensors.names[t] for t in m.shards.tensor[mine].tolist()}
         return start < d.stop and d.start < stop and all(repr(name) in error.message for name in names)
+
+    def unpacked(self, d: Damaged) -> Damaged:
+        """The damage to a compressed file, in bytes of the image: those of the chunks that are damaged, or, where the end of
+        the file is, all of it."""
+        m, image, file = self.manifest, sorted(self.files).index(d.key), self.files[d.key]
+        geometry = (int(m.images.hashed_nbytes[image]), m.chunk_nbytes, m.block_nbytes)
+        index_at = len(file) - index_nbytes(*geometry)
+        starts = Index.decode(file[index_at:], *geometry).chunk_start
+        if d.stop > index_at:
+            return replace(d, start=0, stop=int(m.images.nbytes(m.block_nbytes)[image]))
+        if d.start >= starts[-1]:
+            return replace(
+                d, start=geometry[0] + d.start - int(starts[-1]), stop=geometry[0] + d.stop - int(starts[-1])
+            )
+        first, last = (int(np.searchsorted(starts, at, "right")) - 1 for at in (d.start, d.stop - 1))
+        return replace(d, start=first * m.chunk_nbytes, stop=min((last + 1) * m.chunk_nbytes, geometry[0]))
 
     def verify(self, *damages: Damaged) -> None:
         """``verify`` finds each of these, and says where; or the manifest is refused."""
@@ -197,7 +245,8 @@ class Tiny:
             with holdfast.open(self.uri) as c:
                 found = c.verify().damages
             for d in damages:
-                assert any(f.key == d.key and f.start < d.stop and d.start < f.stop for f in found), (found, d.start)
+                at = d if d.key == MANIFEST_KEY or self.manifest.compression is None else self.unpacked(d)
+                assert any(f.key == d.key and f.start < at.stop and at.start < f.stop for f in found), (found, d.start)
         except holdfast.CheckpointError as error:
             assert error.key == MANIFEST_KEY
             assert MANIFEST_KEY in {d.key for d in damages}

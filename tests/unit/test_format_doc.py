@@ -1,6 +1,6 @@
 """``docs/reference/format.md`` is enough to write a reader from: here is one, which knows no line of the package's own code.
 
-The reader is the first half of this file. It uses json, struct, numpy and xxhash only, and verifies every chunk.
+The reader is the first half of this file. It uses json, struct, numpy, xxhash and lz4 only, and verifies every chunk.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import lz4.block
 import numpy as np
 import pytest
 import torch
@@ -52,7 +53,7 @@ class Reader:
         (length,) = struct.unpack("<Q", data[:8])
         header = json.loads(data[8 : 8 + length])
         self.head = json.loads(header.pop("__metadata__")["holdfast"])
-        assert self.head["version"] == 1
+        assert (self.head["version"], self.head.get("compression")) in ((1, None), (2, "lz4"))
         self.columns = {name: self.column(data[8 + length :], entry) for name, entry in header.items()}
         self.folder, self.rank, self.images = folder / "data" / self.head["attempt"], rank, dict[int, bytes]()
         self.first_shard = np.append(0, np.cumsum(self.columns["tensor.shards"]))
@@ -75,8 +76,8 @@ class Reader:
         """The bytes of an image, every chunk of them verified against the manifest."""
         if number not in self.images:
             chunk, block = self.head["chunk_nbytes"], self.head["block_nbytes"]
-            data = (self.folder / f"{self.columns['image.rank'][number]}.safetensors").read_bytes()
             hashed, before = (self.columns["image.hashed_nbytes"][i] for i in (number, slice(number)))
+            data = self.file(number, int(hashed))
             assert len(data) == hashed + 16 * -(-hashed // block)
             first = (-(-before // chunk)).sum()
             pages = b""
@@ -88,6 +89,36 @@ class Reader:
             assert data[hashed:] == pages
             self.images[number] = data
         return self.images[number]
+
+    def file(self, number: int, hashed: int) -> bytes:
+        """The bytes of an image, unpacked if they are packed."""
+        key = self.folder / f"{self.columns['image.rank'][number]}.safetensors"
+        if self.head["version"] == 1:
+            return key.read_bytes()
+        data, block, chunk = (
+            (self.folder / f"{key}.lz4").read_bytes(),
+            self.head["block_nbytes"],
+            self.head["chunk_nbytes"],
+        )
+        assert len(data) == self.columns["image.stored_nbytes"][number]
+        blocks, chunks = -(-hashed // block), -(-hashed // chunk)
+        pages_at, index_at = (len(data) - n - 4 * blocks - 16 * chunks - 16 for n in (16 * blocks, 0))
+        assert data[-16:] == digest(data[index_at:-16])
+        sizes = np.frombuffer(data, "<u4", blocks, index_at).tolist()
+        digests = [data[index_at + 4 * blocks + 16 * i :][:16] for i in range(chunks)]
+        image, at = b"", 0
+        for first in range(0, blocks, chunk // block):
+            start = at
+            for number_of, size in enumerate(sizes[first : first + chunk // block], first):
+                whole = min(block, hashed - number_of * block)
+                stored, at = data[at : at + size], at + size
+                image += stored if size == whole else lz4.block.decompress(stored, uncompressed_size=whole)
+            padded = -(-at // 4096) * 4096
+            assert digest(data[start:padded]) == digests[first * block // chunk]
+            assert data[at:padded] == bytes(padded - at)
+            at = padded
+        assert (at, len(image)) == (pages_at, hashed)
+        return image + data[pages_at:index_at]
 
     def tensor(self, row: int) -> np.ndarray:
         """The bits of a tensor, as unsigned integers of its itemsize."""
@@ -199,13 +230,13 @@ def rich_state(rank: int) -> dict[str, Any]:
             "array": np.arange(6).reshape(2, 3), "empty": {}}  # fmt: skip
 
 
-def save_on_ranks(folder: Path, states: Sequence[dict[str, Any]]) -> None:
+def save_on_ranks(folder: Path, states: Sequence[dict[str, Any]], compression: Any = None) -> None:
     """A checkpoint of several ranks, who all live in this process."""
     store = dist.HashStore()
 
     async def save(rank: int) -> None:
         flat, driver = flatten(states[rank]), open_driver(folder)
-        job = SaveJob(flat, 11, 64 << 20)
+        job = SaveJob(flat, 11, 64 << 20, compression=compression)
         await run_save(driver, StoreTeam(store, rank, len(states), "test", 60), job)
         await driver.close()
 
@@ -215,18 +246,19 @@ def save_on_ranks(folder: Path, states: Sequence[dict[str, Any]]) -> None:
     asyncio.run(save_all())
 
 
-def test_the_reader_reads_what_one_process_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize("compression", [None, "lz4"])
+def test_the_reader_reads_what_one_process_saved(compression: Any, tmp_path: Path) -> None:
     """Every tensor bit for bit, every value equal and of the same type, every container of its kind."""
-    holdfast.save(tmp_path, rich_state(0), step=11)
+    holdfast.save(tmp_path, rich_state(0), step=11, compression=compression)
     reader = Reader(tmp_path, 0)
     assert (reader.head["step"], reader.head["world"]) == (11, 1)
     assert_same(reader.state(), bits(rich_state(0)))
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2, 5])
-def test_the_reader_reads_what_ranks_saved_together(tmp_path: Path, rank: int) -> None:
+@pytest.mark.parametrize(("rank", "compression"), [(0, None), (1, None), (2, None), (5, None), (5, "lz4")])
+def test_the_reader_reads_what_ranks_saved_together(tmp_path: Path, rank: int, compression: Any) -> None:
     """Each rank sees its own; one that was not there sees that of the rank it falls on, counted round."""
-    save_on_ranks(tmp_path, [rich_state(rank) for rank in range(3)])
+    save_on_ranks(tmp_path, [rich_state(rank) for rank in range(3)], compression)
     reader = Reader(tmp_path, rank)
     assert len(reader.columns["image.rank"]) == 3
     assert_same(reader.state(), bits(rich_state(rank % 3)))

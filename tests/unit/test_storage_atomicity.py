@@ -299,12 +299,12 @@ def test_a_damaged_manifest_does_not_keep_a_save_from_replacing_it() -> None:
 def test_what_a_newer_release_wrote_is_not_overwritten() -> None:
     """A manifest of a version that this release does not know is left alone."""
     storage = prepared()
-    newer = run(storage.get(MANIFEST_KEY)).replace(rb"\"version\":1", rb"\"version\":2")
+    newer = run(storage.get(MANIFEST_KEY)).replace(rb"\"version\":1", rb"\"version\":3")
     from holdfast.storage.format.digest import digest
 
     run(storage.put(MANIFEST_KEY, newer[:-16] + digest(newer[:-16])))
     before = run(contents(storage))
-    with pytest.raises(holdfast.UnsupportedFormatError, match="version 2"):
+    with pytest.raises(holdfast.UnsupportedFormatError, match="version 3"):
         run(save(storage, NEW))
     after = run(contents(storage))
     assert {k: v for k, v in after.items() if k in before} == before

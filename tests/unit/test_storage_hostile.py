@@ -121,7 +121,7 @@ FORGERIES: dict[str, Alter] = {
     "lengths of names": entry("tensor.name_nbytes", 0, 3), "a name of 16 EB": entry("tensor.name_nbytes", 0, HUGE),
     "no UTF-8": lambda c, h: c["tensor.name"].__setitem__(0, 0xFF), "name outside of its container": lambda c, h: c["tensor.name"].__setitem__(-1, 0x41),
     "shape of one dimension": lambda c, h: c.__setitem__("tensor.shape", c["tensor.shape"].reshape(-1)),
-    "version 2": head("version", 2), "version of text": head("version", "1"), "no version": lambda c, h: h.pop("version") and None,
+    "version 2": head("version", 2), "version 3": head("version", 3), "version of text": head("version", "1"), "no version": lambda c, h: h.pop("version") and None,
     "version null": head("version", None), "attempt outside": head("attempt", "../../../etc"), "attempt null": head("attempt", None),
     "step of text": head("step", "x"), "huge step": head("step", 10**400), "infinite step": head("step", float("inf")), "world 0": head("world", 0),
     "huge world": head("world", 10**30), "created nan": head("created_s", float("nan")), "chunks of nothing": head("chunk_nbytes", 0),
@@ -237,9 +237,9 @@ def test_shards_that_share_bytes_of_an_image_are_refused() -> None:
 def test_another_version_is_not_guessed_at() -> None:
     """It says which version it is, and which this release reads."""
     uri = stored()
-    forge(uri, FORGERIES["version 2"])
+    forge(uri, FORGERIES["version 3"])
     for call in (lambda: holdfast.load(uri), lambda: holdfast.open(uri), lambda: holdfast.load(uri, into={})):
-        with pytest.raises(holdfast.UnsupportedFormatError, match="version 2"):
+        with pytest.raises(holdfast.UnsupportedFormatError, match=r"version 3.*versions 1 and 2"):
             call()
 
 

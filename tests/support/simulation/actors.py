@@ -119,7 +119,7 @@ class Crew:
         driver = self.world.driver(MAIN)
         try:
             job = (odd_job if plan.odd else save_job)(plan.state, team.rank, plan.world, self.world.schedule.chunks)
-            attempt, _ = await run_save(driver, team, job)
+            attempt, *_ = await run_save(driver, team, job)
         finally:
             await driver.close()
         self.checker.saved(plan, attempt, began_s)

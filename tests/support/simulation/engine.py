@@ -215,11 +215,11 @@ class _Patient:
 def _merged_once(real: Any) -> Any:
     """What is known of layouts is the same, or they are told."""
 
-    def merged(told: Any, ranks: Any, known: Any) -> Any:
-        remember, key = remembered("merged"), tuple(told)
+    def merged(told: Any, ranks: Any, known: Any, compression: Any) -> Any:
+        remember, key = remembered("merged"), (*told, compression)
         found = remember.get(key)
         if found is None:
-            found = remember[key] = real(told, ranks, known)
+            found = remember[key] = real(told, ranks, known, compression)
         return found
 
     return merged
@@ -249,8 +249,14 @@ def _encode(real: Any) -> Any:
 
     def encode(self: Any) -> bytes:
         known, held, i = remembered("encoded"), (self.tree, self.tensors, self.container, self.shards), self.images
-        parts = (i.rank.tobytes(), i.hashed_nbytes.tobytes(), i.digests.tobytes())
-        key = (self.attempt, self.step, self.world, self.created_s, *map(id, held), *parts)
+        stored = i.stored_nbytes
+        parts = (
+            i.rank.tobytes(),
+            i.hashed_nbytes.tobytes(),
+            i.digests.tobytes(),
+            stored is not None and stored.tobytes(),
+        )
+        key = (self.compression, self.attempt, self.step, self.world, self.created_s, *map(id, held), *parts)
         if key not in known:
             known[key] = held, real(self)
         return bytes(known[key][1])
@@ -269,13 +275,13 @@ class _Told(fragment.Fragment):
 
 
 def _told_once(real: Any) -> Any:
-    def of(attempt: Any, job: Any, plan: Any, digests: Any, rank: int) -> Any:
+    def of(attempt: Any, job: Any, plan: Any, digests: Any, stored_nbytes: int, rank: int) -> Any:
         remember, key = (
             remembered("fragments"),
-            (attempt.id, job.step, job.created_s, id(plan), digests.tobytes(), rank),
+            (attempt.id, job.step, job.created_s, job.compression, id(plan), digests.tobytes(), stored_nbytes, rank),
         )
         if key not in remember:
-            made = real(attempt, job, plan, digests, rank)
+            made = real(attempt, job, plan, digests, stored_nbytes, rank)
             remember[key] = plan, _Told(made.head, made.groups)
         return remember[key][1]
 

@@ -1,0 +1,379 @@
+"""Compressed checkpoints: what is asked for is what is stored, read, copied and shown; and what is hostile is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lz4.block
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from support.bits import difference, fresh_uri
+from support.drivers import HookedDriver, contents
+from support.forgery import forge
+from support.ranks import BUDGET_NBYTES
+from support.tiny import Tiny
+
+import holdfast
+from holdfast.cli import app as cli
+from holdfast.drivers.memory import MemoryDriver
+from holdfast.storage.capture.state import flatten
+from holdfast.storage.format.digest import digest
+from holdfast.storage.format.manifest import MANIFEST_KEY
+from holdfast.storage.format.packed import Index, index_nbytes
+from holdfast.storage.integrations.fsspec import HoldfastFileSystem
+from holdfast.storage.pipeline.engine import start
+from holdfast.storage.pipeline.image_writer import ImageWriter
+from holdfast.storage.pipeline.unpacked import images_of
+from holdfast.storage.ranks.team import StoreTeam
+from holdfast.storage.save import SaveJob, run_save
+
+CHUNK_NBYTES = 16 << 20
+
+
+def state(seed: int = 1) -> dict[str, Any]:
+    """Three chunks, of which one shrinks to nothing, one a little, and one not at all."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "random": torch.randn(CHUNK_NBYTES // 4, generator=generator),
+        "zeros": torch.zeros(CHUNK_NBYTES // 4),
+        "mixed": torch.randint(0, 2, (900_000,), generator=generator),
+        "lr": 0.5,
+        "one": torch.tensor(7),
+    }
+
+
+@pytest.fixture(scope="module")
+def truth() -> dict[str, Any]:
+    """What is saved."""
+    return state()
+
+
+@pytest.fixture(scope="module")
+def uri(tmp_path_factory: pytest.TempPathFactory, truth: dict[str, Any]) -> str:
+    """A compressed checkpoint on disk."""
+    folder = str(tmp_path_factory.mktemp("packed") / "c")
+    holdfast.save(folder, truth, compression="lz4", step=3)
+    return folder
+
+
+def image_in(uri: str) -> Path:
+    """Its only image."""
+    (image,) = Path(uri).glob("data/*/0.safetensors.lz4")
+    return image
+
+
+def test_what_is_saved_comes_back(uri: str, truth: dict[str, Any]) -> None:
+    """Built anew, and into tensors that are there; whole and in slices; and every byte is found right."""
+    assert difference(truth, holdfast.load(uri)) is None
+    into = {name: torch.full_like(t, 3) if isinstance(t, torch.Tensor) else None for name, t in truth.items()}
+    assert difference(truth, holdfast.load(uri, into=into)) is None
+    with holdfast.open(uri) as c:
+        for rows in (slice(0, 1), slice(16_380, 16_390), slice(899_999, 900_000)):
+            assert torch.equal(c.read("mixed", rows=rows), truth["mixed"][rows])
+        assert c.read_bytes("zeros", 5, 200_000) == bytes(199_995)
+        assert c.verify().ok
+        assert c.compression == "lz4"
+
+
+@pytest.mark.parametrize("where", ["memory", "off", "on"])
+@pytest.mark.parametrize("budget_nbytes", [None, 32 << 20])
+def test_wherever_and_within_any_budget(
+    where: str, budget_nbytes: int | None, truth: dict[str, Any], uri: str, tmp_path: Path
+) -> None:
+    """In memory, through the page cache and past it: the same file. Lazily, too."""
+    to = fresh_uri() if where == "memory" else f"file://{tmp_path / 'c'}?direct={where}"
+    handle = holdfast.async_save(to, truth, compression="lz4", budget_nbytes=budget_nbytes, lazy=budget_nbytes is None)
+    handle.wait()
+    assert difference(truth, holdfast.load(to, budget_nbytes=32 << 20)) is None
+    assert handle.report is not None
+    assert handle.report.stored_nbytes == image_in(uri).stat().st_size
+    if where != "memory":
+        assert image_in(str(tmp_path / "c")).read_bytes() == image_in(uri).read_bytes()
+
+
+def test_the_report_and_the_commands_tell_what_is_stored(uri: str, truth: dict[str, Any]) -> None:
+    """The size of the file beside that of the image; a plain save says that they are the same."""
+    to = fresh_uri()
+    report = holdfast.save(to, truth, compression="lz4")
+    stored_nbytes, manifest_nbytes = image_in(uri).stat().st_size, (Path(uri) / MANIFEST_KEY).stat().st_size
+    assert CHUNK_NBYTES < report.stored_nbytes == stored_nbytes < report.nbytes / 2
+    plain = holdfast.save(to, truth)
+    assert plain.nbytes == plain.stored_nbytes == report.nbytes
+
+    def told(*arguments: str) -> Any:
+        with redirect_stdout(io.StringIO()) as out:
+            assert cli.run(arguments) == 0
+        return out.getvalue()
+
+    shown = json.loads(told("show", uri, "--json"))
+    assert (shown["format_version"], shown["compression"]) == (2, "lz4")
+    assert shown["stored_nbytes"] == stored_nbytes + manifest_nbytes
+    assert "version 2, lz4, attempt" in told("show", uri)
+    assert json.loads(told("verify", uri, "--json"))["ok"]
+    assert json.loads(told("show", to, "--json"))["format_version"] == 1
+
+
+def test_a_plain_save_says_nothing_of_compression() -> None:
+    """Version 1, as before, byte for byte: no field, no column, no name."""
+    to = fresh_uri()
+    holdfast.save(to, {"w": torch.zeros(5000)})
+    found = start(contents(MemoryDriver(to.removeprefix("memory://")))).result()
+    assert not any("lz4" in key for key in found)
+    assert b'{\\"version\\":1,' in found[MANIFEST_KEY]
+    assert b"compress" not in found[MANIFEST_KEY]
+    assert b"stored_nbytes" not in found[MANIFEST_KEY]
+
+
+@pytest.mark.parametrize("compression", ["zstd", "", 1, True, ["lz4"]], ids=repr)
+def test_an_unknown_compression_is_refused_before_anything_is_done(compression: Any, tmp_path: Path) -> None:
+    """By all that save."""
+    calls: list[Callable[[], Any]] = [
+        lambda: holdfast.save(tmp_path / "c", {"w": torch.ones(3)}, compression=compression),
+        lambda: holdfast.async_save(tmp_path / "c", {"w": torch.ones(3)}, compression=compression),
+        lambda: holdfast.Checkpointer(tmp_path / "c", compression=compression),
+    ]
+    for call in calls:
+        with pytest.raises(holdfast.UsageError, match="compression="):
+            call()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_lz4_both_ways_say_how_to_get_it(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saving, before anything is written, and loading; and all else works without."""
+    for name in ("lz4", "lz4.block"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for call in (
+        lambda: holdfast.save(tmp_path / "c", {"w": torch.ones(3)}, compression="lz4"),
+        lambda: holdfast.load(uri),
+        lambda: holdfast.copy(uri, tmp_path / "d"),
+    ):
+        with pytest.raises(holdfast.UsageError, match=r"pip install 'holdfast\[lz4\]'"):
+            call()
+    with holdfast.open(uri) as c:
+        assert c.tensors["mixed"].shape == (900_000,)
+    assert not (tmp_path / "c").exists()
+    holdfast.save(tmp_path / "plain", {"w": torch.ones(3)})
+
+
+def test_a_checkpointer_compresses_and_goes_on(tmp_path: Path) -> None:
+    """Its checkpoints are compressed, the newest one is found, and old ones are deleted whole."""
+    with holdfast.Checkpointer(tmp_path, every=1, keep=1, compression="lz4") as ckpt:
+        for step in (1, 2):
+            ckpt.step(step, {"w": torch.full((5000,), float(step))})
+            ckpt.wait()
+    assert [path.parts[-4:-1:2] for path in tmp_path.rglob("*.lz4")] == [
+        ("step-00000002", next(tmp_path.rglob("*.lz4")).parent.name)
+    ]
+    into = {"w": torch.zeros(5000)}
+    with holdfast.Checkpointer(tmp_path) as ckpt:
+        assert ckpt.resume(into) == 2
+    assert into["w"][0] == 2
+
+
+def test_one_form_replaces_the_other(tmp_path: Path) -> None:
+    """Nothing of the former attempt is left."""
+    for step, compression in enumerate(["lz4", None, "lz4"]):
+        truth = {"w": torch.full((5000,), float(step))}
+        holdfast.save(tmp_path, truth, compression=compression)  # type: ignore[arg-type]
+        (image,) = tmp_path.glob("data/*/0.*")
+        assert image.name == "0.safetensors" + (".lz4" if compression else "")
+        assert difference(truth, holdfast.load(tmp_path)) is None
+
+
+def test_ranks_that_compress_differently_are_told_so() -> None:
+    """And nothing is committed."""
+    storage, store = MemoryDriver(), torch.distributed.HashStore()
+
+    async def save(rank: int) -> Any:
+        job = SaveJob(flatten({"w": torch.ones(50)}), None, BUDGET_NBYTES, compression="lz4" if rank else None)
+        return await run_save(storage, StoreTeam(store, rank, 2, "differ", 20.0), job)
+
+    async def save_all() -> list[Any]:
+        return await asyncio.gather(save(0), save(1), return_exceptions=True)
+
+    for error in start(save_all()).result(60):
+        assert isinstance(error, holdfast.UsageError)
+        assert "rank 1 saves with compression='lz4', rank 0 with None" in str(error)
+    assert start(contents(storage)).result() == {}
+
+
+def test_a_copy_has_the_same_bytes(
+    uri: str, truth: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is packed anew: so whoever copies, with whatever lz4, makes the same checkpoint; and where it is already,
+    nothing is sent."""
+    to = tmp_path / "copy"
+
+    def never(*_: Any, **__: Any) -> bytes:
+        raise AssertionError("packed anew")
+
+    monkeypatch.setattr(lz4.block, "compress", never)
+    first, again = holdfast.copy(uri, to), holdfast.copy(uri, to, overwrite=True)
+    assert first.sent_nbytes == first.nbytes == image_in(uri).stat().st_size
+    assert (again.sent_nbytes, again.nbytes) == (0, first.nbytes)
+    assert image_in(str(to)).read_bytes() == image_in(uri).read_bytes()
+    assert difference(truth, holdfast.load(to)) is None
+
+
+def test_a_copy_of_what_is_damaged_is_none(tmp_path: Path) -> None:
+    """Its error says where; and what was there stays."""
+    tiny = Tiny("packed-copy", "lz4")
+    key = next(key for key in tiny.files if key != MANIFEST_KEY)
+    whole = tiny.files[key]
+    tiny.put(key, whole[:30] + bytes([whole[30] ^ 1]) + whole[31:])
+    with pytest.raises(holdfast.DamagedError, match="not what was written") as caught:
+        holdfast.copy(tiny.uri, tmp_path / "c")
+    assert caught.value.key == key
+    assert holdfast.list_checkpoints(tmp_path / "c") == []
+
+
+def test_images_are_shown_as_they_are_unpacked(uri: str, truth: dict[str, Any]) -> None:
+    """As safetensors files, which they are then."""
+    files = HoldfastFileSystem(uri)
+    (name,) = files.find("images")
+    found = safetensors.torch.load(files.cat_file(name))
+    assert torch.equal(found["mixed"], truth["mixed"])
+    assert torch.equal(found["zeros"], truth["zeros"])
+
+
+@pytest.mark.parametrize("operation", ["create", "write", "commit"])
+def test_a_save_that_fails_leaves_what_was_there(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the second write, say: nothing of it stays, nor does memory."""
+    storage, before = MemoryDriver(), {"w": torch.ones(50)}
+    left: list[int] = []
+    ended = ImageWriter.write
+
+    async def watched(self: ImageWriter, key: Any) -> Any:
+        try:
+            return await ended(self, key)
+        finally:
+            left.append(len(self._buffers))
+
+    async def fail(doing: str, key: str) -> None:
+        if doing == operation and key.endswith(".lz4"):
+            raise holdfast.FullError("no room")
+
+    monkeypatch.setattr(ImageWriter, "write", watched)
+
+    async def save(driver: Any, what: Any) -> None:
+        job = SaveJob(flatten(what), None, BUDGET_NBYTES, compression="lz4")
+        await run_save(driver, StoreTeam(torch.distributed.HashStore(), 0, 1, "fails", 20.0), job)
+
+    start(save(storage, before)).result(60)
+    kept = start(contents(storage)).result()
+    with pytest.raises(holdfast.FullError):
+        start(save(HookedDriver(storage, before=fail), state())).result(60)
+    assert start(contents(storage)).result() == kept
+    assert left == [0, 0]
+
+
+def test_an_unknown_version_or_compression_is_not_guessed() -> None:
+    """Of a later release; and what a version must say and does not is damage."""
+    for alter, kind in (
+        (lambda c, h: h.update(version=3), holdfast.UnsupportedFormatError),
+        (lambda c, h: h.update(compression="zstd"), holdfast.UnsupportedFormatError),
+        (lambda c, h: h.update(compression=None), holdfast.UnsupportedFormatError),
+        (lambda c, h: h.pop("compression"), holdfast.DamagedError),
+        (lambda c, h: c.pop("image.stored_nbytes"), holdfast.DamagedError),
+        (lambda c, h: c.update({"image.stored_nbytes": np.array([1 << 40], np.uint64)}), holdfast.DamagedError),
+        (lambda c, h: c.update({"image.stored_nbytes": np.array([1], np.uint8)}), holdfast.DamagedError),
+        (lambda c, h: c.update({"image.stored_nbytes": np.array([5000, 5000], np.uint16)}), holdfast.DamagedError),
+        (lambda c, h: h.update(version=1), holdfast.DamagedError),
+    ):
+        to = fresh_uri()
+        holdfast.save(to, {"w": torch.zeros(5000)}, compression="lz4")
+        forge(to, alter)
+        with pytest.raises(kind):
+            holdfast.load(to)
+
+
+Rewrite = Callable[[np.ndarray], None]
+
+
+def set_to(value: int) -> Rewrite:
+    """The last block takes so many."""
+
+    def rewrite(sizes: np.ndarray) -> None:
+        sizes[-1] = value
+
+    return rewrite
+
+
+def move(nbytes: int) -> Rewrite:
+    """The second block takes from the first, or gives it."""
+
+    def rewrite(sizes: np.ndarray) -> None:
+        sizes[:2] += np.array([nbytes, -nbytes])
+
+    return rewrite
+
+
+@pytest.mark.parametrize(
+    ("rewrite", "says"),
+    [
+        (set_to(0), "or none"),
+        (set_to((1 << 32) - 1), "more bytes than it has"),
+        (set_to(4097), "more bytes than it has"),
+        (set_to(4096), "not what was written"),  # random bytes, as they are
+        (lambda sizes: sizes.__setitem__(slice(None), 1), "the file has for them"),
+        (move(1), "cannot be unpacked"),
+        (move(-1), "more bytes than it has"),
+    ],
+)
+def test_an_index_that_lies_is_refused(rewrite: Rewrite, says: str) -> None:
+    """Sizes that no block can have, that do not add up to the file, or that are another block's; with a checksum that is
+    right."""
+    tiny = Tiny(fresh_uri().removeprefix("memory://"), "lz4")
+    key, m = min(key for key in tiny.files if key != MANIFEST_KEY), tiny.manifest
+    geometry = (int(m.images.hashed_nbytes[0]), m.chunk_nbytes, m.block_nbytes)
+    cut = len(tiny.files[key]) - index_nbytes(*geometry)
+    index = Index.decode(tiny.files[key][cut:], *geometry)
+    sizes = index.sizes.copy()
+    rewrite(sizes)
+    tiny.put(key, tiny.files[key][:cut] + replace(index, sizes=sizes).encode())
+    with pytest.raises(holdfast.DamagedError, match=says) as caught:
+        holdfast.load(tiny.uri)
+    assert caught.value.key == key
+    with holdfast.open(tiny.uri) as c:
+        assert not c.verify().ok
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4097, 900_000])
+def test_a_block_of_another_size_is_refused(nbytes: int) -> None:
+    """One that unpacks to less, or to more: up to two hundred times as much, with checksums of the file that are right."""
+    tiny = Tiny(fresh_uri().removeprefix("memory://"), "lz4")
+    key, m = min(key for key in tiny.files if key != MANIFEST_KEY), tiny.manifest
+    geometry, whole = (int(m.images.hashed_nbytes[0]), m.chunk_nbytes, m.block_nbytes), tiny.files[key]
+    cut = len(whole) - index_nbytes(*geometry)
+    index = Index.decode(whole[cut:], *geometry)
+    bomb = lz4.block.compress(bytes(nbytes), store_size=False)
+    chunk, start, stop = bomb.ljust(4096, b"\0"), *index.chunk_start[-2:].tolist()
+    assert len(chunk) == stop - start == 4096
+    sizes, digests = index.sizes.copy(), index.digests.copy()
+    sizes[-1], digests[-1] = len(bomb), np.frombuffer(digest(chunk), np.uint8)
+    forged = replace(index, sizes=sizes, digests=digests).encode()
+    tiny.put(key, whole[:start] + chunk + whole[stop:cut] + forged)
+    with pytest.raises(holdfast.DamagedError, match="cannot be unpacked") as caught:
+        holdfast.load(tiny.uri)
+    assert caught.value.key == key
+
+
+def test_what_hands_over_what_it_reads_counts_twice() -> None:
+    """A read of a compressed image lies in memory as it is stored, and unpacked."""
+    storage = MemoryDriver()
+    tiny = Tiny("packed-traits", "lz4")
+    storage.traits = replace(storage.traits, hands_over=True)
+    traits = images_of(storage, tiny.manifest).traits
+    assert (traits.hands_over, traits.read_copies) == (False, 2)
+    assert images_of(MemoryDriver(), tiny.manifest).traits == MemoryDriver().traits
+    assert images_of(storage, replace(tiny.manifest, compression=None)) is storage
