@@ -93,6 +93,12 @@ class Sharing:
         row += int(np.searchsorted(self.member[row : int(self.first[unit + 1])], member))
         return int(self.low[row]), int(self.high[row])
 
+    def handed_nbytes(self, member: int) -> int:
+        """What ``member`` is handed by others, in bytes."""
+        units = np.repeat(np.arange(len(self.reader)), np.diff(self.first))
+        rows = (self.member == member) & (self.reader[units] != member)
+        return int((self.high - self.low)[rows].sum())
+
 
 def share(wishes: Sequence[Wish], unit_nbytes: int) -> Sharing:
     """Give every byte that is wished for one reader; wish m is that of member m. Units are cut at multiples of

@@ -26,7 +26,7 @@ import struct
 import time
 import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -47,7 +47,7 @@ __all__ = ["Circle", "Exchange", "begin_exchange"]
 
 LEAST_NBYTES = 32 << 20
 """With less to be shared than this, reading it several times takes no longer than meeting each other."""
-UNIT_NBYTES = 4 << 20
+UNIT_NBYTES = 8 << 20
 UNIT_GAPS = 64
 """A read is to be so many times longer than what could be read besides it in the time that it takes to ask."""
 JOIN_S = 30.0
@@ -167,8 +167,9 @@ class Exchange:
         self._takers: dict[int, Line] = {}
         self._sources: dict[int, Line] = {}
         self._untaken: dict[int, tuple[set[int], asyncio.Future[None]]] = {}  # by unit: who has yet to take it
-        self._threads = max(1, min(CPU_THREADS, (os.cpu_count() or 1) // circle.here))
-        self._copiers = ThreadPoolExecutor(self._threads, thread_name_prefix="holdfast-copy")
+        self._loop = asyncio.get_running_loop()
+        self._copiers = max(1, min(CPU_THREADS, (os.cpu_count() or 1) // circle.here))
+        self._threads = ThreadPoolExecutor(self._copiers + 1, thread_name_prefix="holdfast-exchange")
 
     async def join(self, door: Door, addresses: Sequence[str]) -> bool:
         """Meet those that this rank reads for, and those that read for it. False where that cannot be."""
@@ -200,6 +201,7 @@ class Exchange:
             raise _first(group) from group
         finally:
             self.close()
+        self._reader.bytes_received = self._sharing.handed_nbytes(self._circle.me)
 
     def close(self) -> None:
         """Leave. Who still waits for this rank will see it."""
@@ -208,96 +210,104 @@ class Exchange:
         self._takers.clear()
         self._sources.clear()
         self._arena.close()
-        self._copiers.shutdown(wait=False)  # they have ended
+        self._threads.shutdown(wait=False)  # they have ended
 
     async def _exchange(self, deliver: Deliver) -> None:
         gate = asyncio.Semaphore(self._arena.slots)
+        here, far = _parted(self._takers)
+        near, remote = _parted(self._sources)
         async with asyncio.TaskGroup() as tasks:
-            for member, line in self._takers.items():
+            tasks.create_task(self._attend(here, self._hear))
+            for member, line in far.items():
                 tasks.create_task(self._listen(member, line))
-            near = [member for member, line in self._sources.items() if line.window is not None]
-            for some in (near[i :: self._threads] for i in range(min(self._threads, len(near)))):
-                tasks.create_task(self._copy_here(some, deliver))
-            for member in self._sources.keys() - near:
-                tasks.create_task(self._fetch(member, self._sources[member], deliver, gate))
+            for i in range(self._copiers):
+                some = dict(list(near.items())[i :: self._copiers])
+                tasks.create_task(self._attend(some, lambda member: self._copy(member, deliver)))
+            for member, line in remote.items():
+                tasks.create_task(self._fetch(member, line, deliver, gate))
             tasks.create_task(self._read(deliver))
 
     async def _read(self, deliver: Deliver) -> None:
         own: list[int] = self._own.tolist()
         columns = {name: getattr(self.plan, name)[self._own] for name in ("image", "start", "stop")}
-        await self._reader.run(
-            dataclasses.replace(self.plan, **columns),
-            lambda job, buffer: deliver(own[job], buffer),
-            pool=self._arena,
-            hand_on=lambda job, buffer: self._hand_on(own[job], buffer),
-        )
+
+        def show_and_deliver(job: int, buffer: HostBuffer) -> None:
+            self._show(own[job], buffer)
+            deliver(own[job], buffer)
+
+        async with self._named():
+            await self._reader.run(
+                dataclasses.replace(self.plan, **columns),
+                show_and_deliver,
+                pool=self._arena,
+                hand_on=lambda job, buffer: self._hand_on(own[job], buffer),
+            )
+
+    def _show(self, job: int, buffer: HostBuffer) -> None:
+        """Where it lies, to those of this host who want of it. In the thread that has verified it, and before it is copied
+        for this rank itself: nobody waits for more than he must."""
+        unit = self._units[job]
+        members = {member for member, *_ in self._sharing.takers(unit)}
+        self._untaken[unit] = members, self._loop.create_future()
+        place = _HANDED.pack(unit, self._arena.offset_of(buffer), _NO_DIGEST)
+        for member in sorted(members):
+            if not (line := self._takers[member]).by_wire:
+                with _told_of(member):
+                    line.send_now(place)
 
     async def _hand_on(self, job: int, buffer: HostBuffer) -> None:
-        """To all who want of it; back when they have it."""
+        """To those of other hosts; back when all who want of it have it."""
         unit, start = self._units[job], int(self.plan.start[job])
         if not (takers := self._sharing.takers(unit)):
             return
-        taken = asyncio.get_running_loop().create_future()
-        self._untaken[unit] = {member for member, *_ in takers}, taken
         async with asyncio.TaskGroup() as tasks:
             for member, low, high in takers:
                 if self._takers[member].by_wire:
                     tasks.create_task(self._send(member, unit, buffer.view[low - start : high - start]))
-                else:
-                    async with self._with(member):
-                        place = _HANDED.pack(unit, self._arena.offset_of(buffer), _NO_DIGEST)
-                        await self._takers[member].send(place)
-        await taken
+        await self._untaken[unit][1]
 
     async def _send(self, member: int, unit: int, part: memoryview) -> None:
         async with self._with(member):
             await self._takers[member].send(_HANDED.pack(unit, 0, await offload(digest, part)), part)
 
     async def _listen(self, member: int, line: Line) -> None:
-        """Until ``member`` has taken all that this rank reads for it."""
+        """Until ``member``, of another host, has taken all that this rank reads for it."""
         async with self._with(member):
-            for _ in range(self._takes[member]):
-                (unit,) = _TAKEN.unpack(await line.receive(_TAKEN.size))
-                members, taken = self._untaken.get(unit, (set[int](), None))
-                if taken is None or member not in members:
-                    raise self._confused(member)
-                members.remove(member)
-                if not members and not taken.done():  # cancelled, where this rank is failing
-                    taken.set_result(None)
+            while self._takes[member]:
+                self._took(member, await line.receive(_TAKEN.size))
 
-    async def _copy_here(self, members: Sequence[int], deliver: Deliver) -> None:
-        """All that ``members``, of this host, read for this rank. In a thread: a round through the event loop for each unit
-        takes as long as to copy it."""
-        copying = asyncio.get_running_loop().run_in_executor(self._copiers, self._copy_all, members, deliver)
+    def _hear(self, member: int) -> bool:
+        """The next that ``member``, of this host, tells; whether it was the last."""
+        self._took(member, self._takers[member].receive_now(_TAKEN.size))
+        return not self._takes[member]
+
+    def _took(self, member: int, told: bytes) -> None:
+        (unit,) = _TAKEN.unpack(told)
+        members, taken = self._untaken.get(unit, (set[int](), None))
+        if taken is None or member not in members:
+            raise self._confused(member)
+        members.remove(member)
+        self._takes[member] -= 1
+        if not members:
+            self._loop.call_soon_threadsafe(_settle, taken)
+
+    async def _attend(self, lines: dict[int, Line], answer: Callable[[int], bool]) -> None:
+        """Call ``answer`` with the member whose line has something to tell, until it returns True for each of them. In a
+        thread: a round through the event loop for each message takes as long as to copy what it is about."""
+        if not lines:
+            return
+        attending = self._loop.run_in_executor(self._threads, _attend, lines, answer)
         try:
-            nbytes = await asyncio.shield(copying)
-            self._reader.bytes_received += nbytes  # others may have added to it meanwhile
+            async with self._named():
+                await asyncio.shield(attending)
         except asyncio.CancelledError:
-            for member in members:
-                self._sources[member].hang_up()
-            await asyncio.wait([copying])
+            for line in lines.values():
+                line.hang_up()
+            await asyncio.wait([attending])
             raise
-        except _Gone as gone:
-            async with self._with(gone.member):
-                raise gone.error from None
 
-    def _copy_all(self, members: Sequence[int], deliver: Deliver) -> int:
-        """Returns how many bytes of those were wanted. However long nothing comes: whoever watches the others hangs up."""
-        poll, nbytes = select.poll(), 0
-        waiting = {self._sources[member].watched_by(poll): member for member in members}
-        while waiting:
-            for number, _ in poll.poll():
-                member = waiting[number]
-                try:
-                    nbytes += self._copy_next(member, deliver)
-                except OSError as error:
-                    raise _Gone(member, error) from error
-                if not self._awaited[member]:
-                    poll.unregister(number)
-                    del waiting[number]
-        return nbytes
-
-    def _copy_next(self, member: int, deliver: Deliver) -> int:
+    def _copy(self, member: int, deliver: Deliver) -> bool:
+        """The next that ``member`` has read for this rank; whether it was the last."""
         line, awaited = self._sources[member], self._awaited[member]
         unit, offset, _ = _HANDED.unpack(line.receive_now(_HANDED.size))
         if (job := awaited.pop(unit, None)) is None or line.window is None:
@@ -308,8 +318,7 @@ class Exchange:
             raise self._confused(member) from None
         deliver(job, buffer)
         line.send_now(_TAKEN.pack(unit))
-        low, high = self._sharing.hull(unit, self._circle.me)
-        return high - low
+        return not awaited
 
     async def _fetch(self, member: int, line: Line, deliver: Deliver, gate: asyncio.Semaphore) -> None:
         """All that ``member``, of another host, reads for this rank."""
@@ -349,8 +358,6 @@ class Exchange:
             deliver(job, buffer)
 
         await offload(check_and_deliver)
-        within = self._within(job)
-        self._reader.bytes_received += within.stop - within.start
         async with self._with(member):
             await line.send(_TAKEN.pack(self._units[job]))
         host_pool(self._reader.manifest.chunk_nbytes).give(buffer)
@@ -361,6 +368,15 @@ class Exchange:
         low, high = self._sharing.hull(self._units[job], self._circle.me)
         start = int(self.plan.start[job])
         return slice(low - start, high - start)
+
+    @contextlib.asynccontextmanager
+    async def _named(self) -> AsyncIterator[None]:
+        """As :meth:`_with`, of the member whose line broke in a thread."""
+        try:
+            yield
+        except _Gone as gone:
+            async with self._with(gone.member):
+                raise gone.error from None
 
     @contextlib.asynccontextmanager
     async def _with(self, member: int) -> AsyncIterator[None]:
@@ -385,6 +401,39 @@ class Exchange:
         return CoordinationError(
             f"rank {rank} hands on what was not agreed upon", rank=rank, advice="Do all ranks run the same version?"
         )
+
+
+def _parted(lines: Mapping[int, Line]) -> tuple[dict[int, Line], dict[int, Line]]:
+    """Those to members of this host, and those to others."""
+    near = {member: line for member, line in lines.items() if not line.by_wire}
+    return near, {member: line for member, line in lines.items() if line.by_wire}
+
+
+def _attend(lines: Mapping[int, Line], answer: Callable[[int], bool]) -> None:
+    """However long nothing comes: whoever watches the others hangs up."""
+    poll = select.poll()
+    waiting = {line.watched_by(poll): member for member, line in lines.items()}
+    while waiting:
+        for number, _ in poll.poll():
+            with _told_of(waiting[number]):
+                ended = answer(waiting[number])
+            if ended:
+                poll.unregister(number)
+                del waiting[number]
+
+
+@contextlib.contextmanager
+def _told_of(member: int) -> Iterator[None]:
+    """In a thread: raises _Gone where the line to ``member`` breaks."""
+    try:
+        yield
+    except OSError as error:
+        raise _Gone(member, error) from error
+
+
+def _settle(taken: asyncio.Future[None]) -> None:
+    if not taken.done():  # cancelled, where this rank is failing
+        taken.set_result(None)
 
 
 def _first(error: BaseException) -> BaseException:

@@ -17,6 +17,7 @@ import contextlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 from ... import errors
@@ -134,26 +135,26 @@ class StoreTeam(Team):
         tellers = range(self.world) if tellers is None else tellers
         if self.rank != LEADER:
             if self.rank in tellers:
-                self._written += await self._put(f"{name}/{self.rank}", payload)
+                self._written += await self._call(self._put, f"{name}/{self.rank}", payload)
             (verdict,) = await self._gather(f"{name}/verdict", [LEADER], f"the verdict of round {name!r}")
             return _opened(verdict)
         payloads = [payload, *await self._gather(name, tellers[1:], f"round {name!r}")]
         try:
             verdict = b"+" + await decide(payloads)
         except Exception as error:
-            await self._put(f"{name}/verdict/{LEADER}", b"-" + _packed(error, self.rank))
+            await self._call(self._put, f"{name}/verdict/{LEADER}", b"-" + _packed(error, self.rank))
             raise
-        await self._put(f"{name}/verdict/{LEADER}", verdict)
+        await self._call(self._put, f"{name}/verdict/{LEADER}", verdict)
         return verdict[1:]
 
     async def tell(self, name: str, ranks: Sequence[int], payload: bytes) -> list[bytes]:
         if self.rank != ranks[0]:
-            self._written += await self._put(f"{name}/{self.rank}", payload)
+            self._written += await self._call(self._put, f"{name}/{self.rank}", payload)
             return []
         return [payload, *await self._gather(name, ranks[1:], name)]
 
     async def among(self, name: str, ranks: Sequence[int], payload: bytes) -> list[bytes]:
-        self._written += await self._put(f"{name}/{self.rank}", payload)
+        self._written += await self._call(self._put, f"{name}/{self.rank}", payload)
         others = [rank for rank in ranks if rank != self.rank]
         told = dict(zip(others, await self._gather(name, others, name), strict=True))
         return [told.get(rank, payload) for rank in ranks]
@@ -161,21 +162,19 @@ class StoreTeam(Team):
     async def watch(self, ranks: Sequence[int], what: str) -> NoReturn:
         silence = _Silence(self._silence_s)
         while True:
-            if await self._call(self._store.check, [f"{self._prefix}/failed"]):
-                await self._raise_failure()
-            silence.look({rank: await self._beats(rank) for rank in ranks}, what)
+            seen = await self._call(self._look, None, ranks)
+            self._raise_failure(seen.failure)
+            silence.look(seen.beats, what)
             await asyncio.sleep(self._beat_s)
 
     async def fail(self, error: BaseException) -> None:
-        key = f"{self._prefix}/failed"
         with contextlib.suppress(CoordinationError):
-            if not isinstance(error, RankFailedError) and not await self._call(self._store.check, [key]):
-                await self._call(self._store.set, key, _packed(error, self.rank))
+            if not isinstance(error, RankFailedError) and await self._call(self._value, "failed") is None:
+                await self._call(self._set, "failed", _packed(error, self.rank))
 
     async def failure(self) -> CoordinationError | None:
         try:
-            if await self._call(self._store.check, [f"{self._prefix}/failed"]):
-                await self._raise_failure()
+            self._raise_failure(await self._call(self._value, "failed"))
         except CoordinationError as told:
             return told
         return None
@@ -192,86 +191,95 @@ class StoreTeam(Team):
         finally:
             beating.cancel()
             await asyncio.wait([beating])
-            await self._leave()
+            with contextlib.suppress(CoordinationError):
+                await self._call(self._leave)
 
     async def _beat(self) -> None:
         beats = 0
         while True:
             beats += 1
             with contextlib.suppress(CoordinationError):  # others will see the silence; the rounds raise here
-                await self._call(self._store.set, f"{self._prefix}/beat/{self.rank}", str(beats))
+                await self._call(self._set, f"beat/{self.rank}", str(beats))
             await asyncio.sleep(self._beat_s)
 
-    async def _leave(self) -> None:
+    def _leave(self) -> None:
         """Remove this rank's keys; the last to leave removes what others may have looked at until then: who found a key a
         moment ago is about to get it, and would wait for one that is gone. Where a rank never leaves, a few keys stay in
         the job's store, and do no harm: no other team has this prefix."""
-        with contextlib.suppress(CoordinationError):
-            await self._delete(self._written)
-            if self._kept:
-                await self._call(self._store.set, f"{self._prefix}/kept/{self.rank}", json.dumps(self._kept))
-            if await self._call(self._store.add, f"{self._prefix}/left", 1) == self.world:
-                await self._delete(await self._remains())
+        self._delete(self._written)
+        if self._kept:
+            self._set(f"kept/{self.rank}", json.dumps(self._kept))
+        if self._store.add(f"{self._prefix}/left", 1) == self.world:
+            self._delete(self._remains())
 
-    async def _remains(self) -> list[str]:
+    def _remains(self) -> list[str]:
         """The keys that are there when all have left."""
         keys = ["left", *(f"beat/{rank}" for rank in range(self.world))]
         for verdict in (f"{name}/verdict/{LEADER}" for name in self._rounds):
-            keys += [verdict, *(f"{verdict}/{i}" for i in range(await self._parts(verdict)))]
-        if await self._call(self._store.check, [f"{self._prefix}/failed"]):
+            keys += [verdict, *(f"{verdict}/{i}" for i in range(int(self._value(verdict) or 0)))]
+        if self._value("failed") is not None:
             keys.append("failed")
             for kept in [f"kept/{rank}" for rank in range(1, self.world)]:
-                if await self._call(self._store.check, [f"{self._prefix}/{kept}"]):
-                    keys += [kept, *json.loads(await self._call(self._store.get, f"{self._prefix}/{kept}"))]
+                if (told := self._value(kept)) is not None:
+                    keys += [kept, *json.loads(told)]
         return keys
-
-    async def _delete(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            await self._call(self._store.delete_key, f"{self._prefix}/{key}")
-
-    async def _put(self, key: str, value: bytes) -> list[str]:
-        """Store a value of any size; return the keys that it took. The key itself comes last: it says that all is there."""
-        parts = [value[i : i + PART_NBYTES] for i in range(0, len(value), PART_NBYTES)] or [b""]
-        for i, part in enumerate(parts):
-            await self._call(self._store.set, f"{self._prefix}/{key}/{i}", part)
-        await self._call(self._store.set, f"{self._prefix}/{key}", str(len(parts)))
-        return [key, *(f"{key}/{i}" for i in range(len(parts)))]
 
     async def _gather(self, name: str, ranks: Sequence[int], what: str) -> list[bytes]:
         """The values that ``ranks`` put under ``name``, in that order."""
         found: dict[int, bytes] = {}
-        watch = _Silence(self._silence_s)
+        silence = _Silence(self._silence_s)
         pause_s = 0.001
-        while len(found) < len(ranks):
-            before = len(found)
-            # Asked first: who fails has said before what it had to say, and that goes before its failure.
-            failed = await self._call(self._store.check, [f"{self._prefix}/failed"])
-            for rank in [r for r in ranks if r not in found]:
-                if await self._call(self._store.check, [f"{self._prefix}/{name}/{rank}"]):
-                    found[rank] = await self._take(f"{name}/{rank}")
-            missing = [r for r in ranks if r not in found]
-            if missing:
-                if failed:
-                    await self._raise_failure()
-                watch.look({r: await self._beats(r) for r in missing}, what)
-                pause_s = 0.001 if len(found) > before else min(pause_s * 2, 0.05)
+        while missing := [rank for rank in ranks if rank not in found]:
+            seen = await self._call(self._look, name, missing)
+            found |= seen.told
+            if len(found) < len(ranks):
+                self._raise_failure(seen.failure)
+                silence.look(seen.beats, what)
+                pause_s = 0.001 if seen.told else min(pause_s * 1.5, 0.05)
                 await asyncio.sleep(pause_s)
-        return [found[r] for r in ranks]
+        return [found[rank] for rank in ranks]
 
-    async def _parts(self, key: str) -> int:
+    # What follows asks the store, and waits for its answers: it is run in a thread, as much of it at a time as can be.
+
+    def _look(self, name: str | None, ranks: Sequence[int]) -> _Seen:
+        """What some ranks have told under ``name``, and how the others do."""
+        # Asked first: who fails has said before what it had to say, and that goes before its failure.
+        failure = self._value("failed")
+        told = {} if name is None else {rank: self._told(f"{name}/{rank}") for rank in ranks}
+        there = {rank: value for rank, value in told.items() if value is not None}
+        beats = {rank: self._value(f"beat/{rank}") or b"" for rank in ranks if rank not in there}
+        return _Seen(failure, there, beats)
+
+    def _put(self, key: str, value: bytes) -> list[str]:
+        """Store a value of any size; return the keys that it took. The key itself comes last: it says that all is there."""
+        parts = [value[i : i + PART_NBYTES] for i in range(0, len(value), PART_NBYTES)] or [b""]
+        for i, part in enumerate(parts):
+            self._set(f"{key}/{i}", part)
+        self._set(key, str(len(parts)))
+        return [key, *(f"{key}/{i}" for i in range(len(parts)))]
+
+    def _told(self, key: str) -> bytes | None:
+        """What was :meth:`_put` there; None where it was not, yet."""
+        if (parts := self._value(key)) is None:
+            return None
+        return b"".join(self._store.get(f"{self._prefix}/{key}/{i}") for i in range(int(parts)))
+
+    def _value(self, key: str) -> bytes | None:
         whole = f"{self._prefix}/{key}"
-        return int(await self._call(self._store.get, whole)) if await self._call(self._store.check, [whole]) else 0
+        return self._store.get(whole) if self._store.check([whole]) else None
 
-    async def _take(self, key: str) -> bytes:
-        parts = await self._parts(key)
-        return b"".join([await self._call(self._store.get, f"{self._prefix}/{key}/{i}") for i in range(parts)])
+    def _set(self, key: str, value: bytes | str) -> None:
+        self._store.set(f"{self._prefix}/{key}", value)
 
-    async def _beats(self, rank: int) -> bytes:
-        key = f"{self._prefix}/beat/{rank}"
-        return await self._call(self._store.get, key) if await self._call(self._store.check, [key]) else b""
+    def _delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._store.delete_key(f"{self._prefix}/{key}")
 
-    async def _raise_failure(self) -> None:
-        told = json.loads(await self._call(self._store.get, f"{self._prefix}/failed"))
+    @staticmethod
+    def _raise_failure(failure: bytes | None) -> None:
+        if failure is None:
+            return
+        told = json.loads(failure)
         if told["type"] == DeadlineError.__name__:
             raise DeadlineError(told["message"], rank=told["rank"], advice=told["advice"])
         raise RankFailedError(f"rank {told['teller']} failed: {told['message']}", rank=told["teller"])
@@ -285,6 +293,15 @@ class StoreTeam(Team):
                 rank=self.rank,
                 advice="The process that serves it (the launcher, or rank 0) has probably died.",
             ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """At one look at the store: the failure of a rank, if there is one; what ranks have told; heartbeats of the others."""
+
+    failure: bytes | None
+    told: dict[int, bytes]
+    beats: dict[int, bytes]
 
 
 class _Silence:

@@ -40,11 +40,9 @@ def skewed_run(uri: str, slow: int) -> tuple[list[int], dict[str, Any]]:
     rank, begun = dist.get_rank(), []
     plain = StoreTeam._leave
 
-    async def late(self: StoreTeam) -> None:
-        import asyncio
-
-        await plain(self)
-        await asyncio.sleep(0.15)
+    def late(self: StoreTeam) -> None:
+        plain(self)
+        time.sleep(0.15)
 
     if rank == slow:
         StoreTeam._leave = late  # type: ignore[method-assign]
