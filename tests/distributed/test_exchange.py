@@ -40,6 +40,18 @@ def test_replicas_read_each_byte_once(exchange: Any, hosts: list[int] | None, ur
     assert [rank["left"] for rank in found] == [0] * 4
 
 
+def test_compressed_images_are_exchanged_as_they_are_unpacked(gang: Gang, tmp_path: Path) -> None:
+    """Likewise each byte once; and what four ranks have written, each its part, takes less room than it has."""
+    folder = str(tmp_path / "c")
+    gang.run(replicated_save, folder, 3, "lz4")
+    found = gang.run(exchanging_load, folder, 3, "auto")
+    assert [rank["wrong"] for rank in found] == [None] * 4
+    assert sum(rank["read"] for rank in found) <= 1.01 * found[0]["wanted"]
+    sizes = [file.stat().st_size for file in tmp_path.rglob("*.safetensors.lz4")]
+    assert len(sizes) == 4
+    assert sum(sizes) < 0.8 * found[0]["wanted"]
+
+
 def test_ranks_of_two_hosts_exchange_within_each_by_default(uri: str, gang: Gang) -> None:
     """Each host reads all of it once: whether the network is faster than the storage is not known."""
     found = gang.run(exchanging_load, uri, CHUNKS, "auto", [0, 1, 0, 1])

@@ -12,8 +12,9 @@ from collections.abc import Callable
 import pytest
 from support.simulation.broken import BROKEN, Broken, seeds_until_caught
 from support.simulation.run import Failure, Tally, run
-from support.simulation.schedule import Schedule, drawn
+from support.simulation.schedule import Schedule, drawn, packed
 from support.simulation.shrink import shrunk
+from support.simulation.states import PACKED
 
 FIXED = int(os.environ.get("HOLDFAST_TEST_SIM_SEEDS", "50"))
 FRESH_S = float(os.environ.get("HOLDFAST_TEST_SIM_FRESH_S", "6"))
@@ -59,6 +60,14 @@ def test_promises_hold_in_known_and_in_fresh_schedules(record_property: Callable
     assert tally.faults
     assert tally.outcomes["save: done"]
     assert tally.schedules > 5 * tally.runs  # everybody dies at many moments of a run
+
+
+def test_promises_hold_where_images_are_compressed() -> None:
+    """Likewise where every other save compresses: uploads end before they were to, and one form replaces the other."""
+    tally = Tally()
+    for seed in range(FIXED // 4):
+        assert told(run(packed(drawn(seed), PACKED), tally)) == ""
+    assert tally.outcomes["save: done"]
 
 
 def logged(schedule: Schedule) -> list[str]:

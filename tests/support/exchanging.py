@@ -23,15 +23,16 @@ CHUNK_NBYTES = 16 << 20
 
 
 def replicated(chunks: int) -> dict[str, torch.Tensor]:
-    """What all ranks hold alike, about so many chunks, and what each has of its own."""
+    """What all ranks hold alike, about so many chunks, of which a quarter shrinks, and what each has of its own."""
     n = chunks * CHUNK_NBYTES // 16
     shared = {f"t{i}": torch.arange(n, dtype=torch.float32) * (i + 1) for i in range(4)}
+    shared["t3"] //= 1024
     return shared | {"own": torch.full((100,), float(dist.get_rank()))}
 
 
-def replicated_save(uri: str, chunks: int) -> None:
+def replicated_save(uri: str, chunks: int, compression: Any = None) -> None:
     """Save it."""
-    holdfast.save(uri, replicated(chunks))
+    holdfast.save(uri, replicated(chunks), compression=compression)
 
 
 def exchanging_load(

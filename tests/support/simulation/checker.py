@@ -6,6 +6,8 @@ import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from holdfast.storage.format.manifest import image_key
+
 from .schedule import ActorPlan
 from .states import OTHER_STATE, Expected, expected, identity, identity_of
 from .world import World
@@ -132,7 +134,7 @@ class Checker:
             return None
         attempt, told = self._named()
         for rank, data in told.images.items():
-            found = self.world.file(f"{MAIN}/data/{attempt}/{rank}.safetensors")
+            found = self.world.file(f"{MAIN}/{image_key(attempt, rank, told.manifest.compression)}")
             if found != data:
                 what = "is missing" if found is None else f"has other bytes ({len(found)} of {len(data)})"
                 raise Violation(f"the manifest names attempt {attempt}, whose image {rank} {what}")

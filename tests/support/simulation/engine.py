@@ -22,8 +22,8 @@ from holdfast.errors import StorageError
 from holdfast.planner import image
 from holdfast.storage import accord, commit, committed, copy, image_copier, load, prune, reader, save, verify
 from holdfast.storage.capture import plan
-from holdfast.storage.format import fragment, manifest
-from holdfast.storage.pipeline import image_reader, image_writer
+from holdfast.storage.format import fragment, manifest, packed
+from holdfast.storage.pipeline import image_reader, image_writer, unpacked
 from holdfast.storage.ranks import team
 
 from .loop import PROCESS, check_alive
@@ -31,6 +31,7 @@ from .loop import PROCESS, check_alive
 __all__ = ["CHUNK_NBYTES", "Host", "aside", "forget", "hosted", "installed", "remembered"]
 
 CHUNK_NBYTES = 4096
+PACKED_PAGE_NBYTES = 256
 _FOLDERS = (local, local_files, local_io, local_tree)
 
 
@@ -132,7 +133,21 @@ def installed() -> Iterator[None]:
 
 
 def _patches() -> Iterator[tuple[ModuleType | type, str, Any]]:
-    for module in (accord, committed, copy, image_copier, image_reader, image_writer, load, reader, save, team, verify):
+    engine = (
+        accord,
+        committed,
+        copy,
+        image_copier,
+        image_reader,
+        image_writer,
+        load,
+        reader,
+        save,
+        team,
+        unpacked,
+        verify,
+    )
+    for module in engine:
         if hasattr(module, "offload"):
             yield module, "offload", _offload
     clock = SimpleNamespace(
@@ -148,6 +163,7 @@ def _patches() -> Iterator[tuple[ModuleType | type, str, Any]]:
         yield module, "secrets", names
     yield plan, "lay_out", partial(image.lay_out, chunk_nbytes=CHUNK_NBYTES, block_nbytes=CHUNK_NBYTES)
     yield image_writer, "CHUNK_NBYTES", CHUNK_NBYTES
+    yield packed, "PAGE_NBYTES", PACKED_PAGE_NBYTES
     yield local, "Threads", _NoThreads
     yield team, "asyncio", _Patient()
     yield save, "plan_save", _planned

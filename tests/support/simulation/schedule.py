@@ -12,7 +12,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
-__all__ = ["FAULTS", "STORAGES", "TARGETS", "ActorPlan", "Fault", "Schedule", "drawn"]
+__all__ = ["FAULTS", "STORAGES", "TARGETS", "ActorPlan", "Fault", "Schedule", "drawn", "packed"]
 
 STORAGES = ("posix", "shared posix", "objects", "objects, late listing", "objects, no exclusive put", "hdfs")
 TARGETS = (
@@ -143,6 +143,13 @@ def drawn(seed: int) -> Schedule:
         faults = []
     chunks = rng.choice((2, 4, 8, 24))
     return Schedule(seed, storage, chunks, rng.random() < 0.8, actors, tuple(faults), rng.choice((0.02, 0.2, 0.6)))
+
+
+def packed(schedule: Schedule, from_state: int) -> Schedule:
+    """It, with every other save of a state that many further on."""
+    saves = [actor.name for actor in schedule.actors if actor.kind == "save"]
+    actors = [replace(a, state=a.state + from_state) if a.name in saves[::2] else a for a in schedule.actors]
+    return replace(schedule, actors=tuple(actors))
 
 
 def _actors(rng: random.Random) -> tuple[ActorPlan, ...]:

@@ -17,6 +17,7 @@ from holdfast.storage.capture.fingerprint import fingerprints
 from holdfast.storage.capture.state import FlatState, flatten
 from holdfast.storage.format.digest import digest
 from holdfast.storage.format.manifest import Manifest
+from holdfast.storage.format.packed import Compression
 from holdfast.storage.frameworks.mesh import LocalPart
 from holdfast.storage.load import LoadJob
 from holdfast.storage.ranks.team import Solo, StoreTeam
@@ -28,6 +29,7 @@ from .loop import PROCESS, SimLoop
 __all__ = [
     "BUDGET_NBYTES",
     "OTHER_STATE",
+    "PACKED",
     "SILENCE_S",
     "Expected",
     "Store",
@@ -45,6 +47,8 @@ BUDGET_NBYTES = 64 << 20
 SILENCE_S = 60.0
 OTHER_STATE = 9
 """Of the checkpoint beside the one that all is about."""
+PACKED = 100
+"""States from this one on are saved compressed, and shrink."""
 
 
 class Torn(AssertionError):
@@ -118,7 +122,7 @@ class Store:
 def whole(state: int, rank: int, world: int, chunks: int) -> dict[str, Any]:
     """What ``rank`` holds: a tensor that all hold alike, one of its own, and small values."""
     numel = max(1, chunks - 2) * world * CHUNK_NBYTES // 4
-    shared = torch.arange(numel, dtype=torch.int32) * (state + 1)
+    shared = _shared(numel, state)
     return {"state": state, "shared": [shared], "own": torch.full((5,), float(10 * state + rank))}
 
 
@@ -136,7 +140,8 @@ def _digests(state: int, rank: int, world: int, chunks: int, rows: tuple[int, ..
 def save_job(state: int, rank: int, world: int, chunks: int) -> SaveJob:
     """What the rank gives to ``run_save``. A simulated process keeps what was agreed on at its former saves."""
     step = OTHER_STATE if state == OTHER_STATE else 1
-    job = SaveJob(held(state, rank, world, chunks), step, BUDGET_NBYTES, created_s=1e9 + state)
+    packed: Compression | None = "lz4" if state >= PACKED else None
+    job = SaveJob(held(state, rank, world, chunks), step, BUDGET_NBYTES, created_s=1e9 + state, compression=packed)
     job.digests = lambda rows: _digests(state, rank, world, chunks, tuple(rows))
     process = PROCESS.get()
     if process is not None:
@@ -172,7 +177,7 @@ def expected(state: int, world: int, chunks: int) -> Expected:
     with aside():
         Context().run(loop.run_until_complete, job())
     m = Manifest.decode(driver._objects["manifest.safetensors"][0])
-    images = {r: driver._objects[f"data/{m.attempt}/{r}.safetensors"][0] for r in m.images.rank.tolist()}
+    images = {r: driver._objects[m.image_key(i)][0] for i, r in enumerate(m.images.rank.tolist())}
     return Expected(state, world, chunks, replace(m, attempt=""), images)
 
 
@@ -205,12 +210,16 @@ def target(world: int, rank: int, chunks: int, saved: int) -> tuple[LoadJob, dic
 def same_as(found: Any) -> int:
     """Which state that is, whole and to the bit. Raises Torn."""
     state, shared = found["state"], found["shared"][0]
-    if not torch.equal(shared, _ramp(len(shared)) * (state + 1)):
+    if not torch.equal(shared, _shared(len(shared), state)):
         raise Torn(f"a reader got a mixture, or worse, as state {state}")
     own = found.get("own")
     if own is not None and not torch.equal(own, torch.full((5,), float(10 * state))):
         raise Torn(f"a reader got {own.tolist()} as rank 0's own part of state {state}")
     return int(state)
+
+
+def _shared(numel: int, state: int) -> torch.Tensor:
+    return (_ramp(numel) // 16 if state >= PACKED else _ramp(numel)) * (state + 1)
 
 
 @functools.cache
