@@ -14,6 +14,7 @@ from ...planner.image import DIGEST_NBYTES, blocks_of
 from ..format.digest import digest
 from ..format.manifest import Manifest
 from ..format.packed import Index, checked_compression, index_nbytes, unpack
+from .buffers import memory_for
 from .engine import offload
 
 __all__ = ["Stored", "Unpacked", "images_of"]
@@ -60,6 +61,7 @@ class Unpacked(Layer):
         self._m = manifest
         self._image = {manifest.image_key(image): image for image in range(len(manifest.images))}
         self._indexes: dict[int, Index] = {}
+        self._lost: dict[int, str] = {}  # of those that are damaged, what is wrong
         self._gates: dict[int, asyncio.Lock] = {}
 
     @property
@@ -94,8 +96,14 @@ class Unpacked(Layer):
     async def index(self, image: int) -> Index:
         """Where the blocks of an image lie."""
         async with self._gates.setdefault(image, asyncio.Lock()):
+            if image in self._lost:
+                raise self._damaged(image, self._lost[image])
             if image not in self._indexes:
-                self._indexes[image] = await self._read_index(image)
+                try:
+                    self._indexes[image] = await self._read_index(image)
+                except DamagedError as error:
+                    self._lost[image] = error.message
+                    raise
             return self._indexes[image]
 
     def _cuts(self, image: int, start: int, stop: int) -> Iterator[int]:
@@ -137,7 +145,9 @@ class Unpacked(Layer):
     async def _read_index(self, image: int) -> Index:
         m = self._m
         geometry = (int(m.images.hashed_nbytes[image]), m.chunk_nbytes, m.block_nbytes)
-        data = memoryview(bytearray(index_nbytes(*geometry)))
+        nbytes = int(index_nbytes(*geometry))
+        with memory_for(f"the index of an image, of {nbytes:,} bytes"):
+            data = memoryview(bytearray(nbytes))
         await self._receive(image, self._file_nbytes(image) - len(data), data)
         try:
             index = await offload(Index.decode, data, *geometry)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.bits import plain
 from support.effort import examples
@@ -91,9 +91,17 @@ def manifests(draw: st.DrawFn) -> Manifest:
         np.array([ranks.index(rank) for *_, rank in shards], np.int64), start,
     )  # fmt: skip
     tree = Tree(list(CONTAINERS), [Value(0, "v", [([0], 1.5)])] * draw(st.integers(0, 1)))
-    images = ImageTable(np.array(ranks, np.int64), hashed, digests)
-    step = draw(st.none() | st.integers(0, 1 << 62))
-    return Manifest(ATTEMPT, step, world, 1.5, tree, tensors, container, table, images, CHUNK, BLOCK)
+    packed = draw(st.booleans())
+    sizes = [behind(nbytes, CHUNK, BLOCK) + draw(st.integers(0, nbytes)) for nbytes in hashed.tolist()]
+    stored = np.array(sizes, np.int64) if packed else None
+    images = ImageTable(np.array(ranks, np.int64), hashed, digests, stored)
+    step, compression = draw(st.none() | st.integers(0, 1 << 62)), "lz4" if packed else None
+    return Manifest(ATTEMPT, step, world, 1.5, tree, tensors, container, table, images, CHUNK, BLOCK, compression)  # type: ignore[arg-type]
+
+
+def behind(hashed_nbytes: int, chunk_nbytes: int, block_nbytes: int) -> int:
+    """Bytes of a compressed image's file that are never compressed: its pages, and the index."""
+    return 20 * -(-hashed_nbytes // block_nbytes) + 16 * -(-hashed_nbytes // chunk_nbytes) + 16
 
 
 @examples(60)
@@ -189,6 +197,13 @@ def shards_fit(c: dict[str, Any], head: dict[str, Any], digests: np.ndarray) -> 
     hashed, ranks, counts = c["image.hashed_nbytes"], c["image.rank"], c["tensor.shards"]
     if sum(counts) != len(c["shard.start"]) or len(set(ranks)) != len(ranks) or any(r >= head["world"] for r in ranks):
         return False
+    if head["version"] == 2:
+        stored = c["image.stored_nbytes"]
+        least = [behind(nbytes, head["chunk_nbytes"], head["block_nbytes"]) for nbytes in hashed]
+        if len(stored) != len(hashed) or any(
+            not isinstance(s, int) or not low <= s <= low + h for s, low, h in zip(stored, least, hashed, strict=True)
+        ):
+            return False
     if digests.dtype != np.uint8 or digests.shape != (sum(-(-nbytes // head["chunk_nbytes"]) for nbytes in hashed), 16):
         return False
     taken: list[list[tuple[int, int]]] = [[] for _ in hashed]
@@ -277,7 +292,7 @@ WAYS: list[Callable[[np.ndarray, st.DataObject], np.ndarray]] = [
 NAMES = [
     "tensor.name", "tensor.name_nbytes", "tensor.dtype", "tensor.ndim", "tensor.shape", "tensor.container", "tensor.shards",
     "tensor.alias", "tensor.owner", "shard.image", "shard.start", "shard.offsets", "shard.lengths", "image.rank",
-    "image.hashed_nbytes", "chunk.digest",
+    "image.hashed_nbytes", "image.stored_nbytes", "chunk.digest",
 ]  # fmt: skip
 
 
@@ -306,6 +321,7 @@ def test_a_spoiled_column_is_refused_exactly_if_it_contradicts_the_rest(
     """As damage, and nothing else is raised; what is accepted says something that a writer might have said."""
     columns, head = parts_of(manifest)
     assert fits(columns, head)
+    assume(name in columns)
     columns[name] = way(columns[name], data)
     try:
         decoded(columns, head)
@@ -323,6 +339,7 @@ def test_a_column_that_is_shorter_longer_or_of_another_type_is_damage(
 ) -> None:
     """Each column; and so is one that is missing, and one whose numbers are signed, floating, NaN or truth values."""
     columns, head = parts_of(manifest)
+    assume(name in columns)
     column = columns.pop(name)
     for way in (shortened, lengthened):
         with pytest.raises(holdfast.DamagedError):

@@ -57,6 +57,13 @@ def pages_of_terabytes(columns: Columns, fields: Head) -> None:
     columns["chunk.digest"] = np.zeros((1 << 14, 16), np.uint8)
 
 
+def index_of_gigabytes(columns: Columns, fields: Head) -> None:
+    """The same, compressed: where its blocks lie would take 4 GiB."""
+    pages_of_terabytes(columns, fields)
+    fields["version"], fields["compression"] = 2, "lz4"
+    columns["image.stored_nbytes"] = np.array([1 << 42], np.uint64)
+
+
 def large_tensor(columns: Columns, fields: Head) -> None:
     """A tensor of a terabyte, with as many digests as that takes."""
     fields["chunk_nbytes"], fields["block_nbytes"] = 256 << 20, 1 << 20
@@ -110,6 +117,7 @@ BOMBS: dict[str, Alter] = {
     "names that wrap round": names_that_wrap,
     "images that wrap round": images_that_wrap,
     "pages of terabytes": pages_of_terabytes,
+    "an index of gigabytes": index_of_gigabytes,
     "a tensor of a terabyte": large_tensor,
     "a chain of containers": chain,
     "a key of a million letters": long_key,

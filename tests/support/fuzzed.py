@@ -27,6 +27,7 @@ from holdfast.planner.loading import Targets
 from holdfast.storage.format.columns import decode_columns, encode_columns
 from holdfast.storage.format.digest import digest
 from holdfast.storage.format.manifest import Manifest, check_complete
+from holdfast.storage.format.packed import Compression
 from holdfast.storage.pipeline.image_reader import plan_reads
 
 from .tiny import tiny
@@ -63,9 +64,9 @@ class Script:
 
 
 @functools.cache
-def base() -> tuple[Columns, dict[str, Any]]:
+def base(compression: Compression | None = None) -> tuple[Columns, dict[str, Any]]:
     """The parts of a manifest that is right."""
-    columns, metadata = decode_columns(tiny("fuzzed")["manifest.safetensors"], "the manifest")
+    columns, metadata = decode_columns(tiny("fuzzed", compression=compression)["manifest.safetensors"], "the manifest")
     return {name: column.copy() for name, column in columns.items()}, json.loads(metadata["holdfast"])
 
 
@@ -107,14 +108,19 @@ def altered_json(script: Script, node: Any) -> None:
         return
 
 
-def manifest(data: bytes) -> bool:
+def manifest(data: bytes, compression: Compression | None = None) -> bool:
     """A manifest that is altered in a few places, or in none, is refused, or can be used for all that manifests are for."""
     script = Script(data)
-    columns, head = base()
+    columns, head = base(compression)
     columns, head = dict(columns), copy.deepcopy(head)
     for _ in range(script.number(5)):
         altered_json(script, head) if script.number(2) else altered_column(script, columns)
     return decode(encode_columns(columns, {"holdfast": json.dumps(head)}))
+
+
+def packed(data: bytes) -> bool:
+    """Likewise, that of compressed images."""
+    return manifest(data, "lz4")
 
 
 def header(data: bytes) -> bool:
@@ -197,7 +203,7 @@ def config(data: bytes) -> bool:
 
 
 TARGETS: dict[str, Callable[[bytes], bool]] = {
-    "manifest": manifest, "header": header, "text": text, "uri": uri, "config": config,
+    "manifest": manifest, "packed": packed, "header": header, "text": text, "uri": uri, "config": config,
 }  # fmt: skip
 """Each says whether its input was used, not refused."""
 
@@ -206,8 +212,13 @@ def seeds(target: str) -> list[bytes]:
     """Inputs to begin with."""
     columns, head = base()
     whole = encode_columns(columns, {"holdfast": json.dumps(head)})
+    scripts = [
+        b"\0",
+        *(bytes([a, b, c, d, 5, 6, 7, 8]) for a in (1, 4) for b in range(4) for c in (0, 9, 40) for d in (1, 30)),
+    ]
     return {
-        "manifest": [b"\0", *(bytes([a, b, c, d, 5, 6, 7, 8]) for a in (1, 4) for b in range(4) for c in (0, 9, 40) for d in (1, 30))],
+        "manifest": scripts,
+        "packed": scripts,
         "header": [whole[:-16], whole[8 : 8 + int.from_bytes(whole[:8], "little")]],
         "text": [json.dumps(head).encode()],
         "uri": [b"s3://bucket:1/a/b?endpoint=http://x:1&retries=3", b"s3://user:pw@bucket/a", b"file:///a%20b", b"/a/b", b"s3:/x", b"hdfs://a:1/b#c"],
