@@ -276,4 +276,5 @@ def test_compressed_images_in_the_wrong_place_are_refused(compressed: Tiny, read
         ):
             everywhere = Damaged(key, data, 0, len(compressed.files[key]))
             assert compressed.judge(reader, everywhere) == "refused"
-            compressed.verify(everywhere)
+            if reader == "load":
+                compressed.verify(everywhere)

@@ -27,6 +27,7 @@ import holdfast
 from holdfast.cli import app as cli
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.capture.state import flatten
+from holdfast.storage.copy import Orders, copy_checkpoint
 from holdfast.storage.format.digest import digest
 from holdfast.storage.format.manifest import MANIFEST_KEY
 from holdfast.storage.format.packed import Index, index_nbytes
@@ -223,6 +224,30 @@ def test_a_copy_has_the_same_bytes(
     assert (again.sent_nbytes, again.nbytes) == (0, first.nbytes)
     assert image_in(str(to)).read_bytes() == image_in(uri).read_bytes()
     assert difference(truth, holdfast.load(to)) is None
+
+
+def test_a_copy_that_is_cut_off_goes_on() -> None:
+    """What is whole by then is recognised by the size of its file and its checksums, and not sent again."""
+    tiny, there = Tiny("packed-resume", "lz4"), MemoryDriver("packed-resumed")
+    theirs = MemoryDriver("packed-resume")
+    sizes = {key: len(data) for key, data in tiny.files.items() if key != MANIFEST_KEY}
+    commits: list[str] = []
+
+    async def cut(doing: str, key: str) -> None:
+        if doing == "commit":
+            commits.append(key)
+            if len(commits) == 2:
+                raise holdfast.StorageDownError("cut off")
+
+    with pytest.raises(holdfast.StorageDownError):
+        start(copy_checkpoint(theirs, HookedDriver(there, before=cut), Orders(False, BUDGET_NBYTES))).result(60)
+    _, sent_nbytes = start(copy_checkpoint(theirs, there, Orders(False, BUDGET_NBYTES))).result(60)
+    assert len(commits) == 2
+    assert sent_nbytes == next(
+        nbytes for key, nbytes in sizes.items() if key.rpartition("/")[2] == commits[1].rpartition("/")[2]
+    )
+    with holdfast.open("memory://packed-resumed") as c:
+        assert c.verify().ok
 
 
 def test_a_copy_of_what_is_damaged_is_none(tmp_path: Path) -> None:
