@@ -27,9 +27,10 @@ from .frameworks.stateful import fills_in_place, maker_of, restore
 from .pipeline.engine import offload
 from .pipeline.image_reader import ImageReader, plan_reads
 from .pipeline.unpacked import images_of
-from .ranks.exchange import LEAST_NBYTES, Circle, begin_exchange
+from .ranks.exchange import Circle
 from .ranks.handout import read_once
 from .ranks.hosts import numbered, numbers_in, ranks_with
+from .ranks.meeting import LEAST_NBYTES, begin_exchange
 from .ranks.team import Team
 from .ranks.wire import host_key
 
