@@ -144,6 +144,10 @@ def _serve(pipe: Connection, port: int) -> None:
             dist.init_process_group(
                 "gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=world, timeout=patience
             )
+            # Who has little to do would else be gone before another has found it: gloo connects each with each.
+            if store.add(f"{name}/here", 1) == world:
+                store.set(f"{name}/all", "")
+            store.wait([f"{name}/all"], patience)
             result = function(*args)
         except BaseException as error:
             result = Failed(rank, error, traceback.format_exc())
