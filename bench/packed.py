@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
 import torch
@@ -62,7 +63,7 @@ def _rows(found: Sequence[Series], stored: dict[str, int], nbytes: int) -> list[
     rows = []
     for name, stored_nbytes in stored.items():
         took = [by_name[f"{name}: {what}"] for what in ("save", "load")]
-        busy_s = [sorted(series.own_processor_s)[len(series.seconds) // 2] for series in took]
+        busy_s = [median(series.own_processor_s) for series in took]
         rates = [f"{nbytes / series.median / 1e9:.2f}" for series in took]
         rows.append([name, f"{stored_nbytes / nbytes:.1%}", *rates, *(f"{s * 1e9 / nbytes:.2f}" for s in busy_s)])
     return rows

@@ -58,8 +58,10 @@ def save(
     """
     _checked_budget(budget_nbytes)
     compression = checked_compression(compression)
-    to, sizes = Destination(uri, storage_options), (step, budget_nbytes, deadline_s)
-    handle, future = begin_save(to, state, *sizes, lazy=False, timeout_s=timeout_s, compression=compression)
+    to = Destination(uri, storage_options)
+    handle, future = begin_save(
+        to, state, step, budget_nbytes, deadline_s, lazy=False, timeout_s=timeout_s, compression=compression
+    )
     try:
         handle.wait()
     except KeyboardInterrupt:
@@ -95,8 +97,10 @@ def async_save(
     if budget_nbytes is not None:
         _checked_budget(budget_nbytes)
     compression = checked_compression(compression)
-    to, sizes = Destination(uri, storage_options), (step, budget_nbytes, deadline_s)
-    handle, _future = begin_save(to, state, *sizes, lazy=lazy, timeout_s=timeout_s, compression=compression)
+    to = Destination(uri, storage_options)
+    handle, _future = begin_save(
+        to, state, step, budget_nbytes, deadline_s, lazy=lazy, timeout_s=timeout_s, compression=compression
+    )
     if not lazy:
         handle.captured.wait()
     return handle

@@ -421,7 +421,9 @@ def _files_fit(m: Manifest) -> bool:
     if m.compression is None or i.stored_nbytes is None:
         return m.compression is None and i.stored_nbytes is None
     least = i.nbytes(m.block_nbytes) - i.hashed_nbytes + index_nbytes(i.hashed_nbytes, m.chunk_nbytes, m.block_nbytes)
-    packed = i.stored_nbytes - least if i.stored_nbytes.shape == least.shape else np.full(1, -1)
+    if i.stored_nbytes.shape != least.shape:
+        return False
+    packed = i.stored_nbytes - least
     return bool(((packed >= 0) & (packed <= i.hashed_nbytes)).all())
 
 

@@ -189,10 +189,10 @@ class Exchange:
     async def _hand_on(self, job: int, buffer: HostBuffer) -> None:
         """To those of other hosts; back when all who want of it have it."""
         unit, start = self._units[job], int(self.plan.start[job])
-        if not (takers := self._sharing.takers(unit)):
+        if unit not in self._untaken:  # nobody else wants of it
             return
         async with asyncio.TaskGroup() as tasks:
-            for member, low, high in takers:
+            for member, low, high in self._sharing.takers(unit):
                 if self._takers[member].by_wire:
                     tasks.create_task(self._send(member, unit, buffer.view[low - start : high - start]))
         await self._untaken[unit][1]
@@ -228,7 +228,7 @@ class Exchange:
         thread: a round through the event loop for each message takes as long as to copy what it is about."""
         if not lines:
             return
-        attending = self._loop.run_in_executor(self._threads, _attend, lines, answer)
+        attending = self._loop.run_in_executor(self._threads, _answer, lines, answer)
         try:
             async with self._named():
                 await asyncio.shield(attending)
@@ -341,7 +341,7 @@ def _parted(lines: Mapping[int, Line]) -> tuple[dict[int, Line], dict[int, Line]
     return near, {member: line for member, line in lines.items() if line.by_wire}
 
 
-def _attend(lines: Mapping[int, Line], answer: Callable[[int], bool]) -> None:
+def _answer(lines: Mapping[int, Line], answer: Callable[[int], bool]) -> None:
     """However long nothing comes: whoever watches the others hangs up."""
     poll = select.poll()
     waiting = {line.watched_by(poll): member for member, line in lines.items()}
