@@ -55,6 +55,9 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
         future.cancel()
         ended.wait(CLEAN_UP_S)
         raise
+    finally:
+        # It holds the error, whose frames hold this one: what else they hold would wait for the garbage collector.
+        del future
 
 
 def _finish_all() -> None:

@@ -6,6 +6,7 @@ is gone when the last process lets go of it, however that one ends.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -40,7 +41,8 @@ class Arena:
             os.close(self.fd)
             raise
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self._free = list(range(self.slots - 1, -1, -1))
+        self._all = [self._slot(start) for start in range(0, self.nbytes, self.slot_nbytes)]
+        self._free = self._all[::-1]
 
     @property
     def nbytes(self) -> int:
@@ -49,20 +51,29 @@ class Arena:
 
     def take(self) -> HostBuffer:
         """A slot of any content. The caller takes no more than there are."""
-        start = self._free.pop() * self.slot_nbytes
-        return HostBuffer(memoryview(self._memory)[start : start + self.slot_nbytes], self._address + start)
+        return self._free.pop()
 
     def give(self, buffer: HostBuffer) -> None:
         """Take a slot back: nobody looks at it any more."""
-        self._free.append(self.offset_of(buffer) // self.slot_nbytes)
+        self._free.append(buffer)
 
     def offset_of(self, buffer: HostBuffer) -> int:
         """Where a slot lies in the memfd, in bytes."""
         return buffer.address - self._address
 
     def close(self) -> None:
-        """Close the descriptor. The memory goes when the last view of it does."""
-        os.close(self.fd)
+        """The memory goes, whoever still holds a buffer, as the frames of an error may; or when the last view into one goes.
+        Safe to call twice."""
+        if self._all:
+            for buffer in self._all:
+                with contextlib.suppress(BufferError):
+                    buffer.view.release()
+            self._all, self._free = [], []
+            del self._memory
+            os.close(self.fd)
+
+    def _slot(self, start: int) -> HostBuffer:
+        return HostBuffer(memoryview(self._memory)[start : start + self.slot_nbytes], self._address + start)
 
 
 class Window:
@@ -83,9 +94,9 @@ class Window:
         return memoryview(self._memory)[:nbytes]
 
     def at(self, offset: int, nbytes: int) -> HostBuffer:
-        """Bytes of it. The window must outlive what is returned. Raises ValueError beyond its end."""
+        """Bytes of it, which keep it open. Raises ValueError beyond its end."""
         if not 0 <= offset <= self.nbytes - nbytes:
             raise ValueError(f"bytes {offset}:{offset + nbytes} of {self.nbytes}")
         # By address: torch warns of views that cannot be written to, though nobody does.
         memory = (ctypes.c_ubyte * nbytes).from_address(self._address + offset)
-        return HostBuffer(memoryview(memory).cast("B"), self._address + offset)
+        return HostBuffer(memoryview(memory).cast("B"), self._address + offset, self)

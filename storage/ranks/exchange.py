@@ -236,6 +236,7 @@ class Exchange:
             for line in lines.values():
                 line.hang_up()
             await asyncio.wait([attending])
+            attending.exception()  # it saw them hang up, or something else that came after what this was cancelled for
             raise
 
     def _copy(self, member: int, deliver: Deliver) -> bool:

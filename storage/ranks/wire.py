@@ -115,8 +115,9 @@ class Line:
         return int(_CREDENTIALS.unpack(told)[1])
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """Safe to call twice. What was taken of the window keeps it."""
         self._socket.close()
+        self.window = None
 
 
 class Door:

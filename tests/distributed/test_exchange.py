@@ -62,15 +62,15 @@ def test_ranks_of_two_hosts_exchange_within_each_by_default(uri: str, gang: Gang
 
 
 @pytest.mark.parametrize(
-    ("exchange", "hosts", "cannot"),
-    [(False, None, ()), ("auto", [0, 1, 2, 3], ()), (True, None, (2,))],
-    ids=["not wanted", "alone on its host", "no memory to share"],
+    ("exchange", "hosts", "cannot", "strangers"),
+    [(False, None, (), ()), ("auto", [0, 1, 2, 3], (), ()), (True, None, (2,), ()), ("auto", None, (), (2,))],
+    ids=["not wanted", "alone on its host", "no memory to share", "no way to the others"],
 )
 def test_ranks_that_cannot_exchange_read_for_themselves(
-    exchange: Any, hosts: Any, cannot: tuple[int, ...], uri: str, gang: Gang
+    exchange: Any, hosts: Any, cannot: tuple[int, ...], strangers: tuple[int, ...], uri: str, gang: Gang
 ) -> None:
     """All alike: where one cannot, nobody waits for it."""
-    found = gang.run(exchanging_load, uri, CHUNKS, exchange, hosts, cannot)
+    found = gang.run(exchanging_load, uri, CHUNKS, exchange, hosts, cannot, strangers)
     assert [rank["wrong"] for rank in found] == [None] * 4
     assert all(rank["received"] == 0 and rank["read"] >= rank["wanted"] for rank in found)
     assert [rank["left"] for rank in found] == [0] * 4
@@ -111,13 +111,14 @@ def test_little_is_not_exchanged_by_default(gang: Gang, tmp_path: Path) -> None:
 
 
 def test_what_one_rank_cannot_read_is_an_error_on_all(uri: str, gang: Gang) -> None:
-    """In the middle of the exchange: that rank raises what went wrong, the others at once that it did; and the same ranks can
-    load afterwards."""
+    """In the middle of the exchange: that rank raises what went wrong, the others at once that it did; nobody's error holds
+    more memory than its own and the manifest's; and the same ranks can load afterwards."""
     raised = errors(gang.outcomes(gang.begin(broken_load, uri, CHUNKS, 1, None, 30.0)))
     own = raised.pop(1)
     assert isinstance(own, holdfast.StorageError)
     assert [(type(e), e.rank) for e in raised] == [(holdfast.RankFailedError, 1)] * 3
     assert all("the disk is broken" in str(e) and e.took_s < 20 for e in raised)
+    assert all(e.left <= 2 for e in [own, *raised])
     assert all(rank["wrong"] is None for rank in gang.run(exchanging_load, uri, CHUNKS, True))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch.distributed as dist
 import holdfast
 from holdfast.drivers.local import LocalDriver
 from holdfast.storage import committed, load
+from holdfast.storage.ranks import exchange as ranks_exchange
 from holdfast.storage.ranks import wire
 
 from .bits import difference
@@ -36,15 +38,22 @@ def replicated_save(uri: str, chunks: int, compression: Any = None) -> None:
 
 
 def exchanging_load(
-    uri: str, chunks: int, exchange: Any, hosts: list[int] | None = None, cannot: tuple[int, ...] = ()
+    uri: str,
+    chunks: int,
+    exchange: Any,
+    hosts: list[int] | None = None,
+    cannot: tuple[int, ...] = (),
+    strangers: tuple[int, ...] = (),
 ) -> dict[str, Any]:
     """Load it on every rank. ``hosts``: which host each rank takes itself to be on. Ranks in ``cannot`` have no memory to
-    share. Returns what was read, how often the manifest, and was checked, what is wrong, and how much memory is still shared.
+    share; those in ``strangers`` find no other's door. Returns what was read, how often the manifest, and was checked, what is wrong, and how much memory is still shared.
     """
+    gc.collect()  # what an error held that a test before was about
     expected, rank = replicated(chunks), dist.get_rank()
     into = {name: torch.full_like(t, -1) for name, t in expected.items()}
     reports: list[holdfast.LoadReport] = []
     before, get, manifests = (wire.host_key, os.memfd_create), LocalDriver.get, list[str]()
+    meeting = ranks_exchange.knock, ranks_exchange.JOIN_S
     check, checked = committed.check_complete, list[str]()
 
     async def counted(self: Any, key: str) -> bytes:
@@ -60,10 +69,15 @@ def exchanging_load(
         wire.host_key = load.host_key = lambda: f"host {hosts[rank]}"
     if rank in cannot:
         os.memfd_create = _refused
+    if strangers:
+        ranks_exchange.JOIN_S = 3.0  # the others wait so long for them
+    if rank in strangers:
+        ranks_exchange.knock = _unanswered
     try:
         holdfast.load(uri, into=into, exchange=exchange, on_report=reports.append)
     finally:
         wire.host_key, os.memfd_create = before
+        ranks_exchange.knock, ranks_exchange.JOIN_S = meeting
         load.host_key, LocalDriver.get, committed.check_complete = before[0], get, check  # type: ignore[method-assign]
     return {
         "manifests": len(manifests),
@@ -72,17 +86,26 @@ def exchanging_load(
         "read": reports[0].bytes_read,
         "received": reports[0].bytes_received,
         "wanted": reports[0].bytes_wanted,
-        "left": Path("/proc/self/maps").read_text().count("memfd:holdfast"),
+        "left": _shared_memories(),
     }
+
+
+def _shared_memories() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:holdfast")
 
 
 def _refused(*_: Any) -> int:
     raise OSError("refused")
 
 
+async def _unanswered(*_: Any) -> Any:
+    raise ConnectionRefusedError("nobody opens")
+
+
 def broken_load(uri: str, chunks: int, rank: int, sign: str | None, deadline_s: float, exchange: Any = True) -> Any:
     """As above; but at its second read of an image one rank fails, or, if there is a ``sign``, leaves it and comes to a halt
-    with its engine, to be killed there. Returns seconds; or raises, with these in ``took_s``."""
+    with its engine, to be killed there. Returns seconds; or raises, with these in ``took_s``, and in ``left`` how much memory is
+    still shared."""
     method, count = LocalDriver.read, 0
 
     async def broken(self: Any, key: str, start: int, into: memoryview) -> None:
@@ -97,12 +120,15 @@ def broken_load(uri: str, chunks: int, rank: int, sign: str | None, deadline_s: 
 
     LocalDriver.read = broken  # type: ignore[method-assign]
     into = {name: torch.zeros_like(t) for name, t in replicated(chunks).items()}
+    gc.collect()
+    gc.disable()
     began_s = time.monotonic()
     try:
         holdfast.load(uri, into=into, exchange=exchange, deadline_s=deadline_s)
     except BaseException as error:
-        error.took_s = time.monotonic() - began_s  # type: ignore[attr-defined]
+        error.took_s, error.left = time.monotonic() - began_s, _shared_memories()  # type: ignore[attr-defined]
         raise
     finally:
+        gc.enable()
         LocalDriver.read = method  # type: ignore[method-assign]
     return time.monotonic() - began_s
