@@ -37,18 +37,21 @@ def left_after_a_save(uri: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> 
     return (left - {"manifest.safetensors"}) | (set(files(uri)) - set(CLEAN))
 
 
-@pytest.fixture(scope="module")
-def aftermath(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[bool, set[str]]]:
+@pytest.fixture(scope="module", params=[(None, POINTS), ("lz4", POINTS // 2)], ids=["as it is", "compressed"])
+def aftermath(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, tuple[bool, set[str]]]:
     """A save killed before the n-th of its system calls, over a checkpoint, for many n: whether the checkpoint was then the
     new one, and what the saves that came next have left. It was whole in any case: that is checked here."""
+    compression, points = request.param
     folder, found = tmp_path_factory.mktemp("killed"), {}
-    process, pipe = spawned(save_and_die_at, str(folder / "counted"), 1, 0)
+    process, pipe = spawned(save_and_die_at, str(folder / "counted"), 1, 0, compression)
     process.join(WAIT_S)
     # A save over another makes a few calls more, to delete that one: so the last of these may not die.
-    for at in some(range(1, pipe.recv() + 10), POINTS, POINTS):
+    for at in some(range(1, pipe.recv() + 10), points, POINTS):
         uri = folder / str(at)
-        holdfast.save(uri, state_of_step(1000 + at))
-        process, pipe = spawned(save_and_die_at, str(uri), 2000 + at, at)
+        holdfast.save(uri, state_of_step(1000 + at), compression=compression)
+        process, pipe = spawned(save_and_die_at, str(uri), 2000 + at, at, compression)
         process.join(WAIT_S)
         if process.exitcode == 0:
             assert pipe.recv() < at

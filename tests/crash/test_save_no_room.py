@@ -9,6 +9,7 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.aftermath import check, check_next_save, some
@@ -41,18 +42,20 @@ def save_nbytes(uri: Path) -> int:
     return sum(path.stat().st_blocks * 512 for path in uri.rglob("*"))
 
 
-def explore(uri: Path, leave: Callable[[int], None], seed: int, step_nbytes: int, spare_nbytes: int) -> dict[int, bool]:
+def explore(
+    uri: Path, leave: Callable[[int], None], seed: int, step_nbytes: int, spare_nbytes: int, compression: Any = None
+) -> dict[int, bool]:
     """For one size of room after the other, from none to enough for a second checkpoint and what the file system needs for
     itself: save, and say if it went well.
 
     ``leave`` leaves so many bytes free; -1 makes room."""
-    holdfast.save(uri, state_of_step(1))
-    check_next_save(uri, 1)
+    holdfast.save(uri, state_of_step(1), compression=compression)
     most, outcome = save_nbytes(uri) + spare_nbytes, {}
+    check_next_save(uri, 1)
     for free in some(range(0, most, step_nbytes), POINTS, seed):
         leave(free)
         try:
-            holdfast.save(uri, state_of_step(2), budget_nbytes=32 << 20)
+            holdfast.save(uri, state_of_step(2), budget_nbytes=32 << 20, compression=compression)
         except holdfast.FullError as error:
             assert "Free some space" in str(error)
             outcome[free] = False
@@ -71,8 +74,9 @@ def full_then_not(outcome: dict[int, bool]) -> bool:
 
 
 @pytest.mark.timeout(900)
-def test_memory_runs_out_at_any_byte(tmp_path: Path, seed: int) -> None:
-    """A tmpfs with room for the old checkpoint and so many bytes more."""
+@pytest.mark.parametrize("compression", [None, "lz4"], ids=["as it is", "compressed"])
+def test_memory_runs_out_at_any_byte(compression: Any, tmp_path: Path, seed: int) -> None:
+    """A tmpfs with room for the old checkpoint and so many bytes more; compressed, for what is left of it."""
     with tmpfs(tmp_path / "small", ROOM_NBYTES) as folder:
         uri = folder / "c"
 
@@ -81,7 +85,7 @@ def test_memory_runs_out_at_any_byte(tmp_path: Path, seed: int) -> None:
             used = (found.f_blocks - found.f_bfree) * found.f_frsize
             run("mount", "-o", f"remount,size={used + free if free >= 0 else ROOM_NBYTES}", folder)
 
-        assert full_then_not(explore(uri, leave, seed, 4096, 64 << 10))
+        assert full_then_not(explore(uri, leave, seed, 4096, 64 << 10, compression))
 
 
 @pytest.mark.timeout(900)

@@ -74,12 +74,12 @@ def save_until_killed(pipe: Connection, uri: str, step: int) -> None:
         step += 1
 
 
-def save_and_die_at(pipe: Connection, uri: str, step: int, at: int) -> None:
+def save_and_die_at(pipe: Connection, uri: str, step: int, at: int, compression: Any = None) -> None:
     """Save once, and die before the ``at``-th system call that changes the file system. Say if that never came."""
     import holdfast
 
     count = count_calls(at)
-    holdfast.save(uri, state_of_step(step), budget_nbytes=32 << 20)
+    holdfast.save(uri, state_of_step(step), budget_nbytes=32 << 20, compression=compression)
     pipe.send(count())
 
 
