@@ -12,6 +12,7 @@ files are refused. Symbolic links below the root are no objects: listings leave 
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import itertools
 import os
@@ -37,6 +38,9 @@ SHARED_QUIET_S = 3600.0
 
 CLOSE_TIMEOUT_S = 60.0
 """How long close() waits for operations that still run."""
+
+OPENED_AGAIN = 3
+"""So often in a row an object may be replaced between being opened and being read, which NFS and FUSE answer by ESTALE."""
 
 _LIST_BATCH = 1000
 _OFFSET_MAX = 1 << 63  # more than the kernel takes
@@ -176,6 +180,15 @@ class LocalDriver(Driver):
                 raise DamagedError(f"object ends at byte {error}, before {stop}", uri=self.uri, key=key) from error
 
     def _get(self, key: str) -> bytes:
+        for _ in range(OPENED_AGAIN):
+            try:
+                return self._got(key)
+            except OSError as error:
+                if error.errno != errno.ESTALE:
+                    raise
+        return self._got(key)
+
+    def _got(self, key: str) -> bytes:
         folder, fd = self._tree.open_object(key)
         os.close(folder)
         with io.FileIO(fd) as file:

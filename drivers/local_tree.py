@@ -106,14 +106,15 @@ class Tree:
             return _info(key, self._regular(os.stat(name, dir_fd=fd, follow_symlinks=False), key))
 
     def open_object(self, key: str) -> tuple[int, int]:
-        """Open for reading: a descriptor of the folder and one of the object, both for the caller to close."""
+        """Open for reading: a descriptor of the folder and one of the object, both for the caller to close. ESTALE where
+        another takes its name meanwhile, and the file system (NFS, FUSE) forgets what was opened."""
         above, name = split(key)
         folder = self.open_folder(above)
         fd = -1
         try:
             # O_NONBLOCK: a named pipe must not make us wait for its writer.
             fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, dir_fd=folder)
-            self._regular(os.fstat(fd), key)
+            self._regular(_status(fd), key)
         except BaseException:
             for opened in (folder, fd):
                 if opened >= 0:
@@ -251,6 +252,13 @@ class Tree:
         if not stat.S_ISREG(status.st_mode):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key)
         return status
+
+
+def _status(fd: int) -> os.stat_result:
+    try:
+        return os.fstat(fd)
+    except FileNotFoundError as error:  # as FUSE has it; it is not to be taken for an object that was never there
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE)) from error
 
 
 class _Folder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import os
 import shutil
@@ -217,6 +218,33 @@ async def test_a_root_made_anew_is_found(driver: LocalDriver, root: Path) -> Non
     await driver.put("a/x", b"3")
     assert (root / "a" / "x").read_bytes() == b"3"
     assert await driver.get("a/x") == b"3"
+
+
+@asynchronous
+@pytest.mark.parametrize("code", [errno.ENOENT, errno.ESTALE], ids=["as FUSE says it", "as NFS says it"])
+async def test_an_object_that_is_replaced_when_it_was_just_opened_is_read_anew(
+    driver: LocalDriver, root: Path, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the file system has forgotten the old one: so nobody is told that there is none, however often it happens."""
+    await driver.put("x", b"old")
+    status, forgotten = os.fstat, 1
+
+    def forgetful(fd: int) -> os.stat_result:
+        nonlocal forgotten
+        found = status(fd)
+        if found.st_ino == (root / "x").stat().st_ino and forgotten:
+            forgotten -= 1
+            (root / "new").write_bytes(b"new")
+            os.rename(root / "new", root / "x")
+            raise OSError(code, os.strerror(code))
+        return found
+
+    monkeypatch.setattr(os, "fstat", forgetful)
+    assert await driver.get("x") == b"new"
+    forgotten = 1000
+    with pytest.raises(StorageError, match="forgotten") as raised:
+        await driver.get("x")
+    assert not isinstance(raised.value, NotFoundError)
 
 
 @asynchronous
