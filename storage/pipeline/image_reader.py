@@ -20,7 +20,7 @@ from ..format.manifest import MANIFEST_KEY, Manifest
 from .buffers import HostBuffer
 from .engine import CPU_THREADS, offload
 from .executor import at_most, execute
-from .inbox import Inbox, Slots
+from .inbox import Inbox
 from .scheduler import Budget, Scheduler, Stage
 from .unpacked import Stored, Unpacked
 
@@ -58,10 +58,6 @@ def _check_coverage(m: Manifest, targets: Targets) -> None:
         raise DamagedError("the manifest contradicts itself: shards of a tensor overlap", key=MANIFEST_KEY)
 
 
-def _budget_of(pool: Slots) -> Budget:
-    return Budget(pool.slots, {"io": max(1, pool.slots - CPU_THREADS), "cpu": CPU_THREADS, "others": pool.slots})
-
-
 @dataclass
 class ImageReader:
     """Reads of one checkpoint, with the driver of its images (``images_of``). ``bytes_read`` counts what was asked of that,
@@ -75,15 +71,15 @@ class ImageReader:
     bytes_received: int = 0
 
     async def run(
-        self, plan: LoadPlan, deliver: Deliver, *, pool: Slots | None = None, hand_on: HandOn | None = None
+        self, plan: LoadPlan, deliver: Deliver, *, most: int | None = None, hand_on: HandOn | None = None
     ) -> None:
         """Perform all reads of ``plan``. Raises DamagedError before a damaged byte is delivered, and StorageError.
 
-        With a ``pool``, reads are no longer than its slots, and lie there; all but a few are read into at a time.
+        ``most``: so many jobs are at work at a time, instead of what the budget and the driver allow.
         """
         self.bytes_wanted = plan.bytes_wanted
         pages = await self._pages(plan)
-        inbox = Inbox(self.driver, self.manifest.chunk_nbytes, pool)
+        inbox = Inbox(self.driver, self.manifest.chunk_nbytes)
         sizes = (plan.stop - plan.start).tolist()
         images, starts, stops = plan.image.tolist(), plan.start.tolist(), plan.stop.tolist()
 
@@ -102,13 +98,14 @@ class ImageReader:
 
         stages = (*STAGES, HAND_ON) if hand_on else STAGES
         # Jobs are counted, not bytes: buffers are of one size, however short the read.
-        scheduler = Scheduler(stages, self._budget(inbox.job_nbytes) if pool is None else _budget_of(pool))
+        scheduler = Scheduler(stages, self._budget(most or self._most(inbox.job_nbytes)))
         await execute(scheduler, [1] * len(sizes), perform, inbox.release)
 
-    def _budget(self, job_nbytes: int) -> Budget:
-        io = self.driver.traits.concurrency
-        jobs = min(max(1, self.budget_nbytes // job_nbytes), io + CPU_THREADS)
-        return Budget(jobs, {"io": min(io, max(1, jobs - CPU_THREADS)), "cpu": CPU_THREADS, "others": jobs})
+    def _most(self, job_nbytes: int) -> int:
+        return min(max(1, self.budget_nbytes // job_nbytes), self.driver.traits.concurrency + CPU_THREADS)
+
+    def _budget(self, jobs: int) -> Budget:
+        return Budget(jobs, {"io": max(1, jobs - CPU_THREADS), "cpu": CPU_THREADS, "others": jobs})
 
     async def read(self, image: int, start: int, into: memoryview) -> None:
         """Fill ``into`` from byte ``start`` of an image, unverified. Raises DamagedError where the bytes are not there."""

@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from ...drivers.contract import Driver
 from .buffers import HostBuffer, host_pool
 
-__all__ = ["Inbox", "Pool", "Slots"]
-
-
-class Pool(Protocol):
-    """Where buffers of one chunk come from."""
-
-    def take(self) -> HostBuffer: ...
-    def give(self, buffer: HostBuffer) -> None: ...
-
-
-class Slots(Pool, Protocol):
-    """So many buffers of a size of their own."""
-
-    slots: int
-    slot_nbytes: int
+__all__ = ["Inbox"]
 
 
 class Inbox:
-    """The bytes of each job, by its number. Without a ``pool``, memory that the driver hands over is taken as it is: nothing
-    is copied; one that hands over none reads into the process's buffers of ``chunk_nbytes``."""
+    """The bytes of each job, by its number. Memory that the driver hands over is taken as it is: nothing is copied; one that
+    hands over none reads into the process's buffers of ``chunk_nbytes``."""
 
-    def __init__(self, driver: Driver, chunk_nbytes: int, pool: Pool | None = None) -> None:
+    def __init__(self, driver: Driver, chunk_nbytes: int) -> None:
         self._driver = driver
         traits = driver.traits
-        self._pool = pool or (None if traits.hands_over else host_pool(chunk_nbytes))
+        self._pool = None if traits.hands_over else host_pool(chunk_nbytes)
         self._buffers: dict[int, HostBuffer] = {}
         self.job_nbytes = chunk_nbytes * (traits.read_copies if self._pool else 1)
         """What a job takes of the budget."""

@@ -1,4 +1,4 @@
-"""Memory that ranks of one host share: what one has read into it, others copy from.
+"""Memory that ranks of one host share: what one has put there, others copy from.
 
 A memfd: it has no name, so nobody finds it but those who are handed its descriptor, no limit of /dev/shm applies, and it
 is gone when the last process lets go of it, however that one ends.
@@ -6,7 +6,6 @@ is gone when the last process lets go of it, however that one ends.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import os
@@ -21,7 +20,7 @@ __all__ = ["Arena", "Window"]
 
 @dataclass
 class Arena:
-    """``slots`` buffers of ``slot_nbytes`` each, handed out like those of a pool. Raises OSError where there is no memfd.
+    """Room for ``slots`` pieces of up to ``slot_nbytes`` each. Raises OSError where there is no memfd.
 
     Pages are taken from the system when they are first written to.
     """
@@ -41,39 +40,33 @@ class Arena:
             os.close(self.fd)
             raise
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self._all = [self._slot(start) for start in range(0, self.nbytes, self.slot_nbytes)]
-        self._free = self._all[::-1]
+        self._free = list(range(self.nbytes - self.slot_nbytes, -1, -self.slot_nbytes))
 
     @property
     def nbytes(self) -> int:
         """Of all slots."""
         return self.slot_nbytes * self.slots
 
-    def take(self) -> HostBuffer:
-        """A slot of any content. The caller takes no more than there are."""
-        return self._free.pop()
+    def take(self) -> int | None:
+        """A slot: where in the memfd it begins. None where none is free. Thread-safe."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            return None
 
-    def give(self, buffer: HostBuffer) -> None:
-        """Take a slot back: nobody looks at it any more."""
-        self._free.append(buffer)
+    def fill(self, start: int, data: HostBuffer, nbytes: int) -> None:
+        """Copy the first ``nbytes`` of ``data`` into the slot that begins there, without the GIL."""
+        ctypes.memmove(self._address + start, data.address, nbytes)
 
-    def offset_of(self, buffer: HostBuffer) -> int:
-        """Where a slot lies in the memfd, in bytes."""
-        return buffer.address - self._address
+    def free(self, start: int) -> None:
+        """Take back the slot that begins there: nobody looks at it any more. Thread-safe."""
+        self._free.append(start)
 
     def close(self) -> None:
-        """The memory goes, whoever still holds a buffer, as the frames of an error may; or when the last view into one goes.
-        Safe to call twice."""
-        if self._all:
-            for buffer in self._all:
-                with contextlib.suppress(BufferError):
-                    buffer.view.release()
-            self._all, self._free = [], []
-            del self._memory
+        """The memory is gone for this rank: no error whose frames somebody keeps can keep it. Safe to call twice."""
+        if not self._memory.closed:
+            self._memory.close()
             os.close(self.fd)
-
-    def _slot(self, start: int) -> HostBuffer:
-        return HostBuffer(memoryview(self._memory)[start : start + self.slot_nbytes], self._address + start)
 
 
 class Window:

@@ -5,8 +5,9 @@ Reads go on as in any load. What was read and verified is handed on, chunk by ch
 is free when all who wanted it have taken it. Taking waits for nobody but this host's processor: so nothing can deadlock,
 in whatever order chunks come.
 
-Ranks of one host copy from the memory that was read into (``arena``): the very bytes that were verified. What came over a
-network is compared with the digest that was sent along.
+Ranks of one host copy from memory that they share (``arena``), where the reader puts what it has verified. It does not read
+into that memory: it has small pages, which lie scattered, and some disks read into those at a third of their rate. What came
+over a network is compared with the digest that was sent along.
 
 Where any rank cannot take part, all read for themselves. When a rank fails later, its lines close, and the others raise
 what it has told.
@@ -74,6 +75,17 @@ class Circle:
         return await self.team.among(f"{self.name}/{what}", self.ranks, statement)
 
 
+@dataclass
+class _Untaken:
+    """A unit that others want: ``members`` have yet to take it, ``near`` are those who see it in the arena, where it lies
+    from ``start`` on since there was room for it; ``taken``: all have it."""
+
+    members: set[int]
+    near: list[int]
+    taken: asyncio.Future[None]
+    start: int | None = None
+
+
 class _Gone(Exception):
     """The line to ``member`` broke in a thread."""
 
@@ -82,10 +94,12 @@ class _Gone(Exception):
 
 
 class Exchange:
-    """One rank's part. ``plan`` is what it reads or is handed: units of the sharing."""
+    """One rank's part. ``plan`` is what it reads or is handed: units of the sharing; ``jobs`` of them at a time."""
 
-    def __init__(self, circle: Circle, reader: ImageReader, arena: Arena, sharing: Sharing, plan: LoadPlan) -> None:
-        self._circle, self._reader, self._arena, self._sharing = circle, reader, arena, sharing
+    def __init__(
+        self, circle: Circle, reader: ImageReader, arena: Arena, sharing: Sharing, plan: LoadPlan, jobs: int
+    ) -> None:
+        self._circle, self._reader, self._arena, self._sharing, self._jobs = circle, reader, arena, sharing, jobs
         self.plan, units = regrouped(plan, sharing)
         readers, me = sharing.reader[units], circle.me
         self._units: list[int] = units.tolist()
@@ -96,7 +110,8 @@ class Exchange:
             self._awaited.setdefault(int(readers[job]), {})[self._units[job]] = job
         self._takers: dict[int, Line] = {}
         self._sources: dict[int, Line] = {}
-        self._untaken: dict[int, tuple[set[int], asyncio.Future[None]]] = {}  # by unit: who has yet to take it
+        self._untaken: dict[int, _Untaken] = {}  # by unit
+        self._freed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._copiers = max(1, min(CPU_THREADS, (os.cpu_count() or 1) // circle.here))
         self._threads = ThreadPoolExecutor(self._copiers + 1, thread_name_prefix="holdfast-exchange")
@@ -143,7 +158,7 @@ class Exchange:
         self._threads.shutdown(wait=False)  # they have ended
 
     async def _exchange(self, deliver: Deliver) -> None:
-        gate = asyncio.Semaphore(self._arena.slots)
+        gate = asyncio.Semaphore(self._jobs)
         here, far = _parted(self._takers)
         near, remote = _parted(self._sources)
         async with asyncio.TaskGroup() as tasks:
@@ -169,34 +184,53 @@ class Exchange:
             await self._reader.run(
                 dataclasses.replace(self.plan, **columns),
                 show_and_deliver,
-                pool=self._arena,
+                most=self._jobs,
                 hand_on=lambda job, buffer: self._hand_on(own[job], buffer),
             )
 
     def _show(self, job: int, buffer: HostBuffer) -> None:
-        """Where it lies, to those of this host who want of it. In the thread that has verified it, and before it is copied
-        for this rank itself: nobody waits for more than he must."""
+        """To those of this host who want of it, if there is room for it now. In the thread that has verified it, and before
+        it is copied for this rank itself: nobody waits for more than he must."""
         unit = self._units[job]
         if not (members := {member for member, *_ in self._sharing.takers(unit)}):
             return
-        self._untaken[unit] = members, self._loop.create_future()
-        place = _HANDED.pack(unit, self._arena.offset_of(buffer), _NO_DIGEST)
-        for member in sorted(members):
-            if not (line := self._takers[member]).by_wire:
-                with _told_of(member):
-                    line.send_now(place)
+        near = [member for member in sorted(members) if not self._takers[member].by_wire]
+        self._untaken[unit] = _Untaken(members, near, self._loop.create_future())
+        if near and (start := self._arena.take()) is not None:
+            self._put(job, buffer, start)
+
+    def _put(self, job: int, buffer: HostBuffer, start: int) -> None:
+        unit = self._units[job]
+        self._arena.fill(start, buffer, int(self.plan.stop[job] - self.plan.start[job]))
+        untaken = self._untaken[unit]
+        untaken.start = start
+        for member in untaken.near:
+            with _told_of(member):
+                self._takers[member].send_now(_HANDED.pack(unit, start, _NO_DIGEST))
 
     async def _hand_on(self, job: int, buffer: HostBuffer) -> None:
-        """To those of other hosts; back when all who want of it have it."""
+        """To those who do not have it yet; back when all who want of it do."""
         unit, start = self._units[job], int(self.plan.start[job])
-        if unit not in self._untaken:  # nobody else wants of it
+        if (untaken := self._untaken.get(unit)) is None:  # nobody else wants of it
             return
+        if untaken.near and untaken.start is None:
+            await offload(self._put, job, buffer, await self._slot())
         async with asyncio.TaskGroup() as tasks:
             for member, low, high in self._sharing.takers(unit):
                 if self._takers[member].by_wire:
                     tasks.create_task(self._send(member, unit, buffer.view[low - start : high - start]))
-        await self._untaken[unit][1]
+        await untaken.taken
         del self._untaken[unit]
+        if untaken.start is not None:
+            self._arena.free(untaken.start)
+            self._freed.set()
+
+    async def _slot(self) -> int:
+        """One of the arena, as soon as there is one."""
+        while (start := self._arena.take()) is None:
+            self._freed.clear()  # nothing was freed since: that is done in this thread
+            await self._freed.wait()
+        return start
 
     async def _send(self, member: int, unit: int, part: memoryview) -> None:
         async with self._with(member):
@@ -215,13 +249,13 @@ class Exchange:
 
     def _took(self, member: int, told: bytes) -> None:
         (unit,) = _TAKEN.unpack(told)
-        members, taken = self._untaken.get(unit, (set[int](), None))
-        if taken is None or member not in members:
+        untaken = self._untaken.get(unit)
+        if untaken is None or member not in untaken.members:
             raise self._confused(member)
-        members.remove(member)
+        untaken.members.remove(member)
         self._takes[member] -= 1
-        if not members:
-            self._loop.call_soon_threadsafe(_settle, taken)
+        if not untaken.members:
+            self._loop.call_soon_threadsafe(_settle, untaken.taken)
 
     async def _attend(self, lines: dict[int, Line], answer: Callable[[int], bool]) -> None:
         """Call ``answer`` with the member whose line has something to tell, until it returns True for each of them. In a

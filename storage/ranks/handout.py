@@ -11,6 +11,7 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
+from ..pipeline.buffers import HostBuffer
 from .arena import Arena
 from .team import Team
 from .wire import Door, Line, knock
@@ -66,7 +67,7 @@ def _opened(mine: contextlib.ExitStack, data: bytes) -> Door | None:
     except OSError as error:
         _log.warning("no memory can be shared with other ranks here: %s", error)
         return None
-    arena.take().view[:] = data
+    arena.fill(0, HostBuffer.over(memoryview(data)), len(data))
     return door
 
 

@@ -23,6 +23,8 @@ __all__ = ["LEAST_NBYTES", "begin_exchange"]
 
 LEAST_NBYTES = 32 << 20
 """With less to be shared than this, reading it several times takes no longer than meeting each other."""
+SLOTS = 2
+"""Units that others have yet to take. Shared memory is dear: each page of it is mapped, cleared and given back by itself."""
 UNIT_NBYTES = 8 << 20
 UNIT_GAPS = 64
 """A read is to be so many times longer than what could be read besides it in the time that it takes to ask."""
@@ -35,7 +37,8 @@ async def begin_exchange(circle: Circle, reader: ImageReader, targets: Targets) 
     shared, or somebody cannot be reached."""
     unit_nbytes = _unit_nbytes(reader)
     with contextlib.ExitStack() as mine:
-        arena, door = _opened(mine, circle, reader, unit_nbytes)
+        jobs = _jobs(circle, reader, unit_nbytes)
+        arena, door = _opened(mine, circle, unit_nbytes, min(SLOTS, jobs))
         plan = await offload(plan_reads, reader.driver, reader.manifest, targets, unit_nbytes)
         wish = zlib.compress(await offload(Wish.of(plan).to_bytes), 1)
         said = {"door": door.address if door else "", "wish": base64.b64encode(wish).decode(), "unit": unit_nbytes}
@@ -45,7 +48,7 @@ async def begin_exchange(circle: Circle, reader: ImageReader, targets: Targets) 
             return None
         joined = False
         if arena and door and all(t["door"] for t in told):
-            exchange = Exchange(circle, reader, arena, sharing, plan)
+            exchange = Exchange(circle, reader, arena, sharing, plan, jobs)
             mine.callback(exchange.close)
             joined = await exchange.join(door, [t["door"] for t in told])
         if not all(await circle.tell("joined", b"yes" if joined else b"")):
@@ -67,18 +70,22 @@ def _unit_nbytes(reader: ImageReader) -> int:
     return unit_nbytes
 
 
-def _slots(circle: Circle, reader: ImageReader, unit_nbytes: int) -> int:
-    """Ranks of a host share what it can read at a time, unless each has connections of its own."""
+def _jobs(circle: Circle, reader: ImageReader, unit_nbytes: int) -> int:
+    """How many units are read, verified or handed on at a time. Ranks of a host share what it can read at a time,
+    unless each has connections of its own; a disk of the host's own is asked for half of that, since it serves a long queue
+    in its own order, and all wait for the rank that it serves last."""
     traits = reader.driver.traits
-    reads = traits.concurrency if reader.driver.remote else max(2, traits.concurrency // circle.here)
-    return min(max(1, reader.budget_nbytes // (unit_nbytes * traits.read_copies)), reads + CPU_THREADS)
+    share = circle.here if traits.shared else 2 * circle.here
+    reads = traits.concurrency if reader.driver.remote else max(2, traits.concurrency // share)
+    job_nbytes = reader.manifest.chunk_nbytes * traits.read_copies + unit_nbytes  # a buffer, and at most one slot
+    return min(max(1, reader.budget_nbytes // job_nbytes), reads + CPU_THREADS)
 
 
 def _opened(
-    mine: contextlib.ExitStack, circle: Circle, reader: ImageReader, unit_nbytes: int
+    mine: contextlib.ExitStack, circle: Circle, unit_nbytes: int, slots: int
 ) -> tuple[Arena | None, Door | None]:
     try:
-        arena = Arena(unit_nbytes, _slots(circle, reader, unit_nbytes))
+        arena = Arena(unit_nbytes, slots)
         mine.callback(arena.close)
         door = Door(arena.fd, circle.near)
         mine.callback(door.close)
