@@ -21,7 +21,7 @@ from holdfast.storage import load
 from holdfast.storage.committed import read_manifest
 from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
 from holdfast.storage.pipeline.engine import start
-from holdfast.storage.ranks import wire
+from holdfast.storage.ranks import meeting, wire
 
 
 class Counting(MemoryDriver):
@@ -55,9 +55,11 @@ def times_read(driver: Counting, manifest: Manifest, image: int) -> np.ndarray:
     return times
 
 
-@pytest.fixture(params=["shared memory", "network"])
+@pytest.fixture(params=["shared memory", "room for one unit", "network"])
 def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How ranks reach each other."""
+    if request.param == "room for one unit":  # so that some wait for it
+        monkeypatch.setattr(meeting, "SLOTS", 1)
     if request.param == "network":
         hosts = itertools.count()
         monkeypatch.setattr(wire, "host_key", lambda: f"host {next(hosts)}")
