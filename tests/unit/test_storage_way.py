@@ -23,7 +23,7 @@ from holdfast.storage.accord import Accords, Way
 from holdfast.storage.capture.kept import Kept
 from holdfast.storage.capture.state import flatten
 from holdfast.storage.committed import read_manifest
-from holdfast.storage.format.manifest import Manifest
+from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
 from holdfast.storage.ranks.team import StoreTeam
 from holdfast.storage.save import SaveJob, run_save
 
@@ -154,7 +154,8 @@ def test_what_a_save_has_told_that_failed_is_told_again(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("rank", [2, 3])
 def test_what_fails_on_the_way_is_told_to_all_by_name(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first rank of a host that cannot join what it hears, or a rank behind it: all raise, nothing is committed."""
+    """The first rank of a host that cannot join what it hears, or a rank behind it: all raise, nothing is committed; and what
+    a rank may have written after the leader had given up is gone after the next save."""
     real = save._joined if rank == 2 else save._fragment
     driver = MemoryDriver()
 
@@ -163,12 +164,17 @@ def test_what_fails_on_the_way_is_told_to_all_by_name(rank: int, monkeypatch: py
             raise holdfast.FullError("no memory")
         return real(*args)
 
-    monkeypatch.setattr(save, real.__name__, broken)
-    _, raised = saved(driver, list("aabbc"), memories(5), monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(save, real.__name__, broken)
+        _, raised = saved(driver, list("aabbc"), memories(5), monkeypatch)
     assert isinstance(raised.pop(rank), holdfast.FullError)
     assert [(type(e), e.rank) for e in raised] == [(holdfast.RankFailedError, rank)] * 4
     assert all("no memory" in str(e) for e in raised)
-    assert driver._objects == {}
+    assert MANIFEST_KEY not in driver._objects
+    saved(driver, list("aabbc"), memories(5), monkeypatch)
+    assert whole(driver, 5)
+    current = asyncio.run(read_manifest(driver))[0].attempt
+    assert {key.split("/")[1] for key in driver._objects if key != MANIFEST_KEY} == {current}
 
 
 def test_a_layout_that_was_never_told_is_damage() -> None:
