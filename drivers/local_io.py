@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from .contract import Buffer
 
-__all__ = ["ALIGN_NBYTES", "DIRECT_MIN_NBYTES", "OpenFile", "is_deleted", "read_at", "write_at"]
+__all__ = ["ALIGN_NBYTES", "DIRECT_MIN_NBYTES", "OpenFile", "is_deleted", "read_at", "status_of", "write_at"]
 
 ALIGN_NBYTES = 4096
 """A multiple of the logical block size of every disk in use, and the size of a page."""
@@ -111,12 +111,20 @@ class OpenFile:
                 _log.warning("closing a file failed: %s", error)
 
 
+def status_of(fd: int) -> os.stat_result:
+    """Of an open file or folder. Raises OSError: ESTALE where another has its name, and the file system has forgotten it."""
+    try:
+        return os.fstat(fd)
+    except FileNotFoundError as error:  # as FUSE has it; it is not to be taken for something that was never there
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE)) from error
+
+
 def is_deleted(fd: int) -> bool:
     """Whether an open file, or folder, has lost its last name. Raises OSError."""
     try:
-        return os.fstat(fd).st_nlink == 0
+        return status_of(fd).st_nlink == 0
     except OSError as error:
-        if error.errno != errno.ESTALE:  # a file server's word for it
+        if error.errno != errno.ESTALE:
             raise
         return True
 

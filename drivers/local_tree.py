@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 
 from .contract import ObjectInfo
-from .local_io import is_deleted
+from .local_io import is_deleted, status_of
 
 __all__ = ["NO_LOCKS", "Tree", "is_temporary", "lock", "split", "sync_folder", "temporary_name"]
 
@@ -114,7 +114,7 @@ class Tree:
         try:
             # O_NONBLOCK: a named pipe must not make us wait for its writer.
             fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, dir_fd=folder)
-            self._regular(_status(fd), key)
+            self._regular(status_of(fd), key)
         except BaseException:
             for opened in (folder, fd):
                 if opened >= 0:
@@ -252,13 +252,6 @@ class Tree:
         if not stat.S_ISREG(status.st_mode):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key)
         return status
-
-
-def _status(fd: int) -> os.stat_result:
-    try:
-        return os.fstat(fd)
-    except FileNotFoundError as error:  # as FUSE has it; it is not to be taken for an object that was never there
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE)) from error
 
 
 class _Folder:

@@ -41,10 +41,10 @@ def rng(seed: int) -> np.random.Generator:
 
 @pytest.fixture
 def no_leaks() -> Iterator[None]:
-    """Fail the test if a file descriptor or a thread that it opened outlives it by more than ten seconds."""
+    """Fail the test if a file descriptor or a thread that it opened outlives it by more than two seconds."""
     descriptors, threads = _open_descriptors(), set(threading.enumerate())
     yield
-    deadline = time.monotonic() + 10  # on a busy machine
+    deadline = time.monotonic() + 2
     while True:
         left = {fd: path for fd, path in _open_descriptors().items() if descriptors.get(fd) != path}
         alive = [thread.name for thread in threading.enumerate() if thread not in threads]

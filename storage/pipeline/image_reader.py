@@ -58,6 +58,10 @@ def _check_coverage(m: Manifest, targets: Targets) -> None:
         raise DamagedError("the manifest contradicts itself: shards of a tensor overlap", key=MANIFEST_KEY)
 
 
+def _budget(jobs: int) -> Budget:
+    return Budget(jobs, {"io": max(1, jobs - CPU_THREADS), "cpu": CPU_THREADS, "others": jobs})
+
+
 @dataclass
 class ImageReader:
     """Reads of one checkpoint, with the driver of its images (``images_of``). ``bytes_read`` counts what was asked of that,
@@ -71,11 +75,11 @@ class ImageReader:
     bytes_received: int = 0
 
     async def run(
-        self, plan: LoadPlan, deliver: Deliver, *, most: int | None = None, hand_on: HandOn | None = None
+        self, plan: LoadPlan, deliver: Deliver, *, jobs: int | None = None, hand_on: HandOn | None = None
     ) -> None:
         """Perform all reads of ``plan``. Raises DamagedError before a damaged byte is delivered, and StorageError.
 
-        ``most``: so many jobs are at work at a time, instead of what the budget and the driver allow.
+        ``jobs``: so many are at work at a time; by default what :meth:`jobs` says of all reads that the driver takes.
         """
         self.bytes_wanted = plan.bytes_wanted
         pages = await self._pages(plan)
@@ -98,14 +102,14 @@ class ImageReader:
 
         stages = (*STAGES, HAND_ON) if hand_on else STAGES
         # Jobs are counted, not bytes: buffers are of one size, however short the read.
-        scheduler = Scheduler(stages, self._budget(most or self._most(inbox.job_nbytes)))
+        scheduler = Scheduler(stages, _budget(jobs or self.jobs(self.driver.traits.concurrency)))
         await execute(scheduler, [1] * len(sizes), perform, inbox.release)
 
-    def _most(self, job_nbytes: int) -> int:
-        return min(max(1, self.budget_nbytes // job_nbytes), self.driver.traits.concurrency + CPU_THREADS)
-
-    def _budget(self, jobs: int) -> Budget:
-        return Budget(jobs, {"io": max(1, jobs - CPU_THREADS), "cpu": CPU_THREADS, "others": jobs})
+    def jobs(self, reads: int, besides_nbytes: int = 0) -> int:
+        """How many jobs the budget allows, each with so much memory besides: at most so many ``reads``, and what is looked
+        at meanwhile."""
+        job_nbytes = Inbox(self.driver, self.manifest.chunk_nbytes).job_nbytes + besides_nbytes
+        return min(max(1, self.budget_nbytes // job_nbytes), reads + CPU_THREADS)
 
     async def read(self, image: int, start: int, into: memoryview) -> None:
         """Fill ``into`` from byte ``start`` of an image, unverified. Raises DamagedError where the bytes are not there."""

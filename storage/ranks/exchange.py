@@ -184,7 +184,7 @@ class Exchange:
             await self._reader.run(
                 dataclasses.replace(self.plan, **columns),
                 show_and_deliver,
-                most=self._jobs,
+                jobs=self._jobs,
                 hand_on=lambda job, buffer: self._hand_on(own[job], buffer),
             )
 

@@ -12,9 +12,8 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from ..pipeline.buffers import HostBuffer
-from .arena import Arena
 from .team import Team
-from .wire import Door, Line, knock
+from .wire import Door, Line, knock, open_door
 
 __all__ = ["read_once"]
 
@@ -42,7 +41,9 @@ async def read_once(
         await team.among(name, ranks, b"{}")  # the others see for themselves
         raise
     with contextlib.ExitStack() as mine:
-        door = _opened(mine, data)
+        arena, door = open_door(mine, len(data), 1)
+        if arena:
+            arena.fill(0, HostBuffer.over(memoryview(data)), len(data))
         told = {"door": door.address, "nbytes": len(data)} if door else {}
         await team.among(name, ranks, json.dumps(told).encode())
         if door:
@@ -55,20 +56,6 @@ async def read_once(
                 if not admitting.cancelled() and admitting.exception() is not None:
                     _log.warning("what was read could not be handed on: %s", admitting.exception())
     return data
-
-
-def _opened(mine: contextlib.ExitStack, data: bytes) -> Door | None:
-    """A door to memory that holds ``data``; None where there can be none."""
-    try:
-        arena = Arena(len(data), 1)
-        mine.callback(arena.close)
-        door = Door(arena.fd, "")
-        mine.callback(door.close)
-    except OSError as error:
-        _log.warning("no memory can be shared with other ranks here: %s", error)
-        return None
-    arena.fill(0, HostBuffer.over(memoryview(data)), len(data))
-    return door
 
 
 async def _admit(door: Door, ranks: Sequence[int]) -> None:

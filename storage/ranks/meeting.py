@@ -13,11 +13,10 @@ from collections.abc import Sequence
 
 from ...planner.loading import Targets
 from ...planner.sharing import Sharing, Wish, share
-from ..pipeline.engine import CPU_THREADS, offload
+from ..pipeline.engine import offload
 from ..pipeline.image_reader import ImageReader, plan_reads
-from .arena import Arena
 from .exchange import Circle, Exchange
-from .wire import Door
+from .wire import open_door
 
 __all__ = ["LEAST_NBYTES", "begin_exchange"]
 
@@ -38,7 +37,7 @@ async def begin_exchange(circle: Circle, reader: ImageReader, targets: Targets) 
     unit_nbytes = _unit_nbytes(reader)
     with contextlib.ExitStack() as mine:
         jobs = _jobs(circle, reader, unit_nbytes)
-        arena, door = _opened(mine, circle, unit_nbytes, min(SLOTS, jobs))
+        arena, door = open_door(mine, unit_nbytes, min(SLOTS, jobs), circle.near)
         plan = await offload(plan_reads, reader.driver, reader.manifest, targets, unit_nbytes)
         wish = zlib.compress(await offload(Wish.of(plan).to_bytes), 1)
         said = {"door": door.address if door else "", "wish": base64.b64encode(wish).decode(), "unit": unit_nbytes}
@@ -77,22 +76,7 @@ def _jobs(circle: Circle, reader: ImageReader, unit_nbytes: int) -> int:
     traits = reader.driver.traits
     share = circle.here if traits.shared else 2 * circle.here
     reads = traits.concurrency if reader.driver.remote else max(2, traits.concurrency // share)
-    job_nbytes = reader.manifest.chunk_nbytes * traits.read_copies + unit_nbytes  # a buffer, and at most one slot
-    return min(max(1, reader.budget_nbytes // job_nbytes), reads + CPU_THREADS)
-
-
-def _opened(
-    mine: contextlib.ExitStack, circle: Circle, unit_nbytes: int, slots: int
-) -> tuple[Arena | None, Door | None]:
-    try:
-        arena = Arena(unit_nbytes, slots)
-        mine.callback(arena.close)
-        door = Door(arena.fd, circle.near)
-        mine.callback(door.close)
-    except OSError as error:
-        _log.warning("no memory can be shared with other ranks here: %s", error)
-        return None, None
-    return arena, door
+    return reader.jobs(reads, unit_nbytes)  # each has a buffer, and at most one slot
 
 
 def _shared(wishes: Sequence[str], unit_nbytes: int) -> Sharing:

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import hmac
 import json
+import logging
 import os
 import secrets
 import select
@@ -22,14 +23,15 @@ import struct
 from collections.abc import Collection
 from pathlib import Path
 
-from .arena import Window
+from .arena import Arena, Window
 
-__all__ = ["Door", "Line", "host_key", "knock"]
+__all__ = ["Door", "Line", "host_key", "knock", "open_door"]
 
 TOKEN_NBYTES = 16
 _HELLO = struct.Struct(f"<{TOKEN_NBYTES}sI")
 _CREDENTIALS = struct.Struct("3i")
 _BY_MEMORY, _BY_WIRE = b"m", b"w"
+_log = logging.getLogger(__name__)
 
 
 def host_key() -> str | None:
@@ -184,6 +186,21 @@ class Door:
         """No more knocking. Lines stay."""
         for sock in self._sockets:
             sock.close()
+
+
+def open_door(
+    mine: contextlib.ExitStack, slot_nbytes: int, slots: int, near: str = ""
+) -> tuple[Arena, Door] | tuple[None, None]:
+    """Memory for other members, and the door to it, which ``mine`` closes. Where there can be none, that is logged."""
+    try:
+        arena = Arena(slot_nbytes, slots)
+        mine.callback(arena.close)
+        door = Door(arena.fd, near)
+        mine.callback(door.close)
+    except OSError as error:
+        _log.warning("no memory can be shared with other ranks here: %s", error)
+        return None, None
+    return arena, door
 
 
 async def knock(address: str, member: int) -> Line:

@@ -129,8 +129,8 @@ def test_a_server_that_stays_away_fails_the_save(
 def test_connections_that_are_cut_are_made_again(
     radosgw: Radosgw, proxy: FaultProxy, root: str, states: tuple[dict[str, Any], dict[str, Any]]
 ) -> None:
-    """In the midst of parts, again and again: no part is left. Where the answer to the first request is cut off, the store has
-    begun an upload that nobody knows of; it holds nothing, and the next save drops it."""
+    """In the midst of parts, again and again: nothing is left. But where the answer to the first request is cut off, the
+    store has begun an upload that nobody knows of; it holds no part, and the next save drops it."""
     proxy.faults = Faults(up_nbytes_per_s=20 * MIB)
     handle = holdfast.async_save(url(proxy.endpoint, root), states[0])
     for _ in range(6):
@@ -140,6 +140,7 @@ def test_connections_that_are_cut_are_made_again(
     handle.wait(90)
     assert proxy.cuts > 6
     assert holds(url(radosgw.endpoint, root), states[0])
+    assert [left for left in leftovers(radosgw, root) if not left.startswith("unfinished: ")] == []
     assert parts_left(radosgw, root) == []
     holdfast.save(url(radosgw.endpoint, root), states[1])
     assert leftovers(radosgw, root) == []

@@ -46,7 +46,8 @@ def exchanging_load(
     strangers: tuple[int, ...] = (),
 ) -> dict[str, Any]:
     """Load it on every rank. ``hosts``: which host each rank takes itself to be on. Ranks in ``cannot`` have no memory to
-    share; those in ``strangers`` find no other's door. Returns what was read, how often the manifest, and was checked, what is wrong, and how much memory is still shared.
+    share; those in ``strangers`` find no other's door. Returns what was read, how often the manifest, and was checked, what
+    is wrong, and how much memory is still shared.
     """
     gc.collect()  # what an error held that a test before was about
     expected, rank = replicated(chunks), dist.get_rank()
@@ -104,8 +105,8 @@ async def _unanswered(*_: Any) -> Any:
 
 def broken_load(uri: str, chunks: int, rank: int, sign: str | None, deadline_s: float, exchange: Any = True) -> Any:
     """As above; but at its second read of an image one rank fails, or, if there is a ``sign``, leaves it and comes to a halt
-    with its engine, to be killed there. Returns seconds; or raises, with these in ``took_s``, and in ``left`` how much memory is
-    still shared."""
+    with its engine, to be killed there. Returns seconds; or raises, with these in ``took_s``, and in ``left`` how much
+    memory is still shared."""
     method, count = LocalDriver.read, 0
 
     async def broken(self: Any, key: str, start: int, into: memoryview) -> None:

@@ -239,7 +239,13 @@ async def test_an_object_that_is_replaced_when_it_was_just_opened_is_read_anew(
             raise OSError(code, os.strerror(code))
         return found
 
+    into = bytearray(3)
+    await driver.read("x", 0, memoryview(into))  # from now on it is open
     monkeypatch.setattr(os, "fstat", forgetful)
+    await driver.read("x", 0, memoryview(into))
+    assert into == b"new"
+    await driver.put("x", b"old")
+    forgotten = 1
     assert await driver.get("x") == b"new"
     forgotten = 1000
     with pytest.raises(StorageError, match="forgotten") as raised:
