@@ -69,7 +69,7 @@ from ..errors import (
 from .committed import read_manifest
 from .format.manifest import MANIFEST_KEY, Manifest, image_key
 from .pipeline.executor import at_most
-from .pruning import PRUNING_KEY, pruned_since_s, pruning_over
+from .pruning import PRUNING_KEY, new_sign, pruned_since_s, pruning_over
 
 __all__ = [
     "CLEAN_UP_S",
@@ -233,7 +233,7 @@ async def delete_manifest(driver: Driver, attempt: Attempt) -> bool:
     if flagged_s is not None and await clock_s(driver) - flagged_s <= GRACE_S:
         return False
     try:
-        await driver.put(PRUNING_KEY, secrets.token_hex(8).encode(), exclusive=flagged_s is None)
+        await driver.put(PRUNING_KEY, new_sign(), exclusive=flagged_s is None)
     except ExistsError:
         return False
     ours = False

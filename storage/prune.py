@@ -33,13 +33,17 @@ from .format.manifest import MANIFEST_KEY
 from .pipeline.engine import run
 from .pipeline.executor import at_most
 from .place import Place
+from .pruning import PRUNING_KEY, is_sign
 from .reader import ListedCheckpoint, list_in
 
 __all__ = ["Leftover", "PruneReport", "PrunedCheckpoint", "choose", "prune", "prune_here"]
 
 _FOLDERS = 8
 """Folders that are worked on at a time."""
-_OURS = re.compile(r"(?:(?P<folder>.+)/)?(?:manifest\.safetensors|data/(?P<attempt>[0-9]{8}T[0-9]{6}-[0-9a-f]{8})/.+)")
+_OURS = re.compile(
+    r"(?:(?P<folder>.+)/)?"
+    r"(?:manifest\.safetensors|data/(?P<attempt>[0-9]{8}T[0-9]{6}-[0-9a-f]{8})/.+|(?P<sign>data/pruning))"
+)
 
 UriLike = str | os.PathLike[str]
 
@@ -152,6 +156,8 @@ class _Plan:
     report: PruneReport
     folders: tuple[str, ...]
     """Wherever something of ours lies."""
+    signs: frozenset[str]
+    """Where somebody prunes, or died doing it."""
 
 
 async def _plan(
@@ -177,20 +183,23 @@ async def _plan(
             leftovers.extend(await _leftovers(driver, path, current.get(path), idle_s))
 
     # A checkpoint without leftovers, the common case, has one attempt.
-    suspects = [p for p, files in folders.items() if set(files) - {"", current[p].attempt if p in current else ""}]
+    usual = {"", PRUNING_KEY}
+    suspects = [p for p, files in folders.items() if set(files) - usual - {current[p].attempt if p in current else ""}]
     await at_most(_FOLDERS, map(look, suspects))
     leftovers.sort(key=lambda x: (x.path, x.attempt))
     kept = sorted(set(current) - {c.path for c in gone})
-    return _Plan(PruneReport(root.uri.redacted, tuple(checkpoints), tuple(leftovers), tuple(kept)), tuple(folders))
+    signs = frozenset(path for path, files in folders.items() if PRUNING_KEY in files)
+    report = PruneReport(root.uri.redacted, tuple(checkpoints), tuple(leftovers), tuple(kept))
+    return _Plan(report, tuple(folders), signs)
 
 
 async def _survey(driver: Driver) -> dict[str, dict[str, int]]:
-    """By folder and attempt, the bytes that lie there; those of the manifest under ``""``."""
+    """By folder and attempt, the bytes that lie there; those of the manifest under ``""``, of a pruning under its key."""
     found: dict[str, dict[str, int]] = {}
     async for info in driver.list():
-        if match := _OURS.fullmatch(info.key):
-            files = found.setdefault(match["folder"] or "", {})
-            files[match["attempt"] or ""] = files.get(match["attempt"] or "", 0) + info.nbytes
+        if (match := _OURS.fullmatch(info.key)) and (not match["sign"] or await is_sign(driver, info)):
+            files, part = found.setdefault(match["folder"] or "", {}), match["attempt"] or match["sign"] or ""
+            files[part] = files.get(part, 0) + info.nbytes
     return found
 
 
@@ -222,7 +231,7 @@ async def _carry_out(root: Place, plan: _Plan, idle_s: float) -> PruneReport:
                 deleted.append(checkpoint)
             elif await _is_checkpoint(driver):
                 kept.add(checkpoint.path)
-    left = {x.path for x in plan.report.leftovers}
+    left = {x.path for x in plan.report.leftovers} | plan.signs
     collected: list[Leftover] = []
 
     async def tidy(path: str) -> None:
@@ -236,7 +245,7 @@ async def _carry_out(root: Place, plan: _Plan, idle_s: float) -> PruneReport:
 
     await at_most(_FOLDERS, map(tidy, plan.folders))
     async with root.opened() as driver:
-        for path in ({x.path for x in deleted} | {x.path for x in collected}) - {""}:
+        for path in ({x.path for x in deleted} | {x.path for x in collected} | plan.signs) - {""}:
             await _delete_if_empty(driver, path)
     collected.sort(key=lambda x: (x.path, x.attempt))
     return PruneReport(plan.report.uri, tuple(deleted), tuple(collected), tuple(sorted(kept)), done=True)

@@ -7,14 +7,30 @@ where this sign is: what stands behind it is argued in ``docs/explanation/consis
 from __future__ import annotations
 
 import asyncio
+import re
+import secrets
 from collections.abc import Awaitable, Callable
 
-from ..drivers.contract import Driver
+from ..drivers.contract import Driver, ObjectInfo
 from ..errors import NotFoundError, StorageDownError
 
-__all__ = ["PRUNING_KEY", "pruned_since_s", "pruning_over"]
+__all__ = ["PRUNING_KEY", "is_sign", "new_sign", "pruned_since_s", "pruning_over"]
 
 PRUNING_KEY = "data/pruning"
+_SIGN = re.compile(rb"[0-9a-f]{16}")
+
+
+def new_sign() -> bytes:
+    """What is put there: nobody else's file looks like it."""
+    return secrets.token_hex(8).encode()
+
+
+async def is_sign(driver: Driver, info: ObjectInfo) -> bool:
+    """Whether that is one; below a folder of others may be a file of the same name. Raises StorageError."""
+    try:
+        return info.nbytes == 16 and _SIGN.fullmatch(await driver.get(info.key)) is not None
+    except NotFoundError:
+        return False
 
 
 async def pruned_since_s(driver: Driver) -> float | None:

@@ -20,6 +20,7 @@ from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage import commit, place
 from holdfast.storage.format.manifest import MANIFEST_KEY
 from holdfast.storage.prune import choose
+from holdfast.storage.pruning import new_sign
 from holdfast.storage.reader import ListedCheckpoint
 
 DEAD = "20200101T000000-00000000"
@@ -262,6 +263,26 @@ def test_a_pruning_that_dies_at_any_access_leaves_whole_checkpoints(
         assert steps(root) == [3]
         left = run(contents(MemoryDriver(root.removeprefix("memory://"))))
         assert {key.split("/")[0] for key in left} == {"step-3"}
+
+
+def test_the_sign_of_a_pruning_that_died_goes_once_it_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a checkpoint that is kept, and from a place where nothing else is: there nobody would ever come upon it."""
+    root = saved(fresh_uri(), 1, 2)
+    there = MemoryDriver(root.removeprefix("memory://"))
+    signs = {"step-2/data/pruning", "step-7/data/pruning", "data/pruning"}
+    for key in signs:
+        run(there.put(key, new_sign()))
+    run(there.put("mine/data/pruning", b"cut back in May"))
+    run(there.put("mine/data/trees/pruning", new_sign()))
+    before = run(contents(there))
+    holdfast.prune(root, keep_last=2, idle_s=0)
+    assert run(contents(there)) == before  # whoever put it may only be slow
+    monkeypatch.setattr(commit, "GRACE_S", -1.0)
+    assert holdfast.prune(root, dry_run=True).nbytes == 0
+    assert run(contents(there)) == before
+    holdfast.prune(root)
+    assert set(before) - set(run(contents(there))) == signs
+    assert steps(root) == [1, 2]
 
 
 def test_a_save_beside_a_pruning_that_died_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
