@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from ..drivers.contract import Driver
 from ..drivers.registry import open_driver
-from ..drivers.uri import Uri
+from ..drivers.uri import Uri, join
 from ..errors import UsageError
 from .accord import Accords
 from .capture.device import Queued, beside, devices_of
@@ -53,10 +53,13 @@ _in_flight_lock = threading.Lock()
 class Destination:
     """Where a save goes: a driver, which is closed when the save has ended."""
 
-    def __init__(self, uri: UriLike | Uri, storage_options: Mapping[str, object] | None, known: str = "") -> None:
-        """``known``: the URI as the driver prints it, where that is known, and the URI to be right. Then it is opened on the
-        engine's thread: that takes a millisecond, for which training would wait. Else now; raises as :func:`open_driver`."""
-        self._opens = partial(open_driver, uri, current_world(), **(storage_options or {}))
+    def __init__(
+        self, uri: UriLike | Uri, storage_options: Mapping[str, object] | None, below: str = "", known: str = ""
+    ) -> None:
+        """``below``: the key of what is meant below ``uri``. ``known``: the URI of that as the driver prints it, where that is
+        known, and the URI to be right. Then it is opened on the engine's thread: to put a URI together, and to open it, takes
+        some milliseconds, for which training would wait. Else now; raises as :func:`join` and :func:`open_driver`."""
+        self._opens = partial(_opened, uri, below, current_world(), storage_options or {})
         self._driver = None if known else self._opens()
         self.uri = self._driver.uri if self._driver else known
 
@@ -100,6 +103,10 @@ def begin_save(
         future = _in_flight[to.uri] = start(_run(to, team, save, before))
     future.add_done_callback(lambda done: _forget(to.uri, done))
     return save.handle, future
+
+
+def _opened(uri: UriLike | Uri, below: str, world: int, options: Mapping[str, object]) -> Driver:
+    return open_driver(join(uri, below) if below else uri, world, **options)
 
 
 def _handle(uri: str, flat: FlatState) -> SaveHandle:

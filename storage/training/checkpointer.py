@@ -238,9 +238,8 @@ class Checkpointer:
         after = self._flights[-1].ended if self._flights and self._when_busy == "queue" else None
         self._last = step
         try:
-            uri, known = join(self._root.uri, name), self._printed + name
             handle, ended = begin_save(
-                Destination(uri, self._root.options, known),
+                Destination(self._root.uri, self._root.options, name, self._printed + name),
                 state,
                 step,
                 self._budget_nbytes,
