@@ -56,9 +56,9 @@ class Destination:
     def __init__(
         self, uri: UriLike | Uri, storage_options: Mapping[str, object] | None, below: str = "", known: str = ""
     ) -> None:
-        """``below``: the key of what is meant below ``uri``. ``known``: the URI of that as the driver prints it, where that is
-        known, and the URI to be right. Then it is opened on the engine's thread: to put a URI together, and to open it, takes
-        some milliseconds, for which training would wait. Else now; raises as :func:`join` and :func:`open_driver`."""
+        """``below``: the key of what is meant below ``uri``. ``known``: the URI of that as the driver prints it, where that
+        is known, and the URI to be right. Then it is opened on the engine's thread: to put a URI together, and to open it,
+        takes some milliseconds, for which training would wait. Else now; raises as :func:`join` and :func:`open_driver`."""
         self._opens = partial(_opened, uri, below, current_world(), storage_options or {})
         self._driver = None if known else self._opens()
         self.uri = self._driver.uri if self._driver else known
