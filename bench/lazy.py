@@ -1,9 +1,10 @@
 """How much training notices of a save at every step: how long it stands still, and how much slower its steps are.
 
 A step computes, and then an optimizer updates the fp32 weights in place. It computes as an accelerator would have it: the
-host queues kernels ahead of a device that works them off, one by one, and waits for the last one. Or it computes on the
-host: on all cores, or in Python, which shows how long others hold the GIL. Steps are longer than the copy of the state; how
-long is found out once, for all contestants.
+host queues kernels ahead of a device that works them off, one by one, and waits for the last one. It waits as CUDA does
+unless told otherwise: one core looks again and again, without the GIL; or asleep, and then who else runs on the machine may
+have the core, with its caches. Or a step computes on the host: on all cores, or in Python, which shows how long others
+hold the GIL. Steps are longer than the copy of the state; how long is found out once, for all contestants.
 
 Standing still is measured from outside: the call that begins the save, and what an optimizer's step waits for before it
 begins. Beside the state as dicts of tensors stands one of modules and optimizers, which have to be asked for theirs. Each
@@ -21,6 +22,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +50,15 @@ CALIBRATED_GIB = 1.0
 KERNEL_S = 100e-6
 QUEUE_S = 0.1
 """How far ahead of the device the host may be: CUDA's queue holds about a thousand kernels."""
-KINDS = ("accelerator", "host", "Python")
+KINDS = {
+    "accelerator": "on an accelerator",
+    "asleep": "on an accelerator, waiting asleep",
+    "host": "on the host",
+    "Python": "in Python",
+}
 LOOPS = 10_000
+LOOK_NUMBERS = 16_384
+"""So many are computed between two looks at the device: some 20 µs, by one thread, without the GIL."""
 
 
 def _step_s(given: Options) -> float:
@@ -88,15 +97,17 @@ class _Training:
         self._optim = torch.optim.SGD(self.parameters.values(), lr=1e-3, foreach=False)
         self._a = torch.randn(512, 512)
         self._small = torch.zeros(8)
+        self._numbers = torch.zeros(LOOK_NUMBERS)
         self._computes: dict[str, Callable[[int], None]] = {
-            "accelerator": self._on_accelerator,
+            "accelerator": partial(self._on_accelerator, self._look),
+            "asleep": partial(self._on_accelerator, time.sleep),
             "host": self._on_host,
             "Python": self._in_python,
         }
         self._work = {kind: max(1, int(step_s / self._piece_s(kind))) for kind in KINDS}
 
     def _piece_s(self, kind: str) -> float:
-        if kind == "accelerator":
+        if kind in ("accelerator", "asleep"):
             return KERNEL_S
         began_s = time.perf_counter()
         self._computes[kind](20)
@@ -119,16 +130,21 @@ class _Training:
             for _ in range(LOOPS):
                 pass
 
-    def _on_accelerator(self, pieces: int) -> None:
+    def _on_accelerator(self, wait: Callable[[float], None], pieces: int) -> None:
         idle_s = time.perf_counter()  # when the device will have done all that it was given
         for _ in range(pieces):
             self._small.add_(1)  # what a launch costs the host
             now_s = time.perf_counter()
             idle_s = max(idle_s, now_s) + KERNEL_S
             if idle_s - now_s > QUEUE_S:
-                time.sleep(QUEUE_S / 10)
+                wait(QUEUE_S / 10)
         while (left_s := idle_s - time.perf_counter()) > 0:
-            time.sleep(left_s)
+            wait(left_s)
+
+    def _look(self, seconds: float) -> None:
+        until_s = time.perf_counter() + seconds
+        while time.perf_counter() < until_s:
+            torch.sin(self._numbers, out=self._numbers)
 
 
 class _Holdfast:
@@ -206,7 +222,7 @@ def _measure(name: str, given: Options, step_s: float) -> list[dict[str, Any]]:
             saver.save(step + 2, state)
             saver.wait()
         rounds = _Rounds(name, saver, training, clocks)
-        for kind in KINDS if name == "holdfast" else KINDS[:1]:
+        for kind in _kinds(name):
             found += rounds.beside(kind, state, given.runs)
         steps = 1 if given.tiny else max(LEAST_STEPS, given.runs)
         found += [rounds.every_step(state, steps, copies) for copies in LENGTHS]
@@ -293,15 +309,18 @@ def _check(folder: Path, training: _Training, state: State) -> None:
 def _table(found: dict[str, list[Series]]) -> list[list[str]]:
     rows = []
     for name, series in found.items():
-        kinds = KINDS if name == "holdfast" else KINDS[:1]
+        kinds = _kinds(name)
         for i, kind in enumerate(kinds):
             still, plain, beside = series[3 * i : 3 * i + 3]
             steps = [f"{plain.median:.3f}", f"{beside.median:.3f}", f"{100 * _inflation(plain, beside):+.1f} %"]
-            where = "in Python" if kind == "Python" else f"on the {kind}"
-            rows.append([f"{name}, computing {where}", *_still_ms(still), *steps, "–"])
+            rows.append([f"{name}, computing {KINDS[kind]}", *_still_ms(still), *steps, "–"])
         for at, copies in enumerate(LENGTHS, 3 * len(kinds)):
             rows.append([f"{name}, {_every(copies)}", *["–"] * 5, f"{series[at].median:.2f}"])
     return [*rows, ["holdfast, a module and its optimizer", *_still_ms(found["holdfast"][-1]), *["–"] * 4]]
+
+
+def _kinds(name: str) -> list[str]:
+    return list(KINDS) if name == "holdfast" else ["accelerator"]
 
 
 def _every(copies: int) -> str:
