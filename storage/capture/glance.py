@@ -89,16 +89,21 @@ class Glance:
         if not known or depth > _DEPTH_MAX:
             raise UnusualError
         for item in items:
-            self._item(item, depth)
+            if type(item) in _TENSORS:  # most are, and a trainer waits
+                self._tensor(item, item, None)
+            else:
+                self._item(item, depth)
 
     def _item(self, item: Any, depth: int) -> None:
         kind = type(item)
-        if kind in _TENSORS:
-            self._tensor(item, item, None)
-        elif kind is dict:
+        if kind is dict:
             self._container(item, depth + 1)
+        elif kind in _TENSORS:
+            self._tensor(item, item, None)
         elif kind is DTensor:
             local = local_tensor(item)
+            if type(local) not in _TENSORS:
+                raise UnusualError
             mesh = item.device_mesh
             known = self._parts.get(id(mesh))
             if known is None:
@@ -124,8 +129,7 @@ class Glance:
         self.values.append(encode_value(item, ""))
 
     def _tensor(self, item: torch.Tensor, origin: torch.Tensor, part: LocalPart | None) -> None:
-        if item.layout is not torch.strided or item.is_nested or type(item) not in _TENSORS:
-            raise UnusualError
+        # What is sparse, or of another layout, has no address, and what is nested no shape: RuntimeError.
         row, address = len(self.locals), item.data_ptr()
         first = self._first.setdefault(address, row) if address else row
         strides = None if item.is_contiguous() else item.stride()
