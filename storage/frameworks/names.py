@@ -17,17 +17,23 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 __all__ = ["Names", "Walked", "module_state", "plain_state_dict", "walk"]
 
+_MAKES_A_STATE = ("state_dict", "_save_to_state_dict", "get_extra_state")
+
 
 class Names(dict[str, str]):
     """By any name that a module has for a parameter or a buffer, the name to save it under.
 
     ``kinds``: of all modules that it consists of. ``fsdp1``: whether one of them is of torch's first FSDP, which changes
-    what a state dict holds, and is to be asked in torch's way.
+    what a state dict holds, and is to be asked in torch's way. ``usual``: none of them has a way of its own to make a state
+    dict.
     """
 
     def __init__(self, module: torch.nn.Module, kinds: tuple[type, ...]) -> None:
         self.kinds = kinds
         self.fsdp1 = any(issubclass(kind, FullyShardedDataParallel) for kind in set(kinds))
+        self.usual = not any(issubclass(kind, torch.jit.ScriptModule) for kind in set(kinds)) and all(
+            getattr(kind, name) is getattr(torch.nn.Module, name) for kind in set(kinds) for name in _MAKES_A_STATE
+        )
         self._module = ref(module)
 
     def __missing__(self, name: str) -> str:
@@ -72,6 +78,25 @@ class Walked:
         ]
 
 
+    def registered(self) -> dict[str, Any] | None:
+        """What ``state_dict()`` returns, where nothing of it has hooks, or a way of its own: all that is registered, in
+        order; else None. Torch asks each module for its own, and that for its own, and a trainer waits."""
+        state: dict[str, Any] = {}
+        below = 1
+        for prefix, part in self.parts if self.names.usual else ():
+            own = part.__dict__
+            if part._state_dict_hooks or part._state_dict_pre_hooks or not own.keys().isdisjoint(_MAKES_A_STATE):
+                return None
+            for name, parameter in part._parameters.items():
+                if parameter is not None:
+                    state[prefix + name] = parameter.detach()
+            for name, buffer in part._buffers.items():
+                if buffer is not None and name not in part._non_persistent_buffers_set:
+                    state[prefix + name] = buffer.detach()
+            below += len(part._modules) - list(part._modules.values()).count(None)
+        return state if below == len(self.parts) and self.names.usual else None  # or else one of them is there twice
+
+
 def walk(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     """``module`` and all modules in it, once each, with the prefix of their tensors' names, in the order of torch's
     ``named_modules``: that hands each of them up through generators of all levels above, and a trainer waits for it.
@@ -101,7 +126,9 @@ def module_state(walked: Walked) -> dict[str, Any]:
     names = walked.names
     if names.fsdp1:
         return get_model_state_dict(walked.module)
-    state = plain_state_dict(walked.module)
+    state = walked.registered()
+    if state is None:
+        state = plain_state_dict(walked.module)
     for key in list(state):
         name = names[key]
         if name != key:

@@ -80,3 +80,76 @@ def test_names_change_with_the_modules_kinds() -> None:
     module[1] = torch.compile(module[1])  # type: ignore[assignment]
     assert list(module.state_dict()) != before
     assert sorted(module_state(Walked(module))) == sorted(before)
+
+
+def hooked() -> nn.Module:
+    """A hook takes a tensor out of a state dict."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+    def without_bias(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        del state[f"{prefix}bias"]
+
+    net[1].register_state_dict_post_hook(without_bias)
+    return net
+
+
+def told_before() -> nn.Module:
+    """A hook writes to a buffer before a state dict is made."""
+    net = nn.Sequential(nn.BatchNorm1d(2))
+    net[0].register_state_dict_pre_hook(lambda module, *_: module.running_mean.fill_(7))
+    return net
+
+
+def replaced() -> nn.Module:
+    """One of its modules has a way of its own, and its kind has not."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    net[1].__dict__["_save_to_state_dict"] = lambda destination, prefix, _: None
+    return net
+
+
+class Sparing(nn.Linear):
+    """Saves a tensor in another form."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}weight"] = self.weight.detach().half()
+
+
+def incomplete() -> nn.Module:
+    """Parameters, buffers and modules that are declared, and not there; and a buffer that is not saved."""
+    net = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.BatchNorm1d(2, affine=False), "c": nn.Identity()})
+    net.add_module("none", None)
+    net.register_buffer("empty", None)
+    net.register_buffer("lost", torch.ones(2), persistent=False)
+    net.register_buffer("kept", torch.ones(2))
+    net.register_parameter("own", nn.Parameter(torch.ones(1)))
+    return net
+
+
+STATES: dict[str, Callable[[], nn.Module]] = {
+    "hooked": hooked,
+    "told before": told_before,
+    "replaced": replaced,
+    "sparing": lambda: nn.Sequential(Sparing(3, 3), nn.Linear(3, 3)),
+    "incomplete": incomplete,
+    "scripted": lambda: nn.Sequential(torch.jit.trace(nn.Linear(3, 3), torch.ones(1, 3)), nn.Linear(3, 3)),
+    "recurrent": lambda: nn.LSTM(2, 3, num_layers=2),
+    **MODULES,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("kind", STATES)
+def test_a_modules_state_is_what_its_state_dict_says(kind: str) -> None:
+    """Also where it, or one of its modules, has hooks, or a way of its own to make it; detached, in the same memory."""
+    module = STATES[kind]()
+    found, expected = module_state(Walked(module)), module.state_dict()
+    names = [key.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "") for key in expected]
+    assert sorted(found) == sorted(names)
+    for name, value in zip(names, expected.values(), strict=True):
+        if not isinstance(value, torch.Tensor):
+            assert found[name] == value
+            continue
+        assert torch.equal(found[name], value)
+        assert found[name].dtype == value.dtype
+        assert not found[name].requires_grad
+        assert found[name].data_ptr() == value.data_ptr() or kind == "sparing"
