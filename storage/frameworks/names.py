@@ -77,7 +77,6 @@ class Walked:
             if parameter is not None
         ]
 
-
     def registered(self) -> dict[str, Any] | None:
         """What ``state_dict()`` returns, where nothing of it has hooks, or a way of its own: all that is registered, in
         order; else None. Torch asks each module for its own, and that for its own, and a trainer waits."""
