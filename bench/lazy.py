@@ -12,7 +12,8 @@ contestant runs in a process of its own; a save is durable before the next one b
 
 With a save at every step, how much is won hangs on how long a step is: one that is shorter than a save waits for it,
 whoever saves. So there are steps of several lengths, told in copies of the state; and so many that the end, where there is
-nothing left but to wait for a save, does not count for much.
+nothing left but to wait for a save, does not count for much. They wait asleep: a core that looks again and again is nothing
+to a training host, and half of a machine of two.
 """
 
 from __future__ import annotations
@@ -264,7 +265,7 @@ class _Rounds:
         """Seconds per step of training with a save at every step, from the first to the last byte."""
         began_s = time.perf_counter()
         for _ in range(steps):
-            self._training.step("accelerator", copies)
+            self._training.step("asleep", copies)
             self._step += 1
             self._saver.save(self._step, state)
         self._saver.wait()
