@@ -42,7 +42,7 @@ _FOLDERS = 8
 """Folders that are worked on at a time."""
 _OURS = re.compile(
     r"(?:(?P<folder>.+)/)?"
-    r"(?:manifest\.safetensors|data/(?P<attempt>[0-9]{8}T[0-9]{6}-[0-9a-f]{8})/.+|(?P<sign>data/pruning))"
+    rf"(?:{re.escape(MANIFEST_KEY)}|data/(?P<attempt>[0-9]{{8}}T[0-9]{{6}}-[0-9a-f]{{8}})/.+|(?P<sign>{PRUNING_KEY}))"
 )
 
 UriLike = str | os.PathLike[str]

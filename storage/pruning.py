@@ -26,7 +26,8 @@ def new_sign() -> bytes:
 
 
 async def is_sign(driver: Driver, info: ObjectInfo) -> bool:
-    """Whether that is one; below a folder of others may be a file of the same name. Raises StorageError."""
+    """Whether that is one; below a folder of others may be a file of the same name, of any size, which is not fetched to
+    find out. Raises StorageError."""
     try:
         return info.nbytes == 16 and _SIGN.fullmatch(await driver.get(info.key)) is not None
     except NotFoundError:

@@ -89,17 +89,14 @@ class Glance:
         if not known or depth > _DEPTH_MAX:
             raise UnusualError
         for item in items:
-            if type(item) in _TENSORS:  # most are, and a trainer waits
-                self._tensor(item, item, None)
-            else:
-                self._item(item, depth)
+            self._item(item, depth)
 
     def _item(self, item: Any, depth: int) -> None:
         kind = type(item)
-        if kind is dict:
-            self._container(item, depth + 1)
-        elif kind in _TENSORS:
+        if kind in _TENSORS:
             self._tensor(item, item, None)
+        elif kind is dict:
+            self._container(item, depth + 1)
         elif kind is DTensor:
             local = local_tensor(item)
             if type(local) not in _TENSORS:

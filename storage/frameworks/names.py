@@ -80,9 +80,11 @@ class Walked:
     def registered(self) -> dict[str, Any] | None:
         """What ``state_dict()`` returns, where nothing of it has hooks, or a way of its own: all that is registered, in
         order; else None. Torch asks each module for its own, and that for its own, and a trainer waits."""
+        if not self.names.usual:
+            return None
         state: dict[str, Any] = {}
-        below = 1
-        for prefix, part in self.parts if self.names.usual else ():
+        places = 1
+        for prefix, part in self.parts:
             own = part.__dict__
             if part._state_dict_hooks or part._state_dict_pre_hooks or not own.keys().isdisjoint(_MAKES_A_STATE):
                 return None
@@ -92,8 +94,8 @@ class Walked:
             for name, buffer in part._buffers.items():
                 if buffer is not None and name not in part._non_persistent_buffers_set:
                     state[prefix + name] = buffer.detach()
-            below += len(part._modules) - list(part._modules.values()).count(None)
-        return state if below == len(self.parts) and self.names.usual else None  # or else one of them is there twice
+            places += sum(child is not None for child in part._modules.values())
+        return state if places == len(self.parts) else None  # else one of them is in two places, and under two names
 
 
 def walk(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
