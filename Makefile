@@ -21,7 +21,7 @@ export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test properties sim sim-broken crash damage fuzz test-servers drills lint format bench bench-names clean
+.PHONY: help setup demo test properties sim sim-broken mutants crash damage fuzz test-servers drills lint format bench bench-names clean
 
 help:  ## this list
 	@echo "usage: make TARGET"
@@ -29,7 +29,7 @@ help:  ## this list
 
 setup: $(READY)  ## install everything into .venv (the targets below do it by themselves)
 
-demo: $(READY)  ## see it work: make demo [URI=s3://bucket/run | SERVER=s3|hdfs] [DEMO_ARGS="…"]
+demo: $(READY)  ## see it work: make demo [URI=s3://bucket/run | SERVER=s3|hdfs|az|gs] [DEMO_ARGS="…"]
 	@$(if $(SERVER),$(BIN)/python tests/servers/with_server.py $(SERVER)) \
 		$(BIN)/holdfast demo $(if $(SERVER),{uri},$(if $(URI),'$(URI)')) $(DEMO_ARGS)
 
@@ -43,6 +43,9 @@ sim: $(READY)  ## explore the simulator's schedules, some twenty a run: make sim
 
 sim-broken: $(READY)  ## engines that are wrong on purpose: how many schedules it takes to catch each
 	@$(BIN)/python tests/simulation/simulate.py --broken $(or $(SEEDS),3000)
+
+mutants: $(READY)  ## change the engine in one small way at a time, and see that tests notice: make mutants [ONLY=text] [SAMPLE=1]
+	@$(BIN)/python tests/mutants/run.py $(if $(ONLY),--only '$(ONLY)') $(if $(SAMPLE),--sample)
 
 properties: $(READY)  ## property tests, with other examples each time, and more: make properties [EFFORT=20]
 	@HOLDFAST_TEST_EFFORT=$(or $(EFFORT),20) $(BIN)/pytest tests/property --timeout 7200 -o faulthandler_timeout=14400 $(TEST_ARGS)
@@ -63,7 +66,8 @@ fuzz: $(READY)  ## fuzz manifests, headers, URIs and configuration files with at
 	@$(BIN)/python tests/fuzz/run.py $(or $(TARGET),all) $(or $(SECONDS),60) $(FOUND)
 
 test-servers:  ## install the servers that some tests want, into .servers; without them those tests are skipped
-	@for script in tests/servers/install/*.sh; do $$script "$(CURDIR)/.servers" || echo "$$script failed: its tests will be skipped" >&2; done
+	@for script in tests/servers/install/*.sh; do SECONDS=0; \
+		$$script "$(CURDIR)/.servers" && echo "  $$SECONDS s" || echo "$$script failed: its tests will be skipped" >&2; done
 
 lint: $(READY)  ## style, format, types, and the arrows between the rooms
 	@echo "== ruff check";       $(BIN)/ruff check --output-format concise .

@@ -14,6 +14,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .forks import groups as _groups  # noqa: F401 - a fork may come before anything else is used
+from .forks import renewal as _renewal  # noqa: F401 - before the first import that a fork may have to wait for
+
 if TYPE_CHECKING:
     from .errors import (
         AccessError,
@@ -46,8 +49,9 @@ if TYPE_CHECKING:
     from .storage.frameworks.per_rank import PerRank
     from .storage.frameworks.stateful import RNGState
     from .storage.handle import SaveHandle
+    from .storage.listing import ListedCheckpoint, list_checkpoints
     from .storage.prune import PruneReport, prune
-    from .storage.reader import Checkpoint, list_checkpoints, open
+    from .storage.reader import Checkpoint, TensorInfo, open
     from .storage.report import LoadReport, SaveReport
     from .storage.training.checkpointer import Checkpointer
     from .storage.training.ledger import Counters
@@ -59,16 +63,18 @@ _HOME = {
     "CopyReport": ".storage.copy",
     "Counters": ".storage.training.ledger",
     "Keep": ".storage.training.retention",
+    "ListedCheckpoint": ".storage.listing",
     "LoadReport": ".storage.report",
     "PruneReport": ".storage.prune",
     "PerRank": ".storage.frameworks.per_rank",
     "RNGState": ".storage.frameworks.stateful",
     "SaveHandle": ".storage.handle",
     "SaveReport": ".storage.report",
+    "TensorInfo": ".storage.reader",
     "async_save": ".storage.api",
     "copy": ".storage.copy",
     "fence": ".storage.api",
-    "list_checkpoints": ".storage.reader",
+    "list_checkpoints": ".storage.listing",
     "load": ".storage.api",
     "open": ".storage.reader",
     "prune": ".storage.prune",
@@ -82,12 +88,14 @@ __all__ = [  # noqa: RUF022 - what one uses, then what one catches
     "CopyReport",
     "Counters",
     "Keep",
+    "ListedCheckpoint",
     "LoadReport",
     "PerRank",
     "PruneReport",
     "RNGState",
     "SaveHandle",
     "SaveReport",
+    "TensorInfo",
     "async_save",
     "copy",
     "fence",

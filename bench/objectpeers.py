@@ -17,6 +17,7 @@ import numpy as np
 
 import holdfast
 
+from ..drivers.objects.common import Requests
 from ..drivers.objects.s3 import S3Driver
 from ..drivers.uri import Uri, join
 from .states import State
@@ -85,7 +86,7 @@ class Bare:
         return self.uri.location.partition("/")[2]
 
     def _store(self) -> Any:
-        return S3Driver.open(self.uri)._connect()
+        return S3Driver.open(self.uri)._connect(Requests.SENDING)
 
 
 def best(uri: Uri, nbytes: int, *, reading: bool, settings: Sequence[tuple[int, int]] = SETTINGS) -> Bare:

@@ -52,8 +52,11 @@ def _contestants(folder: Path, kind: str, state: State, stored: dict[str, int]) 
             if digests(state) != expected:
                 raise AssertionError(f"{name}: what was loaded is not what was saved")
 
+        def load(path: Path = path) -> None:
+            holdfast.load(path, state)
+
         found.append(Contestant(f"{name}: save", save))
-        found.append(Contestant(f"{name}: load", lambda path=path: holdfast.load(path, state), before, check))  # type: ignore[misc]
+        found.append(Contestant(f"{name}: load", load, before, check))
     return found
 
 

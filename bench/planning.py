@@ -264,16 +264,12 @@ class _Beginning:
 
     async def lead(self) -> tuple[float, float]:
         """Seconds of the leader, at a first save and at the next."""
-
-        async def begin() -> str:
-            return HEAD[0]
-
-        leader = Leader(begin)
+        leader = Leader()
         began_s = time.process_time()
-        await leader.begin(self.first)
+        await leader.agree(self.first)
         await leader.compare(self._compared)
         between_s = time.process_time()
-        if b"attempt" not in await leader.begin(self.again):
+        if b"accord" not in await leader.agree(self.again):
             raise AssertionError("the ranks do not go by their accord")
         return between_s - began_s, time.process_time() - between_s
 

@@ -127,11 +127,15 @@ def _add_prune(commands: Parsers) -> None:
         commands,
         prune,
         "delete checkpoints that are not to be kept, and what dead saves left",
-        "Deletes no checkpoint without a --keep option, and never the newest of a folder.",
+        "Deletes no checkpoint without a --keep option or --abandoned, and never the only whole one of a folder.",
     )
     parser.add_argument("uri", metavar="URI", help="a folder with checkpoints below it")
     parser.add_argument("--keep-last", type=_count, metavar="N", help="keep the N highest steps of each folder")
     parser.add_argument("--keep-every", type=_count, metavar="N", help="keep steps that are a multiple of N")
+    parser.add_argument(
+        "--abandoned", action="store_true", help="delete checkpoints that training went back before, too"
+    )
+    parser.add_argument("--verify", action="store_true", help="read every byte of what is kept, before anything goes")
     parser.add_argument(
         "--idle-hours",
         type=float,
@@ -145,7 +149,11 @@ def _add_prune(commands: Parsers) -> None:
 
 
 def _add_drivers(commands: Parsers) -> None:
-    def drivers(**arguments: Any) -> int:
+    def drivers(check: bool, **arguments: Any) -> int:
+        if check:
+            from .check import run as run_check
+
+            return run_check(arguments["scheme"], json_output=arguments["json_output"])
         from .drivers import run
 
         return run(**arguments)
@@ -154,9 +162,14 @@ def _add_drivers(commands: Parsers) -> None:
         commands,
         drivers,
         "list the storages that can be used, or show one's traits and options, and where each comes from",
-        "Exits with 1 if SCHEME cannot be used here.",
+        "Exits with 1 if SCHEME cannot be used here, or if --check found a problem.",
     )
     parser.add_argument("scheme", metavar="SCHEME", nargs="?", help="a scheme such as s3, or a URI")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="try the storage at a URI, in a scratch folder that is removed: is it fit for checkpoints?",
+    )
     _with_json(parser)
 
 
@@ -165,7 +178,9 @@ def _add_demo(commands: Parsers) -> None:
         from importlib.util import find_spec
 
         if not (find_spec("matplotlib") and find_spec("rich")):
-            complain("the demo draws with matplotlib and rich, which come with: pip install 'holdfast[demo]'")
+            complain(
+                "the demo draws with matplotlib and rich, which come with: pip install 'holdfast-checkpoint[demo]'"
+            )
             return 2
         from .demo.run import main
 
@@ -201,5 +216,5 @@ def _count(text: str) -> int:
 def _print_version() -> int:
     from importlib.metadata import version
 
-    print(f"holdfast {version('holdfast')}")
+    print(f"holdfast {version('holdfast-checkpoint')}")
     return 0

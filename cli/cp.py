@@ -23,9 +23,9 @@ def run(src: str, dst: str, *, recursive: bool, overwrite: bool, json_output: bo
     if json_output:
         print_json(_document(report))
     else:
-        print("\n".join(map(_line, report.checkpoints)))
+        print("\n".join(_line(c, report.uri) for c in report.checkpoints))
         if len(report.checkpoints) > 1:
-            print(f"{one_of(len(report.checkpoints), 'checkpoint')}, {_figures(report)}")
+            print(_summary(report))
     return 0 if report.ok else 1
 
 
@@ -41,13 +41,21 @@ def _document(report: CopyReport) -> dict[str, object]:
     }
 
 
-def _line(c: CopiedCheckpoint) -> str:
-    name = printable(c.path) or "."
+def _line(c: CopiedCheckpoint, uri: str) -> str:
+    name = printable(c.path or uri)
     if c.problem is not None:
         return f"{paint('not copied', 'red')}: {name}: {printable(c.problem)}"
     if not c.sent_nbytes and c.nbytes:
         return f"{paint('there', 'green')}: {name}: {one_of(c.files, 'file')}, {size_text(c.nbytes)}, nothing to send"
     return f"{paint('copied', 'green')}: {name}: {one_of(c.files, 'file')}, {_figures(c)}"
+
+
+def _summary(report: CopyReport) -> str:
+    count, copied = len(report.checkpoints), len(report.copied)
+    if not copied:
+        return f"none of {one_of(count, 'checkpoint')}"
+    of = f"{copied:,} of " if copied < count else ""
+    return f"{of}{one_of(count, 'checkpoint')}, {_figures(report)}"
 
 
 def _figures(what: CopiedCheckpoint | CopyReport) -> str:

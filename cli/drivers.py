@@ -6,8 +6,10 @@ import asyncio
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+from ..drivers.config_file import config_file, ignored_config_file
 from ..drivers.contract import Driver
 from ..drivers.layers.layer import Layer
 from ..drivers.layers.stack import common_options
@@ -43,6 +45,9 @@ class _Found:
     layers: list[str] = field(default_factory=list)
     traits: Mapping[str, Any] | None = None
     options: list[dict[str, Any]] = field(default_factory=list)
+    config_file: str | None = None
+    config_ignored: str | None = None
+    """A file of the working directory, which is not read."""
 
 
 def run(scheme: str | None, *, json_output: bool) -> int:
@@ -74,6 +79,8 @@ def _example(scheme: str) -> Uri:
 def _look(scheme: str, uri: Uri, known: Mapping[str, str], served: Mapping[str, str]) -> _Found:
     found = _Found(scheme, known[scheme], served.get(scheme, ""))
     try:
+        found.config_file = _text_of_path(config_file(os.environ))
+        found.config_ignored = _text_of_path(ignored_config_file(os.environ))
         cls = driver_class(uri.scheme if scheme == "fsspec" else scheme)
         found.remote = cls.remote
         common = common_options(remote=cls.remote)
@@ -99,6 +106,10 @@ def _look(scheme: str, uri: Uri, known: Mapping[str, str], served: Mapping[str, 
     found.uri, found.layers, found.traits = driver.uri, _layers(driver), asdict(driver.traits)
     asyncio.run(driver.close())
     return found
+
+
+def _text_of_path(path: Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
 def _layers(driver: Driver) -> list[str]:
@@ -139,6 +150,9 @@ def _details(found: _Found) -> list[str]:
         ("package", printable(found.package) or "?"),
         ("remote", {None: "?", True: "yes: retries and a deadline by default", False: "no"}[found.remote]),
     ]
+    lines.append(("file", printable(found.config_file or "none")))
+    if found.config_ignored is not None:
+        lines.append(("not read", printable(found.config_ignored)))
     if found.problem is not None:
         lines.append(("problem", paint(printable(f"{found.problem}. {found.advice or ''}".strip()), "red")))
     if found.uri is not None:

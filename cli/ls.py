@@ -6,7 +6,10 @@ import time
 from typing import Any
 
 from ..drivers.uri import join, parse
-from ..storage.reader import ListedCheckpoint, list_checkpoints
+from ..storage.foreign import found_at
+from ..storage.listing import ListedCheckpoint, list_checkpoints
+from ..storage.pipeline import engine
+from ..storage.place import Place
 from .commands import complain, print_json
 from .text import age_text, paint, printable, size_text, time_text
 
@@ -26,8 +29,14 @@ def run(uri: str, *, json_output: bool) -> int:
     elif found:
         print("\n".join(_table([_cells(c, time.time()) for c in found])))
     if not found:
-        complain(f"no checkpoint at or below {root.redacted}")
+        complain(f"no checkpoint at or below {root.redacted}{_instead(uri)}")
     return 0 if found else 1
+
+
+def _instead(uri: str) -> str:
+    """What is there instead, where that is known."""
+    finding = engine.run(found_at(Place.of(uri, None)))
+    return "" if finding is None else f": {finding.what}. {finding.advice}"
 
 
 def _entry(c: ListedCheckpoint, uri: str) -> dict[str, Any]:
@@ -42,6 +51,8 @@ def _entry(c: ListedCheckpoint, uri: str) -> dict[str, Any]:
         "tensors": c.tensors if known else None,
         "nbytes": c.nbytes if known else None,
         "problem": c.problem,
+        "abandoned": c.abandoned,
+        "damage": c.damage,
     }
 
 
@@ -49,6 +60,10 @@ def _cells(c: ListedCheckpoint, now_s: float) -> tuple[str, ...]:
     path = printable(c.path) or "."
     if c.problem is not None:
         return ("-", "-", "-", "-", "-", "-", f"{path}  {paint(printable(c.problem), 'red')}")
+    if c.abandoned:
+        path = f"{path}  {paint('abandoned', 'dim')}"
+    if c.damage is not None:
+        path = f"{path}  {paint(printable(c.damage), 'red')}"
     step = "-" if c.step is None else str(c.step)
     age = age_text(now_s - c.created_s)
     return (step, time_text(c.created_s), age, str(c.world), f"{c.tensors:,}", size_text(c.nbytes), path)

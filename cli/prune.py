@@ -18,6 +18,8 @@ def run(
     *,
     keep_last: int | None,
     keep_every: int | None,
+    abandoned: bool,
+    verify: bool,
     idle_hours: float,
     dry_run: bool,
     yes: bool,
@@ -34,7 +36,14 @@ def run(
         return not refused
 
     report = prune(
-        uri, keep_last=keep_last, keep_every=keep_every, idle_s=idle_hours * 3600, dry_run=dry_run, confirm=confirm
+        uri,
+        keep_last=keep_last,
+        keep_every=keep_every,
+        abandoned=abandoned,
+        verify=verify,
+        idle_s=idle_hours * 3600,
+        dry_run=dry_run,
+        confirm=confirm,
     )
     if json_output:
         print_json({**asdict(report), "nbytes": report.nbytes})
@@ -62,9 +71,14 @@ def _is_nothing(report: PruneReport) -> bool:
 
 def _print_plan(plan: PruneReport) -> None:
     for c in plan.checkpoints:
-        print(f"step {c.step}  {size_text(c.nbytes)}  {printable(c.path)}")
+        notes = ["abandoned"] if c.abandoned else []
+        if c.damage is not None:
+            notes.append(f"damaged: {printable(c.damage)}")
+        print("  ".join([f"step {c.step}  {size_text(c.nbytes)}  {printable(c.path)}", *notes]))
     for x in plan.leftovers:
         print(f"unfinished  {size_text(x.nbytes)}  {printable(x.path) or '.'}  attempt {x.attempt}")
+    for path, damage in sorted(plan.damaged.items()):
+        complain(f"damaged, and kept: {printable(path) or '.'}: {printable(damage)}")
     if _is_nothing(plan):
         complain(f"nothing to delete; {one_of(len(plan.kept), 'checkpoint')} kept")
 

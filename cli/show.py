@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from ..drivers.registry import open_driver
 from ..storage.committed import read_manifest
+from ..storage.foreign import explains
 from ..storage.format.manifest import Manifest
 from ..storage.format.tree import Key, Value, format_path
 from ..storage.pipeline.engine import start
@@ -25,6 +26,7 @@ _LINES_PER_WRITE = 1000
 _NAME_WIDTH_MAX = 48
 
 
+@explains("uri", "")
 def run(uri: str, *, json_output: bool, values: bool, depth: int | None) -> int:
     """Print it. ``depth``: containers below so many levels are summed up; ``values``: print them whole."""
     driver = open_driver(uri)

@@ -17,12 +17,14 @@
 A profile is chosen by ``?config_profile=cluster``, the keyword of that name, or HOLDFAST_CONFIG_PROFILE. Of the tables that
 apply, the more special wins: the longest URI, then the scheme, then ``common``.
 
-One file is read, the first that is there: the one that HOLDFAST_CONFIG names (empty: none at all), ``holdfast.toml`` in the
-working directory, ``~/.config/holdfast/holdfast.toml``.
+One file is read: the one that HOLDFAST_CONFIG names (empty: none at all), else ``holdfast/holdfast.toml`` in the user's
+configuration folder, which is XDG_CONFIG_HOME or ``~/.config`` (:mod:`.config_trust`). Never one of the working directory:
+that may be anybody's, and an endpoint in it would get the user's credentials and data.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -30,9 +32,18 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UriError, UsageError
+from .config_trust import FILE_NAME, check_trusted, file_of_user
 from .uri import Uri, parse, redact
 
-__all__ = ["CONFIG_VARIABLE", "PROFILE_OPTION", "Setting", "config_file", "file_settings", "text_of"]
+__all__ = [
+    "CONFIG_VARIABLE",
+    "PROFILE_OPTION",
+    "Setting",
+    "config_file",
+    "file_settings",
+    "ignored_config_file",
+    "text_of",
+]
 
 CONFIG_VARIABLE = "HOLDFAST_CONFIG"
 PROFILE_OPTION = "config_profile"
@@ -41,6 +52,10 @@ _COMMON = "common"
 _PROFILE = "profile"
 
 Tables = Mapping[str, Any]
+
+_log = logging.getLogger(__name__)
+_hinted: set[Path] = set()
+"""Files that a hint was logged about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +68,55 @@ class Setting:
 
 
 def config_file(environment: Mapping[str, str]) -> Path | None:
-    """The file that applies. Raises UsageError where HOLDFAST_CONFIG names one that is not there."""
+    """The file that applies. Raises UsageError where HOLDFAST_CONFIG names one that is not there, or by a relative path."""
     named = environment.get(CONFIG_VARIABLE)
-    if named is not None:
-        if named and not Path(named).is_file():
-            raise UsageError(f"{CONFIG_VARIABLE} names {named!r}, and no such file is there")
-        return Path(named) if named else None
-    # Plain text until one is there: every save looks, while training waits for it to begin.
-    places = (os.path.abspath("holdfast.toml"), os.path.expanduser("~/.config/holdfast/holdfast.toml"))
-    return next((Path(place) for place in places if os.path.isfile(place)), None)
+    if named is None:
+        file = file_of_user()
+        return file if file is not None and os.path.isfile(file) else None
+    if not named:
+        return None
+    if named.startswith("~/"):
+        named = os.path.expanduser(named)
+    if not os.path.isabs(named):
+        # In an exported variable it would name a file of whatever folder one happens to be in.
+        raise UsageError(
+            f"{CONFIG_VARIABLE} names {named!r}, which is a relative path", advice="Give the whole path of the file."
+        )
+    if not os.path.isfile(named):
+        raise UsageError(f"{CONFIG_VARIABLE} names {named!r}, and no such file is there")
+    return Path(named)
+
+
+def ignored_config_file(environment: Mapping[str, str]) -> Path | None:
+    """A file of the working directory that is not read, and that nobody has decided about by HOLDFAST_CONFIG."""
+    if CONFIG_VARIABLE in environment or not os.path.isfile(FILE_NAME):
+        return None
+    try:
+        here = Path(FILE_NAME).absolute()
+        applies = config_file(environment)
+        return None if applies is not None and os.path.samefile(here, applies) else here
+    except OSError:  # the working directory, or the file, has gone
+        return None
+
+
+def _hint_at_ignored(environment: Mapping[str, str]) -> None:
+    """Say once that a file of the working directory is not read."""
+    ignored = ignored_config_file(environment)
+    if ignored is None or ignored in _hinted:
+        return
+    _hinted.add(ignored)
+    _log.warning("%s", _hint(ignored))
+
+
+def _hint(ignored: Path) -> str:
+    return (
+        f"{str(ignored)!r} is not read, since a working directory may be anybody's. "
+        f"If you trust it, set {CONFIG_VARIABLE} to this path, or move it to {_place_of_user()}."
+    )
+
+
+def _place_of_user() -> str:
+    return str(file_of_user() or f"~/.config/holdfast/{FILE_NAME}")
 
 
 def file_settings(
@@ -73,17 +128,21 @@ def file_settings(
 ) -> dict[str, Setting]:
     """What the file says about ``uri``, by option. Whether ``uri`` has such options is not looked at, except in ``common``.
 
-    Raises UsageError for a file that cannot be read, and for a table or a profile that means nothing.
+    Raises UsageError for a file that cannot be read, or that others may write to, and for a table or a profile that means
+    nothing.
     """
+    _hint_at_ignored(environment)
     file = config_file(environment)
     if file is None:
         if profile is not None:
+            ignored = ignored_config_file(environment)
             raise UsageError(
-                f"{profile.source} chooses the profile {profile.text!r}, and there is no holdfast.toml",
-                advice=f"Looked at {CONFIG_VARIABLE}, ./holdfast.toml and ~/.config/holdfast/holdfast.toml.",
+                f"{profile.source} chooses the profile {profile.text!r}, and there is no {FILE_NAME}",
+                advice=f"Looked at {CONFIG_VARIABLE} and {_place_of_user()}."
+                + (f" {_hint(ignored)}" if ignored is not None else ""),
             )
         return {}
-    tables = dict(_read(file))
+    tables = dict(_read(file, named=CONFIG_VARIABLE in environment))
     profiles = _table(file, _PROFILE, tables.pop(_PROFILE, {}))
     found = dict(_applying(file, "", tables, uri, common, schemes))
     if profile is None:
@@ -107,15 +166,20 @@ def text_of(value: object, name: str) -> str:
     raise UsageError(f"option {name!r} is text, a number or a bool, not {type(value).__name__}")
 
 
-def _read(file: Path) -> Tables:
+def _read(file: Path, *, named: bool) -> Tables:
+    """``named``: by HOLDFAST_CONFIG, which is enough to trust it."""
     import tomllib  # only here: most have no file
 
     try:
         with file.open("rb") as opened:
+            if not named:
+                check_trusted(file, os.fstat(opened.fileno()))
             data = opened.read(_FILE_NBYTES_MAX + 1)
         if len(data) > _FILE_NBYTES_MAX:
             raise ValueError(f"it has more than {_FILE_NBYTES_MAX:,} bytes")
         return tomllib.loads(data.decode())
+    except UsageError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{file} cannot be used: {error}") from error
 

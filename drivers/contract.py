@@ -21,6 +21,7 @@ from ..errors import DamagedError, UriError
 
 __all__ = [
     "SMALL_NBYTES_MAX",
+    "AtMost",
     "Buffer",
     "Driver",
     "ObjectInfo",
@@ -127,13 +128,19 @@ class Upload(ABC):
         or cancelled :meth:`commit`; after a successful one it does nothing. Does not raise a StorageError."""
 
 
+class AtMost(int):
+    """The size of an upload that will probably end before it: what compression leaves is not known when it begins."""
+
+
 class Driver(ABC):
     """Storage bound to one root. Raises :class:`holdfast.StorageError` and its kinds, each with URI, key and cause."""
 
     uri: str
     """The root, redacted: fit to be printed. Without options: some come from the environment, and may differ between
-    ranks, which compare where they save to."""
+    ranks, which compare where they save to. :attr:`Uri.root` is just that."""
     traits: Traits
+    """Known once the driver is open, before any I/O, and the same from then on. What only the server knows is promised
+    by an option, with a default that is safe, or not at all."""
     deviations: ClassVar[Mapping[str, str]] = {}
     """Trials of the conformance kit, by name, that this storage cannot pass, and why. The kit prints them."""
     remote: ClassVar[bool] = True
@@ -161,7 +168,10 @@ class Driver(ABC):
     @abstractmethod
     async def create(self, key: str, nbytes: int) -> Upload:
         """Begin an object of ``nbytes``, or of fewer where its commit says so. Two uploads to one key do not disturb each
-        other: the last commit wins."""
+        other: the last commit wins.
+
+        Raises FullError where the storage can tell at once that there is no room; not for :class:`AtMost` so many.
+        """
 
     @abstractmethod
     async def get(self, key: str) -> bytes:
@@ -170,7 +180,8 @@ class Driver(ABC):
 
     @abstractmethod
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
-        """Store a small object: atomic, durable on return, replacing what was there.
+        """Store a small object: atomic, durable on return, replacing what was there. Raises FullError where the storage
+        is full, if it says so; a StorageError where it only says that it failed.
 
         With ``exclusive``: raises ExistsError where the key is taken, and then changes nothing.
         """
@@ -186,19 +197,22 @@ class Driver(ABC):
 
     @abstractmethod
     async def delete(self, key: str) -> None:
-        """Remove one object, durably on return. One that is not there is no error."""
+        """Remove one object, durably on return. One that is not there is no error. Folders that are empty then may stay;
+        nobody sees them."""
 
     @abstractmethod
     async def delete_all(self, prefix: str) -> None:
-        """Remove every object below ``prefix`` (not empty), and what dead uploads left there: temporary files, dangling
-        parts, empty folders. Nothing there is no error. Not atomic: what fails midway may be done again."""
+        """Remove every object at or below ``prefix`` (not empty), and what uploads to these keys left:
+        temporary files, dangling parts, empty folders. Unfinished uploads go, too, also those that live. Nothing there is
+        no error. Not atomic: what fails midway may be done again."""
 
     @abstractmethod
     async def sweep(self, prefix: str) -> None:
         """Remove what dead uploads to ``prefix``, and below it, left: temporary files, dangling parts, empty folders.
 
         Uploads that live, whichever process or host they belong to, are not harmed; where that cannot be told, what is
-        left stays. ``prefix`` is not empty. Nothing there is no error.
+        left stays. Whoever goes by age goes by the storage's clock, not by this host's. ``prefix`` is not empty. Nothing
+        there is no error.
         """
 
     @abstractmethod

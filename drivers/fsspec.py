@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, ParamSpec, TypeVar
@@ -20,7 +19,9 @@ from urllib.parse import unquote
 from fsspec import AbstractFileSystem, get_filesystem_class
 
 from ..errors import DamagedError, ExistsError, StorageError, UriError
+from ..forks.renewal import new_lock
 from .contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_key, check_small
+from .fsspec_connections import connected, let_go
 from .fsspec_errors import fsspec_errors
 from .fsspec_kinds import check_no_secrets, kind_of, modified_s, options_of
 from .layers.stack import common_options
@@ -74,7 +75,7 @@ class FsspecDriver(Driver):
         values = option_values(self.OPTIONS, uri)
         protocol = uri.scheme.removeprefix(_PREFIX)
         plain = f"{protocol}://{unquote(uri.location)}"
-        self.uri = Uri(uri.scheme, uri.location).redacted
+        self.uri = uri.root
         self._kind = kind_of(protocol, self.fs_class)
         self._arguments = _arguments(self.fs_class, plain, uri, values)
         self._root = _root(self.fs_class, plain, protocol, self.uri)
@@ -95,7 +96,7 @@ class FsspecDriver(Driver):
         self._threads = Threads(threads, uri=self.uri)
         self._uploads: set[_Upload] = set()
         self._fs_made: AbstractFileSystem | None = None
-        self._making = threading.Lock()
+        self._making = new_lock()
 
     @classmethod
     def open(cls, uri: Uri) -> FsspecDriver:
@@ -164,7 +165,7 @@ class FsspecDriver(Driver):
             upload.drop()
         fs, self._fs_made = self._fs_made, None
         if fs is not None:
-            await asyncio.to_thread(_let_go, fs)
+            await asyncio.to_thread(let_go, fs)
 
     def _checked(self, key: str) -> str:
         if any(is_temporary(part) for part in check_key(key, uri=self.uri).split("/")):
@@ -188,7 +189,7 @@ class FsspecDriver(Driver):
     def _fs(self) -> AbstractFileSystem:
         with self._making:
             if self._fs_made is None:
-                self._fs_made = self.fs_class(skip_instance_cache=True, use_listings_cache=False, **self._arguments)
+                self._fs_made = connected(self.fs_class, self._kind, self._arguments)
             return self._fs_made
 
     def _path(self, key: str) -> str:
@@ -403,16 +404,6 @@ class _Upload(Upload):
 
     def _wrong(self, message: str) -> StorageError:
         return StorageError(message, uri=self._driver.uri, key=self._key)
-
-
-def _let_go(fs: AbstractFileSystem) -> None:
-    """Close a file system's connections now: fsspec has no word for it, and waits for the garbage to be collected."""
-    if hasattr(fs, "client") and hasattr(fs, "ftp"):  # sftp, whose connection has a thread
-        fs.client.close()
-    session = getattr(fs, "_s3", None) or getattr(fs, "_session", None)
-    if session is not None and hasattr(fs, "close_session"):  # s3fs, gcsfs, http
-        with contextlib.suppress(Exception):
-            fs.close_session(fs.loop, session)
 
 
 def _discard(file: Any, *, staged: bool) -> None:

@@ -37,9 +37,11 @@ _BY_CLASS: tuple[tuple[type[BaseException], type[StorageError]], ...] = (
     (ConnectionError, StorageDownError),
 )
 _BY_NAME = (
-    (("Credential", "Auth", "Forbidden", "Denied"), AccessError),
+    (("Credential", "Auth", "Forbidden", "Denied", "HostKey"), AccessError),
     (("Connect", "Timeout", "SSHException", "EOFError", "Unavailable", "Disconnected"), StorageDownError),
 )
+_NO_KEY = "No authentication methods available"
+"""What paramiko says where there is no key to offer, by the class of its error for all kinds of failures."""
 
 
 @contextmanager
@@ -82,6 +84,8 @@ def _by_kind(error: BaseException) -> type[StorageError] | None:
     kind = next((kind for cls, kind in _BY_CLASS if isinstance(error, cls)), None)
     if kind is not None:
         return kind
+    if str(error) == _NO_KEY:
+        return AccessError
     names = " ".join(cls.__name__ for cls in type(error).__mro__)
     return next((kind for words, kind in _BY_NAME if any(word in names for word in words)), None)
 

@@ -29,12 +29,15 @@ class Kind:
     ``unknown``  nobody promises anything: a temporary name, and a rename that is looked at afterwards
 
     ``folders``: they exist by themselves, and must be made. ``threads``: calls may be made at the same time.
+    ``listings``: it takes the argument that keeps it from caching listings; one that takes it for an argument of its
+    library's does not.
     """
 
     appears: Literal["renamed", "copied", "closed", "unknown"]
     folders: bool
     threads: bool = True
     shared: bool = True
+    listings: bool = True
 
 
 _OBJECTS = Kind("closed", folders=False)
@@ -42,8 +45,8 @@ _KINDS = {
     "file": Kind("renamed", folders=True, shared=False),
     "local": Kind("renamed", folders=True, shared=False),
     "memory": Kind("copied", folders=False, shared=False),
-    "sftp": Kind("renamed", folders=True, threads=False),  # paramiko mixes up the answers
-    "ssh": Kind("renamed", folders=True, threads=False),
+    "sftp": Kind("renamed", folders=True, threads=False, listings=False),  # paramiko mixes up the answers
+    "ssh": Kind("renamed", folders=True, threads=False, listings=False),
     "hdfs": Kind("unknown", folders=True),
     **dict.fromkeys(("abfs", "abfss", "az", "gcs", "gs", "oci", "oss", "s3", "s3a"), _OBJECTS),
 }

@@ -5,8 +5,9 @@ upload is a temporary file beside its target, fsynced, renamed, and its folder f
 ``local_io`` (bytes), ``local_tree`` (names), ``local_files`` (uploads and open files); this module only makes them
 asynchronous.
 
-A key is a path below the root. So ``a`` and ``a/b`` cannot both be objects, and names that look like our temporary
-files are refused. Symbolic links below the root are no objects: listings leave them out, a key through one is an error.
+A key is a path below the root. So ``a`` and ``a/b`` cannot both be objects. Names that look like our temporary files are
+refused, as are those behind which NFS and FUSE keep a removed file that is still open. Symbolic links below the root are no
+objects: listings leave them out, a key through one is an error.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ import errno
 import io
 import itertools
 import os
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from typing import ClassVar, ParamSpec, TypeVar
+from typing import ClassVar, ParamSpec, Self, TypeVar
 
 from ..errors import DamagedError, StorageError, UriError
 from .contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_key, check_small
 from .local_files import CreateFile, NewFile, OpenFiles, create_file
 from .local_io import ALIGN_NBYTES, read_at
-from .local_tree import Tree, is_temporary
-from .mounts import fs_type, is_shared
+from .local_room import take_room_on
+from .local_tree import Tree, is_reserved
+from .mounts import fs_type, is_shared, may_be_stale
 from .options import Option, choice, integer, option_values
 from .oserrors import storage_errors
 from .ranges import Ranges
@@ -77,6 +80,7 @@ class LocalDriver(Driver):
         """``fs_type`` tells the type of the file system that holds a path; ``create`` makes the file of an upload;
         ``scheme`` is that of ``uri``."""
         uri = Uri(scheme, os.fspath(root))
+        kind = fs_type(uri.location)
         self.uri = uri.redacted
         self.traits = Traits(
             part_nbytes=16 << 20,
@@ -86,18 +90,26 @@ class LocalDriver(Driver):
             coalesce_nbytes=64 << 10,
             part_order="any",
             exclusive_is_atomic=True,
-            shared=is_shared(fs_type(uri.location)),
+            shared=is_shared(kind),
         )
         self._direct, self._create_file = direct, create
+        self._take_room = take_room_on(kind)
         self._tree = Tree(uri.location)
-        self._open_files = OpenFiles(self._tree, direct=direct)
+        self._open_files = OpenFiles(self._tree, direct=direct, look_up=may_be_stale(kind))
         self._threads = Threads(threads, uri=self.uri)
         self._uploads: set[_LocalUpload] = set()
+        self._finalizer: weakref.finalize[..., Self] | None = None
 
     @classmethod
     def open(cls, uri: Uri) -> LocalDriver:
         """The driver for ``uri``. Raises UriError for an option, or a value, that OPTIONS does not know."""
-        return cls(uri.location, **option_values(cls.OPTIONS, uri))
+        return cls(uri.location, **option_values(cls.OPTIONS, uri))._closed_when_collected()
+
+    def _closed_when_collected(self) -> Self:
+        """Itself; what it holds open is closed when it is collected, in this process."""
+        self._finalizer = weakref.finalize(self, _let_go, os.getpid(), self._tree, self._open_files)
+        self._finalizer.atexit = False
+        return self
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
         await self._run("read", self._checked(key), self._read, key, start, into)
@@ -142,17 +154,27 @@ class LocalDriver(Driver):
         Raises StorageDownError where operations still run after a minute; their descriptors then stay open.
         """
         await self._threads.close(CLOSE_TIMEOUT_S)
+        if self._finalizer is not None:
+            self._finalizer.detach()
         for upload in tuple(self._uploads):
             upload.drop()
         self._open_files.close()
         self._tree.close()
 
     def _new_file(self, key: str, nbytes: int) -> NewFile:
-        return NewFile(self._tree, key, nbytes, direct=self._direct, create=self._create_file)
+        return NewFile(
+            self._tree, key, nbytes, direct=self._direct, create=self._create_file, take_room=self._take_room
+        )
 
     def _checked(self, key: str) -> str:
-        if ".tmp" in check_key(key, uri=self.uri) and any(map(is_temporary, key.split("/"))):
-            raise UriError("names of this form are kept for unfinished uploads", uri=self.uri, key=key)
+        check_key(key, uri=self.uri)
+        suspect = ".tmp" in key or ".nfs" in key or ".fuse_hidden" in key
+        if suspect and any(map(is_reserved, key.split("/"))):
+            raise UriError(
+                "names of this form are kept for unfinished uploads, and for files that are removed while they are open",
+                uri=self.uri,
+                key=key,
+            )
         try:
             os.fsencode(key)
         except UnicodeEncodeError as error:
@@ -212,6 +234,14 @@ class LocalDriver(Driver):
     def _delete_all(self, prefix: str) -> None:
         self._open_files.forget(prefix)
         self._tree.remove_all(prefix)
+
+
+def _let_go(process: int, tree: Tree, open_files: OpenFiles) -> None:
+    """Close what a driver that is gone has left open. No other thread can use it any more, so no lock is waited for; but a
+    forked child may have inherited a locked one."""
+    if process == os.getpid():
+        open_files.close()
+        tree.close()
 
 
 class _LocalUpload(Upload):

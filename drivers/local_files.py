@@ -1,4 +1,9 @@
-"""Files of the local driver: one that is being written, and those that are being read. All functions block."""
+"""Files of the local driver: one that is being written, and those that are being read. All functions block.
+
+A network file system may do a request whose reply is lost, be asked again by its client, and refuse the second: then link
+says EEXIST, rename ENOENT and open EEXIST of their own success (link(2), open(2)). So what they say then is not believed
+before a look at the file.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +11,14 @@ import errno
 import logging
 import os
 import stat
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
-from .contract import Buffer
+from ..forks.renewal import new_lock
+from .contract import AtMost, Buffer
 from .local_io import DIRECT_MIN_NBYTES, OpenFile, write_at
+from .local_room import ASKED_MIN_NBYTES, TakeRoom
 from .local_tree import NO_LOCKS, Tree, lock, split, sync_folder, temporary_name
 
 __all__ = ["CreateFile", "NewFile", "OpenFiles", "create_file"]
@@ -35,18 +41,30 @@ def create_file(folder: int, name: str, nbytes: int) -> int:
 class NewFile:
     """An object being written under a temporary name, until :meth:`publish` gives it its own. Methods raise OSError."""
 
-    def __init__(self, tree: Tree, key: str, nbytes: int, *, direct: str, create: CreateFile = create_file) -> None:
-        """``direct``: "auto", "off", or "on" (that O_DIRECT is refused is an error). Touches nothing yet."""
+    def __init__(
+        self,
+        tree: Tree,
+        key: str,
+        nbytes: int,
+        *,
+        direct: str,
+        create: CreateFile = create_file,
+        take_room: TakeRoom | None = None,
+    ) -> None:
+        """``direct``: "auto", "off", or "on" (that O_DIRECT is refused is an error). ``take_room``: asked when the file
+        is opened. Touches nothing yet."""
         self._create_file = create
+        self._take_room = None if nbytes < ASKED_MIN_NBYTES or isinstance(nbytes, AtMost) else take_room
         self._tree, self._nbytes, self._direct = tree, nbytes, direct
         self._above, self._name = split(key)
         self._temporary = temporary_name(self._name)
         self._folder, self._reserved_nbytes = -1, 0
         self._file: OpenFile | None = None  # None before open() and after drop()
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def open(self, *, exclusive: bool = False) -> None:
-        """Create the temporary file, and the folders above it. ``exclusive``: EEXIST where the key is taken."""
+        """Create the temporary file, and the folders above it. ``exclusive``: EEXIST where the key is taken. ENOSPC
+        where there is no room, and that can be told now."""
         for _ in range(_TRIES):
             plain = self._create(exclusive)
             if plain is not None:
@@ -55,6 +73,8 @@ class NewFile:
             raise OSError(errno.EAGAIN, "its folder was swept away again and again", self._name)
         self._file = OpenFile(plain, self._folder)
         try:
+            if self._take_room is not None and self._take_room(plain, self._nbytes):
+                self._reserved_nbytes = self._nbytes
             if self._direct != "off" and self._nbytes >= DIRECT_MIN_NBYTES:
                 self._open_direct(self._file)
         except BaseException:
@@ -67,7 +87,7 @@ class NewFile:
         plain = -1
         try:
             self._check_target(exclusive)
-            plain = self._create_file(self._folder, self._temporary, self._nbytes)
+            plain = self._create_temporary()
             if self._locked(plain) and os.fstat(plain).st_nlink:
                 return plain
         except FileNotFoundError:
@@ -77,6 +97,15 @@ class NewFile:
             raise
         self._close(plain)
         return None
+
+    def _create_temporary(self) -> int:
+        """A file of a name that nobody else draws: taken, it is our own, whose creation was not replied to."""
+        try:
+            return self._create_file(self._folder, self._temporary, self._nbytes)
+        except FileExistsError:
+            self._unlink_temporary()
+            self._temporary = temporary_name(self._name)
+            return self._create_file(self._folder, self._temporary, self._nbytes)
 
     def _close(self, plain: int) -> None:
         os.close(self._folder)
@@ -128,7 +157,8 @@ class NewFile:
 
     def _open_direct(self, file: OpenFile) -> None:
         file.open_direct(self._temporary, os.O_WRONLY, folder=self._folder, must=self._direct == "on")
-        if file.direct is not None:  # direct writes that extend a file wait for each other; so it has its size at once
+        # Direct writes that extend a file wait for each other; so it has its size at once.
+        if file.direct is not None and not self._reserved_nbytes:
             os.ftruncate(file.plain, self._nbytes)
             self._reserved_nbytes = self._nbytes
 
@@ -157,9 +187,7 @@ class NewFile:
             self._rename()
             return free
         try:
-            os.link(
-                self._temporary, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder, follow_symlinks=False
-            )
+            self._link()
         except OSError as error:
             if error.errno not in _NO_HARD_LINKS:
                 raise
@@ -168,30 +196,51 @@ class NewFile:
             self._unlink_temporary()
         return True
 
+    def _link(self) -> None:
+        try:
+            os.link(
+                self._temporary, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder, follow_symlinks=False
+            )
+        except FileExistsError:
+            if not self._has_its_name():
+                raise
+
     def _rename(self) -> None:
-        os.rename(self._temporary, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+        try:
+            os.rename(self._temporary, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+        except FileNotFoundError:
+            if not self._has_its_name():
+                raise
+
+    def _has_its_name(self) -> bool:
+        """Whether the file that is being written is what the object's name names."""
+        status = self._status_of_name()
+        return status is not None and os.path.samestat(status, os.fstat(self._opened().plain))
 
     def _claim_and_rename(self) -> None:
         """Exclusive without hard links (FAT, some network file systems): an empty file takes the name, and is replaced.
 
         Still exactly one of several succeeds; but for a moment, or after a crash at that moment, the object is there
-        and empty.
+        and empty. Whose an empty file is cannot be seen: here a reply that is lost fails the put.
         """
         os.close(os.open(self._name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666, dir_fd=self._folder))
         try:
             self._rename()
         except BaseException:
-            os.unlink(self._name, dir_fd=self._folder)
+            self._unlink_name()
             raise
 
     def _sync_name(self, file: OpenFile, *, take_back: bool) -> None:
         try:
             sync_folder(self._folder)
         except OSError:
-            status = self._status_of_name()
-            if take_back and status is not None and os.path.samestat(status, os.fstat(file.plain)):
-                os.unlink(self._name, dir_fd=self._folder)
+            if take_back and self._has_its_name():
+                self._unlink_name()
             raise
+
+    def _unlink_name(self) -> None:
+        with suppress(FileNotFoundError):
+            os.unlink(self._name, dir_fd=self._folder)
 
     def _unlink_temporary(self) -> None:
         try:
@@ -205,13 +254,16 @@ class NewFile:
 class OpenFiles:
     """Objects open for reading: at most ``most`` that are idle, the longest unused closed first. Thread-safe.
 
-    A file that was deleted or replaced meanwhile, by whomever, is noticed by its link count, and opened anew.
+    A file that was deleted or replaced meanwhile, by whomever, is noticed by its link count, and opened anew. Where the
+    attributes of an open file may be a memory of this host's, and other hosts change what is there, its name is looked up
+    too: what opens the folders above it (NFS's close-to-open) asks the server.
     """
 
-    def __init__(self, tree: Tree, *, direct: str, most: int = 64) -> None:
-        self._tree, self._direct, self._most = tree, direct, most
+    def __init__(self, tree: Tree, *, direct: str, look_up: bool = False, most: int = 64) -> None:
+        """``direct``: see :class:`NewFile`. ``look_up``: the name, before each use."""
+        self._tree, self._direct, self._look_up, self._most = tree, direct, look_up, most
         self._files: OrderedDict[str, OpenFile] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     @contextmanager
     def use(self, key: str) -> Iterator[OpenFile]:
@@ -241,16 +293,27 @@ class OpenFiles:
                 return None
             self._files.move_to_end(key)
             file.acquire()
+        if self._is_current(key, file):
+            return file
+        file.release()
+        self._drop(key, file)
+        self.forget_deleted()
+        return None
+
+    def _is_current(self, key: str, file: OpenFile) -> bool:
         if file.is_deleted():
-            file.release()
-            self.forget_deleted()
-            return None
-        return file
+            return False
+        try:
+            return not self._look_up or _identity(self._tree.status(key)) == file.identity
+        except OSError:
+            return False  # opening it says what is wrong
 
     def _opened(self, key: str) -> OpenFile:
         folder, plain = self._tree.open_object(key)
         file = OpenFile(plain)
         try:
+            if self._look_up:
+                file.identity = _identity(os.fstat(plain))
             if self._direct != "off":
                 file.open_direct(split(key)[1], os.O_RDONLY, folder=folder, must=self._direct == "on")
             if file.direct is not None:  # what still goes through the cache are a few pages here and there
@@ -273,9 +336,21 @@ class OpenFiles:
         for other in surplus:
             other.close()
 
+    def _drop(self, key: str, file: OpenFile) -> None:
+        """Let go of one file, unless another thread has done so, and opened the next one."""
+        with self._lock:
+            if self._files.get(key) is file:
+                del self._files[key]
+        file.close()
+
     def _forget(self, which: Callable[[str, OpenFile], bool]) -> None:
         with self._lock:
             gone = [key for key, file in self._files.items() if which(key, file)]
             files = [self._files.pop(key) for key in gone]
         for file in files:
             file.close()
+
+
+def _identity(status: os.stat_result) -> tuple[float, ...]:
+    """What differs between two files of one name, and between a file and the same one that was changed in place."""
+    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..forks.renewal import new_lock
 from .contract import Buffer
 
 __all__ = ["ALIGN_NBYTES", "DIRECT_MIN_NBYTES", "OpenFile", "is_deleted", "read_at", "status_of", "write_at"]
@@ -42,9 +43,11 @@ class OpenFile:
         self.plain = plain
         self.direct: int | None = None
         """The same file with O_DIRECT; None where that is refused or not wanted."""
+        self.identity: tuple[float, ...] = ()
+        """Whatever whoever has opened it knows it by."""
         self._must_be_direct = False
         self._fds = [plain, *owned]
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._users = 0
         self._closing = False
 

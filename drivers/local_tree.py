@@ -13,20 +13,21 @@ import os
 import re
 import secrets
 import stat
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
+from ..forks.renewal import new_lock
 from .contract import ObjectInfo
 from .local_io import is_deleted, status_of
 
-__all__ = ["NO_LOCKS", "Tree", "is_temporary", "lock", "split", "sync_folder", "temporary_name"]
+__all__ = ["NO_LOCKS", "Tree", "is_reserved", "is_temporary", "lock", "split", "sync_folder", "temporary_name"]
 
-NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-"""What flock fails with where the file system knows no locks."""
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
+"""What flock fails with where the file system knows no locks, or none that it can give."""
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _TEMPORARY = re.compile(r"\..*\.[0-9a-f]{16}\.tmp", re.DOTALL)
+_HIDDEN = re.compile(r"\.nfs[0-9a-f]{24}|\.fuse_hidden[0-9a-f]{16}")
 
 
 def temporary_name(name: str) -> str:
@@ -37,6 +38,17 @@ def temporary_name(name: str) -> str:
 def is_temporary(name: str) -> bool:
     """Whether a file of this name is an upload, unfinished or dead, rather than an object."""
     return name.endswith(".tmp") and _TEMPORARY.fullmatch(name) is not None
+
+
+def is_hidden(name: str) -> bool:
+    """Whether the client of a network file system, or libfuse, gives this name to a file that was removed while some
+    process of this host has it open. It removes the file when that is closed."""
+    return name.startswith((".nfs", ".fuse_hidden")) and _HIDDEN.fullmatch(name) is not None
+
+
+def is_reserved(name: str) -> bool:
+    """Whether no object can have this name, because it means something else."""
+    return is_temporary(name) or is_hidden(name)
 
 
 def split(key: str) -> tuple[str, str]:
@@ -66,7 +78,7 @@ class Tree:
     def __init__(self, root: str) -> None:
         self._root = root
         self._fd: int | None = None
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._durable: set[str] = set()
         """Folders whose name in their parent is known to be durable."""
 
@@ -101,9 +113,13 @@ class Tree:
 
     def info(self, key: str) -> ObjectInfo:
         """Of an object: anything but a regular file is ENOENT, or ELOOP."""
+        return _info(key, self.status(key))
+
+    def status(self, key: str) -> os.stat_result:
+        """Of what has an object's name now: anything but a regular file is ENOENT, or ELOOP."""
         above, name = split(key)
         with self.folder(above) as fd:
-            return _info(key, self._regular(os.stat(name, dir_fd=fd, follow_symlinks=False), key))
+            return self._regular(os.stat(name, dir_fd=fd, follow_symlinks=False), key)
 
     def open_object(self, key: str) -> tuple[int, int]:
         """Open for reading: a descriptor of the folder and one of the object, both for the caller to close. ESTALE where
@@ -135,7 +151,7 @@ class Tree:
                 key = f"{folder}/{name}" if folder else name
                 if stat.S_ISDIR(status.st_mode):
                     pending.append(key)
-                elif stat.S_ISREG(status.st_mode) and not is_temporary(name):
+                elif stat.S_ISREG(status.st_mode) and not is_reserved(name):
                     yield _info(key, status)
 
     def remove(self, key: str) -> None:
@@ -143,25 +159,30 @@ class Tree:
         above, name = split(key)
         with contextlib.suppress(FileNotFoundError), self.folder(above) as fd:
             self._regular(os.stat(name, dir_fd=fd, follow_symlinks=False), key)
-            os.unlink(name, dir_fd=fd)
+            _unlink(fd, name)
             sync_folder(fd)
 
     def remove_all(self, prefix: str) -> None:
-        """Remove whatever lies at or below ``prefix``, also links and temporary files; durably. Nothing there: no error."""
+        """Remove whatever lies at or below ``prefix``, also links and temporary files; durably. Nothing there: no error.
+
+        A file that was removed before, and that some process still has open (:func:`is_hidden`), stays for it, as do the
+        folders above.
+        """
         above, name = split(prefix)
         with contextlib.suppress(FileNotFoundError), self.folder(above) as fd:
             self._durable.clear()
             if stat.S_ISDIR(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
                 self._remove_folder(prefix)
             else:
-                os.unlink(name, dir_fd=fd)
+                _unlink(fd, name)
             sync_folder(fd)
 
     def sweep(self, prefix: str, quiet_s: float) -> None:
         """Remove dead temporary files of the object ``prefix``, and those below the folder ``prefix``; and this folder, and
         those in it, where they are empty.
 
-        Dead: nobody holds a lock on it, and it has not changed for ``quiet_s`` seconds.
+        Dead: nobody holds a lock on it, and it has not changed for ``quiet_s`` seconds. Where there are no locks, the latter
+        decides; if it is 0, that cannot be, and everything stays.
         """
         above, name = split(prefix)
         own = re.compile(rf"\.{re.escape(name[:48])}\.[0-9a-f]{{16}}\.tmp", re.DOTALL)
@@ -201,10 +222,29 @@ class Tree:
         for folder in folders:  # grows while it is gone through
             with contextlib.suppress(FileNotFoundError), self.folder(folder) as fd:
                 folders += [f"{folder}/{name}" for name in _unlink_files(fd)]
+        kept: set[str] = set()
         for folder in reversed(folders):
-            above, name = split(folder)
-            with contextlib.suppress(FileNotFoundError), self.folder(above) as fd:
-                os.rmdir(name, dir_fd=fd)
+            if not self._removed(folder, kept):
+                kept.add(folder)
+
+    def _removed(self, key: str, kept: Set[str]) -> bool:
+        """Remove a folder whose files are removed; False where it stays, because only hidden files, and the folders
+        ``kept``, are in it. Raises OSError, ENOTEMPTY where somebody has stored something there meanwhile."""
+        above, name = split(key)
+        for last in (False, True):  # a hidden file may be gone before it is looked at
+            try:
+                with contextlib.suppress(FileNotFoundError), self.folder(above) as fd:
+                    os.rmdir(name, dir_fd=fd)
+                return True
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                found = [entry for entry, _ in self._look_into(key)]
+                if not all(is_hidden(entry) or f"{key}/{entry}" in kept for entry in found) or (last and not found):
+                    raise
+                if found:
+                    return False
+        return True
 
     def _look_into(self, folder: str) -> list[tuple[str, os.stat_result]]:
         with contextlib.suppress(FileNotFoundError), self.folder(folder) as fd:
@@ -299,33 +339,47 @@ def _unlink_dead(folder: int, name: str, status: os.stat_result, quiet_s: float)
     if time.time() - status.st_mtime < quiet_s:
         return
     try:
-        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, dir_fd=folder)
+        # For writing: NFS makes an exclusive lock one of the whole range of bytes, and that wants a writer.
+        fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, dir_fd=folder)
     except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ELOOP, errno.EACCES, errno.ENXIO):
+        if error.errno in (errno.ENOENT, errno.ELOOP, errno.EACCES, errno.ENXIO, errno.EISDIR):
             return  # gone, no file of ours, or not ours to judge
         raise
     try:
-        if lock(fd):
+        if _is_free(fd, unknown=quiet_s > 0):
             os.unlink(name, dir_fd=folder)
     except FileNotFoundError:
         pass  # its upload has just ended
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
     finally:
         os.close(fd)
 
 
+def _is_free(fd: int, *, unknown: bool) -> bool:
+    """Whether nobody has locked a file; ``unknown`` where the file system knows no locks."""
+    try:
+        return lock(fd)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        return unknown
+
+
 def _unlink_files(folder: int) -> list[str]:
-    """Remove whatever is no folder; return the names of the folders."""
+    """Remove whatever is neither a folder nor hidden; return the names of the folders."""
     folders = []
     for name, status in _entries(folder):
         if stat.S_ISDIR(status.st_mode):
             folders.append(name)
-        else:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=folder)
+        elif not is_hidden(name):
+            _unlink(folder, name)
     return folders
+
+
+def _unlink(folder: int, name: str) -> None:
+    """Remove a file that was there a moment ago. That it is gone is what was wanted: somebody else has removed it, or a
+    network file system, which was not heard (see :mod:`.local_files`)."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=folder)
 
 
 def _make_root(path: str) -> None:
@@ -334,7 +388,8 @@ def _make_root(path: str) -> None:
         os.mkdir(path)
     except FileNotFoundError:
         _make_root(os.path.dirname(path))
-        os.mkdir(path)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path)
     except FileExistsError:
         pass  # perhaps made by another process a moment ago, so its name may not be durable yet
     try:

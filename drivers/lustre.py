@@ -75,7 +75,8 @@ class LustreDriver(LocalDriver):
     @classmethod
     def open(cls, uri: Uri) -> LustreDriver:
         """The driver for ``uri``. Raises UriError for an option, or a value, that OPTIONS does not know."""
-        return cls(uri.location, scheme=uri.scheme, **option_values(cls.OPTIONS, uri))
+        driver = cls(uri.location, scheme=uri.scheme, **option_values(cls.OPTIONS, uri))
+        return driver._closed_when_collected()
 
     async def layout(self, key: str) -> Layout | None:
         """How an object is spread; None where the file system does not say. Raises NotFoundError."""

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import logging
 import os
 import shutil
 import subprocess
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import StorageError
+from ..forks.renewal import new_lock
 from .local_files import create_file
 from .lustre_layout import ALL_OSTS, STRIPE_NBYTES, Layout, choose, decode, encode
 from .mounts import mount_of
@@ -63,7 +64,7 @@ class Striper:
         self._uri, self._writers, self._find_facts = uri, writers, facts
         self._stripe_count, self._stripe_nbytes = stripe_count, stripe_nbytes
         self._asked = stripe_count is not None or stripe_nbytes is not None
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._facts: Facts | None = None
         self._told: set[str] = set()
 
@@ -78,7 +79,8 @@ class Striper:
             self._check(layout_of(fd), wanted)
         except BaseException:
             os.close(fd)
-            os.unlink(name, dir_fd=folder)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=folder)
             raise
         return fd
 

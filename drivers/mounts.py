@@ -7,14 +7,19 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
-__all__ = ["LUSTRE_TYPES", "Mount", "fs_type", "is_shared", "mount_of"]
+__all__ = ["LUSTRE_TYPES", "Mount", "fs_type", "is_shared", "may_be_stale", "mount_of"]
 
 LUSTRE_TYPES = {"lustre", "lustre_lite"}
 
-_SHARED = LUSTRE_TYPES | {
-    "9p", "afs", "beegfs", "beegfs_nodev", "ceph", "cifs", "daos", "fuse", "gfs2", "glusterfs", "gpfs", "nfs",
-    "nfs4", "ocfs2", "orangefs", "panfs", "pvfs2", "smb3", "smbfs", "virtiofs", "wekafs",
+_LOCAL = {
+    "apfs", "aufs", "bcachefs", "btrfs", "devtmpfs", "erofs", "exfat", "ext2", "ext3", "ext4", "f2fs", "fuseblk", "hfs",
+    "hfsplus", "iso9660", "jffs2", "jfs", "minix", "msdos", "nilfs2", "ntfs", "ntfs3", "overlay", "overlayfs", "ramfs",
+    "reiser4", "reiserfs", "rootfs", "squashfs", "tmpfs", "ubifs", "udf", "ufs", "vfat", "xfs", "zfs",
 }  # fmt: skip
+"""File systems that, by their nature, one host mounts at a time."""
+
+_COHERENT = LUSTRE_TYPES | {"ceph", "gfs2", "gpfs", "ocfs2"}
+"""Shared file systems whose attributes are under locks: what one host changes, all see at once."""
 
 
 class Mount(NamedTuple):
@@ -59,8 +64,14 @@ def _mounts(mountinfo: str) -> tuple[Mount, ...]:
 
 
 def is_shared(fs_type: str) -> bool:
-    """Whether a file system of this type is, by its nature, seen by other hosts. FUSE: mostly, so yes."""
-    return fs_type in _SHARED or fs_type.startswith("fuse.")
+    """Whether other hosts may see a file system of this type. One that is not known counts as shared: it is worse to take
+    the live upload of another host for a dead one than to keep a dead one for a while."""
+    return fs_type not in _LOCAL
+
+
+def may_be_stale(fs_type: str) -> bool:
+    """Whether what such a file system says of an open file may be what it was a while ago: other hosts change it."""
+    return is_shared(fs_type) and fs_type not in _COHERENT
 
 
 def _unescaped(field: str) -> str:

@@ -120,7 +120,9 @@ def _fsspec_class(scheme: str) -> DriverClass:
     try:
         from .fsspec import driver_class_of
     except ImportError as error:
-        raise UriError(f"{scheme}:// needs fsspec: {error}", advice="pip install 'holdfast[fsspec]'.") from error
+        raise UriError(
+            f"{scheme}:// needs fsspec: {error}", advice="pip install 'holdfast-checkpoint[fsspec]'."
+        ) from error
     return cast(DriverClass, driver_class_of(scheme.removeprefix("fsspec+")))
 
 

@@ -1,8 +1,8 @@
 """URIs: where a checkpoint lies, and how to reach it. Parse, print, extend, and take the secrets out.
 
-A URI is ``scheme://location?option=value&…``. A bare path is a ``file://`` URI. What merely looks like a URI
-(``s3:/bucket``, or ``pathlib.Path("s3://bucket")``, which is the same) is an error, and never a local folder named
-"s3:".
+A URI is ``scheme://location?option=value&…``. A bare path is a ``file://`` URI; a leading ``~`` in it is the home folder.
+What merely looks like a URI (``s3:/bucket``, or ``pathlib.Path("s3://bucket")``, which is the same) is an error, and never a
+local folder named "s3:". So is a bare path with options (``/a?threads=3``): it would be a folder of that name.
 
 Scope: of schemes this module knows only those whose location is a path of this host. Which schemes and options exist is
 the registry's business.
@@ -23,6 +23,9 @@ __all__ = ["WHERE_SECRETS_GO", "Uri", "has_password", "is_secret", "join", "pars
 
 _URI = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.IGNORECASE | re.DOTALL)
 _NEARLY_A_URI = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
+
+_OPTIONS = re.compile(r"\?[a-z_][a-z0-9_.-]*=", re.IGNORECASE)
+"""What a bare path ends with where options were meant."""
 
 # A password may hold an unencoded slash, or even "?" and "#", so a colon that begins no port number hides everything up to
 # the "@". What merely looks like a URI begins the text.
@@ -66,6 +69,11 @@ class Uri:
         """The URI as text without its secrets: fit to be printed."""
         return redact(str(self))
 
+    @property
+    def root(self) -> str:
+        """The URI as text without options and secrets: what a driver calls itself (``Driver.uri``)."""
+        return redact(str(Uri(self.scheme, self.location)))
+
     def __str__(self) -> str:
         location = _quoted(self.location, _PATH_SAFE) if self.scheme in _PATHS else self.location
         options = "&".join(f"{_quoted(name, '')}={_quoted(value, _VALUE_SAFE)}" for name, value in self.options.items())
@@ -76,12 +84,12 @@ class Uri:
 
 
 def parse(text: str | os.PathLike[str]) -> Uri:
-    """The URI that ``text`` means. A bare path, absolute or relative, is a ``file`` URI; ``~`` stays what it is.
+    """The URI that ``text`` means. A bare path, absolute or relative, is a ``file`` URI; a leading ``~`` is expanded.
 
     Raises UriError for what is neither, for a password before the host, for options without a value or given twice, for a
-    fragment, and for a ``file`` URI that names another host.
+    fragment, for a ``file`` URI that names another host, and for a bare path that is followed by options.
     """
-    text = os.fspath(text)
+    text = _text_of(text)
     _check_text(text)
     match = _URI.fullmatch(text)
     if match is None:
@@ -128,6 +136,21 @@ def join(uri: Uri | str | os.PathLike[str], *parts: str) -> Uri:
     return Uri(uri.scheme, "/".join([uri.location.rstrip("/"), *below]) or "/", dict(uri.options))
 
 
+def _text_of(given: object) -> str:
+    """Raises UriError for what is no text."""
+    if isinstance(given, os.PathLike):
+        given = os.fspath(given)
+    if isinstance(given, str):
+        return given
+    if isinstance(given, bytes):
+        raise UriError("the URI is given as bytes", advice="Decode it: os.fsdecode makes text of a path in bytes.")
+    kind = type(given).__name__
+    raise UriError(
+        f"the URI is {'an' if kind[:1].lower() in 'aeiou' else 'a'} {kind}",
+        advice="The URI comes first, then the state: save(uri, state), load(uri, into=state).",
+    )
+
+
 def _check_text(*texts: str) -> None:
     for text in texts:
         try:
@@ -147,7 +170,28 @@ def _bare_path(path: str) -> str:
             f"{redact(path)!r} is neither a URI nor a path that exists",
             advice=f"Write {redact(f'{scheme}://' + rest.lstrip('/'))} for the URI, or put ./ before a local name.",
         )
+    path = _expanded(path)
+    if _OPTIONS.search(path):
+        name, _, query = path.partition("?")
+        folder = _quoted(_absolute(name), _PATH_SAFE)
+        raise UriError(
+            f"{redact(path)!r} is a bare path, which has no options",
+            advice=f"Write {redact(f'file://{folder}?{query}')} to give them. To mean a folder of this name, write %3F for "
+            "'?' in a file:// URI.",
+        )
     return path
+
+
+def _expanded(path: str) -> str:
+    """With the home folder for a leading ``~``, or ``~user``."""
+    if not path.startswith("~"):
+        return path
+    expanded = os.path.expanduser(path)
+    if expanded == path and not os.path.lexists(path):
+        raise UriError(
+            f"{redact(path)!r} begins with the home folder of nobody here", advice="Put ./ before a local name."
+        )
+    return expanded
 
 
 def _path_of_uri(scheme: str, location: str, text: str) -> str:
@@ -156,7 +200,8 @@ def _path_of_uri(scheme: str, location: str, text: str) -> str:
         raise UriError(
             f"{scheme}:// reaches this host only" if host else f"a {scheme}:// URI needs an absolute path",
             uri=redact(text),
-            advice=f"An absolute path takes three slashes: {scheme}:///a/b.",
+            advice=f"An absolute path takes three slashes: {scheme}:///a/b."
+            + (" A bare path may begin with ~, a URI may not." if host.startswith("~") else ""),
         )
     return _unquoted(slash + path)
 

@@ -97,7 +97,7 @@ class HoldfastError(Exception):
         where = [
             f"{name} {value}"
             for name, value in (("rank", self.rank), ("key", self.key), ("in", self.uri))
-            if value is not None
+            if value not in (None, "")
         ]
         text = self.message + (f" ({', '.join(where)})" if where else "")
         return f"{text}. {self.advice}" if self.advice else text

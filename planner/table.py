@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
+from ..forks.cached import cached_property
 from .columns import Ints, volumes, widen
 from .coverage import Flaw, flawed, flaws
 

@@ -5,7 +5,7 @@ mesh of some ranks, which another mesh may hold, too) has a *label*: ranks that 
 different tensors under one name. Their bytes tell, of which each sends a digest. What comes out is an *accord*, the same on
 all ranks:
 
-    begin      each says what it holds, by labels; the leader asks about those that several groups of ranks have
+    agree      each says what it holds, by labels; the leader asks about those that several groups of ranks have
     digests    each digests what it is asked about; the leader finds who holds the same, and shares out the work
 
 The accord also says the way that word of what is written takes: the ranks of a host tell the first of them, who tells the
@@ -22,7 +22,7 @@ from __future__ import annotations
 import base64
 import json
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,9 @@ import numpy.typing as npt
 
 from ..errors import SaveError, UsageError
 from ..planner.balance import Group, balance
+from .capture.apart import warn_of
 from .capture.fingerprint import label, unsure_rows
+from .capture.hollow import opinion, refuse_hollow
 from .capture.kept import Kept
 from .capture.plan import Agreed
 from .capture.state import FlatState
@@ -162,16 +164,17 @@ async def agree(
     flat: FlatState,
     digests: Digest,
     accords: Accords,
-    begin: Callable[[], Awaitable[str]],
     compression: str | None = None,
-) -> tuple[str, Accord]:
-    """Agree with the other ranks; return the attempt that the leader began with ``begin``, and what was agreed on. All
-    ranks of a team of several call this.
+) -> Accord:
+    """Agree with the other ranks, and return what was agreed on. All ranks of a team of several call this.
 
-    Raises UsageError where ranks save to different URIs, or compress differently, SaveError where they hold different values
+    Storage is not asked for anything: trainers wait for the copies that begin when this returns.
+
+    Raises UsageError where ranks save to different URIs, or compress differently, StateError where all hold less than it
+    seems, SaveError where they hold different values
     of one part of a DTensor.
     """
-    key, leader = (flat.kin, team.rank, team.world), Leader(begin)
+    key, leader = (flat.kin, team.rank, team.world), Leader()
     accord = None if flat.kin is None else accords.get(key)
     held: Held | None = None
     if accord is None:
@@ -179,16 +182,18 @@ async def agree(
         told = _all_of(held)
     else:
         told = accord.tell(await offload(digests, accord.rows))
-    says = {"uri": uri} | ({} if compression is None else {"compression": compression})
-    verdict = json.loads(await team.round("begin", _packed(says | told), leader.begin))
-    if accord is None or "attempt" not in verdict:
+    says: dict[str, Any] = {"uri": uri} | ({} if compression is None else {"compression": compression})
+    hollow = opinion(flat)
+    says |= {"hollow": hollow} if hollow or hollow is None else {}
+    verdict = json.loads(await team.round("agree", _packed(says | told), leader.agree))
+    if accord is None or "accord" not in verdict:
         held = held or Held.of(flat, team.world)
         if "ask" not in verdict:
             verdict = json.loads(await team.round("holds", _packed(_all_of(held)), leader.hear))
-        accord, verdict = await _anew(team, flat, held.names, digests, set(verdict["ask"]), leader)
+        accord = await _anew(team, flat, held.names, digests, set(verdict["ask"]), leader)
         if flat.kin is not None:
             accords.put(key, accord)
-    return verdict["attempt"], accord
+    return accord
 
 
 def _all_of(held: Held) -> dict[str, Any]:
@@ -198,9 +203,8 @@ def _all_of(held: Held) -> dict[str, Any]:
 
 async def _anew(
     team: Team, flat: FlatState, names: Sequence[str], digests: Digest, asked: Set[str], leader: Leader
-) -> tuple[Accord, dict[str, Any]]:
-    """Digest what is asked about; return the accord that comes of it, and the leader's verdict. ``names``: the labels of
-    what is held."""
+) -> Accord:
+    """Digest what is asked about; return the accord that comes of it. ``names``: the labels of what is held."""
     rows = unsure_rows(flat, team.world)
     mine = [i for i, row in enumerate(rows) if flat.parts[row] is None or names[i] in asked]
     found = await offload(digests, [rows[i] for i in mine])
@@ -211,7 +215,10 @@ async def _anew(
         "parts": {names[i]: label(flat, rows[i]) for i in mine if names[i] in asked},
     }
     verdict = json.loads(await team.round("digests", _packed(told), leader.compare))
-    return _accord({names[i]: rows[i] for i in mine}, verdict, team), verdict
+    accord = _accord({names[i]: rows[i] for i in mine}, verdict, team)
+    ours = {row: verdict["apart"][name] for name, row in accord.apart.items()}
+    warn_of(flat, {row: held for row, (first, held) in ours.items() if first == team.rank}, team.rank)
+    return accord
 
 
 def _accord(asked: Mapping[str, int], verdict: Mapping[str, Any], team: Team) -> Accord:
@@ -232,15 +239,14 @@ def _accord(asked: Mapping[str, int], verdict: Mapping[str, Any], team: Team) ->
 
 
 class Leader:
-    """What only rank 0 does. ``begin`` begins an attempt."""
+    """What only rank 0 does."""
 
-    def __init__(self, begin: Callable[[], Awaitable[str]]) -> None:
-        self._begin = begin
+    def __init__(self) -> None:
         self._held: list[Held] = []
         self._hosts = ""
         self._seal = ""
 
-    async def begin(self, statements: Sequence[bytes]) -> bytes:
+    async def agree(self, statements: Sequence[bytes]) -> bytes:
         """All go by one accord, and what was the same still is: that is all. Else what to digest, or to say first."""
         told = [json.loads(s) for s in statements]
         for rank, other in enumerate(told):
@@ -249,11 +255,12 @@ class Leader:
             theirs, ours = other.get("compression"), told[0].get("compression")
             if theirs != ours:
                 raise UsageError(f"rank {rank} saves with compression={theirs!r}, rank 0 with {ours!r}", rank=rank)
+        refuse_hollow([other.get("hollow", {}) for other in told])
         if all("holds" in other for other in told):
             return await self.hear(statements)
         if not _still(told):
             return b"{}"
-        return _packed({"attempt": await self._begin(), "accord": told[0]["accord"]})
+        return _packed({"accord": told[0]["accord"]})
 
     async def hear(self, statements: Sequence[bytes]) -> bytes:
         """Which parts of DTensors lie on several meshes, by labels. Plain tensors are digested in any case."""
@@ -266,7 +273,7 @@ class Leader:
     async def compare(self, statements: Sequence[bytes]) -> bytes:
         """The accord. Raises SaveError where ranks hold different values of one part of a DTensor."""
         body = await offload(_agreed, self._held, [json.loads(s) for s in statements])
-        body |= {"hosts": self._hosts, "attempt": await self._begin()}
+        body["hosts"] = self._hosts
         return _packed(body | {"accord": digest(_packed(body | {"seal": self._seal})).hex()})
 
 
@@ -314,6 +321,7 @@ def _agreed(held: Sequence[Held], told: Sequence[Mapping[str, Any]]) -> dict[str
     names = _names(labels[first])
     _refuse(told, {name for name, alike in zip(names, same.tolist(), strict=True) if not alike})
     groups, numbers = {tuple(range(len(held))): EVERYBODY}, dict[str, int | None]()
+    apart: dict[str, tuple[int, int]] = {}  # the first rank that holds it, and how many do
     loads = _on_meshes(held, told)
     order = np.argsort(equal, kind="stable")
     holders = np.split(order, np.cumsum(np.bincount(equal, minlength=1))[:-1])
@@ -322,9 +330,12 @@ def _agreed(held: Sequence[Held], told: Sequence[Mapping[str, Any]]) -> dict[str
         number = groups.setdefault(group, len(groups) - 1) if alike else None
         if number != EVERYBODY:
             numbers[name] = number
+        if not alike:
+            apart[name] = (group[0], len(group))
         for row in rows[:1].tolist() if alike else rows.tolist():
             loads[group if alike else (int(ranks[row]),)] += nbytes[row]
-    return {"groups": list(groups)[1:], "labels": numbers, "shares": list(balance(loads, len(held)).items())}
+    shares = list(balance(loads, len(held)).items())
+    return {"groups": list(groups)[1:], "labels": numbers, "apart": apart, "shares": shares}
 
 
 def _refuse(told: Sequence[Mapping[str, Any]], different: Set[str]) -> None:

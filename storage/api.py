@@ -4,26 +4,44 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar, overload
 
 from ..drivers.registry import open_driver
 from ..errors import UsageError
-from .begin import Destination, Lazy, UriLike, begin_save, closing, told
+from .begin import Destination, Lazy, UriLike, begin_save, closing, named, step_of_state, telling, telling_of
 from .capture.lazy import fence
 from .capture.state import flatten
+from .differences import Differences, Strict
+from .foreign import explains
 from .format.packed import Compression, checked_compression
 from .frameworks.process_group import current_rank, current_team
 from .handle import SaveHandle
 from .load import Exchanging, LoadJob, finish, run_build, run_load
 from .pipeline.buffers import release_pools
-from .pipeline.engine import start
+from .pipeline.engine import check_may_wait, run
+from .pipeline.progress import ProgressCallback, ProgressReporter
+from .ranks.calls import Call
+from .ranks.team import Solo, Team
 from .report import LoadReport, SaveReport
 
-__all__ = ["BUDGET_NBYTES", "DEADLINE_S", "async_save", "fence", "load", "release_memory", "save"]
+__all__ = [
+    "BUDGET_NBYTES",
+    "DEADLINE_S",
+    "LoadOptions",
+    "async_save",
+    "fence",
+    "load",
+    "load_after",
+    "release_memory",
+    "save",
+]
 
 BUDGET_NBYTES = 512 << 20
 DEADLINE_S = 300.0
 _BUDGET_MIN_NBYTES = 32 << 20
+
+T = TypeVar("T")
 
 
 def save(
@@ -36,6 +54,8 @@ def save(
     timeout_s: float | None = None,
     storage_options: Mapping[str, object] | None = None,
     compression: Compression | None = None,
+    allow_empty: bool = False,
+    progress: ProgressCallback | None = None,
 ) -> SaveReport:
     """Save ``state`` as the checkpoint ``uri``; return when it is committed, on every rank.
 
@@ -50,18 +70,28 @@ def save(
     none.
 
     ``compression="lz4"`` stores blocks that shrink compressed: for states that do, as trained weights do not, or storage
-    that is slow. Such a checkpoint is read as any other, where lz4 is installed (``pip install 'holdfast[lz4]'``).
+    that is slow. Such a checkpoint is read as any other, where lz4 is installed
+    (``pip install 'holdfast-checkpoint[lz4]'``).
+
+    A state whose tensors have no elements at all, or have none where its weights should be, is a StateError: some frameworks
+    keep the elements elsewhere. ``allow_empty=True`` saves it.
+
+    ``progress(done_nbytes, total_nbytes)`` is called now and then on a thread of its own, with the bytes of this rank's
+    image that are written, and all of them. What it raises ends the save.
 
     Atomic: a checkpoint that was at ``uri`` is replaced whole, or, after any failure, untouched. Raises StateError for
     what cannot be saved and UriError, both before any I/O; SaveError, StorageError; RankFailedError when another rank
     fails; DeadlineError when one shows no sign of life for ``deadline_s`` seconds, or ``timeout_s`` are over.
     """
-    _checked_budget(budget_nbytes)
-    compression = checked_compression(compression)
-    to = Destination(uri, storage_options)
+    check_may_wait()
+    with telling_of("save", uri, step_of_state(state) if step is None else step, deadline_s):
+        _checked_budget(budget_nbytes)
+        compression = checked_compression(compression)
+        to = Destination(uri, storage_options)
     handle, future = begin_save(
-        to, state, step, budget_nbytes, deadline_s, lazy=False, timeout_s=timeout_s, compression=compression
-    )
+        to, state, step, budget_nbytes, deadline_s, lazy=False, timeout_s=timeout_s, compression=compression,
+        allow_empty=allow_empty, asks=True, progress=progress,
+    )  # fmt: skip
     try:
         handle.wait()
     except KeyboardInterrupt:
@@ -82,6 +112,8 @@ def async_save(
     timeout_s: float | None = None,
     storage_options: Mapping[str, object] | None = None,
     compression: Compression | None = None,
+    allow_empty: bool = False,
+    progress: ProgressCallback | None = None,
 ) -> SaveHandle:
     """Begin to save ``state`` as the checkpoint ``uri``; return when every byte of it is copied to host memory.
 
@@ -91,32 +123,71 @@ def async_save(
     logged. A save to a URI to which this process is still saving waits for that one first.
 
     ``lazy``: return at once, and copy while training goes on. The next step of any torch optimizer waits for what is left
-    of that; whatever else writes to the state calls :func:`fence` first. A write that came too early fails the save with a
-    SaveError, if torch counts it. ``lazy="prove"`` reads every tensor twice more, and finds any change by digests.
+    of that. A write that came too early, by whatever means, fails the save with a SaveError, and that tensor is copied at
+    the call in later saves; :func:`fence` before it avoids both. Tensors that are saved for the first time are copied at
+    the call. ``lazy="prove"`` compares sums of tensors in host memory, too.
     """
-    if budget_nbytes is not None:
-        _checked_budget(budget_nbytes)
-    compression = checked_compression(compression)
-    to = Destination(uri, storage_options)
-    handle, _future = begin_save(
-        to, state, step, budget_nbytes, deadline_s, lazy=lazy, timeout_s=timeout_s, compression=compression
-    )
     if not lazy:
-        handle.captured.wait()
+        check_may_wait()
+    with telling_of("save", uri, step_of_state(state) if step is None else step, deadline_s):
+        if budget_nbytes is not None:
+            _checked_budget(budget_nbytes)
+        compression = checked_compression(compression)
+        to = Destination(uri, storage_options)
+    handle, future = begin_save(
+        to, state, step, budget_nbytes, deadline_s, lazy=lazy, timeout_s=timeout_s, compression=compression,
+        allow_empty=allow_empty, progress=progress,
+    )  # fmt: skip
+    if not lazy:
+        try:
+            handle.captured.wait()
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
     return handle
 
 
+@overload
+def load(
+    uri: UriLike,
+    into: None = ...,
+    *,
+    strict: Strict = ...,
+    cast: bool = ...,
+    budget_nbytes: int = ...,
+    deadline_s: float = ...,
+    storage_options: Mapping[str, object] | None = ...,
+    exchange: Exchanging = ...,
+    on_report: Callable[[LoadReport], None] | None = ...,
+    progress: ProgressCallback | None = ...,
+) -> Any: ...
+@overload
+def load(
+    uri: UriLike,
+    into: T,
+    *,
+    strict: Strict = ...,
+    cast: bool = ...,
+    budget_nbytes: int = ...,
+    deadline_s: float = ...,
+    storage_options: Mapping[str, object] | None = ...,
+    exchange: Exchanging = ...,
+    on_report: Callable[[LoadReport], None] | None = ...,
+    progress: ProgressCallback | None = ...,
+) -> T: ...
+@explains("uri", "storage_options")
 def load(
     uri: UriLike,
     into: Any = None,
     *,
-    strict: bool = True,
+    strict: Strict = True,
     cast: bool = False,
     budget_nbytes: int = BUDGET_NBYTES,
     deadline_s: float = DEADLINE_S,
     storage_options: Mapping[str, object] | None = None,
     exchange: Exchanging = "auto",
     on_report: Callable[[LoadReport], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Any:
     """Load the checkpoint ``uri`` into ``into``, whatever layouts the two have; return ``into``.
 
@@ -124,36 +195,108 @@ def load(
     and other objects get their state back. Without ``into``, build and return the whole state, on the CPU, as this rank
     saved it. In a distributed job every rank calls this with its own part.
 
-    ``strict``: what is in the state or in the checkpoint alone, and what differs in shape or dtype, is raised as one
-    MismatchError that lists it all, before anything is read. ``strict=False`` fills what both have; shapes and dtypes
-    must fit all the same, but ``cast=True`` converts dtypes. Every byte is verified before it is used.
-    ``storage_options`` as in :func:`save`. ``on_report`` is told what was read, on this rank.
+    ``strict``: which names must be on both sides. True: all, of the state and of the checkpoint. ``"state"``: those of the
+    state; what else the checkpoint has is left. False: none; what both have is loaded. What is left is logged, and listed in
+    the report. Names that must fit and do not, and, in every mode, shapes and dtypes that differ and a state of which
+    nothing is stored at all, are raised as one MismatchError that lists them, before anything is read. ``cast=True``
+    converts dtypes. Every byte is verified before it is used. ``storage_options`` as in :func:`save`. ``on_report`` is told
+    what was read, on this rank.
 
     ``exchange``: what several ranks want is read by one of them, which hands it to the others at once. "auto": among ranks
     of one host, through memory that they share, where it is enough to matter. True: among all ranks, over the network too.
-    False: each rank reads for itself. All ranks give the same. Raises
-    NotACheckpointError, DamagedError, StorageError, RankFailedError, DeadlineError; after those, tensors may be partly
-    filled.
+    False: each rank reads for itself. All ranks give the same.
+
+    ``progress(done_nbytes, total_nbytes)`` is called now and then on a thread of its own, with the bytes of the checkpoint
+    that this rank has read or received, and all that it will have. What it raises ends the load.
+
+    Raises NotACheckpointError, DamagedError, StorageError, RankFailedError, DeadlineError; after those, tensors may be
+    partly filled.
     """
+    options = LoadOptions(
+        strict=strict,
+        cast=cast,
+        budget_nbytes=budget_nbytes,
+        deadline_s=deadline_s,
+        storage_options=storage_options,
+        exchange=exchange,
+        on_report=on_report,
+        progress=progress,
+    )
+    return load_after(set(), uri, into, options)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """What :func:`load` can be told besides the checkpoint and the state; see there."""
+
+    strict: Strict = True
+    cast: bool = False
+    budget_nbytes: int = BUDGET_NBYTES
+    deadline_s: float = DEADLINE_S
+    storage_options: Mapping[str, object] | None = None
+    exchange: Exchanging = "auto"
+    on_report: Callable[[LoadReport], None] | None = None
+    progress: ProgressCallback | None = None
+
+    def check(self) -> None:
+        """Raises UsageError for values that are none of those that are known."""
+        _checked_budget(self.budget_nbytes)
+        if self.exchange not in (True, False, "auto"):
+            raise UsageError(f"exchange={self.exchange!r}", advice='Give "auto", True or False.')
+        if self.strict not in (True, False, "state"):
+            raise UsageError(f"strict={self.strict!r}", advice='Give True, "state" or False.')
+
+
+def load_after(touched: set[str], uri: UriLike, into: Any, options: LoadOptions) -> Any:
+    """As :func:`load`, for a state that earlier loads, which failed, have filled in part: ``touched`` are the names that
+    they began to fill. Raises MismatchError, before anything is read, where the checkpoint does not have all of them, in
+    every mode. This load adds those that it begins to fill itself."""
     began_s = time.perf_counter()
-    budget_nbytes = _checked_budget(budget_nbytes)
-    if exchange not in (True, False, "auto"):
-        raise UsageError(f"exchange={exchange!r}", advice='Give "auto", True or False.')
-    fence()
-    driver = open_driver(uri, **(storage_options or {}))
+    check_may_wait()
+    team: Team = Solo()
+    if into is not None:
+        team = current_team(Call("load", named(uri)), options.deadline_s, saving=False)
+    left = Differences()
+    with telling(team):
+        options.check()
+        fence()
+        driver = open_driver(uri, **(options.storage_options or {}))
     if into is None:
-        root, manifest, reader = start(closing(driver, run_build(driver, current_rank(), budget_nbytes))).result()
+        with ProgressReporter(options.progress) as reporter:
+            building = run_build(driver, current_rank(), options.budget_nbytes, reporter.report)
+            root, manifest, reader = run(closing(driver, building))
     else:
-        team = current_team(deadline_s, saving=False)
-        flat = told(team, driver, flatten, into, loading=True)
-        job = LoadJob(flat, strict=strict, cast=cast, budget_nbytes=budget_nbytes, exchange=exchange)
-        manifest, reader = start(closing(driver, run_load(driver, team, job))).result()
+        with telling(team, driver):
+            flat = flatten(into, loading=True)
+            job = LoadJob(
+                flat,
+                strict=options.strict,
+                cast=options.cast,
+                budget_nbytes=options.budget_nbytes,
+                exchange=options.exchange,
+            )
+            job.touched = touched
+        with ProgressReporter(options.progress) as reporter:
+            job.progress = reporter.report
+            manifest, reader = run(closing(driver, run_load(driver, team, job)))
         root = finish(job, manifest, team.rank)
-        root = into if any(s.parent < 0 for s in flat.subtrees) else root  # into is itself an object with a state
-    if on_report is not None:
-        seconds = time.perf_counter() - began_s
-        read = (reader.bytes_wanted, reader.bytes_read)
-        on_report(LoadReport(driver.uri, manifest.attempt, *read, seconds, reader.bytes_received))
+        left = job.left
+        if any(subtree.parent < 0 for subtree in flat.subtrees):
+            root = into  # it is itself an object with a state
+    if options.on_report is not None:
+        report = LoadReport(
+            uri=driver.uri,
+            attempt=manifest.attempt,
+            bytes_wanted=reader.bytes_wanted,
+            bytes_read=reader.bytes_read,
+            seconds=time.perf_counter() - began_s,
+            bytes_received=reader.bytes_received,
+            missing=left.missing,
+            unexpected=left.unexpected,
+            missing_count=left.missing_count,
+            unexpected_count=left.unexpected_count,
+        )
+        options.on_report(report)
     return root
 
 

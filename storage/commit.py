@@ -6,13 +6,13 @@ Keys below a checkpoint's root::
     data/<attempt>/attempt.json     from before any data until it is settled: makes it known to collectors; empty, or
                                     what it copies
     data/<attempt>/<rank>.safetensors           or .safetensors.lz4
-    data/<attempt>/fate             written once, exclusively: empty by its own leader, "abort" by a later save
+    data/<attempt>/fate             written once, exclusively: a claim by its leader, "abort" by a later save (:mod:`.fate`)
     data/pruning                    while somebody deletes the checkpoint: put before its last look at the manifest
 
 1. *begin*: every attempt that is not the current checkpoint is sentenced ("abort") and deleted, then a new attempt begins.
    The newest save wins: a zombie of a dead job cannot commit any more.
 2. all images become durable.
-3. *commit*: the leader claims its own fate, by an empty object. Exactly one of claim and sentence can succeed.
+3. *commit*: the leader claims its own fate. Exactly one of claim and sentence can succeed, and of several claims one.
 4. It sees ``attempt.json``, and every image, whole. After the claim: a sentence may have been carried out, and so removed.
    Whoever deletes an attempt deletes ``attempt.json`` first, and its fate later. So if it is there after a claim that
    succeeded, there never was a sentence, and nobody deletes, or is about to delete, an image.
@@ -31,13 +31,13 @@ attempt that is not current is left alone until nothing was written to it for a 
 then rests on clocks: that no saver goes on after it was idle for that long. And the newest save does not win: whichever
 puts its manifest last does.
 
-What every save writes beside its images is empty where it can be: some storage (HDFS) keeps a writer waiting for half a
-second until it has counted the replicas of a file that is not.
+``attempt.json`` of a save is empty: some storage (HDFS) keeps a writer waiting, up to half a second, until it has counted
+the replicas of a file that is not.
 
 A *copy* of a checkpoint begins like a save, except that it goes on with an undecided attempt that was to copy the same
 one (``attempt.json`` says so): its images are what they would be made again. Whether whoever began that attempt is dead
-does not matter. Both write the same bytes under the same keys, and one of them claims. Where both can, for want of an atomic
-exclusive put, neither settles it.
+does not matter. Both write the same bytes under the same keys, and one of them claims: a claim says whose it is. Where both
+can, for want of an atomic exclusive put, neither settles it.
 """
 
 from __future__ import annotations
@@ -67,9 +67,11 @@ from ..errors import (
     SupersededError,
 )
 from .committed import read_manifest
+from .fate import SENTENCE, claim, put_once, sentence
+from .fitness import TRIAL_NBYTES, answers_ranges, refuses_taken
 from .format.manifest import MANIFEST_KEY, Manifest, image_key
 from .pipeline.executor import at_most
-from .pruning import PRUNING_KEY, new_sign, pruned_since_s, pruning_over
+from .pruning import PRUNING_KEY, new_sign, pruned_since_s, pruning_over, take_away
 
 __all__ = [
     "CLEAN_UP_S",
@@ -93,7 +95,6 @@ __all__ = [
     "sweep",
 ]
 
-CLAIM, SENTENCE = b"", b"abort"
 GRACE_S = 3600.0
 """Longer than any put of a manifest may take."""
 CLEAN_UP_S = 30.0
@@ -132,6 +133,7 @@ async def begin(driver: Driver) -> Attempt:
     where a pruning has died here within the last hour, or does not end: see 5."""
     attempt = await _announce(driver)
     try:
+        await _see_exclusive(driver, attempt)
         await pruning_over(driver, partial(_time_s, driver, attempt), CLEAN_UP_S, GRACE_S)
         await _collect_others(driver, attempt)
         await sweep(driver, CLEAN_UP_S)
@@ -191,11 +193,12 @@ async def commit(
     """
     data, before = manifest.encode(), None
     try:
-        await driver.put(attempt.fate, CLAIM, exclusive=True)
+        claimed = await claim(driver, attempt.fate)
     except (ExistsError, NotFoundError) as error:  # not found: the attempt is being deleted, folder and all
         raise _superseded(driver) from error
     await still_there(driver, attempt)
     await _see_all(driver, manifest)
+    await answers_ranges(driver, attempt.fate, claimed)
     with contextlib.suppress(DamagedError):
         before = await _current_attempt(driver)
     obsolete = None if before is None or before == attempt.id else Attempt(before)
@@ -232,8 +235,12 @@ async def delete_manifest(driver: Driver, attempt: Attempt) -> bool:
     flagged_s = await pruned_since_s(driver)
     if flagged_s is not None and await clock_s(driver) - flagged_s <= GRACE_S:
         return False
+    sign = new_sign()
     try:
-        await driver.put(PRUNING_KEY, new_sign(), exclusive=flagged_s is None)
+        if flagged_s is None:
+            await put_once(driver, PRUNING_KEY, sign)
+        else:
+            await driver.put(PRUNING_KEY, sign)  # whoever put the other one has died
     except ExistsError:
         return False
     ours = False
@@ -241,10 +248,10 @@ async def delete_manifest(driver: Driver, attempt: Attempt) -> bool:
         ours = await _current_attempt(driver) == attempt.id
     finally:
         if not ours:  # nobody need wait for a deletion that will not be
-            await driver.delete(PRUNING_KEY)
+            await take_away(driver, sign, alone=flagged_s is None)
     if ours:
         await driver.delete(MANIFEST_KEY)
-        await driver.delete(PRUNING_KEY)
+        await take_away(driver, sign, alone=flagged_s is None)
     return ours
 
 
@@ -305,6 +312,7 @@ async def _probe(driver: Driver) -> AsyncIterator[Attempt]:
     """An attempt for the length of a block, that is never committed: its files' times tell what time the storage has."""
     attempt = await _announce(driver)
     try:
+        await _see_exclusive(driver, attempt)
         yield attempt
     finally:
         await delete_attempt(driver, attempt)
@@ -324,6 +332,13 @@ async def _announce(driver: Driver, told: Mapping[str, Any] | None = None) -> At
         # Nobody else has this id: some storage, or its client, has done the request twice, and the second answer came. So
         # another id is taken, to be sure. What was put is collected, like whatever the dead have left.
         return await announced()
+
+
+async def _see_exclusive(driver: Driver, attempt: Attempt) -> None:
+    """See that the storage refuses an exclusive put where the key is taken, before anybody is sentenced by one. Raises
+    StorageError where it does not, SupersededError where another save has deleted the marker."""
+    if not await refuses_taken(driver, attempt.marker):
+        raise _superseded(driver)
 
 
 async def _former(driver: Driver, probe: Attempt, of: str) -> Attempt | None:
@@ -363,11 +378,15 @@ async def sweep(driver: Driver, limit_s: float | None = None) -> None:
 
 
 async def still_there(driver: Driver, attempt: Attempt) -> ObjectInfo:
-    """The attempt's marker. Raises SupersededError where it is gone: another save is deleting this attempt."""
+    """The attempt's marker. Raises SupersededError where it is gone: another save is deleting this attempt. Gone it is, too,
+    where what was to be refused (:func:`_see_exclusive`) has come late, and been stored in its place."""
     try:
-        return await driver.stat(attempt.marker)
+        found = await driver.stat(attempt.marker)
     except NotFoundError as error:
         raise _superseded(driver) from error
+    if found.nbytes == TRIAL_NBYTES:
+        raise _superseded(driver)
+    return found
 
 
 def _superseded(driver: Driver) -> HoldfastError:
@@ -433,8 +452,7 @@ async def _collect_others(
 async def _collect(driver: Driver, attempt: Attempt, decided: bool, now_s: float, grace_s: float) -> None:
     """Delete an attempt that is not the current checkpoint, if it is certain that it never will be."""
     if not decided:
-        with contextlib.suppress(ExistsError, NotFoundError):
-            await driver.put(attempt.fate, SENTENCE, exclusive=True)
+        await sentence(driver, attempt.fate)
     try:
         claimed = await driver.get(attempt.fate) != SENTENCE
         age_s = now_s - (await driver.stat(attempt.fate)).modified_s

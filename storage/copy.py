@@ -8,9 +8,10 @@ Scope: whole checkpoints. Nothing is re-laid out, merged or converted.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..drivers.contract import Driver
@@ -25,25 +26,28 @@ from ..errors import (
 )
 from .commit import abandon, begin_copy, commit, delete_attempt, settle, still_there
 from .committed import read_manifest
+from .foreign import explains
 from .format.digest import digest
+from .format.lineage import LINEAGE_KEY
 from .format.manifest import MANIFEST_KEY, Manifest
 from .image_copier import ImageCopier
+from .listing import manifest_keys, read_lineage
 from .pipeline.engine import offload, run
 from .pipeline.executor import at_most
 from .pipeline.image_reader import ImageReader
+from .pipeline.progress import ProgressCallback, ProgressReporter
 from .pipeline.unpacked import images_of
 from .place import Place
-from .reader import manifest_keys
 from .verify import verify_images
 
-__all__ = ["CopiedCheckpoint", "CopyReport", "Orders", "Pair", "Progress", "copy", "copy_checkpoint"]
+_log = logging.getLogger(__name__)
+
+__all__ = ["CopiedCheckpoint", "CopyReport", "Orders", "Pair", "copy", "copy_checkpoint"]
 
 BUDGET_NBYTES = 512 << 20
 _LOOKS = 8
 """Pairs of manifests that are read at a time."""
 
-Progress = Callable[[int, int], None]
-"""Told on another thread, now and then: the bytes that are at the destination, and those that there will be."""
 UriLike = str | os.PathLike[str]
 
 
@@ -52,7 +56,8 @@ class CopiedCheckpoint:
     """One checkpoint of a copy. ``path`` is relative to both URIs; ``nbytes`` are those of its ``files`` images.
 
     ``sent_nbytes`` of them were sent now; the rest was there: of an earlier copy that did not come to its end, or, where
-    nothing was sent, because it is the same checkpoint already. ``problem`` says why it was not copied.
+    nothing was sent, because it is the same checkpoint already. ``problem`` says why it was not copied; then nothing of it
+    is at the destination.
     """
 
     path: str
@@ -80,15 +85,21 @@ class CopyReport:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of images, those included that had been there before."""
-        return sum(c.nbytes for c in self.checkpoints)
+        """Bytes of images that are at the destination now, those included that had been there before."""
+        return sum(c.nbytes for c in self.copied)
 
     @property
     def sent_nbytes(self) -> int:
         """Bytes of images that were sent."""
-        return sum(c.sent_nbytes for c in self.checkpoints)
+        return sum(c.sent_nbytes for c in self.copied)
+
+    @property
+    def copied(self) -> tuple[CopiedCheckpoint, ...]:
+        """Those that are at the destination now: copied, or there before."""
+        return tuple(c for c in self.checkpoints if c.problem is None)
 
 
+@explains("src", "src_options")
 def copy(
     src: UriLike,
     dst: UriLike,
@@ -98,10 +109,10 @@ def copy(
     budget_nbytes: int = BUDGET_NBYTES,
     src_options: Mapping[str, object] | None = None,
     dst_options: Mapping[str, object] | None = None,
-    progress: Progress = lambda done, total: None,
+    progress: ProgressCallback | None = None,
 ) -> CopyReport:
     """Copy the checkpoint ``src`` to the URI ``dst``; with ``recursive``, each checkpoint at and below ``src`` to the
-    same path below ``dst``. Return when all are committed there.
+    same path below ``dst``, and the record of which are abandoned. Return when all are committed there.
 
     Every byte is verified on its way. Atomic: ``dst`` has the whole checkpoint, or what it had before. Interrupted, it
     goes on where it stopped when it is called again: images that are whole at the destination are not sent again. Extra
@@ -112,10 +123,15 @@ def copy(
     UnsupportedFormatError, StorageError, ReplacedError, SupersededError where a save to ``dst`` comes between; and
     DamagedError for a damaged source, with file, bytes and tensors. With ``recursive`` a damaged checkpoint keeps no
     other from being copied: it is a ``problem`` of the report.
+
+    ``progress(done_nbytes, total_nbytes)`` is called now and then on a thread of its own, with the bytes that are at the
+    destination and those that there will be. What it raises ends the copy.
     """
     began_s = time.perf_counter()
     source, target = Place.of(src, src_options), Place.of(dst, dst_options)
-    copied = run(_copy(source, target, Orders(overwrite, budget_nbytes), recursive, progress))
+    orders = Orders(overwrite, budget_nbytes)
+    with ProgressReporter(progress) as reporter:
+        copied = run(_copy(source, target, orders, recursive, reporter))
     return CopyReport(source.uri.redacted, target.uri.redacted, tuple(copied), time.perf_counter() - began_s)
 
 
@@ -142,27 +158,61 @@ class Pair:
 
 
 async def _copy(
-    source: Place, target: Place, orders: Orders, recursive: bool, progress: Progress
+    source: Place, target: Place, orders: Orders, recursive: bool, reporter: ProgressReporter
 ) -> list[CopiedCheckpoint]:
     paths = await _paths(source, recursive=recursive)
     looked = await _look_at_all(source, target, paths, orders, recursive)
-    total_nbytes, done_nbytes = sum(c.nbytes for c in looked), 0
-
-    def sent(nbytes: int) -> None:
-        nonlocal done_nbytes
-        done_nbytes += nbytes
-        progress(done_nbytes, total_nbytes)
-
+    if recursive:
+        await _copy_lineages(source, target, {path.rpartition("/")[0] for path in paths if path})
+    sum_up = _Sum(reporter, sum(c.nbytes for c in looked))
     copied = []
     for known in looked:
         try:
-            done = known if known.problem else await _copy_path(source, target, known, orders, sent)
+            done = known if known.problem else await _copy_path(source, target, known, orders, sum_up.add)
         except CheckpointError as error:
             if not recursive:
                 raise
             done = replace(known, problem=str(error))
+        sum_up.end(known.nbytes)
         copied.append(done)
     return copied
+
+
+async def _copy_lineages(source: Place, target: Place, folders: Collection[str]) -> None:
+    """Copy the records of runs' branches, unless the destination's tells of a run that went another way."""
+    for folder in folders:
+        async with source.opened() as theirs, target.opened() as ours:
+            lineage = await read_lineage(theirs, folder)
+            there = await read_lineage(ours, folder)
+            if lineage == there:
+                continue
+            if not there.parents.items() <= lineage.parents.items():
+                _log.warning("which checkpoints are abandoned is not copied to %s: another run is there", ours.uri)
+                continue
+            await ours.put(f"{folder}/{LINEAGE_KEY}".lstrip("/"), lineage.encode())
+
+
+class _Sum:
+    """How far the copy of several checkpoints is."""
+
+    def __init__(self, reporter: ProgressReporter, total_nbytes: int) -> None:
+        self._reporter = reporter
+        self._total_nbytes = total_nbytes
+        self._done_nbytes = 0
+        self._ended_at_nbytes = 0
+
+    def add(self, nbytes: int) -> None:
+        """So many more bytes are at the destination."""
+        self._done_nbytes += nbytes
+        self._reporter.report(self._done_nbytes, self._total_nbytes)
+
+    def end(self, nbytes: int) -> None:
+        """The copy of a checkpoint of ``nbytes`` has ended. What was not sent of it, since it is damaged, never will be."""
+        added_nbytes = self._done_nbytes - self._ended_at_nbytes
+        self._ended_at_nbytes = self._done_nbytes
+        if added_nbytes < nbytes:
+            self._total_nbytes -= nbytes - added_nbytes
+            self._reporter.report(self._done_nbytes, self._total_nbytes)
 
 
 async def _paths(source: Place, *, recursive: bool) -> list[str]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable, Generator
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import DeadlineError
+from .pipeline.engine import EngineFuture
 from .report import SaveReport
 
 __all__ = ["SaveHandle", "StageHandle"]
@@ -22,7 +23,17 @@ class StageHandle:
         """``seen()`` is called whenever somebody learns that the stage is reached."""
         self._name = name
         self._seen = seen
-        self._future: Future[None] = Future()
+        self._future = EngineFuture[None]()
+
+    def __repr__(self) -> str:
+        return f"<StageHandle {self._name}: {self.status}>"
+
+    @property
+    def status(self) -> str:
+        """``reached``, ``not yet`` or ``failed``; asking changes nothing."""
+        if not self._future.done():
+            return "not yet"
+        return "reached" if self._future.exception() is None else "failed"
 
     def done(self) -> bool:
         """Whether the stage was reached, or the save failed before it."""
@@ -37,16 +48,25 @@ class StageHandle:
         Without ``timeout``, the save's own deadlines bound the wait.
         """
         try:
-            self._future.result(timeout)
+            failure = self._future.exception(timeout)
         except FutureTimeoutError as error:
-            if self._future.done():
-                raise
             raise DeadlineError(f"the save was not {self._name} within {timeout:g} s; it goes on") from error
+        if failure is not None:
+            raise _copy_of(failure)
         self._seen()
 
     def __await__(self) -> Generator[Any, None, None]:
-        yield from asyncio.shield(asyncio.wrap_future(self._future)).__await__()
+        yield from self.reached().__await__()
         self._seen()
+
+    async def reached(self) -> None:
+        """For the engine: as to await it, but nobody who writes to the state learns of it."""
+        self._future.done()  # raises UsageError in a forked child
+        ended = asyncio.wrap_future(self._future)
+        await asyncio.wait([ended])
+        failure = ended.exception()
+        if failure is not None:
+            raise _copy_of(failure)
 
     def reach(self) -> None:
         """For the engine: the stage is reached."""
@@ -59,7 +79,17 @@ class StageHandle:
             self._future.set_exception(error)
 
 
-@dataclass
+def _copy_of(error: BaseException) -> BaseException:
+    """``error``, to be raised: an exception keeps the frames that it was raised through, with all that is in them, and the
+    handle keeps ``error``."""
+    copied = copy.copy(error)
+    copied.__cause__ = error.__cause__
+    copied.__context__ = error.__context__
+    copied.__suppress_context__ = error.__suppress_context__
+    return copied.with_traceback(error.__traceback__)
+
+
+@dataclass(repr=False)
 class SaveHandle:
     """A save under way.
 
@@ -73,6 +103,10 @@ class SaveHandle:
     durable: StageHandle = field(default_factory=lambda: StageHandle("durable"))
     report: SaveReport | None = None
     """Set when durable."""
+
+    def __repr__(self) -> str:
+        stages = {"captured": self.captured, "sealed": self.sealed, "durable": self.durable}
+        return f"<SaveHandle {self.uri}: {', '.join(f'{name} {stage.status}' for name, stage in stages.items())}>"
 
     def done(self) -> bool:
         """Whether the save has ended, well or not."""

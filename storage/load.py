@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import base64
 import json
+import logging
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from ..drivers.contract import Driver
-from ..errors import DamagedError, MismatchError, RankFailedError, ReplacedError
+from ..errors import DamagedError, RankFailedError, ReplacedError
 from ..planner.image import DIGEST_NBYTES
-from ..planner.loading import LoadPlan, Targets
 from .capture.build import build
-from .capture.scatter import Scatter
+from .capture.restoring import build_for
 from .capture.state import FlatState, Subtree
-from .capture.targets import Match, Wanted, match
+from .capture.targets import Match, TypedPath, Wanted, match
 from .committed import decoded, get_manifest, read_manifest
+from .differences import Differences, Referee, Strict, statement_of
+from .fill import Report, fill, reporting, scatter_of
 from .format.manifest import Manifest
-from .format.tree import Key, format_path
+from .format.tree import Key, dotted, format_path
 from .format.vouched import Vouched
-from .frameworks.names import Walked
 from .frameworks.process_group import store_host
-from .frameworks.stateful import fills_in_place, maker_of, restore
+from .frameworks.stateful import restore
+from .overlaps import Overlaps, overlapping, read_overlaps
 from .pipeline.engine import offload
 from .pipeline.image_reader import ImageReader, plan_reads
 from .pipeline.unpacked import images_of
+from .progress import counted
 from .ranks.exchange import Circle
 from .ranks.handout import read_once
 from .ranks.hosts import numbered, numbers_in, ranks_with
@@ -34,7 +36,9 @@ from .ranks.meeting import LEAST_NBYTES, begin_exchange
 from .ranks.team import Team
 from .ranks.wire import host_key
 
-__all__ = ["Exchanging", "LoadJob", "fill", "finish", "run_build", "run_load"]
+__all__ = ["Exchanging", "LoadJob", "finish", "run_build", "run_load"]
+
+_log = logging.getLogger(__name__)
 
 RETRIES = 3
 
@@ -46,7 +50,7 @@ class LoadJob:
     """What one rank loads into, and what it found there."""
 
     def __init__(
-        self, flat: FlatState, *, strict: bool, cast: bool, budget_nbytes: int, exchange: Exchanging = False
+        self, flat: FlatState, *, strict: Strict, cast: bool, budget_nbytes: int, exchange: Exchanging = False
     ) -> None:
         self.flat = flat
         self.exchange = exchange
@@ -54,7 +58,11 @@ class LoadJob:
         self.cast = cast
         self.budget_nbytes = budget_nbytes
         self.match = Match()
+        self.left = Differences()
         self.built: list[tuple[Subtree, Any]] = []
+        self.progress: Report = lambda done_nbytes, total_nbytes: None
+        self.touched: set[str] = set()
+        """Names of the state that loads have begun to fill. One that did not end well is made good by filling them all."""
 
 
 async def run_load(driver: Driver, team: Team, job: LoadJob) -> tuple[Manifest, ImageReader]:
@@ -63,6 +71,7 @@ async def run_load(driver: Driver, team: Team, job: LoadJob) -> tuple[Manifest, 
     Raises MismatchError, with every difference on any rank, before any byte is read; what failed on this rank; or
     RankFailedError and DeadlineError for another.
     """
+    driver = counted(driver, team)
     async with team.session():
         try:
             mates = await _mates(team, job.exchange)
@@ -78,32 +87,23 @@ async def run_load(driver: Driver, team: Team, job: LoadJob) -> tuple[Manifest, 
             raise
 
 
-async def run_build(driver: Driver, rank: int, budget_nbytes: int) -> tuple[Any, Manifest, ImageReader]:
+async def run_build(
+    driver: Driver,
+    rank: int,
+    budget_nbytes: int,
+    report: Report = lambda done_nbytes, total_nbytes: None,
+) -> tuple[Any, Manifest, ImageReader]:
     """The whole state, built anew."""
     for _ in range(RETRIES):
         manifest, _data = await read_manifest(driver)
         wanted = Wanted()
         state, _rows = await offload(build, manifest, rank, wanted)
         try:
-            return state, manifest, await fill(images_of(driver, manifest), manifest, wanted, budget_nbytes)
+            return state, manifest, await fill(images_of(driver, manifest), manifest, wanted, budget_nbytes, report)
         except DamagedError:
             if not await _replaced(driver, manifest):
                 raise
     raise ReplacedError(f"another save replaced the checkpoint {RETRIES} times while it was being read", uri=driver.uri)
-
-
-async def fill(driver: Driver, manifest: Manifest, wanted: Wanted, budget_nbytes: int) -> ImageReader:
-    """Read all that is wanted, once, verified, straight to where it belongs; return the reader, for its figures. ``driver``
-    is that of the images (``images_of``)."""
-    reader = ImageReader(driver, manifest, budget_nbytes)
-    targets = wanted.targets(manifest.tensors.shape)
-    plan = await offload(plan_reads, driver, manifest, targets)
-    await reader.run(plan, _scatter(manifest, wanted, targets, plan).deliver)
-    return reader
-
-
-def _scatter(m: Manifest, wanted: Wanted, targets: Targets, plan: LoadPlan) -> Scatter:
-    return Scatter(m.tensors, m.shards, targets, plan, wanted.buffers)
 
 
 async def _mates(team: Team, exchange: Exchanging) -> list[int]:
@@ -125,30 +125,67 @@ async def _load(
     """One try; None when the checkpoint was replaced meanwhile, on any rank."""
     seen, checksum = await _seen(driver, team, f"manifest/{attempt}", mates)
     manifest = seen.manifest if isinstance(seen, Vouched) else seen
-    job.match, job.built = await offload(_matched, job, manifest, team.rank)
-    fits = await team.round(
-        f"fits/{attempt}", _fitting(job, manifest, checksum), _Referee(manifest, job.strict, driver.uri).judge
-    )
-    if not fits.startswith(b"go"):
+    job.match, job.built = await offload(_matched, job, manifest, team.rank, team.world)
+    overlaps = await _overlaps(driver, team, seen, job)
+    if overlaps is None:
+        checksum = b""
+    judge = _Judge(Referee(manifest, job.strict, driver.uri)).judge
+    fits = await team.round(f"fits/{attempt}", _fitting(job, manifest, checksum), judge)
+    if fits == b"again":
         return None
+    _go, left, circles = fits.split(b"\n", 2)
+    job.left = Differences.decode(left)
+    job.touched |= job.match.filled
     targets = job.match.wanted.targets(manifest.tensors.shape)
     if isinstance(seen, Vouched):
         manifest = await offload(seen.of, targets.tensor)
-    circle = _circle(team, f"exchange/{attempt}", fits[2:], job.exchange, mates)
+    circle = _circle(team, f"exchange/{attempt}", circles, job.exchange, mates)
     budget_nbytes = job.budget_nbytes // (2 if circle and circle.near else 1)  # as much to receive into
     reader = ImageReader(images_of(driver, manifest), manifest, budget_nbytes)
     exchange = await begin_exchange(circle, reader, targets) if circle else None
     plan = exchange.plan if exchange else await offload(plan_reads, driver, manifest, targets)
-    scatter = _scatter(manifest, job.match.wanted, targets, plan)
+
+    def report(done_nbytes: int, total_nbytes: int) -> None:
+        team.worked()
+        job.progress(done_nbytes, total_nbytes)
+
+    deliver = reporting(scatter_of(manifest, job.match.wanted, targets, plan).deliver, plan, report)
     outcome = b"all"
     try:
-        await (exchange.run(scatter.deliver) if exchange else reader.run(plan, scatter.deliver))
+        await (exchange.run(deliver) if exchange else reader.run(plan, deliver))
+        if overlaps:
+            await offload(overlaps.put)
+            reader.bytes_wanted += overlaps.bytes_wanted
+            reader.bytes_read += overlaps.bytes_read
     except (DamagedError, RankFailedError):  # of another rank that, perhaps, saw that it was replaced, and left
         if not await _replaced(driver, manifest):
             raise
         outcome = b"replaced"
     arrived = await team.round(f"arrived/{attempt}", outcome, _unanimous)
     return (manifest, reader) if outcome == arrived == b"all" else None
+
+
+async def _overlaps(driver: Driver, team: Team, seen: Manifest | Vouched, job: LoadJob) -> Overlaps | None:
+    """What goes into memory that tensors of the state share is read before the ranks judge what fits; it is not read again.
+    None when the checkpoint was replaced meanwhile."""
+    found, wanted = job.match, job.match.wanted
+    groups = await offload(overlapping, wanted)
+    if not groups or found.mismatched or found.castable or (found.missing and job.strict):
+        return Overlaps()
+    numbers = {number for group in groups for number in group}
+    found.wanted = wanted.without(numbers)
+    wishes = wanted.wishes()
+    rows = np.unique([wishes[number][0] for number in numbers])
+    manifest = await offload(seen.of, rows) if isinstance(seen, Vouched) else seen
+    try:
+        images = images_of(driver, manifest)
+        overlaps = await read_overlaps(images, manifest, wanted, groups, job.budget_nbytes, lambda *_: team.worked())
+    except DamagedError:
+        if not await _replaced(driver, manifest):
+            raise
+        return None
+    found.shared |= overlaps.conflicts
+    return overlaps
 
 
 async def _seen(driver: Driver, team: Team, name: str, mates: Sequence[int]) -> tuple[Manifest | Vouched, bytes]:
@@ -187,111 +224,79 @@ async def _unanimous(votes: Sequence[bytes]) -> bytes:
     return b"all" if all(vote == b"all" for vote in votes) else b"replaced"
 
 
-def _matched(job: LoadJob, manifest: Manifest, rank: int) -> tuple[Match, list[tuple[Subtree, Any]]]:
+def _matched(job: LoadJob, manifest: Manifest, rank: int, world: int) -> tuple[Match, list[tuple[Subtree, Any]]]:
     found = match(job.flat, manifest, rank, cast=job.cast)
     built: list[tuple[Subtree, Any]] = []
     for subtree in job.flat.subtrees:
         if subtree.state is None:
-            path = (*_typed(job.flat, subtree.parent), (type(subtree.key).__name__, subtree.key))
+            path = _path_of(job.flat, subtree)
             try:
-                make = maker_of(subtree.owner, job.flat.modules)
-                state, rows = build(manifest, rank, found.wanted, path, make)
+                made = build_for(subtree, job.flat.modules, manifest, rank, world, found.wanted, path)
             except KeyError:
-                found.missing.append(f"{format_path(key for _, key in path)}: nothing in the checkpoint")
+                keys = [key for _, key in path]
+                found.missing[dotted(keys)] = f"{format_path(keys)}: nothing in the checkpoint"
                 continue
-            built.append((subtree, state))
-            found.tensors |= rows
+            built.append((subtree, made.state))
+            found.filled.add(dotted(key for _, key in path))
+            if not job.strict:  # else the object gets all that it has, or is refused
+                found.filled.update(manifest.tensors.names[row] for row in made.rows)
+            found.tensors |= made.rows
+            found.missing |= made.missing
+            found.mismatched |= made.mismatched
+            if job.strict:
+                found.mismatched |= made.dealt
+            for text in () if job.strict else made.dealt.values():
+                _log.warning("%s", text)
+    found.filled.update(found.wanted.names.values())
+    for name in sorted(job.touched - found.filled):
+        found.left[name] = f"{name!r} has values of a load that failed, and this checkpoint has none for it"
     return found, built
 
 
-def _typed(flat: FlatState, container: int) -> tuple[tuple[str, Key], ...]:
-    return tuple((type(key).__name__, key) for key in flat.tree.paths()[container])
+def _path_of(flat: FlatState, subtree: Subtree) -> TypedPath:
+    """The keys that lead to an object, each with its type; none, where the object is the state."""
+    if subtree.parent < 0:
+        return ()
+    keys = (*flat.tree.paths()[subtree.parent], subtree.key)
+    return tuple((type(key).__name__, key) for key in keys)
 
 
 def _fitting(job: LoadJob, manifest: Manifest, checksum: bytes) -> bytes:
-    """What a rank says before reading: which manifest it has, what does not fit, and what it has a place for."""
-    rows = np.zeros(len(manifest.tensors), bool)
-    rows[list(job.match.tensors)] = True
-    values = np.zeros(len(manifest.tree.values), bool)
-    values[list(job.match.values)] = True
+    """What a rank states before reading: which manifest it has, what does not fit, and what it has a place for."""
     told = {
         "manifest": checksum.hex(),
         "circle": "*" if job.exchange is True else job.exchange and host_key(),
-        "missing": job.match.missing,
-        "mismatched": job.match.mismatched,
-        "tensors": base64.b64encode(np.packbits(rows).tobytes()).decode(),
-        "values": base64.b64encode(np.packbits(values).tobytes()).decode(),
+        **statement_of(job.match, manifest),
     }
     return json.dumps(told).encode()
 
 
-class _Referee:
-    """The leader's judgement: does the checkpoint fit the state, seen from all ranks together?"""
+class _Judge:
+    """On the leader: whether all ranks go on, with whom each exchanges, and what is left."""
 
-    def __init__(self, manifest: Manifest, strict: bool, uri: str) -> None:
-        self._manifest = manifest
-        self._strict = strict
-        self._uri = uri
+    def __init__(self, referee: Referee) -> None:
+        self._referee = referee
 
     async def judge(self, statements: Sequence[bytes]) -> bytes:
         told = [json.loads(s) for s in statements]
-        if len({t["manifest"] for t in told}) > 1:
+        manifests = {t["manifest"] for t in told}
+        if len(manifests) > 1 or "" in manifests:
             return b"again"  # a save came between: some ranks read the manifest before, some after
-        differences = _once(told, "mismatched")
-        if self._strict:
-            differences += _once(told, "missing") + self._unexpected(told)
-        if differences:
-            shown = "".join(f"\n  {d}" for d in differences[:50]) + (
-                f"\n  and {len(differences) - 50} more" if len(differences) > 50 else ""
-            )
-            raise MismatchError(
-                f"the state and the checkpoint differ in {len(differences)} places:{shown}\n",
-                uri=self._uri,
-                advice="strict=False loads what both have" if self._strict else "Nothing was loaded",
-                differences=tuple(differences),
-            )
-        return b"go" + _circles(told)
-
-    def _unexpected(self, told: Sequence[dict[str, Any]]) -> list[str]:
-        m = self._manifest
-        rows = ~_union(told, "tensors", len(m.tensors))
-        values = ~_union(told, "values", len(m.tree.values))
-        paths = m.tree.paths()
-        names = dict.fromkeys(m.tensors.names[row] for row in np.flatnonzero(rows).tolist())
-        out = [f"tensor {name!r} of the checkpoint: no place for it in the state" for name in names]
-        for i in np.flatnonzero(values).tolist():
-            v = m.tree.values[i]
-            out.append(
-                f"value {format_path((*paths[v.container], v.key))} of the checkpoint: no place for it in the state"
-            )
-        return out
-
-
-def _union(told: Sequence[dict[str, Any]], name: str, n: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    bits = [np.frombuffer(base64.b64decode(t[name]), np.uint8) for t in told]
-    return np.unpackbits(np.bitwise_or.reduce(bits), count=n).astype(bool)
-
-
-def _once(told: Sequence[dict[str, Any]], name: str) -> list[str]:
-    """All ranks' entries in order, each once, with the rank where not all ranks have it."""
-    ranks: dict[str, list[int]] = {}
-    for rank, t in enumerate(told):
-        for entry in t[name]:
-            ranks.setdefault(entry, []).append(rank)
-    return [
-        entry if len(on) == len(told) else f"{entry} (rank {', '.join(map(str, on))})" for entry, on in ranks.items()
-    ]
+        left = await offload(self._referee.judge, told)
+        return b"\n".join([b"go", left.encode(), _circles(told)])
 
 
 def finish(job: LoadJob, manifest: Manifest, rank: int) -> Any:
     """Put values into their containers, give objects their state, and return the state. In the caller's thread."""
     root = _assign(job, manifest, rank)
-    given = [(s.owner, s.state) for s in job.flat.subtrees if s.state is not None]
-    given += [(subtree.owner, state) for subtree, state in job.built]
-    given.sort(key=lambda pair: not fills_in_place(pair[0]))  # modules first: optimizers need them
-    modules = [Walked(walked.module) for walked in job.flat.modules]  # as they are then
-    for owner, state in given:
-        restore(owner, state, modules)
+    modules = [(s, s.state) for s in job.flat.subtrees if s.state is not None]
+    for subtree, state in modules + job.built:  # modules first: others may look at them
+        try:
+            restore(subtree.owner, state)
+        except Exception as error:  # of the object's own code
+            path = format_path(key for _, key in _path_of(job.flat, subtree))
+            error.add_note(f"while {path} took its state back")
+            raise
     return root
 
 

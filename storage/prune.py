@@ -11,12 +11,13 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from ..drivers.contract import Driver
 from ..errors import NotACheckpointError, NotFoundError, UsageError
+from .choice import Choice, Rules, chosen_by
 from .commit import (
     GRACE_S,
     IDLE_S,
@@ -29,14 +30,16 @@ from .commit import (
     sweep,
 )
 from .committed import read_manifest
+from .fate import SENTENCE, fate_of
+from .format.lineage import LINEAGE_KEY
 from .format.manifest import MANIFEST_KEY
+from .listing import ListedCheckpoint, Listing
 from .pipeline.engine import run
 from .pipeline.executor import at_most
 from .place import Place
 from .pruning import PRUNING_KEY, is_sign
-from .reader import ListedCheckpoint, list_in
 
-__all__ = ["Leftover", "PruneReport", "PrunedCheckpoint", "choose", "prune", "prune_here"]
+__all__ = ["Leftover", "PruneReport", "PrunedCheckpoint", "prune", "prune_here"]
 
 _FOLDERS = 8
 """Folders that are worked on at a time."""
@@ -50,12 +53,15 @@ UriLike = str | os.PathLike[str]
 
 @dataclass(frozen=True, slots=True)
 class PrunedCheckpoint:
-    """A committed checkpoint that is deleted; ``nbytes`` of files."""
+    """A committed checkpoint that is deleted; ``nbytes`` of files. ``abandoned``: training had gone back to an earlier one.
+    ``damage``: what was wrong with it."""
 
     path: str
     step: int | None
     attempt: str
     nbytes: int
+    abandoned: bool = False
+    damage: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,8 @@ class PruneReport:
     """Paths of the other checkpoints: also of those that were to be deleted, and were spared, since their saver may not be
     done, or somebody else has replaced them."""
     done: bool = False
+    damaged: Mapping[str, str] = field(default_factory=dict)
+    """Of ``kept``, those that have lost files, or whose bytes are not what was written, and what is wrong with each."""
 
     @property
     def nbytes(self) -> int:
@@ -90,6 +98,8 @@ def prune(
     *,
     keep_last: int | None = None,
     keep_every: int | None = None,
+    abandoned: bool = False,
+    verify: bool = False,
     idle_s: float = IDLE_S,
     dry_run: bool = False,
     storage_options: Mapping[str, object] | None = None,
@@ -97,19 +107,26 @@ def prune(
 ) -> PruneReport:
     """Delete the checkpoints at and below ``uri`` that are not to be kept, and what dead attempts left; say what it was.
 
-    ``keep_last`` keeps as many of the highest steps in each folder, ``keep_every`` those whose step is a multiple of it;
-    a checkpoint goes if neither keeps it, and none goes if neither is given. What was saved last in its folder is always
-    kept, and so is what has no step, or cannot be opened. An attempt is dead when nothing was written to it for
-    ``idle_s`` seconds; 0 is for when nobody saves. ``storage_options`` are options of the storage; those in the URI win.
+    ``keep_last`` keeps the checkpoints of as many of the highest steps in each folder, ``keep_every`` those whose step is a
+    multiple of it; a checkpoint goes if neither keeps it, and none goes if neither is given. What was saved last in its
+    folder is always kept, and so is what has no step, or cannot be opened.
+
+    A checkpoint counts as kept only if it is whole: all its images are there with their sizes, and, with ``verify``, every
+    byte matches its checksum. One that is damaged goes once enough others are whole, and no folder loses its only whole
+    one. Abandoned checkpoints, those that training went back before, do not count either; they stay unless ``abandoned``.
+
+    An attempt is dead when nothing was written to it for ``idle_s`` seconds; 0 is for when nobody saves.
+    ``storage_options`` are options of the storage; those in the URI win.
 
     ``confirm`` is asked once all is known, and nothing is deleted before. Whatever stops it, each checkpoint is whole or
-    gone. Raises UsageError, StorageError.
+    gone. Raises UsageError, StorageError; DamagedError where the record of a run's branches cannot be read.
     """
     root = Place.of(uri, storage_options)
     for name, value, least in (("keep_last", keep_last, 1), ("keep_every", keep_every, 1), ("idle_s", idle_s, 0)):
         if value is not None and value < least:
             raise UsageError(f"{name} is at least {least}, not {value}")
-    plan = run(_plan(root, lambda listed: choose(listed, keep_last, keep_every), idle_s))
+    rules = Rules(keep_last, keep_every, abandoned, verify)
+    plan = run(_plan(root, partial(chosen_by, root, rules), idle_s))
     if dry_run or not confirm(plan.report):
         return plan.report
     return run(_carry_out(root, plan, idle_s))
@@ -117,38 +134,17 @@ def prune(
 
 async def prune_here(
     root: Place,
-    chosen: Callable[[list[ListedCheckpoint]], list[ListedCheckpoint]],
+    chosen: Callable[[Sequence[ListedCheckpoint]], Sequence[ListedCheckpoint]],
     only: Callable[[str], bool],
     idle_s: float = IDLE_S,
 ) -> PruneReport:
     """As :func:`prune`, on the engine's loop, by another rule: of the checkpoints whose path is ``only``, those that are
     ``chosen`` go, and what dead attempts left at such paths."""
-    return await _carry_out(root, await _plan(root, chosen, idle_s, only), idle_s)
 
+    async def choice(listed: Sequence[ListedCheckpoint]) -> Choice:
+        return Choice(chosen(listed))
 
-def choose(
-    listed: Iterable[ListedCheckpoint],
-    keep_last: int | None,
-    keep_every: int | None,
-    keep_steps: Collection[int] | None = None,
-) -> list[ListedCheckpoint]:
-    """Those of ``listed`` that go, in order of folder and step; see :func:`prune` for the rules. ``keep_steps`` are kept
-    besides; given alone, all others go. Pure."""
-    if keep_last is None and keep_every is None and keep_steps is None:
-        return []
-    kept = keep_steps or ()
-    folders: dict[str, list[ListedCheckpoint]] = {}
-    for c in listed:
-        if c.path and c.step is not None and c.problem is None:  # "" is no member of a folder, but the folder itself
-            folders.setdefault(c.path.rpartition("/")[0], []).append(c)
-    gone = []
-    for _, members in sorted(folders.items()):
-        members.sort(key=lambda c: (c.step or 0, c.created_s))
-        latest = max(members, key=lambda c: (c.created_s, c.step or 0))
-        for c in members[: -(keep_last or 1)]:
-            if c is not latest and c.step not in kept and (keep_every is None or (c.step or 0) % keep_every):
-                gone.append(c)
-    return gone
+    return await _carry_out(root, await _plan(root, choice, idle_s, only), idle_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,17 +158,24 @@ class _Plan:
 
 async def _plan(
     root: Place,
-    chosen: Callable[[list[ListedCheckpoint]], list[ListedCheckpoint]],
+    chosen: Callable[[Sequence[ListedCheckpoint]], Awaitable[Choice]],
     idle_s: float,
     only: Callable[[str], bool] = lambda path: True,
 ) -> _Plan:
     async with root.opened() as driver:
-        folders = {path: files for path, files in (await _survey(driver)).items() if only(path)}
-        keys = [f"{path}/{MANIFEST_KEY}".lstrip("/") for path, files in folders.items() if "" in files]
-        listed = await list_in(driver, keys)
-    gone = chosen(listed)
+        survey = await _survey(driver)
+        folders = {path: files for path, files in survey.folders.items() if only(path)}
+        listed = await Listing(driver, survey.files).checkpoints(
+            [path for path, files in folders.items() if "" in files]
+        )
+    choice = await chosen(listed)
+    gone = choice.gone
     checkpoints = [
-        PrunedCheckpoint(c.path, c.step, c.attempt, sum(folders[c.path].get(a, 0) for a in ("", c.attempt)))
+        PrunedCheckpoint(
+            *(c.path, c.step, c.attempt, sum(folders[c.path].get(a, 0) for a in ("", c.attempt))),
+            abandoned=c.abandoned,
+            damage=choice.damaged.get(c.path),
+        )
         for c in gone
     ]
     current = {c.path: c for c in listed}
@@ -189,16 +192,27 @@ async def _plan(
     leftovers.sort(key=lambda x: (x.path, x.attempt))
     kept = sorted(set(current) - {c.path for c in gone})
     signs = frozenset(path for path, files in folders.items() if PRUNING_KEY in files)
-    report = PruneReport(root.uri.redacted, tuple(checkpoints), tuple(leftovers), tuple(kept))
+    damaged = {path: what for path, what in choice.damaged.items() if path in kept}
+    report = PruneReport(root.uri.redacted, tuple(checkpoints), tuple(leftovers), tuple(kept), damaged=damaged)
     return _Plan(report, tuple(folders), signs)
 
 
-async def _survey(driver: Driver) -> dict[str, dict[str, int]]:
+@dataclass(frozen=True, slots=True)
+class _Survey:
+    folders: dict[str, dict[str, int]]
     """By folder and attempt, the bytes that lie there; those of the manifest under ``""``, of a pruning under its key."""
-    found: dict[str, dict[str, int]] = {}
+    files: dict[str, int]
+    """The size of every file that a listing of checkpoints may want to know of."""
+
+
+async def _survey(driver: Driver) -> _Survey:
+    found = _Survey({}, {})
     async for info in driver.list():
-        if (match := _OURS.fullmatch(info.key)) and (not match["sign"] or await is_sign(driver, info)):
-            files, part = found.setdefault(match["folder"] or "", {}), match["attempt"] or match["sign"] or ""
+        match = _OURS.fullmatch(info.key)
+        if match or info.key.rpartition("/")[2] == LINEAGE_KEY:
+            found.files[info.key] = info.nbytes
+        if match and (not match["sign"] or await is_sign(driver, info)):
+            files, part = found.folders.setdefault(match["folder"] or "", {}), match["attempt"] or match["sign"] or ""
             files[part] = files.get(part, 0) + info.nbytes
     return found
 
@@ -207,19 +221,12 @@ async def _leftovers(driver: Driver, path: str, current: ListedCheckpoint | None
     """What :func:`collect` would delete, were it now; by the clock of this host."""
     now_s, found = time.time(), []
     for attempt, trace in (await attempts(driver)).items():
-        claimed = trace.decided and await _fate(driver, attempt) != b"abort"
+        claimed = trace.decided and await fate_of(driver, attempt.fate) not in (None, SENTENCE)
         salvage = claimed and current is not None and current.problem is not None
         least_s = max(idle_s, GRACE_S if claimed else 0, 0 if driver.traits.exclusive_is_atomic else IDLE_S)
         if attempt.id != (current and current.attempt) and not salvage and max(0.0, now_s - trace.written_s) >= least_s:
             found.append(Leftover(path, attempt.id, trace.nbytes))
     return found
-
-
-async def _fate(driver: Driver, attempt: Attempt) -> bytes:
-    try:
-        return await driver.get(attempt.fate)
-    except NotFoundError:
-        return b"abort"  # it is being deleted
 
 
 async def _carry_out(root: Place, plan: _Plan, idle_s: float) -> PruneReport:
@@ -248,7 +255,8 @@ async def _carry_out(root: Place, plan: _Plan, idle_s: float) -> PruneReport:
         for path in ({x.path for x in deleted} | {x.path for x in collected} | plan.signs) - {""}:
             await _delete_if_empty(driver, path)
     collected.sort(key=lambda x: (x.path, x.attempt))
-    return PruneReport(plan.report.uri, tuple(deleted), tuple(collected), tuple(sorted(kept)), done=True)
+    report = plan.report
+    return PruneReport(report.uri, tuple(deleted), tuple(collected), tuple(sorted(kept)), True, report.damaged)
 
 
 async def _delete(driver: Driver, checkpoint: PrunedCheckpoint) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from ..drivers.contract import Driver, ObjectInfo
 from ..errors import NotFoundError, StorageDownError
 
-__all__ = ["PRUNING_KEY", "is_sign", "new_sign", "pruned_since_s", "pruning_over"]
+__all__ = ["PRUNING_KEY", "is_sign", "new_sign", "pruned_since_s", "pruning_over", "take_away"]
 
 PRUNING_KEY = "data/pruning"
 _SIGN = re.compile(rb"[0-9a-f]{16}")
@@ -23,6 +23,16 @@ _SIGN = re.compile(rb"[0-9a-f]{16}")
 def new_sign() -> bytes:
     """What is put there: nobody else's file looks like it."""
     return secrets.token_hex(8).encode()
+
+
+async def take_away(driver: Driver, sign: bytes, *, alone: bool) -> None:
+    """Delete ``sign``. Unless it was put ``alone``, where no other was, another pruning may have replaced it meanwhile: then
+    that one's stays, since savers are to wait for it. Raises StorageError."""
+    try:
+        if alone or await driver.get(PRUNING_KEY) == sign:
+            await driver.delete(PRUNING_KEY)
+    except NotFoundError:
+        return
 
 
 async def is_sign(driver: Driver, info: ObjectInfo) -> bool:

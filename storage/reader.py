@@ -6,22 +6,26 @@ Needs no torch.distributed, and no torch until a tensor is read.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from ..drivers.contract import Driver
 from ..drivers.registry import open_driver
 from ..errors import DamagedError, HoldfastError, ReplacedError, UsageError
+from ..forks.cached import cached_property
 from .committed import read_manifest
-from .format.manifest import MANIFEST_KEY, Manifest, image_key
+from .foreign import explains
+from .format.manifest import Manifest, image_key
 from .format.tree import format_path
 from .pipeline.buffers import memory_for
-from .pipeline.engine import offload, run, start
-from .pipeline.executor import at_most
+from .pipeline.engine import check_may_wait, close_later, on_engine, run, start
 from .pipeline.flat_reader import read_flat
+from .pipeline.progress import ProgressCallback, ProgressReporter
 from .pipeline.unpacked import images_of
 from .verify import VerifyReport, verify_images
 
@@ -32,17 +36,12 @@ if TYPE_CHECKING:
 
     from .capture.targets import Wanted
 
-__all__ = [
-    "Checkpoint",
-    "ListedCheckpoint",
-    "TensorInfo",
-    "list_checkpoints",
-    "list_in",
-    "manifest_keys",
-    "open",
-]
+__all__ = ["Checkpoint", "TensorInfo", "open"]
 
 _BUDGET_NBYTES = 512 << 20
+
+_of_parents: list[Driver] = []
+"""In a forked child: drivers of its parent, which it neither uses nor closes."""
 
 Index = slice | int | tuple[slice | int, ...]
 
@@ -64,10 +63,22 @@ class TensorInfo:
 
 
 class Checkpoint:
-    """A committed checkpoint. Made by :func:`open`; a context manager."""
+    """A committed checkpoint. Made by :func:`open`; a context manager. A forked child may use it as well, by a connection
+    of its own.
 
-    def __init__(self, driver: Driver, manifest: Manifest, manifest_nbytes: int) -> None:
-        self._driver = driver
+    One that is not closed is closed when it is collected, with a ResourceWarning.
+    """
+
+    def __init__(
+        self, driver: Driver, manifest: Manifest, manifest_nbytes: int, reopen: Callable[[], Driver] | None = None
+    ) -> None:
+        """``reopen`` makes another driver of the same storage, for a forked child; None: a child cannot use it."""
+        self._opened = driver
+        self._reopen = reopen
+        self._images_made: Driver | None = None
+        self._open_in: int | None = os.getpid()
+        """The process that is to close it; a forked child leaves what it has inherited alone."""
+        self._warns = True
         self._manifest = manifest
         self.uri = driver.uri
         self.step = manifest.step
@@ -92,12 +103,54 @@ class Checkpoint:
         return f"<Checkpoint {self.uri}: step {self.step}, {sizes}>"
 
     def close(self) -> None:
-        """Let go of the storage. Safe to call twice."""
-        start(self._driver.close()).result()
+        """Let go of the storage. Safe to call twice. Does not wait where that is impossible: on the engine's thread."""
+        opened_in = self._open_in
+        self._open_in = None
+        if opened_in is None:
+            return
+        if opened_in != os.getpid():
+            _of_parents.append(self._opened)
+            return
+        closed = start(self._opened.close())
+        if not on_engine():
+            closed.result()
 
-    @cached_property
+    def close_when_collected(self) -> None:
+        """For an owner that is never closed itself: do not warn."""
+        self._warns = False
+
+    def __del__(self) -> None:
+        """Any thread may call this, at any moment: it takes no lock and waits for nothing."""
+        if getattr(self, "_open_in", None) != os.getpid() or sys.is_finalizing():
+            return
+        close_later(self._opened.close)
+        if self._warns:
+            warnings.warn(f"unclosed checkpoint {self.uri}", ResourceWarning, stacklevel=2, source=self)
+
+    @property
+    def _driver(self) -> Driver:
+        if self._open_in not in (None, os.getpid()):
+            self._open_in_child()
+        return self._opened
+
+    def _open_in_child(self) -> None:
+        """After a fork: the parent's driver waits for threads, and for an event loop, that are not in this process."""
+        if self._reopen is None:
+            raise UsageError(
+                "this checkpoint was opened in the parent process", uri=self.uri, advice="Open it in this process."
+            )
+        _of_parents.append(self._opened)  # not to be closed here
+        self._opened = self._reopen()
+        self._images_made = None
+        self._open_in = os.getpid()
+        self._warns = False  # whoever made it closes it, in the parent
+
+    @property
     def _images(self) -> Driver:
-        return images_of(self._driver, self._manifest)
+        driver = self._driver  # first: in a forked child it is another one
+        if self._images_made is None:
+            self._images_made = images_of(driver, self._manifest)
+        return self._images_made
 
     @property
     def nbytes(self) -> int:
@@ -194,7 +247,7 @@ class Checkpoint:
         return row if tensors.alias[row] < 0 else int(tensors.alias[row])
 
     async def _fill(self, wanted: Wanted) -> None:
-        from .load import fill
+        from .fill import fill
 
         try:
             await fill(self._images, self._manifest, wanted, _BUDGET_NBYTES)
@@ -208,85 +261,33 @@ class Checkpoint:
                 "another save has replaced this checkpoint", uri=self.uri, advice="Open it again"
             ) from error
 
-    def verify(self, progress: Callable[[int, int], None] = lambda done, total: None) -> VerifyReport:
+    def verify(self, progress: ProgressCallback | None = None) -> VerifyReport:
         """Read every byte and check it against its checksum. Reports all damage; raises only what keeps it from looking.
 
-        ``progress(done_nbytes, total_nbytes)`` is called now and then, on another thread.
+        ``progress(done_nbytes, total_nbytes)`` is called now and then, on a thread of its own. What it raises ends this.
         """
-        return start(self._verify(progress)).result()
+        with ProgressReporter(progress) as reporter:
+            return run(self._verify(reporter))
 
-    async def _verify(self, progress: Callable[[int, int], None]) -> VerifyReport:
-        report = await verify_images(self._images, self._manifest, _BUDGET_NBYTES, progress)
+    async def _verify(self, reporter: ProgressReporter) -> VerifyReport:
+        report = await verify_images(self._images, self._manifest, _BUDGET_NBYTES, reporter.report)
         if not report.ok:
             await self._raise_if_replaced(DamagedError(f"{len(report.damages)} damages", uri=self.uri))
         return report
 
 
+@explains("uri", "storage_options")
 def open(uri: str | os.PathLike[str], *, storage_options: Mapping[str, object] | None = None) -> Checkpoint:
     """Open the checkpoint committed at ``uri``. ``storage_options`` are options of the storage; those in the URI win.
 
     Raises NotACheckpointError, DamagedError, UnsupportedFormatError, UriError, StorageError.
     """
-    driver = open_driver(uri, **(storage_options or {}))
+    check_may_wait()
+    reopen = partial(open_driver, uri, **(storage_options or {}))
+    driver = reopen()
     try:
         manifest, data = start(read_manifest(driver)).result()
     except HoldfastError:
         start(driver.close()).result()
         raise
-    return Checkpoint(driver, manifest, len(data))
-
-
-@dataclass(frozen=True, slots=True)
-class ListedCheckpoint:
-    """One line of a listing. ``problem`` says why it cannot be opened; then the figures are zero, and ``attempt`` empty."""
-
-    path: str
-    step: int | None
-    world: int
-    tensors: int
-    nbytes: int
-    created_s: float
-    problem: str | None = None
-    attempt: str = ""
-
-
-def list_checkpoints(
-    uri: str | os.PathLike[str], *, storage_options: Mapping[str, object] | None = None
-) -> list[ListedCheckpoint]:
-    """The checkpoints at and below ``uri``, by path relative to it (``""``: ``uri`` itself), ordered by step and time.
-    ``storage_options`` as in :func:`open`."""
-    driver = open_driver(uri, **(storage_options or {}))
-    try:
-        listed: list[ListedCheckpoint] = start(_listed(driver)).result()
-    finally:
-        start(driver.close()).result()
-    return sorted(listed, key=lambda c: (c.step is None, c.step or 0, c.created_s, c.path))
-
-
-async def manifest_keys(driver: Driver) -> list[str]:
-    """Where the manifests are that this driver sees, in no order."""
-    return [info.key async for info in driver.list() if info.key.rpartition("/")[2] == MANIFEST_KEY]
-
-
-async def list_in(driver: Driver, keys: Sequence[str]) -> list[ListedCheckpoint]:
-    """The checkpoints of these manifests, in no order. Manifests are read several at a time: each takes a round trip."""
-    found: list[ListedCheckpoint] = []
-
-    async def look(key: str) -> None:
-        found.append(await _line(driver, key))
-
-    await at_most(driver.traits.concurrency, map(look, keys))
-    return found
-
-
-async def _listed(driver: Driver) -> list[ListedCheckpoint]:
-    return await list_in(driver, await manifest_keys(driver))
-
-
-async def _line(driver: Driver, key: str) -> ListedCheckpoint:
-    folder = key.rpartition("/")[0]
-    try:
-        m = await offload(Manifest.decode, await driver.get(key))
-    except HoldfastError as error:
-        return ListedCheckpoint(folder, None, 0, 0, 0, 0.0, error.message)
-    return ListedCheckpoint(folder, m.step, m.world, len(m.tensors), m.tensor_nbytes, m.created_s, None, m.attempt)
+    return Checkpoint(driver, manifest, len(data), reopen)

@@ -26,7 +26,11 @@ class SaveReport:
 class LoadReport:
     """``bytes_wanted`` is what this rank's tensors take of the checkpoint, ``bytes_read`` what it read from storage: whole
     blocks, and checksums, also for other ranks; of what is compressed, what it unpacks to. ``bytes_received`` is what others
-    read for this one."""
+    read for this one.
+
+    ``missing`` are names of the state that the checkpoint does not have, ``unexpected`` names of the checkpoint that the
+    state does not have, of all ranks together: those that a load with ``strict="state"`` or ``strict=False`` has left. The
+    first hundred of each; ``missing_count`` and ``unexpected_count`` are how many there are."""
 
     uri: str
     attempt: str
@@ -34,3 +38,7 @@ class LoadReport:
     bytes_read: int
     seconds: float
     bytes_received: int = 0
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    missing_count: int = 0
+    unexpected_count: int = 0

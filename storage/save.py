@@ -3,38 +3,46 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ..drivers.contract import Driver
-from ..errors import InvisibleFilesError, NotFoundError, StorageError
+from ..errors import CheckpointError, CoordinationError, InvisibleFilesError, NotFoundError, StorageError
 from .accord import Accord, Accords, Digest, Way, agree
 from .capture.fingerprint import fingerprints
 from .capture.kept import Kept
 from .capture.plan import Agreed, SavePlan, plan_save
 from .capture.state import FlatState
 from .commit import CLEAN_UP_S, Attempt, begin, commit, delete_attempt, give_up, settle, still_there
+from .committed import read_manifest
 from .deadline import Deadline
 from .format.fragment import Fragment, Layout, decode_fragment, fragment_of, join
+from .format.lineage import ROOT
 from .format.manifest import ImageTable, Manifest, image_key
 from .format.merge import merge
 from .format.packed import Compression
 from .pipeline.engine import offload
 from .pipeline.image_writer import ImageWriter, Progress
+from .progress import counted
+from .ranks.member import LEADER
 from .ranks.team import Team
 
 __all__ = ["SaveJob", "run_save"]
 
 ACCORDS = 8
 """So many are kept."""
+
+COMMITTED_S = 5.0
+"""How long a rank that has lost the job's store looks for the commit."""
+COMMITTED_PAUSE_S = 0.2
 
 _log = logging.getLogger(__name__)
 
@@ -59,6 +67,9 @@ class SaveJob:
     """When it is committed, or has failed."""
     compression: Compression | None = None
     """How images are stored; the same on all ranks."""
+    admit: Callable[[], Awaitable[str]] | None = None
+    """Asked by the leader before anything is written: raises where the run may not be saved at this step; returns the
+    branch that the manifest records."""
 
 
 async def run_save(driver: Driver, team: Team, job: SaveJob) -> tuple[str, int, int]:
@@ -68,6 +79,8 @@ async def run_save(driver: Driver, team: Team, job: SaveJob) -> tuple[str, int, 
     nothing was committed, unless the failure came between the put of the manifest and word of it: what is there is a whole
     checkpoint in any case.
     """
+    driver = counted(driver, team)
+    job.progress = replace(job.progress, moved=team.worked)
     leader = _Leader(driver, job)
     async with team.session():
         try:
@@ -82,23 +95,21 @@ async def run_save(driver: Driver, team: Team, job: SaveJob) -> tuple[str, int, 
 
 
 async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tuple[str, int, int]:
-    beginning = asyncio.ensure_future(_begun(driver, team, job, leader))
+    accord = await _agreed(driver, team, job)
+    # Copying does not wait for the storage to answer: trainers wait for the copies.
+    beginning = asyncio.ensure_future(leader.begin_for(team))
     try:
-        # Alone there is nothing to agree on before capturing: the storage is prepared meanwhile.
-        accord = None if team.world == 1 else (await beginning)[1]
         plan = await offload(plan_save, job.flat, team.rank, accord and accord.agreed)
         writer = ImageWriter(driver, plan.layout, plan.source, job.budget_nbytes, job.progress, job.compression)
         digests = await _written(writer, beginning, team, job)
+        attempt = Attempt(await beginning)
     except BaseException as error:
         beginning.cancel()
         await asyncio.wait([beginning])
         if isinstance(error, NotFoundError) and not beginning.cancelled() and beginning.exception() is None:
             # Somebody has deleted what was half written. If it was a later save, that is what is to be said.
-            await still_there(driver, Attempt(beginning.result()[0]))
+            await still_there(driver, Attempt(beginning.result()))
         raise
-    attempt = Attempt((await beginning)[0])
-    if job.flat.lazy is not None:
-        job.flat.lazy.confirm()
     fragment = _fragment(attempt, job, plan, digests, writer.stored_nbytes, team.rank)
     try:
         await _told(team, fragment, accord, leader)
@@ -106,6 +117,10 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tu
         # Nobody else sees this file, so nobody else will collect it.
         await _drop(driver, image_key(attempt.id, team.rank, job.compression))
         raise
+    except CoordinationError as error:
+        if team.rank == LEADER or not team.store_is_lost or not await _is_committed(driver, attempt):
+            raise
+        _log.info("the job's store was gone before word of the commit: %s", error)
     return attempt.id, plan.layout.nbytes if len(digests) else 0, writer.stored_nbytes
 
 
@@ -121,18 +136,32 @@ async def _told(team: Team, fragment: Fragment, accord: Accord | None, leader: _
     accord.told.update(group.layout.key for group in fragment.groups)
 
 
+async def _is_committed(driver: Driver, attempt: Attempt) -> bool:
+    """Whether the leader has committed, or does so within a while. Its process may have served the job's store, and have
+    ended right after."""
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + COMMITTED_S
+    while True:
+        with contextlib.suppress(CheckpointError, StorageError):
+            if (await read_manifest(driver))[0].attempt == attempt.id:
+                return True
+        if loop.time() > until_s:
+            return False
+        await asyncio.sleep(COMMITTED_PAUSE_S)
+
+
 def _joined(told: Sequence[bytes], ranks: Sequence[int], known: dict[bytes, Layout]) -> Fragment:
     """What ``ranks`` have told, as one."""
     pairs = zip(ranks, told, strict=True)
     return join([decode_fragment(data, f"the fragment of rank {rank}", known) for rank, data in pairs])
 
 
-async def _begun(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tuple[str, Accord | None]:
-    """The attempt, and what the ranks have agreed on."""
+async def _agreed(driver: Driver, team: Team, job: SaveJob) -> Accord | None:
+    """What the ranks have agreed on; None for a rank that is alone."""
     if team.world == 1:
-        return await leader.begin(), None
+        return None
     digests = job.digests or partial(fingerprints, job.flat)
-    return await agree(team, driver.uri, job.flat, digests, job.accords, leader.begin, job.compression)
+    return await agree(team, driver.uri, job.flat, digests, job.accords, job.compression)
 
 
 async def _settle(leader: _Leader, job: SaveJob, uri: str) -> None:
@@ -150,19 +179,27 @@ class _Leader:
     def __init__(self, driver: Driver, job: SaveJob) -> None:
         self._driver = driver
         self._job = job
+        self._branch = ROOT
         self._attempt: Attempt | None = None
         self._obsolete: Attempt | None = None
         self._dead: Attempt | None = None
         """Ours, as long as it is certain that it is not committed."""
 
-    async def begin(self) -> str:
+    async def begin_for(self, team: Team) -> str:
+        """The attempt that rank 0 begins, on every rank. Called by all, side by side with copying."""
+        return (await team.round("begin", b"", self._begin, [0])).decode()
+
+    async def _begin(self, statements: Sequence[bytes]) -> bytes:
+        if self._job.admit is not None:
+            self._branch = await self._job.admit()
         self._attempt = self._dead = await begin(self._driver)
-        return self._attempt.id
+        return self._attempt.id.encode()
 
     async def commit(self, ranks: Sequence[int], known: dict[bytes, Layout], fragments: Sequence[bytes]) -> bytes:
         """Of ``ranks``, one for each host that is not this one. ``known``: layouts that they do not tell again."""
         assert self._attempt is not None
         manifest = await offload(_merged, fragments, ranks, known, self._job.compression)
+        manifest = replace(manifest, branch=self._branch)
         self._obsolete = await commit(self._driver, self._attempt, manifest, self._putting)
         return self._attempt.id.encode()
 
@@ -184,12 +221,12 @@ class _Leader:
 
 
 async def _written(
-    writer: ImageWriter, beginning: asyncio.Future[tuple[str, Any]], team: Team, job: SaveJob
+    writer: ImageWriter, beginning: asyncio.Future[str], team: Team, job: SaveJob
 ) -> npt.NDArray[np.uint8]:
     async def key() -> str:
         if job.after is not None:
-            await asyncio.wait([asyncio.wrap_future(job.after)])
-        return image_key((await asyncio.shield(beginning))[0], team.rank, job.compression)
+            await team.moves_with(asyncio.wrap_future(job.after))
+        return image_key(await asyncio.shield(beginning), team.rank, job.compression)
 
     try:
         return await writer.write(key)

@@ -40,6 +40,18 @@ def rng(seed: int) -> np.random.Generator:
 
 
 @pytest.fixture
+def no_habits() -> Iterator[None]:
+    """What lazy saves have learned of tensors in other tests is forgotten."""
+    import holdfast
+    from holdfast.storage.capture.habits import habits
+
+    habits.forget()
+    yield
+    holdfast.fence()
+    habits.forget()
+
+
+@pytest.fixture
 def no_leaks() -> Iterator[None]:
     """Fail the test if a file descriptor or a thread that it opened outlives it by more than two seconds."""
     descriptors, threads = _open_descriptors(), set(threading.enumerate())

@@ -1,8 +1,11 @@
 """The conformance kit: does a driver keep the contract of :mod:`holdfast.drivers.contract`? Run it with pytest.
 
-    pip install 'holdfast[conformance]'
-    pytest --pyargs holdfast.drivers.conformance --driver-uri memory://anything
-    pytest --pyargs holdfast.drivers.conformance --driver-uri 's3://bucket/scratch' --driver-probe my.module:Probe
+    pip install 'holdfast-checkpoint[conformance]'
+    pytest -v --pyargs holdfast.drivers.conformance --driver-uri memory://anything
+    pytest -v --pyargs holdfast.drivers.conformance --driver-uri 's3://bucket/scratch' --driver-probe my.module:Probe
+
+How long that takes is mostly how long some 300 drivers take to connect; the first lines say what to expect. With
+pytest-xdist, ``-n 4`` runs four cases at once, each process below a prefix of its own.
 
 The run works below a fresh prefix of the URI, and removes it. Trials that ask for what a driver's traits deny say so and
 are not applicable; ``Driver.deviations`` names the trials that a storage cannot pass, each with its reason. The report at
@@ -13,6 +16,7 @@ there is looked for around the driver. Files and memory have one; for others nam
 
 A trial's name is its function's, without ``test_``; ``-k NAME`` runs it alone.
 
-Layout: ``plugin`` adds the options to pytest, ``conftest`` makes places and reports, ``trials`` is what trials share,
-``test_*`` are the trials. Nothing here is imported by the package itself: pytest and hypothesis are needed by the kit alone.
+Layout: ``plugin`` adds the options to pytest and begins a session, ``report`` counts, ``conftest`` makes places,
+``trials`` is what trials share, ``test_*`` are the trials. Nothing here is imported by the package itself: pytest and
+hypothesis are needed by the kit alone.
 """

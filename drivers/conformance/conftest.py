@@ -9,19 +9,6 @@ import pytest
 
 from holdfast.drivers.conformance.place import Place
 from holdfast.drivers.conformance.report import OUTLIVES, Session
-from holdfast.drivers.uri import redact
-from holdfast.errors import HoldfastError
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Begin the session of the driver that the command line names."""
-    uri = config.getoption("driver_uri", None)
-    if uri is not None:
-        try:
-            session = Session(uri, config.getoption("driver_probe"))
-        except HoldfastError as error:
-            raise pytest.UsageError(f"--driver-uri {redact(uri)}: {error}") from error
-        config.pluginmanager.register(session, "holdfast-conformance-session")
 
 
 def _session(config: pytest.Config) -> Session | None:
@@ -45,14 +32,15 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Note which trials there are."""
     if session := _session(config):
-        session.collected(items, Path(__file__).parent)
+        folder = Path(__file__).parent
+        session.collected((item.nodeid for item in items if item.path.parent == folder), folder)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Count the outcome; a failure that the driver declares is one that was expected."""
+    """A failure that the driver declares is one that was expected."""
     report = yield
     if session := _session(item.config):
         session.judge(item, report)

@@ -24,8 +24,9 @@ BARE: Mapping[str, object] = {"retries": 0, "op_timeout_s": "off"}
 TRIAL_TIMEOUT_S = 110.0
 """How long one trial may take: whatever takes longer hangs."""
 
-_GRACE_S = 2.0
-"""How long after close() a thread may take to end, and a descriptor to be closed."""
+_GRACE_S = 5.0
+"""How long after close() a thread may take to end, and a descriptor to be closed, on a machine that is busy. What is leaked
+is there for longer than that."""
 
 T = TypeVar("T")
 
@@ -39,6 +40,7 @@ class Place:
         self._probe_class = probe
         self._runner = asyncio.Runner()
         self._opened: list[Driver] = []
+        self._looker: Driver | None = None
         self._count = 0
 
     @property
@@ -46,10 +48,22 @@ class Place:
         """The size of parts that makes the smallest object of several parts, in bytes."""
         return max(self.traits.part_min_nbytes, 64 << 10)
 
-    def open(self) -> Driver:
-        """Another driver on the same root."""
-        self._opened.append(open_driver(self.uri, **BARE))
+    def open(self, uri: Uri | None = None) -> Driver:
+        """Another driver on the same root; ``uri`` gives it other options."""
+        self._opened.append(open_driver(uri or self.uri, **BARE))
         return self._opened[-1]
+
+    @property
+    def looker(self) -> Driver:
+        """A second driver on the same root, which is opened once: connecting is what takes a kit's time."""
+        if self._looker is None:
+            self._looker = self.open()
+        return self._looker
+
+    @property
+    def opened(self) -> int:
+        """How many drivers have been opened here."""
+        return len(self._opened)
 
     def below(self) -> Place:
         """Another empty root, on the same loop, whose drivers are closed with this place."""
@@ -64,14 +78,11 @@ class Place:
         return self._runner.run(_limited(work))
 
     async def keys(self, prefix: str = "") -> list[str]:
-        """What a driver lists that was opened just now, sorted."""
-        driver = self.open()
-        found = sorted([info.key async for info in driver.list(prefix)])
-        await driver.close()
-        return found
+        """What a second driver lists, sorted."""
+        return sorted([info.key async for info in self.looker.list(prefix)])
 
     async def holds(self, *keys: str) -> None:
-        """See that these objects are there and nothing else: as a new driver lists them, and as the probe finds it."""
+        """See that these objects are there and nothing else: as a second driver lists them, and as the probe finds it."""
         assert await self.keys() == sorted(keys)
         if self.probe is not None:
             assert self.probe.list() == sorted(keys)
@@ -105,7 +116,7 @@ class Held:
     threads: frozenset[threading.Thread]
 
     def outlived_by(self) -> list[str]:
-        """What is held now and was not then, once it had two seconds to go."""
+        """What is held now and was not then, once it had some seconds to go."""
         deadline = time.monotonic() + _GRACE_S
         while True:
             now = held_now()

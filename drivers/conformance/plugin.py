@@ -1,4 +1,4 @@
-"""The kit's options, for pytest: its entry point of group ``pytest11``. Adds these and does nothing else."""
+"""The kit's options, for pytest: its entry point of group ``pytest11``. Does nothing unless ``--driver-uri`` is given."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pytest
 
-__all__ = ["pytest_addoption"]
+__all__ = ["pytest_addoption", "pytest_configure"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -15,3 +15,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("holdfast", "holdfast: pytest --pyargs holdfast.drivers.conformance")
     group.addoption("--driver-uri", metavar="URI", help="the storage to try; only a fresh prefix of it is used")
     group.addoption("--driver-probe", metavar="MODULE:CLASS", help="reaches that storage without the driver")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Begin the session of the driver that the command line names."""
+    uri = config.getoption("driver_uri")
+    if uri is None:
+        return
+    import pytest
+
+    from ...errors import HoldfastError
+    from ..uri import redact
+    from .report import Session
+
+    worker = hasattr(config, "workerinput")  # of pytest-xdist
+    try:
+        session = Session(uri, config.getoption("driver_probe"), worker=worker)
+    except HoldfastError as error:
+        raise pytest.UsageError(f"--driver-uri {redact(uri)}: {error}") from error
+    config.pluginmanager.register(session, "holdfast-conformance-session")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import secrets
+import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,19 +22,39 @@ from .probes import probe_class
 
 __all__ = ["OUTLIVES", "Session"]
 
+_TOLD = "holdfast_conformance"
+"""What a worker of pytest-xdist tells the controller goes by this name."""
+
+EXPECTED_S = 20.0
+EXPECTED_USES = 700
+"""A run takes about so long, and as long as so many uses of a driver: opened, put, get, closed."""
+
 OUTLIVES = "nothing_outlives_close"
 """The trial of what close() lets go; while a driver does not deviate there, the same is looked at after every trial."""
 
 
+TIDY_EVERY = 20
+"""Places that are removed at once: a driver is opened for that, and to connect may be what takes longest."""
+
+REMOVAL_TIMEOUT_S = 300.0
+"""How long the removal of places may take."""
+
+
 class Session:
-    """The driver of ``--driver-uri``, tried below a prefix of its own. A pytest plugin while it runs."""
+    """The driver of ``--driver-uri``, tried below a prefix of its own. A pytest plugin while it runs.
 
-    def __init__(self, uri: str, probe: str | None) -> None:
-        """Opens the driver once and stores a small object, so that what it keeps for the process is there from now on.
+    With pytest-xdist every worker has a session, and a prefix, of its own; the controller's only counts.
+    """
 
-        Raises UsageError for a URI that cannot be opened, or a probe that cannot be imported.
+    def __init__(self, uri: str, probe: str | None, *, worker: bool = False) -> None:
+        """Opens the driver twice and stores a small object, so that what it keeps for the process is there from now on, and
+        to learn how long that takes.
+
+        ``worker``: of pytest-xdist, whose controller reports. Raises UsageError for a URI that cannot be opened, or a
+        probe that cannot be imported.
         """
         parsed = parse(uri)
+        self._worker = worker
         self._probe = probe_class(parsed.scheme, probe)
         self._name = f"conformance-{secrets.token_hex(4)}"
         self._root, self._below, self._places = parsed, join(parsed, self._name), 0
@@ -42,39 +64,71 @@ class Session:
         self._outcomes: dict[str, Counter[str]] = defaultdict(Counter)
         self._not_applicable: Counter[str] = Counter()
         self._all_collected = False
-        asyncio.run(_warm_up(driver, self._name))
+        self._untidy: list[str] = []
+        self._left: list[str] = []
+        self._opened = 0
+        self._began_s = time.monotonic()
+        asyncio.run(_use(driver, self._name))
+        warm_s = time.monotonic()
+        asyncio.run(_use(open_driver(parsed, **BARE), self._name))  # by now libraries are loaded
+        self._use_s = time.monotonic() - warm_s
 
     @contextmanager
     def place(self) -> Iterator[tuple[Held, Place]]:
-        """An empty root, removed afterwards, and what the process held before."""
+        """An empty root, removed some time afterwards, and what the process held before."""
+        if len(self._untidy) >= TIDY_EVERY:
+            self._remove(self._below, self._untidy)
+            self._untidy = []
         self._places += 1
-        name, held = f"{self._places:03d}", held_now()
+        name = f"{self._places:03d}"
+        self._untidy.append(name)
+        held = held_now()
         place = Place(join(self._below, name), self._probe, self.traits)
         try:
             yield held, place
         finally:
+            self._opened += place.opened
             place.close()
-            asyncio.run(_remove(open_driver(self._below), name))
 
-    def collected(self, items: list[pytest.Item], folder: Path) -> None:
+    def _remove(self, root: Uri, prefixes: Iterable[str]) -> None:
+        """Remove these prefixes. What stays is said at the end, and costs no more than the run's success."""
+        try:
+            asyncio.run(_remove(open_driver(root), prefixes))
+        except Exception as error:  # of whatever kind: the report is worth more
+            self._left.append(f"{type(error).__name__}: {error}")
+
+    def collected(self, nodeids: Iterable[str], folder: Path) -> None:
         """Note the trials; whether a declared name exists can be told only where every module was collected."""
-        ours = [item for item in items if item.path.parent == folder]
-        for item in ours:
-            self._outcomes[trial_of(item)] = Counter()
-        self._all_collected = {item.path for item in ours} == set(folder.glob("test_*.py"))
+        modules = {path.name for path in folder.glob("test_*.py")}
+        seen = set()
+        for nodeid in nodeids:
+            path, _, name = nodeid.partition("::")
+            module = path.rpartition("/")[2]
+            if module in modules:
+                seen.add(module)
+                self._outcomes[_trial_called(name)] += Counter()
+        self._all_collected = seen == modules
 
     def judge(self, item: pytest.Item, report: pytest.TestReport) -> None:
-        """Count one report, and turn a declared failure into an expected one."""
+        """Turn a declared failure into an expected one, and note of which trial the report is."""
         name = trial_of(item)
+        report.holdfast_trial = name  # type: ignore[attr-defined]  # pytest-xdist hands on what a report holds
         if report.failed and name in self.deviations:
             report.outcome = "skipped"
             report.wasxfail = self.deviations[name]  # as pytest itself does
-            self._outcomes[name]["deviated"] += 1
-        elif report.failed:
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Count one report."""
+        name = getattr(report, "holdfast_trial", None)
+        if name is None:
+            return
+        if report.failed:
             self._outcomes[name]["failed"] += 1
-        elif report.skipped and isinstance(report.longrepr, tuple):
+        elif report.skipped and hasattr(report, "wasxfail"):
+            self._outcomes[name]["deviated"] += 1
+        elif report.skipped:
             self._outcomes[name]["not applicable"] += 1
-            self._not_applicable[report.longrepr[2].removeprefix("Skipped: ").removeprefix("not applicable: ")] += 1
+            self._not_applicable[_reason_of(report)] += 1
         elif report.passed and report.when == "call":
             self._outcomes[name]["passed"] += 1
 
@@ -88,10 +142,34 @@ class Session:
                 faults.append(f"{name}: declared as a deviation, and passes: take it off the driver's list")
         return faults
 
+    def pytest_report_header(self) -> list[str]:
+        """What is tried, and how long that may take."""
+        minutes = max(1, round((EXPECTED_S + EXPECTED_USES * self._use_s) / 60))
+        return [
+            f"holdfast driver kit: {self.uri}",
+            f"  to open a driver, put, get and close takes {self._use_s:.2f} s; expect about {minutes} min in all",
+            "  -v names each case as it runs; -n 4 (pytest-xdist) runs several at once",
+        ]
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        """The controller of pytest-xdist collects nothing: a worker tells."""
+        self.collected(ids, Path(__file__).parent)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """What a worker of pytest-xdist has to say at its end."""
+        told = getattr(node, "workeroutput", {}).get(_TOLD, {})
+        self._left += told.get("left", [])
+        self._opened += told.get("opened", 0)
+
+    @pytest.hookimpl(trylast=True)  # the workers of pytest-xdist end in this hook, too
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Remove the prefix; a wrong declaration fails the run."""
-        asyncio.run(_remove(open_driver(self._root), self._name))
-        if self.faults() and session.exitstatus == pytest.ExitCode.OK:
+        """Remove the prefix; one that stays, or a wrong declaration, fails the run."""
+        self._remove(self._root, [self._name])
+        if self._worker:
+            session.config.workeroutput[_TOLD] = {"left": self._left, "opened": self._opened}  # type: ignore[attr-defined]
+        elif (self.faults() or self._left) and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -112,12 +190,28 @@ class Session:
         yield from (f"    {count} × {reason}" for reason, count in sorted(self._not_applicable.items()))
         yield f"deviations      {len(self.deviations)} declared, {counts['deviated']} cases deviated"
         yield from (f"    {name}: {reason}" for name, reason in sorted(self.deviations.items()))
+        yield f"time            {time.monotonic() - self._began_s:.0f} s; {self._opened} drivers opened"
         yield from (f"FAULT           {fault}" for fault in self.faults())
+        for left in self._left:
+            yield f"LEFT BEHIND     delete_all of the kit's own prefix failed: {left}"
+        if self._left:
+            yield f"                remove what lies at {self.uri}/conformance-… by other means"
 
 
 def trial_of(item: pytest.Item) -> str:
     """The trial that an item is a case of."""
-    return str(getattr(item, "originalname", None) or item.name).removeprefix("test_")
+    return _trial_called(str(getattr(item, "originalname", None) or item.name))
+
+
+def _trial_called(name: str) -> str:
+    return name.partition("[")[0].removeprefix("test_")
+
+
+def _reason_of(report: pytest.TestReport) -> str:
+    """Why a trial does not apply."""
+    where = report.longrepr  # a path, a line and a reason; a list, once it has passed through pytest-xdist
+    reason = str(where[2]) if isinstance(where, tuple | list) else str(where)
+    return reason.removeprefix("Skipped: ").removeprefix("not applicable: ")
 
 
 def _name_of(uri: Uri) -> str:
@@ -126,12 +220,18 @@ def _name_of(uri: Uri) -> str:
     return f"{getattr(cls, '__module__', '')}.{getattr(cls, '__qualname__', cls)}"
 
 
-async def _warm_up(driver: Driver, name: str) -> None:
-    await driver.put(f"{name}/warm", b"up")
-    await driver.get(f"{name}/warm")
-    await driver.close()
+async def _use(driver: Driver, name: str) -> None:
+    try:
+        await driver.put(f"{name}/warm", b"up")
+        await driver.get(f"{name}/warm")
+    finally:
+        await driver.close()
 
 
-async def _remove(driver: Driver, prefix: str) -> None:
-    await driver.delete_all(prefix)
-    await driver.close()
+async def _remove(driver: Driver, prefixes: Iterable[str]) -> None:
+    try:
+        async with asyncio.timeout(REMOVAL_TIMEOUT_S):
+            for prefix in prefixes:
+                await driver.delete_all(prefix)
+    finally:
+        await driver.close()

@@ -211,8 +211,8 @@ async def test_a_cancelled_close_can_be_made_again(place: Place) -> None:
         await upload.write(0, memoryview(bytes(10)))
         await interrupt(driver.close())
         await driver.close()
-        assert await place.open().get(key) == CONTENT
-        await place.open().delete(key)
+        assert await place.looker.get(key) == CONTENT
+        await place.looker.delete(key)
 
     await at_every_await(attempt)
     await leaves_nothing(place)

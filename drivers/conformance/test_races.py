@@ -98,7 +98,7 @@ async def test_an_exclusive_put_has_one_winner_among_processes(place: Place) -> 
     assert sorted(won[0] + won[1]) == sorted(f"race/{n}" for n in range(20))
     for n, keys in enumerate(won):
         for key in keys:
-            assert await place.open().get(key) == b"%d" % n * 1000
+            assert await place.looker.get(key) == b"%d" % n * 1000
 
 
 @trial()

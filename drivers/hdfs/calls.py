@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from ...forks.renewal import new_lock
+
 __all__ = ["Call", "run"]
 
 T = TypeVar("T")
@@ -30,7 +32,7 @@ class Call:
     def __init__(self) -> None:
         self.progress_s = time.monotonic()
         self._gone = False
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def __enter__(self) -> None:
         """``with call:`` the caller's memory may be used. Also shows that the call gets on: its deadline begins anew.

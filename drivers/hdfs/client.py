@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
-from ...errors import HoldfastError, NotFoundError, StorageDownError, StorageError, UriError
+from ...errors import AccessError, HoldfastError, NotFoundError, StorageDownError, StorageError, UriError
+from ..panics import is_panic
+from .authentication import CHECK_S, unauthenticated
 from .calls import Call, run
-from .errors import is_panic, storage_error
+from .errors import storage_error
 
 if TYPE_CHECKING:
     import hdfs_native
@@ -40,22 +43,33 @@ class Client:
     """Calls to one file system. ``uri``, redacted, is for messages."""
 
     def __init__(
-        self, url: str | None, config: Mapping[str, str], conf_dir: str | None, *, uri: str, timeout_s: float
-    ) -> None:
-        """Connects at its first call. Raises UriError where hdfs-native is missing, or cannot use what it is given."""
+        self, url: str | None, config: Mapping[str, str], conf_dir: str | None, *, uri: str, timeout_s: float,
+        namenodes: Sequence[str] = (), authentication: str = "simple",
+    ) -> None:  # fmt: skip
+        """Connects at its first call. Raises UriError where hdfs-native is missing, or cannot use what it is given.
+
+        ``namenodes``: ``host:port`` of those that are asked at the first call whether ``authentication``, which is
+        ``hadoop.security.authentication`` of the configuration, will do.
+        """
         self.uri, self.timeout_s = uri, timeout_s
+        self._namenodes = namenodes
+        self._authentication = authentication
+        self._checked = False
         self._gate = asyncio.Semaphore(THREADS)
         try:
             from hdfs_native import Client as Inner
         except ImportError as error:
-            raise UriError("hdfs:// needs hdfs-native", uri=uri, advice="pip install 'holdfast[hdfs]'") from error
+            raise UriError(
+                "hdfs:// needs hdfs-native", uri=uri, advice="pip install 'holdfast-checkpoint[hdfs]'"
+            ) from error
         try:
             self._inner: hdfs_native.Client | None = Inner(url, {**_patience(timeout_s), **config}, conf_dir)
         except Exception as error:
             raise UriError(
                 f"hdfs-native cannot use this: {error}",
                 uri=uri,
-                advice="Name a host and port, or a name service that HADOOP_CONF_DIR or ?namenodes= explains.",
+                advice="Name a host and port, or a name service that HADOOP_CONF_DIR or ?namenodes= explains. "
+                "A mount table of ViewFS needs a linkFallback.",
             ) from error
 
     @property
@@ -73,6 +87,8 @@ class Client:
         """What ``function`` returns, from a thread. Raises a StorageError: StorageDownError at the deadline."""
         try:
             async with self._gate:
+                if not self._checked:
+                    await self._check_authentication(doing, key)
                 return await run(function, self.timeout_s)
         except (HoldfastError, asyncio.CancelledError):
             raise
@@ -89,6 +105,17 @@ class Client:
             if is_panic(error):
                 raise storage_error(error, doing, self.uri, key) from error
             raise
+
+    async def _check_authentication(self, doing: str, key: str) -> None:
+        """Raises AccessError where name nodes want to know who asks, and this process cannot tell them."""
+        reason = None
+        with suppress(TimeoutError):  # the call itself will find out what is wrong
+            wait_s = min(CHECK_S, self.timeout_s / 4)
+            reason = await run(lambda call: unauthenticated(self._namenodes, self._authentication), wait_s)
+        if reason is not None:
+            message, advice = reason
+            raise AccessError(f"{doing} failed: {message}", uri=self.uri, key=key, advice=advice)
+        self._checked = True
 
     async def status(self, path: str, key: str, doing: str = "stat") -> hdfs_native.FileStatus:
         """Of a file or folder. Raises NotFoundError."""

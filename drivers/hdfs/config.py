@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 from xml.etree import ElementTree
 
-__all__ = ["name_service", "site", "web_addresses"]
+__all__ = ["Served", "name_service", "rpc_addresses", "served", "site", "web_addresses"]
 
-_WEB_PORT = 9870
+_WEB_PORTS = {"http": 9870, "https": 9871}
+_ROUTER_PORT = "8888"
+_ROUTER_WEB_PORTS = {"http": 50071, "https": 50072}
+_RPC_ADDRESS = "dfs.namenode.rpc-address"
+_MOUNT_TABLE = "fs.viewfs.mounttable"
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Who serves the files of one folder: ``authority``, a name node or a name service, under the path ``root``."""
+
+    authority: str
+    root: str
 
 
 def site(conf_dir: str | None) -> dict[str, str]:
@@ -31,23 +45,86 @@ def site(conf_dir: str | None) -> dict[str, str]:
 def name_service(name: str, namenodes: list[str]) -> dict[str, str]:
     """The properties that make ``name`` stand for these name nodes, each ``host:port``."""
     ids = [f"nn{n}" for n in range(len(namenodes))]
-    addresses = {f"dfs.namenode.rpc-address.{name}.{i}": address for i, address in zip(ids, namenodes, strict=True)}
+    addresses = {f"{_RPC_ADDRESS}.{name}.{i}": address for i, address in zip(ids, namenodes, strict=True)}
     return {"dfs.nameservices": name, f"dfs.ha.namenodes.{name}": ",".join(ids), **addresses}
+
+
+def served(authority: str, root: str, properties: Mapping[str, str]) -> Served | None:
+    """Who serves the folder ``root`` of ``hdfs://authority``, or of ``fs.defaultFS`` where ``authority`` is empty.
+
+    The links of a ViewFS are followed. None where no single name service has the folder: nothing mounts it, or several
+    have parts of it, or ``fs.defaultFS`` is no HDFS.
+    """
+    if authority:
+        return Served(authority, root)
+    default = urlsplit(properties.get("fs.defaultFS", ""))
+    if default.scheme == "viewfs":
+        return _mounted(default.netloc, root, properties)
+    return Served(default.netloc, root) if default.scheme == "hdfs" and default.netloc else None
+
+
+def _mounted(table: str, root: str, properties: Mapping[str, str]) -> Served | None:
+    """The longest link of a ViewFS's mount table at or above ``root``."""
+    prefix = f"{_MOUNT_TABLE}.{table or 'default'}."
+    links = {
+        key.removeprefix(f"{prefix}link.").rstrip("/"): target
+        for key, target in properties.items()
+        if key.startswith(f"{prefix}link.")
+    }
+    folder = root.rstrip("/")
+    if any(path.startswith(f"{folder}/") for path in links):
+        return None
+    above = [path for path in links if folder == path or folder.startswith(f"{path}/")]
+    if above:
+        path = max(above, key=len)
+        target = urlsplit(links[path])
+    else:
+        path = ""
+        target = urlsplit(properties.get(f"{prefix}linkFallback", ""))
+    if target.scheme != "hdfs" or not target.netloc:
+        return None
+    return Served(target.netloc, target.path.rstrip("/") + folder.removeprefix(path) or "/")
+
+
+def rpc_addresses(authority: str, properties: Mapping[str, str]) -> list[str]:
+    """``host:port`` of each name node of ``authority``; of those whose port is known."""
+    found = [properties.get(_RPC_ADDRESS + suffix, authority) for suffix in _suffixes(authority, properties)]
+    return [address for address in found if address.rpartition(":")[2].isdecimal()]
 
 
 def web_addresses(authority: str, properties: Mapping[str, str]) -> list[str]:
     """Where the name nodes of ``authority`` answer HTTP, ``http://host:port``: as configured, else at Hadoop's own port."""
-    ids = [i.strip() for i in properties.get(f"dfs.ha.namenodes.{authority}", "").split(",") if i.strip()]
-    suffixes = [f".{authority}.{i}" for i in ids] or [""]
-    policy = properties.get("dfs.http.policy", "HTTP_ONLY")
-    scheme, key = ("https", "https") if policy == "HTTPS_ONLY" else ("http", "http")
-    found = [properties.get(f"dfs.namenode.{key}-address{suffix}") for suffix in suffixes]
-    rpc = [properties.get(f"dfs.namenode.rpc-address{suffix}", authority) for suffix in suffixes]
-    hosts = [address.rpartition(":")[0] or address for address in rpc]
-    return [
-        f"{scheme}://{_reachable(web, host) if web else f'{host}:{_WEB_PORT}'}"
-        for web, host in zip(found, hosts, strict=True)
-    ]
+    secure = properties.get("dfs.http.policy", "HTTP_ONLY") == "HTTPS_ONLY"
+    scheme = "https" if secure else "http"
+    found = []
+    for suffix in _suffixes(authority, properties):
+        rpc = properties.get(_RPC_ADDRESS + suffix, authority)
+        host, _, port = rpc.rpartition(":")
+        host = host or rpc
+        ports = _ROUTER_WEB_PORTS if port == _ROUTER_PORT else _WEB_PORTS
+        configured = properties.get(f"dfs.namenode.{scheme}-address{suffix}", f"{host}:{ports[scheme]}")
+        found.append(f"{scheme}://{_reachable(configured, host)}")
+    return found
+
+
+def _suffixes(authority: str, properties: Mapping[str, str]) -> list[str]:
+    """The ends of the names of ``authority``'s properties: ``.service.namenode``, ``.service``, or nothing.
+
+    A single name node, ``host:port``, may be one of a name service; then they are that name node's own.
+    """
+    ids = _words(properties.get(f"dfs.ha.namenodes.{authority}", ""))
+    if ids:
+        return [f".{authority}.{i}" for i in ids]
+    if authority in _words(properties.get("dfs.nameservices", "")):
+        return [f".{authority}"]
+    for key, value in properties.items():
+        if value == authority and key.startswith(f"{_RPC_ADDRESS}."):
+            return [key.removeprefix(_RPC_ADDRESS)]
+    return [""]
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def _reachable(address: str, host: str) -> str:

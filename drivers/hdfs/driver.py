@@ -10,19 +10,21 @@ are written as ``%3A`` and ``%25``. Names that look like temporary files are ref
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, ClassVar
 from urllib.parse import unquote
 from xml.etree.ElementTree import ParseError
 
-from ...errors import AccessError, DamagedError, NotFoundError, StorageDownError, StorageError, UriError
+from ...errors import AccessError, DamagedError, ExistsError, NotFoundError, StorageDownError, StorageError, UriError
 from ..contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_small, segments
 from ..options import Option, duration, integer, option_values, size, switch
 from ..uri import Uri
 from .calls import Call
 from .client import Client, pieces, whole_reader
-from .config import name_service, site, web_addresses
+from .config import Served, name_service, rpc_addresses, served, site, web_addresses
 from .names import Names
+from .tokens import VARIABLE, Token, service_address, token_of, tokens, url_form
 from .tree import sweep, walk
 from .uploads import FileOptions, HdfsUpload
 from .webhdfs import WebHdfs
@@ -59,6 +61,14 @@ class HdfsDriver(Driver):
     def __init__(self, authority: str, root: str, *, uri: str, options: Mapping[str, Any]) -> None:
         """``options``: a value for each of OPTIONS. Raises UriError where they name no file system."""
         self.uri = uri
+        namenodes = [address for address in options["namenodes"].split(",") if address]
+        config = name_service(authority, namenodes) if namenodes else {}
+        properties = _properties(config, options, uri)
+        found = _tokens(uri)
+        authority = service_address(authority, found)
+        place = served(authority, root, properties)
+        token = token_of(place.authority, found) if place else None
+        self._webhdfs = _webhdfs(place, root, properties, options, token)
         self.traits = Traits(
             part_nbytes=16 << 20,
             part_min_nbytes=1,
@@ -68,20 +78,19 @@ class HdfsDriver(Driver):
             part_order="ascending",
             exclusive_is_atomic=True,
             shared=True,
-            streams=1 if options["webhdfs"] == "off" else options["streams"],
+            streams=1 if self._webhdfs is None else options["streams"],
         )
         self._names = Names(root, uri)
         self._files = FileOptions(options["block_size"], options["replication"], options["sync"])
-        namenodes = [address for address in options["namenodes"].split(",") if address]
-        config = name_service(authority, namenodes) if namenodes else {}
         self._client = Client(
             f"hdfs://{authority}" if authority else None,
             config,
             options["conf"] or None,
             uri=uri,
             timeout_s=options["timeout"],
+            namenodes=rpc_addresses(place.authority, properties) if place else (),
+            authentication=_authentication(properties, token),
         )
-        self._webhdfs = _webhdfs(authority, config, options, uri)
         self._uploads: set[HdfsUpload] = set()
 
     @classmethod
@@ -95,7 +104,7 @@ class HdfsDriver(Driver):
         return cls(
             authority,
             "/" + unquote(path),
-            uri=Uri(uri.scheme, uri.location).redacted,
+            uri=uri.root,
             options=option_values(cls.OPTIONS, uri),
         )
 
@@ -145,12 +154,20 @@ class HdfsDriver(Driver):
         return await self._client.call("get", key, get)
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
+        """See :meth:`Driver.put`. The rename decides; one that finds its key taken from the beginning writes no file."""
+        if exclusive:
+            await self._check_free(key)
         upload = await self._begin(key, self._names.path(key), [(0, len(data))])
         try:
             await upload.write(0, memoryview(data))
             await upload.commit(overwrite=not exclusive)
         finally:
             await upload.abort()
+
+    async def _check_free(self, key: str) -> None:
+        with contextlib.suppress(NotFoundError):
+            await self.stat(key)
+            raise ExistsError("object exists already", uri=self.uri, key=key)
 
     async def stat(self, key: str) -> ObjectInfo:
         status = await self._client.status(self._names.path(key), key)
@@ -200,15 +217,42 @@ class HdfsDriver(Driver):
         return upload
 
 
-def _webhdfs(authority: str, config: Mapping[str, str], options: Mapping[str, Any], uri: str) -> WebHdfs | None:
+def _properties(config: Mapping[str, str], options: Mapping[str, Any], uri: str) -> Mapping[str, str]:
+    try:
+        return {**site(options["conf"] or None), **config}
+    except (OSError, ParseError) as error:
+        raise UriError(f"Hadoop's configuration cannot be read: {error}", uri=uri) from error
+
+
+def _tokens(uri: str) -> list[Token]:
+    try:
+        return tokens()
+    except (OSError, ValueError) as error:
+        raise UriError(
+            f"the delegation tokens that {VARIABLE} names cannot be read: {error}",
+            uri=uri,
+            advice=f"Fetch others, as with hdfs fetchdt, or unset {VARIABLE} and use kinit.",
+        ) from error
+
+
+def _authentication(properties: Mapping[str, str], token: Token | None) -> str:
+    """``hadoop.security.authentication``; where that is ``kerberos``, a ``token`` for this file system does."""
+    configured = properties.get("hadoop.security.authentication", "simple").lower()
+    return "token" if token and configured == "kerberos" else configured
+
+
+def _webhdfs(
+    place: Served | None, root: str, properties: Mapping[str, str], options: Mapping[str, Any], token: Token | None
+) -> WebHdfs | None:
+    """Who joins the parts of objects below ``root``; None where nobody does, or nobody can be named."""
     given: str = options["webhdfs"]
     if given == "off":
         return None
     if given != "auto":
-        return WebHdfs([given if "://" in given else f"http://{given}"], options["timeout"])
-    try:
-        properties = {**site(options["conf"] or None), **config}
-    except (OSError, ParseError) as error:
-        raise UriError(f"Hadoop's configuration cannot be read: {error}", uri=uri) from error
-    authority = authority or properties.get("fs.defaultFS", "").removeprefix("hdfs://").partition("/")[0]
-    return WebHdfs(web_addresses(authority, properties), options["timeout"])
+        addresses = [given if "://" in given else f"http://{given}"]
+    elif place is not None:
+        addresses = web_addresses(place.authority, properties)
+    else:
+        return None
+    moved = (root.rstrip("/"), place.root.rstrip("/")) if place else ("", "")
+    return WebHdfs(addresses, options["timeout"], moved=moved, delegation=url_form(token) if token else None)

@@ -18,7 +18,7 @@ from ...errors import (
     StorageError,
 )
 
-__all__ = ["is_panic", "storage_error"]
+__all__ = ["storage_error"]
 
 _KINDS: dict[type[StorageError], tuple[str, ...]] = {
     NotFoundError: ("FileNotFoundException", "PathNotFoundException", "FileNotFound", "IsADirectoryError"),
@@ -45,6 +45,12 @@ _TEXTS: tuple[tuple[str, type[StorageError]], ...] = (
     ("could only be written to 0 of", FullError),
     ("could only be replicated to 0", FullError),
     ("Insufficient blocks succeeded", StorageDownError),
+    ("Cannot contact any KDC", StorageDownError),
+    # hdfs-native calls the first three "already exists"; they are about a file that is being written, not about a key.
+    ("this file lease is currently owned by", BusyError),
+    ("is already the current lease holder", BusyError),
+    ("lease recovery is in progress", BusyError),
+    ("does not have any open files", StorageError),
 )
 
 _ADVICE: dict[type[StorageError], str] = {
@@ -55,9 +61,44 @@ _ADVICE: dict[type[StorageError], str] = {
     "closes connections like one that died.",
 }
 
+_TICKET_ADVICE = (
+    "There is no valid Kerberos ticket: run kinit, or kinit -k -t KEYTAB PRINCIPAL; klist shows what there is. "
+    "Without tickets, HADOOP_TOKEN_FILE_LOCATION names a file of delegation tokens, which expire too."
+)
+
+_LEASE_ADVICE = (
+    "Another client, or an earlier try of this one, writes the file; the name node ends that after a minute."
+)
+
+_ADVICE_FOR = (
+    # The first sign that the text contains wins.
+    ("this file lease is currently owned by", _LEASE_ADVICE),
+    ("is already the current lease holder", _LEASE_ADVICE),
+    ("lease recovery is in progress", _LEASE_ADVICE),
+    (
+        "does not have any open files",
+        "Somebody deleted the unfinished file, or the name node took it back from a client that was silent for too long. "
+        "Save again.",
+    ),
+    (
+        "StandbyException",
+        "This name node is a standby: name the name service in the URI, or all its nodes in ?namenodes=.",
+    ),
+    ("Cannot contact any KDC", "Is the KDC up, and does KRB5_CONFIG, else /etc/krb5.conf, name it?"),
+    ("GSSAPIError", _TICKET_ADVICE),
+    ("SASL mechanism", _TICKET_ADVICE),
+    ("InvalidToken", _TICKET_ADVICE),
+    (
+        "RPC listener disconnected",
+        "The name node ended the connection: it died, or turns this client away; its log tells. Is "
+        "hadoop.security.authentication in core-site.xml the same here and there?",
+    ),
+)
+
 _PARENT_IS_A_FILE = ("ParentNotDirectoryException", "(is not a directory)")
 
-_JAVA_CLASS = re.compile(r"\b(?:\w+\.){2,}(?:\w+\$)?(\w+(?:Exception|InvalidToken))\b")
+_JAVA_CLASS = re.compile(r"\b(?:\w+\.){2,}(?:\w+\$)?(\w*(?:Exception|InvalidToken))\b")
+_GSSAPI_WORDS = re.compile(r'GSSAPIError\(.*\d+, "([^"]*)"\)', re.DOTALL)
 _RUST_KIND = re.compile(r"([A-Z]\w+)\(")
 
 
@@ -69,12 +110,8 @@ def storage_error(error: BaseException, doing: str, uri: str, key: str) -> Stora
         kind = StorageError if doing in ("create", "rename") else NotFoundError
         return kind(f"{doing} failed: a part of the key names a file; nothing lies below it", uri=uri, key=key)
     message = f"{doing} failed: {_first_line(text) or type(error).__name__}"
-    return kind(message, uri=uri, key=key, advice=_ADVICE.get(kind))
-
-
-def is_panic(error: BaseException) -> bool:
-    """Whether Rust code of a library panicked. That is a BaseException, of a class that cannot be imported."""
-    return type(error).__name__ in ("PanicException", "RustPanic")
+    advice = next((advice for sign, advice in _ADVICE_FOR if sign in text), _ADVICE.get(kind))
+    return kind(message, uri=uri, key=key, advice=advice)
 
 
 def _kind(error: BaseException, text: str) -> type[StorageError]:
@@ -95,5 +132,8 @@ def _kind(error: BaseException, text: str) -> type[StorageError]:
 
 
 def _first_line(text: str) -> str:
-    """Without the Java stack: what it says before that, in one line."""
+    """Without the Java stack: what it says before that, in one line; of an error of Kerberos only its own words."""
+    words = _GSSAPI_WORDS.search(text)
+    if words is not None:
+        return f"Kerberos: {words[1]}"
     return re.split(r"\\n|\n", text, maxsplit=1)[0].strip().rstrip('"')[:500]

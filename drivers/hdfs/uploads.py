@@ -45,6 +45,8 @@ ABORT_S = 10.0
 """How long an abort tries to delete; what then is left is swept by a later save."""
 
 _log = logging.getLogger(__name__)
+_said_of: set[tuple[str, ...]] = set()
+"""The file systems, by the addresses of their name nodes, of which a warning has been logged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +238,7 @@ class HdfsUpload(Upload):
         except ConcatRefused as refused:
             joined = (await self._client.status(target, self._key, "commit")).length == self._written.nbytes
             if not joined:  # it was not only the answer that was lost
-                _log.warning("%s: parts are joined by copying: %s; ?streams=1 avoids it", self._client.uri, refused)
+                _say_once(self._client.uri, self._webhdfs.addresses if self._webhdfs else (), str(refused))
                 await self._copy(target, others)
                 return
         del self._files[1:]
@@ -303,6 +305,13 @@ class HdfsUpload(Upload):
 
     def _error(self, message: str, kind: type[StorageError]) -> StorageError:
         return kind(message, uri=self._client.uri, key=self._key)
+
+
+def _say_once(uri: str, addresses: tuple[str, ...], reason: str) -> None:
+    """Warn of the first upload to a file system whose parts are copied, not of each."""
+    if addresses not in _said_of:
+        _said_of.add(addresses)
+        _log.warning("%s: parts are joined by copying: %s; ?streams=1 avoids it", uri, reason)
 
 
 async def _all(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:

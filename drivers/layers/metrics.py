@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TypeVar
 
+from ...forks.renewal import in_child
 from ..contract import Driver
 from .layer import Layer, Operation
 
@@ -137,4 +137,4 @@ def snapshots() -> dict[str, Snapshot]:
     return {store: meter.snapshot() for store, meter in tuple(_meters.items())}
 
 
-os.register_at_fork(after_in_child=_meters.clear)
+in_child(_meters.clear)

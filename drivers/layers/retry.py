@@ -174,11 +174,12 @@ class RetryLayer(Layer):
     def _late(self, operation: Operation, tries: int, last: HoldfastError | None) -> StorageDownError:
         waited = f"waited for {operation.name} for {self._timeout_s(operation):g} s"
         why = f", in {_times(tries)}; the last failure: {last.message}" if last is not None else ", without an answer"
+        advice = (last.advice if last is not None else None) or "Look at the storage and the way to it."
         return StorageDownError(
             waited + why,
             uri=self.uri,
             key=operation.key or None,
-            advice="Look at the storage and the way to it; the option op_timeout_s allows more time.",
+            advice=f"{advice} The option op_timeout_s allows more time.",
         )
 
     async def _abort(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import threading
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from ...forks.renewal import in_child, new_lock
 from ..contract import Driver
 from .layer import Layer, Operation
 from .turn import waiting_for_a_turn
@@ -32,7 +31,7 @@ class TokenBucket:
         self._bytes_per_s = bytes_per_s
         self._free_s = float("-inf")
         """When all that was let in will have had its time."""
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def take(self, nbytes: int, now_s: float) -> float:
         """Let ``nbytes`` in; return how many seconds from now they may begin."""
@@ -86,4 +85,4 @@ def shared_bucket(bytes_per_s: int) -> TokenBucket:
     return _buckets.setdefault(bytes_per_s, TokenBucket(bytes_per_s))
 
 
-os.register_at_fork(after_in_child=_buckets.clear)
+in_child(_buckets.clear)

@@ -5,6 +5,7 @@ They are never visible, but are stored, and paid for, until somebody drops them.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,10 +13,18 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from ...errors import StorageDownError
+from ...errors import StorageDownError, StorageError
 from .failures import translated
+from .trust import TRUST
 
 __all__ = ["Unfinished"]
+
+_log = logging.getLogger(__name__)
+
+_UNKNOWN = {"NotImplemented", "MethodNotAllowed", "NoSuchUpload", "UnsupportedOperation", "501", "405"}
+"""How servers answer who asks for a list of unfinished uploads that they do not keep."""
+_without_list: set[tuple[str, str]] = set()
+"""(endpoint, bucket) where that list is unknown: nobody is asked again in this process."""
 
 _CLOCK_S = 2.0
 """Servers tell their time in whole seconds, and several of one store may differ a little."""
@@ -29,11 +38,15 @@ class Unfinished:
     bucket: str
     uri: str
     limit_s: float
+    by_folder: bool = False
+    """Whether the store lists whole folders only, as directory buckets do."""
 
     def drop(self, path: str, *, whole_key: bool, quiet_s: float, began_within_s: float) -> int:
         """Drop those to ``path``, or, unless ``whole_key``, also below it: if nothing came for ``quiet_s`` and they began
         in the last ``began_within_s`` seconds, by the store's clock. Gives how many. Raises StorageError."""
         deadline_s, dropped = time.monotonic() + self.limit_s, 0
+        if self._place in _without_list:
+            return 0
         with self._failures(path):
             for now_s, upload in self._all(path, deadline_s):
                 if upload["Key"] != path and (whole_key or not upload["Key"].startswith(path + "/")):
@@ -52,12 +65,42 @@ class Unfinished:
         while True:
             if time.monotonic() > deadline_s:
                 raise StorageDownError(f"listing uploads took more than {self.limit_s:g} s", uri=self.uri)
-            page = self.client.list_multipart_uploads(Bucket=self.bucket, Prefix=path, **more)
+            page = self._page(path, more)
+            if page is None:
+                return
             now_s = _server_time_s(page)
             yield from ((now_s, upload) for upload in page.get("Uploads", ()))
             if not page.get("IsTruncated"):
                 return
-            more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+            markers = {"KeyMarker": page.get("NextKeyMarker"), "UploadIdMarker": page.get("NextUploadIdMarker")}
+            more = {name: marker for name, marker in markers.items() if marker}
+
+    def _page(self, path: str, more: dict[str, str]) -> dict[str, Any] | None:
+        """A part of the list; None where the server keeps none."""
+        from botocore.exceptions import ClientError
+
+        prefix = path[: path.rfind("/") + 1] if self.by_folder else path
+        try:
+            page: dict[str, Any] = self.client.list_multipart_uploads(Bucket=self.bucket, Prefix=prefix, **more)
+        except ClientError as error:
+            code = error.response["Error"]["Code"]
+            status = error.response["ResponseMetadata"]["HTTPStatusCode"]
+            if code not in _UNKNOWN and status != 501:
+                raise
+            _without_list.add(self._place)
+            _log.warning(
+                "%s cannot list unfinished uploads (%s, status %d): what uploads that fail leave there stays until the "
+                "store removes it",
+                self.uri,
+                code,
+                status,
+            )
+            return None
+        return page
+
+    @property
+    def _place(self) -> tuple[str, str]:
+        return self.client.meta.endpoint_url, self.bucket
 
     def _quiet_s(self, upload: dict[str, Any], now_s: float) -> float:
         """For how long no part came."""
@@ -78,7 +121,7 @@ class Unfinished:
 
     @contextmanager
     def _failures(self, path: str) -> Iterator[None]:
-        from botocore.exceptions import BotoCoreError, ClientError
+        from botocore.exceptions import BotoCoreError, ClientError, SSLError
 
         try:
             yield
@@ -87,6 +130,9 @@ class Unfinished:
             status = error.response["ResponseMetadata"]["HTTPStatusCode"]
             told = RuntimeError(f"<Code>{code}</Code> status {status}")
             raise translated(told, "dropping unfinished uploads", self.uri, path) from error
+        except SSLError as error:
+            message = f"dropping unfinished uploads failed: the server's certificate is not trusted: {error}"
+            raise StorageError(message, uri=self.uri, key=path, advice=TRUST) from error
         except BotoCoreError as error:
             message = f"dropping unfinished uploads failed: {error}"
             raise StorageDownError(message, uri=self.uri, key=path) from error

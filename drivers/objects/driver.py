@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 from urllib.parse import unquote
 from weakref import WeakSet
@@ -18,12 +21,14 @@ import numpy as np
 
 from ...errors import DamagedError, ExistsError, NotFoundError, StorageDownError, StorageError, UriError
 from ..contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_key, check_small
+from ..tasks import to_the_end
 from ..threads import Threads
 from ..uri import Uri
 from . import runtime
-from .common import Settings, encoded
-from .failures import failures, missing_container
-from .upload import PartsUpload, Target, WholeUpload, to_the_end
+from .common import Requests, Settings, encoded
+from .failures import connecting, failures, missing_container
+from .trust import certificates, check_trusted
+from .upload import PartsUpload, Target, WholeUpload
 
 __all__ = ["ObjectDriver"]
 
@@ -37,12 +42,22 @@ _NBYTES_MAX = 1 << 62
 _BATCH = 1000
 """Objects of one listing, and of one bulk delete."""
 
+_log = logging.getLogger(__name__)
+_no_bulk_delete: set[tuple[str, ...]] = set()
+"""Containers whose store has refused to delete many objects with one request."""
+
 
 class ObjectDriver(Driver):
     """Objects in a bucket, below a root. Touches nothing before its first operation."""
 
+    _bulk_delete = False
+    """Whether the requests of kind ``ONCE`` delete many objects at a time, where the others delete one."""
+
+    _labels: Mapping[str, Any] = MappingProxyType({})
+    """What obstore's ``put`` is told of every object."""
+
     def __init__(self, uri: Uri, root: str, settings: Settings) -> None:
-        self.uri = Uri(uri.scheme, uri.location).redacted
+        self.uri = uri.root
         self.traits = Traits(
             part_nbytes=settings.part_nbytes,
             part_min_nbytes=1,
@@ -58,7 +73,8 @@ class ObjectDriver(Driver):
         self._root, self._settings = root, settings
         self._threads = Threads(4, uri=self.uri)
         self._connecting = asyncio.Lock()
-        self._connected: Any = None
+        self._connected: dict[Requests, Any] = {}
+        self._closed = False
         self._container_seen = False
         self._uploads: WeakSet[PartsUpload | WholeUpload] = WeakSet()
 
@@ -68,8 +84,23 @@ class ObjectDriver(Driver):
         """Names the bucket, for all drivers of this process alike."""
 
     @abstractmethod
-    def _connect(self) -> Any:
-        """An obstore store for the bucket. Blocks. Raises StorageError."""
+    def _connect(self, requests: Requests) -> Any:
+        """An obstore store for the bucket, for one kind of requests. Blocks. Raises StorageError, UriError, and what
+        obstore raises."""
+
+    @property
+    def _ca(self) -> str:
+        """The file of certificates to trust besides the system's, or nothing."""
+        return os.path.expanduser(self._settings.ca)
+
+    def _http(self, requests: Requests, url: str) -> dict[str, Any]:
+        """How obstore is to talk to the server of ``url``. Raises StorageError where its certificate is not trusted,
+        UriError where there are no certificates to trust. Blocks."""
+        options = self._settings.client(requests, http=url.startswith("http://"))
+        if self._settings.ca or (self._ca and url.startswith("https://")):
+            options["root_certificate"] = certificates(self._ca, self.uri)
+        check_trusted(url, options, self.uri)
+        return {"client_options": options, "retry_config": self._settings.retry(requests)}
 
     def _disconnect(self) -> None:
         """Let go of what :meth:`_connect` has opened besides. Does not block; safe to call twice."""
@@ -113,13 +144,13 @@ class ObjectDriver(Driver):
         """See :meth:`Driver.create`. Up to a part's size it is one request, made by ``commit``; above, a multipart
         upload. Two uploads from one process to one key leave the cleaning up after a failure to the last of them."""
         path = self._path(key)
-        await self._connection()
+        await self._connection(Requests.SENDING)
 
         async def put(data: Any, **how: Any) -> Any:
-            return await self._ask("put_async", path, data, **how)
+            return await self._put(path, data, **how)
 
-        async def stored_nbytes() -> int:
-            return (await self.stat(key)).nbytes
+        async def stat() -> ObjectInfo:
+            return await self.stat(key)
 
         async def drop_unfinished(began_within_s: float) -> None:
             await self._drop_unfinished(path, whole_key=True, quiet_s=0, began_within_s=began_within_s)
@@ -127,12 +158,17 @@ class ObjectDriver(Driver):
         s = self._settings
         place = (*self._container, path)
         target = Target(
-            self.uri, key, place, nbytes, s.part_nbytes, s.concurrency, s.limit_s, put, stored_nbytes, drop_unfinished
+            self.uri, key, place, nbytes, s.part_nbytes, s.concurrency, s.limit_s, put, stat, drop_unfinished
         )
         upload = PartsUpload(target) if nbytes > s.part_nbytes else WholeUpload(target)
         self._uploads.add(upload)
         await upload.begin()
         return upload
+
+    async def _put(self, path: str, data: Any, **how: Any) -> Any:
+        """Have obstore put ``data`` for an upload. Raises what obstore raises."""
+        await self._connection(Requests.SENDING)
+        return await self._ask(Requests.SENDING, "put_async", path, data, **self._labels, **how)
 
     async def get(self, key: str) -> bytes:
         path = self._path(key)
@@ -141,15 +177,20 @@ class ObjectDriver(Driver):
         return bytes(await self._timed("get", key, response.bytes_async()))
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
-        """See :meth:`Driver.put`. ``exclusive`` is one conditional request. With ``conditional=off`` it is a look, then
-        a put: two that race may both succeed, and the traits say so. Cancelled while it runs, it ends first."""
+        """See :meth:`Driver.put`. ``exclusive`` is one conditional request, which nobody but the caller repeats: so
+        ExistsError never speaks of this put's own object. With ``conditional=off`` it is a look, then a put: two that race
+        may both succeed, and the traits say so. Cancelled while it runs, it ends first."""
         path = self._path(key)
         conditional = self._settings.conditional
         if exclusive and not conditional:
             await self._look(key)
-        mode = "create" if exclusive and conditional else "overwrite"
+        if exclusive and conditional:
+            mode, requests = "create", Requests.ONCE
+        else:
+            mode, requests = "overwrite", Requests.SENDING
+        how: dict[str, Any] = {**self._labels, "mode": mode, "use_multipart": False, "requests": requests}
         try:
-            await to_the_end(self._call("put", key, "put_async", path, data, mode=mode, use_multipart=False))
+            await to_the_end(self._call("put", key, "put_async", path, data, **how))
         except NotFoundError as error:  # there is nothing else that could be missing
             raise missing_container(self.uri, key) from error
 
@@ -182,8 +223,8 @@ class ObjectDriver(Driver):
                 yield ObjectInfo(self._key(found["path"]), found["size"], found["last_modified"].timestamp())
 
     async def _listing(self, path: str | None, batch: int) -> Any:
-        await self._connection()
-        return self._ask("list", path, chunk_size=batch)
+        await self._connection(Requests.READING)
+        return self._ask(Requests.READING, "list", path, chunk_size=batch)
 
     async def _list_batch(self, prefix: str, batches: Any) -> Any:
         batch = await self._timed("list", prefix, _next(batches))
@@ -214,11 +255,34 @@ class ObjectDriver(Driver):
         await self._drop_unfinished(path, whole_key=False, quiet_s=0, began_within_s=float("inf"))
 
     async def _delete_batch(self, prefix: str, keys: Sequence[str]) -> None:
+        paths = [self._path(key) for key in keys]
+        refusal: StorageError | None = None
+        if self._bulk_delete and len(paths) > 1 and self._container not in _no_bulk_delete:
+            try:
+                await to_the_end(self._call("delete", prefix, "delete_async", paths, requests=Requests.ONCE))
+                return
+            except StorageError as error:
+                if error.temporary:
+                    raise
+                refusal = error
         try:
-            await to_the_end(self._call("delete", prefix, "delete_async", [self._path(key) for key in keys]))
+            await to_the_end(self._call("delete", prefix, "delete_async", paths))
         except NotFoundError:  # somebody else deletes, too, and this store minds: one by one, then
             for key in keys:
                 await self.delete(key)
+        if refusal is not None and not isinstance(refusal, NotFoundError):
+            self._remember_refusal(refusal)
+
+    def _remember_refusal(self, refusal: StorageError) -> None:
+        """What was refused in one request was done in several: this process asks for no bulk delete there again."""
+        if self._container not in _no_bulk_delete:
+            _no_bulk_delete.add(self._container)
+            _log.warning(
+                "%s does not delete many objects with one request, so they are deleted one by one; "
+                "bulk_delete=off says so from the start: %s",
+                self.uri,
+                refusal.message,
+            )
 
     async def sweep(self, prefix: str) -> None:
         """See :meth:`Driver.sweep`. An unfinished upload to which nothing came for an hour, by the store's own clock, is
@@ -228,14 +292,24 @@ class ObjectDriver(Driver):
 
     async def close(self) -> None:
         """See :meth:`Driver.close`. Aborts uploads that are neither committed nor aborted."""
+        self._closed = True
         for upload in tuple(self._uploads):
             await upload.abort()
-        self._connected = None
+        connected = bool(self._connected)
+        self._connected.clear()
         self._disconnect()
+        if connected:
+            await runtime.wake()
         await self._threads.close(CLOSE_TIMEOUT_S)
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StorageError("the driver is closed", uri=self.uri)
+
     def _path(self, key: str) -> str:
+        """The object's name in the bucket. Raises UriError for an unsafe key, StorageError once closed."""
         check_key(key, uri=self.uri)
+        self._check_open()
         try:
             name = encoded(key)
         except UnicodeEncodeError as error:
@@ -245,25 +319,34 @@ class ObjectDriver(Driver):
     def _key(self, path: str) -> str:
         return unquote(path.removeprefix(f"{self._root}/" if self._root else ""))
 
-    async def _connection(self) -> None:
-        """See that there is one. Raises StorageError."""
+    async def _connection(self, requests: Requests) -> None:
+        """See that there is a client for this kind of requests. Raises StorageError, UriError."""
         runtime.use(self.uri)
         async with self._connecting:
-            if self._connected is None:
-                self._connected = await self._threads.run(self._connect)
+            self._check_open()
+            if requests not in self._connected:
+                with connecting(self.uri):
+                    store = await self._threads.run(self._connect, requests)
+                self._check_open()
+                self._connected[requests] = store
 
-    def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a function of obstore. Nobody but this driver holds its store, so close() lets go of the connections."""
+    def _reconnect(self) -> None:
+        """Have later operations make clients anew. Operations under way keep theirs."""
+        self._connected.clear()
+
+    def _ask(self, requests: Requests, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a function of obstore. Nobody but this driver holds its stores, so close() lets go of the connections."""
         import obstore
 
-        if self._connected is None:
-            raise StorageError("the driver is closed", uri=self.uri)
-        return getattr(obstore, method)(self._connected, *args, **kwargs)
+        self._check_open()
+        return getattr(obstore, method)(self._connected[requests], *args, **kwargs)
 
-    async def _call(self, doing: str, key: str, method: str, *args: Any, **kwargs: Any) -> Any:
-        await self._connection()
+    async def _call(
+        self, doing: str, key: str, method: str, *args: Any, requests: Requests = Requests.READING, **kwargs: Any
+    ) -> Any:
+        await self._connection(requests)
         with failures(doing, self.uri, key):
-            work = self._ask(method, *args, **kwargs)
+            work = self._ask(requests, method, *args, **kwargs)
         return await self._timed(doing, key, work)
 
     async def _timed(self, doing: str, key: str, work: Awaitable[T]) -> T:

@@ -10,18 +10,23 @@ from typing import Any
 from ...errors import (
     AccessError,
     BusyError,
-    DamagedError,
     ExistsError,
     FullError,
+    HoldfastError,
     NotFoundError,
     StorageDownError,
     StorageError,
+    UriError,
 )
+from ..panics import is_panic
+from .trust import untrusted
 
-__all__ = ["failures", "missing_container", "translated"]
+__all__ = ["connecting", "failures", "missing_container", "translated"]
 
 _CODE = re.compile(r"<Code>\s*(\w+)\s*</Code>")
 _STATUS = re.compile(r"status(?:[ _]code)?[:\s]+(\d{3})\b", re.IGNORECASE)
+_OF_ONE = re.compile(r"request failed for key [^\n]*\(code: (\w+)\)")
+"""What became of one object of those that one request was to delete: a code, or a status."""
 _MESSAGE = re.compile(r"<Message>\s*([^<]{1,200})</Message>")
 _QUERY = re.compile(r"(?<=://)([^\s?\"'\\)>]+)\?[^\s\"'\\)>]+")
 
@@ -36,6 +41,11 @@ _BUSY = {
     "SlowDown", "ServiceUnavailable", "RequestLimitExceeded", "Throttling", "ThrottlingException", "TooManyRequests",
     "ServerBusy", "rateLimitExceeded", "OperationAborted",
 }  # fmt: skip
+_CONFLICT = {"ConditionalRequestConflict", "OperationAborted", "Conflict", "conflict"}
+"""Another request for the same key was under way: nothing was done, and the object need not exist."""
+_CREDENTIALS = re.compile(r"credential|service account|access key|sas key|token|private key|pem file", re.I)
+_QUOTED = re.compile(r"(invalid (?:type|value): ).*?(?=, expected)", re.S)
+"""What a parser repeats of a file that it does not understand, which may hold secrets."""
 _FULL = {"QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "AccountQuotaExceeded"}
 _ACCESS = {
     "AccessDenied": "The credentials are good, but do not allow this: look at the policies of user and bucket.",
@@ -47,35 +57,106 @@ _ACCESS = {
 _REGION = {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
 _DOWN = ("timed out", "timeout", "error sending request", "connect", "connection", "reset", "broken pipe", "incomplete",
          "error decoding response", "request error", "http error", "deadline")  # fmt: skip
+_INVALID_ANSWER = "Got invalid DeleteObjects response"
+_TOO_SLOW = (
+    "A request ends after ?timeout=…, or once nothing has come for ?read_timeout=…. For a slow line make them longer, or "
+    "lower ?concurrency=… or ?part_size=…, for all parts in flight share the line."
+)
 
 
 @contextmanager
 def failures(doing: str, uri: str, key: str) -> Iterator[None]:
     """Turn what obstore raises in the body into the error of its kind. ``doing`` begins the message: "read", say.
-    A StorageError or DamagedError passes unchanged, and so does what is not obstore's."""
+    Errors of ours pass unchanged, and so does what is not obstore's."""
     from obstore.exceptions import BaseError
 
     try:
         yield
-    except (StorageError, DamagedError):
+    except HoldfastError:
         raise
     except (BaseError, OSError, NotImplementedError, ValueError) as error:
         raise translated(error, doing, uri, key) from _clean(error)
+    except BaseException as error:
+        if is_panic(error):
+            raise _panicked(error, doing, uri, key) from error
+        raise
+
+
+@contextmanager
+def connecting(uri: str) -> Iterator[None]:
+    """Turn what obstore raises in the body, which makes a client and asks no server, into AccessError, where it is about
+    credentials, or UriError. Errors of ours pass unchanged."""
+    from obstore.exceptions import BaseError
+
+    try:
+        yield
+    except HoldfastError:
+        raise
+    except (BaseError, OSError, NotImplementedError, ValueError, TypeError) as error:
+        raise _unusable(error, uri) from _clean(error)
+    except BaseException as error:
+        if is_panic(error):
+            raise _panicked(error, "connecting", uri, None) from error
+        raise
+
+
+def _unusable(error: BaseException, uri: str) -> HoldfastError:
+    """Options or the environment say something that no client can be made of."""
+    reason = _reason(str(error), "", 0)
+    if "Account must be specified" in reason:
+        advice = "Say which storage account: ?account=…, or AZURE_STORAGE_ACCOUNT_NAME."
+        return UriError("az:// needs the name of an account", uri=uri, advice=advice)
+    if _CREDENTIALS.search(reason):
+        advice = "Look at the variables and files that the credentials come from, and at who may read these files."
+        return AccessError(f"the credentials cannot be used: {reason}", uri=uri, advice=advice)
+    advice = "Look at the URI's options, and at the variables for this kind of store (AWS_…, AZURE_…, GOOGLE_…)."
+    return UriError(f"the store's client cannot be set up: {reason}", uri=uri, advice=advice)
+
+
+def _panicked(error: BaseException, doing: str, uri: str, key: str | None) -> StorageError:
+    """The client came upon what its authors took for impossible: mostly a name that makes no valid URL."""
+    reason = " ".join(_QUERY.sub(r"\1?…", str(error)).split())[:200]
+    return StorageError(
+        f"{doing} failed: the store's client panicked: {reason}",
+        uri=uri,
+        key=key,
+        advice="Is the name of the bucket, and the endpoint, one that can stand in a URL?",
+    )
 
 
 def translated(error: BaseException, doing: str, uri: str, key: str) -> StorageError:
     """The error of ours for ``error``, which obstore raised. Its cause is left to the caller."""
     text, name = str(error), type(error).__name__
-    code = match[1] if (match := _CODE.search(text)) else ""
-    status = int(match[1]) if (match := _STATUS.search(text)) else 0
+    code, status = _answer(text)
     where: dict[str, Any] = {"uri": uri, "key": key}
     if code in _MISSING:
         return missing_container(uri, key)
     if isinstance(error, FileNotFoundError) or name == "NotFoundError":
         return NotFoundError("no such object", **where)
-    if name in ("AlreadyExistsError", "PreconditionError"):
+    if name in ("AlreadyExistsError", "PreconditionError") and _is_taken(code, status):
         return ExistsError("object exists already", **where)
+    if code in _CONFLICT:
+        advice = "Another request for this key was under way; this one changed nothing."
+        return BusyError(f"{doing} failed: {_reason(text, code, status)}", **where, advice=advice)
     return _refusal(f"{doing} failed: {_reason(text, code, status)}", text, name, code, status, where)
+
+
+def _answer(text: str) -> tuple[str, int]:
+    """(code, status) of what the store answered; "" and 0 where it did not say."""
+    code = match[1] if (match := _CODE.search(text)) else ""
+    status = int(match[1]) if (match := _STATUS.search(text)) else 0
+    if not code and not status and (match := _OF_ONE.search(text)):
+        if match[1].isdigit():
+            status = int(match[1])
+        else:
+            code = match[1]
+            status = 500 if code == "InternalError" else 0
+    return code, status
+
+
+def _is_taken(code: str, status: int) -> bool:
+    """Whether a refused condition says that the object exists. Status 409 has other meanings, too."""
+    return status != 409 or not code or "Exists" in code or code == "PreconditionFailed"
 
 
 def missing_container(uri: str, key: str | None = None) -> StorageError:
@@ -94,6 +175,14 @@ def _refusal(message: str, text: str, name: str, code: str, status: int, where: 
     if code in _ACCESS or name in ("PermissionDeniedError", "UnauthenticatedError") or status in (401, 403):
         advice = _ACCESS.get(code, "Which credentials were used, and what do the store's policies allow them?")
         return AccessError(message, **where, advice=advice)
+    if not status and (refusal := untrusted(text, where["uri"], where["key"])) is not None:
+        return refusal
+    if status == 501 or code == "NotImplemented":
+        return StorageError(message, **where, advice="This store does not know such requests.")
+    if _INVALID_ANSWER in text:
+        return StorageError(message, **where)
+    if not status and "kind: Timeout" in text:
+        return StorageDownError(f"{message}: it took too long", **where, advice=_TOO_SLOW)
     if status >= 500 or (not status and any(sign in text.lower() for sign in _DOWN)):
         return StorageDownError(message, **where, advice="Is the endpoint right, and can this host reach it?")
     return StorageError(message, **where)
@@ -104,13 +193,13 @@ def _reason(text: str, code: str, status: int) -> str:
     said = match[1].strip() if (match := _MESSAGE.search(text)) else ""
     told = ", ".join(filter(None, [code, f"status {status}" if status else "", said]))
     reason = told or _QUERY.sub(r"\1", text.partition("Debug source:")[0])
-    return " ".join(_TOLD.sub(r"\1…", reason).split())[:300]
+    return " ".join(_QUOTED.sub(r"\1…", _TOLD.sub(r"\1…", reason)).split())[:300]
 
 
 def _clean(error: BaseException) -> BaseException:
     """The same error without the queries of URLs, where some stores carry signatures, and without the secrets that a
     store has said back."""
-    text = _TOLD.sub(r"\1…", _QUERY.sub(r"\1?…", str(error)))
+    text = _QUOTED.sub(r"\1…", _TOLD.sub(r"\1…", _QUERY.sub(r"\1?…", str(error))))
     try:
         return type(error)(text)
     except TypeError:  # a class that wants more than a message

@@ -13,12 +13,12 @@ from ...errors import StorageError
 from ..contract import ObjectInfo, Upload, check_key
 from ..options import Option, option_values
 from ..uri import Uri
-from .common import COMMON_OPTIONS, needs, settings, split_location
+from .common import COMMON_OPTIONS, Requests, needs, settings, split_location
 from .driver import ObjectDriver
 
 __all__ = ["HttpDriver"]
 
-_READING = ("part_size", "concurrency", "timeout", "deadline")
+_READING = ("part_size", "concurrency", "timeout", "read_timeout", "deadline", "ca", "proxy")
 
 
 class HttpDriver(ObjectDriver):
@@ -43,12 +43,11 @@ class HttpDriver(ObjectDriver):
     def _container(self) -> tuple[str, ...]:
         return ("http", self._host)
 
-    def _connect(self) -> Any:
+    def _connect(self, requests: Requests) -> Any:
         from obstore.store import HTTPStore
 
         make: Any = HTTPStore
-        http = self._host.startswith("http://")
-        return make(self._host, client_options=self._settings.client(http=http), retry_config=self._settings.retry())
+        return make(self._host, **self._http(requests, self._host))
 
     async def _check_container(self, key: str) -> None:
         """A web server has no buckets."""

@@ -7,27 +7,59 @@ container or the host. Never from the URI.
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime, timedelta
-from functools import cached_property, lru_cache
-from typing import Any, ClassVar
-from urllib.parse import urlsplit
+from functools import partial
+from typing import Any, ClassVar, TypeVar
+from urllib.request import getproxies
 
-from ...errors import AccessError, UriError
-from ..options import Option, choice, option_values, url
+from ...errors import AccessError, ExistsError, NotFoundError, UriError
+from ...forks.cached import cached_property
+from ..contract import Upload
+from ..options import Option, choice, option_values, switch, url
 from ..uri import Uri
-from .common import COMMON_OPTIONS, needs, settings, split_location
+from .aws import (
+    Place,
+    bucket_and_root,
+    bucket_region,
+    forget_sessions,
+    make_client,
+    may_be_elsewhere,
+    place_of,
+    session_for,
+)
+from .common import COMMON_OPTIONS, Requests, needs, settings
 from .dangling import Unfinished
 from .driver import ObjectDriver
+from .environment import made_without
+from .s3_objects import STORING_OPTIONS, check_storing, is_express, labels, store_config
+from .trust import system_certificates
 
 __all__ = ["S3Driver"]
 
 _CHECKSUMS = {"sha256": "SHA256", "crc64nvme": "CRC64NVME"}
+T = TypeVar("T")
+
+_STALE = re.compile(r"ExpiredToken|InvalidToken|TokenRefreshRequired|InvalidAccessKeyId|SignatureDoesNotMatch")
+"""What a store says of credentials that may have been replaced."""
 _CREDENTIALS_LAST = timedelta(minutes=15)
 
-# A session may be used by many threads, but not make clients in two at once.
-_making = threading.Lock()
+# What obstore would read from the environment, with the values that mean "not set".
+_UNSET: Mapping[str, Any] = {
+    "conditional_put": "etag",
+    "copy_if_not_exists": "multipart",
+    "disable_tagging": False,
+    "imdsv1_fallback": False,
+}
+_NEVER_SET = (
+    "AWS_CHECKSUM_ALGORITHM",
+    "AWS_SERVER_SIDE_ENCRYPTION",
+    "AWS_SSE_BUCKET_KEY_ENABLED",
+    "AWS_SSE_CUSTOMER_KEY_BASE64",
+    "AWS_SSE_KMS_KEY_ID",
+)
+"""Variables of obstore alone, for whose settings no value means "not set"."""
 
 
 class S3Driver(ObjectDriver):
@@ -46,83 +78,113 @@ class S3Driver(ObjectDriver):
             choice("auto", "signed", "sha256", "crc64nvme", "none"), "auto", "of what is sent, for the store to check; "
             "auto: crc64nvme at AWS, TLS alone elsewhere, signed over http://",
         ),
+        **STORING_OPTIONS,
+        "bulk_delete": Option(switch, True, "delete many objects with one request, where the store can"),
     }  # fmt: skip
 
     def __init__(self, uri: Uri, values: Mapping[str, Any]) -> None:
-        self._bucket, root = split_location(uri)
+        self._bucket, root = bucket_and_root(uri)
         super().__init__(uri, root, settings(values))
         self._values = values
+        self._labels = labels(values)
+        self._session_used: Any = None
+        self._looked_again = False
+        self._bulk_delete = values["bulk_delete"]
 
     @classmethod
     def open(cls, uri: Uri) -> S3Driver:
         """The driver for ``uri``. Raises UriError for what OPTIONS does not know, and where obstore is not installed."""
         values = option_values(cls.OPTIONS, uri)
         needs(uri, "s3", "obstore", "botocore")
-        return cls(uri, values)
+        driver = cls(uri, values)
+        check_storing(driver._bucket, values, uri)
+        return driver
 
     @property
     def _container(self) -> tuple[str, ...]:
-        return "s3", self._endpoint, self._bucket
+        return "s3", self._place.bucket_url
 
-    @cached_property
+    @property
     def _session(self) -> Any:
         from botocore.exceptions import BotoCoreError
 
-        environment = frozenset((name, value) for name, value in os.environ.items() if name.startswith("AWS_"))
         try:
-            return _session(self._values["profile"], environment)
+            return session_for(self._values["profile"])
         except BotoCoreError as error:
             raise AccessError(f"no credentials: {error}", uri=self.uri) from error
 
     @cached_property
-    def _endpoint(self) -> str:
-        """Empty for AWS."""
-        given = self._values["endpoint"] or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-        given = str(given or self._session.get_scoped_config().get("endpoint_url") or "").rstrip("/")
-        try:
-            return url(given) if given else ""
-        except ValueError as error:
-            raise UriError(f"the endpoint, which the environment or a profile sets, {error}", uri=self.uri) from error
+    def _place(self) -> Place:
+        """Where requests go. AWS is asked for the bucket's region, once in a process, unless the URI says it."""
+        place = self._place_in(self._region)
+        if self._values["region"] or place.endpoint or not may_be_elsewhere(self._bucket):
+            return place
+        region = bucket_region(place, self._bucket, partial(self._client, place, signed=False))
+        return self._place_in(region) if region else place
 
-    @cached_property
+    def _place_in(self, region: str) -> Place:
+        values = self._values
+        return place_of(self._session, self._bucket, region, values["endpoint"], values["style"], self.uri)
+
+    @property
+    def _ca(self) -> str:
+        return super()._ca or os.path.expanduser(self._session.get_config_variable("ca_bundle") or "")
+
+    @property
     def _region(self) -> str:
         given = self._values["region"] or os.environ.get("AWS_REGION")
         return str(given or self._session.get_config_variable("region") or "us-east-1")
 
-    @property
-    def _virtual(self) -> bool:
-        style = self._values["style"]
-        return style == "virtual" or (style == "auto" and not self._endpoint and "." not in self._bucket)
-
-    def _connect(self) -> Any:
+    def _connect(self, requests: Requests) -> Any:
         from obstore.store import S3Store
 
-        config: dict[str, Any] = {"region": self._region, "virtual_hosted_style_request": self._virtual}
-        if self._endpoint:
-            config["endpoint"] = _with_bucket(self._endpoint, self._bucket) if self._virtual else self._endpoint
-        if self._values["anonymous"]:
-            config["skip_signature"] = True
+        place = self._place
+        if place.clear and self._values["sse"] == "customer":
+            advice = "Take an endpoint that begins with https://."
+            raise UriError("the key of sse=customer would be sent in clear", uri=self.uri, advice=advice)
+        config = {
+            "region": place.region,
+            "endpoint": place.bucket_url,
+            "aws_endpoint_url_s3": place.bucket_url,
+            "virtual_hosted_style_request": True,  # the bucket is in the endpoint already
+            "skip_signature": self._values["anonymous"],
+            **_UNSET,
+            "disable_bulk_delete": requests is not Requests.ONCE,
+            **self._checksum(),
+            **store_config(self._bucket, self._values),
+        }
+        http = self._http(requests, place.bucket_url)
+        if place.clear and not self._values["anonymous"] and not self._proxied:
+            # Nothing is encrypted: to read the host's certificates takes 5 to 10 ms, and there are up to three clients. A
+            # redirect to https:// would lose the signature, so no signed request has followed one.
+            http["client_options"]["disable_system_certificates"] = True
         make: Any = S3Store  # typed by dicts of literals, which options cannot be
-        return make(
-            self._bucket,
-            config=config | self._checksum(),
-            client_options=self._settings.client(http=self._endpoint.startswith("http://")),
-            retry_config=self._settings.retry(),
-            credential_provider=None if self._values["anonymous"] else self._credentials(),
+        return made_without(
+            _NEVER_SET,
+            make,
+            self._bucket.rpartition(":")[2],
+            config=config,
+            credential_provider=_nobody if self._values["anonymous"] else self._credentials(),
+            **http,
         )
+
+    @property
+    def _proxied(self) -> bool:
+        """Whether requests go through a proxy, which may want TLS."""
+        return bool(self._settings.proxy or getproxies())
 
     def _checksum(self) -> dict[str, Any]:
         chosen = self._values["checksum"]
         if chosen == "auto":
-            chosen = "signed" if self._endpoint.startswith("http://") else "none" if self._endpoint else "crc64nvme"
+            chosen = "signed" if self._place.clear else "none" if self._place.endpoint else "crc64nvme"
         if chosen in _CHECKSUMS:
             return {"checksum_algorithm": _CHECKSUMS[chosen], "unsigned_payload": True}
         return {"unsigned_payload": chosen == "none"}
 
     def _credentials(self) -> Callable[[], dict[str, Any]]:
-        """What obstore asks for credentials. Raises AccessError where there are none."""
-        found = self._session.get_credentials()
-        if found is None:
+        """What obstore asks for credentials, again and again: of files that have changed since, the new ones. Raises
+        AccessError where there are none."""
+        if self._session.get_credentials() is None:
             raise AccessError(
                 "no credentials found",
                 uri=self.uri,
@@ -131,7 +193,8 @@ class S3Driver(ObjectDriver):
             )
 
         def provide() -> dict[str, Any]:
-            frozen = found.get_frozen_credentials()
+            self._session_used = self._session
+            frozen = self._session_used.get_credentials().get_frozen_credentials()
             return {
                 "access_key_id": frozen.access_key,
                 "secret_access_key": frozen.secret_key,
@@ -141,24 +204,73 @@ class S3Driver(ObjectDriver):
 
         return provide
 
+    async def _call(
+        self, doing: str, key: str, method: str, *args: Any, requests: Requests = Requests.READING, **kwargs: Any
+    ) -> Any:
+        call = partial(super()._call, doing, key, method, *args, requests=requests, **kwargs)
+        return await self._with_renewal(call)
+
+    async def create(self, key: str, nbytes: int) -> Upload:
+        return await self._with_renewal(partial(super().create, key, nbytes))
+
+    async def _put(self, path: str, data: Any, **how: Any) -> Any:
+        put = partial(super()._put, path, data, **how)
+        if how.get("use_multipart"):  # parts that were sent are gone
+            return await put()
+        return await self._with_renewal(put)
+
+    async def _with_renewal(self, call: Callable[[], Awaitable[T]]) -> T:
+        """What ``call`` gives; a second time, with other credentials, where it is refused and there are others."""
+        try:
+            return await call()
+        except Exception as error:
+            if not await self._threads.run(self._renewed, error):
+                raise
+        return await call()
+
+    def _renewed(self, error: Exception) -> bool:
+        """Whether there may be other credentials than those that ``error`` came of; then later requests use them.
+
+        There are where the shared files were written since, and there may be, once, where the store does not know what
+        was found.
+        """
+        if self._session_used is None or isinstance(error, NotFoundError | ExistsError):
+            return False  # no credentials were used, or they were good
+        if self._session_used is self._session:
+            if self._looked_again or not _STALE.search(f"{error} {error.__cause__}"):
+                return False
+            self._looked_again = True
+            forget_sessions()
+        self._disconnect()
+        self._reconnect()
+        return True
+
     @cached_property
     def _unfinished(self) -> Unfinished:
+        client = self._client(self._place, signed=not self._values["anonymous"])
+        if self._values["requester_pays"]:
+            for operation in ("ListMultipartUploads", "ListParts", "AbortMultipartUpload"):
+                client.meta.events.register(f"provide-client-params.s3.{operation}", _pay)
+        by_folder = is_express(self._bucket, self._values)
+        return Unfinished(client, self._bucket, self.uri, self._settings.limit_s, by_folder)
+
+    def _client(self, place: Place, *, signed: bool) -> Any:
+        """botocore's client, for the same place as obstore's."""
         from botocore import UNSIGNED
-        from botocore.config import Config
 
         s = self._settings
-        config = Config(
+        return make_client(
+            self._session,
+            place.region,
+            self._values["endpoint"],
+            self._ca or system_certificates(),
             connect_timeout=min(s.timeout_s, 5.0),
-            read_timeout=min(s.timeout_s, 20.0),
+            read_timeout=min(s.timeout_s, s.read_timeout_s, 20.0),
             retries={"total_max_attempts": 2},
-            signature_version=UNSIGNED if self._values["anonymous"] else "s3v4",
-            s3={"addressing_style": "virtual" if self._virtual else "path"},
-            request_checksum_calculation="when_required",
+            signature_version=None if signed else UNSIGNED,
+            s3={"addressing_style": place.style},
+            proxies={"http": s.proxy, "https": s.proxy} if s.proxy else None,
         )
-        endpoint = self._endpoint or None
-        with _making:
-            client = self._session.create_client("s3", region_name=self._region, endpoint_url=endpoint, config=config)
-        return Unfinished(client, self._bucket, self.uri, s.limit_s)
 
     def _disconnect(self) -> None:
         if (unfinished := self.__dict__.pop("_unfinished", None)) is not None:
@@ -168,20 +280,14 @@ class S3Driver(ObjectDriver):
         def drop() -> None:
             self._unfinished.drop(path, whole_key=whole_key, quiet_s=quiet_s, began_within_s=began_within_s)
 
-        await self._threads.run(drop)
+        await self._with_renewal(partial(self._threads.run, drop))
 
 
-@lru_cache(maxsize=8)
-def _session(profile: str, environment: frozenset[tuple[str, str]]) -> Any:
-    """botocore's session: shared, for the first client of each costs a third of a second, and later ones next to nothing.
-    It reads the environment itself; ``environment`` is there to tell sessions apart."""
-    import botocore.session
-
-    session = botocore.session.Session(profile=profile or None)
-    session.get_scoped_config()
-    return session
+def _pay(params: Mapping[str, Any], **_: Any) -> dict[str, Any]:
+    """The parameters of a request of botocore's, with the promise to pay for it."""
+    return {**params, "RequestPayer": "requester"}
 
 
-def _with_bucket(endpoint: str, bucket: str) -> str:
-    parts = urlsplit(endpoint)
-    return parts._replace(netloc=f"{bucket}.{parts.netloc}").geturl()
+def _nobody() -> dict[str, Any]:
+    """Credentials that are never asked for: without any, obstore would look for its own."""
+    return {"access_key_id": "", "secret_access_key": "", "token": None, "expires_at": None}

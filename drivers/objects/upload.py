@@ -15,22 +15,23 @@ import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from ...errors import StorageDownError, StorageError
-from ..contract import Buffer, Upload
+from ...errors import NotFoundError, StorageDownError, StorageError
+from ..contract import Buffer, ObjectInfo, Upload
 from ..ranges import Ranges
+from ..tasks import to_the_end
 from .failures import failures
 from .parts import Cutter, Part, part_nbytes_for
 
-__all__ = ["PartsUpload", "Target", "WholeUpload", "to_the_end"]
-
-T = TypeVar("T")
+__all__ = ["PartsUpload", "Target", "WholeUpload"]
 
 _RELEASE_S = 10.0
 """How long obstore may take to let go of the parts of an upload that is over."""
+_CLOCKS_S = 60.0
+"""How far the clock of this host may be ahead of the store's."""
 
 _log = logging.getLogger(__name__)
 
@@ -50,29 +51,15 @@ class Target:
     """How long nothing may happen before the store is given up."""
     put: Callable[..., Awaitable[Any]]
     """obstore's ``put_async``, bound to store and path."""
-    stored_nbytes: Callable[[], Awaitable[int]]
-    """Asks the store for the size of the object."""
+    stat: Callable[[], Awaitable[ObjectInfo]]
+    """Asks the store about the object."""
     drop_unfinished: Callable[[float], Awaitable[None]]
     """Has the store forget what began to be uploaded to this path in the last so many seconds."""
 
 
-async def to_the_end(work: Awaitable[T]) -> T:
-    """What ``work`` gives. Cancelled, it waits for the end of ``work`` first: half done, nobody could say what is there."""
-    task = asyncio.ensure_future(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled from (None if task.cancelled() else task.exception())
-    return task.result()
-
-
 async def _check_stored(target: Target, nbytes: int) -> None:
     """Some stores acknowledge what they have not kept: the size tells."""
-    stored_nbytes = await target.stored_nbytes()
+    stored_nbytes = (await target.stat()).nbytes
     if stored_nbytes != nbytes:
         raise StorageError(
             f"the store keeps {stored_nbytes} bytes of {nbytes} that it acknowledged",
@@ -270,11 +257,28 @@ class PartsUpload(Upload):
 
     async def _finish(self) -> None:
         assert self._put is not None
+        began_s = time.time()
         await asyncio.wait([self._put], timeout=self._target.limit_s)
         if not self._put.done():
             await self._raise_failure("commit")
-        await self._put
+        try:
+            await self._put
+        except NotFoundError:
+            if not await self._was_completed(began_s):
+                raise
+            return
         await _check_stored(self._target, self._written.nbytes)
+
+    async def _was_completed(self, began_s: float) -> bool:
+        """Whether the store has the object, though it no longer knows the upload: the client repeats the request that
+        completes an upload when its answer is lost, and the store has done it by then. So the object counts if it has the
+        right size and is no older than that request, which began at ``began_s`` by this host's clock. Where somebody has
+        dropped the upload instead, there is no such object."""
+        try:
+            found = await self._target.stat()
+        except NotFoundError:
+            return False
+        return found.nbytes == self._written.nbytes and found.modified_s >= began_s - _CLOCKS_S
 
     async def abort(self) -> None:
         """See :meth:`Upload.abort`. The store is asked to forget the parts that it has; if it cannot be reached, they

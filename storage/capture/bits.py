@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Sequence
 
 import torch
 
-__all__ = ["address_of", "as_bits", "copy_memory", "typed", "typed_storage"]
+__all__ = ["address_of", "as_bits", "copy_memory", "typed", "typed_storage", "writable"]
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
@@ -39,3 +40,8 @@ def address_of(tensor: torch.Tensor) -> int | None:
 def copy_memory(to: int, source: int, nbytes: int) -> None:
     """memcpy between addresses of this process, without the GIL. The caller vouches for both ranges."""
     ctypes.memmove(to, source, nbytes)
+
+
+def writable(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+    """Inference tensors can be written to in inference mode alone: their owner may be in it, this thread is not."""
+    return torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext()

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from ...errors import DamagedError
+from ..format.kinds import as_kind
 from ..format.manifest import Manifest
 from ..format.tree import Key, Value
-from ..frameworks.optimizer import Make
+from ..frameworks.making import Entry, Make
 from .dtypes import dtype_of, empty
 from .targets import TypedPath, Wanted, typed_paths
 
@@ -105,7 +106,9 @@ class Built:
                 self.tensors.add(row)
             if source != row:
                 continue  # another rank's own
-            made = self._tensor(row) if self._make is None else self._made_to_fit(row, (*self._keys(c, len(path)), key))
+            made = (
+                self._tensor(row) if self._make is None else self._made_to_fit(row, c, (*self._keys(c, len(path)), key))
+            )
             if made is None:
                 continue
             made = _array(name, made) if name in tree.arrays else made
@@ -118,11 +121,14 @@ class Built:
     def _keys(self, container: int, depth: int) -> tuple[Key, ...]:
         return tuple(key for _, key in self._paths[container][depth:])
 
-    def _made_to_fit(self, row: int, keys: tuple[Key, ...]) -> torch.Tensor | None:
+    def _made_to_fit(self, row: int, container: int, keys: tuple[Key, ...]) -> torch.Tensor | None:
         """What the object whose state is built makes for a stored tensor; None if it has no place for it."""
         assert self._make is not None
         root = self._roots[row]
-        made = self._make(keys, tuple(self._shapes[root][: self._ndim[root]]), self._dtype(root))
+        placements = self._m.tree.placements.get(container, {}).get(str(keys[-1]))
+        shape = tuple(self._shapes[root][: self._ndim[root]])
+        own = bool(self._m.tensors.owner[row] >= 0)
+        made = self._make(Entry(keys, shape, self._dtype(root), placements, own))
         if made is not None:
             self.tensors.add(row)
             self._wanted.add_tensor(root, made, self._m.tensors.names[row])
@@ -151,6 +157,8 @@ class Built:
         top = min(items)
         for c in sorted(items, reverse=True):
             made = items[c].assembled(tree.containers[c].kind, tree.orders.get(c, []))
+            if c in tree.kinds:
+                made = as_kind(tree.kinds[c], made)
             if c == top:
                 return made
             parent = tree.containers[c].parent

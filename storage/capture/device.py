@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 
+from ...forks.renewal import new_lock
 from ..pipeline.buffers import HostBuffer
 
 __all__ = ["Queued", "allocate_pinned", "beside", "devices_of"]
 
 _log = logging.getLogger(__name__)
 _streams: dict[torch.device, torch.cuda.Stream] = {}
-_lock = threading.Lock()
+_lock = new_lock()
 
 
 def devices_of(tensors: Iterable[torch.Tensor]) -> tuple[torch.device, ...]:
@@ -84,7 +84,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 def allocate_pinned(nbytes: int) -> HostBuffer:
     """Memory that devices copy into at full speed, page-aligned; ordinary memory where the system has no more to pin."""
     try:
-        pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        pinned = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     except RuntimeError as error:
         _log.warning("no memory could be pinned, so copies from the device are slower: %s", str(error).splitlines()[0])
         return HostBuffer.allocate(nbytes)

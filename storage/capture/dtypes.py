@@ -32,7 +32,7 @@ def dtype_of(name: str, itemsize: int) -> torch.dtype:
 def empty(shape: Sequence[int], dtype: torch.dtype, name: str) -> torch.Tensor:
     """Host memory for a stored tensor, of any content. Raises UsageError where the host has not that much."""
     try:
-        return torch.empty(tuple(shape), dtype=dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")  # whatever the caller's default device is
     except RuntimeError as error:  # torch's word for it
         raise UsageError(
             f"no memory for tensor {name!r} of shape {list(shape)} and dtype {dtype_name(dtype)}",
@@ -47,7 +47,7 @@ def refusal(tensor: torch.Tensor) -> str | None:
     if tensor.layout is not torch.strided:
         return f"a sparse tensor ({tensor.layout})"
     if tensor.is_meta:
-        return "a meta tensor, which has no data"
+        return "a meta tensor without data"
     if tensor.is_quantized:
         return f"a quantized tensor ({tensor.dtype})"
     if tensor.is_nested:

@@ -7,16 +7,22 @@ they differ (a random state, a running mean). So every byte is digested; at memo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import xxhash
 
 from .bits import address_of, as_bits
 from .state import FlatState
 
+if TYPE_CHECKING:
+    from .lazy import LazyCapture
+
 __all__ = ["fingerprint", "fingerprints", "label", "unsure_rows"]
 
 _PIECE_NUMEL = 4 << 20
+_PIECE_NBYTES = 1 << 20
 
 
 def unsure_rows(flat: FlatState, world: int) -> list[int]:
@@ -54,6 +60,9 @@ def fingerprint(flat: FlatState, row: int) -> bytes:
     hasher = xxhash.xxh3_128(f"{flat.dtypes[row]}{list(flat.shapes[row])}".encode())
     if tensor.numel() == 0:
         return hasher.digest()
+    if flat.lazy is not None and flat.lazy.has_in_host_memory(row):
+        _update_carefully(hasher, flat.lazy, row, tensor.nbytes)
+        return hasher.digest()
     if address_of(tensor) is not None:
         hasher.update(_bytes_of(as_bits(tensor)))
         return hasher.digest()
@@ -62,6 +71,15 @@ def fingerprint(flat: FlatState, row: int) -> bytes:
         piece = flat_bits[start : start + _PIECE_NUMEL]
         hasher.update(_bytes_of(piece.cpu().contiguous()))
     return hasher.digest()
+
+
+def _update_carefully(hasher: xxhash.xxh3_128, lazy: LazyCapture, row: int, nbytes: int) -> None:
+    """By way of a buffer that stays in the processor's cache: the tensor's memory may be freed meanwhile."""
+    buffer = np.empty(min(nbytes, _PIECE_NBYTES), np.uint8)
+    for start in range(0, nbytes, len(buffer)):
+        piece = buffer[: nbytes - start]
+        lazy.look(row, start, start + len(piece), piece.ctypes.data)
+        hasher.update(piece.data)
 
 
 def _bytes_of(contiguous: torch.Tensor) -> memoryview:

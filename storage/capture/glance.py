@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from ...errors import StateError
 from ..format.values import encode_value
+from ..frameworks.foreign import is_suspect
 from ..frameworks.mesh import LocalPart, Parts, local_part, local_tensor, parts_of
 from ..frameworks.names import Walked
 from ..frameworks.stateful import expand, has_state
@@ -94,6 +95,8 @@ class Glance:
     def _item(self, item: Any, depth: int) -> None:
         kind = type(item)
         if kind in _TENSORS:
+            if is_suspect(item):
+                raise UnusualError
             self._tensor(item, item, None)
         elif kind is dict:
             self._container(item, depth + 1)

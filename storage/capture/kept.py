@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+from ...forks.renewal import new_lock
 
 __all__ = ["Kept"]
 
@@ -29,7 +30,7 @@ class Kept(Generic[V]):
         self._count = count
         self._entries: dict[Hashable, _Entry[V]] = {}
         self._now = itertools.count()
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def get(self, key: Hashable) -> V | None:
         """The value of ``key``, or None."""

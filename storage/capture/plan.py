@@ -80,8 +80,7 @@ def plan_save(flat: FlatState, rank: int, agreed: Agreed | None) -> SavePlan:
         plan = plan_image(flat, rank, agreed)
         if flat.kin is not None:
             _known.put(key, plan)
-    check = None if flat.lazy is None else flat.lazy.check
-    source = ImageSource(plan.layout, plan.held, flat.locals, plan.tensors.ndim[plan.held.tensor], check)
+    source = ImageSource(plan.layout, plan.held, flat.locals, plan.tensors.ndim[plan.held.tensor], flat.lazy)
     return SavePlan(plan.tensors, plan.shards, plan.layout, plan.held, plan.told, source)
 
 

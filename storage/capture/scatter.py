@@ -10,7 +10,7 @@ from ...planner.box import Box, row_strides
 from ...planner.loading import LoadPlan, Targets, strided_parts
 from ...planner.table import ShardTable, TensorTable
 from ..pipeline.buffers import HostBuffer
-from .bits import address_of, as_bits, copy_memory, typed_storage
+from .bits import address_of, as_bits, copy_memory, typed_storage, writable
 from .dtypes import dtype_of
 
 __all__ = ["Scatter"]
@@ -64,7 +64,8 @@ class Scatter:
         for part in strided_parts(stored, wanted, (src - first) // itemsize, (src + nbytes - first) // itemsize):
             flat = sum((o - s) * stride for o, s, stride in zip(part.offsets, stored.offsets, strides, strict=True))
             source = data.as_strided(part.lengths, strides, (first - read_start) // itemsize + flat)
-            _assign(into[self._window(part, target)], source, dtype)
+            with writable(into):
+                _assign(into[self._window(part, target)], source, dtype)
 
     def _window(self, part: Box, target: int) -> tuple[slice, ...]:
         """Where a box of the global tensor lies in the target's local tensor."""

@@ -9,20 +9,23 @@ import contextlib
 import functools
 from collections.abc import Hashable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
 from ...errors import StateError
+from ..format.kinds import kind_of
 from ..format.tree import ROOT, Container, Key, Tree, Value, format_path
 from ..format.values import encode_value
-from ..frameworks.mesh import LocalPart, local_part, local_tensor
+from ..frameworks.foreign import refuse_object, refuse_stale, refuse_tensor, refuse_value
+from ..frameworks.mesh import LocalPart, local_part, local_tensor, placement_texts
 from ..frameworks.names import Walked
-from ..frameworks.stateful import expand, fills_in_place, has_state
+from ..frameworks.stateful import expand, fills_in_place, has_state, present_state
 from .dtypes import numpy_to_torch, refusal
 from .glance import Glance, UnusualError
+from .hollow import Hollow, hollow_of
 from .kept import Kept
 
 if TYPE_CHECKING:
@@ -34,19 +37,18 @@ _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _LEAVES = (*_TENSORS, DTensor, int, float, str, bool, type(None))
 """Where there are no modules."""
 _DEPTH_MAX = 200
-SMALL_NBYTES = 64 << 10
-"""So much is copied at once, where it may change before the next step of an optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Subtree:
     """An object with a state, at ``key`` of container ``parent``. ``state`` is its expansion, which was flattened in its
-    place; None when it was not expanded, and is to be given what is stored."""
+    place; None when it was not expanded, and is to be given what is stored: then ``present`` is the state that it has."""
 
     parent: int
     key: Key
     owner: Any
     state: Any
+    present: Any = None
 
 
 @dataclass(slots=True)
@@ -67,8 +69,8 @@ class FlatState:
     nodes: list[Any] = field(default_factory=list)
     subtrees: list[Subtree] = field(default_factory=list)
     modules: list[Walked] = field(default_factory=list)
-    small: list[int] = field(default_factory=list)
-    """Rows of which this rank holds at most SMALL_NBYTES; not known where a state is loaded."""
+    hollow: Hollow = field(default_factory=dict)
+    """What holds less than it seems to; not known where a state is loaded."""
     lazy: LazyCapture | None = None
     """Set where training goes on while this is being copied."""
     kin: object | None = None
@@ -99,11 +101,21 @@ def flatten(state: Any, *, loading: bool = False) -> FlatState:
         return _again(known, glance, modules() if glance.opened else [])
     flat = FlatState(modules=modules())
     _walk(state, _Walker(flat, loading, glance.opened))
-    flat.small = [] if loading else [row for row, local in enumerate(flat.locals) if local.nbytes <= SMALL_NBYTES]
+    if loading:
+        _refuse_stale(flat)
+    flat.hollow = {} if loading else hollow_of(flat)
     if trace is not None:
         flat.kin, flat.parts = object(), glance.parts
         _known.put(trace, _again(flat, None, []))
     return flat
+
+
+def _refuse_stale(flat: FlatState) -> None:
+    owners = [subtree.owner for subtree in flat.subtrees]
+    for subtree in flat.subtrees:
+        if isinstance(subtree.owner, torch.nn.Module):
+            path = "the state" if subtree.parent < 0 else format_path((*flat.tree.paths()[subtree.parent], subtree.key))
+            refuse_stale(subtree.owner, owners, path)
 
 
 _known: Kept[FlatState] = Kept(8)
@@ -117,6 +129,7 @@ def _again(known: FlatState, glance: Glance | None, modules: list[Walked]) -> Fl
     tree, t = Tree(), known.tree
     tree.containers, tree.tensor_keys = list(t.containers), {c: dict(keys) for c, keys in t.tensor_keys.items()}
     tree.arrays, tree.orders = set(t.arrays), {c: list(runs) for c, runs in t.orders.items()}
+    tree.kinds, tree.placements = dict(t.kinds), dict(t.placements)
     tree.values = [Value(v.container, v.key, [([ROOT], encoded)]) for v, encoded in zip(t.values, values, strict=True)]
     return FlatState(
         names=list(known.names),
@@ -131,16 +144,21 @@ def _again(known: FlatState, glance: Glance | None, modules: list[Walked]) -> Fl
         nodes=glance.nodes if glance else [],
         subtrees=[Subtree(s.parent, s.key, *pair) for s, pair in zip(known.subtrees, opened, strict=True)],
         modules=modules,
-        small=known.small,
+        hollow=known.hollow,
         kin=known.kin,
     )
 
 
 def _walk(state: Any, walker: _Walker) -> None:
     if has_state(state):
+        if walker.loading and not fills_in_place(state):
+            walker.only(state)
+            return
+        walker.inside = _inside(state)
         state = walker.opened(state, -1, None)
     if not isinstance(state, Mapping | list | tuple):
-        raise StateError(f"the state is a {type(state).__name__}", advice="Pass a dict of what is to be saved.")
+        what = "filled" if walker.loading else "saved"
+        raise StateError(f"the state is a {type(state).__name__}", advice=f"Pass a dict of what is to be {what}.")
     walker.container(state, -1, None, "")
     _make_canonical(walker.flat)
 
@@ -169,6 +187,14 @@ def _modules(state: Any) -> Iterator[torch.nn.Module]:
             left += [(item, depth + 1) for item in items if type(item) not in _LEAVES][::-1]
 
 
+Inside = Literal["containers", "module", "object"]
+"""What a walk is in: the user's own containers, or the state of an object."""
+
+
+def _inside(owner: object) -> Inside:
+    return "module" if fills_in_place(owner) else "object"
+
+
 class _Walker:
     """One walk over one state."""
 
@@ -184,6 +210,7 @@ class _Walker:
         self.rows: dict[str, int] = {}
         self.seen: dict[int, int] = {}  # address -> first row
         self.sharing: dict[int, list[int]] = {}
+        self.inside: Inside = "containers"
 
     def path(self, key: Key) -> str:
         return format_path((*self.keys, key))
@@ -196,6 +223,7 @@ class _Walker:
         where = self.path(key) if number else "the state"
         self.keys += [key] if number else []
         self.check_container(node, where)
+        self.note_kind(node, number, kind, where)
         self.open_ids.add(id(node))
         runs: list[tuple[str, int]] = []
         for child, item in node.items() if kind == "dict" else enumerate(node):
@@ -223,16 +251,48 @@ class _Walker:
         if self.loading and isinstance(node, Mapping) and not isinstance(node, MutableMapping):
             raise StateError(f"{where} is a {type(node).__name__}, which cannot be assigned to")
 
+    def only(self, item: Any) -> None:
+        """The state is an object that is given what is stored."""
+        refuse_object(item, self.flat.modules, "the state", loading=True)
+        self.tree.containers = [Container(-1, None, "dict")]
+        self.flat.nodes.append({})
+        self.flat.subtrees.append(Subtree(-1, None, item, None, present_state(item, "the state")))
+
+    def note_kind(self, node: Any, number: int, kind: str, where: str) -> None:
+        """Note what a container is beyond a plain dict. A module is loaded into the containers that it has."""
+        if self.loading or self.inside == "module":
+            return
+        name = kind_of(node) if kind == "dict" else None
+        if name:
+            self.tree.kinds[number] = name
+        elif name is None and type(node) not in (list, tuple) and self.inside == "object":
+            raise StateError(
+                f"{where} is a {type(node).__name__}, and would come back as a plain {kind}",
+                advice="Return a dict, list or tuple from state_dict(), and make the other type in load_state_dict().",
+            )
+
     def other(self, item: Any, number: int, key: Key, prefix: str) -> str:
         """Add what is no plain tensor; say what it became: (t)ensor, (v)alue or (c)ontainer."""
-        if has_state(item):
-            if self.loading and not fills_in_place(item):
-                self.flat.subtrees.append(Subtree(number, self.key(key), item, None))
-                return "c"
-            item = self.opened(item, number, key)
+        if not has_state(item):
+            return self.stateless(item, number, key, prefix)
+        if self.loading and not fills_in_place(item):
+            refuse_object(item, self.flat.modules, self.path(key), loading=True)
+            self.flat.subtrees.append(Subtree(number, self.key(key), item, None, present_state(item, self.path(key))))
+            return "c"
+        outside = self.inside
+        self.inside = _inside(item)
+        emitted = self.stateless(self.opened(item, number, key), number, key, prefix)
+        self.inside = outside
+        return emitted
+
+    def stateless(self, item: Any, number: int, key: Key, prefix: str) -> str:
+        """As :meth:`other`, for what is no object with a state."""
         if isinstance(item, DTensor):
             local = local_tensor(item)
+            self.check(local, key)  # first: a wrapper around other tensors has a shape of its own
             part = local_part(item, local, lambda: self.path(key))
+            if self.inside == "object":
+                self.tree.placements.setdefault(number, {})[str(key)] = placement_texts(item)
             self.tensor(local, number, key, prefix, part, item)
         elif isinstance(item, torch.Tensor):
             self.tensor(item, number, key, prefix, None)
@@ -250,9 +310,9 @@ class _Walker:
         try:
             return encode_value(item, "")
         except StateError:
-            return encode_value(
-                item, self.path(key)
-            )  # the path is made for the error only: it costs more than the value
+            path = self.path(key)  # made for the error only: it costs more than the value
+            refuse_value(item, path)
+            return encode_value(item, path)
 
     def array(self, item: np.ndarray[Any, Any], number: int, key: Key, prefix: str) -> None:
         path = self.path(key)
@@ -264,7 +324,8 @@ class _Walker:
     def opened(self, item: Any, number: int, key: Key) -> Any:
         owner, state = next(self.already, (None, None))
         if owner is not item:
-            state = expand(item, self.flat.modules, "the state" if number < 0 else self.path(key))
+            where = "the state" if number < 0 else self.path(key)
+            state = expand(item, self.flat.modules, where, loading=self.loading)
         self.flat.subtrees.append(Subtree(number, key, item, state))
         return state
 
@@ -282,9 +343,8 @@ class _Walker:
         part: LocalPart | None,
         origin: DTensor | None = None,
     ) -> None:
-        reason = refusal(item)
-        if reason is not None:
-            raise StateError(f"{self.path(key)} is {reason}, which cannot be saved")
+        refuse_tensor(item if origin is None else origin, lambda: self.path(key), loading=self.loading)
+        self.check(item, key)
         name = f"{prefix}{key}"
         if type(key) is not str and self.tree.containers[number].kind == "dict":
             self.tree.tensor_keys.setdefault(number, {})[str(key)] = self.key(key)
@@ -299,6 +359,21 @@ class _Walker:
         flat.origins.append(item if origin is None else origin)
         flat.parts.append(part)
         flat.alias.append(self.alias_of(item, part, row))
+
+    def check(self, item: torch.Tensor, key: Key) -> None:
+        """Raise the StateError for a tensor that has no bytes of its own."""
+        reason = refusal(item)
+        if reason is None:
+            return
+        advice = None
+        if self.loading and item.is_meta:
+            advice = "Call to_empty(device=...) on its module first, which gives it memory."
+        elif hasattr(item, "wait"):
+            advice = "Pass tensor.wait()."
+        elif hasattr(item, "__tensor_flatten__"):
+            advice = "Pass the tensors that it is made of, or the module as it was before it was converted."
+        verb = "filled" if self.loading else "saved"
+        raise StateError(f"{self.path(key)} is {reason}, which cannot be {verb}", advice=advice)
 
     def alias_of(self, item: torch.Tensor, part: LocalPart | None, row: int) -> int:
         """The earlier row with the very same bytes in memory, laid out the same way; -1 if there is none."""

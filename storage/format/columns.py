@@ -24,6 +24,8 @@ __all__ = ["decode_columns", "encode_columns", "header_length", "narrowed", "par
 
 _DTYPES = {"U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "U64": np.uint64}
 _CODES = {np.dtype(t): code for code, t in _DTYPES.items()}
+_MARK = b'"holdfast"'
+"""The name of our metadata, in the header of every file of columns."""
 _HEADER_NBYTES_MAX = 256 << 20
 """Parsed, JSON takes up to thirty times its size: a header is not to take the host's memory."""
 
@@ -75,8 +77,19 @@ def decode_columns(data: bytes, what: str) -> tuple[dict[str, Array], dict[str, 
     Raises DamagedError for a wrong checksum, and for anything that is not exactly of the form written here.
     """
     if len(data) < 8 + DIGEST_NBYTES or digest(memoryview(data)[:-DIGEST_NBYTES]) != data[-DIGEST_NBYTES:]:
-        raise DamagedError(f"{what} does not match its own checksum")
+        raise DamagedError(f"{what} {_damage(data)}")
     return parse_columns(data, what)
+
+
+def _damage(data: bytes) -> str:
+    """What is wrong with a file whose checksum is not right: as far as a look at it tells."""
+    if not data:
+        return "is empty"
+    if data.count(0) == len(data):
+        return f"holds {len(data):,} zeros, and nothing else"
+    if _MARK not in data:
+        return "was not written by Holdfast: it is another program's file, or nothing of it is left"
+    return "does not match its own checksum"
 
 
 def parse_columns(data: bytes | memoryview, what: str) -> tuple[dict[str, Array], dict[str, str]]:

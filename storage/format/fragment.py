@@ -12,12 +12,12 @@ import json
 import struct
 from collections.abc import Collection, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 
 from ...errors import DamagedError
+from ...forks.cached import cached_property
 from ...planner.columns import Bools, Ints, widen
 from ...planner.image import DIGEST_NBYTES
 from ...planner.table import ShardTable, TensorTable

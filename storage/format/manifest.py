@@ -13,7 +13,6 @@ import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -21,10 +20,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import DamagedError, SaveError, UnsupportedFormatError
+from ...forks.cached import cached_property
 from ...planner.columns import volumes
 from ...planner.image import BLOCK_NBYTES, CHUNK_NBYTES, DIGEST_NBYTES, PAGE_NBYTES
 from ...planner.table import ShardTable, TensorTable
 from .columns import decode_columns, encode_columns, narrowed, parse_header
+from .lineage import ROOT, is_branch
 from .packed import COMPRESSIONS, Compression, index_nbytes
 from .tree import Tree
 
@@ -114,6 +115,8 @@ class Manifest:
     chunk_nbytes: int = CHUNK_NBYTES
     block_nbytes: int = BLOCK_NBYTES
     compression: Compression | None = None
+    branch: str = ROOT
+    """The branch of the run on which it was saved; see :mod:`.lineage`."""
 
     @property
     def version(self) -> int:
@@ -148,6 +151,8 @@ class Manifest:
             "block_nbytes": self.block_nbytes,
             "tree": self.tree.to_json(),
         } | ({} if self.compression is None else {"compression": self.compression})
+        if self.branch != ROOT:
+            head["branch"] = self.branch
         return encode_columns(self._columns(), {"holdfast": json.dumps(head, separators=(",", ":"))})
 
     def _columns(self) -> dict[str, npt.NDArray[Any]]:
@@ -314,6 +319,7 @@ def _from_columns(columns: Mapping[str, npt.NDArray[Any]], head: Mapping[str, An
         chunk_nbytes=_whole(head["chunk_nbytes"]),
         block_nbytes=_whole(head["block_nbytes"]),
         compression=compression,
+        branch=head.get("branch", ROOT),
     )
 
 
@@ -338,6 +344,7 @@ def _conditions(m: Manifest) -> Any:
     t, s, i = m.tensors, m.shards, m.images
     n, width = len(t), t.shape.shape[1] if t.shape.ndim == 2 else -1
     yield _ATTEMPT.fullmatch(m.attempt) is not None, "the attempt's name"
+    yield is_branch(m.branch), "the branch's name"
     yield (
         m.world > 0
         and math.isfinite(m.created_s)

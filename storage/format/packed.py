@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from types import ModuleType
 from typing import Any, Literal, get_args
 
@@ -24,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import UsageError
+from ...forks.cached import cached_property
 from ...planner.columns import Ints, round_up
 from ...planner.image import DIGEST_NBYTES, PAGE_NBYTES, blocks_of
 from .digest import digest
@@ -60,7 +60,7 @@ def _codec() -> ModuleType:
         import lz4.block
     except ImportError as error:
         raise UsageError(
-            "compressed checkpoints need lz4, which is not installed", advice="pip install 'holdfast[lz4]'."
+            "compressed checkpoints need lz4, which is not installed", advice="pip install 'holdfast-checkpoint[lz4]'."
         ) from error
     return lz4.block  # type: ignore[no-any-return]
 

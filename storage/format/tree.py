@@ -18,13 +18,16 @@ from typing import Any
 from ...errors import DamagedError, SaveError
 from .values import decode_value, encode_text
 
-__all__ = ["ROOT", "ByRank", "Container", "Key", "Tree", "Value", "format_path", "merge_trees", "unite"]
+__all__ = ["ROOT", "ByRank", "Container", "Key", "Tree", "Value", "dotted", "format_path", "merge_trees", "unite"]
 
 Key = str | int | float | bool | None
 """What a dict key may be; list and tuple items have int keys."""
 
 ByRank = list[tuple[list[int], Any]]
 """(ranks, encoded) where ranks disagree; else one entry."""
+
+Placements = dict[str, tuple[str, ...]]
+"""Per tensor, one text for each dimension of its mesh: ``R`` for Replicate, ``S0`` for Shard(0)."""
 
 ROOT = 0
 _RUNS = ("t", "v", "c")
@@ -70,6 +73,10 @@ class Tree:
     arrays: set[str] = field(default_factory=set)  # fqns of tensors that were numpy arrays
     orders: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
     """How a dict's items follow each other, where they are not all of one kind: runs of tensors, values, containers."""
+    kinds: dict[int, str] = field(default_factory=dict)
+    """What a container was beyond a plain dict, see ``kinds``."""
+    placements: dict[int, Placements] = field(default_factory=dict)
+    """container -> of the tensors in it that were DTensors, by the text of their keys, how they were laid out."""
 
     def prefixes(self) -> list[str]:
         """Per container, what the fqns of the tensors in it begin with, the dot included."""
@@ -102,14 +109,19 @@ class Tree:
         return self.tensor_keys.get(container, {}).get(text, text)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON types."""
-        return {
+        """Plain JSON types. Fields that not every state has are left out where they are empty."""
+        told: dict[str, Any] = {
             "containers": [[c.parent, _to_json(c.key), c.kind] for c in self.containers],
             "values": [[v.container, _to_json(v.key), v.by_rank] for v in self.values],
             "tensor_keys": [[c, text, key] for c, keys in self.tensor_keys.items() for text, key in keys.items()],
             "arrays": [_to_json(name) for name in sorted(self.arrays)],
             "orders": [[c, runs] for c, runs in self.orders.items()],
         }
+        if self.kinds:
+            told["kinds"] = [[c, kind] for c, kind in self.kinds.items()]
+        if self.placements:
+            told["placements"] = _placements_to_json(self.placements)
+        return told
 
     @classmethod
     def from_json(cls, data: Any) -> Tree:
@@ -124,10 +136,29 @@ class Tree:
             tree.orders = {int(c): [(str(kind), int(n)) for kind, n in runs] for c, runs in data["orders"]}
             for c, text, key in data["tensor_keys"]:
                 tree.tensor_keys.setdefault(int(c), {})[str(text)] = key
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            tree.kinds = {int(c): str(kind) for c, kind in data.get("kinds", [])}
+            tree.placements = _placements_from_json(data.get("placements", []))
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise DamagedError("the manifest's tree is malformed") from error
         _check(tree)
         return tree
+
+
+def _placements_to_json(placements: dict[int, Placements]) -> list[Any]:
+    """Entries are [containers, placements]: the containers of an optimizer's parameters are mostly alike."""
+    alike: dict[tuple[tuple[str, tuple[str, ...]], ...], list[int]] = {}
+    for container, by_key in placements.items():
+        alike.setdefault(tuple(by_key.items()), []).append(container)
+    return [[containers, [[_to_json(key), axes] for key, axes in items]] for items, containers in alike.items()]
+
+
+def _placements_from_json(data: Any) -> dict[int, Placements]:
+    found: dict[int, Placements] = {}
+    for containers, items in data:
+        by_key = {str(decode_value(key)): tuple([str(axis) for axis in axes]) for key, axes in items}
+        for container in containers:
+            found[int(container)] = by_key
+    return found
 
 
 def _to_json(key: Key) -> Any:
@@ -143,7 +174,8 @@ def _check(tree: Tree) -> None:
     whole = whole and all(
         0 <= v.container < n and v.by_rank and all(ranks for ranks, _ in v.by_rank) for v in tree.values
     )
-    whole = whole and all(0 <= c < n for c in (*tree.tensor_keys, *tree.orders))
+    whole = whole and all(0 <= c < n for c in (*tree.tensor_keys, *tree.orders, *tree.placements))
+    whole = whole and all(0 <= c < n and tree.containers[c].kind == "dict" for c in tree.kinds)
     whole = whole and all(
         kind in _RUNS and 0 < count < _COUNT_MAX for runs in tree.orders.values() for kind, count in runs
     )
@@ -178,6 +210,11 @@ def _fits(kind: str, key: object) -> bool:
     return type(key) is int and 0 <= key < _COUNT_MAX
 
 
+def dotted(keys: Iterable[Key]) -> str:
+    """A path as tensors are named: ``optim.lr``."""
+    return ".".join(map(str, keys))
+
+
 def format_path(keys: Iterable[Key]) -> str:
     """Keys as a user would write them: ``state["model"]["layers"][0]``."""
     return "state" + "".join(f"[{key!r}]" if not isinstance(key, str) else f'["{key}"]' for key in keys)
@@ -197,13 +234,28 @@ def merge_trees(trees: Sequence[Tree]) -> tuple[Tree, list[list[int]]]:
         merged.arrays |= tree.arrays
         for c, runs in tree.orders.items():
             merged.orders.setdefault(number[c], runs)
+        for c, by_key in tree.placements.items():
+            merged.placements[number[c]] = by_key | merged.placements.get(number[c], {})
         for c, keys in tree.tensor_keys.items():
             merged.tensor_keys.setdefault(number[c], {}).update(keys)
         for value in tree.values:
             container = number[value.container]
             values.setdefault((container, type(value.key).__name__, value.key), []).append(value)
+    _merge_kinds(merged, trees, renumbered)
     merged.values = [Value(where[0], v[0].key, unite(each.by_rank for each in v)) for where, v in values.items()]
     return merged, renumbered
+
+
+def _merge_kinds(merged: Tree, trees: Sequence[Tree], renumbered: Sequence[Sequence[int]]) -> None:
+    """Raises SaveError where ranks disagree: one of them would get back another kind than it had."""
+    seen: dict[int, str] = {}
+    for tree, number in zip(trees, renumbered, strict=True):
+        for c, new in enumerate(number):
+            kind = tree.kinds.get(c, "")
+            if seen.setdefault(new, kind) != kind:
+                kinds = " and a ".join(name or "dict" for name in (seen[new], kind))
+                raise SaveError(f"{format_path(merged.paths()[new])} is a {kinds} on different ranks")
+    merged.kinds = {new: kind for new, kind in seen.items() if kind}
 
 
 def _merge_containers(merged: Tree, tree: Tree, numbers: dict[tuple[int, str, Key], int]) -> list[int]:

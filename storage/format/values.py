@@ -15,17 +15,12 @@ from typing import Any
 
 from ...errors import DamagedError, StateError
 
-__all__ = ["decode_value", "encode_text", "encode_value", "is_value"]
+__all__ = ["decode_value", "encode_text", "encode_value"]
 
 _PLAIN = (type(None), bool)
 _NUMPY_DTYPE = re.compile(r"[<>|=]?[biufc][0-9]{1,2}")  # numpy's own parser takes far more, and runs other parsers
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _BIG_INT_BITS = 1024  # beyond: hexadecimal, for Python refuses to convert long decimal strings
-
-
-def is_value(value: object) -> bool:
-    """Whether :func:`encode_value` knows this type."""
-    return type(value) in _ENCODERS or type(value) in _PLAIN or _foreign_encoder(value) is not None
 
 
 def encode_value(value: Any, path: str) -> Any:

@@ -14,7 +14,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ...errors import StateError
 from ...planner.placement import Piece, Placement, Replicated, Split, holders, local_pieces, local_shape
 
-__all__ = ["LocalPart", "Parts", "local_part", "local_tensor", "parts_of"]
+__all__ = [
+    "LocalPart",
+    "Parts",
+    "check_layout",
+    "hooked",
+    "local_part",
+    "local_tensor",
+    "parts_of",
+    "placement_texts",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +69,11 @@ class Parts:
         return part
 
 
+def placement_texts(tensor: DTensor) -> tuple[str, ...]:
+    """How ``tensor`` is laid out, a text for each dimension of its mesh: ``R`` for Replicate, ``S0`` for Shard(0)."""
+    return tuple(["R" if isinstance(p, Replicate) else f"S{getattr(p, 'dim', 0)}" for p in tensor.placements])
+
+
 def _make_room(known: dict[Hashable, Any]) -> None:
     if len(known) >= _PARTS_MAX:
         known.clear()
@@ -82,15 +96,66 @@ def local_part(tensor: DTensor, local: torch.Tensor, path: Callable[[], str], kn
     if known is None:
         known = parts_of(tensor.device_mesh)
     part = known.of(tensor, path)
-    if part.pieces and local.shape != part.local_shape:
+    if local.shape != part.local_shape and (part.pieces or local.numel()):
         raise StateError(
             f"{path()} holds a local tensor of shape {tuple(local.shape)}, "
-            f"but {tensor.placements} imply {part.local_shape}",
-            advice="This release does not know how this tensor is laid out.",
+            f"but {tensor.placements} of shape {tuple(tensor.shape)} imply {part.local_shape}",
+            advice="This release does not know how this tensor is laid out. Redistribute it evenly.",
         )
+    if hooked(tensor, local):
+        _check_hooks(tensor, local, part, path)
     return part
 
 
+def hooked(tensor: torch.Tensor, local: torch.Tensor | None = None) -> bool:
+    """Whether ``tensor``, or its part ``local``, tells by hooks of its own how it is laid out (the protocol of
+    ``torch.distributed._checkpointable``, which overrules the placements of a DTensor)."""
+    # Every DTensor has these methods, which ask the local tensor. What counts are others than those.
+    if type(tensor) is DTensor:
+        own = _CHUNKS in tensor.__dict__ or _WRITES in tensor.__dict__
+    elif isinstance(tensor, DTensor):
+        own = any(getattr(type(tensor), name) is not getattr(DTensor, name) for name in (_CHUNKS, _WRITES))
+    else:
+        own = hasattr(tensor, _CHUNKS) or hasattr(tensor, _WRITES)
+    return own or (local is not None and (hasattr(local, _CHUNKS) or hasattr(local, _WRITES)))
+
+
+_CHUNKS, _WRITES = "__create_chunk_list__", "__create_write_items__"
+
+
+def check_layout(tensor: DTensor, local: torch.Tensor, path: Callable[[], str]) -> None:
+    """Raise StateError where hooks of ``tensor``, or of its part ``local``, tell another layout than its placements."""
+    if hooked(tensor, local):
+        _check_hooks(tensor, local, parts_of(tensor.device_mesh).of(tensor, path), path)
+
+
+def _check_hooks(tensor: DTensor, local: torch.Tensor, part: LocalPart, path: Callable[[], str]) -> None:
+    implied = sorted((tuple(p.box.offsets), tuple(p.box.lengths)) for p in part.pieces)
+    told = _told_boxes(tensor, local)
+    if told != implied:
+        tells = "do not say where it lies" if told is None else f"say that it holds {_text(told)}"
+        raise StateError(
+            f"{path()} is a DTensor whose hooks {tells}, but {tensor.placements} of shape {tuple(tensor.shape)} imply "
+            f"{_text(implied)}: it has a layout that this release does not know, such as that of Megatron-FSDP",
+            advice="Redistribute it to Shard or Replicate, or shard with fully_shard (FSDP2).",
+        )
+
+
+def _told_boxes(tensor: DTensor, local: torch.Tensor) -> list[Box] | None:
+    """The boxes (offsets, lengths) with elements that hooks tell of; None where there is no hook for that."""
+    source: Any = local if hasattr(local, _CHUNKS) else tensor
+    if source is tensor and hasattr(local, _WRITES):
+        return None
+    chunks = getattr(source, _CHUNKS)()
+    boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
+    return sorted(box for box in boxes if 0 not in box[1])
+
+
+def _text(boxes: list[Box]) -> str:
+    return ", ".join(f"{list(lengths)} at {list(offsets)}" for offsets, lengths in boxes[:4]) or "nothing"
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
 _PARTS_MAX = 4096
 _parts: WeakKeyDictionary[DeviceMesh, dict[Hashable, Parts]] = WeakKeyDictionary()
 

@@ -7,13 +7,13 @@ modules.
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch.distributed.checkpoint.state_dict import _get_fqns, _state_dict_fn, get_model_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.checkpoint.state_dict import _get_fqns, _state_dict_fn
+
+from ...forks.cached import cached_property
 
 __all__ = ["Names", "Walked", "module_state", "plain_state_dict", "walk"]
 
@@ -23,14 +23,11 @@ _MAKES_A_STATE = ("state_dict", "_save_to_state_dict", "get_extra_state")
 class Names(dict[str, str]):
     """By any name that a module has for a parameter or a buffer, the name to save it under.
 
-    ``kinds``: of all modules that it consists of. ``fsdp1``: whether one of them is of torch's first FSDP, which changes
-    what a state dict holds, and is to be asked in torch's way. ``usual``: none of them has a way of its own to make a state
-    dict.
+    ``kinds``: of all modules that it consists of. ``usual``: none of them has a way of its own to make a state dict.
     """
 
     def __init__(self, module: torch.nn.Module, kinds: tuple[type, ...]) -> None:
         self.kinds = kinds
-        self.fsdp1 = any(issubclass(kind, FullyShardedDataParallel) for kind in set(kinds))
         self.usual = not any(issubclass(kind, torch.jit.ScriptModule) for kind in set(kinds)) and all(
             getattr(kind, name) is getattr(torch.nn.Module, name) for kind in set(kinds) for name in _MAKES_A_STATE
         )
@@ -125,8 +122,6 @@ def plain_state_dict(owner: Any) -> dict[str, Any]:
 def module_state(walked: Walked) -> dict[str, Any]:
     """As torch's ``get_model_state_dict``: the module's state dict, by names without wrappers."""
     names = walked.names
-    if names.fsdp1:
-        return get_model_state_dict(walked.module)
     state = walked.registered()
     if state is None:
         state = plain_state_dict(walked.module)

@@ -51,6 +51,9 @@ class PerRank:
         self.value = value
         self.rule: Rule = rule
 
+    builds_anew = True
+    """Its values are those of ranks that saved: there are no tensors to fill."""
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's value, by its number; and how many ranks there are."""
         state = expand(self.value, (), "a PerRank") if has_state(self.value) else self.value
@@ -65,7 +68,7 @@ class PerRank:
         else:
             state = resharded([saved[r] for r in sorted(saved)], self.rule, rank, world)
         if has_state(self.value):
-            restore(self.value, state, ())
+            restore(self.value, state)
         else:
             self.value = state
 

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import datetime
 import os
-from typing import Any, cast
+import sys
+import weakref
+from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 
 from ...errors import UsageError
+from ...forks.groups import is_inherited
+from ...forks.renewal import new_lock
+from ..pipeline.engine import start
+from ..ranks.calls import Call
+from ..ranks.keys import Keys
+from ..ranks.member import Member
 from ..ranks.team import Solo, StoreLike, StoreTeam, Team
 
-__all__ = ["current_rank", "current_team", "current_world", "shared_store", "store_host"]
+__all__ = ["current_member", "current_rank", "current_team", "current_world", "store_host"]
 
 
 def current_rank() -> int:
@@ -24,11 +33,11 @@ def current_world() -> int:
     return dist.get_world_size() if _in_use() else 1
 
 
-def current_team(deadline_s: float, *, saving: bool) -> Team:
-    """A new team of all ranks of the default process group; of one, where there is none.
+def current_team(call: Call, deadline_s: float, *, saving: bool) -> Team:
+    """A new team of all ranks of the default process group, for ``call``; of one, where there is none.
 
-    Every rank calls this as often as the others: that is how they find each other. Raises UsageError for a save in a
-    launcher's process that has not joined its process group: it would save over the other ranks.
+    Waits for nobody. Raises UsageError for a save in a launcher's process that has not joined its process group: it would
+    save over the other ranks. Raises UsageError in a forked child of a rank: its call would be taken for that rank's.
     """
     if not _in_use():
         if saving and int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
@@ -41,20 +50,34 @@ def current_team(deadline_s: float, *, saving: bool) -> Team:
     rank, world = dist.get_rank(), dist.get_world_size()
     if world == 1:
         return Solo()
-    store = dist.distributed_c10d._get_default_store()
-    # How many teams this rank has had since the store was made: counted in the store, so that all ranks count alike.
-    call = store.add(f"holdfast/calls/{rank}", 1)
-    return StoreTeam(_connection(store, deadline_s), rank, world, f"holdfast/{call}", deadline_s)
+    _check_rank(f"the {call}")
+    contact = _contact(deadline_s)
+    return StoreTeam(contact.store, rank, world, "", deadline_s, call, contact.member)
 
 
-def shared_store(deadline_s: float) -> tuple[StoreLike, int, int, str] | None:
-    """The job's store, this rank, how many there are, and a prefix for keys that all ranks share and nobody else uses;
-    None for a process that is alone. Every rank calls this as often as the others."""
+def current_member(deadline_s: float) -> Member | None:
+    """This process as a rank of its job; None for a process that is alone. Waits for nobody. Raises UsageError in a forked
+    child of a rank."""
     if current_world() == 1:
         return None
-    store = dist.distributed_c10d._get_default_store()
-    call = store.add(f"holdfast/shared/{dist.get_rank()}", 1)
-    return _connection(store, deadline_s), dist.get_rank(), dist.get_world_size(), f"holdfast/shared/{call}"
+    _check_rank("this call")
+    return _contact(deadline_s).member
+
+
+def _check_rank(what: str) -> None:
+    """Raise UsageError in a process that has its process group from the one that forked it."""
+    group = dist.distributed_c10d._get_default_group()
+    data = sys.modules.get("torch.utils.data")  # a worker may be the first to import Holdfast
+    if not is_inherited(group) and (data is None or data.get_worker_info() is None):
+        return
+    raise UsageError(
+        f"{what} is one of all ranks, and this process is not rank {dist.get_rank()} but was forked from it",
+        rank=dist.get_rank(),
+        advice=(
+            "Save, and load into a state, in the process that has joined the process group. Here, as in a worker of a data "
+            "loader, holdfast.open(uri) and holdfast.load(uri) without into= read a checkpoint without the other ranks."
+        ),
+    )
 
 
 def store_host() -> str:
@@ -65,22 +88,46 @@ def store_host() -> str:
     return str(getattr(store, "host", ""))
 
 
-_ours: tuple[Any, int, Any] | None = None
-"""The job's store, the process, and our connection to it."""
+@dataclass(frozen=True, slots=True)
+class _Contact:
+    """This process in its job: until it is forked, or another process group takes the place of this one."""
+
+    pid: int
+    group: weakref.ref[Any]
+    store: StoreLike
+    member: Member
 
 
-def _connection(store: Any, deadline_s: float) -> StoreLike:
-    """A connection of our own, where the store has such: no call of the trainer's ever waits for one of ours.
+_ours: _Contact | None = None
+_contact_lock = new_lock()
 
-    Made once, since torch asks name servers for it, which takes seconds where they do not answer.
+
+def _contact(deadline_s: float) -> _Contact:
+    """That of the default process group. A process group that was made anew begins anew, also over the same store.
+
+    Its connection is our own, where the store has such: no call of the trainer's ever waits for one of ours. It is made
+    once, since torch asks name servers for it, which takes seconds where they do not answer. A forked child would share
+    its parent's socket, so it makes one for itself. Nothing here keeps the group's store alive: who destroys a process
+    group, and makes another, gets a new server.
     """
     global _ours  # noqa: PLW0603 - one for the process
-    if not hasattr(store, "clone"):
-        return cast(StoreLike, store)
-    if _ours is None or _ours[0] is not store or _ours[1] != os.getpid():  # a forked child shares its parent's socket
-        _ours = (store, os.getpid(), store.clone())
-    _ours[2].set_timeout(datetime.timedelta(seconds=max(1.0, deadline_s)))
-    return cast(StoreLike, _ours[2])
+    with _contact_lock:
+        group = dist.distributed_c10d._get_default_group()
+        if _ours is None or _ours.pid != os.getpid() or _ours.group() is not group:
+            store: Any = dist.distributed_c10d._get_default_store()
+            connection = store.clone() if hasattr(store, "clone") else store
+            rank, world = dist.get_rank(), dist.get_world_size()
+            member = Member(Keys(connection, _prefix(world)), rank, world, start, weakref.ref(store))
+            _ours = _Contact(os.getpid(), weakref.ref(group), connection, member)
+        if hasattr(_ours.store, "set_timeout"):
+            _ours.store.set_timeout(datetime.timedelta(seconds=max(1.0, deadline_s)))
+        return _ours
+
+
+def _prefix(world: int) -> str:
+    """What torch's launcher and the size of the job tell of its generation. The rest is told by nonces."""
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"holdfast/{restarts}/{world}"
 
 
 def _in_use() -> bool:

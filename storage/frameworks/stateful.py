@@ -1,24 +1,32 @@
 """Objects that have a state: modules, optimizers, random generators, and whatever has state_dict/load_state_dict.
 
 Before a save they are *expanded*: replaced by what their state is, as nested dicts. For a load, modules are expanded
-likewise and filled in place; others are given the stored dict, as it is.
+likewise and filled in place. Others are given the stored dict. Its tensors are those of the state that the object has
+(:func:`present_state`), filled in place, where these have the stored shape and dtype; so DTensors stay what they are.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
+from torch.utils.data import DataLoader
 
 from ...errors import StateError
+from .exact import exact_values
+from .foreign import refuse_object
 from .names import Walked, module_state
-from .optimizer import Make, load_optimizer, makes_for, optimizer_state
+from .optimizer import load_optimizer, optimizer_state, present_layout, refuse_unknown
 
-__all__ = ["RNGState", "StatefulLike", "expand", "fills_in_place", "has_state", "maker_of", "restore"]
+__all__ = ["RNGState", "StatefulLike", "expand", "fills_in_place", "has_state", "present_state", "restore"]
+
+_log = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -66,6 +74,7 @@ class RNGState:
 
 
 _STATELESS = {type(None), bool, int, float, str, dict, list, tuple}
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _CONTAINERS = (type, torch.Tensor, Mapping, list, tuple)
 
 
@@ -73,7 +82,7 @@ def has_state(value: object) -> bool:
     """Whether ``value`` is an object with a state rather than a container, a tensor or a value."""
     if type(value) in _STATELESS or isinstance(value, _CONTAINERS):
         return False
-    if isinstance(value, torch.Generator | np.random.Generator | np.random.RandomState | random.Random):
+    if isinstance(value, _GENERATORS):
         return True
     # As isinstance with StatefulLike says, which takes twenty times as long: a trainer waits for every value of its state.
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
@@ -84,17 +93,34 @@ def fills_in_place(value: object) -> bool:
     return isinstance(value, torch.nn.Module)
 
 
-def maker_of(value: object, modules: Iterable[Walked]) -> Make | None:
-    """How to make the tensors of a state that is built for ``value``; None: as they are stored, on the CPU."""
-    return makes_for(value, modules) if isinstance(value, torch.optim.Optimizer) else None
+def present_state(value: Any, path: str) -> Any:
+    """The state that an object has before a load, whose tensors are to be filled; None if it is not asked for it.
+
+    Optimizers make state from what is stored, unless it has a form of its own. Random generators have nothing to fill, and
+    data loaders would start their workers. An object that has no state yet, and raises, gets what is stored. Raises
+    StateError for an optimizer that cannot be loaded.
+    """
+    if isinstance(value, torch.optim.Optimizer):
+        refuse_unknown(value, path)
+    elif isinstance(value, (RNGState, DataLoader, *_GENERATORS)) or getattr(value, "builds_anew", False):
+        return None
+    try:
+        return present_layout(value) if isinstance(value, torch.optim.Optimizer) else value.state_dict()
+    except Exception as error:  # of the user's code: an object may be one that has no state before it is loaded
+        _log.info("%s has no state before the load (%s): it is given tensors on the CPU", path, error)
+        return None
 
 
-def expand(value: Any, modules: Sequence[Walked], path: str) -> Any:
-    """The state of an object with a state. ``modules`` are those of the whole state: an optimizer needs its own."""
+def expand(value: Any, modules: Sequence[Walked], path: str, *, loading: bool = False) -> Any:
+    """The state of an object with a state. ``modules`` are those of the whole state: an optimizer needs its own.
+
+    Raises StateError where the object has a layout that is not known.
+    """
+    refuse_object(value, modules, path, loading=loading)
     if isinstance(value, torch.nn.Module):
         return module_state(next((walked for walked in modules if walked.module is value), None) or Walked(value))
     if isinstance(value, torch.optim.Optimizer):
-        return optimizer_state(value, modules)
+        return optimizer_state(value, modules, path)
     if isinstance(value, torch.Generator):
         return value.get_state()
     if isinstance(value, np.random.Generator):
@@ -111,12 +137,12 @@ def expand(value: Any, modules: Sequence[Walked], path: str) -> Any:
     return state
 
 
-def restore(value: Any, state: Any, modules: Iterable[Walked]) -> None:
+def restore(value: Any, state: Any) -> None:
     """Give an object its state back."""
     if isinstance(value, torch.nn.Module):
-        set_model_state_dict(value, state)
+        _restore_module(value, state)
     elif isinstance(value, torch.optim.Optimizer):
-        load_optimizer(value, modules, state)
+        load_optimizer(value, state)
     elif isinstance(value, torch.Generator):
         value.set_state(state)
     elif isinstance(value, np.random.Generator):
@@ -126,4 +152,19 @@ def restore(value: Any, state: Any, modules: Iterable[Walked]) -> None:
     elif isinstance(value, random.Random):
         value.setstate(state)
     else:
-        value.load_state_dict(state)
+        with exact_values(value), torch.inference_mode() if _has_inference(state) else contextlib.nullcontext():
+            value.load_state_dict(state)
+
+
+def _restore_module(module: torch.nn.Module, state: Any) -> None:
+    """Inference tensors can be written to in inference mode alone, and others should not be made there."""
+    with torch.inference_mode(_has_inference(state)):
+        set_model_state_dict(module, state)
+
+
+def _has_inference(state: Any) -> bool:
+    """Whether there is an inference tensor in a nested state."""
+    if isinstance(state, torch.Tensor):
+        return state.is_inference()
+    items = state.values() if isinstance(state, Mapping) else state if isinstance(state, list | tuple) else ()
+    return any(_has_inference(item) for item in items)

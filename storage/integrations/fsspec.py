@@ -18,11 +18,10 @@ import csv
 import io
 import json
 import posixpath
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, ClassVar
 from urllib.parse import quote
 
@@ -30,9 +29,9 @@ import numpy as np
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from ...errors import UsageError
+from ...forks.cached import cached_property
 from ...planner.image import SAFETENSORS_DTYPES
 from ..format.values import encode_value
-from ..pipeline.engine import start
 from ..reader import Checkpoint, TensorInfo
 from ..reader import open as open_checkpoint
 
@@ -146,8 +145,7 @@ class HoldfastFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ha
     @cached_property
     def _checkpoint(self) -> Checkpoint:
         checkpoint = open_checkpoint(self._uri, storage_options=self._options)
-        # Not waited for: the collector may call this on any thread, the engine's among them.
-        weakref.finalize(self, lambda driver: start(driver.close()), checkpoint._driver).atexit = False
+        checkpoint.close_when_collected()  # with this file system, which nobody closes
         return checkpoint
 
     @cached_property

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ...errors import UsageError
+from ...forks.renewal import in_child, new_lock
 
 __all__ = ["HostBuffer", "HostPool", "host_pool", "memory_for", "release_pools"]
 
@@ -64,7 +65,7 @@ class HostPool:
     allocate: Callable[[int], HostBuffer] | None = None
     """Where new ones come from; None: ordinary memory."""
     _free: list[HostBuffer] = field(default_factory=list)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _lock: threading.Lock = field(default_factory=new_lock)
 
     def take(self) -> HostBuffer:
         """A buffer of ``buffer_nbytes`` bytes, of any content."""
@@ -113,3 +114,6 @@ def memory_for(what: str) -> Iterator[None]:
         yield
     except MemoryError as error:
         raise UsageError(f"there is no host memory for {what}", advice="Read it piece by piece.") from error
+
+
+in_child(_pools.clear)  # its parent's buffers stay its parent's, and are copied no more when either writes to them

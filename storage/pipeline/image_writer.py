@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ...drivers.contract import Driver, Upload
+from ...drivers.contract import AtMost, Driver, Upload
 from ...planner.image import CHUNK_NBYTES, DIGEST_NBYTES, ImageLayout
 from ..capture.source import ImageSource
 from ..format.digest import digest, page_of
@@ -25,10 +25,14 @@ __all__ = ["ImageWriter", "Progress"]
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Called on the engine's thread, once each: when all bytes are copied, and when all are checksummed too."""
+    """Called on the engine's thread, once each: when all bytes are copied, and when all are checksummed too; and
+    ``moved``, for each chunk that is copied or checksummed; ``wrote``, for each one that is written, with the bytes of the
+    image that have been, and all of them."""
 
     captured: Callable[[], None]
     sealed: Callable[[], None]
+    moved: Callable[[], None] = lambda: None
+    wrote: Callable[[int, int], None] = lambda done_nbytes, total_nbytes: None
 
 
 class ImageWriter:
@@ -59,6 +63,7 @@ class ImageWriter:
         self.stored_nbytes = 0
         """Size of the file, when it is written."""
         self._to_capture = self._to_seal = n
+        self._written_nbytes = 0
 
     async def write(self, key: Callable[[], Awaitable[str]]) -> npt.NDArray[np.uint8]:
         """Write the image to ``key()``, which may become known while chunks are being captured.
@@ -75,12 +80,13 @@ class ImageWriter:
             upload = await opening.upload()
             await self._finish(upload)
         except BaseException:
+            self._source = None
             await opening.drop()
             raise
         return np.frombuffer(b"".join(map(digest, self._pages)), np.uint8).reshape(-1, DIGEST_NBYTES)
 
     async def _open(self, key: Callable[[], Awaitable[str]]) -> Upload:
-        nbytes = self._packing.nbytes_max if self._packing else self._layout.nbytes
+        nbytes = AtMost(self._packing.nbytes_max) if self._packing else self._layout.nbytes
         return await self._driver.create(await key(), nbytes)
 
     async def _stream(self, opening: Opening) -> None:
@@ -120,11 +126,13 @@ class ImageWriter:
         buffer = self._buffers[chunk] = self._pool.take()
         await offload(self._source.copy, *self._layout.chunk_range(chunk), buffer)
         self._to_capture -= 1
+        self._progress.moved()
         self._report()
 
     async def _hash(self, chunk: int) -> None:
         self._pages[chunk] = await offload(page_of, self._filled(chunk), self._layout.block_nbytes)
         self._to_seal -= 1
+        self._progress.moved()
         self._report()
 
     async def _pack(self, chunk: int) -> None:
@@ -141,6 +149,8 @@ class ImageWriter:
     async def _write(self, chunk: int, place: tuple[int, int], upload: Upload) -> None:
         start, nbytes = place
         await upload.write(start, self._buffers[chunk].view[:nbytes])
+        self._written_nbytes += len(self._filled(chunk))
+        self._progress.wrote(self._written_nbytes, self._layout.hashed_end)
 
     def _filled(self, chunk: int) -> memoryview:
         start, stop = self._layout.chunk_range(chunk)

@@ -7,7 +7,7 @@ in whatever order chunks come.
 
 Ranks of one host copy from memory that they share (``arena``), where the reader puts what it has verified. It does not read
 into that memory: it has small pages, which lie scattered, and some disks read into those at a third of their rate. What came
-over a network is compared with the digest that was sent along.
+over a network is compared with a digest that was sent along, which only the two ranks can make (``wire``).
 
 Where any rank cannot take part, all read for themselves. When a rank fails later, its lines close, and the others raise
 what it has told.
@@ -18,11 +18,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import hmac
 import logging
 import os
 import select
 import struct
 import time
+import traceback
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,13 +35,12 @@ import numpy as np
 from ...errors import CoordinationError, RankFailedError
 from ...planner.loading import LoadPlan
 from ...planner.sharing import Sharing, regrouped
-from ..format.digest import digest
 from ..pipeline.buffers import HostBuffer, host_pool
 from ..pipeline.engine import CPU_THREADS, offload
 from ..pipeline.image_reader import Deliver, ImageReader
 from .arena import Arena
 from .team import Team
-from .wire import Door, Line, knock
+from .wire import DIGEST_NBYTES, Door, Line, knock
 
 __all__ = ["Circle", "Exchange"]
 
@@ -47,9 +48,11 @@ JOIN_S = 30.0
 TOLD_S = 5.0
 """How long after its line has closed a rank may take to tell why."""
 
-_HANDED = struct.Struct("<QQ16s")  # unit; where it lies in the arena; digest, of what comes over a network
+_HANDED = struct.Struct(
+    f"<QQ{DIGEST_NBYTES}s"
+)  # unit; where it lies in the arena; digest, of what comes over a network
 _TAKEN = struct.Struct("<Q")
-_NO_DIGEST = bytes(16)
+_NO_DIGEST = bytes(DIGEST_NBYTES)
 _log = logging.getLogger(__name__)
 
 
@@ -131,6 +134,8 @@ class Exchange:
         except* OSError as errors:
             joined = False
             _log.warning("another rank cannot be reached: %s", errors.exceptions[0])
+            # A task group's frame holds the error that holds the frame, and with it what this rank shares.
+            traceback.clear_frames(errors.__traceback__)
         return joined
 
     async def run(self, deliver: Deliver) -> None:
@@ -234,7 +239,9 @@ class Exchange:
 
     async def _send(self, member: int, unit: int, part: memoryview) -> None:
         async with self._with(member):
-            await self._takers[member].send(_HANDED.pack(unit, 0, await offload(digest, part)), part)
+            line = self._takers[member]
+            digest = await offload(line.digest, _TAKEN.pack(unit), part)
+            await line.send(_HANDED.pack(unit, 0, digest), part)
 
     async def _listen(self, member: int, line: Line) -> None:
         """Until ``member``, of another host, has taken all that this rank reads for it."""
@@ -316,11 +323,12 @@ class Exchange:
         gate: asyncio.Semaphore,
     ) -> None:
         def check_and_deliver() -> None:
-            if digest(buffer.view[self._within(job)]) != told:
+            digest = line.digest(_TAKEN.pack(self._units[job]), buffer.view[self._within(job)])
+            if not hmac.compare_digest(digest, told):
                 raise CoordinationError(
                     f"what rank {self._circle.ranks[member]} read has changed on the way here",
                     rank=self._circle.team.rank,
-                    advice="The network, or the memory of one of the two hosts, is damaged.",
+                    advice="The network, or the memory of one of the two hosts, is damaged; or somebody tampers with it.",
                 )
             deliver(job, buffer)
 

@@ -10,8 +10,11 @@ import contextlib
 import json
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
+from ..format.digest import digest
 from ..pipeline.buffers import HostBuffer
+from ..pipeline.engine import offload
 from .team import Team
 from .wire import Door, Line, knock, open_door
 
@@ -31,7 +34,7 @@ async def read_once(
         return await read()
     if team.rank != ranks[0]:
         told = json.loads((await team.among(name, ranks, b"{}"))[0])
-        handed = await _taken(told["door"], told["nbytes"], team.rank) if told else None
+        handed = await _taken(told, team.rank) if told else None
         if told:
             await team.tell(f"{name}/taken", ranks, b"")
         return await read() if handed is None else handed
@@ -44,7 +47,8 @@ async def read_once(
         arena, door = open_door(mine, len(data), 1)
         if arena:
             arena.fill(0, HostBuffer.over(memoryview(data)), len(data))
-        told = {"door": door.address, "nbytes": len(data)} if door else {}
+        checksum = await offload(digest, data)
+        told = {"door": door.address, "nbytes": len(data), "digest": checksum.hex()} if door else {}
         await team.among(name, ranks, json.dumps(told).encode())
         if door:
             admitting = asyncio.ensure_future(_admit(door, ranks[1:]))
@@ -67,16 +71,21 @@ async def _admit(door: Door, ranks: Sequence[int]) -> None:
             line.close()
 
 
-async def _taken(address: str, nbytes: int, me: int) -> memoryview | None:
-    """What is behind a door; None where it cannot be reached."""
+async def _taken(told: dict[str, Any], me: int) -> memoryview | None:
+    """What is behind a door; None where it cannot be reached, or is not what was told over the job's store."""
     try:
         async with asyncio.timeout(JOIN_S):
-            line = await knock(address, me)
+            line = await knock(told["door"], me)
     except (OSError, TimeoutError) as error:
         _log.warning("what another rank has read is read again: %s", error)
         return None
     try:
-        window = line.window
-        return None if window is None else window.first(nbytes)
+        if line.window is None:
+            return None
+        data = line.window.first(told["nbytes"])
     finally:
         line.close()
+    if (await offload(digest, data)).hex() != told["digest"]:
+        _log.warning("what another rank has read is read again: it is not what that rank has told of it")
+        return None
+    return data

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from ...errors import UsageError
-from .agreement import Agreement
+from .agreement import Agreement, Word
 
 __all__ = ["Cadence", "cadence_of"]
 
@@ -62,15 +62,25 @@ class _Time(Cadence):
         self._asked: tuple[int, float] | None = None  # at which step, when
         self._next: int | None = None
 
+    def begin_at(self, step: int) -> None:
+        self._asked = self._next = None
+
     def due(self, step: int, agreement: Agreement) -> bool:
         if self._next is not None and step < self._next:
             return False
-        ahead = agreement.ask(lambda: self._look(step))
-        self._next = step + max(1, abs(ahead))
-        return ahead < 0
+        before = (self._saved_s, self._asked)
+        try:
+            word = agreement.ask("due", step, lambda: self._look(step))
+        except BaseException:
+            self._saved_s, self._asked = before  # it did not come to a save: the next step asks anew
+            raise
+        if word is None:
+            return False
+        self._next = word.again_at
+        return bool(word.decision)
 
-    def _look(self, step: int) -> int:
-        """On the leader: how many steps until it is asked again; negative if a save is due."""
+    def _look(self, step: int) -> Word:
+        """On the leader: whether a save is due, and at which step it is asked again."""
         now_s = self._clock()
         due = now_s - self._saved_s >= self._every_s
         if due:
@@ -82,7 +92,7 @@ class _Time(Cadence):
             wait_s = min(LOOK_S, max(left_s / 2, self._every_s / 100))
             ahead = min(max(1, int(wait_s / step_s)), 2 * (step - self._asked[0]))
         self._asked = (step, now_s)
-        return -ahead if due else ahead
+        return Word(step, int(due), step + ahead)
 
 
 def cadence_of(every: int | str | None) -> Cadence:

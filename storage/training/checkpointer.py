@@ -8,32 +8,40 @@ Scope: it knows nothing of the loop it is called from, but for the number of the
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+import os
+import reprlib
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass
+from concurrent.futures import CancelledError, Future
+from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, SupportsFloat
 
 from ...drivers.registry import open_driver
 from ...drivers.uri import join
-from ...errors import CoordinationError, HoldfastError, UsageError
+from ...errors import CoordinationError, UsageError
 from ..api import BUDGET_NBYTES, DEADLINE_S
 from ..begin import Destination, Lazy, UriLike, begin_save
 from ..capture.lazy import fence, hook_optimizers
 from ..deadline import Deadline
+from ..differences import Strict
 from ..format.packed import Compression, checked_compression
 from ..handle import SaveHandle
 from ..pipeline.engine import start
+from ..pipeline.progress import ProgressCallback
 from ..place import Place
-from .agreement import Agreement
+from .agreement import Agreement, Word
 from .cadence import cadence_of
+from .follower import Flight, follow
 from .ledger import Counters, Ledger
+from .line import Line, below
+from .naming import checkpoint_name
 from .preemption import Preemption
-from .resume import newest_good
-from .retention import Keep, Retention, checkpoint_name
+from .resume import Back, resumed
+from .retention import Keep, Retention
 
 __all__ = ["GRACE_S", "Checkpointer"]
 
@@ -46,16 +54,6 @@ OnError = Literal["warn", "raise"]
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """A save under way; ``followed`` is done when old checkpoints are deleted, too."""
-
-    step: int
-    handle: SaveHandle
-    ended: Future[None]
-    followed: Future[None]
-
-
 class Checkpointer:
     """The checkpoints of one run, in the folder ``uri``: ``step-00000500`` and so on. A context manager.
 
@@ -66,10 +64,11 @@ class Checkpointer:
     training until the other has ended. ``queue`` copies the state now, into memory of its own, and writes it when the other
     has ended; at most one waits so. Whatever happens is counted, see :attr:`counters`, and logged.
 
-    ``on_error``: a save that fails is logged and counted (``warn``), or raised by the next call as well (``raise``).
+    ``on_error``: a save that fails is logged and counted (``warn``), or raised by the next call as well (``raise``). As long
+    as no save has succeeded, it is raised in either case: a run that cannot be saved at all is not to find out at its end.
     ``grace_s``: after SIGTERM, how long to try to save the step at hand, and to finish what is under way, before the signal
     does what it did before; None leaves the signal alone. ``lazy``, ``deadline_s``, ``timeout_s``, ``budget_nbytes``,
-    ``storage_options`` and ``compression`` as in :func:`async_save`, but lazy unless switched off.
+    ``storage_options``, ``compression`` and ``allow_empty`` as in :func:`async_save`, but lazy unless switched off.
 
     Every rank makes one, with the same arguments. Raises UsageError, UriError; StorageError only from :meth:`resume`.
     """
@@ -89,11 +88,13 @@ class Checkpointer:
         budget_nbytes: int | None = None,
         storage_options: Mapping[str, object] | None = None,
         compression: Compression | None = None,
+        allow_empty: bool = False,
     ) -> None:
         _one_of("when_busy", when_busy, ("skip", "wait", "queue"))
         _one_of("on_error", on_error, ("warn", "raise"))
         _one_of("lazy", lazy, (True, False, "prove"))
         self._compression = checked_compression(compression)
+        self._allow_empty = allow_empty
         self._root = Place.of(uri, storage_options)
         driver = open_driver(join(self._root.uri, "0"), **self._root.options)  # what is misspelled is said here
         start(driver.close()).result()
@@ -104,12 +105,15 @@ class Checkpointer:
         self._retention = None if keep is None else Retention(self._root, keep)
         self._when_busy, self._on_error, self._lazy = when_busy, on_error, lazy
         self._deadline_s, self._timeout_s, self._budget_nbytes = deadline_s, timeout_s, budget_nbytes
-        self._agreement = Agreement(deadline_s)
+        self._agreement = Agreement(deadline_s, self._printed)
         self._ledger = Ledger()
-        self._flights: list[_Flight] = []
+        self._line = Line(self._root)
+        self._flights: list[Flight] = []
         self._last: int | None = None  # the step that was last to be saved, or that training goes on from
+        self._newest: int | None = None  # the same, but for saves that could not begin
         self._stop_at: int | None = None
         self._closed = False
+        self._pid = os.getpid()
         if lazy:
             hook_optimizers()
         self._preemption = None if grace_s is None else Preemption(grace_s)
@@ -126,35 +130,61 @@ class Checkpointer:
         """Whether SIGTERM has come."""
         return self._preemption is not None and self._preemption.asked
 
-    def resume(self, state: Any, *, strict: bool = True, cast: bool = False) -> int:
+    def resume(
+        self,
+        state: Any,
+        *,
+        step: int | None = None,
+        before: int | None = None,
+        strict: Strict = True,
+        cast: bool = False,
+        progress: ProgressCallback | None = None,
+    ) -> int:
         """Load the newest good checkpoint into ``state``; return its step, or 0 where the run has none yet.
 
-        All ranks load the same one. One that is damaged is passed over with a warning. Raises DamagedError where there are
-        checkpoints and none of them is whole, and what :func:`load` raises for a state that does not fit.
+        ``step``: load the checkpoint of that step instead. ``before``: the newest good one before that step. Either goes
+        back: what is later is abandoned from here on, durably when this returns. It is not resumed, not counted by
+        ``keep``, and deleted once the run has passed it (see :class:`Keep`); ``resume(step=…)`` takes it up again.
+
+        Every checkpoint directly below the run's folder that has a step counts, whatever it is called. All ranks load the
+        same one. One that is damaged is passed over with a warning, unless it was asked for by its ``step``; when training
+        saves again, it counts as abandoned. Raises UsageError where there is none that was asked for; DamagedError where
+        there are checkpoints and none of them is whole; and what :func:`load` raises for a state that does not fit.
+        ``strict``, ``cast`` and ``progress`` as there.
         """
         self._check_open()
+        back = Back(step, before)
+        self._settle()
         options = {
             "strict": strict,
             "cast": cast,
+            "progress": progress,
             "deadline_s": self._deadline_s,
             "storage_options": self._root.options,
             "budget_nbytes": self._budget_nbytes or BUDGET_NBYTES,
         }
-        step = newest_good(self._root, state, options, self._deadline_s)
-        self._cadence.begin_at(step)
-        self._last = step or None
-        _log.info(
-            "going on from step %d of %s" if step else "step %d: nothing is saved in %s", step, self._root.uri.redacted
-        )
-        return step
+        found = resumed(self._line, self._root, back, state, options, self._deadline_s)
+        self._cadence.begin_at(found or 0)
+        self._agreement.begin_run()
+        self._last = found or None
+        self._newest = found
+        if found is None:
+            _log.info("step 0: nothing is saved in %s", self._root.uri.redacted)
+        else:
+            _log.info("going on from step %d of %s", found, self._root.uri.redacted)
+        return found or 0
 
-    def step(self, step: int, state: Any, *, metric: float | None = None) -> SaveHandle | None:
+    def step(self, step: int, state: Any, *, metric: SupportsFloat | None = None) -> SaveHandle | None:
         """Call this after each step, with all that is to be saved. Begins a save if one is due; returns its handle.
 
-        ``step`` grows from call to call, and is the same on all ranks. ``metric`` says how good this step is, for
-        ``Keep(best=…)``; it counts on rank 0. With ``on_error="raise"`` raises what a save has failed with.
+        ``step`` grows from call to call, and is the same on all ranks; to go back, call :meth:`resume` with a step.
+        ``metric`` says how good this step is, for ``Keep(best=…)``: anything that :class:`float` takes. It counts on rank 0.
+        Raises UsageError for a step below the newest one, and for a metric that is no number. With ``on_error="raise"``
+        raises what a save has failed with; so it does before the first save has succeeded.
         """
         self._check_open()
+        self._check_step(step)
+        _check_metric(metric)
         self._ledger.raise_first(self._on_error)
         if self._preemption is not None and self._preemption.pending and self._stops(step, state, metric):
             return None
@@ -164,18 +194,20 @@ class Checkpointer:
                 self._ledger.due(step)
             return self._due(step, state, metric) if due else None
         except CoordinationError as error:  # the ranks have not come to a decision
-            self._ledger.failed(step, error)
+            self._ledger.undecided(step, error)
             self._ledger.raise_first(self._on_error)
             return None
 
-    def save(self, step: int, state: Any, *, metric: float | None = None) -> SaveHandle | None:
+    def save(self, step: int, state: Any, *, metric: SupportsFloat | None = None) -> SaveHandle | None:
         """Begin to save ``step``, due or not; where another save is under way, after that one. Every rank calls this.
-        None where it could not begin, and ``on_error`` says to warn."""
+        None where it could not begin, and ``on_error`` says to warn. Raises as :meth:`step` does."""
         self._check_open()
+        self._check_step(step)
+        number = _number_of(metric)
         self._ledger.raise_first(self._on_error)
         self._ledger.due(step)
         self._wait_for_room()
-        return self._begin(step, state, metric)
+        return self._begin(step, state, number)
 
     def fence(self) -> None:
         """Return when the state may be written to: what lazy saves still have to copy is copied. Optimizers' steps wait by
@@ -184,14 +216,13 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Return when no save is under way any more. Their deadlines bound the wait; raises as :meth:`step` does."""
-        for flight in self._flights:
-            _settled(flight.followed)
-        self._flights.clear()
+        self._settle()
         self._ledger.raise_first(self._on_error)
 
     def close(self) -> None:
-        """Finish what is under way, and handle SIGTERM no more. Safe to call twice. Raises as :meth:`step` does."""
-        if self._closed:
+        """Finish what is under way, and handle SIGTERM no more. Safe to call twice. Raises as :meth:`step` does. In a forked
+        child it does nothing: what is under way is its parent's."""
+        if self._closed or self._pid != os.getpid():
             return
         self._closed = True
         try:
@@ -213,29 +244,47 @@ class Checkpointer:
                 raise
             _log.error("on the way out: %s", failure)  # what ended the loop is what is to be raised
 
-    def _due(self, step: int, state: Any, metric: float | None) -> SaveHandle | None:
-        self._flights = [f for f in self._flights if not f.ended.done()]
-        if self._when_busy == "skip" and self._last is not None and self._agreement.ask(lambda: bool(self._flights)):
+    def _due(self, step: int, state: Any, metric: SupportsFloat | None) -> SaveHandle | None:
+        if self._when_busy == "skip" and self._is_busy(step):
             self._ledger.skipped(step)
             return None
+        number = _number_of(metric)
         if self._when_busy != "skip":
             self._wait_for_room()
-        return self._begin(step, state, metric)
+        return self._begin(step, state, number)
+
+    def _under_way(self) -> list[Flight]:
+        """Saves that have not ended. Those that nothing follows any more are forgotten."""
+        self._flights = [flight for flight in self._flights if not flight.followed.done()]
+        return [flight for flight in self._flights if not flight.ended.done()]
+
+    def _is_busy(self, step: int) -> bool:
+        """Whether, by the leader's word, a save is under way that this one is left out for."""
+        word = self._agreement.ask("busy", step, lambda: Word(step, int(bool(self._under_way())), step + 1))
+        return word is None or bool(word.decision)
 
     def _wait_for_room(self) -> None:
         """Return when no save is under way but this one, or, with a queue, one besides."""
         room = 1 if self._when_busy == "queue" else 0
-        self._flights = [f for f in self._flights if not f.ended.done()]
-        if len(self._flights) <= room:
+        under_way = self._under_way()
+        if len(under_way) <= room:
             return
         began_s = time.perf_counter()
-        while len(self._flights) > room:
-            _settled(self._flights.pop(0).ended)
+        for flight in under_way[: len(under_way) - room]:
+            _settled(flight.ended)
         self._ledger.waited(time.perf_counter() - began_s)
+
+    def _settle(self) -> None:
+        """Return when no save is under way, and nothing follows one any more."""
+        for flight in self._flights:
+            _settled(flight.ended)
+            _settled(flight.followed)
+        self._flights.clear()
 
     def _begin(self, step: int, state: Any, metric: float | None) -> SaveHandle | None:
         began_s, name = time.perf_counter(), checkpoint_name(step)
-        after = self._flights[-1].ended if self._flights and self._when_busy == "queue" else None
+        under_way = self._under_way()
+        after = under_way[-1].ended if under_way and self._when_busy == "queue" else None
         self._last = step
         try:
             handle, ended = begin_save(
@@ -247,7 +296,10 @@ class Checkpointer:
                 lazy=self._lazy,
                 timeout_s=self._timeout_s,
                 after=after,
+                asks=True,
                 compression=self._compression,
+                allow_empty=self._allow_empty,
+                admit=partial(self._line.admit, step),
             )
             if not self._lazy:
                 handle.captured.wait()
@@ -255,36 +307,24 @@ class Checkpointer:
             self._ledger.failed(step, error)
             self._ledger.raise_first(self._on_error)
             return None
+        self._newest = step
         self._ledger.begun(step, time.perf_counter() - began_s, queued=after is not None)
         retention = self._retention if self._agreement.leads else None
-        followed = start(self._follow(step, handle, metric, retention))
-        self._flights.append(_Flight(step, handle, ended, followed))
+        followed = start(follow(step, handle, metric, self._ledger, retention, self._steps_under_way))
+        self._flights.append(Flight(step, handle, ended, followed))
         return handle
 
-    async def _follow(self, step: int, handle: SaveHandle, metric: float | None, retention: Retention | None) -> None:
-        """On the engine's loop: what comes with a save, and after it."""
-        try:
-            if retention is not None and metric is not None and math.isfinite(metric):
-                await retention.note(step, metric)
-        except HoldfastError as error:
-            _log.warning("step %d: its metric could not be kept: %s", step, error)
-        try:
-            await handle
-        except Exception as error:
-            self._ledger.failed(step, error)
-            return
-        assert handle.report is not None
-        self._ledger.saved(step, handle.report)
-        try:
-            if retention is not None:
-                report = await retention.apply([f.step for f in self._flights if f.step != step])
-                self._ledger.pruned(report)
-        except HoldfastError as error:
-            _log.warning("old checkpoints could not be deleted: %s", error)
+    def _steps_under_way(self) -> list[int]:
+        """From any thread."""
+        return [flight.step for flight in list(self._flights) if not flight.ended.done()]
 
-    def _stops(self, step: int, state: Any, metric: float | None) -> bool:
+    def _stops(self, step: int, state: Any, metric: SupportsFloat | None) -> bool:
         """SIGTERM has come: save the step that the last of the ranks has come to, and end. False before that step."""
         assert self._preemption is not None
+        if self._preemption.left_s <= 0:  # other Checkpointers of this process have more
+            _log.error("step %d is not saved: the grace period is over", step)
+            self._preemption.hand_over()
+            return True
         if self._stop_at is None:
             _log.warning("SIGTERM: saving, and ending within %.0f s", self._preemption.left_s)
             self._stop_at = self._agreement.highest("stop", step, self._preemption.left_s)
@@ -294,7 +334,7 @@ class Checkpointer:
             return False
         if self._stop_at is not None and step != self._last:
             self._ledger.due(step)
-            self._begin(step, state, metric)
+            self._begin(step, state, _number_of(metric))
         for flight in self._flights:
             _settled(flight.ended, self._preemption.left_s)
         # The leader's process may serve the job's store, so it is the last to go.
@@ -305,12 +345,46 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("this checkpointer is closed")
+        if self._pid != os.getpid():
+            raise UsageError(
+                "this checkpointer belongs to the parent of this process", advice="Make one in the process that trains."
+            )
+
+    def _check_step(self, step: int) -> None:
+        if self._newest is not None and step < self._newest:
+            raise below(step, self._newest, self._root.uri.redacted)
+
+
+def _check_metric(metric: Any) -> None:
+    """Raise UsageError for what can be no number; a tensor's value, for which training would wait, is not asked for."""
+    if metric is not None and not hasattr(type(metric), "__float__") and not hasattr(type(metric), "__index__"):
+        raise _no_number(metric)
+
+
+def _number_of(metric: Any) -> float | None:
+    """The metric as a finite number; None for none. Raises UsageError."""
+    _check_metric(metric)
+    if metric is None:
+        return None
+    try:
+        number = float(metric)
+    except Exception as error:
+        raise _no_number(metric) from error
+    return number if math.isfinite(number) else None
+
+
+def _no_number(metric: Any) -> UsageError:
+    return UsageError(
+        f"metric is {reprlib.repr(metric)}, which is no number",
+        advice="Give a number, or a tensor or array of one element.",
+    )
 
 
 def _settled(future: Future[None], timeout_s: float | None = None) -> None:
     """Wait for the end of ``future``, well or not: what became of it, others say."""
     try:
-        future.exception(timeout_s)
+        with contextlib.suppress(CancelledError):
+            future.exception(timeout_s)
     except TimeoutError:
         _log.warning("a save was still under way when the grace period ended")
 

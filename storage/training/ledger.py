@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import threading
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ...forks.renewal import new_lock
 from ..prune import PruneReport
 from ..report import SaveReport
 
@@ -46,7 +46,8 @@ class Ledger:
     def __init__(self) -> None:
         self.counters = Counters()
         self._error: BaseException | None = None
-        self._lock = threading.Lock()
+        self._first_error: BaseException | None = None
+        self._lock = new_lock()
 
     def due(self, step: int) -> None:
         """The save of ``step`` is due. One of the following comes of it."""
@@ -70,16 +71,25 @@ class Ledger:
     def saved(self, step: int, report: SaveReport) -> None:
         """It is committed."""
         self._add(saved=1, nbytes=report.nbytes, stalled_s=report.fenced_s)
-        rate = report.nbytes / 1e9 / max(report.durable_s, 1e-9)
+        rate = report.nbytes / max(report.durable_s, 1e-9)
         _log.info(
-            "step %d: saved, %.2f GB from this rank in %.2f s (%.2f GB/s); fences waited %.1f ms",
-            *(step, report.nbytes / 1e9, report.durable_s, rate, report.fenced_s * 1e3),
+            "step %d: saved, %s from this rank in %.2f s (%s/s); fences waited %.1f ms",
+            *(step, _amount(report.nbytes), report.durable_s, _amount(rate), report.fenced_s * 1e3),
         )
 
     def failed(self, step: int, error: BaseException) -> None:
         """It has failed. What is there is untouched."""
+        self._fail(step, error, is_save=True)
+
+    def undecided(self, step: int, error: BaseException) -> None:
+        """The ranks have not come to a decision on it."""
+        self._fail(step, error, is_save=False)
+
+    def _fail(self, step: int, error: BaseException, *, is_save: bool) -> None:
         with self._lock:
             self._error = self._error or error
+            if is_save and self.counters.saved == 0:
+                self._first_error = self._first_error or error
         self._add(failed=1)
         _log.warning("step %d: not saved (%d failed so far): %s", step, self.counters.failed, error)
 
@@ -90,13 +100,25 @@ class Ledger:
             _log.info("deleted %s", ", ".join(c.path for c in report.checkpoints))
 
     def raise_first(self, on_error: str) -> None:
-        """With ``raise``, raise what a save has failed with, once; with ``warn``, forget it."""
+        """Raise what a save has failed with, once: with ``raise``; and as long as none was ever saved, also with ``warn``,
+        which otherwise forgets it."""
         with self._lock:
-            error, self._error = self._error, None
-        if error is not None and on_error == "raise":
+            error = self._error if on_error == "raise" else None
+            if self.counters.saved == 0:
+                error = error or self._first_error
+            self._error = self._first_error = None
+        if error is not None:
             raise error
 
     def _add(self, **more: Any) -> None:
         with self._lock:
             now = self.counters
             self.counters = replace(now, **{name: getattr(now, name) + value for name, value in more.items()})
+
+
+def _amount(nbytes: float) -> str:
+    """In the largest unit of which there is at least one."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.3g} {unit}"
+    return f"{nbytes:.0f} B"

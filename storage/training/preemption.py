@@ -1,7 +1,9 @@
 """SIGTERM: the launcher wants this process gone, and gives it a while. Saves are finished, then it goes as it would have.
 
-The signal is only noted. What follows happens where training can be interrupted: at the next step. When the grace period is
-over, or a second SIGTERM comes, what handled the signal before handles it, wherever training is.
+The signal is only noted. What follows happens where training can be interrupted: at the next step. There may be several
+Checkpointers in a process, each with a grace period of its own. One signal asks all of them, whatever the order in which
+they were made and are closed. When each has saved, was closed, or has no more grace, what handled the signal before handles
+it; so it does at once when a second SIGTERM comes, wherever training is.
 
 Python calls handlers in the main thread, between two of its own instructions. So that the grace period begins, and ends,
 also while that thread is within a long call of compiled code, a thread of our own watches for the signal, see
@@ -17,29 +19,26 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from ...forks.renewal import new_rlock
+
 __all__ = ["Preemption"]
 
+END_S = 2.0
+
 _log = logging.getLogger(__name__)
-_installed: list[Preemption] = []
-"""In the order in which they were; a forked child undoes it."""
 
 
 class Preemption:
-    """Handles SIGTERM from :meth:`install` to :meth:`restore`, or until it is handed over."""
+    """One Checkpointer's share in the handling of SIGTERM, from :meth:`install` to :meth:`hand_over` or :meth:`restore`."""
 
     def __init__(self, grace_s: float) -> None:
-        self._grace_s = grace_s
-        self._before: Any = None
-        self._watcher: _Watcher | None = None
-        self._handled = self._seen = 0
+        self.grace_s = grace_s
         self._until_s: float | None = None
-        self._timer: threading.Timer | None = None
-        self._insisted = False
-        self._lock = threading.RLock()  # a handler may interrupt who holds it
 
     @property
     def asked(self) -> bool:
@@ -49,87 +48,185 @@ class Preemption:
     @property
     def pending(self) -> bool:
         """Whether it has come, and is not handed over yet."""
-        return self.asked and self in _installed
+        return self.asked and _process.has(self)
 
     @property
     def left_s(self) -> float:
         """Seconds of grace that are left."""
-        return self._grace_s if self._until_s is None else max(0.0, self._until_s - time.monotonic())
+        return self.grace_s if self._until_s is None else max(0.0, self._until_s - time.monotonic())
 
     def install(self) -> None:
         """Python allows it in the main thread only; elsewhere this does nothing but say so."""
         if threading.current_thread() is not threading.main_thread():
             _log.warning("SIGTERM is not handled: the checkpointer was not made in the main thread")
             return
-        self._before = signal.signal(signal.SIGTERM, self._handle)
-        self._watcher = _Watcher(self._see)
-        _installed.append(self)
+        _process.add(self)
+
+    def ask(self, came_s: float) -> None:
+        """SIGTERM has come, at that time by ``time.monotonic()``."""
+        if self._until_s is None:
+            self._until_s = came_s + self.grace_s
 
     def hand_over(self) -> None:
-        """Let what was there before handle the signal that has come: by default, the process ends here."""
-        before = self._before
-        if not self._undone():
+        """This Checkpointer is done with the signal that has come. Once all are, what was there before handles it: by
+        default, the process ends here."""
+        _process.leave(self)
+
+    def restore(self) -> None:
+        """This Checkpointer handles SIGTERM no more."""
+        _process.leave(self)
+
+
+class _Process:
+    """What handles SIGTERM for all Checkpointers of this process: there is one handler, and one thread that watches.
+
+    Members are not kept alive: a Checkpointer that was dropped without being closed keeps nobody waiting.
+    """
+
+    def __init__(self) -> None:
+        self._members: list[weakref.ref[Preemption]] = []
+        self._before: Any = None
+        self._watcher: _Watcher | None = None
+        self._handled = self._seen = 0
+        self._came_s: float | None = None
+        self._timer: threading.Timer | None = None
+        self._insisted = False
+        self._lock = new_rlock()  # a handler may interrupt who holds it
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether SIGTERM is handled here."""
+        return self._watcher is not None
+
+    def has(self, member: Preemption) -> bool:
+        """Whether ``member`` still has its share."""
+        return any(ref() is member for ref in self._members)
+
+    def add(self, member: Preemption) -> None:
+        """In the main thread: SIGTERM asks ``member``, too; at once, where it has come already."""
+        with self._lock:
+            if signal.getsignal(signal.SIGTERM) != self._handle:  # whoever set another one meanwhile is called after us
+                self._before = signal.signal(signal.SIGTERM, self._handle)
+            if self._watcher is None:
+                self._watcher = _Watcher(self._see)
+            self._members.append(weakref.ref(member))
+            if self._came_s is not None:
+                member.ask(self._came_s)
+                self._set_timer()
+
+    def leave(self, member: Preemption) -> None:
+        """``member`` has no share any more. The last one to leave puts things back, and hands over a signal that has come;
+        where that is not in the main thread, the main thread does so when it can."""
+        with self._lock:
+            time.sleep(0)  # what a thread of ours has sent under the lock is handled here, at the latest
+            if not self.has(member):
+                return
+            self._members = [ref for ref in self._members if ref() not in (None, member)]
+            if self._waits():
+                if self._came_s is not None:
+                    self._set_timer()
+                return
+            if threading.current_thread() is not threading.main_thread():
+                if self._came_s is not None:
+                    self._insist()
+                return
+        self._end()
+
+    def _waits(self) -> bool:
+        """Whether there is a Checkpointer that handles SIGTERM, or, where it has come, has grace left for it."""
+        there = [member for ref in self._members if (member := ref()) is not None]
+        return bool(there) if self._came_s is None else any(member.left_s > 0 for member in there)
+
+    def _end(self) -> None:
+        """In the main thread: put things back, and hand over a signal that has come."""
+        with self._lock:
+            if not self.is_installed:
+                return
+            came = self._came_s is not None
+            before = self._before
+            watcher = self._undo()
+        watcher.end()
+        if not came:
             return
         if callable(before):
             before(signal.SIGTERM, None)
         elif before == signal.SIG_DFL:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def restore(self) -> None:
-        """SIGTERM is handled as before. Only in the main thread; elsewhere nothing was installed."""
-        self._undone()
-
-    def forget(self) -> None:
-        """In a forked child, which has no thread that watches: SIGTERM is handled as before."""
-        self._lock = threading.RLock()
-        self._undo().forget()
-
-    def _undone(self) -> bool:
-        """Whether this call has put things back."""
-        if threading.current_thread() is not threading.main_thread():
-            return False
-        with self._lock:
-            time.sleep(0)  # what a thread of ours has sent under the lock is handled here, at the latest
-            if self not in _installed:
-                return False
-            watcher = self._undo()
-        watcher.end()
-        if self._timer is not None:
-            self._timer.cancel()
-        return True
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        """A signal that came while things were put back, or from a handler that was set after ours, and calls it."""
+        if callable(self._before):
+            self._before(number, frame)
+        elif self._before == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def _undo(self) -> _Watcher:
         assert self._watcher is not None
-        _installed.remove(self)
+        watcher = self._watcher
+        self._watcher = None
+        self._members = []
+        self._came_s = None
+        self._handled = self._seen = 0
+        self._insisted = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         # A handler that was not set from Python is None, and cannot be set again.
         if signal.getsignal(signal.SIGTERM) == self._handle and self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
-        self._watcher.undo()
-        return self._watcher
+        watcher.undo()
+        return watcher
+
+    def forget(self) -> None:
+        """In a forked child, which has no thread that watches: SIGTERM is handled as before."""
+        self._timer = None
+        if self.is_installed:
+            self._undo().forget()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # Says nothing: it may have interrupted whoever was about to.
+        if not self.is_installed:
+            self._pass_on(number, frame)
+            return
         self._handled += 1
-        self._begin() if self._handled == 1 else self.hand_over()
+        if self._handled == 1:
+            self._begin()
+        if self._handled > 1 or not self._waits():
+            self._end()
 
     def _see(self) -> None:
         """In the watcher's thread: a signal has come, which the handler may have heard of, or not yet."""
         self._seen += 1
-        self._begin() if self._seen == 1 else self._insist()
+        if self._seen == 1:
+            self._begin()
+        else:
+            self._insist()
 
     def _begin(self) -> None:
         with self._lock:
-            if self._until_s is not None:
+            if self._came_s is not None or not self.is_installed:
                 return
-            self._until_s = time.monotonic() + self._grace_s
-            self._timer = threading.Timer(self._grace_s, self._insist)
-            self._timer.daemon = True
-            self._timer.start()
+            self._came_s = time.monotonic()
+            for ref in self._members:
+                member = ref()
+                if member is not None:
+                    member.ask(self._came_s)
+            self._set_timer()
+
+    def _set_timer(self) -> None:
+        """Insist when the longest grace period is over."""
+        if self._timer is not None:
+            self._timer.cancel()
+        left_s = max((member.left_s for ref in self._members if (member := ref()) is not None), default=0.0)
+        self._timer = threading.Timer(left_s, self._insist)
+        self._timer.daemon = True
+        self._timer.start()
 
     def _insist(self) -> None:
         """In a thread: no more grace, whatever the main thread is doing. What only that may call, it is woken up for."""
         with self._lock:
-            if self._insisted or self not in _installed:  # once: the watcher hears of what is sent here, too
+            if self._insisted or not self.is_installed:  # once: the watcher hears of what is sent here, too
                 return
             self._insisted = True
             if self._before == signal.SIG_DFL:  # signal.signal is the main thread's alone
@@ -162,8 +259,8 @@ class _Watcher:
         os.close(self._write_fd)
 
     def end(self) -> None:
-        """After :meth:`undo`: the thread has ended."""
-        self._thread.join()
+        """After :meth:`undo`: the thread has ended; or it is about to, and waits for what a frame below this one holds."""
+        self._thread.join(END_S)
 
     def forget(self) -> None:
         """After :meth:`undo`, in a forked child: there is no thread."""
@@ -193,13 +290,14 @@ def _file(fd: int) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
+_process = _Process()
 _forking = threading.local()
 
 
 def _hold() -> None:
     """Before a fork: until the child handles SIGTERM as it should, one that is meant for it has to wait. Else it would be
     lost in the child, or be written to our pipe, as if it had come to this process."""
-    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}) if _installed else None
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}) if _process.is_installed else None
 
 
 def _release() -> None:
@@ -209,8 +307,7 @@ def _release() -> None:
 
 def _as_before() -> None:
     """In a forked child: SIGTERM ends it, as whoever started it expects, and the parent hears nothing of it."""
-    for preemption in reversed(list(_installed)):
-        preemption.forget()
+    _process.forget()
     _release()
 
 

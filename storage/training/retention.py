@@ -1,5 +1,8 @@
 """Which checkpoints of a run are kept: the last ones, every n-th, and the best by a metric.
 
+Only checkpoints that the run's Checkpointer has named are deleted. "Last" goes by steps along the line of the run, and by
+what the caller says was saved last; no clock is asked.
+
 Metrics lie beside the checkpoints, in one small file, so that a run that goes on knows what the best were. A checkpoint
 without a known metric is none of the best; the other rules decide on it.
 """
@@ -10,21 +13,22 @@ import asyncio
 import json
 import logging
 import math
-import re
-from collections.abc import Collection, Container
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ...drivers.contract import Driver
 from ...errors import NotFoundError, UsageError
+from ..choice import choose
+from ..listing import ListedCheckpoint
 from ..place import Place
-from ..prune import PruneReport, choose, prune_here
-from ..reader import ListedCheckpoint
+from ..prune import PruneReport, prune_here
+from .line import is_own
+from .naming import step_of
 
-__all__ = ["Keep", "Retention", "checkpoint_name", "step_of"]
+__all__ = ["Keep", "Retention"]
 
 METRICS_KEY = "metrics.json"
-_NAME = re.compile(r"step-([0-9]{8,18})")
 _METRICS_NBYTES_MAX = 16 << 20
 
 _log = logging.getLogger(__name__)
@@ -36,12 +40,16 @@ class Keep:
 
     ``last`` as many of the highest steps; ``every``: those whose step is a multiple of it; ``best`` as many of those with
     the best metric: the lowest, unless ``highest``.
+
+    Checkpoints that training went back before are abandoned. No rule keeps them: each is deleted once the run has saved its
+    step, or a later one, anew; with ``abandoned`` they stay, until ``holdfast prune --abandoned``.
     """
 
     last: int | None = None
     every: int | None = None
     best: int | None = None
     highest: bool = False
+    abandoned: bool = False
 
     def __post_init__(self) -> None:
         for name, value in (("last", self.last), ("every", self.every), ("best", self.best)):
@@ -58,17 +66,6 @@ class Keep:
         return [step for _, step in sorted(known, reverse=True)[: self.best]]
 
 
-def checkpoint_name(step: int) -> str:
-    """The folder of a step's checkpoint, below the run's."""
-    return f"step-{step:08d}"
-
-
-def step_of(path: str) -> int | None:
-    """The step of a checkpoint's folder; None for what was not named by :func:`checkpoint_name`."""
-    match = _NAME.fullmatch(path)
-    return int(match[1]) if match else None
-
-
 class Retention:
     """The rules of one run, on its leader."""
 
@@ -78,30 +75,51 @@ class Retention:
         self._keep = keep
         self._metrics: dict[int, float] | None = None
 
-    async def note(self, step: int, metric: float) -> None:
-        """Keep in mind, and in the run's folder, how good ``step`` is. Raises StorageError."""
+    async def note(self, step: int, metric: float | None) -> None:
+        """Keep in mind, and in the run's folder, how good ``step`` is, as it was saved last. Raises StorageError."""
         async with self._turn, self._root.opened() as driver:
+            if metric is None and self._keep.best is None:
+                return
             metrics = await self._known(driver)
-            metrics[step] = metric
-            await driver.put(METRICS_KEY, json.dumps({str(s): m for s, m in sorted(metrics.items())}).encode())
+            before = dict(metrics)
+            if metric is None:
+                metrics.pop(step, None)
+            else:
+                metrics[step] = metric
+            if metrics != before:
+                await driver.put(METRICS_KEY, json.dumps({str(s): m for s, m in sorted(metrics.items())}).encode())
 
-    async def apply(self, under_way: Collection[int]) -> PruneReport:
-        """Delete what is not to be kept, but nothing of the steps that are ``under_way``. Raises StorageError."""
+    async def apply(self, saved: int, under_way: Collection[int]) -> PruneReport:
+        """Delete what is not to be kept, now that ``saved`` is; but nothing of the steps that are ``under_way``. Raises
+        StorageError, DamagedError."""
         async with self._turn:
             async with self._root.opened() as driver:
                 metrics = {} if self._keep.best is None else await self._known(driver)
 
-            def chosen(listed: list[ListedCheckpoint]) -> list[ListedCheckpoint]:
-                steps = {c.step for c in listed if c.step is not None}
-                for gone in [step for step in metrics if step not in steps and step < max(steps, default=0)]:
-                    del metrics[gone]
-                return choose(listed, self._keep.last, self._keep.every, self._keep.best_of(metrics, steps))
+            def chosen(listed: Sequence[ListedCheckpoint]) -> list[ListedCheckpoint]:
+                return self._chosen([c for c in listed if is_own(c)], saved, metrics)
 
             def only(path: str) -> bool:
                 step = step_of(path)
                 return step is not None and step not in under_way
 
             return await prune_here(self._root, chosen, only)
+
+    def _chosen(
+        self, listed: Sequence[ListedCheckpoint], saved: int, metrics: dict[int, float]
+    ) -> list[ListedCheckpoint]:
+        live = [c for c in listed if not c.abandoned]
+        steps = {c.step for c in live if c.step is not None}
+        for deleted in [step for step in metrics if step not in steps and step <= saved]:
+            del metrics[deleted]
+        best = self._keep.best_of(metrics, steps)
+        kept = {saved, *(best or ())}
+        last = self._keep.last or (None if best is None else 1)
+        damaged = [c.path for c in live if c.damage is not None]
+        gone = choose(live, last, self._keep.every, [c.path for c in live if c.step in kept], damaged)
+        if not self._keep.abandoned:
+            gone += [c for c in listed if c.abandoned and (c.step or 0) <= saved]
+        return gone
 
     async def _known(self, driver: Driver) -> dict[int, float]:
         if self._metrics is None:

@@ -24,8 +24,13 @@ def left_after_a_save(uri: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> 
     """What a save leaves behind, besides itself and what was about to be committed; and what the next one leaves when the
     grace period of that is over. File names only."""
     holdfast.save(uri, state_of_step(step))
-    current = holdfast.open(uri).attempt
-    claimed = {p.name for p in (uri / "data").iterdir() if (p / "fate").exists() and (p / "fate").read_bytes() == b""}
+    with holdfast.open(uri) as checkpoint:
+        current = checkpoint.attempt
+    claimed = {
+        p.name
+        for p in (uri / "data").iterdir()
+        if (p / "fate").exists() and (p / "fate").read_bytes().startswith(b"claim ")
+    }
     there = [p.relative_to(uri) for p in uri.rglob("*")]
     left = {
         str(p) for p in there if p.parts[0] != "data" or (len(p.parts) > 1 and p.parts[1] not in {current, *claimed})

@@ -5,18 +5,23 @@ Room ends at every region of what a save writes: in an image, its checksums, the
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.aftermath import check, check_next_save, some
 from support.disks import new_disk, run, tmpfs
 from support.victims import save_with_file_limits, spawned, state_of_step
 
 import holdfast
+from holdfast.drivers.contract import AtMost
+from holdfast.drivers.local import LocalDriver
 
 WAIT_S = 120.0
 POINTS = 8
@@ -139,3 +144,87 @@ def test_no_inode_is_left(tmp_path: Path) -> None:
             check(uri, {1})
             run("mount", "-o", "remount,nr_inodes=1000", folder)
         check_next_save(uri, 3)
+
+
+FREE_NBYTES, IMAGE_NBYTES = 8 << 20, 16 << 20
+
+
+@contextlib.contextmanager
+def nearly_full(kind: str, tmp_path: Path) -> Iterator[Path]:
+    """A file system on which half of an image has room."""
+    if kind == "tmpfs":
+        with tmpfs(tmp_path / "small", FREE_NBYTES) as folder:
+            yield folder
+        return
+    with new_disk(kind, tmp_path, {"ext4": 64 << 20, "xfs": 300 << 20}[kind]).mounted() as disk:
+        room = os.statvfs(disk.folder)
+        take(disk.folder / "other", room.f_bavail * room.f_frsize - FREE_NBYTES)
+        yield disk.folder
+
+
+@pytest.mark.parametrize("direct", ["auto", "off"])
+@pytest.mark.parametrize("kind", ["ext4", "xfs", "tmpfs"])
+def test_an_image_that_has_no_room_fails_before_its_first_byte(kind: str, direct: str, tmp_path: Path) -> None:
+    """The error says how much is wanted and how much is free, and nothing is left; what has room is stored."""
+
+    async def work(folder: Path) -> None:
+        driver = LocalDriver(folder / "run", direct=direct)
+        with pytest.raises(
+            holdfast.FullError, match=r"takes 16,777,216 bytes, [78],\d{3},\d{3} are free.*Free some space"
+        ):
+            await driver.create("image", IMAGE_NBYTES)
+        assert [path for path in (folder / "run").rglob("*") if path.is_file()] == []
+        upload = await driver.create("image", FREE_NBYTES // 2)
+        await upload.write(0, memoryview(bytes(FREE_NBYTES // 2)))
+        await upload.commit()
+        assert (await driver.stat("image")).nbytes == FREE_NBYTES // 2
+        await driver.close()
+
+    with nearly_full(kind, tmp_path) as folder:
+        asyncio.run(work(folder))
+
+
+@pytest.mark.parametrize("kind", ["ext4", "tmpfs"])
+def test_an_image_whose_size_is_a_bound_is_judged_by_what_is_written(kind: str, tmp_path: Path) -> None:
+    """What compression leaves may have room although the bound has none."""
+
+    async def work(folder: Path) -> None:
+        driver = LocalDriver(folder)
+        upload = await driver.create("image", AtMost(IMAGE_NBYTES))
+        await upload.write(0, memoryview(bytes(1 << 20)))
+        await upload.commit(1 << 20)
+        assert (await driver.stat("image")).nbytes == 1 << 20
+        await driver.close()
+
+    with nearly_full(kind, tmp_path) as folder:
+        asyncio.run(work(folder))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("compression", [None, "lz4"], ids=["as it is", "compressed"])
+def test_a_checkpoint_that_compresses_is_saved_where_it_has_room(compression: Any, tmp_path: Path) -> None:
+    """Uncompressed it fails at once, as it is too large; compressed it is saved."""
+    state = {"zeros": torch.zeros(IMAGE_NBYTES // 4)}
+    with nearly_full("ext4", tmp_path) as folder:
+        if compression is None:
+            with pytest.raises(holdfast.FullError, match="are free"):
+                holdfast.save(folder / "run", state)
+        else:
+            holdfast.save(folder / "run", state, compression=compression)
+            assert torch.equal(holdfast.load(folder / "run")["zeros"], state["zeros"])
+
+
+def test_room_that_two_take_is_not_given_twice(tmp_path: Path) -> None:
+    """On ext4, where it is taken: of two images that have room one by one, the second fails before its first byte."""
+
+    async def work(folder: Path) -> None:
+        driver = LocalDriver(folder)
+        first = await driver.create("a", 5 << 20)
+        with pytest.raises(holdfast.FullError, match="are free"):
+            await driver.create("b", 5 << 20)
+        await first.abort()
+        await (await driver.create("b", 5 << 20)).abort()
+        await driver.close()
+
+    with nearly_full("ext4", tmp_path) as folder:
+        asyncio.run(work(folder))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from support.bits import difference
 from support.gang import Gang
-from support.runs import damaged_run, fsdp_run, skewed_run, stopped_run, timed_run
+from support.runs import back_run, damaged_run, fsdp_run, skewed_run, stopped_run, timed_run
 
 import holdfast
 
@@ -62,12 +62,28 @@ def test_all_go_on_from_the_same_step_though_one_alone_finds_damage(gang: Gang, 
     assert gang.run(damaged_run, str(tmp_path)) == [(2, 20.0 + rank) for rank in range(4)]
 
 
+def test_all_go_back_to_the_same_step(gang: Gang, tmp_path: Path) -> None:
+    """To an earlier one, and to one that was abandoned; and all learn that a save below the newest step is none."""
+    found = gang.run(back_run, str(tmp_path), world=2)
+    for rank in (0, 1):
+        assert found[rank] == [
+            ("UsageError", 2, -rank),
+            ("UsageError", 3, -rank),
+            ("back", 2, 20.0),
+            ("newest", 3, 30.5),
+            ("none", 7, 30.5),
+            ("before", 2, 20.0),
+            ("abandoned", 4, 40.0),
+        ]
+
+
 def test_all_save_the_same_step_before_they_stop(gang: Gang, tmp_path: Path) -> None:
     """SIGTERM finds them in different steps; the last one that any of them has come to is saved."""
     found = gang.run(stopped_run, str(tmp_path), [3, 5, 4, 3])
     assert [(step, stop) for step, stop, _ in found] == [(5, [signal.SIGTERM])] * 4
     assert steps(tmp_path) == [5]
-    assert holdfast.open(tmp_path / "step-00000005").verify().ok
+    with holdfast.open(tmp_path / "step-00000005") as checkpoint:
+        assert checkpoint.verify().ok
     assert [c["saved"] for _, _, c in found] == [1] * 4
 
 

@@ -39,7 +39,8 @@ def uri(tmp_path: Path) -> str:
 
 def untouched(uri: str) -> bool:
     """Whether the old checkpoint is there, whole."""
-    return difference(OLD, holdfast.load(uri)) is None and holdfast.open(uri).verify().ok
+    with holdfast.open(uri) as checkpoint:
+        return difference(OLD, holdfast.load(uri)) is None and checkpoint.verify().ok
 
 
 def files(uri: str) -> list[str]:

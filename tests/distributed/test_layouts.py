@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.bits import difference
 from support.gang import Gang
-from support.jobs import fsdp_load, fsdp_save, fsdp_train, layouts_load, layouts_save
+from support.jobs import fsdp_load, fsdp_save, fsdp_train, layouts_load, layouts_save, one_memory
 
 import holdfast
 
@@ -120,3 +120,8 @@ def test_what_several_ranks_hold_is_divided_evenly_among_them(gang: Gang, tmp_pa
         assert total <= sum(nbytes) <= total * 1.03 + 4 * 16384
         assert max(nbytes) <= 1.03 * total / 4 + 16384
         assert sorted(p.stat().st_size for p in uri.rglob("data/*/*.safetensors")) == sorted(nbytes)
+
+
+def test_what_lies_in_one_memory_is_tied_only_if_it_is_the_same_part(gang: Gang, tmp_path: Path) -> None:
+    """Meshes that count the ranks in another order put the same local tensor to another place of the whole."""
+    assert gang.run(one_memory, str(tmp_path / "c"), world=2) == [True, True]

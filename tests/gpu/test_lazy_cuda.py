@@ -91,3 +91,41 @@ def test_our_work_is_on_a_stream_of_its_own():
             found.append(torch.cuda.current_stream())
     assert found[0] == found[1] != torch.cuda.default_stream()
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
+
+
+def test_a_write_on_the_device_is_found(tmp_path):
+    """Through ``.data``, right after the call: what was copied is not what was summed. A later save copies it at the call."""
+    tensor = torch.zeros(1 << 22, device="cuda")
+    for _ in range(2):
+        holdfast.async_save(tmp_path / "first", {"w": tensor}, lazy=True).wait(60)
+        holdfast.fence()
+    handle = holdfast.async_save(tmp_path / "c", {"w": tensor}, lazy=True)
+    tensor.data.add_(1)
+    try:
+        handle.wait(60)
+    except holdfast.SaveError as error:
+        assert "changed while it was being copied" in str(error)
+        holdfast.fence()
+        handle = holdfast.async_save(tmp_path / "c", {"w": tensor}, lazy=True)
+        tensor.data.add_(1)
+        handle.wait(60)
+        assert holdfast.load(tmp_path / "c")["w"].eq(1).all()
+    else:
+        assert holdfast.load(tmp_path / "c")["w"].eq(0).all()
+
+
+def test_a_storage_on_the_device_that_is_freed_is_not_read(tmp_path):
+    """The save fails by name, or had copied it before; CUDA goes on working."""
+    tensor = torch.ones(1 << 24, device="cuda")
+    for _ in range(2):
+        holdfast.async_save(tmp_path / "first", {"w": tensor}, lazy=True).wait(60)
+        holdfast.fence()
+    handle = holdfast.async_save(tmp_path / "c", {"w": tensor}, lazy=True)
+    tensor.untyped_storage().resize_(0)
+    try:
+        handle.wait(60)
+    except holdfast.SaveError as error:
+        assert "changed while it was being copied" in str(error)
+    else:
+        assert holdfast.load(tmp_path / "c")["w"].eq(1).all()
+    torch.cuda.synchronize()

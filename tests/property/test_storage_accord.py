@@ -60,12 +60,17 @@ def agree_all(flats: Sequence[FlatState], memory: Sequence[Accords]) -> tuple[li
         digested[rank] += len(rows)
         return fingerprints(flats[rank], rows)
 
-    async def begin() -> str:
-        return "attempt"
+    async def agreed(team: StoreTeam, *args: Any) -> Any:
+        async with team.session():
+            try:
+                return await agree(team, *args)
+            except BaseException as error:
+                await team.fail(error)
+                raise
 
     async def run() -> Any:
         works = (
-            agree(team, "memory://", flat, partial(digests, rank), accords, begin)
+            agreed(team, "memory://", flat, partial(digests, rank), accords)
             for rank, (team, flat, accords) in enumerate(zip(teams, flats, memory, strict=True))
         )
         return await asyncio.gather(*works, return_exceptions=True)
@@ -74,8 +79,7 @@ def agree_all(flats: Sequence[FlatState], memory: Sequence[Accords]) -> tuple[li
     for outcome in done:
         if isinstance(outcome, BaseException):
             raise outcome
-    assert {attempt for attempt, _ in done} == {"attempt"}
-    return [accord.agreed for _, accord in done], len(teams[0]._rounds), digested
+    return [accord.agreed for accord in done], 1 + len(teams[0]._rounds), digested
 
 
 def by_sight(job: Sequence[State]) -> list[dict[str, tuple[int, ...]]] | None:

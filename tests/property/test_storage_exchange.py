@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from support import ranks
 from support.bits import difference
 from support.effort import examples
 from support.ranks import load_as_ranks, save_as_ranks
@@ -17,10 +19,14 @@ from support.tiny import rechunked
 
 from holdfast.drivers.contract import Buffer
 from holdfast.drivers.memory import MemoryDriver
+from holdfast.planner.sharing import Wish, share
 from holdfast.storage import load
 from holdfast.storage.committed import read_manifest
 from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
 from holdfast.storage.pipeline.engine import start
+from holdfast.storage.pipeline.image_reader import ImageReader
+from holdfast.storage.pipeline.inbox import Inbox
+from holdfast.storage.pipeline.unpacked import images_of
 from holdfast.storage.ranks import meeting, wire
 
 
@@ -101,3 +107,60 @@ def test_ranks_read_for_themselves_when_told_so(how: str) -> None:
     for found in load_as_ranks(driver, [{"t": torch.zeros(9000)} for _ in range(3)]):
         assert difference(state, found) is None
     assert times_read(driver, manifest, 0).max() == 3
+
+
+def test_a_rank_that_wants_nothing_of_the_others_waits_for_nobody(how: str) -> None:
+    """It takes part in the exchange with what it alone wants."""
+    state = {"t0": torch.arange(2048.0)}
+    driver, _ = checkpoint([state | {"own": torch.full((300,), float(rank))} for rank in range(2)])
+    wanted = [state | {"own": torch.zeros(300)}, {"own": torch.ones(300)}, state | {"own": torch.zeros(300)}]
+    into = [{name: torch.full_like(tensor, -1) for name, tensor in rank.items()} for rank in wanted]
+    for expected, found in zip(wanted, load_as_ranks(driver, into, exchange=True), strict=True):
+        assert difference(expected, found) is None
+
+
+def test_shared_memory_is_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a small budget, the buffers that a rank reads into and the memory that it shares take no more than there is."""
+    state = {"t": torch.arange(40_000.0)}
+    driver, manifest = checkpoint([state])
+    budget_nbytes = 4 * manifest.chunk_nbytes
+    shared, buffers = list[int](), list[int]()
+    plain_run, plain_open = ImageReader.run, meeting.open_door
+
+    def opened(mine: Any, slot_nbytes: int, slots: int, near: str = "") -> Any:
+        shared.append(slot_nbytes * slots)
+        return plain_open(mine, slot_nbytes, slots, near)
+
+    async def run(self: ImageReader, plan: Any, deliver: Any, *, jobs: Any = None, hand_on: Any = None) -> None:
+        buffers.append(jobs * Inbox(self.driver, manifest.chunk_nbytes).job_nbytes)
+        await plain_run(self, plan, deliver, jobs=jobs, hand_on=hand_on)
+
+    monkeypatch.setattr(ranks, "BUDGET_NBYTES", budget_nbytes)
+    monkeypatch.setattr(meeting, "open_door", opened)
+    monkeypatch.setattr(ImageReader, "run", run)
+    for found in load_as_ranks(driver, [{"t": torch.zeros(40_000)} for _ in range(2)], exchange=True):
+        assert difference(state, found) is None
+    assert len(shared) == len(buffers) == 2
+    assert min(shared) > 0
+    assert max(shared) + max(buffers) <= budget_nbytes
+
+
+def test_copies_that_a_driver_holds_are_within_the_budget() -> None:
+    """A compressed chunk lies in memory twice while it is read, as it is stored and unpacked: half as many are read at a
+    time."""
+    driver = MemoryDriver()
+    save_as_ranks(driver, [{"t": torch.arange(9000.0)}])
+    manifest, _ = start(read_manifest(driver)).result()
+    driver.traits = dataclasses.replace(driver.traits, hands_over=True)
+    packed = images_of(driver, dataclasses.replace(manifest, compression="lz4"))
+    budget_nbytes = 8 * manifest.chunk_nbytes
+    assert ImageReader(driver, manifest, budget_nbytes).jobs(100) == 8
+    assert ImageReader(packed, manifest, budget_nbytes).jobs(100) == 4
+
+
+def test_a_member_is_handed_all_that_it_wants_of_a_unit() -> None:
+    """From the first byte of its first range to the last of its last one."""
+    wishes = [Wish(*np.array([[0, 0, 0], [0, 6, 12], [2, 8, 14]])), Wish(*np.array([[0], [0], [16]]))]
+    sharing = share(wishes, 10)
+    assert [sharing.hull(0, 0), sharing.hull(1, 0)] == [(0, 8), (12, 14)]
+    assert [sharing.hull(0, 1), sharing.hull(1, 1)] == [(0, 10), (10, 16)]

@@ -191,6 +191,17 @@ def test_drain_decides_which_stage_goes_first(drain: bool, jobs: int) -> None:
     assert order == (by_job if drain else sorted(by_job, key=lambda item: item[1]))
 
 
+def test_a_failure_frees_the_memory_of_jobs_that_wait() -> None:
+    """Those between two stages will not go on, and hold nothing any more; one that runs holds its memory until it ends."""
+    scheduler = Scheduler([Stage("a", "io"), Stage("b", "cpu")], Budget(9, {"io": 3, "cpu": 1}))
+    assert scheduler.submit([1, 1, 1]) == [Start(0, 0), Start(1, 0), Start(2, 0)]
+    assert scheduler.done(0) == [Start(0, 1)]
+    assert scheduler.done(1) == []
+    assert scheduler.fail(2) == [Release(2), Release(1)]
+    assert scheduler.done(0) == [Release(0)]
+    assert scheduler.memory_in_use_nbytes == 0
+
+
 def test_an_oversize_job_runs_alone_and_holds_back_those_behind_it() -> None:
     """It is admitted when nothing else holds memory; what would fit beside it does not overtake it."""
     scheduler = Scheduler([Stage("a", "io")], Budget(10, {"io": 9}))

@@ -36,6 +36,15 @@ def test_the_kit_passes_on_s3_through_fsspec(s3_url: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.drill
+@pytest.mark.timeout(3 * KIT_S + 20)
+def test_the_kit_passes_on_sftp_through_fsspec(sftp_url: str, tmp_path: Path) -> None:
+    """Every trial that applies passes, and nothing is declared as a deviation; each operation is one of OpenSSH's."""
+    probe = "support.servers.sftp_probe:SftpProbe"
+    output = run_kit(sftp_url, "--driver-probe", probe, cwd=tmp_path, timeout_s=3 * KIT_S)
+    assert "deviations      0 declared, 0 cases deviated" in output
+
+
+@pytest.mark.drill
 @pytest.mark.timeout(2 * KIT_S + 20)
 def test_the_kit_passes_on_s3_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when the kit's objects, which are small, are multipart uploads: cancelled, aborted, forgotten, raced."""

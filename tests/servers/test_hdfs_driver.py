@@ -9,7 +9,10 @@ import socket
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
 
 import hdfs_native
 import numpy as np
@@ -19,7 +22,9 @@ from support.servers.hdfs_probe import HdfsProbe
 from support.servers.whole import get_whole
 
 from holdfast.drivers.contract import Upload, segments
+from holdfast.drivers.hdfs import uploads
 from holdfast.drivers.hdfs.driver import HdfsDriver
+from holdfast.drivers.hdfs.errors import storage_error
 from holdfast.drivers.uri import Uri, parse
 from holdfast.errors import (
     AccessError,
@@ -308,6 +313,46 @@ async def test_a_rename_whose_answer_was_lost_is_looked_up(hdfs_url: str, monkey
 
 
 @asynchronous
+async def test_a_rename_that_finds_nothing_does_not_take_anothers_file_for_ours(
+    hdfs_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The temporary file is gone, and somebody else's has the key: the put failed."""
+    driver, other = open_driver(hdfs_url), open_driver(hdfs_url)
+    rename = driver._client.rename
+
+    async def overtaken(source: str, target: str, key: str, *, overwrite: bool) -> None:
+        await driver._client.delete(source, key)
+        await other.put("x", b"another's")
+        await rename(source, target, key, overwrite=overwrite)
+
+    monkeypatch.setattr(driver._client, "rename", overtaken)
+    with pytest.raises(StorageError):
+        await driver.put("x", b"ours, which is lost")
+    assert await other.get("x") == b"another's"
+    await driver.close()
+    await other.close()
+
+
+@asynchronous
+async def test_a_file_that_was_completed_short_never_gets_the_key(
+    hdfs_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A writer that fails may complete its file all the same: the name node is asked for the length first."""
+    driver = open_driver(hdfs_url)
+    write = uploads._write
+
+    def short(call: Any, *, writer: Any, data: Any) -> None:
+        write(call, writer=writer, data=data[:-1])
+
+    monkeypatch.setattr(uploads, "_write", short)
+    with pytest.raises(StorageDownError, match="2 of 3 bytes arrived"):
+        await driver.put("x", b"abc")
+    with pytest.raises(NotFoundError):
+        await driver.stat("x")
+    await driver.close()
+
+
+@asynchronous
 async def test_names_that_hdfs_refuses_are_written_otherwise(hdfs_url: str) -> None:
     """Colons and percent signs come back as they were; a name that is too long is refused before any call."""
     driver = open_driver(hdfs_url)
@@ -335,10 +380,65 @@ async def test_what_lies_there_besides_is_left_alone(hadoop: Hadoop, hdfs_url: s
     await driver.close()
 
 
+@asynchronous
+async def test_an_upload_whose_file_was_deleted_says_so(hadoop: Hadoop, hdfs_url: str) -> None:
+    """Somebody takes the unfinished file away: that is no object which is missing, and the error says to save again."""
+    client, driver = native(hadoop), open_driver(hdfs_url)
+    upload = await driver.create("x", MIB)
+    await upload.write(0, memoryview(bytes(MIB)))
+    client.delete(path_of(hdfs_url), True)
+    with pytest.raises(StorageError, match="Save again") as caught:
+        await upload.commit()
+    assert not isinstance(caught.value, NotFoundError)
+    await driver.close()
+
+
+def test_a_file_that_another_client_writes_is_busy(hadoop: Hadoop, hdfs_url: str) -> None:
+    """hdfs-native calls it "already exists", which of an exclusive put would mean that the key is taken."""
+    path = f"{path_of(hdfs_url)}/x"
+    writer = native(hadoop).create(path, hdfs_native.WriteOptions(create_parent=True))
+    writer.write(b"begun")
+    with pytest.raises(FileExistsError) as caught:
+        native(hadoop).append(path)
+    error = storage_error(caught.value, "join", hdfs_url, "x")
+    assert isinstance(error, BusyError)
+    assert "a minute" in str(error)
+    writer.close()
+
+
+def test_parts_are_joined_behind_a_link_of_a_viewfs(
+    hadoop: Hadoop, tmp_path: Path, rng: np.random.Generator, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The name node knows the files by other paths than the URI, and is asked by those."""
+    target = f"/{uuid.uuid4().hex}"
+    table = "fs.viewfs.mounttable.cluster"
+    properties = {
+        "fs.defaultFS": "viewfs://cluster",
+        f"{table}.link./data": f"hdfs://{hadoop.address}{target}",
+        f"{table}.linkFallback": f"hdfs://{hadoop.address}/",
+    }
+    entries = [f"<property><name>{key}</name><value>{value}</value></property>" for key, value in properties.items()]
+    (tmp_path / "core-site.xml").write_text(f"<configuration>{''.join(entries)}</configuration>")
+    content = memoryview(rng.bytes(3 * PART))
+
+    async def put() -> bytes:
+        webhdfs = parse(hadoop.uri).options["webhdfs"]
+        driver = open_driver("hdfs:///data/run", conf=str(tmp_path), webhdfs=webhdfs)
+        assert len(segments(len(content), driver.traits)) > 1
+        await fill(await driver.create("a", len(content)), content, list(range(3)))
+        found = await driver.get("a")
+        await driver.close()
+        return found
+
+    assert asyncio.run(put()) == content
+    assert native(hadoop).get_file_info(f"{target}/run/a").length == len(content)
+    assert "joined by copying" not in caplog.text
+
+
 def test_without_the_library_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     """The extra is named."""
     monkeypatch.setitem(sys.modules, "hdfs_native", None)
-    with pytest.raises(UriError, match=r"pip install 'holdfast\[hdfs\]'"):
+    with pytest.raises(UriError, match=r"pip install 'holdfast-checkpoint\[hdfs\]'"):
         open_driver("hdfs://localhost:8020/x")
 
 

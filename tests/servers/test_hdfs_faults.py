@@ -327,8 +327,17 @@ def test_a_fail_over_mid_save(tmp_path_factory: pytest.TempPathFactory, state: S
         assert finished(uri, state, newer) == (error is None)
         holdfast.save(uri, newer)
         assert same(holdfast.load(uri), newer)
+        _names_the_standby(server)
     finally:
         server.stop()
+
+
+def _names_the_standby(server: Hadoop) -> None:
+    """A URI of the name node that is not active fails at the deadline, and the error says what to name instead."""
+    server.begin("nn0")
+    server.wait_for_standby("nn0")
+    with pytest.raises(StorageDownError, match=r"standby: name the name service.*op_timeout_s"):
+        holdfast.load(f"hdfs://{server.address}/run?timeout=3s&op_timeout_s=6")
 
 
 def _outcome(handle: holdfast.SaveHandle) -> HoldfastError | None:

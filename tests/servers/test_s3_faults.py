@@ -4,6 +4,7 @@ nothing torn can be loaded, and after the next save nothing is left."""
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -158,6 +159,49 @@ def test_an_upload_whose_beginning_nobody_heard_of_is_dropped_by_the_next_save(
     holdfast.save(url(radosgw.endpoint, root), states[1])
     assert leftovers(radosgw, root) == []
     assert holds(url(radosgw.endpoint, root), states[1])
+
+
+def lost_answer_to(key: str) -> re.Pattern[bytes]:
+    """A put of an object of this name."""
+    return re.compile(rb"PUT /holdfast/[^ ?]*/" + re.escape(key.encode()) + rb"[ ?]")
+
+
+COMPLETED = re.compile(rb"POST /holdfast/[^ ]*uploadId=")
+LOSING = {
+    "announcement": lost_answer_to("attempt.json"),
+    "upload": COMPLETED,
+    "claim": lost_answer_to("fate"),
+    "manifest": lost_answer_to("manifest.safetensors"),
+}
+
+
+@pytest.mark.parametrize("losing", LOSING)
+def test_a_save_survives_that_one_answer_is_lost(
+    radosgw: Radosgw, proxy: FaultProxy, root: str, states: tuple[dict[str, Any], dict[str, Any]], losing: str
+) -> None:
+    """The store has the object, and the connection is cut before it says so: of the announcement, an upload that was just
+    completed, the claim or the manifest. It is asked again, and what is there then is known for the save's own."""
+    uri = url(proxy.endpoint, root)
+    holdfast.save(uri, {"x": torch.zeros(10), "step": 0})
+    proxy.losing = LOSING[losing]
+    holdfast.save(uri, states[1])
+    assert proxy.losing is None
+    assert holds(uri, states[1])
+    assert leftovers(radosgw, root) == []
+
+
+def test_a_pruning_survives_that_the_answer_to_its_sign_is_lost(radosgw: Radosgw, proxy: FaultProxy, root: str) -> None:
+    """It goes on, rather than take its own sign for that of another pruning."""
+    uri = f"s3://holdfast/{root}"
+    for step in (1, 2):
+        state = {"x": torch.zeros(10), "step": step}
+        holdfast.save(f"{uri}/step-{step}?endpoint={proxy.endpoint}", state)
+    proxy.losing = lost_answer_to("data/pruning")
+    report = holdfast.prune(f"{uri}?endpoint={proxy.endpoint}", keep_last=1)
+    assert proxy.losing is None
+    assert (len(report.checkpoints), report.kept) == (1, ("step-2",))
+    found = radosgw.client().list_objects_v2(Bucket="holdfast", Prefix=f"{root}/")["Contents"]
+    assert {entry["Key"].split("/")[1] for entry in found} == {"step-2"}
 
 
 @pytest.mark.drill

@@ -17,6 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where tests find what they share
 
+from support.servers.azurite import Azurite, find_azurite
+from support.servers.fake_gcs import FakeGcs, find_fake_gcs
 from support.servers.hadoop import Hadoop, find_hadoop
 from support.servers.radosgw import Radosgw, find_ceph
 
@@ -51,7 +53,33 @@ def hdfs(folder: Path) -> Iterator[Served]:
         server.stop()
 
 
-SERVERS = {"s3": s3, "hdfs": hdfs}
+@contextlib.contextmanager
+def az(folder: Path) -> Iterator[Served]:
+    """An Azurite with an empty container."""
+    if find_azurite() is None:
+        sys.exit("Azurite is not installed: make test-servers, with npm")
+    server = Azurite(folder)
+    try:
+        server.start()
+        yield server.uri, server.environment()
+    finally:
+        server.stop()
+
+
+@contextlib.contextmanager
+def gs(folder: Path) -> Iterator[Served]:
+    """A fake-gcs-server with an empty bucket."""
+    if find_fake_gcs() is None:
+        sys.exit("fake-gcs-server is not installed: make test-servers")
+    server = FakeGcs(folder)
+    try:
+        server.start()
+        yield server.uri, server.environment()
+    finally:
+        server.stop()
+
+
+SERVERS = {"s3": s3, "hdfs": hdfs, "az": az, "gs": gs}
 
 
 def main(arguments: Sequence[str]) -> int:

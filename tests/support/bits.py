@@ -48,7 +48,7 @@ def difference(a: Any, b: Any, path: str = "state") -> str | None:
         same = type(b) is np.ndarray and (a.dtype, a.shape) == (b.dtype, b.shape) and a.tobytes() == b.tobytes()
         return None if same else f"{path}: {a!r} is not {b!r}"
     if isinstance(a, Mapping):
-        if type(b) is not dict or {(type(k), repr(k)) for k in a} != {(type(k), repr(k)) for k in b}:
+        if type(b) not in (dict, type(a)) or {(type(k), repr(k)) for k in a} != {(type(k), repr(k)) for k in b}:
             return f"{path}: {a!r} is not {b!r}"
         theirs = {(type(k), repr(k)): v for k, v in b.items()}
         return _first(difference(v, theirs[type(k), repr(k)], f"{path}[{k!r}]") for k, v in a.items())

@@ -1,25 +1,29 @@
-"""Drivers that are wrong in one way each, to show that the conformance kit tells. All are the memory driver but for that.
-
-Run as a program it holds each against the trial that must catch it, and prints as JSON what failed.
-"""
+"""Drivers that are wrong in one way each, to show that the conformance kit tells. All are the memory driver but for that."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, ClassVar
-
-import pytest
 
 from holdfast.drivers.contract import Buffer, ObjectInfo, Upload, check_key, check_small
 from holdfast.drivers.memory import MemoryDriver, _MemoryUpload
-from holdfast.errors import DamagedError, HoldfastError
+from holdfast.drivers.options import Option, choice, integer
+from holdfast.drivers.uri import Uri
+from holdfast.errors import DamagedError, HoldfastError, StorageError
 
-__all__ = ["CASES", "FAULTS", "Healthy", "main"]
+__all__ = [
+    "Appends", "Borrows", "CommitsHoles", "DefaultsElsewhere", "DeletesNeighbours", "DeletesNoRoots",
+    "DeviationThatFails", "DeviationThatPasses", "EndsAnywhere", "EndsAsDeclared", "ErrorsSayNothing",
+    "ExclusiveNotAtomic", "FetchesFewer", "FirstPage", "FoldsKeys", "GetsAnything", "Healthy", "IgnoresStart",
+    "LeaksDescriptors", "LeaksTasks", "LeaksTemporaries", "LeaksThreads", "LooksTooLate", "LosesEmptyObjects",
+    "OpenAfterClose", "OptionsInUri", "PlainErrors", "PrefixByLetters", "ReadsOn", "RefusesLate",
+    "RefusesLateAndKeeps", "ReusesFetched", "ShortRead", "StaleReads", "SwallowsCancellation",
+    "SwallowsErrors", "SweepsTheLiving", "TornByCancellation", "TornPut", "UnsafeKeys", "VisibleEarly",
+]  # fmt: skip
 
 
 class Healthy(MemoryDriver):
@@ -390,6 +394,73 @@ class LooksTooLate(Healthy):
         return data
 
 
+class OptionsInUri(Healthy):
+    """Prints its options as a part of its URI."""
+
+    OPTIONS: ClassVar[Mapping[str, Option]] = {"threads": Option(integer(1, 64), 4, "operations in flight")}
+
+    @classmethod
+    def open(cls, uri: Uri) -> MemoryDriver:
+        driver = cls(uri.location)
+        driver.uri = uri.redacted
+        return driver
+
+
+class DefaultsElsewhere(Healthy):
+    """Takes the default of an option for something else than its absence."""
+
+    OPTIONS: ClassVar[Mapping[str, Option]] = {"folder": Option(choice("a", "b"), "a", "where")}
+
+    @classmethod
+    def open(cls, uri: Uri) -> MemoryDriver:
+        driver = cls(uri.location + uri.options.get("folder", ""))
+        driver.uri = uri.root
+        return driver
+
+
+class _LateUpload(_MemoryUpload):
+    async def commit(self, nbytes: int | None = None) -> None:
+        try:
+            self._driver._check_length(self._key)  # type: ignore[attr-defined]
+        except HoldfastError:
+            await self.abort()
+            raise
+        await super().commit(nbytes)
+
+
+class RefusesLate(Healthy):
+    """Not wrong: only when all has come does the server say that a name is too long for it."""
+
+    upload = _LateUpload
+
+    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
+        self._check_length(key)
+        await super().put(key, data, exclusive=exclusive)
+
+    def _check_length(self, key: str) -> None:
+        if len(key) > 200:
+            raise StorageError("KeyTooLong", uri=self.uri, key=key)
+
+
+class RefusesLateAndKeeps(RefusesLate):
+    """Says so, and shows the object all the same."""
+
+    upload = _MemoryUpload
+
+    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
+        self.place(key, data)
+        self._check_length(key)
+
+
+class DeletesNoRoots(Healthy):
+    """Cannot remove what the kit leaves at its end."""
+
+    async def delete_all(self, prefix: str) -> None:
+        if prefix.startswith("conformance-"):
+            raise OSError(16, "Device or resource busy")
+        await super().delete_all(prefix)
+
+
 class DeviationThatPasses(Healthy):
     """Declares what it need not."""
 
@@ -400,97 +471,3 @@ class DeviationThatFails(ShortRead):
     """Declares what it does wrong."""
 
     deviations: ClassVar[dict[str, str]] = {"a_read_past_the_end_is_damage": "past the end it reads nothing"}
-
-
-CASES: dict[type[Healthy], str] = {
-    VisibleEarly: "an_upload_is_invisible_until_it_commits",
-    TornPut: "a_reader_sees_the_old_or_the_new_object",
-    ExclusiveNotAtomic: "an_exclusive_put_has_one_winner",
-    IgnoresStart: "any_range_can_be_read",
-    ShortRead: "a_read_past_the_end_is_damage",
-    ReusesFetched: "fetched_memory_stays_as_it_is",
-    FetchesFewer: "a_fetch_past_the_end_is_damage",
-    LeaksTemporaries: "an_aborted_upload_leaves_nothing",
-    CommitsHoles: "an_incomplete_upload_does_not_commit",
-    EndsAsDeclared: "an_upload_may_end_early",
-    EndsAnywhere: "an_upload_that_lacks_its_end_does_not_commit",
-    Appends: "parts_from_any_address_make_the_object",
-    Borrows: "a_written_part_belongs_to_the_upload",
-    PrefixByLetters: "a_listing_goes_by_whole_names",
-    FirstPage: "a_listing_of_many_objects_is_complete",
-    DeletesNeighbours: "deleting_all_takes_what_lies_below_and_no_more",
-    UnsafeKeys: "an_unsafe_key_is_refused_everywhere",
-    FoldsKeys: "strange_keys_are_stored_faithfully_or_refused",
-    PlainErrors: "errors_say_where",
-    SwallowsErrors: "an_object_comes_back",
-    ErrorsSayNothing: "errors_say_where",
-    SwallowsCancellation: "cancelled_looks_change_nothing",
-    TornByCancellation: "a_cancelled_put_is_whole_or_absent",
-    ReadsOn: "a_cancelled_read_leaves_the_buffer_alone",
-    StaleReads: "a_replaced_or_deleted_object_is_not_read_again",
-    SweepsTheLiving: "a_sweep_harms_nobody_alive",
-    LeaksThreads: "nothing_outlives_close",
-    LeaksDescriptors: "nothing_outlives_close",
-    LeaksTasks: "nothing_outlives_close",
-    OpenAfterClose: "a_closed_driver_says_so",
-    GetsAnything: "what_is_not_small_is_not_got",
-    LooksTooLate: "what_is_not_small_is_not_got",
-    LosesEmptyObjects: "the_same_calls_give_the_same_results_as_memory",
-}
-"""Each broken driver, and the trial that must fail."""
-
-FAULTS: dict[type[Healthy], str] = {DeviationThatPasses: "an_object_comes_back", DeviationThatFails: CASES[ShortRead]}
-"""Drivers that declare a deviation, wrongly and rightly."""
-
-
-class _Watch:
-    def __init__(self) -> None:
-        self.failed: set[str] = set()
-        self.passed: set[str] = set()
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        name = report.nodeid.partition("::test_")[2].partition("[")[0]
-        if report.failed:
-            self.failed.add(name)
-        elif report.passed and report.when == "call":
-            self.passed.add(name)
-
-
-def _run(kind: type[Healthy], *trials: str) -> dict[str, Any]:
-    watch = _Watch()
-    options = [
-        "-q",
-        "-x",
-        "--tb=no",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:timeout",
-        "--import-mode=importlib",
-        "-k",
-        " or ".join(trials),
-    ]
-    driver = [
-        "--driver-uri",
-        f"{scheme_of(kind)}://here",
-        "--driver-probe",
-        "holdfast.drivers.conformance.probes:MemoryProbe",
-    ]
-    status = pytest.main([*options, "--pyargs", "holdfast.drivers.conformance", *driver], plugins=[watch])
-    return {"status": int(status), "failed": sorted(watch.failed), "passed": sorted(watch.passed)}
-
-
-def scheme_of(kind: type[Healthy]) -> str:
-    """The scheme under which a class is registered."""
-    return f"broken-{kind.__name__.lower()}"
-
-
-def main() -> None:
-    """Print the outcomes by class name, on the last line."""
-    outcomes = {kind.__name__: _run(kind, trial) for kind, trial in (CASES | FAULTS).items()}
-    outcomes[Healthy.__name__] = _run(Healthy, *set(CASES.values()))
-    print(f"\n{json.dumps(outcomes)}")
-
-
-if __name__ == "__main__":
-    main()

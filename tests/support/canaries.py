@@ -32,13 +32,25 @@ def canary() -> str:
 # Before anything is imported that might read them.
 SECRETS = (
     "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AZURE_STORAGE_SAS_TOKEN", "AZURE_CLIENT_SECRET", "GOOGLE_SERVICE_ACCOUNT_KEY",
-    "HADOOP_TOKEN_FILE_LOCATION", "HADOOP_HTTP_PASSWORD", "HTTP_PASSWORD", "MY_SECRET",
+    "HADOOP_HTTP_PASSWORD", "HTTP_PASSWORD", "MY_SECRET",
 )  # fmt: skip
 os.environ |= {name: canary() for name in SECRETS} | {
     "AWS_ACCESS_KEY_ID": "AKIDEXAMPLE", "AWS_REGION": "us-east-1", "AZURE_STORAGE_ACCOUNT_NAME": "account",
     "AZURE_STORAGE_ACCOUNT_KEY": AZURE, "HOLDFAST_CONFIG": "", "HOLDFAST_OP_TIMEOUT_S": "0.3", "HOLDFAST_RETRIES": "0",
     "HOLDFAST_HDFS_TIMEOUT": "0.1s", **{f"HOLDFAST_{store}_DEADLINE": "0.1s" for store in ("S3", "GS", "AZ", "HTTP", "HTTPS")},
 }  # fmt: skip
+
+
+def token_file(folder: Path) -> Path:
+    """A file of delegation tokens for HDFS, with a secret identifier and a secret password."""
+    parts = (b"alias", canary().encode(), canary().encode(), b"HDFS_DELEGATION_TOKEN", b"127.0.0.1:1")
+    counted = b"".join(bytes([len(part)]) + part for part in parts)
+    file = folder / "secret-tokens"
+    file.write_bytes(b"HDTS\0" + bytes([1]) + counted + b"\0")
+    return file
+
+
+os.environ["HADOOP_TOKEN_FILE_LOCATION"] = str(token_file(Path(sys.argv[1])))
 
 import torch  # noqa: E402
 

@@ -191,3 +191,14 @@ def layouts_load(uri: str, stored: list[Layout], wanted: list[Layout], shapes: l
                 if not torch.equal(into[f"{s} as {old}"].to_local(), expected[s]):
                     wrong.append(f"{s} from {old} to {layout}")
     return wrong
+
+
+def one_memory(uri: str) -> bool:
+    """Two DTensors over the same local tensor, of which they are different parts: saved, and loaded apart."""
+    rank = dist.get_rank()
+    local = torch.full((3,), float(rank))
+    meshes = [DeviceMesh("cpu", ranks) for ranks in ([0, 1], [1, 0])]
+    parts = [DTensor.from_local(local, mesh, [Shard(0)], run_check=False) for mesh in meshes]
+    holdfast.save(uri, parts)
+    built = holdfast.load(uri)
+    return [t.tolist() for t in built] == [[0.0] * 3 + [1.0] * 3, [1.0] * 3 + [0.0] * 3]

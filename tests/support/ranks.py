@@ -15,13 +15,14 @@ from holdfast.drivers.contract import Driver
 from holdfast.planner.box import Box
 from holdfast.planner.placement import Piece
 from holdfast.storage.capture.state import FlatState, flatten
+from holdfast.storage.differences import Strict
 from holdfast.storage.frameworks.mesh import LocalPart
 from holdfast.storage.load import Exchanging, LoadJob, finish, run_load
 from holdfast.storage.pipeline.engine import start
 from holdfast.storage.ranks.team import StoreTeam
 from holdfast.storage.save import SaveJob, run_save
 
-__all__ = ["load_as_ranks", "save_as_ranks", "save_cut"]
+__all__ = ["load_as_ranks", "save_as_ranks", "save_cut", "save_flats"]
 
 BUDGET_NBYTES = 64 << 20
 _numbers = itertools.count()
@@ -33,9 +34,12 @@ def _teams(world: int) -> list[StoreTeam]:
 
 
 def save_as_ranks(driver: Driver, states: Sequence[Any]) -> None:
-    """Save one state per rank. Raises what the first rank that failed raised."""
+    """Save one state per rank, also states without any element. Raises what the first rank that failed raised."""
 
-    _save_flats(driver, [flatten(state) for state in states])
+    flats = [flatten(state) for state in states]
+    for flat in flats:
+        flat.hollow = {}
+    save_flats(driver, flats)
 
 
 def save_cut(driver: Driver, tensors: Mapping[str, np.ndarray], boxes: Mapping[str, Sequence[Box]]) -> None:
@@ -51,10 +55,12 @@ def save_cut(driver: Driver, tensors: Mapping[str, np.ndarray], boxes: Mapping[s
             flat.parts[row] = LocalPart((piece,), mine[name].lengths, (rank,), len(boxes[name]))
         flat.kin = None  # it is laid out as no other is now
         flats.append(flat)
-    _save_flats(driver, flats)
+    save_flats(driver, flats)
 
 
-def _save_flats(driver: Driver, flats: Sequence[FlatState]) -> None:
+def save_flats(driver: Driver, flats: Sequence[FlatState]) -> None:
+    """Save one flattened state per rank."""
+
     async def run() -> None:
         jobs = [SaveJob(flat, None, BUDGET_NBYTES) for flat in flats]
         await _all(run_save(driver, team, job) for team, job in zip(_teams(len(flats)), jobs, strict=True))
@@ -62,9 +68,11 @@ def _save_flats(driver: Driver, flats: Sequence[FlatState]) -> None:
     start(run()).result(60)
 
 
-def load_as_ranks(driver: Driver, into: Sequence[Any], exchange: Exchanging = False) -> list[Any]:
+def load_as_ranks(
+    driver: Driver, into: Sequence[Any], exchange: Exchanging = False, strict: Strict = True
+) -> list[Any]:
     """Load into one state per rank."""
-    options: Any = {"strict": True, "cast": False, "budget_nbytes": BUDGET_NBYTES, "exchange": exchange}
+    options: Any = {"strict": strict, "cast": False, "budget_nbytes": BUDGET_NBYTES, "exchange": exchange}
     jobs = [LoadJob(flatten(state, loading=True), **options) for state in into]
 
     async def run() -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -199,7 +199,8 @@ class Tiny:
             READERS[reader](self.uri)
         except holdfast.CheckpointError as error:
             assert isinstance(error, holdfast.DamagedError | holdfast.NotACheckpointError), error
-            assert any(self._names(error, d) for d in damages), (error, damages[0].key, damages[0].start)
+            if not _has_no_manifest(error, damages):
+                assert any(self._names(error, d) for d in damages), (error, damages[0].key, damages[0].start)
             return "refused"
         finally:
             for d in damages:
@@ -253,3 +254,9 @@ class Tiny:
         finally:
             for d in damages:
                 self.put(d.key, self.files[d.key])
+
+
+def _has_no_manifest(error: holdfast.CheckpointError, damages: Sequence[Damaged]) -> bool:
+    """Whether the manifest is gone, and the error says that nothing is committed there, and what lies there instead."""
+    gone = any(d.key == MANIFEST_KEY and d.data is None for d in damages)
+    return gone and isinstance(error, holdfast.NotACheckpointError) and "nothing is committed here" in error.message

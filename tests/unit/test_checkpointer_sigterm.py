@@ -67,7 +67,8 @@ def test_the_step_at_hand_is_saved_and_the_process_ends_by_the_signal(tmp_path: 
     (found,) = holdfast.list_checkpoints(tmp_path)
     assert found.step == max(int(line) for line in said.splitlines() if line.isdecimal()) + 1
     assert holdfast.load(tmp_path / found.path)["x"].eq(found.step).all()
-    assert holdfast.open(tmp_path / found.path).verify().ok
+    with holdfast.open(tmp_path / found.path) as checkpoint:
+        assert checkpoint.verify().ok
 
 
 def test_a_handler_that_was_there_before_is_called(tmp_path: Path) -> None:
@@ -303,3 +304,191 @@ def test_in_another_thread_the_signal_is_left_alone() -> None:
     thread.start()
     thread.join(60)
     assert (saved, signal.getsignal(signal.SIGTERM)) == ([1], before)
+
+
+BOTH = """
+a = holdfast.Checkpointer(folder + "/full", every=1000, grace_s=GRACES[0])
+b = holdfast.Checkpointer(folder + "/weights", every=1000, grace_s=GRACES[1])
+for step in range(1, 1000):
+    STEPS
+    told(step)
+    time.sleep(0.02)
+"""
+
+
+def both(stepped: str, graces: tuple[float, float]) -> str:
+    """A loop with two Checkpointers."""
+    return BOTH.replace("STEPS", stepped).replace("GRACES", str(graces))
+
+
+@pytest.mark.parametrize(
+    "stepped", ["a.step(step, state); b.step(step, state)", "b.step(step, state); a.step(step, state)"]
+)
+def test_all_checkpointers_of_a_process_save(stepped: str, tmp_path: Path) -> None:
+    """Each the step at hand, in whatever order; then the process ends by the signal."""
+    status, took_s, said = signalled(both(stepped, (40.0, 50.0)), tmp_path)
+    assert status == -signal.SIGTERM, said
+    assert took_s < 30
+    last = max(int(line) for line in said.splitlines() if line.isdecimal())
+    for name in ("full", "weights"):
+        (found,) = holdfast.list_checkpoints(tmp_path / name)
+        assert found.step in (last, last + 1)
+
+
+def test_a_checkpointer_that_never_steps_keeps_the_others_no_longer_than_its_grace(tmp_path: Path) -> None:
+    """They have saved, and training goes on meanwhile."""
+    status, took_s, said = signalled(both("a.step(step, state)", (30.0, 2.0)), tmp_path)
+    assert status == -signal.SIGTERM, said
+    assert 1.5 < took_s < 20
+    assert len(holdfast.list_checkpoints(tmp_path / "full")) == 1
+
+
+def test_a_second_signal_ends_a_process_of_several_checkpointers_at_once(tmp_path: Path) -> None:
+    """None of them is waited for."""
+    status, took_s, said = signalled(
+        """
+        kept = [holdfast.Checkpointer(f"{folder}/{n}", grace_s=50.0) for n in range(3)]
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        told(3)
+        for _ in range(600):
+            time.sleep(0.1)
+        """,
+        tmp_path,
+    )
+    assert (status, took_s < 40) == (-signal.SIGTERM, True), said
+
+
+class Heard:
+    """A handler that was there before. A context manager."""
+
+    def __enter__(self) -> list[int]:
+        heard: list[int] = []
+        self._before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+        return heard
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGTERM, self._before)
+
+
+def term() -> None:
+    """Send it to this process."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_the_last_of_several_to_end_hands_the_signal_over(order: tuple[int, ...]) -> None:
+    """Whether it has saved, or is closed; once; and after that the signal does what it did before."""
+    with Heard() as heard:
+        made = [holdfast.Checkpointer(fresh_uri(), grace_s=30.0 + n) for n in range(3)]
+        term()
+        assert [ckpt.preempted for ckpt in made] == [True] * 3
+        for n in order:
+            assert heard == []
+            if n == 1:
+                made[n].close()
+            else:
+                assert made[n].step(1, {"x": torch.ones(3)}) is None
+                assert made[n].counters.saved + made[n].counters.under_way == 1
+        assert heard == [signal.SIGTERM]
+        term()
+        assert len(heard) == 2
+        for ckpt in made:
+            ckpt.close()
+        with holdfast.Checkpointer(fresh_uri()) as ckpt:
+            assert not ckpt.preempted
+            term()
+            assert ckpt.preempted
+            assert len(heard) == 2
+        assert len(heard) == 3
+
+
+def test_a_checkpointer_that_is_made_after_the_signal_is_asked_too() -> None:
+    """Where others are still at it."""
+    with Heard() as heard:
+        first = holdfast.Checkpointer(fresh_uri())
+        term()
+        second = holdfast.Checkpointer(fresh_uri())
+        assert second.preempted
+        first.close()
+        assert heard == []
+        second.step(1, {"x": torch.ones(3)})
+        assert len(heard) == 1
+        second.close()
+
+
+def test_a_checkpointer_that_was_dropped_keeps_nobody_waiting() -> None:
+    """Nor one that was closed in another thread, where Python lets nobody set handlers."""
+    import gc
+
+    with Heard() as heard:
+        dropped = holdfast.Checkpointer(fresh_uri())
+        elsewhere = holdfast.Checkpointer(fresh_uri())
+        thread = threading.Thread(target=elsewhere.close)
+        thread.start()
+        thread.join(60)
+        del dropped
+        gc.collect()
+        term()
+        assert heard == [signal.SIGTERM]
+        assert not elsewhere.preempted
+
+
+def test_a_signal_is_handed_over_though_the_last_one_is_closed_in_another_thread() -> None:
+    """The main thread does it when it can."""
+    with Heard() as heard:
+        ckpt = holdfast.Checkpointer(fresh_uri())
+        term()
+        thread = threading.Thread(target=ckpt.close)
+        thread.start()
+        thread.join(60)
+        until_s = time.monotonic() + 30
+        while not heard and time.monotonic() < until_s:
+            time.sleep(0.01)
+        assert heard == [signal.SIGTERM]
+
+
+def test_a_handler_that_was_set_between_two_is_the_one_that_is_handed_over_to() -> None:
+    """Whoever set it last before the last Checkpointer was made is who is called; and whoever calls ours from theirs gets
+    the one before."""
+    with Heard() as heard:
+        first = holdfast.Checkpointer(fresh_uri())
+        ours, chained = signal.getsignal(signal.SIGTERM), []
+
+        def mine(number: int, frame: Any) -> None:
+            chained.append(number)
+
+        signal.signal(signal.SIGTERM, mine)
+        second = holdfast.Checkpointer(fresh_uri())
+        term()
+        assert (first.preempted, second.preempted, chained) == (True, True, [])
+        second.close()
+        first.close()
+        assert chained == [signal.SIGTERM]
+        assert heard == []
+        assert signal.getsignal(signal.SIGTERM) is mine
+        assert callable(ours)
+
+
+def test_a_step_that_was_just_saved_is_not_saved_again() -> None:
+    """Though the signal comes before its step is told."""
+    with Heard() as heard, holdfast.Checkpointer(fresh_uri(), every=1000) as ckpt:
+        ckpt.save(7, {"x": torch.ones(3)})
+        term()
+        assert ckpt.step(7, {"x": torch.ones(3)}) is None
+        assert heard == [signal.SIGTERM]
+        assert (ckpt.counters.due, ckpt.counters.failed) == (1, 0)
+
+
+def test_no_save_begins_when_the_grace_period_is_over() -> None:
+    """Another Checkpointer has more: its save is not kept waiting by one that comes too late."""
+    with Heard() as heard:
+        short = holdfast.Checkpointer(fresh_uri(), grace_s=0.05)
+        long = holdfast.Checkpointer(fresh_uri(), grace_s=40.0)
+        term()
+        time.sleep(0.1)
+        assert short.step(1, {"x": torch.ones(3)}) is None
+        assert (short.counters.due, heard) == (0, [])
+        long.step(1, {"x": torch.ones(3)})
+        assert (long.counters.due, heard) == (1, [signal.SIGTERM])
+        short.close()
+        long.close()

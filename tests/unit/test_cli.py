@@ -134,7 +134,7 @@ def test_ls_tells_programs_the_same(root: str, uri: str) -> None:
     assert entry.pop("created_s") == pytest.approx(time.time(), abs=60)
     assert re.fullmatch(r"[0-9: -]+Z", entry.pop("saved"))
     expected = {"path": "step-7", "uri": uri, "step": 7, "world": 1, "tensors": 5, "nbytes": 3214, "problem": None}
-    assert entry == expected
+    assert entry == {**expected, "abandoned": False, "damage": None}
 
 
 def test_ls_of_a_checkpoint_is_the_checkpoint(uri: str) -> None:
@@ -345,7 +345,7 @@ def test_the_demo_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     result = run("demo")
     assert result.exit_code == 2
-    assert "pip install 'holdfast[demo]'" in result.stderr
+    assert "pip install 'holdfast-checkpoint[demo]'" in result.stderr
 
 
 def test_the_demo_refuses_what_cannot_work_before_it_starts(tmp_path: Path) -> None:
@@ -378,9 +378,9 @@ def test_commands_do_without_rich(uri: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_fault_of_ours_is_not_taken_for_an_answer() -> None:
     """An error outside of the tree ends with 3, for 1 would mean damage; its traceback is shown."""
     code = (
-        "import sys, holdfast.cli, holdfast.storage.reader as reader\n"
+        "import sys, holdfast.cli, holdfast.storage.listing as listing\n"
         "def broken(uri): raise RuntimeError('broken')\n"
-        "reader.list_checkpoints = broken\n"
+        "listing.list_checkpoints = broken\n"
         "sys.argv = ['holdfast', 'ls', 'memory://x']; holdfast.cli.main()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)

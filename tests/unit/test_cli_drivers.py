@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -105,13 +106,33 @@ def test_each_value_is_shown_with_where_it_comes_from(
     assert "limit" in text
 
 
+def test_the_file_that_options_come_from_is_shown_and_one_that_is_not_read(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A file of the working directory is named as not read; a log line says why."""
+    monkeypatch.delenv("HOLDFAST_CONFIG")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.chdir(tmp_path)
+    here = tmp_path / "holdfast.toml"
+    here.write_text("[common]\nretries = 9\n")
+    assert run(["drivers", "memory://x"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"^file +none$", text, re.MULTILINE)
+    assert re.search(f"^not read +{here}$", text, re.MULTILINE)
+    (folder := tmp_path / "config/holdfast").mkdir(parents=True)
+    here.rename(folder / "holdfast.toml")
+    _, printed = document(capsys, "memory://x")
+    assert (printed["config_file"], printed["config_ignored"]) == (str(folder / "holdfast.toml"), None)
+    assert {o["name"]: o["value"] for o in printed["options"]}["retries"] == "9"
+
+
 def test_values_are_shown_with_their_units(capsys: pytest.CaptureFixture[str]) -> None:
     """Sizes and durations, as one would write them; what the URI says, as it says it."""
     _, printed = document(capsys, "s3://bucket/run?part_size=32MiB&deadline=1.5min")
     told = {o["name"]: (o["value"], o["default"]) for o in printed["options"]}
     assert told["part_size"] == ("32MiB", "16MiB")
     assert told["deadline"] == ("1.5min", "60s")
-    assert told["timeout"] == ("30s", "30s")
+    assert told["timeout"] == ("90s", "90s")
     assert told["op_timeout_s"] == ("120s", "120s")
     _, printed = document(capsys, "hdfs://host:8020/run")
     assert ("timeout", "60s") in {(o["name"], o["default"]) for o in printed["options"]}

@@ -48,10 +48,10 @@ def root() -> str:
 def test_cp_says_what_it_copied(root: str, tmp_path: Path) -> None:
     """One line for a checkpoint: files, bytes, and the rate; called again, that it is there."""
     out, _ = run("cp", f"{root}/step-2", str(tmp_path))
-    assert re.fullmatch(r"copied: \.: 1 file, 8\.0\d KiB, 0\.\d\d GB/s\n", out)
+    assert re.fullmatch(rf"copied: file://{tmp_path}: 1 file, 8\.0\d KiB, 0\.\d\d GB/s\n", out)
     assert holdfast.load(tmp_path)["step"] == 2
     out, _ = run("cp", f"{root}/step-2", str(tmp_path))
-    assert re.fullmatch(r"there: \.: 1 file, 8\.0\d KiB, nothing to send\n", out)
+    assert re.fullmatch(rf"there: file://{tmp_path}: 1 file, 8\.0\d KiB, nothing to send\n", out)
 
 
 def test_cp_of_a_folder(root: str, tmp_path: Path) -> None:
@@ -64,8 +64,23 @@ def test_cp_of_a_folder(root: str, tmp_path: Path) -> None:
         ["copied", "step-1"], ["copied", "step-2"], ["not copied", "step-3"]
     ]  # fmt: skip
     assert "tensor 'x'" in lines[2]
-    assert lines[3].startswith("3 checkpoints, ")
+    assert re.fullmatch(r"2 of 3 checkpoints, 16\.0 KiB, 0\.\d\d GB/s", lines[3])
     assert [c.step for c in holdfast.list_checkpoints(tmp_path)] == [1, 2]
+
+
+def test_cp_of_nothing_but_damage_says_so(root: str, tmp_path: Path) -> None:
+    """No bytes, and no rate, of what was not copied; of a manifest that holds nothing, that it does."""
+    for step, data in ((1, b""), (2, bytes(100)), (3, b"\x10\0\0\0\0\0\0\0of something else")):
+        MemoryDriver(f"{root.removeprefix('memory://')}/step-{step}")._objects.update(
+            {f"{root.removeprefix('memory://').partition('/')[2]}step-{step}/manifest.safetensors": (data, 0.0)}
+        )
+    lines = run("cp", "-r", root, str(tmp_path), status=1)[0].splitlines()
+    assert [line.split(" (")[0] for line in lines] == [
+        "not copied: step-1: the manifest is empty",
+        "not copied: step-2: the manifest holds 100 zeros, and nothing else",
+        "not copied: step-3: the manifest was not written by Holdfast: it is another program's file, or nothing of it is left",
+        "none of 3 checkpoints",
+    ]
 
 
 def test_cp_tells_programs_the_same(root: str) -> None:
@@ -179,6 +194,30 @@ def test_prune_tells_programs_the_same(folder: Path) -> None:
     assert told["leftovers"] == [{"path": "step-9", "attempt": dead.name, "nbytes": 2}]
     assert told["nbytes"] == sum(c["nbytes"] for c in told["checkpoints"]) + 2
     assert sorted(p.name for p in folder.iterdir()) == ["step-3"]
+
+
+def test_prune_and_ls_say_what_is_abandoned_and_what_is_damaged(folder: Path) -> None:
+    """Abandoned checkpoints go where that is asked for; one that has lost its image does not count as kept."""
+    with holdfast.Checkpointer(folder, grace_s=None) as ckpt:
+        ckpt.resume({"x": torch.ones(1000), "step": 0}, step=2)
+    for image in (folder / "step-1").glob("data/*/0.safetensors"):
+        image.unlink()
+    listed = run("ls", str(folder))[0].splitlines()
+    assert [line.split()[-1] for line in listed[1:]] == ["abandoned", "missing", "step-2"]
+    told = json.loads(run("ls", str(folder), "--json")[0])["checkpoints"]
+    assert [(c["path"], c["abandoned"], c["damage"]) for c in told] == [
+        ("step-3", True, None),
+        ("step-1", False, "the image of rank 0 is missing"),
+        ("step-2", False, None),
+    ]
+    out, _ = run("prune", str(folder), "--keep-last", "1", "--abandoned", "--verify", "--yes")
+    first, second, last = out.splitlines()
+    assert (first.rpartition("  ")[2], second.rpartition("  ")[2]) == (
+        "damaged: the image of rank 0 is missing",
+        "abandoned",
+    )
+    assert last.startswith("deleted: 2 checkpoints")
+    assert steps(folder) == [2]
 
 
 def test_ctrl_c_ends_a_copy_cleanly(tmp_path: Path) -> None:

@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
-from support.broken import CASES, FAULTS, Healthy, scheme_of
+from support.broken import Healthy
+from support.caught import CASES, FAULTS, scheme_of
 
 pytestmark = pytest.mark.timeout(240)  # on a busy machine
 
@@ -17,8 +19,8 @@ Outcomes = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """What came of every broken driver, registered as a third party would, in one process of its own."""
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which every broken driver is registered as a third party would."""
     folder = tmp_path_factory.mktemp("site")
     (folder / "broken-1.dist-info").mkdir()
     (folder / "broken-1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
@@ -30,9 +32,19 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
         "holdfast.drivers.conformance.plugin = holdfast.drivers.conformance.plugin",
     ]
     (folder / "broken-1.dist-info/entry_points.txt").write_text("\n".join(lines))
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
-    command = [sys.executable, "-W", "error", "-m", "support.broken"]
-    run = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=220, check=False)
+    return folder
+
+
+def env_of(site: Path) -> dict[str, str]:
+    """An environment in which Python finds them."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(site), *filter(None, sys.path)])}
+
+
+@pytest.fixture(scope="module")
+def outcomes(site: Path) -> Outcomes:
+    """What came of every broken driver, in one process of its own."""
+    command = [sys.executable, "-W", "error", "-m", "support.caught"]
+    run = subprocess.run(command, cwd=site, env=env_of(site), capture_output=True, text=True, timeout=220, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     found: Outcomes = json.loads(run.stdout.splitlines()[-1]) | {"output": {"text": run.stdout}}
     return found
@@ -66,3 +78,54 @@ def test_a_deviation_that_passes_is_a_failure(outcomes: Outcomes) -> None:
     """Whoever mends a driver takes the declaration off."""
     assert outcomes["DeviationThatPasses"]["status"] == pytest.ExitCode.TESTS_FAILED
     assert "an_object_comes_back: declared as a deviation, and passes" in outcomes["output"]["text"]
+
+
+def test_a_refusal_at_commit_is_as_good_as_one_at_create(outcomes: Outcomes) -> None:
+    """A driver whose server alone knows the limits of names passes."""
+    assert (outcomes["RefusesLate"]["failed"], outcomes["RefusesLate"]["status"]) == ([], pytest.ExitCode.OK)
+
+
+def test_the_report_outlives_a_failed_clean_up(outcomes: Outcomes) -> None:
+    """The run fails, says what stays behind and why, and still reports what came of the trials."""
+    assert (outcomes["DeletesNoRoots"]["failed"], outcomes["DeletesNoRoots"]["status"]) == (
+        [],
+        pytest.ExitCode.TESTS_FAILED,
+    )
+    report = outcomes["output"]["text"].partition("support.broken.DeletesNoRoots at")[2].partition("support.broken.")[0]
+    assert "cases passed    1" in report
+    assert "LEFT BEHIND     delete_all of the kit's own prefix failed: OSError: [Errno 16]" in report
+    assert "/conformance-… by other means" in report
+
+
+@pytest.mark.parametrize("kind", ["OptionsInUri", "DeletesNoRoots"])
+def test_the_kit_runs_in_several_processes(site: Path, kind: str) -> None:
+    """With pytest-xdist the one report counts the cases of all workers, and a fault of any of them fails the run."""
+    command = [sys.executable, "-W", "error", "-m", "pytest", "-n", "2", "-p", "no:cacheprovider"]
+    command += ["--import-mode=importlib", "-k", "uri_is_without_options or traits_make_sense or listing_goes"]
+    command += ["--pyargs", "holdfast.drivers.conformance", "--driver-uri", f"broken-{kind.lower()}://here"]
+    run = subprocess.run(command, cwd=site, env=env_of(site), capture_output=True, text=True, timeout=110, check=False)
+    assert run.returncode == pytest.ExitCode.TESTS_FAILED, run.stdout
+    assert f"cases passed    {2 if kind == 'OptionsInUri' else 3}" in run.stdout
+    assert f"cases failed    {1 if kind == 'OptionsInUri' else 0}" in run.stdout
+    assert ("LEFT BEHIND" in run.stdout) == (kind == "DeletesNoRoots")
+
+
+def test_the_kit_says_how_long_it_will_take(site: Path) -> None:
+    """Before the first case: the root, what one use of a driver takes, and about how long the run will be."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "--import-mode=importlib",
+        "-k",
+        "traits_make_sense",
+    ]
+    command += ["--pyargs", "holdfast.drivers.conformance", "--driver-uri", "memory://here"]
+    run = subprocess.run(command, cwd=site, env=env_of(site), capture_output=True, text=True, timeout=110, check=False)
+    assert run.returncode == 0, run.stdout
+    header, _, report = run.stdout.partition("collected")
+    assert "holdfast driver kit: memory://here" in header
+    assert "expect about 1 min in all" in header
+    assert " drivers opened" in report.partition("\ntime ")[2]

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import grp
+import http.server
 import os
+import pwd
 import subprocess
 import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from holdfast.drivers.config import Setting, resolve
+from holdfast.drivers.config_trust import check_trusted, file_of_user
 from holdfast.drivers.layers.stack import common_options
 from holdfast.drivers.options import Option, integer
 from holdfast.drivers.registry import open_driver, resolved_options
@@ -23,10 +31,25 @@ SCHEMES = ("my", "my+x", "file", "s3")
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A configuration file in the working directory, and none elsewhere."""
-    monkeypatch.chdir(tmp_path)
+    """Where the user's configuration file would be; nothing is there, nor in the working directory."""
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    return tmp_path / "holdfast.toml"
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    folder = tmp_path / "home/.config/holdfast"
+    folder.mkdir(parents=True)
+    return folder / "holdfast.toml"
+
+
+@contextmanager
+def as_user(uid: int) -> Iterator[None]:
+    """Within it this process has the effective rights of another user."""
+    os.seteuid(uid)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
 
 
 def found(
@@ -195,7 +218,8 @@ def test_an_unknown_option_is_an_error_wherever_it_stands(
         ({}, "['my://b?x=1']\nlevel = 1", UsageError, "with options in its URI"),
         ({}, "['my://b#x']\nlevel = 1", UsageError, "which is no URI"),
         ({"HOLDFAST_RETIRES": "3"}, "", UriError, "HOLDFAST_RETIRES means nothing.*HOLDFAST_RETRIES"),
-        ({"HOLDFAST_CONFIG": "gone.toml"}, "", UsageError, "HOLDFAST_CONFIG names 'gone.toml'"),
+        ({"HOLDFAST_CONFIG": "/gone.toml"}, "", UsageError, "HOLDFAST_CONFIG names '/gone.toml', and no such file"),
+        ({"HOLDFAST_CONFIG": "gone.toml"}, "", UsageError, "HOLDFAST_CONFIG names 'gone.toml', which is a relative path"),
     ],
 )  # fmt: skip
 def test_what_means_nothing_is_an_error(
@@ -240,17 +264,140 @@ def test_a_profile_that_is_not_there_is_an_error(file: Path) -> None:
         found(config_profile="q")
 
 
-def test_one_file_is_read_the_first_that_is_there(file: Path, tmp_path: Path) -> None:
-    """HOLDFAST_CONFIG, the working directory, the home; an empty HOLDFAST_CONFIG reads none."""
-    home, named = tmp_path / "home/.config/holdfast/holdfast.toml", tmp_path / "named.toml"
-    home.parent.mkdir(parents=True)
-    for level, path in ((1, home), (2, file), (3, named)):
+def test_one_file_is_read_the_first_that_is_there(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HOLDFAST_CONFIG, else XDG_CONFIG_HOME, else the home; an empty HOLDFAST_CONFIG reads none."""
+    xdg, named = tmp_path / "xdg/holdfast/holdfast.toml", tmp_path / "named.toml"
+    xdg.parent.mkdir(parents=True)
+    for level, path in ((1, file), (2, xdg), (3, named)):
         path.write_text(f"[my]\nlevel = {level}")
+    assert found("my://b")["level"] == (1, f"{file} [my]")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
+    assert found("my://b")["level"] == (2, f"{xdg} [my]")
     assert found("my://b", {"HOLDFAST_CONFIG": str(named)})["level"][0] == 3
-    assert found("my://b")["level"] == (2, f"{file} [my]")
-    file.unlink()
-    assert found("my://b")["level"] == (1, f"{home} [my]")
     assert found("my://b", {"HOLDFAST_CONFIG": ""}) == {}
+    assert found("my://b", {"HOLDFAST_CONFIG": "~/.config/holdfast/holdfast.toml"})["level"] == (1, f"{file} [my]")
+
+
+def test_no_file_of_the_working_directory_is_read(
+    file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor of a folder above it, nor pyproject.toml, nor through relative paths in the environment: such a folder may come
+    from anybody. A log line says so once, and what to do."""
+    work = Path.cwd()
+    below = work / "below"
+    for folder in (work, work / ".config/holdfast", work / "holdfast", below):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "holdfast.toml").write_text("[my]\nlevel = 9")
+    (work / "pyproject.toml").write_text("[tool.holdfast.my]\nlevel = 9")
+    for folder in (work, below, below):
+        monkeypatch.chdir(folder)
+        for name, value in (("XDG_CONFIG_HOME", ""), ("XDG_CONFIG_HOME", ".config"), ("XDG_CONFIG_HOME", ".")):
+            monkeypatch.setenv(name, value)
+            assert found("my://b") == {}
+    file.write_text("[my]\nlevel = 1")
+    assert found("my://b")["level"][0] == 1
+    hints = [record.getMessage() for record in caplog.records]
+    assert [f"'{folder}/holdfast.toml' is not read" in hint for folder, hint in zip((work, below), hints, strict=True)]
+    assert all("HOLDFAST_CONFIG" in hint and f"move it to {file}" in hint for hint in hints)
+
+
+@pytest.mark.parametrize("home", ["", ".", None])
+def test_a_home_that_is_no_whole_path_is_that_of_the_password_database(
+    file: Path, monkeypatch: pytest.MonkeyPatch, home: str | None
+) -> None:
+    """It is never a place in the working directory."""
+    monkeypatch.delenv("HOME") if home is None else monkeypatch.setenv("HOME", home)
+    (folder := Path.cwd() / ".config/holdfast").mkdir(parents=True)
+    (folder / "holdfast.toml").write_text("[my]\nlevel = 9")
+    expected = Path(pwd.getpwuid(os.geteuid()).pw_dir, ".config/holdfast/holdfast.toml")
+    assert file_of_user() == expected
+    if not expected.exists():
+        assert found("my://b") == {}
+
+
+def test_no_hint_is_given_where_somebody_has_decided(
+    file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By HOLDFAST_CONFIG, also an empty one; nor in the very folder of the user's file; nor in one that has gone."""
+    (Path.cwd() / "holdfast.toml").write_text("[my]\nlevel = 9")
+    assert found("my://b", {"HOLDFAST_CONFIG": ""}) == {}
+    assert found("my://b", {"HOLDFAST_CONFIG": f"{Path.cwd()}/holdfast.toml"})["level"][0] == 9
+    file.write_text("[my]\nlevel = 1")
+    monkeypatch.chdir(file.parent)
+    assert found("my://b")["level"][0] == 1
+    (gone := file.parent / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert found("my://b")["level"][0] == 1
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("which", ["file", "folder", "folder above", "target of a link"])
+def test_a_file_that_others_may_write_to_is_refused(file: Path, which: str) -> None:
+    """They could send credentials and checkpoints elsewhere. The error names what is wrong, and how to mend it."""
+    file.write_text("[my]\nlevel = 1")
+    loose = {"file": file, "folder": file.parent, "folder above": file.parents[1]}.get(which)
+    if loose is None:
+        loose = Path.cwd() / "shared"
+        loose.mkdir()
+        file.rename(loose / "mine.toml")
+        file.symlink_to(loose / "mine.toml")
+        assert found("my://b")["level"][0] == 1
+    mode = loose.stat().st_mode
+    loose.chmod(mode | 0o002)
+    with pytest.raises(UsageError, match=rf"{loose}, a f\w+ of configuration, may be written to by others.*chmod go-w"):
+        found("my://b")
+    assert found("my://b", {"HOLDFAST_CONFIG": str(file)})["level"][0] == 1
+    loose.chmod(mode)
+    assert found("my://b")["level"][0] == 1
+
+
+def test_a_file_that_a_group_may_write_to_is_refused(file: Path) -> None:
+    """But for the private group of the user, or of root, which some systems let write to every new file."""
+    file.write_text("[my]\nlevel = 1")
+    others = next(g.gr_gid for g in grp.getgrall() if g.gr_gid and g.gr_name != pwd.getpwuid(os.geteuid()).pw_name)
+    try:
+        os.chown(file, -1, others)
+    except PermissionError:
+        pytest.skip("only root gives a file to a group that it does not belong to")
+    file.chmod(0o664)
+    with pytest.raises(UsageError, match="may be written to by others"):
+        found("my://b")
+    file.chmod(0o644)
+    assert found("my://b")["level"][0] == 1
+    os.chown(file, -1, 0)
+    file.chmod(0o664)
+    assert found("my://b")["level"][0] == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize("which", ["file", "folder"])
+def test_a_file_of_another_user_is_refused(file: Path, which: str) -> None:
+    """As where root runs in a user's home: that user would decide where root's data go. One that is named is read."""
+    file.write_text("[my]\nlevel = 1")
+    foreign = file if which == "file" else file.parent
+    os.chown(foreign, 12345, 12345)
+    with pytest.raises(
+        UsageError, match=f"{foreign}, a {which} of configuration, belongs to user 12345, not to user 0"
+    ):
+        found("my://b")
+    assert found("my://b", {"HOLDFAST_CONFIG": str(file)})["level"][0] == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+def test_a_user_may_use_a_file_of_root() -> None:
+    """An image of a container, say, comes with one."""
+    with tempfile.TemporaryDirectory() as root:
+        Path(root).chmod(0o755)
+        folder = Path(root, "config/holdfast")
+        folder.mkdir(parents=True)
+        file = folder / "holdfast.toml"
+        file.write_text("[my]\nlevel = 1")
+        with as_user(12345):
+            check_trusted(file, file.stat())
+        file.chmod(0o666)
+        with as_user(12345), pytest.raises(UsageError, match="may be written to by others"):
+            check_trusted(file, file.stat())
 
 
 def test_opening_a_driver_looks_everywhere(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,16 +438,58 @@ def test_storage_options_reach_the_driver_of_every_call(tmp_path: Path) -> None:
 
 def test_nothing_is_read_at_import(tmp_path: Path) -> None:
     """A broken file breaks no import and no other command, only what opens a driver."""
-    (tmp_path / "holdfast.toml").write_text("[")
+    (folder := tmp_path / "holdfast").mkdir()
+    (folder / "holdfast.toml").write_text("[")
     code = "import holdfast, holdfast.drivers.registry as r\ntry: r.open_driver('memory://')\nexcept holdfast.UsageError as e: print(e)"
     environment = {n: v for n, v in os.environ.items() if not n.startswith("HOLDFAST_")}
+    environment["XDG_CONFIG_HOME"] = str(tmp_path)
     done = subprocess.run(
         [sys.executable, "-c", code],
-        cwd=tmp_path,
+        cwd="/",
         env=environment,
         capture_output=True,
         text=True,
         check=True,
         timeout=60,
     )
-    assert f"{tmp_path}/holdfast.toml cannot be used" in done.stdout
+    assert f"{tmp_path}/holdfast/holdfast.toml cannot be used" in done.stdout
+
+
+@pytest.mark.parametrize("way", ["library", "command"])
+def test_a_folder_from_elsewhere_sends_nothing_elsewhere(tmp_path: Path, way: str) -> None:
+    """An endpoint in holdfast.toml of the working directory gets no request: no token, no signature, no data."""
+    requests: list[str] = []
+
+    class Endpoint(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            requests.append(self.path)
+            self.send_error(404)
+
+        do_PUT = do_HEAD = do_POST = do_DELETE = do_GET
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Endpoint) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        evil = f"http://127.0.0.1:{server.server_port}"
+        (tmp_path / "holdfast.toml").write_text(f'[s3]\nendpoint = "{evil}"\nretries = 0\n')
+        environment = {n: v for n, v in os.environ.items() if not n.startswith("HOLDFAST_")}
+        environment |= {
+            "AWS_ACCESS_KEY_ID": "AKIAEXAMPLE",
+            "AWS_SECRET_ACCESS_KEY": "hush",
+            "AWS_SESSION_TOKEN": "hush",
+            "AWS_ENDPOINT_URL": "http://127.0.0.1:9",
+            "AWS_ALLOW_HTTP": "true",
+            "HOME": str(tmp_path / "home"),
+            "HOLDFAST_S3_RETRIES": "0",
+            "HOLDFAST_S3_OP_TIMEOUT_S": "1",
+        }
+        code = "import holdfast; holdfast.list_checkpoints('s3://bucket/run')"
+        command = [sys.executable, "-c", code]
+        if way == "command":
+            command = [str(Path(sys.executable).parent / "holdfast"), "ls", "s3://bucket/run"]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=60
+        )
+        server.shutdown()
+    assert requests == []
+    assert done.returncode != 0
+    assert f"{tmp_path}/holdfast.toml' is not read" in done.stderr

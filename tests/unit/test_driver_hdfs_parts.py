@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.drivers.hdfs.authentication import unauthenticated
 from holdfast.drivers.hdfs.calls import Call, run
-from holdfast.drivers.hdfs.config import name_service, site, web_addresses
+from holdfast.drivers.hdfs.config import Served, name_service, rpc_addresses, served, site, web_addresses
 from holdfast.drivers.hdfs.errors import storage_error
 from holdfast.drivers.hdfs.names import Names, belongs_to, is_temporary, key_name, path_name, temporary_name
 from holdfast.drivers.hdfs.webhdfs import ConcatRefused, WebHdfs
@@ -167,6 +168,136 @@ def test_addresses_of_webhdfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("HADOOP_CONF_DIR")
     monkeypatch.setenv("HADOOP_HOME", "/nowhere")
     assert site(None) == {}
+
+
+def test_addresses_of_a_name_service_without_fail_over() -> None:
+    """In a federation each name service has one name node; its properties end in its name."""
+    properties = {
+        "dfs.nameservices": "ns1, ns2",
+        "dfs.namenode.rpc-address.ns2": "b:8020",
+        "dfs.namenode.http-address.ns2": "b:50070",
+        "dfs.namenode.rpc-address.ns1": "a:8020",
+    }
+    assert web_addresses("ns2", properties) == ["http://b:50070"]
+    assert web_addresses("ns1", properties) == ["http://a:9870"]
+    assert rpc_addresses("ns1", properties) == ["a:8020"]
+
+
+def test_a_name_node_that_is_one_of_a_service_keeps_its_own_address() -> None:
+    """Named by host and port, while the configuration knows it as a part of a name service."""
+    properties = name_service("ns", ["a:8020", "b:8020"]) | {"dfs.namenode.http-address.ns.nn1": "b:50070"}
+    assert web_addresses("b:8020", properties) == ["http://b:50070"]
+    assert rpc_addresses("b:8020", properties) == ["b:8020"]
+    assert rpc_addresses("ns", properties) == ["a:8020", "b:8020"]
+
+
+def test_addresses_of_routers() -> None:
+    """A router of a federation is a name node to its clients, whose web port is another one."""
+    service = name_service("fed", ["r1:8888", "r2:8888"])
+    assert web_addresses("fed", service) == ["http://r1:50071", "http://r2:50071"]
+    assert web_addresses("r1:8888", {}) == ["http://r1:50071"]
+    assert web_addresses("r1:8888", {"dfs.http.policy": "HTTPS_ONLY"}) == ["https://r1:50072"]
+
+
+def test_the_default_port_of_https_is_its_own() -> None:
+    """Where only HTTPS is spoken and no address is configured."""
+    assert web_addresses("host:8020", {"dfs.http.policy": "HTTPS_ONLY"}) == ["https://host:9871"]
+
+
+VIEW = {
+    "fs.defaultFS": "viewfs://cluster",
+    "fs.viewfs.mounttable.cluster.link./data": "hdfs://ns1/real/data",
+    "fs.viewfs.mounttable.cluster.link./data/deep": "hdfs://ns2/",
+    "fs.viewfs.mounttable.cluster.linkFallback": "hdfs://ns3/rest",
+    "fs.viewfs.mounttable.cluster.link./elsewhere": "s3a://bucket/x",
+}
+
+
+@pytest.mark.parametrize(
+    ("root", "expected"),
+    [
+        ("/data/deep/run", Served("ns2", "/run")),
+        ("/data/deep", Served("ns2", "/")),
+        ("/data/run", Served("ns1", "/real/data/run")),
+        ("/database/run", Served("ns3", "/rest/database/run")),
+        ("/data", None),
+        ("/", None),
+        ("/elsewhere/run", None),
+    ],
+)
+def test_links_of_a_viewfs_are_followed(root: str, expected: Served | None) -> None:
+    """The longest link above the folder counts; a folder with links below it is in several places at once."""
+    assert served("", root, VIEW) == expected
+
+
+def test_what_a_uri_without_authority_means() -> None:
+    """``fs.defaultFS``, where that is HDFS; never the name of a mount table as that of a host."""
+    assert served("", "/x", {"fs.defaultFS": "hdfs://ns/"}) == Served("ns", "/x")
+    assert served("", "/x", {"fs.defaultFS": "viewfs://cluster"}) is None
+    assert served("", "/x", {"fs.defaultFS": "viewfs:///", "fs.viewfs.mounttable.default.link./x": "hdfs://h:1/y"}) == (
+        Served("h:1", "/y")
+    )
+    assert served("", "/x", {"fs.defaultFS": "file:///"}) is None
+    assert served("", "/x", {}) is None
+    assert served("ns", "/x", VIEW) == Served("ns", "/x")
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "advice"),
+    [
+        (
+            'GSSAPIError(GssMajorCodes { raw: "0x00070000" }, 2529639053, "No credentials: none (default cache: x)")',
+            AccessError,
+            "kinit",
+        ),
+        (
+            'GSSAPIError(GssMajorCodes { raw: "0x000d0000" }, 25, "Unspecified GSS failure: Ticket expired")',
+            AccessError,
+            "kinit",
+        ),
+        (
+            'GSSAPIError(GssMajorCodes { raw: "0x000d0000" }, 25, "Cannot contact any KDC for realm")',
+            StorageDownError,
+            "KRB5_CONFIG",
+        ),
+        ('RPCError("org.apache.hadoop.security.token.SecretManager$InvalidToken", "gone")', AccessError, "kinit"),
+        ('RPCError("org.apache.hadoop.ipc.StandbyException", "no")', StorageDownError, "?namenodes="),
+        ("Failed to APPEND_FILE because lease recovery is in progress. Try again", BusyError, "a minute"),
+        ("RPC listener disconnected", StorageError, "hadoop.security.authentication"),
+    ],
+)
+def test_errors_say_what_to_do(text: str, kind: type[StorageError], advice: str) -> None:
+    """Of Kerberos, standbys and leases; in the server's own words, without numbers."""
+    found = storage_error(RuntimeError(text), "get", "hdfs://h/x", "key")
+    assert isinstance(found, kind)
+    assert advice in str(found)
+    assert "GssMajorCodes" not in str(found)
+
+
+def test_who_is_asked_for_a_ticket_and_configured_without_is_told() -> None:
+    """By what a name node offers; one that says nothing, or is not there, is left to the library."""
+    simple = b"\x00\x00\x00\x08\x0a\x06SIMPLE"
+    secure = b"\x00\x00\x00\x0a\x0a\x08KERBEROS"
+
+    async def ask(answer: bytes) -> tuple[str, str] | None:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readexactly(4)
+            writer.write(answer)
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        async with server:
+            address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            return await asyncio.to_thread(unauthenticated, [address], "simple")
+
+    reason = asyncio.run(ask(secure))
+    assert reason is not None
+    assert "asks for KERBEROS" in reason[0]
+    assert "HADOOP_CONF_DIR" in reason[1]
+    assert asyncio.run(ask(simple)) is None
+    assert asyncio.run(ask(b"")) is None
+    assert asyncio.run(ask(b"\xff" * 10)) is None
+    assert unauthenticated(["127.0.0.1:1", "nonsense"], "simple") is None
 
 
 async def _answering(answer: bytes) -> tuple[asyncio.Server, list[bytes]]:

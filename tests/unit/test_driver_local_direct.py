@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from holdfast.drivers import local_io
+from holdfast.drivers.contract import AtMost
 from holdfast.drivers.local import LocalDriver
 from holdfast.errors import StorageDownError, StorageError
 
@@ -208,10 +209,11 @@ async def test_a_direct_write_that_stops_within_a_block_goes_on_at_its_start(
     await driver.close()
 
 
+@pytest.mark.parametrize("declared", [AtMost(1 << 40), 64 * MiB], ids=["bound", "size"])
 @pytest.mark.parametrize("refused", [False, True])
 @asynchronous
 async def test_a_file_that_ends_early_is_cut_before_it_is_durable(
-    driver: LocalDriver, root: Path, monkeypatch: pytest.MonkeyPatch, refused: bool
+    driver: LocalDriver, root: Path, monkeypatch: pytest.MonkeyPatch, refused: bool, declared: int
 ) -> None:
     """It had the size that was declared from its beginning, also where direct writes then turn out to be refused; none of that
     is left when it is fsynced, nor on the disk."""
@@ -220,7 +222,7 @@ async def test_a_file_that_ends_early_is_cut_before_it_is_durable(
         monkeypatch.setattr(os, "pwrite", functools.partial(_refuse_direct, os.pwrite))
     content = memoryview(mmap.mmap(-1, MiB))
     content[:] = os.urandom(MiB)
-    upload = await driver.create("x", 1 << 40)
+    upload = await driver.create("x", declared)
     await upload.write(0, content)
     await upload.write(MiB, content[: MiB // 2 + 5])
     synced: list[int] = []

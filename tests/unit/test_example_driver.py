@@ -1,52 +1,21 @@
-"""The example package of the driver author's guide: it installs, keeps the contract, and saves and loads."""
+"""The example packages of the driver author's guide: they install, keep the contract, and save and load."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.examples import EXAMPLES, SAVE_AND_LOAD, install, run
 from support.kit import run_kit
 
 pytestmark = pytest.mark.timeout(240)  # on a busy machine
 
-EXAMPLE = Path(__file__).parents[2] / "docs/examples/holdfast-sqlite"
-
-SAVE_AND_LOAD = """
-import sys, numpy, torch, holdfast
-uri = sys.argv[1]
-state = {"weight": torch.arange(3 << 20, dtype=torch.float32), "step": 7}
-for step in (1, 2):
-    holdfast.save(f"{uri}/step-{step}", state)
-target = {"weight": torch.zeros(3 << 20), "step": 0}
-holdfast.load(f"{uri}/step-2", into=target)
-assert torch.equal(target["weight"], state["weight"]) and target["step"] == 7
-with holdfast.open(f"{uri}/step-1") as checkpoint:
-    assert checkpoint.verify().ok
-    assert torch.equal(checkpoint.read("weight", slice(5, 900_000)), state["weight"][5:900_000])
-assert [found.path for found in holdfast.list_checkpoints(uri)] == ["step-1", "step-2"]
-"""
-
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder into which pip installed the example, without a network and without building Holdfast."""
-    source, target = tmp_path_factory.mktemp("source") / "example", tmp_path_factory.mktemp("target")
-    shutil.copytree(EXAMPLE, source, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
-    options = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
-    run([sys.executable, "-m", "pip", "install", *options, "--target", str(target), str(source)], target)
-    return target
-
-
-def run(command: list[str], installed: Path) -> str:
-    """The output of a command that finds the installed package; the command succeeds."""
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(installed), *filter(None, sys.path)])}
-    done = subprocess.run(command, cwd=installed, env=env, capture_output=True, text=True, timeout=110, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    """A folder with the example that needs no server."""
+    return install("holdfast-sqlite", tmp_path_factory.mktemp("example"))
 
 
 def test_the_example_keeps_the_contract(installed: Path, tmp_path: Path) -> None:
@@ -62,9 +31,23 @@ def test_the_example_saves_and_loads(installed: Path, tmp_path: Path) -> None:
     run([sys.executable, "-W", "error", "-c", SAVE_AND_LOAD, f"sqlite://{tmp_path}/runs.db/run"], installed)
 
 
-def test_the_example_takes_no_more_of_holdfast_than_is_for_authors(installed: Path) -> None:
-    """What it imports is what the guide names: contract, options, ranges, threads, uri, errors."""
-    lines = [line for path in (installed / "holdfast_sqlite").glob("*.py") for line in path.read_text().splitlines()]
+@pytest.mark.parametrize(("example", "lines_max"), [("holdfast-sqlite", 450), ("holdfast-sftp", 250)])
+def test_an_example_is_as_short_as_the_guide_says(example: str, lines_max: int) -> None:
+    """A probe, which is for the kit alone, does not count."""
+    modules = [path for path in EXAMPLES.glob(f"{example}/*/*.py") if path.name != "probe.py"]
+    assert 0 < sum(len(path.read_text().splitlines()) for path in modules) < lines_max
+
+
+@pytest.mark.parametrize(
+    ("example", "names"),
+    [
+        ("holdfast-sqlite", {"contract", "options", "ranges", "threads", "uri"}),
+        ("holdfast-sftp", {"asynchronous", "contract", "uri"}),
+    ],
+)
+def test_an_example_takes_no_more_of_holdfast_than_is_for_authors(example: str, names: set[str]) -> None:
+    """What it imports is what the guide names."""
+    lines = [line for path in EXAMPLES.glob(f"{example}/*/*.py") for line in path.read_text().splitlines()]
+    lines = [line.replace("from holdfast import errors", "from holdfast.errors") for line in lines]
     modules = {line.split()[1] for line in lines if line.startswith("from holdfast")}
-    public = {f"holdfast.drivers.{name}" for name in ("contract", "options", "ranges", "threads", "uri")}
-    assert modules == public | {"holdfast.errors"}
+    assert modules == {f"holdfast.drivers.{name}" for name in names} | {"holdfast.errors"}

@@ -27,6 +27,13 @@ WORKPLACE = re.compile(
     re.IGNORECASE,
 )
 
+ANOTHERS = re.compile(
+    r"""\bholdfast\\?\[[a-z{]"""  # with extras
+    r"""|pip install( +-\S+)* +['"]?holdfast(?![\w./\[-])"""
+    r"""|(dependencies|requires|test) = \[.*["']holdfast["'<>=~ ]"""
+)
+"""What asks pip for ``holdfast``."""
+
 
 @functools.cache
 def files(*suffixes: str) -> list[Path]:
@@ -134,6 +141,29 @@ def lines_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return (node.end_lineno or node.lineno) - node.lineno + 1
 
 
+def test_locks_are_free_after_a_fork() -> None:
+    """Every lock comes from ``forks``, and so does the property that is computed once; no module makes an executor, a queue
+    or an event when it is imported. Else a child forked at the wrong moment waits for ever."""
+    modules = [path for path in shipped() if path.relative_to(ROOT).parts[0] not in {"bench", "forks"}]
+    assert [at(path, line) for path in modules for line in unsafe_at_forks(path)] == []
+
+
+def unsafe_at_forks(path: Path) -> Iterator[int]:
+    """The lines that take a lock from elsewhere, or make something for threads at the top of a module."""
+    banned = {"threading.Lock", "threading.RLock", "_thread.allocate_lock", "functools.cached_property"}
+    types = {id(node.annotation) for node in ast.walk(tree_of(path)) if isinstance(node, ast.AnnAssign)}
+    for node in ast.walk(tree_of(path)):
+        if (isinstance(node, ast.ImportFrom) and {f"{node.module}.{alias.name}" for alias in node.names} & banned) or (
+            isinstance(node, ast.Attribute) and ast.unparse(node) in banned and id(node) not in types
+        ):
+            yield node.lineno
+    for statement in tree_of(path).body:
+        value = statement.value if isinstance(statement, ast.Assign | ast.AnnAssign) else None
+        made = ast.unparse(value.func) if isinstance(value, ast.Call) else ""
+        if re.search(r"(Condition|Event|Semaphore|Queue|Executor|Thread|Timer)$", made):
+            yield statement.lineno
+
+
 def test_functions_are_short() -> None:
     """A function that does not fit a screen is two functions; tests included."""
     long = [(p, f) for p in files(".py") for f in functions(p) if lines_of(f) > FUNCTION_LINES_MAX]
@@ -220,6 +250,13 @@ def test_prose_is_about_the_project() -> None:
     texts = files(".py", ".md", ".toml", ".txt", "Makefile", "run")
     lines = [(p, n, t) for p in texts if p != Path(__file__) for n, t in enumerate(p.read_text().splitlines(), 1)]
     assert [f"{at(path, number)} {text.strip()}" for path, number, text in lines if WORKPLACE.search(text)] == []
+
+
+def test_nobody_is_sent_to_the_package_of_another_project() -> None:
+    """The distribution is ``holdfast-checkpoint``; on PyPI ``holdfast``, the name that is imported, is another project's."""
+    texts = files(".py", ".md", ".toml", ".sh", "Makefile", "run")
+    lines = [(p, n, t) for p in texts if p != Path(__file__) for n, t in enumerate(p.read_text().splitlines(), 1)]
+    assert [f"{at(path, number)} {text.strip()}" for path, number, text in lines if ANOTHERS.search(text)] == []
 
 
 def test_every_relative_link_leads_somewhere() -> None:

@@ -152,13 +152,14 @@ def test_what_is_many_requests_may_take_ten_times_as_long(name: str) -> None:
 
 
 def test_the_deadline_is_of_the_whole_operation() -> None:
-    """Tries and pauses together; the error tells the last failure, and has it as its cause."""
-    last = DOWN("reset by peer")
+    """Tries and pauses together; the error tells the last failure and its advice, and has it as its cause."""
+    last = DOWN("reset by peer", advice="Name the other server.")
     below, result, ended_s = outcome(OPERATIONS["get"], [20.0, HANG], replace(POLICY, op_timeout_s=30.0))
     assert (result, ended_s) == (b"abc", 20.0)
     below, result, ended_s = outcome(OPERATIONS["get"], [last, HANG], replace(POLICY, op_timeout_s=30.0))
     assert (ended_s, result.__cause__, below.cancelled) == (30.0, last, 1)
     assert "in 2 tries; the last failure: reset by peer" in str(result)
+    assert str(result).endswith("Name the other server. The option op_timeout_s allows more time.")
 
 
 def test_a_pause_for_which_there_is_no_time_is_not_begun() -> None:

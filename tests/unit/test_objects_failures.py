@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
-from holdfast.drivers.objects.failures import failures, translated
+from holdfast.drivers.objects.failures import connecting, failures, translated
 from holdfast.errors import (
     AccessError,
     BusyError,
@@ -15,12 +18,18 @@ from holdfast.errors import (
     StorageError,
 )
 
-exceptions = pytest.importorskip("obstore.exceptions", reason="obstore is not installed: pip install 'holdfast[s3]'")
+exceptions = pytest.importorskip(
+    "obstore.exceptions", reason="obstore is not installed: pip install 'holdfast-checkpoint[s3]'"
+)
 
 ANSWER = (
     "Error performing {method} http://host/bucket/key in 4.8ms - Server returned non-2xx status code: {status}: "
     '<?xml version="1.0"?><Error><Code>{code}</Code><Message>{message}</Message></Error>'
 )
+
+
+OF_ONE = "Generic {store} error: {request} request failed for key run/x: Told why. (code: {code})"
+"""What obstore says of one object of those that a request was to delete."""
 
 
 def answer(status: str, code: str, message: str = "", method: str = "PUT") -> str:
@@ -42,6 +51,31 @@ def answer(status: str, code: str, message: str = "", method: str = "PUT") -> st
         (exceptions.GenericError(answer("507 Insufficient Storage", "X")), FullError, "quota"),
         (exceptions.GenericError(answer("301 Moved", "PermanentRedirect")), StorageError, "region"),
         (exceptions.GenericError(answer("400 Bad Request", "KeyTooLongError")), StorageError, None),
+        (
+            exceptions.GenericError(OF_ONE.format(store="S3", request="DeleteObjects", code="AccessDenied")),
+            AccessError,
+            "policies",
+        ),
+        (
+            exceptions.GenericError(OF_ONE.format(store="S3", request="DeleteObjects", code="SlowDown")),
+            BusyError,
+            "concurrency",
+        ),
+        (
+            exceptions.GenericError(OF_ONE.format(store="S3", request="DeleteObjects", code="InternalError")),
+            StorageDownError,
+            "endpoint",
+        ),
+        (
+            exceptions.GenericError(OF_ONE.format(store="MicrosoftAzure", request="Bulk delete", code="403")),
+            AccessError,
+            "policies",
+        ),
+        (
+            exceptions.GenericError(OF_ONE.format(store="MicrosoftAzure", request="Bulk delete", code="503")),
+            BusyError,
+            "concurrency",
+        ),
         (exceptions.AlreadyExistsError("Object at location x already exists"), ExistsError, None),
         (exceptions.PreconditionError("Request precondition failure"), ExistsError, None),
         (FileNotFoundError("Object at location x not found"), NotFoundError, None),
@@ -81,3 +115,16 @@ def test_what_a_server_says_back_of_credentials_is_not_repeated(said: str) -> No
         raise exceptions.PermissionDeniedError(text)
     assert "hunter2" not in f"{caught.value} {caught.value.__cause__!r}"
     assert "Bye" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize("base", [Exception, BaseException])
+@pytest.mark.parametrize("body", [lambda: failures("get", "s3://b", "k"), lambda: connecting("s3://b")])
+def test_a_panic_of_the_client_is_an_error_of_ours(base: type[BaseException], body: Callable[[], Any]) -> None:
+    """Rust code panics where its author saw no other way; the exception is of a class that no handler can name, and may not
+    even be an Exception. What is no panic passes."""
+    panic = type("RustPanic" if base is Exception else "PanicException", (base,), {})
+    with pytest.raises(StorageError, match="client panicked: called `unwrap`") as caught, body():
+        raise panic("called `unwrap` on an Err value: InvalidUri")
+    assert isinstance(caught.value.__cause__, panic)
+    with pytest.raises(KeyboardInterrupt), body():
+        raise KeyboardInterrupt

@@ -95,10 +95,17 @@ def test_without_the_client_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
     """The scheme is known; its library is an extra."""
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "obstore" else found(name))
-    with pytest.raises(UriError, match=r"pip install 'holdfast\[s3\]'"):
+    with pytest.raises(UriError, match=r"pip install 'holdfast-checkpoint\[s3\]'"):
         open_driver("s3://bucket/run")
 
 
 def test_every_object_store_has_its_scheme() -> None:
     """They are built in, whatever the metadata of an older install says."""
     assert {"s3", "gs", "az", "http", "https"} <= set(schemes())
+
+
+def test_azure_needs_an_account(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the URI nor the environment names one: an error that says how, and nothing is sent."""
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    with pytest.raises(UriError, match=r"\?account="):
+        asyncio.run(_get("az://container/run"))

@@ -74,7 +74,7 @@ def test_a_checkpoint_is_a_manifest_and_one_attempt(tmp_path: Path) -> None:
 
 def test_a_state_without_tensors_writes_no_image(tmp_path: Path) -> None:
     """There is nothing to put into it."""
-    report = holdfast.save(tmp_path, {"step": 3, "empty": torch.zeros(0)})
+    report = holdfast.save(tmp_path, {"step": 3, "empty": torch.zeros(0)}, allow_empty=True)
     assert report.nbytes == 0
     assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == [
         "fate",
@@ -123,7 +123,8 @@ def test_a_save_that_fails_at_any_access_leaves_a_whole_checkpoint(n: int, after
     found = run(load(storage))["who"]
     if failed is None:
         assert found == "new"
-        assert fault.hit[0] in ("delete", "delete_all", "stat", "sweep")  # stat: that something is gone
+        refused = after and fault.hit[1].endswith("/attempt.json")  # the second put there ends with an error of its own
+        assert fault.hit[0] in ("delete", "delete_all", "stat", "sweep") or refused  # stat: that something is gone
     elif found == "new":
         looks = [("stat", "data/pruning"), ("stat", MANIFEST_KEY)]  # whether what was put stays
         assert fault.hit in looks or (fault.hit, after) == (("put", MANIFEST_KEY), True)
@@ -132,7 +133,7 @@ def test_a_save_that_fails_at_any_access_leaves_a_whole_checkpoint(n: int, after
     objects = run(contents(storage))
     left = attempts(objects)
     assert left.pop(Manifest.decode(objects[MANIFEST_KEY]).attempt) == ["0.safetensors", "fate"]
-    assert all(objects[f"data/{attempt}/fate"] == b"" for attempt in left)
+    assert all(objects[f"data/{attempt}/fate"].startswith(b"claim ") for attempt in left)
     assert len(left) <= 2
 
 
@@ -210,7 +211,7 @@ def test_a_request_that_the_storage_did_twice_does_not_fail_a_save() -> None:
                 await driver.put(key, b"", exclusive=True)
 
     run(save(HookedDriver(driver, before=twice), NEW))
-    assert len(done) == 2
+    assert len(set(done)) == 2
     assert list(attempts(run(contents(driver))).values()) == [["0.safetensors", "fate"]]
     assert difference(NEW, run(load(driver))) is None
 

@@ -191,6 +191,27 @@ def test_progress_counts_every_byte_once() -> None:
     assert {total for _, total in told} == {report.nbytes} == {told[-1][0]}
 
 
+def test_what_is_damaged_counts_neither_as_copied_nor_as_there(tmp_path: Path) -> None:
+    """The sums are those of what is at the destination now; progress ends at its own total all the same."""
+    root, seen = tmp_path / "from", list[tuple[int, int]]()
+    for step in (1, 2, 3):
+        holdfast.save(root / f"step-{step}", {"x": torch.zeros(5 << 20, dtype=torch.uint8), "step": step})
+    (image,) = (root / "step-2/data").glob("*/*.safetensors")
+    content = bytearray(image.read_bytes())
+    content[4 << 20] ^= 1
+    image.write_bytes(content)
+    report = holdfast.copy(
+        root, tmp_path / "to", recursive=True, progress=lambda done, total: seen.append((done, total))
+    )
+    assert [c.step for c in report.copied] == [1, 3]
+    assert (report.ok, report.checkpoints[1].problem is None) == (False, False)
+    assert report.nbytes == report.sent_nbytes == 2 * report.checkpoints[0].nbytes
+    assert seen[-1][0] == seen[-1][1] >= report.nbytes
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    again = holdfast.copy(root, tmp_path / "to", recursive=True)
+    assert (again.nbytes, again.sent_nbytes) == (report.nbytes, 0)
+
+
 def test_copying_needs_no_torch() -> None:
     """A machine that only moves checkpoints need not import it."""
     code = (

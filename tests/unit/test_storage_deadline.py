@@ -54,7 +54,8 @@ def test_a_handle_tells(store: dict[str, Any]) -> None:
     assert handle.done()
     holdfast.save(URI, NEW, timeout_s=600)
     assert torch.equal(holdfast.load(URI)["x"], NEW["x"])
-    assert {key.split("/")[1] for key in store if key.startswith("data/")} == {holdfast.open(URI).attempt}
+    with holdfast.open(URI) as checkpoint:
+        assert {key.split("/")[1] for key in store if key.startswith("data/")} == {checkpoint.attempt}
 
 
 def test_a_save_that_waits_for_another_has_its_time_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,7 +144,7 @@ def test_a_range_reads_only_its_blocks(rng: np.random.Generator) -> None:
     name, read = f"memory://ranges-{rng.integers(1 << 60)}", []
     holdfast.save(name, {"w": torch.zeros(4000, 1000)})
     fs = HoldfastFileSystem(name)
-    driver = fs._checkpoint._driver
+    driver = fs._checkpoint._opened
     assert isinstance(driver, MemoryDriver)
 
     class Counting(HookedDriver):
@@ -152,7 +152,7 @@ def test_a_range_reads_only_its_blocks(rng: np.random.Generator) -> None:
             read.append(len(into))
             await super().read(key, start, into)
 
-    fs._checkpoint._driver = Counting(driver)
+    fs._checkpoint._opened = Counting(driver)
     assert fs.cat_file("w.npy", 1_000_128, 1_004_128) == bytes(4000)
     assert sum(read) <= 2 * 65536 + 4096
     read.clear()

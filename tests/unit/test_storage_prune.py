@@ -18,10 +18,10 @@ from support.drivers import Fault, HookedDriver, contents
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage import commit, place
+from holdfast.storage.choice import Rules, choose, chosen_by
 from holdfast.storage.format.manifest import MANIFEST_KEY
-from holdfast.storage.prune import choose
+from holdfast.storage.listing import ListedCheckpoint
 from holdfast.storage.pruning import new_sign
-from holdfast.storage.reader import ListedCheckpoint
 
 DEAD = "20200101T000000-00000000"
 
@@ -81,12 +81,16 @@ def test_each_folder_is_a_run_of_its_own() -> None:
 
 
 def test_what_cannot_be_judged_is_kept() -> None:
-    """Checkpoints without a step, those that cannot be opened, the one at the URI itself, and the last that was saved,
-    also where its step is a low one: a run that was taken up again at an earlier step."""
-    odd = [listed("a", None), listed("b", 1, problem="damaged"), listed("", 2), listed("c", 3, created_s=900.0)]
+    """Checkpoints without a step, those that cannot be opened, and the one at the URI itself."""
+    odd = [listed("a", None), listed("b", 1, problem="damaged"), listed("", 2)]
     assert choose([*odd, *FOLDER], 5, None) == []
-    again = [listed("s900", 900, 1.0), listed("s300", 300, 2.0), listed("s200", 200, 0.0)]
-    assert [c.step for c in choose(again, 1, None)] == [200]
+
+
+def test_what_has_the_latest_time_is_kept_besides() -> None:
+    """Also where its step is a low one: a run that was taken up again by hand. By no clock anything is deleted."""
+    again = [listed("s900", 900, 1.0), listed("s300", 300, 2.0), listed("s200", 200, 0.0), listed("", 1, 9.0)]
+    choice = run(chosen_by(place.Place.of(fresh_uri(), None), Rules(1, None, abandoned=False, verify=False), again))
+    assert [c.step for c in choice.gone] == [200]
 
 
 @given(
@@ -97,16 +101,15 @@ def test_what_cannot_be_judged_is_kept() -> None:
 def test_the_newest_of_a_folder_never_goes(
     members: list[tuple[str, int, float]], last: int | None, every: int | None
 ) -> None:
-    """Neither that of the highest step nor that saved last; and of the rest those go that no rule keeps."""
+    """That of the highest step, whatever clocks say; and of the rest those go that no rule keeps."""
     everything = [listed(f"{folder}/{step}", step, created_s) for folder, step, created_s in members]
     gone = choose(everything, last, every)
     for folder in {folder for folder, *_ in members}:
         mine = sorted((c for c in everything if c.path[0] == folder), key=lambda c: c.step or 0)
         kept = [c for c in mine if c not in gone]
         assert mine[-1] in kept
-        assert max(c.created_s for c in mine) == max(c.created_s for c in kept)
         others = [c for c in kept if c not in mine[-(last or 1) :] and (every is None or (c.step or 0) % every)]
-        assert len(others) <= 1 or last is every is None
+        assert not others or last is every is None
         assert set(gone).isdisjoint(mine[-last:] if last else [])
 
 
@@ -347,3 +350,90 @@ def test_wrong_rules_are_refused(wrong: dict[str, Any]) -> None:
     """Before anything is looked at."""
     with pytest.raises(holdfast.UsageError, match=next(iter(wrong))):
         holdfast.prune(fresh_uri(), **wrong)
+
+
+def damaged_folder(folder: Path, step_of_each: dict[str, int]) -> None:
+    """Checkpoints that are good, flipped in a bit, without their image, and cut short."""
+    for name, step in step_of_each.items():
+        holdfast.save(folder / name, state(step))
+        (image,) = (folder / name).glob("data/*/0.safetensors")
+        data = bytearray(image.read_bytes())
+        if name == "flipped":
+            data[4200] ^= 1
+            image.write_bytes(data)
+        elif name == "gone":
+            image.unlink()
+        elif name == "short":
+            image.write_bytes(data[:-1])
+
+
+def left(folder: Path) -> list[str]:
+    """The checkpoints that are there."""
+    return sorted(c.path for c in holdfast.list_checkpoints(folder))
+
+
+SAME = {"good": 20, "flipped": 20, "gone": 20, "short": 20}
+LATER = {"old": 10, "good": 20, "gone": 30, "short": 40}
+
+
+@pytest.mark.parametrize(
+    ("there", "options", "kept"),
+    [
+        (SAME, {"keep_last": 1}, ["flipped", "good"]),
+        (SAME, {"keep_last": 1, "verify": True}, ["good"]),
+        (LATER, {"keep_last": 1}, ["gone", "good", "short"]),
+        (LATER, {"keep_last": 2}, ["gone", "good", "old", "short"]),
+        (LATER, {"keep_every": 40}, ["gone", "good", "short"]),
+        ({"good": 10, "flipped": 20}, {"keep_last": 1, "verify": True}, ["flipped", "good"]),
+        ({"good": 10, "flipped": 20}, {"keep_every": 20, "verify": True}, ["flipped", "good"]),
+        ({"old": 5, "good": 10, "flipped": 20}, {"keep_last": 1, "verify": True}, ["flipped", "good"]),
+        ({"gone": 10, "short": 20}, {"keep_last": 1}, ["gone", "short"]),
+        ({"gone": 10, "short": 20, "good": 30}, {"keep_last": 1}, ["good"]),
+        ({"gone": 10, "short": 20, "good": 30}, {"keep_last": 2}, ["gone", "good", "short"]),
+    ],
+)
+def test_what_is_damaged_does_not_count_as_kept(
+    there: dict[str, int], options: dict[str, Any], kept: list[str], tmp_path: Path
+) -> None:
+    """So the only whole one never goes. What is damaged goes once enough others are whole, if it is no newer."""
+    damaged_folder(tmp_path, there)
+    plan = holdfast.prune(tmp_path, dry_run=True, **options)
+    assert sorted(plan.kept) == kept
+    assert left(tmp_path) == sorted(there)
+    report = holdfast.prune(tmp_path, **options)
+    assert sorted(report.kept) == kept == left(tmp_path)
+    broken = {"gone", "short"} | ({"flipped"} if "verify" in options else set())
+    assert set(report.damaged) == broken & set(kept)
+    assert {c.path for c in report.checkpoints if c.damage} == broken & (set(there) - set(kept))
+
+
+def test_an_abandoned_checkpoint_goes_only_beside_a_whole_one(tmp_path: Path) -> None:
+    """It may be all that is left of the run."""
+    with holdfast.Checkpointer(tmp_path, grace_s=None, when_busy="wait") as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, state(step))
+        ckpt.resume(state(0), step=1)
+    (image,) = (tmp_path / "step-00000001").glob("data/*/0.safetensors")
+    whole = image.read_bytes()
+    image.unlink()
+    assert holdfast.prune(tmp_path, abandoned=True).checkpoints == ()
+    image.write_bytes(whole)
+    assert [c.step for c in holdfast.prune(tmp_path, abandoned=True).checkpoints] == [2, 3]
+
+
+def test_a_dry_run_lists_no_attempt_that_may_be_alive() -> None:
+    """What it lists is what would be deleted."""
+    root = saved(fresh_uri(), 1)
+    storage = MemoryDriver(root.removeprefix("memory://"))
+    run(storage.put(f"step-2/data/{DEAD}/attempt.json", b""))
+    assert holdfast.prune(root, dry_run=True).leftovers == holdfast.prune(root).leftovers == ()
+    assert len(holdfast.prune(root, dry_run=True, idle_s=0).leftovers) == 1
+
+
+def test_a_listing_says_what_is_missing(tmp_path: Path) -> None:
+    """By a look at sizes; a bit that was flipped takes reading."""
+    damaged_folder(tmp_path, SAME)
+    damages = {c.path: c.damage for c in holdfast.list_checkpoints(tmp_path)}
+    assert damages["good"] is damages["flipped"] is None
+    assert damages["gone"] == "the image of rank 0 is missing"
+    assert "bytes instead of" in (damages["short"] or "")

@@ -15,6 +15,9 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast import errors
+from holdfast.storage.ranks.calls import Call
+from holdfast.storage.ranks.keys import Keys
+from holdfast.storage.ranks.member import Member
 from holdfast.storage.ranks.team import Solo, StoreTeam, Team
 
 Act = Callable[[Team], Awaitable[Any]]
@@ -54,13 +57,41 @@ async def act(team: Team, what: Act) -> Any:
             raise
 
 
-def together(store: Any, acts: Sequence[Act], silence_s: float = 5.0, prefix: str = "p") -> list[Any]:
-    """One rank per act, all in this process; their results or errors, in order of rank."""
+def kept(world: int) -> int:
+    """Keys of a job of so many ranks that stay as long as it does, and never grow: a board for each rank, the leader's
+    name, and whom it has acknowledged."""
+    return world + 2
 
-    async def run() -> list[Any]:
-        teams = [StoreTeam(store, rank, len(acts), prefix, silence_s) for rank in range(len(acts))]
+
+class Job:
+    """The ranks of a job, all in this process, each a task: they make one call after the other."""
+
+    def __init__(self, store: Any, world: int, silence_s: float = 5.0) -> None:
+        self.store, self.world, self.silence_s = store, world, silence_s
+        self.members = [Member(Keys(store, "p"), rank, world) for rank in range(world)]
+
+    def team(self, rank: int, call: Call | None = None) -> StoreTeam:
+        """That of a rank, for its next call."""
+        return StoreTeam(self.store, rank, self.world, "", self.silence_s, call or Call("call"), self.members[rank])
+
+    async def calls(self, acts: Sequence[Act], calls: Sequence[Call | None] | None = None) -> list[Any]:
+        """One act per rank; their results or errors, in order of rank."""
+        teams = [self.team(rank, calls and calls[rank]) for rank in range(len(acts))]
         tasks = [asyncio.ensure_future(act(t, a)) for t, a in zip(teams, acts, strict=True)]
         return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+
+
+def together(store: Any, acts: Sequence[Act], silence_s: float = 5.0) -> list[Any]:
+    """One call of a new job, one rank per act."""
+    return asyncio.run(Job(store, len(acts), silence_s).calls(acts))
+
+
+def repeatedly(store: Any, times: int, acts: Sequence[Act], silence_s: float = 5.0) -> list[list[Any]]:
+    """So many calls of a job, one after the other."""
+
+    async def run() -> list[list[Any]]:
+        job = Job(store, len(acts), silence_s)
+        return [await job.calls(acts) for _ in range(times)]
 
     return asyncio.run(run())
 
@@ -83,7 +114,7 @@ def test_every_rank_learns_what_the_leader_made_of_all_statements(store: Any) ->
     """Statements reach the leader in order of rank; its verdict reaches all, round by round; then no key is left."""
     keys = store.num_keys()
     assert together(store, [stating("a", "b")] * 4) == [[b"a0|a1|a2|a3", b"b0|b1|b2|b3"]] * 4
-    assert store.num_keys() == keys
+    assert store.num_keys() == keys + kept(4)
 
 
 def test_a_team_of_one_needs_no_store() -> None:
@@ -101,15 +132,14 @@ def test_statements_and_verdicts_may_be_of_any_size(store: Any, nbytes: int) -> 
 
     expected = b"|".join(bytes([rank]) * nbytes for rank in range(2))
     assert together(store, [what] * 2) == [expected] * 2
-    assert store.num_keys() == keys
+    assert store.num_keys() == keys + kept(2)
 
 
 def test_repeated_rounds_do_not_grow_the_store(store: Any) -> None:
     """A job saves thousands of times over one store."""
     keys = store.num_keys()
-    for i in range(5):
-        together(store, [stating("a", "b")] * 3, prefix=f"save {i}")
-    assert store.num_keys() == keys
+    assert repeatedly(store, 5, [stating("a", "b")] * 3) == [[[b"a0|a1|a2", b"b0|b1|b2"]] * 3] * 5
+    assert store.num_keys() == keys + kept(3)
 
 
 ERRORS = [
@@ -130,11 +160,11 @@ def test_an_error_of_the_decision_is_raised_on_every_rank_with_its_type(
     async def what(team: Team) -> bytes:
         return await team.round("r", b"", decide)
 
-    for i in range(10):
-        raised = together(store, [what] * 4, prefix=f"{i}")
+    keys = store.num_keys()
+    for raised in repeatedly(store, 10, [what] * 4):
         assert [(type(e), str(e)) for e in raised] == [(type(error), str(error))] * 4
         assert [getattr(e, "differences", None) for e in raised] == [getattr(error, "differences", None)] * 4
-    assert store.num_keys() <= 1
+    assert store.num_keys() == keys + kept(4) + 1  # the last answer, for those who come late
 
 
 def test_an_error_of_the_decision_that_is_not_ours_names_the_leader(store: Any) -> None:
@@ -162,15 +192,14 @@ def test_a_rank_that_fails_makes_all_others_raise_at_once_and_by_its_name(failin
         raise holdfast.FullError("no room", key="k")
 
     keys = store.num_keys()
-    for i in range(5):
-        began = time.monotonic()
-        acts = [fails if rank == failing else stating("r") for rank in range(6)]
-        raised = together(store, acts, silence_s=20, prefix=f"{i}")
-        assert time.monotonic() - began < 5
+    began = time.monotonic()
+    acts = [fails if rank == failing else stating("r") for rank in range(6)]
+    for raised in repeatedly(store, 5, acts, silence_s=20):
         assert isinstance(raised.pop(failing), holdfast.FullError)
         assert [(type(e), e.rank) for e in raised] == [(errors.RankFailedError, failing)] * 5
         assert all("no room" in str(e) and f"rank {failing}" in str(e) for e in raised)
-    assert store.num_keys() == keys
+    assert time.monotonic() - began < 10
+    assert store.num_keys() == keys + kept(6) + 1
 
 
 def test_a_rank_that_fails_later_is_told_to_those_who_are_still_busy(store: Any) -> None:
@@ -208,17 +237,34 @@ def test_a_rank_without_a_sign_of_life_is_named_within_the_deadline(silent: int,
     assert 0.5 <= took_s < 2.5
 
 
+class Mute:
+    """A store as a rank has it that dies at some moment: what it says from then on reaches nobody."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.dead = False
+
+    def set(self, key: str, value: bytes | str, /) -> None:
+        if not self.dead:
+            self._store.set(key, value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
 @pytest.mark.parametrize("dying", [0, 2])
 def test_a_rank_that_stops_beating_is_named(dying: int, plain_store: Any) -> None:
     """Having begun is not enough: it is the latest sign of life that counts."""
+    mute = Mute(plain_store)
 
     async def run() -> list[Any]:
-        teams = [StoreTeam(plain_store, rank, 3, "p", 0.5) for rank in range(3)]
+        teams = [StoreTeam(mute if rank == dying else plain_store, rank, 3, "p", 0.5) for rank in range(3)]
 
         async def dies() -> None:
-            beating = asyncio.ensure_future(teams[dying]._beat())
-            await asyncio.sleep(0.6)
-            beating.cancel()
+            async with teams[dying].session():
+                await asyncio.sleep(0.3)
+                mute.dead = True
+                await asyncio.sleep(1.5)
 
         acts = [dies() if t.rank == dying else act(t, stating("r")) for t in teams]
         return await asyncio.gather(*acts, return_exceptions=True)
@@ -228,30 +274,74 @@ def test_a_rank_that_stops_beating_is_named(dying: int, plain_store: Any) -> Non
     assert all(isinstance(e, errors.DeadlineError) for e in raised if e is not None)
 
 
-def test_a_slow_rank_that_lives_is_waited_for(plain_store: Any) -> None:
-    """Three times as long as the deadline, since its heart beats."""
-
-    async def slow(team: Team) -> bytes:
-        await asyncio.sleep(1.2)
-        return await team.round("r", b"slow", joined)
-
-    async def quick(team: Team) -> bytes:
-        return await team.round("r", b"", joined)
-
-    assert together(plain_store, [quick, slow, quick], silence_s=0.4) == [b"|slow|"] * 3
-
-
-def test_a_leader_that_decides_slowly_is_waited_for(plain_store: Any) -> None:
-    """As above."""
-
-    async def decide(payloads: Sequence[bytes]) -> bytes:
-        await asyncio.sleep(1.2)
-        return b"done"
+def working(seconds: float) -> Act:
+    """A rank that takes so long before its round, and moves something all the time."""
 
     async def what(team: Team) -> bytes:
+        end_s = time.monotonic() + seconds
+        while time.monotonic() < end_s:
+            await asyncio.sleep(0.05)
+            team.worked()
+        return await team.round("r", b"slow", joined)
+
+    return what
+
+
+def test_a_slow_rank_where_something_moves_is_waited_for(plain_store: Any) -> None:
+    """Three times as long as the deadline; also by those who wait for the leader, who waits for it."""
+    assert together(plain_store, [working(0), working(1.2), working(0)], silence_s=0.4) == [b"slow|slow|slow"] * 3
+
+
+def test_a_leader_that_decides_slowly_is_waited_for_while_it_works(plain_store: Any) -> None:
+    """As above."""
+
+    async def what(team: Team) -> bytes:
+        async def decide(payloads: Sequence[bytes]) -> bytes:
+            for _ in range(24):
+                await asyncio.sleep(0.05)
+                team.worked()
+            return b"done"
+
         return await team.round("r", b"", decide)
 
     assert together(plain_store, [what] * 3, silence_s=0.4) == [b"done"] * 3
+
+
+@pytest.mark.parametrize("stuck", [0, 2])
+def test_a_rank_that_beats_and_where_nothing_moves_is_named(stuck: int, plain_store: Any) -> None:
+    """Its heart beats, and its storage stands still: the others raise in time, and say what they waited for."""
+
+    async def stands_still(team: Team) -> None:
+        await team.round("a", b"", joined)
+        await asyncio.sleep(3)
+
+    acts = [stands_still if rank == stuck else stating("a", "b") for rank in range(3)]
+    began = time.monotonic()
+    raised = together(plain_store, acts, silence_s=0.5)
+    assert raised.pop(stuck) is None
+    assert [(type(e), e.rank) for e in raised] == [(errors.DeadlineError, stuck)] * 2
+    assert all("lives" in str(e) and "round 'b'" in str(e) for e in raised)
+    assert time.monotonic() - began < 4
+
+
+def test_who_waits_for_a_third_is_not_blamed(plain_store: Any) -> None:
+    """Rank 1 waits for rank 2, which stands still; the leader waits for rank 1, and names rank 2."""
+
+    async def first(team: Team) -> Any:
+        await team.round("a", b"", joined)
+        return await team.tell("host", [0, 1], b"")
+
+    async def second(team: Team) -> Any:
+        await team.round("a", b"", joined)
+        await team.tell("pair", [1, 2], b"")
+        return await team.tell("host", [0, 1], b"")
+
+    async def third(team: Team) -> None:
+        await team.round("a", b"", joined)
+        await asyncio.sleep(3)
+
+    raised = together(plain_store, [first, second, third], silence_s=0.5)
+    assert [getattr(e, "rank", None) for e in raised] == [2, 2, None]
 
 
 class StrictStore:
@@ -292,6 +382,10 @@ class StrictStore:
         self._pause()
         return self._inner.add(key, amount)
 
+    def compare_set(self, key: str, expected: bytes, desired: bytes, /) -> bytes:
+        self._pause()
+        return self._inner.compare_set(key, expected, desired)
+
     def num_keys(self) -> int:
         return self._inner.num_keys()
 
@@ -311,8 +405,7 @@ def test_a_verdict_goes_before_the_failure_of_its_rank(seed: int) -> None:
     async def what(team: Team) -> bytes:
         return await team.round("r", b"", decide)
 
-    for i in range(20):
-        raised = together(store, [what] * 3, prefix=f"{i}")
+    for raised in repeatedly(store, 20, [what] * 3):
         assert [type(e) for e in raised] == [holdfast.CoverageError] * 3
 
 
@@ -325,11 +418,15 @@ def test_no_rank_ever_waits_for_a_key_that_another_has_removed(seed: int) -> Non
         await team.round("a", b"", joined)
         raise holdfast.FullError("no room")
 
-    for i in range(10):
-        assert together(store, [stating("a", "b")] * 3, prefix=f"good {i}") == [[b"a0|a1|a2", b"b0|b1|b2"]] * 3
-        together(store, [stating("a", "b"), stating("a", "b"), fails], prefix=f"bad {i}")
+    async def run() -> None:
+        job = Job(store, 3)
+        for _ in range(10):
+            assert await job.calls([stating("a", "b")] * 3) == [[b"a0|a1|a2", b"b0|b1|b2"]] * 3
+            await job.calls([stating("a", "b"), stating("a", "b"), fails])
+
+    asyncio.run(run())
     assert store.waits == []
-    assert store.num_keys() == 0
+    assert store.num_keys() == kept(3)
 
 
 def test_a_store_that_goes_away_is_a_coordination_error(store: Any) -> None:

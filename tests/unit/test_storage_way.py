@@ -40,7 +40,7 @@ class Listening:
         self.told: dict[str, int] = {}
 
     def set(self, key: str, value: bytes | str, /) -> None:
-        self.told[key.partition("/")[2]] = len(value)
+        self.told[key.split("/", 3)[-1]] = len(value)  # below the job's prefix, its generation, and the call
         self._inner.set(key, value)
 
     def __getattr__(self, name: str) -> Any:

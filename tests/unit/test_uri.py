@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import holdfast
 from holdfast.drivers.uri import Uri, join, parse, redact
 from holdfast.errors import UriError
 
@@ -27,10 +30,10 @@ from holdfast.errors import UriError
         ("memory://", "memory", "", {}),
         ("fsspec+sftp://host/x", "fsspec+sftp", "host/x", {}),
         ("/a/b", "file", "/a/b", {}),
-        ("/a?b=c#d%20e", "file", "/a?b=c#d%20e", {}),
+        ("/a?b#d%20e", "file", "/a?b#d%20e", {}),
         ("//a//b/", "file", "/a/b", {}),
         ("./s3:/x", "file", None, {}),
-        ("~/run", "file", None, {}),
+        ("./~/run", "file", None, {}),
         ("run/1", "file", None, {}),
     ],
 )  # fmt: skip
@@ -71,6 +74,56 @@ def test_what_is_no_uri_is_an_error(text: str) -> None:
     """A typo is never taken for a local folder, and a half-understood URI is never opened."""
     with pytest.raises(UriError):
         parse(text)
+
+
+def test_a_leading_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a shell would have it, also where the shell did not see it; in a URI it is a name like others."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert parse("~/run").location == f"{tmp_path}/run"
+    assert parse(Path("~/run")).location == f"{tmp_path}/run"
+    assert parse("~").location == str(tmp_path)
+    assert parse("file:///~/run").location == "/~/run"
+    assert parse("a/~").location == f"{os.getcwd()}/a/~"
+    with pytest.raises(UriError, match="may begin with ~"):
+        parse("file://~/run")
+
+
+def test_the_home_of_nobody_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A local folder of that name is another matter."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UriError, match=r"Put \./ before"):
+        parse("~nobody-of-this-name/run")
+    (tmp_path / "~nobody-of-this-name").mkdir()
+    assert parse("~nobody-of-this-name").location == str(tmp_path / "~nobody-of-this-name")
+
+
+@pytest.mark.parametrize("path", ["/a/b?threads=3", "b?direct=on&threads=2", "/a?secret_key=hunter2", "~/x?threads=3"])
+def test_options_on_a_bare_path_are_refused(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rather than a folder of that name, without a word; the error says how to give them, and how to mean such a folder."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(UriError) as caught:
+        parse(path)
+    assert "hunter2" not in str(caught.value)
+    written = str(caught.value).partition("Write ")[2].partition(" to give them")[0]
+    assert parse(written).options.keys() <= {"threads", "direct", "secret_key"}
+    assert parse(written).location.startswith("/")
+    assert parse("file:///a/b%3Fthreads=3").location == "/a/b?threads=3"
+
+
+@pytest.mark.parametrize("given", [{"w": 1}, [1], None, 5, torch.nn.Linear(1, 1), torch.zeros(1)], ids=type)
+def test_arguments_that_are_swapped_are_said(given: Any) -> None:
+    """A state where the URI should be: its type, and the right order."""
+    for call in (holdfast.save, holdfast.async_save, holdfast.load):
+        with pytest.raises(
+            UriError, match=rf"the URI is an? {type(given).__name__}\. The URI comes first, then the state"
+        ):
+            call(given, "/checkpoints/run")  # type: ignore[arg-type]
+
+
+def test_bytes_are_no_uri() -> None:
+    """The error says how to make text of them."""
+    with pytest.raises(UriError, match="given as bytes"):
+        parse(b"/a/b")  # type: ignore[arg-type]
 
 
 def test_pathlib_cannot_smuggle_a_uri_into_a_folder() -> None:

@@ -65,6 +65,10 @@ class Hadoop:
     """Two name nodes; the first is active."""
     extra: Mapping[str, object] = field(default_factory=dict)
     """More properties, for every server."""
+    host: str = "127.0.0.1"
+    """What URIs call this machine: Kerberos knows it by name only."""
+    java: tuple[str, ...] = ()
+    """More words for Java."""
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     """By name: ``nn0``, ``nn1``, ``dn0``, …"""
     _begun: dict[str, int] = field(default_factory=dict)
@@ -78,7 +82,7 @@ class Hadoop:
     def uri(self) -> str:
         """Of its root; of the name service where there are two name nodes, with them as an option."""
         if not self.ha:
-            return f"hdfs://127.0.0.1:{self._ports['nn0'][0]}/?webhdfs=127.0.0.1:{self._ports['nn0'][1]}"
+            return f"hdfs://{self.address}/?webhdfs={self.host}:{self._ports['nn0'][1]}"
         return f"hdfs://{NAME_SERVICE}/?conf={self._folder('client')}"
 
     def at(self, path: str) -> str:
@@ -88,7 +92,7 @@ class Hadoop:
     @property
     def address(self) -> str:
         """``host:port`` of the first name node."""
-        return f"127.0.0.1:{self._ports['nn0'][0]}"
+        return f"{self.host}:{self._ports['nn0'][0]}"
 
     def start(self) -> None:
         """Format and boot. Raises RuntimeError, with the end of a log, where it does not come up."""
@@ -96,7 +100,7 @@ class Hadoop:
             self._write("client", {})
             for name in self._names:
                 self._write(name, {"dfs.namenode.name.dir": f"file://{self.folder}/{name}"})
-            self._java("nn0", NAME_NODE, "-format", "-force", "-nonInteractive")
+            self.run("nn0", NAME_NODE, "-format", "-force", "-nonInteractive")
             if self.ha:
                 shutil.copytree(self.folder / "nn0", self.folder / "nn1")
             for name in self._names:
@@ -132,9 +136,13 @@ class Hadoop:
 
     def activate(self, name: str) -> None:
         """Make a standby name node the active one."""
-        self._until(name, lambda: self._admin(name, "-getServiceState", name) == "standby")
+        self.wait_for_standby(name)
         self._admin(name, "-transitionToActive", "--forceactive", name)
         self._until(name, lambda: self._admin(name, "-getServiceState", name) == "active")
+
+    def wait_for_standby(self, name: str) -> None:
+        """Until a name node is up, which is not active then."""
+        self._until(name, lambda: self._admin(name, "-getServiceState", name) == "standby")
 
     def wait(self, name: str = "nn0", datanodes: int | None = None) -> None:
         """Until a name node has left safe mode and knows so many DataNodes, by default all."""
@@ -151,11 +159,11 @@ class Hadoop:
 
     def admin(self, *words: str) -> str:
         """What ``hdfs dfsadmin`` prints."""
-        return self._java("client" if self.ha else "nn0", "org.apache.hadoop.hdfs.tools.DFSAdmin", *words)
+        return self.run("client" if self.ha else "nn0", "org.apache.hadoop.hdfs.tools.DFSAdmin", *words)
 
     def _admin(self, name: str, *words: str) -> str:
         try:
-            return self._java(name, "org.apache.hadoop.hdfs.tools.DFSHAAdmin", *words).strip()
+            return self.run(name, "org.apache.hadoop.hdfs.tools.DFSHAAdmin", *words).strip()
         except RuntimeError:
             return ""
 
@@ -210,8 +218,8 @@ class Hadoop:
         suffix = {name: f".{NAME_SERVICE}.{name}" if self.ha else "" for name in self._names}
         found: dict[str, object] = {"fs.defaultFS": f"hdfs://{NAME_SERVICE}" if self.ha else f"hdfs://{self.address}"}
         for name, (rpc, http) in self._ports.items():
-            found[f"dfs.namenode.rpc-address{suffix[name]}"] = f"127.0.0.1:{rpc}"
-            found[f"dfs.namenode.http-address{suffix[name]}"] = f"127.0.0.1:{http}"
+            found[f"dfs.namenode.rpc-address{suffix[name]}"] = f"{self.host}:{rpc}"
+            found[f"dfs.namenode.http-address{suffix[name]}"] = f"{self.host}:{http}"
         if self.ha:
             provider = "org.apache.hadoop.hdfs.server.namenode.ha.ConfiguredFailoverProxyProvider"
             found |= {
@@ -235,12 +243,17 @@ class Hadoop:
         if root is None:
             raise RuntimeError("Hadoop is not installed: make test-servers")
         path = [self._folder(name), root / "webroot", *sorted((root / "lib").glob("*.jar"))]
-        return [*JAVA, "-cp", os.pathsep.join(map(str, path)), program]
+        return [*JAVA, *self.java, "-cp", os.pathsep.join(map(str, path)), program]
 
-    def _java(self, name: str, program: str, *words: str) -> str:
-        """Run a program to its end. Raises RuntimeError if it fails."""
+    def run(self, name: str, program: str, *words: str, environment: Mapping[str, str] | None = None) -> str:
+        """What a Java program prints, with the configuration of ``name``. Raises RuntimeError if it fails."""
         done = subprocess.run(
-            [*self._command(name, program), *words], capture_output=True, text=True, timeout=BOOT_S, check=False
+            [*self._command(name, program), *words],
+            env={**os.environ, **(environment or {})},
+            capture_output=True,
+            text=True,
+            timeout=BOOT_S,
+            check=False,
         )
         if done.returncode:
             raise RuntimeError(f"{program} {words} failed:\n{done.stderr[-2000:]}{done.stdout[-500:]}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import socket
 
-__all__ = ["free_port"]
+__all__ = ["free_port", "listens"]
 
 # Below those that the kernel gives to whoever connects, or asks for any: between the look and the server's own
 # beginning, seconds later, one of those is easily taken by somebody else.
@@ -21,3 +21,12 @@ def free_port() -> int:
             continue
         return port
     raise RuntimeError("no port is free")
+
+
+def listens(port: int) -> bool:
+    """Whether somebody takes connections there."""
+    try:
+        socket.create_connection(("127.0.0.1", port), 1).close()
+    except OSError:
+        return False
+    return True

@@ -5,6 +5,7 @@ Of TCP, but that it can answer for an HTTP server that asks for patience.
 
 from __future__ import annotations
 
+import re
 import socket
 import struct
 import threading
@@ -43,12 +44,17 @@ class FaultProxy:
         """So many connections more are answered with 503, whatever they ask."""
         self.stall_s = 0.0
         """The next answer is held back for so long, once."""
+        self.losing: re.Pattern[bytes] | None = None
+        """The answer to the next request whose beginning this matches is lost: the server has done it, and the connection is
+        cut. Set to None when it has happened."""
         self.open = self.most_open = 0
         """Connections of clients, now and at most so far."""
         self._lock = threading.Lock()
         self._upstream = upstream
         self._server = socket.create_server(("127.0.0.1", 0))
         self._sockets: set[socket.socket] = set()
+        self._unheard: set[socket.socket] = set()
+        """Of servers whose next answer is lost."""
         self._threads: list[threading.Thread] = []
         self._closed = False
 
@@ -144,6 +150,13 @@ class FaultProxy:
                 until_s = time.monotonic() + stalled_s
                 while time.monotonic() < until_s and not self._closed:
                     time.sleep(0.02)
+                if up and self._is_to_be_lost(piece):
+                    self._unheard.add(sink)
+                if source in self._unheard:
+                    self._unheard.discard(source)
+                    self._cut(sink)
+                    self._cut(source)
+                    return
                 if up and faults.up_nbytes_per_s:
                     time.sleep(len(piece) / faults.up_nbytes_per_s)
                 if up and faults.cut_after_nbytes is not None and passed > faults.cut_after_nbytes:
@@ -155,6 +168,13 @@ class FaultProxy:
         except OSError:
             self._cut(source)
             self._cut(sink)
+
+    def _is_to_be_lost(self, piece: bytes) -> bool:
+        with self._lock:
+            found = self.losing is not None and self.losing.match(piece) is not None
+            if found:
+                self.losing = None
+        return found
 
     def _cut(self, one: socket.socket) -> None:
         """Reset it: what was sent may or may not have arrived."""

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,11 +17,11 @@ import time
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as a script, too
 
-from support.servers.ports import free_port
+from support.servers.ports import free_port, listens
+from support.servers.s3_server import S3Server
 
 __all__ = ["Radosgw", "find_ceph"]
 
@@ -130,7 +129,7 @@ def find_ceph() -> _Ceph | None:
 
 
 @dataclass
-class Radosgw:
+class Radosgw(S3Server):
     """A server below ``folder``. ``start`` it, ``stop`` it; in between its gateway can be killed and started again."""
 
     folder: Path
@@ -141,35 +140,6 @@ class Radosgw:
     port: int = field(default_factory=free_port)
     _mon_port: int = field(default_factory=free_port)
     _running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
-
-    @property
-    def endpoint(self) -> str:
-        """Where it listens."""
-        return f"http://127.0.0.1:{self.port}"
-
-    def environment(self) -> dict[str, str]:
-        """What its clients need, and nothing of this host's that they could mistake for it."""
-        return {
-            "AWS_ACCESS_KEY_ID": self.access_key,
-            "AWS_SECRET_ACCESS_KEY": self.secret_key,
-            "AWS_CONFIG_FILE": os.devnull,
-            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
-            "AWS_EC2_METADATA_DISABLED": "true",
-        }
-
-    def client(self) -> Any:
-        """Another client than the one under test."""
-        import botocore.session
-        from botocore.config import Config
-
-        return botocore.session.Session().create_client(
-            "s3",
-            endpoint_url=self.endpoint,
-            region_name="us-east-1",
-            aws_access_key_id=self.access_key,
-            aws_secret_access_key=self.secret_key,
-            config=Config(s3={"addressing_style": "path"}, retries={"total_max_attempts": 5}),
-        )
 
     def start(self) -> None:
         """Boot it, with one user. Raises RuntimeError, with the end of its logs, where it does not come up."""
@@ -212,7 +182,7 @@ class Radosgw:
     def start_gateway(self) -> None:
         """Start the gateway, and wait until it listens."""
         self._spawn("rgw", "radosgw", "-n", "client.rgw", "-f")
-        self._until("the gateway", self._listens)
+        self._until("the gateway", lambda: listens(self.port))
 
     def kill_gateway(self) -> None:
         """As a crash would."""
@@ -279,13 +249,6 @@ class Radosgw:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(10)
-
-    def _listens(self) -> bool:
-        try:
-            socket.create_connection(("127.0.0.1", self.port), 1).close()
-        except OSError:
-            return False
-        return True
 
     def _until(self, what: str, ready: object) -> None:
         assert callable(ready)

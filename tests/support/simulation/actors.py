@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 from holdfast.errors import (
     CoordinationError,
     DamagedError,
+    DeadlineError,
     HoldfastError,
     MismatchError,
     NotACheckpointError,
     ReplacedError,
+    UsageError,
 )
-from holdfast.storage import copy, prune
+from holdfast.storage import choice, copy, prune
+from holdfast.storage.listing import ListedCheckpoint
 from holdfast.storage.load import finish, run_build, run_load
 from holdfast.storage.place import Place
 from holdfast.storage.ranks.team import Solo, StoreTeam
@@ -24,6 +28,7 @@ from holdfast.storage.save import run_save
 from .checker import MAIN, OTHER, Checker, Violation
 from .loop import Crashed, Process
 from .schedule import ActorPlan
+from .slips import Slipping
 from .states import BUDGET_NBYTES, OTHER_STATE, SILENCE_S, Store, odd_job, same_as, save_job, target
 from .world import World
 
@@ -40,6 +45,7 @@ class Crew:
     def __init__(self, world: World, checker: Checker) -> None:
         self.world, self.checker = world, checker
         self.outcomes: list[tuple[ActorPlan, list[Any]]] = []
+        self._stores: dict[str, Store] = {}
         self.running = 0
         self.problem: BaseException | None = None
         for plan in world.schedule.actors:
@@ -54,7 +60,7 @@ class Crew:
 
     async def _life(self, plan: ActorPlan) -> None:
         await asyncio.sleep(plan.begin_s)
-        for number in range(TRIES if plan.again else 1):
+        for number in range(TRIES if plan.again or _dies(plan) else 1):
             self.world.calm_s = max(self.world.calm_s, self.world.loop.now_s)
             ended = await self._try(plan, number)
             self.outcomes.append((plan, ended))
@@ -63,15 +69,22 @@ class Crew:
             await asyncio.sleep(AGAIN_S)
 
     async def _try(self, plan: ActorPlan, number: int) -> list[Any]:
-        """Run all ranks until each has ended, or died."""
-        store = Store(self.world.loop)
+        """Run all ranks until each has ended, or died. A job that is started again has the store that it had before: a
+        launcher keeps it, and ends the processes that are left."""
+        store = self._stores.setdefault(plan.name, Store(self.world.loop))
+        for former in self.world.processes:
+            if former.alive and former.name.startswith(f"{plan.name}."):
+                self.world.kill(former)
         ranks = []
+        slipping = Slipping(self.world, plan, store, number) if plan.slip and plan.world > 1 else None
         for rank in range(plan.world):
             process = self.world.process(f"{plan.name}.{number}/{rank}", f"{plan.name}-{rank // 2}")
             process.store = store  # type: ignore[attr-defined]
             team = Solo() if plan.world == 1 else StoreTeam(store, rank, plan.world, "job", SILENCE_S)
             act: Callable[..., Coroutine[Any, Any, Any]] = getattr(self, f"_{plan.kind}")
-            ranks.append((process, self.world.loop.spawn(process, self._act(act, plan, team))))
+            save = partial(self._act, act, plan)
+            acting = save(team) if slipping is None else slipping.call(rank, process, save)
+            ranks.append((process, self.world.loop.spawn(process, acting)))
         while not all(task.done() or not process.alive for process, task in ranks):
             await self._one_ended(ranks)
         return [self._outcome(plan, process, task) for process, task in ranks]
@@ -106,10 +119,15 @@ class Crew:
             raise Violation(f"{process}: {error!r}") from error
         crowd = [a for a in self.world.schedule.actors if a.kind != "load" and a is not plan]
         tried = sum(p is plan for p, _ in self.outcomes)
+        if _dies(plan) and not tried:  # whoever was left
+            return
+        tried -= _dies(plan)
         if isinstance(error, NotACheckpointError):
             excused = any(m.attempt is None for m in self.checker.history)
         elif isinstance(error, CoordinationError) and plan.world == 1:
             excused = False
+        elif plan.slip and isinstance(error, DeadlineError | UsageError) and not self.world.struck:
+            excused = False  # no other job makes ranks lose each other
         else:
             excused = bool(self.world.struck or tried or crowd or plan.odd) or isinstance(error, ReplacedError)
         if not excused:
@@ -161,9 +179,18 @@ class Crew:
 
     async def _prune(self, plan: ActorPlan, team: Any, began_s: float) -> Any:
         place: Any = _SimPlace(self.world)
-        found = await prune._plan(place, lambda listed: prune.choose(listed, 1, None), 60.0)
+        found = await prune._plan(place, _but_the_last, 60.0)
         self.checker.doomed.update(c.attempt for c in found.report.checkpoints)
         return await prune._carry_out(place, found, 60.0)
+
+
+def _dies(plan: ActorPlan) -> bool:
+    """Whether a rank dies in its first call, so that the job is started again."""
+    return plan.slip is not None and plan.world > 1 and plan.slip.kind == "death"
+
+
+async def _but_the_last(listed: Sequence[ListedCheckpoint]) -> choice.Choice:
+    return choice.Choice(choice.choose(listed, 1, None))
 
 
 class _SimPlace(Place):

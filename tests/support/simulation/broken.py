@@ -6,71 +6,29 @@ import asyncio
 import contextlib
 import errno
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 from holdfast.drivers import local_files, local_tree
 from holdfast.drivers.layers.retry import RetryLayer
-from holdfast.errors import ExistsError, NotFoundError, StorageError
-from holdfast.storage import commit, load, prune, save
+from holdfast.errors import DeadlineError, ExistsError, NotFoundError, RankFailedError, StorageError
+from holdfast.storage import commit, fate, load, prune, save
+from holdfast.storage.differences import Differences
 from holdfast.storage.format.manifest import MANIFEST_KEY
 from holdfast.storage.pipeline.image_writer import ImageWriter
-from holdfast.storage.ranks import team
+from holdfast.storage.ranks import team, watch
 
-from .engine import forget
+from . import broken_ranks
+from .breaking import BROKEN, Broken, Patch, broken
 from .run import Failure, run
 from .schedule import drawn
 
-__all__ = ["BROKEN", "Broken", "seeds_until_caught"]
-
-Patch = tuple[Any, str, Any]
+__all__ = ["BROKEN", "Broken", "broken_ranks", "seeds_until_caught"]
 
 
-@dataclass(frozen=True)
-class Broken:
-    """One of them. ``storages``: where it can show, by a part of the storage's name."""
-
-    name: str
-    patches: Callable[[], Iterator[Patch]]
-    storages: str = ""
-    seed: int | None = None
-    """One that shows it; None where that takes hundreds."""
-
-    @contextlib.contextmanager
-    def engine(self) -> Iterator[None]:
-        """For the length of a ``with`` block the engine is broken in this way."""
-        patches = list(self.patches())
-        before = [(owner, name, owner.__dict__[name]) for owner, name, _ in patches]
-        forget()
-        try:
-            for owner, name, value in patches:
-                setattr(owner, name, value)
-            yield
-        finally:
-            for owner, name, value in before:
-                setattr(owner, name, value)
-            forget()
-
-
-BROKEN: list[Broken] = []
-
-
-def broken(
-    name: str, seed: int | None, storages: str = ""
-) -> Callable[[Callable[[], Iterator[Patch]]], Callable[[], Iterator[Patch]]]:
-    """Put it on the list."""
-
-    def listed(patches: Callable[[], Iterator[Patch]]) -> Callable[[], Iterator[Patch]]:
-        BROKEN.append(Broken(name, patches, storages, seed))
-        return patches
-
-    return listed
-
-
-@broken("a rank reports its image before it is durable", 4)
+@broken("a rank reports its image before it is durable", 9)
 def _manifest_before_data() -> Iterator[Patch]:
     class Hasty:
         def __init__(self, inner: Any) -> None:
@@ -109,7 +67,7 @@ def _dropped_error() -> Iterator[Patch]:
     yield commit, "_see_all", _nothing
 
 
-@broken("an error of the manifest's put is dropped", 54)
+@broken("an error of the manifest's put is dropped", 123)
 def _dropped_commit() -> Iterator[Patch]:
     real = commit.commit
 
@@ -137,7 +95,7 @@ def _no_file_sync() -> Iterator[Patch]:
     yield local_files.NewFile, "publish", publish
 
 
-@broken("the file is renamed before its fsync", 4, "posix")
+@broken("the file is renamed before its fsync", 67, "posix")
 def _rename_first() -> Iterator[Patch]:
     def publish(self: Any, nbytes: int, *, exclusive: bool = False) -> None:
         with self._opened() as file:
@@ -184,12 +142,12 @@ def _in_place() -> Iterator[Patch]:
     yield local_files.NewFile, "__init__", init
 
 
-@broken("the collector knows no grace", 32)
+@broken("the collector knows no grace", 59)
 def _no_grace() -> Iterator[Patch]:
     yield commit, "GRACE_S", 0.0
 
 
-@broken("the collector deletes without a sentence", 178)
+@broken("the collector deletes without a sentence", 158)
 def _no_sentence() -> Iterator[Patch]:
     async def collected(driver: Any, attempt: Any, decided: bool, now_s: float, grace_s: float) -> None:
         if not decided:  # as the list had it, a while ago
@@ -210,7 +168,7 @@ def _collects_current() -> Iterator[Patch]:
     yield commit, "GRACE_S", 60.0
 
 
-@broken("the commit does not claim", 26)
+@broken("the commit does not claim", 25)
 def _no_claim() -> Iterator[Patch]:
     async def committed(driver: Any, attempt: Any, manifest: Any, putting: Any) -> Any:
         data, before = manifest.encode(), await commit._current_attempt(driver)
@@ -220,12 +178,12 @@ def _no_claim() -> Iterator[Patch]:
     yield save, "commit", committed
 
 
-@broken("the claim is not exclusive", 59)
+@broken("the claim is not exclusive", 31)
 def _claim_not_exclusive() -> Iterator[Patch]:
     async def committed(driver: Any, attempt: Any, manifest: Any, putting: Any) -> Any:
         class Lax:
             uri, traits = driver.uri, driver.traits
-            stat, get, delete, list = driver.stat, driver.get, driver.delete, driver.list
+            stat, get, delete, list, read = driver.stat, driver.get, driver.delete, driver.list, driver.read
 
             async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
                 await driver.put(key, data)
@@ -237,7 +195,7 @@ def _claim_not_exclusive() -> Iterator[Patch]:
     yield save, "commit", committed
 
 
-@broken("nobody looks for the marker after the claim", 47)
+@broken("nobody looks for the marker after the claim", 63)
 def _no_look() -> Iterator[Patch]:
     real = commit.still_there
 
@@ -333,7 +291,7 @@ def _merges_what_it_has() -> Iterator[Patch]:
     return _takes_what_there_is("commit")
 
 
-@broken("the first rank of a host tells what it has when another is silent", 25)
+@broken("the first rank of a host tells what it has when another is silent", 40)
 def _tells_what_it_has() -> Iterator[Patch]:
     return _takes_what_there_is("written")
 
@@ -344,10 +302,10 @@ def _takes_what_there_is(of: str) -> Iterator[Patch]:
     async def gathered(self: Any, name: str, ranks: Any, what: str) -> Any:
         try:
             return await real(self, name, ranks, what)
-        except (team.DeadlineError, team.RankFailedError):
+        except (DeadlineError, RankFailedError):
             if name != of:
                 raise
-            found = [await self._call(self._told, f"{name}/{r}") for r in ranks]
+            found = [self._keys.told(f"{name}/{r}") for r in ranks]
             return [told for told in found if told is not None]
 
     def joined(told: Any, ranks: Any, known: Any) -> Any:
@@ -361,7 +319,7 @@ def _takes_what_there_is(of: str) -> Iterator[Patch]:
 
 @broken("nobody minds silence", 39)
 def _no_deadline() -> Iterator[Patch]:
-    yield team._Silence, "look", lambda self, beats, what: None
+    yield watch.Watch, "look", lambda self, boards, what, now_s: (0, 0.0)
 
 
 @broken("an exclusive put that is tried again takes every taken key for its own", None)
@@ -370,9 +328,15 @@ def _not_its_own() -> Iterator[Patch]:
         return True
 
     yield RetryLayer, "_is_ours", nobodys
+    yield commit, "answers_ranges", _nothing  # it would read what another has put
 
 
-@broken("a reader takes what is missing for damage", 6)
+@broken("a claim does not say whose it is", 349)
+def _nameless_claims() -> Iterator[Patch]:
+    yield fate, "_new_claim", lambda: b""
+
+
+@broken("a reader takes what is missing for damage", 23)
 def _no_second_look() -> Iterator[Patch]:
     async def never(driver: Any, manifest: Any) -> bool:
         return False
@@ -383,12 +347,12 @@ def _no_second_look() -> Iterator[Patch]:
 @broken("ranks that load do not compare their manifests", 149)
 def _no_comparing() -> Iterator[Patch]:
     async def judge(self: Any, statements: Any) -> bytes:
-        return b"go" + load._circles([json.loads(s) for s in statements])
+        return b"\n".join([b"go", Differences().encode(), load._circles([json.loads(s) for s in statements])])
 
     async def any_of(votes: Any) -> bytes:
         return b"all"
 
-    yield load._Referee, "judge", judge
+    yield load._Judge, "judge", judge
     yield load, "_unanimous", any_of
 
 
@@ -416,7 +380,7 @@ def _prunes_untold() -> Iterator[Patch]:
     yield prune, "delete_manifest", deleted
 
 
-@broken("a save that a pruning bars does not hear of it before it has put its manifest", 7)
+@broken("a save that a pruning bars does not hear of it before it has put its manifest", 10)
 def _barred_too_late() -> Iterator[Patch]:
     real = commit.pruning_over
 

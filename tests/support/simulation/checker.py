@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from holdfast.storage.format.manifest import image_key
 
+from .loop import PROCESS
 from .schedule import ActorPlan
 from .states import OTHER_STATE, Expected, expected, identity, identity_of
 from .world import World
@@ -45,6 +46,9 @@ class Checker:
         self.doomed: set[str] = set()
         """Attempts whose checkpoints a pruning has chosen to delete."""
         self._manifest: bytes | None = None
+        self._committing: dict[tuple[str, str], str] = {}
+        """By place and attempt, who has claimed it."""
+        world.on_commit = self.committing
         world.on_change = self.changed
         world.on_power_cut = self.power_cut
 
@@ -139,6 +143,13 @@ class Checker:
                 what = "is missing" if found is None else f"has other bytes ({len(found)} of {len(data)})"
                 raise Violation(f"the manifest names attempt {attempt}, whose image {rank} {what}")
         return told.state, told.world, told.chunks
+
+    def committing(self, root: str, attempt: str) -> None:
+        """Of those who go on with one attempt, one claims it: else somebody settles it while another puts its manifest."""
+        process = str(PROCESS.get())
+        other = self._committing.setdefault((root, attempt), process)
+        if other != process:
+            raise Violation(f"{other} and {process} have both claimed attempt {attempt}")
 
     def saved(self, plan: ActorPlan, attempt: str, began_s: float) -> None:
         """A save, or a copy, has returned."""

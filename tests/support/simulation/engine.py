@@ -20,11 +20,11 @@ from typing import Any
 from holdfast.drivers import local, local_files, local_io, local_tree
 from holdfast.errors import StorageError
 from holdfast.planner import image
-from holdfast.storage import accord, commit, committed, copy, image_copier, load, prune, reader, save, verify
+from holdfast.storage import accord, commit, committed, copy, fate, image_copier, load, prune, reader, save, verify
 from holdfast.storage.capture import plan
 from holdfast.storage.format import fragment, manifest, packed
 from holdfast.storage.pipeline import image_reader, image_writer, unpacked
-from holdfast.storage.ranks import team
+from holdfast.storage.ranks import member, rendezvous, team
 
 from .loop import PROCESS, check_alive
 
@@ -53,6 +53,9 @@ class Host:
     def delay_s(self) -> float:
         """How long one way to storage takes."""
         raise NotImplementedError
+
+    def committing(self, root: str, attempt: str) -> None:
+        """The process that asks has claimed this attempt, and found it there: it goes on to put its manifest."""
 
     def after(self, delay_s: float) -> Awaitable[None]:
         """Sleep."""
@@ -141,6 +144,7 @@ def _patches() -> Iterator[tuple[ModuleType | type, str, Any]]:
         image_reader,
         image_writer,
         load,
+        member,
         reader,
         save,
         team,
@@ -159,13 +163,15 @@ def _patches() -> Iterator[tuple[ModuleType | type, str, Any]]:
     for module in (commit, prune, local_tree):
         yield module, "time", clock
     names = SimpleNamespace(token_hex=lambda n: f"{_here().token():0{2 * n}x}")
-    for module in (commit, local_tree):
+    for module in (commit, fate, local_tree):
         yield module, "secrets", names
+    yield commit, "_see_all", _committing(commit._see_all)
     yield plan, "lay_out", partial(image.lay_out, chunk_nbytes=CHUNK_NBYTES, block_nbytes=CHUNK_NBYTES)
     yield image_writer, "CHUNK_NBYTES", CHUNK_NBYTES
     yield packed, "PAGE_NBYTES", PACKED_PAGE_NBYTES
     yield local, "Threads", _NoThreads
-    yield team, "asyncio", _Patient()
+    for module in (member, rendezvous, team):
+        yield module, "asyncio", _Patient()
     yield save, "plan_save", _planned
     yield save, "_fragment", _told_once(save._fragment)
     yield save, "_merged", _merged_once(save._merged)
@@ -195,6 +201,15 @@ async def _offload(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
+def _committing(real: Any) -> Any:
+    async def see_all(driver: Any, manifest: Any) -> None:
+        if driver.traits.exclusive_is_atomic:
+            _here().committing(driver.uri, manifest.attempt)
+        await real(driver, manifest)
+
+    return see_all
+
+
 class _NoThreads:
     """Stands in for ``drivers.threads.Threads``: a call waits for its turn, and is then done at one moment."""
 
@@ -213,7 +228,7 @@ class _NoThreads:
 
 
 class _Patient:
-    """``asyncio`` for the module ``team``: short pauses last until something has changed in the job's store, or a second."""
+    """``asyncio`` for the modules where ranks wait for each other: short pauses last until something has changed in the job's store, or a second."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(asyncio, name)
@@ -229,14 +244,16 @@ class _Patient:
 
 
 def _merged_once(real: Any) -> Any:
-    """What is known of layouts is the same, or they are told."""
+    """What is known of layouts is the same, or they are told. Which ones were told is remembered with it: the same
+    process will know them in its next save."""
 
     def merged(told: Any, ranks: Any, known: Any, compression: Any) -> Any:
         remember, key = remembered("merged"), (*told, compression)
         found = remember.get(key)
         if found is None:
-            found = remember[key] = real(told, ranks, known, compression)
-        return found
+            found = remember[key] = real(told, ranks, known, compression), dict(known)
+        known.update(found[1])
+        return found[0]
 
     return merged
 

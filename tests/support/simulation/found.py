@@ -22,7 +22,7 @@ SCHEDULES = {
         454515, "objects", 2, True, then(0.0612), (Fault("outage", "manifest", 3, 1.0),), delays={}
     ),
     "whether what was replaced is settled is asked after the put": Schedule(
-        99, "objects", 2, True, then(0.099), (Fault("outage", "manifest", 3, 1.0), Fault("pause", "marker", 7, 20.0)), 0.02,
+        99, "objects", 2, True, then(0.099), (Fault("outage", "manifest", 3, 1.0), Fault("pause", "marker", 9, 20.0)), 0.02,
         delays={},
     ),
     "the file is renamed before its fsync": Schedule(
@@ -39,7 +39,7 @@ SCHEDULES = {
         15, "posix", 2, True, ONE, (Fault("eio", "image", 3),), delays={}
     ),
     "an exclusive put that is tried again takes every taken key for its own": Schedule(
-        14, "objects", 2, True, then(0.0688659778434676), (Fault("refused", "claim", 1),), delays={18: 0.01, 22: 0.02}
+        14, "objects", 2, True, then(0.0688659778434676), (Fault("refused", "claim", 1),), delays={16: 0.01, 20: 0.02}
     ),
     "a pruning does not tell that it is about to delete the manifest": Schedule(
         13, "objects", 2, True, (*ONE, ActorPlan("prune", "prune1", 1, 0.0)), (Fault("hang", "manifest", 5, 0.1),), delays={}

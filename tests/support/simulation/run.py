@@ -115,6 +115,7 @@ def _run(world: World, tally: Tally | None) -> None:
         tally.operations += world.operations
         tally.looks += checker.looked
         tally.faults.update(world.struck)
+        tally.faults.update(f"slip: {plan.slip.kind}" for plan in world.schedule.actors if plan.slip)
         for plan, ended in crew.outcomes:
             tally.outcomes.update(f"{plan.kind}: {_short(outcome)}" for outcome in ended)
 

@@ -12,7 +12,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
-__all__ = ["FAULTS", "STORAGES", "TARGETS", "ActorPlan", "Fault", "Schedule", "drawn", "packed"]
+__all__ = ["FAULTS", "SLIPS", "STORAGES", "TARGETS", "ActorPlan", "Fault", "Schedule", "Slip", "drawn", "packed"]
 
 STORAGES = ("posix", "shared posix", "objects", "objects, late listing", "objects, no exclusive put", "hdfs")
 TARGETS = (
@@ -52,6 +52,23 @@ REMOTE = (
 FAULTS = tuple(dict.fromkeys((*LOCAL, *REMOTE)))
 
 PAUSES_S = (1.0, 20.0, 200.0, 1500.0)
+SLIPPING = 0.25
+"""How many of the schedules that have a job of several ranks have a slip."""
+SLIPS = ("local error", "local error", "late", "late", "load", "elsewhere", "other step", "death")
+
+
+@dataclass(frozen=True, slots=True)
+class Slip:
+    """What one rank does in the first call of its job, other than the others."""
+
+    kind: str
+    rank: int
+    late_s: float
+    """How much later than the others the rank comes. Below 0: how much earlier."""
+    meet: bool
+    """Whether the ranks meet before the next call, which then is of the same name; not where one has died."""
+    failing: tuple[int, ...] = ()
+    """Calls of that name that follow the first, where the ranks meet: who fails in each before it begins, bit by bit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +84,8 @@ class ActorPlan:
     """Started anew when it has died, or failed."""
     odd: bool = False
     """Its ranks do not agree on who holds what: it must never be committed."""
+    slip: Slip | None = None
+    """In the job's first call; a second follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +122,12 @@ class Schedule:
     def from_json(cls, text: str) -> Schedule:
         """What :meth:`to_json` wrote."""
         told = json.loads(text)
-        told["actors"] = tuple(ActorPlan(**a) for a in told["actors"])
+        slips = [
+            a.get("slip") and Slip(**a["slip"] | {"failing": tuple(a["slip"].get("failing", ()))})
+            for a in told["actors"]
+        ]
+        actors = [a | {"slip": slip} for a, slip in zip(told["actors"], slips, strict=True)]
+        told["actors"] = tuple(ActorPlan(**a) for a in actors)
         told["faults"] = tuple(Fault(**f) for f in told["faults"])
         delays = told["delays"]
         return cls(**told | {"delays": None if delays is None else {int(k): v for k, v in delays.items()}})
@@ -120,6 +144,7 @@ class Schedule:
             + (f" by {a.world} ranks" if a.world > 1 else "")
             + (", again if it fails" if a.again else "")
             + (", and they disagree on who holds what" if a.odd else "")
+            + (f", first with {a.slip}" if a.slip else "")
             for a in self.actors
         ]
         told += [
@@ -142,7 +167,44 @@ def drawn(seed: int) -> Schedule:
     if rng.random() < 0.1:
         faults = []
     chunks = rng.choice((2, 4, 8, 24))
-    return Schedule(seed, storage, chunks, rng.random() < 0.8, actors, tuple(faults), rng.choice((0.02, 0.2, 0.6)))
+    before, restless = rng.random() < 0.8, rng.choice((0.02, 0.2, 0.6))
+    actors += _second_copy(rng, actors)
+    return _slipping(rng, Schedule(seed, storage, chunks, before, actors, tuple(faults), restless))
+
+
+def _slipping(rng: random.Random, schedule: Schedule) -> Schedule:
+    """Sometimes a rank slips: half of the time nothing else goes wrong, and nobody else saves."""
+    jobs = [a for a in schedule.actors if a.kind == "save" and a.world > 1 and not a.odd]
+    if not jobs or rng.random() >= SLIPPING:
+        return schedule
+    job, alone = rng.choice(jobs), rng.random() < 0.5
+    slips = replace(job, slip=_slip(rng, job.world))
+    actors = [slips if a is job else a for a in schedule.actors if a is job or a.kind == "load" or not alone]
+    return replace(schedule, actors=tuple(actors), faults=() if alone else schedule.faults)
+
+
+def _slip(rng: random.Random, world: int) -> Slip:
+    kind = rng.choice(SLIPS)
+    late_s = rng.choice((0.0, 0.0, 0.1, 3.0, 30.0)) * (0.5 + rng.random() / 2)
+    if kind == "late":
+        late_s = 55.0 + 60.0 * rng.random()
+    sign = 1 if kind == "death" else rng.choice((-1, 1, 1))
+    slip = Slip(kind, rng.randrange(world), sign * late_s, rng.random() < 0.5)
+    # What is drawn from here on does not change the rest of a schedule.
+    if kind == "death":
+        return replace(slip, late_s=rng.choice((1, 1, -1)) * late_s)
+    if kind == "local error" and slip.meet:
+        return replace(slip, failing=tuple(rng.randrange(1, 2**world) for _ in range(rng.randrange(6))))
+    return slip
+
+
+def _second_copy(rng: random.Random, actors: tuple[ActorPlan, ...]) -> tuple[ActorPlan, ...]:
+    """Often a copy has company: they go on with one attempt."""
+    first = next((a for a in actors if a.kind == "copy"), None)
+    if first is None or rng.random() < 0.5:
+        return ()
+    begin_s = first.begin_s + rng.choice((0.0, 0.01, 0.1)) * rng.random()
+    return (replace(first, name=f"copy{len(actors) + 1}", begin_s=begin_s),)
 
 
 def packed(schedule: Schedule, from_state: int) -> Schedule:

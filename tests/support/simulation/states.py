@@ -20,6 +20,7 @@ from holdfast.storage.format.manifest import Manifest
 from holdfast.storage.format.packed import Compression
 from holdfast.storage.frameworks.mesh import LocalPart
 from holdfast.storage.load import LoadJob
+from holdfast.storage.ranks.calls import Board
 from holdfast.storage.ranks.team import Solo, StoreTeam
 from holdfast.storage.save import SaveJob, run_save
 
@@ -80,9 +81,22 @@ class Store:
         return self._values
 
     def set(self, key: str, value: bytes | str, /) -> None:
-        self._here()[key] = value.encode() if isinstance(value, str) else value
-        if "/beat/" not in key:
+        data = value.encode() if isinstance(value, str) else value
+        before = self._here().get(key)
+        self._values[key] = data
+        if "/board/" not in key or before is None or _shown(before) != _shown(data):
             self._wake()
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes, /) -> bytes:
+        """As torch has it: a missing key is set only where nothing is expected."""
+        found = self._here().get(key)
+        if found is None and expected:
+            return expected
+        if found in (None, expected):
+            if desired != found:
+                self.set(key, desired)
+            return desired
+        return found
 
     def get(self, key: str, /) -> bytes:
         try:
@@ -117,6 +131,12 @@ class Store:
             await future
         finally:
             timer.cancel()
+
+
+def _shown(board: bytes) -> tuple[Any, ...]:
+    """What others wait for to change on a board: not the beats, nor how long nothing has moved."""
+    told = Board.decode(board)
+    return told.nonce, told.lead, [(s.number, s.met) for s in told.open], told.failed, told.logs, told.even
 
 
 def whole(state: int, rank: int, world: int, chunks: int) -> dict[str, Any]:

@@ -28,6 +28,8 @@ BASE_S = 0.001
 DELAYS_S = (0.002, 0.003, 0.005, 0.005, 0.01, 0.01, 0.02, 0.05, 0.2, 1.0)
 RETRIES = 5
 OP_TIMEOUT_S = 120.0
+SLIPPING_CPU_S = 0.05
+"""A rank that is seen for a second in another call counts as lost, also where it is about to look."""
 _CODES = {"eio": errno.EIO, "full": errno.ENOSPC}
 _KINDS = dict.fromkeys(("rename", "link", "unlink", "rmdir", "put", "commit", "delete"), "change")
 _KINDS |= dict.fromkeys(("list", "scandir"), "list") | dict.fromkeys(("pwrite", "write"), "write")
@@ -53,6 +55,7 @@ class World(Host):
         """When the last disturbance was over."""
         self.on_change: Callable[[str], None] = lambda path: None
         self.on_power_cut: Callable[[], None] = lambda: None
+        self.on_commit: Callable[[str, str], None] = lambda root, attempt: None
         self.on_moment: Callable[[], None] | None = None
         """Called before each operation that changes what is stored."""
         self.answers_again = True
@@ -64,6 +67,7 @@ class World(Host):
         self._cuts: dict[str, float] = {}
         self._outages: dict[str, float] = {}
         self._sync_fails = False
+        self._slipping = any(actor.slip for actor in schedule.actors)
         self.is_posix = "posix" in schedule.storage
         self.fs = FileSystem(self.loop.time, self._syscall, self._changed)
         self.server = Server(self.loop.time, self._changed, behind="late" in schedule.storage)
@@ -109,7 +113,8 @@ class World(Host):
 
     def cpu_s(self) -> float:
         """See :meth:`Host.cpu_s`."""
-        return self._drawn(self.schedule.restless * 0.1)
+        drawn_s = self._drawn(self.schedule.restless * 0.1)
+        return min(drawn_s, SLIPPING_CPU_S) if self._slipping else drawn_s
 
     def after(self, delay_s: float) -> Awaitable[None]:
         """See :meth:`Host.after`."""
@@ -129,10 +134,13 @@ class World(Host):
     def _drawn(self, likely: float) -> float:
         self._delay_count += 1
         if self.schedule.delays is not None:
-            return self.schedule.delays.get(self._delay_count, 0.0)
-        if self.rng.random() >= likely:
-            return 0.0
-        drawn = self.delays[self._delay_count] = DELAYS_S[self.below(len(DELAYS_S))]
+            drawn = self.schedule.delays.get(self._delay_count, 0.0)
+        elif self.rng.random() < likely:
+            drawn = DELAYS_S[self.below(len(DELAYS_S))]
+        else:
+            drawn = 0.0
+        if drawn:
+            self.delays[self._delay_count] = drawn
         return drawn
 
     def _stalled(self) -> float:
@@ -147,6 +155,10 @@ class World(Host):
         process.skew_s = self.below(3) * 20.0 if not self.is_posix else 0.0
         self.processes.append(process)
         return process
+
+    def committing(self, root: str, attempt: str) -> None:
+        """See :meth:`Host.committing`."""
+        self.on_commit(root, attempt)
 
     def driver(self, path: str) -> Driver:
         """A driver for what lies below ``path``, for the current process."""
@@ -203,7 +215,8 @@ class World(Host):
             if fault.kind == "fsync":
                 self._sync_fails = True
             elif fault.kind == "hang":
-                self._stalled_s += fault.value
+                self._stalled_s += fault.value  # after what the same call of the driver has waited for before
+                self.calm_s = max(self.calm_s, self.loop.now_s + self._stalled_s)
             elif fault.kind in _CODES and (fault.kind != "full" or name in _GROWING):
                 raise OSError(_CODES[fault.kind], os.strerror(_CODES[fault.kind]), path)
         if self._sync_fails and name == "fsync":

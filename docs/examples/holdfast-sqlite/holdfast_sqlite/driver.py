@@ -48,7 +48,7 @@ class SqliteDriver(Driver):
     remote = False
 
     def __init__(self, uri: Uri) -> None:
-        self.uri = uri.redacted
+        self.uri = uri.root
         file, prefix = location_of(uri)
         threads = option_values(self.OPTIONS, uri)["threads"]
         self.traits = Traits(
@@ -108,6 +108,7 @@ class SqliteDriver(Driver):
         await self._run("delete", prefix, self._change, _DELETE_ALL, {"at": self._path(prefix)})
 
     async def sweep(self, prefix: str) -> None:
+        # SQLite is for processes of one host (shared=False), so this clock is the storage's.
         values = {"at": self._path(prefix), "before_s": time.time() - QUIET_S}
         await self._run("sweep", prefix, self._change, _SWEEP, values)
 

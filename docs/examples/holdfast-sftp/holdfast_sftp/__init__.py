@@ -1,0 +1,1 @@
+"""``sftp://user@host/folder``: objects are files of an SFTP server, such as OpenSSH's."""

@@ -1,0 +1,176 @@
+"""A check from beginning to end: open the storage, try everything below a scratch folder, and remove that."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+
+from ...errors import HoldfastError
+from ..contract import Driver
+from ..registry import driver_class, open_driver, resolved_options, serving
+from ..uri import Uri, join
+from .findings import Finding, Kept, Report, UnkeptError
+from .ground import Counted, Ground, Probe
+from .large import LARGE, UNFINISHED
+from .names import NAMES
+from .small import PUT_AND_GET, SMALL
+from .warned import Warnings
+
+__all__ = ["PROBES", "check", "quick_options"]
+
+PROBES: tuple[Probe, ...] = (PUT_AND_GET, UNFINISHED, *SMALL, *LARGE, *NAMES)
+"""In the order in which they are tried. The first must be kept for the others to be tried."""
+
+STEP_S = 30.0
+"""How long one probe may take."""
+TOTAL_S = 90.0
+"""When no further probe is begun."""
+CLEAN_UP_S = 60.0
+_QUICK: Mapping[str, str] = {
+    "part_size": "5MiB",
+    "deadline": "5s",
+    "timeout": "20s",
+    "read_timeout": "10s",
+    "retries": "2",
+    "op_timeout_s": "25s",
+}
+"""What is asked of options that nobody has chosen: small parts, and an answer soon."""
+
+
+async def check(
+    uri: Uri,
+    options: Mapping[str, object] | None = None,
+    *,
+    probes: Sequence[Probe] = PROBES,
+    told: Callable[[Finding], None] = lambda finding: None,
+    warn: Callable[[Report], None] = lambda report: None,
+) -> Report:
+    """Try the storage at ``uri`` below a scratch folder, which is removed in any case, also when this is cancelled.
+
+    ``told`` hears of each finding. ``warn`` hears of a scratch folder that could not be removed, also where this ends with
+    an error or is cancelled. Raises UriError and UsageError where no driver can be opened; no StorageError.
+    """
+    chosen = {**quick_options(uri, options or {}), **(options or {})}
+    driver = Counted(open_driver(uri, **chosen))
+    report = Report(driver.uri)
+    began_s = time.perf_counter()
+    private = not uri.location.strip("/") and not driver.traits.shared
+    other = driver if private else Counted(open_driver(uri, **chosen))
+    ground = Ground(driver, other, f"holdfast-check-{secrets.token_hex(8)}", driver.traits.part_nbytes, private=private)
+    try:
+        async with _cleaned_up(ground, uri, report, warn):
+            await _try_all(ground, probes, report, told)
+    finally:
+        await other.close()
+        await driver.close()
+    report.requests = driver.count + (0 if private else other.count)
+    report.seconds = time.perf_counter() - began_s
+    return report
+
+
+def quick_options(uri: Uri, options: Mapping[str, object]) -> dict[str, str]:
+    """Values for options that neither the URI, nor ``options``, the environment or a file says anything about."""
+    known = resolved_options(uri, **options)
+    own = driver_class(serving(uri)).OPTIONS
+    return {
+        name: value
+        for name, value in _QUICK.items()
+        if name in known and known[name].source == "default" and (name in own or driver_class(serving(uri)).remote)
+    }
+
+
+async def _try_all(ground: Ground, probes: Sequence[Probe], report: Report, told: Callable[[Finding], None]) -> None:
+    why = ""
+    end_s = time.perf_counter() + TOTAL_S
+    for probe in probes:
+        if not why and time.perf_counter() > end_s:
+            why = f"{TOTAL_S:g} s were over"
+        finding = Finding(probe.name, probe.title, "not tried", why) if why else await _tried(ground, probe)
+        report.findings.append(finding)
+        told(finding)
+        if probe is PUT_AND_GET and finding.outcome == "broken":
+            why = "nothing can be put"
+
+
+async def _tried(ground: Ground, probe: Probe) -> Finding:
+    began_s = time.perf_counter()
+    broken: str | None = None
+    advice = ""
+    kept = Kept()
+    with Warnings() as warnings:
+        try:
+            async with asyncio.timeout(STEP_S):
+                kept = await probe.run(ground)
+        except UnkeptError as error:
+            broken = str(error)
+        except HoldfastError as error:
+            broken = error.message
+            advice = error.advice or ""
+        except TimeoutError:
+            broken = f"no end after {STEP_S:g} s"
+    seconds = time.perf_counter() - began_s
+    said = tuple(warnings.texts)
+    if broken is None:
+        return Finding(
+            probe.name, probe.title, kept.outcome, kept.detail,
+            seconds=seconds, nbytes_per_s=kept.nbytes_per_s, warnings=said,
+        )  # fmt: skip
+    return Finding(
+        probe.name, probe.title, "broken", broken, probe.effect, probe.follows,
+        " ".join(filter(None, [advice, probe.advice])), seconds, warnings=said,
+    )  # fmt: skip
+
+
+@asynccontextmanager
+async def _cleaned_up(ground: Ground, uri: Uri, report: Report, warn: Callable[[Report], None]) -> AsyncIterator[None]:
+    """Remove the scratch folder at the end of the block, however that ends."""
+    try:
+        yield
+    finally:
+        report.why_left = await _clean_up(ground)
+        if report.why_left:
+            report.left = join(uri, ground.scratch).redacted
+            warn(report)
+
+
+async def _clean_up(ground: Ground) -> str:
+    """Remove all that the check has stored; say why some of it is left, or nothing."""
+    if not (ground.driver.may_have_stored or ground.other.may_have_stored):
+        return ""
+    try:
+        async with asyncio.timeout(CLEAN_UP_S):
+            return await _remove(ground.driver, ground.scratch)
+    except TimeoutError:
+        return f"{CLEAN_UP_S:g} s were not enough"
+
+
+async def _remove(driver: Driver, scratch: str) -> str:
+    why = ""
+    for pause_s in (0.0, 0.5, 2.0):  # lists of some gateways are behind
+        await asyncio.sleep(pause_s)
+        why = await _remove_once(driver, scratch)
+        if not why:
+            break
+    return why
+
+
+async def _remove_once(driver: Driver, scratch: str) -> str:
+    why = ""
+    try:
+        await driver.delete_all(scratch)
+    except HoldfastError as error:
+        why = error.message
+    try:
+        for key in await _listed(driver, scratch):  # one by one, where many at once do not go
+            await driver.delete(key)
+        left = await _listed(driver, scratch)
+    except HoldfastError as error:
+        return why or error.message
+    return (why or f"{len(left)} objects are still listed") if left else ""
+
+
+async def _listed(driver: Driver, prefix: str) -> list[str]:
+    return [info.key async for info in driver.list(prefix)]

@@ -1,0 +1,128 @@
+"""The scratch folder below a URI where a storage is tried: two drivers, keys, and looks at what is there."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ...errors import HoldfastError, NotFoundError
+from ..contract import Driver, Traits
+from ..layers.layer import Layer, Operation
+from .findings import Effect, Kept, UnkeptError
+
+__all__ = ["Counted", "Ground", "Probe", "outcome_of"]
+
+T = TypeVar("T")
+
+
+class Counted(Layer):
+    """Counts operations, and knows whether there may be something to remove."""
+
+    count = 0
+    may_have_stored = False
+
+    async def around(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
+        """See :meth:`Layer.around`."""
+        self.count += 1
+        stores = operation.name in ("put", "create", "write", "commit")
+        try:
+            result = await call()
+        except HoldfastError as error:
+            self.may_have_stored |= stores and error.temporary
+            raise
+        except BaseException:
+            self.may_have_stored |= stores
+            raise
+        self.may_have_stored |= stores
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """Where probes try things. What one driver stores the other must see: it stands for another host."""
+
+    driver: Counted
+    other: Counted
+    scratch: str
+    """The key that everything lies below."""
+    part_nbytes: int
+    """The size of parts of a large object."""
+    private: bool = False
+    """What ``driver`` stores no other driver sees, by design; ``other`` is the same one."""
+
+    @property
+    def traits(self) -> Traits:
+        """Of the drivers."""
+        return self.driver.traits
+
+    def key(self, name: str) -> str:
+        """A key in the scratch folder."""
+        return f"{self.scratch}/{name}"
+
+    async def expect(self, key: str, content: bytes, when: str) -> None:
+        """See that both drivers get ``content``. Raises UnkeptError."""
+        for driver, who in self._drivers():
+            try:
+                found = await driver.get(key)
+            except NotFoundError as error:
+                raise UnkeptError(f"{when}, {who} does not find the object") from error
+            if found != content:
+                raise UnkeptError(f"{when}, {who} gets other bytes")
+            nbytes = (await driver.stat(key)).nbytes
+            if nbytes != len(content):
+                raise UnkeptError(f"{when}, {who} is told a size of {nbytes:,} bytes, not {len(content):,}")
+
+    async def expect_gone(self, key: str, when: str) -> None:
+        """See that neither driver finds the object, by name or in a list. Raises UnkeptError."""
+        for driver, who in self._drivers():
+            for look in (driver.get, driver.stat):
+                try:
+                    await look(key)
+                except NotFoundError:
+                    continue
+                raise UnkeptError(f"{when}, {who} still finds the object")
+            if await self.listed(driver, key):
+                raise UnkeptError(f"{when}, {who} still lists the object")
+
+    async def listed(self, driver: Driver, prefix: str) -> list[str]:
+        """The keys at and below ``prefix``, sorted."""
+        return sorted([info.key async for info in driver.list(prefix)])
+
+    async def expect_listed(self, prefix: str, keys: list[str], when: str) -> None:
+        """See that both drivers list exactly these. Raises UnkeptError."""
+        for driver, who in self._drivers():
+            found = await self.listed(driver, prefix)
+            if found != sorted(keys):
+                missing = sorted(set(keys) - set(found))
+                extra = sorted(set(found) - set(keys))
+                twice = len(found) - len(set(found))
+                told = f"lacks {len(missing)}, has {len(extra)} that do not belong there, and repeats {twice}"
+                raise UnkeptError(f"{when}, the list of {who} {told}: {[*missing, *extra][:3]}")
+
+    def _drivers(self) -> list[tuple[Driver, str]]:
+        return (
+            [(self.driver, "the writer")] if self.private else [(self.driver, "the writer"), (self.other, "a reader")]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """One thing that is tried, and what follows where the storage does not keep it."""
+
+    name: str
+    title: str
+    effect: Effect
+    follows: str
+    advice: str
+    run: Callable[[Ground], Awaitable[Kept]]
+    """Raises UnkeptError or a HoldfastError where the storage does not keep it."""
+
+
+async def outcome_of(call: Awaitable[object]) -> HoldfastError | None:
+    """The error of a call; None where it succeeded."""
+    try:
+        await call
+    except HoldfastError as error:
+        return error
+    return None

@@ -1,0 +1,30 @@
+"""What the package logs as a warning while something is tried."""
+
+from __future__ import annotations
+
+import logging
+
+__all__ = ["Warnings"]
+
+
+class Warnings(logging.Handler):
+    """Collects what is warned of for the length of a ``with`` block; it is not printed besides."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+        self._logger = logging.getLogger("holdfast")
+        self._propagated = True
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+    def __enter__(self) -> Warnings:
+        self._propagated = self._logger.propagate
+        self._logger.addHandler(self)
+        self._logger.propagate = False
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._logger.propagate = self._propagated
+        self._logger.removeHandler(self)

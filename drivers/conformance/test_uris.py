@@ -1,0 +1,67 @@
+"""Trials of the driver's URI and options: what is told of the root is the same for all who mean the same root."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.drivers.conformance.place import Place
+from holdfast.drivers.conformance.trials import refused, trial
+from holdfast.drivers.registry import driver_class, open_driver, serving
+from holdfast.drivers.uri import Uri, is_secret, parse, redact
+from holdfast.errors import NotFoundError, UriError
+
+
+@trial()
+async def test_the_uri_is_without_options(place: Place) -> None:
+    """Whatever options a driver is opened with, ``uri`` is the root alone: ranks compare where they save to, and options
+    may come from each rank's own environment."""
+    expected = place.open().uri
+    assert "?" not in expected, "set Driver.uri to uri.root"
+    assert redact(expected) == expected
+    for uri in (place.uri, *with_each_option(place.uri)):
+        driver = place.open(uri)
+        assert driver.uri == expected
+        (error,) = await refused(NotFoundError, driver.get("missing"))
+        assert error.uri == expected
+
+
+@trial()
+async def test_every_option_takes_its_default(place: Place) -> None:
+    """``?name=value`` with the value that an option has by default opens the same root, with the same traits."""
+    driver = place.open()
+    await driver.put("x", b"content")
+    for uri in with_each_option(place.uri):
+        other = place.open(uri)
+        assert other.traits == driver.traits, str(uri)
+        assert await other.get("x") == b"content"
+
+
+@trial()
+async def test_an_option_that_is_not_known_is_refused(place: Place) -> None:
+    """``?options`` are those that the driver declares: any other, also one that is nearly right, is a UriError which
+    names those that are known."""
+    # What looks like a secret is refused as one, whether it is known or not.
+    nearly = [f"{name}x" for name in options_of(place.uri) if not is_secret(name)]
+    for name in ("no_such_option", *nearly):
+        uri = Uri(place.uri.scheme, place.uri.location, {**place.uri.options, name: "1"})
+        with pytest.raises(UriError, match=name) as caught:
+            open_driver(uri)
+        assert all(known in str(caught.value) for known in options_of(place.uri))
+
+
+def options_of(uri: Uri) -> dict[str, str]:
+    """The options of the driver that serves ``uri``, with the text of each one's default."""
+    options = driver_class(serving(uri)).OPTIONS
+    return {name: option.text(option.default) for name, option in options.items() if option.default is not None}
+
+
+def with_each_option(uri: Uri) -> list[Uri]:
+    """``uri`` with one more option each, at its default; an option that it has already stays as it is.
+
+    A default without any text means that nothing was chosen, for which a URI has no words: such an option is left out.
+    """
+    found = []
+    for name, text in options_of(uri).items():
+        if text and name not in uri.options and not is_secret(name):
+            found.append(parse(str(Uri(uri.scheme, uri.location, {**uri.options, name: text}))))
+    return found

@@ -1,0 +1,87 @@
+"""Whether this process can tell a name node who it is, found out before hdfs-native tries: a client that name nodes turn
+away hears nothing but a connection that ends, and tries again until its deadline.
+
+Scope: what is offered and what is there, not whether a ticket is valid; the library says that itself, and at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+from collections.abc import Sequence
+
+from .spnego import LIBRARY
+
+__all__ = ["CHECK_S", "offered", "unauthenticated"]
+
+CHECK_S = 2.0
+"""How long to wait for a name node that is asked what it accepts."""
+
+_ANSWER_NBYTES_MAX = 64 << 10
+
+# The handshake of Hadoop's RPC, version 9, with SASL; then a message without a call, whose state is NEGOTIATE.
+_PREAMBLE = b"hrpc" + bytes([9, 0, 0xDF])
+_HEADER = bytes([0x08, 2, 0x10, 0, 0x18, 65, 0x22, 0, 0x28, 1])
+_NEGOTIATE = bytes([0x10, 1])
+_METHODS = ("SIMPLE", "KERBEROS", "TOKEN")
+
+
+def unauthenticated(addresses: Sequence[str], authentication: str) -> tuple[str, str] | None:
+    """Why this process cannot tell the name nodes who it is, and what to do; None where it can, or nobody knows.
+
+    ``addresses``: ``host:port`` of each name node. ``authentication``: ``simple``, ``kerberos`` or ``token``. Blocks.
+    """
+    if authentication == "token":
+        return None
+    if authentication == "kerberos":
+        return _without_library()
+    for address in addresses:
+        methods = offered(address)
+        if methods and "SIMPLE" not in methods:
+            return (
+                f"the name node {address} asks for {' or '.join(methods)}, and this client is configured without",
+                "Set HADOOP_CONF_DIR, or ?conf=, to a folder whose core-site.xml says "
+                "hadoop.security.authentication=kerberos, and run kinit.",
+            )
+        if methods:
+            return None
+    return None
+
+
+def _without_library() -> tuple[str, str] | None:
+    try:
+        ctypes.CDLL(LIBRARY)
+    except OSError as error:
+        return (
+            f"Kerberos needs {LIBRARY}, which cannot be loaded: {error}",
+            "apt-get install libgssapi-krb5-2, or yum install krb5-libs.",
+        )
+    return None
+
+
+def offered(address: str) -> list[str]:
+    """The ways to authenticate that a name node accepts; none where it does not say."""
+    host, _, port = address.rpartition(":")
+    message = bytes([len(_HEADER)]) + _HEADER + bytes([len(_NEGOTIATE)]) + _NEGOTIATE
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), CHECK_S) as connection:
+            connection.sendall(_PREAMBLE + len(message).to_bytes(4, "big") + message)
+            answer = _answer(connection)
+    except (OSError, ValueError):
+        return []
+    return [method for method in _METHODS if bytes([0x0A, len(method)]) + method.encode() in answer]
+
+
+def _answer(connection: socket.socket) -> bytes:
+    nbytes = min(int.from_bytes(_exactly(connection, 4), "big"), _ANSWER_NBYTES_MAX)
+    return _exactly(connection, nbytes)
+
+
+def _exactly(connection: socket.socket, nbytes: int) -> bytes:
+    found = b""
+    while len(found) < nbytes:
+        piece = connection.recv(nbytes - len(found))
+        if not piece:
+            raise OSError("the name node hung up")
+        found += piece
+    return found

@@ -1,0 +1,101 @@
+"""Google credentials of kinds that obstore does not know: federated and impersonated ones, by Google's own library.
+
+obstore reads keys of service accounts, and what ``gcloud auth application-default login`` leaves, and asks the metadata
+server. Files of other types are read here: ``external_account`` (workload identity federation),
+``external_account_authorized_user`` (workforce identity federation), and ``impersonated_service_account``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from datetime import UTC
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ...errors import AccessError
+
+__all__ = ["credentials_file", "token_provider"]
+
+_KNOWN_TO_OBSTORE = ("service_account", "authorized_user")
+_FIRST = ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH", "GOOGLE_SERVICE_ACCOUNT_KEY", "GOOGLE_BEARER_TOKEN")
+"""Variables that obstore takes before any file of application default credentials."""
+_SCOPE = "https://www.googleapis.com/auth/devstorage.full_control"
+
+
+def credentials_file() -> str | None:
+    """The file of application default credentials, where it is of a type that obstore does not know, and counts."""
+    if any(os.environ.get(name) for name in _FIRST):
+        return None
+    named = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
+    folder = os.environ.get("CLOUDSDK_CONFIG", "~/.config/gcloud")
+    path = Path(named or Path(folder, "application_default_credentials.json")).expanduser()
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):  # obstore says what is wrong with it
+        return None
+    kind = content.get("type") if isinstance(content, dict) else None
+    return str(path) if isinstance(kind, str) and kind not in _KNOWN_TO_OBSTORE else None
+
+
+def token_provider(file: str, verify: str | None, proxy: str, uri: str) -> Callable[[], dict[str, Any]]:
+    """What obstore asks for tokens: it is called again when one expires. ``verify`` names the certificates to trust.
+
+    Raises AccessError for a file that google-auth cannot use. Blocks.
+    """
+    from google.auth.exceptions import GoogleAuthError
+    from google.auth.transport.requests import Request
+
+    try:
+        found = _credentials(json.loads(Path(file).read_text()))
+    except (GoogleAuthError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise _unusable(file, error, uri) from error
+    how: dict[str, Any] = {"verify": verify or True}
+    if proxy:
+        how["proxies"] = {"http": proxy, "https": proxy}
+    request: Any = partial(Request(), **how)
+
+    def provide() -> dict[str, Any]:
+        try:
+            found.refresh(request)
+        except (GoogleAuthError, ValueError, TypeError, KeyError) as error:  # some for an answer that is no token
+            raise _unusable(file, error, uri) from error
+        expiry = found.expiry
+        return {"token": found.token, "expires_at": expiry and expiry.replace(tzinfo=UTC)}
+
+    provide()  # what is wrong with the credentials is said here, where it can be said well
+    return provide
+
+
+def _credentials(content: dict[str, Any]) -> Any:
+    """Of google-auth, for what a file says. Raises many things where that is not right."""
+    from google.auth import aws, external_account_authorized_user, identity_pool, impersonated_credentials, pluggable
+
+    kind = content["type"]
+    source = content.get("credential_source", {})
+    make: Any
+    if kind == "impersonated_service_account":
+        make = impersonated_credentials.Credentials.from_impersonated_service_account_info
+    elif kind == "external_account_authorized_user":
+        make = external_account_authorized_user.Credentials.from_info
+    elif kind != "external_account":
+        raise ValueError(f"credentials of type {kind!r} are not known")
+    elif content.get("subject_token_type") == "urn:ietf:params:aws:token-type:aws4_request":
+        make = aws.Credentials.from_info
+    elif "executable" in source:
+        make = pluggable.Credentials.from_info
+    else:
+        make = identity_pool.Credentials.from_info
+    return make(content, scopes=[_SCOPE])
+
+
+def _unusable(file: str, error: Exception, uri: str) -> AccessError:
+    """Google's servers may say more than this; it may hold secrets."""
+    reason = " ".join(str(error.args[0] if error.args else error).split())[:200]
+    return AccessError(
+        f"no token for the credentials in {file}: {reason}",
+        uri=uri,
+        advice="Does `gcloud auth application-default print-access-token` give one, with the same file?",
+    )

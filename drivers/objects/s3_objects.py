@@ -1,0 +1,142 @@
+"""What S3 is told of each object that is stored: how it is encrypted, its storage class, its tags, and who pays."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ...errors import UriError
+from ..options import Option, choice, switch
+from ..uri import Uri
+from .aws import DIRECTORY_BUCKET
+
+__all__ = ["STORING_OPTIONS", "check_storing", "is_express", "labels", "store_config"]
+
+_KMS = ("aws:kms", "aws:kms:dsse")
+_SLOW = ("GLACIER", "DEEP_ARCHIVE")
+_WORD = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_TAG = re.compile(r"[\w +\-.:/@]{1,128}")
+_KEY_NBYTES = 32
+
+
+def _matching(pattern: re.Pattern[str], meaning: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if not pattern.fullmatch(text):
+            raise ValueError(f"is {meaning}")
+        return text
+
+    return parse
+
+
+def _tags(text: str) -> str:
+    """``team=ml,run=7``, as it is."""
+    pairs = [pair.partition("=") for pair in text.split(",")]
+    if not all(_TAG.fullmatch(name) and equals and _TAG.fullmatch(value or "-") for name, equals, value in pairs):
+        raise ValueError("is a list of tags, such as team=ml,run=7")
+    if len({name for name, _, _ in pairs}) < len(pairs) or len(pairs) > 10:
+        raise ValueError("has each name once, and at most ten")
+    return text
+
+
+STORING_OPTIONS: Mapping[str, Option] = {
+    "sse": Option(
+        choice("bucket", "AES256", *_KMS, "customer"), "bucket", "how the store encrypts what it keeps; bucket: as the "
+        "bucket says",
+    ),
+    "kms": Option(str, "", "the key of AWS KMS, by id, alias or ARN; for sse=aws:kms"),
+    "bucket_kms": Option(choice("bucket", "on", "off"), "bucket", "for sse=aws:kms: one data key for many objects"),
+    "sse_customer_key": Option(str, "", "for sse=customer: 32 bytes in base64; never in a URI"),
+    "storage_class": Option(_matching(_WORD, "the name of a storage class"), "", "of each object, such as STANDARD_IA"),
+    "tags": Option(_tags, "", "of each object: team=ml,run=7"),
+    "requester_pays": Option(switch, False, "pay for requests to a bucket of somebody else"),
+    "express": Option(
+        choice("auto", "on", "off"), "auto", "whether it is a directory bucket of S3 Express; auto: by its name",
+    ),
+}  # fmt: skip
+"""What ``s3://`` takes besides."""
+
+
+def is_express(bucket: str, values: Mapping[str, Any]) -> bool:
+    """Whether ``bucket`` is to be talked to as a directory bucket of S3 Express."""
+    chosen = values["express"]
+    return chosen == "on" or (chosen == "auto" and bucket.endswith(DIRECTORY_BUCKET))
+
+
+def check_storing(bucket: str, values: Mapping[str, Any], uri: Uri) -> None:
+    """Raise UriError where options do not go together."""
+    for wrong, message, advice in _contradictions(bucket, values):
+        if wrong:
+            raise UriError(message, uri=uri.redacted, advice=advice)
+
+
+def _contradictions(bucket: str, values: Mapping[str, Any]) -> list[tuple[bool, str, str]]:
+    sse = values["sse"]
+    express = is_express(bucket, values)
+    own = bool(values["kms"] or values["tags"] or values["storage_class"] or sse != "bucket")
+    kms_options = bool(values["kms"]) or values["bucket_kms"] != "bucket"
+    return [
+        (kms_options and sse not in _KMS, "kms and bucket_kms belong to sse=aws:kms", "Add sse=aws:kms."),
+        (
+            (sse == "customer") != bool(values["sse_customer_key"]),
+            "sse=customer and sse_customer_key need each other",
+            "Give the key by HOLDFAST_S3_SSE_CUSTOMER_KEY, or in storage_options.",
+        ),
+        (
+            sse == "customer" and not _is_key(values["sse_customer_key"]),
+            "sse_customer_key is no key: 32 bytes in base64",
+            "One is made by: openssl rand -base64 32.",
+        ),
+        (
+            values["storage_class"].upper() in _SLOW,
+            f"objects of the storage class {values['storage_class']} cannot be read when they are wanted",
+            "Let a life-cycle rule move old checkpoints there; load after restoring them. GLACIER_IR can be read at once.",
+        ),
+        (
+            express and not bucket.endswith(DIRECTORY_BUCKET),
+            f"directory buckets of S3 Express have names that end with {DIRECTORY_BUCKET}",
+            "Leave express out.",
+        ),
+        (
+            express and own,
+            "directory buckets of S3 Express have no tags, storage classes or encryption of single objects",
+            "Set the encryption of the bucket itself.",
+        ),
+    ]
+
+
+def _is_key(text: str) -> bool:
+    try:
+        return len(base64.b64decode(text, validate=True)) == _KEY_NBYTES
+    except (binascii.Error, ValueError):
+        return False
+
+
+def store_config(bucket: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """For obstore's configuration. What is not there is as the bucket says."""
+    config: dict[str, Any] = {
+        "request_payer": values["requester_pays"],
+        "s3_express": is_express(bucket, values),
+    }
+    sse = values["sse"]
+    if sse != "bucket":
+        config["server_side_encryption"] = "sse-c" if sse == "customer" else sse
+    if values["sse_customer_key"]:
+        config["sse_customer_key_base64"] = values["sse_customer_key"]
+    if values["kms"]:
+        config["sse_kms_key_id"] = values["kms"]
+    if values["bucket_kms"] != "bucket":
+        config["sse_bucket_key_enabled"] = values["bucket_kms"] == "on"
+    return config
+
+
+def labels(values: Mapping[str, Any]) -> dict[str, Any]:
+    """For each put: what is no matter of obstore's configuration."""
+    given: dict[str, Any] = {}
+    if values["storage_class"]:
+        given["attributes"] = {"Storage-Class": values["storage_class"]}
+    if values["tags"]:
+        given["tags"] = dict(pair.split("=", 1) for pair in values["tags"].split(","))
+    return given

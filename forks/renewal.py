@@ -1,0 +1,105 @@
+"""What a forked child finds: locks that are free, and nothing of its parent's that is under way.
+
+A fork copies the memory of a process, but only the thread that forks. A lock that another thread holds at that moment
+stays held in the child for ever, and so does the lock of a module that another thread is importing. Therefore:
+
+- Every lock of Holdfast comes from :func:`new_lock` or :func:`new_rlock`: in a child all of them are free.
+- What a child must not use (the engine's loop, saves in flight, pools) registers with :func:`in_child`, which puts it back
+  to how it was when the process began.
+- A fork waits until no other thread is importing anything, for :data:`IMPORTS_S` seconds at most.
+
+Scope: locks within other libraries are theirs to free.
+"""
+
+from __future__ import annotations
+
+import _imp
+import importlib
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["IMPORTS_S", "in_child", "new_lock", "new_rlock"]
+
+IMPORTS_S = 30.0
+"""How long a fork waits for the imports of other threads. To import torch takes seconds."""
+_LOOK_S = 0.001
+
+# Reset in place, so that whoever refers to a lock need not look it up again. Weak: most locks belong to short-lived objects.
+_locks: dict[int, weakref.ref[Any]] = {}
+_renewals: list[Callable[[], None]] = []
+_holding = threading.local()
+
+
+def new_lock() -> threading.Lock:
+    """A lock that is free in a forked child, whoever held it at the fork. What it guards may be half changed there: the
+    child must not use it, or put it back with :func:`in_child`."""
+    made = threading.Lock()
+    _register(made)
+    return made
+
+
+def new_rlock() -> threading.RLock:
+    """As :func:`new_lock`, for a lock that one thread may take several times."""
+    made = threading.RLock()
+    _register(made)
+    return made
+
+
+def in_child(renew: Callable[[], None]) -> None:
+    """Have ``renew`` called in every forked child, when all locks are free. It is called for the life of the process, so
+    this is for modules, not for objects. In order of registration: modules after those that they import."""
+    _renewals.append(renew)
+
+
+def _register(made: object) -> None:
+    number = id(made)
+    _locks[number] = weakref.ref(made, lambda _: _locks.pop(number, None))
+
+
+def _before() -> None:
+    """Take the lock of all imports at a moment when no other thread is within one."""
+    _holding.imports = False
+    until_s = time.monotonic() + IMPORTS_S
+    while True:
+        _imp.acquire_lock()
+        _holding.imports = True
+        if not _others_import():
+            return
+        _holding.imports = False
+        _imp.release_lock()
+        if time.monotonic() > until_s:
+            return  # they may be waiting for this thread
+        time.sleep(_LOOK_S)
+
+
+def _others_import() -> bool:
+    """Whether another thread holds the lock of a module."""
+    me = threading.get_ident()
+    bootstrap: Any = importlib._bootstrap
+    for reference in list(getattr(bootstrap, "_module_locks", {}).values()):
+        owner = getattr(reference(), "owner", None)
+        if owner is not None and owner != me:
+            return True
+    return False
+
+
+def _after() -> None:
+    if _holding.imports:
+        _imp.release_lock()
+
+
+def _after_in_child() -> None:
+    _after()
+    for reference in list(_locks.values()):
+        held = reference()
+        if held is not None:
+            held._at_fork_reinit()
+    for renew in _renewals:
+        renew()
+
+
+os.register_at_fork(before=_before, after_in_parent=_after, after_in_child=_after_in_child)

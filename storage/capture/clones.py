@@ -1,0 +1,48 @@
+"""Copies of tensors that are made at the call, of those for which nothing better is known.
+
+In host memory these are tensors that are not contiguous. Other threads may write to them, or free them, even now. So the
+memory is read with care, and :meth:`HostClone.is_still` reads it again when all else is copied: if it has not changed,
+there was a moment at which all was as it is in the copies.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .process_memory import GoneError, read
+
+__all__ = ["HostClone"]
+
+
+class HostClone:
+    """A contiguous copy of ``tensor``, which is in host memory. Raises GoneError."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        elements = 1 + sum((length - 1) * stride for length, stride in steps)
+        self._address = tensor.data_ptr()
+        self._span = torch.empty(elements, dtype=tensor.dtype, device="cpu")
+        self._read(self._span)
+        self.copy = _laid_out_like(tensor, self._span)
+        """The elements in row-major order, without lazy bits."""
+
+    def is_still(self) -> bool:
+        """Whether the memory holds the same as when it was copied."""
+        again = torch.empty_like(self._span)
+        try:
+            self._read(again)
+        except GoneError:
+            return False
+        return torch.equal(again.view(torch.uint8), self._span.view(torch.uint8))
+
+    def _read(self, to: torch.Tensor) -> None:
+        read(self._address, to.data_ptr(), to.nbytes)
+
+
+def _laid_out_like(tensor: torch.Tensor, span: torch.Tensor) -> torch.Tensor:
+    view = span.as_strided(tensor.shape, tensor.stride())
+    if tensor.is_conj():
+        view = view.conj()
+    if tensor.is_neg():
+        view = torch._neg_view(view)
+    return view.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)

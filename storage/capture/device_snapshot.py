@@ -1,0 +1,81 @@
+"""Tensors on an accelerator as they were at one moment, known by sums over their bits.
+
+At that moment the sums are computed on the trainer's stream, where they come after all that was queued before, and ahead of
+all that follows. Later, bytes are copied on the device first, on a stream of our own. What was copied is summed again, and
+then goes to host memory.
+
+Nothing here is of CUDA alone: ``lazy="prove"`` does the same with tensors in host memory, which are read with care.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from .block_sums import BlockSums, as_bytes
+
+__all__ = ["DeviceSnapshot", "Doubt"]
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """Whether a copy of ``row`` is good: a scalar on its device, which need not be known yet."""
+
+    row: int
+    same: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    data: torch.Tensor
+    """Its bytes. A view of its own: whoever gives the tensor other memory does not change this."""
+    address: int
+    nbytes: int
+    """Of the storage."""
+    sums: BlockSums
+
+
+class DeviceSnapshot:
+    """Made at the moment, in the trainer's thread; used by threads that copy."""
+
+    def __init__(self, tensors: Mapping[int, torch.Tensor]) -> None:
+        """``tensors``: contiguous ones, by row."""
+        self._held: dict[int, _Held] = {}
+        with torch.no_grad():
+            for row, tensor in tensors.items():
+                data = as_bytes(tensor)
+                storage = data.untyped_storage()
+                self._held[row] = _Held(data, storage.data_ptr(), storage.nbytes(), BlockSums.of(data))
+
+    def __contains__(self, row: int) -> bool:
+        return row in self._held
+
+    def staged(
+        self, row: int, start: int, stop: int, read: Callable[[int, int, int], None] | None = None
+    ) -> tuple[torch.Tensor, Doubt]:
+        """A copy of bytes [start, stop) of ``row`` on its device, and whether they are what they were.
+
+        ``read(start, stop, to)`` copies bytes of the row to an address, for tensors in host memory.
+        """
+        held = self._held[row]
+        first, last = held.sums.span(start, stop)
+        copied = torch.empty(last - first, dtype=torch.uint8, device=held.data.device)
+        if read is not None:
+            read(first, last, copied.data_ptr())
+        elif self._is_there(held):
+            copied.copy_(held.data[first:last], non_blocking=True)
+        else:
+            return copied[start - first : stop - first], Doubt(row, torch.zeros((), dtype=torch.bool, device="cpu"))
+        return copied[start - first : stop - first], Doubt(row, held.sums.same(first, copied))
+
+    def sums(self, row: int) -> BlockSums:
+        """What is known of ``row``."""
+        return self._held[row].sums
+
+    @staticmethod
+    def _is_there(held: _Held) -> bool:
+        """Whether its storage was neither freed nor moved."""
+        storage = held.data.untyped_storage()
+        return (storage.data_ptr(), storage.nbytes()) == (held.address, held.nbytes)

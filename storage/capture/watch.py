@@ -1,0 +1,91 @@
+"""Watches, after a save has copied its tensors, which of them are written to before the next optimizer step.
+
+A save that copied at the call, or failed, cannot lose anything more; so it looks who writes, for the saves to come. The
+watch ends at the next fence, or at the next lazy save. It holds no tensor: memory may be freed meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .block_sums import BlockSums
+from .habits import Habits, Tensor
+from .snapshot import HostSnapshot
+
+__all__ = ["Watch", "Watched"]
+
+_log = logging.getLogger(__name__)
+
+
+class Watched:
+    """One tensor under watch: how it is known, and its storage, which may go away. ``sums``: of what it was; None for one
+    whose pages are tracked."""
+
+    def __init__(self, known_as: Tensor, local: torch.Tensor, sums: BlockSums | None) -> None:
+        self.known_as = known_as
+        self.sums = sums
+        self._storage: Any = StorageWeakRef(local.untyped_storage())  # type: ignore[no-untyped-call]
+        self._address = local.untyped_storage().data_ptr()
+        self._offset_nbytes = local.storage_offset() * local.itemsize
+        self._nbytes = local.nbytes
+
+    @property
+    def gone(self) -> bool:
+        """Whether nobody has its memory any more, so that nobody writes there."""
+        return bool(self._storage.expired())
+
+    @property
+    def moved(self) -> bool:
+        """Whether its storage was given other memory."""
+        storage = self._get()
+        return storage is not None and storage.data_ptr() != self._address
+
+    def _get(self) -> torch.UntypedStorage | None:
+        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        return storage
+
+    def bytes(self) -> torch.Tensor | None:
+        """What is in it now; None where its memory is gone, or has become smaller."""
+        storage = self._get()
+        if storage is None or storage.nbytes() < self._offset_nbytes + self._nbytes:
+            return None
+        empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        return empty.set_(storage, self._offset_nbytes, (self._nbytes,), (1,))
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Rows of one save. ``host`` tracks some of them."""
+
+    rows: Mapping[int, Watched]
+    host: HostSnapshot | None
+    habits: Habits
+
+    def end(self) -> None:
+        """Learn what was written to, and watch no more."""
+        hasty = {row for row, watched in self.rows.items() if not watched.gone and self._written(row, watched)}
+        if self.host is not None:
+            self.host.close()
+        calm = [watched.known_as for row, watched in self.rows.items() if row not in hasty]
+        self.habits.learn(calm, hasty=False)
+        news = self.habits.learn([self.rows[row].known_as for row in hasty], hasty=True)
+        if news:
+            _log.info(
+                "%d tensors (%s, ...) are written to before an optimizer steps: they are copied at the call from now on",
+                len(news),
+                news[0][0],
+            )
+
+    def _written(self, row: int, watched: Watched) -> bool:
+        if watched.moved:
+            return True
+        if watched.sums is None:
+            return self.host is not None and self.host.written(row)
+        now = watched.bytes()
+        return now is None or not BlockSums.of(now).equals(watched.sums)

@@ -1,0 +1,114 @@
+"""A stored optimizer state, given back to the last bit.
+
+``Optimizer.load_state_dict`` of torch converts every floating-point tensor of a state to the dtype of its parameter: fp32
+moments of bf16 parameters lose half their bits. It also makes generators of strings and fails on arrays. This module
+undoes that, and only that: what hooks and subclasses do to the state before and after holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+
+__all__ = ["exact_values"]
+
+
+class _Opaque:
+    """A value that torch hands through as it is: it looks into everything that can be iterated."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+@contextlib.contextmanager
+def exact_values(owner: object) -> Iterator[None]:
+    """Within this, no value is converted to another dtype by the ``load_state_dict`` of ``owner``, an optimizer, or of
+    optimizers that it has.
+
+    A hook of ours runs after all others that prepare the state, and one before all others that follow. So they stand right
+    around torch's own conversion. A subclass that loads without torch's method is not touched.
+    """
+    with contextlib.ExitStack() as stack:
+        for each in _torch_optimizers(owner, set()):
+            around = _Around()
+            stack.callback(each.register_load_state_dict_pre_hook(around.before).remove)
+            stack.callback(each.register_load_state_dict_post_hook(around.after, prepend=True).remove)
+        yield
+
+
+def _torch_optimizers(owner: object, seen: set[int]) -> Iterator[torch.optim.Optimizer]:
+    """``owner``, and those that it has as attributes: wrappers hand their state on, and have no hooks of their own."""
+    seen.add(id(owner))
+    held = getattr(owner, "__dict__", {})
+    if isinstance(owner, torch.optim.Optimizer) and "_optimizer_load_state_dict_pre_hooks" in held:
+        yield owner
+    for value in list(held.values()):
+        inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [value]
+        for each in inner:
+            if isinstance(each, torch.optim.Optimizer) and id(each) not in seen:
+                yield from _torch_optimizers(each, seen)
+
+
+class _Around:
+    """The state of each parameter as it was before torch's conversion."""
+
+    def __init__(self) -> None:
+        self._given: list[tuple[torch.Tensor, Any]] = []
+
+    def before(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        """Keep what is given, and protect what torch would spoil."""
+        stored = list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
+        params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+        state = dict(state_dict["state"])
+        self._given = []
+        for key, parameter in dict(zip(stored, params, strict=False)).items():
+            if key in state:
+                self._given.append((parameter, state[key]))
+                state[key] = _protected(state[key])
+        return {**state_dict, "state": state}
+
+    def after(self, optimizer: torch.optim.Optimizer) -> None:
+        """Put back what torch has converted."""
+        for parameter, given in self._given:
+            if parameter in optimizer.state:
+                optimizer.state[parameter] = _restored(parameter, given, optimizer.state[parameter], None)
+        self._given = []
+
+
+def _protected(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _protected(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_protected(item) for item in value)
+    if isinstance(value, torch.Tensor) or not isinstance(value, Iterable):
+        return value
+    return _Opaque(value)
+
+
+def _restored(parameter: torch.Tensor, given: Any, now: Any, key: Any) -> Any:
+    """``now``, but for what torch has made of ``given`` because of the dtype of ``parameter``."""
+    if isinstance(now, _Opaque):
+        return now.value
+    if isinstance(given, torch.Tensor) and isinstance(now, torch.Tensor):
+        # Torch leaves the dtype of steps alone, unless the kernel that counts them needs another one.
+        converted = key != "step" and now.dtype != given.dtype and now.dtype == parameter.dtype
+        return given.to(device=now.device) if converted else now
+    if isinstance(given, Mapping) and isinstance(now, dict):
+        items = {k: _restored(parameter, given.get(k), item, k) for k, item in now.items()}
+        return items if type(given) is dict else _refilled(given, items)
+    if type(given) in (list, tuple) and type(now) is type(given) and len(now) == len(given):
+        return type(now)(_restored(parameter, g, n, None) for g, n in zip(given, now, strict=True))
+    return now
+
+
+def _refilled(given: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """A mapping of the type of ``given``: torch makes plain dicts of all."""
+    made: Any = copy.copy(given)
+    made.clear()
+    made.update(items)
+    return made

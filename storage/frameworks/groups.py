@@ -1,0 +1,197 @@
+"""Parameter groups: which stored group each group of an optimizer takes its hyperparameters from.
+
+Groups are matched by the names of their parameters, never by position: code that is tidied up builds them in another
+order. Pure, but for the optimizer's own lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+__all__ = ["Matched", "StoredGroup", "differing_kind", "match_groups"]
+
+_OF_THE_JOB = ("params", "param_names")
+"""What a group has of the job that it is in."""
+
+_OF_SCHEDULERS = frozenset(("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"))
+"""What schedulers of torch add to a group."""
+
+
+@dataclass
+class StoredGroup:
+    """A parameter group of a checkpoint. ``ranks``: by the key of each of its parameters (a name, or a number), those ranks
+    in whose optimizer it was in this group. ``names``: by number, the names that torch's ``param_names`` gives."""
+
+    ranks: dict[Any, list[int]] = field(default_factory=dict)
+    names: dict[Any, str] = field(default_factory=dict)
+
+
+@dataclass
+class Matched:
+    """``keys``: by id of a parameter, its key in the checkpoint. ``hyperparameters``: of each group of the optimizer; None:
+    it keeps its own. ``new`` and ``conflicts`` say what does not fit, by the numbers of groups."""
+
+    keys: dict[int, Any] = field(default_factory=dict)
+    hyperparameters: list[dict[str, Any] | None] = field(default_factory=list)
+    new: dict[int, str] = field(default_factory=dict)
+    conflicts: dict[int, str] = field(default_factory=dict)
+
+
+def match_groups(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, Sequence[Any]],
+    stored: Sequence[StoredGroup],
+    rank: int,
+    groups_of: Callable[[int], Sequence[Mapping[str, Any]]],
+) -> Matched:
+    """Match the groups of ``optimizer`` with stored ones.
+
+    ``names``: by id of each parameter, the keys that it may have in the checkpoint, the likeliest first.
+    ``groups_of(rank)``: the groups that a rank saved, with their hyperparameters.
+    """
+    found = Matched()
+    rank = _stands_for(stored, rank)
+    held = _held(stored)
+    sources: list[list[tuple[int, int]]] = []
+    numbered = all(type(key) is int for group in stored for key in group.ranks)
+    for number, group in enumerate(optimizer.param_groups):
+        places: dict[tuple[int, int], None] = {}
+        missing = []
+        for parameter in group["params"]:
+            place = _place(names[id(parameter)], held, rank)
+            if place is None:
+                missing.append(names[id(parameter)][0])
+                continue
+            key, where = place
+            found.keys[id(parameter)] = key
+            places[where] = None
+        if missing:
+            found.new[number] = _said_of_new(number, missing, numbered)
+        sources.append(list(places))
+    _check_numbers(found, optimizer, stored, rank, numbered)
+    empty = [number for number, group in enumerate(optimizer.param_groups) if not group["params"]]
+    _match_empty(sources, empty, stored, rank)
+    for number, places_of in enumerate(sources):
+        found.hyperparameters.append(_taken(found, number, places_of, groups_of))
+    return found
+
+
+def _stands_for(stored: Sequence[StoredGroup], rank: int) -> int:
+    """The rank that saved whose values ``rank`` gets: itself, or the one that it falls on, counted round."""
+    saved = sorted({r for group in stored for ranks in group.ranks.values() for r in ranks})
+    return rank if rank in saved or not saved else saved[rank % len(saved)]
+
+
+Held = dict[Any, list[tuple[int, list[int]]]]
+"""By key of a parameter, the groups that it is in, and the ranks that have it there."""
+
+
+def _held(stored: Sequence[StoredGroup]) -> Held:
+    held: Held = {}
+    for number, group in enumerate(stored):
+        for key, ranks in group.ranks.items():
+            held.setdefault(key, []).append((number, ranks))
+    return held
+
+
+def _place(keys: Sequence[Any], held: Held, rank: int) -> tuple[Any, tuple[int, int]] | None:
+    """The key under which a parameter is stored, the number of its group, and a rank that has it there: this one, if it has
+    saved the parameter at all."""
+    for key in keys:
+        places = held.get(key)
+        if places:
+            number, ranks = next((place for place in places if rank in place[1]), places[0])
+            return key, (number, rank if rank in ranks else min(ranks))
+    return None
+
+
+def _said_of_new(number: int, missing: Sequence[Any], numbered: bool) -> str:
+    shown = ", ".join(map(repr, missing[:5])) + (", …" if len(missing) > 5 else "")
+    hint = ""
+    if type(missing[0]) is int and not numbered:
+        hint = "; they are stored by name: put the module into the state too"
+    elif type(missing[0]) is not int and numbered:
+        hint = "; they are stored by number, without their module: load them without it"
+    return f"parameter group {number}: no group of the checkpoint has the parameters {shown}{hint}"
+
+
+def _check_numbers(
+    found: Matched, optimizer: torch.optim.Optimizer, stored: Sequence[StoredGroup], rank: int, numbered: bool
+) -> None:
+    """Numbers say which parameter is which only if all groups are as they were."""
+    if not numbered or found.new or any(group.names for group in stored):
+        return
+    theirs = [sum(rank in ranks for ranks in group.ranks.values()) for group in stored]
+    ours = [len(group["params"]) for group in optimizer.param_groups]
+    if theirs != ours:
+        found.conflicts[0] = (
+            f"parameters are stored by number, in groups of {theirs}; the optimizer's groups have {ours} parameters"
+        )
+
+
+def _match_empty(
+    sources: list[list[tuple[int, int]]], ours: list[int], stored: Sequence[StoredGroup], rank: int
+) -> None:
+    """Groups without parameters have no names: they are matched by position if all others are where they were, else by
+    their order, if the checkpoint has as many. Else they keep what they have."""
+    theirs = [number for number, group in enumerate(stored) if not group.ranks]
+    in_place = all(where == number for number, places in enumerate(sources) for where, _ in places)
+    if in_place and len(sources) == len(stored):
+        theirs = ours
+    if len(theirs) == len(ours):
+        for number, where in zip(ours, theirs, strict=True):
+            sources[number] = [(where, rank)]
+
+
+def _taken(
+    found: Matched,
+    number: int,
+    places: Sequence[tuple[int, int]],
+    groups_of: Callable[[int], Sequence[Mapping[str, Any]]],
+) -> dict[str, Any] | None:
+    """The hyperparameters of stored groups, which must be the same in all of them."""
+    taken: dict[str, Any] | None = None
+    for where, of_rank in places:
+        groups = groups_of(of_rank)
+        if where >= len(groups):
+            continue
+        given = {key: value for key, value in groups[where].items() if key not in _OF_THE_JOB}
+        if taken is None:
+            taken, first = given, where
+            continue
+        differing = sorted(
+            str(key) for key in taken.keys() | given.keys() if not _same(taken.get(key), given.get(key), where == first)
+        )
+        if differing:
+            found.conflicts[number] = (
+                f"parameter group {number} has parameters of groups {first} and {where} of the checkpoint, which differ "
+                f"in {', '.join(differing)}"
+            )
+    return taken
+
+
+def _same(a: Any, b: Any, one_group: bool) -> bool:
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return one_group  # not read yet
+    return repr(a) == repr(b)
+
+
+def differing_kind(optimizer: torch.optim.Optimizer, taken: Sequence[Mapping[str, Any] | None]) -> str | None:
+    """What shows that the checkpoint is of an optimizer of another kind, such as AdamW into SGD; None if nothing does.
+
+    Releases of torch add hyperparameters, and users add their own; so either alone shows nothing.
+    """
+    stored = {key for group in taken if group is not None for key in group}
+    known = {key for group in optimizer.param_groups for key in group} | optimizer.defaults.keys() | _OF_SCHEDULERS
+    extra = sorted(map(str, stored - known))
+    absent = sorted(map(str, optimizer.defaults.keys() - stored))
+    if not stored or not extra or not absent:
+        return None
+    return (
+        f"the checkpoint is of another kind of optimizer: it has {', '.join(extra)}, "
+        f"and {type(optimizer).__name__} has {', '.join(absent)}"
+    )

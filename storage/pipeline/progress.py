@@ -1,0 +1,135 @@
+"""Calls a user's progress callback: on a thread of its own, never on the engine's.
+
+A callback may take long, and may call Holdfast. On the engine's thread the first would hold up every save and load of
+the process, and the second would wait for itself.
+
+Scope: one callback of one operation. What is shown of it is up to the caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Self
+
+from ...errors import UsageError
+
+__all__ = ["EVERY_S", "ProgressCallback", "ProgressReporter"]
+
+ProgressCallback = Callable[[int, int], None]
+"""Called with the bytes that are done, and those that there are in all."""
+
+EVERY_S = 0.1
+"""The callback is called at most this often."""
+
+
+class ProgressReporter:
+    """Hands progress on to ``callback``; a context manager around the operation, synchronous or asynchronous.
+
+    :meth:`report` may be called from any thread, and does not wait for the callback. Calls of the callback never overlap,
+    and arrive in the order of the reports. Reports that come while it runs, or within ``EVERY_S`` of its last call, are
+    replaced by the newest one.
+
+    At the end of a successful operation the last report is always delivered. The end of the block waits for a call that
+    is under way: afterwards the callback is not called any more. What the callback raises ends the operation: the next
+    :meth:`report` raises it, or else the end of the block.
+
+    The callback sees the context variables of the thread that made the reporter. Without a callback nothing is done, and
+    there is no thread.
+    """
+
+    def __init__(self, callback: ProgressCallback | None) -> None:
+        self._callback = callback
+        self._context = contextvars.copy_context()
+        self._changed = threading.Condition()
+        self._latest: tuple[int, int] | None = None
+        self._closed = False
+        self._error: BaseException | None = None
+        self._ended: Future[None] | None = None
+
+    def report(self, done_nbytes: int, total_nbytes: int) -> None:
+        """Note how far the operation is. Raises what the callback has raised; UsageError in place of what is no
+        Exception, as SystemExit, which would end the engine."""
+        if self._callback is None:
+            return
+        with self._changed:
+            self._raise_error()
+            if self._closed:
+                return
+            self._latest = (done_nbytes, total_nbytes)
+            self._changed.notify_all()
+            if self._ended is None:
+                self._ended = Future()
+                threading.Thread(target=self._run, name="holdfast-progress", daemon=True).start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        ended = self._close(deliver=error is None)
+        if ended is not None:
+            ended.result()
+        self._surface(error)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        ended = self._close(deliver=error is None)
+        if ended is not None:
+            await asyncio.shield(asyncio.wrap_future(ended))
+        if error is None:
+            self._raise_error()
+
+    def _close(self, *, deliver: bool) -> Future[None] | None:
+        """Ask the thread to end; return the future of its end, if there is a thread."""
+        with self._changed:
+            self._closed = True
+            if not deliver:
+                self._latest = None
+            self._changed.notify_all()
+            return self._ended
+
+    def _surface(self, error: BaseException | None) -> None:
+        """Raise what the callback raised, unless the operation has failed of something else."""
+        if self._error is not None and (error is None or error.__cause__ is self._error):
+            raise self._error
+
+    def _raise_error(self) -> None:
+        if isinstance(self._error, Exception):
+            raise self._error
+        if self._error is not None:
+            raise UsageError(f"the progress callback raised {type(self._error).__name__}") from self._error
+
+    def _run(self) -> None:
+        assert self._ended is not None
+        try:
+            while (report := self._next()) is not None:
+                self._call(*report)
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closed, EVERY_S)
+        except BaseException as error:
+            with self._changed:
+                self._error = error
+        finally:
+            self._ended.set_result(None)
+
+    def _next(self) -> tuple[int, int] | None:
+        """Wait for a report; None when the operation has ended and there is no other."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._latest is not None)
+            report = self._latest
+            self._latest = None
+            return report
+
+    def _call(self, done_nbytes: int, total_nbytes: int) -> None:
+        assert self._callback is not None
+        self._context.run(self._callback, done_nbytes, total_nbytes)

@@ -1,0 +1,150 @@
+"""What ranks call together, and what each shows of itself on its *board*: the calls that it is in, and how those go.
+
+A call is known by what it is about, never by how many came before it: so ranks that lost step meet again at the next one.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ...errors import DeadlineError
+from ..format.digest import digest
+from .pairing import Even, Log
+
+__all__ = ["Board", "Call", "Failed", "Shown", "decoded_roster", "encoded_roster", "waited_in_vain"]
+
+MAIN = "main"
+
+
+def _caller() -> str:
+    thread = threading.current_thread()
+    return MAIN if thread is threading.main_thread() else thread.name
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of the API, as every rank names it. ``uri`` is redacted. ``thread``: which of the caller's threads it came
+    from; calls of one thread come in the same order on all ranks."""
+
+    kind: str
+    uri: str = ""
+    step: int | None = None
+    thread: str = field(default_factory=_caller, compare=False)
+
+    @property
+    def name(self) -> str:
+        """The same on all ranks for the same call, and different for different ones."""
+        text = json.dumps([self.kind, self.uri, self.step])
+        return digest(text.encode("utf-8", "surrogatepass")).hex()
+
+    def __str__(self) -> str:
+        text = f"{self.kind} {self.uri}".rstrip()
+        return text if self.step is None else f"{text} (step {self.step})"
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A call that a rank is in. ``number`` tells it from other calls of that rank. ``met``: the leader has taken it.
+
+    ``idle_s``: how long nothing has moved, neither here nor at the rank that is waited for. ``waits_for``: that rank, or
+    -1; ``what`` it is waited for.
+    """
+
+    name: str
+    number: int
+    text: str
+    thread: str
+    met: bool
+    idle_s: float
+    waits_for: int = -1
+    what: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A call that a rank has failed in before the leader took it. ``error`` is the packed error."""
+
+    name: str
+    number: int
+    text: str
+    thread: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Board:
+    """What a rank shows. ``nonce``: of its process; ``lead``: the nonce of the leader that it has found. ``beats`` grows.
+    ``logs``: by name of a call, in which of those it failed before the leader took it. ``even``: by name, up to where this
+    rank and the leader are even."""
+
+    nonce: str
+    lead: str
+    beats: int
+    open: tuple[Shown, ...] = ()
+    failed: tuple[Failed, ...] = ()
+    logs: Mapping[str, Log] = field(default_factory=dict)
+    even: Mapping[str, Even] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        """As JSON."""
+        calls = [[s.name, s.number, s.text, s.thread, s.met, s.idle_s, s.waits_for, s.what] for s in self.open]
+        failed = [[f.name, f.number, f.text, f.thread, f.error] for f in self.failed]
+        told: dict[str, Any] = {"nonce": self.nonce, "lead": self.lead, "beats": self.beats}
+        told |= {"open": calls, "failed": failed}
+        told["logs"] = {name: list(log) for name, log in self.logs.items()}
+        told["even"] = {name: [even.lead, even.other] for name, even in self.even.items()}
+        return json.dumps(told).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Board:
+        """What :meth:`encode` has made."""
+        told = json.loads(data)
+        calls = tuple(Shown(*shown) for shown in told["open"])
+        failed = tuple(Failed(*entry) for entry in told["failed"])
+        even = {name: Even(*numbers) for name, numbers in told["even"].items()}
+        return cls(told["nonce"], told["lead"], told["beats"], calls, failed, told["logs"], even)
+
+    def shown(self, name: str) -> Shown | None:
+        """The call of that name that the rank is in."""
+        return next((s for s in self.open if s.name == name), None)
+
+    def failure(self, name: str, after: int) -> Failed | None:
+        """The last failure in a call of that name, with a number above ``after``."""
+        return next((f for f in reversed(self.failed) if f.name == name and f.number > after), None)
+
+
+def waited_in_vain(packed: bytes | str) -> bool:
+    """Whether this packed error says only that somebody did not come in time."""
+    return bool(json.loads(packed)["type"] == DeadlineError.__name__)
+
+
+def encoded_roster(numbers: Sequence[int]) -> str:
+    """The number of each rank's call, as text: mostly all are equal."""
+    if len(set(numbers)) == 1:
+        return f"*{numbers[0]}"
+    column = np.array(numbers, np.int64)
+    values, counts = _runs(column)
+    return ",".join(f"{value}x{count}" for value, count in zip(values, counts, strict=True))
+
+
+def decoded_roster(text: str, world: int) -> Sequence[int]:
+    """What :func:`encoded_roster` has made."""
+    if text[0] == "*":
+        return [int(text[1:])] * world
+    numbers: list[int] = []
+    for run in text.split(","):
+        value, _, count = run.partition("x")
+        numbers += [int(value)] * int(count)
+    return numbers
+
+
+def _runs(column: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[list[int], list[int]]:
+    """Equal neighbours as one value and a count."""
+    starts = np.flatnonzero(np.diff(column, prepend=column[0] - 1))
+    return column[starts].tolist(), np.diff(starts, append=len(column)).tolist()

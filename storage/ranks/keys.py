@@ -1,0 +1,103 @@
+"""The job's key-value store: values of any size under a prefix, and reads that never wait for a key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+__all__ = ["Keys", "StoreLike"]
+
+PART_NBYTES = 4 << 20  # torch's TCPStore refuses values of 8 MiB and more
+_NOTHING = b"\x00holdfast: no such key\x00"
+_WHOLE = b"="
+_PARTS = b"#"
+
+
+class StoreLike(Protocol):
+    """What is used of a torch.distributed Store. ``compare_set`` is used where the store has it."""
+
+    def set(self, key: str, value: bytes | str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def add(self, key: str, amount: int, /) -> int: ...
+    def delete_key(self, key: str, /) -> bool: ...
+
+
+class Keys:
+    """The keys below ``prefix``. Every method blocks for one or a few round trips, and raises what the store raises."""
+
+    def __init__(self, store: StoreLike, prefix: str) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._compare_set: Any = getattr(store, "compare_set", None)
+
+    def below(self, name: str) -> Keys:
+        """The keys below ``name``."""
+        return Keys(self._store, f"{self._prefix}/{name}")
+
+    def value(self, key: str) -> bytes | None:
+        """The value of ``key``; None where there is none.
+
+        A plain ``get`` waits for a key that is missing, and another rank may delete a key between a ``check`` and a
+        ``get``. A ``compare_set`` that expects what no key holds changes nothing, and tells what is there.
+        """
+        whole = f"{self._prefix}/{key}"
+        if self._compare_set is None:
+            return self._store.get(whole) if self._store.check([whole]) else None
+        found: bytes = self._compare_set(whole, _NOTHING, _NOTHING)
+        return None if found == _NOTHING else found
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Give ``key`` a value."""
+        self._store.set(f"{self._prefix}/{key}", value)
+
+    def swap(self, key: str, expected: bytes | None, desired: bytes) -> bytes | None:
+        """Set ``key`` to ``desired`` if its value is ``expected`` (None: no value yet). Return what it is afterwards.
+
+        Atomic, unless the store has no ``compare_set``.
+        """
+        if self._compare_set is None:
+            before = self.value(key)
+            if before != expected:
+                return before
+            self.set(key, desired)
+            return desired
+        whole = f"{self._prefix}/{key}"
+        found: bytes = self._compare_set(whole, expected or b"", desired)
+        if expected is not None and found == expected:
+            return None  # the store answers what was expected where the key is missing
+        return found
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter; return its new value."""
+        return self._store.add(f"{self._prefix}/{key}", amount)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete keys; those that are missing are passed over."""
+        for key in keys:
+            self._store.delete_key(f"{self._prefix}/{key}")
+
+    def put(self, key: str, value: bytes) -> list[str]:
+        """Store a value of any size; return the keys that it took. The key itself comes last: it says that all is there."""
+        if len(value) <= PART_NBYTES:
+            self.set(key, _WHOLE + value)
+            return [key]
+        parts = [value[i : i + PART_NBYTES] for i in range(0, len(value), PART_NBYTES)]
+        for i, part in enumerate(parts):
+            self.set(f"{key}/{i}", part)
+        self.set(key, _PARTS + str(len(parts)).encode())
+        return [key, *(f"{key}/{i}" for i in range(len(parts)))]
+
+    def told(self, key: str) -> bytes | None:
+        """What was :meth:`put` under ``key``; None where it is not there, or not all of it."""
+        value = self.value(key)
+        if value is None or value[:1] == _WHOLE:
+            return value and value[1:]
+        parts = [self.value(f"{key}/{i}") for i in range(int(value[1:]))]
+        return b"".join(part for part in parts if part is not None) if None not in parts else None
+
+    def taken_by(self, key: str) -> list[str]:
+        """The keys that a :meth:`put` under ``key`` took."""
+        value = self.value(key)
+        parts = int(value[1:]) if value is not None and value[:1] == _PARTS else 0
+        return [key, *(f"{key}/{i}" for i in range(parts))]

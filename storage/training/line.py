@@ -1,0 +1,116 @@
+"""The line of a run, on its leader: which checkpoints lead to where training is, and whether it may save at a step.
+
+The record of it (:mod:`..format.lineage`) is written where training goes back: by ``resume(step=…)`` before that returns,
+and otherwise, where ``resume`` has passed over later checkpoints that are damaged, before the first save.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...errors import UsageError
+from ..format.lineage import LINEAGE_KEY, Lineage
+from ..listing import ListedCheckpoint, Listing, read_lineage
+from ..place import Place
+from .naming import checkpoint_name, step_of
+
+__all__ = ["Line", "Survey", "below", "is_own"]
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What is in a run's folder: ``steps``, the checkpoints directly below it that have a step, the best to go on from
+    first; ``broken``, those that cannot be opened; ``others``, the paths of those that cannot be gone on from."""
+
+    steps: Sequence[ListedCheckpoint]
+    broken: Sequence[ListedCheckpoint]
+    others: Sequence[str]
+
+    def newest(self) -> ListedCheckpoint | None:
+        """The live checkpoint of the highest step; also one that cannot be opened, whose step its name tells."""
+        live = [c for c in self.steps if not c.abandoned]
+        return max([*live, *self.broken], key=_step, default=None)
+
+
+class Line:
+    """The line of the run in ``root``. For the engine's loop."""
+
+    def __init__(self, root: Place) -> None:
+        self._root = root
+        self._lineage: Lineage | None = None
+        self._recorded = True
+        self._admits = False
+        self._turn = asyncio.Lock()
+
+    async def survey(self) -> Survey:
+        """Look at the run's folder. Raises StorageError, DamagedError."""
+        async with self._root.opened() as driver:
+            listing = await Listing.of(driver)
+            folders = listing.folders()
+            listed = await listing.checkpoints([path for path in folders if path and "/" not in path])
+            self._lineage = await read_lineage(driver)
+        self._recorded = True
+        known = [c for c in listed if c.problem is None and c.step is not None]
+        known.sort(key=lambda c: (_step(c), is_own(c), c.created_s, c.path), reverse=True)
+        broken = [c for c in listed if c.problem is not None and step_of(c.path) is not None]
+        taken = {c.path for c in (*known, *broken)}
+        return Survey(known, broken, sorted(path for path in folders if path not in taken))
+
+    async def take_up(self, gone_on_from: ListedCheckpoint | None, survey: Survey, *, record: bool) -> None:
+        """Training goes on from there, or from its beginning; live checkpoints that are later are abandoned from here on.
+        ``record``: put that on record now, durably, rather than with the next save. Raises StorageError."""
+        assert self._lineage is not None
+        self._admits = True
+        if gone_on_from is None:
+            return
+        later = [c for c in survey.steps if not c.abandoned and _step(c) > _step(gone_on_from)]
+        if not later and not gone_on_from.abandoned:
+            return
+        self._lineage = self._lineage.gone_back(gone_on_from.branch, _step(gone_on_from), secrets.token_hex(8))
+        self._recorded = False
+        if record:
+            await self._record()
+
+    async def admit(self, step: int) -> str:
+        """The branch of a checkpoint that is to be saved at ``step``. Raises UsageError where the run has come further, and
+        did not go back; StorageError, DamagedError."""
+        async with self._turn:
+            if not self._admits:
+                newest = (await self.survey()).newest()
+                if newest is not None and step < _step(newest):
+                    raise below(step, _step(newest), self._root.uri.redacted)
+                self._admits = True
+            if not self._recorded:
+                await self._record()
+            assert self._lineage is not None
+            return self._lineage.current
+
+    async def _record(self) -> None:
+        assert self._lineage is not None
+        async with self._root.opened() as driver:
+            await driver.put(LINEAGE_KEY, self._lineage.encode())
+        self._recorded = True
+
+
+def below(step: int, newest: int, uri: str) -> UsageError:
+    """What is raised for a save at ``step``, where the run has come to step ``newest``."""
+    return UsageError(
+        f"step {step} is below step {newest}, the newest of this run, and training did not go back",
+        uri=uri,
+        advice="To go back, call resume(state, step=…) or resume(state, before=…), rather than load a checkpoint by hand: "
+        "later ones are then set aside. For another run, use another folder.",
+    )
+
+
+def is_own(c: ListedCheckpoint) -> bool:
+    """Whether a Checkpointer of this run has named it."""
+    return c.step is not None and c.path == checkpoint_name(c.step)
+
+
+def _step(c: ListedCheckpoint) -> int:
+    step = step_of(c.path) if c.step is None else c.step
+    assert step is not None
+    return step

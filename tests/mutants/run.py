@@ -1,0 +1,153 @@
+"""Change the engine in one small way at a time, and see that its tests notice.
+
+make mutants                     the whole list, on all cores; an hour
+make mutants ONLY=claim          those whose description or file contains a text
+make mutants SAMPLE=1            the first of each table, as CI does
+
+A change that no test notices is a mutant that survives. The run ends with 1 if there is one, if the text that a mutant
+changes is gone, or if the tests fail without any change. Everything happens in copies of the repository.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # where tests find what they share
+
+from support.mutants import TABLES
+from support.mutants.mutant import Mutant
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 180.0
+"""A mutant whose tests hang is noticed, too."""
+PASSED = 0
+"""The exit status of pytest."""
+
+
+class Copy:
+    """A copy of the repository, to be changed and changed back. For one thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "repository"
+        listed = subprocess.run(
+            ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+            cwd=ROOT,
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        for name in listed.stdout.splitlines():
+            if (ROOT / name).is_file():
+                (self._folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, self._folder / name)
+        self._path = folder / "path"
+        self._path.mkdir()
+        (self._path / "holdfast").symlink_to(self._folder)
+        self._changes = 0
+
+    def notices(self, mutant: Mutant) -> bool:
+        """Whether the tests of ``mutant`` fail with it. Raises ValueError where it cannot be told."""
+        if self.test(mutant.tests) != PASSED:
+            raise ValueError(f"without any change these tests do not pass: {mutant.tests}")
+        with self._changed(mutant):
+            status = self.test(mutant.tests)
+        return status != PASSED
+
+    def test(self, tests: str) -> int | None:
+        """The exit status of pytest; None where it had to be ended."""
+        command = [str(Path(sys.executable).with_name("pytest")), "-q", "-x", "-p", "no:cacheprovider", *tests.split()]
+        environment = os.environ | {"PYTHONPATH": str(self._path)}
+        process = subprocess.Popen(
+            command,
+            cwd=self._folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            return process.wait(TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+    @contextmanager
+    def _changed(self, mutant: Mutant) -> Iterator[None]:
+        file = self._folder / mutant.file
+        before = file.read_text()
+        self._write(file, mutant.applied(before))
+        try:
+            yield
+        finally:
+            self._write(file, before)
+
+    def _write(self, file: Path, source: str) -> None:
+        file.write_text(source)
+        # Compiled modules are told from stale ones by whole seconds and the size of their source.
+        self._changes += 1
+        time_s = time.time() + 2 * self._changes
+        os.utime(file, (time_s, time_s))
+
+
+def main() -> int:
+    """The exit status: 1 where a mutant survived."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="those whose description or file contains this text")
+    parser.add_argument("--sample", action="store_true", help="the first of each table")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="tests that run at a time")
+    given = parser.parse_args()
+    tables = [table[:1] if given.sample else table for table in TABLES]
+    chosen = [m for table in tables for m in table if given.only in m.says or given.only in m.file]
+    if not chosen:
+        print(f"no mutant has {given.only!r} in its description or file")
+        return 1
+    began_s = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="holdfast-mutants-") as folder:
+        problems = tried(chosen, Path(folder), given.jobs)
+    print(f"{len(chosen)} mutants, {len(problems)} problems, {time.perf_counter() - began_s:.0f} s")
+    for problem in problems:
+        print(f"  {problem}")
+    return 1 if problems else 0
+
+
+def tried(mutants: Sequence[Mutant], folder: Path, jobs: int) -> list[str]:
+    """What is wrong: mutants that survive, and those that are out of date."""
+    copies: SimpleQueue[Copy] = SimpleQueue()
+    for number in range(jobs):
+        copies.put(Copy(folder / str(number)))
+    with ThreadPoolExecutor(jobs) as pool:
+        outcomes = pool.map(lambda mutant: _tried(mutant, copies), mutants)
+        return [problem for problem in outcomes if problem is not None]
+
+
+def _tried(mutant: Mutant, copies: SimpleQueue[Copy]) -> str | None:
+    copy = copies.get()
+    began_s = time.perf_counter()
+    try:
+        problem = None if copy.notices(mutant) else f"survived: {mutant.file}: {mutant.says} ({mutant.tests})"
+    except ValueError as error:
+        problem = str(error)
+    finally:
+        copies.put(copy)
+    print(f"{time.perf_counter() - began_s:5.1f} s  {'PROBLEM ' if problem else 'noticed '} {mutant.says}", flush=True)
+    return problem
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""Whatever writes to a state while a lazy save copies it: stored is the state of the call, or the save fails by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.effort import examples
+from support.writers import complaint
+
+from holdfast.storage.capture import snapshot
+from holdfast.storage.capture.snapshot import HostSnapshot
+from holdfast.storage.capture.write_tracking import WriteTracker, write_tracker
+
+pytestmark = pytest.mark.skipif(write_tracker() is None, reason="writes cannot be tracked on this machine")
+
+SEEDS = 400
+"""A broken engine is found within so many."""
+
+
+@examples(80)
+@given(st.integers(0, 2**32))
+def test_a_lazy_save_stores_the_state_of_the_call_or_fails(seed: int) -> None:
+    """Writers come before, between and after the reads of any tensor; by torch, numpy, addresses, threads and backward
+    hooks; they free memory, and put other memory in its place."""
+    assert complaint(np.random.default_rng(seed)) is None
+
+
+@examples(40)
+@given(st.integers(0, 2**32))
+def test_sums_alone_find_every_writer_too(seed: int) -> None:
+    """As on an accelerator, where nobody tracks pages. Here the kernel is not asked, and tensors are summed in host memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        _tracking_off(patch)
+        assert complaint(np.random.default_rng(seed), lazy="prove", first_share=0) is None
+
+
+def _tracking_off(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WriteTracker, "is_clean", lambda self, start, stop: True)
+
+
+def _asks_before_it_reads(patch: pytest.MonkeyPatch) -> None:
+    plain = HostSnapshot._copy_tracked
+
+    def early(self: HostSnapshot, i: int, start: int, stop: int, to: int, disarm: bool) -> None:
+        address = self._regions[i].address
+        first, last = address + start, address + stop
+        page = snapshot.PAGE_NBYTES
+        if not self._tracker.is_clean(first // page * page, -(-last // page) * page):
+            plain(self, i, start, stop, to, disarm)
+        snapshot.read(first, to, stop - start)
+
+    patch.setattr(HostSnapshot, "_copy_tracked", early)
+
+
+def _arms_late(patch: pytest.MonkeyPatch) -> None:
+    plain = HostSnapshot._copy_tracked
+
+    def late(self: HostSnapshot, i: int, start: int, stop: int, to: int, disarm: bool) -> None:
+        self._tracker.arm(*self._tracked(i))
+        plain(self, i, start, stop, to, disarm)
+
+    patch.setattr(HostSnapshot, "_copy_tracked", late)
+
+
+def _edges_not_copied(patch: pytest.MonkeyPatch) -> None:
+    plain = HostSnapshot.copy
+
+    def all_of_it(self: HostSnapshot, row: int, start: int, stop: int, to: int, *, disarm: bool = True) -> None:
+        plain(self, row, start, stop, to, disarm=disarm)
+        i = self._at[row]
+        if self._head[i] < self._tail[i]:
+            for a, b in ((start, min(stop, self._head[i])), (max(start, self._tail[i]), stop)):
+                if a < b:
+                    snapshot.read(self._regions[i].address + a, to + a - start, b - a)
+
+    patch.setattr(HostSnapshot, "copy", all_of_it)
+
+
+@pytest.mark.parametrize("broken", [_tracking_off, _asks_before_it_reads, _arms_late, _edges_not_copied])
+def test_a_broken_engine_is_found(
+    broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    """The trainer above finds each fault that the engine could have."""
+    broken(monkeypatch)
+    seeds = rng.integers(2**32, size=SEEDS)
+    assert any(complaint(np.random.default_rng(seed)) for seed in seeds)

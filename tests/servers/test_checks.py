@@ -1,0 +1,120 @@
+"""``holdfast drivers --check`` and saves on real servers: good ones have no problem, and what a poor one lacks is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support.servers.moto import Moto
+from support.servers.rclone import Rclone, find_rclone
+
+import holdfast
+from holdfast.drivers.checks.course import check
+from holdfast.drivers.checks.findings import Report
+from holdfast.drivers.registry import open_driver
+from holdfast.drivers.uri import parse
+
+STATE = {"weights": torch.arange(1000.0)}
+
+
+@pytest.fixture(scope="module")
+def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rclone]:
+    """A server with a bucket, ``holdfast``, whose credentials are in the environment."""
+    if find_rclone() is None:
+        pytest.skip("rclone is not installed: make test-servers")
+    server = Rclone(tmp_path_factory.mktemp("rclone"))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment().items():
+            patch.setenv(name, value)
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop()
+
+
+def uri_of(server: Rclone | Moto, name: str, more: str = "") -> str:
+    """Of a place on it."""
+    location, _, options = server.uri.partition("?")
+    return f"{location}/{name}?{options}{more}"
+
+
+def checked(uri: str) -> Report:
+    """The report on a storage."""
+    return asyncio.run(check(parse(uri)))
+
+
+def left(uri: str) -> list[str]:
+    """What is there."""
+
+    async def listed() -> list[str]:
+        driver = open_driver(uri)
+        try:
+            return [info.key async for info in driver.list()]
+        finally:
+            await driver.close()
+
+    return asyncio.run(listed())
+
+
+def told(report: Report) -> dict[str, str]:
+    """The problems."""
+    return {finding.name: finding.detail for finding in report.problems}
+
+
+def test_radosgw_is_fit(s3_url: str) -> None:
+    """Everything is kept, an unfinished upload is found, and nothing is left."""
+    report = checked(s3_url)
+    assert told(report) == {}
+    assert {finding.outcome for finding in report.findings} == {"kept"}
+    assert next(f.detail for f in report.findings if f.name == "unfinished").endswith("found and dropped")
+    assert left(s3_url) == []
+
+
+def test_hdfs_is_fit(hdfs_url: str) -> None:
+    """Likewise."""
+    report = checked(hdfs_url)
+    assert told(report) == {}
+    assert left(hdfs_url) == []
+
+
+def test_moto_is_fit(moto: Moto) -> None:
+    """Likewise; as an independent server of the same protocol."""
+    uri = uri_of(moto, "check")
+    assert told(checked(uri)) == {}
+    assert left(uri) == []
+
+
+def test_a_server_that_ignores_conditions_is_found_out(rclone: Rclone) -> None:
+    """One after the other, and at the same time; the advice names the option."""
+    uri = uri_of(rclone, "check")
+    report = checked(uri)
+    problems = told(report)
+    assert {"exclusive", "race"} <= problems.keys()
+    assert not report.may_save
+    advice = next(finding.advice for finding in report.problems if finding.name == "exclusive")
+    assert "?conditional=off" in advice
+    # Of a key that was put at the same time its lists go on showing an object: then that is told.
+    assert left(uri) == [] or report.left is not None
+
+
+def test_a_save_to_such_a_server_is_refused_and_leaves_nothing(rclone: Rclone) -> None:
+    """The error names the option."""
+    uri = uri_of(rclone, "save")
+    with pytest.raises(holdfast.StorageError, match=r"although its key is taken.*\?conditional=off"):
+        holdfast.save(uri, STATE)
+    assert left(uri) == []
+
+
+def test_with_the_option_a_save_works_if_it_can_be_loaded(rclone: Rclone) -> None:
+    """Where the server's answers to whole ranges are refused by the client, the save fails, and not the load."""
+    uri = uri_of(rclone, "weak", "&conditional=off")
+    unreadable = "ranges" in told(checked(uri))
+    if unreadable:
+        with pytest.raises(holdfast.StorageError, match="cannot be read back as bytes"):
+            holdfast.save(uri, STATE)
+        return
+    holdfast.save(uri, STATE)
+    assert torch.equal(holdfast.load(uri)["weights"], STATE["weights"])

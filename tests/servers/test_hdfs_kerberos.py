@@ -1,0 +1,203 @@
+"""The HDFS driver on servers in secure mode: with a ticket, without one, and with a delegation token.
+
+Every client is a process of its own, because its environment says where its tickets are.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.kit import run_kit
+from support.servers.hadoop import find_hadoop
+from support.servers.kerberos import find_kerberos
+from support.servers.secure_hadoop import Protection, SecureHadoop
+
+pytestmark = pytest.mark.drill
+
+CLIENT_S = 60
+KIT_S = 300
+QUICKLY_S = 5
+
+SAVE_AND_LOAD = """
+import logging, sys, torch, holdfast
+logging.basicConfig()
+state = {"a": torch.randn(int(sys.argv[2]) << 18), "b": torch.arange(10)}
+for _ in range(2):
+    holdfast.save(sys.argv[1], state)
+found = holdfast.load(sys.argv[1])
+assert all(torch.equal(found[name], state[name]) for name in state)
+print("the same")
+"""
+
+PRIVATE = """
+import sys, urllib.parse, hdfs_native
+parts = urllib.parse.urlsplit(sys.argv[1])
+hdfs_native.Client(f"hdfs://{parts.netloc}").set_permission(parts.path, 0o700)
+"""
+
+PUT = """
+import asyncio, sys, time
+from holdfast.drivers.registry import open_driver
+from holdfast.errors import StorageError
+async def put():
+    driver = open_driver(sys.argv[1])
+    began_s = time.monotonic()
+    try:
+        await driver.put("a", b"content")
+        print("stored")
+    except StorageError as error:
+        print(f"{type(error).__name__}: {error}")
+    print(time.monotonic() - began_s)
+    await driver.close()
+asyncio.run(put())
+"""
+
+
+@pytest.fixture(scope="module")
+def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureHadoop]:
+    """Servers that ask who is there, and protect nothing."""
+    _skip_without_servers()
+    server = SecureHadoop(tmp_path_factory.mktemp("secure"))
+    server.start()
+    yield server
+    server.stop()
+
+
+def _skip_without_servers() -> None:
+    if find_hadoop() is None or find_kerberos() is None:
+        pytest.skip("Hadoop or Kerberos is not installed: make test-servers")
+
+
+def client(program: str, uri: str, environment: dict[str, str], mib: int = 40) -> str:
+    """What a client process prints and logs. ``mib``: how much it saves, by default enough for several parts."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program, uri, str(mib)],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=CLIENT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def refused(uri: str, environment: dict[str, str]) -> str:
+    """The error of a put, which comes quickly."""
+    error, took_s = client(PUT, uri, environment).strip().splitlines()
+    assert float(took_s) < QUICKLY_S
+    return error
+
+
+@pytest.mark.timeout(KIT_S + 120)
+def test_the_kit_passes_with_a_ticket(secure: SecureHadoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every trial that applies passes; the one deviation of the driver is declared."""
+    for name, value in secure.environment(secure.ticket()).items():
+        monkeypatch.setenv(name, value)
+    probe = ("--driver-probe", "support.servers.hdfs_probe:HdfsProbe")
+    output = run_kit(secure.at(uuid.uuid4().hex), *probe, cwd=tmp_path, timeout_s=KIT_S)
+    assert "deviations      1 declared" in output
+
+
+def test_a_save_comes_back(secure: SecureHadoop) -> None:
+    """Saved and loaded with a ticket; WebHDFS, which asks for it too, has joined the parts, and nothing was copied."""
+    output = client(SAVE_AND_LOAD, secure.at(uuid.uuid4().hex), secure.environment(secure.ticket()))
+    assert output == "the same\n"
+
+
+@pytest.mark.parametrize("protection", ["integrity", "privacy"])
+def test_a_save_comes_back_from_servers_that_protect_what_is_sent(protection: Protection, tmp_path: Path) -> None:
+    """Signed, or encrypted with 3DES, which is slow."""
+    _skip_without_servers()
+    server = SecureHadoop(tmp_path, protection, datanodes=1)
+    server.start()
+    try:
+        output = client(SAVE_AND_LOAD, server.at("run"), server.environment(server.ticket()), mib=2)
+    finally:
+        server.stop()
+    assert output == "the same\n"
+
+
+def test_parts_are_copied_where_webhdfs_knows_nobody(secure: SecureHadoop) -> None:
+    """A web server under another name than the ticket's: the save succeeds all the same, and says once why it is slow."""
+    uri = secure.at(uuid.uuid4().hex).replace("webhdfs=localhost", "webhdfs=127.0.0.1")
+    output = client(SAVE_AND_LOAD, uri, secure.environment(secure.ticket()))
+    assert "the same" in output
+    assert output.count("parts are joined by copying") == 1
+    assert "asks for a Kerberos ticket" in output
+
+
+def test_without_a_ticket_the_error_says_kinit(secure: SecureHadoop) -> None:
+    """Nobody has run kinit: refused at once, not after repeats."""
+    error = refused(secure.at("run"), secure.environment())
+    assert error.startswith("AccessError: ")
+    assert "No Kerberos credentials available" in error
+    assert "kinit" in error
+
+
+def test_with_an_expired_ticket_the_error_says_kinit(secure: SecureHadoop) -> None:
+    """The ticket was good a second ago."""
+    cache = secure.ticket(lifetime_s=1)
+    secure.kdc.wait_for_expiry(cache)
+    error = refused(secure.at("run"), secure.environment(cache))
+    assert error.startswith("AccessError: ")
+    assert "expired" in error.partition("There is no valid")[0]
+    assert "kinit" in error
+
+
+def test_a_client_that_is_configured_without_kerberos_is_told_so(secure: SecureHadoop) -> None:
+    """Without HADOOP_CONF_DIR the name node would end each connection, and the library try until its deadline."""
+    environment = secure.environment(secure.ticket()) | {"HADOOP_CONF_DIR": ""}
+    error = refused(secure.at("run"), environment)
+    assert error.startswith("AccessError: ")
+    assert "asks for KERBEROS" in error
+    assert "HADOOP_CONF_DIR" in error
+
+
+def test_without_the_library_the_error_names_the_package(secure: SecureHadoop, tmp_path: Path) -> None:
+    """A host that has no libgssapi_krb5, or a broken one."""
+    (tmp_path / "libgssapi_krb5.so.2").write_text("no library")
+    environment = secure.environment(secure.ticket()) | {"LD_LIBRARY_PATH": str(tmp_path)}
+    error = refused(secure.at("run"), environment)
+    assert error.startswith("AccessError: ")
+    assert "libgssapi-krb5-2" in error
+
+
+def test_another_user_is_refused(secure: SecureHadoop) -> None:
+    """Permissions are those of the ticket's user; the name of the process's user does not matter."""
+    uri = secure.at(uuid.uuid4().hex)
+    environment = secure.environment(secure.ticket("alice")) | {"HADOOP_USER_NAME": "bob"}
+    assert client(PUT, uri, environment).startswith("stored")
+    client(PRIVATE, uri, environment)
+    error = refused(uri, secure.environment(secure.ticket("bob")) | {"HADOOP_USER_NAME": "alice"})
+    assert error.startswith("AccessError: ")
+    assert "user=bob" in error
+
+
+def test_a_delegation_token_stands_for_a_ticket(secure: SecureHadoop, tmp_path: Path) -> None:
+    """Without a ticket, and by the name of a host for which the token has an address: saved, joined and loaded."""
+    environment = secure.environment() | {"HADOOP_TOKEN_FILE_LOCATION": str(secure.token(tmp_path / "tokens"))}
+    assert client(SAVE_AND_LOAD, secure.at(uuid.uuid4().hex), environment) == "the same\n"
+
+
+def test_a_token_without_the_configuration_is_told_so(secure: SecureHadoop, tmp_path: Path) -> None:
+    """hdfs-native shows its token only where the configuration says that there is somebody to ask for it."""
+    tokens = {"HADOOP_TOKEN_FILE_LOCATION": str(secure.token(tmp_path / "tokens")), "HADOOP_CONF_DIR": ""}
+    error = refused(secure.at("run"), secure.environment() | tokens)
+    assert error.startswith("AccessError: ")
+    assert "HADOOP_CONF_DIR" in error
+
+
+def test_a_token_that_was_cancelled_is_refused(secure: SecureHadoop, tmp_path: Path) -> None:
+    """The name node knows it no longer: the error says what to do, and comes quickly."""
+    tokens = secure.token(tmp_path / "tokens")
+    secure.cancel(tokens)
+    error = refused(secure.at("run"), secure.environment() | {"HADOOP_TOKEN_FILE_LOCATION": str(tokens)})
+    assert error.startswith("AccessError: ")
+    assert "HADOOP_TOKEN_FILE_LOCATION" in error

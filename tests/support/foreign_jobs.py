@@ -1,0 +1,306 @@
+"""What the ranks of a gang do with layouts of other frameworks: each function tells what became of saves and loads."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
+
+import holdfast
+
+__all__ = [
+    "fsdp1_by_full_state_dicts",
+    "fsdp1_leaves",
+    "fsdp1_objects",
+    "hollow_saves",
+    "hooked_tensors",
+    "uneven_tensors",
+    "warned_of",
+]
+
+
+def outcome(call: Callable[[], Any]) -> str:
+    """The kind and the text of what ``call`` raised; "" where it raised nothing."""
+    try:
+        call()
+    except holdfast.HoldfastError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def fsdp1(seed: int, *, mesh: bool, orig: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A module with one that FSDP1 has sharded inside, and an optimizer that has stepped."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+    device_mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if mesh else None
+    model[1] = FullyShardedDataParallel(
+        model[1], device_id=torch.device("cpu"), use_orig_params=orig, device_mesh=device_mesh
+    )
+    optim = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step(model, optim)
+    return model, optim
+
+
+def step(model: nn.Module, optim: torch.optim.Optimizer) -> None:
+    """One step on a fixed batch."""
+    model(torch.ones(2, 4)).square().sum().backward()
+    optim.step()
+    optim.zero_grad()
+
+
+def fsdp1_objects(uri: str) -> list[tuple[str, str]]:
+    """Save and load a module and an optimizer of FSDP1, with and without a mesh, in each of its kinds of state dict: what
+    each raised."""
+    warnings.simplefilter("ignore")
+    seen = []
+    for mesh, orig in product((False, True), (False, True)):
+        model, optim = fsdp1(1, mesh=mesh, orig=orig)
+        for kind in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT):
+            FullyShardedDataParallel.set_state_dict_type(model, kind)
+            whole = {"nets": [model], "optim": optim}
+            for name, state in (("both", whole), ("bare", model[1]), ("optimizer", {"optim": optim})):
+                what = f"{name} mesh={mesh} orig={orig} {kind.name}"
+                seen += [
+                    (f"save {what}", outcome(lambda state=state: holdfast.save(uri, state))),
+                    (f"async {what}", outcome(lambda state=state: holdfast.async_save(uri, state, lazy=True).wait())),
+                    (f"load {what}", outcome(lambda state=state: holdfast.load(uri, into=state))),
+                ]
+    return seen
+
+
+def fsdp1_leaves(uri: str) -> list[str]:
+    """Save what FSDP1 leaves in plain dicts: ShardedTensors, and parameters as they are."""
+    warnings.simplefilter("ignore")
+    texts = []
+    for orig in (True, False):
+        model, _ = fsdp1(1, mesh=False, orig=orig)
+        FullyShardedDataParallel.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+        for state in (dict(model.state_dict()), dict(model[1].named_parameters())):
+            texts += [
+                outcome(lambda state=state: holdfast.save(uri, {"model": state})),
+                outcome(lambda state=state: holdfast.load(uri, into={"model": state})),
+            ]
+    return texts
+
+
+def fsdp1_by_full_state_dicts(uri: str) -> bool:
+    """Save and load FSDP1 as its error advises; whether the next step is the one of the job that went on."""
+    warnings.simplefilter("ignore")
+    options = StateDictOptions(full_state_dict=True)
+    model, optim = fsdp1(1, mesh=False, orig=True)
+    state = get_state_dict(model, optim, options=options)
+    holdfast.save(uri, {"state": state})
+    step(model, optim)
+    fresh, fresh_optim = fsdp1(2, mesh=False, orig=True)
+    into = {"state": list(get_state_dict(fresh, fresh_optim, options=options))}
+    into = {"state": tuple(into["state"])}
+    holdfast.load(uri, into=into)
+    model_state, optim_state = into["state"]
+    set_state_dict(fresh, fresh_optim, model_state_dict=model_state, optim_state_dict=optim_state, options=options)
+    step(fresh, fresh_optim)
+    expected = get_state_dict(model, optim, options=options)[0]
+    found = get_state_dict(fresh, fresh_optim, options=options)[0]
+    return all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def _hooked(tensor: DTensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> DTensor:
+    """``tensor`` with the hooks that Megatron-FSDP gives to its local tensor."""
+    chunk = SimpleNamespace(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+    local = tensor._local_tensor
+    local.__create_chunk_list__ = lambda: [chunk]  # type: ignore[attr-defined]
+    local.__create_write_items__ = lambda fqn, tensor: []  # type: ignore[attr-defined]
+    return tensor
+
+
+def _wrapped(mesh: DeviceMesh) -> DTensor:
+    """A DTensor whose local tensor is several."""
+    local = LocalShardsWrapper([torch.ones(1, 2), torch.ones(1, 2)], [(0, 0), (1, 0)])
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size((4, 2)), stride=(2, 1))
+
+
+def hooked_tensors(uri: str) -> dict[str, str]:
+    """Save and load DTensors of which hooks tell how they are laid out: as their placements do, and otherwise."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+
+    def made(at: int, kind: Callable[[Any], Any] = lambda tensor: tensor) -> DTensor:
+        even = distribute_tensor(torch.arange(8.0).reshape(4, 2), mesh, [Shard(0)])
+        return _hooked(kind(even), (2 * at, 0), (2, 2))
+
+    right = made(rank)
+    turned = made(world - 1 - rank)
+    optimized = made(world - 1 - rank, nn.Parameter)
+    module = nn.Linear(2, 4)
+    module.weight = optimized
+    buffered = nn.Module()
+    buffered.register_buffer("cache", turned)
+    moments = torch.optim.SGD([optimized], lr=0.1)
+    items = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
+    items._local_tensor.__create_write_items__ = lambda fqn, tensor: []  # type: ignore[attr-defined]
+    on_dtensor = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
+    other = SimpleNamespace(offsets=torch.Size((2 - 2 * rank, 0)), sizes=torch.Size((2, 2)))
+    on_dtensor.__create_chunk_list__ = lambda: [other]  # type: ignore[method-assign]
+    plain = torch.ones(3)
+    plain.__create_chunk_list__ = lambda: [other]  # type: ignore[attr-defined]
+    states = {
+        "right": {"w": right},
+        "turned": {"w": turned},
+        "module": {"m": module},
+        "buffer": {"m": buffered},
+        "optimizer": {"o": moments},
+        "items": {"w": items},
+        "own": {"w": on_dtensor},
+        "wrapped": {"w": _wrapped(mesh)},
+        "plain": {"w": plain},
+    }
+    found = {}
+    for name, state in states.items():
+        found[f"save {name}"] = outcome(lambda state=state, name=name: holdfast.save(f"{uri}/{name}", state))
+        found[f"load {name}"] = outcome(lambda state=state: holdfast.load(f"{uri}/right", into=state))
+    return found
+
+
+def uneven_tensors(uri: str) -> dict[str, str]:
+    """Save and load DTensors whose local tensors have other sizes than their placements imply."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),))
+    shapes = {"longer first": [(3, 2), (1, 2)][rank], "padded": (2, 2), "none expected": (1, 2)}
+    sizes = {"longer first": (4, 2), "padded": (3, 2), "none expected": (1, 2)}
+    for name in shapes:
+        holdfast.save(f"{uri}/good {name}", {"w": distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])})
+    found = {}
+    for name, shape in shapes.items():
+        whole = torch.Size(sizes[name])
+        local = torch.full(shape, float(rank))
+        w = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=whole, stride=(2, 1))
+        found[f"save {name}"] = outcome(lambda w=w, name=name: holdfast.save(f"{uri}/{name}", {"w": w}))
+        found[f"load {name}"] = outcome(lambda w=w, name=name: holdfast.load(f"{uri}/good {name}", into={"w": w}))
+        found[f"committed {name}"] = str(Path(uri, name, "manifest.safetensors").exists())
+    return found
+
+
+def placeholders() -> nn.Module:
+    """A module as DeepSpeed ZeRO-3 leaves it, but for the marks: large parameters are elsewhere, small ones are here."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    for layer in (model[0], model[2]):
+        layer.weight.data = torch.empty(0)
+    return model
+
+
+def hollow_saves(uri: str) -> dict[str, tuple[str, bool]]:
+    """Save states in which there is less than it seems, on all ranks and on some: what each save raised, and whether it was
+    committed."""
+    rank = dist.get_rank()
+    empty = {"w": torch.empty(0), "v": torch.zeros(0, 3)}
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    states: dict[str, tuple[Any, dict[str, Any]]] = {
+        "nothing": (empty, {}),
+        "nothing but values": (empty | {"step": 3}, {}),
+        "values": ({"step": 3}, {}),
+        "asked for": (empty, {"allow_empty": True}),
+        "on one rank": (empty if rank else {"w": torch.ones(2), "v": torch.ones(1, 3)}, {}),
+        "on the first rank": ({"w": torch.ones(2), "v": torch.ones(1, 3)} if rank else empty, {}),
+        "none on one rank": ({} if rank else empty, {}),
+        "one row for two ranks": ({"w": distribute_tensor(torch.ones(1, 3), mesh, [Shard(0)])}, {}),
+        "state dict": ({"model": dict(placeholders().state_dict()), "rng": holdfast.RNGState()}, {}),
+        "state dict asked for": ({"model": dict(placeholders().state_dict())}, {"allow_empty": True}),
+        "state dict on one rank": ({"model": (placeholders() if rank else _whole()).state_dict()}, {}),
+    }
+    found = {}
+    for name, (state, options) in states.items():
+        at = f"{uri}/{name}"
+        text = outcome(lambda at=at, state=state, options=options: holdfast.save(at, copy.copy(state), **options))
+        dist.barrier()
+        found[name] = (text, Path(at, "manifest.safetensors").exists())
+        dist.barrier()
+    return found
+
+
+def _whole() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+
+
+class Diverged(nn.Module):
+    """A parameter and a buffer, of which each rank has its own values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rank = dist.get_rank()
+        self.weight = nn.Parameter(torch.full((3,), float(rank)))
+        self.alike = nn.Parameter(torch.ones(3))
+        self.norm = nn.BatchNorm1d(2)
+        self.norm.running_mean += rank
+        self.register_buffer("seen", torch.tensor([rank]))
+
+
+def warned_of(uri: str, tag: str) -> list[list[str]]:
+    """Save what differs between ranks, expected or not, twice, and then something else that has begun to differ: the
+    warnings of each save."""
+    rank = dist.get_rank()
+    model = Diverged()
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optim.state[model.weight]["momentum_buffer"] = torch.full((3,), float(rank))
+    late = torch.ones(2)
+    state: dict[str, Any] = {
+        "model": model,
+        "optim": optim,
+        "dict": {name: tensor + 0 for name, tensor in model.state_dict().items() if name != "seen"},
+        "shape": torch.ones(2 + rank),
+        "dtype": torch.ones(2, dtype=[torch.float32, torch.float16, torch.float64][rank]),
+        "late": late,
+        "rng": holdfast.RNGState(),
+        "generator": torch.Generator().manual_seed(rank),
+        "data": holdfast.PerRank({"at": torch.tensor(rank)}),
+        "loader": Loader(),
+        "values": rank,
+    }
+    if rank:
+        state["second"] = torch.full((2,), float(rank))
+    torch.manual_seed(rank)
+    found = []
+    for number in range(4):
+        if number == 2:
+            late += rank
+        with messages() as told:
+            holdfast.save(f"{uri}/{number}", {tag: state})
+        found.append(told)
+        dist.barrier()
+    return found
+
+
+class Loader:
+    """An object with a state that belongs to the rank."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"worker": {"seed": torch.tensor([dist.get_rank()])}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes anything."""
+
+
+@contextlib.contextmanager
+def messages() -> Iterator[list[str]]:
+    """The warnings that Holdfast logs meanwhile."""
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("holdfast")
+    logger.addHandler(handler)
+    try:
+        yield told
+    finally:
+        logger.removeHandler(handler)

@@ -1,0 +1,35 @@
+"""A forked child that does something, and is not waited for for ever."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import traceback
+from collections.abc import Callable
+
+__all__ = ["in_a_fork"]
+
+
+def in_a_fork(work: Callable[[], object], timeout_s: float = 30.0) -> str:
+    """Fork, and call ``work`` in the child. Returns "" where it returned; what it raised, as text; or "hung" where it had
+    not ended after ``timeout_s``. The child goes without any clean-up."""
+    read_fd, write_fd = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            work()
+        except BaseException:
+            os.write(write_fd, traceback.format_exc()[-4000:].encode())
+        finally:
+            os._exit(0)
+    os.close(write_fd)
+    try:
+        ended, _, _ = select.select([read_fd], [], [], timeout_s)
+        if not ended:
+            os.kill(child, signal.SIGKILL)
+            return "hung"
+        return os.read(read_fd, 4000).decode()
+    finally:
+        os.close(read_fd)
+        os.waitpid(child, 0)

@@ -1,0 +1,426 @@
+"""Drivers that break one promise each, for whoever must find them out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+
+import holdfast
+from holdfast.drivers.contract import Buffer, ObjectInfo, Upload
+from holdfast.drivers.memory import STORES, MemoryDriver
+
+__all__ = [
+    "LIARS",
+    "ForgetsPuts",
+    "IgnoresExclusive",
+    "KeepsDeleted",
+    "RefusesBulk",
+    "RefusesWholeRanges",
+    "Small",
+]
+
+
+class Small(MemoryDriver):
+    """With small parts, so that a check takes no time."""
+
+    def __init__(self, location: str = "") -> None:
+        super().__init__(location)
+        self.traits = replace(self.traits, part_nbytes=64 << 10)
+
+
+LIARS: dict[str, tuple[str, type[Small]]] = {}
+"""By what it does wrong, the probe that finds it out, and the driver."""
+
+
+def _liar(found_by: str) -> Callable[[type[Small]], type[Small]]:
+    """Put a class on the list; its docstring says what it does wrong."""
+
+    def listed(cls: type[Small]) -> type[Small]:
+        LIARS[cls.__doc__ or cls.__name__] = (found_by, cls)
+        return cls
+
+    return listed
+
+
+@_liar("put")
+class ForgetsPuts(Small):
+    """A put is acknowledged and lost."""
+
+    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
+        return
+
+
+@_liar("put")
+class _PutsLess(Small):
+    """The last byte of a put is lost."""
+
+    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
+        await super().put(key, data[:-1], exclusive=exclusive)
+
+
+@_liar("put")
+class _TellsWrongSizes(Small):
+    """A look at an object tells another size."""
+
+    async def stat(self, key: str) -> ObjectInfo:
+        found = await super().stat(key)
+        return ObjectInfo(key, found.nbytes + 1, found.modified_s)
+
+
+@_liar("replace")
+class _KeepsTheFirst(Small):
+    """An object that was put once stays as it is."""
+
+    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
+        if exclusive or self._path(key) not in self._objects:
+            await super().put(key, data, exclusive=exclusive)
+
+
+@_liar("replace")
+class _CachesGets(Small):
+    """What was read once is read again, whatever is there now."""
+
+    def __init__(self, location: str = "") -> None:
+        super().__init__(location)
+        self.known: dict[str, bytes] = {}
+
+    async def get(self, key: str) -> bytes:
+        data = await super().get(key)
+        return self.known.setdefault(key, data)
+
+
+@_liar("delete")
+class KeepsDeleted(Small):
+    """A deleted object stays."""
+
+    async def delete(self, key: str) -> None:
+        return
+
+    async def delete_all(self, prefix: str) -> None:
+        if "small" not in prefix:
+            await super().delete_all(prefix)
+
+
+@_liar("delete")
+class _MindsTheMissing(Small):
+    """A delete of what is not there fails."""
+
+    async def delete(self, key: str) -> None:
+        await self.stat(key)
+        await super().delete(key)
+
+
+@_liar("atomic")
+class _PutsInPieces(Small):
+    """A put truncates the object before it writes it."""
+
+    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
+        if not exclusive and len(data) > 10_000:
+            await super().put(key, b"")
+            await asyncio.sleep(0.02)
+        await super().put(key, data, exclusive=exclusive)
+
+
+@_liar("exclusive")
+class IgnoresExclusive(Small):
+    """An exclusive put replaces what is there."""
+
+    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
+        await super().put(key, data)
+
+
+@_liar("exclusive")
+class _RefusesAndStores(Small):
+    """An exclusive put is refused, and done all the same."""
+
+    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
+        try:
+            await super().put(key, data, exclusive=exclusive)
+        except holdfast.ExistsError:
+            await super().put(key, data)
+            raise
+
+
+@_liar("exclusive")
+class _RefusesOddly(Small):
+    """A put whose key is taken fails with another error."""
+
+    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
+        try:
+            await super().put(key, data, exclusive=exclusive)
+        except holdfast.ExistsError as error:
+            raise holdfast.StorageError("conflict", uri=self.uri, key=key) from error
+
+
+@_liar("exclusive")
+class _KnowsItsOwnOnly(Small):
+    """Each client refuses only what it has put itself."""
+
+    def __init__(self, location: str = "") -> None:
+        super().__init__(location)
+        self.mine: set[str] = set()
+
+    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
+        if exclusive and key in self.mine:
+            raise holdfast.ExistsError("object exists already", uri=self.uri, key=key)
+        self.mine.add(key)
+        await super().put(key, data)
+
+    async def delete(self, key: str) -> None:
+        self.mine.discard(key)
+        await super().delete(key)
+
+
+@_liar("race")
+class _LooksThenPuts(Small):
+    """An exclusive put looks, and then puts."""
+
+    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
+        if exclusive:
+            with contextlib.suppress(holdfast.NotFoundError):
+                await self.stat(key)
+                raise holdfast.ExistsError("object exists already", uri=self.uri, key=key)
+            await asyncio.sleep(0.001)
+        await super().put(key, data)
+
+
+@_liar("again")
+class _RemembersNames(Small):
+    """A name that was used once is taken for ever."""
+
+    def __init__(self, location: str = "") -> None:
+        super().__init__(location)
+        self.used: set[str] = STORES.setdefault(f"{location}-used", set())  # type: ignore[arg-type]
+
+    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
+        if exclusive and key in self.used:
+            raise holdfast.ExistsError("object exists already", uri=self.uri, key=key)
+        self.used.add(key)
+        await super().put(key, data, exclusive=exclusive)
+
+
+@_liar("clock")
+class _LivesInThePast(Small):
+    """Its clock is an hour behind."""
+
+    async def stat(self, key: str) -> ObjectInfo:
+        found = await super().stat(key)
+        return ObjectInfo(key, found.nbytes, found.modified_s - 3600)
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        async for found in super().list(prefix):
+            yield ObjectInfo(found.key, found.nbytes, found.modified_s - 3600)
+
+
+@_liar("clock")
+class _HasTwoClocks(Small):
+    """A list tells other times than a look."""
+
+    async def stat(self, key: str) -> ObjectInfo:
+        found = await super().stat(key)
+        return ObjectInfo(key, found.nbytes, found.modified_s - 30)
+
+
+class _Wrapped(Upload):
+    """An upload that another one carries out."""
+
+    def __init__(self, driver: Small, key: str, inner: Upload) -> None:
+        self.driver, self.key, self.inner = driver, key, inner
+
+    async def write(self, start: int, data: Buffer) -> None:
+        await self.inner.write(start, data)
+
+    async def commit(self, nbytes: int | None = None) -> None:
+        await self.inner.commit(nbytes)
+
+    async def abort(self) -> None:
+        await self.inner.abort()
+
+
+class _OtherUploads(Small):
+    """The base of those whose uploads lie."""
+
+    upload: type[_Wrapped]
+
+    async def create(self, key: str, nbytes: int) -> Upload:
+        return self.upload(self, key, await super().create(key, nbytes))
+
+
+@_liar("aborted")
+class _KeepsAborted(_OtherUploads):
+    """What was written before an abort becomes visible."""
+
+    class upload(_Wrapped):
+        async def abort(self) -> None:
+            if "aborted" in self.key:
+                await MemoryDriver.put(self.driver, self.key, b"half")
+
+
+@_liar("committed")
+class _ShowsEarly(_OtherUploads):
+    """An object is visible before its upload is committed."""
+
+    class upload(_Wrapped):
+        async def write(self, start: int, data: Buffer) -> None:
+            await self.inner.write(start, data)
+            await MemoryDriver.put(self.driver, self.key, b"half")
+
+
+@_liar("committed")
+class _RefusesParts(_OtherUploads):
+    """Uploads of several parts fail."""
+
+    class upload(_Wrapped):
+        async def write(self, start: int, data: Buffer) -> None:
+            if start > 0 and "unfinished" not in self.key:
+                raise holdfast.StorageError("NotImplemented", uri=self.driver.uri, key=self.key)
+            await self.inner.write(start, data)
+
+
+@_liar("ranges")
+class _MixesParts(_OtherUploads):
+    """Parts of an upload are joined in another order."""
+
+    class upload(_Wrapped):
+        async def commit(self, nbytes: int | None = None) -> None:
+            await self.inner.commit(nbytes)
+            data = await self.driver.get(self.key)
+            if nbytes is None and len(data) > 100_000:
+                await MemoryDriver.put(self.driver, self.key, data[60_000:] + data[:60_000])
+
+
+@_liar("shorter")
+class _KnowsNoEarlyEnd(_OtherUploads):
+    """An upload ends only where it was declared to."""
+
+    class upload(_Wrapped):
+        async def commit(self, nbytes: int | None = None) -> None:
+            await self.inner.commit()
+
+
+@_liar("ranges")
+class RefusesWholeRanges(Small):
+    """A range that is the whole object is answered with status 200, which the client refuses."""
+
+    async def read(self, key: str, start: int, into: Buffer) -> None:
+        if (start, len(into)) == (0, (await self.stat(key)).nbytes):
+            raise holdfast.StorageError("received non-partial response", uri=self.uri, key=key)
+        await super().read(key, start, into)
+
+
+@_liar("ranges")
+class _IgnoresRanges(Small):
+    """Every range begins where the object does."""
+
+    async def read(self, key: str, start: int, into: Buffer) -> None:
+        await super().read(key, 0, into)
+
+
+@_liar("ranges")
+class _FillsUp(Small):
+    """A range beyond the end of an object is filled with zeros."""
+
+    async def read(self, key: str, start: int, into: Buffer) -> None:
+        data = (await self.get(key))[start : start + len(into)]
+        into[:] = data.ljust(len(into), b"\0")
+
+
+@_liar("ranges")
+class _FetchesOther(Small):
+    """What is fetched has other bytes than what is read."""
+
+    async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
+        return memoryview(bytes(nbytes))
+
+
+@_liar("list")
+class _ListsBeside(Small):
+    """A list shows what begins with the prefix, and does not lie below it."""
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        async for found in super().list(""):
+            if found.key.startswith(prefix):
+                yield found
+
+
+@_liar("list")
+class _ListsBehind(Small):
+    """What was deleted is listed for a while."""
+
+    def __init__(self, location: str = "") -> None:
+        super().__init__(location)
+        self.late: dict[str, ObjectInfo] = {}
+
+    async def delete(self, key: str) -> None:
+        if "tree" in key:
+            self.late[key] = await self.stat(key)
+        await super().delete(key)
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        async for found in super().list(prefix):
+            yield found
+        for key in tuple(self.late):
+            if key.startswith(f"{prefix}/") and prefix.endswith("tree"):
+                yield self.late.pop(key)
+
+
+@_liar("list")
+class _ListsBelowOnly(Small):
+    """A list lacks the object that is the prefix itself."""
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        async for found in super().list(prefix):
+            if found.key != prefix or "tree" not in prefix:
+                yield found
+
+
+@_liar("bulk")
+class RefusesBulk(Small):
+    """Deleting many objects at once fails."""
+
+    async def delete_all(self, prefix: str) -> None:
+        if "unfinished" not in prefix:
+            raise holdfast.StorageError("Got invalid DeleteObjects response", uri=self.uri, key=prefix)
+
+
+@_liar("bulk")
+class _DeletesBeside(Small):
+    """Deleting below a prefix also deletes what only begins with it."""
+
+    async def delete_all(self, prefix: str) -> None:
+        for path in [path for path in self._objects if path.startswith(self._path(prefix))]:
+            del self._objects[path]
+
+
+@_liar("odd")
+class _TurnsBackslashes(Small):
+    """A backslash in a key is a slash."""
+
+    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
+        await super().put(key.replace("\\", "/"), data, exclusive=exclusive)
+
+    async def get(self, key: str) -> bytes:
+        return await super().get(key.replace("\\", "/"))
+
+    async def stat(self, key: str) -> ObjectInfo:
+        return await super().stat(key.replace("\\", "/"))
+
+
+@_liar("unfinished")
+class _CannotList(Small):
+    """Unfinished uploads cannot be listed, as the driver warns."""
+
+    async def delete_all(self, prefix: str) -> None:
+        await super().delete_all(prefix)
+        logging.getLogger("holdfast.drivers.objects").warning("cannot list unfinished uploads (NotImplemented)")
+
+
+@_liar("unfinished")
+class _CannotSweep(Small):
+    """Sweeping fails."""
+
+    async def sweep(self, prefix: str) -> None:
+        raise holdfast.StorageError("sweep failed: NotImplemented, status 501", uri=self.uri, key=prefix)

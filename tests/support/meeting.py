@@ -1,0 +1,84 @@
+"""Ranks of a job as tasks of one process: they meet over a store in memory, and each may fail, be late or be started anew."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import holdfast
+from holdfast.storage.ranks.calls import Call
+from holdfast.storage.ranks.keys import Keys
+from holdfast.storage.ranks.member import Member
+from holdfast.storage.ranks.team import StoreTeam
+
+__all__ = ["DEADLINE_S", "LOAD", "SAVE", "Job", "everybody", "joined", "kinds", "run", "together"]
+
+SAVE = Call("save", "file:///a", 1)
+LOAD = Call("load", "file:///b")
+DEADLINE_S = 20.0
+
+
+class Job:
+    """The processes of a job over a store, as tasks of this one."""
+
+    def __init__(self, store: Any, world: int, deadline_s: float = DEADLINE_S) -> None:
+        self.store, self.world, self.deadline_s = store, world, deadline_s
+        self.members = [Member(Keys(store, "job"), rank, world) for rank in range(world)]
+
+    def team(self, rank: int, call: Call) -> StoreTeam:
+        """That of a rank, for a call."""
+        return StoreTeam(self.store, rank, self.world, "", self.deadline_s, call, self.members[rank])
+
+    async def calls(
+        self, rank: int, call: Call, rounds: Sequence[str] = ("a", "b"), late_s: float = 0.0
+    ) -> list[bytes]:
+        """A rank makes a call; what it learns in its rounds."""
+        await asyncio.sleep(late_s)
+        team = self.team(rank, call)
+        async with team.session():
+            try:
+                return [await team.round(name, f"{name}{rank}".encode(), joined) for name in rounds]
+            except BaseException as error:
+                await team.fail(error)
+                raise
+
+    async def fails(self, rank: int, call: Call, error: Exception | None = None) -> None:
+        """A rank makes a call that fails before it begins."""
+        raised = error or holdfast.StateError("cannot be saved")
+        await self.team(rank, call).fail(raised)
+        raise raised
+
+    async def all(self, call: Call) -> None:
+        """All ranks make that call, and it works."""
+        done = await together(*(self.calls(rank, call) for rank in range(self.world)))
+        assert done == [[everybody("a", self.world), everybody("b", self.world)]] * self.world
+
+
+async def joined(statements: Sequence[bytes]) -> bytes:
+    """A verdict that shows what was stated."""
+    return b"|".join(statements)
+
+
+def everybody(name: str, world: int) -> bytes:
+    """That verdict, where all ranks have come."""
+    return "|".join(f"{name}{rank}" for rank in range(world)).encode()
+
+
+async def together(*works: Awaitable[Any]) -> list[Any]:
+    """Their results, or errors. In time."""
+    return await asyncio.wait_for(asyncio.gather(*works, return_exceptions=True), 60)
+
+
+def run(main: Callable[[], Awaitable[None]]) -> None:
+    """In a loop of its own."""
+
+    async def inner() -> None:
+        await main()
+
+    asyncio.run(inner())
+
+
+def kinds(outcomes: Sequence[Any]) -> list[tuple[type, int | None]]:
+    """The type of each outcome, and the rank that it names."""
+    return [(type(outcome), getattr(outcome, "rank", None)) for outcome in outcomes]

@@ -1,0 +1,29 @@
+"""Mutants of drivers and the layers around them: one line each, the fastest to be noticed first."""
+
+from __future__ import annotations
+
+from .mutant import Mutant
+
+__all__ = ["MUTANTS"]
+
+# fmt: off
+MUTANTS = [
+    Mutant("a listing that began anew shows entries twice", "drivers/layers/retry.py", '                return await next_batch(entries, shown)\n', '                return await next_batch(entries, set())\n', "tests/unit/test_layer_retry.py::test_a_listing_that_breaks_goes_on_without_showing_anything_twice"),
+    Mutant("commit of an upload is tried again", "drivers/layers/retry.py", '_CHANGING = {"put", "create", "delete", "delete_all", "sweep"}\n', '_CHANGING = {"put", "create", "delete", "delete_all", "sweep", "commit"}\n', "tests/unit/test_layer_retry.py::test_a_commit_is_never_tried_again"),
+    Mutant("a local disk's put is tried again", "drivers/layers/retry.py", '        self._again = _READING | (_CHANGING if inner.remote else set())\n', '        self._again = _READING | _CHANGING\n', "tests/unit/test_layer_retry.py::test_local_storage_is_never_changed_twice"),
+    Mutant("an exclusive put that finds its bytes there at the first try takes them for its own", "drivers/layers/retry.py", '                if not (failed and await self._is_ours(key, data)):\n', '                if not await self._is_ours(key, data):\n', "tests/unit/test_layer_retry.py::test_an_exclusive_put_whose_first_try_finds_the_key_taken_is_refused"),
+    Mutant("write of a part is tried again", "drivers/layers/retry.py", '_CHANGING = {"put", "create", "delete", "delete_all", "sweep"}\n', '_CHANGING = {"put", "create", "delete", "delete_all", "sweep", "write"}\n', "tests/unit/test_layer_retry.py::test_a_part_is_never_sent_again"),
+    Mutant("an exclusive put never recognises its own earlier try", "drivers/layers/retry.py", '            except BaseException:\n                failed = True\n                raise\n', '            except BaseException:\n                raise\n', "tests/unit/test_layer_retry.py::test_an_exclusive_put_that_finds_its_own_earlier_try_has_succeeded"),
+    Mutant("an open file that was replaced is read on", "drivers/local_files.py", '        if file.is_deleted():\n            return False\n        try:\n', '        try:\n', "tests/unit/test_driver_local.py::test_an_object_that_is_replaced_when_it_was_just_opened_is_read_anew"),
+    Mutant("cached attributes of an open file are believed", "drivers/local_files.py", 'return not self._look_up or ', 'return True or ', "tests/unit/test_driver_local_network.py::test_an_object_that_another_host_deletes_is_gone"),
+    Mutant("a leftover is locked for reading", "drivers/local_tree.py", 'os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK', 'os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK', "tests/unit/test_driver_local_network.py::test_a_live_upload_is_not_swept_where_a_lock_needs_a_writer"),
+    Mutant("a bound is taken for a size", "drivers/local_files.py", 'nbytes < ASKED_MIN_NBYTES or isinstance(nbytes, AtMost)', 'nbytes < ASKED_MIN_NBYTES', "tests/unit/test_driver_local_direct.py::test_a_file_that_ends_early_is_cut_before_it_is_durable"),
+    Mutant("hedged read: the last byte of the second read is lost", "drivers/layers/hedge.py", '        if data is not into:\n            into[:] = data\n', '        if data is not into:\n            into[: len(data) - 1] = data[:-1]\n', "tests/unit/test_layer_kinds.py::test_a_slow_read_gets_a_second_one_and_the_faster_is_used"),
+    Mutant("a folder that another process has just made is not fsynced", "drivers/local_tree.py", '            with contextlib.suppress(FileExistsError):\n                os.mkdir(name, dir_fd=above)\n            sync_folder(above)  # also of one that is there: another process may have made it a moment ago\n', '            with contextlib.suppress(FileExistsError):\n                os.mkdir(name, dir_fd=above)\n                sync_folder(above)\n', "tests/unit/test_driver_durability.py::test_folders_of_others_are_synced_once"),
+    Mutant("S3: parts are not cut at multiples", "drivers/objects/parts.py", '        start = self.reached - self.reached % self.part_nbytes\n', '        start = self.reached\n', "tests/unit/test_objects_parts.py::test_whatever_is_written_comes_out_once_and_in_order"),
+    Mutant("an EIO of a folder's fsync is ignored", "drivers/local_tree.py", '        if error.errno != errno.EINVAL:  # some', '        if error.errno not in (errno.EINVAL, errno.EIO):  # some', "tests/unit/test_driver_durability.py::test_a_failed_step_leaves_nothing_visible"),
+    Mutant("an exclusive put does not fsync its folder", "drivers/local_files.py", '            self._sync_name(file, take_back=was_free)\n', '            if not exclusive:\n                self._sync_name(file, take_back=was_free)\n', "tests/unit/test_driver_durability.py::test_an_exclusive_put_is_durable_when_it_returns"),
+    Mutant("the parent of the root is not fsynced", "drivers/local_tree.py", '    try:\n        sync_folder(fd)\n    finally:\n        os.close(fd)\n', '    os.close(fd)\n', "tests/unit/test_driver_durability.py::test_a_put_is_durable_when_it_returns"),
+    Mutant("after a short direct write it goes on within a block", "drivers/local_io.py", '        done += count - count % ALIGN_NBYTES  # after a short write, go on at a boundary: the same bytes once more\n', '        done += count\n', "tests/unit/test_driver_local_direct.py::test_a_direct_write_that_stops_within_a_block_goes_on_at_its_start"),
+    Mutant("fdatasync for fsync (equivalent on Linux)", "drivers/local_files.py", '            os.fsync(file.plain)\n            was_free', "            os.fdatasync(file.plain) if hasattr(os, 'fdatasync') else os.fsync(file.plain)\n            was_free", "tests/unit/test_driver_durability.py::test_a_put_is_durable_when_it_returns"),
+]

@@ -1,0 +1,168 @@
+"""A Kerberos realm on the loopback: a KDC, keytabs and tickets, all below one folder.
+
+The programs are those that ``make test-servers`` has unpacked into ``.servers/kerberos``. Nothing outside of the folder is
+configured: every process that is to use the realm is started with :meth:`Kdc.environment`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from support.servers.ports import free_port
+
+__all__ = ["REALM", "Kdc", "find_kerberos"]
+
+ROOT = Path(__file__).parents[3]
+REALM = "HOLDFAST.TEST"
+BOOT_S = 30.0
+
+CLIENTS = """[libdefaults]
+default_realm = {realm}
+dns_lookup_kdc = false
+dns_lookup_realm = false
+dns_canonicalize_hostname = false
+rdns = false
+udp_preference_limit = 1
+[realms]
+{realm} = {{
+  kdc = 127.0.0.1:{port}
+}}
+"""
+
+SERVER = """[kdcdefaults]
+kdc_listen = 127.0.0.1:{port}
+kdc_tcp_listen = 127.0.0.1:{port}
+[realms]
+{realm} = {{
+  database_name = {folder}/principal
+  key_stash_file = {folder}/stash
+  max_life = 1d
+  max_renewable_life = 7d
+  supported_enctypes = aes128-cts:normal
+}}
+[dbmodules]
+db_module_dir = {modules}
+"""
+
+
+def find_kerberos() -> Path | None:
+    """The folder of its programs, if they are there."""
+    folder = Path(os.environ.get("HOLDFAST_TEST_SERVERS", ROOT / ".servers"), "kerberos")
+    return folder if (folder / "usr/sbin/krb5kdc").exists() else None
+
+
+@dataclass
+class Kdc:
+    """A realm whose files are below ``folder``. ``start`` it, add principals, get tickets, ``stop`` it."""
+
+    folder: Path
+    _process: subprocess.Popen[bytes] | None = None
+    _port: int = field(default_factory=free_port)
+
+    @property
+    def config(self) -> Path:
+        """The ``krb5.conf`` of clients."""
+        return self.folder / "krb5.conf"
+
+    def environment(self, cache: Path | None = None) -> dict[str, str]:
+        """What a process needs to use the realm, with the tickets in ``cache``; without ``cache`` it has none."""
+        return {
+            "KRB5_CONFIG": str(self.config),
+            "KRB5CCNAME": f"FILE:{cache or self.folder / 'no-cache'}",
+            "KRB5_CLIENT_KTNAME": f"FILE:{self.folder / 'no-keytab'}",
+            "LD_LIBRARY_PATH": str(self._libraries()),
+        }
+
+    def start(self) -> None:
+        """Make the realm and boot its KDC. Raises RuntimeError where it does not come up."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.config.write_text(CLIENTS.format(realm=REALM, port=self._port))
+        modules = self._libraries() / "krb5/plugins/kdb"
+        server = SERVER.format(realm=REALM, port=self._port, folder=self.folder, modules=modules)
+        (self.folder / "kdc.conf").write_text(server)
+        self._run("usr/sbin/kdb5_util", "create", "-s", "-P", "for tests")
+        with open(self.folder / "kdc.log", "ab") as log:
+            self._process = subprocess.Popen(
+                [self._program("usr/sbin/krb5kdc"), "-n", "-P", str(self.folder / "kdc.pid")],
+                env=self._server_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self._wait()
+
+    def stop(self) -> None:
+        """End the KDC."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def keytab(self, name: str, *principals: str) -> Path:
+        """Add principals, ``user`` or ``service/host``; their keys lie in the keytab of this name."""
+        path = self.folder / f"{name}.keytab"
+        for principal in principals:
+            self._run("usr/sbin/kadmin.local", "-q", f"addprinc -randkey {principal}")
+            self._run("usr/sbin/kadmin.local", "-q", f"ktadd -k {path} {principal}")
+        return path
+
+    def ticket(self, principal: str, keytab: Path, *, lifetime_s: int = 3600) -> Path:
+        """A cache with a ticket of ``principal``, who has been added."""
+        cache = self.folder / f"{principal.replace('/', '_')}.{lifetime_s}.cache"
+        self._run("usr/bin/kinit", "-k", "-t", str(keytab), "-c", f"FILE:{cache}", "-l", f"{lifetime_s}s", principal)
+        return cache
+
+    def wait_for_expiry(self, cache: Path) -> None:
+        """Until the ticket in ``cache`` is no longer valid."""
+        deadline_s = time.monotonic() + BOOT_S
+        command = [self._program("usr/bin/klist"), "-s", f"FILE:{cache}"]
+        while subprocess.run(command, env=self._server_environment(), check=False).returncode == 0:
+            if time.monotonic() > deadline_s:
+                raise RuntimeError(f"the ticket in {cache} does not expire")
+            time.sleep(0.1)
+
+    def _wait(self) -> None:
+        deadline_s = time.monotonic() + BOOT_S
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self._port), timeout=1).close()
+                return
+            except OSError as error:
+                ended = self._process is None or self._process.poll() is not None
+                if ended or time.monotonic() > deadline_s:
+                    log = (self.folder / "kdc.log").read_text(errors="replace")
+                    raise RuntimeError(f"the KDC does not come up:\n{log[-2000:]}") from error
+                time.sleep(0.05)
+
+    def _run(self, program: str, *words: str) -> None:
+        done = subprocess.run(
+            [self._program(program), *words],
+            env=self._server_environment(),
+            capture_output=True,
+            text=True,
+            timeout=BOOT_S,
+            check=False,
+        )
+        if done.returncode:
+            raise RuntimeError(f"{program} {words} failed:\n{done.stderr[-2000:]}{done.stdout[-500:]}")
+
+    def _server_environment(self) -> dict[str, str]:
+        return {**os.environ, **self.environment(), "KRB5_KDC_PROFILE": str(self.folder / "kdc.conf")}
+
+    def _program(self, name: str) -> str:
+        return str(self._root() / name)
+
+    def _libraries(self) -> Path:
+        return next((self._root() / "usr/lib").glob("*/libkrb5.so.3")).parent
+
+    def _root(self) -> Path:
+        root = find_kerberos()
+        if root is None:
+            raise RuntimeError("Kerberos is not installed: make test-servers")
+        return root

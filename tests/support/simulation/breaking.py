@@ -1,0 +1,55 @@
+"""How an engine is broken on purpose, and the list of those that are."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .engine import forget
+
+__all__ = ["BROKEN", "Broken", "Patch", "broken"]
+
+Patch = tuple[Any, str, Any]
+
+
+@dataclass(frozen=True)
+class Broken:
+    """One of them. ``storages``: where it can show, by a part of the storage's name."""
+
+    name: str
+    patches: Callable[[], Iterator[Patch]]
+    storages: str = ""
+    seed: int | None = None
+    """One that shows it; None where that takes hundreds."""
+
+    @contextlib.contextmanager
+    def engine(self) -> Iterator[None]:
+        """For the length of a ``with`` block the engine is broken in this way."""
+        patches = list(self.patches())
+        before = [(owner, name, owner.__dict__[name]) for owner, name, _ in patches]
+        forget()
+        try:
+            for owner, name, value in patches:
+                setattr(owner, name, value)
+            yield
+        finally:
+            for owner, name, value in before:
+                setattr(owner, name, value)
+            forget()
+
+
+BROKEN: list[Broken] = []
+
+
+def broken(
+    name: str, seed: int | None, storages: str = ""
+) -> Callable[[Callable[[], Iterator[Patch]]], Callable[[], Iterator[Patch]]]:
+    """Put it on the list."""
+
+    def listed(patches: Callable[[], Iterator[Patch]]) -> Callable[[], Iterator[Patch]]:
+        BROKEN.append(Broken(name, patches, storages, seed))
+        return patches
+
+    return listed

@@ -1,0 +1,421 @@
+"""For the ranks of a gang to do: states that wrappers of user code give, and optimizers of unusual states, under FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor, Replicate
+
+import holdfast
+
+from .bits import difference
+from .jobs import sharded, state_of, train
+
+__all__ = [
+    "WRAPPERS",
+    "dealt",
+    "factored",
+    "local_states",
+    "own_optimizer",
+    "per_rank_of_plain",
+    "sharded_of_an_object",
+    "uneven",
+    "wrapped_load",
+    "wrapped_save",
+    "zero",
+]
+
+
+class AppState:
+    """Model and optimizer as one object, as torch's tutorial of distributed checkpoints has it."""
+
+    def __init__(self, model: nn.Module, optim: torch.optim.Optimizer) -> None:
+        self.model, self.optim = model, optim
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of both, by torch."""
+        model, optim = get_state_dict(self.model, self.optim)
+        return {"model": model, "optim": optim}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """To both."""
+        set_state_dict(self.model, self.optim, model_state_dict=state["model"], optim_state_dict=state["optim"])
+
+
+class Container:
+    """Optimizers by flat names, as trainers have them that split a model into parts."""
+
+    def __init__(self, model: nn.Module, optim: torch.optim.Optimizer) -> None:
+        self.model, self.optim = model, optim
+        self.options = StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """One dict of names with dots."""
+        return get_optimizer_state_dict(self.model, self.optim, options=self.options)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The same."""
+        set_optimizer_state_dict(self.model, self.optim, state, options=self.options)
+
+
+class Optimizers(torch.optim.Optimizer):
+    """A container of optimizers that is an optimizer itself, whose state dict has flat names."""
+
+    def __init__(self, model: nn.Module, optim: torch.optim.Optimizer) -> None:
+        self.inner = Container(model, optim)
+        self.optimizers = [optim]
+        super().__init__(list(model.parameters()), {})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of all."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """To all."""
+        self.inner.load_state_dict(state)
+
+
+class Plain:
+    """An optimizer by torch's numbers, without a state before its first step."""
+
+    def __init__(self, model: nn.Module, optim: torch.optim.Optimizer) -> None:
+        self.wrapped = [optim]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's own."""
+        return {"inner": self.wrapped[0].state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """To the optimizer."""
+        self.wrapped[0].load_state_dict(state["inner"])
+
+
+class Moments:
+    """Moments by the names of parameters, in a notation of its own; none before the first step."""
+
+    def __init__(self, model: nn.Module, optim: torch.optim.Optimizer) -> None:
+        self.holder = {"optim": [optim]}
+        self.names = {p: name for name, p in model.named_parameters()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of the parameters that have some."""
+        (optim,) = self.holder["optim"]
+        return {
+            f"adam:{self.names[p]}/{key}": value for p, state in optim.state.items() for key, value in state.items()
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """To the optimizer."""
+        (optim,) = self.holder["optim"]
+        for p, name in self.names.items():
+            optim.state[p] = {key: state[f"adam:{name}/{key}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+
+
+WRAPPERS: dict[str, Any] = {
+    "app": AppState,
+    "container": Container,
+    "moments": Moments,
+    "optimizers": Optimizers,
+    "plain": Plain,
+}
+
+
+def state_with(kind: str, model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
+    """A state that has them wrapped."""
+    wrapper = WRAPPERS[kind](model, optim)
+    return {"app": wrapper} if kind == "app" else {"model": model, "optim": wrapper}
+
+
+def wrapped_save(uri: str, kind: str, layout: str) -> dict[str, Any]:
+    """Train, save, and tell what was saved."""
+    model, optim = sharded(layout, 1)
+    train(model, optim, 0, 3)
+    holdfast.save(uri, state_with(kind, model, optim))
+    return state_of(model, optim)
+
+
+def wrapped_load(uri: str, kind: str, layout: str, more: int) -> tuple[dict[str, Any], int]:
+    """Load into a new job, train on, and tell what it is then; and the most elements of one tensor that were given."""
+    model, optim = sharded(layout, 2)
+    state = state_with(kind, model, optim)
+    wrapper = next(value for value in state.values() if not isinstance(value, nn.Module))
+    largest = 0
+    load_state_dict = wrapper.load_state_dict
+
+    def seen(given: dict[str, Any]) -> None:
+        nonlocal largest
+        largest = max(held(given))
+        load_state_dict(given)
+
+    wrapper.load_state_dict = seen
+    holdfast.load(uri, into=state)
+    train(model, optim, 3, 3 + more)
+    return state_of(model, optim), largest
+
+
+def held(value: Any) -> list[int]:
+    """Elements that this rank holds of each tensor."""
+    if isinstance(value, DTensor):
+        return [value.to_local().numel()]
+    if isinstance(value, torch.Tensor):
+        return [value.numel()]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [n for item in items for n in held(item)]
+
+
+def whole_mean(grad: torch.Tensor) -> torch.Tensor:
+    """The mean of each row, in a layout that no rank has to complete."""
+    mean = grad.square().mean(dim=-1)
+    if isinstance(mean, DTensor):
+        return mean.redistribute(placements=[Replicate() if at.is_partial() else at for at in mean.placements])
+    return mean
+
+
+class Factored(torch.optim.Optimizer):
+    """Second moments by rows, and others that have not the shape of their parameter, or not its dtype."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """One of them."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["step"] = torch.tensor(0.0)
+                    state["norm"] = p.grad.new_zeros(())
+                    state["history"] = p.grad.new_zeros((3, 5))
+                    state["wide"] = torch.zeros_like(p, dtype=torch.float64)
+                    if p.ndim == 2:
+                        state["row"] = p.grad.new_zeros(p.shape[0])
+                        state["mean"] = whole_mean(p.grad)
+                state["step"] += 1
+                state["norm"] += p.grad.square().sum()
+                state["history"] += 0.5
+                state["wide"] += p.grad.double() / 3
+                scale = state["norm"].sqrt() + state["history"].sum()
+                if p.ndim == 2:
+                    state["row"] += p.grad.square().mean(dim=-1)
+                    state["mean"] = state["mean"] * 0.9 + state["row"] * 0.1
+                    scale = scale + state["mean"].sum()
+                p.add_(p.grad / (1 + scale), alpha=-group["lr"])
+
+
+def factored(uri: str, layout: str, steps: int, load: bool) -> tuple[dict[str, Any], dict[str, str]]:
+    """Train by :class:`Factored`, after a load or before a save; tell the state, and how one parameter's is laid out."""
+    model, _ = sharded(layout, 1 if not load else 2)
+    optim = Factored(model.parameters())
+    if load:
+        holdfast.load(uri, into={"model": model, "optim": optim})
+    first = 3 if load else 0
+    laid_out = kinds_of(model, optim)
+    train(model, optim, first, first + steps)
+    if uri and not load:
+        holdfast.save(uri, {"model": model, "optim": optim})
+        laid_out = kinds_of(model, optim)
+    return state_of(model, optim), laid_out
+
+
+class Local(torch.optim.SGD):
+    """Works on local tensors: its states are plain, of each rank, or by chance alike on all."""
+
+    def fill(self) -> None:
+        """As if it had stepped."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                local = p.to_local().detach()
+                rank = float(dist.get_rank())
+                self.state[p] = {
+                    "own": torch.full_like(local, rank),
+                    "norms": torch.full((7,), rank),
+                    "alike": torch.zeros_like(local),
+                }
+
+
+def local_states(uri: str) -> bool:
+    """Whether a new optimizer of that kind gets back just what this rank had."""
+    model, _ = sharded("fsdp", 1)
+    optim = Local(model.parameters())
+    optim.fill()
+    holdfast.save(uri, {"model": model, "optim": optim})
+    other, _ = sharded("fsdp", 2)
+    into = Local(other.parameters())
+    holdfast.load(uri, into={"model": other, "optim": into})
+    states = zip(optim.state.values(), into.state.values(), strict=True)
+    return all(difference(old, new) is None for old, new in states)
+
+
+def kinds_of(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, str]:
+    """How the states of the first matrix are laid out."""
+    p = next(p for p in model.parameters() if p.ndim == 2)
+    state = optim.state.get(p, {})
+    return {k: str(v.placements) if isinstance(v, DTensor) else "plain" for k, v in state.items()}
+
+
+def own_optimizer(uri: str, load: bool, with_module: bool = True) -> Any:
+    """An optimizer on each rank with its own parameters, whose groups are in another order at the load, if they have names."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(2, 2) for _ in range(4)]
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mine = range(4)[4 * rank // world : 4 * (rank + 1) // world]
+    model = nn.ModuleDict({str(i): layers[i] for i in mine})
+    decay = [p for p in model.parameters() if p.ndim == 2]
+    rest = [p for p in model.parameters() if p.ndim == 1]
+    groups: list[dict[str, Any]] = [{"params": decay, "lr": torch.tensor(1.0)}, {"params": rest, "lr": 2.0}]
+    if load and with_module:
+        groups = [{"params": rest, "lr": 7.0}, {"params": decay, "lr": 8.0}]
+    if not with_module:  # of one parameter more on each rank than on the one before
+        groups = [{"params": decay[:1], "lr": 1.0}, {"params": [*rest, *decay][: rank + 1], "lr": 2.0}]
+    optim = torch.optim.SGD(groups, momentum=0.9)
+    state = {"model": model, "optim": optim} if with_module else {"optim": optim}
+    if not load:
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optim.step()
+        holdfast.save(uri, state)
+        return None
+    holdfast.load(uri, into=state)
+    return [
+        (float(group["lr"]), len(group["params"]), all(p in optim.state for p in group["params"]))
+        for group in optim.param_groups
+    ]
+
+
+class Given:
+    """An object that keeps what it is given."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it has."""
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """All of it."""
+        self.state = state
+
+
+def sharded_of_an_object(uri: str) -> list[str]:
+    """DTensors that an object has in another dtype, and such as it does not have, nor any parameter by name."""
+    model, _ = sharded("fsdp", 1)
+    p = next(iter(model.parameters())).detach()
+    holdfast.save(uri, {"model": model, "object": Given({"there": p.clone(), "new": [{"x": p * 2}]})})
+    given = Given({"there": p.double()})
+    holdfast.load(uri, into={"model": model, "object": given})
+    found = [given.state["there"], given.state["new"][0]["x"]]
+    assert torch.equal(found[0].to_local(), p.to_local())
+    assert torch.equal(found[1].to_local(), p.to_local() * 2)
+    alone = Given({"there": p.double()})
+    holdfast.load(uri, into={"object": alone}, strict="state")
+    return [f"{t.dtype} {t.placements}" for t in [*found, alone.state["there"]]]
+
+
+class Uneven:
+    """A state whose items only some ranks have."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """One item."""
+        return {f"item {dist.get_rank()}": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Any."""
+
+
+def uneven(uri: str, load: bool) -> None:
+    """A state of :class:`Uneven`, and one of a tensor that differs between ranks."""
+    state = {"uneven": Uneven(), "tensor": Given({"t": torch.tensor([dist.get_rank()])})}
+    if load:
+        holdfast.load(uri, into=state)
+    else:
+        holdfast.save(uri, state)
+
+
+class Loader:
+    """Where a rank stands in its data."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position."""
+        return {"position": self.position, "left": [self.position] * 2}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there."""
+        self.position = state["position"]
+
+
+def dealt(uri: str, load: bool, strict: Any = True) -> int:
+    """A loader that is saved plainly, with a position of each rank; beside it what is alike, and a random generator."""
+    loader = Loader(10 * dist.get_rank() if not load else -1)
+    state = {"loader": loader, "alike": Loader(5), "rng": holdfast.RNGState(), "t": torch.Generator()}
+    state["t"].manual_seed(dist.get_rank())  # type: ignore[attr-defined]
+    if load:
+        holdfast.load(uri, into=state, strict=strict)
+    else:
+        holdfast.save(uri, state)
+    return loader.position
+
+
+def per_rank_of_plain(uri: str) -> int:
+    """What was saved plainly, with a rule that is given at the load."""
+    loader = Loader(-1)
+
+    def rule(values: list[dict[str, Any]], rank: int, world: int) -> dict[str, Any]:
+        assert all(value["left"] == [value["position"]] * 2 for value in values)
+        return {"position": sum(value["position"] for value in values) + 1000 * rank + world}
+
+    holdfast.load(uri, into={"loader": holdfast.PerRank(loader, rule)}, strict=False)
+    return loader.position
+
+
+def refused(act: Callable[[], Any]) -> str:
+    """What is said of a state that cannot be saved or loaded."""
+    try:
+        act()
+    except holdfast.StateError as error:
+        return str(error)
+    return "nothing"
+
+
+def zero_trained(n: int) -> tuple[nn.Module, Any]:
+    """A model and a ZeroRedundancyOptimizer that has stepped."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    optim = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.Adam, lr=float(n))
+    for p in model.parameters():
+        p.grad = torch.full_like(p, float(n))
+    optim.step()
+    return model, optim
+
+
+def zero(uri: str) -> set[str]:
+    """A ZeroRedundancyOptimizer, which is refused, at the save and the load; and what it wraps, which is saved."""
+    model, optim = zero_trained(1)
+    said = {refused(lambda: holdfast.save(uri, {"model": model, "optim": optim}))}
+    holdfast.save(uri, {"model": model, "optim": optim.optim})
+    other, into = zero_trained(2)
+    said.add(refused(lambda: holdfast.load(uri, {"optim": into})))
+    holdfast.load(uri, into={"model": other, "optim": into.optim})
+    for old, new in zip(optim.optim.state.values(), into.optim.state.values(), strict=True):
+        assert torch.equal(old["exp_avg"], new["exp_avg"])
+    assert into.optim.param_groups[0]["lr"] == 1.0
+    return said

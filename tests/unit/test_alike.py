@@ -1,0 +1,58 @@
+"""States, and tensors, that are alike but for one thing are told apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.storage.capture.fingerprint import fingerprint
+from holdfast.storage.capture.glance import Glance
+from holdfast.storage.capture.state import flatten
+
+
+class One:
+    """An object with a state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"x": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes any."""
+
+
+class Other(One):
+    """Another one, with the same state."""
+
+
+def trace(state: Any) -> list[Any]:
+    """What a glance sees of how a state is laid out."""
+    glance = Glance(lambda: [])
+    glance.look(state)
+    return glance.trace
+
+
+ZEROS = torch.zeros(8)
+PAIRS = {
+    "types of keys": ({1: ZEROS}, {True: ZEROS}),
+    "lazy negation": ({"x": ZEROS}, {"x": torch._neg_view(ZEROS)}),
+    "device": ({"x": ZEROS}, {"x": torch.empty(8, device="meta")}),
+    "type of an object": ({"x": One()}, {"x": Other()}),
+}
+
+
+@pytest.mark.parametrize("what", PAIRS)
+def test_a_glance_sees_the_difference(what: str) -> None:
+    """States that differ in this alone are not taken for one another."""
+    a, b = PAIRS[what]
+    assert trace(a) == trace(a)
+    assert trace(a) != trace(b)
+
+
+def test_fingerprints_tell_of_dtype_and_shape() -> None:
+    """Tensors of the same bytes are not the same tensor."""
+    zeros = torch.zeros(8)
+    tensors = [zeros, zeros.view(2, 4), zeros.view(torch.int32)]
+    digests = {fingerprint(flatten({"x": tensor}), 0) for tensor in tensors}
+    assert len(digests) == len(tensors)

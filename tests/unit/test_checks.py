@@ -1,0 +1,200 @@
+"""``holdfast drivers --check``: on storage that keeps everything nothing is found; each lie is found out by its probe."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.liars import (
+    LIARS,
+    ForgetsPuts,
+    IgnoresExclusive,
+    KeepsDeleted,
+    RefusesBulk,
+    RefusesWholeRanges,
+    Small,
+)
+
+import holdfast
+from holdfast.drivers import registry
+from holdfast.drivers.checks.course import PROBES, check, quick_options
+from holdfast.drivers.checks.findings import Report
+from holdfast.drivers.contract import Driver, ObjectInfo, Upload
+from holdfast.drivers.memory import STORES
+from holdfast.drivers.uri import Uri, parse
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Lets a class serve ``liar://``."""
+
+    def opens(cls: type[Driver]) -> Uri:
+        import importlib.metadata
+
+        entry = importlib.metadata.EntryPoint("liar", f"{__name__}:_Served", registry.GROUP)
+        monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [entry])
+        monkeypatch.setitem(globals(), "_Served", cls)
+        return parse(f"liar://{cls.__name__}/run")
+
+    return opens
+
+
+def checked(uri: Uri, **options: Any) -> Report:
+    """The report on a storage."""
+    return asyncio.run(check(uri, **options))
+
+
+def test_a_storage_that_keeps_everything_has_no_problem(opened: Any) -> None:
+    """And the check leaves nothing there."""
+    report = checked(opened(Small))
+    assert [(finding.name, finding.detail) for finding in report.problems] == []
+    assert [finding.name for finding in report.findings] == [probe.name for probe in PROBES]
+    assert {finding.outcome for finding in report.findings} == {"kept"}
+    assert (report.ok, report.may_save, report.left) == (True, True, None)
+    assert STORES["Small"] == {}
+    assert report.requests < 300
+
+
+@pytest.mark.parametrize("what", LIARS)
+def test_a_storage_that_lies_is_found_out(opened: Any, what: str) -> None:
+    """By the probe of what it does not keep; the check goes on to its end, and says what follows and what to do."""
+    found_by, cls = LIARS[what]
+    report = checked(opened(cls))
+    problems = {finding.name: finding for finding in report.problems}
+    assert found_by in problems
+    assert problems[found_by].detail
+    assert problems[found_by].follows
+    assert problems[found_by].advice
+    assert not report.ok
+    assert len(report.findings) == len(PROBES)
+
+
+@pytest.mark.parametrize("cls", [IgnoresExclusive, RefusesWholeRanges, ForgetsPuts])
+def test_what_a_save_would_refuse_the_check_calls_unfit(opened: Any, cls: type[Driver]) -> None:
+    """And other problems it does not."""
+    assert checked(opened(cls)).may_save is False
+    assert checked(opened(RefusesBulk)).may_save is True
+
+
+def test_every_probe_finds_somebody_out() -> None:
+    """A probe that no liar fails may be one that cannot fail."""
+    assert {found_by for found_by, _ in LIARS.values()} == {probe.name for probe in PROBES}
+
+
+def test_what_is_not_promised_is_no_problem(opened: Any) -> None:
+    """Storage without atomic exclusive puts says so in its traits: it is told what is lost."""
+
+    class Weak(IgnoresExclusive):
+        def __init__(self, location: str = "") -> None:
+            super().__init__(location)
+            self.traits = replace(self.traits, exclusive_is_atomic=False)
+
+    report = checked(opened(Weak))
+    told = {finding.name for finding in report.findings if finding.outcome == "not promised"}
+    assert told == {"exclusive", "race", "again"}
+    assert report.ok
+
+
+def test_bulk_deletes_that_fail_leave_nothing_of_the_check(opened: Any) -> None:
+    """It deletes one by one, then."""
+    checked(opened(RefusesBulk))
+    assert STORES["RefusesBulk"] == {}
+
+
+def test_a_clean_up_that_fails_is_told_with_the_place(opened: Any) -> None:
+    """By the report, and by a call, which hears of it also where the check is cancelled."""
+
+    class Sticky(KeepsDeleted):
+        async def delete_all(self, prefix: str) -> None:
+            return
+
+    heard: list[Report] = []
+    report = checked(opened(Sticky), warn=heard.append)
+    assert heard == [report]
+    assert report.left is not None
+    assert report.left.startswith("liar://Sticky/run/holdfast-check-")
+    assert "still listed" in report.why_left
+
+
+def test_a_check_that_is_cancelled_cleans_up(opened: Any) -> None:
+    """As by Ctrl-C."""
+
+    class Hangs(Small):
+        async def get(self, key: str) -> bytes:
+            if "replaced" in key:
+                hanging.set()
+                await asyncio.Event().wait()
+            return await super().get(key)
+
+    hanging = asyncio.Event()
+
+    async def cancelled() -> None:
+        task = asyncio.ensure_future(check(uri))
+        await asyncio.wait_for(hanging.wait(), 20)
+        assert STORES["Hangs"] != {}
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    uri = opened(Hangs)
+    asyncio.run(cancelled())
+    assert STORES["Hangs"] == {}
+
+
+def test_a_fault_in_a_probe_cleans_up_too(opened: Any) -> None:
+    """And is not hidden."""
+
+    class Faulty(Small):
+        async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+            if "tree" in prefix:
+                raise RuntimeError("a fault of the driver")
+            async for found in super().list(prefix):
+                yield found
+
+    with pytest.raises(RuntimeError, match="a fault of the driver"):
+        checked(opened(Faulty))
+    assert STORES["Faulty"] == {}
+
+
+def test_what_the_driver_warns_of_is_told_and_is_no_problem_by_itself(opened: Any) -> None:
+    """Unless it is about what the probe tries."""
+
+    class Warns(Small):
+        async def create(self, key: str, nbytes: int) -> Upload:
+            logging.getLogger("holdfast.drivers").warning("no layout can be set")
+            return await super().create(key, nbytes)
+
+    report = checked(opened(Warns))
+    assert report.ok
+    warned = {finding.name for finding in report.findings if finding.warnings == ("no layout can be set",)}
+    assert {"unfinished", "aborted", "committed"} <= warned
+
+
+def test_where_nothing_can_be_put_nothing_else_is_tried(opened: Any) -> None:
+    """The first finding has the driver's own message and advice."""
+
+    class ReadOnly(Small):
+        async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
+            raise holdfast.AccessError("403", uri=self.uri, key=key, advice="Look at the policies.")
+
+        async def delete_all(self, prefix: str) -> None:
+            raise holdfast.AccessError("403", uri=self.uri, key=prefix)
+
+    report = checked(opened(ReadOnly))
+    assert report.left is None  # nothing was stored
+    assert {finding.outcome for finding in report.findings[1:]} == {"not tried"}
+    assert "403" in report.findings[0].detail
+    assert "Look at the policies." in report.findings[0].advice
+
+
+def test_options_that_somebody_has_chosen_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are set so that an answer comes soon."""
+    monkeypatch.setenv("HOLDFAST_S3_DEADLINE", "7s")
+    quick = quick_options(parse("s3://bucket/run?part_size=8MiB"), {"retries": 1})
+    assert not {"deadline", "part_size", "retries"} & quick.keys()
+    assert quick["op_timeout_s"] == "25s"
+    assert quick_options(parse("file:///nowhere"), {}) == {}

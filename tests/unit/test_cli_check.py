@@ -1,0 +1,92 @@
+"""``holdfast drivers --check URI``: what it prints, its exit status, and that nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast.cli.app import run
+from holdfast.drivers.memory import STORES
+
+
+def test_a_folder_that_is_fit_is_status_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line for each thing that was tried, with what it took; the folder is as it was."""
+    assert run(["drivers", "--check", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert f"ok: file://{tmp_path} is fit for checkpoints" in printed
+    assert "exclusive puts at the same time" in printed
+    assert "MiB/s" in printed or "GiB/s" in printed
+    assert "\x1b" not in printed
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
+    """With every finding."""
+    assert run(["drivers", "memory://check-json/run", "--check", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["ok"], printed["may_save"], printed["left"]) == (True, True, None)
+    assert {finding["name"] for finding in printed["findings"]} >= {"exclusive", "ranges", "bulk", "unfinished"}
+    assert STORES["check-json"] == {}
+
+
+def test_a_store_of_its_own_is_tried_with_one_driver(capsys: pytest.CaptureFixture[str]) -> None:
+    """``memory://`` is private to each driver."""
+    assert run(["drivers", "--check", "memory://"]) == 0
+    assert "ok: memory://" in capsys.readouterr().out
+
+
+def test_what_fsspec_does_not_promise_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    """A note, and no problem."""
+    assert run(["drivers", "--check", "fsspec+memory://check/run"]) == 0
+    printed = capsys.readouterr().out
+    assert "exclusive puts are not promised here" in printed
+
+
+def test_a_problem_is_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With what follows, and advice."""
+    (tmp_path / "file").write_bytes(b"no folder")
+    assert run(["drivers", "--check", str(tmp_path / "file")]) == 1
+    printed = capsys.readouterr().out
+    assert "PROBLEM" in printed
+    assert "nothing can be saved here" in printed
+    assert "is not fit for checkpoints" in printed
+    assert "not tried" in printed
+
+
+@pytest.mark.parametrize(("words", "told"), [([], "needs the URI"), (["s3"], "is a scheme"), (["no://x"], "no driver")])
+def test_a_check_without_a_storage_is_a_wrong_call(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Status 2, and nothing on stdout."""
+    assert run(["drivers", "--check", *words]) == 2
+    printed = capsys.readouterr()
+    assert told in printed.err
+    assert printed.out == ""
+
+
+def test_a_check_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
+    """Ctrl-C in the middle of it: status 130, and the folder is as it was."""
+    # What starts a process in the background may have it ignore the signal.
+    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    main = f"{heed}; import holdfast.cli; holdfast.cli.main()"
+    command = [sys.executable, "-c", main, "drivers", "--check", f"{tmp_path}/run"]
+    environment = {**os.environ, "HOLDFAST_FAULTS": "seed:1,delay:1,delay_s:0.1"}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        deadline_s = time.monotonic() + 60
+        while not list(tmp_path.rglob("holdfast-check-*/*")):
+            assert process.poll() is None
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted" in told
+    assert "remove it yourself" not in told
+    assert not [path for path in tmp_path.rglob("*") if not path.is_dir()]

@@ -1,0 +1,184 @@
+"""What obstore would take from the environment by itself, and must not: each request is as the URI's options say."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import importlib.resources
+import os
+import re
+import threading
+
+import pytest
+from support.servers.scripted import Request, ScriptedServer, s3_answer
+
+from holdfast.drivers.contract import Driver
+from holdfast.drivers.objects.environment import made_without
+from holdfast.drivers.registry import open_driver
+from holdfast.errors import StorageError
+
+TIMEOUT_S = 60
+
+CREDENTIALS = {
+    "s3": {"AWS_ACCESS_KEY_ID": "AKIDEXAMPLE", "AWS_SECRET_ACCESS_KEY": "x", "AWS_SESSION_TOKEN": "t"},
+    "gs": {"GOOGLE_SERVICE_ACCOUNT_KEY": '{"disable_oauth": true, "client_email": "", "private_key": "", '
+           '"private_key_id": ""}'},
+    "az": {"AZURE_STORAGE_ACCOUNT_KEY": "c2VjcmV0", "AZURE_STORAGE_ACCOUNT_NAME": "account"},
+}  # fmt: skip
+"""What the environment is asked for."""
+
+OTHER_CREDENTIALS = re.compile(
+    r"GOOGLE_(SERVICE_ACCOUNT(_PATH)?|BEARER_TOKEN|APPLICATION_CREDENTIALS)"
+    r"|AZURE_.*(ACCESS_KEY|MASTER_KEY|CLIENT_ID|SECRET|TENANT_ID|AUTHORITY|SAS|TOKEN|MSI|IDENTITY|OBJECT_ID|AZURE_CLI"
+    r"|CREDENTIAL_TYPE|WORKLOAD|CLUSTER)"
+)
+"""Other sources of credentials, which would be used in place of those above, as users want it."""
+
+VALUES = {
+    "AWS_CHECKSUM_ALGORITHM": "sha256",
+    "AWS_SERVER_SIDE_ENCRYPTION": "aws:kms",
+    "AWS_CONDITIONAL_PUT": "disabled",
+    "AWS_REQUEST_PAYER": "requester",
+    "AZURE_ENCRYPTION_KEY": "MDEyMzQ1Njc4OTAxMjM0NTY3ODkwMTIzNDU2Nzg5MDE=",
+}
+CLIENT = ("ALLOW_HTTP", "ALLOW_INVALID_CERTIFICATES", "CONNECT_TIMEOUT", "DEFAULT_CONTENT_TYPE", "HTTP1_ONLY",
+          "HTTP2_ONLY", "PROXY_URL", "PROXY_EXCLUDES", "RANDOMIZE_ADDRESSES", "READ_TIMEOUT", "TIMEOUT", "USER_AGENT")  # fmt: skip
+
+
+def known_variables(scheme: str) -> list[str]:
+    """The variables that the installed obstore says it reads, but for credentials."""
+    file, prefix = {"s3": ("aws", "AWS"), "gs": ("gcs", "GOOGLE"), "az": ("azure", "AZURE")}[scheme]
+    text = importlib.resources.files("obstore").joinpath("_store", f"_{file}.pyi").read_text()
+    keys = re.findall(r"^    ([a-z][a-z0-9_]*): ", text, re.M)
+    names = {*re.findall(rf"\b{prefix}_[A-Z0-9_]+", text), *(f"{prefix}_{key.upper()}" for key in keys)}
+    names |= {f"{prefix}_{name}" for name in CLIENT}
+    return sorted(name for name in names if name not in CREDENTIALS[scheme] and not OTHER_CREDENTIALS.fullmatch(name))
+
+
+async def use(driver: Driver) -> None:
+    """Every kind of request. What a server that keeps nothing answers does not matter."""
+    content = memoryview(bytes((5 << 20) + 1))
+    with contextlib.suppress(StorageError):
+        upload = await driver.create("images/large", len(content))
+        with contextlib.suppress(StorageError):
+            await upload.write(0, content)
+            await upload.commit()
+        await upload.abort()
+    for work in (
+        driver.put("taken", b"data", exclusive=True),
+        driver.put("small", b"data"),
+        driver.get("small"),
+        driver.stat("small"),
+        driver.fetch("small", 1, 2),
+        driver.delete("small"),
+        driver.sweep("images"),
+        driver.delete_all("images"),
+    ):
+        with contextlib.suppress(StorageError):
+            await work
+    await driver.close()
+
+
+def requests(uri: str, server: ScriptedServer) -> list[tuple[object, ...]]:
+    """What is asked when ``uri`` is used, without what the time of day changes."""
+    server.log.clear()
+    asyncio.run(asyncio.wait_for(use(open_driver(uri)), TIMEOUT_S))
+    return sorted(map(without_time, server.log))
+
+
+def without_time(request: Request) -> tuple[object, ...]:
+    """A request without clocks, signatures and random boundaries."""
+    changing = ("x-amz-date", "x-ms-date", "date", "amz-sdk-invocation-id", "traceparent")
+    headers = {name: value for name, value in request.headers.items() if name not in changing}
+    signed = headers.get("authorization", "")
+    headers["authorization"] = re.sub(r"Signature=\w+|/20\d{6}/|:[\w+/]+=*$", "", signed)
+    path = re.sub(r"blockid=[^&]*", "", request.path)
+    body = request.body
+    if boundary := re.search(r"boundary=([^\s;]+)", headers.get("content-type", "")):
+        headers["content-type"] = "multipart"
+        body = re.sub(rb"(?i)\r\n(x-ms-date|date|authorization): [^\r]*", b"", body.replace(boundary[1].encode(), b""))
+    if "comp=blocklist" in path:
+        body = b""  # names of blocks are random
+    return request.method, request.host, path, sorted(headers.items()), body
+
+
+@pytest.fixture
+def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """An environment without anything of a cloud."""
+    for name in list(os.environ):
+        if name.startswith(("AWS_", "GOOGLE_", "AZURE_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    return monkeypatch
+
+
+@pytest.mark.parametrize("value", ["true", "perhaps", "http://127.0.0.1:9"])
+@pytest.mark.parametrize(
+    ("scheme", "options"),
+    [
+        ("s3", ""),
+        ("s3", "&anonymous=on"),
+        ("s3", "&checksum=none"),
+        ("gs", ""),
+        ("gs", "&anonymous=on"),
+        ("az", ""),
+        ("az", "&anonymous=on"),
+    ],
+)
+def test_no_variable_of_obstore_changes_a_request(
+    scheme: str, options: str, value: str, clean: pytest.MonkeyPatch
+) -> None:
+    """Endpoints, signatures, conditions, checksums, encryption, payers, time-outs, proxies: whatever is set, all requests
+    are the same, byte for byte."""
+    for name, secret in CREDENTIALS[scheme].items():
+        clean.setenv(name, secret)
+    region = "&region=us-east-1" if scheme == "s3" else ""
+    with ScriptedServer(s3_answer) as server:
+        uri = f"{scheme}://bucket/run?endpoint={server.url}&part_size=5MiB&deadline=0s&timeout=5s&retries=0{region}{options}"
+        expected = requests(uri, server)
+        for name in known_variables(scheme):
+            clean.setenv(name, VALUES.get(name, value) if value == "true" else value)
+        assert requests(uri, server) == expected
+        assert len({request[0] for request in expected}) >= 4
+
+
+def test_the_variables_are_those_that_the_client_reads() -> None:
+    """The list that the tests above go by knows at least what is known to have leaked."""
+    leaked = {"AWS_ENDPOINT_URL_S3", "AWS_SKIP_SIGNATURE", "AWS_CHECKSUM_ALGORITHM", "AWS_CONDITIONAL_PUT"}
+    leaked |= {"AWS_S3_EXPRESS", "AWS_SERVER_SIDE_ENCRYPTION", "AWS_SSE_KMS_KEY_ID", "AWS_REQUEST_PAYER"}
+    assert leaked <= set(known_variables("s3"))
+    assert {"GOOGLE_BASE_URL", "GOOGLE_SKIP_SIGNATURE"} <= set(known_variables("gs"))
+    assert {"AZURE_ENDPOINT", "AZURE_STORAGE_USE_EMULATOR"} <= set(known_variables("az"))
+
+
+def test_variables_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever happens meanwhile, the environment is as it was; and two threads do not put back each other's gaps."""
+    monkeypatch.setenv("HIDDEN_ONE", "1")
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_char_p
+
+    def look() -> str | None:
+        assert os.environ["HIDDEN_ONE"] == "1"  # Python's own view of it never changes
+        found = getenv(b"HIDDEN_ONE")
+        return found and found.decode()
+
+    def fail() -> None:
+        assert look() is None
+        raise KeyError
+
+    def often() -> None:
+        for _ in range(200):
+            assert made_without(["hidden_one"], look) is None
+
+    with pytest.raises(KeyError):
+        made_without(["HIDDEN_ONE"], fail)
+    assert look() == "1"
+    threads = [threading.Thread(target=often) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    assert look() == "1"

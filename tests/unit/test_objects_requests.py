@@ -1,0 +1,417 @@
+"""What drivers of object stores ask, how often, and what they make of the answers: of a server that says what a test wants."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from support.servers.scripted import Answer, Request, ScriptedServer, refusal
+
+from holdfast.cli.app import run as run_command
+from holdfast.drivers.contract import Driver
+from holdfast.drivers.objects import dangling
+from holdfast.drivers.objects import driver as object_driver
+from holdfast.drivers.registry import open_driver
+from holdfast.errors import AccessError, ExistsError, HoldfastError, StorageDownError, StorageError, UriError
+
+pytest.importorskip("obstore", reason="obstore is not installed: pip install 'holdfast-checkpoint[s3]'")
+pytest.importorskip("botocore", reason="botocore is not installed: pip install 'holdfast-checkpoint[s3]'")
+
+T = TypeVar("T")
+
+MIB = 1 << 20
+CLOUDS = ["s3", "gs", "az"]
+BARE = "retries=0&op_timeout_s=off"
+"""No layer that tries again."""
+NO_UPLOADS = Answer(body=b"<ListMultipartUploadsResult><IsTruncated>false</IsTruncated></ListMultipartUploadsResult>")
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all clouds, and of no worth; and nothing remembered of the stores of other tests."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "a2V5a2V5")
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/dev/null")
+    google = {"disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", json.dumps(google))
+    object_driver._no_bulk_delete.clear()
+    dangling._without_list.clear()
+
+
+def uri(server: ScriptedServer, cloud: str = "s3", options: str = "") -> str:
+    """A root at this server."""
+    return f"{cloud}://bucket/run?endpoint={server.url}&deadline=5s{'&' if options else ''}{options}"
+
+
+def used(root: str, use: Callable[[Driver], Awaitable[T]]) -> T:
+    """What ``use`` gives, of a driver that is closed afterwards."""
+
+    async def work() -> T:
+        driver = open_driver(root)
+        try:
+            return await use(driver)
+        finally:
+            await driver.close()
+
+    return asyncio.run(asyncio.wait_for(work(), 60))
+
+
+class Store:
+    """A store of objects as far as an exclusive put needs one. ``lost`` is how the answer to its first put is lost, if at
+    all; ``taken`` is what the key holds before."""
+
+    def __init__(self, lost: Answer | None = None, taken: bytes | None = None) -> None:
+        self.lost = lost
+        self.content = taken
+
+    def __call__(self, asked: Request) -> Answer:
+        if asked.method == "PUT":
+            return self._put(asked)
+        if asked.method == "GET" and self.content is not None:
+            return Answer(body=self.content)
+        return refusal(404, "NoSuchKey")
+
+    def _put(self, asked: Request) -> Answer:
+        google = asked.headers.get("x-goog-if-generation-match") == "0"
+        assert google or asked.headers.get("if-none-match") == "*"
+        if self.content is not None:
+            return refusal(412, "PreconditionFailed")
+        self.content = asked.body
+        lost, self.lost = self.lost, None
+        return lost or Answer(headers={"x-goog-generation": "1"})
+
+
+LOST = [Answer(cut=True), refusal(500, "InternalError"), refusal(503, "SlowDown")]
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
+@pytest.mark.parametrize("lost", LOST, ids=["cut", "500", "503"])
+def test_an_exclusive_put_whose_answer_is_lost_succeeds(cloud: str, lost: Answer) -> None:
+    """The key is taken at the second try, by the very bytes of the first: they are the put's own."""
+    store = Store(lost)
+    with ScriptedServer(store) as server:
+        used(uri(server, cloud), lambda driver: driver.put("key", b"claim 1", exclusive=True))
+        assert server.methods == ["PUT", "PUT", "GET"]
+    assert store.content == b"claim 1"
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
+def test_an_exclusive_put_is_one_request_of_the_driver(cloud: str) -> None:
+    """Its client repeats nothing in silence; what became of a put that was not answered is not known, and is temporary."""
+    with ScriptedServer(Store(Answer(cut=True))) as server:
+        with pytest.raises(StorageDownError) as caught:
+            used(uri(server, cloud, BARE), lambda driver: driver.put("key", b"claim 1", exclusive=True))
+        assert caught.value.temporary
+        assert server.methods == ["PUT"]
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
+def test_an_exclusive_put_does_not_take_the_object_of_another_for_its_own(cloud: str) -> None:
+    """Neither at the first try, whatever the bytes, nor where others are found after a try that failed."""
+    with ScriptedServer(Store(taken=b"claim 1")) as server, pytest.raises(ExistsError):
+        used(uri(server, cloud), lambda driver: driver.put("key", b"claim 1", exclusive=True))
+    store = Store()
+
+    def overtaken(asked: Request) -> Answer:
+        if asked.method == "PUT" and store.content is None:
+            store.content = b"claim of another"
+            return Answer(cut=True)
+        return store(asked)
+
+    with ScriptedServer(overtaken) as server, pytest.raises(ExistsError):
+        used(uri(server, cloud), lambda driver: driver.put("key", b"claim 1", exclusive=True))
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
+@pytest.mark.parametrize("code", ["ConditionalRequestConflict", "OperationAborted"])
+def test_a_conflict_of_requests_is_no_object_that_exists(cloud: str, code: str) -> None:
+    """409 because another request was under way: temporary, and tried again by the layer."""
+    answers = [refusal(409, code), Answer(headers={"x-goog-generation": "1"})]
+    with ScriptedServer(lambda asked: answers.pop(0)) as server:
+        used(uri(server, cloud), lambda driver: driver.put("key", b"x", exclusive=True))
+        assert server.methods == ["PUT", "PUT"]
+
+
+def test_a_refusal_with_status_409_is_told_in_the_words_of_the_store() -> None:
+    """It is no ExistsError unless the store says that the object exists."""
+    with ScriptedServer(lambda asked: refusal(409, "BlobImmutableDueToPolicy")) as server:
+        with pytest.raises(StorageError, match="BlobImmutableDueToPolicy") as caught:
+            used(uri(server, "az"), lambda driver: driver.put("key", b"x"))
+        assert type(caught.value) is StorageError
+    with ScriptedServer(lambda asked: refusal(409, "BlobAlreadyExists")) as server, pytest.raises(ExistsError):
+        used(uri(server, "az"), lambda driver: driver.put("key", b"x", exclusive=True))
+
+
+UNUSABLE = [
+    ("az://container/run", {"AZURE_STORAGE_ACCOUNT_NAME": None}, UriError, "AZURE_STORAGE_ACCOUNT_NAME"),
+    ("az://container/run", {"AZURE_STORAGE_ACCOUNT_KEY": "***"}, AccessError, "Invalid Access Key"),
+    ("gs://bucket/run", {"GOOGLE_SERVICE_ACCOUNT": "/missing"}, UriError, None),
+    (
+        "gs://bucket/run",
+        {"GOOGLE_SERVICE_ACCOUNT_KEY": None, "GOOGLE_SERVICE_ACCOUNT": "/missing"},
+        AccessError,
+        "/missing",
+    ),
+    (
+        "gs://bucket/run",
+        {"GOOGLE_SERVICE_ACCOUNT_KEY": None, "GOOGLE_APPLICATION_CREDENTIALS": "/missing.json"},
+        AccessError,
+        "/missing.json",
+    ),
+    (
+        "gs://bucket/run",
+        {"GOOGLE_SERVICE_ACCOUNT_KEY": None, "GOOGLE_APPLICATION_CREDENTIALS": "/dev/null"},
+        AccessError,
+        "service account",
+    ),
+    ("gs://bucket/run", {"GOOGLE_SERVICE_ACCOUNT_KEY": '{"private_key": "hunter2'}, AccessError, "service account"),
+    ("gs://bucket/run", {"GOOGLE_SERVICE_ACCOUNT_KEY": '"hunter2"'}, AccessError, "service account"),
+]
+
+
+@pytest.mark.parametrize(("root", "environment", "kind", "said"), UNUSABLE)
+def test_what_no_client_can_be_made_of_is_an_error_of_the_user(
+    root: str,
+    environment: dict[str, str | None],
+    kind: type[HoldfastError],
+    said: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Options and variables that a client refuses: an error of ours that says where to look, and repeats no secret; the
+    command says the same, without a traceback."""
+    for name, value in environment.items():
+        if value is None:
+            monkeypatch.delenv(name)
+        else:
+            monkeypatch.setenv(name, value)
+    with pytest.raises((AccessError, UriError)) as caught:
+        used(root, lambda driver: driver.get("key"))
+    assert caught.value.advice
+    if said is not None:
+        assert type(caught.value) is kind
+        assert said in str(caught.value)
+    assert "hunter2" not in f"{caught.value} {caught.value.__cause__!r}"
+    assert run_command(["ls", root]) == 2
+    printed = capsys.readouterr().err
+    assert "Traceback" not in printed
+    assert "hunter2" not in printed
+
+
+@pytest.mark.parametrize("bucket", ["arn:aws:s3:us-west-2:123456789012:accesspoint", "buck:et", "a b"])
+def test_a_bucket_that_no_host_can_be_named_after_is_an_error_of_ours(bucket: str) -> None:
+    """An access point without its name, a colon, a space: an error, rather than an exception that no handler expects."""
+    with pytest.raises(HoldfastError):
+        used(f"s3://{bucket}/run?region=us-west-2&{BARE}&deadline=0&timeout=1s", lambda driver: driver.get("key"))
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
+def test_a_line_that_is_slow_is_only_slow(cloud: str) -> None:
+    """Sending takes longer than ``read_timeout``, and so does receiving: nothing is sent twice, and nothing fails."""
+    content = bytes(MIB)
+
+    def answer(asked: Request) -> Answer:
+        if asked.method == "PUT":
+            return Answer(headers={"x-goog-generation": "1"})
+        span = f"bytes 0-{MIB - 1}/{MIB}"
+        return Answer(206, content, {"content-range": span, "x-goog-generation": "1"}, pause_s=0.05)
+
+    async def use(driver: Driver) -> bytes:
+        await driver.put("key", content)
+        return bytes(await driver.fetch("key", 0, MIB))
+
+    with ScriptedServer(answer, pause_s=0.05) as server:
+        began_s = time.monotonic()
+        assert used(uri(server, cloud, f"read_timeout=300ms&{BARE}"), use) == content
+        assert time.monotonic() - began_s > 1.0
+        assert server.methods == ["PUT", "GET"]
+
+
+@pytest.mark.parametrize("options", ["read_timeout=300ms", "timeout=300ms"])
+@pytest.mark.parametrize("cloud", [*CLOUDS, "http"])
+def test_a_store_that_falls_silent_is_given_up(cloud: str, options: str) -> None:
+    """In the time that either option allows; the error names them."""
+
+    def answer(asked: Request) -> Answer:
+        time.sleep(1.0)
+        return Answer()
+
+    with ScriptedServer(answer) as server:
+        root = uri(server, cloud, f"{options}&{BARE}").replace("deadline=5s", "deadline=0")
+        if cloud == "http":
+            root = f"{server.url}/run?deadline=0&{options}&{BARE}"
+        began_s = time.monotonic()
+        with pytest.raises(StorageDownError, match="read_timeout") as caught:
+            used(root, lambda driver: driver.get("key"))
+        assert time.monotonic() - began_s < 1.0
+    assert "?timeout=" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "refused", [refusal(501, "NotImplemented"), refusal(404, "NoSuchUpload"), refusal(405, "MethodNotAllowed")]
+)
+def test_a_store_without_a_list_of_unfinished_uploads_has_none(
+    refused: Answer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is tried again, nothing waits, and one line says so; it is asked once by a process."""
+
+    async def use(driver: Driver) -> None:
+        await driver.sweep("data")
+        await driver.delete_all("data")
+
+    def answer(asked: Request) -> Answer:
+        if "uploads" in asked.path:
+            return refused
+        if asked.method == "HEAD":
+            return Answer(404)
+        return Answer(body=b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>")
+
+    with ScriptedServer(answer) as server:
+        for _ in range(2):
+            used(uri(server), use)
+        assert len([asked for asked in server.log if "uploads" in asked.path]) == 1
+    (said,) = [record.message for record in caplog.records if "unfinished uploads" in record.message]
+    assert "cannot list" in said
+
+
+def test_a_request_that_a_store_does_not_know_is_not_tried_again() -> None:
+    """501 is final."""
+    with ScriptedServer(lambda asked: refusal(501, "NotImplemented")) as server:
+        with pytest.raises(StorageError, match="does not know") as caught:
+            used(uri(server), lambda driver: driver.put("key", b"x", exclusive=True))
+        assert not caught.value.temporary
+        assert server.methods == ["PUT"]
+
+
+class Deleting:
+    """A store of two objects below ``run/data``; ``bulk`` answers a request to delete many of them."""
+
+    def __init__(self, bulk: Answer) -> None:
+        self.bulk = bulk
+        self.keys = {"run/data/a", "run/data/b"}
+
+    def __call__(self, asked: Request) -> Answer:
+        if asked.method == "DELETE":
+            self.keys.discard(asked.path.removeprefix("/bucket/"))
+            return Answer(204)
+        if asked.method == "POST":
+            return self.bulk
+        if "uploads" in asked.path:
+            return NO_UPLOADS
+        if asked.method == "HEAD":
+            return Answer(404)
+        one = "<Contents><Key>{}</Key><Size>1</Size><LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
+        found = "".join(map(one.format, sorted(self.keys)))
+        return Answer(body=f"<ListBucketResult><IsTruncated>false</IsTruncated>{found}</ListBucketResult>".encode())
+
+
+REFUSED = [
+    Answer(body=b"<DeleteResult><Deleted></Deleted></DeleteResult>"),
+    Answer(body=b"connection oriented rubbish"),
+    refusal(501, "NotImplemented"),
+    refusal(405, "MethodNotAllowed"),
+    refusal(400, "MissingContentMD5"),
+    refusal(403, "AccessDenied"),
+]
+
+
+@pytest.mark.parametrize("bulk", REFUSED, ids=["no key", "rubbish", "501", "405", "400", "403"])
+def test_a_store_that_refuses_bulk_deletes_is_found_out(bulk: Answer, caplog: pytest.LogCaptureFixture) -> None:
+    """What it refuses to delete in one request is deleted in several, by this call and by all later ones; said once."""
+    store = Deleting(bulk)
+    with ScriptedServer(store) as server:
+        for _ in range(2):
+            store.keys = {"run/data/a", "run/data/b"}
+            used(uri(server, options="concurrency=1"), lambda driver: driver.delete_all("data"))
+            assert store.keys == set()
+        assert server.methods.count("POST") == 1
+    assert len([record for record in caplog.records if "bulk_delete=off" in record.message]) == 1
+
+
+def test_bulk_deletes_can_be_switched_off() -> None:
+    """Then no such request is made; and one key never takes one."""
+    store = Deleting(Answer(500))
+    with ScriptedServer(store) as server:
+        used(uri(server, options="concurrency=1&bulk_delete=off"), lambda driver: driver.delete_all("data"))
+        assert store.keys == set()
+        used(uri(server), lambda driver: driver.delete("data/a"))
+        assert server.methods.count("DELETE") == 3
+        assert "POST" not in server.methods
+
+
+def test_deletes_that_are_not_allowed_at_all_say_so() -> None:
+    """A store that refuses both ways is not taken for one that knows only one of them."""
+    store = Deleting(refusal(403, "AccessDenied"))
+
+    def answer(asked: Request) -> Answer:
+        return refusal(403, "AccessDenied") if asked.method == "DELETE" else store(asked)
+
+    with ScriptedServer(answer) as server, pytest.raises(AccessError):
+        used(uri(server, options="concurrency=1"), lambda driver: driver.delete_all("data"))
+    assert not object_driver._no_bulk_delete
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
+def test_a_closed_driver_refuses_every_call(cloud: str) -> None:
+    """Used before or not; also those calls that would ask such a store nothing."""
+
+    async def use(root: str) -> None:
+        driver = open_driver(root)
+        await driver.close()
+        calls: list[Awaitable[object]] = [driver.sweep("x"), driver.delete_all("x"), driver.get("x"), driver.stat("x")]
+        calls += [driver.put("x", b""), driver.put("x", b"", exclusive=True), driver.create("x", 1), driver.delete("x")]
+        calls += [driver.fetch("x", 0, 1), driver.fetch("x", 0, 0), driver.create("x", 64 * MIB)]
+        calls += [anext(aiter(driver.list())), anext(aiter(driver.list("x")))]
+        for call in calls:
+            with pytest.raises(StorageError, match="closed"):
+                await call
+
+    with ScriptedServer(lambda asked: Answer(404)) as server:
+        asyncio.run(asyncio.wait_for(use(uri(server, cloud)), 60))
+        assert server.log == []
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
+def test_a_backslash_stays_one(cloud: str) -> None:
+    """Some stores take it for a slash, so they never see one."""
+    with ScriptedServer(lambda asked: Answer(headers={"x-goog-generation": "1"})) as server:
+        used(uri(server, cloud), lambda driver: driver.put("a\\b", b"x"))
+        (asked,) = server.log
+    assert "a%255Cb" in asked.path
+
+
+CONNECTING = """
+import asyncio, sys
+from holdfast.drivers.registry import open_driver
+
+async def main():
+    driver = open_driver(sys.argv[1])
+    await driver.put("key", b"x")
+    await driver.close()
+
+asyncio.run(main())
+"""
+
+
+def test_no_certificates_are_read_where_nothing_is_encrypted(tmp_path: Path) -> None:
+    """Their file is one whose reader would wait for ever."""
+    os.mkfifo(certificates := tmp_path / "certificates.pem")
+    environment = os.environ | {"SSL_CERT_FILE": str(certificates)}
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        environment.pop(name, None)
+        environment.pop(name.upper(), None)
+    with ScriptedServer(lambda asked: Answer()) as server:
+        command = [sys.executable, "-c", CONNECTING, uri(server)]
+        subprocess.run(command, env=environment, check=True, timeout=60, cwd="/")
+        assert server.methods == ["PUT"]

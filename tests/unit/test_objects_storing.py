@@ -1,0 +1,220 @@
+"""What S3 is told of each object: in every request that stores one, whichever way it is stored."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+import trustme
+from support.servers.scripted import Answer, Request, ScriptedServer, s3_answer
+
+from holdfast.drivers.registry import open_driver
+from holdfast.errors import StorageError, UriError
+
+TIMEOUT_S = 60
+KEY = base64.b64encode(bytes(range(32))).decode()
+LARGE = memoryview(bytes((5 << 20) + 1))
+ARN = "arn:aws:kms:us-east-1:123456789012:key/abc"
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Credentials, and nothing else of AWS."""
+    for name in list(os.environ):
+        if name.startswith("AWS_") or name.upper().endswith("_PROXY"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDEXAMPLE")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+
+
+async def store(uri: str, **options: str) -> None:
+    """Store objects in every way there is, read one, and look for leftovers."""
+    driver = open_driver(uri, **options)
+    try:
+        await driver.put("plain", b"abc")
+        await driver.put("exclusive", b"abc", exclusive=True)
+        small = await driver.create("small", 3)
+        await small.write(0, memoryview(b"abc"))
+        await small.commit()
+        large = await driver.create("large", len(LARGE))
+        await large.write(0, LARGE)
+        with contextlib.suppress(StorageError):  # the server keeps three bytes of whatever it is given
+            await large.commit()
+        assert await driver.get("plain") == b"abc"
+        await driver.sweep("large")
+    finally:
+        await driver.close()
+
+
+def run(uri: str, **options: str) -> None:
+    """Within a minute."""
+    asyncio.run(asyncio.wait_for(store(uri, **options), TIMEOUT_S))
+
+
+def kind(request: Request) -> str:
+    """What a request is for."""
+    parts = urlsplit(request.path)
+    query = parse_qs(parts.query, keep_blank_values=True)
+    if request.method == "PUT":
+        return "part" if "partNumber" in query else parts.path.rpartition("/")[2]
+    if request.method == "POST":
+        return "begin" if "uploads" in query else "complete"
+    return "list" if "uploads" in query or "list-type" in query else request.method
+
+
+def headers(server: ScriptedServer, kinds: list[str]) -> dict[str, dict[str, str]]:
+    """Of the first request of each kind, what is asked for the object."""
+    found: dict[str, dict[str, str]] = {}
+    for request in server.log:
+        told = {
+            name: value
+            for name, value in request.headers.items()
+            if name.startswith(("x-amz-server", "x-amz-storage", "x-amz-tagging", "x-amz-request-payer"))
+        }
+        found.setdefault(kind(request), told)
+    return {kind: found[kind] for kind in kinds}
+
+
+STORING = ["plain", "exclusive", "small", "begin"]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("sse=AES256", {"x-amz-server-side-encryption": "AES256"}),
+        ("sse=aws:kms", {"x-amz-server-side-encryption": "aws:kms"}),
+        (
+            f"sse=aws:kms&kms={ARN}&bucket_kms=on",
+            {
+                "x-amz-server-side-encryption": "aws:kms",
+                "x-amz-server-side-encryption-aws-kms-key-id": ARN,
+                "x-amz-server-side-encryption-bucket-key-enabled": "true",
+            },
+        ),
+        (
+            "sse=aws:kms:dsse&kms=alias/holdfast",
+            {
+                "x-amz-server-side-encryption": "aws:kms:dsse",
+                "x-amz-server-side-encryption-aws-kms-key-id": "alias/holdfast",
+            },
+        ),
+        ("storage_class=STANDARD_IA", {"x-amz-storage-class": "STANDARD_IA"}),
+        ("tags=team=ml,run=7", {"x-amz-tagging": "run=7&team=ml"}),
+        ("requester_pays=on", {"x-amz-request-payer": "requester"}),
+        ("", {}),
+    ],
+)
+def test_every_object_is_stored_as_asked(options: str, expected: Mapping[str, str]) -> None:
+    """Small and large, exclusive or not: encryption, class, tags and payer are in the request that makes the object."""
+    with ScriptedServer(s3_answer) as server:
+        run(f"s3://bucket/run?endpoint={server.url}&part_size=5MiB&retries=0&deadline=1s&{options}")
+        told = headers(server, STORING)
+        for one in told.values():
+            if tags := one.get("x-amz-tagging"):
+                one["x-amz-tagging"] = "&".join(sorted(tags.split("&")))
+        assert told == {name: dict(expected) for name in STORING}
+
+
+def test_whoever_pays_says_so_in_every_request() -> None:
+    """Also where an object is read, parts are sent, and both clients list."""
+    with ScriptedServer(s3_answer) as server:
+        run(f"s3://bucket/run?endpoint={server.url}&part_size=5MiB&retries=0&deadline=1s&requester_pays=on")
+        assert {kind(request) for request in server.log} >= {"part", "complete", "GET", "HEAD", "list"}
+        assert all(request.headers.get("x-amz-request-payer") == "requester" for request in server.log)
+
+
+def test_a_key_of_the_customers_goes_with_everything_that_needs_it(tmp_path: Path) -> None:
+    """Objects, parts, reads and sizes, over TLS; the key comes from storage options, and is in no URI."""
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    with ScriptedServer(s3_answer, authority, tls=True) as server:
+        uri = f"s3://bucket/run?endpoint={server.url}&part_size=5MiB&retries=0&deadline=1s&sse=customer"
+        run(f"{uri}&ca={tmp_path / 'ca.pem'}", sse_customer_key=KEY)
+        told = headers(server, [*STORING, "part", "GET"])
+        sent = [one.get("x-amz-server-side-encryption-customer-key") for one in told.values()]
+        assert sent == [KEY] * len(told)
+
+
+def test_a_key_is_not_sent_in_clear() -> None:
+    """Without TLS it is refused, before anything is sent."""
+    with ScriptedServer(s3_answer) as server:
+        with pytest.raises(UriError, match="in clear"):
+            run(f"s3://bucket/run?endpoint={server.url}&sse=customer", sse_customer_key=KEY)
+        assert server.log == []
+
+
+@pytest.mark.parametrize(
+    ("query", "options", "match"),
+    [
+        ("kms=abc", {}, "sse=aws:kms"),
+        ("bucket_kms=on&sse=AES256", {}, "sse=aws:kms"),
+        ("sse=customer", {}, "need each other"),
+        ("sse=AES256", {"sse_customer_key": KEY}, "need each other"),
+        ("sse=customer", {"sse_customer_key": "short"}, "no key: 32 bytes"),
+        (f"sse=customer&sse_customer_key={KEY}", {}, "environment"),
+        ("sse=rot13", {}, "is one of"),
+        ("storage_class=DEEP_ARCHIVE", {}, "cannot be read"),
+        ("storage_class=a%20b", {}, "storage class"),
+        ("tags=team", {}, "is a list of tags"),
+        ("tags=a=1,a=2", {}, "each name once"),
+        ("express=on", {}, "--x-s3"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(query: str, options: dict[str, str], match: str) -> None:
+    """Before anything is asked."""
+    with pytest.raises(UriError, match=match):
+        open_driver(f"s3://bucket/run?{query}", **options)
+
+
+@pytest.mark.parametrize("query", ["tags=a=1", "storage_class=STANDARD", "sse=AES256"])
+def test_directory_buckets_refuse_what_they_do_not_know(query: str) -> None:
+    """Tags, classes, and encryption of single objects."""
+    with pytest.raises(UriError, match="S3 Express"):
+        open_driver(f"s3://bucket--use1-az4--x-s3/run?{query}")
+
+
+def express_answer(request: Request) -> Answer:
+    """A directory bucket: it gives sessions, and lists whole folders only."""
+    query = parse_qs(urlsplit(request.path).query, keep_blank_values=True)
+    if "session" in query:
+        text = (
+            "<CreateSessionResult><Credentials><SessionToken>st</SessionToken><SecretAccessKey>s</SecretAccessKey>"
+            "<AccessKeyId>SESSION</AccessKeyId><Expiration>2099-01-01T00:00:00Z</Expiration></Credentials>"
+            "</CreateSessionResult>"
+        )
+        return Answer(200, text.encode(), {"content-type": "application/xml"})
+    prefix = query.get("prefix", [""])[0]
+    if kind(request) == "list" and prefix and not prefix.endswith("/"):
+        return Answer(400, b"<Error><Code>InvalidPrefix</Code></Error>")
+    return s3_answer(request)
+
+
+def test_a_directory_bucket_is_used_by_sessions(tmp_path: Path) -> None:
+    """By its name alone: both clients ask its zone's host, with a session's token, and list by folders."""
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    host = "bucket--use1-az4--x-s3.s3express-use1-az4.us-east-1.amazonaws.com"
+
+    async def use(uri: str) -> None:
+        await store(uri)
+        driver = open_driver(uri)
+        assert [info async for info in driver.list("images")] != []
+        await driver.delete_all("images")
+        await driver.close()
+
+    with ScriptedServer(express_answer, authority) as proxy:
+        uri = f"s3://bucket--use1-az4--x-s3/run?proxy={proxy.url}&ca={tmp_path / 'ca.pem'}&part_size=5MiB&retries=0&deadline=1s"
+        asyncio.run(asyncio.wait_for(use(uri), TIMEOUT_S))
+        rest = [request for request in proxy.log if request.path not in ("/holdfast", "/?session")]
+        assert {request.host for request in rest} == {host}
+        assert {request.headers.get("x-amz-s3session-token") for request in rest} == {"st"}
+        assert {kind(request) for request in rest} >= {"plain", "begin", "part", "complete", "list"}

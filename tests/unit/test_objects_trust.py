@@ -1,0 +1,266 @@
+"""Certificates and proxies: one name for both clients, and an error that says certificate, at once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import trustme
+from support.servers.scripted import Answer, Request, ScriptedServer, s3_answer
+
+from holdfast.drivers.objects import aws, trust
+from holdfast.drivers.registry import open_driver
+from holdfast.errors import StorageError, UriError
+
+TIMEOUT_S = 60
+
+
+@pytest.fixture(autouse=True)
+def nothing_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nobody names certificates or proxies, and no server is trusted from another test."""
+    for name in list(os.environ):
+        if name.startswith("AWS_") or name.upper().endswith("_PROXY") or name.startswith("SSL_CERT"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDEXAMPLE")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "c2VjcmV0")
+    monkeypatch.setattr(trust, "_trusted", set())
+    monkeypatch.setattr(aws, "_regions", {})
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> trustme.CA:
+    """A private authority; its certificate lies in ``ca.pem``."""
+    made = trustme.CA()
+    made.cert_pem.write_to_path(tmp_path / "ca.pem")
+    return made
+
+
+async def use(uri: str) -> None:
+    """Both clients at work: one puts an object, the other looks for unfinished uploads."""
+    driver = open_driver(uri)
+    try:
+        await driver.put("k", b"data")
+        await driver.sweep("k")
+    finally:
+        await driver.close()
+
+
+def run(uri: str) -> None:
+    """Use ``uri``, within a minute."""
+    asyncio.run(asyncio.wait_for(use(uri), TIMEOUT_S))
+
+
+def asked(server: ScriptedServer) -> list[str]:
+    """The methods of all requests, without the first look at the server."""
+    return [request.method for request in server.log if request.path != "/holdfast"]
+
+
+def by_option(path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """``?ca=``."""
+    return f"&ca={path}"
+
+
+def by_variable(path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What all tools of AWS know."""
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(path))
+    return ""
+
+
+def by_profile(path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A line of the profile."""
+    Path(os.environ["AWS_CONFIG_FILE"]).write_text(f"[default]\nca_bundle = {path}\n")
+    return ""
+
+
+def by_openssl(path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What programs that use OpenSSL know."""
+    monkeypatch.setenv("SSL_CERT_FILE", str(path))
+    return ""
+
+
+@pytest.mark.parametrize("name", [by_option, by_variable, by_profile, by_openssl])
+def test_one_name_of_a_private_authority_serves_both_clients(
+    name: Callable[[Path, pytest.MonkeyPatch], str],
+    authority: trustme.CA,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An option, AWS_CA_BUNDLE, a profile's ca_bundle, or SSL_CERT_FILE: objects are put, and unfinished uploads found."""
+    option = name(tmp_path / "ca.pem", monkeypatch)
+    with ScriptedServer(s3_answer, authority, tls=True) as server:
+        run(f"s3://bucket/run?endpoint={server.url}&retries=0&deadline=1s{option}")
+        assert asked(server) == ["PUT", "GET"]
+
+
+@pytest.mark.parametrize("scheme", ["gs", "az", "https"])
+def test_other_stores_take_the_option_too(scheme: str, authority: trustme.CA, tmp_path: Path) -> None:
+    """Google's, Azure's, and web servers."""
+
+    async def get(uri: str) -> bytes:
+        driver = open_driver(uri)
+        try:
+            return await driver.get("k")
+        finally:
+            await driver.close()
+
+    with ScriptedServer(s3_answer, authority, tls=True) as server:
+        own = {"gs": "&anonymous=on", "az": "&account=account", "https": ""}[scheme]
+        place = f"bucket?endpoint={server.url}" if scheme != "https" else f"localhost:{server.port}/run?retries=0"
+        uri = f"{scheme}://{place}{own}&ca={tmp_path / 'ca.pem'}"
+        assert asyncio.run(asyncio.wait_for(get(uri), TIMEOUT_S)) == b"abc"
+
+
+def test_a_certificate_that_is_not_trusted_is_said_at_once(authority: trustme.CA) -> None:
+    """Far within the deadline for requests that fail for the moment: an error that is final, names the certificate, and
+    says how its authority is named. No object was sent."""
+    with ScriptedServer(s3_answer, authority, tls=True) as server:
+        began_s = time.monotonic()
+        with pytest.raises(StorageError, match=r"certificate is not trusted: UnknownIssuer.*\?ca=") as caught:
+            run(f"s3://bucket/run?endpoint={server.url}&deadline=1h")
+        assert time.monotonic() - began_s < 30
+        assert not caught.value.temporary
+        assert server.log == []
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "match"),
+    [("https://127.0.0.1:{port}", "NotValidForName.*endpoint"), ("https://localhost:{clear}", "does not speak TLS")],
+)
+def test_the_name_and_the_protocol_are_looked_at(
+    endpoint: str, match: str, authority: trustme.CA, tmp_path: Path
+) -> None:
+    """A certificate for another host, and a server without TLS."""
+    with ScriptedServer(s3_answer, authority, tls=True) as server, ScriptedServer(s3_answer) as clear:
+        url = endpoint.format(port=server.port, clear=clear.port)
+        with pytest.raises(StorageError, match=match):
+            run(f"s3://bucket/run?endpoint={url}&deadline=1h&ca={tmp_path / 'ca.pem'}")
+
+
+@pytest.mark.parametrize("content", [None, "no certificate"])
+def test_a_file_without_certificates_is_refused(content: str | None, tmp_path: Path) -> None:
+    """It is not there, or holds something else: an error that names it, before anything is sent."""
+    path = tmp_path / "ca.pem"
+    if content is not None:
+        path.write_text(content)
+    with ScriptedServer(s3_answer) as server:
+        with pytest.raises(UriError, match=r"certificates to trust, .*ca\.pem"):
+            run(f"s3://bucket/run?endpoint={server.url}&ca={path}")
+        assert server.log == []
+
+
+def test_both_clients_go_through_the_proxy() -> None:
+    """Requests for a host that does not exist reach the proxy, and it alone."""
+    with ScriptedServer(s3_answer) as proxy:
+        run(f"s3://bucket/run?endpoint=http://store.example&proxy={proxy.url}&retries=0&deadline=1s")
+        assert [(request.method, request.host) for request in proxy.log] == [
+            ("PUT", "store.example"),
+            ("GET", "store.example"),
+        ]
+
+
+def in_region(region: str) -> Callable[[Request], Answer]:
+    """AWS, as it answers for a bucket in ``region``."""
+
+    def answer(request: Request) -> Answer:
+        scope = request.headers.get("authorization", "")
+        if request.method == "HEAD" and request.path == "/":
+            return Answer(403 if f".{region}." in request.host else 301, b"", {"x-amz-bucket-region": region})
+        if f"/{region}/s3/" not in scope and request.path != "/holdfast":
+            code = "<Error><Code>AuthorizationHeaderMalformed</Code></Error>"
+            return Answer(400, code.encode(), {"x-amz-bucket-region": region})
+        return s3_answer(request)
+
+    return answer
+
+
+def test_the_region_of_a_bucket_is_found(authority: trustme.CA, tmp_path: Path) -> None:
+    """Nobody names it: AWS is asked, unsigned and once, and both clients then sign for it, at its own host."""
+    with ScriptedServer(in_region("eu-west-3"), authority) as proxy:
+        for _ in range(2):
+            run(f"s3://bucket/run?proxy={proxy.url}&ca={tmp_path / 'ca.pem'}&retries=0&deadline=1s")
+        heads = [request for request in proxy.log if request.method == "HEAD" and request.path == "/"]
+        rest = [request for request in proxy.log if request.method in ("PUT", "GET")]
+        assert not any("authorization" in request.headers for request in heads)
+        assert heads[0].host == "bucket.s3.us-east-1.amazonaws.com"
+        assert {request.host for request in rest} == {"bucket.s3.eu-west-3.amazonaws.com"}
+        assert [request.method for request in rest] == ["PUT", "GET"] * 2
+        assert len(heads) <= 2  # botocore itself follows the redirect, once
+
+
+@pytest.mark.parametrize(
+    ("bucket", "variables", "host"),
+    [
+        ("bucket", {"AWS_REGION": "cn-north-1"}, "bucket.s3.cn-north-1.amazonaws.com.cn"),
+        (
+            "bucket",
+            {"AWS_REGION": "us-west-2", "AWS_USE_FIPS_ENDPOINT": "true"},
+            "bucket.s3-fips.us-west-2.amazonaws.com",
+        ),
+        (
+            "arn:aws:s3:us-west-2:123456789012:accesspoint/my-ap",
+            {},
+            "my-ap-123456789012.s3-accesspoint.us-west-2.amazonaws.com",
+        ),
+    ],
+)
+def test_requests_reach_the_hosts_of_aws(
+    bucket: str,
+    variables: dict[str, str],
+    host: str,
+    authority: trustme.CA,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """China, FIPS and an access point: both clients ask the same host, and sign for its region."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    region = host.removesuffix(".cn").split(".")[-3]
+    with ScriptedServer(in_region(region), authority) as proxy:
+        run(f"s3://{bucket}/run?proxy={proxy.url}&ca={tmp_path / 'ca.pem'}&retries=0&deadline=1s")
+        rest = [request for request in proxy.log if request.method in ("PUT", "GET")]
+        assert [(request.method, request.host) for request in rest] == [("PUT", host), ("GET", host)]
+        assert all(f"/{region}/s3/" in request.headers["authorization"] for request in rest)
+
+
+def test_a_server_that_never_answers_does_not_hold_up_the_first_look(authority: trustme.CA, tmp_path: Path) -> None:
+    """The look at its certificate gives up soon, and leaves the rest to the first operation."""
+    released = threading.Event()
+
+    def slow_once(request: Request) -> Answer:
+        if request.path == "/holdfast":
+            released.wait(TIMEOUT_S)
+        return s3_answer(request)
+
+    with ScriptedServer(slow_once, authority, tls=True) as server:
+        began_s = time.monotonic()
+        run(f"s3://bucket/run?endpoint={server.url}&timeout=2s&deadline=1s&retries=0&ca={tmp_path / 'ca.pem'}")
+        released.set()
+        assert time.monotonic() - began_s < 30
+        assert asked(server) == ["PUT", "GET"]
+
+
+def test_certificates_of_the_environment_do_not_matter_without_tls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable that names a file which is not there, and a store in clear: nobody looks for it."""
+    monkeypatch.setenv("AWS_CA_BUNDLE", "/nonexistent/ca.pem")
+    with ScriptedServer(s3_answer) as server:
+        run(f"s3://bucket/run?endpoint={server.url}&retries=0&deadline=1s")
+        assert asked(server) == ["PUT", "GET"]
+
+
+def test_a_home_folder_is_expanded_for_both_clients(
+    authority: trustme.CA, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a shell would."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with ScriptedServer(s3_answer, authority, tls=True) as server:
+        run(f"s3://bucket/run?endpoint={server.url}&retries=0&deadline=1s&ca=~/ca.pem")
+        assert asked(server) == ["PUT", "GET"]

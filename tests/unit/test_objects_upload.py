@@ -1,0 +1,111 @@
+"""Uploads of objects to a store that is not to be believed. No store at hand loses what it acknowledges: this one does."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from holdfast.drivers.contract import ObjectInfo
+from holdfast.drivers.objects.upload import PartsUpload, Target
+from holdfast.errors import NotFoundError, StorageError
+
+PART_NBYTES = 5 << 20
+
+
+class Store:
+    """Takes the parts of one object, and keeps ``kept`` of its bytes; None: all."""
+
+    def __init__(self, kept: int | None = None) -> None:
+        self.kept = kept
+        self.nbytes = 0
+        self.asked = 0
+
+    async def put(self, feed: Any, **options: Any) -> None:
+        """As obstore does it: lets go of a part when it is stored."""
+        async for part in feed:
+            self.nbytes += len(part)
+            del part
+
+    async def stat(self) -> ObjectInfo:
+        """The object, as the store tells it."""
+        self.asked += 1
+        return ObjectInfo("image", self.nbytes if self.kept is None else self.kept, time.time())
+
+    async def drop_unfinished(self, since_s: float) -> None:
+        """Nothing is left."""
+
+    def target(self, nbytes: int) -> Target:
+        """Where an upload to it goes."""
+        return Target(
+            "s3://bucket", "image", ("bucket", "image"), nbytes, PART_NBYTES, 4, 60.0, self.put, self.stat,
+            self.drop_unfinished,
+        )  # fmt: skip
+
+
+async def uploaded(store: Store, nbytes: int) -> None:
+    """An object of so many bytes."""
+    upload = PartsUpload(store.target(nbytes))
+    await upload.begin()
+    try:
+        for start in range(0, nbytes, PART_NBYTES):
+            await upload.write(start, memoryview(bytes(min(PART_NBYTES, nbytes - start))))
+        await upload.commit()
+    finally:
+        await upload.abort()
+
+
+@pytest.mark.parametrize("kept", [0, 3 * PART_NBYTES, 3 * PART_NBYTES + 6, 3 * PART_NBYTES + 8])
+def test_a_store_that_has_not_kept_what_it_acknowledged_is_found_out(kept: int) -> None:
+    """Before the commit returns, the store is asked for the size of what it has: a part that is lost, a byte that is missing
+    or one too many fails the upload."""
+    nbytes = 3 * PART_NBYTES + 7
+    with pytest.raises(StorageError, match=f"keeps {kept} bytes of {nbytes} that it acknowledged"):
+        asyncio.run(asyncio.wait_for(uploaded(Store(kept), nbytes), 60))
+
+
+def test_a_store_is_asked_once_for_what_it_keeps() -> None:
+    """Of an object that is whole."""
+    store = Store()
+    asyncio.run(asyncio.wait_for(uploaded(store, 2 * PART_NBYTES + 7), 60))
+    assert (store.nbytes, store.asked) == (2 * PART_NBYTES + 7, 1)
+
+
+class Forgetful(Store):
+    """Completes the upload, or drops it, and says at the second request that it knows no such upload. ``age_s`` is how old
+    the object is then; None: there is none."""
+
+    def __init__(self, age_s: float | None, kept: int | None = None) -> None:
+        super().__init__(kept)
+        self.age_s = age_s
+
+    async def put(self, feed: Any, **options: Any) -> None:
+        """Takes all parts first."""
+        await super().put(feed, **options)
+        raise FileNotFoundError("<Code>NoSuchUpload</Code>")
+
+    async def stat(self) -> ObjectInfo:
+        """The object, as the store tells it."""
+        if self.age_s is None:
+            raise NotFoundError("no such object")
+        found = await super().stat()
+        return ObjectInfo(found.key, found.nbytes, found.modified_s - self.age_s)
+
+
+def test_a_completed_upload_whose_answer_was_lost_is_committed() -> None:
+    """The client asks again, and the store no longer knows the upload; but it has the object, as new and as long as it
+    should be."""
+    store = Forgetful(age_s=0)
+    asyncio.run(asyncio.wait_for(uploaded(store, 2 * PART_NBYTES + 7), 60))
+    assert store.asked == 1
+
+
+@pytest.mark.parametrize(
+    ("age_s", "kept"), [(None, None), (3600, None), (0, 17)], ids=["none", "old", "of another size"]
+)
+def test_an_upload_that_somebody_dropped_is_not_taken_for_committed(age_s: float | None, kept: int | None) -> None:
+    """What is there instead, nothing, an older object or another one, is not what was uploaded."""
+    with pytest.raises(NotFoundError):
+        asyncio.run(asyncio.wait_for(uploaded(Forgetful(age_s, kept), 2 * PART_NBYTES + 7), 60))

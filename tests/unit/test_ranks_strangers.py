@@ -1,0 +1,383 @@
+"""Who is at the other end of a connection between ranks: whoever is not that rank is turned away, and nothing is taken of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.bits import difference, fresh_uri
+from support.forked import in_a_fork
+from support.ranks import load_as_ranks, save_as_ranks
+
+import holdfast
+from holdfast.drivers.memory import MemoryDriver
+from holdfast.storage import load
+from holdfast.storage.pipeline.buffers import HostBuffer
+from holdfast.storage.ranks import exchange, handout, wire
+from holdfast.storage.ranks.arena import Arena, Window, identity_of
+from holdfast.storage.ranks.wire import Door, Line, host_key, knock
+
+pytestmark = pytest.mark.timeout(60)
+
+DATA = b"what the rank has read" * 100
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    """A rank's memory, with something in it."""
+    made = Arena(4096, 1)
+    made.fill(0, HostBuffer.over(memoryview(DATA)), len(DATA))
+    yield made
+    made.close()
+
+
+@contextlib.asynccontextmanager
+async def opened(arena: Arena, near: str = "") -> AsyncIterator[tuple[Door, dict[int, Line]]]:
+    """A door that admits member 1, and those that it has admitted."""
+    door, lines = Door(arena.fd, near), dict[int, Line]()
+    admitting = asyncio.ensure_future(door.admit([1], lines))
+    try:
+        yield door, lines
+    finally:
+        admitting.cancel()
+        await asyncio.wait([admitting])
+        door.close()
+        for line in lines.values():
+            line.close()
+
+
+def squatting(behave: Callable[[socket.socket], Any], family: int = socket.AF_UNIX) -> tuple[str, threading.Thread]:
+    """The address of a rank whose name, or port, is taken by another, who does this with its first visitor."""
+    door = socket.socket(family)
+    door.bind(f"\0holdfast-test-{os.getpid()}-{time.monotonic_ns()}" if family == socket.AF_UNIX else ("127.0.0.1", 0))
+    door.listen(1)
+
+    def serve() -> None:
+        with door, door.accept()[0] as visitor, contextlib.suppress(OSError):
+            visitor.settimeout(20)
+            behave(visitor)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    told = {"host": host_key() if family == socket.AF_UNIX else "another", "token": "ab" * 32, "nbytes": 4096}
+    told |= {"unix": door.getsockname().decode()} if family == socket.AF_UNIX else {"tcp": door.getsockname()}
+    return json.dumps(told), thread
+
+
+def says(data: bytes) -> Callable[[socket.socket], None]:
+    """A stranger that answers so, and listens on."""
+
+    def behave(visitor: socket.socket) -> None:
+        visitor.recv(100)
+        visitor.sendall(data)
+        while visitor.recv(1 << 16):
+            pass
+
+    return behave
+
+
+def hands_over(visitor: socket.socket) -> None:
+    """A stranger that hands over memory of its own, without a proof."""
+    visitor.recv(100)
+    fd = os.memfd_create("forged")
+    os.write(fd, b"forged" + bytes(4090))
+    socket.send_fds(visitor, [b"m"], [fd])
+    os.close(fd)
+    while visitor.recv(1 << 16):
+        pass
+
+
+STRANGERS = {
+    "garbage": says(os.urandom(48)),
+    "what could be an answer": says(os.urandom(48) + b"w"),
+    "too little": lambda visitor: visitor.sendall(b"ab"),
+    "too much": says(bytes(1 << 20)),
+    "nothing": lambda visitor: visitor.recv(1),
+    "silence": says(b""),
+    "memory of its own": hands_over,
+}
+
+
+@pytest.mark.parametrize("family", [socket.AF_UNIX, socket.AF_INET], ids=["on this host", "over the network"])
+@pytest.mark.parametrize("behave", STRANGERS.values(), ids=STRANGERS)
+def test_whoever_has_a_ranks_name_but_not_its_secret_is_refused(
+    behave: Any, family: int, monkeypatch: pytest.MonkeyPatch, no_leaks: None
+) -> None:
+    """Whatever it says, or does not say: within the time limit, an OSError, upon which a rank reads for itself."""
+    monkeypatch.setattr(wire, "KNOCK_S", 0.5)
+    address, serving = squatting(behave, family)
+    with pytest.raises(OSError):  # noqa: PT011 - which one depends on what was said
+        asyncio.run(knock(address, 1))
+    serving.join(20)
+    assert not serving.is_alive()
+
+
+def test_a_process_of_another_user_is_refused_before_anything_is_said() -> None:
+    """The kernel tells whose process has the rank's name."""
+    if os.getuid():
+        pytest.skip("only root can be another user")
+    ready, name = threading.Event(), f"\0holdfast-other-user-{os.getpid()}"
+    outcome: list[str] = []
+    reading, writing = os.pipe()
+
+    def other_user() -> None:
+        os.setgid(65534)
+        os.setuid(65534)
+        door = socket.socket(socket.AF_UNIX)
+        door.bind(name)
+        door.listen(1)
+        os.write(writing, b"r")
+        visitor, _ = door.accept()
+        visitor.settimeout(20)
+        assert visitor.recv(100) == b""
+
+    thread = threading.Thread(target=lambda: outcome.append(in_a_fork(other_user)))
+    thread.start()
+    os.read(reading, 1)
+    ready.set()
+    told = {"host": host_key(), "unix": name, "token": "ab" * 32, "nbytes": 4096}
+    with pytest.raises(ConnectionRefusedError, match="another user, 65534"):
+        asyncio.run(knock(json.dumps(told), 1))
+    thread.join()
+    os.close(reading)
+    os.close(writing)
+    assert outcome == [""]
+
+
+@pytest.mark.parametrize("near", ["", "127.0.0.1"], ids=["on this host", "over the network"])
+def test_a_door_lets_in_those_who_know_its_secret(
+    near: str, arena: Arena, monkeypatch: pytest.MonkeyPatch, no_leaks: None
+) -> None:
+    """Strangers who say nothing, garbage, or the wrong proof are turned away, and keep no rank from coming in. The secret is
+    never sent."""
+    monkeypatch.setattr(wire, "GREET_S", 0.3)
+
+    async def run() -> None:
+        async with opened(arena, near) as (door, lines):
+            told = json.loads(door.address)
+            to = (socket.AF_INET, tuple(told["tcp"])) if near else (socket.AF_UNIX, told["unix"])
+            strangers = []
+            for said in (b"", b"x", bytes(20), os.urandom(200)):
+                stranger = socket.socket(to[0])
+                await asyncio.to_thread(stranger.connect, to[1])
+                stranger.sendall(said)
+                strangers.append(stranger)
+            with pytest.raises(OSError):  # noqa: PT011
+                await knock(json.dumps(told | {"token": "00" * 32, "host": "another" if near else told["host"]}), 1)
+            assert lines == {}
+            line = await knock(json.dumps(told | {"host": "another"}) if near else door.address, 1)
+            while not lines:
+                await asyncio.sleep(0.01)
+            assert line.digest(b"n", DATA) == lines[1].digest(b"n", DATA)
+            assert line.window is None if near else bytes(line.window.first(len(DATA))) == DATA  # type: ignore[union-attr]
+            line.close()
+            for stranger in strangers:
+                stranger.settimeout(20)
+                with contextlib.suppress(ConnectionResetError):
+                    while heard := await asyncio.to_thread(stranger.recv, 1000):
+                        assert bytes.fromhex(told["token"]) not in heard
+                stranger.close()
+
+    asyncio.run(run())
+
+
+def test_a_conversation_cannot_be_repeated(arena: Arena) -> None:
+    """What a rank said to prove who it is proves nothing in another connection: the challenge is another one."""
+    said = bytearray()
+
+    async def heard(line: Line, send: Callable[..., Awaitable[None]], *parts: Any) -> None:
+        said.extend(b"".join(parts))
+        await send(line, *parts)
+
+    async def run() -> None:
+        plain = Line.send
+        async with opened(arena) as (door, lines):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Line, "send", lambda line, *parts: heard(line, plain, *parts))
+                (await knock(door.address, 1)).close()
+            while not lines:
+                await asyncio.sleep(0.01)
+            nonce_and_number, visitors_proof = bytes(said[:20]), bytes(said[-32:])
+        async with opened(arena) as (door, lines):
+            door._secret = b"s" * 32
+            stranger = socket.socket(socket.AF_UNIX)
+            stranger.settimeout(20)
+            await asyncio.to_thread(stranger.connect, json.loads(door.address)["unix"])
+            stranger.sendall(nonce_and_number + visitors_proof)
+            while await asyncio.to_thread(stranger.recv, 100):
+                pass
+            stranger.close()
+            assert lines == {}
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("how", ["not sealed", "too small", "too large", "a file"])
+def test_memory_that_could_be_cut_off_is_not_looked_at(how: str, tmp_path: Path) -> None:
+    """To look beyond its end would kill this process with SIGBUS: it must be sealed, and of the size that was told."""
+    if how == "a file":
+        fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    else:
+        fd = os.memfd_create("theirs", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, {"too small": 100, "too large": 1 << 40}.get(how, 4096))
+    if how.startswith("too"):
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    with pytest.raises(OSError):  # noqa: PT011
+        Window(fd, 4096)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+def test_an_arena_stays_as_large_as_it_is(arena: Arena) -> None:
+    """Not even its owner can cut it off while others look at it."""
+    for nbytes in (0, 100, 1 << 20):
+        with pytest.raises(PermissionError):
+            os.ftruncate(arena.fd, nbytes)
+    assert bytes(Window(os.dup(arena.fd), 4096).first(len(DATA))) == DATA
+
+
+def test_other_memory_than_the_doors_is_refused(arena: Arena, no_leaks: None) -> None:
+    """Somebody in between, who passes on what both sides say, cannot hand over memory of its own."""
+    other = Arena(4096, 1)
+
+    async def run() -> None:
+        async with opened(arena) as (door, _):
+            told = json.loads(door.address)
+
+            def relay(visitor: socket.socket) -> None:
+                with socket.socket(socket.AF_UNIX) as rank:
+                    rank.connect(told["unix"])
+                    rank.sendall(visitor.recv(100))
+                    visitor.sendall(rank.recv(100))
+                    rank.sendall(visitor.recv(100))
+                    proof, fds, *_ = socket.recv_fds(rank, 100, 1)
+                    os.close(fds[0])
+                    socket.send_fds(visitor, [proof], [other.fd])
+                    visitor.recv(1)
+
+            squatted, serving = squatting(relay)
+            with pytest.raises(OSError, match="not that rank's"):
+                await knock(json.dumps(told | {"unix": json.loads(squatted)["unix"]}), 1)
+            await asyncio.to_thread(serving.join, 20)
+
+    try:
+        asyncio.run(run())
+        assert identity_of(arena.fd) != identity_of(other.fd)
+    finally:
+        other.close()
+
+
+def test_ranks_read_for_themselves_where_a_stranger_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks get every bit, of the manifest and of the tensors, whoever answers at their doors."""
+    state = {"t": torch.arange(9000.0)}
+    driver = MemoryDriver(fresh_uri())
+    save_as_ranks(driver, [state, state])
+    strangers = []
+
+    async def astray(address: str, member: int) -> Line:
+        squatted, serving = squatting(hands_over)
+        strangers.append(serving)
+        return await knock(json.dumps(json.loads(address) | {"unix": json.loads(squatted)["unix"]}), member)
+
+    monkeypatch.setattr(exchange, "knock", astray)
+    monkeypatch.setattr(handout, "knock", astray)
+    monkeypatch.setattr(wire, "KNOCK_S", 0.5)
+    monkeypatch.setattr(exchange, "JOIN_S", 1.0)
+    for found in load_as_ranks(driver, [{"t": torch.zeros(9000)} for _ in range(2)], exchange=True):
+        assert difference(state, found) is None
+    assert len(strangers) >= 2
+    for serving in strangers:
+        serving.join(20)
+
+
+def test_a_manifest_that_is_not_what_was_told_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies in the memory that a rank hands over must have the checksum that it has told over the job's store."""
+    state = {"t": torch.arange(9000.0)}
+    driver = MemoryDriver(fresh_uri())
+    save_as_ranks(driver, [state, state])
+    fill, manifests = Arena.fill, list[int]()
+
+    def spoilt(self: Arena, start: int, data: HostBuffer, nbytes: int) -> None:
+        if self.slots == 1:  # not one of an exchange
+            data = HostBuffer.over(memoryview(bytes(data.view[:nbytes])[::-1]))
+            manifests.append(nbytes)
+        fill(self, start, data, nbytes)
+
+    monkeypatch.setattr(Arena, "fill", spoilt)
+    for found in load_as_ranks(driver, [{"t": torch.zeros(9000)} for _ in range(2)], exchange=True):
+        assert difference(state, found) is None
+    assert len(manifests) == 1
+
+
+class Between:
+    """Passes on what two ranks say over TCP, and flips a bit of the byte at ``position`` of what the door says."""
+
+    def __init__(self, address: str, position: int) -> None:
+        self._told, self._position = json.loads(address), position
+        self._door = socket.create_server(("127.0.0.1", 0))
+        self.threads = [threading.Thread(target=self._serve)]
+        self.address = json.dumps(self._told | {"tcp": self._door.getsockname()})
+        self.threads[0].start()
+
+    def _serve(self) -> None:
+        with self._door:
+            visitor, _ = self._door.accept()
+        rank = socket.create_connection(tuple(self._told["tcp"]))
+        back = threading.Thread(target=self._pass, args=(rank, visitor, self._position))
+        back.start()
+        self._pass(visitor, rank, -1)
+        back.join()
+        visitor.close()
+        rank.close()
+
+    @staticmethod
+    def _pass(source: socket.socket, target: socket.socket, position: int) -> None:
+        seen = 0
+        with contextlib.suppress(OSError):
+            while data := bytearray(source.recv(1 << 16)):
+                if seen <= position < seen + len(data):
+                    data[position - seen] ^= 1
+                seen += len(data)
+                target.sendall(data)
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_WR)
+
+
+_HANDSHAKE_NBYTES = 16 + 32 + 1
+_HEADER_NBYTES = struct.calcsize("<QQ16s")
+
+
+@pytest.mark.parametrize("position", [_HEADER_NBYTES, _HEADER_NBYTES + 5000, 20], ids=["first", "middle", "digest"])
+def test_bytes_that_were_changed_on_the_way_are_not_taken(position: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single bit between two hosts, in the bytes or in their digest: an error that says so, on all ranks."""
+    state = {"t": torch.arange(9000.0)}
+    driver = MemoryDriver(fresh_uri())
+    save_as_ranks(driver, [state])
+    hosts, betweens = iter(range(1000)), list[Between]()
+    monkeypatch.setattr(wire, "host_key", lambda: f"host {next(hosts)}")
+    monkeypatch.setattr(load, "store_host", lambda: "127.0.0.1")
+
+    async def by_another_way(address: str, member: int) -> Line:
+        betweens.append(Between(address, _HANDSHAKE_NBYTES + position))
+        return await knock(betweens[-1].address, member)
+
+    monkeypatch.setattr(exchange, "knock", by_another_way)
+    into = [{"t": torch.zeros(9000)} for _ in range(2)]
+    with pytest.raises(holdfast.CoordinationError, match="has changed on the way"):
+        load_as_ranks(driver, into, exchange=True)
+    assert betweens
+    for thread in [thread for between in betweens for thread in between.threads]:
+        thread.join(20)
+        assert not thread.is_alive()

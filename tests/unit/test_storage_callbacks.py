@@ -1,0 +1,301 @@
+"""Callbacks of users: on a thread of their own, in order, and never on the engine's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.bits import fresh_uri
+
+import holdfast
+from holdfast.storage.pipeline import engine
+from holdfast.storage.pipeline.engine import start
+from holdfast.storage.pipeline.progress import ProgressReporter
+
+Calls = list[tuple[int, int]]
+
+
+def verified(uri: str, progress: Callable[[int, int], None]) -> None:
+    """Verify a checkpoint."""
+    with holdfast.open(uri) as checkpoint:
+        checkpoint.verify(progress=progress)
+
+
+WITH_PROGRESS = [
+    pytest.param(lambda uri, f: holdfast.copy(uri, fresh_uri(), progress=f), id="copy"),
+    pytest.param(verified, id="verify"),
+]
+Operation = Callable[[str, Callable[[int, int], None]], object]
+
+
+@pytest.fixture
+def uri() -> str:
+    """A checkpoint."""
+    uri = fresh_uri()
+    holdfast.save(uri, {"x": torch.zeros(40 << 20, dtype=torch.uint8)})
+    return uri
+
+
+@pytest.mark.parametrize("operate", WITH_PROGRESS)
+def test_a_progress_callback_may_call_holdfast(uri: str, operate: Operation) -> None:
+    """Whatever it calls, also what waits for the engine; the engine is not held up by it."""
+    seen: list[object] = []
+
+    def look(done: int, total: int) -> None:
+        seen.append((holdfast.load(uri)["x"].numel(), threading.current_thread().name))
+
+    operate(uri, look)
+    assert set(seen) == {(40 << 20, "holdfast-progress")}
+
+
+@pytest.mark.parametrize("operate", WITH_PROGRESS)
+def test_a_slow_progress_callback_holds_up_no_save(uri: str, operate: Operation) -> None:
+    """While it stands still, saves and loads of the process go on."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def stand_still(done: int, total: int) -> None:
+        entered.set()
+        assert leave.wait(60)
+
+    worker = threading.Thread(target=operate, args=(uri, stand_still))
+    worker.start()
+    assert entered.wait(60)
+    holdfast.save(other := fresh_uri(), {"y": 1})
+    assert holdfast.load(other) == {"y": 1}
+    leave.set()
+    worker.join(60)
+    assert not worker.is_alive()
+
+
+@pytest.mark.parametrize("error", [KeyError("mine"), SystemExit(3), holdfast.UsageError("mine")], ids=repr)
+@pytest.mark.parametrize("operate", WITH_PROGRESS)
+def test_what_a_progress_callback_raises_ends_the_operation(uri: str, operate: Operation, error: BaseException) -> None:
+    """The caller gets that very error, and the engine goes on."""
+
+    def fail(done: int, total: int) -> None:
+        raise error
+
+    with pytest.raises(type(error)) as raised:
+        operate(uri, fail)
+    assert raised.value is error
+    assert holdfast.load(uri)["x"].numel() == 40 << 20
+
+
+def test_a_copy_whose_progress_callback_raises_is_not_committed(uri: str) -> None:
+    """Nor is it when the callback raises at the last call, which comes after the commit: then it is there, whole."""
+    destination = fresh_uri()
+
+    def fail(done: int, total: int) -> None:
+        if done < total:
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        holdfast.copy(uri, destination, progress=fail)
+    assert [c.problem for c in holdfast.list_checkpoints(destination)] in ([], [None])
+
+
+def test_reports_arrive_in_order_seldom_and_the_last_one_always() -> None:
+    """A thousand reports within moments are few calls; the first comes at once, and the last is never dropped."""
+    calls: Calls = []
+    with ProgressReporter(lambda done, total: calls.append((done, total))) as reporter:
+        for done in range(1001):
+            reporter.report(done, 1000)
+    assert calls == sorted(calls)
+    assert calls[-1] == (1000, 1000)
+    assert len(calls) < 100
+
+
+def test_calls_of_one_callback_do_not_overlap_and_end_with_the_operation() -> None:
+    """Whoever reports from many threads gets one call at a time, and none after the block."""
+    running, overlaps, calls = 0, list[int](), 0
+
+    def callback(done: int, total: int) -> None:
+        nonlocal running, calls
+        running += 1
+        overlaps.append(running)
+        calls += 1
+        running -= 1
+
+    with ProgressReporter(callback) as reporter:
+        threads = [threading.Thread(target=reporter.report, args=(i, 8)) for i in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    ended = calls
+    reporter.report(8, 8)
+    assert set(overlaps) == {1}
+    assert calls == ended
+
+
+def test_a_failed_operation_raises_its_own_error_and_delivers_no_last_report() -> None:
+    """The bar of a copy that failed does not jump; what the callback raised then does not hide why it failed."""
+    calls: Calls = []
+    blocked = threading.Event()
+
+    def callback(done: int, total: int) -> None:
+        calls.append((done, total))
+        assert blocked.wait(60)
+        raise KeyError("hidden")
+
+    def operate() -> None:
+        with ProgressReporter(callback) as reporter:
+            while not calls:
+                reporter.report(1, 2)
+            reporter.report(2, 2)
+            blocked.set()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        operate()
+    assert calls == [(1, 2)]
+
+
+def test_a_reporter_serves_a_coroutine_of_the_engine_too() -> None:
+    """There it waits for the callback without standing in the loop's way; an exit that the callback asks for is a
+    UsageError, since the engine may not end."""
+    calls: Calls = []
+
+    async def operation(callback: Callable[[int, int], None]) -> None:
+        async with ProgressReporter(callback) as reporter:
+            reporter.report(1, 2)
+            reporter.report(2, 2)
+            await asyncio.sleep(0)
+
+    def calling(done: int, total: int) -> None:
+        calls.append((done, total))
+        holdfast.save(fresh_uri(), {"x": 1})
+
+    start(operation(calling)).result(60)
+    assert calls[-1] == (2, 2)
+    with pytest.raises(holdfast.UsageError, match="SystemExit"):
+        start(operation(lambda done, total: sys.exit(3))).result(60)
+
+
+def test_a_callback_sees_the_context_of_its_caller(uri: str) -> None:
+    """Context variables (a log's fields, say) are those of whoever called the operation."""
+    who = contextvars.ContextVar("who", default="nobody")
+    who.set("the caller")
+    seen: set[str] = set()
+    holdfast.copy(uri, fresh_uri(), progress=lambda done, total: seen.add(who.get()))
+    assert seen == {"the caller"}
+
+
+def test_without_a_callback_there_is_no_thread() -> None:
+    """Nobody pays for what nobody asked for."""
+    before = set(threading.enumerate())
+    with ProgressReporter(None) as reporter:
+        reporter.report(1, 2)
+        assert set(threading.enumerate()) == before
+
+
+def test_no_thread_outlives_its_operation(uri: str, no_leaks: None) -> None:
+    """Whether the callback raised or not."""
+    holdfast.copy(uri, fresh_uri(), progress=lambda done, total: None)
+    with pytest.raises(ZeroDivisionError):
+        holdfast.copy(uri, fresh_uri(), progress=lambda done, total: 1 // 0)
+
+
+WAITING = {
+    "save": lambda uri: holdfast.save(fresh_uri(), {"x": 1}),
+    "async_save": lambda uri: holdfast.async_save(fresh_uri(), {"x": 1}),
+    "wait": lambda uri: holdfast.async_save(fresh_uri(), {"x": 1}, lazy=True).wait(),
+    "load": holdfast.load,
+    "load into": lambda uri: holdfast.load(uri, into={"x": torch.zeros(40 << 20, dtype=torch.uint8)}),
+    "open": holdfast.open,
+    "list": holdfast.list_checkpoints,
+    "copy": lambda uri: holdfast.copy(uri, fresh_uri()),
+    "fence": lambda uri: (holdfast.async_save(fresh_uri(), {"x": torch.ones(10)}, lazy=True), holdfast.fence()),
+    "prune": lambda uri: holdfast.prune(uri, keep_last=1),
+}
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_a_call_that_waits_is_refused_on_the_engines_thread(uri: str, name: str) -> None:
+    """It would wait for itself for ever, and every save of the process with it."""
+
+    async def call() -> None:
+        WAITING[name](uri)
+
+    with pytest.raises(holdfast.UsageError, match="wait for itself"):
+        start(call()).result(60)
+    assert holdfast.load(uri)["x"].numel() == 40 << 20
+
+
+@pytest.mark.parametrize("name", ["verify", "read", "read_bytes", "close"])
+def test_an_open_checkpoint_refuses_to_be_read_on_the_engines_thread(uri: str, name: str) -> None:
+    """But it may be closed there: the collector of garbage calls that on any thread."""
+    checkpoint = holdfast.open(uri)
+
+    async def call() -> None:
+        getattr(checkpoint, name)(*["x"] * name.startswith("read"))
+
+    if name == "close":
+        start(call()).result(60)
+        return
+    with checkpoint, pytest.raises(holdfast.UsageError, match="wait for itself"):
+        start(call()).result(60)
+
+
+def test_a_log_handler_that_saves_gets_an_error_and_no_deadlock(uri: str) -> None:
+    """A logger of Holdfast may speak on the engine's thread; what its handlers call is the user's."""
+    outcomes: list[object] = []
+
+    class Saving(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if not engine.on_engine():
+                return
+            try:
+                holdfast.save(fresh_uri(), {"x": 1})
+            except holdfast.UsageError as error:
+                outcomes.append(error.message)
+
+    handler = Saving()
+    logger = logging.getLogger("holdfast")
+    logger.addHandler(handler)
+    try:
+
+        async def speak() -> None:
+            logger.warning("something that is worth a line")
+
+        start(speak()).result(60)
+    finally:
+        logger.removeHandler(handler)
+    assert len(outcomes) == 1
+
+
+def test_a_started_coroutine_can_be_cancelled() -> None:
+    """Its future then is, and the coroutine hears of it."""
+    began, heard = threading.Event(), threading.Event()
+
+    async def endless() -> None:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            heard.set()
+
+    future = start(endless())
+    assert began.wait(60)
+    assert future.cancel()
+    assert future.cancelled()
+    assert heard.wait(60)
+
+
+def test_an_exit_within_a_progress_callback_of_a_script_exits() -> None:
+    """``sys.exit`` in it ends the script with that status, as it would anywhere else."""
+    code = """
+        import sys, holdfast
+        holdfast.save("memory://p/c", {"x": 1})
+        holdfast.copy("memory://p/c", "memory://p/d", progress=lambda done, total: sys.exit(7))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=False, timeout=100, cwd="/")
+    assert done.returncode == 7

@@ -1,0 +1,275 @@
+"""Who may commit an attempt: claims say whose they are, and what is claimed is neither deleted nor committed half."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.bits import difference
+from support.copies import OLD, attempts, checkpoint, copied, images, loaded, run, save
+from support.drivers import HookedDriver, contents
+
+import holdfast
+from holdfast.drivers.contract import Driver
+from holdfast.drivers.layers.retry import RetryLayer, RetryPolicy
+from holdfast.drivers.memory import MemoryDriver
+from holdfast.storage import commit, fate, pruning
+from holdfast.storage.committed import read_manifest
+from holdfast.storage.copy import Orders, copy_checkpoint
+from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
+
+NEW = {"who": "new", "own": 1}
+HOUR_S = 3600.0
+BUDGET_NBYTES = 64 << 20
+
+
+class Flaky(MemoryDriver):
+    """Its first claim fails, stored or not; then ``meanwhile`` happens, before anybody tries again."""
+
+    remote = True  # type: ignore[misc]
+
+    def __init__(self, location: str, *, stored: bool, meanwhile: Callable[[], Awaitable[None]] | None = None) -> None:
+        super().__init__(location)
+        self.stored, self.meanwhile, self.failed = stored, meanwhile, False
+
+    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
+        if self.failed or not key.endswith("/fate"):
+            await super().put(key, data, exclusive=exclusive)
+            return
+        self.failed = True
+        if self.stored:
+            await super().put(key, data, exclusive=exclusive)
+        if self.meanwhile is not None:
+            await self.meanwhile()
+        raise holdfast.BusyError("503 slow down", uri=self.uri, key=key)
+
+
+def retried(driver: Driver) -> Driver:
+    """With a layer that tries again."""
+    return RetryLayer(driver, RetryPolicy(3, 60.0, 0.001))
+
+
+def aged(storage: MemoryDriver, key: str, seconds: float) -> None:
+    """An object was written so many seconds ago."""
+    data, _ = storage._objects[key]
+    storage._objects[key] = (data, time.time() - seconds)
+
+
+async def with_images(storage: Driver, theirs: Driver) -> tuple[commit.Attempt, Manifest]:
+    """A copy that has yet to commit."""
+    manifest, _ = await read_manifest(theirs)
+    attempt, _ = await commit.begin_copy(storage, "the same checkpoint")
+    target = replace(manifest, attempt=attempt.id)
+    for image in range(len(manifest.images)):
+        await storage.put(target.image_key(image), await theirs.get(manifest.image_key(image)))
+    return attempt, target
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_of_two_copies_that_share_an_attempt_one_claims(stored: bool) -> None:
+    """Whichever of them has an answer that was lost: the claim of the other is never taken for its own."""
+    theirs, ours = checkpoint(), MemoryDriver(f"claims-{stored}")
+    outcomes: list[object] = []
+
+    async def both() -> None:
+        attempt, target = await with_images(ours, theirs)
+
+        async def other() -> None:
+            outcomes.append(await outcome(ours))
+
+        async def outcome(driver: Driver) -> object:
+            try:
+                return await commit.commit(driver, attempt, target)
+            except holdfast.SupersededError:
+                return "overtaken"
+
+        flaky = Flaky(f"claims-{stored}", stored=stored, meanwhile=other)
+        assert (await commit.begin_copy(flaky, "the same checkpoint")) == (attempt, True)
+        outcomes.append(await outcome(retried(flaky)))
+
+    run(both())
+    assert outcomes == (["overtaken", None] if stored else [None, "overtaken"])
+    assert loaded(ours)["who"] == "new"
+
+
+def test_a_claim_whose_answer_was_lost_is_found_again() -> None:
+    """The save goes on: the bytes say that it was its own."""
+    storage = MemoryDriver("claims-lost")
+    run(save(retried(Flaky("claims-lost", stored=True)), OLD))
+    assert difference(OLD, loaded(storage)) is None
+
+
+@pytest.mark.parametrize("layer", [lambda driver: driver, retried], ids=["bare", "retried"])
+def test_a_claim_that_the_client_repeated_in_silence_is_found_again(layer: Callable[[Driver], Driver]) -> None:
+    """A client or a kernel may repeat a request whose answer was lost, and report the refusal of the second."""
+    storage = MemoryDriver()
+    refused = []
+
+    async def twice(operation: str, key: str) -> None:
+        if operation == "put" and key.endswith("/fate"):
+            refused.append(key)
+            raise holdfast.ExistsError("412 precondition failed", uri=storage.uri, key=key)
+
+    run(save(layer(HookedDriver(storage, after=twice)), OLD))
+    assert len(refused) == 1
+    assert difference(OLD, loaded(storage)) is None
+
+
+def test_a_sign_of_a_pruning_that_the_client_repeated_in_silence_is_found_again() -> None:
+    """The pruning goes on, rather than wait an hour for itself."""
+    storage = MemoryDriver()
+    run(save(storage, OLD))
+    (attempt,) = attempts(storage)
+
+    async def twice(operation: str, key: str) -> None:
+        if (operation, key) == ("put", pruning.PRUNING_KEY):
+            raise holdfast.ExistsError("412 precondition failed", uri=storage.uri, key=key)
+
+    assert run(commit.delete_manifest(HookedDriver(storage, after=twice), commit.Attempt(attempt)))
+    assert pruning.PRUNING_KEY not in run(contents(storage))
+
+
+def test_a_pruning_leaves_the_sign_of_another_that_took_its_place_over() -> None:
+    """Both found a sign of the dead. Whoever is done first does not take the other's sign away, for which savers wait."""
+    storage = MemoryDriver()
+    run(save(storage, OLD))
+    (attempt,) = attempts(storage)
+    run(storage.put(pruning.PRUNING_KEY, pruning.new_sign()))
+    aged(storage, pruning.PRUNING_KEY, 2 * HOUR_S)
+    other = pruning.new_sign()
+
+    async def overtake(operation: str, key: str) -> None:
+        if (operation, key) == ("delete", MANIFEST_KEY):
+            await storage.put(pruning.PRUNING_KEY, other)
+
+    assert run(commit.delete_manifest(HookedDriver(storage, before=overtake), commit.Attempt(attempt)))
+    assert run(contents(storage))[pruning.PRUNING_KEY] == other
+
+
+def test_every_claim_is_another_and_no_sentence() -> None:
+    """Two savers never write the same bytes; readers of earlier versions take what is no sentence for a claim."""
+    storage = MemoryDriver()
+    for name in ("a", "b"):
+        run(fate.claim(storage, name))
+    first, second = (run(fate.fate_of(storage, name)) for name in ("a", "b"))
+    assert first != second
+    assert fate.SENTENCE not in (first, second)
+    assert run(fate.fate_of(storage, "c")) is None
+
+
+@pytest.mark.parametrize("old", [b"", b"claim 0123456789abcdef"], ids=["of earlier versions", "of this version"])
+def test_a_claim_is_respected_whatever_its_version(old: bytes) -> None:
+    """Collectors leave an attempt alone that is claimed, by an empty object or by one that says who; a late leader of the
+    same attempt is told that it was overtaken."""
+    theirs, storage = checkpoint(), MemoryDriver()
+    attempt, target = run(with_images(storage, theirs))
+    run(storage.put(attempt.fate, old))
+    with pytest.raises(holdfast.SupersededError):
+        run(commit.commit(storage, attempt, target))
+    run(save(storage, OLD))
+    assert attempt.id in attempts(storage)
+    aged(storage, attempt.fate, 2 * HOUR_S)
+    run(save(storage, OLD))
+    assert attempt.id not in attempts(storage)
+
+
+def test_an_image_of_another_size_is_not_committed() -> None:
+    """As where the committing rank sees an older copy of the file: the save fails, and what was there stays."""
+    storage = MemoryDriver()
+    run(save(storage, OLD))
+
+    async def shrink(operation: str, key: str) -> None:
+        if operation == "commit" and key.endswith(".safetensors"):
+            data, written_s = storage._objects[key]
+            storage._objects[key] = (data[:-1], written_s)
+
+    state = checkpoint_state()
+    with pytest.raises(holdfast.InvisibleFilesError, match="bytes for the committing rank, not"):
+        run(save(HookedDriver(storage, after=shrink), state))
+    assert difference(OLD, loaded(storage)) is None
+
+
+def checkpoint_state() -> Any:
+    """A state with a tensor."""
+    import torch
+
+    return {"who": "new", "x": torch.arange(100)}
+
+
+def test_the_hour_of_an_unsettled_attempt_begins_with_its_claim() -> None:
+    """A save that took two hours has put its manifest a moment ago: whoever replaces it leaves its files alone."""
+    storage = MemoryDriver()
+    run(save(storage, OLD))
+    (attempt,) = attempts(storage)
+    run(storage.put(f"data/{attempt}/attempt.json", b""))  # it is not settled
+    aged(storage, f"data/{attempt}/attempt.json", 2 * HOUR_S)
+    run(save(storage, checkpoint_state()))
+    assert attempt in attempts(storage)
+    aged(storage, f"data/{attempt}/fate", 2 * HOUR_S)
+    run(save(storage, checkpoint_state()))
+    assert attempt not in attempts(storage)
+
+
+def test_under_a_damaged_manifest_no_claimed_attempt_is_collected_however_old() -> None:
+    """It may be the one that the manifest named, and somebody may want to salvage it."""
+    storage = MemoryDriver()
+    run(save(storage, OLD))
+    (attempt,) = attempts(storage)
+    run(storage.put(MANIFEST_KEY, b"rubbish"))
+    aged(storage, f"data/{attempt}/fate", 1000 * HOUR_S)
+    run(save(storage, checkpoint_state()))
+    assert {key for key in images(storage) if attempt in key}
+
+
+def test_an_attempt_is_as_young_as_its_newest_file() -> None:
+    """In whatever order files are listed: a save that is writing is spared."""
+    storage = MemoryDriver()
+    attempt = "20200101T000000-00000000"
+    for name, age_s in (("0.safetensors", 1.0), ("1.safetensors", 2 * HOUR_S), ("attempt.json", 3 * HOUR_S)):
+        run(storage.put(f"data/{attempt}/{name}", b""))
+        aged(storage, f"data/{attempt}/{name}", age_s)
+    run(commit.collect(storage, HOUR_S))
+    assert attempts(storage) == {attempt}
+    aged(storage, f"data/{attempt}/0.safetensors", 2 * HOUR_S)
+    run(commit.collect(storage, HOUR_S))
+    assert attempts(storage) == set()
+
+
+@pytest.mark.parametrize("exclusive", [True, False])
+def test_a_copy_is_settled_only_where_nobody_else_can_have_claimed_it(exclusive: bool) -> None:
+    """Without an exclusive put another copy may be about to put the manifest once more."""
+    theirs, ours = checkpoint(), MemoryDriver()
+    ours.traits = replace(ours.traits, exclusive_is_atomic=exclusive)
+    copied(theirs, ours)
+    (attempt,) = attempts(ours)
+    assert (f"data/{attempt}/attempt.json" in run(contents(ours))) == (not exclusive)
+
+
+@pytest.mark.parametrize("moment", ["committed", "claimed"])
+def test_a_copy_that_meets_damage_deletes_nothing_that_another_has_claimed(moment: str) -> None:
+    """Both went on with one attempt. One commits it, or is about to; then the other reads a byte that was flipped."""
+    theirs, ours, once = checkpoint(), MemoryDriver(), list[str]()
+
+    async def meanwhile(operation: str, key: str) -> None:
+        if operation != "read" or once:
+            return
+        once.append(key)
+        if moment == "committed":
+            await copy_checkpoint(theirs, ours, Orders(False, BUDGET_NBYTES))
+        else:
+            (attempt,) = {key.split("/")[1] for key in ours._objects}
+            await ours.put(f"data/{attempt}/0.safetensors", b"what the other has written")
+            await fate.claim(ours, f"data/{attempt}/fate")
+        for damaged in [key for key in theirs._objects if key.startswith("data/") and key.endswith(".safetensors")]:
+            data = await theirs.get(damaged)
+            await theirs.put(damaged, data[:300] + bytes([data[300] ^ 1]) + data[301:])
+
+    with pytest.raises(holdfast.DamagedError):
+        copied(HookedDriver(theirs, before=meanwhile), ours)
+    assert once
+    assert images(ours)
+    if moment == "committed":
+        assert loaded(ours)["who"] == "new"

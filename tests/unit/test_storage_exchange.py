@@ -1,0 +1,97 @@
+"""Ranks that read for each other: what happens when the checkpoint is replaced meanwhile, and how much memory they take."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import pytest
+import torch
+from support import ranks
+from support.bits import difference
+from support.ranks import load_as_ranks, save_as_ranks
+from support.tiny import CHUNK_NBYTES, rechunked
+
+from holdfast.drivers.contract import Buffer
+from holdfast.drivers.memory import MemoryDriver
+from holdfast.storage import load
+from holdfast.storage.capture.scatter import Scatter
+from holdfast.storage.committed import read_manifest
+from holdfast.storage.format.manifest import MANIFEST_KEY
+from holdfast.storage.pipeline import buffers
+from holdfast.storage.pipeline.engine import offload, start
+from holdfast.storage.ranks import exchange, meeting, wire
+
+
+class Replaced(MemoryDriver):
+    """Another save replaces the checkpoint, once, just before bytes of its image are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.new: Any = None
+
+    async def read(self, key: str, start: int, into: Buffer) -> None:
+        """Later than it was meant to be."""
+        new, self.new = self.new, None
+        if new is not None:
+            await offload(save_as_ranks, self, [new])
+        await super().read(key, start, into)
+
+
+def state(value: float) -> dict[str, Any]:
+    """One tensor, of one unit: one rank reads it for all."""
+    return {"t": torch.full((100_000,), value)}
+
+
+def test_a_rank_whose_mate_left_since_the_checkpoint_was_replaced_starts_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that reads finds its image gone; the one that waits for it sees only that its mate hangs up. Both load what is
+    there now."""
+    monkeypatch.setattr(exchange, "TOLD_S", 0.2)
+    driver = Replaced()
+    save_as_ranks(driver, [state(1.0)])
+    driver.new = state(2.0)
+    for found in load_as_ranks(driver, [state(0.0), state(0.0)], exchange=True):
+        assert difference(state(2.0), found) is None
+
+
+@pytest.mark.parametrize("how", ["shared memory", "network"])
+def test_an_exchange_stays_within_the_budget(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a rank reads, what it receives and what it shares, all at once: here nothing is delivered fast, so all of it is
+    taken that may be."""
+    if how == "network":
+        hosts = itertools.count()
+        monkeypatch.setattr(wire, "host_key", lambda: f"host {next(hosts)}")
+        monkeypatch.setattr(load, "store_host", lambda: "127.0.0.1")
+    monkeypatch.setattr(meeting, "UNIT_NBYTES", CHUNK_NBYTES // 2)
+    driver = MemoryDriver()
+    save_as_ranks(driver, [{"t": torch.arange(60.0 * CHUNK_NBYTES / 4)}])
+    manifest, _ = start(read_manifest(driver)).result()
+    start(driver.put(MANIFEST_KEY, rechunked(driver, manifest))).result()
+    monkeypatch.setattr(ranks, "BUDGET_NBYTES", 6 * CHUNK_NBYTES)
+    taken, peak = set[int](), 0
+
+    def take(self: buffers.HostPool) -> buffers.HostBuffer:
+        nonlocal peak
+        buffer = plain_take(self)
+        taken.add(buffer.address)
+        peak = max(peak, len(taken))
+        return buffer
+
+    def give(self: buffers.HostPool, buffer: buffers.HostBuffer) -> None:
+        taken.discard(buffer.address)
+        plain_give(self, buffer)
+
+    def deliver(self: Scatter, read: int, buffer: buffers.HostBuffer) -> None:
+        time.sleep(0.005)
+        plain_deliver(self, read, buffer)
+
+    plain_take, plain_give, plain_deliver = buffers.HostPool.take, buffers.HostPool.give, Scatter.deliver
+    monkeypatch.setattr(buffers.HostPool, "take", take)
+    monkeypatch.setattr(buffers.HostPool, "give", give)
+    monkeypatch.setattr(Scatter, "deliver", deliver)
+    into = [{"t": torch.zeros(60 * CHUNK_NBYTES // 4)} for _ in range(2)]
+    for found in load_as_ranks(driver, into, exchange=True):
+        assert torch.equal(found["t"], torch.arange(60.0 * CHUNK_NBYTES / 4))
+    shared_nbytes = meeting.SLOTS * CHUNK_NBYTES // 2
+    assert peak * CHUNK_NBYTES / 2 + shared_nbytes <= 6 * CHUNK_NBYTES

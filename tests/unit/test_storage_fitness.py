@@ -1,0 +1,208 @@
+"""A save finds out that its storage cannot keep what is promised, before it harms anybody, and says so."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from support.bits import difference
+from support.copies import OLD, checkpoint, copied, images, loaded, run, save
+from support.drivers import HookedDriver, contents
+
+import holdfast
+from holdfast.drivers.contract import Buffer, Driver
+from holdfast.drivers.layers.retry import RetryLayer, RetryPolicy
+from holdfast.drivers.local import LocalDriver
+from holdfast.drivers.memory import STORES, MemoryDriver
+from holdfast.drivers.options import Option, switch
+from holdfast.drivers.registry import GROUP
+from holdfast.storage import commit
+from holdfast.storage.format.manifest import MANIFEST_KEY
+
+NEW = {"who": "new", "x": torch.full((7,), 2.0)}
+
+
+class Ignoring(MemoryDriver):
+    """Stores an exclusive put although its key is taken, and promises that it does not."""
+
+    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
+        await super().put(key, data)
+
+
+class IgnoringStore(Ignoring):
+    """Likewise, with the option that object stores have."""
+
+    OPTIONS: ClassVar = {"conditional": Option(switch, True, "whether the store knows conditional puts")}
+
+
+class Whole(MemoryDriver):
+    """Refuses a range that is the whole object, as a client does that was answered 200 rather than 206."""
+
+    refuses: Callable[[int, int, int], bool] = staticmethod(lambda start, stop, nbytes: (start, stop) == (0, nbytes))
+
+    async def read(self, key: str, start: int, into: Buffer) -> None:
+        if self.refuses(start, start + len(into), len(await self.get(key))):
+            raise holdfast.StorageError("received non-partial response when range requested", uri=self.uri, key=key)
+        await super().read(key, start, into)
+
+
+class Shifted(MemoryDriver):
+    """Answers every range from the beginning of the object."""
+
+    async def read(self, key: str, start: int, into: Buffer) -> None:
+        await super().read(key, 0, into)
+
+
+def bare(driver: Driver) -> Driver:
+    """Without a layer."""
+    return driver
+
+
+def retried(driver: Driver) -> Driver:
+    """With a layer that tries again."""
+    return RetryLayer(driver, RetryPolicy(3, 60.0, 0.001))
+
+
+@pytest.mark.parametrize("layer", [bare, retried])
+def test_a_storage_that_ignores_exclusive_puts_is_refused_before_anything_is_written(
+    layer: Callable[[Driver], Driver],
+) -> None:
+    """Nothing is left of the save; the message says what is wrong, and what to do."""
+    storage = Ignoring()
+    with pytest.raises(holdfast.StorageError, match="although its key is taken") as caught:
+        run(save(layer(storage), OLD))
+    assert "drivers --check" in str(caught.value)
+    assert caught.value.temporary is False
+    assert run(contents(storage)) == {}
+
+
+def test_the_option_for_stores_without_conditional_puts_is_named() -> None:
+    """Where the driver has it; it makes the save work."""
+    with pytest.raises(holdfast.StorageError, match=r"\?conditional=off"):
+        run(save(retried(IgnoringStore()), OLD))
+    with pytest.raises(holdfast.StorageError) as caught:
+        run(save(Ignoring(), OLD))
+    assert "conditional=off" not in str(caught.value)
+
+
+def test_on_such_a_storage_nobody_else_is_sentenced() -> None:
+    """A save in flight, which has claimed, is neither sentenced nor deleted by one that begins: its fate stays."""
+    good, careless = MemoryDriver("fitness-others"), Ignoring("fitness-others")
+    other = run(commit.begin(good))
+    run(good.put(other.fate, b"claim 0123456789abcdef", exclusive=True))
+    undecided = run(commit.begin(good))
+    before = run(contents(good))
+    with pytest.raises(holdfast.StorageError, match="although its key is taken"):
+        run(save(careless, OLD))
+    assert run(contents(good)) == before
+    assert undecided.marker in before
+
+
+def test_a_copy_and_a_pruning_ask_the_storage_likewise() -> None:
+    """Both collect what others have left."""
+    ours = Ignoring("fitness-copies")
+    with pytest.raises(holdfast.StorageError, match="although its key is taken"):
+        copied(checkpoint(), ours)
+    assert run(contents(ours)) == {}
+    with pytest.raises(holdfast.StorageError, match="although its key is taken"):
+        run(commit.collect(ours, 0.0))
+
+
+def test_what_does_not_promise_exclusive_puts_is_not_asked() -> None:
+    """There commits go another way."""
+    storage = Ignoring()
+    storage.traits = replace(storage.traits, exclusive_is_atomic=False)
+    run(save(storage, OLD))
+    assert difference(OLD, loaded(storage)) is None
+
+
+def test_a_marker_that_is_deleted_meanwhile_is_no_fault_of_the_storage() -> None:
+    """Another save has sentenced this one: that is what is said. What was stored in the marker's place is no marker."""
+    storage = MemoryDriver()
+    begun = itertools.count()
+
+    async def deleted(operation: str, key: str) -> None:
+        if operation == "put" and key.endswith("attempt.json") and next(begun) == 1:
+            await storage.delete(key)
+
+    with pytest.raises(holdfast.SupersededError):
+        run(save(HookedDriver(storage, before=deleted), OLD))
+
+
+def test_a_trial_that_comes_late_is_taken_for_no_marker() -> None:
+    """The attempt is being deleted, its marker first; then a put that had been on its way for long is done: whoever claims
+    now is still told that it was overtaken."""
+    storage = MemoryDriver()
+    attempt = run(commit.begin(storage))
+    run(storage.delete(attempt.marker))
+    run(storage.put(attempt.marker, b"0", exclusive=True))
+    with pytest.raises(holdfast.SupersededError):
+        run(commit.still_there(storage, attempt))
+
+
+@pytest.mark.parametrize("kind", [Whole, Shifted])
+def test_a_storage_that_cannot_answer_ranges_fails_the_save_and_not_the_load(kind: type[MemoryDriver]) -> None:
+    """What was there before stays the checkpoint, and nothing of the save is left."""
+    name = f"fitness-{kind.__name__}"
+    run(save(MemoryDriver(name), OLD))
+    before = run(contents(MemoryDriver(name)))
+    with pytest.raises(holdfast.StorageError, match="cannot be read back as bytes"):
+        run(save(kind(name), NEW))
+    assert run(contents(MemoryDriver(name))) == before
+    assert difference(OLD, loaded(MemoryDriver(name))) is None
+
+
+def test_a_server_that_ignores_ranges_is_found_out_by_a_part_of_an_object() -> None:
+    """Also where it answers a range that is all of the object."""
+
+    class Ignores(Whole):
+        refuses = staticmethod(lambda start, stop, nbytes: (start, stop) != (0, nbytes))
+
+    with pytest.raises(holdfast.StorageError, match="cannot be read back as bytes 1 to"):
+        run(save(Ignores(), OLD))
+
+
+def test_a_read_that_fails_for_a_while_is_no_verdict_on_the_storage() -> None:
+    """It is what any other operation that fails is, and is tried again."""
+    storage = MemoryDriver()
+    failed: list[str] = []
+
+    async def once(operation: str, key: str) -> None:
+        if operation == "read" and not failed:
+            failed.append(key)
+            raise holdfast.BusyError("503 slow down", uri=storage.uri, key=key)
+
+    hooked = HookedDriver(storage, before=once)
+    run(save(retried(hooked), OLD))
+    assert len(failed) == 1
+    assert images(storage)
+
+
+def test_a_save_costs_one_put_and_two_reads_more(tmp_path: Path) -> None:
+    """And no temporary file on a local disk: the put is refused before there is one."""
+    asked: list[tuple[str, str]] = []
+
+    async def noted(operation: str, key: str) -> None:
+        asked.append((operation, key.rpartition("/")[2]))
+
+    hooked = HookedDriver(LocalDriver(str(tmp_path)), before=noted)
+    run(save(hooked, OLD))
+    run(hooked.inner.close())
+    assert asked.count(("put", "attempt.json")) == 2
+    assert asked.count(("read", "fate")) == 2
+    assert asked.index(("put", MANIFEST_KEY)) > max(n for n, one in enumerate(asked) if one == ("read", "fate"))
+
+
+def test_a_save_by_the_public_call_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As any driver of a third party is asked."""
+    entry = importlib.metadata.EntryPoint("careless", f"{__name__}:Ignoring", GROUP)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [entry])
+    with pytest.raises(holdfast.StorageError, match="although its key is taken"):
+        holdfast.save("careless://fitness-public/run", {"weights": torch.arange(1000.0)})
+    assert STORES["fitness-public"] == {}

@@ -1,0 +1,294 @@
+"""Parameter groups: hyperparameters go by the names of parameters, in whatever order groups are."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.bits import fresh_uri
+from torch import nn
+
+import holdfast
+
+
+class Net(nn.Module):
+    """Three layers, of two parameters each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+
+
+Groups = list[tuple[list[str], dict[str, Any]]]
+DECAY: Groups = [(["a.weight", "b.weight"], {"lr": 1.0, "weight_decay": 0.1}), (["a.bias", "b.bias"], {"lr": 2.0})]
+REST: Groups = [(["c.weight", "c.bias"], {"lr": 3.0, "betas": (0.5, 0.6)})]
+
+
+def grouped(
+    groups: Groups, net: nn.Module | None = None, *, named: bool = False
+) -> tuple[nn.Module, torch.optim.AdamW]:
+    """A module, and an optimizer whose groups have these parameters and hyperparameters."""
+    net = net or Net()
+    of = dict(net.named_parameters())
+    made = [
+        {"params": [(n, of[n]) if named else of[n] for n in names], **hyperparameters}
+        for names, hyperparameters in groups
+    ]
+    return net, torch.optim.AdamW(made, lr=9.0, weight_decay=0.0)
+
+
+def hyperparameters(net: nn.Module, optim: torch.optim.Optimizer) -> dict[str, tuple[Any, ...]]:
+    """Of each parameter: learning rate, weight decay, betas and the first moment."""
+    name = {p: n for n, p in net.named_parameters()}
+    return {
+        name[p]: (g["lr"], g["weight_decay"], g["betas"], optim.state[p]["exp_avg"].tolist())
+        for g in optim.param_groups
+        for p in g["params"]
+    }
+
+
+def trained(groups: Groups, **how: Any) -> tuple[nn.Module, torch.optim.AdamW]:
+    """A module and its optimizer after a step."""
+    net, optim = grouped(groups, **how)
+    for i, p in enumerate(net.parameters()):
+        p.grad = torch.full_like(p, float(i + 1))
+    optim.step()
+    return net, optim
+
+
+def split(groups: Groups) -> Groups:
+    """Each group in groups of one parameter, the last one first, with other hyperparameters."""
+    return [([name], {"lr": 7.0}) for names, _ in groups[::-1] for name in names[::-1]]
+
+
+@pytest.mark.parametrize(
+    "arranged",
+    [
+        pytest.param(lambda groups: [(names, {"lr": 7.0}) for names, _ in groups], id="as they were"),
+        pytest.param(lambda groups: groups[::-1], id="the other way round"),
+        pytest.param(
+            lambda groups: [(names[::-1], h) for names, h in groups], id="their parameters the other way round"
+        ),
+        pytest.param(split, id="split"),
+        pytest.param(lambda groups: [([], {"lr": 8.0}), *groups[::-1]], id="with an empty one"),
+    ],
+)
+def test_hyperparameters_are_given_back_by_the_names_of_parameters(arranged: Callable[[Groups], Groups]) -> None:
+    """In whatever order, and in how many parts, groups are made: each parameter has what it had."""
+    net, optim = trained(DECAY + REST)
+    uri = fresh_uri()
+    holdfast.save(uri, {"net": net, "optim": optim})
+    other, into = grouped(arranged(copy.deepcopy(DECAY + REST)))
+    holdfast.load(uri, into={"net": other, "optim": into})
+    assert hyperparameters(other, into) == hyperparameters(net, optim)
+
+
+def test_groups_that_agree_may_be_joined() -> None:
+    """Into one, which has the hyperparameters of both; groups that differ may not, and the error says in what."""
+    alike: Groups = [(["a.weight"], {"lr": 1.0}), (["a.bias"], {"lr": 1.0})]
+    net, optim = trained(alike)
+    uri = fresh_uri()
+    holdfast.save(uri, {"net": net, "optim": optim})
+    other, into = grouped([(["a.bias", "a.weight"], {})])
+    holdfast.load(uri, into={"net": other, "optim": into})
+    assert hyperparameters(other, into) == hyperparameters(net, optim)
+    net, optim = trained(DECAY)
+    holdfast.save(uri, {"net": net, "optim": optim})
+    other, into = grouped([(["a.bias", "a.weight", "b.bias", "b.weight"], {})])
+    before = hyperparameters_alone(into)
+    for strict in (True, False):
+        with pytest.raises(holdfast.MismatchError, match="which differ in lr, weight_decay") as caught:
+            holdfast.load(uri, into={"net": other, "optim": into}, strict=strict)
+        assert 'state["optim"]: parameter group 0 has parameters of groups' in str(caught.value)
+    assert hyperparameters_alone(into) == before
+
+
+def hyperparameters_alone(optim: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The groups without their parameters."""
+    return [{k: v for k, v in group.items() if k != "params"} for group in optim.param_groups]
+
+
+def test_a_group_that_is_not_stored_is_said_and_keeps_what_it_has() -> None:
+    """Strictly, a parameter that no stored group has is an error before anything is read; else its group stays as it is."""
+    net, optim = trained(DECAY)
+    uri = fresh_uri()
+    holdfast.save(uri, {"net": net, "optim": optim})
+    other, into = grouped(REST + DECAY[::-1])
+    with pytest.raises(
+        holdfast.MismatchError, match=r"group 0: no group of the checkpoint has .*'c\.weight', 'c\.bias'"
+    ):
+        holdfast.load(uri, into={"net": other, "optim": into})
+    holdfast.load(uri, into={"net": other, "optim": into}, strict=False)
+    assert [group["lr"] for group in into.param_groups] == [3.0, 2.0, 1.0]
+    assert into.param_groups[0]["betas"] == (0.5, 0.6)
+    other, into = grouped([DECAY[0], REST[0]])  # as many groups as are stored
+    holdfast.load(uri, into={"net": other, "optim": into}, strict=False)
+    assert [group["lr"] for group in into.param_groups] == [1.0, 3.0]
+
+
+def test_empty_groups_have_their_hyperparameters_back() -> None:
+    """By position where the others are in place, else by their order."""
+    net, optim = trained([([], {"lr": 5.0}), *DECAY, ([], {"lr": 6.0})])
+    uri = fresh_uri()
+    holdfast.save(uri, {"net": net, "optim": optim})
+    for groups in ([([], {}), *DECAY, ([], {})], [*DECAY[::-1], ([], {}), ([], {})]):
+        other, into = grouped(groups)
+        holdfast.load(uri, into={"net": other, "optim": into})
+        assert hyperparameters(other, into) == hyperparameters(net, optim)
+        assert [group["lr"] for group in into.param_groups if not group["params"]] == [5.0, 6.0]
+
+
+def test_a_group_that_is_empty_here_has_what_is_stored_at_its_place() -> None:
+    """As on a rank that has no parameter of it, where other ranks do."""
+    net, optim = trained(DECAY)
+    uri = fresh_uri()
+    holdfast.save(uri, {"net": net, "optim": optim})
+    other, into = grouped([DECAY[0], ([], {"lr": 7.0})])
+    holdfast.load(uri, into={"net": other, "optim": into}, strict=False)
+    assert [group["lr"] for group in into.param_groups] == [1.0, 2.0]
+
+
+def test_keys_of_the_users_own_and_of_schedulers_are_taken_over() -> None:
+    """They do not make an optimizer one of another kind."""
+    net, optim = trained([(names, h | {"name": str(h["lr"])}) for names, h in DECAY])
+    torch.optim.lr_scheduler.OneCycleLR(optim, 0.1, 10)
+    uri = fresh_uri()
+    holdfast.save(uri, {"net": net, "optim": optim})
+    other, into = grouped(DECAY[::-1])
+    into.defaults["of a later release"] = True
+    with pytest.raises(holdfast.MismatchError, match=r"it has name, and AdamW has of a later release"):
+        holdfast.load(uri, into={"net": other, "optim": into})
+    del into.defaults["of a later release"]
+    holdfast.load(uri, into={"net": other, "optim": into})
+    assert [(group["name"], "max_lr" in group) for group in into.param_groups] == [("2.0", True), ("1.0", True)]
+
+
+def test_names_that_torch_has_given_stay_those_of_the_job_that_loads() -> None:
+    """``param_names`` of a group are those of its parameters, in their order."""
+    net, optim = trained(DECAY, named=True)
+    uri = fresh_uri()
+    holdfast.save(uri, {"net": net, "optim": optim})
+    other, into = grouped([(names[::-1], h) for names, h in DECAY[::-1]], named=True)
+    names = [group["param_names"] for group in into.param_groups]
+    holdfast.load(uri, into={"net": other, "optim": into})
+    assert [group["param_names"] for group in into.param_groups] == names
+    assert hyperparameters(other, into) == hyperparameters(net, optim)
+
+
+def test_without_a_module_names_of_torch_tell_parameters_apart() -> None:
+    """A state by number is given back by ``param_names`` where both optimizers have them."""
+    net, optim = trained(DECAY, named=True)
+    uri = fresh_uri()
+    holdfast.save(uri, {"optim": optim})
+    other, into = grouped([(names[::-1], {}) for names, _ in DECAY[::-1]], named=True)
+    holdfast.load(uri, into={"optim": into})
+    assert hyperparameters(other, into) == hyperparameters(net, optim)
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        (
+            [*DECAY[:1], (["a.bias"], {}), (["b.bias"], {})],
+            r"in groups of \[2, 2\]; the optimizer's groups have \[2, 1, 1\]",
+        ),
+        ([(["a.weight"], {}), (["b.weight", "a.bias", "b.bias"], {})], r"in groups of \[2, 2\]; .* have \[1, 3\]"),
+    ],
+)
+def test_a_state_by_number_wants_the_same_groups(groups: Groups, said: str) -> None:
+    """Numbers alone do not say which parameter is which."""
+    _, optim = trained(DECAY)
+    uri = fresh_uri()
+    holdfast.save(uri, {"optim": optim})
+    _, into = grouped(groups)
+    with pytest.raises(holdfast.MismatchError, match=said):
+        holdfast.load(uri, into={"optim": into})
+
+
+def test_a_module_on_one_side_only_is_said() -> None:
+    """A state by name does not fit an optimizer whose module is not there, nor the other way round."""
+    net, optim = trained(DECAY)
+    named, numbered = fresh_uri(), fresh_uri()
+    holdfast.save(named, {"net": net, "optim": optim})
+    holdfast.save(numbered, {"optim": optim})
+    other, into = grouped(DECAY)
+    with pytest.raises(holdfast.MismatchError, match="put the module into the state too"):
+        holdfast.load(named, into={"optim": into}, strict=True)
+    with pytest.raises(holdfast.MismatchError, match="stored by number, without their module"):
+        holdfast.load(numbered, into={"net": other, "optim": into}, strict=True)
+
+
+def test_tied_parameters_are_found_by_any_of_their_names() -> None:
+    """Modules that register them in another order give them another first name."""
+
+    class Tied(nn.Module):
+        def __init__(self, names: tuple[str, str]) -> None:
+            super().__init__()
+            shared = nn.Parameter(torch.ones(2, 2))
+            for name in names:
+                self.register_parameter(name, shared)
+
+    nets = [Tied(("x", "y")), Tied(("y", "x"))]
+    optim, into = [
+        torch.optim.SGD(net.parameters(), lr, momentum=0.9) for net, lr in zip(nets, (0.1, 0.2), strict=True)
+    ]
+    optim.state[nets[0].x]["momentum_buffer"] = torch.full((2, 2), 4.0)
+    uri = fresh_uri()
+    holdfast.save(uri, {"net": nets[0], "optim": optim})
+    holdfast.load(uri, into={"net": nets[1], "optim": into})
+    assert into.param_groups[0]["lr"] == 0.1
+    assert torch.equal(into.state[nets[1].x]["momentum_buffer"], torch.full((2, 2), 4.0))
+
+
+def test_another_kind_of_optimizer_is_said() -> None:
+    """A checkpoint of AdamW does not fit SGD: the error says what each of them has."""
+    net, optim = trained(DECAY)
+    uri = fresh_uri()
+    holdfast.save(uri, {"net": net, "optim": optim})
+    other = Net()
+    into = torch.optim.SGD([p for n, p in other.named_parameters() if n[0] != "c"], 0.1, momentum=0.9)
+    with pytest.raises(
+        holdfast.MismatchError, match=r"another kind of optimizer: it has .*betas.*and SGD has .*momentum"
+    ):
+        holdfast.load(uri, into={"net": other, "optim": into})
+
+
+def test_a_learning_rate_that_is_a_tensor_follows_its_group() -> None:
+    """Also where groups are in another order."""
+    rates: Groups = [(names, {"lr": torch.tensor(float(i + 1))}) for i, (names, _) in enumerate(DECAY + REST)]
+    net, optim = grouped(rates)
+    uri = fresh_uri()
+    holdfast.save(uri, {"net": net, "optim": optim})
+    other, into = grouped([(names, {"lr": torch.tensor(0.0)}) for names, _ in rates[::-1]])
+    holdfast.load(uri, into={"net": other, "optim": into})
+    assert [group["lr"].item() for group in into.param_groups] == [3.0, 2.0, 1.0]
+
+
+def test_groups_whose_learning_rates_are_tensors_are_not_joined() -> None:
+    """Whether they agree is known only when they are read."""
+    rates: Groups = [(names, {"lr": torch.tensor(1.0)}) for names, _ in DECAY]
+    net, optim = grouped([(names, h | {"weight_decay": 0.0}) for names, h in rates])
+    uri = fresh_uri()
+    holdfast.save(uri, {"net": net, "optim": optim})
+    other, into = grouped([(DECAY[0][0] + DECAY[1][0], {"lr": torch.tensor(0.0)})])
+    with pytest.raises(holdfast.MismatchError, match="which differ in lr"):
+        holdfast.load(uri, into={"net": other, "optim": into})
+
+
+def test_a_stored_parameter_that_the_optimizer_has_not_is_not_read() -> None:
+    """Its state has no place: strictly an error; else it is left where it is."""
+    net, optim = trained(DECAY)
+    uri = fresh_uri()
+    holdfast.save(uri, {"net": net, "optim": optim})
+    other, into = grouped([(["a.weight"], {}), (["a.bias"], {})])
+    with pytest.raises(
+        holdfast.MismatchError, match=r"tensor 'optim\.state\.b\.weight\.exp_avg' of the checkpoint: no place"
+    ):
+        holdfast.load(uri, into={"net": other, "optim": into})
+    reports: list[holdfast.LoadReport] = []
+    holdfast.load(uri, into={"net": other, "optim": into}, strict="state", on_report=reports.append)
+    assert reports[0].bytes_wanted == 4 * (18 + 2 * 6 + 2)
+    assert hyperparameters(other, into) == {k: v for k, v in hyperparameters(net, optim).items() if k[0] == "a"}

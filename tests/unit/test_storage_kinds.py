@@ -1,0 +1,244 @@
+"""Kinds of dicts: what was a Counter is one again; what has no kind of its own is refused, or is a plain dict."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter, OrderedDict, defaultdict, namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.bits import fresh_uri
+from support.wrapped import Given
+from torch.optim import lr_scheduler as schedules
+from torch.optim import swa_utils
+
+import holdfast
+from holdfast.errors import DamagedError
+from holdfast.storage.capture.state import flatten
+from holdfast.storage.format.tree import Container, Tree, merge_trees
+
+
+def kinds(value: Any, path: str = "") -> dict[str, str]:
+    """The type of everything in a nested state, by its path."""
+    found = {path: type(value).__qualname__}
+    if isinstance(value, defaultdict):
+        found[path] += f"({value.default_factory})"
+    if isinstance(value, dict):
+        for key, item in value.items():
+            found |= kinds(item, f"{path}/{key!r}")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            found |= kinds(item, f"{path}/{index}")
+    return found
+
+
+KINDS: dict[str, Any] = {
+    "counter": Counter({2: 1, 4: 3}),
+    "empty": Counter(),
+    "ordered": OrderedDict(b=1, a=torch.tensor(1)),
+    "lists": defaultdict(list, {"a": [1, (2,)], 3: []}),
+    "counts": defaultdict(int, {"a": 1}),
+    "none": defaultdict(None, {1: OrderedDict()}),
+    "nested": [Counter("abca"), (OrderedDict({1: Counter()}),)],
+    "plain": {"a": {}},
+}
+
+
+@pytest.mark.parametrize("other", [{}, KINDS], ids=["empty", "alike"])
+def test_kinds_of_dicts_come_back(other: dict[str, Any]) -> None:
+    """In a state that is built, and in that of an object, whatever the object has had."""
+    uri = fresh_uri()
+    for _ in range(2):  # the second save sees a state that is laid out as before
+        holdfast.save(uri, {"state": KINDS, "object": Given(KINDS)})
+        built = holdfast.load(uri)
+        assert kinds(built) == kinds({"state": KINDS, "object": KINDS})
+        assert built["state"]["counter"] == KINDS["counter"]
+        into = Given(dict(other))
+        holdfast.load(uri, into={"object": into}, strict=False)
+        assert kinds(into.state) == kinds(KINDS)
+    into.state["lists"]["new"].append(1)
+
+
+def test_kinds_come_back_from_a_save_that_is_laid_out_as_the_one_before() -> None:
+    """Such a state is not flattened again."""
+    state = {"a": OrderedDict(b=1, c=OrderedDict()), "object": Given({"o": OrderedDict(t=torch.ones(2))})}
+    for _ in range(3):
+        uri = fresh_uri()
+        holdfast.save(uri, state)
+        assert kinds(holdfast.load(uri)) == kinds({"a": state["a"], "object": state["object"].state})
+        assert sorted(flatten(state).tree.kinds.values()) == ["OrderedDict"] * 3
+
+
+def optimizer() -> torch.optim.Optimizer:
+    """One that schedulers can work with."""
+    return torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], 0.1, momentum=0.9)
+
+
+class Scale:
+    """A function that is an object."""
+
+    def __call__(self, step: int) -> float:
+        return 0.9**step
+
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "MultiStepLR": lambda o: schedules.MultiStepLR(o, [2, 4]),
+    "StepLR": lambda o: schedules.StepLR(o, 2),
+    "OneCycleLR": lambda o: schedules.OneCycleLR(o, 0.1, 10),
+    "CyclicLR": lambda o: schedules.CyclicLR(o, 0.1, 0.2),
+    "CyclicLR, a function": lambda o: schedules.CyclicLR(o, 0.1, 0.2, scale_fn=lambda x: 1.0),
+    "CyclicLR, an object": lambda o: schedules.CyclicLR(o, 0.1, 0.2, scale_fn=Scale()),
+    "ReduceLROnPlateau": schedules.ReduceLROnPlateau,
+    "LambdaLR": lambda o: schedules.LambdaLR(o, Scale()),
+    "MultiplicativeLR": lambda o: schedules.MultiplicativeLR(o, lambda step: 0.9),
+    "CosineAnnealingWarmRestarts": lambda o: schedules.CosineAnnealingWarmRestarts(o, 3),
+    "PolynomialLR": schedules.PolynomialLR,
+    "SWALR": lambda o: swa_utils.SWALR(o, 0.1),
+    "ChainedScheduler": lambda o: schedules.ChainedScheduler(
+        [schedules.MultiStepLR(o, [2]), schedules.ExponentialLR(o, 0.9)]
+    ),
+    "SequentialLR": lambda o: schedules.SequentialLR(
+        o, [schedules.MultiStepLR(o, [2]), schedules.MultiStepLR(o, [5])], [3]
+    ),
+}
+
+
+def stepped(name: str, scheduler: Any, optim: Any, steps: int) -> list[float]:
+    """Learning rates of some steps."""
+    rates = []
+    for _ in range(steps):
+        optim.step()
+        scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
+        rates.append(optim.param_groups[0]["lr"])
+    return rates
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedulers_of_torch_come_back_as_they_were(name: str) -> None:
+    """Every type in their state is what it was, and they go on as they would have."""
+    optim, other = optimizer(), optimizer()
+    scheduler, into = SCHEDULES[name](optim), SCHEDULES[name](other)
+    stepped(name, scheduler, optim, 3)
+    uri = fresh_uri()
+    holdfast.save(uri, {"optim": optim, "scheduler": scheduler})
+    holdfast.load(uri, into={"optim": other, "scheduler": into})
+    assert kinds(into.state_dict()) == kinds(scheduler.state_dict())
+    assert stepped(name, into, other, 4) == stepped(name, scheduler, optim, 4)
+
+
+def test_a_resumed_schedule_of_milestones_has_its_closed_form() -> None:
+    """``step(epoch)`` asks for elements of its Counter, which a dict does not have."""
+    scheduler = schedules.MultiStepLR(optimizer(), [2, 4])
+    uri = fresh_uri()
+    holdfast.save(uri, scheduler)
+    into = schedules.MultiStepLR(optimizer(), [2, 4])
+    holdfast.load(uri, into=into)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, about an epoch that is given
+        into.step(3)
+    assert into.get_last_lr() == pytest.approx([0.01])
+
+
+def without_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Save as releases did that knew nothing of kinds."""
+    monkeypatch.setattr(
+        Tree, "to_json", lambda self, real=Tree.to_json: {k: v for k, v in real(self).items() if k != "kinds"}
+    )
+
+
+def test_a_checkpoint_without_kinds_takes_them_from_the_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older checkpoint says nothing of Counters; the scheduler that is loaded into has one."""
+    scheduler = schedules.MultiStepLR(optimizer(), [2, 4])
+    uri = fresh_uri()
+    with monkeypatch.context() as patch:
+        without_kinds(patch)
+        holdfast.save(uri, {"s": scheduler, "held": Given(KINDS)})
+    assert type(holdfast.load(uri)["s"]["milestones"]) is dict
+    into, held = schedules.MultiStepLR(optimizer(), [3]), Given(dict(KINDS))
+    holdfast.load(uri, into={"s": into, "held": held})
+    assert into.milestones == Counter([2, 4])
+    assert type(into.milestones) is Counter
+    assert kinds(held.state) == kinds(KINDS)
+
+
+class Own(dict[str, int]):
+    """A dict of somebody's own."""
+
+
+class OwnList(list[int]):
+    """A list of somebody's own."""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Own(a=1), OwnList([1]), defaultdict(lambda: 1), {1, 2}, namedtuple("Pair", "a b")(1, 2)],
+    ids=["dict", "list", "factory", "set", "namedtuple"],
+)
+def test_a_type_that_an_object_would_not_get_back_is_refused(value: Any) -> None:
+    """By its path, on the save; in the user's own containers, which a load fills, dicts and lists of any type may be."""
+    with pytest.raises(holdfast.StateError, match=r'state\["object"\]\["deep"\]\[0\] is a '):
+        holdfast.save(fresh_uri(), {"object": Given({"deep": [value]})})
+    if isinstance(value, dict | list):
+        uri = fresh_uri()
+        state = {"deep": [value]}
+        holdfast.save(uri, state)
+        assert holdfast.load(uri, into=state)["deep"][0] is value
+
+
+def test_a_module_is_loaded_into_the_containers_that_it_has() -> None:
+    """Whatever its state dict is: of modules no kinds are stored."""
+    net = torch.nn.Linear(2, 2)
+    net._register_state_dict_hook(lambda module, state, prefix, meta: OrderedDict(state))
+    uri = fresh_uri()
+    holdfast.save(uri, {"net": net})
+    assert type(holdfast.load(uri)["net"]) is dict
+    holdfast.load(uri, into={"net": net})
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"kinds": [[9, "Counter"]]},
+        {"kinds": [[1, "Counter"]]},
+        {"kinds": [["x", "Counter"]]},
+        {"kinds": 3},
+        {"placements": [[[9], [["w", ["R"]]]]]},
+        {"placements": [[[0], [[3]]]]},
+        {"placements": {"a": 1}},
+    ],
+    ids=repr,
+)
+def test_kinds_and_placements_of_no_known_form_are_damage(told: dict[str, Any]) -> None:
+    """A container that is not there, or is no dict; what is no list."""
+    tree = {
+        "containers": [[-1, None, "dict"], [0, "a", "list"]],
+        "values": [],
+        "tensor_keys": [],
+        "arrays": [],
+        "orders": [],
+    }
+    with pytest.raises(DamagedError):
+        Tree.from_json(tree | told)
+
+
+def test_a_kind_of_a_later_release_is_a_dict() -> None:
+    """Fields may say more than this release knows; nothing is imported for them."""
+    uri = fresh_uri()
+    real = Tree.to_json
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tree, "to_json", lambda self: real(self) | {"kinds": [[1, "os.system"]]})
+        holdfast.save(uri, {"a": {"b": 1}})
+    assert kinds(holdfast.load(uri)) == kinds({"a": {"b": 1}})
+
+
+def test_ranks_that_disagree_on_a_kind_cannot_save() -> None:
+    """One of them would get back what it did not have; those that agree may have other containers."""
+    trees = [Tree([Container(-1, None, "dict"), Container(0, key, "dict")]) for key in ("a", "b", "b")]
+    trees[1].kinds = {1: "Counter"}
+    merged, _ = merge_trees(trees[:2])
+    assert merged.kinds == {2: "Counter"}
+    for order in (trees, trees[::-1]):
+        with pytest.raises(holdfast.SaveError, match=r'state\["b"\] is a (Counter and a dict|dict and a Counter)'):
+            merge_trees(order)

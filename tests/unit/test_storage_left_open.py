@@ -1,0 +1,184 @@
+"""What a user forgets to close is closed when it is collected, with a warning; on whatever thread, and in no forked child."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.drivers.registry import open_driver
+from holdfast.storage.integrations.fsspec import HoldfastFileSystem
+from holdfast.storage.pipeline.engine import start
+
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def uri(tmp_path: Path) -> Path:
+    """A checkpoint of a few tensors."""
+    holdfast.save(tmp_path / "c", {"w": torch.ones(1000)})
+    return tmp_path / "c"
+
+
+def open_below(folder: Path) -> int:
+    """How many descriptors this process has of what lies there."""
+    count = 0
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            count += os.readlink(f"/proc/self/fd/{fd}").startswith(str(folder))
+        except FileNotFoundError:
+            continue
+    return count
+
+
+def dropped(uri: Path, times: int) -> None:
+    """Open it, read, and forget about it, so many times."""
+    for _ in range(times):
+        assert holdfast.open(uri).read("w").sum() == 1000
+        gc.collect()
+
+
+def io_threads() -> int:
+    """How many threads of drivers there are."""
+    return sum(thread.name.startswith("holdfast-io") for thread in threading.enumerate())
+
+
+def soon(holds: Callable[[], bool]) -> bool:
+    """Whether it holds within a while: what is collected is not waited for."""
+    end_s = time.monotonic() + WAIT_S
+    while not holds() and time.monotonic() < end_s:
+        time.sleep(0.005)
+    return holds()
+
+
+def test_an_open_checkpoint_that_is_dropped_is_closed_with_a_warning(uri: Path) -> None:
+    """Its descriptors are given back, and its threads end; the warning names it."""
+    threads = io_threads()
+    with pytest.warns(ResourceWarning, match=f"unclosed checkpoint file://{uri}"):
+        dropped(uri, 5)
+    assert soon(lambda: open_below(uri) == 0 and io_threads() <= threads)
+
+
+def test_one_that_is_closed_or_used_in_a_with_block_warns_of_nothing(uri: Path) -> None:
+    """Also when it is closed twice, or by an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with holdfast.open(uri) as checkpoint:
+            checkpoint.close()
+        with pytest.raises(ZeroDivisionError), holdfast.open(uri):
+            raise ZeroDivisionError
+        del checkpoint
+        gc.collect()
+
+
+def test_what_could_not_be_opened_leaves_nothing_open(tmp_path: Path) -> None:
+    """No checkpoint, no descriptor, no warning."""
+    (tmp_path / "manifest.safetensors").write_bytes(b"rubbish")
+    with pytest.raises(holdfast.DamagedError):
+        holdfast.open(tmp_path)
+    gc.collect()
+    assert open_below(tmp_path) == 0
+
+
+@pytest.mark.parametrize("where", ["engine", "thread", "cycle"])
+def test_it_may_be_collected_on_any_thread(uri: Path, where: str) -> None:
+    """On the engine's, which cannot wait for itself, on another one, or by the collector of cycles."""
+    held: list[object] = [holdfast.open(uri)]
+    if where == "cycle":
+        held[0].itself = held[0]  # type: ignore[attr-defined]
+
+    def drop() -> None:
+        held.clear()
+        gc.collect()
+
+    async def drop_here() -> None:
+        drop()
+
+    def drop_there() -> None:
+        if where == "engine":
+            start(drop_here()).result(60)
+        elif where == "thread":
+            thread = threading.Thread(target=drop)
+            thread.start()
+            thread.join(60)
+        else:
+            drop()
+
+    with pytest.warns(ResourceWarning, match="unclosed checkpoint"):
+        drop_there()
+    assert soon(lambda: open_below(uri) == 0)
+    holdfast.save(uri, {"w": torch.ones(10)})
+
+
+def test_a_file_system_is_closed_when_it_is_collected(uri: Path) -> None:
+    """Without a warning: nobody closes a file system of fsspec."""
+    files = HoldfastFileSystem(str(uri))
+    assert files.cat_file("w.npy", -4) == torch.ones(1).numpy().tobytes()
+    assert open_below(uri) > 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        del files
+        gc.collect()
+    assert soon(lambda: open_below(uri) == 0)
+
+
+@pytest.mark.parametrize("scheme", ["file", "lustre"])
+def test_a_driver_that_is_dropped_is_closed(tmp_path: Path, scheme: str) -> None:
+    """It gives back what it holds open."""
+
+    async def use() -> None:
+        driver = open_driver(f"{scheme}://{tmp_path}", direct="off")
+        await driver.put("x", b"1")
+        await driver.read("x", 0, memoryview(bytearray(1)))
+        assert open_below(tmp_path) == 2
+
+    asyncio.run(use())
+    gc.collect()
+    assert open_below(tmp_path) == 0
+
+
+def run(code: str, *args: object) -> subprocess.CompletedProcess[str]:
+    """A Python of its own, in which unclosed things are reported."""
+    command = [sys.executable, "-W", "always::ResourceWarning", "-c", textwrap.dedent(code), *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, cwd="/")
+
+
+def test_a_forked_child_leaves_alone_what_it_has_inherited(uri: Path) -> None:
+    """What it drops is the parent's to close; the parent reads on."""
+    done = run(
+        """
+        import gc, os, sys, holdfast
+        checkpoint = holdfast.open(sys.argv[1])
+        child = os.fork()
+        if child == 0:
+            del checkpoint
+            gc.collect()
+            print("child ends", flush=True)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert checkpoint.read("w").sum() == 1000
+        checkpoint.close()
+        """,
+        uri,
+    )
+    assert (done.returncode, done.stdout) == (0, "child ends\n"), done.stderr
+    assert "unclosed" not in done.stderr
+
+
+def test_one_that_is_open_when_the_interpreter_ends_is_no_problem(uri: Path) -> None:
+    """Nothing is waited for, and nothing is printed but, perhaps, that it was not closed."""
+    done = run("import sys, holdfast\nkept = holdfast.open(sys.argv[1])\nkept.read('w')", uri)
+    assert done.returncode == 0
+    assert [line for line in done.stderr.splitlines() if "unclosed" not in line] == []

@@ -1,0 +1,297 @@
+"""Calls of ranks find each other by what they are: after errors, late ranks, slips and restarts the next one works."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from support.meeting import DEADLINE_S, LOAD, SAVE, Job, everybody, kinds, run, together
+
+import holdfast
+from holdfast import errors
+from holdfast.storage.ranks.calls import Board, Call, decoded_roster, encoded_roster
+from holdfast.storage.ranks.keys import Keys
+from holdfast.storage.ranks.member import Member
+from holdfast.storage.ranks.pairing import Even
+from holdfast.storage.ranks.team import StoreTeam
+
+AT_ONCE_S = 8.0
+"""Much less than the deadline."""
+
+
+@pytest.fixture
+def store() -> Any:
+    """As torch has it, within one process."""
+    return dist.HashStore()
+
+
+@pytest.mark.parametrize("again", [SAVE, Call("save", "file:///a", 2)], ids=["same", "next"])
+@pytest.mark.parametrize("failing", [0, 1, 2])
+@pytest.mark.parametrize("late_s", [-0.3, 0.3], ids=["first", "last"])
+def test_an_error_that_one_rank_alone_sees_is_told_at_once_and_the_next_call_works(
+    failing: int, late_s: float, again: Call, store: Any
+) -> None:
+    """Before it has joined the others, sooner or later than they come; whether the next call is the same or another."""
+
+    async def main() -> None:
+        job = Job(store, 3)
+        await job.all(SAVE)
+        for _ in range(3):
+            began_s = time.monotonic()
+
+            async def fails() -> None:
+                await asyncio.sleep(max(0.0, late_s))
+                await job.fails(failing, SAVE)
+
+            outcomes = await together(
+                *(fails() if rank == failing else job.calls(rank, SAVE, late_s=max(0.0, -late_s)) for rank in range(3))
+            )
+            assert time.monotonic() - began_s < AT_ONCE_S
+            own = outcomes.pop(failing)
+            assert isinstance(own, holdfast.StateError)
+            assert kinds(outcomes) == [(errors.RankFailedError, failing)] * 2
+            assert all("cannot be saved" in str(error) for error in outcomes)
+            await job.all(again)
+
+    run(main)
+
+
+def test_the_first_call_of_a_job_may_fail_on_one_rank(store: Any) -> None:
+    """Nobody has met anybody yet."""
+
+    async def main() -> None:
+        for failing in (0, 1):
+            job = Job(dist.HashStore(), 2)
+            works = [job.fails(rank, SAVE) if rank == failing else job.calls(rank, SAVE) for rank in range(2)]
+            outcomes = await together(*works)
+            assert kinds(outcomes)[1 - failing] == (errors.RankFailedError, failing)
+            await job.all(SAVE)
+
+    run(main)
+
+
+def test_an_error_that_all_ranks_see_is_no_matter_of_the_next_call(store: Any) -> None:
+    """Each has told of its own, and none has heard of another: the failures cancel out."""
+
+    async def main() -> None:
+        job = Job(store, 3)
+        for _ in range(3):
+            for order in ([0, 1, 2], [2, 1, 0], [1, 0, 2]):
+                for rank in order:
+                    with pytest.raises(holdfast.StateError):
+                        await job.fails(rank, SAVE)
+                await job.all(SAVE)
+
+    run(main)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_in_different_calls_learn_it_at_once_and_both_are_named(world: int, store: Any) -> None:
+    """Kinds, URIs or steps may differ; the leader may be in either of them; the next call works."""
+    pairs = [(SAVE, LOAD), (LOAD, SAVE), (SAVE, Call("save", "file:///a", 2)), (SAVE, Call("save", "file:///b", 1))]
+
+    async def main() -> None:
+        job = Job(store, world)
+        for ours, theirs in pairs:
+            began_s = time.monotonic()
+            calls = [ours] * (world - 1) + [theirs]
+            outcomes = await together(*(job.calls(rank, call) for rank, call in enumerate(calls)))
+            assert time.monotonic() - began_s < AT_ONCE_S
+            assert [type(error) for error in outcomes] == [holdfast.UsageError] * world
+            assert all(str(ours) in str(error) and str(theirs) in str(error) for error in outcomes)
+            await job.all(ours)
+            await job.all(theirs)
+
+    run(main)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("again", [SAVE, LOAD], ids=["the call of the leader", "the call of the other"])
+@pytest.mark.parametrize("late", [0, 1], ids=["leader late", "leader first"])
+def test_after_different_calls_either_can_be_made_again(late: int, again: Call, world: int, store: Any) -> None:
+    """Whichever rank comes first: what the leader had told of the failure is not taken for the next call."""
+
+    async def main() -> None:
+        job = Job(store, world)
+        await job.all(SAVE)
+        for _ in range(2):
+            calls = [SAVE] * (world - 1) + [LOAD]
+            outcomes = await together(*(job.calls(rank, call) for rank, call in enumerate(calls)))
+            assert [type(error) for error in outcomes] == [holdfast.UsageError] * world
+            delays = [0.0 if (rank == 0) == bool(late) else 0.5 for rank in range(world)]
+            done = await together(*(job.calls(rank, again, late_s=delays[rank]) for rank in range(world)))
+            assert done == [[everybody("a", world), everybody("b", world)]] * world
+
+    run(main)
+
+
+def test_a_rank_that_fails_in_another_call_is_heard_of(store: Any) -> None:
+    """It was to come here, and had another URI, say."""
+
+    async def main() -> None:
+        job = Job(store, 2)
+        await job.all(SAVE)
+        outcomes = await together(job.calls(0, SAVE), job.fails(1, LOAD))
+        assert kinds(outcomes)[0] == (errors.RankFailedError, 1)
+        assert str(SAVE) in str(outcomes[0])
+        assert str(LOAD) in str(outcomes[0])
+        await job.all(SAVE)
+        await job.all(LOAD)
+
+    run(main)
+
+
+def test_calls_that_go_on_side_by_side_match_in_whatever_order_they_come(store: Any) -> None:
+    """Of several threads, or begun and not waited for; also two of the same name."""
+    calls = [Call("save", f"file:///{name}", 1) for name in "abc"] + [LOAD, LOAD]
+
+    async def main() -> None:
+        job = Job(store, 3)
+        works = []
+        for rank in range(3):
+            order = calls[rank:] + calls[:rank]
+            works += [job.calls(rank, call, late_s=0.05 * i) for i, call in enumerate(order)]
+        outcomes = await together(*works)
+        assert outcomes == [[everybody("a", 3), everybody("b", 3)]] * len(works)
+
+    run(main)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_comes_after_the_others_gave_up_learns_it_at_once(late: int, store: Any) -> None:
+    """It does not wait for those who have gone; and the next call of all works, the same or another."""
+
+    async def main() -> None:
+        job = Job(store, 3, deadline_s=1.0)
+        await job.all(SAVE)
+        outcomes = await together(*(job.calls(rank, SAVE) for rank in range(3) if rank != late))
+        assert kinds(outcomes) == [(errors.DeadlineError, late)] * 2
+        began_s = time.monotonic()
+        (outcome,) = await together(job.calls(late, SAVE))
+        assert isinstance(outcome, errors.CoordinationError)
+        assert time.monotonic() - began_s < 0.9
+        await job.all(SAVE)
+        await job.all(LOAD)
+
+    run(main)
+
+
+@pytest.mark.parametrize("absent", [0, 2])
+def test_a_call_that_one_rank_leaves_out_does_not_cost_the_next_one(absent: int, store: Any) -> None:
+    """The others give up; then all make the same call again, in any order."""
+
+    async def main() -> None:
+        job = Job(store, 3, deadline_s=1.0)
+        for first in (0, 1, 2):
+            await together(*(job.calls(rank, SAVE) for rank in range(3) if rank != absent))
+            late = [0.0 if rank == first else 0.1 for rank in range(3)]
+            outcomes = await together(*(job.calls(rank, SAVE, late_s=late[rank]) for rank in range(3)))
+            assert outcomes == [[everybody("a", 3), everybody("b", 3)]] * 3
+
+    run(main)
+
+
+@pytest.mark.parametrize("cancelled", [0, 1])
+@pytest.mark.parametrize("after_s", [0.0, 0.02, 0.2])
+def test_a_call_that_is_cancelled_is_told_and_the_next_one_works(cancelled: int, after_s: float, store: Any) -> None:
+    """As by an interrupt, while it waits for others, or has just met them."""
+
+    async def main() -> None:
+        job = Job(store, 3)
+        task = asyncio.ensure_future(job.calls(cancelled, SAVE))
+        others = [job.calls(rank, SAVE, late_s=0.1) for rank in range(3) if rank not in (cancelled, 2)]
+
+        async def cancels() -> None:
+            await asyncio.sleep(after_s)
+            task.cancel()
+
+        async def comes_last() -> Any:
+            return await job.calls(2, SAVE, late_s=0.4)
+
+        began_s = time.monotonic()
+        outcomes = await together(*others, comes_last(), cancels(), task)
+        assert time.monotonic() - began_s < AT_ONCE_S
+        assert kinds(outcomes[:2]) == [(errors.RankFailedError, cancelled)] * 2
+        await job.all(SAVE)
+
+    run(main)
+
+
+@pytest.mark.parametrize("dead", ["in a call", "failed", "gave up"])
+def test_a_job_that_is_started_anew_over_the_same_store_begins_afresh(dead: str, store: Any) -> None:
+    """Whatever the dead have left there: calls that were never met, answers, failures. Ranks start at their own pace."""
+
+    async def main() -> None:
+        for first in (0, 1, 2):
+            old = Job(store, 3, deadline_s=0.5 if dead == "gave up" else DEADLINE_S)
+            await old.all(SAVE)
+            await old.all(LOAD)
+            if dead == "failed":
+                await together(*(old.fails(rank, SAVE) for rank in (0, 2)))
+            else:
+                tasks = [asyncio.ensure_future(old.calls(rank, SAVE)) for rank in (0, 2)]
+                await asyncio.wait(tasks, timeout=0.2 if dead == "in a call" else 5)
+                for member in old.members:
+                    member._keys = Keys(dist.HashStore(), "nowhere")  # it says nothing any more
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
+            job = Job(store, 3)
+            late = [0.0 if rank == first else 0.2 for rank in range(3)]
+            outcomes = await together(*(job.calls(rank, SAVE, late_s=late[rank]) for rank in range(3)))
+            assert outcomes == [[everybody("a", 3), everybody("b", 3)]] * 3
+            await job.all(LOAD)
+
+    run(main)
+
+
+def test_a_rank_that_waits_for_a_leader_that_was_started_anew_says_so(store: Any) -> None:
+    """The one that it knew will never answer."""
+
+    async def main() -> None:
+        old = Job(store, 2)
+        await old.all(SAVE)
+        waiting = asyncio.ensure_future(old.calls(1, LOAD))
+        await asyncio.sleep(0.1)
+        new = Member(Keys(store, "job"), 0, 2)
+        leads = asyncio.ensure_future(StoreTeam(store, 0, 2, "", 1.0, SAVE, new).fail(holdfast.StateError("x")))
+        await leads
+        await new.show()
+        (outcome,) = await together(waiting)
+        assert kinds([outcome]) == [(errors.RankFailedError, 0)]
+        assert "started anew" in str(outcome)
+
+    run(main)
+
+
+def test_a_rank_in_another_call_is_named_with_it_at_the_deadline(store: Any) -> None:
+    """Where calls come from different threads, nobody knows whether the rank is about to come."""
+    other = Call("load", "file:///b", thread="evaluation")
+
+    async def main() -> None:
+        job = Job(store, 2, deadline_s=4.0)
+        outcomes = await together(job.calls(0, SAVE), job.calls(1, other))
+        assert kinds(outcomes) == [(errors.DeadlineError, 1), (errors.DeadlineError, 0)]
+        # Who gives up first has seen the other's call; the other may find that one gone.
+        assert str(other) in str(outcomes[0]) or str(SAVE) in str(outcomes[1])
+
+    run(main)
+
+
+def test_rosters_and_boards_come_back_as_they_were() -> None:
+    """Whatever the numbers are; and equal ones take a few bytes."""
+    for roster in ([5], [5, 5, 5], [-3, 0, 7, 7, 7, -(1 << 60)]):
+        assert list(decoded_roster(encoded_roster(roster), len(roster))) == roster
+    assert len(encoded_roster([7] * 100_000)) < 10
+    board = Board("n", "l", 3, logs={"x": [1, -2]}, even={"x": Even(1, 2)})
+    assert Board.decode(board.encode()) == board
+
+
+def test_calls_have_one_name_wherever_they_come_from() -> None:
+    """What they are about is in it; the thread is not."""
+    assert Call("save", "file:///a", 1, "x").name == SAVE.name
+    others = [LOAD, Call("load", "file:///a", 1), Call("save", "file:///b", 1), Call("save", "file:///a")]
+    assert len({call.name for call in (SAVE, *others)}) == 5

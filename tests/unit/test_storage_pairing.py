@@ -1,0 +1,184 @@
+"""Failures of two ranks belong to the same call or not: each call ends as those of its own ranks make it end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from support.meeting import LOAD, SAVE, Job, kinds, run, together
+
+import holdfast
+from holdfast import errors
+from holdfast.storage.ranks.calls import Call
+from holdfast.storage.ranks.keys import Keys
+from holdfast.storage.ranks.pairing import LOGGED, Even, logged, paired
+
+AT_ONCE_S = 8.0
+DEAD_IN = {"failed": SAVE, "gave up": SAVE, "in another call": LOAD}
+
+
+async def one_round(job: Job, failing: set[int], late_s: dict[int, float]) -> None:
+    """All ranks make one call, which some fail in before it begins. Every other rank hears of one of those, at once."""
+
+    async def act(rank: int) -> Any:
+        await asyncio.sleep(late_s.get(rank, 0.0))
+        return await (job.fails(rank, SAVE) if rank in failing else job.calls(rank, SAVE))
+
+    began_s = time.monotonic()
+    outcomes = await together(*map(act, range(job.world)))
+    assert time.monotonic() - began_s < AT_ONCE_S
+    for rank, outcome in enumerate(outcomes):
+        if rank in failing:
+            assert isinstance(outcome, holdfast.StateError)
+        elif failing:
+            assert isinstance(outcome, errors.RankFailedError), (rank, failing, outcome)
+            assert outcome.rank in failing
+        else:
+            assert isinstance(outcome, list), (rank, outcome)
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+@pytest.mark.parametrize("before", [1, 3, 12])
+def test_one_rank_fails_alone_after_all_have_failed(alone: int, before: int) -> None:
+    """It is heard of at once, however often all had failed in calls of that name before."""
+
+    async def main() -> None:
+        job = Job(dist.HashStore(), 2)
+        for _ in range(before):
+            await one_round(job, {0, 1}, {})
+        await one_round(job, {alone}, {})
+        await one_round(job, set(), {})
+
+    run(main)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_any_ranks_may_fail_in_any_call(world: int, rng: np.random.Generator) -> None:
+    """Whoever fails, in whatever order they come: those who do not fail hear of it, and a call that nobody fails in works."""
+    rounds = []
+    for _ in range(40):
+        failing = {rank for rank in range(world) if rng.random() < 0.5}
+        late_s = {rank: float(rng.choice((0.0, 0.0, 0.02, 0.1))) for rank in range(world)}
+        rounds.append((failing, late_s))
+
+    async def main() -> None:
+        job = Job(dist.HashStore(), world)
+        for failing, late_s in rounds:
+            await one_round(job, failing, late_s)
+        await one_round(job, set(), {})
+
+    run(main)
+
+
+def test_a_rank_that_is_ahead_in_its_failures_fails_each_of_those_calls() -> None:
+    """It failed three times at once; the leader's three calls fail of that one by one, and the fourth works."""
+
+    async def main() -> None:
+        job = Job(dist.HashStore(), 2)
+        for number in range(3):
+            await together(job.fails(1, SAVE, holdfast.StateError(f"failure {number}")))
+        for number in range(3):
+            (outcome,) = await together(job.calls(0, SAVE))
+            assert kinds([outcome]) == [(errors.RankFailedError, 1)]
+            assert f"failure {number}" in str(outcome)
+        await job.all(SAVE)
+
+    run(main)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_comes_after_the_deadline_is_not_in_a_different_call(late: int) -> None:
+    """The others have given up, and are in the next call: it hears of that, follows them, and the next call works."""
+    following = Call("save", "file:///a", 2)
+
+    async def main() -> None:
+        job = Job(dist.HashStore(), 2, deadline_s=4.0)
+        await job.all(SAVE)
+        (gave_up,) = await together(job.calls(1 - late, SAVE))
+        assert kinds([gave_up]) == [(errors.DeadlineError, late)]
+
+        async def comes_late() -> Any:
+            with pytest.raises(errors.CoordinationError):
+                await job.calls(late, SAVE)
+            return await job.calls(late, following)
+
+        outcomes = await together(job.calls(1 - late, following), comes_late())
+        assert all(isinstance(outcome, list) for outcome in outcomes), outcomes
+        await job.all(SAVE)
+
+    run(main)
+
+
+@pytest.mark.parametrize("stage", DEAD_IN)
+def test_what_ranks_showed_to_a_leader_that_died_unfound_does_not_count(stage: str) -> None:
+    """The job begins anew over the same store; the new leader comes before the other rank, and finds the dead one's board."""
+
+    async def main() -> None:
+        store = dist.HashStore()
+        old = Job(store, 2, deadline_s=0.5)
+        task = asyncio.ensure_future(old.fails(1, SAVE) if stage == "failed" else old.calls(1, DEAD_IN[stage]))
+        await asyncio.wait([task], timeout=0.2 if stage == "in another call" else 5)
+        old.members[1]._keys = Keys(dist.HashStore(), "nowhere")  # it is dead, and says nothing any more
+        task.cancel()
+        await asyncio.wait([task])
+        job = Job(store, 2)
+        outcomes = await together(job.calls(0, SAVE), job.calls(1, SAVE, late_s=2.5))
+        assert all(isinstance(outcome, list) for outcome in outcomes), outcomes
+        await job.all(SAVE)
+
+    run(main)
+
+
+def test_a_rank_that_failed_and_ended_before_it_found_the_leader_is_named() -> None:
+    """Nobody can tell it from a process of a former job at once: but long before the deadline."""
+
+    async def main() -> None:
+        store = dist.HashStore()
+        gone = Job(store, 2, deadline_s=0.5)
+        await together(gone.fails(1, SAVE))
+        await asyncio.sleep(0.6)  # it looks for the leader no more
+        job = Job(store, 2, deadline_s=8.0)
+        (outcome,) = await together(job.calls(0, SAVE))
+        assert kinds([outcome]) == [(errors.RankFailedError, 1)]
+        assert "cannot be saved" in str(outcome)
+
+    run(main)
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_a_rank_that_failed_elsewhere_and_one_that_comes_late_hear_of_one_failure_once(first: int) -> None:
+    """Whoever comes first to the next call: what the leader has told of the last one is no matter of it."""
+
+    async def main() -> None:
+        job = Job(dist.HashStore(), 3)
+        await job.all(SAVE)
+        outcomes = await together(job.calls(0, SAVE), job.calls(1, SAVE), job.fails(2, LOAD))
+        assert kinds(outcomes)[:2] == [(errors.RankFailedError, 2)] * 2
+        for call in (SAVE, LOAD):
+            late_s = [0.0 if rank == first else 0.3 for rank in range(3)]
+            outcomes = await together(*(job.calls(rank, call, late_s=late_s[rank]) for rank in range(3)))
+            assert all(isinstance(outcome, list) for outcome in outcomes), outcomes
+
+    run(main)
+
+
+def test_failures_pair_in_order_from_where_two_ranks_are_even() -> None:
+    """First with first; what is left over is that of calls which the other has yet to make."""
+    assert paired(Even(), [], []) == (Even(), [], [])
+    assert paired(Even(), [3], [5, 6]) == (Even(3, 5), [], [6])
+    assert paired(Even(), [3, -4], [5]) == (Even(3, 5), [-4], [])
+    assert paired(Even(3, 5), [3, 4], [-5, -7, 9]) == (Even(4, 7), [], [9])
+    assert Even(3, 9).joined(Even(4, 2)) == Even(4, 9)
+
+
+def test_a_log_forgets_its_oldest() -> None:
+    """It stands on every board."""
+    log: list[int] = []
+    for number in range(1, LOGGED + 11):
+        log = logged(log, number, waited=number % 2 == 0)
+    assert len(log) == LOGGED
+    assert log[-2:] == [LOGGED + 9, -(LOGGED + 10)]

@@ -1,0 +1,136 @@
+"""Long loads and saves say how far they are."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.bits import fresh_uri
+
+import holdfast
+
+CHUNK_NBYTES = 16 << 20
+
+
+@pytest.fixture
+def uri() -> str:
+    """A checkpoint of three chunks."""
+    uri = fresh_uri()
+    holdfast.save(uri, {"w": torch.arange(3 * CHUNK_NBYTES // 4, dtype=torch.float32), "x": 1})
+    return uri
+
+
+def rising(calls: list[tuple[int, int]], wanted_nbytes: int) -> bool:
+    """Whether these are calls of one operation that has come to its end. Blocks are read whole."""
+    done = [done for done, _ in calls]
+    (total_nbytes,) = {total for _, total in calls}
+    return done == sorted(done) and done[-1] == total_nbytes and 0 <= total_nbytes - wanted_nbytes < 1 << 20
+
+
+def test_a_load_says_how_far_it_is(uri: str) -> None:
+    """With a target and without; on a thread of its own, where Holdfast may be called."""
+    for into in ({"w": torch.zeros(3 * CHUNK_NBYTES // 4), "x": 0}, None):
+        calls: list[tuple[int, int]] = []
+        threads: set[str] = set()
+
+        def progress(done: int, total: int, calls: list = calls, threads: set = threads) -> None:  # type: ignore[type-arg]
+            calls.append((done, total))
+            threads.add(threading.current_thread().name)
+            with holdfast.open(uri) as checkpoint:
+                assert checkpoint.nbytes == 3 * CHUNK_NBYTES
+
+        holdfast.load(uri, into=into, progress=progress)
+        assert rising(calls, 3 * CHUNK_NBYTES)
+        assert threads == {"holdfast-progress"}
+
+
+def test_what_the_callback_raises_ends_the_load(uri: str) -> None:
+    """As it is."""
+
+    def progress(done: int, total: int) -> None:
+        raise ZeroDivisionError("of the user")
+
+    with pytest.raises(ZeroDivisionError, match="of the user"):
+        holdfast.load(uri, into={"w": torch.zeros(3 * CHUNK_NBYTES // 4), "x": 0}, progress=progress)
+
+
+def test_a_resume_says_how_far_it_is(tmp_path: Path) -> None:
+    """As a load does."""
+    calls: list[tuple[int, int]] = []
+    state = {"w": torch.ones(10_000)}
+    with holdfast.Checkpointer(tmp_path, grace_s=None) as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.wait()
+        checkpoints.resume(state, progress=lambda done, total: calls.append((done, total)))
+    assert rising(calls, 40_000)
+
+
+def test_nothing_to_read_reports_nothing() -> None:
+    """A state of small values alone is in the manifest."""
+    uri, calls = fresh_uri(), list[tuple[int, int]]()
+    holdfast.save(uri, {"x": 1})
+    holdfast.load(uri, into={"x": 0}, progress=lambda done, total: calls.append((done, total)))
+    assert calls == []
+
+
+@pytest.mark.parametrize("compression", [None, "lz4"])
+def test_a_save_says_how_far_it_is(compression: Any) -> None:
+    """At once or in the background: the bytes of the image that are written."""
+    state = {"w": torch.zeros(3 * CHUNK_NBYTES // 4), "x": 1}
+    for save in (holdfast.save, holdfast.async_save):
+        calls: list[tuple[int, int]] = []
+        threads: set[str] = set()
+
+        def progress(done: int, total: int, calls: list = calls, threads: set = threads) -> None:  # type: ignore[type-arg]
+            calls.append((done, total))
+            threads.add(threading.current_thread().name)
+
+        done = save(fresh_uri(), state, progress=progress, compression=compression)
+        if isinstance(done, holdfast.SaveHandle):
+            done.wait()
+        assert rising(calls, 3 * CHUNK_NBYTES)
+        assert threads == {"holdfast-progress"}
+
+
+def test_what_the_callback_of_a_save_raises_ends_it() -> None:
+    """What was there stays."""
+    uri, state = fresh_uri(), {"w": torch.zeros(3 * CHUNK_NBYTES // 4)}
+    holdfast.save(uri, {"x": 1})
+
+    def progress(done: int, total: int) -> None:
+        raise ZeroDivisionError("of the user")
+
+    with pytest.raises(ZeroDivisionError, match="of the user"):
+        holdfast.save(uri, state, progress=progress)
+
+
+def test_a_failure_that_is_raised_is_not_logged_as_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever called is told; a Checkpointer, which goes on, logs it once."""
+    (tmp_path / "file").touch()
+    state = {"w": torch.ones(10)}
+    with pytest.raises(holdfast.HoldfastError):
+        holdfast.save(tmp_path / "file" / "c", state)
+    assert caplog.records == []
+    holdfast.save(tmp_path / "run" / "step-00000001", state, step=1)
+    checkpoints = holdfast.Checkpointer(tmp_path / "run", grace_s=None)
+    with checkpoints:
+        assert checkpoints.resume(state) == 1
+        checkpoints.save(2, state)
+        checkpoints.wait()
+        caplog.clear()
+        (tmp_path / "run" / "step-00000003").touch()
+        checkpoints.save(3, state)
+        checkpoints.wait()
+    assert len([record for record in caplog.records if "not saved" in record.getMessage()]) == 1
+    assert not [record for record in caplog.records if "the save to" in record.getMessage()]
+
+
+def test_a_handle_shows_how_far_it_is(tmp_path: Path) -> None:
+    """When it is printed."""
+    handle = holdfast.async_save(tmp_path / "c", {"w": torch.ones(3)})
+    handle.wait()
+    assert repr(handle) == f"<SaveHandle file://{tmp_path}/c: captured reached, sealed reached, durable reached>"
+    assert repr(handle.durable) == "<StageHandle durable: reached>"

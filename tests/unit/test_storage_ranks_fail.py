@@ -1,0 +1,143 @@
+"""What ranks of a save hear of each other's failures, what they keep from save to save, and what a forked child has."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
+
+import holdfast
+from holdfast import errors
+from holdfast.drivers.memory import MemoryDriver
+from holdfast.storage.accord import Accord, Accords, Way, agree
+from holdfast.storage.capture.fingerprint import fingerprints
+from holdfast.storage.capture.kept import Kept
+from holdfast.storage.capture.plan import Agreed
+from holdfast.storage.capture.state import flatten
+from holdfast.storage.frameworks import process_group
+from holdfast.storage.handle import SaveHandle
+from holdfast.storage.ranks.team import StoreTeam
+from holdfast.storage.save import SaveJob, run_save
+
+BUDGET_NBYTES = 64 << 20
+
+
+def saved(drivers: list[Any]) -> list[Any]:
+    """Save as one rank per driver; what each returned or raised, and after how many seconds."""
+
+    async def act(store: Any, rank: int, driver: Any) -> Any:
+        began_s = time.monotonic()
+        job = SaveJob(flatten({"own": torch.full((9,), float(rank))}), 1, BUDGET_NBYTES)
+        try:
+            await run_save(driver, StoreTeam(store, rank, len(drivers), "save", 20.0), job)
+            return None, time.monotonic() - began_s
+        except holdfast.HoldfastError as error:
+            return error, time.monotonic() - began_s
+
+    async def run() -> list[Any]:
+        store = dist.HashStore()
+        return await asyncio.gather(*(act(store, rank, driver) for rank, driver in enumerate(drivers)))
+
+    return asyncio.run(run())
+
+
+def test_a_rank_that_fails_says_so_before_it_cleans_up() -> None:
+    """Storage that is slow to delete does not keep the others waiting."""
+
+    class Failing(MemoryDriver):
+        async def create(self, key: str, nbytes: int) -> Any:
+            raise holdfast.FullError("no room", key=key)
+
+        async def delete(self, key: str) -> None:
+            await asyncio.sleep(3)
+            await super().delete(key)
+
+    (own, _), (told, took_s) = saved([Failing(), MemoryDriver()])
+    assert isinstance(own, holdfast.FullError)
+    assert isinstance(told, errors.RankFailedError)
+    assert took_s < 2
+
+
+def test_a_rank_whose_files_vanish_since_another_failed_raises_that_failure() -> None:
+    """Not what it saw of it: the first cause is what is to be mended."""
+
+    class Failing(MemoryDriver):
+        async def create(self, key: str, nbytes: int) -> Any:
+            raise holdfast.FullError("no room", key=key)
+
+    class Vanishing(MemoryDriver):
+        async def create(self, key: str, nbytes: int) -> Any:
+            await asyncio.sleep(0.5)  # the other has failed by then, and told
+            raise holdfast.NotFoundError("it is gone", key=key)
+
+    (own, _), (told, _) = saved([Failing(), Vanishing()])
+    assert isinstance(own, holdfast.FullError)
+    assert isinstance(told, errors.RankFailedError)
+    assert told.rank == 0
+    assert "no room" in str(told)
+
+
+def test_what_a_rank_says_of_tensors_that_were_alike_depends_on_each_of_them() -> None:
+    """One that changes is seen, whichever it is."""
+    accord = Accord("id", Agreed({}, {}), {"0": [3, 5, 8]}, {}, Way([0], [0]))
+    digests = {3: b"a" * 16, 5: b"b" * 16, 8: b"c" * 16}
+    told = accord.tell(digests)
+    for row in digests:
+        assert accord.tell(digests | {row: b"x" * 16}) != told
+
+
+def test_what_was_agreed_on_holds_for_one_size_of_the_job() -> None:
+    """A job of more ranks, with states that are laid out as before, agrees anew."""
+    kin = object()
+    memory: Accords = Kept(8)
+
+    def holders(world: int) -> list[Any]:
+        async def act(store: Any, rank: int) -> Any:
+            flat = flatten({"x": torch.ones(3)})
+            flat.kin = kin
+            team = StoreTeam(store, rank, world, "agree", 20.0)
+            async with team.session():
+                accord = await agree(team, "memory://", flat, lambda rows: fingerprints(flat, rows), memory)
+            return next(iter(accord.agreed.holders.values()))
+
+        async def run() -> list[Any]:
+            store = dist.HashStore()
+            return await asyncio.gather(*(act(store, rank) for rank in range(world)))
+
+        return asyncio.run(run())
+
+    assert holders(2) == [(0, 1)] * 2
+    assert holders(3) == [(0, 1, 2)] * 3
+
+
+def test_no_stage_of_a_save_that_fails_is_waited_for_in_vain() -> None:
+    """Each that was not reached raises what the save failed with."""
+    handle = SaveHandle("memory://")
+    handle.reach("captured")
+    handle.fail(holdfast.FullError("no room"))
+    handle.captured.wait(1)
+    for stage in (handle.sealed, handle.durable):
+        with pytest.raises(holdfast.FullError):
+            stage.wait(1)
+
+
+def test_a_forked_child_has_a_connection_of_its_own() -> None:
+    """It would take its parent's answers off the socket that they share."""
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    dist.init_process_group("fake", store=store, rank=0, world_size=2)
+    try:
+        ours = process_group._contact(5.0)
+        assert process_group._contact(5.0) is ours
+        child = os.fork()
+        if child == 0:
+            theirs = process_group._contact(5.0)
+            os._exit(0 if theirs.store is not ours.store and theirs.member is not ours.member else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,262 @@
+"""How much of a state and of a checkpoint must fit each other, and what a load says of the rest."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from support.bits import fresh_uri
+from torch import nn
+
+import holdfast
+
+
+def net() -> nn.Module:
+    """Two layers: four tensors."""
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+class Wrapped(nn.Module):
+    """A module around another, which is in its names."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.net = inner
+
+
+@pytest.fixture
+def run() -> tuple[str, nn.Module]:
+    """A checkpoint of a model, its optimizer and a step; and the model."""
+    model, uri = net(), fresh_uri()
+    optim = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optim.step()
+    holdfast.save(uri, {"model": model, "optim": optim, "step": 7})
+    return uri, model
+
+
+def loaded(uri: str, into: Any, strict: Any) -> holdfast.LoadReport:
+    """Load; return the report."""
+    reports: list[holdfast.LoadReport] = []
+    holdfast.load(uri, into=into, strict=strict, on_report=reports.append)
+    return reports[0]
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    """Whether all their tensors are equal."""
+    pairs = zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+    return all(torch.equal(x, y) for x, y in pairs)
+
+
+def refused(uri: str, into: Any, strict: Any = True, **options: Any) -> str:
+    """The text of the MismatchError."""
+    with pytest.raises(holdfast.MismatchError) as caught:
+        holdfast.load(uri, into=into, strict=strict, **options)
+    return str(caught.value)
+
+
+def test_a_model_alone_is_loaded_with_strict_state(run: tuple[str, nn.Module]) -> None:
+    """What else the checkpoint has is left, and listed in the report."""
+    uri, model = run
+    other = net()
+    report = loaded(uri, {"model": other}, "state")
+    assert same(model, other)
+    assert (report.missing, report.missing_count) == ((), 0)
+    assert "step" in report.unexpected
+    assert "optim.state.0.weight.exp_avg" in report.unexpected
+    assert report.unexpected_count == len(report.unexpected) > 8
+
+
+def test_strict_state_wants_every_name_of_the_state(run: tuple[str, nn.Module]) -> None:
+    """A layer that is not stored is an error, and nothing is filled; the rest of the checkpoint is not listed."""
+    uri, _ = run
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    before = model[0].weight.detach().clone()
+    with pytest.raises(holdfast.MismatchError) as caught:
+        holdfast.load(uri, into={"model": model}, strict="state")
+    assert [text.partition(":")[0] for text in caught.value.differences] == [
+        'state["model"]["2.weight"]',
+        'state["model"]["2.bias"]',
+    ]
+    assert torch.equal(before, model[0].weight)
+
+
+def test_the_default_names_the_mode_that_helps(run: tuple[str, nn.Module]) -> None:
+    """A model alone does not fit a whole run by default, and the error says how to load it."""
+    text = refused(run[0], {"model": net()})
+    assert 'strict="state" loads what the state has' in text
+    assert "strict=False" not in text
+
+
+def test_not_strict_says_what_it_left(run: tuple[str, nn.Module], caplog: pytest.LogCaptureFixture) -> None:
+    """Names of the state that stay as they are: a warning, and the report. Names of the checkpoint alone: a line at INFO."""
+    uri, model = run
+    other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    with caplog.at_level(logging.INFO, logger="holdfast"):
+        report = loaded(uri, {"model": other, "step": 0, "new": 1}, False)
+    assert torch.equal(other[1].weight, model[1].weight)
+    assert report.missing == ("model.2.weight", "model.2.bias", "new")
+    assert report.missing_count == 3
+    said = {record.levelname: record.getMessage() for record in caplog.records}
+    assert "3 names of the state are not in" in said["WARNING"]
+    assert "model.2.weight, model.2.bias, new" in said["WARNING"]
+    assert "not in the state and not loaded" in said["INFO"]
+
+
+def test_a_load_that_leaves_nothing_says_nothing(run: tuple[str, nn.Module], caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever the mode."""
+    uri, _ = run
+    with caplog.at_level(logging.INFO, logger="holdfast"):
+        for strict in (True, "state", False):
+            other = net()
+            optim = torch.optim.Adam(other.parameters())
+            report = loaded(uri, {"model": other, "optim": optim, "step": 0}, strict)
+            assert (report.missing, report.unexpected) == ((), ())
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("strict", [True, "state", False])
+@pytest.mark.parametrize("key", ["modell", "Model", "models"])
+def test_a_state_of_which_nothing_is_stored_is_an_error(run: tuple[str, nn.Module], strict: Any, key: str) -> None:
+    """A misspelled name loads nothing, and no mode takes that for a load."""
+    text = refused(run[0], {key: net()}, strict)
+    assert "nothing of the state is in the checkpoint" in text
+    assert f"the stored names have 'model.' where those of the state have '{key}.'" in text.replace("The", "the")
+    assert "strict=" not in text
+
+
+@pytest.mark.parametrize("strict", ["state", False])
+@pytest.mark.parametrize("into", [{}, {"model": {}}, [], {"list": ()}], ids=repr)
+def test_a_state_of_nothing_is_an_error(run: tuple[str, nn.Module], strict: Any, into: Any) -> None:
+    """As is one that holds nothing at all: a filter has probably taken all out."""
+    assert "nothing of the state is in the checkpoint" in refused(run[0], into, strict)
+
+
+def test_nothing_into_nothing_is_fine() -> None:
+    """An empty checkpoint fits an empty state."""
+    uri = fresh_uri()
+    holdfast.save(uri, {"a": {}})
+    for strict in (True, "state", False):
+        assert holdfast.load(uri, into={"a": {}}, strict=strict) == {"a": {}}
+    assert "nothing of the state" in refused(uri, {"a": torch.zeros(1)}, False)
+
+
+def test_an_unknown_mode_is_refused(run: tuple[str, nn.Module]) -> None:
+    """Before anything is done."""
+    with pytest.raises(holdfast.UsageError, match="strict='states'"):
+        holdfast.load(run[0], into={"model": net()}, strict="states")  # type: ignore[call-overload]
+
+
+def test_lists_in_the_report_are_bounded() -> None:
+    """A hundred names of each, and how many there are."""
+    uri = fresh_uri()
+    holdfast.save(uri, {"both": 1, "old": {f"{i}": i for i in range(250)}})
+    report = loaded(uri, {"both": 0, "new": {f"x{i}": torch.zeros(1) for i in range(150)}}, False)
+    assert (len(report.missing), report.missing_count) == (100, 150)
+    assert (len(report.unexpected), report.unexpected_count) == (100, 250)
+
+
+def test_one_difference_is_one_place() -> None:
+    """And the error of a shape gives no advice that cannot help."""
+    uri = fresh_uri()
+    holdfast.save(uri, {"w": torch.zeros(2), "x": 1})
+    text = refused(uri, {"w": torch.zeros(3), "x": 0})
+    assert "differ in 1 place:" in text
+    assert "strict" not in text
+    assert "cast" not in text
+
+
+def test_dtypes_that_differ_alone_need_cast_alone() -> None:
+    """cast=True is named where it helps, strict is not where it does not."""
+    uri = fresh_uri()
+    holdfast.save(uri, {"w": torch.zeros(2), "x": 1})
+    text = refused(uri, {"w": torch.zeros(2, dtype=torch.float64), "x": 0}, False)
+    assert "cast=True converts dtypes" in text
+    assert "strict" not in text
+    holdfast.load(uri, into={"w": torch.zeros(2, dtype=torch.float64), "x": 0}, cast=True)
+
+
+def test_advice_that_is_followed_works() -> None:
+    """A dtype that differs, and a name that is missing: both options are named, and together they load."""
+    uri = fresh_uri()
+    holdfast.save(uri, {"w": torch.ones(2), "x": 1})
+    into = {"w": torch.zeros(2, dtype=torch.float64), "new": 1}
+    text = refused(uri, into)
+    assert "cast=True" in text
+    assert "strict=False" in text
+    holdfast.load(uri, into=into, strict=False, cast=True)
+    assert into["w"].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "prefix", ["module.", "_orig_mod.", "base_model.model.", "_forward_module.", "_fsdp_wrapped_module.", "net.inner."]
+)
+@pytest.mark.parametrize("strict", [True, "state", False])
+def test_words_that_wrappers_put_into_stored_names_are_said(prefix: str, strict: Any) -> None:
+    """One line says what the names differ by, with an example, and how to get at them."""
+    uri, model = fresh_uri(), net()
+    holdfast.save(uri, {"model": {prefix + name: tensor for name, tensor in model.state_dict().items()}})
+    text = refused(uri, {"model": net()}, strict)
+    assert f"The stored names have '{prefix}' after 'model.'" in text
+    assert f"'model.{prefix}0.weight' in the checkpoint is 'model.0.weight' in the state" in text
+
+
+def test_words_in_names_of_the_state_are_said() -> None:
+    """The other way round."""
+    uri = fresh_uri()
+    holdfast.save(uri, {"model": net()})
+    text = refused(uri, {"model": Wrapped(net())})
+    assert "The names of the state have 'net.' after 'model.', the stored ones have not" in text
+
+
+def test_a_state_that_is_nested_as_is_advised_fits() -> None:
+    """An average of a wrapped model is loaded into a plain one by naming the wrapper's attribute."""
+    uri, model = fresh_uri(), net()
+    holdfast.save(uri, {"ema": Wrapped(model)})
+    other = net()
+    text = refused(uri, {"ema": other})
+    assert "A state that is nested likewise has those names: {'ema': {'net': …}}" in text
+    holdfast.load(uri, into={"ema": {"net": other}})
+    assert same(model, other)
+
+
+def test_wrappers_deep_in_names_are_said() -> None:
+    """As activation checkpointing leaves them: one in each block."""
+    uri, names = fresh_uri(), [f"blocks.{i}.{which}.w" for i in range(5) for which in ("up", "down")]
+    deep = {name.replace("up", "_checkpoint_wrapped_module.up"): torch.zeros(1) for name in names}
+    deep = {name.replace("down", "_checkpoint_wrapped_module.down"): tensor for name, tensor in deep.items()}
+    holdfast.save(uri, {"model": deep})
+    text = refused(uri, {"model": {name: torch.zeros(1) for name in names}})
+    assert "The stored names have '_checkpoint_wrapped_module.' in them" in text
+
+
+def test_names_that_have_nothing_in_common_give_no_hint() -> None:
+    """Rather none than a wrong one."""
+    uri = fresh_uri()
+    holdfast.save(uri, {"a": torch.zeros(1), "b": {"c": 1}, "both": 1})
+    text = refused(uri, {"x": torch.zeros(1), "y": {"z": 1}, "both": 0})
+    assert "stored names" not in text
+    assert "names of the state" not in text
+
+
+def test_a_lenient_load_says_what_names_differ_by(caplog: pytest.LogCaptureFixture) -> None:
+    """In the line about what stays as it is."""
+    uri, model = fresh_uri(), net()
+    holdfast.save(uri, {"model": Wrapped(model), "step": 3})
+    loaded(uri, {"model": net(), "step": 0}, False)
+    assert "the stored names have 'net.' after 'model.'" in caplog.text
+
+
+def test_resume_has_the_same_modes(tmp_path: Any) -> None:
+    """What the state has is loaded from a run's newest checkpoint."""
+    model = net()
+    with holdfast.Checkpointer(str(tmp_path), grace_s=None) as checkpoints:
+        checkpoints.save(3, {"model": model, "step": 3})
+        checkpoints.wait()
+        other = net()
+        assert checkpoints.resume({"model": other}, strict="state") == 3
+        assert same(model, other)
+        with pytest.raises(holdfast.MismatchError, match="nothing of the state"):
+            checkpoints.resume({"modell": other}, strict=False)
