@@ -1,0 +1,67 @@
+"""A server that is one program: started on a free port of the loopback, awaited until it listens, stopped by its id."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from support.servers.ports import listens
+
+__all__ = ["INSTALLED", "Daemon"]
+
+INSTALLED = Path(os.environ.get("HOLDFAST_TEST_SERVERS", Path(__file__).parents[3] / ".servers"))
+"""Where ``make test-servers`` puts servers."""
+START_S = 60.0
+# Some servers take their own users' keys from a client's variables: SeaweedFS makes an administrator of them.
+_CLIENTS_VARIABLES = ("AWS_", "AZURE_", "GOOGLE_")
+# The kernel ends the program when a test run is killed. setpriv runs the program in its own process.
+_DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL") if shutil.which("setpriv") else ()
+
+
+class Daemon:
+    """One process that listens on ``port``. What it prints goes to the file ``log``.
+
+    It inherits this process's environment without the credentials of clients.
+    """
+
+    def __init__(
+        self, command: Sequence[str | Path], *, port: int, log: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self.port = port
+        self._command = [*_DIES_WITH_US, *map(str, command)]
+        self._log = log
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(_CLIENTS_VARIABLES)}
+        self._environment = inherited | dict(environment or {})
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it, and wait until it listens. Raises RuntimeError, with the end of its log, where it does not."""
+        with open(self._log, "ab") as log:
+            self._process = subprocess.Popen(
+                self._command,
+                env=self._environment,
+                cwd=self._log.parent,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        deadline_s = time.monotonic() + START_S
+        while not listens(self.port):
+            if self._process.poll() is not None or time.monotonic() > deadline_s:
+                self.stop()
+                raise RuntimeError(f"{self._command} does not listen:\n{self._log.read_text(errors='replace')[-2000:]}")
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        """Kill it, and wait for its end. Safe to call twice."""
+        process = self._process
+        if process is None:
+            return
+        self._process = None
+        process.kill()
+        process.wait(10)
