@@ -287,13 +287,16 @@ async def _time_s(driver: Driver, attempt: Attempt) -> float:
     return (await still_there(driver, attempt)).modified_s
 
 
-async def delete_attempt(driver: Driver, attempt: Attempt) -> None:
-    """Delete an attempt that no manifest names, nor ever will. Does not raise: the next save collects what is left."""
+async def delete_attempt(driver: Driver, attempt: Attempt) -> bool:
+    """Delete an attempt that no manifest names, nor ever will; tell whether that worked. Does not raise StorageError: the
+    next save collects what is left."""
     try:
         await driver.delete(attempt.marker)  # first: see step 4
         await driver.delete_all(attempt.prefix)
     except StorageError as error:
         _log.warning("leftovers of attempt %s stay until the next save: %s", attempt.id, error)
+        return False
+    return True
 
 
 async def give_up(driver: Driver, attempt: Attempt) -> None:
@@ -301,8 +304,8 @@ async def give_up(driver: Driver, attempt: Attempt) -> None:
     waits is to hear of the failure."""
     try:
         async with asyncio.timeout(CLEAN_UP_S):
-            await delete_attempt(driver, attempt)
-            await sweep(driver)  # the folder of all attempts, where this was the only one
+            if await delete_attempt(driver, attempt):
+                await sweep(driver)  # the folder of all attempts, where this was the only one
     except TimeoutError:
         _log.warning("leftovers of attempt %s stay until the next save: %g s were not enough", attempt.id, CLEAN_UP_S)
 

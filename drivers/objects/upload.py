@@ -159,6 +159,10 @@ class PartsUpload(Upload):
         self._began_s = time.monotonic()
         self._put: asyncio.Future[Any] | None = None
         self._open = True
+        self._given_up = False
+        """Whether a write failed, or was cancelled, and stopped the upload."""
+        self._told = asyncio.Event()
+        """Set when that write returns."""
         self._leaving: asyncio.Future[None] | None = None
         """What tidies up behind an upload that is over, for all who ask for that to wait for."""
         _places.setdefault(target.place, _Place()).live += 1
@@ -199,12 +203,11 @@ class PartsUpload(Upload):
                 key=self._target.key,
                 advice="The parts of an object store's upload are written in ascending order.",
             )
-        stored = [self._send(part) for part in self._cutter.cut(data)]
+        stored = [future for part in self._cutter.cut(data) if (future := self._send(part)) is not None]
         try:
-            await self._wait_for([future for future in stored if future is not None])
+            await self._wait_for(stored)
         except BaseException:
-            self._stop()
-            await to_the_end(self._let_go(future for future in stored if future is not None))
+            await self._give_up(stored)
             raise
         self._written.add(start, len(data))
 
@@ -324,10 +327,27 @@ class PartsUpload(Upload):
         self._feed.drop()
         self._put.cancel()
 
+    async def _give_up(self, stored: Collection[asyncio.Future[None]]) -> None:
+        """Stop the upload, and wait until the memory of a write that failed, or was cancelled, is the caller's again.
+
+        The write that stops the upload knows why. So it is the first to return, and those beside it follow.
+        """
+        beside = self._given_up
+        self._given_up = True
+        self._stop()
+        if beside:
+            await to_the_end(self._let_go(stored))
+            await self._told.wait()
+            return
+        try:
+            await to_the_end(self._let_go(stored))
+        finally:
+            self._told.set()
+
     @staticmethod
-    async def _let_go(stored: Any) -> None:
-        if waiting := list(stored):
-            await asyncio.wait(waiting, timeout=_RELEASE_S)
+    async def _let_go(stored: Collection[asyncio.Future[None]]) -> None:
+        if stored:
+            await asyncio.wait(stored, timeout=_RELEASE_S)
 
     def _check_open(self) -> None:
         if not self._open:

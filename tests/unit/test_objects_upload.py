@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.drivers.contract import ObjectInfo
 from holdfast.drivers.objects.upload import PartsUpload, Target
-from holdfast.errors import NotFoundError, StorageError
+from holdfast.errors import NotFoundError, StorageDownError, StorageError
 
 PART_NBYTES = 5 << 20
 
@@ -37,10 +37,10 @@ class Store:
     async def drop_unfinished(self, since_s: float) -> None:
         """Nothing is left."""
 
-    def target(self, nbytes: int) -> Target:
+    def target(self, nbytes: int, limit_s: float = 60.0) -> Target:
         """Where an upload to it goes."""
         return Target(
-            "s3://bucket", "image", ("bucket", "image"), nbytes, PART_NBYTES, 4, 60.0, self.put, self.stat,
+            "s3://bucket", "image", ("bucket", "image"), nbytes, PART_NBYTES, 4, limit_s, self.put, self.stat,
             self.drop_unfinished,
         )  # fmt: skip
 
@@ -109,3 +109,56 @@ def test_an_upload_that_somebody_dropped_is_not_taken_for_committed(age_s: float
     """What is there instead, nothing, an older object or another one, is not what was uploaded."""
     with pytest.raises(NotFoundError):
         asyncio.run(asyncio.wait_for(uploaded(Forgetful(age_s, kept), 2 * PART_NBYTES + 7), 60))
+
+
+class Silent(Store):
+    """Takes parts, and is not heard of again. When it is given up, it lets go of the last part first, and of the others later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[Any] = []
+
+    async def put(self, feed: Any, **options: Any) -> None:
+        """Never returns by itself."""
+        try:
+            async for part in feed:
+                self.held.append(part)
+                del part
+        finally:
+            for n in range(len(self.held)):
+                asyncio.get_running_loop().call_later(0.1 * n, self.held.pop)
+
+
+async def written_side_by_side(limit_s: float, timeout_s: float) -> list[BaseException]:
+    """How two writes of one upload to a silent store fail, in the order in which they do: the first waits for ``timeout_s``."""
+    upload = PartsUpload(Silent().target(2 * PART_NBYTES, limit_s))
+    failures: list[BaseException] = []
+
+    async def write(start: int, timeout_s: float | None) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await upload.write(start, memoryview(bytes(PART_NBYTES)))
+        except Exception as error:
+            failures.append(error)
+
+    await upload.begin()
+    first = asyncio.create_task(write(0, timeout_s))
+    await asyncio.sleep(0.05)  # the limit of the second write is reached later, too
+    await asyncio.gather(first, write(PART_NBYTES, None))
+    await upload.abort()
+    return failures
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "timeout_s", "kind"),
+    [(60.0, 0.2, TimeoutError), (0.2, 60.0, StorageDownError)],
+    ids=["deadline", "limit"],
+)
+def test_of_writes_side_by_side_the_one_that_knows_why_fails_first(
+    limit_s: float, timeout_s: float, kind: type[Exception]
+) -> None:
+    """Whoever takes the first failure for the cause is right: a deadline, or a store of which nothing is heard. The others
+    only know that the upload is over."""
+    failures = asyncio.run(asyncio.wait_for(written_side_by_side(limit_s, timeout_s), 60))
+    assert isinstance(failures[0], kind)
+    assert "the upload is over" in str(failures[1])

@@ -176,6 +176,20 @@ def test_a_save_that_fails_does_not_wait_for_ever_to_clean_up(monkeypatch: pytes
     assert len(attempts(run(contents(storage)))) == 1
 
 
+def test_a_save_that_fails_does_not_ask_again_where_its_storage_is_gone() -> None:
+    """Each question costs the time of a deadline: once the files of the attempt cannot be deleted, nothing is swept."""
+    asked: list[str] = []
+
+    async def go_away(operation: str, key: str) -> None:
+        asked.append(operation)
+        if "create" in asked:
+            raise holdfast.StorageDownError("injected")
+
+    with pytest.raises(holdfast.StorageDownError, match="injected"):
+        run(save(HookedDriver(prepared(), before=go_away), NEW))
+    assert asked[asked.index("create") + 1 :] == ["delete"]
+
+
 def test_a_first_save_that_fails_leaves_no_empty_folder(tmp_path: Path) -> None:
     """On a local disk: not even the folder that it would have shared with others; where another is at work, its files stay."""
 
