@@ -73,6 +73,9 @@ class Traits:
     """An upload is fastest when this many contiguous segments of it, see :func:`segments`, are written at once: then
     ``part_order``, which is not ``serial``, holds within each of them. One after the other is as right, and slower."""
 
+    bounded: bool = True
+    """Room may run out: what dead savers have left is swept before a save writes anything, and else while it writes."""
+
     upload_nbytes: int = 0
     """What an upload holds of its own until it is committed, at most, besides what is being written: budgets count it."""
 

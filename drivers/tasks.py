@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 from ..errors import StorageDownError, StorageError
 from .contract import check_key
 
-__all__ = ["Tasks", "to_the_end"]
+__all__ = ["Tasks", "side_by_side", "to_the_end"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -45,6 +45,26 @@ async def to_the_end(work: Awaitable[T], *, grace_s: float | None = None) -> T:
     if cancelled is not None:
         raise cancelled from (None if task.cancelled() else task.exception())
     return task.result()
+
+
+async def side_by_side(*coroutines: Coroutine[Any, Any, Any]) -> list[Any]:
+    """Run all of them at the same time; return what they return, in order.
+
+    Where some fail, the others are waited for, and the failure of the first in order is raised. Cancelled, all are
+    cancelled, and waited for likewise.
+    """
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        await asyncio.wait(tasks)
+    except asyncio.CancelledError:
+        for task in tasks:
+            task.cancel()
+        await to_the_end(asyncio.gather(*tasks, return_exceptions=True))
+        raise
+    for task in tasks:
+        if not task.cancelled() and task.exception() is not None:
+            task.result()
+    return [task.result() for task in tasks]
 
 
 class Tasks:

@@ -55,6 +55,7 @@ from functools import partial
 from typing import Any
 
 from ..drivers.contract import Driver, ObjectInfo
+from ..drivers.tasks import side_by_side
 from ..errors import (
     CheckpointError,
     DamagedError,
@@ -66,10 +67,11 @@ from ..errors import (
     StorageError,
     SupersededError,
 )
-from .committed import read_manifest
+from .committed import attempt_of
 from .fate import SENTENCE, claim, put_once, sentence
 from .fitness import TRIAL_NBYTES, answers_ranges, refuses_taken
 from .format.manifest import MANIFEST_KEY, Manifest, image_key
+from .pipeline.engine import offload
 from .pipeline.executor import at_most
 from .pruning import PRUNING_KEY, new_sign, pruned_since_s, pruning_over, take_away
 
@@ -129,14 +131,21 @@ class Attempt:
 
 
 async def begin(driver: Driver) -> Attempt:
-    """Collect what dead attempts left, and begin a new one. Raises StorageError, SupersededError; StorageDownError also
-    where a pruning has died here within the last hour, or does not end: see 5."""
+    """Collect what dead attempts left, and begin a new one. Where room does not run out, the caller sweeps, while it writes.
+
+    Raises StorageError, SupersededError; StorageDownError also where a pruning has died here within the last hour, or does
+    not end: see 5.
+    """
     attempt = await _announce(driver)
     try:
-        await _see_exclusive(driver, attempt)
-        await pruning_over(driver, partial(_time_s, driver, attempt), CLEAN_UP_S, GRACE_S)
-        await _collect_others(driver, attempt)
-        await sweep(driver, CLEAN_UP_S)
+        *_, found = await side_by_side(
+            _see_exclusive(driver, attempt),
+            pruning_over(driver, partial(_time_s, driver, attempt), CLEAN_UP_S, GRACE_S),
+            _look(driver, attempt),
+        )
+        await _collect_others(driver, attempt, found)
+        if driver.traits.bounded:
+            await sweep(driver, CLEAN_UP_S)
     except BaseException:
         await give_up(driver, attempt)
         raise
@@ -153,7 +162,7 @@ async def begin_copy(driver: Driver, of: str) -> tuple[Attempt, bool]:
         await pruning_over(driver, partial(_time_s, driver, probe), CLEAN_UP_S, GRACE_S)
         former = await _former(driver, probe, of)
         attempt = former or await _announce(driver, {"copy_of": of})
-        await _collect_others(driver, probe, spare=attempt)
+        await _collect_others(driver, probe, await _look(driver, probe), spare=attempt)
         await sweep(driver, CLEAN_UP_S)
     return attempt, former is not None
 
@@ -176,7 +185,7 @@ async def collect(driver: Driver, idle_s: float) -> None:
     """What :func:`begin` collects, without a save to follow: so attempts that live are spared. An attempt counts as dead
     when nothing was written to it for ``idle_s`` seconds. Raises StorageError, SupersededError, UnsupportedFormatError."""
     async with _probe(driver) as probe:
-        await _collect_others(driver, probe, idle_s=idle_s)
+        await _collect_others(driver, probe, await _look(driver, probe), idle_s=idle_s)
         flagged_s = await pruned_since_s(driver)
         if flagged_s is not None and (await still_there(driver, probe)).modified_s - flagged_s > GRACE_S:
             await driver.delete(PRUNING_KEY)
@@ -191,28 +200,39 @@ async def commit(
     Raises SupersededError, InvisibleFilesError, StorageError: then nothing changed, except that after ``putting`` was
     called, which is just before the put, the manifest may still turn out to have been stored.
     """
-    data, before = manifest.encode(), None
+    data = await offload(manifest.encode)
     try:
         claimed = await claim(driver, attempt.fate)
     except (ExistsError, NotFoundError) as error:  # not found: the attempt is being deleted, folder and all
         raise _superseded(driver) from error
-    await still_there(driver, attempt)
-    await _see_all(driver, manifest)
-    await answers_ranges(driver, attempt.fate, claimed)
-    with contextlib.suppress(DamagedError):
-        before = await _current_attempt(driver)
-    obsolete = None if before is None or before == attempt.id else Attempt(before)
 
     async def now_s() -> float:
         return (await driver.stat(attempt.fate)).modified_s
 
-    if obsolete is not None and not await is_settled(driver, obsolete, now_s):
-        obsolete = None  # its manifest may be put again, also after ours
+    obsolete: Attempt | None
+    *_, obsolete = await side_by_side(
+        still_there(driver, attempt),
+        _see_all(driver, manifest),
+        answers_ranges(driver, attempt.fate, claimed),
+        _obsolete(driver, attempt, now_s),
+    )
     putting()
     await driver.put(MANIFEST_KEY, data)
     if not await _stays(driver, now_s):
         await driver.put(MANIFEST_KEY, data)  # whoever prunes now sees this one
     return obsolete
+
+
+async def _obsolete(driver: Driver, attempt: Attempt, now_s: Callable[[], Awaitable[float]]) -> Attempt | None:
+    """What is the checkpoint as long as ``attempt`` is not, if it can be deleted once that is: nobody puts its manifest
+    any more, not even after that of ``attempt``."""
+    before = None
+    with contextlib.suppress(DamagedError):
+        before = await _current_attempt(driver)
+    if before is None or before == attempt.id:
+        return None
+    obsolete = Attempt(before)
+    return obsolete if await is_settled(driver, obsolete, now_s) else None
 
 
 async def _stays(driver: Driver, now_s: Callable[[], Awaitable[float]]) -> bool:
@@ -403,7 +423,7 @@ def _superseded(driver: Driver) -> HoldfastError:
 async def _current_attempt(driver: Driver) -> str | None:
     """Raises DamagedError, and UnsupportedFormatError: what a newer release wrote is not to be overwritten."""
     try:
-        return (await read_manifest(driver))[0].attempt
+        return await attempt_of(driver)
     except NotACheckpointError:
         return None
 
@@ -431,16 +451,37 @@ async def attempts(driver: Driver) -> Mapping[Attempt, Trace]:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What one look at all attempts has found: the storage's time, the current one, and how long others stay that have
+    claimed."""
+
+    now_s: float
+    current: str | None
+    grace_s: float
+    traces: Mapping[Attempt, Trace]
+
+
+async def _look(driver: Driver, attempt: Attempt) -> _Seen:
+    """Look at all attempts, on behalf of ``attempt``. In whichever order the answers come: what has changed between them
+    has a fate, which is asked again before anything is deleted, or is too young for that."""
+
+    async def current() -> tuple[str | None, float]:
+        try:
+            return await _current_attempt(driver), GRACE_S
+        except DamagedError:  # whichever claimed attempt it named, somebody may want to salvage: keep them all
+            return None, float("inf")
+
+    now_s, (named, grace_s), traces = await side_by_side(_time_s(driver, attempt), current(), attempts(driver))
+    return _Seen(now_s, named, grace_s, traces)
+
+
 async def _collect_others(
-    driver: Driver, attempt: Attempt, *, spare: Attempt | None = None, idle_s: float = float("-inf")
+    driver: Driver, attempt: Attempt, seen: _Seen, *, spare: Attempt | None = None, idle_s: float = float("-inf")
 ) -> None:
     """Delete what is neither ``attempt`` nor ``spare`` nor the current checkpoint, nor was written to within ``idle_s``."""
-    now_s = (await still_there(driver, attempt)).modified_s
-    try:
-        current, grace_s = await _current_attempt(driver), GRACE_S
-    except DamagedError:  # whichever claimed attempt it named, somebody may want to salvage: keep them all
-        current, grace_s = None, float("inf")
-    for other, trace in (await attempts(driver)).items():
+    now_s, current, grace_s = seen.now_s, seen.current, seen.grace_s
+    for other, trace in seen.traces.items():
         quiet_s = max(
             0.0, now_s - trace.written_s
         )  # some storage tells whole seconds of one object, and finer of a list

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 from ..drivers.contract import Driver
 from ..drivers.layers.layer import bottom
+from ..drivers.tasks import side_by_side
 from ..errors import CheckpointError, ExistsError, NotFoundError, StorageError
 
 __all__ = ["TRIAL_NBYTES", "answers_ranges", "refuses_taken"]
@@ -80,8 +81,7 @@ async def answers_ranges(driver: Driver, key: str, data: bytes) -> None:
         if into != data[start:stop]:
             raise _unreadable(driver, key, start, stop, "other bytes came")
 
-    await read(0, len(data))
-    await read(1, len(data) - 1)
+    await side_by_side(read(0, len(data)), read(1, len(data) - 1))
 
 
 def _unreadable(driver: Driver, key: str, start: int, stop: int, why: str) -> StorageError:

@@ -21,7 +21,7 @@ from .capture.fingerprint import fingerprints
 from .capture.kept import Kept
 from .capture.plan import Agreed, SavePlan, plan_save
 from .capture.state import FlatState
-from .commit import CLEAN_UP_S, Attempt, begin, commit, delete_attempt, give_up, settle, still_there
+from .commit import CLEAN_UP_S, Attempt, begin, commit, delete_attempt, give_up, settle, still_there, sweep
 from .committed import read_manifest
 from .deadline import Deadline
 from .format.fragment import Fragment, Layout, decode_fragment, fragment_of, join
@@ -82,7 +82,7 @@ async def run_save(driver: Driver, team: Team, job: SaveJob) -> tuple[str, int, 
     driver = counted(driver, team)
     job.progress = replace(job.progress, moved=team.worked)
     leader = _Leader(driver, job)
-    async with team.session():
+    async with team.session(), contextlib.aclosing(leader):
         try:
             async with job.deadline.holds(driver.uri, team.rank):
                 saved = await _save(driver, team, job, leader)
@@ -184,6 +184,7 @@ class _Leader:
         self._obsolete: Attempt | None = None
         self._dead: Attempt | None = None
         """Ours, as long as it is certain that it is not committed."""
+        self._sweeping: asyncio.Future[None] | None = None
 
     async def begin_for(self, team: Team) -> str:
         """The attempt that rank 0 begins, on every rank. Called by all, side by side with copying."""
@@ -193,6 +194,8 @@ class _Leader:
         if self._job.admit is not None:
             self._branch = await self._job.admit()
         self._attempt = self._dead = await begin(self._driver)
+        if not self._driver.traits.bounded:
+            self._sweeping = asyncio.ensure_future(sweep(self._driver, CLEAN_UP_S))
         return self._attempt.id.encode()
 
     async def commit(self, ranks: Sequence[int], known: dict[bytes, Layout], fragments: Sequence[bytes]) -> bytes:
@@ -209,6 +212,8 @@ class _Leader:
 
     async def settle(self) -> None:
         """All ranks know that it is committed."""
+        if self._sweeping is not None:
+            await asyncio.wait([self._sweeping])
         if self._attempt is not None:
             await settle(self._driver, self._attempt)
         if self._obsolete is not None:
@@ -218,6 +223,12 @@ class _Leader:
         """Delete what is not committed. What may be is left for later saves to collect, or to keep."""
         if self._dead is not None:
             await give_up(self._driver, self._dead)
+
+    async def aclose(self) -> None:
+        """Nothing is swept any more when this has returned."""
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+            await asyncio.wait([self._sweeping])
 
 
 async def _written(

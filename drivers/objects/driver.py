@@ -21,7 +21,7 @@ import numpy as np
 
 from ...errors import DamagedError, ExistsError, NotFoundError, StorageDownError, StorageError, UriError
 from ..contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_key, check_small
-from ..tasks import to_the_end
+from ..tasks import side_by_side, to_the_end
 from ..threads import Threads
 from ..uri import Uri
 from . import runtime
@@ -68,6 +68,7 @@ class ObjectDriver(Driver):
             exclusive_is_atomic=settings.conditional,
             shared=True,
             hands_over=True,
+            bounded=False,
             upload_nbytes=settings.part_nbytes,
         )
         self._root, self._settings = root, settings
@@ -193,6 +194,7 @@ class ObjectDriver(Driver):
             await to_the_end(self._call("put", key, "put_async", path, data, **how))
         except NotFoundError as error:  # there is nothing else that could be missing
             raise missing_container(self.uri, key) from error
+        self._container_seen = True
 
     async def _look(self, key: str) -> None:
         with contextlib.suppress(NotFoundError):
@@ -214,13 +216,23 @@ class ObjectDriver(Driver):
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         path = self._path(prefix) if prefix else self._root
-        if prefix:
-            with contextlib.suppress(NotFoundError):
-                yield await self.stat(prefix)
         batches = await self._listing(path or None, _BATCH)
-        while batch := await self._list_batch(prefix, batches):
+        itself, batch = await side_by_side(self._itself(prefix), self._list_batch(prefix, batches))
+        if itself is not None:
+            yield itself
+        while batch:
             for found in batch:
                 yield ObjectInfo(self._key(found["path"]), found["size"], found["last_modified"].timestamp())
+            batch = await self._list_batch(prefix, batches)
+
+    async def _itself(self, prefix: str) -> ObjectInfo | None:
+        """The object whose key is ``prefix``, which a listing of what lies below does not have; None where there is none."""
+        if not prefix:
+            return None
+        try:
+            return await self.stat(prefix)
+        except NotFoundError:
+            return None
 
     async def _listing(self, path: str | None, batch: int) -> Any:
         await self._connection(Requests.READING)

@@ -33,6 +33,7 @@ __all__ = [
     "MANIFEST_KEY",
     "ImageTable",
     "Manifest",
+    "attempt_in",
     "check",
     "check_complete",
     "check_readable",
@@ -176,6 +177,16 @@ class Manifest:
             return _from_columns(columns, head)
         except (KeyError, TypeError, ValueError, OverflowError, UnicodeDecodeError) as error:
             raise DamagedError(f"{what} is malformed: {error!r}") from error
+
+
+def attempt_in(data: bytes, what: str = "the manifest") -> str:
+    """The attempt that the manifest in ``data`` names. Its checksum is checked, and that this release knows its version;
+    what its tables say is not. Raises DamagedError, UnsupportedFormatError."""
+    _columns, metadata = decode_columns(data, what)
+    attempt = _head(metadata, what).get("attempt")
+    if not isinstance(attempt, str) or not _ATTEMPT.fullmatch(attempt):
+        raise DamagedError(f"{what} contradicts itself: the attempt's name")
+    return attempt
 
 
 def check_readable(tensors: TensorTable, tree: Tree) -> None:

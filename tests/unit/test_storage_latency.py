@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.drivers import HookedDriver
+from support.simulation.turns import run_inline, save_of
 
 import holdfast
+from holdfast.drivers.contract import Driver
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.capture.state import flatten
 from holdfast.storage.pipeline.engine import start
@@ -63,3 +69,32 @@ def test_every_rank_has_copied_its_state_before_the_storage_answers(world: int, 
     with holdfast.open(f"memory://{place}") as saved:
         assert saved.step == 7
         assert saved.verify().ok
+
+
+def rounds_of(save: Callable[[Driver], Coroutine[Any, Any, Any]], place: MemoryDriver) -> float:
+    """How many round trips ``save`` waits for, one after the other, where each operation takes one."""
+
+    async def trip(operation: str, key: str) -> None:
+        await asyncio.sleep(1.0)
+
+    async def run() -> float:
+        began_s = asyncio.get_running_loop().time()
+        await save(HookedDriver(place, before=trip))
+        return asyncio.get_running_loop().time() - began_s
+
+    return float(run_inline(run()))
+
+
+@pytest.mark.parametrize(("bounded", "begins"), [(False, 2), (True, 4)])
+def test_requests_that_do_not_depend_on_each_other_are_under_way_at_once(bounded: bool, begins: int) -> None:
+    """A save begins with the attempt, then all looks; where room may run out, two sweeps come before the data. It ends with
+    the claim, the looks, the manifest, two looks at what became of it, and the end of the attempt. One that replaces another
+    also asks whether that is settled, and then deletes it."""
+    place = MemoryDriver(f"rounds-{next(_numbers)}")
+    place.traits = replace(place.traits, bounded=bounded)
+    uploads = 4  # begun, written twice, ended
+    ends = 6
+    save = save_of({"w": torch.ones(1000), "step": 1})
+    assert rounds_of(save, place) == begins + uploads + ends
+    deletes = 4  # the end of the attempt, a list of what is left, its image and its fate
+    assert rounds_of(save, place) == begins + uploads + ends + 1 + deletes

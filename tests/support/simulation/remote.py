@@ -97,7 +97,7 @@ class ObjectDriver(Driver):
         self.uri = "sim://" + root.rstrip("/")
         self.traits = Traits(
             part_nbytes=4096, part_min_nbytes=1, align_nbytes=1, concurrency=4, coalesce_nbytes=0, part_order="any",
-            exclusive_is_atomic=exclusive, shared=True,
+            exclusive_is_atomic=exclusive, shared=True, bounded=False,
         )  # fmt: skip
 
     async def request(self, name: str, key: str, effect: Callable[[], T]) -> T:
