@@ -46,7 +46,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -67,6 +66,7 @@ from ..errors import (
     StorageError,
     SupersededError,
 )
+from .attempt import Attempt, Trace, attempts
 from .committed import attempt_of
 from .fate import SENTENCE, claim, put_once, sentence
 from .fitness import TRIAL_NBYTES, answers_ranges, refuses_taken
@@ -79,10 +79,7 @@ __all__ = [
     "CLEAN_UP_S",
     "GRACE_S",
     "IDLE_S",
-    "Attempt",
-    "Trace",
     "abandon",
-    "attempts",
     "begin",
     "begin_copy",
     "clock_s",
@@ -105,29 +102,6 @@ IDLE_S = 24 * 3600.0
 """Without a new file for this long, an attempt is dead: where there is no better way to tell."""
 
 _log = logging.getLogger(__name__)
-_IN_DATA = re.compile(r"data/([0-9]{8}T[0-9]{6}-[0-9a-f]{8})/(.+)")
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """One try at writing a checkpoint."""
-
-    id: str
-
-    @property
-    def prefix(self) -> str:
-        """Where its files are."""
-        return f"data/{self.id}"
-
-    @property
-    def marker(self) -> str:
-        """The key that is there until the attempt is settled, or being deleted."""
-        return f"data/{self.id}/attempt.json"
-
-    @property
-    def fate(self) -> str:
-        """The key that decides between commit and abort."""
-        return f"data/{self.id}/fate"
 
 
 async def begin(driver: Driver) -> Attempt:
@@ -426,29 +400,6 @@ async def _current_attempt(driver: Driver) -> str | None:
         return await attempt_of(driver)
     except NotACheckpointError:
         return None
-
-
-@dataclass(slots=True)
-class Trace:
-    """What an attempt has left: whether somebody has said its fate, when its last file was written, and how much it is."""
-
-    decided: bool = False
-    written_s: float = float("-inf")
-    nbytes: int = 0
-
-
-async def attempts(driver: Driver) -> Mapping[Attempt, Trace]:
-    """Every attempt that has left a file."""
-    found: dict[Attempt, Trace] = {}
-    async for info in driver.list("data"):
-        match = _IN_DATA.fullmatch(info.key)
-        if match:
-            attempt = Attempt(match[1])
-            trace = found.setdefault(attempt, Trace())
-            trace.decided |= info.key == attempt.fate
-            trace.written_s = max(trace.written_s, info.modified_s)
-            trace.nbytes += info.nbytes
-    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,11 @@ from functools import partial
 
 from ..drivers.contract import Driver
 from ..errors import NotACheckpointError, NotFoundError, UsageError
+from .attempt import Attempt, attempts
 from .choice import Choice, Rules, chosen_by
 from .commit import (
     GRACE_S,
     IDLE_S,
-    Attempt,
-    attempts,
     clock_s,
     collect,
     delete_manifest,

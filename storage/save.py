@@ -17,11 +17,12 @@ import numpy.typing as npt
 from ..drivers.contract import Driver
 from ..errors import CheckpointError, CoordinationError, InvisibleFilesError, NotFoundError, StorageError
 from .accord import Accord, Accords, Digest, Way, agree
+from .attempt import Attempt
 from .capture.fingerprint import fingerprints
 from .capture.kept import Kept
 from .capture.plan import Agreed, SavePlan, plan_save
 from .capture.state import FlatState
-from .commit import CLEAN_UP_S, Attempt, begin, commit, delete_attempt, give_up, settle, still_there, sweep
+from .commit import CLEAN_UP_S, begin, commit, delete_attempt, give_up, settle, still_there, sweep
 from .committed import read_manifest
 from .deadline import Deadline
 from .format.fragment import Fragment, Layout, decode_fragment, fragment_of, join

@@ -17,6 +17,7 @@ from holdfast.drivers.contract import Driver
 from holdfast.drivers.layers.retry import RetryLayer, RetryPolicy
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage import commit, fate, pruning
+from holdfast.storage.attempt import Attempt
 from holdfast.storage.committed import read_manifest
 from holdfast.storage.copy import Orders, copy_checkpoint
 from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
@@ -58,7 +59,7 @@ def aged(storage: MemoryDriver, key: str, seconds: float) -> None:
     storage._objects[key] = (data, time.time() - seconds)
 
 
-async def with_images(storage: Driver, theirs: Driver) -> tuple[commit.Attempt, Manifest]:
+async def with_images(storage: Driver, theirs: Driver) -> tuple[Attempt, Manifest]:
     """A copy that has yet to commit."""
     manifest, _ = await read_manifest(theirs)
     attempt, _ = await commit.begin_copy(storage, "the same checkpoint")
@@ -128,7 +129,7 @@ def test_a_sign_of_a_pruning_that_the_client_repeated_in_silence_is_found_again(
         if (operation, key) == ("put", pruning.PRUNING_KEY):
             raise holdfast.ExistsError("412 precondition failed", uri=storage.uri, key=key)
 
-    assert run(commit.delete_manifest(HookedDriver(storage, after=twice), commit.Attempt(attempt)))
+    assert run(commit.delete_manifest(HookedDriver(storage, after=twice), Attempt(attempt)))
     assert pruning.PRUNING_KEY not in run(contents(storage))
 
 
@@ -145,7 +146,7 @@ def test_a_pruning_leaves_the_sign_of_another_that_took_its_place_over() -> None
         if (operation, key) == ("delete", MANIFEST_KEY):
             await storage.put(pruning.PRUNING_KEY, other)
 
-    assert run(commit.delete_manifest(HookedDriver(storage, before=overtake), commit.Attempt(attempt)))
+    assert run(commit.delete_manifest(HookedDriver(storage, before=overtake), Attempt(attempt)))
     assert run(contents(storage))[pruning.PRUNING_KEY] == other
 
 

@@ -15,6 +15,7 @@ from holdfast.drivers import local_files, local_tree
 from holdfast.drivers.layers.retry import RetryLayer
 from holdfast.errors import DeadlineError, ExistsError, NotFoundError, RankFailedError, StorageError
 from holdfast.storage import commit, fate, load, prune, save
+from holdfast.storage.attempt import Attempt
 from holdfast.storage.differences import Differences
 from holdfast.storage.format.manifest import MANIFEST_KEY
 from holdfast.storage.pipeline.image_writer import ImageWriter
@@ -173,7 +174,7 @@ def _no_claim() -> Iterator[Patch]:
     async def committed(driver: Any, attempt: Any, manifest: Any, putting: Any) -> Any:
         data, before = manifest.encode(), await commit._current_attempt(driver)
         await driver.put(MANIFEST_KEY, data)
-        return None if before in (None, attempt.id) else commit.Attempt(before)
+        return None if before in (None, attempt.id) else Attempt(before)
 
     yield save, "commit", committed
 
@@ -227,7 +228,7 @@ def _deletes_first() -> Iterator[Patch]:
     async def committed(driver: Any, attempt: Any, manifest: Any, putting: Any) -> Any:
         before = await commit._current_attempt(driver)
         if before is not None and before != attempt.id:
-            await commit.delete_attempt(driver, commit.Attempt(before))
+            await commit.delete_attempt(driver, Attempt(before))
         return await real(driver, attempt, manifest, putting)
 
     real = commit.commit
@@ -270,7 +271,7 @@ def _put_not_done() -> Iterator[Patch]:
 @broken("attempts share one id", 0)
 def _one_id() -> Iterator[Patch]:
     async def announce(driver: Any, told: Any = None) -> Any:
-        attempt = commit.Attempt("20260101T000000-00000000")
+        attempt = Attempt("20260101T000000-00000000")
         await driver.put(attempt.marker, b"{}")
         with contextlib.suppress(NotFoundError):
             await driver.delete(attempt.fate)
