@@ -58,6 +58,8 @@ _REGION = {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocation
 _DOWN = ("timed out", "timeout", "error sending request", "connect", "connection", "reset", "broken pipe", "incomplete",
          "error decoding response", "request error", "http error", "deadline")  # fmt: skip
 _INVALID_ANSWER = "Got invalid DeleteObjects response"
+_WHOLE = ("Range request not supported", "Received non-partial response")
+"""What obstore says where a range was asked for, and the server has answered with all of the object."""
 _TOO_SLOW = (
     "A request ends after ?timeout=…, or once nothing has come for ?read_timeout=…. For a slow line make them longer, or "
     "lower ?concurrency=… or ?part_size=…, for all parts in flight share the line."
@@ -181,6 +183,9 @@ def _refusal(message: str, text: str, name: str, code: str, status: int, where: 
         return StorageError(message, **where, advice="This store does not know such requests.")
     if _INVALID_ANSWER in text:
         return StorageError(message, **where)
+    if any(sign in text for sign in _WHOLE):
+        advice = "Use a server, or a gateway, that answers ranges with status 206, also one that is the whole object."
+        return StorageError(message, **where, advice=advice)
     if not status and "kind: Timeout" in text:
         return StorageDownError(f"{message}: it took too long", **where, advice=_TOO_SLOW)
     if status >= 500 or (not status and any(sign in text.lower() for sign in _DOWN)):

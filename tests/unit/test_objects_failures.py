@@ -51,6 +51,8 @@ def answer(status: str, code: str, message: str = "", method: str = "PUT") -> st
         (exceptions.GenericError(answer("507 Insufficient Storage", "X")), FullError, "quota"),
         (exceptions.GenericError(answer("301 Moved", "PermanentRedirect")), StorageError, "region"),
         (exceptions.GenericError(answer("400 Bad Request", "KeyTooLongError")), StorageError, None),
+        (exceptions.GenericError("Received non-partial response when range requested"), StorageError, "ranges"),
+        (exceptions.NotSupportedError("Range request not supported by run/x"), StorageError, "ranges"),
         (
             exceptions.GenericError(OF_ONE.format(store="S3", request="DeleteObjects", code="AccessDenied")),
             AccessError,

@@ -6,6 +6,7 @@ import asyncio
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote
@@ -63,18 +64,34 @@ class _Handler(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
+class _WholeHandler(_Handler):
+    """Files as a whole, whatever range is asked for: a server may, and Python's own does."""
+
+    def do_GET(self) -> None:
+        del self.headers["Range"]
+        super().do_GET()
+
+
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[str]:
     """The URL of a web server that shows ``tmp_path``."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    server.folder = tmp_path  # type: ignore[attr-defined]
+    with _served(tmp_path, _Handler) as url:
+        yield url
+
+
+@contextmanager
+def _served(folder: Path, handler: type[_Handler]) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.folder = folder  # type: ignore[attr-defined]
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    server.server_close()
-    thread.join(10)
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(10)
 
 
 def test_a_checkpoint_is_loaded_from_a_web_server(site: str, tmp_path: Path) -> None:
@@ -118,3 +135,13 @@ def test_nothing_on_a_web_server_can_be_changed_or_listed(site: str, tmp_path: P
 
     asyncio.run(use())
     assert (tmp_path / "x").read_bytes() == b"content"
+
+
+def test_a_web_server_without_ranges_is_told_of(tmp_path: Path) -> None:
+    """It answers with all of an object. The error says what is wrong with the server, and what kind of server is wanted."""
+    holdfast.save(tmp_path / "run", {"x": torch.arange(10)})
+    with (
+        _served(tmp_path, _WholeHandler) as url,
+        pytest.raises(StorageError, match=r"Range request not supported.*a server, or a gateway, that answers ranges"),
+    ):
+        holdfast.load(f"{url}/run")
