@@ -14,8 +14,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .forks import groups as _groups  # noqa: F401 - a fork may come before anything else is used
-from .forks import renewal as _renewal  # noqa: F401 - before the first import that a fork may have to wait for
+from .core.forks import groups as _groups  # noqa: F401 - a fork may come before anything else is used
+from .core.forks import renewal as _renewal  # noqa: F401 - before the first import that a fork may have to wait for
 
 if TYPE_CHECKING:
     from .errors import (
@@ -45,39 +45,39 @@ if TYPE_CHECKING:
         UsageError,
     )
     from .storage.api import async_save, fence, load, release_memory, save
-    from .storage.copy import CopyReport, copy
-    from .storage.frameworks.per_rank import PerRank
-    from .storage.frameworks.stateful import RNGState
-    from .storage.handle import SaveHandle
-    from .storage.listing import ListedCheckpoint, list_checkpoints
-    from .storage.prune import PruneReport, prune
-    from .storage.reader import Checkpoint, TensorInfo, open
-    from .storage.report import LoadReport, SaveReport
+    from .storage.operations.copy import CopyReport, copy
+    from .storage.operations.handle import SaveHandle
+    from .storage.operations.listing import ListedCheckpoint, list_checkpoints
+    from .storage.operations.prune import PruneReport, prune
+    from .storage.operations.reader import Checkpoint, TensorInfo, open
+    from .storage.operations.report import LoadReport, SaveReport
+    from .storage.state.adapters.per_rank import PerRank
+    from .storage.state.adapters.stateful import RNGState
     from .storage.training.checkpointer import Checkpointer
-    from .storage.training.ledger import Counters
     from .storage.training.retention import Keep
+    from .storage.training.stats import Counters
 
 _HOME = {
-    "Checkpoint": ".storage.reader",
+    "Checkpoint": ".storage.operations.reader",
     "Checkpointer": ".storage.training.checkpointer",
-    "CopyReport": ".storage.copy",
-    "Counters": ".storage.training.ledger",
+    "CopyReport": ".storage.operations.copy",
+    "Counters": ".storage.training.stats",
     "Keep": ".storage.training.retention",
-    "ListedCheckpoint": ".storage.listing",
-    "LoadReport": ".storage.report",
-    "PruneReport": ".storage.prune",
-    "PerRank": ".storage.frameworks.per_rank",
-    "RNGState": ".storage.frameworks.stateful",
-    "SaveHandle": ".storage.handle",
-    "SaveReport": ".storage.report",
-    "TensorInfo": ".storage.reader",
+    "ListedCheckpoint": ".storage.operations.listing",
+    "LoadReport": ".storage.operations.report",
+    "PruneReport": ".storage.operations.prune",
+    "PerRank": ".storage.state.adapters.per_rank",
+    "RNGState": ".storage.state.adapters.stateful",
+    "SaveHandle": ".storage.operations.handle",
+    "SaveReport": ".storage.operations.report",
+    "TensorInfo": ".storage.operations.reader",
     "async_save": ".storage.api",
-    "copy": ".storage.copy",
+    "copy": ".storage.operations.copy",
     "fence": ".storage.api",
-    "list_checkpoints": ".storage.listing",
+    "list_checkpoints": ".storage.operations.listing",
     "load": ".storage.api",
-    "open": ".storage.reader",
-    "prune": ".storage.prune",
+    "open": ".storage.operations.reader",
+    "prune": ".storage.operations.prune",
     "release_memory": ".storage.api",
     "save": ".storage.api",
 }

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..storage.pipeline.buffers import release_pools
+from ..storage.runtime.buffers import release_pools
 from .machine import trim_heap
 from .report import Target
 

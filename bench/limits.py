@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..storage.pipeline.buffers import HostBuffer
+from ..storage.runtime.buffers import HostBuffer
 from .contest import Contestant, contest, header, rows
 from .machine import describe, drop_caches, flush, sync_tree
 from .options import Options, parse, work_folder

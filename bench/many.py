@@ -11,7 +11,7 @@ import time
 from ..drivers.contract import Driver
 from ..drivers.registry import open_driver
 from ..drivers.uri import Uri
-from ..storage.pipeline.executor import at_most
+from ..storage.runtime.executor import at_most
 
 __all__ = ["many_objects"]
 

@@ -24,17 +24,17 @@ import numpy as np
 
 from ..planner.loading import plan_load
 from ..planner.placement import Replicated, Split, holders, local_pieces, local_shape
-from ..storage.accord import Accord, Held, Leader, Way
-from ..storage.capture.plan import Agreed, ImagePlan, plan_image, plan_save
-from ..storage.capture.state import FlatState, flatten
-from ..storage.capture.targets import match
 from ..storage.format.digest import digest
 from ..storage.format.fragment import Fragment, Group, Layout, decode_fragment, fragment_of, join
 from ..storage.format.manifest import ImageTable, Manifest, check_complete
 from ..storage.format.merge import merge
 from ..storage.format.vouched import Vouched
-from ..storage.frameworks.mesh import LocalPart
-from ..storage.pipeline.engine import start
+from ..storage.operations.global_plan import Accord, Held, Leader, Way
+from ..storage.runtime.engine import start
+from ..storage.state.adapters.dtensor import LocalPart
+from ..storage.state.flatten import FlatState, flatten
+from ..storage.state.plan import Agreed, ImagePlan, plan_image, plan_save
+from ..storage.state.targets import match
 from .llama import KINDS, RNG_NBYTES, TINY, Job, Model, placement_of
 from .machine import PeakMemory, describe
 from .options import bare_parser

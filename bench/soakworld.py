@@ -24,11 +24,11 @@ import holdfast
 
 from ..drivers.contract import ObjectInfo
 from ..drivers.uri import Uri, join
-from ..storage import commit
-from ..storage import prune as pruning
-from ..storage.pipeline.engine import run
-from ..storage.place import Place
-from ..storage.pruning import PRUNING_KEY
+from ..storage.operations import prune as pruning
+from ..storage.operations.location import Place
+from ..storage.protocol import commit
+from ..storage.protocol.prune_lock import PRUNING_KEY
+from ..storage.runtime.engine import run
 from .states import State, digests, flat_tensors, zero
 
 __all__ = ["GRACE_S", "OPERATIONS", "Ground", "Slot", "World", "content", "shorten_grace"]
@@ -135,7 +135,9 @@ class World:
         """What became of the processes that were to be killed."""
         # The processes that are killed. All of them are copies of one that has imported what they need.
         self.processes = multiprocessing.get_context("forkserver")
-        self.processes.set_forkserver_preload(["torch", "holdfast.storage.api", "holdfast.storage.copy", __name__])
+        self.processes.set_forkserver_preload(
+            ["torch", "holdfast.storage.api", "holdfast.storage.operations.copy", __name__]
+        )
 
     def perform(self, number: int) -> tuple[str, bool]:
         """Do what ``number`` means; return what that was, and whether it went well: a fault on purpose is no success.

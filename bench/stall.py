@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import holdfast
 
-from ..storage.pipeline.buffers import HostBuffer
+from ..storage.runtime.buffers import HostBuffer
 from .limits import Memcpy
 from .machine import PeakMemory, describe, flush
 from .options import GIB, TINY_GIB, Options, work_folder

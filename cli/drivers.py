@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..drivers.config_file import config_file, ignored_config_file
+from ..drivers.configuration.file import config_file, ignored_config_file
 from ..drivers.contract import Driver
 from ..drivers.layers.layer import Layer
 from ..drivers.layers.stack import common_options

@@ -6,10 +6,10 @@ import time
 from typing import Any
 
 from ..drivers.uri import join, parse
-from ..storage.foreign import found_at
-from ..storage.listing import ListedCheckpoint, list_checkpoints
-from ..storage.pipeline import engine
-from ..storage.place import Place
+from ..storage.operations.foreign import found_at
+from ..storage.operations.listing import ListedCheckpoint, list_checkpoints
+from ..storage.operations.location import Place
+from ..storage.runtime import engine
 from .commands import complain, print_json
 from .text import age_text, paint, printable, size_text, time_text
 

@@ -6,7 +6,7 @@ import sys
 from dataclasses import asdict
 
 from ..errors import UsageError
-from ..storage.prune import PruneReport, prune
+from ..storage.operations.prune import PruneReport, prune
 from .commands import complain, print_json
 from .text import one_of, paint, printable, size_text
 

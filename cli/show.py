@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ..drivers.registry import open_driver
-from ..storage.committed import read_manifest
-from ..storage.foreign import explains
 from ..storage.format.manifest import Manifest
 from ..storage.format.tree import Key, Value, format_path
-from ..storage.pipeline.engine import start
+from ..storage.operations.foreign import explains
+from ..storage.protocol.current import read_manifest
+from ..storage.runtime.engine import start
 from .commands import print_json
 from .placed import Placed, PlacedTensor
 from .text import is_terminal, one_of, paint, printable, shape_text, size_text, time_text

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from ..drivers.uri import parse
 from ..errors import DamagedError
 from ..storage.format.manifest import MANIFEST_KEY
-from ..storage.reader import open as open_checkpoint
-from ..storage.verify import Damage, VerifyReport
+from ..storage.operations.reader import open as open_checkpoint
+from ..storage.operations.verify import Damage, VerifyReport
 from .commands import print_json
 from .progress import progress_bar
 from .text import one_of, paint, printable, size_text

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from typing import ClassVar, Protocol, cast
 
 from ..errors import UriError
-from .config import Resolved, resolve
+from .configuration.resolution import Resolved, resolve
 from .contract import Driver
 from .layers.stack import common_options, stacked
-from .mounts import LUSTRE_TYPES, fs_type
+from .local.mounts import LUSTRE_TYPES, fs_type
 from .options import Option
 from .uri import Uri, parse, redact
 
@@ -35,9 +35,9 @@ GROUP = "holdfast.drivers"
 
 # Not read from our own metadata: that is stale in a checkout that was installed before a driver was added.
 _BUILT_IN = {
-    "file": "holdfast.drivers.local:LocalDriver",
-    "lustre": "holdfast.drivers.lustre:LustreDriver",
-    "fsspec": "holdfast.drivers.fsspec:FsspecDriver",  # of fsspec+X, for any X
+    "file": "holdfast.drivers.local.driver:LocalDriver",
+    "lustre": "holdfast.drivers.lustre.driver:LustreDriver",
+    "fsspec": "holdfast.drivers.fsspec.driver:FsspecDriver",  # of fsspec+X, for any X
     "hdfs": "holdfast.drivers.hdfs.driver:HdfsDriver",
     "memory": "holdfast.drivers.memory:MemoryDriver",
     "s3": "holdfast.drivers.objects.s3:S3Driver",
@@ -118,7 +118,7 @@ def driver_class(scheme: str) -> DriverClass:
 
 def _fsspec_class(scheme: str) -> DriverClass:
     try:
-        from .fsspec import driver_class_of
+        from .fsspec.driver import driver_class_of
     except ImportError as error:
         raise UriError(
             f"{scheme}:// needs fsspec: {error}", advice="pip install 'holdfast-checkpoint[fsspec]'."

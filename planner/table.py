@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..forks.cached import cached_property
+from ..core.forks.cached import cached_property
 from .columns import Ints, volumes, widen
 from .coverage import Flaw, flawed, flaws
 

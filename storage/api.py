@@ -9,21 +9,31 @@ from typing import Any, TypeVar, overload
 
 from ..drivers.registry import open_driver
 from ..errors import UsageError
-from .begin import Destination, Lazy, UriLike, begin_save, closing, named, step_of_state, telling, telling_of
-from .capture.lazy import fence
-from .capture.state import flatten
-from .differences import Differences, Strict
-from .foreign import explains
 from .format.packed import Compression, checked_compression
-from .frameworks.process_group import current_rank, current_team
-from .handle import SaveHandle
-from .load import Exchanging, LoadJob, finish, run_build, run_load
-from .pipeline.buffers import release_pools
-from .pipeline.engine import check_may_wait, run
-from .pipeline.progress import ProgressCallback, ProgressReporter
+from .operations.differences import Differences, Strict
+from .operations.foreign import explains
+from .operations.handle import SaveHandle
+from .operations.load import Exchanging, LoadJob, finish, run_build, run_load
+from .operations.report import LoadReport, SaveReport
+from .operations.start_save import (
+    Destination,
+    Lazy,
+    UriLike,
+    begin_save,
+    closing,
+    named,
+    step_of_state,
+    telling,
+    telling_of,
+)
 from .ranks.calls import Call
+from .ranks.process_group import current_rank, current_team
 from .ranks.team import Solo, Team
-from .report import LoadReport, SaveReport
+from .runtime.buffers import release_pools
+from .runtime.engine import check_may_wait, run
+from .runtime.progress import ProgressCallback, ProgressReporter
+from .state.flatten import flatten
+from .state.lazy import fence
 
 __all__ = [
     "BUDGET_NBYTES",

@@ -43,7 +43,7 @@ def rng(seed: int) -> np.random.Generator:
 def no_habits() -> Iterator[None]:
     """What lazy saves have learned of tensors in other tests is forgotten."""
     import holdfast
-    from holdfast.storage.capture.habits import habits
+    from holdfast.storage.state.habits import habits
 
     habits.forget()
     yield

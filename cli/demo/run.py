@@ -13,7 +13,7 @@ from typing import Any
 
 from ...drivers.uri import redact
 from ...errors import SaveError
-from ...storage.listing import list_checkpoints
+from ...storage.operations.listing import list_checkpoints
 from .. import show
 from ..text import one_of, size_text
 from .account import Account

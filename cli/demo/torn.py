@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ...drivers.local_tree import is_temporary
+from ...drivers.local.tree import is_temporary
 from ...drivers.registry import open_driver
 from ...drivers.uri import parse
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ...forks.renewal import new_lock
+from ...core.forks.renewal import new_lock
 
 __all__ = ["Call", "run"]
 

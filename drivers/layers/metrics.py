@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TypeVar
 
-from ...forks.renewal import in_child
+from ...core.forks.renewal import in_child
 from ..contract import Driver
 from .layer import Layer, Operation
 

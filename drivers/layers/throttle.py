@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from ...forks.renewal import in_child, new_lock
+from ...core.forks.renewal import in_child, new_lock
 from ..contract import Driver
 from .layer import Layer, Operation
 from .turn import waiting_for_a_turn

@@ -16,8 +16,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ...core.forks.renewal import new_lock
 from ...errors import UriError
-from ...forks.renewal import new_lock
 from ..options import url
 from ..uri import Uri
 from .common import split_location

@@ -13,8 +13,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
+from ...core.forks.cached import cached_property
 from ...errors import UriError
-from ...forks.cached import cached_property
 from ..options import Option, option_values, url
 from ..uri import Uri
 from .common import COMMON_OPTIONS, Requests, needs, settings, split_location

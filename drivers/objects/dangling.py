@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ...errors import StorageDownError, StorageError
-from .failures import translated
+from .errors import translated
 from .trust import TRUST
 
 __all__ = ["Unfinished"]

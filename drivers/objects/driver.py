@@ -26,7 +26,7 @@ from ..threads import Threads
 from ..uri import Uri
 from . import runtime
 from .common import Requests, Settings, encoded
-from .failures import connecting, failures, missing_container
+from .errors import connecting, failures, missing_container
 from .trust import certificates, check_trusted
 from .upload import PartsUpload, Target, WholeUpload
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ...forks.renewal import new_lock
+from ...core.forks.renewal import new_lock
 
 __all__ = ["made_without"]
 

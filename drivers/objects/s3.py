@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any, ClassVar, TypeVar
 from urllib.request import getproxies
 
+from ...core.forks.cached import cached_property
 from ...errors import AccessError, ExistsError, NotFoundError, UriError
-from ...forks.cached import cached_property
 from ..contract import Upload
 from ..options import Option, choice, option_values, switch, url
 from ..uri import Uri

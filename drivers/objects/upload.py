@@ -23,7 +23,7 @@ from ...errors import NotFoundError, StorageDownError, StorageError
 from ..contract import Buffer, ObjectInfo, Upload
 from ..ranges import Ranges
 from ..tasks import to_the_end
-from .failures import failures
+from .errors import failures
 from .parts import Cutter, Part, part_nbytes_for
 
 __all__ = ["PartsUpload", "Target", "WholeUpload"]

@@ -16,8 +16,8 @@ from itertools import pairwise
 
 import numpy as np
 
+from ...core.forks.cached import cached_property
 from ...errors import DamagedError
-from ...forks.cached import cached_property
 from ...planner.columns import Bools, Ints, widen
 from ...planner.image import DIGEST_NBYTES
 from ...planner.table import ShardTable, TensorTable

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ...core.forks.cached import cached_property
 from ...errors import DamagedError, SaveError, UnsupportedFormatError
-from ...forks.cached import cached_property
 from ...planner.columns import volumes
 from ...planner.image import BLOCK_NBYTES, CHUNK_NBYTES, DIGEST_NBYTES, PAGE_NBYTES
 from ...planner.table import ShardTable, TensorTable

@@ -22,8 +22,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from ...core.forks.cached import cached_property
 from ...errors import UsageError
-from ...forks.cached import cached_property
 from ...planner.columns import Ints, round_up
 from ...planner.image import DIGEST_NBYTES, PAGE_NBYTES, blocks_of
 from .digest import digest

@@ -28,12 +28,12 @@ from urllib.parse import quote
 import numpy as np
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
+from ...core.forks.cached import cached_property
 from ...errors import UsageError
-from ...forks.cached import cached_property
 from ...planner.image import SAFETENSORS_DTYPES
 from ..format.values import encode_value
-from ..reader import Checkpoint, TensorInfo
-from ..reader import open as open_checkpoint
+from ..operations.reader import Checkpoint, TensorInfo
+from ..operations.reader import open as open_checkpoint
 
 __all__ = ["HoldfastFileSystem"]
 

@@ -1,1 +1,1 @@
-"""How bytes move: which step runs next, memory for it, images read and written."""
+"""Images as they move: written, read, packed and unpacked."""

@@ -16,8 +16,8 @@ from ...planner.box import Box, flat_to_boxes, row_strides
 from ...planner.columns import padded
 from ...planner.loading import LoadPlan, Targets, strided_parts
 from ..format.manifest import Manifest
-from .buffers import HostBuffer, memory_for
-from .engine import offload
+from ..runtime.buffers import HostBuffer, memory_for
+from ..runtime.engine import offload
 from .image_reader import ImageReader, plan_reads
 
 __all__ = ["read_flat"]

@@ -17,12 +17,12 @@ from ...planner.loading import LoadPlan, Targets, plan_load
 from ..format.damage import damaged
 from ..format.digest import damaged_blocks, digest, page_of
 from ..format.manifest import MANIFEST_KEY, Manifest
-from .buffers import HostBuffer
-from .engine import CPU_THREADS, offload
-from .executor import at_most, execute
-from .inbox import Inbox
-from .scheduler import Budget, Scheduler, Stage
-from .unpacked import Stored, Unpacked
+from ..runtime.buffers import HostBuffer
+from ..runtime.engine import CPU_THREADS, offload
+from ..runtime.executor import at_most, execute
+from ..runtime.inbox import Inbox
+from ..runtime.scheduler import Budget, Scheduler, Stage
+from .unpacking import Stored, Unpacked
 
 __all__ = ["Deliver", "HandOn", "ImageReader", "plan_reads"]
 

@@ -10,14 +10,14 @@ import numpy.typing as npt
 
 from ...drivers.contract import AtMost, Driver, Upload
 from ...planner.image import CHUNK_NBYTES, DIGEST_NBYTES, ImageLayout
-from ..capture.source import ImageSource
 from ..format.digest import digest, page_of
 from ..format.packed import Compression
-from .buffers import HostBuffer, host_pool
-from .engine import CPU_THREADS, offload
-from .executor import execute
+from ..runtime.buffers import HostBuffer, host_pool
+from ..runtime.engine import CPU_THREADS, offload
+from ..runtime.executor import execute
+from ..runtime.scheduler import Budget, Scheduler, Stage
+from ..state.source import ImageSource
 from .packing import Packing
-from .scheduler import Budget, Scheduler, Stage
 from .upload import Opening, write_pages, writing_order
 
 __all__ = ["ImageWriter", "Progress"]

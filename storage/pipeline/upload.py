@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from ...drivers.contract import Traits, Upload, segments
-from .buffers import HostBuffer
+from ..runtime.buffers import HostBuffer
 
 __all__ = ["Opening", "write_pages", "writing_order"]
 

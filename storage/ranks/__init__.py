@@ -1,1 +1,1 @@
-"""Ranks together: rounds of agreement, and bytes handed from one to another."""
+"""The ranks of a job: how their calls find each other, and their rounds of agreement."""

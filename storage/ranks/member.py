@@ -20,9 +20,9 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from typing import Any
 
+from ...core.forks.renewal import new_lock
 from ...errors import CoordinationError
-from ...forks.renewal import new_lock
-from ..pipeline.engine import offload
+from ..runtime.engine import offload
 from .calls import Board, Call, Failed, waited_in_vain
 from .keys import Keys
 from .pairing import Even, Pairs, logged

@@ -24,24 +24,24 @@ from ...drivers.registry import open_driver
 from ...drivers.uri import join
 from ...errors import CoordinationError, UsageError
 from ..api import BUDGET_NBYTES, DEADLINE_S
-from ..begin import Destination, Lazy, UriLike, begin_save
-from ..capture.lazy import fence, hook_optimizers
-from ..deadline import Deadline
-from ..differences import Strict
 from ..format.packed import Compression, checked_compression
-from ..handle import SaveHandle
-from ..pipeline.engine import start
-from ..pipeline.progress import ProgressCallback
-from ..place import Place
-from .agreement import Agreement, Word
-from .cadence import cadence_of
+from ..operations.deadline import Deadline
+from ..operations.differences import Strict
+from ..operations.handle import SaveHandle
+from ..operations.location import Place
+from ..operations.start_save import Destination, Lazy, UriLike, begin_save
+from ..runtime.engine import start
+from ..runtime.progress import ProgressCallback
+from ..state.lazy import fence, hook_optimizers
+from .decisions import Agreement, Word
 from .follower import Flight, follow
-from .ledger import Counters, Ledger
 from .line import Line, below
 from .naming import checkpoint_name
 from .preemption import Preemption
 from .resume import Back, resumed
 from .retention import Keep, Retention
+from .schedule import cadence_of
+from .stats import Counters, Ledger
 
 __all__ = ["GRACE_S", "Checkpointer"]
 

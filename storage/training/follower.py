@@ -13,9 +13,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from ...errors import HoldfastError
-from ..handle import SaveHandle
-from .ledger import Ledger
+from ..operations.handle import SaveHandle
 from .retention import Retention
+from .stats import Ledger
 
 __all__ = ["Flight", "follow"]
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from ...errors import UsageError
 from ..format.lineage import LINEAGE_KEY, Lineage
-from ..listing import ListedCheckpoint, Listing, read_lineage
-from ..place import Place
+from ..operations.listing import ListedCheckpoint, Listing, read_lineage
+from ..operations.location import Place
 from .naming import checkpoint_name, step_of
 
 __all__ = ["Line", "Survey", "below", "is_own"]

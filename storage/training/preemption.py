@@ -24,7 +24,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from ...forks.renewal import new_rlock
+from ...core.forks.renewal import new_rlock
 
 __all__ = ["Preemption"]
 

@@ -11,12 +11,12 @@ from typing import Any
 from ...drivers.uri import join
 from ...errors import DamagedError, MismatchError, NotACheckpointError, NotFoundError, RankFailedError, UsageError
 from ..api import LoadOptions, load_after
-from ..frameworks.process_group import current_team
-from ..listing import ListedCheckpoint
-from ..pipeline.engine import run
-from ..place import Place
+from ..operations.listing import ListedCheckpoint
+from ..operations.location import Place
 from ..ranks.calls import Call
+from ..ranks.process_group import current_team
 from ..ranks.team import Decide
+from ..runtime.engine import run
 from .line import Line, Survey, is_own
 
 __all__ = ["Back", "resumed"]

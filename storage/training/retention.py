@@ -19,10 +19,10 @@ from typing import Any
 
 from ...drivers.contract import Driver
 from ...errors import NotFoundError, UsageError
-from ..choice import choose
-from ..listing import ListedCheckpoint
-from ..place import Place
-from ..prune import PruneReport, prune_here
+from ..operations.choice import choose
+from ..operations.listing import ListedCheckpoint
+from ..operations.location import Place
+from ..operations.prune import PruneReport, prune_here
 from .line import is_own
 from .naming import step_of
 

@@ -15,8 +15,8 @@ from support.ranks import save_as_ranks
 from support.victims import copy_and_die_at, spawned, state_of_step
 
 import holdfast
-from holdfast.drivers.local import LocalDriver
-from holdfast.storage.pipeline.engine import run
+from holdfast.drivers.local.driver import LocalDriver
+from holdfast.storage.runtime.engine import run
 
 WAIT_S = 60.0
 

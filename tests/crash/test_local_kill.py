@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.drivers.local import LocalDriver
+from holdfast.drivers.local.driver import LocalDriver
 
 # Every object is one byte value, repeated; its key tells which, and how often.
 WRITER = """
 import asyncio, sys
-from holdfast.drivers.local import LocalDriver
+from holdfast.drivers.local.driver import LocalDriver
 async def upload(driver, key, content):
     new = await driver.create(key, len(content))
     view = memoryview(content)

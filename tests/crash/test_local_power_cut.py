@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from support.disks import Disk, new_disk, run
 
-from holdfast.drivers.local import LocalDriver
+from holdfast.drivers.local.driver import LocalDriver
 from holdfast.errors import StorageError
 
 

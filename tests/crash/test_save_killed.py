@@ -13,7 +13,7 @@ from support.bits import difference
 from support.victims import save_against_others, save_and_die_at, save_until_killed, spawned, state_of_step
 
 import holdfast
-from holdfast.storage import commit
+from holdfast.storage.protocol import commit
 
 WAIT_S = 60.0
 POINTS = 40

@@ -21,7 +21,7 @@ from support.victims import save_with_file_limits, spawned, state_of_step
 
 import holdfast
 from holdfast.drivers.contract import AtMost
-from holdfast.drivers.local import LocalDriver
+from holdfast.drivers.local.driver import LocalDriver
 
 WAIT_S = 120.0
 POINTS = 8

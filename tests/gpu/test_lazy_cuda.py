@@ -7,8 +7,8 @@ import torch
 
 import holdfast
 from holdfast.planner.image import CHUNK_NBYTES
-from holdfast.storage.capture.device import Queued, allocate_pinned, beside, devices_of
-from holdfast.storage.pipeline.buffers import host_pool
+from holdfast.storage.runtime.buffers import host_pool
+from holdfast.storage.state.device import Queued, allocate_pinned, beside, devices_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from support.effort import examples
 from support.writers import complaint
 
-from holdfast.storage.capture import snapshot
-from holdfast.storage.capture.snapshot import HostSnapshot
-from holdfast.storage.capture.write_tracking import WriteTracker, write_tracker
+from holdfast.storage.state import snapshot
+from holdfast.storage.state.snapshot import HostSnapshot
+from holdfast.storage.state.write_tracking import WriteTracker, write_tracker
 
 pytestmark = pytest.mark.skipif(write_tracker() is None, reason="writes cannot be tracked on this machine")
 

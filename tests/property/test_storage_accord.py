@@ -18,13 +18,13 @@ from support.effort import examples
 import holdfast
 from holdfast.planner.box import Box
 from holdfast.planner.placement import Piece
-from holdfast.storage.accord import Accords, agree
-from holdfast.storage.capture.fingerprint import fingerprints, unsure_rows
-from holdfast.storage.capture.kept import Kept
-from holdfast.storage.capture.plan import Agreed
-from holdfast.storage.capture.state import FlatState, flatten
-from holdfast.storage.frameworks.mesh import LocalPart
+from holdfast.storage.operations.global_plan import Accords, agree
 from holdfast.storage.ranks.team import StoreTeam
+from holdfast.storage.state.adapters.dtensor import LocalPart
+from holdfast.storage.state.fingerprint import fingerprints, unsure_rows
+from holdfast.storage.state.flatten import FlatState, flatten
+from holdfast.storage.state.kept import Kept
+from holdfast.storage.state.plan import Agreed
 
 WORLD = 3
 MESHES = [(0, 1), (2,)]

@@ -16,11 +16,11 @@ from support.simulation.turns import Simulation, run_inline, save_of
 
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage.copy import Orders, copy_checkpoint
 from holdfast.storage.format.digest import digest, page_of
 from holdfast.storage.format.manifest import ImageTable, Manifest
-from holdfast.storage.load import run_build
-from holdfast.storage.verify import verify_images
+from holdfast.storage.operations.copy import Orders, copy_checkpoint
+from holdfast.storage.operations.load import run_build
+from holdfast.storage.operations.verify import verify_images
 
 BUDGET_NBYTES = 64 << 20
 OLD = {"who": "old", "x": torch.full((3,), 1.0)}

@@ -20,14 +20,15 @@ from support.tiny import rechunked
 from holdfast.drivers.contract import Buffer
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.planner.sharing import Wish, share
-from holdfast.storage import load
-from holdfast.storage.committed import read_manifest
+from holdfast.storage.exchange import setup as meeting
+from holdfast.storage.exchange import transport
 from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
-from holdfast.storage.pipeline.engine import start
+from holdfast.storage.operations import load
 from holdfast.storage.pipeline.image_reader import ImageReader
-from holdfast.storage.pipeline.inbox import Inbox
-from holdfast.storage.pipeline.unpacked import images_of
-from holdfast.storage.ranks import meeting, wire
+from holdfast.storage.pipeline.unpacking import images_of
+from holdfast.storage.protocol.current import read_manifest
+from holdfast.storage.runtime.engine import start
+from holdfast.storage.runtime.inbox import Inbox
 
 
 class Counting(MemoryDriver):
@@ -68,7 +69,7 @@ def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
         monkeypatch.setattr(meeting, "SLOTS", 1)
     if request.param == "network":
         hosts = itertools.count()
-        monkeypatch.setattr(wire, "host_key", lambda: f"host {next(hosts)}")
+        monkeypatch.setattr(transport, "host_key", lambda: f"host {next(hosts)}")
         monkeypatch.setattr(load, "store_host", lambda: "127.0.0.1")
     return str(request.param)
 

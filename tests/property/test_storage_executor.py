@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from support.clock import run_virtual
 from support.effort import examples
 
-from holdfast.storage.pipeline.executor import execute
-from holdfast.storage.pipeline.scheduler import Budget, Scheduler, Stage
+from holdfast.storage.runtime.executor import execute
+from holdfast.storage.runtime.scheduler import Budget, Scheduler, Stage
 
 
 @dataclass(frozen=True)

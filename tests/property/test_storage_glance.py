@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import holdfast
-from holdfast.storage.capture import state as capture
-from holdfast.storage.capture.kept import Kept
-from holdfast.storage.capture.plan import Agreed, plan_save
-from holdfast.storage.capture.state import FlatState, flatten
-from holdfast.storage.frameworks.mesh import parts_of
+from holdfast.storage.state import flatten as capture
+from holdfast.storage.state.adapters.dtensor import parts_of
+from holdfast.storage.state.flatten import FlatState, flatten
+from holdfast.storage.state.kept import Kept
+from holdfast.storage.state.plan import Agreed, plan_save
 
 MESHES = [DeviceMesh("cpu", torch.arange(4).reshape(shape), _init_backend=False, _rank=1) for shape in ((2, 2), (4, 1))]
 BASE = torch.arange(64.0)

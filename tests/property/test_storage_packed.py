@@ -19,7 +19,7 @@ from holdfast.storage.format.digest import digest, page_of
 from holdfast.storage.format.manifest import MANIFEST_KEY, ImageTable, Manifest
 from holdfast.storage.format.packed import Index, pack, page_of_packed, unpack
 from holdfast.storage.pipeline.packing import Packing
-from holdfast.storage.pipeline.unpacked import Unpacked
+from holdfast.storage.pipeline.unpacking import Unpacked
 
 PAGE = 4096
 

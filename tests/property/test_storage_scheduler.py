@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.effort import examples
 
-from holdfast.storage.pipeline.scheduler import Budget, Instruction, Release, Scheduler, Stage, Start
+from holdfast.storage.runtime.scheduler import Budget, Instruction, Release, Scheduler, Stage, Start
 
 
 @dataclass

@@ -17,10 +17,10 @@ from support.ranks import save_as_ranks
 
 import holdfast
 from holdfast.drivers.contract import Driver
-from holdfast.drivers.local import LocalDriver
+from holdfast.drivers.local.driver import LocalDriver
 from holdfast.drivers.registry import open_driver
-from holdfast.storage.copy import Orders, copy_checkpoint
-from holdfast.storage.pipeline.engine import run
+from holdfast.storage.operations.copy import Orders, copy_checkpoint
+from holdfast.storage.runtime.engine import run
 
 
 @pytest.fixture(params=["s3", "hdfs"])
@@ -145,7 +145,7 @@ def test_a_copy_that_is_killed_while_it_commits_leaves_an_attempt_for_an_hour(
     """It has claimed its fate, and might still be about to put the manifest, for all that others can know. The next copy does
     not go on with it, and spares it; once its time is over whoever writes there next collects it."""
     src = source(tmp_path, 1 << 20)
-    dies = "import os, sys, holdfast, holdfast.storage.commit as c; c._see_all = lambda *_: os.kill(os.getpid(), 9); "
+    dies = "import os, sys, holdfast, holdfast.storage.protocol.commit as c; c._see_all = lambda *_: os.kill(os.getpid(), 9); "
     done = subprocess.run(
         [sys.executable, "-c", dies + "holdfast.copy(*sys.argv[1:])", src, server], timeout=100, check=False
     )
@@ -158,7 +158,7 @@ def test_a_copy_that_is_killed_while_it_commits_leaves_an_attempt_for_an_hour(
     holdfast.copy(src, server)
     assert len(attempts()) == 2
     assert killed in attempts()
-    monkeypatch.setattr("holdfast.storage.commit.GRACE_S", -3600.0)  # servers' clocks may differ
+    monkeypatch.setattr("holdfast.storage.protocol.commit.GRACE_S", -3600.0)  # servers' clocks may differ
     last = holdfast.save(server, {"step": 5}).attempt
     assert attempts() == {last}
 

@@ -16,7 +16,7 @@ from support.simulation.turns import Actor, Simulation, run_inline, save_of
 
 import holdfast
 from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
-from holdfast.storage.prune import PrunedCheckpoint, _delete
+from holdfast.storage.operations.prune import PrunedCheckpoint, _delete
 
 STATES = {
     name: {"who": name, "x": torch.full((3,), float(i))} for i, name in enumerate(["first", "a", "b", "c", "last"])

@@ -10,7 +10,7 @@ from typing import TypeVar
 import pytest
 
 import holdfast
-from holdfast.storage import commit
+from holdfast.storage.protocol import commit
 
 from .bits import difference
 from .victims import state_of_step

@@ -56,7 +56,7 @@ import torch  # noqa: E402
 
 import holdfast  # noqa: E402
 from holdfast.cli import app  # noqa: E402
-from holdfast.drivers.config_file import Setting  # noqa: E402
+from holdfast.drivers.configuration.file import Setting  # noqa: E402
 from holdfast.drivers.registry import open_driver, resolved_options  # noqa: E402
 from holdfast.drivers.uri import parse  # noqa: E402
 from holdfast.storage.integrations.fsspec import HoldfastFileSystem  # noqa: E402

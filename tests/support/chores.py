@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import holdfast
-from holdfast.drivers.local import LocalDriver
-from holdfast.storage import accord, save
+from holdfast.drivers.local.driver import LocalDriver
+from holdfast.storage.operations import global_plan, save
 
 from .bits import difference
 from .jobs import laid_out, placement, sharded, state_of, train
@@ -193,7 +193,7 @@ def _timed(work: Any) -> Any:
 def joining_save(uri: str, hosts: list[str], rank: int, sign: str, deadline_s: float) -> Any:
     """Save, with each rank on the host that is named for it. One rank comes to a halt when it has what the others of its
     host have written, and has not told of it; a file says so. It is meant to be killed there."""
-    accord.host_key = lambda: hosts[dist.get_rank()]
+    global_plan.host_key = lambda: hosts[dist.get_rank()]
     if dist.get_rank() == rank:
         save._joined = partial(_halted, sign)
     state = {"x": torch.full((1000,), 2.0), "own": torch.full((9,), dist.get_rank())}

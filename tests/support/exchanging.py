@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast.drivers.local import LocalDriver
-from holdfast.storage import committed, load
-from holdfast.storage.ranks import exchange as ranks_exchange
-from holdfast.storage.ranks import wire
+from holdfast.drivers.local.driver import LocalDriver
+from holdfast.storage.exchange import exchange as ranks_exchange
+from holdfast.storage.exchange import transport
+from holdfast.storage.operations import load
+from holdfast.storage.protocol import current as committed
 
 from .bits import difference
 
@@ -53,7 +54,7 @@ def exchanging_load(
     expected, rank = replicated(chunks), dist.get_rank()
     into = {name: torch.full_like(t, -1) for name, t in expected.items()}
     reports: list[holdfast.LoadReport] = []
-    before, get, manifests = (wire.host_key, os.memfd_create), LocalDriver.get, list[str]()
+    before, get, manifests = (transport.host_key, os.memfd_create), LocalDriver.get, list[str]()
     meeting = ranks_exchange.knock, ranks_exchange.JOIN_S
     check, checked = committed.check_complete, list[str]()
 
@@ -67,7 +68,7 @@ def exchanging_load(
 
     LocalDriver.get, committed.check_complete = counted, checks  # type: ignore[method-assign]
     if hosts:
-        wire.host_key = load.host_key = lambda: f"host {hosts[rank]}"
+        transport.host_key = load.host_key = lambda: f"host {hosts[rank]}"
     if rank in cannot:
         os.memfd_create = _refused
     if strangers:
@@ -77,7 +78,7 @@ def exchanging_load(
     try:
         holdfast.load(uri, into=into, exchange=exchange, on_report=reports.append)
     finally:
-        wire.host_key, os.memfd_create = before
+        transport.host_key, os.memfd_create = before
         ranks_exchange.knock, ranks_exchange.JOIN_S = meeting
         load.host_key, LocalDriver.get, committed.check_complete = before[0], get, check  # type: ignore[method-assign]
     return {

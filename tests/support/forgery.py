@@ -18,7 +18,7 @@ from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.format.columns import decode_columns, encode_columns
 from holdfast.storage.format.manifest import MANIFEST_KEY
 from holdfast.storage.integrations.fsspec import HoldfastFileSystem
-from holdfast.storage.pipeline.engine import start
+from holdfast.storage.runtime.engine import start
 
 from .bits import fresh_uri
 

@@ -18,7 +18,7 @@ import numpy as np
 
 import holdfast
 from holdfast.cli.show import _document, _Outline
-from holdfast.drivers.config_file import file_settings
+from holdfast.drivers.configuration.file import file_settings
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.drivers.options import duration, size
 from holdfast.drivers.registry import schemes

@@ -20,7 +20,7 @@ TIMEOUT_S = 60.0
 
 PRELOAD = [
     "torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint.state_dict",
-    "holdfast.drivers.local", "holdfast.storage.api",
+    "holdfast.drivers.local.driver", "holdfast.storage.api",
 ]  # fmt: skip
 """What every process needs, imported once. (Nothing below tests/: the server does not have that path.)"""
 

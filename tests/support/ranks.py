@@ -14,13 +14,13 @@ import torch.distributed as dist
 from holdfast.drivers.contract import Driver
 from holdfast.planner.box import Box
 from holdfast.planner.placement import Piece
-from holdfast.storage.capture.state import FlatState, flatten
-from holdfast.storage.differences import Strict
-from holdfast.storage.frameworks.mesh import LocalPart
-from holdfast.storage.load import Exchanging, LoadJob, finish, run_load
-from holdfast.storage.pipeline.engine import start
+from holdfast.storage.operations.differences import Strict
+from holdfast.storage.operations.load import Exchanging, LoadJob, finish, run_load
+from holdfast.storage.operations.save import SaveJob, run_save
 from holdfast.storage.ranks.team import StoreTeam
-from holdfast.storage.save import SaveJob, run_save
+from holdfast.storage.runtime.engine import start
+from holdfast.storage.state.adapters.dtensor import LocalPart
+from holdfast.storage.state.flatten import FlatState, flatten
 
 __all__ = ["load_as_ranks", "save_as_ranks", "save_cut", "save_flats"]
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.storage.capture import snapshot
-from holdfast.storage.capture.habits import habits
+from holdfast.storage.state import snapshot
+from holdfast.storage.state.habits import habits
 from support.bits import fresh_uri, raw
 
 __all__ = ["WRITERS", "Moments", "complaint", "state_of"]

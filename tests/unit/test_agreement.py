@@ -14,13 +14,13 @@ import pytest
 import torch.distributed as dist
 
 from holdfast import errors
-from holdfast.storage.pipeline.engine import start
 from holdfast.storage.ranks.keys import Keys
 from holdfast.storage.ranks.member import Member
-from holdfast.storage.training import agreement
-from holdfast.storage.training.agreement import Agreement, Word
-from holdfast.storage.training.cadence import _Time
+from holdfast.storage.runtime.engine import start
+from holdfast.storage.training import decisions
+from holdfast.storage.training.decisions import Agreement, Word
 from holdfast.storage.training.resume import _verdict
+from holdfast.storage.training.schedule import _Time
 
 DEADLINE_S = 1.0
 WORLD = 3
@@ -34,7 +34,7 @@ class Ranks:
         store = dist.HashStore()
         self.members = [Member(Keys(store, "job"), rank, WORLD, start) for rank in range(WORLD)]
         self.pool = ThreadPoolExecutor(WORLD)
-        monkeypatch.setattr(agreement, "current_member", lambda deadline_s: self.members[self.here.rank])
+        monkeypatch.setattr(decisions, "current_member", lambda deadline_s: self.members[self.here.rank])
 
     def each(self, act: Callable[[int], Any]) -> list[Any]:
         """What each rank's ``act`` returns, or raises."""

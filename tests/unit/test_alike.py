@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.storage.capture.fingerprint import fingerprint
-from holdfast.storage.capture.glance import Glance
-from holdfast.storage.capture.state import flatten
+from holdfast.storage.state.fingerprint import fingerprint
+from holdfast.storage.state.flatten import flatten
+from holdfast.storage.state.signature import Glance
 
 
 class One:

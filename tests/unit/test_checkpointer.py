@@ -19,12 +19,12 @@ import holdfast
 from holdfast.drivers.registry import open_driver
 from holdfast.drivers.uri import join
 from holdfast.errors import UriError
-from holdfast.storage import save as saving
-from holdfast.storage.capture.source import ImageSource
-from holdfast.storage.choice import choose
-from holdfast.storage.listing import ListedCheckpoint
-from holdfast.storage.training.agreement import Agreement
-from holdfast.storage.training.cadence import _Time, cadence_of
+from holdfast.storage.operations import save as saving
+from holdfast.storage.operations.choice import choose
+from holdfast.storage.operations.listing import ListedCheckpoint
+from holdfast.storage.state.source import ImageSource
+from holdfast.storage.training.decisions import Agreement
+from holdfast.storage.training.schedule import _Time, cadence_of
 
 
 def state(step: int) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from support.drivers import Fault, HookedDriver
 
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage import place
-from holdfast.storage import save as saving
+from holdfast.storage.operations import location
+from holdfast.storage.operations import save as saving
 
 Keep = holdfast.Keep
 
@@ -278,7 +278,7 @@ def test_a_save_of_a_dead_job_that_lands_late_is_abandoned(monkeypatch: pytest.M
     assert late is not None
     monkeypatch.setattr(saving, "commit", plain)
     resumed(uri, step=2)
-    from holdfast.storage.pipeline.engine import start
+    from holdfast.storage.runtime.engine import start
 
     async def let_go() -> None:
         go.set()
@@ -302,9 +302,9 @@ def accesses(back: dict[str, int]) -> int:
 
 def hooked(patch: pytest.MonkeyPatch, fault: Fault) -> None:
     """Whatever the run's leader opens fails as ``fault`` says."""
-    opened = place.open_driver
+    opened = location.open_driver
     patch.setattr(
-        place, "open_driver", lambda uri, **options: HookedDriver(opened(uri), fault.on_before, fault.on_after)
+        location, "open_driver", lambda uri, **options: HookedDriver(opened(uri), fault.on_before, fault.on_after)
     )
 
 

@@ -16,9 +16,9 @@ import torch
 from support.bits import fresh_uri
 
 import holdfast
-from holdfast.storage import save as saving
-from holdfast.storage.pipeline.engine import start
-from holdfast.storage.place import Place
+from holdfast.storage.operations import save as saving
+from holdfast.storage.operations.location import Place
+from holdfast.storage.runtime.engine import start
 from holdfast.storage.training import retention
 from holdfast.storage.training.retention import Keep, Retention
 
@@ -152,7 +152,7 @@ def test_whatever_a_listing_raises_the_next_save_goes_on(
         ckpt.wait()
         with monkeypatch.context() as patch:
             if where == "listing":
-                patch.setattr("holdfast.storage.listing.Listing.checkpoints", fails)
+                patch.setattr("holdfast.storage.operations.listing.Listing.checkpoints", fails)
             else:
                 patch.setattr(retention, "prune_here", fails)
             ckpt.step(2, state(2))

@@ -17,7 +17,7 @@ import torch
 from support.bits import fresh_uri
 
 import holdfast
-from holdfast.storage import save as saving
+from holdfast.storage.operations import save as saving
 
 PRELUDE = """
 import os, signal, sys, threading, time, torch, holdfast

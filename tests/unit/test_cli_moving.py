@@ -226,7 +226,7 @@ def test_ctrl_c_ends_a_copy_cleanly(tmp_path: Path) -> None:
     code = (
         "import asyncio, signal, sys, holdfast.cli\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell has its background jobs ignore it
-        "from holdfast.drivers.local import _LocalUpload\n"
+        "from holdfast.drivers.local.driver import _LocalUpload\n"
         "async def slow(self, start, data):\n"
         "    print('writing', flush=True)\n"
         "    await asyncio.sleep(60)\n"

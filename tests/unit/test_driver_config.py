@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.drivers.config import Setting, resolve
-from holdfast.drivers.config_trust import check_trusted, file_of_user
+from holdfast.drivers.configuration.resolution import Setting, resolve
+from holdfast.drivers.configuration.trust import check_trusted, file_of_user
 from holdfast.drivers.layers.stack import common_options
 from holdfast.drivers.options import Option, integer
 from holdfast.drivers.registry import open_driver, resolved_options

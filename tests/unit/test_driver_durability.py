@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from holdfast import errors
-from holdfast.drivers.local import LocalDriver
+from holdfast.drivers.local.driver import LocalDriver
 from holdfast.drivers.oserrors import storage_errors
 from holdfast.errors import (
     AccessError,
@@ -297,7 +297,7 @@ def test_our_own_errors_pass_unchanged() -> None:
 
 LIMITED = """
 import asyncio, os, resource, sys
-from holdfast.drivers.local import LocalDriver
+from holdfast.drivers.local.driver import LocalDriver
 from holdfast.errors import FullError
 async def main(root):
     driver = LocalDriver(root)

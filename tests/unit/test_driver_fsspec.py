@@ -24,9 +24,9 @@ from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 from support.drivers import contents
 
 import holdfast
-from holdfast.drivers.fsspec import FsspecDriver
-from holdfast.drivers.fsspec_kinds import modified_s, options_of
-from holdfast.drivers.local_tree import temporary_name
+from holdfast.drivers.fsspec.driver import FsspecDriver
+from holdfast.drivers.fsspec.kinds import modified_s, options_of
+from holdfast.drivers.local.tree import temporary_name
 from holdfast.drivers.registry import driver_class, open_driver
 from holdfast.drivers.uri import parse
 from holdfast.errors import (

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.drivers.local import LocalDriver
-from holdfast.drivers.mounts import fs_type, is_shared, mount_of
+from holdfast.drivers.local.driver import LocalDriver
+from holdfast.drivers.local.mounts import fs_type, is_shared, mount_of
 from holdfast.errors import AccessError, NotFoundError, StorageError, UriError
 
 

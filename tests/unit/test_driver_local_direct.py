@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.drivers import local_io
 from holdfast.drivers.contract import AtMost
-from holdfast.drivers.local import LocalDriver
+from holdfast.drivers.local import io as local_io
+from holdfast.drivers.local.driver import LocalDriver
 from holdfast.errors import StorageDownError, StorageError
 
 

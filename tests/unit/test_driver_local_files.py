@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.drivers import local
-from holdfast.drivers.local import LocalDriver
-from holdfast.drivers.local_tree import temporary_name
+from holdfast.drivers.local import driver as local
+from holdfast.drivers.local.driver import LocalDriver
+from holdfast.drivers.local.tree import temporary_name
 from holdfast.errors import ExistsError, StorageDownError, StorageError
 
 
@@ -173,7 +173,7 @@ async def test_close_says_what_it_waited_for(root: Path, monkeypatch: pytest.Mon
 
 RACER = """
 import asyncio, sys, time
-from holdfast.drivers.local import LocalDriver
+from holdfast.drivers.local.driver import LocalDriver
 from holdfast.errors import ExistsError
 async def main(root, me, start_s):
     driver, won = LocalDriver(root), []

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.drivers.local import LocalDriver
-from holdfast.drivers.mounts import is_shared
+from holdfast.drivers.local.driver import LocalDriver
+from holdfast.drivers.local.mounts import is_shared
 from holdfast.errors import DamagedError, NotFoundError, UriError
 
 SILLY = ".nfs" + "0123456789abcdef" + "00000a1f"

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.drivers.local import LocalDriver
-from holdfast.drivers.local_tree import Tree
+from holdfast.drivers.local.driver import LocalDriver
+from holdfast.drivers.local.tree import Tree
 from holdfast.storage.format.manifest import MANIFEST_KEY
-from holdfast.storage.pipeline.engine import start
+from holdfast.storage.runtime.engine import start
 
 RACE_S = 2.0
 WAIT_S = 20.0

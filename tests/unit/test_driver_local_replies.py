@@ -18,9 +18,9 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.drivers.local import LocalDriver
-from holdfast.drivers.local_files import create_file
-from holdfast.drivers.lustre_files import Facts, Striper
+from holdfast.drivers.local.driver import LocalDriver
+from holdfast.drivers.local.files import create_file
+from holdfast.drivers.lustre.files import Facts, Striper
 from holdfast.errors import ExistsError, NotFoundError, StorageDownError
 
 REPLIES = {

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.drivers.contract import check_key
-from holdfast.drivers.local import LocalDriver
+from holdfast.drivers.local.driver import LocalDriver
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.drivers.options import Option, choice, integer, option_values
 from holdfast.drivers.registry import GROUP, driver_class, open_driver, schemes
@@ -92,7 +92,7 @@ def test_a_third_party_adds_a_scheme() -> None:
 def test_a_third_party_cannot_take_a_built_in_scheme(tmp_path: Path) -> None:
     """``file`` stays ours, whatever is installed; and works when our own metadata is stale."""
     assert type(open_driver(tmp_path)) is LocalDriver
-    assert schemes()["file"] == "holdfast.drivers.local:LocalDriver"
+    assert schemes()["file"] == "holdfast.drivers.local.driver:LocalDriver"
     assert {"file", "gone", "memory", "other", "wrong"} <= set(schemes())
 
 
@@ -121,7 +121,7 @@ def test_importing_the_registry_is_cheap() -> None:
     command = [sys.executable, "-I", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     before, after = (set(line.split()) for line in done.stdout.splitlines())
-    assert before & {"holdfast.drivers.memory", "holdfast.drivers.local", "numpy", "importlib.metadata"} == set()
+    assert before & {"holdfast.drivers.memory", "holdfast.drivers.local.driver", "numpy", "importlib.metadata"} == set()
     assert "holdfast.drivers.memory" in after
     assert after & {"numpy", "importlib.metadata"} == set()
 

@@ -21,10 +21,10 @@ from support.forked import in_a_fork
 from torch.utils.data import DataLoader, Dataset
 
 import holdfast
+from holdfast.core.forks import renewal
+from holdfast.core.forks.cached import cached_property
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.forks import renewal
-from holdfast.forks.cached import cached_property
-from holdfast.storage.pipeline.engine import start
+from holdfast.storage.runtime.engine import start
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")  # of Python 3.12 and newer
 
@@ -115,7 +115,7 @@ def test_a_fork_does_not_wait_for_ever_for_an_import(tmp_path: Path) -> None:
     code = """
         import importlib, os, sys, threading, time
         import holdfast
-        from holdfast.forks import renewal
+        from holdfast.core.forks import renewal
         sys.path.insert(0, sys.argv[1])
         renewal.IMPORTS_S = 0.2
         importing = threading.Thread(target=importlib.import_module, args=("never_imported",))

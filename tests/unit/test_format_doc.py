@@ -23,9 +23,9 @@ import xxhash
 
 import holdfast
 from holdfast.drivers.registry import open_driver
-from holdfast.storage.capture.state import flatten
+from holdfast.storage.operations.save import SaveJob, run_save
 from holdfast.storage.ranks.team import StoreTeam
-from holdfast.storage.save import SaveJob, run_save
+from holdfast.storage.state.flatten import flatten
 
 BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 KINDS = {"dict": dict, "list": list, "tuple": tuple}

@@ -21,7 +21,7 @@ from holdfast.drivers.layers.metrics import Meter, MetricsLayer
 from holdfast.drivers.layers.retry import RetryLayer, RetryPolicy
 from holdfast.drivers.layers.stack import common_options
 from holdfast.drivers.layers.throttle import ThrottleLayer, TokenBucket
-from holdfast.drivers.local import LocalDriver
+from holdfast.drivers.local.driver import LocalDriver
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.drivers.registry import open_driver
 from holdfast.errors import NotFoundError

@@ -16,9 +16,9 @@ from support.bits import difference, fresh_uri
 from torch import nn
 
 import holdfast
-from holdfast.storage.capture.lazy import LazyCapture, hook_optimizers
-from holdfast.storage.capture.source import ImageSource
-from holdfast.storage.capture.turns import TURN_S
+from holdfast.storage.state.lazy import LazyCapture, hook_optimizers
+from holdfast.storage.state.source import ImageSource
+from holdfast.storage.state.turns import TURN_S
 
 pytestmark = pytest.mark.usefixtures("no_habits")
 
@@ -272,7 +272,7 @@ def test_a_forked_child_takes_turns_as_before(gate: Gate) -> None:
 
 def test_a_write_after_the_copy_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
     """All is copied, and nothing is committed yet."""
-    from holdfast.storage import save
+    from holdfast.storage.operations import save
 
     state = {"x": torch.zeros(100_000)}
     introduce(state)
@@ -293,7 +293,7 @@ def test_after_the_trainer_has_been_told_it_may_write(how: str, monkeypatch: pyt
     """By the fence, or by the handle's ``captured``, in whichever way it is asked; though the commit is still to come."""
     import asyncio
 
-    from holdfast.storage import save
+    from holdfast.storage.operations import save
 
     state = {"x": torch.zeros(100_000)}
     written, plain = threading.Event(), save.ImageWriter.write

@@ -17,10 +17,10 @@ from support.bits import fresh_uri, raw
 from torch import nn
 
 import holdfast
-from holdfast.storage.capture import lazy
-from holdfast.storage.capture.habits import habits
-from holdfast.storage.capture.source import ImageSource
-from holdfast.storage.capture.write_tracking import write_tracker
+from holdfast.storage.state import lazy
+from holdfast.storage.state.habits import habits
+from holdfast.storage.state.source import ImageSource
+from holdfast.storage.state.write_tracking import write_tracker
 
 pytestmark = pytest.mark.usefixtures("no_habits")
 needs_tracking = pytest.mark.skipif(write_tracker() is None, reason="writes cannot be tracked on this machine")

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
-from holdfast.storage.frameworks.names import Walked, module_state, walk
-from holdfast.storage.frameworks.optimizer import optimizer_state
+from holdfast.storage.state.adapters.module_names import Walked, module_state, walk
+from holdfast.storage.state.adapters.optimizer import optimizer_state
 
 
 class Extra(nn.Module):

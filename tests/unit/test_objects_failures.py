@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.drivers.objects.failures import connecting, failures, translated
+from holdfast.drivers.objects.errors import connecting, failures, translated
 from holdfast.errors import (
     AccessError,
     BusyError,

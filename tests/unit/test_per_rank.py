@@ -13,7 +13,7 @@ from support.bits import difference, fresh_uri
 from support.effort import examples
 
 import holdfast
-from holdfast.storage.frameworks.per_rank import resharded
+from holdfast.storage.state.adapters.per_rank import resharded
 
 FOUR = [{"epoch": 3, "left": [10 * rank, 10 * rank + 1]} for rank in range(4)]
 

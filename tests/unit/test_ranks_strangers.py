@@ -23,11 +23,11 @@ from support.ranks import load_as_ranks, save_as_ranks
 
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage import load
-from holdfast.storage.pipeline.buffers import HostBuffer
-from holdfast.storage.ranks import exchange, handout, wire
-from holdfast.storage.ranks.arena import Arena, Window, identity_of
-from holdfast.storage.ranks.wire import Door, Line, host_key, knock
+from holdfast.storage.exchange import broadcast, exchange, transport
+from holdfast.storage.exchange.shared_memory import Arena, Window, identity_of
+from holdfast.storage.exchange.transport import Door, Line, host_key, knock
+from holdfast.storage.operations import load
+from holdfast.storage.runtime.buffers import HostBuffer
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -116,7 +116,7 @@ def test_whoever_has_a_ranks_name_but_not_its_secret_is_refused(
     behave: Any, family: int, monkeypatch: pytest.MonkeyPatch, no_leaks: None
 ) -> None:
     """Whatever it says, or does not say: within the time limit, an OSError, upon which a rank reads for itself."""
-    monkeypatch.setattr(wire, "KNOCK_S", 0.5)
+    monkeypatch.setattr(transport, "KNOCK_S", 0.5)
     address, serving = squatting(behave, family)
     with pytest.raises(OSError):  # noqa: PT011 - which one depends on what was said
         asyncio.run(knock(address, 1))
@@ -162,7 +162,7 @@ def test_a_door_lets_in_those_who_know_its_secret(
 ) -> None:
     """Strangers who say nothing, garbage, or the wrong proof are turned away, and keep no rank from coming in. The secret is
     never sent."""
-    monkeypatch.setattr(wire, "GREET_S", 0.3)
+    monkeypatch.setattr(transport, "GREET_S", 0.3)
 
     async def run() -> None:
         async with opened(arena, near) as (door, lines):
@@ -292,8 +292,8 @@ def test_ranks_read_for_themselves_where_a_stranger_has_a_name(monkeypatch: pyte
         return await knock(json.dumps(json.loads(address) | {"unix": json.loads(squatted)["unix"]}), member)
 
     monkeypatch.setattr(exchange, "knock", astray)
-    monkeypatch.setattr(handout, "knock", astray)
-    monkeypatch.setattr(wire, "KNOCK_S", 0.5)
+    monkeypatch.setattr(broadcast, "knock", astray)
+    monkeypatch.setattr(transport, "KNOCK_S", 0.5)
     monkeypatch.setattr(exchange, "JOIN_S", 1.0)
     for found in load_as_ranks(driver, [{"t": torch.zeros(9000)} for _ in range(2)], exchange=True):
         assert difference(state, found) is None
@@ -366,7 +366,7 @@ def test_bytes_that_were_changed_on_the_way_are_not_taken(position: int, monkeyp
     driver = MemoryDriver(fresh_uri())
     save_as_ranks(driver, [state])
     hosts, betweens = iter(range(1000)), list[Between]()
-    monkeypatch.setattr(wire, "host_key", lambda: f"host {next(hosts)}")
+    monkeypatch.setattr(transport, "host_key", lambda: f"host {next(hosts)}")
     monkeypatch.setattr(load, "store_host", lambda: "127.0.0.1")
 
     async def by_another_way(address: str, member: int) -> Line:

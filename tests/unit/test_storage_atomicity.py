@@ -16,15 +16,16 @@ from support.bits import difference, fresh_uri
 from support.drivers import Fault, HookedDriver, contents
 
 import holdfast
-from holdfast.drivers.local import LocalDriver
+from holdfast.drivers.local.driver import LocalDriver
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage import begin, commit
-from holdfast.storage.capture.state import flatten
 from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
-from holdfast.storage.load import run_build
-from holdfast.storage.pipeline.engine import start
+from holdfast.storage.operations import start_save
+from holdfast.storage.operations.load import run_build
+from holdfast.storage.operations.save import SaveJob, run_save
+from holdfast.storage.protocol import commit
 from holdfast.storage.ranks.team import Solo
-from holdfast.storage.save import SaveJob, run_save
+from holdfast.storage.runtime.engine import start
+from holdfast.storage.state.flatten import flatten
 
 OLD, NEW, LAST = (
     {"who": who, "x": torch.full((5,), float(i)), "y": [torch.arange(i)]}
@@ -352,8 +353,8 @@ def halting(monkeypatch: pytest.MonkeyPatch, operation: str) -> tuple[threading.
             while not go.is_set():
                 await asyncio.sleep(0.001)
 
-    opened: Callable[..., Any] = begin.open_driver
-    monkeypatch.setattr(begin, "open_driver", lambda uri, *_: HookedDriver(opened(uri), before=halt))
+    opened: Callable[..., Any] = start_save.open_driver
+    monkeypatch.setattr(start_save, "open_driver", lambda uri, *_: HookedDriver(opened(uri), before=halt))
     return reached, go
 
 
@@ -421,9 +422,9 @@ def test_what_fails_in_the_background_is_raised_by_wait(
         if doing == operation:
             raise holdfast.FullError("injected")
 
-    opened: Callable[..., Any] = begin.open_driver
+    opened: Callable[..., Any] = start_save.open_driver
     with monkeypatch.context() as patch:
-        patch.setattr(begin, "open_driver", lambda uri, *_: HookedDriver(opened(uri), before=fail))
+        patch.setattr(start_save, "open_driver", lambda uri, *_: HookedDriver(opened(uri), before=fail))
         try:
             handle = holdfast.async_save(uri, NEW)
         except holdfast.FullError:
@@ -442,7 +443,7 @@ def test_what_fails_in_the_background_is_raised_by_wait(
 
 def test_a_failed_save_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """No buffer is lost, so that a job which goes on after a hundred failures has as much memory as before."""
-    from holdfast.storage.pipeline.buffers import HostBuffer, host_pool
+    from holdfast.storage.runtime.buffers import HostBuffer, host_pool
 
     holdfast.release_memory()
     pool = host_pool(16 << 20)
@@ -454,8 +455,8 @@ def test_a_failed_save_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) ->
             raise holdfast.FullError("injected")
 
     monkeypatch.setattr(HostBuffer, "allocate", lambda nbytes: made.append(nbytes) or allocate(nbytes))
-    opened: Callable[..., Any] = begin.open_driver
-    monkeypatch.setattr(begin, "open_driver", lambda uri, *_: HookedDriver(opened(uri), before=fail))
+    opened: Callable[..., Any] = start_save.open_driver
+    monkeypatch.setattr(start_save, "open_driver", lambda uri, *_: HookedDriver(opened(uri), before=fail))
     for _ in range(3):
         with pytest.raises(holdfast.FullError):
             holdfast.save(fresh_uri(), {"x": torch.zeros(20 << 20, dtype=torch.uint8)})

@@ -15,11 +15,11 @@ from support.bombs import BOMBS
 
 import holdfast
 from holdfast.drivers import contract
-from holdfast.drivers.local import LocalDriver
+from holdfast.drivers.local.driver import LocalDriver
 from holdfast.planner.coverage import ROUNDS_MAX, flawed
 from holdfast.storage.format import columns
 from holdfast.storage.format.tree import Container, Tree
-from holdfast.storage.pipeline.engine import start
+from holdfast.storage.runtime.engine import start
 
 TESTS = Path(__file__).parents[1]
 DEADLINE_S = 110

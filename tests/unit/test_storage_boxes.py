@@ -15,8 +15,8 @@ import holdfast
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.planner.box import Box
 from holdfast.planner.placement import Piece
-from holdfast.storage.capture.state import FlatState, flatten
-from holdfast.storage.frameworks.mesh import LocalPart
+from holdfast.storage.state.adapters.dtensor import LocalPart
+from holdfast.storage.state.flatten import FlatState, flatten
 
 
 def in_two_shards() -> str:

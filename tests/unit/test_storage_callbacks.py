@@ -16,9 +16,9 @@ import torch
 from support.bits import fresh_uri
 
 import holdfast
-from holdfast.storage.pipeline import engine
-from holdfast.storage.pipeline.engine import start
-from holdfast.storage.pipeline.progress import ProgressReporter
+from holdfast.storage.runtime import engine
+from holdfast.storage.runtime.engine import start
+from holdfast.storage.runtime.progress import ProgressReporter
 
 Calls = list[tuple[int, int]]
 

@@ -16,11 +16,11 @@ import holdfast
 from holdfast.drivers.contract import Driver
 from holdfast.drivers.layers.retry import RetryLayer, RetryPolicy
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage import commit, fate, pruning
 from holdfast.storage.attempt import Attempt
-from holdfast.storage.committed import read_manifest
-from holdfast.storage.copy import Orders, copy_checkpoint
 from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
+from holdfast.storage.operations.copy import Orders, copy_checkpoint
+from holdfast.storage.protocol import commit, fate, prune_lock
+from holdfast.storage.protocol.current import read_manifest
 
 NEW = {"who": "new", "own": 1}
 HOUR_S = 3600.0
@@ -126,11 +126,11 @@ def test_a_sign_of_a_pruning_that_the_client_repeated_in_silence_is_found_again(
     (attempt,) = attempts(storage)
 
     async def twice(operation: str, key: str) -> None:
-        if (operation, key) == ("put", pruning.PRUNING_KEY):
+        if (operation, key) == ("put", prune_lock.PRUNING_KEY):
             raise holdfast.ExistsError("412 precondition failed", uri=storage.uri, key=key)
 
     assert run(commit.delete_manifest(HookedDriver(storage, after=twice), Attempt(attempt)))
-    assert pruning.PRUNING_KEY not in run(contents(storage))
+    assert prune_lock.PRUNING_KEY not in run(contents(storage))
 
 
 def test_a_pruning_leaves_the_sign_of_another_that_took_its_place_over() -> None:
@@ -138,16 +138,16 @@ def test_a_pruning_leaves_the_sign_of_another_that_took_its_place_over() -> None
     storage = MemoryDriver()
     run(save(storage, OLD))
     (attempt,) = attempts(storage)
-    run(storage.put(pruning.PRUNING_KEY, pruning.new_sign()))
-    aged(storage, pruning.PRUNING_KEY, 2 * HOUR_S)
-    other = pruning.new_sign()
+    run(storage.put(prune_lock.PRUNING_KEY, prune_lock.new_sign()))
+    aged(storage, prune_lock.PRUNING_KEY, 2 * HOUR_S)
+    other = prune_lock.new_sign()
 
     async def overtake(operation: str, key: str) -> None:
         if (operation, key) == ("delete", MANIFEST_KEY):
-            await storage.put(pruning.PRUNING_KEY, other)
+            await storage.put(prune_lock.PRUNING_KEY, other)
 
     assert run(commit.delete_manifest(HookedDriver(storage, before=overtake), Attempt(attempt)))
-    assert run(contents(storage))[pruning.PRUNING_KEY] == other
+    assert run(contents(storage))[prune_lock.PRUNING_KEY] == other
 
 
 def test_every_claim_is_another_and_no_sentence() -> None:

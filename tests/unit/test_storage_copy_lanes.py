@@ -13,9 +13,9 @@ from support.drivers import HookedDriver
 import holdfast
 from holdfast.drivers.contract import Buffer, PartOrder, Upload
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage.image_copier import deal
-from holdfast.storage.load import run_build
-from holdfast.storage.pipeline.buffers import HostBuffer, host_pool
+from holdfast.storage.operations.image_copier import deal
+from holdfast.storage.operations.load import run_build
+from holdfast.storage.runtime.buffers import HostBuffer, host_pool
 
 BUDGET_NBYTES = 64 << 20
 

@@ -14,13 +14,13 @@ from support.drivers import Fault, HookedDriver, contents
 
 import holdfast
 from holdfast.drivers.contract import Driver
-from holdfast.drivers.local import LocalDriver
+from holdfast.drivers.local.driver import LocalDriver
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage import commit
-from holdfast.storage.copy import Orders, copy_checkpoint
 from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
-from holdfast.storage.load import run_build
-from holdfast.storage.pipeline.engine import start
+from holdfast.storage.operations.copy import Orders, copy_checkpoint
+from holdfast.storage.operations.load import run_build
+from holdfast.storage.protocol import commit
+from holdfast.storage.runtime.engine import start
 
 BUDGET_NBYTES = 64 << 20
 

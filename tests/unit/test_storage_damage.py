@@ -16,10 +16,10 @@ from support.simulation.turns import BUDGET_NBYTES, run_inline, save_of
 
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage.committed import read_manifest
 from holdfast.storage.format.manifest import MANIFEST_KEY
-from holdfast.storage.load import run_build
-from holdfast.storage.verify import VerifyReport, verify_images
+from holdfast.storage.operations.load import run_build
+from holdfast.storage.operations.verify import VerifyReport, verify_images
+from holdfast.storage.protocol.current import read_manifest
 
 STATE = {
     "w": torch.arange(40.0).reshape(5, 8),

@@ -16,11 +16,11 @@ from support.flaky import Flaky
 import holdfast
 from holdfast.drivers.memory import STORES, MemoryDriver
 from holdfast.errors import DeadlineError, StorageDownError, UsageError
-from holdfast.storage.capture.state import flatten
-from holdfast.storage.deadline import Deadline
-from holdfast.storage.pipeline.engine import start
+from holdfast.storage.operations.deadline import Deadline
+from holdfast.storage.operations.save import SaveJob, run_save
 from holdfast.storage.ranks.team import Solo, StoreTeam
-from holdfast.storage.save import SaveJob, run_save
+from holdfast.storage.runtime.engine import start
+from holdfast.storage.state.flatten import flatten
 
 URI = "memory://deadline"
 SLOWLY = f"{URI}?faults=delay:1,delay_s:600"
@@ -120,7 +120,7 @@ def hangs_at(n: int, deadline: Deadline) -> Iterator[float | None]:
 def test_wherever_it_hangs_it_ends(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each operation of a save in turn takes ten minutes: the save fails, and leaves nothing; but where it was the put of the
     manifest, which may turn out to be done, or the look whether somebody prunes, after it. What hangs then does not fail it."""
-    monkeypatch.setattr("holdfast.storage.save.CLEAN_UP_S", 0.2)
+    monkeypatch.setattr("holdfast.storage.operations.save.CLEAN_UP_S", 0.2)
 
     async def run() -> tuple[Any, list[str], str]:
         deadline = Deadline.of(0.2)

@@ -15,13 +15,14 @@ from support.tiny import CHUNK_NBYTES, rechunked
 
 from holdfast.drivers.contract import Buffer
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage import load
-from holdfast.storage.capture.scatter import Scatter
-from holdfast.storage.committed import read_manifest
+from holdfast.storage.exchange import exchange, transport
+from holdfast.storage.exchange import setup as meeting
 from holdfast.storage.format.manifest import MANIFEST_KEY
-from holdfast.storage.pipeline import buffers
-from holdfast.storage.pipeline.engine import offload, start
-from holdfast.storage.ranks import exchange, meeting, wire
+from holdfast.storage.operations import load
+from holdfast.storage.protocol.current import read_manifest
+from holdfast.storage.runtime import buffers
+from holdfast.storage.runtime.engine import offload, start
+from holdfast.storage.state.scatter import Scatter
 
 
 class Replaced(MemoryDriver):
@@ -61,7 +62,7 @@ def test_an_exchange_stays_within_the_budget(how: str, monkeypatch: pytest.Monke
     taken that may be."""
     if how == "network":
         hosts = itertools.count()
-        monkeypatch.setattr(wire, "host_key", lambda: f"host {next(hosts)}")
+        monkeypatch.setattr(transport, "host_key", lambda: f"host {next(hosts)}")
         monkeypatch.setattr(load, "store_host", lambda: "127.0.0.1")
     monkeypatch.setattr(meeting, "UNIT_NBYTES", CHUNK_NBYTES // 2)
     driver = MemoryDriver()

@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 import pytest
 
-from holdfast.storage.pipeline.engine import offload, start
-from holdfast.storage.pipeline.executor import at_most, execute
-from holdfast.storage.pipeline.scheduler import Budget, Scheduler, Stage
+from holdfast.storage.runtime.engine import offload, start
+from holdfast.storage.runtime.executor import at_most, execute
+from holdfast.storage.runtime.scheduler import Budget, Scheduler, Stage
 
 STAGES = (Stage("read", "io"), Stage("hash", "cpu"), Stage("write", "io"))
 

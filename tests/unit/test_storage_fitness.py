@@ -18,12 +18,12 @@ from support.drivers import HookedDriver, contents
 import holdfast
 from holdfast.drivers.contract import Buffer, Driver
 from holdfast.drivers.layers.retry import RetryLayer, RetryPolicy
-from holdfast.drivers.local import LocalDriver
+from holdfast.drivers.local.driver import LocalDriver
 from holdfast.drivers.memory import STORES, MemoryDriver
 from holdfast.drivers.options import Option, switch
 from holdfast.drivers.registry import GROUP
-from holdfast.storage import commit
 from holdfast.storage.format.manifest import MANIFEST_KEY
+from holdfast.storage.protocol import commit
 
 NEW = {"who": "new", "x": torch.full((7,), 2.0)}
 

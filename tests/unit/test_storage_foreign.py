@@ -164,5 +164,5 @@ def test_the_command_line_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_a_bounded_number_of_names_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket may have millions."""
     touch(tmp_path / "c", *(f"{i}.distcp" for i in range(50)))
-    monkeypatch.setattr("holdfast.storage.foreign.LOOKED_AT", 10)
+    monkeypatch.setattr("holdfast.storage.operations.foreign.LOOKED_AT", 10)
     assert "torch.distributed.checkpoint" in said(tmp_path / "c")

@@ -19,7 +19,7 @@ import holdfast
 from holdfast.drivers.contract import Buffer
 from holdfast.drivers.memory import MemoryDriver, _MemoryUpload
 from holdfast.errors import DamagedError
-from holdfast.storage.pipeline.buffers import HostBuffer
+from holdfast.storage.runtime.buffers import HostBuffer
 
 BUDGET_NBYTES = 128 << 20
 CHUNKS = 7
@@ -71,7 +71,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
         await read(self, key, start, received.data)
         return received.data.toreadonly()
 
-    monkeypatch.setattr("holdfast.storage.reader._BUDGET_NBYTES", BUDGET_NBYTES)
+    monkeypatch.setattr("holdfast.storage.operations.reader._BUDGET_NBYTES", BUDGET_NBYTES)
     monkeypatch.setattr(MemoryDriver, "__init__", made)
     monkeypatch.setattr(MemoryDriver, "read", counted)
     monkeypatch.setattr(MemoryDriver, "fetch", fetch)

@@ -16,8 +16,8 @@ from torch.optim import swa_utils
 
 import holdfast
 from holdfast.errors import DamagedError
-from holdfast.storage.capture.state import flatten
 from holdfast.storage.format.tree import Container, Tree, merge_trees
+from holdfast.storage.state.flatten import flatten
 
 
 def kinds(value: Any, path: str = "") -> dict[str, str]:

@@ -17,11 +17,11 @@ from support.simulation.turns import run_inline, save_of
 import holdfast
 from holdfast.drivers.contract import Driver
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage.capture.state import flatten
-from holdfast.storage.pipeline.engine import start
+from holdfast.storage.operations.save import SaveJob, run_save
 from holdfast.storage.pipeline.image_writer import Progress
 from holdfast.storage.ranks.team import StoreTeam
-from holdfast.storage.save import SaveJob, run_save
+from holdfast.storage.runtime.engine import start
+from holdfast.storage.state.flatten import flatten
 
 _numbers = itertools.count()
 

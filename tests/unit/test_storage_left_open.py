@@ -20,7 +20,7 @@ import torch
 import holdfast
 from holdfast.drivers.registry import open_driver
 from holdfast.storage.integrations.fsspec import HoldfastFileSystem
-from holdfast.storage.pipeline.engine import start
+from holdfast.storage.runtime.engine import start
 
 WAIT_S = 20.0
 

@@ -12,7 +12,7 @@ from support.ranks import load_as_ranks, save_as_ranks
 import holdfast
 from holdfast.drivers.contract import Buffer
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage.pipeline.engine import offload
+from holdfast.storage.runtime.engine import offload
 
 N = 8 << 20
 

@@ -26,17 +26,17 @@ from support.tiny import Tiny
 import holdfast
 from holdfast.cli import app as cli
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage.capture.state import flatten
-from holdfast.storage.copy import Orders, copy_checkpoint
 from holdfast.storage.format.digest import digest
 from holdfast.storage.format.manifest import MANIFEST_KEY
 from holdfast.storage.format.packed import Index, index_nbytes
 from holdfast.storage.integrations.fsspec import HoldfastFileSystem
-from holdfast.storage.pipeline.engine import start
+from holdfast.storage.operations.copy import Orders, copy_checkpoint
+from holdfast.storage.operations.save import SaveJob, run_save
 from holdfast.storage.pipeline.image_writer import ImageWriter
-from holdfast.storage.pipeline.unpacked import images_of
+from holdfast.storage.pipeline.unpacking import images_of
 from holdfast.storage.ranks.team import StoreTeam
-from holdfast.storage.save import SaveJob, run_save
+from holdfast.storage.runtime.engine import start
+from holdfast.storage.state.flatten import flatten
 
 CHUNK_NBYTES = 16 << 20
 

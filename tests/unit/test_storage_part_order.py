@@ -84,7 +84,7 @@ def test_parts_arrive_in_the_order_asked_for(
             inner = await super().create(key, nbytes)
             return _Watched(inner, random.Random(7), begun, overlaps, alone=order == "serial")
 
-    for room in ("begin", "api"):  # to save, and to load
+    for room in ("operations.start_save", "api"):  # to save, and to load
         name = f"holdfast.storage.{room}.open_driver"
         monkeypatch.setattr(name, lambda uri, *_: Ordered(f"order-{order}-{budget_nbytes}-{streams}"))
     state = {"w": torch.from_numpy(np.random.default_rng(0).standard_normal(100 << 17))}
@@ -195,7 +195,7 @@ def test_writes_that_wait_for_the_upload_are_not_overtaken(monkeypatch: pytest.M
                 may_begin.set()
         await asyncio.gather(*writes)
 
-    monkeypatch.setattr("holdfast.storage.begin.open_driver", lambda uri, *_: Slow())
+    monkeypatch.setattr("holdfast.storage.operations.start_save.open_driver", lambda uri, *_: Slow())
     monkeypatch.setattr("holdfast.storage.pipeline.image_writer.execute", execute)
     holdfast.async_save("memory://x", {"w": torch.zeros(40 << 20)}).wait(60)
     assert len(begun) > 10

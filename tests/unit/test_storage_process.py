@@ -16,11 +16,11 @@ from support.tiny import BLOCK_NBYTES, CHUNK_NBYTES, rechunked
 
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage import verify
-from holdfast.storage.committed import read_manifest
 from holdfast.storage.format.manifest import MANIFEST_KEY
-from holdfast.storage.pipeline.buffers import HostBuffer, host_pool
-from holdfast.storage.pipeline.engine import start
+from holdfast.storage.operations import verify
+from holdfast.storage.protocol.current import read_manifest
+from holdfast.storage.runtime.buffers import HostBuffer, host_pool
+from holdfast.storage.runtime.engine import start
 
 
 def run(code: str, *args: object, timeout_s: float = 100) -> subprocess.CompletedProcess[str]:
@@ -70,7 +70,7 @@ def test_verification_holds_its_budget_and_few_stored_digests_beside_it(
         held.append(sum(map(len, self._read.values())))
         return page
 
-    monkeypatch.setattr("holdfast.storage.reader._BUDGET_NBYTES", jobs * CHUNK_NBYTES)
+    monkeypatch.setattr("holdfast.storage.operations.reader._BUDGET_NBYTES", jobs * CHUNK_NBYTES)
     monkeypatch.setattr(verify, "_PAGES_NBYTES", digests_nbytes)
     monkeypatch.setattr(verify._StoredPages, "of", watched)
     holdfast.release_memory()

@@ -17,11 +17,12 @@ from support.drivers import Fault, HookedDriver, contents
 
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage import commit, place
-from holdfast.storage.choice import Rules, choose, chosen_by
 from holdfast.storage.format.manifest import MANIFEST_KEY
-from holdfast.storage.listing import ListedCheckpoint
-from holdfast.storage.pruning import new_sign
+from holdfast.storage.operations import location
+from holdfast.storage.operations.choice import Rules, choose, chosen_by
+from holdfast.storage.operations.listing import ListedCheckpoint
+from holdfast.storage.protocol import commit
+from holdfast.storage.protocol.prune_lock import new_sign
 
 DEAD = "20200101T000000-00000000"
 
@@ -89,7 +90,7 @@ def test_what_cannot_be_judged_is_kept() -> None:
 def test_what_has_the_latest_time_is_kept_besides() -> None:
     """Also where its step is a low one: a run that was taken up again by hand. By no clock anything is deleted."""
     again = [listed("s900", 900, 1.0), listed("s300", 300, 2.0), listed("s200", 200, 0.0), listed("", 1, 9.0)]
-    choice = run(chosen_by(place.Place.of(fresh_uri(), None), Rules(1, None, abandoned=False, verify=False), again))
+    choice = run(chosen_by(location.Place.of(fresh_uri(), None), Rules(1, None, abandoned=False, verify=False), again))
     assert [c.step for c in choice.gone] == [200]
 
 
@@ -167,7 +168,7 @@ def test_leftovers_are_collected_once_they_are_idle() -> None:
     assert steps(root) == [1]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(commit, "GRACE_S", -1.0)
-        patch.setattr("holdfast.storage.prune.GRACE_S", -1.0)
+        patch.setattr("holdfast.storage.operations.prune.GRACE_S", -1.0)
         assert [x.path for x in holdfast.prune(root, idle_s=0).leftovers] == ["step-3"]
     assert [key for key in run(contents(storage)) if not key.startswith("step-1")] == []
 
@@ -220,9 +221,9 @@ def test_a_checkpoint_that_was_saved_anew_is_kept(monkeypatch: pytest.MonkeyPatc
 
 def hooked(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
     """Every driver that pruning opens fails as ``fault`` says."""
-    opened: Callable[..., Any] = place.open_driver
+    opened: Callable[..., Any] = location.open_driver
     monkeypatch.setattr(
-        place, "open_driver", lambda uri, **options: HookedDriver(opened(uri), fault.on_before, fault.on_after)
+        location, "open_driver", lambda uri, **options: HookedDriver(opened(uri), fault.on_before, fault.on_after)
     )
 
 
@@ -261,7 +262,7 @@ def test_a_pruning_that_dies_at_any_access_leaves_whole_checkpoints(
         assert steps(root) in ([1, 3], [2, 3], [3])
         with monkeypatch.context() as patch:
             patch.setattr(commit, "GRACE_S", -1.0)
-            patch.setattr("holdfast.storage.prune.GRACE_S", -1.0)
+            patch.setattr("holdfast.storage.operations.prune.GRACE_S", -1.0)
             holdfast.prune(root, keep_last=1, idle_s=0)
         assert steps(root) == [3]
         left = run(contents(MemoryDriver(root.removeprefix("memory://"))))
@@ -318,9 +319,9 @@ def test_a_pruning_that_fails_before_it_deletes_bars_nobody(monkeypatch: pytest.
         if flagged and operation == "get":
             raise holdfast.StorageDownError("away")
 
-    opened: Callable[..., Any] = place.open_driver
+    opened: Callable[..., Any] = location.open_driver
     with monkeypatch.context() as patch:
-        patch.setattr(place, "open_driver", lambda uri, **options: HookedDriver(opened(uri), before=fail))
+        patch.setattr(location, "open_driver", lambda uri, **options: HookedDriver(opened(uri), before=fail))
         with pytest.raises(holdfast.StorageDownError, match="away"):
             holdfast.prune(root, keep_last=1)
     assert flagged
@@ -336,9 +337,9 @@ def test_the_manifest_goes_first() -> None:
         if operation in ("delete", "delete_all"):
             seen.append(key)
 
-    opened: Callable[..., Any] = place.open_driver
+    opened: Callable[..., Any] = location.open_driver
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(place, "open_driver", lambda uri, **options: HookedDriver(opened(uri), before=note))
+        patch.setattr(location, "open_driver", lambda uri, **options: HookedDriver(opened(uri), before=note))
         holdfast.prune(root, keep_last=1)
     assert seen[0] == MANIFEST_KEY
     assert seen[1] == "data/pruning"

@@ -15,15 +15,15 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401 - register
 import holdfast
 from holdfast import errors
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage.accord import Accord, Accords, Way, agree
-from holdfast.storage.capture.fingerprint import fingerprints
-from holdfast.storage.capture.kept import Kept
-from holdfast.storage.capture.plan import Agreed
-from holdfast.storage.capture.state import flatten
-from holdfast.storage.frameworks import process_group
-from holdfast.storage.handle import SaveHandle
+from holdfast.storage.operations.global_plan import Accord, Accords, Way, agree
+from holdfast.storage.operations.handle import SaveHandle
+from holdfast.storage.operations.save import SaveJob, run_save
+from holdfast.storage.ranks import process_group
 from holdfast.storage.ranks.team import StoreTeam
-from holdfast.storage.save import SaveJob, run_save
+from holdfast.storage.state.fingerprint import fingerprints
+from holdfast.storage.state.flatten import flatten
+from holdfast.storage.state.kept import Kept
+from holdfast.storage.state.plan import Agreed
 
 BUDGET_NBYTES = 64 << 20
 

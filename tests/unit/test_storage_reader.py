@@ -92,7 +92,7 @@ def test_slices_of_tensors_that_span_blocks_and_chunks(tmp_path: Path, rng: np.r
 
 def test_a_small_slice_reads_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """64 KB wanted of a large tensor: what is read is that, a block at each end, and checksums."""
-    from holdfast.drivers import local
+    from holdfast.drivers.local import driver as local
 
     holdfast.save(tmp_path, {"x": torch.zeros(8 << 20)})
     asked: list[int] = []

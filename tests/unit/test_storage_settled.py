@@ -14,11 +14,11 @@ from support.drivers import HookedDriver
 
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage import commit
-from holdfast.storage.capture.state import flatten
 from holdfast.storage.format.manifest import MANIFEST_KEY
+from holdfast.storage.operations.save import SaveJob, run_save
+from holdfast.storage.protocol import commit
 from holdfast.storage.ranks.team import Solo
-from holdfast.storage.save import SaveJob, run_save
+from holdfast.storage.state.flatten import flatten
 
 OLD, NEW, LAST = ({"who": who, "x": torch.full((5,), float(i))} for i, who in enumerate(["old", "new", "last"]))
 

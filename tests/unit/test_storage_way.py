@@ -18,14 +18,14 @@ from support.ranks import load_as_ranks
 
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage import accord, save
-from holdfast.storage.accord import Accords, Way
-from holdfast.storage.capture.kept import Kept
-from holdfast.storage.capture.state import flatten
-from holdfast.storage.committed import read_manifest
 from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
+from holdfast.storage.operations import global_plan, save
+from holdfast.storage.operations.global_plan import Accords, Way
+from holdfast.storage.operations.save import SaveJob, run_save
+from holdfast.storage.protocol.current import read_manifest
 from holdfast.storage.ranks.team import StoreTeam
-from holdfast.storage.save import SaveJob, run_save
+from holdfast.storage.state.flatten import flatten
+from holdfast.storage.state.kept import Kept
 
 HOSTS = [list("aabb"), list("abab"), list("abbcca"), list("aaa"), list("abc"), ["a", None, None, "b", "b"]]
 RANK: ContextVar[int] = ContextVar("rank")
@@ -66,7 +66,7 @@ def saved(
 ) -> tuple[Listening, list[Any]]:
     """Save as one rank per host named, which may be the same; return what they have told, and the outcomes."""
     store, prefix = Listening(), f"way{next(_numbers)}"
-    monkeypatch.setattr(accord, "host_key", lambda: hosts[RANK.get()])
+    monkeypatch.setattr(global_plan, "host_key", lambda: hosts[RANK.get()])
 
     async def act(rank: int) -> Any:
         RANK.set(rank)
@@ -180,9 +180,9 @@ def test_what_fails_on_the_way_is_told_to_all_by_name(rank: int, monkeypatch: py
 def test_a_layout_that_was_never_told_is_damage() -> None:
     """A key alone does for those who know it."""
     flat = flatten(state_of(0))
-    from holdfast.storage.capture.plan import plan_save
     from holdfast.storage.format.fragment import decode_fragment, fragment_of
     from holdfast.storage.format.manifest import ImageTable
+    from holdfast.storage.state.plan import plan_save
 
     plan = plan_save(flat, 0, None)
     images = ImageTable(np.array([0]), np.array([plan.layout.hashed_end]), np.zeros((plan.layout.chunks, 16), np.uint8))

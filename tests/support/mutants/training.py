@@ -35,7 +35,7 @@ MUTANTS = [
     ),
     Mutant(
         "dry run lists live attempts as leftovers",
-        "storage/prune.py",
+        "storage/operations/prune.py",
         " and max(0.0, now_s - trace.written_s) >= least_s:",
         ":",
         f"{_PRUNE}::test_a_dry_run_lists_no_attempt_that_may_be_alive",
@@ -49,7 +49,7 @@ MUTANTS = [
     ),
     Mutant(
         "a manifest does not say its branch",
-        "storage/save.py",
+        "storage/operations/save.py",
         "        manifest = replace(manifest, branch=self._branch)\n",
         "",
         f"{_BACK}::test_a_save_at_an_abandoned_step_replaces_it",
@@ -63,7 +63,7 @@ MUTANTS = [
     ),
     Mutant(
         "strides that pass a multiple are not due",
-        "storage/training/cadence.py",
+        "storage/training/schedule.py",
         "        return step // self._every > last // self._every\n",
         "        return step // self._every >= last // self._every and step % self._every == 0\n",
         "tests/unit/test_checkpointer.py::test_steps_are_due_at_multiples_or_when_one_is_passed",

@@ -18,12 +18,12 @@ from holdfast.errors import (
     ReplacedError,
     UsageError,
 )
-from holdfast.storage import choice, copy, prune
-from holdfast.storage.listing import ListedCheckpoint
-from holdfast.storage.load import finish, run_build, run_load
-from holdfast.storage.place import Place
+from holdfast.storage.operations import choice, copy, prune
+from holdfast.storage.operations.listing import ListedCheckpoint
+from holdfast.storage.operations.load import finish, run_build, run_load
+from holdfast.storage.operations.location import Place
+from holdfast.storage.operations.save import run_save
 from holdfast.storage.ranks.team import Solo, StoreTeam
-from holdfast.storage.save import run_save
 
 from .checker import MAIN, OTHER, Checker, Violation
 from .loop import Crashed, Process
@@ -163,7 +163,7 @@ class Crew:
 
     async def _saved_by(self, driver: Any) -> int:
         """So many ranks as have saved what is there, for a target of its shape."""
-        from holdfast.storage.committed import read_manifest
+        from holdfast.storage.protocol.current import read_manifest
 
         return int((await read_manifest(driver))[0].world)
 

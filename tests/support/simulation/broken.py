@@ -11,14 +11,16 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from holdfast.drivers import local_files, local_tree
 from holdfast.drivers.layers.retry import RetryLayer
+from holdfast.drivers.local import files as local_files
+from holdfast.drivers.local import tree as local_tree
 from holdfast.errors import DeadlineError, ExistsError, NotFoundError, RankFailedError, StorageError
-from holdfast.storage import commit, fate, load, prune, save
 from holdfast.storage.attempt import Attempt
-from holdfast.storage.differences import Differences
 from holdfast.storage.format.manifest import MANIFEST_KEY
+from holdfast.storage.operations import load, prune, save
+from holdfast.storage.operations.differences import Differences
 from holdfast.storage.pipeline.image_writer import ImageWriter
+from holdfast.storage.protocol import commit, fate
 from holdfast.storage.ranks import team, watch
 
 from . import broken_ranks

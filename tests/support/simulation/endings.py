@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from holdfast.drivers.contract import Driver
 from holdfast.errors import NotACheckpointError, StorageDownError
-from holdfast.storage.load import run_build
+from holdfast.storage.operations.load import run_build
+from holdfast.storage.operations.save import run_save
 from holdfast.storage.ranks.team import Solo
-from holdfast.storage.save import run_save
 
 from .checker import FEW, LAST, MAIN, Checker, Violation
 from .engine import remembered

@@ -17,14 +17,19 @@ from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from holdfast.drivers import local, local_files, local_io, local_tree
+from holdfast.drivers.local import driver as local
+from holdfast.drivers.local import files as local_files
+from holdfast.drivers.local import io as local_io
+from holdfast.drivers.local import tree as local_tree
 from holdfast.errors import StorageError
 from holdfast.planner import image
-from holdfast.storage import accord, commit, committed, copy, fate, image_copier, load, prune, reader, save, verify
-from holdfast.storage.capture import plan
 from holdfast.storage.format import fragment, manifest, packed
-from holdfast.storage.pipeline import image_reader, image_writer, unpacked
+from holdfast.storage.operations import copy, global_plan, image_copier, load, prune, reader, save, verify
+from holdfast.storage.pipeline import image_reader, image_writer, unpacking
+from holdfast.storage.protocol import commit, fate
+from holdfast.storage.protocol import current as committed
 from holdfast.storage.ranks import member, rendezvous, team
+from holdfast.storage.state import plan
 
 from .loop import PROCESS, check_alive
 
@@ -137,7 +142,7 @@ def installed() -> Iterator[None]:
 
 def _patches() -> Iterator[tuple[ModuleType | type, str, Any]]:
     engine = (
-        accord,
+        global_plan,
         committed,
         copy,
         image_copier,
@@ -148,7 +153,7 @@ def _patches() -> Iterator[tuple[ModuleType | type, str, Any]]:
         reader,
         save,
         team,
-        unpacked,
+        unpacking,
         verify,
     )
     for module in engine:
@@ -175,7 +180,7 @@ def _patches() -> Iterator[tuple[ModuleType | type, str, Any]]:
     yield save, "plan_save", _planned
     yield save, "_fragment", _told_once(save._fragment)
     yield save, "_merged", _merged_once(save._merged)
-    yield accord, "host_key", lambda: getattr(PROCESS.get(), "host", None)
+    yield global_plan, "host_key", lambda: getattr(PROCESS.get(), "host", None)
     yield committed, "check_complete", _checked_once(committed.check_complete)
     yield load, "plan_reads", _reads_planned(load.plan_reads)
     yield manifest.Manifest, "decode", _decode(manifest.Manifest.decode)

@@ -15,9 +15,9 @@ from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar, copy_context
 from typing import Any
 
-from holdfast.storage.accord import Accords
-from holdfast.storage.capture.kept import Kept
-from holdfast.storage.save import ACCORDS
+from holdfast.storage.operations.global_plan import Accords
+from holdfast.storage.operations.save import ACCORDS
+from holdfast.storage.state.kept import Kept
 
 from ..clock import WithoutThreads
 

@@ -13,16 +13,16 @@ import torch
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.planner.box import Box
 from holdfast.planner.placement import Piece
-from holdfast.storage.capture.fingerprint import fingerprints
-from holdfast.storage.capture.state import FlatState, flatten
 from holdfast.storage.format.digest import digest
 from holdfast.storage.format.manifest import Manifest
 from holdfast.storage.format.packed import Compression
-from holdfast.storage.frameworks.mesh import LocalPart
-from holdfast.storage.load import LoadJob
+from holdfast.storage.operations.load import LoadJob
+from holdfast.storage.operations.save import SaveJob, run_save
 from holdfast.storage.ranks.calls import Board
 from holdfast.storage.ranks.team import Solo, StoreTeam
-from holdfast.storage.save import SaveJob, run_save
+from holdfast.storage.state.adapters.dtensor import LocalPart
+from holdfast.storage.state.fingerprint import fingerprints
+from holdfast.storage.state.flatten import FlatState, flatten
 
 from .engine import CHUNK_NBYTES, aside
 from .loop import PROCESS, SimLoop

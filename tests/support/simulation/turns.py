@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage.capture.state import flatten
-from holdfast.storage.load import run_build
+from holdfast.storage.operations.load import run_build
+from holdfast.storage.operations.save import SaveJob, run_save
 from holdfast.storage.ranks.team import Solo
-from holdfast.storage.save import SaveJob, run_save
+from holdfast.storage.state.flatten import flatten
 
 from ..drivers import HookedDriver
 from .loop import Crashed, SimLoop

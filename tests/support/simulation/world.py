@@ -13,7 +13,7 @@ from typing import Any
 
 from holdfast.drivers.contract import Driver
 from holdfast.drivers.layers.retry import RetryLayer, RetryPolicy
-from holdfast.drivers.local import LocalDriver
+from holdfast.drivers.local.driver import LocalDriver
 
 from .engine import Host, hosted
 from .loop import PROCESS, Crashed, Process, SimLoop, check_alive

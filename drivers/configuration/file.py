@@ -1,0 +1,233 @@
+"""``holdfast.toml``: options by scheme and by URI, in profiles or for all.
+
+::
+
+    [common]                      # options that every scheme has
+    op_timeout_s = 60
+
+    [s3]                          # every s3:// URI
+    endpoint = "http://store:9000"
+
+    ["s3://bucket/run"]           # that URI, and what lies below it
+    max_bytes_per_s = "500MB"
+
+    [profile.cluster.s3]          # the same tables again; they win where the profile is chosen
+    endpoint = "http://other:9000"
+
+A profile is chosen by ``?config_profile=cluster``, the keyword of that name, or HOLDFAST_CONFIG_PROFILE. Of the tables that
+apply, the more special wins: the longest URI, then the scheme, then ``common``.
+
+One file is read: the one that HOLDFAST_CONFIG names (empty: none at all), else ``holdfast/holdfast.toml`` in the user's
+configuration folder, which is XDG_CONFIG_HOME or ``~/.config`` (:mod:`.config_trust`). Never one of the working directory:
+that may be anybody's, and an endpoint in it would get the user's credentials and data.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...errors import UriError, UsageError
+from ..uri import Uri, parse, redact
+from .trust import FILE_NAME, check_trusted, file_of_user
+
+__all__ = [
+    "CONFIG_VARIABLE",
+    "PROFILE_OPTION",
+    "Setting",
+    "config_file",
+    "file_settings",
+    "ignored_config_file",
+    "text_of",
+]
+
+CONFIG_VARIABLE = "HOLDFAST_CONFIG"
+PROFILE_OPTION = "config_profile"
+_FILE_NBYTES_MAX = 1 << 20
+_COMMON = "common"
+_PROFILE = "profile"
+
+Tables = Mapping[str, Any]
+
+_log = logging.getLogger(__name__)
+_hinted: set[Path] = set()
+"""Files that a hint was logged about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What somebody said about one option, and who: "the URI", a variable, a file and its table. The text may be a secret:
+    ``repr()`` does not show it."""
+
+    text: str = field(repr=False)
+    source: str
+
+
+def config_file(environment: Mapping[str, str]) -> Path | None:
+    """The file that applies. Raises UsageError where HOLDFAST_CONFIG names one that is not there, or by a relative path."""
+    named = environment.get(CONFIG_VARIABLE)
+    if named is None:
+        file = file_of_user()
+        return file if file is not None and os.path.isfile(file) else None
+    if not named:
+        return None
+    if named.startswith("~/"):
+        named = os.path.expanduser(named)
+    if not os.path.isabs(named):
+        # In an exported variable it would name a file of whatever folder one happens to be in.
+        raise UsageError(
+            f"{CONFIG_VARIABLE} names {named!r}, which is a relative path", advice="Give the whole path of the file."
+        )
+    if not os.path.isfile(named):
+        raise UsageError(f"{CONFIG_VARIABLE} names {named!r}, and no such file is there")
+    return Path(named)
+
+
+def ignored_config_file(environment: Mapping[str, str]) -> Path | None:
+    """A file of the working directory that is not read, and that nobody has decided about by HOLDFAST_CONFIG."""
+    if CONFIG_VARIABLE in environment or not os.path.isfile(FILE_NAME):
+        return None
+    try:
+        here = Path(FILE_NAME).absolute()
+        applies = config_file(environment)
+        return None if applies is not None and os.path.samefile(here, applies) else here
+    except OSError:  # the working directory, or the file, has gone
+        return None
+
+
+def _hint_at_ignored(environment: Mapping[str, str]) -> None:
+    """Say once that a file of the working directory is not read."""
+    ignored = ignored_config_file(environment)
+    if ignored is None or ignored in _hinted:
+        return
+    _hinted.add(ignored)
+    _log.warning("%s", _hint(ignored))
+
+
+def _hint(ignored: Path) -> str:
+    return (
+        f"{str(ignored)!r} is not read, since a working directory may be anybody's. "
+        f"If you trust it, set {CONFIG_VARIABLE} to this path, or move it to {_place_of_user()}."
+    )
+
+
+def _place_of_user() -> str:
+    return str(file_of_user() or f"~/.config/holdfast/{FILE_NAME}")
+
+
+def file_settings(
+    uri: Uri,
+    profile: Setting | None,
+    environment: Mapping[str, str],
+    common: Collection[str],
+    schemes: Callable[[], Collection[str]],
+) -> dict[str, Setting]:
+    """What the file says about ``uri``, by option. Whether ``uri`` has such options is not looked at, except in ``common``.
+
+    Raises UsageError for a file that cannot be read, or that others may write to, and for a table or a profile that means
+    nothing.
+    """
+    _hint_at_ignored(environment)
+    file = config_file(environment)
+    if file is None:
+        if profile is not None:
+            ignored = ignored_config_file(environment)
+            raise UsageError(
+                f"{profile.source} chooses the profile {profile.text!r}, and there is no {FILE_NAME}",
+                advice=f"Looked at {CONFIG_VARIABLE} and {_place_of_user()}."
+                + (f" {_hint(ignored)}" if ignored is not None else ""),
+            )
+        return {}
+    tables = dict(_read(file, named=CONFIG_VARIABLE in environment))
+    profiles = _table(file, _PROFILE, tables.pop(_PROFILE, {}))
+    found = dict(_applying(file, "", tables, uri, common, schemes))
+    if profile is None:
+        return found
+    if profile.text not in profiles:
+        names = ", ".join(sorted(profiles)) or "none"
+        raise UsageError(
+            f"{profile.source} chooses the profile {profile.text!r}, which {file} does not have",
+            advice=f"Its profiles: {names}.",
+        )
+    label = f"{_PROFILE}.{profile.text}."
+    return found | dict(_applying(file, label, _table(file, label[:-1], profiles[profile.text]), uri, common, schemes))
+
+
+def text_of(value: object, name: str) -> str:
+    """A value as it would stand in a URI. Raises UsageError for what could not."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, str | int | float):
+        return str(value)
+    raise UsageError(f"option {name!r} is text, a number or a bool, not {type(value).__name__}")
+
+
+def _read(file: Path, *, named: bool) -> Tables:
+    """``named``: by HOLDFAST_CONFIG, which is enough to trust it."""
+    import tomllib  # only here: most have no file
+
+    try:
+        with file.open("rb") as opened:
+            if not named:
+                check_trusted(file, os.fstat(opened.fileno()))
+            data = opened.read(_FILE_NBYTES_MAX + 1)
+        if len(data) > _FILE_NBYTES_MAX:
+            raise ValueError(f"it has more than {_FILE_NBYTES_MAX:,} bytes")
+        return tomllib.loads(data.decode())
+    except UsageError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{file} cannot be used: {error}") from error
+
+
+def _applying(
+    file: Path, label: str, tables: Tables, uri: Uri, common: Collection[str], schemes: Callable[[], Collection[str]]
+) -> Iterator[tuple[str, Setting]]:
+    """The settings of all tables that apply to ``uri``, the most special last."""
+    applying: list[tuple[tuple[int, int], str]] = []
+    for name in tables:
+        if "://" in name:
+            prefix = _prefix(file, label + redact(name), name)
+            if _is_below(uri, prefix):
+                applying.append(((2, len(prefix.location)), name))
+        elif name in (_COMMON, uri.scheme):
+            applying.append(((int(name != _COMMON), 0), name))
+        elif name not in schemes() and not name.startswith("fsspec+"):
+            raise UsageError(
+                f"{file} has a table [{label}{name}], which is no scheme",
+                advice=f"Tables are {_COMMON}, {_PROFILE}.<name>.<table>, a URI in quotes, "
+                f"or a scheme: {', '.join(sorted(schemes()))}.",
+            )
+    for _, name in sorted(applying):
+        shown = label + redact(name)
+        source = f"{file} [{shown}]"
+        for option, value in _table(file, shown, tables[name]).items():
+            if name == _COMMON and option not in common:
+                known = ", ".join(sorted(common))
+                raise UriError(f"no option {option!r} is common to all schemes ({source})", advice=f"Known: {known}.")
+            yield option, Setting(text_of(value, f"{option} in {source}"), source)
+
+
+def _table(file: Path, name: str, value: object) -> Tables:
+    if not isinstance(value, dict):
+        raise UsageError(f"{file}: {name!r} stands outside of a table", advice=f"Write it below [{_COMMON}], say.")
+    return value
+
+
+def _prefix(file: Path, label: str, text: str) -> Uri:
+    try:
+        prefix = parse(text)
+    except UriError as error:
+        raise UsageError(f"{file} has a table [{label}], which is no URI: {error.message}") from error
+    if prefix.options:
+        raise UsageError(f"{file} has a table [{label}] with options in its URI", advice="Write them below it.")
+    return prefix
+
+
+def _is_below(uri: Uri, prefix: Uri) -> bool:
+    within = prefix.location.rstrip("/")
+    return uri.scheme == prefix.scheme and (uri.location == within or uri.location.startswith(within + "/"))

@@ -1,0 +1,1 @@
+"""``fsspec+X://``: the file systems of fsspec as storages."""

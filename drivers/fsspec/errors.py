@@ -1,0 +1,99 @@
+"""From what a file system of fsspec raises to the error that a handler can act on.
+
+Some raise an OSError with an errno, some one of its kinds without, some whatever their library raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ...errors import (
+    AccessError,
+    BusyError,
+    ExistsError,
+    FullError,
+    HoldfastError,
+    NotFoundError,
+    StorageDownError,
+    StorageError,
+)
+from ..oserrors import storage_errors
+from ..uri import redact
+from .http_answers import answer_of, causes
+
+__all__ = ["fsspec_errors"]
+
+_VAGUE = (StorageError, NotFoundError)
+"""What an errno, or the lack of one, may say although the causes of the error know better."""
+
+# The more special first. asyncio's TimeoutError, and so fsspec's, is the built-in one.
+_BY_CLASS: tuple[tuple[type[BaseException], type[StorageError]], ...] = (
+    (IsADirectoryError, NotFoundError),
+    (FileNotFoundError, NotFoundError),
+    (FileExistsError, ExistsError),
+    (PermissionError, AccessError),
+    (TimeoutError, StorageDownError),
+    (ConnectionError, StorageDownError),
+)
+_BY_NAME = (
+    (("Credential", "Auth", "Forbidden", "Denied", "HostKey"), AccessError),
+    (("Connect", "Timeout", "SSHException", "EOFError", "Unavailable", "Disconnected"), StorageDownError),
+)
+_NO_KEY = "No authentication methods available"
+"""What paramiko says where there is no key to offer, by the class of its error for all kinds of failures."""
+
+
+@contextmanager
+def fsspec_errors(doing: str, uri: str, key: str) -> Iterator[None]:
+    """Turn whatever the body raises into a StorageError of the kind that fits best, with ``uri`` (redacted), ``key`` and
+    its cause. ``doing`` begins the message. Our own errors pass unchanged."""
+    try:
+        with storage_errors(doing, uri, key):
+            yield
+    except StorageError as error:
+        cause = error.__cause__
+        kind = _kind_of(cause) if type(error) in _VAGUE and isinstance(cause, OSError) else None
+        if cause is None or kind in (None, type(error)):
+            raise
+        raise _made(kind or StorageError, doing, uri, key, cause) from cause
+    except HoldfastError:
+        raise
+    except Exception as error:
+        raise _made(_kind_of(error) or StorageError, doing, uri, key, error) from error
+
+
+def _kind_of(error: BaseException) -> type[StorageError] | None:
+    answer = answer_of(error)
+    if answer is not None and (kind := _of_status(answer.status)):
+        return kind
+    if isinstance(error, FileNotFoundError) and any(_by_kind(one) is StorageDownError for one in causes(error)):
+        return StorageDownError  # some file systems take every failure to look for absence
+    return _by_kind(error)
+
+
+def _of_status(status: int) -> type[StorageError] | None:
+    if status in (401, 403):
+        return AccessError
+    if status in (429, 503):
+        return BusyError
+    return FullError if status == 507 else StorageDownError if status >= 500 else None
+
+
+def _by_kind(error: BaseException) -> type[StorageError] | None:
+    kind = next((kind for cls, kind in _BY_CLASS if isinstance(error, cls)), None)
+    if kind is not None:
+        return kind
+    if str(error) == _NO_KEY:
+        return AccessError
+    names = " ".join(cls.__name__ for cls in type(error).__mro__)
+    return next((kind for words, kind in _BY_NAME if any(word in names for word in words)), None)
+
+
+def _made(kind: type[StorageError], doing: str, uri: str, key: str, error: BaseException) -> StorageError:
+    text = redact(str(error)).strip().partition("\n")[0]
+    message = f"{doing} failed: {type(error).__name__}" + (f": {text}" if text else "")
+    if kind is BusyError:
+        answer = answer_of(error)
+        return BusyError(message, uri=uri, key=key, retry_after_s=answer.retry_after_s if answer else None)
+    return kind(message, uri=uri, key=key)

@@ -1,0 +1,1 @@
+"""``file://``: files of this host, and of mounts that look like them."""

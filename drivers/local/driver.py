@@ -1,0 +1,293 @@
+"""``file:///folder``: a local file system, at the device's own rate.
+
+Threads do plain ``pwrite`` and ``preadv``; O_DIRECT keeps the page cache out of the way where it is not refused. An
+upload is a temporary file beside its target, fsynced, renamed, and its folder fsynced. The parts live next door:
+``local_io`` (bytes), ``local_tree`` (names), ``local_files`` (uploads and open files); this module only makes them
+asynchronous.
+
+A key is a path below the root. So ``a`` and ``a/b`` cannot both be objects. Names that look like our temporary files are
+refused, as are those behind which NFS and FUSE keep a removed file that is still open. Symbolic links below the root are no
+objects: listings leave them out, a key through one is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import itertools
+import os
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from typing import ClassVar, ParamSpec, Self, TypeVar
+
+from ...errors import DamagedError, StorageError, UriError
+from ..contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_key, check_small
+from ..options import Option, choice, integer, option_values
+from ..oserrors import storage_errors
+from ..ranges import Ranges
+from ..threads import Threads
+from ..uri import Uri
+from .files import CreateFile, NewFile, OpenFiles, create_file
+from .io import ALIGN_NBYTES, read_at
+from .mounts import fs_type, is_shared, may_be_stale
+from .room import take_room_on
+from .tree import Tree, is_reserved
+
+__all__ = ["LocalDriver"]
+
+SHARED_QUIET_S = 3600.0
+"""How long a temporary file must not have changed to be swept, where other hosts may be writing it."""
+
+CLOSE_TIMEOUT_S = 60.0
+"""How long close() waits for operations that still run."""
+
+OPENED_AGAIN = 3
+"""So often in a row an object may be replaced between being opened and being read, which NFS and FUSE answer by ESTALE."""
+
+_LIST_BATCH = 1000
+_OFFSET_MAX = 1 << 63  # more than the kernel takes
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class LocalDriver(Driver):
+    """Objects are files below a folder. Reads nothing and creates nothing before its first operation.
+
+    A root that does not exist is empty; :meth:`create` and :meth:`put` make it, with the permissions that the umask
+    leaves, as they make the folders that a key needs.
+    """
+
+    remote: ClassVar[bool] = False
+    OPTIONS: ClassVar[Mapping[str, Option]] = {
+        "direct": Option(
+            choice("auto", "on", "off"), "auto", "O_DIRECT: where it works (auto), or fail (on), or never (off)"
+        ),
+        "threads": Option(integer(1, 256), 8, "operations in flight"),
+    }
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        direct: str = "auto",
+        threads: int = 8,
+        fs_type: Callable[[str], str] = fs_type,
+        create: CreateFile = create_file,
+        scheme: str = "file",
+    ) -> None:
+        """``fs_type`` tells the type of the file system that holds a path; ``create`` makes the file of an upload;
+        ``scheme`` is that of ``uri``."""
+        uri = Uri(scheme, os.fspath(root))
+        kind = fs_type(uri.location)
+        self.uri = uri.redacted
+        self.traits = Traits(
+            part_nbytes=16 << 20,
+            part_min_nbytes=1,
+            align_nbytes=1 if direct == "off" else ALIGN_NBYTES,
+            concurrency=threads,
+            coalesce_nbytes=64 << 10,
+            part_order="any",
+            exclusive_is_atomic=True,
+            shared=is_shared(kind),
+        )
+        self._direct, self._create_file = direct, create
+        self._take_room = take_room_on(kind)
+        self._tree = Tree(uri.location)
+        self._open_files = OpenFiles(self._tree, direct=direct, look_up=may_be_stale(kind))
+        self._threads = Threads(threads, uri=self.uri)
+        self._uploads: set[_LocalUpload] = set()
+        self._finalizer: weakref.finalize[..., Self] | None = None
+
+    @classmethod
+    def open(cls, uri: Uri) -> LocalDriver:
+        """The driver for ``uri``. Raises UriError for an option, or a value, that OPTIONS does not know."""
+        return cls(uri.location, **option_values(cls.OPTIONS, uri))._closed_when_collected()
+
+    def _closed_when_collected(self) -> Self:
+        """Itself; what it holds open is closed when it is collected, in this process."""
+        self._finalizer = weakref.finalize(self, _let_go, os.getpid(), self._tree, self._open_files)
+        self._finalizer.atexit = False
+        return self
+
+    async def read(self, key: str, start: int, into: Buffer) -> None:
+        await self._run("read", self._checked(key), self._read, key, start, into)
+
+    async def create(self, key: str, nbytes: int) -> Upload:
+        upload = _LocalUpload(self, self._checked(key), nbytes)
+        await upload.begin()
+        return upload
+
+    async def get(self, key: str) -> bytes:
+        return await self._run("get", self._checked(key), self._get, key)
+
+    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
+        await self._run("put", self._checked(key), self._put, key, data, exclusive)
+
+    async def stat(self, key: str) -> ObjectInfo:
+        return await self._run("stat", self._checked(key), self._tree.info, key)
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        walk = self._tree.walk(self._checked(prefix) if prefix else "")
+        while batch := await self._run("list", prefix, _batch, walk):
+            for info in batch:
+                yield info
+
+    async def delete(self, key: str) -> None:
+        """See :meth:`Driver.delete`. Durable on return."""
+        await self._run("delete", self._checked(key), self._delete, key)
+
+    async def delete_all(self, prefix: str) -> None:
+        """See :meth:`Driver.delete_all`. Durable on return. Symbolic links go too; what they point to stays."""
+        await self._run("delete", self._checked(prefix), self._delete_all, prefix)
+
+    async def sweep(self, prefix: str) -> None:
+        """See :meth:`Driver.sweep`. A live upload holds a lock (flock) on its temporary file. Such locks may not reach
+        other hosts: where other hosts see the files, only what has not changed for an hour is taken for dead."""
+        quiet_s = SHARED_QUIET_S if self.traits.shared else 0.0
+        await self._run("sweep", self._checked(prefix), self._tree.sweep, prefix, quiet_s)
+
+    async def close(self) -> None:
+        """See :meth:`Driver.close`. Drops uploads that are neither committed nor aborted.
+
+        Raises StorageDownError where operations still run after a minute; their descriptors then stay open.
+        """
+        await self._threads.close(CLOSE_TIMEOUT_S)
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        for upload in tuple(self._uploads):
+            upload.drop()
+        self._open_files.close()
+        self._tree.close()
+
+    def _new_file(self, key: str, nbytes: int) -> NewFile:
+        return NewFile(
+            self._tree, key, nbytes, direct=self._direct, create=self._create_file, take_room=self._take_room
+        )
+
+    def _checked(self, key: str) -> str:
+        check_key(key, uri=self.uri)
+        suspect = ".tmp" in key or ".nfs" in key or ".fuse_hidden" in key
+        if suspect and any(map(is_reserved, key.split("/"))):
+            raise UriError(
+                "names of this form are kept for unfinished uploads, and for files that are removed while they are open",
+                uri=self.uri,
+                key=key,
+            )
+        try:
+            os.fsencode(key)
+        except UnicodeEncodeError as error:
+            raise UriError(f"key {key!r} is no text that a file system could hold", uri=self.uri, key=key) from error
+        return key
+
+    async def _run(self, doing: str, key: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        def translated() -> T:
+            with storage_errors(doing, self.uri, key):
+                return call(*args, **kwargs)
+
+        return await self._threads.run(translated)
+
+    # What follows blocks, and runs in threads.
+
+    def _read(self, key: str, start: int, into: Buffer) -> None:
+        stop = start + len(into)
+        with self._open_files.use(key) as file:
+            beyond = not len(into) and stop > os.fstat(file.plain).st_size  # of nothing, read_at does not ask
+            if beyond or not 0 <= start <= stop < _OFFSET_MAX:
+                raise DamagedError(f"no object has bytes {start}:{stop}", uri=self.uri, key=key)
+            try:
+                read_at(file, start, into)
+            except EOFError as error:
+                raise DamagedError(f"object ends at byte {error}, before {stop}", uri=self.uri, key=key) from error
+
+    def _get(self, key: str) -> bytes:
+        for _ in range(OPENED_AGAIN):
+            try:
+                return self._got(key)
+            except OSError as error:
+                if error.errno != errno.ESTALE:
+                    raise
+        return self._got(key)
+
+    def _got(self, key: str) -> bytes:
+        folder, fd = self._tree.open_object(key)
+        os.close(folder)
+        with io.FileIO(fd) as file:
+            check_small(os.fstat(fd).st_size, self.uri, key)
+            return file.readall()
+
+    def _put(self, key: str, data: bytes, exclusive: bool) -> None:
+        file = self._new_file(key, len(data))
+        file.open(exclusive=exclusive)
+        try:
+            file.write(0, memoryview(data))
+            file.publish(len(data), exclusive=exclusive)
+        finally:
+            file.drop()
+            self._open_files.forget(key)
+
+    def _delete(self, key: str) -> None:
+        self._open_files.forget(key)
+        self._tree.remove(key)
+
+    def _delete_all(self, prefix: str) -> None:
+        self._open_files.forget(prefix)
+        self._tree.remove_all(prefix)
+
+
+def _let_go(process: int, tree: Tree, open_files: OpenFiles) -> None:
+    """Close what a driver that is gone has left open. No other thread can use it any more, so no lock is waited for; but a
+    forked child may have inherited a locked one."""
+    if process == os.getpid():
+        open_files.close()
+        tree.close()
+
+
+class _LocalUpload(Upload):
+    def __init__(self, driver: LocalDriver, key: str, nbytes: int) -> None:
+        self._driver, self._key = driver, key
+        self._written = Ranges(nbytes, uri=driver.uri, key=key)
+        self._file = driver._new_file(key, nbytes)
+
+    async def begin(self) -> None:
+        try:
+            await self._driver._run("create", self._key, self._begin)
+        except BaseException:
+            self._file.drop()  # cancelled, but the thread had already made it
+            raise
+        self._driver._uploads.add(self)
+
+    async def write(self, start: int, data: Buffer) -> None:
+        self._written.check(start, len(data))
+        await self._driver._run("write", self._key, self._file.write, start, data)
+        self._written.add(start, len(data))
+
+    async def commit(self, nbytes: int | None = None) -> None:
+        """See :meth:`Upload.commit`. Cancelled while it runs, it ends first: the object may be visible afterwards."""
+        await self._driver._run("commit", self._key, self._commit, nbytes)
+
+    async def abort(self) -> None:
+        with contextlib.suppress(StorageError):  # the driver is closed, and has dropped us already
+            await self._driver._threads.run(self.drop)
+
+    def drop(self) -> None:
+        """Blocks; raises nothing."""
+        self._file.drop()
+        self._driver._uploads.discard(self)
+
+    def _begin(self) -> None:
+        self._driver._open_files.forget_deleted()  # room for what is to come
+        self._file.open()
+
+    def _commit(self, nbytes: int | None) -> None:
+        try:
+            self._written.check_complete(nbytes)
+            self._file.publish(self._written.nbytes)
+        finally:
+            self.drop()
+            self._driver._open_files.forget(self._key)
+
+
+def _batch(walk: Iterator[ObjectInfo]) -> tuple[ObjectInfo, ...]:
+    return tuple(itertools.islice(walk, _LIST_BATCH))

@@ -1,0 +1,1 @@
+"""``lustre://``: the local driver, with layouts."""

@@ -1,0 +1,184 @@
+"""Files with a Lustre layout, given before their first byte, and read back. All functions block."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import logging
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ...core.forks.renewal import new_lock
+from ...errors import StorageError
+from ..local.files import create_file
+from ..local.mounts import mount_of
+from .layout import ALL_OSTS, STRIPE_NBYTES, Layout, choose, decode, encode
+
+__all__ = ["STRIPED_MIN_NBYTES", "Facts", "Striper", "count_osts", "facts_of", "layout_of"]
+
+STRIPED_MIN_NBYTES = 1 << 20
+"""Smaller files keep the folder's default: one stripe is enough, and it may lie with the metadata."""
+OST_COUNT_UNKNOWN = 4
+"""Taken where nobody says how many there are."""
+
+_LOV = "lustre.lov"
+# O_LOV_DELAY_CREATE is spelled O_NOCTTY | O_ASYNC: create no objects until the layout is known, or the first byte comes.
+_CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_NOCTTY | os.O_ASYNC
+_NO_LAYOUTS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY, errno.EPERM, errno.EACCES)
+_LFS_TIMEOUT_S = 30.0
+_PARAMETERS = (Path("/sys/fs/lustre"), Path("/proc/fs/lustre"))
+
+_log = logging.getLogger(__name__)
+
+
+class Facts(NamedTuple):
+    """What is the same for all of a file system: its number of OSTs, and the layout of folders that have none."""
+
+    ost_count: int
+    default: Layout = Layout()
+
+
+class Striper:
+    """Creates the files of one root, each with its layout. Thread-safe.
+
+    ``stripe_count`` and ``stripe_nbytes`` are what was asked for, None where it is left to us. If both are, and a
+    folder has a composite default, its files are made as that says. A layout that we chose and did not get is logged,
+    once; one that was asked for and is refused is an error.
+    """
+
+    def __init__(
+        self,
+        uri: str,
+        *,
+        stripe_count: int | None,
+        stripe_nbytes: int | None,
+        writers: int | None,
+        facts: Callable[[], Facts],
+    ) -> None:
+        """``uri`` is redacted, for messages. ``facts`` is called once, when they are first needed."""
+        self._uri, self._writers, self._find_facts = uri, writers, facts
+        self._stripe_count, self._stripe_nbytes = stripe_count, stripe_nbytes
+        self._asked = stripe_count is not None or stripe_nbytes is not None
+        self._lock = new_lock()
+        self._facts: Facts | None = None
+        self._told: set[str] = set()
+
+    def create(self, folder: int, name: str, nbytes: int) -> int:
+        """A :data:`CreateFile`. Raises OSError; StorageError where a layout that was asked for is refused."""
+        wanted = self._wanted(folder, nbytes) if nbytes >= STRIPED_MIN_NBYTES else None
+        if wanted is None:
+            return create_file(folder, name, nbytes)
+        fd = os.open(name, _CREATE, 0o666, dir_fd=folder)
+        try:
+            self._set(fd, folder, name, wanted)
+            self._check(layout_of(fd), wanted)
+        except BaseException:
+            os.close(fd)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=folder)
+            raise
+        return fd
+
+    def _wanted(self, folder: int, nbytes: int) -> Layout | None:
+        """The layout for a file of ``nbytes``; None where the folder's default is to be kept."""
+        facts = self._found_facts()
+        default = layout_of(folder) or facts.default
+        if default.composite and not self._asked:
+            return None
+        count = self._stripe_count
+        if count is None:
+            count = choose(nbytes, ost_count=facts.ost_count, writers=self._writers)
+        return Layout(count, self._stripe_nbytes or STRIPE_NBYTES, default.pool)
+
+    def _found_facts(self) -> Facts:
+        with self._lock:
+            if self._facts is None:
+                self._facts = self._find_facts()
+            return self._facts
+
+    def _set(self, fd: int, folder: int, name: str, wanted: Layout) -> None:
+        try:
+            os.setxattr(fd, _LOV, encode(wanted))
+        except OSError as error:
+            by_lfs = error.errno in _NO_LAYOUTS and _set_by_lfs(folder, name, wanted)
+            if not by_lfs and self._asked:
+                raise StorageError(
+                    f"the layout that was asked for, {wanted}, is refused: {error.strerror}",
+                    uri=self._uri,
+                    advice="Leave out stripe_count and stripe_size, or see what `lfs setstripe` takes in this folder.",
+                ) from error
+            if not by_lfs:
+                self._tell(f"no layout can be set ({error.strerror}): files get the folder's default")
+
+    def _check(self, found: Layout | None, wanted: Layout) -> None:
+        """Lustre ignores a layout that comes too late, and says nothing."""
+        if found is None:
+            return  # what could not be set, has been told; or it cannot be read
+        count = found.stripe_count if wanted.stripe_count == ALL_OSTS else wanted.stripe_count
+        if found != dataclasses.replace(wanted, stripe_count=count):
+            self._tell(f"a file has {found}, not {wanted}: it was ignored, or there are not so many targets")
+        elif "layout" not in self._told:
+            self._told.add("layout")
+            _log.info("%s: a file was given %s", self._uri, found)
+
+    def _tell(self, what: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            _log.warning("%s: %s", self._uri, what)
+
+
+def layout_of(fd: int) -> Layout | None:
+    """The layout of a file, or the default of a folder; None where there is none, or it cannot be read."""
+    try:
+        return decode(os.getxattr(fd, _LOV))
+    except OSError as error:
+        if error.errno in (errno.ENODATA, *_NO_LAYOUTS):
+            return None
+        raise
+
+
+def facts_of(path: str, ost_count: int | None = None) -> Facts:
+    """Of the file system that holds ``path``. With ``ost_count``, targets are not counted."""
+    fd = os.open(mount_of(path).point or "/", os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        default = layout_of(fd) or Layout()
+    finally:
+        os.close(fd)
+    return Facts(ost_count or count_osts(path), default)
+
+
+def count_osts(path: str, parameters: Sequence[Path] = _PARAMETERS) -> int:
+    """How many OSTs the file system that holds ``path`` has: from the kernel, else from `lfs df`, else a guess."""
+    fs_name = mount_of(path).source.rpartition("/")[2]
+    for folder in parameters:
+        for file in folder.glob(f"lov/{fs_name or '*'}-clilov-*/activeobd"):
+            text = file.read_text().strip()
+            if text.isdecimal() and int(text) > 0:
+                return int(text)
+    return (_lfs("df", path) or "").count("[OST:") or OST_COUNT_UNKNOWN
+
+
+def _set_by_lfs(folder: int, name: str, wanted: Layout) -> bool:
+    """Whether `lfs` is here, and has given a file that has no objects yet its layout."""
+    pool = ["--pool", wanted.pool] if wanted.pool else []
+    count, size = str(wanted.stripe_count), str(wanted.stripe_nbytes)
+    path = f"/proc/{os.getpid()}/fd/{folder}/{name}"
+    return _lfs("setstripe", "--stripe-count", count, "--stripe-size", size, *pool, path) is not None
+
+
+def _lfs(*arguments: str) -> str | None:
+    """What `lfs` prints; None where there is none, or it fails."""
+    lfs = shutil.which("lfs")
+    if lfs is None:
+        return None
+    try:
+        run = subprocess.run([lfs, *arguments], capture_output=True, text=True, timeout=_LFS_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        _log.warning("lfs %s failed: %s", arguments[0], error)
+        return None
+    return run.stdout

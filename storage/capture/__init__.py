@@ -1,1 +1,0 @@
-"""From the trainer's state to bytes in host memory, and back: everything here knows torch."""

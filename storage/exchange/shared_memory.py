@@ -1,0 +1,117 @@
+"""Memory that ranks of one host share: what one has put there, others copy from.
+
+A memfd: it has no name, so nobody finds it but those who are handed its descriptor, no limit of /dev/shm applies, and it
+is gone when the last process lets go of it, however that one ends. It is sealed: nobody can cut it off, which would kill
+those who look at it, and those who are handed it cannot write to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import struct
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..runtime.buffers import HostBuffer
+
+__all__ = ["Arena", "Window", "identity_of"]
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; which fcntl does not name
+
+
+@dataclass
+class Arena:
+    """Room for ``slots`` pieces of up to ``slot_nbytes`` each. Raises OSError where there is no memfd.
+
+    Pages are taken from the system when they are first written to.
+    """
+
+    slot_nbytes: int
+    slots: int
+    fd: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not hasattr(os, "memfd_create"):
+            raise OSError("this system has no memfd")
+        self.fd = os.memfd_create("holdfast", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, self.nbytes)
+            self._memory = mmap.mmap(self.fd, self.nbytes)
+            with contextlib.suppress(OSError):  # an older kernel
+                fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+        except OSError:
+            os.close(self.fd)
+            raise
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._free = list(range(self.nbytes - self.slot_nbytes, -1, -self.slot_nbytes))
+
+    @property
+    def nbytes(self) -> int:
+        """Of all slots."""
+        return self.slot_nbytes * self.slots
+
+    def take(self) -> int | None:
+        """A slot: where in the memfd it begins. None where none is free. Thread-safe."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            return None
+
+    def fill(self, start: int, data: HostBuffer, nbytes: int) -> None:
+        """Copy the first ``nbytes`` of ``data`` into the slot that begins there, without the GIL."""
+        ctypes.memmove(self._address + start, data.address, nbytes)
+
+    def free(self, start: int) -> None:
+        """Take back the slot that begins there: nobody looks at it any more. Thread-safe."""
+        self._free.append(start)
+
+    def close(self) -> None:
+        """The memory is gone for this rank: no error whose frames somebody keeps can keep it. Safe to call twice."""
+        if not self._memory.closed:
+            self._memory.close()
+            os.close(self.fd)
+
+
+class Window:
+    """Another rank's arena, of ``nbytes``, seen from here; not to be written to. Takes over ``fd``. Raises OSError where it
+    is of another size, or could be cut off: to look beyond its end would kill this process."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        try:
+            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+                raise OSError(errno.EPERM, "that memory is not sealed: its owner could cut it off")
+            self.nbytes = os.fstat(fd).st_size
+            if self.nbytes != nbytes:
+                raise OSError(errno.EINVAL, f"that memory has {self.nbytes:,} bytes, and not {nbytes:,}")
+            self._memory = mmap.mmap(fd, self.nbytes, prot=mmap.PROT_READ)
+        finally:
+            os.close(fd)
+        self._address = int(np.frombuffer(self._memory, np.uint8).ctypes.data)
+
+    def first(self, nbytes: int) -> memoryview:
+        """The first bytes of it, which keep it open. Raises ValueError beyond its end."""
+        if nbytes > self.nbytes:
+            raise ValueError(f"{nbytes} bytes of {self.nbytes}")
+        return memoryview(self._memory)[:nbytes]
+
+    def at(self, offset: int, nbytes: int) -> HostBuffer:
+        """Bytes of it, which keep it open. Raises ValueError beyond its end."""
+        if not 0 <= offset <= self.nbytes - nbytes:
+            raise ValueError(f"bytes {offset}:{offset + nbytes} of {self.nbytes}")
+        # By address: torch warns of views that cannot be written to, though nobody does.
+        memory = (ctypes.c_ubyte * nbytes).from_address(self._address + offset)
+        return HostBuffer(memoryview(memory).cast("B"), self._address + offset, self)
+
+
+def identity_of(fd: int) -> bytes:
+    """Which memory of this host ``fd`` is of, alike in all processes."""
+    seen = os.fstat(fd)
+    return struct.pack("<QQ", seen.st_dev, seen.st_ino)

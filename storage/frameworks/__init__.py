@@ -1,1 +1,0 @@
-"""What frameworks keep their state in: modules, optimizers, meshes, random number generators."""

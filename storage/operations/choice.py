@@ -1,0 +1,140 @@
+"""Which checkpoints go when a folder is pruned, and which of those that stay are damaged. Deletes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ...errors import CheckpointError
+from ..pipeline.unpacking import images_of
+from ..protocol.current import read_manifest
+from .listing import ListedCheckpoint
+from .location import Place
+from .verify import verify_images
+
+__all__ = ["Choice", "Rules", "choose", "chosen_by"]
+
+BUDGET_NBYTES = 512 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The rules of :func:`prune`, as its arguments say them."""
+
+    keep_last: int | None
+    keep_every: int | None
+    abandoned: bool
+    verify: bool
+
+
+async def chosen_by(root: Place, rules: Rules, listed: Sequence[ListedCheckpoint]) -> Choice:
+    """What goes by the rules of :func:`prune`, and what was found damaged on the way."""
+    damaged = {c.path: c.damage for c in listed if c.damage is not None}
+    verified: set[str] = set()
+    while True:
+        latest = _latest_of_each_folder([c for c in listed if c.path not in damaged])
+        gone = choose(listed, rules.keep_last, rules.keep_every, latest, damaged)
+        if rules.abandoned:
+            gone += _abandoned_beside_a_whole_one(listed, damaged)
+        counted = _counted_on(listed, gone, damaged) if rules.verify else []
+        found = await _verified(root, [path for path in counted if path not in verified])
+        if not found:
+            return Choice(gone, damaged)
+        verified.update(counted)
+        damaged |= found
+
+
+def _latest_of_each_folder(listed: Iterable[ListedCheckpoint]) -> set[str]:
+    """The paths of what was saved last by the clocks of the savers: these may be wrong, so nothing is deleted by them."""
+    latest: dict[str, ListedCheckpoint] = {}
+    for c in listed:
+        if c.path and c.step is not None and c.problem is None and not c.abandoned:
+            before = latest.setdefault(c.folder, c)
+            latest[c.folder] = max(before, c, key=lambda c: (c.created_s, c.step or 0))
+    return {c.path for c in latest.values()}
+
+
+def _abandoned_beside_a_whole_one(
+    listed: Iterable[ListedCheckpoint], damaged: Collection[str]
+) -> list[ListedCheckpoint]:
+    whole = {c.folder for c in listed if c.problem is None and not c.abandoned and c.path not in damaged}
+    gone = [c for c in listed if c.abandoned and c.folder in whole]
+    return sorted(gone, key=lambda c: (c.folder, c.step or 0))
+
+
+def _counted_on(
+    listed: Iterable[ListedCheckpoint], gone: Collection[ListedCheckpoint], damaged: Collection[str]
+) -> list[str]:
+    """The paths of checkpoints for whose sake others may go."""
+    folders = {c.folder for c in gone}
+    going = {c.path for c in gone}
+    kept = [c for c in listed if c.problem is None and not c.abandoned and c.path not in going]
+    return [c.path for c in kept if c.folder in folders and c.path not in damaged]
+
+
+async def _verified(root: Place, paths: Iterable[str]) -> dict[str, str]:
+    """Read every byte of these checkpoints; those that are damaged, and what is wrong with each."""
+    found: dict[str, str] = {}
+    for path in paths:
+        async with root.opened(path) as driver:
+            try:
+                manifest, _ = await read_manifest(driver)
+                report = await verify_images(images_of(driver, manifest), manifest, BUDGET_NBYTES, _unseen)
+            except CheckpointError as error:
+                found[path] = error.message
+                continue
+            if not report.ok:
+                damage = report.damages[0]
+                found[path] = f"{damage.what} ({damage.key})"
+    return found
+
+
+def _unseen(done_nbytes: int, total_nbytes: int) -> None:
+    """Progress that nobody follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What goes, in that order; and what is damaged, by path."""
+
+    gone: Sequence[ListedCheckpoint]
+    damaged: Mapping[str, str] = field(default_factory=dict)
+
+
+def choose(
+    listed: Iterable[ListedCheckpoint],
+    keep_last: int | None,
+    keep_every: int | None,
+    keep_paths: Collection[str] | None = None,
+    damaged: Collection[str] = (),
+) -> list[ListedCheckpoint]:
+    """Those of ``listed`` that go, in order of folder and step; see :func:`prune` for the rules. ``keep_paths`` are kept
+    besides. Goes by steps alone, never by clocks. Abandoned ones are not looked at. Pure."""
+    if keep_last is None and keep_every is None:
+        return []
+    folders: dict[str, list[ListedCheckpoint]] = {}
+    for c in listed:
+        known = c.step is not None and c.problem is None and not c.abandoned
+        if c.path and known:  # "" is no member of a folder, but the folder itself
+            folders.setdefault(c.folder, []).append(c)
+    gone = []
+    for _, members in sorted(folders.items()):
+        members.sort(key=lambda c: (c.step or 0, c.path))
+        goes = _going(members, keep_last or 1, damaged)
+        for c in members:
+            is_multiple = keep_every is not None and (c.step or 0) % keep_every == 0
+            if goes(c) and not is_multiple and c.path not in (keep_paths or ()):
+                gone.append(c)
+    return gone
+
+
+def _going(
+    members: Sequence[ListedCheckpoint], keep_last: int, damaged: Collection[str]
+) -> Callable[[ListedCheckpoint], bool]:
+    """Which of a folder's checkpoints are not among the last ``keep_last``, by steps of those that are whole."""
+    steps = sorted({c.step or 0 for c in members if c.path not in damaged}, reverse=True)
+    if len(steps) < keep_last:
+        return lambda c: False  # there are not enough whole ones: whatever there is may be needed
+    newest = steps[0]
+    oldest_kept = steps[keep_last - 1]
+    return lambda c: (c.step or 0) <= newest if c.path in damaged else (c.step or 0) < oldest_kept

@@ -1,0 +1,342 @@
+"""Copying committed checkpoints from any storage to any other: verified on the way, atomic at the destination, resumable.
+
+The destination gets an attempt of its own (``commit.begin_copy``), the images under its name, and then the manifest, with
+nothing changed but the attempt. So a copy of a copy is the same checkpoint still.
+
+Scope: whole checkpoints. Nothing is re-laid out, merged or converted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ...drivers.contract import Driver
+from ...errors import (
+    CheckpointError,
+    DamagedError,
+    ExistsError,
+    NotACheckpointError,
+    NotFoundError,
+    ReplacedError,
+    SaveError,
+)
+from ..format.digest import digest
+from ..format.lineage import LINEAGE_KEY
+from ..format.manifest import MANIFEST_KEY, Manifest
+from ..pipeline.image_reader import ImageReader
+from ..pipeline.unpacking import images_of
+from ..protocol.commit import abandon, begin_copy, commit, delete_attempt, settle, still_there
+from ..protocol.current import read_manifest
+from ..runtime.engine import offload, run
+from ..runtime.executor import at_most
+from ..runtime.progress import ProgressCallback, ProgressReporter
+from .foreign import explains
+from .image_copier import ImageCopier
+from .listing import manifest_keys, read_lineage
+from .location import Place
+from .verify import verify_images
+
+_log = logging.getLogger(__name__)
+
+__all__ = ["CopiedCheckpoint", "CopyReport", "Orders", "Pair", "copy", "copy_checkpoint"]
+
+BUDGET_NBYTES = 512 << 20
+_LOOKS = 8
+"""Pairs of manifests that are read at a time."""
+
+UriLike = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedCheckpoint:
+    """One checkpoint of a copy. ``path`` is relative to both URIs; ``nbytes`` are those of its ``files`` images.
+
+    ``sent_nbytes`` of them were sent now; the rest was there: of an earlier copy that did not come to its end, or, where
+    nothing was sent, because it is the same checkpoint already. ``problem`` says why it was not copied; then nothing of it
+    is at the destination.
+    """
+
+    path: str
+    step: int | None
+    files: int
+    nbytes: int
+    sent_nbytes: int
+    seconds: float
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CopyReport:
+    """What was copied from ``source`` to ``uri``, both redacted."""
+
+    source: str
+    uri: str
+    checkpoints: tuple[CopiedCheckpoint, ...]
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether all of them are at the destination now."""
+        return all(c.problem is None for c in self.checkpoints)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of images that are at the destination now, those included that had been there before."""
+        return sum(c.nbytes for c in self.copied)
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes of images that were sent."""
+        return sum(c.sent_nbytes for c in self.copied)
+
+    @property
+    def copied(self) -> tuple[CopiedCheckpoint, ...]:
+        """Those that are at the destination now: copied, or there before."""
+        return tuple(c for c in self.checkpoints if c.problem is None)
+
+
+@explains("src", "src_options")
+def copy(
+    src: UriLike,
+    dst: UriLike,
+    *,
+    overwrite: bool = False,
+    recursive: bool = False,
+    budget_nbytes: int = BUDGET_NBYTES,
+    src_options: Mapping[str, object] | None = None,
+    dst_options: Mapping[str, object] | None = None,
+    progress: ProgressCallback | None = None,
+) -> CopyReport:
+    """Copy the checkpoint ``src`` to the URI ``dst``; with ``recursive``, each checkpoint at and below ``src`` to the
+    same path below ``dst``, and the record of which are abandoned. Return when all are committed there.
+
+    Every byte is verified on its way. Atomic: ``dst`` has the whole checkpoint, or what it had before. Interrupted, it
+    goes on where it stopped when it is called again: images that are whole at the destination are not sent again. Extra
+    host memory stays within ``budget_nbytes``.
+
+    A checkpoint that is the same already is left alone, with ``overwrite`` only if every byte of it is whole. Raises
+    ExistsError where another one is, unless ``overwrite``, before any data is read. Raises NotACheckpointError,
+    UnsupportedFormatError, StorageError, ReplacedError, SupersededError where a save to ``dst`` comes between; and
+    DamagedError for a damaged source, with file, bytes and tensors. With ``recursive`` a damaged checkpoint keeps no
+    other from being copied: it is a ``problem`` of the report.
+
+    ``progress(done_nbytes, total_nbytes)`` is called now and then on a thread of its own, with the bytes that are at the
+    destination and those that there will be. What it raises ends the copy.
+    """
+    began_s = time.perf_counter()
+    source, target = Place.of(src, src_options), Place.of(dst, dst_options)
+    orders = Orders(overwrite, budget_nbytes)
+    with ProgressReporter(progress) as reporter:
+        copied = run(_copy(source, target, orders, recursive, reporter))
+    return CopyReport(source.uri.redacted, target.uri.redacted, tuple(copied), time.perf_counter() - began_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """How to copy; see :func:`copy`."""
+
+    overwrite: bool
+    budget_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A checkpoint to be copied, and, if it is there already, the same one at the destination."""
+
+    manifest: Manifest
+    identity: str
+    same: Manifest | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all images, as they are stored."""
+        return int(self.manifest.images.file_nbytes(self.manifest.block_nbytes).sum())
+
+
+async def _copy(
+    source: Place, target: Place, orders: Orders, recursive: bool, reporter: ProgressReporter
+) -> list[CopiedCheckpoint]:
+    paths = await _paths(source, recursive=recursive)
+    looked = await _look_at_all(source, target, paths, orders, recursive)
+    if recursive:
+        await _copy_lineages(source, target, {path.rpartition("/")[0] for path in paths if path})
+    sum_up = _Sum(reporter, sum(c.nbytes for c in looked))
+    copied = []
+    for known in looked:
+        try:
+            done = known if known.problem else await _copy_path(source, target, known, orders, sum_up.add)
+        except CheckpointError as error:
+            if not recursive:
+                raise
+            done = replace(known, problem=str(error))
+        sum_up.end(known.nbytes)
+        copied.append(done)
+    return copied
+
+
+async def _copy_lineages(source: Place, target: Place, folders: Collection[str]) -> None:
+    """Copy the records of runs' branches, unless the destination's tells of a run that went another way."""
+    for folder in folders:
+        async with source.opened() as theirs, target.opened() as ours:
+            lineage = await read_lineage(theirs, folder)
+            there = await read_lineage(ours, folder)
+            if lineage == there:
+                continue
+            if not there.parents.items() <= lineage.parents.items():
+                _log.warning("which checkpoints are abandoned is not copied to %s: another run is there", ours.uri)
+                continue
+            await ours.put(f"{folder}/{LINEAGE_KEY}".lstrip("/"), lineage.encode())
+
+
+class _Sum:
+    """How far the copy of several checkpoints is."""
+
+    def __init__(self, reporter: ProgressReporter, total_nbytes: int) -> None:
+        self._reporter = reporter
+        self._total_nbytes = total_nbytes
+        self._done_nbytes = 0
+        self._ended_at_nbytes = 0
+
+    def add(self, nbytes: int) -> None:
+        """So many more bytes are at the destination."""
+        self._done_nbytes += nbytes
+        self._reporter.report(self._done_nbytes, self._total_nbytes)
+
+    def end(self, nbytes: int) -> None:
+        """The copy of a checkpoint of ``nbytes`` has ended. What was not sent of it, since it is damaged, never will be."""
+        added_nbytes = self._done_nbytes - self._ended_at_nbytes
+        self._ended_at_nbytes = self._done_nbytes
+        if added_nbytes < nbytes:
+            self._total_nbytes -= nbytes - added_nbytes
+            self._reporter.report(self._done_nbytes, self._total_nbytes)
+
+
+async def _paths(source: Place, *, recursive: bool) -> list[str]:
+    """The paths of the checkpoints that are meant."""
+    if not recursive:
+        return [""]
+    async with source.opened() as driver:
+        paths = [key.rpartition("/")[0] for key in await manifest_keys(driver)]
+    if not paths:
+        raise NotACheckpointError("no checkpoint is committed at or below it", uri=source.uri.redacted)
+    return paths
+
+
+async def _look_at_all(
+    source: Place, target: Place, paths: Sequence[str], orders: Orders, recursive: bool
+) -> list[CopiedCheckpoint]:
+    """What is to be copied, in order of steps; nothing of it is sent yet. Manifests are not kept: there may be many."""
+    looked: list[CopiedCheckpoint] = []
+
+    async def look(path: str) -> None:
+        try:
+            async with source.opened(path) as theirs, target.opened(path) as ours:
+                pair = await _look(theirs, ours, orders)
+        except CheckpointError as error:
+            if not recursive:
+                raise
+            looked.append(CopiedCheckpoint(path, None, 0, 0, 0, 0.0, str(error)))
+        else:
+            m = pair.manifest
+            looked.append(CopiedCheckpoint(path, m.step, len(m.images), pair.nbytes, 0, 0.0))
+
+    await at_most(_LOOKS, map(look, paths))
+    return sorted(looked, key=lambda c: (c.step is None, c.step or 0, c.path))
+
+
+async def _copy_path(
+    source: Place, target: Place, known: CopiedCheckpoint, orders: Orders, sent: Callable[[int], None]
+) -> CopiedCheckpoint:
+    began_s = time.perf_counter()
+    async with source.opened(known.path) as theirs, target.opened(known.path) as ours:
+        pair, sent_nbytes = await copy_checkpoint(theirs, ours, orders, sent)
+    m, seconds = pair.manifest, time.perf_counter() - began_s
+    return CopiedCheckpoint(known.path, m.step, len(m.images), pair.nbytes, sent_nbytes, seconds)
+
+
+async def copy_checkpoint(
+    theirs: Driver, ours: Driver, orders: Orders, sent: Callable[[int], None] = lambda nbytes: None
+) -> tuple[Pair, int]:
+    """Copy what is committed at the root of one driver to that of another; return how many bytes were sent. ``sent``
+    hears of bytes that are at the destination, also of those that have been there before. Raises as :func:`copy`."""
+    pair = await _look(theirs, ours, orders)
+    if await _is_there(ours, pair, orders):
+        sent(pair.nbytes)
+        return pair, 0
+    return pair, await _send(theirs, ours, pair, orders, sent)
+
+
+async def _look(theirs: Driver, ours: Driver, orders: Orders) -> Pair:
+    """Raises ExistsError where the destination has another checkpoint that may not be replaced."""
+    manifest, _ = await read_manifest(theirs)
+    identity = await offload(_identity, manifest)
+    return Pair(manifest, identity, await _same(ours, identity, orders))
+
+
+async def _same(ours: Driver, identity: str, orders: Orders) -> Manifest | None:
+    try:
+        there, _ = await read_manifest(ours)
+    except NotACheckpointError:
+        return None
+    except DamagedError:
+        there = None
+    if there is not None and await offload(_identity, there) == identity:
+        return there
+    if orders.overwrite:
+        return None
+    raise ExistsError(
+        "another checkpoint is there" if there else "a damaged checkpoint is there",
+        uri=ours.uri,
+        key=MANIFEST_KEY,
+        advice="Copy to another URI, or replace it (overwrite).",
+    )
+
+
+def _identity(manifest: Manifest) -> str:
+    """What all copies of a checkpoint have in common, as a digest: the manifest, but for the name of the attempt."""
+    return digest(replace(manifest, attempt="").encode()).hex()
+
+
+async def _is_there(ours: Driver, pair: Pair, orders: Orders) -> bool:
+    """Whether nothing is to be done. Who asks to overwrite wants what is damaged to be mended."""
+    if pair.same is None or not orders.overwrite:
+        return pair.same is not None
+    images = images_of(ours, pair.same)
+    return (await verify_images(images, pair.same, orders.budget_nbytes, lambda done, total: None)).ok
+
+
+async def _send(theirs: Driver, ours: Driver, pair: Pair, orders: Orders, sent: Callable[[int], None]) -> int:
+    """Send what is missing, and commit; return how many bytes were sent."""
+    attempt, resumed = await begin_copy(ours, pair.identity)
+    reader = ImageReader(images_of(theirs, pair.manifest), pair.manifest, orders.budget_nbytes)
+    copier = ImageCopier(reader, ours, attempt.id, orders.budget_nbytes, sent)
+    try:
+        whole = await copier.whole() if resumed else []
+        there_nbytes = sum(copier.sizes[i] for i in whole)
+        sent(there_nbytes)
+        await copier.run([i for i in range(len(copier.sizes)) if i not in whole])
+        sent_nbytes = sum(copier.sizes) - there_nbytes
+        if pair.same is None and await _same(ours, pair.identity, orders) is not None:
+            await abandon(ours, attempt)  # it took hours, and another copy was faster
+            return sent_nbytes
+        obsolete = await commit(ours, attempt, copier.target)
+    except DamagedError as error:
+        await abandon(ours, attempt)
+        if (await read_manifest(theirs))[0].attempt != pair.manifest.attempt:
+            raise ReplacedError("a save has replaced it while it was copied", uri=theirs.uri) from error
+        raise
+    except (NotFoundError, SaveError):
+        try:
+            await still_there(ours, attempt)  # whoever deletes what we are writing has overtaken us: that is to be said
+        finally:
+            await abandon(ours, attempt)
+        raise
+    if ours.traits.exclusive_is_atomic:  # else another copy may have claimed it, too, and be about to put its manifest
+        await settle(ours, attempt)
+    if obsolete is not None:
+        await delete_attempt(ours, obsolete)
+    return sent_nbytes

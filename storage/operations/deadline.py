@@ -1,0 +1,48 @@
+"""How long a save may take as a whole, where whoever calls says so. That every operation of it ends is the layers' doing."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from ...errors import DeadlineError, UsageError
+
+__all__ = ["Deadline"]
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """``until_s``: by the clock of event loops, ``time.monotonic()``; None: never."""
+
+    timeout_s: float | None = None
+    until_s: float | None = None
+
+    @classmethod
+    def of(cls, timeout_s: float | None) -> Deadline:
+        """``timeout_s`` from now. Raises UsageError for what is no time."""
+        if timeout_s is None:
+            return cls()
+        if not timeout_s > 0:
+            raise UsageError(
+                f"timeout_s is {timeout_s!r}", advice="Give seconds, more than none, or None for no limit."
+            )
+        return cls(timeout_s, time.monotonic() + timeout_s)
+
+    @asynccontextmanager
+    async def holds(self, uri: str, rank: int) -> AsyncIterator[None]:
+        """Cancel the body when the time is over, wait until it has ended, and raise DeadlineError then."""
+        try:
+            async with asyncio.timeout_at(self.until_s) as timeout:
+                yield
+        except TimeoutError as error:
+            if not timeout.expired():
+                raise
+            raise DeadlineError(
+                f"the save was not committed within {self.timeout_s:g} s",
+                uri=uri,
+                rank=rank,
+                advice="Look at the storage and the way to it, or allow more: timeout_s.",
+            ) from error

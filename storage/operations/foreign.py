@@ -1,0 +1,242 @@
+"""What lies at a URI that is no checkpoint: said by name where it is known, so that the error helps.
+
+Names alone decide, and the first bytes of a single file; so nothing is read that a format hides in them. It looks at a
+bounded number of names, once, when there is an error to be told.
+
+Scope: telling. Nothing here reads another format.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, ParamSpec, TypeVar
+
+from ...drivers.contract import Driver
+from ...drivers.uri import Uri, join
+from ...errors import HoldfastError, NotACheckpointError, StorageError
+from ..format.manifest import MANIFEST_KEY
+from ..runtime.engine import run
+from .location import Place
+
+__all__ = ["Finding", "explains", "found_at"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+LOOKED_AT = 2000
+"""So many names are looked at: two requests of an object store."""
+LOOK_S = 10.0
+_HEAD_NBYTES = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What is at a URI, as the second half of a sentence, and what to do about it."""
+
+    what: str
+    advice: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Format:
+    """A folder of another program: names that all must be in it (patterns), and who reads it."""
+
+    name: str
+    patterns: tuple[str, ...]
+    reader: str
+
+
+_IN = r"(?:^|^[^/]+/)"
+"""At the top of the folder, or one level below."""
+
+_FOLDERS = (
+    _Format("a DeepSpeed checkpoint", (r"(?:^|/)\w*zero_pp_rank_\d+_|(?:^|/)mp_rank_\d+",), "DeepSpeed's load_checkpoint"),
+    _Format("a DeepSpeed checkpoint", (r"^latest$", r"^global_step\d+/"), "DeepSpeed's load_checkpoint"),
+    _Format("a Lightning checkpoint", (_IN + r"meta\.pt$", _IN + r"\.metadata$"), "Lightning's Trainer"),
+    _Format("a Megatron-LM checkpoint", (r"^latest_checkpointed_iteration\.txt$",), "Megatron-LM"),
+    _Format("a Megatron-LM checkpoint", (_IN + r"common\.pt$", _IN + r"metadata\.json$"), "Megatron-LM"),
+    _Format("a checkpoint of torch.distributed.checkpoint", (_IN + r"\.metadata$",), "torch.distributed.checkpoint.load"),
+    _Format("a checkpoint of torch.distributed.checkpoint", (_IN + r"[^/]*\.distcp$",), "torch.distributed.checkpoint.load"),
+    _Format("a torchsnapshot", (_IN + r"\.snapshot_metadata$",), "torchsnapshot"),
+    _Format("an Orbax checkpoint", (r"(?:^|/)_CHECKPOINT_METADATA$",), "orbax.checkpoint"),
+    _Format("a TensorStore", (r"(?:^|/)(?:manifest\.ocdbt|\.zarray|zarr\.json)$",), "tensorstore, or Orbax"),
+    _Format("a TensorFlow checkpoint", (_IN + r"[^/]*\.data-\d+-of-\d+$",), "TensorFlow"),
+    _Format("an adapter of PEFT", (_IN + r"adapter_(?:config\.json|model\.\w+)$",), "peft"),
+    _Format("a checkpoint of Hugging Face's Trainer", (_IN + r"trainer_state\.json$",), "transformers"),
+    _Format("a checkpoint of Accelerate", (_IN + r"random_states_\d+\.pkl$",), "accelerate"),
+    _Format("a model in Hugging Face's safetensors", (_IN + r"[^/]*\.safetensors(?:\.index\.json)?$",), "safetensors"),
+    _Format("a model of Hugging Face", (_IN + r"pytorch_model[^/]*\.bin(?:\.index\.json)?$",), "transformers"),
+    _Format("files of torch.save", (_IN + r"[^/]*\.(?:pt|pth|ckpt|bin)$",), "torch.load"),
+)  # fmt: skip
+
+_TORCH_MEMBERS = (b"/data.pkl", b"/.format_version", b"/byteorder")
+"""Names of which one is the first in the zip file that torch.save writes."""
+_PICKLES = (b"\x02", b"\x03", b"\x04", b"\x05")
+_UNFINISHED = re.compile(r"^data/[^/]+/(?:attempt\.json|\d+\.safetensors)")
+_MANIFEST = re.compile(rf"^(.+)/{re.escape(MANIFEST_KEY)}$")
+
+
+def explains(uri: str, options: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """A function whose errors say what lies at its argument ``uri``, the first one, if that is no checkpoint. ``options``
+    is the argument with options of the storage."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def explained(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return function(*args, **kwargs)
+            except (NotACheckpointError, StorageError) as error:
+                given: Any = kwargs.get(uri, args[0] if args else None)
+                with_options: Any = kwargs.get(options) or {}
+                better = _better(error, given, with_options)
+                if better is None:
+                    raise
+                raise better from error.__cause__
+
+        return explained
+
+    return decorate
+
+
+def _better(error: HoldfastError, uri: Any, options: Mapping[str, object]) -> NotACheckpointError | None:
+    """The same error with what was found; None where that is nothing, or another error."""
+    is_file = isinstance(error.__cause__, NotADirectoryError)
+    if not is_file and type(error) is not NotACheckpointError:
+        return None
+    try:
+        place = Place.of(uri, options)
+        finding = run(found_at(place))
+    except HoldfastError:
+        return None
+    if finding is None:
+        return None
+    return NotACheckpointError(
+        f"nothing is committed here: {finding.what}", uri=place.uri.redacted, advice=finding.advice
+    )
+
+
+async def found_at(place: Place) -> Finding | None:
+    """What lies there; None where that is not known, or nothing."""
+    try:
+        async with asyncio.timeout(LOOK_S):
+            names = await _names(place)
+            return _of_folder(place, names) if names else await _of_file(place) or await _beside(place)
+    except (HoldfastError, TimeoutError):
+        return None
+
+
+async def _names(place: Place) -> list[str]:
+    """Keys below it, some of them; none where it is a file."""
+    names: list[str] = []
+    with contextlib.suppress(StorageError):
+        async with place.opened() as driver, contextlib.aclosing(_listed(driver)) as listed:
+            async for key in listed:
+                names.append(key)
+                if len(names) == LOOKED_AT:
+                    break
+    return names
+
+
+async def _listed(driver: Driver) -> Any:
+    async for info in driver.list():
+        yield info.key
+
+
+def _of_folder(place: Place, names: Sequence[str]) -> Finding | None:
+    if MANIFEST_KEY in names:
+        return None
+    folders = sorted({match[1] for name in names if (match := _MANIFEST.match(name))}, key=_natural)
+    if folders:
+        one = len(folders) == 1
+        what = "a checkpoint is below it" if one else f"{len(folders)} checkpoints are below it"
+        return Finding(what, f"Did you mean {_below(place.uri, folders[-1])}? `holdfast ls` lists them.")
+    if any(_UNFINISHED.match(name) for name in names):
+        return Finding(
+            "a save of Holdfast is under way, or was interrupted before it was complete",
+            "Load another checkpoint of the run; `holdfast ls` on the folder above lists them.",
+        )
+    for kind in _FOLDERS:
+        if all(any(re.search(pattern, name) for name in names) for pattern in kind.patterns):
+            return Finding(f"it looks like {kind.name}", _advice(kind.reader))
+    return None
+
+
+def _advice(reader: str) -> str:
+    return f"Holdfast does not read that. Load it with {reader}, and save the state with holdfast.save."
+
+
+def _below(uri: Uri, path: str) -> str:
+    return join(Uri(uri.scheme, uri.location), *path.split("/")).redacted
+
+
+def _natural(text: str) -> list[tuple[int, str]]:
+    """Sorts step-10 after step-9."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", text)]
+
+
+def _above(place: Place) -> tuple[Place, str] | None:
+    """The folder it is in, and its name there."""
+    folder, slash, name = place.uri.location.rstrip("/").rpartition("/")
+    if not slash or not folder.strip("/") or not name:
+        return None
+    return Place(Uri(place.uri.scheme, folder, dict(place.uri.options)), place.options), name
+
+
+async def _of_file(place: Place) -> Finding | None:
+    above = _above(place)
+    if above is None:
+        return None
+    parent, name = above
+    try:
+        async with parent.opened() as driver:
+            nbytes = (await driver.stat(name)).nbytes
+            head = bytes(await driver.fetch(name, 0, min(nbytes, _HEAD_NBYTES)))
+    except HoldfastError:
+        return None
+    return _of_head(head, name)
+
+
+def _of_head(head: bytes, name: str) -> Finding:
+    """What a file is by its first bytes."""
+    if name == MANIFEST_KEY:
+        return Finding("it is the manifest of a checkpoint", "The URI of a checkpoint is that of the folder it is in.")
+    if head.startswith(b"PK\x03\x04") and any(member in head for member in _TORCH_MEMBERS):
+        if name.endswith(".ckpt"):
+            return Finding(
+                "it is a file of torch.save, as Lightning's Trainer writes it", _advice("Lightning's Trainer")
+            )
+        return Finding("it is a file of torch.save", _advice("torch.load"))
+    if head[:1] == b"\x80" and head[1:2] in _PICKLES:
+        return Finding("it is a pickle, as older versions of torch.save write it", _advice("torch.load"))
+    if head[8:10] == b'{"':
+        return Finding("it is a safetensors file", _advice("safetensors"))
+    return Finding("it is a file", "The URI of a checkpoint is that of a folder.")
+
+
+async def _beside(place: Place) -> Finding | None:
+    """Where nothing is: checkpoints in the folder above, of which one may be meant."""
+    above = _above(place)
+    if above is None:
+        return None
+    parent, name = above
+    names = await _names(parent)
+    folders = sorted({match[1] for key in names if (match := _MANIFEST.match(key))}, key=_natural)
+    folders = [folder for folder in folders if "/" not in folder]
+    if not folders:
+        return None
+    close = [folder for folder in folders if _numbers(folder) and _numbers(folder) == _numbers(name)]
+    close += get_close_matches(name, folders, 1)
+    meant = close[0] if close else folders[-1]
+    others = "a checkpoint is" if len(folders) == 1 else f"{len(folders)} checkpoints are"
+    advice = f"Did you mean {_below(parent.uri, meant)}? `holdfast ls` lists them."
+    return Finding(f"{others} beside it", advice)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]

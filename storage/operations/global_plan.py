@@ -1,0 +1,386 @@
+"""What the ranks of a job have to know of each other before they write: who else holds what, and who writes how much of it.
+
+A rank knows who holds its part of a DTensor that lies on a mesh of the whole job. All else (plain tensors; DTensors on a
+mesh of some ranks, which another mesh may hold, too) has a *label*: ranks that have the same label hold the same, or
+different tensors under one name. Their bytes tell, of which each sends a digest. What comes out is an *accord*, the same on
+all ranks:
+
+    agree      each says what it holds, by labels; the leader asks about those that several groups of ranks have
+    digests    each digests what it is asked about; the leader finds who holds the same, and shares out the work
+
+The accord also says the way that word of what is written takes: the ranks of a host tell the first of them, who tells the
+leader what all of them have told. Ranks say in the first round which host they are on.
+
+A rank keeps the accord, and at the next save of a state that is laid out as this one says only that it goes by it, with one
+digest of all that was the same everywhere. If all ranks say so, and what was the same still is, nothing is left to be
+decided: the leader looks nothing up, and its verdict is a few bytes. Else it asks all to say all. Nor are layouts told
+again, see ``Accord.told``.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import SaveError, UsageError
+from ...planner.balance import Group, balance
+from ..exchange.transport import host_key
+from ..format.digest import digest
+from ..format.fragment import Layout
+from ..ranks.hosts import numbered, numbers_in, ranks_with
+from ..ranks.team import Team
+from ..runtime.engine import offload
+from ..state.apart import warn_of
+from ..state.fingerprint import label, unsure_rows
+from ..state.flatten import FlatState
+from ..state.kept import Kept
+from ..state.placeholders import opinion, refuse_hollow
+from ..state.plan import Agreed
+
+__all__ = ["Accord", "Accords", "Digest", "Held", "Leader", "Way", "agree"]
+
+Ints = npt.NDArray[np.int64]
+Digests = npt.NDArray[np.uint8]
+Digest = Callable[[Sequence[int]], Mapping[int, bytes]]
+"""The digests of what is in rows of the state. Not called on the event loop's thread."""
+WIDTH = 16
+"""Bytes of a digest."""
+EVERYBODY = -1
+"""In place of the number of a group: all ranks, which need not be listed."""
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """What one rank holds whose replicas it does not know, whatever is in it.
+
+    ``labels``   (n, 16); plain tensors and parts of DTensors never have the same
+    ``mesh``     (n,) int16, which of ``groups`` holds it, as far as its mesh says; -1 for a plain tensor
+    ``groups``   of all that lies on meshes: who holds it, by a digest of the ranks, and how many bytes
+    """
+
+    labels: Digests
+    mesh: npt.NDArray[np.int16]
+    groups: dict[str, int]
+
+    @classmethod
+    def of(cls, flat: FlatState, world: int) -> Held:
+        """Of ``flat``, by its ``unsure_rows``."""
+        rows = unsure_rows(flat, world)
+        names: dict[int, str] = {}  # by ids of tuples of ranks, which thousands of tensors share
+        groups = Counter[str]()
+        for row, part in enumerate(flat.parts):
+            if part is not None and part.pieces:
+                name = names.get(id(part.holders)) or digest(np.array(part.holders, np.int64).data).hex()
+                names[id(part.holders)] = name
+                groups[name] += _nbytes(flat, row)
+        number = {name: i for i, name in enumerate(groups)}
+        parts = [flat.parts[row] for row in rows]
+        mesh = [-1 if part is None else number[names[id(part.holders)]] for part in parts]
+        kinds = ("plain " if part is None else "part " for part in parts)
+        texts = (kind + label(flat, row) for kind, row in zip(kinds, rows, strict=True))
+        labels = b"".join(digest(text.encode("utf-8", "surrogatepass")) for text in texts)
+        return cls(_digests(labels), np.array(mesh, np.int16), dict(groups))
+
+    @property
+    def names(self) -> list[str]:
+        """The labels in hexadecimal digits."""
+        return _names(self.labels)
+
+    def encode(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"labels": _text(self.labels), "mesh": _text(self.mesh), "groups": self.groups}
+
+    @classmethod
+    def decode(cls, told: Mapping[str, Any]) -> Held:
+        """What :meth:`encode` has told."""
+        mesh = np.frombuffer(base64.b64decode(told["mesh"]), np.int16)
+        return cls(_digests(base64.b64decode(told["labels"])), mesh, told["groups"])
+
+
+@dataclass(frozen=True)
+class Way:
+    """How what a rank tells gets to the leader. ``mates``: ranks of one host, this one among them, of which the first tells
+    for all. ``tellers``: who tells the leader himself: the ranks of his own host, which have no shorter way, and the first
+    of each other host. Both ascending."""
+
+    mates: Sequence[int]
+    tellers: Sequence[int]
+
+    @classmethod
+    def of(cls, rank: int, hosts: Ints) -> Way:
+        """That of ``rank``, by a number of each rank's host."""
+        first = np.unique(hosts, return_index=True)[1]
+        near = ranks_with(0, hosts)
+        mates = [rank] if hosts[rank] == hosts[0] else ranks_with(rank, hosts)
+        return cls(mates, np.union1d(near, first).tolist())
+
+
+@dataclass(frozen=True, eq=False)
+class Accord:
+    """What was agreed on, as one rank keeps it. ``id`` is the same on all ranks, and of no other accord. ``alike`` are rows
+    that were the same wherever they are held, by a name of those who hold them; ``apart`` those that differed.
+
+    ``told``: keys of the layouts that this rank need not tell again. Whom it tells has them in his ``heard``: a save that
+    goes by this accord has told them and has been committed, and he has been in this accord ever since, or it were another.
+    """
+
+    id: str
+    agreed: Agreed
+    alike: Mapping[str, Sequence[int]]
+    apart: Mapping[str, int]
+    way: Way
+    heard: dict[bytes, Layout] = field(default_factory=dict)
+    told: set[bytes] = field(default_factory=set)
+
+    @property
+    def rows(self) -> list[int]:
+        """Those that have to be digested."""
+        return [*(row for rows in self.alike.values() for row in rows), *self.apart.values()]
+
+    def tell(self, digests: Mapping[int, bytes]) -> dict[str, Any]:
+        """What a rank that goes by it says."""
+        alike = {name: digest(b"".join(digests[row] for row in rows)).hex() for name, rows in self.alike.items()}
+        return {
+            "accord": self.id,
+            "alike": alike,
+            "apart": {name: digests[row].hex() for name, row in self.apart.items()},
+        }
+
+
+Accords = Kept[Accord]
+"""Accords of one process, by what they follow from."""
+
+
+async def agree(
+    team: Team,
+    uri: str,
+    flat: FlatState,
+    digests: Digest,
+    accords: Accords,
+    compression: str | None = None,
+) -> Accord:
+    """Agree with the other ranks, and return what was agreed on. All ranks of a team of several call this.
+
+    Storage is not asked for anything: trainers wait for the copies that begin when this returns.
+
+    Raises UsageError where ranks save to different URIs, or compress differently, StateError where all hold less than it
+    seems, SaveError where they hold different values
+    of one part of a DTensor.
+    """
+    key, leader = (flat.kin, team.rank, team.world), Leader()
+    accord = None if flat.kin is None else accords.get(key)
+    held: Held | None = None
+    if accord is None:
+        held = Held.of(flat, team.world)
+        told = _all_of(held)
+    else:
+        told = accord.tell(await offload(digests, accord.rows))
+    says: dict[str, Any] = {"uri": uri} | ({} if compression is None else {"compression": compression})
+    hollow = opinion(flat)
+    says |= {"hollow": hollow} if hollow or hollow is None else {}
+    verdict = json.loads(await team.round("agree", _packed(says | told), leader.agree))
+    if accord is None or "accord" not in verdict:
+        held = held or Held.of(flat, team.world)
+        if "ask" not in verdict:
+            verdict = json.loads(await team.round("holds", _packed(_all_of(held)), leader.hear))
+        accord = await _anew(team, flat, held.names, digests, set(verdict["ask"]), leader)
+        if flat.kin is not None:
+            accords.put(key, accord)
+    return accord
+
+
+def _all_of(held: Held) -> dict[str, Any]:
+    """What a rank says that goes by no accord."""
+    return {"holds": held.encode(), "host": host_key()}
+
+
+async def _anew(
+    team: Team, flat: FlatState, names: Sequence[str], digests: Digest, asked: Set[str], leader: Leader
+) -> Accord:
+    """Digest what is asked about; return the accord that comes of it. ``names``: the labels of what is held."""
+    rows = unsure_rows(flat, team.world)
+    mine = [i for i, row in enumerate(rows) if flat.parts[row] is None or names[i] in asked]
+    found = await offload(digests, [rows[i] for i in mine])
+    told = {
+        "of": mine,
+        "digests": _text(_digests(b"".join(found[rows[i]] for i in mine))),
+        "nbytes": [_nbytes(flat, rows[i]) for i in mine],
+        "parts": {names[i]: label(flat, rows[i]) for i in mine if names[i] in asked},
+    }
+    verdict = json.loads(await team.round("digests", _packed(told), leader.compare))
+    accord = _accord({names[i]: rows[i] for i in mine}, verdict, team)
+    ours = {row: verdict["apart"][name] for name, row in accord.apart.items()}
+    warn_of(flat, {row: held for row, (first, held) in ours.items() if first == team.rank}, team.rank)
+    return accord
+
+
+def _accord(asked: Mapping[str, int], verdict: Mapping[str, Any], team: Team) -> Accord:
+    """What the verdict means for the rows that were asked about, by label."""
+    groups = [tuple(ranks) for ranks in verdict["groups"]] + [tuple(range(team.world))]  # the last is EVERYBODY
+    holders: dict[int, Group] = {}
+    alike, apart = defaultdict[str, list[int]](list), dict[str, int]()
+    for name, row in sorted(asked.items()):  # so that all who hold the same go through it in one order
+        number = verdict["labels"].get(name, EVERYBODY)
+        holders[row] = () if number is None else groups[number]
+        if number is None:
+            apart[name] = row
+        elif len(groups[number]) > 1:
+            alike[str(number)].append(row)
+    shares = {tuple(ranks): tuple(cuts) for ranks, cuts in verdict["shares"]}
+    way = Way.of(team.rank, numbers_in(base64.b64decode(verdict["hosts"])))
+    return Accord(verdict["accord"], Agreed(holders, shares), alike, apart, way)
+
+
+class Leader:
+    """What only rank 0 does."""
+
+    def __init__(self) -> None:
+        self._held: list[Held] = []
+        self._hosts = ""
+        self._seal = ""
+
+    async def agree(self, statements: Sequence[bytes]) -> bytes:
+        """All go by one accord, and what was the same still is: that is all. Else what to digest, or to say first."""
+        told = [json.loads(s) for s in statements]
+        for rank, other in enumerate(told):
+            if other["uri"] != told[0]["uri"]:
+                raise UsageError(f"rank {rank} saves to {other['uri']}, rank 0 to {told[0]['uri']}", rank=rank)
+            theirs, ours = other.get("compression"), told[0].get("compression")
+            if theirs != ours:
+                raise UsageError(f"rank {rank} saves with compression={theirs!r}, rank 0 with {ours!r}", rank=rank)
+        refuse_hollow([other.get("hollow", {}) for other in told])
+        if all("holds" in other for other in told):
+            return await self.hear(statements)
+        if not _still(told):
+            return b"{}"
+        return _packed({"accord": told[0]["accord"]})
+
+    async def hear(self, statements: Sequence[bytes]) -> bytes:
+        """Which parts of DTensors lie on several meshes, by labels. Plain tensors are digested in any case."""
+        told = await offload(lambda: [json.loads(s) for s in statements])
+        self._held = await offload(lambda: [Held.decode(other["holds"]) for other in told])
+        self._hosts = base64.b64encode(numbered([other["host"] for other in told])).decode()
+        self._seal = digest(b"".join(map(digest, statements))).hex()
+        return _packed({"ask": await offload(_several, self._held)})
+
+    async def compare(self, statements: Sequence[bytes]) -> bytes:
+        """The accord. Raises SaveError where ranks hold different values of one part of a DTensor."""
+        body = await offload(_agreed, self._held, [json.loads(s) for s in statements])
+        body["hosts"] = self._hosts
+        return _packed(body | {"accord": digest(_packed(body | {"seal": self._seal})).hex()})
+
+
+def _still(told: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether all ranks go by one accord, what was the same is the same, and what differed differs."""
+    if len({other.get("accord") for other in told}) > 1:
+        return False
+    alike, apart = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
+    for other in told:
+        for seen, key in ((alike, "alike"), (apart, "apart")):
+            for name, value in other[key].items():
+                seen[name].add(value)
+    return all(len(seen) == 1 for seen in alike.values()) and all(len(seen) > 1 for seen in apart.values())
+
+
+def _several(held: Sequence[Held]) -> list[str]:
+    """Labels of parts of DTensors that several groups of ranks have."""
+    known: dict[str, int] = {}
+    number = [np.array([known.setdefault(name, len(known)) for name in of.groups], np.int64) for of in held]
+    group = np.concatenate([n[of.mesh[of.mesh >= 0]] for n, of in zip(number, held, strict=True)])
+    labels = np.concatenate([of.labels[of.mesh >= 0] for of in held])
+    first, equal = _equal(labels)
+    return sorted(set(_names(labels[group != group[first][equal]])))
+
+
+def _equal(labels: Digests) -> tuple[Ints, Ints]:
+    """The first of each label's rows, and, for each row, which label it has."""
+    high, low = labels.view(np.uint64).T
+    order = np.lexsort((low, high))
+    new = np.append(True, (np.diff(high[order]) != 0) | (np.diff(low[order]) != 0))[: len(order)]
+    equal = np.empty(len(order), np.int64)
+    equal[order] = np.cumsum(new) - 1
+    return order[new], equal
+
+
+def _agreed(held: Sequence[Held], told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Who holds what of that which was asked about, and the shares in which all is written."""
+    labels = np.concatenate([of.labels[t["of"]] for of, t in zip(held, told, strict=True)])
+    found = np.concatenate([_digests(base64.b64decode(t["digests"])) for t in told])
+    nbytes = [n for t in told for n in t["nbytes"]]
+    ranks = np.repeat(np.arange(len(held)), [len(t["of"]) for t in told])
+    first, equal = _equal(labels)
+    same = np.ones(len(first), bool)
+    same[equal[(found != found[first][equal]).any(axis=1)]] = False
+    names = _names(labels[first])
+    _refuse(told, {name for name, alike in zip(names, same.tolist(), strict=True) if not alike})
+    groups, numbers = {tuple(range(len(held))): EVERYBODY}, dict[str, int | None]()
+    apart: dict[str, tuple[int, int]] = {}  # the first rank that holds it, and how many do
+    loads = _on_meshes(held, told)
+    order = np.argsort(equal, kind="stable")
+    holders = np.split(order, np.cumsum(np.bincount(equal, minlength=1))[:-1])
+    for name, alike, rows in zip(names, same.tolist(), holders, strict=False):  # without names there is one of no rows
+        group = tuple(ranks[rows].tolist())
+        number = groups.setdefault(group, len(groups) - 1) if alike else None
+        if number != EVERYBODY:
+            numbers[name] = number
+        if not alike:
+            apart[name] = (group[0], len(group))
+        for row in rows[:1].tolist() if alike else rows.tolist():
+            loads[group if alike else (int(ranks[row]),)] += nbytes[row]
+    shares = list(balance(loads, len(held)).items())
+    return {"groups": list(groups)[1:], "labels": numbers, "apart": apart, "shares": shares}
+
+
+def _refuse(told: Sequence[Mapping[str, Any]], different: Set[str]) -> None:
+    """Raise SaveError where a part of a DTensor is among ``different``."""
+    texts = {text: name for t in told for name, text in t["parts"].items() if name in different}
+    if texts:
+        text = min(texts)
+        ranks = [rank for rank, t in enumerate(told) if texts[text] in t["parts"]]
+        raise SaveError(
+            f"ranks {ranks} hold different values of {text!r}, on different meshes",
+            advice="Give the tensors names of their own, or make them equal.",
+        )
+
+
+def _on_meshes(held: Sequence[Held], told: Sequence[Mapping[str, Any]]) -> Counter[Group]:
+    """The bytes that each group of ranks holds together, as far as meshes alone tell it."""
+    ranks, nbytes = defaultdict[str, list[int]](list), dict[str, int]()
+    for rank, (of, t) in enumerate(zip(held, told, strict=True)):
+        left, names = dict(of.groups), list(of.groups)
+        for mesh, n in zip(of.mesh[t["of"]].tolist(), t["nbytes"], strict=True):
+            if mesh >= 0:
+                left[names[mesh]] -= n
+        for name, n in left.items():
+            ranks[name].append(rank)
+            nbytes[name] = n
+    return Counter({tuple(of): nbytes[name] for name, of in ranks.items()})
+
+
+def _nbytes(flat: FlatState, row: int) -> int:
+    """Bytes of a row; none of one that is tied."""
+    return flat.locals[row].nbytes if flat.alias[row] < 0 else 0
+
+
+def _names(labels: Digests) -> list[str]:
+    text = labels.tobytes().hex()
+    return [text[i : i + 2 * WIDTH] for i in range(0, len(text), 2 * WIDTH)]
+
+
+def _digests(joined: bytes) -> Digests:
+    return np.frombuffer(joined, np.uint8).reshape(-1, WIDTH)
+
+
+def _text(column: npt.NDArray[Any]) -> str:
+    return base64.b64encode(column.tobytes()).decode()
+
+
+def _packed(told: Mapping[str, Any]) -> bytes:
+    return json.dumps(told).encode()

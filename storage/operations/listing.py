@@ -1,0 +1,171 @@
+"""Which checkpoints are at and below a place, which of them are abandoned, and which have lost files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ...drivers.contract import Driver
+from ...drivers.registry import open_driver
+from ...errors import DamagedError, HoldfastError, NotFoundError
+from ..format.lineage import LINEAGE_KEY, ROOT, Lineage
+from ..format.manifest import MANIFEST_KEY, Manifest
+from ..runtime.engine import check_may_wait, offload, start
+from ..runtime.executor import at_most
+from .foreign import explains
+
+__all__ = ["ListedCheckpoint", "Listing", "list_checkpoints", "manifest_keys", "read_lineage"]
+
+
+@dataclass(frozen=True, slots=True)
+class ListedCheckpoint:
+    """One line of a listing.
+
+    ``problem`` says why the checkpoint cannot be opened; then the figures are zero, and ``attempt`` empty. ``damage`` says
+    which image is missing, or of another size than it was written with. ``abandoned``: training went back to an earlier
+    step, and this checkpoint is later, on the branch that was left.
+    """
+
+    path: str
+    step: int | None
+    world: int
+    tensors: int
+    nbytes: int
+    created_s: float
+    problem: str | None = None
+    attempt: str = ""
+    branch: str = ROOT
+    abandoned: bool = False
+    damage: str | None = None
+
+    @property
+    def folder(self) -> str:
+        """The folder that it lies in, by path; ``""`` for the place that is listed."""
+        return self.path.rpartition("/")[0]
+
+
+@explains("uri", "storage_options")
+def list_checkpoints(
+    uri: str | os.PathLike[str], *, storage_options: Mapping[str, object] | None = None
+) -> list[ListedCheckpoint]:
+    """The checkpoints at and below ``uri``, by path relative to it (``""``: ``uri`` itself), ordered by step and time;
+    abandoned ones come first, so the last one is what a run goes on from. ``storage_options`` as in :func:`open`.
+
+    Raises StorageError; DamagedError where the record of a run's branches cannot be read.
+    """
+    check_may_wait()
+    driver = open_driver(uri, **(storage_options or {}))
+    try:
+        listed: list[ListedCheckpoint] = start(_listed(driver)).result()
+    finally:
+        start(driver.close()).result()
+    return sorted(listed, key=lambda c: (not c.abandoned, c.step is None, c.step or 0, c.created_s, c.path))
+
+
+async def manifest_keys(driver: Driver) -> list[str]:
+    """Where the manifests are that this driver sees, in no order."""
+    return [info.key async for info in driver.list() if info.key.rpartition("/")[2] == MANIFEST_KEY]
+
+
+async def read_lineage(driver: Driver, folder: str = "") -> Lineage:
+    """The lineage of the run in ``folder``; where none is recorded, that of a run that never went back.
+
+    Raises DamagedError, StorageError.
+    """
+    try:
+        data = await driver.get(f"{folder}/{LINEAGE_KEY}".lstrip("/"))
+    except NotFoundError:
+        return Lineage()
+    try:
+        return Lineage.decode(data)
+    except DamagedError as error:
+        error.uri = driver.uri
+        error.key = f"{folder}/{LINEAGE_KEY}".lstrip("/")
+        raise
+
+
+class Listing:
+    """What a driver lists: ``files``, by key, with their sizes in bytes."""
+
+    def __init__(self, driver: Driver, files: Mapping[str, int]) -> None:
+        self._driver = driver
+        self._files = files
+
+    @classmethod
+    async def of(cls, driver: Driver) -> Listing:
+        """All that is there now."""
+        return cls(driver, {info.key: info.nbytes async for info in driver.list()})
+
+    def folders(self) -> list[str]:
+        """Folders in which a manifest lies."""
+        return [key.rpartition("/")[0] for key in self._files if key.rpartition("/")[2] == MANIFEST_KEY]
+
+    async def checkpoints(self, folders: Sequence[str]) -> list[ListedCheckpoint]:
+        """The checkpoints in these folders, in no order. Manifests are read several at a time: each takes a round trip."""
+        found: list[ListedCheckpoint] = []
+
+        async def look(folder: str) -> None:
+            found.append(await self._line(folder))
+
+        await at_most(self._driver.traits.concurrency, map(look, folders))
+        return await self._marked(found)
+
+    async def _marked(self, listed: Iterable[ListedCheckpoint]) -> list[ListedCheckpoint]:
+        """The same, with those marked that are abandoned."""
+        lineages: dict[str, Lineage] = {}
+        marked = []
+        for c in listed:
+            recorded = c.path and f"{c.folder}/{LINEAGE_KEY}".lstrip("/") in self._files
+            if recorded and c.problem is None:
+                if c.folder not in lineages:
+                    lineages[c.folder] = await read_lineage(self._driver, c.folder)
+                c = replace(c, abandoned=not lineages[c.folder].is_live(c.branch, c.step))  # noqa: PLW2901
+            marked.append(c)
+        return marked
+
+    async def _line(self, folder: str) -> ListedCheckpoint:
+        try:
+            data = await self._driver.get(f"{folder}/{MANIFEST_KEY}".lstrip("/"))
+            m = await offload(Manifest.decode, data)
+        except HoldfastError as error:
+            return ListedCheckpoint(folder, None, 0, 0, 0, 0.0, error.message)
+        return ListedCheckpoint(
+            folder,
+            m.step,
+            m.world,
+            len(m.tensors),
+            m.tensor_nbytes,
+            m.created_s,
+            attempt=m.attempt,
+            branch=m.branch,
+            damage=await self._damage(folder, m),
+        )
+
+    async def _damage(self, folder: str, m: Manifest) -> str | None:
+        """What is wrong with the files of images, by a look at their sizes."""
+        sizes = m.images.file_nbytes(m.block_nbytes).tolist()
+        for image, nbytes in enumerate(sizes):
+            key = f"{folder}/{m.image_key(image)}".lstrip("/")
+            if self._files.get(key) == nbytes:
+                continue
+            # The listing may be older than the manifest, which another save has put since.
+            found = await _size(self._driver, key)
+            rank = int(m.images.rank[image])
+            if found is None:
+                return f"the image of rank {rank} is missing"
+            if found != nbytes:
+                return f"the image of rank {rank} has {found:,} bytes instead of {nbytes:,}"
+        return None
+
+
+async def _size(driver: Driver, key: str) -> int | None:
+    try:
+        return (await driver.stat(key)).nbytes
+    except NotFoundError:
+        return None
+
+
+async def _listed(driver: Driver) -> list[ListedCheckpoint]:
+    listing = await Listing.of(driver)
+    return await listing.checkpoints(listing.folders())

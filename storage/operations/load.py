@@ -1,0 +1,320 @@
+"""One rank's part of a load: agree on the manifest, check that all fits, read, fill, and agree that all arrived."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from ...drivers.contract import Driver
+from ...errors import DamagedError, RankFailedError, ReplacedError
+from ...planner.image import DIGEST_NBYTES
+from ..exchange.broadcast import read_once
+from ..exchange.exchange import Circle
+from ..exchange.setup import LEAST_NBYTES, begin_exchange
+from ..exchange.transport import host_key
+from ..format.manifest import Manifest
+from ..format.tree import Key, dotted, format_path
+from ..format.vouched import Vouched
+from ..pipeline.image_reader import ImageReader, plan_reads
+from ..pipeline.unpacking import images_of
+from ..protocol.current import decoded, get_manifest, read_manifest
+from ..ranks.hosts import numbered, numbers_in, ranks_with
+from ..ranks.process_group import store_host
+from ..ranks.team import Team
+from ..runtime.engine import offload
+from ..state.adapters.stateful import restore
+from ..state.build import build
+from ..state.flatten import FlatState, Subtree
+from ..state.restoring import build_for
+from ..state.targets import Match, TypedPath, Wanted, match
+from .differences import Differences, Referee, Strict, statement_of
+from .driver_progress import counted
+from .fill import Report, fill, reporting, scatter_of
+from .overlaps import Overlaps, overlapping, read_overlaps
+
+__all__ = ["Exchanging", "LoadJob", "finish", "run_build", "run_load"]
+
+_log = logging.getLogger(__name__)
+
+RETRIES = 3
+
+Exchanging = bool | Literal["auto"]
+"""Whether ranks that want the same bytes read them once and exchange them; auto: those of one host do."""
+
+
+class LoadJob:
+    """What one rank loads into, and what it found there."""
+
+    def __init__(
+        self, flat: FlatState, *, strict: Strict, cast: bool, budget_nbytes: int, exchange: Exchanging = False
+    ) -> None:
+        self.flat = flat
+        self.exchange = exchange
+        self.strict = strict
+        self.cast = cast
+        self.budget_nbytes = budget_nbytes
+        self.match = Match()
+        self.left = Differences()
+        self.built: list[tuple[Subtree, Any]] = []
+        self.progress: Report = lambda done_nbytes, total_nbytes: None
+        self.touched: set[str] = set()
+        """Names of the state that loads have begun to fill. One that did not end well is made good by filling them all."""
+
+
+async def run_load(driver: Driver, team: Team, job: LoadJob) -> tuple[Manifest, ImageReader]:
+    """Fill the tensors of ``job``; every rank of the team calls this. Values and objects are left to :func:`finish`.
+
+    Raises MismatchError, with every difference on any rank, before any byte is read; what failed on this rank; or
+    RankFailedError and DeadlineError for another.
+    """
+    driver = counted(driver, team)
+    async with team.session():
+        try:
+            mates = await _mates(team, job.exchange)
+            for attempt in range(RETRIES):
+                loaded = await _load(driver, team, job, attempt, mates)
+                if loaded is not None:
+                    return loaded
+            raise ReplacedError(
+                f"another save replaced the checkpoint {RETRIES} times while it was being read", uri=driver.uri
+            )
+        except BaseException as error:
+            await team.fail(error)
+            raise
+
+
+async def run_build(
+    driver: Driver,
+    rank: int,
+    budget_nbytes: int,
+    report: Report = lambda done_nbytes, total_nbytes: None,
+) -> tuple[Any, Manifest, ImageReader]:
+    """The whole state, built anew."""
+    for _ in range(RETRIES):
+        manifest, _data = await read_manifest(driver)
+        wanted = Wanted()
+        state, _rows = await offload(build, manifest, rank, wanted)
+        try:
+            return state, manifest, await fill(images_of(driver, manifest), manifest, wanted, budget_nbytes, report)
+        except DamagedError:
+            if not await _replaced(driver, manifest):
+                raise
+    raise ReplacedError(f"another save replaced the checkpoint {RETRIES} times while it was being read", uri=driver.uri)
+
+
+async def _mates(team: Team, exchange: Exchanging) -> list[int]:
+    """The ranks of this host, which read the manifest once; this rank alone where that is not wanted, or not known."""
+    if team.world == 1:
+        return [team.rank]
+    told = json.dumps({"circle": exchange and host_key()}).encode()
+    verdict = await team.round("hosts", told, _hosts)
+    return ranks_with(team.rank, numbers_in(verdict))
+
+
+async def _hosts(statements: Sequence[bytes]) -> bytes:
+    return _circles([json.loads(s) for s in statements])
+
+
+async def _load(
+    driver: Driver, team: Team, job: LoadJob, attempt: int, mates: Sequence[int]
+) -> tuple[Manifest, ImageReader] | None:
+    """One try; None when the checkpoint was replaced meanwhile, on any rank."""
+    seen, checksum = await _seen(driver, team, f"manifest/{attempt}", mates)
+    manifest = seen.manifest if isinstance(seen, Vouched) else seen
+    job.match, job.built = await offload(_matched, job, manifest, team.rank, team.world)
+    overlaps = await _overlaps(driver, team, seen, job)
+    if overlaps is None:
+        checksum = b""
+    judge = _Judge(Referee(manifest, job.strict, driver.uri)).judge
+    fits = await team.round(f"fits/{attempt}", _fitting(job, manifest, checksum), judge)
+    if fits == b"again":
+        return None
+    _go, left, circles = fits.split(b"\n", 2)
+    job.left = Differences.decode(left)
+    job.touched |= job.match.filled
+    targets = job.match.wanted.targets(manifest.tensors.shape)
+    if isinstance(seen, Vouched):
+        manifest = await offload(seen.of, targets.tensor)
+    circle = _circle(team, f"exchange/{attempt}", circles, job.exchange, mates)
+    budget_nbytes = job.budget_nbytes // (2 if circle and circle.near else 1)  # as much to receive into
+    reader = ImageReader(images_of(driver, manifest), manifest, budget_nbytes)
+    exchange = await begin_exchange(circle, reader, targets) if circle else None
+    plan = exchange.plan if exchange else await offload(plan_reads, driver, manifest, targets)
+
+    def report(done_nbytes: int, total_nbytes: int) -> None:
+        team.worked()
+        job.progress(done_nbytes, total_nbytes)
+
+    deliver = reporting(scatter_of(manifest, job.match.wanted, targets, plan).deliver, plan, report)
+    outcome = b"all"
+    try:
+        await (exchange.run(deliver) if exchange else reader.run(plan, deliver))
+        if overlaps:
+            await offload(overlaps.put)
+            reader.bytes_wanted += overlaps.bytes_wanted
+            reader.bytes_read += overlaps.bytes_read
+    except (DamagedError, RankFailedError):  # of another rank that, perhaps, saw that it was replaced, and left
+        if not await _replaced(driver, manifest):
+            raise
+        outcome = b"replaced"
+    arrived = await team.round(f"arrived/{attempt}", outcome, _unanimous)
+    return (manifest, reader) if outcome == arrived == b"all" else None
+
+
+async def _overlaps(driver: Driver, team: Team, seen: Manifest | Vouched, job: LoadJob) -> Overlaps | None:
+    """What goes into memory that tensors of the state share is read before the ranks judge what fits; it is not read again.
+    None when the checkpoint was replaced meanwhile."""
+    found, wanted = job.match, job.match.wanted
+    groups = await offload(overlapping, wanted)
+    if not groups or found.mismatched or found.castable or (found.missing and job.strict):
+        return Overlaps()
+    numbers = {number for group in groups for number in group}
+    found.wanted = wanted.without(numbers)
+    wishes = wanted.wishes()
+    rows = np.unique([wishes[number][0] for number in numbers])
+    manifest = await offload(seen.of, rows) if isinstance(seen, Vouched) else seen
+    try:
+        images = images_of(driver, manifest)
+        overlaps = await read_overlaps(images, manifest, wanted, groups, job.budget_nbytes, lambda *_: team.worked())
+    except DamagedError:
+        if not await _replaced(driver, manifest):
+            raise
+        return None
+    found.shared |= overlaps.conflicts
+    return overlaps
+
+
+async def _seen(driver: Driver, team: Team, name: str, mates: Sequence[int]) -> tuple[Manifest | Vouched, bytes]:
+    """The manifest, and its checksum. Read and checked by one rank of the host: the others decode what they need of it."""
+    mine: list[Manifest] = []
+
+    async def read() -> bytes:
+        data = await get_manifest(driver)
+        mine.append(await decoded(driver, data))
+        return data
+
+    data = await read_once(team, name, mates, read)
+    return mine[0] if mine else await offload(Vouched.decode, data), bytes(data[-DIGEST_NBYTES:])
+
+
+def _circle(team: Team, name: str, verdict: bytes, exchange: Exchanging, mates: Sequence[int]) -> Circle | None:
+    """The ranks that this one exchanges with, by the leader's verdict; None without any."""
+    ranks = ranks_with(team.rank, numbers_in(verdict))
+    if len(ranks) == 1:
+        return None
+    everywhere = exchange is True
+    near = store_host() if everywhere else ""
+    return Circle(team, name, ranks, len(mates), near, 1 if everywhere else LEAST_NBYTES)
+
+
+def _circles(told: Sequence[dict[str, Any]]) -> bytes:
+    """Which ranks exchange what they read, as numbers; those that do not have one of their own."""
+    return numbered([t["circle"] or None for t in told])
+
+
+async def _replaced(driver: Driver, manifest: Manifest) -> bool:
+    return (await read_manifest(driver))[0].attempt != manifest.attempt
+
+
+async def _unanimous(votes: Sequence[bytes]) -> bytes:
+    return b"all" if all(vote == b"all" for vote in votes) else b"replaced"
+
+
+def _matched(job: LoadJob, manifest: Manifest, rank: int, world: int) -> tuple[Match, list[tuple[Subtree, Any]]]:
+    found = match(job.flat, manifest, rank, cast=job.cast)
+    built: list[tuple[Subtree, Any]] = []
+    for subtree in job.flat.subtrees:
+        if subtree.state is None:
+            path = _path_of(job.flat, subtree)
+            try:
+                made = build_for(subtree, job.flat.modules, manifest, rank, world, found.wanted, path)
+            except KeyError:
+                keys = [key for _, key in path]
+                found.missing[dotted(keys)] = f"{format_path(keys)}: nothing in the checkpoint"
+                continue
+            built.append((subtree, made.state))
+            found.filled.add(dotted(key for _, key in path))
+            if not job.strict:  # else the object gets all that it has, or is refused
+                found.filled.update(manifest.tensors.names[row] for row in made.rows)
+            found.tensors |= made.rows
+            found.missing |= made.missing
+            found.mismatched |= made.mismatched
+            if job.strict:
+                found.mismatched |= made.dealt
+            for text in () if job.strict else made.dealt.values():
+                _log.warning("%s", text)
+    found.filled.update(found.wanted.names.values())
+    for name in sorted(job.touched - found.filled):
+        found.left[name] = f"{name!r} has values of a load that failed, and this checkpoint has none for it"
+    return found, built
+
+
+def _path_of(flat: FlatState, subtree: Subtree) -> TypedPath:
+    """The keys that lead to an object, each with its type; none, where the object is the state."""
+    if subtree.parent < 0:
+        return ()
+    keys = (*flat.tree.paths()[subtree.parent], subtree.key)
+    return tuple((type(key).__name__, key) for key in keys)
+
+
+def _fitting(job: LoadJob, manifest: Manifest, checksum: bytes) -> bytes:
+    """What a rank states before reading: which manifest it has, what does not fit, and what it has a place for."""
+    told = {
+        "manifest": checksum.hex(),
+        "circle": "*" if job.exchange is True else job.exchange and host_key(),
+        **statement_of(job.match, manifest),
+    }
+    return json.dumps(told).encode()
+
+
+class _Judge:
+    """On the leader: whether all ranks go on, with whom each exchanges, and what is left."""
+
+    def __init__(self, referee: Referee) -> None:
+        self._referee = referee
+
+    async def judge(self, statements: Sequence[bytes]) -> bytes:
+        told = [json.loads(s) for s in statements]
+        manifests = {t["manifest"] for t in told}
+        if len(manifests) > 1 or "" in manifests:
+            return b"again"  # a save came between: some ranks read the manifest before, some after
+        left = await offload(self._referee.judge, told)
+        return b"\n".join([b"go", left.encode(), _circles(told)])
+
+
+def finish(job: LoadJob, manifest: Manifest, rank: int) -> Any:
+    """Put values into their containers, give objects their state, and return the state. In the caller's thread."""
+    root = _assign(job, manifest, rank)
+    modules = [(s, s.state) for s in job.flat.subtrees if s.state is not None]
+    for subtree, state in modules + job.built:  # modules first: others may look at them
+        try:
+            restore(subtree.owner, state)
+        except Exception as error:  # of the object's own code
+            path = format_path(key for _, key in _path_of(job.flat, subtree))
+            error.add_note(f"while {path} took its state back")
+            raise
+    return root
+
+
+def _assign(job: LoadJob, manifest: Manifest, rank: int) -> Any:
+    """Tuples cannot be assigned to: they are made anew, and put into what they were in."""
+    nodes, containers = job.flat.nodes, job.flat.tree.containers
+    todo: dict[int, dict[Key, Any]] = {}
+    for container, key, row in job.match.assign:
+        todo.setdefault(container, {})[key] = manifest.tree.values[row].of(rank)
+    for number in range(len(nodes) - 1, -1, -1):
+        updates, node = todo.get(number), nodes[number]
+        if not updates:
+            continue
+        if not isinstance(node, tuple):
+            for key, value in updates.items():
+                node[key] = value
+            continue
+        nodes[number] = tuple(updates.get(i, item) for i, item in enumerate(node))
+        if number:
+            todo.setdefault(containers[number].parent, {})[containers[number].key] = nodes[number]
+    return nodes[0]

@@ -1,0 +1,293 @@
+"""One committed checkpoint, opened for reading: what is in it, any slice of it, and whether it is undamaged.
+
+Needs no torch.distributed, and no torch until a tensor is read.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from ...core.forks.cached import cached_property
+from ...drivers.contract import Driver
+from ...drivers.registry import open_driver
+from ...errors import DamagedError, HoldfastError, ReplacedError, UsageError
+from ..format.manifest import Manifest, image_key
+from ..format.tree import format_path
+from ..pipeline.flat_reader import read_flat
+from ..pipeline.unpacking import images_of
+from ..protocol.current import read_manifest
+from ..runtime.buffers import memory_for
+from ..runtime.engine import check_may_wait, close_later, on_engine, run, start
+from ..runtime.progress import ProgressCallback, ProgressReporter
+from .foreign import explains
+from .verify import VerifyReport, verify_images
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from ..state.targets import Wanted
+
+__all__ = ["Checkpoint", "TensorInfo", "open"]
+
+_BUDGET_NBYTES = 512 << 20
+
+_of_parents: list[Driver] = []
+"""In a forked child: drivers of its parent, which it neither uses nor closes."""
+
+Index = slice | int | tuple[slice | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of a checkpoint. ``shards`` counts the boxes in which it is stored, ``ranks`` those who wrote them;
+    ``owners`` are the ranks that each have a tensor of their own under this name (none: it is the whole job's);
+    ``alias_of`` names the tensor that it is tied to."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    shards: int
+    ranks: tuple[int, ...]
+    owners: tuple[int, ...]
+    alias_of: str | None
+
+
+class Checkpoint:
+    """A committed checkpoint. Made by :func:`open`; a context manager. A forked child may use it as well, by a connection
+    of its own.
+
+    One that is not closed is closed when it is collected, with a ResourceWarning.
+    """
+
+    def __init__(
+        self, driver: Driver, manifest: Manifest, manifest_nbytes: int, reopen: Callable[[], Driver] | None = None
+    ) -> None:
+        """``reopen`` makes another driver of the same storage, for a forked child; None: a child cannot use it."""
+        self._opened = driver
+        self._reopen = reopen
+        self._images_made: Driver | None = None
+        self._open_in: int | None = os.getpid()
+        """The process that is to close it; a forked child leaves what it has inherited alone."""
+        self._warns = True
+        self._manifest = manifest
+        self.uri = driver.uri
+        self.step = manifest.step
+        self.world = manifest.world
+        """Ranks that saved it."""
+        self.created_s = manifest.created_s
+        self.attempt = manifest.attempt
+        self.manifest_nbytes = manifest_nbytes
+        self.compression = manifest.compression
+        """``"lz4"`` where images are stored so, else None."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        sizes = f"{len(self.tensors)} tensors, {self.nbytes:,} bytes, {self.world} ranks"
+        return f"<Checkpoint {self.uri}: step {self.step}, {sizes}>"
+
+    def close(self) -> None:
+        """Let go of the storage. Safe to call twice. Does not wait where that is impossible: on the engine's thread."""
+        opened_in = self._open_in
+        self._open_in = None
+        if opened_in is None:
+            return
+        if opened_in != os.getpid():
+            _of_parents.append(self._opened)
+            return
+        closed = start(self._opened.close())
+        if not on_engine():
+            closed.result()
+
+    def close_when_collected(self) -> None:
+        """For an owner that is never closed itself: do not warn."""
+        self._warns = False
+
+    def __del__(self) -> None:
+        """Any thread may call this, at any moment: it takes no lock and waits for nothing."""
+        if getattr(self, "_open_in", None) != os.getpid() or sys.is_finalizing():
+            return
+        close_later(self._opened.close)
+        if self._warns:
+            warnings.warn(f"unclosed checkpoint {self.uri}", ResourceWarning, stacklevel=2, source=self)
+
+    @property
+    def _driver(self) -> Driver:
+        if self._open_in not in (None, os.getpid()):
+            self._open_in_child()
+        return self._opened
+
+    def _open_in_child(self) -> None:
+        """After a fork: the parent's driver waits for threads, and for an event loop, that are not in this process."""
+        if self._reopen is None:
+            raise UsageError(
+                "this checkpoint was opened in the parent process", uri=self.uri, advice="Open it in this process."
+            )
+        _of_parents.append(self._opened)  # not to be closed here
+        self._opened = self._reopen()
+        self._images_made = None
+        self._open_in = os.getpid()
+        self._warns = False  # whoever made it closes it, in the parent
+
+    @property
+    def _images(self) -> Driver:
+        driver = self._driver  # first: in a forked child it is another one
+        if self._images_made is None:
+            self._images_made = images_of(driver, self._manifest)
+        return self._images_made
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return self._manifest.tensor_nbytes
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """All tensors by name, in the order of the state."""
+        return {name: self._info(name, rows) for name, rows in self._manifest.tensors.rows.items()}
+
+    def _info(self, name: str, rows: tuple[int, ...]) -> TensorInfo:
+        t, m = self._manifest.tensors, self._manifest
+        row = rows[0]
+        alias = int(t.alias[row])
+        first, last = (int(self._pointers[(row if alias < 0 else alias) + i]) for i in (0, 1))
+        ranks = sorted({int(r) for r in m.images.rank[m.shards.image[first:last]]})
+        owners = tuple(int(t.owner[r]) for r in rows if t.owner[r] >= 0)
+        return TensorInfo(
+            name, t.shape_of(row), t.dtypes[t.dtype[row]][0], int(t.nbytes[row]), last - first, tuple(ranks), owners,
+            None if alias < 0 else t.names[alias],
+        )  # fmt: skip
+
+    @cached_property
+    def _pointers(self) -> Any:
+        return self._manifest.shards.pointers(len(self._manifest.tensors))
+
+    def values(self, rank: int = 0) -> Iterator[tuple[str, Any]]:
+        """All small values: (path as in ``state["optim"]["lr"]``, value), as ``rank`` saved them."""
+        paths = self._manifest.tree.paths()
+        for v in self._manifest.tree.values:
+            yield format_path((*paths[v.container], v.key)), v.of(rank)
+
+    def read(self, name: str, index: Index | None = None, *, rows: slice | None = None, rank: int = 0) -> torch.Tensor:
+        """One tensor, or a slice of it, on the CPU: ``read("wq")``, ``read("wq", (slice(0, 128), 3))``,
+        ``read("wq", rows=slice(0, 128))``. Reads only the blocks that the slice touches, and verifies them.
+
+        ``rank`` chooses among tensors that each rank has of its own. Raises UsageError for a name that is not there or
+        an index that does not fit; DamagedError; StorageError.
+        """
+        from ..state.targets import Wanted
+        from .slices import Window, window
+
+        if index is not None and rows is not None:
+            raise UsageError("give index or rows, not both")
+        m, row = self._manifest, self._row(name, rank)
+        seen: Window = window(m.tensors.shape_of(row), rows if index is None else index)
+        wanted = Wanted()
+        made = seen.add_to(wanted, row, m.tensors)
+        start(self._fill(wanted)).result()
+        return seen.view(made)
+
+    def read_bytes(self, name: str, start: int = 0, stop: int | None = None, *, rank: int = 0) -> bytes:
+        """Bytes [start, stop) of a tensor's elements in row-major order, little-endian; without torch. Reads only the blocks
+        that hold them, and verifies them. Raises UsageError for a name or a range that is not there; DamagedError;
+        StorageError."""
+        row = self._row(name, rank)
+        nbytes = int(self._manifest.tensors.nbytes[row])
+        stop = nbytes if stop is None else stop
+        if not 0 <= start <= stop <= nbytes:
+            raise UsageError(f"bytes {start}:{stop} are not within the {nbytes} of tensor {name!r}", uri=self.uri)
+        return bytes(run(self._read_flat(row, start, stop)))
+
+    async def _read_flat(self, row: int, start: int, stop: int) -> memoryview:
+        try:
+            return await read_flat(self._images, self._manifest, row, start, stop, _BUDGET_NBYTES)
+        except DamagedError as error:
+            await self._raise_if_replaced(error)
+            raise
+
+    @property
+    def images(self) -> Mapping[int, int]:
+        """Size of each image in bytes, by rank."""
+        m = self._manifest
+        return dict(zip(m.images.rank.tolist(), m.images.nbytes(m.block_nbytes).tolist(), strict=True))
+
+    def read_image(self, rank: int, start: int, stop: int) -> bytes:
+        """Bytes [start, stop) of the image of ``rank``, unverified. Raises StorageError; DamagedError beyond its end, and
+        where what is compressed cannot be unpacked."""
+        with memory_for(f"{stop - start:,} bytes of an image"):
+            into = bytearray(stop - start)
+        key = image_key(self.attempt, rank, self._manifest.compression)
+        run(self._images.read(key, start, memoryview(into)))
+        return bytes(into)
+
+    def _row(self, name: str, rank: int) -> int:
+        """The row that holds a tensor, also if it is tied to another."""
+        tensors = self._manifest.tensors
+        row = tensors.find(name, rank)
+        if row is None:
+            raise UsageError(
+                f"no tensor {name!r} in this checkpoint", uri=self.uri, advice="`holdfast show` lists its tensors."
+            )
+        return row if tensors.alias[row] < 0 else int(tensors.alias[row])
+
+    async def _fill(self, wanted: Wanted) -> None:
+        from .fill import fill
+
+        try:
+            await fill(self._images, self._manifest, wanted, _BUDGET_NBYTES)
+        except DamagedError as error:
+            await self._raise_if_replaced(error)
+            raise
+
+    async def _raise_if_replaced(self, error: Exception) -> None:
+        if (await read_manifest(self._driver))[0].attempt != self.attempt:
+            raise ReplacedError(
+                "another save has replaced this checkpoint", uri=self.uri, advice="Open it again"
+            ) from error
+
+    def verify(self, progress: ProgressCallback | None = None) -> VerifyReport:
+        """Read every byte and check it against its checksum. Reports all damage; raises only what keeps it from looking.
+
+        ``progress(done_nbytes, total_nbytes)`` is called now and then, on a thread of its own. What it raises ends this.
+        """
+        with ProgressReporter(progress) as reporter:
+            return run(self._verify(reporter))
+
+    async def _verify(self, reporter: ProgressReporter) -> VerifyReport:
+        report = await verify_images(self._images, self._manifest, _BUDGET_NBYTES, reporter.report)
+        if not report.ok:
+            await self._raise_if_replaced(DamagedError(f"{len(report.damages)} damages", uri=self.uri))
+        return report
+
+
+@explains("uri", "storage_options")
+def open(uri: str | os.PathLike[str], *, storage_options: Mapping[str, object] | None = None) -> Checkpoint:
+    """Open the checkpoint committed at ``uri``. ``storage_options`` are options of the storage; those in the URI win.
+
+    Raises NotACheckpointError, DamagedError, UnsupportedFormatError, UriError, StorageError.
+    """
+    check_may_wait()
+    reopen = partial(open_driver, uri, **(storage_options or {}))
+    driver = reopen()
+    try:
+        manifest, data = start(read_manifest(driver)).result()
+    except HoldfastError:
+        start(driver.close()).result()
+        raise
+    return Checkpoint(driver, manifest, len(data), reopen)

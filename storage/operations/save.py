@@ -1,0 +1,278 @@
+"""One rank's part of a save: agree, lay out, stream chunk by chunk, and commit together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from ...drivers.contract import Driver
+from ...errors import CheckpointError, CoordinationError, InvisibleFilesError, NotFoundError, StorageError
+from ..attempt import Attempt
+from ..format.fragment import Fragment, Layout, decode_fragment, fragment_of, join
+from ..format.lineage import ROOT
+from ..format.manifest import ImageTable, Manifest, image_key
+from ..format.merge import merge
+from ..format.packed import Compression
+from ..pipeline.image_writer import ImageWriter, Progress
+from ..protocol.commit import CLEAN_UP_S, begin, commit, delete_attempt, give_up, settle, still_there, sweep
+from ..protocol.current import read_manifest
+from ..ranks.member import LEADER
+from ..ranks.team import Team
+from ..runtime.engine import offload
+from ..state.fingerprint import fingerprints
+from ..state.flatten import FlatState
+from ..state.kept import Kept
+from ..state.plan import Agreed, SavePlan, plan_save
+from .deadline import Deadline
+from .driver_progress import counted
+from .global_plan import Accord, Accords, Digest, Way, agree
+
+__all__ = ["SaveJob", "run_save"]
+
+ACCORDS = 8
+"""So many are kept."""
+
+COMMITTED_S = 5.0
+"""How long a rank that has lost the job's store looks for the commit."""
+COMMITTED_PAUSE_S = 0.2
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class SaveJob:
+    """What one rank saves."""
+
+    flat: FlatState
+    step: int | None
+    budget_nbytes: int | None
+    """Host memory for chunks; None: room for the whole image."""
+    progress: Progress = field(default=Progress(lambda: None, lambda: None))
+    created_s: float = field(default_factory=time.time)
+    after: Future[None] | None = None
+    """Another save, for whose end the writing waits; copying does not."""
+    digests: Digest | None = None
+    """How to digest rows of the state; None: there is nothing about it."""
+    accords: Accords = field(default_factory=lambda: Kept(ACCORDS))
+    """What was agreed on at former saves of this process."""
+    deadline: Deadline = field(default=Deadline())
+    """When it is committed, or has failed."""
+    compression: Compression | None = None
+    """How images are stored; the same on all ranks."""
+    admit: Callable[[], Awaitable[str]] | None = None
+    """Asked by the leader before anything is written: raises where the run may not be saved at this step; returns the
+    branch that the manifest records."""
+
+
+async def run_save(driver: Driver, team: Team, job: SaveJob) -> tuple[str, int, int]:
+    """Save; return the attempt, and the bytes of this rank's image and of its file. Every rank of the team calls this.
+
+    Raises what failed on this rank, RankFailedError or DeadlineError for another, DeadlineError when its time is over. Then
+    nothing was committed, unless the failure came between the put of the manifest and word of it: what is there is a whole
+    checkpoint in any case.
+    """
+    driver = counted(driver, team)
+    job.progress = replace(job.progress, moved=team.worked)
+    leader = _Leader(driver, job)
+    async with team.session(), contextlib.aclosing(leader):
+        try:
+            async with job.deadline.holds(driver.uri, team.rank):
+                saved = await _save(driver, team, job, leader)
+        except BaseException as error:
+            await team.fail(error)
+            await leader.give_up()
+            raise
+        await _settle(leader, job, driver.uri)
+        return saved
+
+
+async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tuple[str, int, int]:
+    accord = await _agreed(driver, team, job)
+    # Copying does not wait for the storage to answer: trainers wait for the copies.
+    beginning = asyncio.ensure_future(leader.begin_for(team))
+    try:
+        plan = await offload(plan_save, job.flat, team.rank, accord and accord.agreed)
+        writer = ImageWriter(driver, plan.layout, plan.source, job.budget_nbytes, job.progress, job.compression)
+        digests = await _written(writer, beginning, team, job)
+        attempt = Attempt(await beginning)
+    except BaseException as error:
+        beginning.cancel()
+        await asyncio.wait([beginning])
+        if isinstance(error, NotFoundError) and not beginning.cancelled() and beginning.exception() is None:
+            # Somebody has deleted what was half written. If it was a later save, that is what is to be said.
+            await still_there(driver, Attempt(beginning.result()))
+        raise
+    fragment = _fragment(attempt, job, plan, digests, writer.stored_nbytes, team.rank)
+    try:
+        await _told(team, fragment, accord, leader)
+    except InvisibleFilesError:
+        # Nobody else sees this file, so nobody else will collect it.
+        await _drop(driver, image_key(attempt.id, team.rank, job.compression))
+        raise
+    except CoordinationError as error:
+        if team.rank == LEADER or not team.store_is_lost or not await _is_committed(driver, attempt):
+            raise
+        _log.info("the job's store was gone before word of the commit: %s", error)
+    return attempt.id, plan.layout.nbytes if len(digests) else 0, writer.stored_nbytes
+
+
+async def _told(team: Team, fragment: Fragment, accord: Accord | None, leader: _Leader) -> None:
+    """Tell the leader what was written, by way of this rank's host; returns when it is committed."""
+    accord = accord or Accord("", Agreed({}, {}), {}, {}, Way([team.rank], [team.rank]))
+    way, heard = accord.way, accord.heard
+    data = await offload(fragment.encode, accord.told)
+    if len(way.mates) > 1 and (told := await team.tell("written", way.mates, data)):
+        fragment = await offload(_joined, told, way.mates, heard)
+        data = await offload(fragment.encode, accord.told)
+    await team.round("commit", data, partial(leader.commit, way.tellers, heard), way.tellers)
+    accord.told.update(group.layout.key for group in fragment.groups)
+
+
+async def _is_committed(driver: Driver, attempt: Attempt) -> bool:
+    """Whether the leader has committed, or does so within a while. Its process may have served the job's store, and have
+    ended right after."""
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + COMMITTED_S
+    while True:
+        with contextlib.suppress(CheckpointError, StorageError):
+            if (await read_manifest(driver))[0].attempt == attempt.id:
+                return True
+        if loop.time() > until_s:
+            return False
+        await asyncio.sleep(COMMITTED_PAUSE_S)
+
+
+def _joined(told: Sequence[bytes], ranks: Sequence[int], known: dict[bytes, Layout]) -> Fragment:
+    """What ``ranks`` have told, as one."""
+    pairs = zip(ranks, told, strict=True)
+    return join([decode_fragment(data, f"the fragment of rank {rank}", known) for rank, data in pairs])
+
+
+async def _agreed(driver: Driver, team: Team, job: SaveJob) -> Accord | None:
+    """What the ranks have agreed on; None for a rank that is alone."""
+    if team.world == 1:
+        return None
+    digests = job.digests or partial(fingerprints, job.flat)
+    return await agree(team, driver.uri, job.flat, digests, job.accords, job.compression)
+
+
+async def _settle(leader: _Leader, job: SaveJob, uri: str) -> None:
+    """It is committed: where the save has a deadline, what is left to do must not hold it up for long."""
+    try:
+        async with asyncio.timeout(None if job.deadline.timeout_s is None else CLEAN_UP_S):
+            await leader.settle()
+    except TimeoutError:
+        _log.warning("what was replaced stays at %s until a later save: %g s were not enough", uri, CLEAN_UP_S)
+
+
+class _Leader:
+    """What only rank 0 does: begin an attempt, commit it, and delete what is no longer needed."""
+
+    def __init__(self, driver: Driver, job: SaveJob) -> None:
+        self._driver = driver
+        self._job = job
+        self._branch = ROOT
+        self._attempt: Attempt | None = None
+        self._obsolete: Attempt | None = None
+        self._dead: Attempt | None = None
+        """Ours, as long as it is certain that it is not committed."""
+        self._sweeping: asyncio.Future[None] | None = None
+
+    async def begin_for(self, team: Team) -> str:
+        """The attempt that rank 0 begins, on every rank. Called by all, side by side with copying."""
+        return (await team.round("begin", b"", self._begin, [0])).decode()
+
+    async def _begin(self, statements: Sequence[bytes]) -> bytes:
+        if self._job.admit is not None:
+            self._branch = await self._job.admit()
+        self._attempt = self._dead = await begin(self._driver)
+        if not self._driver.traits.bounded:
+            self._sweeping = asyncio.ensure_future(sweep(self._driver, CLEAN_UP_S))
+        return self._attempt.id.encode()
+
+    async def commit(self, ranks: Sequence[int], known: dict[bytes, Layout], fragments: Sequence[bytes]) -> bytes:
+        """Of ``ranks``, one for each host that is not this one. ``known``: layouts that they do not tell again."""
+        assert self._attempt is not None
+        manifest = await offload(_merged, fragments, ranks, known, self._job.compression)
+        manifest = replace(manifest, branch=self._branch)
+        self._obsolete = await commit(self._driver, self._attempt, manifest, self._putting)
+        return self._attempt.id.encode()
+
+    def _putting(self) -> None:
+        """From here on the manifest may turn out to have been stored, whatever is raised."""
+        self._dead = None
+
+    async def settle(self) -> None:
+        """All ranks know that it is committed."""
+        if self._sweeping is not None:
+            await asyncio.wait([self._sweeping])
+        if self._attempt is not None:
+            await settle(self._driver, self._attempt)
+        if self._obsolete is not None:
+            await delete_attempt(self._driver, self._obsolete)
+
+    async def give_up(self) -> None:
+        """Delete what is not committed. What may be is left for later saves to collect, or to keep."""
+        if self._dead is not None:
+            await give_up(self._driver, self._dead)
+
+    async def aclose(self) -> None:
+        """Nothing is swept any more when this has returned."""
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+            await asyncio.wait([self._sweeping])
+
+
+async def _written(
+    writer: ImageWriter, beginning: asyncio.Future[str], team: Team, job: SaveJob
+) -> npt.NDArray[np.uint8]:
+    async def key() -> str:
+        if job.after is not None:
+            await team.moves_with(asyncio.wrap_future(job.after))
+        return image_key(await asyncio.shield(beginning), team.rank, job.compression)
+
+    try:
+        return await writer.write(key)
+    except StorageError as error:
+        # A leader that has heard of a failure removes the attempt, also under those who are still writing.
+        first = await team.failure()
+        if first is not None:
+            raise first from error
+        raise
+
+
+def _merged(
+    told: Sequence[bytes], ranks: Sequence[int], known: dict[bytes, Layout], compression: Compression | None
+) -> Manifest:
+    return merge([_joined(told, ranks, known)], compression)
+
+
+def _fragment(
+    attempt: Attempt, job: SaveJob, plan: SavePlan, digests: npt.NDArray[np.uint8], stored_nbytes: int, rank: int
+) -> Fragment:
+    """What this rank tells the leader."""
+    wrote = len(digests) > 0
+    images = ImageTable(
+        np.array([rank] if wrote else [], np.int64),
+        np.array([plan.layout.hashed_end] if wrote else [], np.int64),
+        digests,
+        None if job.compression is None else np.array([stored_nbytes] if wrote else [], np.int64),
+    )
+    head = (attempt.id, job.step, job.created_s)
+    return fragment_of(head, rank, plan.told, plan.shards, images, job.flat.tree)
+
+
+async def _drop(driver: Driver, image: str) -> None:
+    try:
+        await driver.delete(image)
+    except StorageError as error:
+        _log.warning("an image that no checkpoint names stays at %s: %s", driver.uri, error)

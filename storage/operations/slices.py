@@ -1,0 +1,65 @@
+"""Indexing a stored tensor as numpy would: integers, slices with steps, fewer indices than dimensions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...errors import UsageError
+from ...planner.table import TensorTable
+from ..state.dtypes import dtype_of, empty
+from ..state.targets import Wanted
+
+__all__ = ["Window", "window"]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The box that an index needs (``offsets``, ``lengths``), and what is to be taken of it (``within``)."""
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    within: tuple[slice | int, ...]
+    flips: tuple[int, ...]
+
+    def add_to(self, wanted: Wanted, row: int, tensors: TensorTable) -> torch.Tensor:
+        """Want this window of the tensor in ``row``; return where it will be."""
+        made = empty(self.lengths, dtype_of(*tensors.dtypes[tensors.dtype[row]]), tensors.names[row])
+        wanted.add(row, made, [(self.offsets, self.lengths, (0,) * len(self.lengths))] if made.numel() else [])
+        return made
+
+    def view(self, made: torch.Tensor) -> torch.Tensor:
+        """What the index means, of the filled box."""
+        return (made.flip(self.flips) if self.flips else made)[self.within]
+
+
+def window(shape: tuple[int, ...], index: slice | int | tuple[slice | int, ...] | None) -> Window:
+    """The window of ``index`` in a tensor of ``shape``. Raises UsageError where it does not fit."""
+    indices = () if index is None else index if isinstance(index, tuple) else (index,)
+    if len(indices) > len(shape):
+        raise UsageError(f"{len(indices)} indices for a tensor of {len(shape)} dimensions")
+    offsets, lengths, within, flips = [], [], [], []
+    for dim, size in enumerate(shape):
+        start, length, inner, flip = _one(indices[dim] if dim < len(indices) else slice(None), size, dim)
+        offsets.append(start)
+        lengths.append(length)
+        within.append(inner)
+        if flip:
+            flips.append(dim)
+    return Window(tuple(offsets), tuple(lengths), tuple(within), tuple(flips))
+
+
+def _one(index: slice | int, size: int, dim: int) -> tuple[int, int, slice | int, bool]:
+    """Start and length of what is to be read in one dimension, what to take of it, and whether backwards."""
+    if isinstance(index, slice):
+        picked = range(*index.indices(size))
+        if not picked:
+            return 0, 0, slice(None), False
+        low, high = min(picked[0], picked[-1]), max(picked[0], picked[-1]) + 1
+        return low, high - low, slice(None, None, abs(picked.step)), picked.step < 0
+    if isinstance(index, bool) or not isinstance(index, int):
+        raise UsageError(f"index {index!r} of dimension {dim} is neither an integer nor a slice")
+    if not -size <= index < size:
+        raise UsageError(f"index {index} is out of bounds for dimension {dim} of size {size}")
+    return index % size, 1, 0, False

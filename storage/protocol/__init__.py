@@ -1,0 +1,1 @@
+"""The commit: what makes a checkpoint appear whole or not at all."""

@@ -1,0 +1,1 @@
+"""What runs next, on which thread, in which memory."""

@@ -1,0 +1,119 @@
+"""Page-aligned host memory, kept and handed out again.
+
+First use of fresh memory costs a page fault per page, an order of magnitude more than copying into it. So buffers are
+kept after use, up to a limit, and the next save finds them warm.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ...core.forks.renewal import in_child, new_lock
+from ...errors import UsageError
+
+__all__ = ["HostBuffer", "HostPool", "host_pool", "memory_for", "release_pools"]
+
+KEPT_NBYTES = 256 << 20
+"""What the pool keeps by default. A capture of a whole image raises it to that image's size."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostBuffer:
+    """``view`` is memory of this process, which begins at ``address``: page-aligned and anonymous, but for what
+    :meth:`over` sees. ``owner`` is what keeps it, if the view does not."""
+
+    view: memoryview
+    address: int
+    owner: object = None
+
+    @classmethod
+    def allocate(cls, nbytes: int) -> HostBuffer:
+        """Raises MemoryError where the host has no such memory. Freed when the last view of it is gone."""
+        try:
+            memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryError(f"no {nbytes:,} bytes of host memory to be had: {error.strerror}") from error
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        return cls(memoryview(memory), ctypes.addressof(ctypes.c_char.from_buffer(memory)))
+
+    @classmethod
+    def over(cls, data: memoryview) -> HostBuffer:
+        """The memory of ``data``, at any address. Not to be written to, nor looked at without this object.
+
+        By address: torch warns of views that cannot be written to, though nobody does.
+        """
+        if not len(data):
+            return cls(data, 0)
+        address = int(np.frombuffer(data, np.uint8).ctypes.data)
+        memory = (ctypes.c_ubyte * len(data)).from_address(address)
+        return cls(memoryview(memory).cast("B"), address, data)
+
+
+@dataclass
+class HostPool:
+    """Buffers of one size. Thread-safe; never blocks: budgets are the scheduler's business."""
+
+    buffer_nbytes: int
+    kept_nbytes: int = KEPT_NBYTES
+    allocate: Callable[[int], HostBuffer] | None = None
+    """Where new ones come from; None: ordinary memory."""
+    _free: list[HostBuffer] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=new_lock)
+
+    def take(self) -> HostBuffer:
+        """A buffer of ``buffer_nbytes`` bytes, of any content."""
+        with self._lock:
+            if self._free:
+                return self._free.pop()
+        return (self.allocate or HostBuffer.allocate)(self.buffer_nbytes)
+
+    def give(self, buffer: HostBuffer) -> None:
+        """Take ``buffer`` back. The caller holds no view of it any more."""
+        with self._lock:
+            if (len(self._free) + 1) * self.buffer_nbytes <= self.kept_nbytes:
+                self._free.append(buffer)
+
+    def keep(self, nbytes: int) -> None:
+        """Keep at least ``nbytes`` from now on."""
+        with self._lock:
+            self.kept_nbytes = max(self.kept_nbytes, nbytes)
+
+    def release(self) -> None:
+        """Give all unused memory back to the system, and keep only the default from now on."""
+        with self._lock:
+            self._free.clear()
+            self.kept_nbytes = KEPT_NBYTES
+
+
+_Allocate = Callable[[int], HostBuffer] | None
+_pools: dict[tuple[int, _Allocate], HostPool] = {}
+
+
+def host_pool(buffer_nbytes: int, allocate: _Allocate = None) -> HostPool:
+    """The process's pool of buffers of this size, of memory that ``allocate`` makes (None: ordinary memory)."""
+    return _pools.setdefault((buffer_nbytes, allocate), HostPool(buffer_nbytes, allocate=allocate))
+
+
+def release_pools() -> None:
+    """Give back what any of the process's pools keeps, see :meth:`HostPool.release`."""
+    for pool in list(_pools.values()):
+        pool.release()
+
+
+@contextmanager
+def memory_for(what: str) -> Iterator[None]:
+    """Raise UsageError where the body runs out of memory, saying for what: a manifest may promise more than a host has."""
+    try:
+        yield
+    except MemoryError as error:
+        raise UsageError(f"there is no host memory for {what}", advice="Read it piece by piece.") from error
+
+
+in_child(_pools.clear)  # its parent's buffers stay its parent's, and are copied no more when either writes to them

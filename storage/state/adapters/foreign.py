@@ -1,0 +1,206 @@
+"""Layouts of other frameworks that Holdfast does not know: recognised by what they leave on tensors and modules.
+
+Such a tensor is not what it seems. It is a placeholder whose elements are elsewhere, a piece of a flat buffer, or a copy
+that the next step of the optimizer overwrites from another one. Stored as it looks, it makes a checkpoint that is empty or
+wrong; loaded as it looks, it loses what was loaded. So it is refused by name, before any I/O.
+
+Scope: recognises, and says what to do instead. No framework is imported: attributes and names of classes tell. Tensors that
+have lost their attributes (``module.state_dict()`` detaches them) are left to :mod:`..capture.hollow`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from ....errors import StateError
+from .dtensor import check_layout, hooked
+from .module_names import Walked
+
+__all__ = ["is_suspect", "refuse_object", "refuse_stale", "refuse_tensor", "refuse_value"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """``text``: what is said of a tensor or an object that has it. ``advice``: what to do instead."""
+
+    text: str
+    advice: str
+
+
+_FSDP1 = _Layout(
+    "is sharded by FSDP1 (torch's FullyShardedDataParallel), whose flat parameters this release does not know",
+    "Shard with fully_shard (FSDP2); or pass what get_state_dict(model, optimizer, "
+    "options=StateDictOptions(full_state_dict=True)) returns, and give it back with set_state_dict.",
+)
+_FAIRSCALE = _Layout(
+    "is sharded by fairscale's FullyShardedDataParallel, whose flat parameters this release does not know",
+    "Shard with torch's fully_shard (FSDP2), or pass its full state_dict().",
+)
+_SHARDED_TENSOR = _Layout(
+    "is a ShardedTensor, which only FSDP1 and torch's old sharding API make, and which this release does not know",
+    "Use DTensors; of FSDP1, pass a full state dict (StateDictType.FULL_STATE_DICT).",
+)
+_ZERO3 = _Layout(
+    "is partitioned by DeepSpeed ZeRO-3: it is a placeholder, whose elements are in flat partitions that this release does "
+    "not know",
+    "Save within deepspeed.zero.GatheredParameters(module.parameters()), or with engine.save_checkpoint.",
+)
+_ZERO3_LOADED = _Layout(
+    "is partitioned by DeepSpeed ZeRO-3, in flat partitions that this release does not know",
+    "Load into the module before deepspeed.initialize, or with engine.load_checkpoint.",
+)
+_MASTERS = _Layout(
+    "has a master copy in a DeepSpeed optimizer (ZeRO-1, ZeRO-2 or bf16), from which the next step would overwrite what is "
+    "loaded",
+    "Load into the module before deepspeed.initialize; or load into engine.module.state_dict(), and call "
+    "engine.optimizer.refresh_fp32_params() after that.",
+)
+_DEEPSPEED_OPTIMIZER = _Layout(
+    "is an optimizer of DeepSpeed, whose flat partitions this release does not know",
+    "Keep it with engine.save_checkpoint and engine.load_checkpoint.",
+)
+_MEGATRON_MASTERS = _Layout(
+    "has a master copy in an optimizer of Megatron, from which the next step would overwrite what is loaded",
+    "Load into module.state_dict(), and call optimizer.reload_model_params() after that.",
+)
+_MEGATRON = _Layout(
+    "says how a part of a tensor lies in the whole, in Megatron's way, which this release does not know",
+    "Use Megatron's dist_checkpointing; or pass the module itself, whose tensors only the same layout gets back.",
+)
+_SHARD_HOOKS = _Layout(
+    "is a part of a larger tensor, as its hook __create_chunk_list__ tells, in a layout that this release does not know",
+    "Pass it as a DTensor.",
+)
+
+_OF_FSDP1 = ("_fsdp_flattened", "_is_flat_param")
+_OF_ZERO3 = ("ds_id", "ds_tensor")
+_OF_HOOKS = ("__create_chunk_list__", "__create_write_items__")
+_MARKS = frozenset({*_OF_FSDP1, *_OF_ZERO3, "_hp_mapping", "main_param_sharded", *_OF_HOOKS})
+
+
+def is_suspect(tensor: torch.Tensor) -> bool:
+    """Whether a framework has left its mark on ``tensor``, so that it has to be looked at closely. Cheap: a trainer waits
+    for this, once for each of its tensors."""
+    return not _MARKS.isdisjoint(tensor.__dict__)
+
+
+def refuse_tensor(tensor: torch.Tensor, path: Callable[[], str], *, loading: bool) -> None:
+    """Raise StateError where ``tensor``, which is no local part of a DTensor, has a layout that is not known."""
+    layout = _of_tensor(tensor, loading)
+    if layout is None and not isinstance(tensor, DTensor) and hooked(tensor):
+        layout = _SHARD_HOOKS
+    if layout is not None:
+        raise _refusal(path(), layout)
+
+
+def refuse_object(value: Any, modules: Iterable[Walked], path: str, *, loading: bool) -> None:
+    """Raise StateError where ``value``, an object with a state, or a parameter of it, has a layout that is not known.
+
+    ``modules`` are those of the state, walked.
+    """
+    if isinstance(value, torch.nn.Module):
+        walked = next((walked for walked in modules if walked.module is value), None)
+        _refuse_module(walked or Walked(value), path, loading)
+        return
+    for inner in (value, getattr(value, "optimizer", None)):  # Accelerate's, for example, wraps another
+        if _is_of(inner, "deepspeed") and not isinstance(inner, torch.nn.Module) and hasattr(inner, "state_dict"):
+            raise _refusal(path, _DEEPSPEED_OPTIMIZER)
+    if isinstance(value, torch.optim.Optimizer):
+        for group, parameters in enumerate(value.param_groups):
+            for number, parameter in enumerate(parameters["params"]):
+                if _is_unusual(parameter):
+                    _refuse_parameter(parameter, f"parameter {number} of group {group} in {path}", loading)
+
+
+def refuse_stale(module: torch.nn.Module, beside: Iterable[Any], path: str) -> None:
+    """Raise StateError where a load into ``module`` would leave master copies of its parameters behind: an optimizer of
+    Megatron has them, and is not among ``beside``, the objects that are loaded too."""
+    if any(_is_of(other, "megatron") and not isinstance(other, torch.nn.Module) for other in beside):
+        return
+    for name, parameter in module.named_parameters():
+        if parameter.__dict__.get("main_param") is not None:
+            raise _refusal(f'{path}["{name}"]', _MEGATRON_MASTERS)
+
+
+def refuse_value(value: Any, path: str) -> None:
+    """Raise StateError where ``value``, for which there is no codec, is a framework's word for a part of a tensor."""
+    if _is_of(value, "megatron"):
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        raise StateError(f"{path} is a {kind}, which {_MEGATRON.text}", advice=_MEGATRON.advice)
+
+
+def _refuse_module(walked: Walked, path: str, loading: bool) -> None:
+    for prefix, part in walked.parts:
+        layout = _of_module(part, loading)
+        if layout is not None:
+            inner = f'"{prefix[:-1]}" in {path}' if prefix else path
+            raise _refusal(inner, layout)
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and _is_unusual(tensor):
+                    _refuse_parameter(tensor, f'{path}["{prefix}{name}"]', loading)
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _is_unusual(tensor: torch.Tensor) -> bool:
+    """Whether a parameter or a buffer has to be looked at closely."""
+    if type(tensor) is DTensor:
+        local = tensor._local_tensor
+        return type(local) not in _PLAIN or is_suspect(local) or is_suspect(tensor)
+    return type(tensor) not in _PLAIN or is_suspect(tensor)
+
+
+def _refuse_parameter(tensor: torch.Tensor, path: str, loading: bool) -> None:
+    if isinstance(tensor, DTensor):
+        # To detach it, as a state dict does, makes a new local tensor, without hooks. They have to be asked here.
+        check_layout(tensor, tensor._local_tensor, lambda: path)
+    refuse_tensor(tensor, lambda: path, loading=loading)
+
+
+def _of_module(part: torch.nn.Module, loading: bool) -> _Layout | None:
+    if isinstance(part, FullyShardedDataParallel):
+        return _FSDP1
+    if _is_of(part, "fairscale") and type(part).__name__ == "FullyShardedDataParallel":
+        return _FAIRSCALE
+    if loading and _is_of(part, "deepspeed") and _is_of(getattr(part, "optimizer", None), "deepspeed"):
+        return _MASTERS  # an engine: also of the optimizers that leave no mark on parameters
+    return None
+
+
+def _of_tensor(tensor: torch.Tensor, loading: bool) -> _Layout | None:
+    if isinstance(tensor, ShardedTensor):
+        return _SHARDED_TENSOR
+    own = tensor.__dict__
+    if any(mark in own for mark in _OF_FSDP1):
+        return _FSDP1
+    if any(mark in own for mark in _OF_ZERO3):
+        if loading:
+            return _ZERO3_LOADED
+        gathered = tuple(tensor.shape) == tuple(own.get("ds_shape", ()))
+        return None if gathered else _ZERO3
+    if loading and own.get("_hp_mapping") is not None:
+        return _MASTERS
+    if loading and own.get("main_param_sharded") and tensor.dtype in _SHORT:
+        return _MEGATRON_MASTERS  # by the distributed optimizer, whose state dict does not hold them
+    return None
+
+
+_SHORT = (torch.bfloat16, torch.float16)
+
+
+def _is_of(value: Any, package: str) -> bool:
+    """Whether the class of ``value``, or one that it inherits from, is of ``package``."""
+    return any(kind.__module__.partition(".")[0] == package for kind in type(value).__mro__)
+
+
+def _refusal(path: str, layout: _Layout) -> StateError:
+    return StateError(f"{path} {layout.text}", advice=layout.advice)

@@ -1,0 +1,132 @@
+"""What torch calls the parameters and buffers of a module: the names in a state dict without those of wrappers.
+
+Torch finds them by walking down from the module, name by name, each time it is asked. A training run asks at every save,
+while the trainer waits; so a save walks once, and the names are kept as long as the module consists of the same kinds of
+modules.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch.distributed.checkpoint.state_dict import _get_fqns, _state_dict_fn
+
+from ....core.forks.cached import cached_property
+
+__all__ = ["Names", "Walked", "module_state", "plain_state_dict", "walk"]
+
+_MAKES_A_STATE = ("state_dict", "_save_to_state_dict", "get_extra_state")
+
+
+class Names(dict[str, str]):
+    """By any name that a module has for a parameter or a buffer, the name to save it under.
+
+    ``kinds``: of all modules that it consists of. ``usual``: none of them has a way of its own to make a state dict.
+    """
+
+    def __init__(self, module: torch.nn.Module, kinds: tuple[type, ...]) -> None:
+        self.kinds = kinds
+        self.usual = not any(issubclass(kind, torch.jit.ScriptModule) for kind in set(kinds)) and all(
+            getattr(kind, name) is getattr(torch.nn.Module, name) for kind in set(kinds) for name in _MAKES_A_STATE
+        )
+        self._module = ref(module)
+
+    def __missing__(self, name: str) -> str:
+        module = self._module()
+        assert module is not None
+        self[name] = fqn = str(next(iter(_get_fqns(module, name))))
+        return fqn
+
+
+_known: WeakKeyDictionary[torch.nn.Module, Names] = WeakKeyDictionary()
+
+
+class Walked:
+    """A module as it is now, for all who ask about it during one call."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+
+    @cached_property
+    def parts(self) -> list[tuple[str, torch.nn.Module]]:
+        """All modules in it, see :func:`walk`."""
+        return walk(self.module)
+
+    @cached_property
+    def names(self) -> Names:
+        """Its names."""
+        kinds = tuple([type(part) for _, part in self.parts])
+        names = _known.get(self.module)
+        if names is None or names.kinds != kinds:
+            names = _known[self.module] = Names(self.module, kinds)
+        return names
+
+    @cached_property
+    def parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """All parameters by name, as torch's ``named_parameters``; but tied ones come under each of their names."""
+        return [
+            (prefix + name, parameter)
+            for prefix, part in self.parts
+            if part._parameters
+            for name, parameter in part._parameters.items()
+            if parameter is not None
+        ]
+
+    def registered(self) -> dict[str, Any] | None:
+        """What ``state_dict()`` returns, where nothing of it has hooks, or a way of its own: all that is registered, in
+        order; else None. Torch asks each module for its own, and that for its own, and a trainer waits."""
+        if not self.names.usual:
+            return None
+        state: dict[str, Any] = {}
+        places = 1
+        for prefix, part in self.parts:
+            own = part.__dict__
+            if part._state_dict_hooks or part._state_dict_pre_hooks or not own.keys().isdisjoint(_MAKES_A_STATE):
+                return None
+            for name, parameter in part._parameters.items():
+                if parameter is not None:
+                    state[prefix + name] = parameter.detach()
+            for name, buffer in part._buffers.items():
+                if buffer is not None and name not in part._non_persistent_buffers_set:
+                    state[prefix + name] = buffer.detach()
+            places += sum(child is not None for child in part._modules.values())
+        return state if places == len(self.parts) else None  # else one of them is in two places, and under two names
+
+
+def walk(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """``module`` and all modules in it, once each, with the prefix of their tensors' names, in the order of torch's
+    ``named_modules``: that hands each of them up through generators of all levels above, and a trainer waits for it.
+    """
+    found: list[tuple[str, torch.nn.Module]] = []
+    seen: set[int] = set()
+    ahead = [("", module)]
+    while ahead:
+        prefix, here = ahead.pop()
+        if id(here) not in seen:
+            seen.add(id(here))
+            found.append((prefix, here))
+            if here._modules:
+                children = [(f"{prefix}{name}.", child) for name, child in here._modules.items() if child is not None]
+                ahead += reversed(children)
+    return found
+
+
+def plain_state_dict(owner: Any) -> dict[str, Any]:
+    """``owner.state_dict()``; of one that torch has patched for checkpoints, what it was before."""
+    state: dict[str, Any] = _state_dict_fn(owner, "state_dict")()
+    return state
+
+
+def module_state(walked: Walked) -> dict[str, Any]:
+    """As torch's ``get_model_state_dict``: the module's state dict, by names without wrappers."""
+    names = walked.names
+    state = walked.registered()
+    if state is None:
+        state = plain_state_dict(walked.module)
+    for key in list(state):
+        name = names[key]
+        if name != key:
+            state[name] = state.pop(key)
+    return state

@@ -1,0 +1,87 @@
+"""Objects with a state_dict of their own: which tensors are filled for them.
+
+Those of the state that an object has, in place, as torch's distributed checkpoints do. What it does not have yet, such as
+the moments of an optimizer that has never stepped, is made like the parameter that its name is of.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from .making import Entry, Make, empty_on, fits, found_in, made_like
+from .module_names import Walked
+
+__all__ = ["makes_for_object"]
+
+
+def makes_for_object(owner: object, present: Any, modules: Sequence[Walked]) -> Make:
+    """How to make the tensors of the state of ``owner``, whose state is ``present`` now."""
+    reach = _Reach(owner, modules)
+
+    def make(entry: Entry) -> torch.Tensor:
+        here = found_in(present, entry.keys)
+        if fits(here, entry):
+            return here.detach()  # type: ignore[no-any-return]
+        if isinstance(here, torch.Tensor) and not here.is_meta:
+            return made_like(here, entry)
+        reference = reach.parameter_of(entry)
+        if reference is not None:
+            return made_like(reference, entry)
+        if entry.placements is not None and reach.example is not None:
+            local = reach.example.to_local()
+            return empty_on(reach.example.device_mesh, local.device, entry)
+        return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+
+    return make
+
+
+_SEPARATORS = re.compile(r"[./:|]")
+
+
+class _Reach:
+    """The parameters that an object may have a state of: its own modules' and optimizers', and those of the state."""
+
+    def __init__(self, owner: object, modules: Sequence[Walked]) -> None:
+        held = list(_held(owner))
+        self._optimizers = [o for o in held if isinstance(o, torch.optim.Optimizer)]
+        self._by_name: dict[str, torch.Tensor] = {}
+        own = [Walked(m) for m in held if isinstance(m, torch.nn.Module)]
+        for walked in chain(own, modules):
+            for name, parameter in walked.parameters:
+                self._by_name.setdefault(walked.names[name], parameter)
+        every = chain(self._by_name.values(), *(group["params"] for o in self._optimizers for group in o.param_groups))
+        self.example = next((p for p in every if isinstance(p, DTensor)), None)
+        """Any DTensor among them: on its mesh are those of which nothing else is known."""
+
+    def parameter_of(self, entry: Entry) -> torch.Tensor | None:
+        """The parameter whose name is a part of the entry's path, the longest such name; or that of its number, in the
+        state of an only optimizer."""
+        words = _SEPARATORS.split(".".join(map(str, entry.keys)))
+        for length in range(len(words), 0, -1):
+            for start in range(len(words) - length + 1):
+                parameter = self._by_name.get(".".join(words[start : start + length]))
+                if parameter is not None:
+                    return parameter
+        keys = entry.keys
+        number = keys[keys.index("state") + 1] if "state" in keys[:-1] else None
+        if len(self._optimizers) == 1 and type(number) is int:
+            every = list(dict.fromkeys(p for group in self._optimizers[0].param_groups for p in group["params"]))
+            return every[number] if number < len(every) else None
+        return None
+
+
+def _held(owner: object) -> Iterator[Any]:
+    """What ``owner`` has as attributes, and in lists and dicts there."""
+    for value in list(getattr(owner, "__dict__", {}).values()):
+        if isinstance(value, Mapping):
+            yield from value.values()
+        elif isinstance(value, list | tuple):
+            yield from value
+        else:
+            yield value

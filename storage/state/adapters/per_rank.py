@@ -1,0 +1,115 @@
+"""What each rank has of its own, such as where its data loader stands; and what becomes of it when their number changes.
+
+In the checkpoint a ``PerRank`` is a dict of its ranks: readers that know nothing of it see every rank's value by number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from ....errors import StateError, UsageError
+from ...ranks.process_group import current_rank, current_world
+from .stateful import expand, has_state, restore
+
+__all__ = ["PerRank", "Rule", "resharded"]
+
+Rule = Literal["keep", "broadcast", "split", "merge"] | Callable[[list[Any], int, int], Any]
+"""Called with the values of all ranks that saved one, in order of rank, this rank and the number of ranks."""
+
+_NAMED = ("keep", "broadcast", "split", "merge")
+
+
+class PerRank:
+    """A part of a state that belongs to the rank: ``holdfast.save(uri, {"data": holdfast.PerRank(loader, "split")})``.
+
+    ``value`` is an object with a state (a data loader, a random generator), which gets its state back; or small values and
+    tensors, in dicts, lists and tuples: after a load, ``.value`` is what came back. Modules and optimizers need no rule.
+
+    As many ranks as have saved get each their own back. Otherwise, ``rule`` says who gets what; the one of the load counts:
+
+    ==============  =============================================================================================
+    ``keep``        rank r gets the value of rank r mod n, of the n that saved
+    ``broadcast``   all get the value of the first
+    ``split``       the values of all, joined, are cut into as many parts: samples, files, tokens yet to be read
+    ``merge``       each gets some ranks' values, in order, joined but never cut; with more ranks, some get none
+    a function      ``rule(values, rank, world)`` returns this rank's
+    ==============  =============================================================================================
+
+    Lists, tuples, arrays and tensors are joined along their first dimension, dicts key by key. What cannot be joined must be
+    the same on all ranks. Raises StateError where it is not.
+    """
+
+    def __init__(self, value: Any, rule: Rule = "keep") -> None:
+        if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
+            raise UsageError(f"a {type(value).__name__} is no value of one rank", advice="Save it as it is.")
+        if not callable(rule) and rule not in _NAMED:
+            raise UsageError(f"rule {rule!r}", advice=f"Give a function, or one of: {', '.join(_NAMED)}.")
+        self.value = value
+        self.rule: Rule = rule
+
+    builds_anew = True
+    """Its values are those of ranks that saved: there are no tensors to fill."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's value, by its number; and how many ranks there are."""
+        state = expand(self.value, (), "a PerRank") if has_state(self.value) else self.value
+        return {"world": current_world(), "of": {str(current_rank()): state}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take this rank's part of what all ranks have saved. Raises StateError."""
+        saved = {int(rank): state for rank, state in state_dict["of"].items()}
+        rank, world = current_rank(), current_world()
+        if state_dict["world"] == world and rank in saved:
+            state = saved[rank]
+        else:
+            state = resharded([saved[r] for r in sorted(saved)], self.rule, rank, world)
+        if has_state(self.value):
+            restore(self.value, state)
+        else:
+            self.value = state
+
+
+def resharded(values: list[Any], rule: Rule, rank: int, world: int) -> Any:
+    """What rank ``rank`` of ``world`` gets of the values of other ranks. Raises StateError where ``rule`` does not fit."""
+    if callable(rule):
+        return rule(values, rank, world)
+    if rule in ("keep", "broadcast"):
+        return values[rank % len(values) if rule == "keep" else 0]
+    joined = _joined(values, "value")
+    if rule == "split":
+        return _cut(joined, rank, world)
+    mine = values[len(values) * rank // world : len(values) * (rank + 1) // world]
+    return _joined(mine, "value") if mine else _cut(joined, 0, 0)
+
+
+def _joined(values: Sequence[Any], path: str) -> Any:
+    first = values[0]
+    alike = all(type(value) is type(first) for value in values)
+    if alike and isinstance(first, dict) and all(value.keys() == first.keys() for value in values):
+        return {key: _joined([value[key] for value in values], f"{path}[{key!r}]") for key in first}
+    if alike and isinstance(first, list | tuple):
+        return type(first)(item for value in values for item in value)
+    if alike and isinstance(first, torch.Tensor) and first.ndim:
+        return torch.cat(list(values))
+    if alike and isinstance(first, np.ndarray) and first.ndim:
+        return np.concatenate(list(values))
+    if alike and all(bool(value == first) for value in values):
+        return first
+    raise StateError(
+        f"{path} of a PerRank differs between ranks, and cannot be joined",
+        advice="Give a function as its rule: rule(values, rank, world).",
+    )
+
+
+def _cut(joined: Any, part: int, parts: int) -> Any:
+    """One of so many even parts; nothing of it, where there are none."""
+    if isinstance(joined, dict):
+        return {key: _cut(item, part, parts) for key, item in joined.items()}
+    if isinstance(joined, list | tuple) or getattr(joined, "ndim", False):
+        n = len(joined)
+        return joined[n * part // parts : n * (part + 1) // parts] if parts else joined[:0]
+    return joined

@@ -1,0 +1,189 @@
+"""A state, or a part of one, built from a checkpoint alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import Any
+
+import torch
+
+from ...errors import DamagedError
+from ..format.kinds import as_kind
+from ..format.manifest import Manifest
+from ..format.tree import Key, Value
+from .adapters.making import Entry, Make
+from .dtypes import dtype_of, empty
+from .targets import TypedPath, Wanted, typed_paths
+
+__all__ = ["Built", "build"]
+
+
+@dataclass
+class Items:
+    """What is in one container, each kind in the order of the state; containers in the opposite one. ``own``, ``others``: is
+    anything in it, however deep, that this rank has saved, or may have; or that only other ranks have?"""
+
+    tensors: list[tuple[Key, Any]] = field(default_factory=list)
+    values: list[tuple[Key, Any]] = field(default_factory=list)
+    containers: list[tuple[Key, Any]] = field(default_factory=list)
+    own: bool = False
+    others: bool = False
+    foreign: set[Key] = field(default_factory=set)
+    """Of containers in which only other ranks have anything: theirs, or this rank's, empty."""
+
+    def assembled(self, kind: str, runs: Sequence[tuple[str, int]]) -> Any:
+        """The container. ``runs`` say how kinds take turns; what they do not tell (other ranks' items) comes last."""
+        if kind != "dict":
+            held = dict(chain(self.tensors, self.values, self.containers))
+            keys = sorted(held)  # type: ignore[type-var]
+            while keys and keys[-1] in self.foreign:
+                keys.pop()
+            made = [held[key] for key in keys]
+            return made if kind == "list" else tuple(made)
+        sources = {"t": iter(self.tensors), "v": iter(self.values), "c": reversed(self.containers)}
+        in_turn = (islice(sources[of], count) for of, count in runs)
+        return dict(chain(chain.from_iterable(in_turn), *sources.values()))
+
+
+class Built:
+    """A built state, whose tensors are yet to be filled. ``tensors`` and ``values`` are the rows that it uses."""
+
+    def __init__(self, manifest: Manifest, rank: int, wanted: Wanted, make: Make | None) -> None:
+        self._m = manifest
+        self._rank = rank
+        self._wanted = wanted
+        self._make = make
+        self._paths = typed_paths(manifest.tree)
+        self._made: dict[int, torch.Tensor] = {}
+        self.tensors: set[int] = set()
+        t = manifest.tensors  # as lists: they are asked row by row
+        self._roots = [root if root >= 0 else row for row, root in enumerate(t.alias.tolist())]
+        self._shapes, self._ndim, self._codes = t.shape.tolist(), t.ndim.tolist(), t.dtype.tolist()
+        self._dtypes: dict[int, torch.dtype] = {}
+
+    def run(self, path: TypedPath) -> Any:
+        """The state at ``path``: a container with all in it, a tensor or a value. Raises KeyError where nothing is."""
+        m, depth = self._m, len(path)
+        inside = [p[:depth] == path for p in self._paths]
+        items: dict[int, Items] = {c: Items() for c, isin in enumerate(inside) if isin}
+        leaves: list[Any] = []
+        self._add_tensors(path, inside, items, leaves)
+        for v in m.tree.values:
+            if inside[v.container]:
+                self._add_value(v, items[v.container])
+            elif (*self._paths[v.container], (type(v.key).__name__, v.key)) == path:
+                leaves.append(v.of(self._rank))
+        if items:
+            return self._assemble(items)
+        if not leaves:
+            raise KeyError(path)
+        return leaves[0]
+
+    def _add_value(self, value: Value, into: Items) -> None:
+        """What only others have is left out of lists: they had longer ones. A dict is that of all ranks together."""
+        own = self._rank >= self._m.world or any(self._rank in ranks for ranks, _ in value.by_rank)
+        into.own |= own
+        into.others |= not own
+        if own or self._m.tree.containers[value.container].kind == "dict":
+            into.values.append((value.key, value.of(self._rank)))
+
+    def _add_tensors(self, path: TypedPath, inside: list[bool], items: dict[int, Items], leaves: list[Any]) -> None:
+        t, tree = self._m.tensors, self._m.tree
+        prefixes = [len(p) for p in tree.prefixes()]
+        near = [isin or self._paths[c] == path[:-1] for c, isin in enumerate(inside)]
+        containers = self._m.container.tolist()
+        rows = [row for row, c in enumerate(containers) if near[c]]
+        seen_as = t.find_all([t.names[row] for row in rows], self._rank).tolist()
+        for row, source in zip(rows, seen_as, strict=True):
+            name, c = t.names[row], containers[row]
+            key = tree.tensor_key(c, name[prefixes[c] :])
+            if not inside[c] and (*self._paths[c], (type(key).__name__, key)) != path:
+                continue
+            made: Any = None
+            if self._make is None or source != row:
+                self.tensors.add(row)
+            if source != row:
+                continue  # another rank's own
+            made = (
+                self._tensor(row) if self._make is None else self._made_to_fit(row, c, (*self._keys(c, len(path)), key))
+            )
+            if made is None:
+                continue
+            made = _array(name, made) if name in tree.arrays else made
+            if inside[c]:
+                items[c].own = True
+                items[c].tensors.append((key, made))
+            else:
+                leaves.append(made)
+
+    def _keys(self, container: int, depth: int) -> tuple[Key, ...]:
+        return tuple(key for _, key in self._paths[container][depth:])
+
+    def _made_to_fit(self, row: int, container: int, keys: tuple[Key, ...]) -> torch.Tensor | None:
+        """What the object whose state is built makes for a stored tensor; None if it has no place for it."""
+        assert self._make is not None
+        root = self._roots[row]
+        placements = self._m.tree.placements.get(container, {}).get(str(keys[-1]))
+        shape = tuple(self._shapes[root][: self._ndim[root]])
+        own = bool(self._m.tensors.owner[row] >= 0)
+        made = self._make(Entry(keys, shape, self._dtype(root), placements, own))
+        if made is not None:
+            self.tensors.add(row)
+            self._wanted.add_tensor(root, made, self._m.tensors.names[row])
+        return made
+
+    def _dtype(self, row: int) -> torch.dtype:
+        code = self._codes[row]
+        if code not in self._dtypes:
+            self._dtypes[code] = dtype_of(*self._m.tensors.dtypes[code])
+        return self._dtypes[code]
+
+    def _tensor(self, row: int) -> torch.Tensor:
+        """The tensor of a row, made once: tied tensors come back as one."""
+        root = self._roots[row]
+        made = self._made.get(root)
+        if made is None:
+            made = self._made[root] = empty(
+                self._shapes[root][: self._ndim[root]], self._dtype(root), self._m.tensors.names[root]
+            )
+            self._wanted.add_whole(root, made)
+        return made
+
+    def _assemble(self, items: dict[int, Items]) -> Any:
+        """Containers from their items, children first: parents have smaller numbers."""
+        tree = self._m.tree
+        top = min(items)
+        for c in sorted(items, reverse=True):
+            made = items[c].assembled(tree.containers[c].kind, tree.orders.get(c, []))
+            if c in tree.kinds:
+                made = as_kind(tree.kinds[c], made)
+            if c == top:
+                return made
+            parent = tree.containers[c].parent
+            items[parent].own |= items[c].own
+            items[parent].others |= items[c].others
+            items[parent].containers.append((tree.containers[c].key, made))
+            if items[c].others and not items[c].own:
+                items[parent].foreign.add(tree.containers[c].key)
+        return None
+
+
+def build(
+    manifest: Manifest, rank: int, wanted: Wanted, path: TypedPath = (), make: Make | None = None
+) -> tuple[Any, set[int]]:
+    """The state at ``path`` as ``rank`` saved it, its tensors empty and added to ``wanted``; and the rows it has.
+
+    ``make`` says what tensors to fill, and leaves out those that it gives None for; without it, new ones on the CPU.
+    Raises KeyError where nothing is stored at ``path``.
+    """
+    built = Built(manifest, rank, wanted, make)
+    return built.run(path), built.tensors
+
+
+def _array(name: str, tensor: torch.Tensor) -> Any:
+    try:
+        return tensor.numpy()
+    except TypeError as error:
+        raise DamagedError(f"{name!r} is stored as an array of {tensor.dtype}, which numpy does not have") from error

@@ -1,0 +1,91 @@
+"""Tensors on an accelerator: read on a stream of our own, into pinned memory, without a word to the trainer's streams.
+
+What the trainer has queued when a save begins is waited for, by events on its streams; what it queues later is not. Copies
+go through one stream per device. A thread that copies waits for that stream alone, asleep, without the GIL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ...core.forks.renewal import new_lock
+from ..runtime.buffers import HostBuffer
+
+__all__ = ["Queued", "allocate_pinned", "beside", "devices_of"]
+
+_log = logging.getLogger(__name__)
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+_lock = new_lock()
+
+
+def devices_of(tensors: Iterable[torch.Tensor]) -> tuple[torch.device, ...]:
+    """The accelerators that any of ``tensors`` is on."""
+    return tuple(dict.fromkeys(t.device for t in tensors if t.is_cuda))
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """What a thread had given its devices to do, at one moment."""
+
+    events: tuple[torch.cuda.Event, ...]
+
+    @classmethod
+    def now(cls, devices: Iterable[torch.device]) -> Queued:
+        """By the caller's current streams. Where CUDA is in use, its present device counts as well: tensors in host
+        memory may be the target of a copy that has not ended."""
+        present = [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+        events = []
+        for device in dict.fromkeys([*devices, *present]):
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(device))
+            events.append(event)
+        return cls(tuple(events))
+
+    def wait(self) -> None:
+        """Return when all of it is done. Sleeps, and holds no lock of Python's."""
+        for event in self.events:
+            event.synchronize()
+
+
+@contextlib.contextmanager
+def beside(devices: Iterable[torch.device]) -> Iterator[None]:
+    """What this thread asks of ``devices`` within the block goes beside their other streams, and has ended at its end.
+
+    Tensors that are read must stay alive until then, and be written: see :class:`Queued`.
+    """
+    streams = [_stream(device) for device in devices]
+    if not streams:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        for stream in streams:
+            stack.enter_context(torch.cuda.stream(stream))
+        try:
+            yield
+        finally:
+            for stream in streams:
+                event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                event.record(stream)
+                event.synchronize()
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    with _lock:
+        if device not in _streams:
+            _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return _streams[device]
+
+
+def allocate_pinned(nbytes: int) -> HostBuffer:
+    """Memory that devices copy into at full speed, page-aligned; ordinary memory where the system has no more to pin."""
+    try:
+        pinned = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    except RuntimeError as error:
+        _log.warning("no memory could be pinned, so copies from the device are slower: %s", str(error).splitlines()[0])
+        return HostBuffer.allocate(nbytes)
+    return HostBuffer(pinned.numpy().data, pinned.data_ptr())  # the view keeps the tensor alive

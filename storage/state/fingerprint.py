@@ -1,0 +1,87 @@
+"""Are tensors of one name the same on all ranks? Their digests tell.
+
+A plain tensor says nothing of who else holds it. Taking equal names for equal contents would save a mixture of ranks where
+they differ (a random state, a running mean). So every byte is digested; at memory speed that costs a few percent of a save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import xxhash
+
+from .bits import address_of, as_bits
+from .flatten import FlatState
+
+if TYPE_CHECKING:
+    from .lazy import LazyCapture
+
+__all__ = ["fingerprint", "fingerprints", "label", "unsure_rows"]
+
+_PIECE_NUMEL = 4 << 20
+_PIECE_NBYTES = 1 << 20
+
+
+def unsure_rows(flat: FlatState, world: int) -> list[int]:
+    """Rows of tensors whose replicas a rank does not know by itself.
+
+    Those of plain tensors, and of DTensors on a mesh of fewer ranks than the job has: another mesh may hold the same
+    (layers that tensor parallelism left alone do), or not (pipeline stages).
+    """
+    return [row for row, part in enumerate(flat.parts) if part is None or (part.pieces and part.mesh_size < world)]
+
+
+def fingerprints(flat: FlatState, rows: Sequence[int]) -> dict[int, bytes]:
+    """Per row a 16-byte digest of the shape, dtype and bytes of what this rank holds; of a tensor that is tied, of the
+    name of the other too."""
+    roots = {row: flat.alias[row] if flat.alias[row] >= 0 else row for row in rows}
+    digests = {root: fingerprint(flat, root) for root in dict.fromkeys(roots.values())}
+    return {
+        row: digests[root] if root == row else _tied(digests[root], flat.names[root]) for row, root in roots.items()
+    }
+
+
+def _tied(fingerprint: bytes, name: str) -> bytes:
+    return xxhash.xxh3_128_digest(fingerprint + name.encode("utf-8", "surrogatepass"))
+
+
+def label(flat: FlatState, row: int) -> str:
+    """What ranks that hold the same part of a tensor call it alike: its name, and the boxes of it."""
+    part = flat.parts[row]
+    return flat.names[row] + ("" if part is None else "".join(str(piece.box) for piece in part.pieces))
+
+
+def fingerprint(flat: FlatState, row: int) -> bytes:
+    """A digest of dtype, shape and bytes of what this rank holds of the tensor in ``row``."""
+    tensor = flat.locals[row]
+    hasher = xxhash.xxh3_128(f"{flat.dtypes[row]}{list(flat.shapes[row])}".encode())
+    if tensor.numel() == 0:
+        return hasher.digest()
+    if flat.lazy is not None and flat.lazy.has_in_host_memory(row):
+        _update_carefully(hasher, flat.lazy, row, tensor.nbytes)
+        return hasher.digest()
+    if address_of(tensor) is not None:
+        hasher.update(_bytes_of(as_bits(tensor)))
+        return hasher.digest()
+    flat_bits = as_bits(tensor).reshape(-1)
+    for start in range(0, len(flat_bits), _PIECE_NUMEL):
+        piece = flat_bits[start : start + _PIECE_NUMEL]
+        hasher.update(_bytes_of(piece.cpu().contiguous()))
+    return hasher.digest()
+
+
+def _update_carefully(hasher: xxhash.xxh3_128, lazy: LazyCapture, row: int, nbytes: int) -> None:
+    """By way of a buffer that stays in the processor's cache: the tensor's memory may be freed meanwhile."""
+    buffer = np.empty(min(nbytes, _PIECE_NBYTES), np.uint8)
+    for start in range(0, nbytes, len(buffer)):
+        piece = buffer[: nbytes - start]
+        lazy.look(row, start, start + len(piece), piece.ctypes.data)
+        hasher.update(piece.data)
+
+
+def _bytes_of(contiguous: torch.Tensor) -> memoryview:
+    # Strided anew: a dimension of one element may have any stride, and other dtypes are only seen through a stride of 1.
+    return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8).numpy().data

@@ -1,0 +1,100 @@
+"""States that hold less than they seem to: placeholders without elements in the place of parameters.
+
+Some frameworks keep the elements of parameters elsewhere, and leave tensors of shape (0,) in their place. A state dict made
+of such a module has nothing left that tells so, and a checkpoint of it would be whole, verified, and empty. So a save is an
+error where, on all ranks that have the tensors in question,
+
+- the state has tensors, and not one of them has an element;
+- a state dict has a weight of shape (0,), such as ``0.weight``;
+- a parameter has no elements, and its optimizer has some for it;
+
+unless the caller asks for it with ``allow_empty=True``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ...errors import StateError
+from ..format.tree import format_path
+
+if TYPE_CHECKING:
+    from .flatten import FlatState
+
+__all__ = ["Hollow", "hollow_of", "opinion", "refuse_hollow"]
+
+Hollow = Mapping[str, str]
+"""What is hollow, by its path, and why."""
+
+_PLACEHOLDER = (0,)
+_SHOWN = 8
+"""So many parameters are told of at most, whose optimizer has more than they have."""
+
+
+def hollow_of(flat: FlatState) -> dict[str, str]:
+    """What is hollow in ``flat``, as this rank sees it. Follows from names and shapes alone."""
+    empty = [row for row, shape in enumerate(flat.shapes) if 0 in shape]
+    if not empty:
+        return {}
+    found: dict[str, str] = {}
+    if len(empty) == len(flat.names):
+        found["the state"] = f"stores nothing: none of its tensors ({len(empty)}) has an element"
+    prefixes = flat.tree.prefixes()
+    placeholders = {
+        row: flat.names[row].removeprefix(prefixes[flat.containers[row]])
+        for row in empty
+        if flat.shapes[row] == _PLACEHOLDER
+    }
+    found |= _without_weights(flat, placeholders)
+    found |= _with_moments(flat, placeholders)
+    return found
+
+
+def opinion(flat: FlatState) -> Hollow | None:
+    """What this rank says of ``flat`` to the others; None where it has no tensors, and nothing to say."""
+    return flat.hollow if flat.names else None
+
+
+def refuse_hollow(opinions: Sequence[Hollow | None]) -> None:
+    """Raise StateError for what is hollow on all ranks that have tensors."""
+    told = [opinion for opinion in opinions if opinion is not None]
+    hollow = set.intersection(*(set(opinion) for opinion in told)) if told else set[str]()
+    for path in told[0] if told else ():
+        if path in hollow:
+            raise StateError(
+                f"{path} {told[0][path]}",
+                advice="Its elements may be elsewhere: save ZeRO-3 within deepspeed.zero.GatheredParameters, and FSDP1 by "
+                "its full state dict. allow_empty=True saves it as it is.",
+            )
+
+
+def _without_weights(flat: FlatState, placeholders: Mapping[int, str]) -> dict[str, str]:
+    """State dicts with weights that have no elements. A tensor of that shape that is merely empty is hardly called so."""
+    weights: dict[int, list[str]] = {}
+    for row, key in placeholders.items():
+        if key.endswith(".weight"):
+            weights.setdefault(flat.containers[row], []).append(key)
+    paths = flat.tree.paths()
+    return {
+        format_path(paths[container]): f"has {len(keys)} weights of shape (0,), such as {keys[0]!r}"
+        for container, keys in weights.items()
+    }
+
+
+def _with_moments(flat: FlatState, placeholders: Mapping[int, str]) -> dict[str, str]:
+    """Parameters that have no elements where an optimizer's state, by the names of parameters, has some."""
+    by_key = {key: row for row, key in placeholders.items()}
+    found: dict[str, str] = {}
+    containers = flat.tree.containers
+    for row, number in enumerate(flat.containers):
+        entry = containers[number]
+        if entry.key not in by_key or entry.parent < 0 or containers[entry.parent].key != "state":
+            continue
+        shape = flat.shapes[row]
+        if shape and 0 not in shape:
+            text = f"has no elements, but {flat.path(row)} has {list(shape)}"
+            found.setdefault(flat.path(by_key[str(entry.key)]), text)
+            if len(found) == _SHOWN:
+                break
+    return found

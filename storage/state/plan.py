@@ -1,0 +1,165 @@
+"""What this rank writes, and where it lies: from a flat state to an image layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ...planner.balance import Group
+from ...planner.columns import padded
+from ...planner.image import ImageLayout, lay_out, shard_names
+from ...planner.saving import Holdings, divide
+from ...planner.table import ShardTable, TensorTable
+from ..format.fragment import Layout, layout_of
+from .dtypes import dtype_name
+from .flatten import FlatState
+from .kept import Kept
+from .source import ImageSource
+
+__all__ = ["Agreed", "ImagePlan", "SavePlan", "plan_image", "plan_save"]
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Agreed:
+    """What the ranks of a job have found out together. Kept from save to save, and then the same object.
+
+    ``holders``: for each row whose replicas the rank alone does not know, which ranks hold the same bytes: an empty tuple
+    where ranks differ and each keeps its own. ``shares``: of groups of ranks that do not divide evenly what they hold, see
+    :func:`..planner.saving.divide`.
+    """
+
+    holders: Mapping[int, tuple[int, ...]]
+    shares: Mapping[Group, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class ImagePlan:
+    """One rank's image, whatever is in the tensors: its shards, where they lie, and which boxes of local tensors they are
+    (``held``). ``told``: all tensors and containers that the rank knows of, as the committing rank is told of them."""
+
+    tensors: TensorTable
+    shards: ShardTable
+    layout: ImageLayout
+    held: Holdings
+    told: Layout
+
+
+@dataclass(frozen=True)
+class SavePlan(ImagePlan):
+    """And its bytes."""
+
+    source: ImageSource
+
+
+def _tensor_table(flat: FlatState, alias: Ints, owner: Ints) -> TensorTable:
+    """The tensors of a flat state as columns."""
+    kinds = list(dict.fromkeys(flat.dtypes))
+    code = {dtype: i for i, dtype in enumerate(kinds)}
+    ndim = np.fromiter(map(len, flat.shapes), np.int64, len(flat.shapes))
+    return TensorTable(
+        names=tuple(flat.names),
+        dtype=np.array([code[d] for d in flat.dtypes], np.uint8),
+        dtypes=tuple((dtype_name(d), d.itemsize) for d in kinds),
+        ndim=ndim,
+        shape=padded(flat.shapes, int(ndim.max(initial=1)), 1),
+        alias=alias,
+        owner=owner,
+    )
+
+
+def plan_save(flat: FlatState, rank: int, agreed: Agreed | None) -> SavePlan:
+    """What :func:`plan_image` lays out, with the tensors of this time. What was laid out lately is looked up."""
+    key = (rank, flat.kin, agreed)  # a plan follows from these alone
+    plan = None if flat.kin is None else _known.get(key)
+    if plan is None:
+        plan = plan_image(flat, rank, agreed)
+        if flat.kin is not None:
+            _known.put(key, plan)
+    source = ImageSource(plan.layout, plan.held, flat.locals, plan.tensors.ndim[plan.held.tensor], flat.lazy)
+    return SavePlan(plan.tensors, plan.shards, plan.layout, plan.held, plan.told, source)
+
+
+_known: Kept[ImagePlan] = Kept(8)
+
+
+def plan_image(flat: FlatState, rank: int, agreed: Agreed | None) -> ImagePlan:
+    """Lay out what ``rank`` writes. Without ``agreed`` this process is alone."""
+    holders, shares = (agreed.holders, agreed.shares) if agreed else ({}, {})
+    alias = np.array(flat.alias, np.int64)
+    if agreed is not None:
+        for row in np.flatnonzero(alias >= 0).tolist():
+            if holders.get(row) != holders.get(int(alias[row])):
+                alias[row] = -1  # tied here, but not everywhere
+    owner = np.full(len(flat.names), -1, np.int64)
+    owner[[row for row, ranks in holders.items() if not ranks]] = rank
+    owner = np.where(alias < 0, owner, owner[alias])
+    tensors = _tensor_table(flat, alias, owner)
+    held = divide(_holdings(flat, tensors, rank, holders), rank, shares)
+    ndim = tensors.ndim[held.tensor]
+    dtypes = [tensors.dtypes[code][0] for code in tensors.dtype[held.tensor].tolist()]
+    fqns = [flat.names[row] for row in held.tensor.tolist()]
+    names = shard_names(fqns, tensors.shape[held.tensor], ndim, held.offsets, held.lengths)
+    layout = lay_out(names, dtypes, held.lengths, ndim, held.itemsize)
+    image = np.zeros(len(held.tensor), np.int64)
+    shards = ShardTable(held.tensor, held.offsets, held.lengths, image, layout.start).sorted_by_tensor()
+    told = layout_of(tensors, np.array(flat.containers, np.int64), flat.tree)
+    return ImagePlan(tensors, shards, layout, held, told)
+
+
+def _holdings(flat: FlatState, tensors: TensorTable, rank: int, agreed: Mapping[int, tuple[int, ...]]) -> Holdings:
+    """Everything this rank holds: plain tensors as they are, DTensors piece by piece; aliases and empty ones left out."""
+    width = tensors.shape.shape[1]
+    alone = (rank,)
+    groups = _Groups()
+    groups.number(alone)
+    stored = [(row, part) for row, part in enumerate(flat.parts) if tensors.alias[row] < 0]
+    whole = [row for row, part in stored if part is None]
+    group = [groups.number(agreed.get(row) or alone) for row in whole]
+    pieces = [
+        (row, piece, groups.number(agreed.get(row) or part.holders))
+        for row, part in stored
+        if part is not None
+        for piece in part.pieces
+    ]
+    row = np.array([*whole, *(r for r, _, _ in pieces)], np.int64)
+    zeros = np.zeros((len(whole), width), np.int64)
+    return Holdings(
+        tensor=row,
+        offsets=np.concatenate([zeros, padded([p.box.offsets for _, p, _ in pieces], width, 0)]),
+        lengths=np.concatenate([tensors.shape[whole], padded([p.box.lengths for _, p, _ in pieces], width, 1)]),
+        local_offsets=np.concatenate([zeros, padded([p.local_offsets for _, p, _ in pieces], width, 0)]),
+        itemsize=tensors.itemsize[row],
+        group=np.array([*group, *(g for _, _, g in pieces)], np.int64),
+        groups=tuple(groups.numbers),
+        order=_order(flat.names, row, len(groups.numbers)),
+    )
+
+
+class _Groups:
+    """Groups of ranks, numbered as they come. Looked up as objects first: thousands of tensors share a group of
+    thousands."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[Group, int] = {}
+        self._by_id: dict[int, int] = {}
+
+    def number(self, ranks: Group) -> int:
+        """The number of ``ranks``, which outlive this object."""
+        number = self._by_id.get(id(ranks))
+        if number is None:
+            number = self._by_id[id(ranks)] = self.numbers.setdefault(ranks, len(self.numbers))
+        return number
+
+
+def _order(names: Sequence[str], row: Ints, groups: int) -> Ints:
+    """A sort key that all holders of a group agree on: by name, then by piece."""
+    if groups == 1:
+        return np.arange(len(row))
+    by_name = np.empty(len(names), np.int64)
+    by_name[sorted(range(len(names)), key=names.__getitem__)] = np.arange(len(names))
+    return by_name[row] * (len(row) + 1) + np.arange(len(row))

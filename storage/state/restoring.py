@@ -1,0 +1,194 @@
+"""The stored state of one object that is not filled in place: built so that the object can take it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..format.kinds import like
+from ..format.manifest import Manifest
+from ..format.tree import dotted, format_path
+from ..format.values import decode_value
+from .adapters.groups import StoredGroup, differing_kind, match_groups
+from .adapters.module_names import Walked
+from .adapters.objects import makes_for_object
+from .adapters.optimizer import StoredOptimizer, makes_for, makes_for_groups, parameter_keys
+from .adapters.per_rank import PerRank
+from .adapters.stateful import RNGState
+from .build import build
+from .flatten import Subtree
+from .targets import TypedPath, Wanted, typed_paths
+
+__all__ = ["Restored", "build_for"]
+
+
+@dataclass
+class Restored:
+    """A built state, and the rows of the checkpoint that it has.
+
+    By name, with a text for people: ``missing`` is what the object has and the checkpoint has not; ``mismatched``, what
+    cannot be given back; ``dealt``, what is dealt out anew though nobody said how.
+    """
+
+    state: Any
+    rows: set[int]
+    missing: dict[str, str] = field(default_factory=dict)
+    mismatched: dict[str, str] = field(default_factory=dict)
+    dealt: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A checkpoint, and who loads it."""
+
+    manifest: Manifest
+    rank: int
+    world: int
+    wanted: Wanted
+
+
+def build_for(
+    subtree: Subtree,
+    modules: Sequence[Walked],
+    manifest: Manifest,
+    rank: int,
+    world: int,
+    wanted: Wanted,
+    path: TypedPath,
+) -> Restored:
+    """The state at ``path`` for the object of ``subtree``, its tensors empty and added to ``wanted``.
+
+    ``rank`` of ``world`` loads. Raises KeyError where nothing is stored.
+    """
+    source = _Source(manifest, rank, world, wanted)
+    owner = subtree.owner
+    if isinstance(owner, torch.optim.Optimizer) and subtree.present is None:
+        return _optimizer(owner, modules, source, path)
+    if isinstance(owner, PerRank):
+        return _per_rank(source, path)
+    make = None if subtree.present is None else makes_for_object(owner, subtree.present, modules)
+    state, rows = build(manifest, rank, wanted, path, make)
+    restored = Restored(like(subtree.present, state), rows)
+    if not isinstance(owner, RNGState) and hasattr(owner, "state_dict"):
+        restored.dealt = _dealt(source, path)
+    return restored
+
+
+def _optimizer(
+    optimizer: torch.optim.Optimizer, modules: Sequence[Walked], source: _Source, path: TypedPath
+) -> Restored:
+    m, rank, wanted = source.manifest, source.rank, source.wanted
+    stored = _stored_groups(m, path)
+    if stored is None:
+        state, rows = build(m, rank, wanted, path)
+        return Restored(state, rows)
+
+    taken = set[int]()
+    make_group = makes_for_groups(optimizer)
+
+    @functools.cache
+    def groups_of(of_rank: int) -> Sequence[Mapping[str, Any]]:
+        groups, rows = build(m, of_rank, wanted, (*path, *_GROUPS), make_group)
+        taken.update(rows)
+        return groups if isinstance(groups, list) else []
+
+    groups_of(rank)  # also those that no parameter of this rank is in
+    matched = match_groups(optimizer, parameter_keys(optimizer, modules, stored), stored, rank, groups_of)
+    state, rows = build(m, rank, wanted, path, makes_for(optimizer, matched, stored))
+    keys = [key for _, key in path]
+    name, where = dotted([*keys, "param_groups"]), format_path(keys)
+    restored = Restored(StoredOptimizer(state, stored, matched), rows | taken)
+    for number, text in matched.conflicts.items():
+        restored.mismatched[f"{name}.{number}"] = f"{where}: {text}"
+    for number, text in matched.new.items():
+        restored.missing[f"{name}.{number}"] = f"{where}: {text}"
+    other_kind = differing_kind(optimizer, matched.hyperparameters)
+    if other_kind:
+        restored.missing[name] = f"{where}: {other_kind}"
+    return restored
+
+
+_GROUPS = (("str", "param_groups"),)
+
+
+def _stored_groups(m: Manifest, path: TypedPath) -> list[StoredGroup] | None:
+    """The parameter groups of an optimizer at ``path``, with the parameters of all ranks; None where there are none."""
+    base = (*path, *_GROUPS)
+    groups: dict[int, StoredGroup] = {}
+    lists: dict[int, tuple[int, str]] = {}  # container -> number of the group, and what is listed
+    found = False
+    for c, keys in enumerate(typed_paths(m.tree)):
+        if keys[: len(base)] != base:
+            continue
+        found = True
+        below = [key for _, key in keys[len(base) :]]
+        if len(below) == 1 and type(below[0]) is int:
+            groups[below[0]] = StoredGroup()
+        elif len(below) == 2 and type(below[0]) is int and below[1] in ("params", "param_names"):
+            lists[c] = (below[0], str(below[1]))
+    if not found:
+        return None
+    names: dict[tuple[int, Any, int], Any] = {}  # group, place in the list, rank -> name
+    for value in m.tree.values:
+        number, listed = lists.get(value.container, (-1, ""))
+        for ranks, encoded in value.by_rank if listed == "param_names" else ():
+            names.update(((number, value.key, rank), decode_value(encoded)) for rank in ranks)
+    for value in m.tree.values:
+        number, listed = lists.get(value.container, (-1, ""))
+        for ranks, encoded in value.by_rank if listed == "params" else ():
+            key = decode_value(encoded)
+            groups[number].ranks.setdefault(key, []).extend(ranks)
+            name = names.get((number, value.key, ranks[0]))
+            if name is not None:
+                groups[number].names[key] = name
+    return [groups[number] for number in sorted(groups)]
+
+
+def _per_rank(source: _Source, path: TypedPath) -> Restored:
+    """Of all ranks that saved. What was saved without a PerRank is what each of them had."""
+    m = source.manifest
+    paths = typed_paths(m.tree)
+    if (*path, ("str", "of")) in paths and (*path, ("str", "world")) in _value_paths(m, paths):
+        return Restored(*build(m, source.rank, source.wanted, path))
+    ranks = range(m.world) if m.world != source.world else [source.rank]
+    rows = set[int]()
+    states = {}
+    for rank in ranks:
+        states[str(rank)], used = build(m, rank, source.wanted, path)
+        rows |= used
+    return Restored({"world": m.world, "of": states}, rows)
+
+
+def _value_paths(m: Manifest, paths: Sequence[TypedPath]) -> set[TypedPath]:
+    return {(*paths[v.container], (type(v.key).__name__, v.key)) for v in m.tree.values}
+
+
+def _dealt(source: _Source, path: TypedPath) -> dict[str, str]:
+    """What to say of an object whose state differs between the ranks that saved, where other ranks load it."""
+    m = source.manifest
+    if m.world == source.world:
+        return {}
+    if not _differs(m, path):
+        return {}
+    keys = [key for _, key in path]
+    return {
+        dotted(
+            keys
+        ): f"{format_path(keys)}: each of {m.world} ranks saved a state of its own, and the number of ranks that "
+        f"load it is {source.world}; holdfast.PerRank(object, rule), in the state of the load, says who gets what"
+    }
+
+
+def _differs(m: Manifest, path: TypedPath) -> bool:
+    """Whether ranks that saved an object have other values in it, other items, or tensors of their own."""
+    inside = [keys[: len(path)] == path for keys in typed_paths(m.tree)]
+    owned = m.tensors.owner >= 0
+    if any(inside[c] for c in m.container[owned].tolist()):
+        return True
+    values = [v.by_rank for v in m.tree.values if inside[v.container]]
+    ranks = {frozenset(of) for by_rank in values for of, _ in by_rank}
+    return len(ranks) > 1

@@ -1,0 +1,85 @@
+"""From verified bytes into the caller's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ...planner.box import Box, row_strides
+from ...planner.loading import LoadPlan, Targets, strided_parts
+from ...planner.table import ShardTable, TensorTable
+from ..runtime.buffers import HostBuffer
+from .bits import address_of, as_bits, copy_memory, typed_storage, writable
+from .dtypes import dtype_of
+
+__all__ = ["Scatter"]
+
+
+class Scatter:
+    """Carries out the copies of a load plan. ``buffers`` are the local tensors that ``targets.buffer`` counts."""
+
+    def __init__(
+        self,
+        tensors: TensorTable,
+        shards: ShardTable,
+        targets: Targets,
+        plan: LoadPlan,
+        buffers: Sequence[torch.Tensor],
+    ) -> None:
+        self._tensors, self._shards, self._targets, self._plan = tensors, shards, targets, plan
+        self._buffers = buffers
+        codes = tensors.dtype[targets.tensor].tolist()
+        self._dtypes = {code: dtype_of(*tensors.dtypes[code]) for code in set(codes)}
+        self._address: list[int | None] = [
+            address_of(buffers[b]) if buffers[b].dtype == self._dtypes[code] else None
+            for b, code in zip(targets.buffer.tolist(), codes, strict=True)
+        ]
+
+    def deliver(self, read: int, buffer: HostBuffer) -> None:
+        """Copy everything that read number ``read`` holds to where it is wanted. Thread-safe for distinct reads."""
+        plan = self._plan
+        rows = slice(int(plan.first[read]), int(plan.first[read + 1]))
+        base = buffer.address - int(plan.start[read])
+        pairs = plan.pair[rows]
+        columns = (pairs, plan.target[pairs], plan.src[rows], plan.nbytes[rows], plan.dst[rows])
+        for pair, target, src, nbytes, dst in zip(*(c.tolist() for c in columns), strict=True):
+            address = self._address[target]
+            if address is not None and dst >= 0:
+                copy_memory(address + dst, base + src, nbytes)
+            else:
+                self._copy_strided(pair, target, src, nbytes, buffer, int(plan.start[read]))
+
+    def _copy_strided(self, pair: int, target: int, src: int, nbytes: int, buffer: HostBuffer, read_start: int) -> None:
+        shard = int(self._plan.shard[pair])
+        row = int(self._shards.tensor[shard])
+        n, itemsize = int(self._tensors.ndim[row]), int(self._tensors.itemsize[row])
+        stored = _box(self._shards.offsets[shard], self._shards.lengths[shard], n)
+        wanted = _box(self._plan.offsets[pair], self._plan.lengths[pair], n)
+        first = int(self._shards.start[shard])
+        strides = row_strides(stored.lengths)
+        data = typed_storage(buffer.view, itemsize)
+        into = self._buffers[int(self._targets.buffer[target])]
+        dtype = self._dtypes[int(self._tensors.dtype[row])]
+        for part in strided_parts(stored, wanted, (src - first) // itemsize, (src + nbytes - first) // itemsize):
+            flat = sum((o - s) * stride for o, s, stride in zip(part.offsets, stored.offsets, strides, strict=True))
+            source = data.as_strided(part.lengths, strides, (first - read_start) // itemsize + flat)
+            with writable(into):
+                _assign(into[self._window(part, target)], source, dtype)
+
+    def _window(self, part: Box, target: int) -> tuple[slice, ...]:
+        """Where a box of the global tensor lies in the target's local tensor."""
+        offsets, local = self._targets.offsets[target].tolist(), self._targets.local_offsets[target].tolist()
+        starts = [o - g + at for o, g, at in zip(part.offsets, offsets, local, strict=False)]
+        return tuple(slice(a, a + n) for a, n in zip(starts, part.lengths, strict=True))
+
+
+def _assign(window: torch.Tensor, source: torch.Tensor, dtype: torch.dtype) -> None:
+    if window.dtype == dtype and not window.is_conj() and not window.is_neg():
+        as_bits(window).copy_(source)
+    else:
+        window.copy_(source.view(dtype))
+
+
+def _box(offsets: object, lengths: object, ndim: int) -> Box:
+    return Box(tuple(offsets[:ndim].tolist()), tuple(lengths[:ndim].tolist()))  # type: ignore[index]

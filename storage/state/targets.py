@@ -1,0 +1,302 @@
+"""What a load fills: the tensors and values of the caller's state, held against what a checkpoint has."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.distributed.tensor import DTensor
+
+from ...planner.columns import padded, widen
+from ...planner.loading import Targets
+from ...planner.table import TensorTable
+from ..format.manifest import Manifest
+from ..format.tree import Key, Tree, dotted, format_path
+from .adapters.dtensor import local_part, local_tensor
+from .dtypes import dtype_name, dtype_of
+from .flatten import FlatState
+
+__all__ = ["Match", "TypedPath", "Wanted", "match"]
+
+Ints = npt.NDArray[np.int64]
+TypedPath = tuple[tuple[str, Key], ...]
+
+
+_CASTABLE = " (cast=True converts)"
+Ends = tuple[int, ...]
+Wish = tuple[int, tuple[tuple[Ends, Ends, Ends], ...]]
+"""(row of the tensor, boxes; none: all of it)"""
+Boxes = Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]]
+
+
+@dataclass
+class Wanted:
+    """Boxes to be filled, collected one by one; ``targets()`` makes columns of them."""
+
+    buffers: list[torch.Tensor] = field(default_factory=list)
+    _whole: list[tuple[int, int]] = field(default_factory=list)
+    _tensor: list[int] = field(default_factory=list)
+    _boxes: list[tuple[Sequence[int], Sequence[int], Sequence[int]]] = field(default_factory=list)
+    _buffer: list[int] = field(default_factory=list)
+    _names: dict[int, str] = field(default_factory=dict)
+
+    def add(self, tensor: int, buffer: torch.Tensor, boxes: Boxes, name: str | None = None) -> None:
+        """Want boxes (offsets, lengths, local offsets) of the tensor in row ``tensor``, in ``buffer``. ``name``: that of the
+        buffer in the state."""
+        self._named(name)
+        for box in boxes:
+            self._tensor.append(tensor)
+            self._boxes.append(box)
+            self._buffer.append(len(self.buffers))
+        self.buffers.append(buffer)
+
+    def add_whole(self, tensor: int, buffer: torch.Tensor, name: str | None = None) -> None:
+        """Want all of a tensor."""
+        self._named(name)
+        if buffer.numel():
+            self._whole.append((tensor, len(self.buffers)))
+        self.buffers.append(buffer)
+
+    def add_tensor(self, row: int, tensor: torch.Tensor, name: str) -> None:
+        """Want all that this rank holds of a tensor, be it a DTensor or a plain one."""
+        if isinstance(tensor, DTensor):
+            local = local_tensor(tensor)
+            pieces = local_part(tensor, local, lambda: name).pieces
+            self.add(row, local, [(p.box.offsets, p.box.lengths, p.local_offsets) for p in pieces])
+        else:
+            self.add_whole(row, tensor)
+
+    def _named(self, name: str | None) -> None:
+        if name is not None:
+            self._names[len(self.buffers)] = name
+
+    @property
+    def names(self) -> Mapping[int, str]:
+        """Names of buffers, by their number; of those that have one."""
+        return self._names
+
+    def wishes(self) -> dict[int, Wish]:
+        """What each buffer of which anything is wanted gets, by its number."""
+        found: dict[int, Wish] = {number: (tensor, ()) for tensor, number in self._whole}
+        for tensor, box, number in zip(self._tensor, self._boxes, self._buffer, strict=True):
+            _, boxes = found.get(number, (tensor, ()))
+            found[number] = (tensor, (*boxes, (tuple(box[0]), tuple(box[1]), tuple(box[2]))))
+        return found
+
+    def part(self, number: int, buffer: torch.Tensor) -> Wanted:
+        """What is wanted in one buffer, in another one instead."""
+        tensor, boxes = self.wishes()[number]
+        wanted = Wanted()
+        wanted.add(tensor, buffer, boxes) if boxes else wanted.add_whole(tensor, buffer)
+        return wanted
+
+    def without(self, numbers: Collection[int]) -> Wanted:
+        """What is wanted in other buffers than these."""
+        kept = [i for i, number in enumerate(self._buffer) if number not in numbers]
+        return Wanted(
+            self.buffers,
+            [(tensor, number) for tensor, number in self._whole if number not in numbers],
+            [self._tensor[i] for i in kept],
+            [self._boxes[i] for i in kept],
+            [self._buffer[i] for i in kept],
+            self._names,
+        )
+
+    def targets(self, shape: Ints) -> Targets:
+        """Columns. ``shape`` (T, D) are the shapes of the checkpoint's tensors."""
+        width = shape.shape[1]
+        tensor, buffer = np.array(self._whole, np.int64).reshape(-1, 2).T
+        zeros = np.zeros((len(tensor), width), np.int64)
+        offsets, lengths, local = zip(*self._boxes, strict=True) if self._boxes else ((), (), ())
+        return Targets(
+            tensor=np.concatenate([tensor, np.array(self._tensor, np.int64)]),
+            offsets=np.concatenate([zeros, padded(offsets, width, 0)]),
+            lengths=np.concatenate([shape[tensor], padded(lengths, width, 1)]),
+            local_offsets=np.concatenate([zeros, padded(local, width, 0)]),
+            local_shape=np.concatenate(
+                [shape[tensor], padded([self.buffers[b].shape for b in self._buffer], width, 1)]
+            ),
+            buffer=np.concatenate([buffer, np.array(self._buffer, np.int64)]),
+        )
+
+
+@dataclass
+class Match:
+    """A state held against a checkpoint, as one rank sees it.
+
+    By name, with a text for people: ``missing`` are in the state only; ``mismatched`` are in both, but cannot be filled;
+    ``castable`` could be, with ``cast``; ``shared`` are one in the state, and stored with different values. ``tensors`` and
+    ``values`` are the rows of the checkpoint that the state has a place for; ``assign`` the values to be put into its
+    containers.
+    """
+
+    wanted: Wanted = field(default_factory=Wanted)
+    missing: dict[str, str] = field(default_factory=dict)
+    mismatched: dict[str, str] = field(default_factory=dict)
+    castable: dict[str, str] = field(default_factory=dict)
+    shared: dict[str, str] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+    """What a load that failed began to fill, and this one would not."""
+    tensors: set[int] = field(default_factory=set)
+    values: set[int] = field(default_factory=set)
+    filled: set[str] = field(default_factory=set)
+    """Names of tensors, and of objects, that a load fills."""
+    assign: list[tuple[int, Key, int]] = field(default_factory=list)
+    """(container of the state, key, row of the value in the checkpoint)"""
+
+
+def match(flat: FlatState, manifest: Manifest, rank: int, *, cast: bool) -> Match:
+    """Hold ``flat`` against the checkpoint. Reads no data; finds every difference."""
+    found = Match()
+    _match_tensors(found, flat, manifest.tensors, rank, cast)
+    _match_values(found, flat, manifest.tree)
+    _settle_shared_containers(found, flat, manifest.tree, rank)
+    return found
+
+
+def _match_tensors(found: Match, flat: FlatState, stored: TensorTable, rank: int, cast: bool) -> None:
+    if not len(stored):
+        found.missing |= {name: _missing(flat, row) for row, name in enumerate(flat.names)}
+        return
+    sources = stored.find_all(flat.names, rank)
+    fits = _fitting(flat, stored, sources)
+    shared = (stored.owner < 0).all()
+    found.tensors.update(
+        sources[sources >= 0].tolist() if shared else (r for name in flat.names for r in stored.rows.get(name, ()))
+    )
+    alias = np.where(stored.alias < 0, np.arange(len(stored)), stored.alias)[sources]
+    for row, (source, root, fit, local, part) in enumerate(
+        zip(sources.tolist(), alias.tolist(), fits.tolist(), flat.locals, flat.parts, strict=True)
+    ):
+        if source < 0:
+            found.missing[flat.names[row]] = _missing(flat, row)
+            continue
+        problem = None if fit else _problem(stored, source, flat.shapes[row], flat.dtypes[row], cast)
+        problem = problem or (None if local.is_contiguous() else _unfillable(local))
+        if problem:
+            kind = found.castable if problem.endswith(_CASTABLE) else found.mismatched
+            kind[flat.names[row]] = f"{flat.path(row)}: {problem}"
+        elif part is None:
+            found.wanted.add_whole(root, local, flat.names[row])
+        else:
+            boxes = [(p.box.offsets, p.box.lengths, p.local_offsets) for p in part.pieces]
+            found.wanted.add(root, local, boxes, flat.names[row])
+
+
+def _missing(flat: FlatState, row: int) -> str:
+    return f"{flat.path(row)}: no tensor {flat.names[row]!r} in the checkpoint"
+
+
+def _fitting(flat: FlatState, stored: TensorTable, sources: Ints) -> npt.NDArray[np.bool_]:
+    """(rows of the state,): whether shape and dtype are those of the stored tensor, all at once."""
+    ndim = np.fromiter(map(len, flat.shapes), np.int64, len(flat.shapes))
+    width = max(stored.shape.shape[1], int(ndim.max(initial=0)))
+    shapes = widen(stored.shape, width, 1)[sources] == padded(flat.shapes, width, 1)
+    codes = {vars(torch).get(name): code for code, (name, _) in enumerate(stored.dtypes)}
+    dtypes = np.fromiter((codes.get(d, -1) for d in flat.dtypes), np.int64, len(flat.dtypes))
+    fits: npt.NDArray[np.bool_] = (
+        shapes.all(axis=1) & (stored.ndim[sources] == ndim) & (stored.dtype[sources] == dtypes)
+    )
+    return fits
+
+
+def _problem(stored: TensorTable, source: int, shape: tuple[int, ...], wanted: torch.dtype, cast: bool) -> str | None:
+    dtype = dtype_of(*stored.dtypes[stored.dtype[source]])
+    if stored.shape_of(source) != shape:
+        return f"shape {list(stored.shape_of(source))} in the checkpoint, {list(shape)} in the state"
+    if dtype == wanted or (cast and torch.can_cast(dtype, wanted)):
+        return None
+    hint = _CASTABLE if not cast and torch.can_cast(dtype, wanted) else ""
+    return f"dtype {dtype_name(dtype)} in the checkpoint, {dtype_name(wanted)} in the state{hint}"
+
+
+def _unfillable(local: torch.Tensor) -> str | None:
+    span = 0  # of the dimensions so far, from the closest on: the next one must step over it
+    for stride, size in sorted(
+        (stride, size) for stride, size in zip(local.stride(), local.shape, strict=True) if size > 1
+    ):
+        if stride <= span:
+            return "a tensor whose elements share memory cannot be filled"
+        span += stride * (size - 1)
+    return None
+
+
+def typed_paths(tree: Tree) -> list[TypedPath]:
+    """Per container, the keys that lead to it, each with its type: 1, True and 1.0 are different keys here."""
+    out: list[TypedPath] = [()]
+    for c in tree.containers[1:]:
+        out.append((*out[c.parent], (type(c.key).__name__, c.key)))
+    return out
+
+
+def _match_values(found: Match, flat: FlatState, stored: Tree) -> None:
+    theirs = typed_paths(stored)
+    at = {(*theirs[v.container], (type(v.key).__name__, v.key)): i for i, v in enumerate(stored.values)}
+    ours = typed_paths(flat.tree)
+    lenient = _opened(flat, ours)
+    for value in flat.tree.values:
+        path = (*ours[value.container], (type(value.key).__name__, value.key))
+        inside = next((p for p in lenient if path[: len(p)] == p), None)
+        if path in at:
+            found.values.add(at[path])
+            if inside is None or not _is_own_layout(path[len(inside) :]):
+                found.assign.append((value.container, value.key, at[path]))
+        elif inside is None:
+            keys = [key for _, key in path]
+            found.missing[dotted(keys)] = f"{format_path(keys)}: no such value in the checkpoint"
+    taken = [
+        *lenient,
+        *(
+            (*ours[s.parent], (type(s.key).__name__, s.key)) if s.parent >= 0 else ()
+            for s in flat.subtrees
+            if s.state is None
+        ),
+    ]
+    found.values.update(i for path, i in at.items() if any(path[: len(p)] == p for p in taken))
+
+
+def _settle_shared_containers(found: Match, flat: FlatState, stored: Tree, rank: int) -> None:
+    """Of a container that is in the state at two places: where different values are stored for it, the last is to stay."""
+    last: dict[tuple[int, Key, str], int] = {}
+    for container, key, row in found.assign:
+        node = flat.nodes[container]
+        place = (id(node), key, type(key).__name__)
+        if isinstance(node, tuple):
+            continue  # it is made anew at each place
+        before = last.setdefault(place, row)
+        if before != row and repr(stored.values[before].of(rank)) != repr(stored.values[row].of(rank)):
+            names = [_dotted_value(stored, each) for each in (before, row)]
+            found.shared[names[1]] = (
+                f"values {names[0]!r} and {names[1]!r} are one in the state, and two in the checkpoint"
+            )
+        last[place] = row
+    if len(last) < len(found.assign):
+        found.assign = [
+            (container, key, row)
+            for container, key, row in found.assign
+            if last.get((id(flat.nodes[container]), key, type(key).__name__), row) == row
+        ]
+
+
+def _dotted_value(tree: Tree, row: int) -> str:
+    value = tree.values[row]
+    return dotted((*tree.paths()[value.container], value.key))
+
+
+def _opened(flat: FlatState, ours: Sequence[TypedPath]) -> list[TypedPath]:
+    """Paths of modules and optimizers. Their small values (hyperparameters) vary with torch's version: those that both
+    have are taken over, others are let be."""
+    return [
+        (*ours[s.parent], (type(s.key).__name__, s.key)) if s.parent >= 0 else ()
+        for s in flat.subtrees
+        if s.state is not None
+    ]
+
+
+def _is_own_layout(path: TypedPath) -> bool:
+    """Which parameters an optimizer's group has is for the job to say that loads, not for the one that saved."""
+    keys = [key for _, key in path]
+    return len(keys) == 4 and keys[0] == "param_groups" and keys[2] == "params"

@@ -1,0 +1,269 @@
+"""Asks the kernel which pages of this process's memory were written to.
+
+Uses userfaultfd in asynchronous write-protect mode and the ioctl PAGEMAP_SCAN (Linux 6.7 and newer). *Arming* a range
+marks each of its pages; the first write to a marked page, by whatever means, clears the mark and goes on. A page is
+*clean* as long as the mark is there. Nobody is stopped or told; a first write to a marked page costs the writer about a
+microsecond. *Disarming* clears marks.
+
+What is not seen: writes of a device to memory that it was given access to before the page was armed (RDMA, pinned host
+memory), and writes by another process to memory that it shares. Such memory must not be tracked.
+
+Scope: addresses and pages. Which tensors lie there, others know.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import ctypes
+import fcntl
+import itertools
+import logging
+import mmap
+import os
+import platform
+import struct
+from collections.abc import Iterable, Sequence
+
+from ...core.forks.renewal import in_child, new_lock
+from .process_memory import can_read
+
+__all__ = ["PAGE_NBYTES", "Range", "WriteTracker", "merged", "touches", "without", "write_tracker"]
+
+Range = tuple[int, int]
+"""Addresses: the first, and the one behind the last."""
+
+PAGE_NBYTES = mmap.PAGESIZE
+
+_SYSCALL = {"x86_64": 323, "aarch64": 282}
+_USER_MODE_ONLY = 1
+_FEATURES = 1 << 15 | 1 << 13  # WP_ASYNC, WP_UNPOPULATED
+_MODE_WP = 2
+_WP_MATCHING = 1
+_CHECK_WP_ASYNC = 2
+_WP_ALLOWED = 1
+_WRITTEN = 2
+_FILE = 4
+_PRESENT = 8
+_SWAPPED = 16
+
+
+def _ioctl(direction: int, kind: int, number: int, nbytes: int) -> int:
+    return direction << 30 | nbytes << 16 | kind << 8 | number
+
+
+_UFFDIO_API = _ioctl(3, 0xAA, 0x3F, 24)
+_UFFDIO_REGISTER = _ioctl(3, 0xAA, 0x00, 32)
+_UFFDIO_UNREGISTER = _ioctl(2, 0xAA, 0x01, 16)
+_UFFDIO_WRITEPROTECT = _ioctl(3, 0xAA, 0x06, 24)
+_PAGEMAP_SCAN = _ioctl(3, ord("f"), 16, 96)
+
+_log = logging.getLogger(__name__)
+
+
+class WriteTracker:
+    """The tracker of this process. Ranges are whole pages. Thread-safe, but for two users of one page: see ``claim``."""
+
+    def __init__(self, userfaultfd: int, pagemap: int) -> None:
+        self._userfaultfd = userfaultfd
+        self._pagemap = pagemap
+        self._claims: dict[int, Sequence[Range]] = {}
+        self._lock = new_lock()
+
+    @classmethod
+    def open(cls) -> WriteTracker:
+        """Raises OSError where the system has no such thing, or refuses it."""
+        number = _SYSCALL.get(platform.machine())
+        if number is None:
+            raise OSError(f"the number of the system call is not known on {platform.machine()}")
+        libc = ctypes.CDLL(None, use_errno=True)
+        userfaultfd = libc.syscall(number, _USER_MODE_ONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        if userfaultfd < 0:
+            error = ctypes.get_errno()
+            raise OSError(error, f"userfaultfd: {os.strerror(error)}")
+        pagemap = -1
+        try:
+            pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+            fcntl.ioctl(userfaultfd, _UFFDIO_API, bytearray(struct.pack("QQQ", 0xAA, _FEATURES, 0)))
+            tracker = cls(userfaultfd, pagemap)
+            tracker._try_out()
+        except OSError:
+            os.close(userfaultfd)
+            if pagemap >= 0:
+                os.close(pagemap)
+            raise
+        return tracker
+
+    def _try_out(self) -> None:
+        """Raises OSError where a write is not seen."""
+        page = mmap.mmap(-1, PAGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        page[0] = 1
+        start = ctypes.addressof(ctypes.c_char.from_buffer(page))
+        stop = start + PAGE_NBYTES
+        self.arm(start, stop)
+        clean = self.is_clean(start, stop)
+        page[0] = 2
+        if not clean or self.is_clean(start, stop) or not can_read():
+            raise OSError("write tracking does not work here")
+
+    def close(self) -> None:
+        """Close it. All marks vanish."""
+        os.close(self._userfaultfd)
+        os.close(self._pagemap)
+
+    def claim(self, owner: object, ranges: Sequence[Range]) -> bool:
+        """Reserve ``ranges`` for ``owner``, unless another one has a page of them: arming a page makes it clean, and the
+        other would miss a write."""
+        with self._lock:
+            for theirs in self._claims.values():
+                if _overlap(theirs, ranges):
+                    return False
+            self._claims[id(owner)] = ranges
+            return True
+
+    def claimed_by_others(self, owner: object) -> list[Range]:
+        """What is reserved for others than ``owner``."""
+        with self._lock:
+            return sorted(range_ for who, ranges in self._claims.items() if who != id(owner) for range_ in ranges)
+
+    def forgo(self, owner: object) -> None:
+        """End what ``owner`` has claimed; it has disarmed all of it."""
+        with self._lock:
+            self._claims.pop(id(owner), None)
+
+    def arm_all(self, ranges: Iterable[Range]) -> list[Range]:
+        """Arm ``ranges``. Returns those that could not be: memory of another tracker, or of a kind that has no marks.
+
+        One thread does it. A second one gains nothing, for cores have to tell each other of each step; and where ranges
+        are cut for it, huge pages are too.
+        """
+        failed = []
+        for start, stop in ranges:
+            try:
+                self.arm(start, stop)
+            except OSError:
+                failed.append((start, stop))
+        return failed
+
+    def arm(self, start: int, stop: int) -> None:
+        """Mark each page of the range as clean. Raises OSError where that cannot be."""
+        try:
+            self._mark(start, stop)
+        except PermissionError:  # some of it is not registered yet
+            register = bytearray(struct.pack("QQQQ", start, stop - start, _MODE_WP, 0))
+            fcntl.ioctl(self._userfaultfd, _UFFDIO_REGISTER, register)
+            self._mark(start, stop)
+
+    def _mark(self, start: int, stop: int) -> None:
+        flags = _WP_MATCHING | _CHECK_WP_ASYNC
+        asked = bytearray(struct.pack("12Q", 96, flags, start, stop, 0, 0, 0, 0, 0, 0, _WRITTEN, 0))
+        fcntl.ioctl(self._pagemap, _PAGEMAP_SCAN, asked)
+        if struct.unpack_from("Q", asked, 32)[0] != stop:
+            raise OSError("not all of the range was marked")
+
+    def is_clean(self, start: int, stop: int) -> bool:
+        """Whether every page of the range is the one that was armed, and has not been written to since.
+
+        False also where memory was unmapped, discarded or replaced since. Such pages look as if nobody had written to
+        them, so it asks for marks and contents, not for writes.
+        """
+        mask = _WP_ALLOWED | _WRITTEN | _FILE
+        return self._first(start, stop, _WRITTEN | _FILE, mask, _PRESENT | _SWAPPED) == (start, stop)
+
+    def has_file_pages(self, start: int, stop: int) -> bool:
+        """Whether some page belongs to a file or is shared: others may write to it unseen."""
+        return self._first(start, stop, 0, _FILE, 0) is not None
+
+    def _first(self, start: int, stop: int, inverted: int, mask: int, any_of: int) -> Range | None:
+        """The first run of pages of these categories."""
+        found = (ctypes.c_uint64 * 3)()
+        at = ctypes.addressof(found)
+        asked = bytearray(struct.pack("12Q", 96, 0, start, stop, 0, at, 1, 0, inverted, mask, any_of, 0))
+        try:
+            count = fcntl.ioctl(self._pagemap, _PAGEMAP_SCAN, asked)
+        except OSError:
+            return None
+        return (found[0], found[1]) if count == 1 else None
+
+    def disarm(self, start: int, stop: int) -> None:
+        """Clear all marks in the range, wherever it is still mapped."""
+        asked = bytearray(struct.pack("QQQ", start, stop - start, 0))
+        try:
+            fcntl.ioctl(self._userfaultfd, _UFFDIO_WRITEPROTECT, asked)
+        except OSError:  # it stops at memory that has taken the place of what was registered
+            with contextlib.suppress(OSError):  # all of it is gone
+                fcntl.ioctl(self._userfaultfd, _UFFDIO_UNREGISTER, bytearray(struct.pack("QQ", start, stop - start)))
+
+
+def merged(ranges: Iterable[Range], gap_nbytes: int = 0) -> list[Range]:
+    """``ranges`` sorted, and those joined that overlap, or lie at most ``gap_nbytes`` apart."""
+    found: list[Range] = []
+    for start, stop in sorted(ranges):
+        if found and start <= found[-1][1] + gap_nbytes:
+            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        else:
+            found.append((start, stop))
+    return found
+
+
+def without(ranges: Iterable[Range], holes: Iterable[Range]) -> list[Range]:
+    """What is left of merged ``ranges`` without ``holes``."""
+    cut = merged(holes)
+    left = []
+    at = 0
+    for start, stop in ranges:
+        while at < len(cut) and cut[at][1] <= start:
+            at += 1
+        begin = start
+        k = at
+        while k < len(cut) and cut[k][0] < stop:
+            if begin < cut[k][0]:
+                left.append((begin, cut[k][0]))
+            begin = max(begin, cut[k][1])
+            k += 1
+        if begin < stop:
+            left.append((begin, stop))
+    return left
+
+
+def touches(ranges: Sequence[Range], range_: Range) -> bool:
+    """Whether ``range_`` has a byte in common with one of ``ranges``, which are sorted and disjoint."""
+    at = bisect.bisect_right(ranges, range_[0], key=lambda other: other[1])
+    return at < len(ranges) and ranges[at][0] < range_[1]
+
+
+def _overlap(a: Iterable[Range], b: Iterable[Range]) -> bool:
+    together = sorted([*a, *b])
+    return any(right[0] < left[1] for left, right in itertools.pairwise(together))
+
+
+_tracker: WriteTracker | None = None
+_asked = False
+_lock = new_lock()
+
+
+def write_tracker() -> WriteTracker | None:
+    """The tracker of this process; None where the system has none, which is logged once."""
+    global _tracker, _asked  # noqa: PLW0603
+    with _lock:
+        if not _asked:
+            _asked = True
+            try:
+                _tracker = WriteTracker.open()
+            except OSError as error:
+                _log.info(
+                    "lazy saves copy tensors in host memory at the call, for writes cannot be tracked here: %s", error
+                )
+        return _tracker
+
+
+def _forget_parent() -> None:
+    """In a forked child, whose descriptors are of its parent's memory."""
+    global _tracker, _asked  # noqa: PLW0603
+    if _tracker is not None:
+        _tracker.close()
+    _tracker = None
+    _asked = False
+
+
+in_child(_forget_parent)

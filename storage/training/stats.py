@@ -1,0 +1,124 @@
+"""What became of a checkpointer's saves: counted, and logged, one line each."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...core.forks.renewal import new_lock
+from ..operations.prune import PruneReport
+from ..operations.report import SaveReport
+
+__all__ = ["Counters", "Ledger"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Saves on this rank. Each that was ``due`` is in the end one of ``saved``, ``failed`` and ``skipped``.
+
+    ``waited``: how many held up training until another had ended; ``queued``: how many were copied while another was being
+    written. ``stalled_s``: how long training stood still for all of it, fences included. ``nbytes``: written by this rank.
+    ``pruned``: checkpoints deleted, on rank 0.
+    """
+
+    due: int = 0
+    saved: int = 0
+    failed: int = 0
+    skipped: int = 0
+    waited: int = 0
+    queued: int = 0
+    pruned: int = 0
+    nbytes: int = 0
+    stalled_s: float = 0.0
+
+    @property
+    def under_way(self) -> int:
+        """Saves that have not ended."""
+        return self.due - self.saved - self.failed - self.skipped
+
+
+class Ledger:
+    """Counts, from any thread."""
+
+    def __init__(self) -> None:
+        self.counters = Counters()
+        self._error: BaseException | None = None
+        self._first_error: BaseException | None = None
+        self._lock = new_lock()
+
+    def due(self, step: int) -> None:
+        """The save of ``step`` is due. One of the following comes of it."""
+        self._add(due=1)
+
+    def skipped(self, step: int) -> None:
+        """It is left out: another save is under way."""
+        self._add(skipped=1)
+        _log.warning("step %d: not saved, another save is under way (%d left out so far)", step, self.counters.skipped)
+
+    def waited(self, seconds: float) -> None:
+        """It has waited for another save."""
+        self._add(waited=1, stalled_s=seconds)
+        _log.info("training waited %.3f s for another save", seconds)
+
+    def begun(self, step: int, stalled_s: float, *, queued: bool) -> None:
+        """It is under way; the call took ``stalled_s`` seconds."""
+        self._add(queued=int(queued), stalled_s=stalled_s)
+        _log.info("step %d: saving%s", step, ", after the save under way" if queued else "")
+
+    def saved(self, step: int, report: SaveReport) -> None:
+        """It is committed."""
+        self._add(saved=1, nbytes=report.nbytes, stalled_s=report.fenced_s)
+        rate = report.nbytes / max(report.durable_s, 1e-9)
+        _log.info(
+            "step %d: saved, %s from this rank in %.2f s (%s/s); fences waited %.1f ms",
+            *(step, _amount(report.nbytes), report.durable_s, _amount(rate), report.fenced_s * 1e3),
+        )
+
+    def failed(self, step: int, error: BaseException) -> None:
+        """It has failed. What is there is untouched."""
+        self._fail(step, error, is_save=True)
+
+    def undecided(self, step: int, error: BaseException) -> None:
+        """The ranks have not come to a decision on it."""
+        self._fail(step, error, is_save=False)
+
+    def _fail(self, step: int, error: BaseException, *, is_save: bool) -> None:
+        with self._lock:
+            self._error = self._error or error
+            if is_save and self.counters.saved == 0:
+                self._first_error = self._first_error or error
+        self._add(failed=1)
+        _log.warning("step %d: not saved (%d failed so far): %s", step, self.counters.failed, error)
+
+    def pruned(self, report: PruneReport) -> None:
+        """Old checkpoints are deleted."""
+        self._add(pruned=len(report.checkpoints))
+        if report.checkpoints:
+            _log.info("deleted %s", ", ".join(c.path for c in report.checkpoints))
+
+    def raise_first(self, on_error: str) -> None:
+        """Raise what a save has failed with, once: with ``raise``; and as long as none was ever saved, also with ``warn``,
+        which otherwise forgets it."""
+        with self._lock:
+            error = self._error if on_error == "raise" else None
+            if self.counters.saved == 0:
+                error = error or self._first_error
+            self._error = self._first_error = None
+        if error is not None:
+            raise error
+
+    def _add(self, **more: Any) -> None:
+        with self._lock:
+            now = self.counters
+            self.counters = replace(now, **{name: getattr(now, name) + value for name, value in more.items()})
+
+
+def _amount(nbytes: float) -> str:
+    """In the largest unit of which there is at least one."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.3g} {unit}"
+    return f"{nbytes:.0f} B"
