@@ -5,8 +5,8 @@
     holdfast.save("/checkpoints/step-100", {"model": model, "optim": optim, "step": 100})
     holdfast.load("/checkpoints/step-100", into={"model": model, "optim": optim, "step": 0})
 
-Any parallel layout into any other, without pickle, and never a torn checkpoint. ``import holdfast`` is cheap: torch is
-imported when the first function that needs it is used.
+Any parallel layout into any other, without pickle, and never a torn checkpoint. ``import holdfast``
+is cheap: torch is imported when the first function that needs it is used.
 """
 
 from __future__ import annotations

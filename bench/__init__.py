@@ -1,1 +1,2 @@
-"""What can this storage really do for checkpoints? Programs that measure against the limit and the peers."""
+"""What can this storage really do for checkpoints? Programs that measure against the limit and the
+peers."""

@@ -1,5 +1,5 @@
-"""Every benchmark, one after the other; the outcome as one page of Markdown. --json and --svg name folders here: they get
-a file per program.
+"""Every benchmark, one after the other; the outcome as one page of Markdown. --json and --svg name
+folders here: they get a file per program.
 """
 
 from __future__ import annotations
@@ -16,7 +16,18 @@ from .report import Report, Series, Target, markdown
 
 __all__: list[str] = []
 
-PROGRAMS = ("limits", "save", "load", "stall", "lazy", "ranks", "replicas", "reshard", "small", "memory")
+PROGRAMS = (
+    "limits",
+    "save",
+    "load",
+    "stall",
+    "lazy",
+    "ranks",
+    "replicas",
+    "reshard",
+    "small",
+    "memory",
+)
 OWN_SIZE = ("replicas", "reshard", "small", "memory")
 """Programs that know their size themselves; --gib is for the others."""
 
@@ -26,7 +37,13 @@ def _run(program: str, given: Options, folder: Path) -> Report:
     file = folder / f"{program}.json"
     drawing = ["--svg", str(given.svg / f"{program}.svg")] if given.svg else []
     print(f"== {program}", flush=True)
-    command = [sys.executable, "-m", f"holdfast.bench.{program}", *_arguments(program, given), *drawing]
+    command = [
+        sys.executable,
+        "-m",
+        f"holdfast.bench.{program}",
+        *_arguments(program, given),
+        *drawing,
+    ]
     subprocess.run([*command, "--json", str(file)], check=True)
     return _report(json.loads(file.read_text()))
 
@@ -50,8 +67,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run all, or those that are named; 1 if a target was missed."""
     arguments = parser("", __doc__)
     arguments.prog = "python -m holdfast.bench"
-    arguments.add_argument("programs", nargs="*", metavar="PROGRAM", help=f"of: {' '.join(PROGRAMS)} (default: all)")
-    arguments.add_argument("--markdown", type=Path, help="write the page to this file instead of printing it")
+    arguments.add_argument(
+        "programs", nargs="*", metavar="PROGRAM", help=f"of: {' '.join(PROGRAMS)} (default: all)"
+    )
+    arguments.add_argument(
+        "--markdown", type=Path, help="write the page to this file instead of printing it"
+    )
     parsed = arguments.parse_args(argv)
     if unknown := set(parsed.programs) - set(PROGRAMS):
         arguments.error(f"no such program: {', '.join(sorted(unknown))}")

@@ -1,7 +1,9 @@
-"""The least that replicas on one host take: each rank reads its part into memory that all share, and all copy all of it.
+"""The least that replicas on one host take: each rank reads its part into memory that all share,
+and all copy all of it.
 
-Nothing is planned, verified or agreed upon. Ranks know where everything goes, the shared memory is there and warm, and all
-that is said is which chunk has come: into a pipe of each rank, where a thread waits for it.
+Nothing is planned, verified or agreed upon. Ranks know where everything goes, the shared memory is
+there and warm, and all that is said is which chunk has come: into a pipe of each rank, where a
+thread waits for it.
 """
 
 from __future__ import annotations
@@ -23,12 +25,14 @@ __all__ = ["BareReplicas"]
 
 CHUNK_NBYTES = 4 << 20
 READERS, COPIERS = 2, 1
-"""Threads of each rank. More copiers were slower on two cores; larger chunks and smaller ones were not faster."""
+"""Threads of each rank. More copiers were slower on two cores; larger chunks and smaller ones were
+not faster."""
 _COME = struct.Struct("<HH")  # rank, chunk; less than what a pipe takes at once
 
 
 class BareReplicas:
-    """One rank's part in it. All ranks make one alike, which writes the files that are read to ``folder``."""
+    """One rank's part in it. All ranks make one alike, which writes the files that are read to
+    ``folder``."""
 
     def __init__(self, folder: Path, state: State) -> None:
         self._rank, world = dist.get_rank(), dist.get_world_size()
@@ -43,7 +47,9 @@ class BareReplicas:
         dist.all_gather_object(shared, (os.getpid(), memory))
         self._pipes = [os.open(folder / f"come-{rank}", os.O_RDWR) for rank in range(world)]
         self._parts = [_mapped(f"/proc/{pid}/fd/{fd}", self.nbytes) for pid, fd in shared]
-        self._addresses = [ctypes.addressof(ctypes.c_char.from_buffer(part)) for part in self._parts]
+        self._addresses = [
+            ctypes.addressof(ctypes.c_char.from_buffer(part)) for part in self._parts
+        ]
         self._pieces: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         for key, piece in _pieces(state, self.nbytes):
             self._pieces.setdefault(key, []).append(piece)
@@ -61,7 +67,12 @@ class BareReplicas:
 
     def _read(self, fd: int, chunk: int) -> None:
         start = chunk * CHUNK_NBYTES
-        if os.preadv(fd, [memoryview(self._parts[self._rank])[start : start + CHUNK_NBYTES]], start) != CHUNK_NBYTES:
+        if (
+            os.preadv(
+                fd, [memoryview(self._parts[self._rank])[start : start + CHUNK_NBYTES]], start
+            )
+            != CHUNK_NBYTES
+        ):
             raise OSError("the device did not give all at once")
         for pipe in self._pipes:
             os.write(pipe, _COME.pack(self._rank, chunk))
@@ -72,9 +83,11 @@ class BareReplicas:
             ctypes.memmove(address, self._addresses[rank] + start, nbytes)
 
 
-def _pieces(state: State, part_nbytes: int) -> Iterator[tuple[tuple[int, int], tuple[int, int, int]]]:
-    """Of each piece of a tensor that lies in one chunk: which rank and chunk, where in that rank's part, where it goes, and
-    how long it is."""
+def _pieces(
+    state: State, part_nbytes: int
+) -> Iterator[tuple[tuple[int, int], tuple[int, int, int]]]:
+    """Of each piece of a tensor that lies in one chunk: which rank and chunk, where in that rank's
+    part, where it goes, and how long it is."""
     at = 0
     for tensor in flat_tensors(state).values():
         done = 0

@@ -1,4 +1,5 @@
-"""Contestants in turn, round after round: what each takes is comparable, for all see the same machine."""
+"""Contestants in turn, round after round: what each takes is comparable, for all see the same
+machine."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Contestant:
-    """``run`` is timed; ``before`` and ``after`` are not. ``after`` checks the result and raises if it is wrong."""
+    """``run`` is timed; ``before`` and ``after`` are not. ``after`` checks the result and raises if
+    it is wrong."""
 
     name: str
     run: Callable[[], None]
@@ -30,7 +32,8 @@ class Contestant:
 
 
 def contest(contestants: Sequence[Contestant], rounds: int, settle_s: float) -> list[Series]:
-    """Let them run in turn, ``rounds`` times. Between two runs the storage is flushed and left alone for a moment."""
+    """Let them run in turn, ``rounds`` times. Between two runs the storage is flushed and left
+    alone for a moment."""
     found = [Series(c.name) for c in contestants]
     for number in range(rounds):
         for contestant, series in zip(contestants, found, strict=True):
@@ -39,7 +42,9 @@ def contest(contestants: Sequence[Contestant], rounds: int, settle_s: float) -> 
             time.sleep(settle_s)
             series.peak_nbytes.append(_timed(contestant, series))
             contestant.after()
-            print(f"  round {number + 1}: {contestant.name}: {series.seconds[-1]:.3f} s", flush=True)
+            print(
+                f"  round {number + 1}: {contestant.name}: {series.seconds[-1]:.3f} s", flush=True
+            )
     return found
 
 
@@ -55,29 +60,44 @@ def _timed(contestant: Contestant, series: Series) -> int:
 
 
 def busy(found: Sequence[Series], nbytes: int) -> list[str]:
-    """One line per contestant: where client and servers share a machine, who is slower may only have more to do."""
+    """One line per contestant: where client and servers share a machine, who is slower may only
+    have more to do."""
     gib, count = nbytes / GIB, os.cpu_count() or 1
     return [
         f"{s.name}: processor time per GiB: {median(s.own_processor_s) / gib:.2f} s its own, "
         f"{median(s.all_processor_s) / gib:.2f} s with servers and system, "
-        f"which is {median(s.all_processor_s) / (count * s.median):.0%} of what {count} processors had"
+        f"which is {median(s.all_processor_s) / (count * s.median):.0%} of what {count} "
+        f"processors had"
         for s in found
     ]
 
 
 def header() -> list[str]:
     """Of the table that :func:`rows` makes."""
-    return ["", "median s", "min s", "max s", "GB/s", "of the limit", "holdfast is faster by", "extra memory"]
+    return [
+        "",
+        "median s",
+        "min s",
+        "max s",
+        "GB/s",
+        "of the limit",
+        "holdfast is faster by",
+        "extra memory",
+    ]
 
 
 def rows(found: Sequence[Series], nbytes: int) -> list[list[str]]:
-    """One line per contestant; "of the limit" and "faster by" are medians of the ratios within each round."""
+    """One line per contestant; "of the limit" and "faster by" are medians of the ratios within each
+    round."""
     by_name = {series.name: series for series in found}
     limit, ours = by_name.get(LIMIT), by_name.get(OURS)
     return [
         [
             s.name,
-            *(f"{x:.2f}" if x >= 0.1 else f"{x:.4f}" for x in (s.median, min(s.seconds), max(s.seconds))),
+            *(
+                f"{x:.2f}" if x >= 0.1 else f"{x:.4f}"
+                for x in (s.median, min(s.seconds), max(s.seconds))
+            ),
             f"{nbytes / s.median / 1e9:.2f}",
             "–" if limit is None or s is limit else f"{ratio(limit, s):.0%}",
             "–" if ours is None or s is limit or s is ours else f"{ratio(s, ours):.1f} ×",

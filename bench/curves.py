@@ -1,7 +1,8 @@
-"""What a process takes of its machine while it works, as curves over time; and whether they are flat.
+"""What a process takes of its machine while it works, as curves over time; and whether they are
+flat.
 
-A leak is a curve that rises for as long as the work goes on. So, after a warm-up, the median of the second half is held
-against that of the first: one high moment changes neither.
+A leak is a curve that rises for as long as the work goes on. So, after a warm-up, the median of the
+second half is held against that of the first: one high moment changes neither.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ MIB = 1 << 20
 
 @dataclass
 class Curve:
-    """One quantity over time. ``slack`` and ``slack_share`` (of the first half's median): how far it may rise."""
+    """One quantity over time. ``slack`` and ``slack_share`` (of the first half's median): how far
+    it may rise."""
 
     name: str
     unit: str
@@ -37,7 +39,8 @@ class Curve:
 
     @property
     def halves(self) -> tuple[float, float]:
-        """The medians of the two halves of what follows the warm-up. Two values at least are needed."""
+        """The medians of the two halves of what follows the warm-up. Two values at least are
+        needed."""
         rest = self.values[min(int(len(self.values) * WARM_UP), len(self.values) - 2) :]
         middle = len(rest) // 2
         return statistics.median(rest[:middle]), statistics.median(rest[middle:])
@@ -50,7 +53,10 @@ class Curve:
 
     def row(self) -> list[str]:
         """Name, medians of the halves, least and most."""
-        return [self.name, *(f"{x:,.1f}" for x in (*self.halves, min(self.values), max(self.values)))]
+        return [
+            self.name,
+            *(f"{x:,.1f}" for x in (*self.halves, min(self.values), max(self.values))),
+        ]
 
 
 @dataclass
@@ -63,8 +69,8 @@ class Probe:
     began_s: float = field(default_factory=time.monotonic)
 
     def look(self) -> None:
-        """One more value of each. What is garbage already, what the C library keeps of freed memory, and the buffers that
-        are kept for the next save, are not counted."""
+        """One more value of each. What is garbage already, what the C library keeps of freed
+        memory, and the buffers that are kept for the next save, are not counted."""
         gc.collect()
         release_pools()
         trim_heap()
@@ -99,7 +105,9 @@ def draw(title: str, at_s: Sequence[float], curves: Sequence[Curve], file: Path)
     mpl.use("svg")
     from matplotlib import pyplot as plt
 
-    figure, strips = plt.subplots(len(curves), figsize=(7, 1.3 * len(curves) + 0.6), sharex=True, layout="constrained")
+    figure, strips = plt.subplots(
+        len(curves), figsize=(7, 1.3 * len(curves) + 0.6), sharex=True, layout="constrained"
+    )
     for axes, curve in zip(strips, curves, strict=True):
         axes.plot([at / 60 for at in at_s], curve.values, color="tab:green", linewidth=0.8)
         axes.set_ylim(bottom=0)

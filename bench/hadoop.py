@@ -1,8 +1,9 @@
-"""Save and load over HDFS by one process, beside four parallel hdfs-native streams of as many bytes, which are the limit;
-and ten thousand small objects, see ``many``.
+"""Save and load over HDFS by one process, beside four parallel hdfs-native streams of as many
+bytes, which are the limit; and ten thousand small objects, see ``many``.
 
-Against the file system that --uri or HOLDFAST_TEST_HDFS_URL names (host and port), else against a Hadoop on this machine,
-which then shares processors and disk with its client; where that is not installed (make test-servers) nothing is measured.
+Against the file system that --uri or HOLDFAST_TEST_HDFS_URL names (host and port), else against a
+Hadoop on this machine, which then shares processors and disk with its client; where that is not
+installed (make test-servers) nothing is measured.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ SERVER = Path(__file__).parents[1] / "tests/support/servers/hadoop.py"
 
 
 class _Streams:
-    """Four files, each written and read by a thread, with hdfs-native alone: no format, no checksums of ours, no joining."""
+    """Four files, each written and read by a thread, with hdfs-native alone: no format, no
+    checksums of ours, no joining."""
 
     def __init__(self, client: Client, folder: str, nbytes: int) -> None:
         self._client, self._folder = client, folder
@@ -66,7 +68,9 @@ class _Streams:
 
     def _read(self, number: int) -> None:
         into, at = memoryview(bytearray(PIECE_NBYTES)), 0
-        for piece in self._client.read(f"{self._folder}/{number}").read_range_stream(0, self._nbytes):
+        for piece in self._client.read(f"{self._folder}/{number}").read_range_stream(
+            0, self._nbytes
+        ):
             at = 0 if at + len(piece) > PIECE_NBYTES else at
             into[at : at + len(piece)] = piece
             at += len(piece)
@@ -80,7 +84,9 @@ def _server(given: str | None, folder: Path, datanodes: int) -> Iterator[str | N
         yield given
         return
     command = [sys.executable, str(SERVER), "--dir", str(folder), "--datanodes", str(datanodes)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
@@ -90,22 +96,33 @@ def _server(given: str | None, folder: Path, datanodes: int) -> Iterator[str | N
 
 
 def _measure(uri: Uri, given: Options) -> tuple[int, list[Series], list[Series], str]:
-    """The size of the state, then the times of saving and of loading it; and what came of many small objects."""
+    """The size of the state, then the times of saving and of loading it; and what came of many
+    small objects."""
     from hdfs_native import Client
 
     authority, _, path = uri.location.partition("/")
     client, saved = Client(f"hdfs://{authority}"), str(join(uri, "saved"))
     try:
-        holdfast.save(saved, build(TINY_GIB))  # everybody imports what they need, and the servers get warm
+        holdfast.save(
+            saved, build(TINY_GIB)
+        )  # everybody imports what they need, and the servers get warm
         state = build(given.gib)
         nbytes, expected = nbytes_of(state), digests(state)
         streams = _Streams(client, f"/{path}/limit", nbytes)
         streams.write()
-        saving = [Contestant("limit", streams.write), Contestant("holdfast", lambda: _save(saved, state))]
+        saving = [
+            Contestant("limit", streams.write),
+            Contestant("holdfast", lambda: _save(saved, state)),
+        ]
         written = contest(saving, given.runs, given.settle_s)
         loading = [
             Contestant("limit", streams.read),
-            Contestant("holdfast", lambda: _load(saved, state), lambda: zero(state), lambda: _check(state, expected)),
+            Contestant(
+                "holdfast",
+                lambda: _load(saved, state),
+                lambda: zero(state),
+                lambda: _check(state, expected),
+            ),
         ]
         read = contest(loading, given.runs, given.settle_s)
         return nbytes, written, read, many_objects(join(uri, "many"), tiny=given.tiny)
@@ -129,7 +146,9 @@ def _check(state: State, expected: dict[str, bytes]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; raises AssertionError where a state does not come back as it was."""
     arguments = parser("hadoop", __doc__, gib=2.0)
-    arguments.add_argument("--datanodes", type=int, default=1, help="of the server that is started (default: 1)")
+    arguments.add_argument(
+        "--datanodes", type=int, default=1, help="of the server that is started (default: 1)"
+    )
     arguments.add_argument("--uri", help="hdfs://host:port/folder of a file system of one's own")
     parsed = arguments.parse_args(argv)
     given = options(parsed)
@@ -137,20 +156,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         if root is None:
             print("No Hadoop here, nothing measured: make test-servers, or --uri.", flush=True)
             return 0
-        nbytes, saving, loading, many = _measure(join(parse(root), f"bench-{uuid.uuid4().hex}"), given)
+        nbytes, saving, loading, many = _measure(
+            join(parse(root), f"bench-{uuid.uuid4().hex}"), given
+        )
         sides = (("save", saving), ("load", loading))
         series = [replace(s, name=f"{what}: {s.name}") for what, found in sides for s in found]
-        table = [[f"{what}: {row[0]}", *row[1:]] for what, found in sides for row in rows(found, nbytes)]
+        table = [
+            [f"{what}: {row[0]}", *row[1:]] for what, found in sides for row in rows(found, nbytes)
+        ]
         judged = [
-            Target(f"{what}, as a share of four streams", ratio(*found), 0.9, at_least=True) for what, found in sides
+            Target(f"{what}, as a share of four streams", ratio(*found), 0.9, at_least=True)
+            for what, found in sides
         ]
         title = (
-            f"HDFS: {nbytes / 1e9:.2f} GB, one process, {given.runs} rounds; the limit is {STREAMS} parallel streams"
+            f"HDFS: {nbytes / 1e9:.2f} GB, one process, {given.runs} rounds; the limit is "
+            f"{STREAMS} parallel streams"
         )
         if given.tiny:
             judged = []
         report = Report(
-            "hadoop", title, describe(folder), header(), table, judged, [*busy(series, nbytes), many], series
+            "hadoop",
+            title,
+            describe(folder),
+            header(),
+            table,
+            judged,
+            [*busy(series, nbytes), many],
+            series,
         )
         report.emit(given.json, given.svg)
     return 0

@@ -1,19 +1,24 @@
-"""How much training notices of a save at every step: how long it stands still, and how much slower its steps are.
+"""How much training notices of a save at every step: how long it stands still, and how much slower
+its steps are.
 
-A step computes, and then an optimizer updates the fp32 weights in place. It computes as an accelerator would have it: the
-host queues kernels ahead of a device that works them off, one by one, and waits for the last one. It waits as CUDA does
-unless told otherwise: one core looks again and again, without the GIL; or asleep, and then who else runs on the machine may
-have the core, with its caches. Or a step computes on the host: on all cores, or in Python, which shows how long others
-hold the GIL. Steps are longer than the copy of the state; how long is found out once, for all contestants.
+A step computes, and then an optimizer updates the fp32 weights in place. It computes as an
+accelerator would have it: the host queues kernels ahead of a device that works them off, one by
+one, and waits for the last one. It waits as CUDA does unless told otherwise: one core looks again
+and again, without the GIL; or asleep, and then who else runs on the machine may have the core, with
+its caches. Or a step computes on the host: on all cores, or in Python, which shows how long others
+hold the GIL. Steps are longer than the copy of the state; how long is found out once, for all
+contestants.
 
-Standing still is measured from outside: the call that begins the save, and what an optimizer's step waits for before it
-begins. Beside the state as dicts of tensors stands one of modules and optimizers, which have to be asked for theirs. Each
-contestant runs in a process of its own; a save is durable before the next one begins.
+Standing still is measured from outside: the call that begins the save, and what an optimizer's step
+waits for before it begins. Beside the state as dicts of tensors stands one of modules and
+optimizers, which have to be asked for theirs. Each contestant runs in a process of its own; a save
+is durable before the next one begins.
 
-With a save at every step, how much is won hangs on how long a step is: one that is shorter than a save waits for it,
-whoever saves. So there are steps of several lengths, told in copies of the state; and so many that the end, where there is
-nothing left but to wait for a save, does not count for much. They wait asleep: a core that looks again and again is nothing
-to a training host, and half of a machine of two.
+With a save at every step, how much is won hangs on how long a step is: one that is shorter than a
+save waits for it, whoever saves. So there are steps of several lengths, told in copies of the
+state; and so many that the end, where there is nothing left but to wait for a save, does not count
+for much. They wait asleep: a core that looks again and again is nothing to a training host, and
+half of a machine of two.
 """
 
 from __future__ import annotations
@@ -43,7 +48,8 @@ from .workers import each_alone
 __all__: list[str] = []
 
 COPIES_A_STEP = 6
-"""How much longer a step computes than a bare memcpy of the state: copying beside hashing and writing takes longer."""
+"""How much longer a step computes than a bare memcpy of the state: copying beside hashing and
+writing takes longer."""
 LENGTHS = (1, 2, COPIES_A_STEP)
 """The same, of steps with a save at each."""
 LEAST_STEPS = 6
@@ -60,9 +66,11 @@ KINDS = {
 LOOPS = 10_000
 STILL_MS = 5.0
 ARM_MS_PER_GIB = 10.0
-"""The state is in host memory here: the call arms its pages. In huge pages (``THP_MEM_ALLOC_ENABLE=1``) a tenth of it."""
+"""The state is in host memory here: the call arms its pages. In huge pages
+(``THP_MEM_ALLOC_ENABLE=1``) a tenth of it."""
 LOOK_NUMBERS = 16_384
-"""So many are computed between two looks at the device: some 20 µs, by one thread, without the GIL."""
+"""So many are computed between two looks at the device: some 20 µs, by one thread, without the GIL.
+"""
 
 
 def _step_s(given: Options) -> float:
@@ -72,8 +80,8 @@ def _step_s(given: Options) -> float:
 
 
 class _Clocks:
-    """Before an optimizer steps, hooks are called in the order in which they were made: one before, and one after those of
-    whoever saves. What lies between them is training that stands still."""
+    """Before an optimizer steps, hooks are called in the order in which they were made: one before,
+    and one after those of whoever saves. What lies between them is training that stands still."""
 
     def __init__(self) -> None:
         self._came_s = 0.0
@@ -95,7 +103,9 @@ class _Training:
     """Steps on a state: ``step_s`` seconds of work, then the optimizer."""
 
     def __init__(self, state: State, step_s: float) -> None:
-        self.parameters = {name: torch.nn.Parameter(p["master"]) for name, p in state["optim"].items()}
+        self.parameters = {
+            name: torch.nn.Parameter(p["master"]) for name, p in state["optim"].items()
+        }
         for parameter in self.parameters.values():
             parameter.grad = torch.full((1,), 1e-3).expand(parameter.shape)
         self._optim = torch.optim.SGD(self.parameters.values(), lr=1e-3, foreach=False)
@@ -118,7 +128,8 @@ class _Training:
         return (time.perf_counter() - began_s) / 20
 
     def step(self, kind: str, copies: int = COPIES_A_STEP) -> float:
-        """Compute for as long as so many copies take, then let the optimizer step. Seconds of the computing."""
+        """Compute for as long as so many copies take, then let the optimizer step. Seconds of the
+        computing."""
         began_s = time.perf_counter()
         self._computes[kind](max(1, self._work[kind] * copies // COPIES_A_STEP))
         computed_s = time.perf_counter() - began_s
@@ -155,7 +166,9 @@ class _Holdfast:
     """A Checkpointer, as a user has it, with a save at every step."""
 
     def __init__(self, folder: Path) -> None:
-        self._ckpt = holdfast.Checkpointer(folder, every=1, keep=1, when_busy="wait", on_error="raise", grace_s=None)
+        self._ckpt = holdfast.Checkpointer(
+            folder, every=1, keep=1, when_busy="wait", on_error="raise", grace_s=None
+        )
 
     def save(self, step: int, state: State) -> None:
         self._ckpt.step(step, state)
@@ -176,7 +189,9 @@ class _DCP:
         from torch.distributed.checkpoint.state_dict_saver import async_save
 
         self.wait()
-        with warnings.catch_warnings(action="ignore"):  # always the same place: it keeps one, as the other does
+        with warnings.catch_warnings(
+            action="ignore"
+        ):  # always the same place: it keeps one, as the other does
             self._saving = async_save(state, checkpoint_id=self._folder / "saved", **self._options)
 
     def wait(self) -> None:
@@ -185,8 +200,9 @@ class _DCP:
 
 
 class _DCPProcess(_DCP):
-    """The same, with what it has against standing still: a process that writes, memory that is kept and shared with it
-    (pinned where there is CUDA), and a thread that copies there, for which the optimizer waits."""
+    """The same, with what it has against standing still: a process that writes, memory that is kept
+    and shared with it (pinned where there is CUDA), and a thread that copies there, for which the
+    optimizer waits."""
 
     def __init__(self, folder: Path) -> None:
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -195,7 +211,10 @@ class _DCPProcess(_DCP):
         super().__init__(folder)
         cuda = torch.cuda.is_available()
         staging = StagingOptions(
-            use_pinned_memory=cuda, use_shared_memory=True, use_async_staging=True, use_non_blocking_copy=cuda
+            use_pinned_memory=cuda,
+            use_shared_memory=True,
+            use_async_staging=True,
+            use_non_blocking_copy=cuda,
         )
         self._options = {
             "async_checkpointer_type": AsyncCheckpointerType.PROCESS,
@@ -208,16 +227,23 @@ class _DCPProcess(_DCP):
             self._saving.staging_completion.result()
 
 
-CONTESTANTS: dict[str, Callable[[Path], Any]] = {"holdfast": _Holdfast, "DCP": _DCP, "DCP, process": _DCPProcess}
+CONTESTANTS: dict[str, Callable[[Path], Any]] = {
+    "holdfast": _Holdfast,
+    "DCP": _DCP,
+    "DCP, process": _DCPProcess,
+}
 
 
 def _measure(name: str, given: Options, step_s: float) -> list[dict[str, Any]]:
-    """In a worker: seconds standing still per save; of steps without and with a save beside them, by kind; of whole rounds
-    of a step and a save; and, of ours, standing still for a state of modules."""
+    """In a worker: seconds standing still per save; of steps without and with a save beside them,
+    by kind; of whole rounds of a step and a save; and, of ours, standing still for a state of
+    modules."""
     found = []
     with work_folder(given.folder) as folder:
         if name != "holdfast":
-            dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+            dist.init_process_group(
+                "gloo", init_method=f"file://{folder}/store", rank=0, world_size=1
+            )
         state = build(given.gib)
         clocks, training = _Clocks(), _Training(state, step_s)
         saver = CONTESTANTS[name](folder)
@@ -247,9 +273,13 @@ class _Rounds:
         self._step = 2
 
     def beside(self, kind: str, state: State, runs: int) -> list[Series]:
-        """Seconds standing still for saves of ``state``; of steps alone; of steps beside saves. One more round, at first,
-        is not counted."""
-        still, plain, beside = Series(f"{self._name}, still"), Series(f"{kind}, alone"), Series(f"{kind}, beside")
+        """Seconds standing still for saves of ``state``; of steps alone; of steps beside saves. One
+        more round, at first, is not counted."""
+        still, plain, beside = (
+            Series(f"{self._name}, still"),
+            Series(f"{kind}, alone"),
+            Series(f"{kind}, beside"),
+        )
         for number in range(runs + 1):
             alone_s = self._training.step(kind)
             self._step += 1
@@ -316,11 +346,18 @@ def _table(found: dict[str, list[Series]]) -> list[list[str]]:
         kinds = _kinds(name)
         for i, kind in enumerate(kinds):
             still, plain, beside = series[3 * i : 3 * i + 3]
-            steps = [f"{plain.median:.3f}", f"{beside.median:.3f}", f"{100 * _inflation(plain, beside):+.1f} %"]
+            steps = [
+                f"{plain.median:.3f}",
+                f"{beside.median:.3f}",
+                f"{100 * _inflation(plain, beside):+.1f} %",
+            ]
             rows.append([f"{name}, computing {KINDS[kind]}", *_still_ms(still), *steps, "–"])
         for at, copies in enumerate(LENGTHS, 3 * len(kinds)):
             rows.append([f"{name}, {_every(copies)}", *["–"] * 5, f"{series[at].median:.2f}"])
-    return [*rows, ["holdfast, a module and its optimizer", *_still_ms(found["holdfast"][-1]), *["–"] * 4]]
+    return [
+        *rows,
+        ["holdfast, a module and its optimizer", *_still_ms(found["holdfast"][-1]), *["–"] * 4],
+    ]
 
 
 def _kinds(name: str) -> list[str]:
@@ -336,7 +373,8 @@ def _still_ms(still: Series) -> list[str]:
 
 
 def _inflation(plain: Series, beside: Series) -> float:
-    """How much longer a step is while a save is under way: the median over pairs of steps, one right after the other."""
+    """How much longer a step is while a save is under way: the median over pairs of steps, one
+    right after the other."""
     return statistics.median(b / a for a, b in zip(plain.seconds, beside.seconds, strict=True)) - 1
 
 
@@ -351,18 +389,36 @@ def _report(found: dict[str, list[Series]], given: Options, folder: Path) -> Rep
     targets = [
         Target("standing still per save, ms", 1e3 * ours[0].median, still_ms, at_least=False),
         Target("the same, of modules, ms", 1e3 * ours[-1].median, still_ms, at_least=False),
-        Target("longer steps beside a save, %, accelerator", 100 * _inflation(ours[1], ours[2]), 3.0, at_least=False),
+        Target(
+            "longer steps beside a save, %, accelerator",
+            100 * _inflation(ours[1], ours[2]),
+            3.0,
+            at_least=False,
+        ),
     ]
     if "DCP" in found:
         every = zip(LENGTHS, found["DCP"][3:], ours[3 * len(KINDS) :], strict=False)
         for copies, theirs, mine in every:
             times = theirs.median / mine.median
-            targets.append(Target(f"{_every(copies)}, faster than DCP by", times, 2.0, at_least=True))
+            targets.append(
+                Target(f"{_every(copies)}, faster than DCP by", times, 2.0, at_least=True)
+            )
     return Report(
         "lazy",
-        f"What training notices of saves of about {given.gib:g} GiB at every step, {given.runs} steps",
+        (
+            f"What training notices of saves of about {given.gib:g} GiB at every step, "
+            f"{given.runs} steps"
+        ),
         describe(folder),
-        ["", "still, median ms", "still, max ms", "step alone s", "step beside s", "longer", "s per step and save"],
+        [
+            "",
+            "still, median ms",
+            "still, max ms",
+            "step alone s",
+            "step beside s",
+            "longer",
+            "s per step and save",
+        ],
         _table(found),
         [] if given.tiny else targets,
         series=[series for group in found.values() for series in group],

@@ -1,7 +1,9 @@
-"""What the machine can do at best: raw O_DIRECT writes and reads of as many bytes as the state has, and a memcpy of it.
+"""What the machine can do at best: raw O_DIRECT writes and reads of as many bytes as the state has,
+and a memcpy of it.
 
-No format, no checksum, no metadata: threads that write (or read) chunks of 16 MiB at their places in one file, then fsync
-of file and folder. The best of several settings is the limit; the limit is then measured again in every round.
+No format, no checksum, no metadata: threads that write (or read) chunks of 16 MiB at their places
+in one file, then fsync of file and folder. The best of several settings is the limit; the limit is
+then measured again in every round.
 """
 
 from __future__ import annotations
@@ -89,7 +91,8 @@ class RawFile:
 
 @functools.cache
 def _random_chunks(count: int) -> list[memoryview]:
-    """Page-aligned chunks of random normals, as many as threads at most: each thread has its own to read into."""
+    """Page-aligned chunks of random normals, as many as threads at most: each thread has its own to
+    read into."""
     random = np.random.default_rng(0)
     chunks = []
     for _ in range(count):
@@ -100,7 +103,8 @@ def _random_chunks(count: int) -> list[memoryview]:
 
 
 def best_setting(path: Path, nbytes: int, *, reading: bool, settle_s: float) -> RawFile:
-    """The fastest of the settings, each tried once. For reading, ``path`` is written first and stays."""
+    """The fastest of the settings, each tried once. For reading, ``path`` is written first and
+    stays."""
     tried: list[tuple[float, RawFile]] = []
     if reading:
         RawFile(path, nbytes, preallocate=True).write()  # in few pieces
@@ -117,14 +121,17 @@ def best_setting(path: Path, nbytes: int, *, reading: bool, settle_s: float) -> 
     if not reading:
         path.unlink()
     best = min(tried, key=lambda pair: pair[0])[1]
-    print(f"  limit: {best.threads} threads{', preallocated' if best.preallocate else ''}", flush=True)
+    print(
+        f"  limit: {best.threads} threads{', preallocated' if best.preallocate else ''}", flush=True
+    )
     return best
 
 
 class Memcpy:
     """A copy of a state into memory that is already there, and warm; by all of torch's threads.
 
-    Of that memory there is at most 1 GiB, used again and again: far more than any cache, and room is left for others.
+    Of that memory there is at most 1 GiB, used again and again: far more than any cache, and room
+    is left for others.
     """
 
     def __init__(self, state: State) -> None:
@@ -164,7 +171,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse("limits", __doc__, argv)
     with work_folder(options.folder) as folder:
         state = build(options.gib)
-        found: list[Series] = contest(_contestants(folder, state, options), options.runs, options.settle_s)
+        found: list[Series] = contest(
+            _contestants(folder, state, options), options.runs, options.settle_s
+        )
         nbytes = nbytes_of(state)
         columns = [0, 1, 2, 3, 4]  # the others compare with a limit
         report = Report(

@@ -1,8 +1,10 @@
-"""Llama-3 405B in training, as each rank of a job holds it: names, shapes and placements, without a byte of it.
+"""Llama-3 405B in training, as each rank of a job holds it: names, shapes and placements, without a
+byte of it.
 
-Published dimensions: 126 layers, hidden 16384, feed-forward 53248, 128 heads, 8 of keys and values, a vocabulary of 128256.
-Beside the bf16 weights there are the fp32 master copy and two moments of Adam, a random state and the place in the data
-that differ from rank to rank. Memory for the tensors is asked for, and never touched: it costs address space alone.
+Published dimensions: 126 layers, hidden 16384, feed-forward 53248, 128 heads, 8 of keys and values,
+a vocabulary of 128256. Beside the bf16 weights there are the fp32 master copy and two moments of
+Adam, a random state and the place in the data that differ from rank to rank. Memory for the tensors
+is asked for, and never touched: it costs address space alone.
 """
 
 from __future__ import annotations
@@ -47,10 +49,17 @@ class Model:
             yield "tok_embeddings.weight", (self.vocab, h)
         for layer in range(self.layers * index // stages, self.layers * (index + 1) // stages):
             shapes = {"wq": (h, h), "wk": (kv, h), "wv": (kv, h), "wo": (h, h)}
-            yield from ((f"layers.{layer}.attention.{name}.weight", shape) for name, shape in shapes.items())
+            yield from (
+                (f"layers.{layer}.attention.{name}.weight", shape) for name, shape in shapes.items()
+            )
             shapes = {"w1": (f, h), "w2": (h, f), "w3": (f, h)}
-            yield from ((f"layers.{layer}.feed_forward.{name}.weight", shape) for name, shape in shapes.items())
-            yield from ((f"layers.{layer}.{name}.weight", (h,)) for name in ("attention_norm", "ffn_norm"))
+            yield from (
+                (f"layers.{layer}.feed_forward.{name}.weight", shape)
+                for name, shape in shapes.items()
+            )
+            yield from (
+                (f"layers.{layer}.{name}.weight", (h,)) for name in ("attention_norm", "ffn_norm")
+            )
         if index == stages - 1:
             yield "norm.weight", (h,)
             yield "output.weight", (self.vocab, h)
@@ -61,10 +70,11 @@ TINY = Model(layers=4, hidden=256, ffn=512, kv=64, vocab=1000)
 
 @dataclass(frozen=True)
 class Job:
-    """A training job: the model on ``tp`` x ``pp`` x ``dp`` ranks; ranks of one tensor-parallel group are neighbours.
+    """A training job: the model on ``tp`` x ``pp`` x ``dp`` ranks; ranks of one tensor-parallel
+    group are neighbours.
 
-    ``kind`` says what data parallelism splits: the optimizer (ZeRO-1), all of the state (ZeRO-3), or all of it within
-    groups of ranks, with the same in each group (HSDP).
+    ``kind`` says what data parallelism splits: the optimizer (ZeRO-1), all of the state (ZeRO-3),
+    or all of it within groups of ranks, with the same in each group (HSDP).
     """
 
     model: Model
@@ -80,8 +90,13 @@ class Job:
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """The mesh of one pipeline stage: replicas, what data parallelism splits over, tensor parallelism."""
-        split = max(n for n in range(1, SHARD_GROUP_MAX + 1) if self.dp % n == 0) if self.kind == "HSDP" else self.dp
+        """The mesh of one pipeline stage: replicas, what data parallelism splits over, tensor
+        parallelism."""
+        split = (
+            max(n for n in range(1, SHARD_GROUP_MAX + 1) if self.dp % n == 0)
+            if self.kind == "HSDP"
+            else self.dp
+        )
         return self.dp // split, split, self.tp
 
     def mesh(self, rank: int) -> DeviceMesh:
@@ -114,13 +129,22 @@ class Job:
         return [Replicate(), rows if split else Replicate(), Shard(over)]
 
 
-def _part(mesh: DeviceMesh, shape: tuple[int, ...], placements: Sequence[Placement], dtype: torch.dtype) -> DTensor:
+def _part(
+    mesh: DeviceMesh, shape: tuple[int, ...], placements: Sequence[Placement], dtype: torch.dtype
+) -> DTensor:
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
-    local = local_shape(shape, tuple(mesh.shape), coordinate, [placement_of(placement) for placement in placements])
+    local = local_shape(
+        shape, tuple(mesh.shape), coordinate, [placement_of(placement) for placement in placements]
+    )
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     return DTensor.from_local(
-        torch.empty(local, dtype=dtype), mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+        torch.empty(local, dtype=dtype),
+        mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=stride,
     )
 
 

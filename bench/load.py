@@ -1,6 +1,8 @@
-"""Cold load of a whole state into tensors that are already there: this library, its peers, and the limit of the storage.
+"""Cold load of a whole state into tensors that are already there: this library, its peers, and the
+limit of the storage.
 
-Cold: the page cache is empty. The tensors are zeroed before each run, and compared with what was saved after it.
+Cold: the page cache is empty. The tensors are zeroed before each run, and compared with what was
+saved after it.
 """
 
 from __future__ import annotations
@@ -71,9 +73,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         state = build(options.gib)
         found = contest(_contestants(folder, state, options), options.runs, options.settle_s)
         nbytes = nbytes_of(state)
-        title = f"Cold load: {nbytes / 1e9:.2f} GB in {len(digests(state))} tensors, one process, {options.runs} rounds"
+        title = (
+            f"Cold load: {nbytes / 1e9:.2f} GB in {len(digests(state))} tensors, one process, "
+            f"{options.runs} rounds"
+        )
         judged = [] if options.tiny else targets(found, 0.85, 3.0)
-        report = Report("load", title, describe(folder), header(), rows(found, nbytes), judged, series=found)
+        report = Report(
+            "load", title, describe(folder), header(), rows(found, nbytes), judged, series=found
+        )
         report.emit(options.json, options.svg)
     return 0
 

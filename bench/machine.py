@@ -30,7 +30,8 @@ _M_ARENA_MAX = -8  # of mallopt, in glibc
 
 
 def describe(folder: Path) -> dict[str, str]:
-    """What machine this is, and what file system ``folder`` lies on; nothing that would identify either."""
+    """What machine this is, and what file system ``folder`` lies on; nothing that would identify
+    either."""
     import torch
 
     return {
@@ -40,7 +41,9 @@ def describe(folder: Path) -> dict[str, str]:
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "page cache": "dropped before each read" if _may_drop_caches() else "evicted file by file before each read",
+        "page cache": "dropped before each read"
+        if _may_drop_caches()
+        else "evicted file by file before each read",
     }
 
 
@@ -63,14 +66,16 @@ def read_from_device_nbytes() -> int:
 
 
 def processor_s() -> tuple[float, float]:
-    """Seconds of processor time so far: of this process, and of the whole machine, its kernel included."""
+    """Seconds of processor time so far: of this process, and of the whole machine, its kernel
+    included."""
     ticks = [int(field) for field in Path("/proc/stat").read_text().partition("\n")[0].split()[1:8]]
     idle = sum(ticks[3:5])  # that waits for a disk, too
     return time.process_time(), (sum(ticks) - idle) / os.sysconf("SC_CLK_TCK")
 
 
 class PeakMemory:
-    """``with PeakMemory() as memory``: then ``memory.nbytes`` is how far resident memory rose above its size at entry.
+    """``with PeakMemory() as memory``: then ``memory.nbytes`` is how far resident memory rose above
+    its size at entry.
 
     Pages of files that a program maps count as well: the kernel counts them.
     """
@@ -84,7 +89,10 @@ class PeakMemory:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.nbytes = max(0, _status_nbytes("VmHWM") - self._begin)
 
@@ -94,15 +102,19 @@ def _status_nbytes(name: str) -> int:
 
 
 def share_heap() -> None:
-    """Have all threads allocate from one heap from now on. glibc gives threads heaps of their own, and never gives back what
-    is free at the end of one of those: so each stays as large as it ever was, which looks like a leak for a long time."""
+    """Have all threads allocate from one heap from now on. glibc gives threads heaps of their own,
+    and never gives back what is free at the end of one of those: so each stays as large as it ever
+    was, which looks like a leak for a long time."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
 def trim_heap() -> None:
-    """Give back what the C library keeps of freed memory, or the next contestant would find it warm and uncounted."""
-    with contextlib.suppress(OSError, AttributeError):  # not glibc: nothing to trim, or no way to say so
+    """Give back what the C library keeps of freed memory, or the next contestant would find it warm
+    and uncounted."""
+    with contextlib.suppress(
+        OSError, AttributeError
+    ):  # not glibc: nothing to trim, or no way to say so
         ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -117,10 +129,11 @@ def sync_tree(path: Path) -> None:
 
 
 def drop_caches(path: Path) -> None:
-    """Let the next read of what lies below ``path`` come from the device: as root drop all clean pages, else these.
+    """Let the next read of what lies below ``path`` come from the device: as root drop all clean
+    pages, else these.
 
-    As root free memory is put together, too: what one contestant has scattered is not to slow the next one down, whose
-    reads would go to the device page by page.
+    As root free memory is put together, too: what one contestant has scattered is not to slow the
+    next one down, whose reads would go to the device page by page.
     """
     os.sync()
     for entry in (path, *_below(path)):

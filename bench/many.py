@@ -1,6 +1,8 @@
-"""Ten thousand small objects: put, listed, asked for and deleted, as many at a time as the driver suggests.
+"""Ten thousand small objects: put, listed, asked for and deleted, as many at a time as the driver
+suggests.
 
-But for puts: a server may take half a second to call a file closed, and no time of its own. They are 64 at a time.
+But for puts: a server may take half a second to call a file closed, and no time of its own. They
+are 64 at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ PUTS = 64
 
 
 def many_objects(uri: Uri, *, tiny: bool) -> str:
-    """How long each operation takes on that many objects below ``uri``, as a sentence; a fiftieth of them if ``tiny``.
+    """How long each operation takes on that many objects below ``uri``, as a sentence; a fiftieth
+    of them if ``tiny``.
 
     Raises AssertionError where a listing lacks objects, or shows deleted ones.
     """
@@ -35,7 +38,11 @@ async def _timed(driver: Driver, count: int) -> dict[str, float]:
     async def look(key: str) -> None:
         await driver.stat(key)
 
-    keys, seconds, width = [f"many/{n % 100}/{n}" for n in range(count)], {}, driver.traits.concurrency
+    keys, seconds, width = (
+        [f"many/{n % 100}/{n}" for n in range(count)],
+        {},
+        driver.traits.concurrency,
+    )
     began_s = time.perf_counter()
     await at_most(PUTS, (driver.put(key, bytes(NBYTES)) for key in keys))
     seconds["put"], began_s = time.perf_counter() - began_s, time.perf_counter()

@@ -1,6 +1,8 @@
-"""Host memory that a save and a load take beyond the state, for states of several sizes: the budget, whatever the size.
+"""Host memory that a save and a load take beyond the state, for states of several sizes: the
+budget, whatever the size.
 
-Each size has a process of its own. What counts is how far resident memory rises above what it was with the state built.
+Each size has a process of its own. What counts is how far resident memory rises above what it was
+with the state built.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ BUDGET_NBYTES = 512 << 20
 
 
 def _measure(folder: Path, gib: float) -> dict[str, Any]:
-    """In a worker: bytes of the state, and the peaks of a save and a load, each from memory as it was at the start."""
+    """In a worker: bytes of the state, and the peaks of a save and a load, each from memory as it
+    was at the start."""
     holdfast.save(folder / "warm", build(TINY_GIB))
     holdfast.release_memory()
     state = build(gib)
@@ -64,7 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(given: Options, folder: Path) -> Report:
-    sizes = [TINY_GIB] if given.tiny else [s for s in SIZES_GIB if 1.4 * s * GIB < available_nbytes()]
+    sizes = (
+        [TINY_GIB] if given.tiny else [s for s in SIZES_GIB if 1.4 * s * GIB < available_nbytes()]
+    )
     told = []
     for size in sizes:
         with work_folder(folder) as inner:
@@ -77,10 +82,16 @@ def _report(given: Options, folder: Path) -> Report:
         describe(folder),
         ["state", "save", "load"],
         [
-            [f"{t['nbytes'] / GIB:.2f} GiB", f"{t['save'] / (1 << 20):.0f} MiB", f"{t['load'] / (1 << 20):.0f} MiB"]
+            [
+                f"{t['nbytes'] / GIB:.2f} GiB",
+                f"{t['save'] / (1 << 20):.0f} MiB",
+                f"{t['load'] / (1 << 20):.0f} MiB",
+            ]
             for t in told
         ],
-        [] if given.tiny else [Target("peak, in units of the budget", worst / BUDGET_NBYTES, 1.0, at_least=False)],
+        []
+        if given.tiny
+        else [Target("peak, in units of the budget", worst / BUDGET_NBYTES, 1.0, at_least=False)],
     )
 
 

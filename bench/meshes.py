@@ -1,7 +1,8 @@
 """States laid out over the ranks of a job, as DTensors, without any communication.
 
-A layout says how a mesh of ranks splits each tensor. Every rank builds the whole state from the same seed and keeps its
-part, so what a rank should hold under another layout is known without the one that was saved.
+A layout says how a mesh of ranks splits each tensor. Every rank builds the whole state from the
+same seed and keeps its part, so what a rank should hold under another layout is known without the
+one that was saved.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def _by_rows(name: str, tensor: torch.Tensor) -> Sequence[Placement]:
 
 
 def _fsdp_and_tp(name: str, tensor: torch.Tensor) -> Sequence[Placement]:
-    """Megatron's split of matrices over the second axis of the mesh, and FSDP2's of rows over the first."""
+    """Megatron's split of matrices over the second axis of the mesh, and FSDP2's of rows over the
+    first."""
     if tensor.ndim == 1:
         return [Shard(0), Replicate()]
     if name.endswith(ROW_PARALLEL):
@@ -69,7 +71,9 @@ def lay_out(state: State, layout: Layout) -> State:
 
 
 def _parameter(path: str, key: str) -> str:
-    return key if key.endswith("weight") else path  # an optimizer's tensors are named after what they belong to
+    return (
+        key if key.endswith("weight") else path
+    )  # an optimizer's tensors are named after what they belong to
 
 
 def _placed(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:

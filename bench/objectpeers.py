@@ -1,4 +1,5 @@
-"""Whom saving to S3 is compared with: the bare client, and DCP with its two ways to S3. Each as its documentation says."""
+"""Whom saving to S3 is compared with: the bare client, and DCP with its two ways to S3. Each as its
+documentation says."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ SETTINGS = tuple(itertools.product((8 << 20, 16 << 20), (4, 8, 16)))
 
 @dataclass
 class Bare:
-    """The client alone, moving as many bytes as the state has: one object in parts, no format, no checksum of our own.
+    """The client alone, moving as many bytes as the state has: one object in parts, no format, no
+    checksum of our own.
 
     Connected as this library connects, so both send and sign alike.
     """
@@ -89,7 +91,9 @@ class Bare:
         return S3Driver.open(self.uri)._connect(Requests.SENDING)
 
 
-def best(uri: Uri, nbytes: int, *, reading: bool, settings: Sequence[tuple[int, int]] = SETTINGS) -> Bare:
+def best(
+    uri: Uri, nbytes: int, *, reading: bool, settings: Sequence[tuple[int, int]] = SETTINGS
+) -> Bare:
     """The bare client with the part size and concurrency that were fastest here, in a run of each."""
     found: list[tuple[float, Bare]] = []
     for part_nbytes, concurrency in settings:
@@ -108,7 +112,8 @@ def _timed(run: Any) -> float:
 
 
 class Peer:
-    """``save(uri, state)`` writes a new checkpoint; ``load(uri, state)`` fills the tensors of ``state`` in place."""
+    """``save(uri, state)`` writes a new checkpoint; ``load(uri, state)`` fills the tensors of
+    ``state`` in place."""
 
     name = "holdfast"
 
@@ -191,7 +196,11 @@ def peers(*, alone: bool) -> list[Peer]:
     out = [Peer()]
     if not alone and importlib.util.find_spec("s3fs"):
         out.append(_Fsspec())
-    if not alone and importlib.util.find_spec("s3torchconnector") and importlib.util.find_spec("tenacity"):
+    if (
+        not alone
+        and importlib.util.find_spec("s3torchconnector")
+        and importlib.util.find_spec("tenacity")
+    ):
         out.append(_Connector())
     return out
 

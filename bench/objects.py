@@ -1,4 +1,5 @@
-"""Saves and loads of a whole state over S3: this library, its peers, and the bare client at its best setting.
+"""Saves and loads of a whole state over S3: this library, its peers, and the bare client at its
+best setting.
 
 And ten thousand small objects, see ``many``.
 Without --uri a server is started, where the tests have one; both then share this machine.
@@ -37,14 +38,17 @@ NO_SERVER = 3
 
 @contextmanager
 def s3_server(uri: str | None) -> Iterator[Uri | None]:
-    """A root of its own, below ``uri`` or on a server that lives as long as this; None where there is none."""
+    """A root of its own, below ``uri`` or on a server that lives as long as this; None where there
+    is none."""
     if uri is not None:
         yield join(uri, uuid.uuid4().hex)
         return
     if not SERVER.exists():
         yield None
         return
-    process = subprocess.Popen([sys.executable, str(SERVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, str(SERVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -87,11 +91,18 @@ def _loading(peer: Peer, uri: Uri, state: State, expected: dict[str, bytes]) -> 
     return Contestant(peer.name, lambda: peer.load(uri, state), lambda: zero(state), after)
 
 
-def _moving(uri: Uri, given: Options, kind: str, others: Sequence[Peer]) -> tuple[list[Series], int]:
+def _moving(
+    uri: Uri, given: Options, kind: str, others: Sequence[Peer]
+) -> tuple[list[Series], int]:
     """The contest of saving, or of loading; and how many bytes that moves."""
     state = build(given.gib)
     nbytes, reading = nbytes_of(state), kind == "load"
-    bare = best(below(uri, "bare"), nbytes, reading=reading, settings=((5 << 20, 4),) if given.tiny else SETTINGS)
+    bare = best(
+        below(uri, "bare"),
+        nbytes,
+        reading=reading,
+        settings=((5 << 20, 4),) if given.tiny else SETTINGS,
+    )
     if reading:
         expected = digests(state)
         made = [_loading(peer, below(uri, peer.name), state, expected) for peer in others]
@@ -107,8 +118,8 @@ def _moving(uri: Uri, given: Options, kind: str, others: Sequence[Peer]) -> tupl
 
 
 def _able(uri: Uri, alone: bool) -> tuple[list[Peer], list[str]]:
-    """Who can save to this server and load from it, and why the others cannot. Everybody imports what they need, and
-    starts their threads, outside the measured time."""
+    """Who can save to this server and load from it, and why the others cannot. Everybody imports
+    what they need, and starts their threads, outside the measured time."""
     state = build(TINY_GIB)
     expected = digests(state)
     able, notes = [], []
@@ -131,9 +142,23 @@ def _able(uri: Uri, alone: bool) -> tuple[list[Peer], list[str]]:
 def _targets(found: Sequence[Series], kind: str) -> list[Target]:
     by_name = {series.name: series for series in found}
     ours = by_name["holdfast"]
-    out = [Target(f"{kind}: share of the bare client's rate", ratio(by_name["limit"], ours), 0.9, at_least=True)]
+    out = [
+        Target(
+            f"{kind}: share of the bare client's rate",
+            ratio(by_name["limit"], ours),
+            0.9,
+            at_least=True,
+        )
+    ]
     if "DCP, s3fs" in by_name:
-        out.append(Target(f"{kind}: times faster than DCP", ratio(by_name["DCP, s3fs"], ours), 2.0, at_least=True))
+        out.append(
+            Target(
+                f"{kind}: times faster than DCP",
+                ratio(by_name["DCP, s3fs"], ours),
+                2.0,
+                at_least=True,
+            )
+        )
     return out
 
 

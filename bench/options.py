@@ -20,7 +20,8 @@ class Options:
     """What a program was asked for."""
 
     tiny: bool
-    """Seconds, not minutes: a small state and one run; says whether results are right, not how fast they come."""
+    """Seconds, not minutes: a small state and one run; says whether results are right, not how fast
+    they come."""
     folder: Path
     """Where to write; everything that is written is removed."""
     runs: int
@@ -43,18 +44,29 @@ class Options:
 
 def bare_parser(prog: str, doc: str | None, *, tiny: str) -> argparse.ArgumentParser:
     """The options that do not ask what is measured; ``tiny`` is the help for that one."""
-    out = argparse.ArgumentParser(prog=f"python -m holdfast.bench.{prog}", description=(doc or "").split("\n\n")[0])
+    out = argparse.ArgumentParser(
+        prog=f"python -m holdfast.bench.{prog}", description=(doc or "").split("\n\n")[0]
+    )
     out.add_argument("--tiny", action="store_true", help=tiny)
-    out.add_argument("--dir", type=Path, default=Path(), help="where to write; removed afterwards (default: here)")
+    out.add_argument(
+        "--dir",
+        type=Path,
+        default=Path(),
+        help="where to write; removed afterwards (default: here)",
+    )
     out.add_argument("--json", type=Path, help="also write all figures to this file")
     out.add_argument("--svg", type=Path, help="also draw them (needs matplotlib)")
     return out
 
 
-def parser(prog: str, doc: str | None, *, gib: float = 5.0, runs: int = 5) -> argparse.ArgumentParser:
+def parser(
+    prog: str, doc: str | None, *, gib: float = 5.0, runs: int = 5
+) -> argparse.ArgumentParser:
     """The options of every contest; the default for ``--gib`` and ``--runs`` is the program's own."""
     out = bare_parser(prog, doc, tiny="a run of seconds that checks results, not speed")
-    out.add_argument("--runs", type=int, default=runs, help=f"rounds; medians are reported (default: {runs})")
+    out.add_argument(
+        "--runs", type=int, default=runs, help=f"rounds; medians are reported (default: {runs})"
+    )
     out.add_argument("--gib", type=float, default=gib, help=f"size of the state (default: {gib:g})")
     out.add_argument("--alone", action="store_true", help="without the peers")
     return out
@@ -64,11 +76,19 @@ def options(given: argparse.Namespace) -> Options:
     """The shared options, out of what :func:`parser` has parsed."""
     tiny: bool = given.tiny
     return Options(
-        tiny, given.dir, 1 if tiny else given.runs, TINY_GIB if tiny else given.gib, given.alone, given.json, given.svg
+        tiny,
+        given.dir,
+        1 if tiny else given.runs,
+        TINY_GIB if tiny else given.gib,
+        given.alone,
+        given.json,
+        given.svg,
     )
 
 
-def parse(prog: str, doc: str | None, argv: Sequence[str] | None, *, gib: float = 5.0, runs: int = 5) -> Options:
+def parse(
+    prog: str, doc: str | None, argv: Sequence[str] | None, *, gib: float = 5.0, runs: int = 5
+) -> Options:
     """The options of a program that has none of its own."""
     return options(parser(prog, doc, gib=gib, runs=runs).parse_args(argv))
 

@@ -1,5 +1,6 @@
-"""What lz4 costs and saves: durable save and cold load of one process, plain and compressed, of a state that was trained, as
-far as lz4 can tell, and of one that shrinks: half of it moments that are still zero, and masks.
+"""What lz4 costs and saves: durable save and cold load of one process, plain and compressed, of a
+state that was trained, as far as lz4 can tell, and of one that shrinks: half of it moments that are
+still zero, and masks.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ WAYS: tuple[Literal["lz4"] | None, ...] = (None, "lz4")
 
 
 def _shrinking(gib: float) -> State:
-    """As large; of the optimizer's tensors the moments are zero, and each weight has a mask instead of its bf16 copy."""
+    """As large; of the optimizer's tensors the moments are zero, and each weight has a mask instead
+    of its bf16 copy."""
     state = build(gib)
     for moments in state["optim"].values():
         moments["exp_avg"].zero_()
@@ -68,7 +70,14 @@ def _rows(found: Sequence[Series], stored: dict[str, int], nbytes: int) -> list[
         took = [by_name[f"{name}: {what}"] for what in ("save", "load")]
         busy_s = [median(series.own_processor_s) for series in took]
         rates = [f"{nbytes / series.median / 1e9:.2f}" for series in took]
-        rows.append([name, f"{stored_nbytes / nbytes:.1%}", *rates, *(f"{s * 1e9 / nbytes:.2f}" for s in busy_s)])
+        rows.append(
+            [
+                name,
+                f"{stored_nbytes / nbytes:.1%}",
+                *rates,
+                *(f"{s * 1e9 / nbytes:.2f}" for s in busy_s),
+            ]
+        )
     return rows
 
 
@@ -82,7 +91,10 @@ def _measure(options: Options, folder: Path) -> Report:
             shutil.rmtree(path)
     return Report(
         "packed",
-        f"Plain and lz4: {nbytes / 1e9:.2f} GB in {len(flat_tensors(state))} tensors, one process, {options.runs} rounds",
+        (
+            f"Plain and lz4: {nbytes / 1e9:.2f} GB in {len(flat_tensors(state))} tensors, one "
+            f"process, {options.runs} rounds"
+        ),
         describe(folder),
         ["", "stored", "save GB/s", "load GB/s", "save CPU s/GB", "load CPU s/GB"],
         _rows(found, stored, nbytes),

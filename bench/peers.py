@@ -1,4 +1,5 @@
-"""The contestants: this library and those it is compared with, each as its documentation says it is used.
+"""The contestants: this library and those it is compared with, each as its documentation says it is
+used.
 
 All are called through their public names, and all write to a path of their own.
 """
@@ -23,13 +24,15 @@ __all__ = ["Peer", "peers"]
 
 @dataclass(frozen=True)
 class Peer:
-    """``save(path, state)`` writes a new checkpoint; ``load(path, state)`` fills the tensors of ``state`` in place."""
+    """``save(path, state)`` writes a new checkpoint; ``load(path, state)`` fills the tensors of
+    ``state`` in place."""
 
     name: str
     save: Callable[[Path, State], None]
     load: Callable[[Path, State], None]
     durable: bool = False
-    """Whether what ``save`` wrote is durable when it returns. If not, the benchmark adds the fsyncs."""
+    """Whether what ``save`` wrote is durable when it returns. If not, the benchmark adds the
+    fsyncs."""
 
 
 def peers(*, alone: bool = False) -> list[Peer]:
@@ -85,7 +88,9 @@ def _save_dcp(threads: int) -> Callable[[Path, State], None]:
 
         with warnings.catch_warnings(action="ignore"):
             state_dict_saver.save(
-                state, storage_writer=filesystem.FileSystemWriter(path, thread_count=threads), no_dist=True
+                state,
+                storage_writer=filesystem.FileSystemWriter(path, thread_count=threads),
+                no_dist=True,
             )
 
     return save

@@ -1,8 +1,10 @@
-"""What planning costs each rank of a large job, and the rank that commits: Llama-3 405B with Adam, simulated.
+"""What planning costs each rank of a large job, and the rank that commits: Llama-3 405B with Adam,
+simulated.
 
-The engine's own functions get what the ranks of such a job would have: tensors of the right names, shapes and placements,
-whose memory is never touched. Ranks come one after the other, so a laptop will do; what they would send is merged for all
-of them. Times are of the processor: on one core, without what else the machine does meanwhile.
+The engine's own functions get what the ranks of such a job would have: tensors of the right names,
+shapes and placements, whose memory is never touched. Ranks come one after the other, so a laptop
+will do; what they would send is merged for all of them. Times are of the processor: on one core,
+without what else the machine does meanwhile.
 """
 
 from __future__ import annotations
@@ -90,9 +92,16 @@ class _Found:
         return f"{self.job.kind}, {self.job.world:,} ranks"
 
     def row(self) -> list[str]:
-        stated, lead = (f"{n / 1e3:.1f}" for n in self.stated_nbytes), (f"{s:.2f}" for s in self.lead_s)
+        stated, lead = (
+            (f"{n / 1e3:.1f}" for n in self.stated_nbytes),
+            (f"{s:.2f}" for s in self.lead_s),
+        )
         begun = [*stated, *lead] if any(self.stated_nbytes) else ["–"] * 4
-        whole = [f"{self.host_nbytes / 1e3:.0f}", f"{self.merge_s:.2f}", f"{self.merge_nbytes / MIB:,.0f}"]
+        whole = [
+            f"{self.host_nbytes / 1e3:.0f}",
+            f"{self.merge_s:.2f}",
+            f"{self.merge_nbytes / MIB:,.0f}",
+        ]
         whole += [f"{self.manifest_nbytes / 1e6:.1f}", f"{self.decode_s:.2f}"]
         whole += [f"{max(self.vouched_s, default=0) * 1e3:.0f}", f"{self.vouched_nbytes / MIB:.0f}"]
         whole += [f"{max(self.load_s, default=0) * 1e3:.0f}"]
@@ -110,7 +119,16 @@ class _Found:
 
 
 HEADER = ["", "tensors", "shards", "first ms", "again ms", "fragment kB", "again kB"]
-HEADER += ["begin kB", "again kB", "leader s", "again s", "host kB", "merge s", "merge MiB", "manifest MB"]
+HEADER += [
+    "begin kB",
+    "again kB",
+    "leader s",
+    "again s",
+    "host kB",
+    "merge s",
+    "merge MiB",
+    "manifest MB",
+]
 HEADER += ["checking it s", "of it ms", "of it MiB", "load plan ms"]
 
 
@@ -122,12 +140,16 @@ def _told(plan: ImagePlan, rank: int, flat: FlatState) -> Fragment:
 
 
 def _agreed(flat: FlatState) -> Agreed:
-    """What ranks agree on in such a job: all tensors lie as their mesh says, and the random state is each rank's own."""
-    return Agreed({row: () if part is None else part.holders for row, part in enumerate(flat.parts)}, {})
+    """What ranks agree on in such a job: all tensors lie as their mesh says, and the random state
+    is each rank's own."""
+    return Agreed(
+        {row: () if part is None else part.holders for row, part in enumerate(flat.parts)}, {}
+    )
 
 
 def _sample(found: _Found, rank: int) -> bytes:
-    """Plan for one rank, from its state to its fragment, for the first time and again; return the fragment."""
+    """Plan for one rank, from its state to its fragment, for the first time and again; return the
+    fragment."""
     job = found.job
     kept, agreed, again_s = job.state(rank), Agreed({}, {}), list[float]()
     for attempt in range(1 + REPEATS):
@@ -144,7 +166,11 @@ def _sample(found: _Found, rank: int) -> bytes:
             len(told.groups[0].shards),
             len(told.encode({told.groups[0].layout.key})),
         )
-        del state, flat, told  # to let go of a state is no part of planning the next one: a training loop keeps it
+        del (
+            state,
+            flat,
+            told,
+        )  # to let go of a state is no part of planning the next one: a training loop keeps it
     found.first_s.append(again_s.pop(0))
     found.again_s.append(statistics.median(again_s))
     found.tensors = max(found.tensors, tensors)
@@ -160,7 +186,8 @@ def _given(kept: Any) -> Any:
 
 
 class _Stage:
-    """The ranks of one pipeline stage, which hold the same tensors: flattened once, and moved from rank to rank."""
+    """The ranks of one pipeline stage, which hold the same tensors: flattened once, and moved from
+    rank to rank."""
 
     def __init__(self, job: Job, rank: int) -> None:
         self._flat = flatten(job.state(rank))
@@ -184,17 +211,26 @@ class _Stage:
         """What ``rank`` has flattened."""
         at = tuple(int(n) for n in np.argwhere(self._ranks == rank)[0])
         parts = [self._located(shape, at, placements) for shape, placements in self._kinds]
-        moved = replace(self._flat, parts=[None if kind is None else parts[kind] for kind in self._kind], kin=None)
+        moved = replace(
+            self._flat,
+            parts=[None if kind is None else parts[kind] for kind in self._kind],
+            kin=None,
+        )
         for value in moved.tree.values:
             if value.key == "position":
                 value.by_rank = [([0], 1000 + rank)]
         return moved
 
     def _located(
-        self, shape: tuple[int, ...], at: tuple[int, ...], placements: tuple[Replicated | Split, ...]
+        self,
+        shape: tuple[int, ...],
+        at: tuple[int, ...],
+        placements: tuple[Replicated | Split, ...],
     ) -> LocalPart:
         """Where along an axis that replicates does not matter."""
-        at = tuple(0 if isinstance(p, Replicated) else n for n, p in zip(at, placements, strict=True))
+        at = tuple(
+            0 if isinstance(p, Replicated) else n for n, p in zip(at, placements, strict=True)
+        )
         part = self._parts.get((shape, at, placements))
         if part is None:
             pieces = tuple(local_pieces(shape, self._ranks.shape, at, placements))
@@ -207,7 +243,9 @@ class _Stage:
         """The fragment of ``rank``."""
         plan = plan_image(moved, rank, _agreed(moved))
         self._layout = self._layout or plan.told
-        return _told(replace(plan, told=self._layout), rank, moved)  # whose layout is the same, and encoded once
+        return _told(
+            replace(plan, told=self._layout), rank, moved
+        )  # whose layout is the same, and encoded once
 
 
 def _commit(found: _Found, fragments: Sequence[bytes]) -> bytes:
@@ -226,15 +264,17 @@ def _commit(found: _Found, fragments: Sequence[bytes]) -> bytes:
 def _fragments(
     job: Job, expected: Mapping[int, bytes], stating: Callable[[int, FlatState], object]
 ) -> Iterator[Fragment]:
-    """Those of all ranks, whose flat states are shown to ``stating``. Raises AssertionError where one is not as it should
-    be."""
+    """Those of all ranks, whose flat states are shown to ``stating``. Raises AssertionError where
+    one is not as it should be."""
     for first in range(0, job.world, job.tp * job.dp):
         stage = _Stage(job, first)
         for rank in range(first, first + job.tp * job.dp):
             flat = stage.at(rank)
             told = stage.told(rank, flat)
             if rank in expected and told.encode() != expected[rank]:
-                raise AssertionError("a rank that was moved tells something else than one that was made")
+                raise AssertionError(
+                    "a rank that was moved tells something else than one that was made"
+                )
             stating(rank, flat)
             yield told
 
@@ -254,7 +294,12 @@ class _Beginning:
         row = int(np.flatnonzero(held.mesh < 0)[0])
         fingerprint = digest(b"%d" % rank)
         accord = Accord("0" * 32, Agreed({}, {}), {}, {held.names[row]: row}, Way([rank], [rank]))
-        told = {"of": [row], "digests": base64.b64encode(fingerprint).decode(), "nbytes": [RNG_NBYTES], "parts": {}}
+        told = {
+            "of": [row],
+            "digests": base64.b64encode(fingerprint).decode(),
+            "nbytes": [RNG_NBYTES],
+            "parts": {},
+        }
         for said, what in (
             (self.first, {"holds": held.encode(), "host": f"host {rank // HOST_RANKS}"}),
             (self._compared, told),
@@ -275,23 +320,32 @@ class _Beginning:
 
 
 def _fragments_by_twins(job: Job) -> Iterator[Fragment]:
-    """Those of all ranks of a job that is too large to plan for each: stages of as many layers differ in names alone, so
-    what was planned for the first of them is taken for the others. There, bytes may lie a page off: a header is longer."""
+    """Those of all ranks of a job that is too large to plan for each: stages of as many layers
+    differ in names alone, so what was planned for the first of them is taken for the others. There,
+    bytes may lie a page off: a header is longer."""
     size, known = job.tp * job.dp, dict[object, list[Group]]()
     for first in range(0, job.world, size):
         stage = _Stage(job, first)
         one = stage.told(first, stage.at(first)).groups[0]
         if stage.kind not in known:
-            known[stage.kind] = [stage.told(first + i, stage.at(first + i)).groups[0] for i in range(size)]
+            known[stage.kind] = [
+                stage.told(first + i, stage.at(first + i)).groups[0] for i in range(size)
+            ]
         for i, group in enumerate(known[stage.kind]):
-            ranks, values = np.array([first + i]), [[([first + i], by[0][1])] for by in group.values]
+            ranks, values = (
+                np.array([first + i]),
+                [[([first + i], by[0][1])] for by in group.values],
+            )
             images = replace(group.images, rank=ranks)
-            yield Fragment(HEAD, [replace(group, layout=one.layout, ranks=ranks, images=images, values=values)])
+            yield Fragment(
+                HEAD, [replace(group, layout=one.layout, ranks=ranks, images=images, values=values)]
+            )
 
 
 @contextlib.contextmanager
 def _without_collector() -> Iterator[None]:
-    """It would go through hundreds of thousands of objects, over and over, that are here for all ranks at once."""
+    """It would go through hundreds of thousands of objects, over and over, that are here for all
+    ranks at once."""
     gc.disable()
     try:
         yield
@@ -326,7 +380,9 @@ def _load(found: _Found, data: bytes, target: Job) -> None:
         found.load_s.append(time.process_time() - of_s + matched_s - seen_s)
         found.vouched_s.append(seen_s - began_s + of_s - matched_s)
         if matched.missing or matched.mismatched:
-            raise AssertionError(f"the other layout does not fit: {[*matched.missing, *matched.mismatched][:3]}")
+            raise AssertionError(
+                f"the other layout does not fit: {[*matched.missing, *matched.mismatched][:3]}"
+            )
     with PeakMemory() as memory:
         Vouched.decode(data).of(wanted.tensor)
     found.vouched_nbytes = memory.nbytes
@@ -367,12 +423,16 @@ def _targets(all_found: Sequence[_Found]) -> list[Target]:
     )
     least = {f.job.kind: f for f in all_found if f.job.dp == min(o.job.dp for o in all_found)}
     grown = max(_per_row(f) / _per_row(least[f.job.kind]) for f in all_found)
-    targets = [Target(f"{name}, {TARGETS:,} ranks", *figure, at_least=False) for name, figure in figures.items()]
+    targets = [
+        Target(f"{name}, {TARGETS:,} ranks", *figure, at_least=False)
+        for name, figure in figures.items()
+    ]
     most = max(f.job.world for f in all_found)
     growth = {"a first plan per tensor and shard": grown}
     growth |= {name: _growth(all_found, of) for name, of in PER_SHARD.items()}
     return targets + [
-        Target(f"growth of {name}, to {most:,} ranks", n, 1.5, at_least=False) for name, n in growth.items()
+        Target(f"growth of {name}, to {most:,} ranks", n, 1.5, at_least=False)
+        for name, n in growth.items()
     ]
 
 
@@ -433,21 +493,38 @@ def _draw(all_found: Sequence[_Found], file: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; raises AssertionError where a layout does not come together."""
     arguments = bare_parser("planning", __doc__, tiny="a small model on 16 and 64 ranks")
-    arguments.add_argument("--dp", type=int, nargs="+", default=DATA_PARALLEL, help="data-parallel ranks of each job")
-    arguments.add_argument("--merged-ranks-max", type=int, default=MERGED_RANKS_MAX, help="larger jobs are not merged")
-    arguments.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="what data parallelism splits")
+    arguments.add_argument(
+        "--dp", type=int, nargs="+", default=DATA_PARALLEL, help="data-parallel ranks of each job"
+    )
+    arguments.add_argument(
+        "--merged-ranks-max", type=int, default=MERGED_RANKS_MAX, help="larger jobs are not merged"
+    )
+    arguments.add_argument(
+        "--kinds", nargs="+", choices=KINDS, default=KINDS, help="what data parallelism splits"
+    )
     given = arguments.parse_args(argv)
     model, tp, pp = (TINY, 2, 2) if given.tiny else (Model(), 8, 16)
     sizes = (4, 16) if given.tiny else given.dp
     found = [
-        _measured(Job(model, kind, tp, pp, dp), Job(model, "ZeRO-3", tp, pp // 2, dp), given.merged_ranks_max)
+        _measured(
+            Job(model, kind, tp, pp, dp),
+            Job(model, "ZeRO-3", tp, pp // 2, dp),
+            given.merged_ranks_max,
+        )
         for kind in given.kinds
         for dp in sizes
     ]
-    series = [Series(f"{f.name}: {what}", s) for f in found for what, s in (("first", f.first_s), ("again", f.again_s))]
+    series = [
+        Series(f"{f.name}: {what}", s)
+        for f in found
+        for what, s in (("first", f.first_s), ("again", f.again_s))
+    ]
     report = Report(
         "planning",
-        "Planning of Llama-3 405B with Adam, TP 8 × PP 16 × DP; the slowest of some ranks, processor time",
+        (
+            "Planning of Llama-3 405B with Adam, TP 8 × PP 16 × DP; the slowest of some ranks, "
+            "processor time"
+        ),
         describe(given.dir),
         HEADER,
         [f.row() for f in found],

@@ -1,7 +1,8 @@
-"""Two ranks of one host that each save and load half of a state, beside one process that does it all.
+"""Two ranks of one host that each save and load half of a state, beside one process that does it
+all.
 
-Both times are of the whole job: from a barrier before to a barrier after. Two ranks should be no slower, but for
-what times differ anyway.
+Both times are of the whole job: from a barrier before to a barrier after. Two ranks should be no
+slower, but for what times differ anyway.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def _measure(folder: Path, given: Options, runs: int) -> dict[str, Any]:
             _timed(found[0], lambda: holdfast.save(path, state), path, rank)  # noqa: B023 - called at once
             zero(share)
             if number == 0:
-                holdfast.release_memory()  # or the load would find, uncounted, what the save has kept
+                # or the load would find, uncounted, what the save has kept
+                holdfast.release_memory()
             _timed(found[1], lambda: holdfast.load(path, into=state), path, rank)  # noqa: B023 - called at once
             if digests(share) != expected:
                 raise AssertionError("what was loaded is not what was saved")
@@ -53,7 +55,9 @@ def _measure(folder: Path, given: Options, runs: int) -> dict[str, Any]:
 
 
 def _nbytes(share: State) -> int:
-    return sum(_nbytes(v) if isinstance(v, dict) else getattr(v, "nbytes", 0) for v in share.values())
+    return sum(
+        _nbytes(v) if isinstance(v, dict) else getattr(v, "nbytes", 0) for v in share.values()
+    )
 
 
 def _timed(series: Series, run: Callable[[], object], path: Path, rank: int) -> None:
@@ -72,7 +76,10 @@ def _timed(series: Series, run: Callable[[], object], path: Path, rank: int) -> 
 
 def _contest(given: Options, folder: Path) -> tuple[dict[str, list[Series]], int]:
     """One process and two, launched in turn."""
-    found = {op: [Series(f"{op}, {n} process{'es' if n > 1 else ''}") for n in (1, 2)] for op in OPERATIONS}
+    found = {
+        op: [Series(f"{op}, {n} process{'es' if n > 1 else ''}") for n in (1, 2)]
+        for op in OPERATIONS
+    }
     nbytes = 0
     for launch in range(-(-given.runs // RUNS_A_LAUNCH)):
         for world in (1, 2):
@@ -82,15 +89,24 @@ def _contest(given: Options, folder: Path) -> tuple[dict[str, list[Series]], int
                 parts = [rank["series"][number] for rank in told]
                 series = found[operation][world - 1]
                 series.seconds += map(max, zip(*(part["seconds"] for part in parts), strict=True))
-                series.peak_nbytes += map(sum, zip(*(part["peak_nbytes"] for part in parts), strict=True))
-                print(f"  launch {launch + 1}: {series.name}: {series.seconds[-1]:.2f} s", flush=True)
+                series.peak_nbytes += map(
+                    sum, zip(*(part["peak_nbytes"] for part in parts), strict=True)
+                )
+                print(
+                    f"  launch {launch + 1}: {series.name}: {series.seconds[-1]:.2f} s", flush=True
+                )
             nbytes = sum(rank["nbytes"] for rank in told)
     return found, nbytes
 
 
 def _targets(found: dict[str, list[Series]]) -> list[Target]:
     return [
-        Target(f"{op}: rate of two processes, in units of one's", one.median / two.median, NO_SLOWER, at_least=True)
+        Target(
+            f"{op}: rate of two processes, in units of one's",
+            one.median / two.median,
+            NO_SLOWER,
+            at_least=True,
+        )
         for op, (one, two) in found.items()
     ]
 
@@ -103,14 +119,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parsed = arguments.parse_args(argv)
     given = options(parsed)
     if parsed.worker:
-        leave_findings(parsed.findings, _measure(given.folder, given, 1 if given.tiny else RUNS_A_LAUNCH))
+        leave_findings(
+            parsed.findings, _measure(given.folder, given, 1 if given.tiny else RUNS_A_LAUNCH)
+        )
         return 0
     with work_folder(given.folder) as folder:
         found, nbytes = _contest(given, folder)
         series = [s for pair in found.values() for s in pair]
         columns = [0, 1, 2, 3, 4, 7]  # no limit and no peer here
         title = (
-            f"Two processes, each with half of {nbytes / 1e9:.2f} GB, and one with all; {len(series[0].seconds)} runs"
+            f"Two processes, each with half of {nbytes / 1e9:.2f} GB, and one with all; "
+            f"{len(series[0].seconds)} runs"
         )
         Report(
             "ranks", title, describe(folder), [header()[c] for c in columns],

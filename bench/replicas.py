@@ -1,9 +1,11 @@
-"""Four ranks of one host load the same state cold: each byte read once and handed on, beside all that read all.
+"""Four ranks of one host load the same state cold: each byte read once and handed on, beside all
+that read all.
 
-Times are of the whole job, from a barrier before to a barrier after. The limit (``bare``): each rank reads a quarter of as
-many raw bytes as one replica has, and each copies all of them to its tensors, while others are read; it has nothing to find
-out, to verify or to agree upon. Beside it the quarters are read alone, and nothing is made of them: what the storage gives,
-not what four replicas can get of it.
+Times are of the whole job, from a barrier before to a barrier after. The limit (``bare``): each
+rank reads a quarter of as many raw bytes as one replica has, and each copies all of them to its
+tensors, while others are read; it has nothing to find out, to verify or to agree upon. Beside it
+the quarters are read alone, and nothing is made of them: what the storage gives, not what four
+replicas can get of it.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ OF_THE_LIMIT, TIMES_READ = 0.85, 1.01
 
 
 def _measure(folder: Path, given: Options) -> dict[str, Any]:
-    """In a worker: seconds, memory, and bytes asked of the storage and fetched from the device, per contestant and round."""
+    """In a worker: seconds, memory, and bytes asked of the storage and fetched from the device, per
+    contestant and round."""
     with joined() as (rank, world):
         state = build(given.gib)
         expected, nbytes = digests(state), nbytes_of(state)
@@ -49,7 +52,9 @@ def _measure(folder: Path, given: Options) -> dict[str, Any]:
                 told = _timed(load, folder, rank, given.settle_s)
                 if name not in (LIMIT, READS) and digests(state) != expected:
                     raise AssertionError(f"{name}: what was loaded is not what was saved")
-                for key, value in told.items() if number or given.tiny else ():  # the first is for warming up
+                for key, value in (
+                    told.items() if number or given.tiny else ()
+                ):  # the first is for warming up
                     found[name].setdefault(key, []).append(value)
         return {"found": found, "nbytes": nbytes}
 
@@ -96,7 +101,9 @@ def _dcp(folder: Path, state: State, *, saving: bool) -> None:
             state_dict_loader.load(state, checkpoint_id=folder / "dcp")
 
 
-def _timed(load: Callable[[], int | None], folder: Path, rank: int, settle_s: float) -> dict[str, float]:
+def _timed(
+    load: Callable[[], int | None], folder: Path, rank: int, settle_s: float
+) -> dict[str, float]:
     dist.barrier()
     if rank == 0:
         flush()
@@ -104,7 +111,11 @@ def _timed(load: Callable[[], int | None], folder: Path, rank: int, settle_s: fl
         drop_caches(folder)
     with PeakMemory() as memory:
         dist.barrier()
-        began_s, began_processor_s, fetched = time.perf_counter(), time.process_time(), read_from_device_nbytes()
+        began_s, began_processor_s, fetched = (
+            time.perf_counter(),
+            time.process_time(),
+            read_from_device_nbytes(),
+        )
         asked = load()
         processor_s = time.process_time() - began_processor_s
         dist.barrier()
@@ -115,16 +126,21 @@ def _timed(load: Callable[[], int | None], folder: Path, rank: int, settle_s: fl
 
 
 def _joined(told: Sequence[dict[str, Any]]) -> tuple[list[Series], dict[str, tuple[float, float]]]:
-    """Series of the whole job, and how many times one replica each contestant asked for, and fetched from the device."""
+    """Series of the whole job, and how many times one replica each contestant asked for, and
+    fetched from the device."""
     nbytes = told[0]["nbytes"]
     found, times = [], {}
     for name in told[0]["found"]:
-        columns = {key: [rank["found"][name][key] for rank in told] for key in told[0]["found"][name]}
+        columns = {
+            key: [rank["found"][name][key] for rank in told] for key in told[0]["found"][name]
+        }
         seconds = [max(each) for each in zip(*columns["seconds"], strict=True)]
         peaks = [int(sum(each)) for each in zip(*columns["peak"], strict=True)]
         processors_s: list[float] = list(map(sum, zip(*columns["processor"], strict=True)))
         found.append(Series(name, seconds, peaks, processors_s))
-        asked, device = (max(map(sum, zip(*columns[key], strict=True))) / nbytes for key in ("asked", "device"))
+        asked, device = (
+            max(map(sum, zip(*columns[key], strict=True))) / nbytes for key in ("asked", "device")
+        )
         times[name] = asked, device
     return found, times
 
@@ -132,8 +148,15 @@ def _joined(told: Sequence[dict[str, Any]]) -> tuple[list[Series], dict[str, tup
 def _targets(found: Sequence[Series], times: dict[str, tuple[float, float]]) -> list[Target]:
     series = {s.name: s for s in found}
     return [
-        Target("load of four replicas, of the limit", ratio(series[LIMIT], series[OURS]), OF_THE_LIMIT, at_least=True),
-        Target("bytes asked of the storage, in replicas", times[OURS][0], TIMES_READ, at_least=False),
+        Target(
+            "load of four replicas, of the limit",
+            ratio(series[LIMIT], series[OURS]),
+            OF_THE_LIMIT,
+            at_least=True,
+        ),
+        Target(
+            "bytes asked of the storage, in replicas", times[OURS][0], TIMES_READ, at_least=False
+        ),
     ]
 
 
@@ -162,7 +185,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
         Report(
             "replicas",
-            f"Cold load of {nbytes / 1e9:.2f} GB by each of {WORLD} ranks, {given.runs} rounds; GB/s of one replica",
+            (
+                f"Cold load of {nbytes / 1e9:.2f} GB by each of {WORLD} ranks, {given.runs} "
+                f"rounds; "
+                f"GB/s of one replica"
+            ),
             describe(folder),
             [*header(), "processor s", "replicas asked for", "from the device"],
             table,

@@ -1,4 +1,5 @@
-"""What a benchmark found: series of times, judged against targets; as text, Markdown, JSON or a drawing."""
+"""What a benchmark found: series of times, judged against targets; as text, Markdown, JSON or a
+drawing."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ OURS = "holdfast"
 
 @dataclass
 class Series:
-    """One contestant: seconds per round, in order; extra peak memory in bytes, and processor time in seconds, of this
-    process and of the whole machine, where they are known."""
+    """One contestant: seconds per round, in order; extra peak memory in bytes, and processor time
+    in seconds, of this process and of the whole machine, where they are known."""
 
     name: str
     seconds: list[float] = field(default_factory=list)
@@ -51,12 +52,16 @@ class Target:
 
     def __str__(self) -> str:
         sign = "≥" if self.at_least else "≤"
-        return f"{self.name}: {self.value:.3g} (target {sign} {self.bound:g}): {'met' if self.met else 'MISSED'}"
+        return (
+            f"{self.name}: {self.value:.3g} (target {sign} {self.bound:g}): "
+            f"{'met' if self.met else 'MISSED'}"
+        )
 
 
 @dataclass
 class Report:
-    """The outcome of one program. ``rows`` are what its table shows, ``series`` the raw figures behind them."""
+    """The outcome of one program. ``rows`` are what its table shows, ``series`` the raw figures
+    behind them."""
 
     program: str
     title: str
@@ -70,7 +75,15 @@ class Report:
     def text(self) -> str:
         """For a terminal."""
         machine = ", ".join(f"{key}: {value}" for key, value in self.machine.items())
-        lines = [self.title, machine, "", *aligned([self.header, *self.rows]), "", *self.notes, *map(str, self.targets)]
+        lines = [
+            self.title,
+            machine,
+            "",
+            *aligned([self.header, *self.rows]),
+            "",
+            *self.notes,
+            *map(str, self.targets),
+        ]
         return "\n".join(lines)
 
     def emit(self, json_file: Path | None, svg_file: Path | None = None) -> None:
@@ -83,18 +96,21 @@ class Report:
 
 
 def ratio(of: Series, to: Series) -> float:
-    """How long ``of`` takes in units of ``to``: the median over rounds, each of which saw the same storage."""
+    """How long ``of`` takes in units of ``to``: the median over rounds, each of which saw the same
+    storage."""
     if len(of.seconds) != len(to.seconds):
         return of.median / to.median
     return statistics.median(a / b for a, b in zip(of.seconds, to.seconds, strict=True))
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as lines whose columns stand under each other: the first to the left, numbers to the right."""
+    """Rows as lines whose columns stand under each other: the first to the left, numbers to the
+    right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(w) if i == 0 else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
         )
         for row in rows
     ]
@@ -120,7 +136,10 @@ def _draw(report: Report, file: Path) -> None:
 
     names, medians = [s.name for s in report.series], [s.median for s in report.series]
     figure, axes = plt.subplots(figsize=(7, 0.6 + 0.4 * len(names)), layout="constrained")
-    colours = ["tab:grey" if LIMIT in name else "tab:green" if name.startswith(OURS) else "tab:blue" for name in names]
+    colours = [
+        "tab:grey" if LIMIT in name else "tab:green" if name.startswith(OURS) else "tab:blue"
+        for name in names
+    ]
     bars = axes.barh(names[::-1], medians[::-1], color=colours[::-1])
     axes.bar_label(bars, fmt="%.2f s", padding=3)
     axes.set_title(report.title, fontsize="medium")

@@ -1,7 +1,9 @@
-"""Save under one layout, load under another: how many bytes are read for those that are wanted, and how long it takes.
+"""Save under one layout, load under another: how many bytes are read for those that are wanted, and
+how long it takes.
 
-"Asked for" is what was asked of the storage, checksums included; "from the device" is what the kernel fetched for the
-process meanwhile: the manifest too, and whatever program code had been dropped with the page cache.
+"Asked for" is what was asked of the storage, checksums included; "from the device" is what the
+kernel fetched for the process meanwhile: the manifest too, and whatever program code had been
+dropped with the page cache.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ __all__: list[str] = []
 
 CASES = (("4 ranks", "4 ranks"), ("4 ranks", "3 ranks"), ("2×2", "2 ranks"))
 STRIPS = ("3 ranks", "2×2")
-"""Wants columns of what is stored by rows: strips shorter than a block, which is read, and verified, whole."""
+"""Wants columns of what is stored by rows: strips shorter than a block, which is read, and
+verified, whole."""
 
 
 def _save(folder: Path, layout: str, gib: float) -> dict[str, Any]:
@@ -47,7 +50,9 @@ def _load(folder: Path, layout: str, gib: float, runs: int) -> dict[str, Any]:
         return {"runs": [_load_once(folder, state, expected, rank) for _ in range(runs)]}
 
 
-def _load_once(folder: Path, state: dict[str, Any], expected: dict[str, bytes], rank: int) -> dict[str, float]:
+def _load_once(
+    folder: Path, state: dict[str, Any], expected: dict[str, bytes], rank: int
+) -> dict[str, float]:
     zero(_locals(state))
     if rank == 0:
         drop_caches(folder)
@@ -62,7 +67,13 @@ def _load_once(folder: Path, state: dict[str, Any], expected: dict[str, bytes], 
     if digests(_locals(state)) != expected:
         raise AssertionError("what was loaded is not what this layout should hold")
     wanted, read = reports[0].bytes_wanted, reports[0].bytes_read
-    return {"seconds": seconds, "wanted": wanted, "read": read, "fetched": fetched, "peak": memory.nbytes}
+    return {
+        "seconds": seconds,
+        "wanted": wanted,
+        "read": read,
+        "fetched": fetched,
+        "peak": memory.nbytes,
+    }
 
 
 def _locals(state: dict[str, Any]) -> dict[str, Any]:
@@ -74,15 +85,24 @@ def _locals(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _case(source: str, target: str, given: Options, folder: Path) -> tuple[list[list[str]], Series, list[float]]:
+def _case(
+    source: str, target: str, given: Options, folder: Path
+) -> tuple[list[list[str]], Series, list[float]]:
     """Rows of the table, the seconds of the slowest rank per run, and the worst ratios."""
     with work_folder(folder) as inner:
         shared = given.arguments(inner / "saved")
-        saved = run_ranks("reshard", LAYOUTS[source].world, [*shared, "--worker", "save", "--layout", source])
-        told = run_ranks("reshard", LAYOUTS[target].world, [*shared, "--worker", "load", "--layout", target])
+        saved = run_ranks(
+            "reshard", LAYOUTS[source].world, [*shared, "--worker", "save", "--layout", source]
+        )
+        told = run_ranks(
+            "reshard", LAYOUTS[target].world, [*shared, "--worker", "load", "--layout", target]
+        )
     name = f"{LAYOUTS[source].name} → {LAYOUTS[target].name}"
     print(f"  {name}: saved in {max(s['seconds'] for s in saved):.2f} s", flush=True)
-    series = Series(name, [max(r["seconds"] for r in runs) for runs in zip(*(t["runs"] for t in told), strict=True)])
+    series = Series(
+        name,
+        [max(r["seconds"] for r in runs) for runs in zip(*(t["runs"] for t in told), strict=True)],
+    )
     rows, worst = [], [0.0, 0.0]
     for rank, runs in enumerate(t["runs"] for t in told):
         last = {key: max(run[key] for run in runs) for key in runs[0]}
@@ -90,12 +110,21 @@ def _case(source: str, target: str, given: Options, folder: Path) -> tuple[list[
         worst = [max(pair) for pair in zip(worst, ratios, strict=True)]
         moved = [f"{last[key] / 1e6:.1f}" for key in ("wanted", "read", "fetched")]
         peak = f"{last['peak'] / (1 << 20):.0f} MiB"
-        rows.append([f"{name}: rank {rank}", *moved, *(f"{x:.3f}" for x in ratios), f"{series.median:.2f}", peak])
+        rows.append(
+            [
+                f"{name}: rank {rank}",
+                *moved,
+                *(f"{x:.3f}" for x in ratios),
+                f"{series.median:.2f}",
+                peak,
+            ]
+        )
     return rows, series, worst
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; raises RuntimeError where a rank fails, or does not get what its layout should hold."""
+    """Measure and print; raises RuntimeError where a rank fails, or does not get what its layout
+    should hold."""
     arguments = parser("reshard", __doc__, gib=1.0, runs=3)
     arguments.add_argument("--worker", choices=("save", "load"), help="for internal use")
     arguments.add_argument("--layout", choices=sorted(LAYOUTS), help="for internal use")
@@ -116,18 +145,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(given: Options, folder: Path) -> Report:
-    cases = [_case(source, target, given, folder) for source, target in (CASES[2:] if given.tiny else CASES)]
+    cases = [
+        _case(source, target, given, folder)
+        for source, target in (CASES[2:] if given.tiny else CASES)
+    ]
     strips = [] if given.tiny else [_case(*STRIPS, given, folder)]
     names = ("asked of the storage", "fetched from the device")
     targets = [
         Target(
-            f"bytes {name} per byte wanted, worst rank", max(worst[i] for _, _, worst in cases), 1.05, at_least=False
+            f"bytes {name} per byte wanted, worst rank",
+            max(worst[i] for _, _, worst in cases),
+            1.05,
+            at_least=False,
         )
         for i, name in enumerate(names)
     ]
     return Report(
         "reshard",
-        f"Loading under another layout: a state of about {given.gib:g} GiB, cold, {given.runs} runs",
+        (
+            f"Loading under another layout: a state of about {given.gib:g} GiB, cold, "
+            f"{given.runs} runs"
+        ),
         describe(folder),
         [
             "",
@@ -141,7 +179,10 @@ def _report(given: Options, folder: Path) -> Report:
         ],
         [row for rows, _, _ in (*cases, *strips) for row in rows],
         [] if given.tiny else targets,
-        [f"{series.name}: not counted; columns are wanted of what is stored by rows." for _, series, _ in strips],
+        [
+            f"{series.name}: not counted; columns are wanted of what is stored by rows."
+            for _, series, _ in strips
+        ],
         series=[series for _, series, _ in (*cases, *strips)],
     )
 

@@ -1,6 +1,8 @@
-"""Durable save of a whole state by one process: this library, its peers, and the limit of the storage.
+"""Durable save of a whole state by one process: this library, its peers, and the limit of the
+storage.
 
-What a contestant leaves in the page cache is fsynced, file by file and folder by folder, inside the time that is measured.
+What a contestant leaves in the page cache is fsynced, file by file and folder by folder, inside the
+time that is measured.
 """
 
 from __future__ import annotations
@@ -57,7 +59,10 @@ def _warm_up(folder: Path, alone: bool) -> None:
 
 def _contestants(folder: Path, state: State, options: Options) -> list[Contestant]:
     raw = best_setting(folder / "raw", nbytes_of(state), reading=False, settle_s=options.settle_s)
-    others = [_contestant(peer, folder / "saved", state, check=options.tiny) for peer in peers(alone=options.alone)]
+    others = [
+        _contestant(peer, folder / "saved", state, check=options.tiny)
+        for peer in peers(alone=options.alone)
+    ]
     return [Contestant("limit", raw.write, after=raw.path.unlink), *others]
 
 
@@ -65,9 +70,15 @@ def targets(found: Sequence[Series], of_limit: float, of_dcp: float) -> list[Tar
     """How this library does against the limit, and against DCP as it comes."""
     by_name = {series.name: series for series in found}
     ours = by_name["holdfast"]
-    out = [Target("rate, as a share of the limit", ratio(by_name["limit"], ours), of_limit, at_least=True)]
+    out = [
+        Target(
+            "rate, as a share of the limit", ratio(by_name["limit"], ours), of_limit, at_least=True
+        )
+    ]
     if "DCP" in by_name:
-        out.append(Target("times faster than DCP", ratio(by_name["DCP"], ours), of_dcp, at_least=True))
+        out.append(
+            Target("times faster than DCP", ratio(by_name["DCP"], ours), of_dcp, at_least=True)
+        )
     return out
 
 
@@ -80,10 +91,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = contest(_contestants(folder, state, options), options.runs, options.settle_s)
         nbytes = nbytes_of(state)
         title = (
-            f"Durable save: {nbytes / 1e9:.2f} GB in {len(digests(state))} tensors, one process, {options.runs} rounds"
+            f"Durable save: {nbytes / 1e9:.2f} GB in {len(digests(state))} tensors, one "
+            f"process, {options.runs} rounds"
         )
         judged = [] if options.tiny else targets(found, 0.85, 5.0)
-        report = Report("save", title, describe(folder), header(), rows(found, nbytes), judged, series=found)
+        report = Report(
+            "save", title, describe(folder), header(), rows(found, nbytes), judged, series=found
+        )
         report.emit(options.json, options.svg)
     return 0
 

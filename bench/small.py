@@ -1,4 +1,5 @@
-"""A hundred thousand tensors of 16 bytes: what each costs beyond its bytes, in time and in metadata."""
+"""A hundred thousand tensors of 16 bytes: what each costs beyond its bytes, in time and in
+metadata."""
 
 from __future__ import annotations
 
@@ -26,14 +27,17 @@ COUNT = 100_000
 TENSOR_NBYTES = 16
 NAMES: dict[str, Callable[[int], str]] = {
     "short names": lambda i: f"t.{i:06d}",
-    "long names": lambda i: f"model.layers.{i // 1000:03d}.experts.{i % 1000:03d}.feed_forward.bias",
+    "long names": lambda i: (
+        f"model.layers.{i // 1000:03d}.experts.{i % 1000:03d}.feed_forward.bias"
+    ),
 }
 OPERATIONS = ("save", "load (build)", "load (into)")
 
 
 @dataclass
 class _Measured:
-    """One contestant with one kind of names: a series per operation, and the checkpoint's size without the tensors."""
+    """One contestant with one kind of names: a series per operation, and the checkpoint's size
+    without the tensors."""
 
     contestant: str
     names: str
@@ -41,7 +45,9 @@ class _Measured:
     metadata_nbytes: float = 0.0
 
     def row(self) -> list[str]:
-        times = [f"{self.series[name].median:.2f}" if name in self.series else "–" for name in OPERATIONS]
+        times = [
+            f"{self.series[name].median:.2f}" if name in self.series else "–" for name in OPERATIONS
+        ]
         peak = max(series.peak or 0 for series in self.series.values())
         return [
             f"{self.contestant}, {self.names}",
@@ -82,7 +88,9 @@ def _check(right: bool, name: str) -> None:
 
 
 def _timed(found: _Measured, operation: str, run: Callable[[], object]) -> None:
-    series = found.series.setdefault(operation, Series(f"{found.contestant}, {found.names}: {operation}"))
+    series = found.series.setdefault(
+        operation, Series(f"{found.contestant}, {found.names}: {operation}")
+    )
     with PeakMemory() as memory:
         began_s = time.perf_counter()
         run()
@@ -103,10 +111,18 @@ def _size(path: Path) -> int:
 
 def _targets(found: Sequence[_Measured]) -> list[Target]:
     ours = [m for m in found if m.contestant == "holdfast"]
-    out = [Target(f"{op}, s", max(m.series[op].median for m in ours), 2.0, at_least=False) for op in OPERATIONS]
+    out = [
+        Target(f"{op}, s", max(m.series[op].median for m in ours), 2.0, at_least=False)
+        for op in OPERATIONS
+    ]
     return [
         *out,
-        Target(f"metadata per tensor with {ours[0].names}, bytes", ours[0].metadata_nbytes, 100, at_least=False),
+        Target(
+            f"metadata per tensor with {ours[0].names}, bytes",
+            ours[0].metadata_nbytes,
+            100,
+            at_least=False,
+        ),
     ]
 
 
@@ -130,7 +146,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             "small",
             f"{count:,} tensors of {TENSOR_NBYTES} bytes, medians of {options.runs} rounds",
             describe(folder),
-            ["", *(f"{name} s" for name in OPERATIONS), "metadata bytes per tensor", "extra memory"],
+            [
+                "",
+                *(f"{name} s" for name in OPERATIONS),
+                "metadata bytes per tensor",
+                "extra memory",
+            ],
             [measured.row() for measured in found],
             [] if options.tiny else _targets(found),
             series=[series for measured in found for series in measured.series.values()],

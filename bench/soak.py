@@ -1,9 +1,11 @@
-"""An hour of everything at once: saves, overwrites, loads, copies, deletions and kills at random, on storage that fails.
+"""An hour of everything at once: saves, overwrites, loads, copies, deletions and kills at random,
+on storage that fails.
 
-After each operation every checkpoint is loaded again: exactly one that may be there, whole, bit for bit. Memory, handles,
-threads, and bytes that belong to no checkpoint must not rise. The seed decides what is done, in which order: give it again,
-and it is done again. Runs on a local folder and on S3 (--uri, HOLDFAST_TEST_S3_URL, or a server of its own); without S3 in
-this process's memory instead. A minute with --tiny.
+After each operation every checkpoint is loaded again: exactly one that may be there, whole, bit for
+bit. Memory, handles, threads, and bytes that belong to no checkpoint must not rise. The seed
+decides what is done, in which order: give it again, and it is done again. Runs on a local folder
+and on S3 (--uri, HOLDFAST_TEST_S3_URL, or a server of its own); without S3 in this process's memory
+instead. A minute with --tiny.
 """
 
 from __future__ import annotations
@@ -51,7 +53,13 @@ class _Tally:
 
     def row(self, name: str) -> list[str]:
         times = self.seconds or [0.0]
-        return [name, str(len(self.seconds)), str(self.failed), f"{statistics.median(times):.3f}", f"{max(times):.3f}"]
+        return [
+            name,
+            str(len(self.seconds)),
+            str(self.failed),
+            f"{statistics.median(times):.3f}",
+            f"{max(times):.3f}",
+        ]
 
 
 @contextlib.contextmanager
@@ -59,15 +67,23 @@ def _grounds(folder: Path, uri: str | None) -> Iterator[list[Ground]]:
     local = Ground("file", Uri("file", str(folder / "local"), {}), LOCAL_FAULTS, shared=True)
     with s3_server(uri or os.environ.get("HOLDFAST_TEST_S3_URL")) as root:
         if root is None:
-            print("No S3 server here: local and memory only (make test-servers, or --uri).", flush=True)
-            other = Ground("memory", parse(f"memory://soak-{secrets.token_hex(4)}"), LOCAL_FAULTS, shared=False)
+            print(
+                "No S3 server here: local and memory only (make test-servers, or --uri).",
+                flush=True,
+            )
+            other = Ground(
+                "memory", parse(f"memory://soak-{secrets.token_hex(4)}"), LOCAL_FAULTS, shared=False
+            )
         else:
-            other = Ground("s3", join(root, f"soak-{secrets.token_hex(4)}"), REMOTE_FAULTS, shared=True)
+            other = Ground(
+                "s3", join(root, f"soak-{secrets.token_hex(4)}"), REMOTE_FAULTS, shared=True
+            )
         yield [local, other]
 
 
 def _soak(world: World, minutes: float) -> tuple[dict[str, _Tally], Probe]:
-    """Work for so long. Raises what :meth:`World.perform` raises; which operation that was is printed."""
+    """Work for so long. Raises what :meth:`World.perform` raises; which operation that was is
+    printed."""
     tallies = {name: _Tally() for name in OPERATIONS}
     curves, sources = process_curves()
     left = Curve("bytes of no checkpoint", "MiB", 64)
@@ -81,7 +97,12 @@ def _soak(world: World, minutes: float) -> tuple[dict[str, _Tally], Probe]:
         try:
             name, well = world.perform(number)
         except BaseException:
-            print(f"operation {number} of --seed {world.seed} went wrong, after", *recent, sep="\n  ", flush=True)
+            print(
+                f"operation {number} of --seed {world.seed} went wrong, after",
+                *recent,
+                sep="\n  ",
+                flush=True,
+            )
             raise
         tallies[name].seconds.append(time.monotonic() - began_s)
         tallies[name].failed += not well
@@ -101,7 +122,8 @@ def _report(world: World, tallies: dict[str, _Tally], probe: Probe, folder: Path
         for name, *told in (c.row() for c in probe.curves)
     ]
     notes.append(
-        "kill -9, and what was found: " + ", ".join(f"{n} × {what}" for what, n in sorted(world.deaths.items()))
+        "kill -9, and what was found: "
+        + ", ".join(f"{n} × {what}" for what, n in sorted(world.deaths.items()))
     )
     return Report(
         "soak",
@@ -123,7 +145,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Work, and print; 1 if a curve rises. Raises AssertionError where a checkpoint is not what it must be."""
+    """Work, and print; 1 if a curve rises. Raises AssertionError where a checkpoint is not what it
+    must be."""
     given = _arguments(argv)
     seed = secrets.randbelow(1 << 32) if given.seed is None else given.seed
     print(f"--seed {seed}", flush=True)
@@ -135,7 +158,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = _report(world, tallies, probe, folder)
         report.emit(None)
         if given.json is not None:
-            figures = asdict(report) | {"at_s": probe.at_s, "curves": [asdict(c) for c in probe.curves]}
+            figures = asdict(report) | {
+                "at_s": probe.at_s,
+                "curves": [asdict(c) for c in probe.curves],
+            }
             given.json.write_text(json.dumps(figures, indent=1))
         if given.svg is not None:
             draw(report.title, probe.at_s, probe.curves, given.svg)

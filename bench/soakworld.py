@@ -1,7 +1,9 @@
-"""What a soak plays with: checkpoints on several storages, what may be found at each, and what is done to them.
+"""What a soak plays with: checkpoints on several storages, what may be found at each, and what is
+done to them.
 
-Each operation belongs to a number, and the seed and the number decide all that is chosen in it. A state is made from the
-number of the operation that saves it, so whoever finds one can tell what it must be, bit for bit.
+Each operation belongs to a number, and the seed and the number decide all that is chosen in it. A
+state is made from the number of the operation that saves it, so whoever finds one can tell what it
+must be, bit for bit.
 """
 
 from __future__ import annotations
@@ -34,10 +36,11 @@ from .states import State, digests, flat_tensors, zero
 __all__ = ["GRACE_S", "OPERATIONS", "Ground", "Slot", "World", "content", "shorten_grace"]
 
 GRACE_S = 15.0
-"""Instead of the hour for which an attempt is spared that was about to be committed: else none would ever be collected
-here. Longer than any put of a manifest takes here."""
+"""Instead of the hour for which an attempt is spared that was about to be committed: else none
+would ever be collected here. Longer than any put of a manifest takes here."""
 SMALL_NBYTES, LARGE_NBYTES = 1 << 18, 8 << 20
-"""Most that a tensor has. With large ones an image has several chunks, and is uploaded in several parts."""
+"""Most that a tensor has. With large ones an image has several chunks, and is uploaded in several
+parts."""
 KILL_WITHIN_S = 0.4
 PATIENCE_S = 120.0
 ABSENT = None
@@ -50,7 +53,8 @@ def shorten_grace() -> None:
 
 @dataclass(frozen=True)
 class Ground:
-    """A root. ``faults`` is a plan without its seed; ``shared``: other processes see what lies there."""
+    """A root. ``faults`` is a plan without its seed; ``shared``: other processes see what lies
+    there."""
 
     name: str
     root: Uri
@@ -69,7 +73,8 @@ class Ground:
 
 @dataclass
 class Slot:
-    """A place for a checkpoint. ``allowed``: the numbers of those that may be found there, ABSENT among them."""
+    """A place for a checkpoint. ``allowed``: the numbers of those that may be found there, ABSENT
+    among them."""
 
     ground: Ground
     name: str
@@ -80,7 +85,8 @@ class Slot:
         return str(join(self.ground.root, self.name))
 
     def settle(self) -> int | None:
-        """What is there, whole: from now on nothing else is allowed. Raises AssertionError where it should not be."""
+        """What is there, whole: from now on nothing else is allowed. Raises AssertionError where it
+        should not be."""
         found = number_of(lambda: holdfast.load(self.uri))
         if found not in self.allowed:
             raise AssertionError(f"{self.uri} holds {found}, not one of {self.allowed}")
@@ -102,10 +108,17 @@ def content(number: int) -> State:
     sizes = torch.randint(0, most_nbytes, (1 + number % 7,), generator=random).tolist()
     dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
     tensors = {
-        f"t{i}": torch.randint(0, 100, (nbytes // 64, 8), generator=random, dtype=torch.uint8).to(dtypes[i % 4])
+        f"t{i}": torch.randint(0, 100, (nbytes // 64, 8), generator=random, dtype=torch.uint8).to(
+            dtypes[i % 4]
+        )
         for i, nbytes in enumerate(sizes)
     }
-    return {"number": number, "step": number, "model": tensors, "notes": [f"of {number}", number / 7, None, True]}
+    return {
+        "number": number,
+        "step": number,
+        "model": tensors,
+        "notes": [f"of {number}", number / 7, None, True],
+    }
 
 
 @functools.lru_cache(64)
@@ -114,33 +127,43 @@ def _digests(number: int) -> dict[str, bytes]:
 
 
 def number_of(load: Callable[[], State]) -> int | None:
-    """Which content ``load`` finds; ABSENT where nothing is. Raises AssertionError where it is not that, bit for bit."""
+    """Which content ``load`` finds; ABSENT where nothing is. Raises AssertionError where it is not
+    that, bit for bit."""
     try:
         found = load()
     except holdfast.NotACheckpointError:
         return ABSENT
     number = found["number"]
-    if digests(found) != _digests(number) or found["notes"] != content(number)["notes"] or found["step"] != number:
+    if (
+        digests(found) != _digests(number)
+        or found["notes"] != content(number)["notes"]
+        or found["step"] != number
+    ):
         raise AssertionError(f"what was loaded is not what was saved as {number}")
     return int(number)
 
 
 class World:
-    """All grounds and their slots. ``perform`` does one operation to them and checks what came of it."""
+    """All grounds and their slots. ``perform`` does one operation to them and checks what came of
+    it."""
 
     def __init__(self, grounds: list[Ground], slots: int, seed: int) -> None:
-        self.slots = [Slot(ground, f"step-{n}", {ABSENT}) for ground in grounds for n in range(slots)]
+        self.slots = [
+            Slot(ground, f"step-{n}", {ABSENT}) for ground in grounds for n in range(slots)
+        ]
         self.grounds, self.seed = grounds, seed
         self.deaths: Counter[str] = Counter()
         """What became of the processes that were to be killed."""
-        # The processes that are killed. All of them are copies of one that has imported what they need.
+        # The processes that are killed. All of them are copies of one that has imported what they
+        # need.
         self.processes = multiprocessing.get_context("forkserver")
         self.processes.set_forkserver_preload(
             ["torch", "holdfast.storage.api", "holdfast.storage.operations.copy", __name__]
         )
 
     def perform(self, number: int) -> tuple[str, bool]:
-        """Do what ``number`` means; return what that was, and whether it went well: a fault on purpose is no success.
+        """Do what ``number`` means; return what that was, and whether it went well: a fault on
+        purpose is no success.
 
         Raises AssertionError where an invariant is broken, and any error that no fault explains."""
         random = Random(f"{self.seed}/{number}")
@@ -172,7 +195,10 @@ class World:
         for slot in self.slots:
             if slot.ground is ground and slot.holds is not ABSENT:
                 with holdfast.open(slot.uri) as found:
-                    ours += [f"{slot.name}/manifest.safetensors", f"{slot.name}/data/{found.attempt}/"]
+                    ours += [
+                        f"{slot.name}/manifest.safetensors",
+                        f"{slot.name}/data/{found.attempt}/",
+                    ]
         return [info for info in run(_listed(ground)) if not info.key.startswith(tuple(ours))]
 
 
@@ -223,7 +249,9 @@ def _load(world: World, slot: Slot, random: Random, number: int) -> None:
     into = content.__wrapped__(slot.holds)
     zero(into)
     into["notes"] = [None] * 4
-    _expect(slot.holds, number_of(lambda: holdfast.load(slot.uri, into=into, storage_options=options)))
+    _expect(
+        slot.holds, number_of(lambda: holdfast.load(slot.uri, into=into, storage_options=options))
+    )
 
 
 def _misread(world: World, slot: Slot, random: Random, number: int) -> None:
@@ -274,7 +302,9 @@ def _prune(world: World, slot: Slot, random: Random, number: int) -> None:
     report = holdfast.prune(str(ground.root), keep_last=keep, idle_s=0, storage_options=options)
     gone = {c.path for c in report.checkpoints}
     for name, s in here.items():
-        s.allowed = {ABSENT} if name in gone else s.allowed - ({ABSENT} if s.allowed != {ABSENT} else set())
+        s.allowed = (
+            {ABSENT} if name in gone else s.allowed - ({ABSENT} if s.allowed != {ABSENT} else set())
+        )
     if len(report.kept) < min(there, keep or there) or len(report.kept) + len(gone) != there:
         raise AssertionError(f"of {there} checkpoints {len(report.kept)} were kept, not {keep}")
     if not options:
@@ -285,15 +315,22 @@ def _check_nothing_left(world: World, ground: Ground) -> None:
     now_s = time.time()
     for info in world.strays(ground):
         fate = info.key.rpartition("/")[0] + "/fate"
-        spared = info.key.endswith(f"/{PRUNING_KEY}") or run(_got(ground, fate)) not in (None, b"abort")
+        spared = info.key.endswith(f"/{PRUNING_KEY}") or run(_got(ground, fate)) not in (
+            None,
+            b"abort",
+        )
         if not spared or now_s - info.modified_s > GRACE_S + 60:
             raise AssertionError(f"{info.key} of {ground.name} was left by prune")
     for slot in world.slots:
-        # Where no object is, nobody sees that a failed save has made a folder; the next save there does.
+        # Where no object is, nobody sees that a failed save has made a folder; the next save there
+        # does.
         if slot.ground is ground and ground.folder is not None and slot.holds is not ABSENT:
             below = list(os.walk(ground.folder / slot.name))
             empty = [path for path, folders, names in below if not folders and not names]
-            _expect([], empty + [name for _, _, names in below for name in names if name.endswith(".tmp")])
+            _expect(
+                [],
+                empty + [name for _, _, names in below for name in names if name.endswith(".tmp")],
+            )
 
 
 def _kill(world: World, slot: Slot, random: Random, number: int) -> None:
@@ -309,7 +346,9 @@ def _kill(world: World, slot: Slot, random: Random, number: int) -> None:
     slot.allowed = {before, {"save": number, "copy": source.holds, "prune": ABSENT}[what]}
     given = {"save": number, "copy": source.uri, "prune": str(slot.ground.root)}[what]
     ours, theirs = world.processes.Pipe()
-    child = world.processes.Process(target=_victim, args=(theirs, what, slot.uri, given), daemon=True)
+    child = world.processes.Process(
+        target=_victim, args=(theirs, what, slot.uri, given), daemon=True
+    )
     child.start()
     theirs.close()
     if what == "prune":
@@ -322,7 +361,9 @@ def _kill(world: World, slot: Slot, random: Random, number: int) -> None:
         while time.monotonic() < ends_s and child.is_alive():
             found = number_of(lambda: holdfast.load(slot.uri))
             if found not in slot.allowed:
-                raise AssertionError(f"a reader beside {what} found {found}, not one of {slot.allowed}")
+                raise AssertionError(
+                    f"a reader beside {what} found {found}, not one of {slot.allowed}"
+                )
     finally:
         child.kill()
         child.join(PATIENCE_S)
@@ -330,14 +371,18 @@ def _kill(world: World, slot: Slot, random: Random, number: int) -> None:
         child.close()
         ours.close()
     changed = slot.settle() != before
-    world.deaths[f"{what}: {'killed' if died else 'came to its end'}, {'new' if changed else 'old'}"] += 1
+    world.deaths[
+        f"{what}: {'killed' if died else 'came to its end'}, {'new' if changed else 'old'}"
+    ] += 1
 
 
 def _victim(pipe: Connection, what: str, uri: str, given: Any) -> None:
     """In a process of its own. It says that it begins, and ends by itself if nobody kills it."""
     shorten_grace()
     state = content(given if what == "save" else 0)
-    holdfast.save("memory://warm-up", state)  # what is met for the first time takes longer than what is to be hit
+    holdfast.save(
+        "memory://warm-up", state
+    )  # what is met for the first time takes longer than what is to be hit
     number_of(lambda: holdfast.load(uri))
     pipe.send("begin")
     if what == "save":

@@ -1,8 +1,10 @@
-"""How long training waits for an asynchronous save, beside one memcpy of the state (the best of three).
+"""How long training waits for an asynchronous save, beside one memcpy of the state (the best of
+three).
 
-Each contestant runs in a process of its own, in turn with the memcpy that it is compared with. The first call is told
-apart from later ones: memory is found for it, so beside it stands what it takes to touch as much fresh memory, measured
-just before (a virtual machine may have to ask its host for that). Each save is durable before the next begins.
+Each contestant runs in a process of its own, in turn with the memcpy that it is compared with. The
+first call is told apart from later ones: memory is found for it, so beside it stands what it takes
+to touch as much fresh memory, measured just before (a virtual machine may have to ask its host for
+that). Each save is durable before the next begins.
 """
 
 from __future__ import annotations
@@ -59,12 +61,19 @@ def _measure(name: str, given: Options, _: float) -> list[dict[str, Any]]:
     """In a worker: the series of the memcpy, the waiting, and the time until durable."""
     with work_folder(given.folder) as folder:
         if name == "DCP":
-            dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+            dist.init_process_group(
+                "gloo", init_method=f"file://{folder}/store", rank=0, world_size=1
+            )
         small = build(TINY_GIB)
         CONTESTANTS[name](folder / "small", small)()
         state = build(given.gib)
         memcpy = Memcpy(state)
-        found = [Series("memcpy"), Series(name), Series(f"{name}, until durable"), Series("fresh memory")]
+        found = [
+            Series("memcpy"),
+            Series(name),
+            Series(f"{name}, until durable"),
+            Series("fresh memory"),
+        ]
         found[3].seconds.append(_touch_s(nbytes_of(state)))
         for _ in range(given.runs + 1):
             _once(CONTESTANTS[name], folder / "saved", state, memcpy, found)
@@ -91,7 +100,9 @@ def _once(begin: Begin, path: Path, state: State, memcpy: Memcpy, found: list[Se
         freed_s = time.perf_counter()
         wait()
         durable_s = time.perf_counter()
-    for series, seconds in zip(found, (copied_s, freed_s - begin_s, durable_s - begin_s), strict=False):
+    for series, seconds in zip(
+        found, (copied_s, freed_s - begin_s, durable_s - begin_s), strict=False
+    ):
         series.seconds.append(seconds)
     found[1].peak_nbytes.append(memory.nbytes)
     shutil.rmtree(path)
@@ -112,9 +123,21 @@ def _rows(found: dict[str, list[Series]]) -> list[list[str]]:
         first, later = _split(waiting)
         for label, series in ((f"{name}, first call", first), (f"{name}, later calls", later)):
             times = [f"{x:.3f}" for x in (series.median, min(series.seconds), max(series.seconds))]
-            to_memcpy = ratio(series, _split(memcpy)[1]) if series is later else series.median / memcpy.median
+            to_memcpy = (
+                ratio(series, _split(memcpy)[1])
+                if series is later
+                else series.median / memcpy.median
+            )
             rest = durable.seconds[0] if series is first else _split(durable)[1].median
-            rows.append([label, *times, f"{to_memcpy:.2f} ×", f"{rest:.2f}", f"{waiting.peak_nbytes[0] / GIB:.2f} GiB"])
+            rows.append(
+                [
+                    label,
+                    *times,
+                    f"{to_memcpy:.2f} ×",
+                    f"{rest:.2f}",
+                    f"{waiting.peak_nbytes[0] / GIB:.2f} GiB",
+                ]
+            )
         for label, beside in (("memcpy beside it", memcpy), ("fresh memory, once", fresh)):
             times = [f"{x:.3f}" for x in (beside.median, min(beside.seconds), max(beside.seconds))]
             rows.append([f"… {label}", *times, f"{beside.median / memcpy.median:.2f} ×", "–", "–"])
@@ -126,16 +149,25 @@ def _split(series: Series) -> tuple[Series, Series]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; raises AssertionError where a state is not what it was when the call returned."""
+    """Measure and print; raises AssertionError where a state is not what it was when the call
+    returned."""
     return each_alone("stall", __doc__, list(CONTESTANTS), _measure, _report, argv)
 
 
 def _report(found: dict[str, list[Series]], given: Options, folder: Path) -> Report:
     memcpy, ours, *_ = found["holdfast"]
-    target = Target("waiting, in units of a memcpy", ratio(_split(ours)[1], _split(memcpy)[1]), 1.3, at_least=False)
+    target = Target(
+        "waiting, in units of a memcpy",
+        ratio(_split(ours)[1], _split(memcpy)[1]),
+        1.3,
+        at_least=False,
+    )
     return Report(
         "stall",
-        f"How long training waits for an asynchronous save of about {given.gib:g} GiB, {given.runs} calls after the first",
+        (
+            f"How long training waits for an asynchronous save of about {given.gib:g} GiB, "
+            f"{given.runs} calls after the first"
+        ),
         describe(folder),
         ["", "median s", "min s", "max s", "of a memcpy", "s until durable", "extra memory"],
         _rows(found),

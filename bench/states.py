@@ -1,7 +1,7 @@
 """States to save: the tensors of a Llama that trains in mixed precision, at any size.
 
-Per parameter 14 bytes: the bf16 weight, and the fp32 master copy and two moments of the optimizer. All of it random
-normals: ones would compress ten thousandfold, and flatter whoever compresses.
+Per parameter 14 bytes: the bf16 weight, and the fp32 master copy and two moments of the optimizer.
+All of it random normals: ones would compress ten thousandfold, and flatter whoever compresses.
 """
 
 from __future__ import annotations
@@ -15,7 +15,16 @@ import xxhash
 
 from .options import GIB
 
-__all__ = ["MOMENTS", "State", "build", "digests", "flat_tensors", "nbytes_of", "parameter_shapes", "zero"]
+__all__ = [
+    "MOMENTS",
+    "State",
+    "build",
+    "digests",
+    "flat_tensors",
+    "nbytes_of",
+    "parameter_shapes",
+    "zero",
+]
 
 State = dict[str, Any]
 NBYTES_PER_PARAMETER = 14
@@ -73,7 +82,9 @@ def build(gib: float, seed: int = 0, *, share: int = 1) -> State:
     """A state of about ``gib`` GiB, or one ``share``-th of its rows; the same for the same seed."""
     random = torch.Generator().manual_seed(seed)
     optimizer = {
-        name: {kind: torch.empty(rows // share, *rest).normal_(generator=random) for kind in MOMENTS}
+        name: {
+            kind: torch.empty(rows // share, *rest).normal_(generator=random) for kind in MOMENTS
+        }
         for name, (rows, *rest) in parameter_shapes(gib).items()
     }
     model = {name: moments["master"].to(torch.bfloat16) for name, moments in optimizer.items()}

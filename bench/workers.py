@@ -23,7 +23,8 @@ TIMEOUT_S = 1800
 
 
 def run_alone(module: str, arguments: Sequence[str]) -> Any:
-    """What one process of ``holdfast.bench.<module>`` finds. Raises RuntimeError, with its output, if it fails."""
+    """What one process of ``holdfast.bench.<module>`` finds. Raises RuntimeError, with its output,
+    if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         _run([sys.executable, "-m", f"holdfast.bench.{module}", *arguments, "--findings", folder])
         return _findings(folder, 0)
@@ -38,10 +39,12 @@ def each_alone(
     argv: Sequence[str] | None,
     calibrate: Callable[[Options], float] = lambda _: 0.0,
 ) -> int:
-    """The program of a contest in which each of ``names`` has a fresh process, where ``measure(name, options, calibrated)``
-    gives its series as JSON has them; ``--alone`` runs the first only. The exit status.
+    """The program of a contest in which each of ``names`` has a fresh process, where
+    ``measure(name, options, calibrated)`` gives its series as JSON has them; ``--alone`` runs the
+    first only. The exit status.
 
-    ``calibrate`` is called once, before them, and all are told what it found: what they do is then the same."""
+    ``calibrate`` is called once, before them, and all are told what it found: what they do is then
+    the same."""
     arguments = parser(module, doc)
     arguments.add_argument("--calibrated", type=float, default=0.0, help="for internal use")
     arguments.add_argument("--worker", choices=sorted(names), help="for internal use")
@@ -54,14 +57,22 @@ def each_alone(
     with work_folder(given.folder) as folder:
         shared = [*given.arguments(folder), "--calibrated", str(calibrate(given))]
         running = names[:1] if given.alone else names
-        found = {n: [Series(**s) for s in run_alone(module, [*shared, "--worker", n])] for n in running}
+        found = {
+            n: [Series(**s) for s in run_alone(module, [*shared, "--worker", n])] for n in running
+        }
         report(found, given, folder).emit(given.json, given.svg)
     return 0
 
 
 def run_ranks(module: str, world: int, arguments: Sequence[str]) -> list[Any]:
     """What each of ``world`` ranks of ``holdfast.bench.<module>`` finds, launched as torchrun does."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={world}",
+    ]
     with tempfile.TemporaryDirectory() as folder:
         _run([*launcher, "-m", f"holdfast.bench.{module}", *arguments, "--findings", folder], world)
         return [_findings(folder, rank) for rank in range(world)]
@@ -74,7 +85,8 @@ def leave_findings(folder: str, findings: Any) -> None:
 
 @contextmanager
 def joined() -> Iterator[tuple[int, int]]:
-    """Called by a worker: join the job's process group; give this process's rank and the number of ranks."""
+    """Called by a worker: join the job's process group; give this process's rank and the number of
+    ranks."""
     dist.init_process_group("gloo")
     try:
         yield dist.get_rank(), dist.get_world_size()
@@ -89,6 +101,8 @@ def _findings(folder: str, rank: int) -> Any:
 def _run(command: list[str], world: int = 1) -> None:
     threads = max(1, (os.cpu_count() or 1) // world)
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
     if done.returncode:
         raise RuntimeError(f"a worker failed with {done.returncode}:\n{done.stdout}\n{done.stderr}")

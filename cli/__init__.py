@@ -1,7 +1,7 @@
 """The ``holdfast`` command.
 
-Its ``--help`` answers in under 100 ms, so nothing here or in ``app`` imports torch, numpy or rich at the top: a command
-imports what it needs when it runs.
+Its ``--help`` answers in under 100 ms, so nothing here or in ``app`` imports torch, numpy or rich
+at the top: a command imports what it needs when it runs.
 """
 
 from __future__ import annotations

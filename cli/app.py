@@ -1,4 +1,5 @@
-"""The commands: what each takes. A command imports what it needs when it runs; see the package docstring for why."""
+"""The commands: what each takes. A command imports what it needs when it runs; see the package
+docstring for why."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ Parsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line; return its exit status. Raises SystemExit where argparse has answered already."""
+    """Run one command line; return its exit status. Raises SystemExit where argparse has answered
+    already."""
     parser = _parser()
     args = vars(parser.parse_args(arguments))
     command: Callable[..., int] | None = args.pop("run", None)
@@ -31,7 +33,10 @@ def run(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="holdfast",
-        description="Save and load the state of a distributed training job: any layout, any storage, never torn.",
+        description=(
+            "Save and load the state of a distributed training job: any layout, any "
+            "storage, never torn."
+        ),
         epilog="holdfast COMMAND --help tells more.",
         allow_abbrev=False,
     )
@@ -42,16 +47,22 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _command(commands: Parsers, run: Callable[..., int], summary: str, more: str = "") -> argparse.ArgumentParser:
+def _command(
+    commands: Parsers, run: Callable[..., int], summary: str, more: str = ""
+) -> argparse.ArgumentParser:
     """A command, named after its function. Its arguments become the function's keywords."""
     name = run.__name__.lstrip("_")
-    parser = commands.add_parser(name, help=summary, description=f"{summary}. {more}".strip(), allow_abbrev=False)
+    parser = commands.add_parser(
+        name, help=summary, description=f"{summary}. {more}".strip(), allow_abbrev=False
+    )
     parser.set_defaults(run=run)
     return parser
 
 
 def _with_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", dest="json_output", action="store_true", help="print one JSON document instead")
+    parser.add_argument(
+        "--json", dest="json_output", action="store_true", help="print one JSON document instead"
+    )
 
 
 def _add_ls(commands: Parsers) -> None:
@@ -60,8 +71,12 @@ def _add_ls(commands: Parsers) -> None:
 
         return run(**arguments)
 
-    parser = _command(commands, ls, "list the checkpoints at and below URI", "Exits with 1 if there is none.")
-    parser.add_argument("uri", metavar="URI", help="a checkpoint, or a folder with checkpoints below it")
+    parser = _command(
+        commands, ls, "list the checkpoints at and below URI", "Exits with 1 if there is none."
+    )
+    parser.add_argument(
+        "uri", metavar="URI", help="a checkpoint, or a folder with checkpoints below it"
+    )
     _with_json(parser)
 
 
@@ -72,12 +87,19 @@ def _add_show(commands: Parsers) -> None:
         return run(**arguments)
 
     parser = _command(
-        commands, show, "show the state in a checkpoint as a tree: tensors, where they lie, and small values"
+        commands,
+        show,
+        "show the state in a checkpoint as a tree: tensors, where they lie, and small values",
     )
     parser.add_argument("uri", metavar="URI", help="a checkpoint")
-    parser.add_argument("--values", action="store_true", help="print small values whole, however long")
     parser.add_argument(
-        "--depth", type=_count, metavar="N", help="sum up what lies deeper than N levels; --json gives all"
+        "--values", action="store_true", help="print small values whole, however long"
+    )
+    parser.add_argument(
+        "--depth",
+        type=_count,
+        metavar="N",
+        help="sum up what lies deeper than N levels; --json gives all",
     )
     _with_json(parser)
 
@@ -108,12 +130,26 @@ def _add_cp(commands: Parsers) -> None:
         commands,
         cp,
         "copy a checkpoint to another URI, verified on the way",
-        "Interrupted, the same command goes on where it stopped. Exits with 1 if a checkpoint is damaged.",
+        (
+            "Interrupted, the same command goes on where it stopped. Exits with 1 if a "
+            "checkpoint is "
+            "damaged."
+        ),
     )
-    parser.add_argument("src", metavar="SRC", help="a checkpoint; with --recursive, a folder with checkpoints below it")
-    parser.add_argument("dst", metavar="DST", help="the URI of the copy, or of the folder of copies")
-    parser.add_argument("-r", "--recursive", action="store_true", help="copy every checkpoint at and below SRC")
-    parser.add_argument("--overwrite", action="store_true", help="replace other checkpoints, and mend damaged ones")
+    parser.add_argument(
+        "src",
+        metavar="SRC",
+        help="a checkpoint; with --recursive, a folder with checkpoints below it",
+    )
+    parser.add_argument(
+        "dst", metavar="DST", help="the URI of the copy, or of the folder of copies"
+    )
+    parser.add_argument(
+        "-r", "--recursive", action="store_true", help="copy every checkpoint at and below SRC"
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace other checkpoints, and mend damaged ones"
+    )
     _with_json(parser)
 
 
@@ -127,15 +163,29 @@ def _add_prune(commands: Parsers) -> None:
         commands,
         prune,
         "delete checkpoints that are not to be kept, and what dead saves left",
-        "Deletes no checkpoint without a --keep option or --abandoned, and never the only whole one of a folder.",
+        (
+            "Deletes no checkpoint without a --keep option or --abandoned, and never the "
+            "only whole "
+            "one of a folder."
+        ),
     )
     parser.add_argument("uri", metavar="URI", help="a folder with checkpoints below it")
-    parser.add_argument("--keep-last", type=_count, metavar="N", help="keep the N highest steps of each folder")
-    parser.add_argument("--keep-every", type=_count, metavar="N", help="keep steps that are a multiple of N")
     parser.add_argument(
-        "--abandoned", action="store_true", help="delete checkpoints that training went back before, too"
+        "--keep-last", type=_count, metavar="N", help="keep the N highest steps of each folder"
     )
-    parser.add_argument("--verify", action="store_true", help="read every byte of what is kept, before anything goes")
+    parser.add_argument(
+        "--keep-every", type=_count, metavar="N", help="keep steps that are a multiple of N"
+    )
+    parser.add_argument(
+        "--abandoned",
+        action="store_true",
+        help="delete checkpoints that training went back before, too",
+    )
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="read every byte of what is kept, before anything goes",
+    )
     parser.add_argument(
         "--idle-hours",
         type=float,
@@ -143,7 +193,9 @@ def _add_prune(commands: Parsers) -> None:
         default=24.0,
         help="an unfinished save is dead when it wrote nothing for so long (default: 24)",
     )
-    parser.add_argument("--dry-run", action="store_true", help="say what would be deleted, and delete nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="say what would be deleted, and delete nothing"
+    )
     parser.add_argument("-y", "--yes", action="store_true", help="do not ask")
     _with_json(parser)
 
@@ -161,14 +213,20 @@ def _add_drivers(commands: Parsers) -> None:
     parser = _command(
         commands,
         drivers,
-        "list the storages that can be used, or show one's traits and options, and where each comes from",
+        (
+            "list the storages that can be used, or show one's traits and options, and where each "
+            "comes from"
+        ),
         "Exits with 1 if SCHEME cannot be used here, or if --check found a problem.",
     )
     parser.add_argument("scheme", metavar="SCHEME", nargs="?", help="a scheme such as s3, or a URI")
     parser.add_argument(
         "--check",
         action="store_true",
-        help="try the storage at a URI, in a scratch folder that is removed: is it fit for checkpoints?",
+        help=(
+            "try the storage at a URI, in a scratch folder that is removed: is it fit for "
+            "checkpoints?"
+        ),
     )
     _with_json(parser)
 
@@ -179,7 +237,8 @@ def _add_demo(commands: Parsers) -> None:
 
         if not (find_spec("matplotlib") and find_spec("rich")):
             complain(
-                "the demo draws with matplotlib and rich, which come with: pip install 'holdfast-checkpoint[demo]'"
+                "the demo draws with matplotlib and rich, which come with: pip install "
+                "'holdfast-checkpoint[demo]'"
             )
             return 2
         from .demo.run import main
@@ -192,7 +251,9 @@ def _add_demo(commands: Parsers) -> None:
         "train, kill a rank in the middle of a save, go on with fewer ranks, and compare",
         "It takes about a minute.",
     )
-    parser.add_argument("uri", metavar="URI", nargs="?", help="where the checkpoints go, below it; else into --out")
+    parser.add_argument(
+        "uri", metavar="URI", nargs="?", help="where the checkpoints go, below it; else into --out"
+    )
     options: Sequence[tuple[str, type, Any, str]] = (
         ("--out", str, "demo-run", "folder for logs and pictures; emptied first"),
         ("--steps", int, 40, "training steps in all"),
@@ -203,7 +264,9 @@ def _add_demo(commands: Parsers) -> None:
         ("--seed", int, 0, "of weights and batches"),
     )
     for name, kind, default, text in options:
-        parser.add_argument(name, type=kind, default=default, metavar="X", help=f"{text} (default: {default})")
+        parser.add_argument(
+            name, type=kind, default=default, metavar="X", help=f"{text} (default: {default})"
+        )
     _with_json(parser)
 
 

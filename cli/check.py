@@ -24,7 +24,8 @@ _WORDS = {"kept": "ok", "broken": "PROBLEM", "not promised": "note", "not tried"
 
 
 def run(uri: str | None, *, json_output: bool) -> int:
-    """Try the storage at ``uri``, print what was found, and return 0 if it is fit, 1 if there is a problem."""
+    """Try the storage at ``uri``, print what was found, and return 0 if it is fit, 1 if there is a
+    problem."""
     place = _place(uri)
     if json_output:
         report = asyncio.run(check(place, warn=_warn))
@@ -37,10 +38,13 @@ def run(uri: str | None, *, json_output: bool) -> int:
 
 def _place(uri: str | None) -> Uri:
     if uri is None:
-        raise UsageError("--check needs the URI of a storage", advice="holdfast drivers --check s3://bucket/run")
+        raise UsageError(
+            "--check needs the URI of a storage", advice="holdfast drivers --check s3://bucket/run"
+        )
     if uri in schemes():
         raise UsageError(
-            f"{uri} is a scheme; --check needs a URI", advice=f"Write {uri}://…, or ./{uri} for a folder of that name."
+            f"{uri} is a scheme; --check needs a URI",
+            advice=f"Write {uri}://…, or ./{uri} for a folder of that name.",
         )
     return parse(uri)
 
@@ -61,7 +65,8 @@ def _watched(place: Uri) -> Report:
 
 def _warn(report: Report) -> None:
     complain(
-        f"the check could not remove what it has stored: {report.why_left}. It is at {report.left}: remove it yourself"
+        f"the check could not remove what it has stored: {report.why_left}. It is at "
+        f"{report.left}: remove it yourself"
     )
 
 
@@ -78,7 +83,11 @@ def _document(report: Report) -> dict[str, object]:
 
 
 def _text(report: Report) -> list[str]:
-    lines = _rich_table(report) if is_terminal() and find_spec("rich") is not None else _plain_table(report)
+    lines = (
+        _rich_table(report)
+        if is_terminal() and find_spec("rich") is not None
+        else _plain_table(report)
+    )
     said = set()
     for finding in report.findings:
         if finding.detail not in said or finding.outcome == "broken":
@@ -135,7 +144,11 @@ def _explained(finding: Finding) -> list[str]:
         lines.append(f"  It follows ({finding.effect}): {finding.follows}.")
     if finding.advice:
         lines.append(f"  {printable(finding.advice)}")
-    lines += [f"  The driver warns: {printable(text)}" for text in finding.warnings if text != finding.detail]
+    lines += [
+        f"  The driver warns: {printable(text)}"
+        for text in finding.warnings
+        if text != finding.detail
+    ]
     return lines
 
 
@@ -147,5 +160,9 @@ def _verdict(report: Report) -> str:
     problems = one_of(len(report.problems), "problem")
     if report.left is not None:
         problems += f", and something is left at {printable(report.left)}"
-    told = "can hold checkpoints, with what is said above" if report.may_save else "is not fit for checkpoints"
+    told = (
+        "can hold checkpoints, with what is said above"
+        if report.may_save
+        else "is not fit for checkpoints"
+    )
     return paint(f"{problems}: {where} {told} ({took})", "red")

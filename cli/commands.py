@@ -1,8 +1,8 @@
 """What all commands have in common: how they end.
 
-0: well. 1: what was asked for is not so (damage found, no checkpoint there). 2: it could not be done, or the call was
-wrong; one message on stderr says why, and what to do. 3: a fault of ours, with a traceback. 130: interrupted. 141: nobody
-reads the output any more.
+0: well. 1: what was asked for is not so (damage found, no checkpoint there). 2: it could not be
+done, or the call was wrong; one message on stderr says why, and what to do. 3: a fault of ours,
+with a traceback. 130: interrupted. 141: nobody reads the output any more.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ __all__ = ["complain", "ended", "print_json"]
 
 
 def ended(command: Callable[[], int]) -> int:
-    """Run ``command``; return its exit status. What it raises of our error tree becomes a message, not a traceback."""
+    """Run ``command``; return its exit status. What it raises of our error tree becomes a message,
+    not a traceback."""
     try:
         status = command()
         sys.stdout.flush()
@@ -27,7 +28,9 @@ def ended(command: Callable[[], int]) -> int:
         complain(str(error))
         return 2
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # the interpreter flushes once more
         return 141
     except KeyboardInterrupt:
         complain("interrupted")

@@ -18,7 +18,10 @@ def run(src: str, dst: str, *, recursive: bool, overwrite: bool, json_output: bo
         with progress_bar("cp", lines=True) as progress:
             report = copy(src, dst, recursive=recursive, overwrite=overwrite, progress=progress)
     except KeyboardInterrupt:
-        complain("nothing of the checkpoint under way is visible; the same command goes on where it stopped")
+        complain(
+            "nothing of the checkpoint under way is visible; the same command goes on where "
+            "it stopped"
+        )
         raise
     if json_output:
         print_json(_document(report))
@@ -46,7 +49,10 @@ def _line(c: CopiedCheckpoint, uri: str) -> str:
     if c.problem is not None:
         return f"{paint('not copied', 'red')}: {name}: {printable(c.problem)}"
     if not c.sent_nbytes and c.nbytes:
-        return f"{paint('there', 'green')}: {name}: {one_of(c.files, 'file')}, {size_text(c.nbytes)}, nothing to send"
+        return (
+            f"{paint('there', 'green')}: {name}: {one_of(c.files, 'file')}, "
+            f"{size_text(c.nbytes)}, nothing to send"
+        )
     return f"{paint('copied', 'green')}: {name}: {one_of(c.files, 'file')}, {_figures(c)}"
 
 

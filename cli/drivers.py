@@ -1,4 +1,5 @@
-"""``holdfast drivers``: which storages there are, what serves them, what they are good at, and where options come from."""
+"""``holdfast drivers``: which storages there are, what serves them, what they are good at, and
+where options come from."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ from ..drivers.contract import Driver
 from ..drivers.layers.layer import Layer
 from ..drivers.layers.stack import common_options
 from ..drivers.options import Option
-from ..drivers.registry import driver_class, open_driver, packages, resolved_options, schemes, serving
+from ..drivers.registry import (
+    driver_class,
+    open_driver,
+    packages,
+    resolved_options,
+    schemes,
+    serving,
+)
 from ..drivers.uri import Uri, is_secret, parse, redact
 from ..errors import UsageError
 from .commands import print_json
@@ -51,7 +59,8 @@ class _Found:
 
 
 def run(scheme: str | None, *, json_output: bool) -> int:
-    """Print all schemes, or all about one, or about one URI; 0 if they can be used, 1 if the one asked for cannot."""
+    """Print all schemes, or all about one, or about one URI; 0 if they can be used, 1 if the one
+    asked for cannot."""
     known, served = schemes(), packages()
     if scheme is None:
         found = [_look(name, _example(name), known, served) for name in sorted(known)]
@@ -133,7 +142,9 @@ def _safe(name: str, text: str) -> str:
 
 def _line(found: _Found) -> tuple[str, ...]:
     state = (
-        "ready" if found.problem is None else paint(printable(f"{found.problem}. {found.advice or ''}".strip()), "red")
+        "ready"
+        if found.problem is None
+        else paint(printable(f"{found.problem}. {found.advice or ''}".strip()), "red")
     )
     return (
         f"{found.scheme}+X://" if found.scheme == "fsspec" else f"{found.scheme}://",
@@ -148,29 +159,46 @@ def _details(found: _Found) -> list[str]:
         ("scheme", found.scheme),
         ("driver", printable(found.driver)),
         ("package", printable(found.package) or "?"),
-        ("remote", {None: "?", True: "yes: retries and a deadline by default", False: "no"}[found.remote]),
+        (
+            "remote",
+            {None: "?", True: "yes: retries and a deadline by default", False: "no"}[found.remote],
+        ),
     ]
     lines.append(("file", printable(found.config_file or "none")))
     if found.config_ignored is not None:
         lines.append(("not read", printable(found.config_ignored)))
     if found.problem is not None:
-        lines.append(("problem", paint(printable(f"{found.problem}. {found.advice or ''}".strip()), "red")))
+        lines.append(
+            ("problem", paint(printable(f"{found.problem}. {found.advice or ''}".strip()), "red"))
+        )
     if found.uri is not None:
         lines += [("uri", printable(found.uri)), ("layers", ", ".join(found.layers) or "none")]
-        lines += [("traits", ", ".join(f"{name}={value}" for name, value in (found.traits or {}).items()))]
+        lines += [
+            ("traits", ", ".join(f"{name}={value}" for name, value in (found.traits or {}).items()))
+        ]
     width = max(len(name) for name, _ in lines)
     printed = [f"{paint(name.ljust(width), 'dim')}  {value}" for name, value in lines]
     for title, common in (("options", False), ("options of every scheme", True)):
         rows = [_option_line(o) for o in found.options if o["common"] == common]
         if rows:
-            printed += ["", paint(title, "bold"), *_table(rows, ("name", "value", "from", "default", "what"))]
+            printed += [
+                "",
+                paint(title, "bold"),
+                *_table(rows, ("name", "value", "from", "default", "what")),
+            ]
     return printed
 
 
 def _option_line(option: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(
         printable(text)
-        for text in (option["name"], option["value"] or "-", option["source"], option["default"] or "-", option["help"])
+        for text in (
+            option["name"],
+            option["value"] or "-",
+            option["source"],
+            option["default"] or "-",
+            option["help"],
+        )
     )
 
 
@@ -180,7 +208,9 @@ def _table(
     """Columns; the last may hold colours, and is not padded."""
     widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)][:-1]
     lines = [
-        "  ".join([*(cell.ljust(width) for cell, width in zip(cells, widths, strict=False)), cells[-1]]).rstrip()
+        "  ".join(
+            [*(cell.ljust(width) for cell, width in zip(cells, widths, strict=False)), cells[-1]]
+        ).rstrip()
         for cells in (titles, *rows)
     ]
     return [paint(lines[0], "dim"), *lines[1:]]

@@ -24,7 +24,9 @@ def run(uri: str, *, json_output: bool) -> int:
     root = parse(uri)
     found = list_checkpoints(uri)
     if json_output:
-        lines = [_entry(c, (join(root, *c.path.split("/")) if c.path else root).redacted) for c in found]
+        lines = [
+            _entry(c, (join(root, *c.path.split("/")) if c.path else root).redacted) for c in found
+        ]
         print_json({"uri": root.redacted, "checkpoints": lines})
     elif found:
         print("\n".join(_table([_cells(c, time.time()) for c in found])))
@@ -66,7 +68,15 @@ def _cells(c: ListedCheckpoint, now_s: float) -> tuple[str, ...]:
         path = f"{path}  {paint(printable(c.damage), 'red')}"
     step = "-" if c.step is None else str(c.step)
     age = age_text(now_s - c.created_s)
-    return (step, time_text(c.created_s), age, str(c.world), f"{c.tensors:,}", size_text(c.nbytes), path)
+    return (
+        step,
+        time_text(c.created_s),
+        age,
+        str(c.world),
+        f"{c.tensors:,}",
+        size_text(c.nbytes),
+        path,
+    )
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:

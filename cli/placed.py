@@ -19,7 +19,8 @@ __all__ = ["Placed", "PlacedTensor"]
 
 @dataclass(frozen=True, slots=True)
 class PlacedTensor:
-    """The rows of the manifest that have one name, dtype and shape in one container: one, or one per owner."""
+    """The rows of the manifest that have one name, dtype and shape in one container: one, or one
+    per owner."""
 
     name: str
     dtype: str
@@ -50,7 +51,8 @@ class Placed:
         self._ranks_known: dict[bytes, tuple[int, ...]] = {}
 
     def tensors(self) -> Iterator[tuple[int, PlacedTensor]]:
-        """Every tensor with the number of its container, in the order of the state; per-rank ones as one."""
+        """Every tensor with the number of its container, in the order of the state; per-rank ones
+        as one."""
         m, t = self._m, self._m.tensors
         columns = zip(
             t.names,
@@ -68,7 +70,10 @@ class Placed:
         nbytes, owners = t.nbytes.tolist(), t.owner.tolist()
         for (container, name, dtype, shape, shared), rows in groups.items():
             owned = () if shared else tuple(sorted(owners[row] for row in rows))
-            yield container, PlacedTensor(name, t.dtypes[dtype][0], shape, nbytes[rows[0]], tuple(rows), owned)
+            yield (
+                container,
+                PlacedTensor(name, t.dtypes[dtype][0], shape, nbytes[rows[0]], tuple(rows), owned),
+            )
 
     def alias_of(self, tensor: PlacedTensor) -> str | None:
         """The name of the tensor that it is tied to."""
@@ -104,4 +109,6 @@ class Placed:
         if count == 1:
             return f"whole, {where}"
         largest = shape_text(self._largest[row, : len(tensor.shape)].tolist())
-        return f"{one_of(count, 'shard')} {'' if self._alike[row] else 'up to '}{largest} on {where}"
+        return (
+            f"{one_of(count, 'shard')} {'' if self._alike[row] else 'up to '}{largest} on {where}"
+        )

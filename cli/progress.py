@@ -1,4 +1,5 @@
-"""How far long work is, on stderr: a bar with a rate on a terminal; elsewhere, if asked for, a line now and then."""
+"""How far long work is, on stderr: a bar with a rate on a terminal; elsewhere, if asked for, a line
+now and then."""
 
 from __future__ import annotations
 
@@ -17,13 +18,20 @@ LINE_EVERY_S = 10.0
 
 @contextlib.contextmanager
 def progress_bar(title: str, *, lines: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """Call what this yields with the bytes done, and those there are in all. ``lines``: for a log, say so every ten
-    seconds where there is no terminal. Without rich there is no bar."""
+    """Call what this yields with the bytes done, and those there are in all. ``lines``: for a log,
+    say so every ten seconds where there is no terminal. Without rich there is no bar."""
     if not sys.stderr.isatty() or find_spec("rich") is None:
         yield _lines(title) if lines else lambda done, total: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
     columns = (
         TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(),
@@ -44,6 +52,10 @@ def _lines(title: str) -> Callable[[int, int], None]:
         first = done if first is None else first  # what was there before counts for no rate
         if now_s - said_s >= LINE_EVERY_S:
             said_s, rate = now_s, (done - first) / (now_s - began_s) / 1e9
-            print(f"{title}: {size_text(done)} of {size_text(total)}, {rate:.2f} GB/s", file=sys.stderr, flush=True)
+            print(
+                f"{title}: {size_text(done)} of {size_text(total)}, {rate:.2f} GB/s",
+                file=sys.stderr,
+                flush=True,
+            )
 
     return say

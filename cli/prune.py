@@ -60,7 +60,10 @@ def run(
 def _ask(plan: PruneReport) -> bool:
     """Whether whoever sits there says yes. Raises UsageError where nobody does."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise UsageError("nothing was deleted: there is no terminal to ask", advice="Say so with --yes, or --dry-run.")
+        raise UsageError(
+            "nothing was deleted: there is no terminal to ask",
+            advice="Say so with --yes, or --dry-run.",
+        )
     print(f"Delete {_sum(plan)}? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 

@@ -1,7 +1,8 @@
 """``holdfast show``: the state in a checkpoint as a tree, and where each tensor of it lies.
 
-On a terminal the tree has guides and columns. Elsewhere two spaces a level and two between fields, and nothing depends on
-the lines around it: so that two checkpoints can be compared with diff, and one searched with grep.
+On a terminal the tree has guides and columns. Elsewhere two spaces a level and two between fields,
+and nothing depends on the lines around it: so that two checkpoints can be compared with diff, and
+one searched with grep.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _NAME_WIDTH_MAX = 48
 
 @explains("uri", "")
 def run(uri: str, *, json_output: bool, values: bool, depth: int | None) -> int:
-    """Print it. ``depth``: containers below so many levels are summed up; ``values``: print them whole."""
+    """Print it. ``depth``: containers below so many levels are summed up; ``values``: print them
+    whole."""
     driver = open_driver(uri)
     try:
         manifest, data = start(read_manifest(driver)).result()
@@ -61,7 +63,10 @@ def _header(uri: str, m: Manifest, manifest_nbytes: int) -> list[str]:
         "ranks": str(m.world),
         "tensors": f"{len(m.tensors.rows):,}, {size_text(m.tensor_nbytes)}",
         "files": f"{len(m.images) + 1:,}, {size_text(_stored_nbytes(m, manifest_nbytes))}",
-        "format": f"version {m.version}, {f'{m.compression}, ' if m.compression else ''}attempt {m.attempt}",
+        "format": (
+            f"version {m.version}, {f'{m.compression}, ' if m.compression else ''}attempt "
+            f"{m.attempt}"
+        ),
     }
     return [f"{paint(f'{name:<9}', 'dim')}{fact}" for name, fact in facts.items()]
 
@@ -80,11 +85,15 @@ class _Folder:
 
     def summary(self) -> str:
         parts = [one_of(self.count, "tensor"), size_text(self.nbytes)] if self.count else []
-        return ", ".join(parts + ([one_of(self.value_count, "value")] if self.value_count else [])) or "empty"
+        return (
+            ", ".join(parts + ([one_of(self.value_count, "value")] if self.value_count else []))
+            or "empty"
+        )
 
 
 class _Outline:
-    """The lines of the tree: in each container its values, its tensors, and then the containers in it."""
+    """The lines of the tree: in each container its values, its tensors, and then the containers in
+    it."""
 
     def __init__(self, manifest: Manifest, *, whole_values: bool, depth: int | None) -> None:
         self._m = manifest
@@ -103,7 +112,9 @@ class _Outline:
             folder = self._folders[container]
             folder.tensors.append(tensor)
             folder.count += 1
-            folder.nbytes += 0 if self._placed.alias_of(tensor) else tensor.nbytes * len(tensor.rows)
+            folder.nbytes += (
+                0 if self._placed.alias_of(tensor) else tensor.nbytes * len(tensor.rows)
+            )
         for value in self._m.tree.values:
             self._folders[value.container].values.append(value)
         for number in range(len(containers) - 1, -1, -1):  # parents have smaller numbers
@@ -128,7 +139,10 @@ class _Outline:
             leaves = self._leaves(number)
             for i, leaf in enumerate(leaves):
                 yield self._guides(inner, i + 1 == len(leaves) and not folder.folders)[0] + leaf
-            below = [(child, level + 1, *self._guides(inner, child == folder.folders[-1])) for child in folder.folders]
+            below = [
+                (child, level + 1, *self._guides(inner, child == folder.folders[-1]))
+                for child in folder.folders
+            ]
             pending += reversed(below)
 
     def _guides(self, inner: str, last: bool) -> tuple[str, str]:
@@ -138,7 +152,8 @@ class _Outline:
         return (inner + "└── ", inner + "    ") if last else (inner + "├── ", inner + "│   ")
 
     def _leaves(self, number: int) -> list[str]:
-        """The lines of a container's values and tensors. In lists they stand in order; in dicts values come first."""
+        """The lines of a container's values and tensors. In lists they stand in order; in dicts
+        values come first."""
         folder, cut = self._folders[number], self._prefix[number]
         rows: list[tuple[str, ...]] = [(_key_text(v.key), self._value(v)) for v in folder.values]
         rows += [(printable(tensor.name[cut:]), *self._fields(tensor)) for tensor in folder.tensors]
@@ -147,7 +162,10 @@ class _Outline:
         if not self._pretty:
             return ["  ".join(row) for row in rows]
         name_width = min(_NAME_WIDTH_MAX, max((len(row[0]) for row in rows), default=0))
-        widths = [max(map(len, column)) for column in zip(*(row[1:] for row in rows if len(row) > 2), strict=True)]
+        widths = [
+            max(map(len, column))
+            for column in zip(*(row[1:] for row in rows if len(row) > 2), strict=True)
+        ]
         return [_aligned(row, [name_width, *widths]) for row in rows]
 
     def _value(self, value: Value) -> str:
@@ -160,7 +178,10 @@ class _Outline:
 
 def _aligned(row: tuple[str, ...], widths: list[int]) -> str:
     """Cells in columns. A value has a name and its text; a tensor's last cell is its layout."""
-    *cells, last = (*(cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=False)), row[-1])
+    *cells, last = (
+        *(cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=False)),
+        row[-1],
+    )
     return "  ".join([*cells, paint(last, "dim") if len(row) > 2 else last])
 
 

@@ -1,4 +1,5 @@
-"""Words for figures: sizes, times, ranks, shapes; and text that is safe to print. No rich, no numpy."""
+"""Words for figures: sizes, times, ranks, shapes; and text that is safe to print. No rich, no
+numpy."""
 
 from __future__ import annotations
 
@@ -27,8 +28,11 @@ _COLOURS = {"bold": "1", "dim": "2", "red": "31", "green": "32"}
 
 
 def is_terminal() -> bool:
-    """Whether stdout is a terminal that wants colours; a pipe, a file, NO_COLOR and TERM=dumb are none."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    """Whether stdout is a terminal that wants colours; a pipe, a file, NO_COLOR and TERM=dumb are
+    none."""
+    return (
+        sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    )
 
 
 def paint(text: str, colour: str) -> str:
@@ -37,7 +41,8 @@ def paint(text: str, colour: str) -> str:
 
 
 def printable(text: str) -> str:
-    """``text`` with everything escaped that a terminal would obey rather than show. Names come from files."""
+    """``text`` with everything escaped that a terminal would obey rather than show. Names come from
+    files."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
@@ -80,7 +85,8 @@ def shape_text(shape: Sequence[int]) -> str:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """``rank 0``, ``ranks 0–3, 8``; of many runs the first few, and how many ranks there are in all."""
+    """``rank 0``, ``ranks 0–3, 8``; of many runs the first few, and how many ranks there are in
+    all."""
     known = set(ranks)
     return f"rank{'' if len(known) == 1 else 's'} {runs_text(known)}" if known else "no rank"
 

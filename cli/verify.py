@@ -55,7 +55,9 @@ def _verified(uri: str) -> VerifyReport:
         return VerifyReport(1, 0, [Damage(MANIFEST_KEY, 0, 0, error.message, ())])
     with checkpoint, progress_bar("verify") as progress:
         report = checkpoint.verify(progress)
-    return VerifyReport(report.files + 1, report.nbytes + checkpoint.manifest_nbytes, report.damages)
+    return VerifyReport(
+        report.files + 1, report.nbytes + checkpoint.manifest_nbytes, report.damages
+    )
 
 
 def _joined(damages: list[Damage]) -> list[Damage]:
@@ -68,7 +70,13 @@ def _joined(damages: list[Damage]) -> list[Damage]:
         else:
             groups.append([d])
     return [
-        Damage(g[0].key, g[0].start, g[-1].stop, g[0].what, tuple(dict.fromkeys(name for d in g for name in d.tensors)))
+        Damage(
+            g[0].key,
+            g[0].start,
+            g[-1].stop,
+            g[0].what,
+            tuple(dict.fromkeys(name for d in g for name in d.tensors)),
+        )
         for g in groups
     ]
 
@@ -76,5 +84,7 @@ def _joined(damages: list[Damage]) -> list[Damage]:
 def _line(d: Damage) -> str:
     where = f"{d.key}: bytes {d.start:,} to {d.stop:,}: " if d.stop else f"{d.key}: "
     names = ", ".join(map(printable, d.tensors[:_TENSORS_SHOWN]))
-    more = f" and {len(d.tensors) - _TENSORS_SHOWN:,} more" if len(d.tensors) > _TENSORS_SHOWN else ""
+    more = (
+        f" and {len(d.tensors) - _TENSORS_SHOWN:,} more" if len(d.tensors) > _TENSORS_SHOWN else ""
+    )
     return f"  {where}{printable(d.what)}" + (f"; tensors: {names}{more}" if names else "")

@@ -1,8 +1,9 @@
 """The part of a driver that is the same for every asynchronous client.
 
-Each method of the contract has a twin with an underscore, which a driver writes: it makes the client's requests, and raises
-the client's errors. The method itself checks the key, refuses the call once the driver is closed, runs it to its end, and
-translates what it raised: see :class:`Tasks`. Blocking clients have :class:`Threads`.
+Each method of the contract has a twin with an underscore, which a driver writes: it makes the
+client's requests, and raises the client's errors. The method itself checks the key, refuses the
+call once the driver is closed, runs it to its end, and translates what it raised: see
+:class:`Tasks`. Blocking clients have :class:`Threads`.
 """
 
 from __future__ import annotations
@@ -27,14 +28,18 @@ CLOSE_TIMEOUT_S = 60.0
 
 
 class AsyncDriver(Driver):
-    """A driver of an asynchronous client. A subclass sets ``traits``, and writes what is abstract here.
+    """A driver of an asynchronous client. A subclass sets ``traits``, and writes what is abstract
+    here.
 
-    Twins may call each other, but not the public methods: those are refused once the driver is closing.
+    Twins may call each other, but not the public methods: those are refused once the driver is
+    closing.
     """
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {}
 
-    def __init__(self, uri: Uri, *, errors: Callable[[str, str, str], AbstractContextManager[Any]]) -> None:
+    def __init__(
+        self, uri: Uri, *, errors: Callable[[str, str, str], AbstractContextManager[Any]]
+    ) -> None:
         """Does no I/O. For ``errors`` see :class:`Tasks`."""
         self.uri = uri.root
         self.tasks = Tasks(uri=self.uri, errors=errors)
@@ -103,7 +108,8 @@ class AsyncDriver(Driver):
         return upload
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
-        """See :meth:`Driver.put`. An upload of one part; override it where the storage does that in one request."""
+        """See :meth:`Driver.put`. An upload of one part; override it where the storage does that in
+        one request."""
         upload = await self.create(key, len(data))
         try:
             await upload.write(0, memoryview(data))
@@ -118,7 +124,9 @@ class AsyncDriver(Driver):
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         batches = self._list(prefix)
         try:
-            while (batch := await self.tasks.run("list", prefix or None, _next, batches)) is not None:
+            while (
+                batch := await self.tasks.run("list", prefix or None, _next, batches)
+            ) is not None:
                 for found in batch:
                     yield found
         finally:
@@ -134,7 +142,8 @@ class AsyncDriver(Driver):
         await self.tasks.run("sweep", prefix, self._sweep, prefix)
 
     async def close(self) -> None:
-        """See :meth:`Driver.close`. Raises StorageDownError where calls do not end, once all has been let go."""
+        """See :meth:`Driver.close`. Raises StorageDownError where calls do not end, once all has
+        been let go."""
         try:
             await self.tasks.close(CLOSE_TIMEOUT_S)
         finally:
@@ -157,7 +166,8 @@ class AsyncUpload(Upload):
         """Raises StorageError for a negative size."""
         self.key = key
         self.written = Ranges(nbytes, uri=driver.uri, key=key)
-        """What has been written. When :meth:`_commit` is called it is complete, and has the size of the object."""
+        """What has been written. When :meth:`_commit` is called it is complete, and has the size of
+        the object."""
         self._made_by = driver
         self._over = False
         self._committed = False
@@ -172,12 +182,13 @@ class AsyncUpload(Upload):
 
     @abstractmethod
     async def _commit(self, *, exclusive: bool) -> None:
-        """Make the object durable and visible, whole; with ``exclusive`` raise ExistsError where the key is taken."""
+        """Make the object durable and visible, whole; with ``exclusive`` raise ExistsError where
+        the key is taken."""
 
     @abstractmethod
     async def _drop(self) -> None:
-        """Remove what the upload has left, if there is anything. May be called at any time but after a commit that
-        succeeded, and more than once."""
+        """Remove what the upload has left, if there is anything. May be called at any time but
+        after a commit that succeeded, and more than once."""
 
     async def write(self, start: int, data: Buffer) -> None:
         self._check_open()
@@ -197,7 +208,9 @@ class AsyncUpload(Upload):
 
     async def abort(self) -> None:
         self._over = True
-        with suppress(StorageError):  # closed, and dropped by that; or out of reach, and left to a sweep
+        with suppress(
+            StorageError
+        ):  # closed, and dropped by that; or out of reach, and left to a sweep
             await self._made_by.tasks.run("abort", self.key, self.end)
 
     async def _finish(self, nbytes: int | None, exclusive: bool) -> None:

@@ -1,7 +1,8 @@
 """``memory://name``: a dict. The reference model that every other driver is compared with.
 
-Drivers on the same name share their objects for as long as the process lives; ``memory://`` is private to its driver.
-``memory://name/a/b`` is what lies below the key ``a/b`` of ``memory://name``.
+Drivers on the same name share their objects for as long as the process lives; ``memory://`` is
+private to its driver. ``memory://name/a/b`` is what lies below the key ``a/b`` of
+``memory://name``.
 
 Scope: right and simple. It copies everything it is given, and is as durable as the process.
 """
@@ -34,7 +35,8 @@ class MemoryDriver(Driver):
     OPTIONS: ClassVar[Mapping[str, Option]] = {}
 
     def __init__(self, location: str = "") -> None:
-        """``location``: the store's name, or name and prefix; empty for a store of this driver's own."""
+        """``location``: the store's name, or name and prefix; empty for a store of this driver's
+        own."""
         name, _, prefix = location.partition("/")
         self.uri = f"memory://{location}"
         self.traits = Traits(
@@ -60,7 +62,9 @@ class MemoryDriver(Driver):
         data, _ = self._lookup(key)
         stop = start + len(into)
         if not 0 <= start <= stop <= len(data):
-            raise DamagedError(f"object ends at byte {len(data)}, before {stop}", uri=self.uri, key=key)
+            raise DamagedError(
+                f"object ends at byte {len(data)}, before {stop}", uri=self.uri, key=key
+            )
         into[:] = data[start:stop]
 
     async def create(self, key: str, nbytes: int) -> Upload:
@@ -105,7 +109,8 @@ class MemoryDriver(Driver):
         self._closed = True
 
     def _path(self, key: str) -> str:
-        """Where the object is in the dict. Raises UriError for an unsafe key, StorageError once closed."""
+        """Where the object is in the dict. Raises UriError for an unsafe key, StorageError once
+        closed."""
         self._check_open(key)
         return self._prefix + check_key(key, uri=self.uri)
 
@@ -125,7 +130,9 @@ class MemoryDriver(Driver):
             self._check_open(prefix)
             return tuple(path for path in self._objects if path.startswith(self._prefix))
         whole = self._path(prefix)
-        return tuple(path for path in self._objects if path == whole or path.startswith(whole + "/"))
+        return tuple(
+            path for path in self._objects if path == whole or path.startswith(whole + "/")
+        )
 
 
 class _MemoryUpload(Upload):
@@ -152,5 +159,9 @@ class _MemoryUpload(Upload):
     def _open_content(self) -> bytearray:
         self._driver._check_open(self._key)
         if self._content is None:
-            raise StorageError("the upload is over: committed, failed or aborted", uri=self._driver.uri, key=self._key)
+            raise StorageError(
+                "the upload is over: committed, failed or aborted",
+                uri=self._driver.uri,
+                key=self._key,
+            )
         return self._content

@@ -1,7 +1,9 @@
-"""The options of a driver: declared once, in a table on its class; read from the URI; listed in errors and in help.
+"""The options of a driver: declared once, in a table on its class; read from the URI; listed in
+errors and in help.
 
-A table looks like ``OPTIONS = {"threads": Option(integer(1, 64), 8, "operations in flight")}``. Options that every scheme
-has (retries, limits, …) are in ``layers/stack.py``; a driver declares none of the same name.
+A table looks like ``OPTIONS = {"threads": Option(integer(1, 64), 8, "operations in flight")}``.
+Options that every scheme has (retries, limits, …) are in ``layers/stack.py``; a driver declares
+none of the same name.
 """
 
 from __future__ import annotations
@@ -16,19 +18,39 @@ from urllib.parse import unquote, urlsplit
 from ..errors import UriError
 from .uri import Uri
 
-__all__ = ["Option", "choice", "duration", "integer", "option_values", "or_off", "size", "switch", "url"]
+__all__ = [
+    "Option",
+    "choice",
+    "duration",
+    "integer",
+    "option_values",
+    "or_off",
+    "size",
+    "switch",
+    "url",
+]
 
 T = TypeVar("T")
 
 _SIZE = re.compile(r"(\d+)\s*(?:([kmgt]?)(i?)b?)?", re.IGNORECASE | re.ASCII)
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|min|m|h)?", re.ASCII)
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, None: 1.0}
-_SWITCH = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
+_SWITCH = {
+    "on": True,
+    "true": True,
+    "yes": True,
+    "1": True,
+    "off": False,
+    "false": False,
+    "no": False,
+    "0": False,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option. ``parse`` turns its text into a value, or raises a ValueError that says what is allowed."""
+    """One option. ``parse`` turns its text into a value, or raises a ValueError that says what is
+    allowed."""
 
     parse: Callable[[str], Any]
     default: Any
@@ -45,13 +67,16 @@ class Option:
 def option_values(known: Mapping[str, Option], uri: Uri) -> dict[str, Any]:
     """The value of every option in ``known``: from ``uri``, else its default.
 
-    Raises UriError, which names the known options, for one that is not known, and for a value that its option refuses.
+    Raises UriError, which names the known options, for one that is not known, and for a value that
+    its option refuses.
     """
     for name in uri.options:
         if name not in known:
             names = ", ".join(sorted(known)) or "none"
             raise UriError(
-                f"{uri.scheme}:// has no option {name!r}", uri=uri.redacted, advice=f"Known options: {names}."
+                f"{uri.scheme}:// has no option {name!r}",
+                uri=uri.redacted,
+                advice=f"Known options: {names}.",
             )
     return {name: _value(name, option, uri) for name, option in known.items()}
 
@@ -90,7 +115,9 @@ class _Size:
             prefix, binary = (match[2] or "").lower(), bool(match[3])
             value = int(match[1]) * (1024 if binary else 1000) ** " kmgt".index(prefix or " ")
         if match is None or (binary and not prefix) or not self.least <= value <= self.most:
-            raise ValueError(f"is a size from {self.text(self.least)} to {self.text(self.most)}, such as 32MiB")
+            raise ValueError(
+                f"is a size from {self.text(self.least)} to {self.text(self.most)}, such as 32MiB"
+            )
         return value
 
     @staticmethod
@@ -113,7 +140,9 @@ class _Duration:
         match = _DURATION.fullmatch(text.strip())
         value = float(match[1]) * _SECONDS[match[2]] if match else math.nan
         if not self.least_s <= value <= self.most_s:
-            raise ValueError(f"is a time from {self.text(self.least_s)} to {self.text(self.most_s)}, such as 30s")
+            raise ValueError(
+                f"is a time from {self.text(self.least_s)} to {self.text(self.most_s)}, such as 30s"
+            )
         return value
 
     @staticmethod
@@ -122,7 +151,8 @@ class _Duration:
 
 
 def duration(least_s: float, most_s: float) -> Callable[[str], float]:
-    """A parser of durations in seconds, from ``least_s`` to ``most_s``: ``30``, ``1.5s``, ``500ms``, ``2min``, ``1h``."""
+    """A parser of durations in seconds, from ``least_s`` to ``most_s``: ``30``, ``1.5s``,
+    ``500ms``, ``2min``, ``1h``."""
     return _Duration(least_s, most_s)
 
 
@@ -134,10 +164,17 @@ def switch(text: str) -> bool:
 
 
 def url(text: str) -> str:
-    """A parser of the URL of a server: http:// or https://, a host, perhaps a path; no query, which may be a signature."""
+    """A parser of the URL of a server: http:// or https://, a host, perhaps a path; no query, which
+    may be a signature."""
     parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.hostname or set("?#@") & set(unquote(text)):
-        raise ValueError("is a URL, http:// or https://, without user, password, query and fragment")
+    if (
+        parts.scheme not in ("http", "https")
+        or not parts.hostname
+        or set("?#@") & set(unquote(text))
+    ):
+        raise ValueError(
+            "is a URL, http:// or https://, without user, password, query and fragment"
+        )
     return text
 
 

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import errno
 
-from ..errors import AccessError, ExistsError, FullError, NotFoundError, StorageDownError, StorageError
+from ..errors import (
+    AccessError,
+    ExistsError,
+    FullError,
+    NotFoundError,
+    StorageDownError,
+    StorageError,
+)
 
 __all__ = ["storage_errors"]
 
@@ -23,13 +30,20 @@ _KIND_OF = {code: kind for kind, codes in _KINDS.items() for code in codes}
 _ADVICE = {
     errno.EACCES: "Check owner and mode of the folder.",
     errno.EPERM: "Check owner, mode and attributes of the folder.",
-    errno.ELOOP: "Symbolic links are not followed below the root; make the link's target the root, or remove the link.",
-    errno.EROFS: "The file system is mounted read-only; after an I/O error the kernel does that by itself.",
+    errno.ELOOP: (
+        "Symbolic links are not followed below the root; make the link's target the "
+        "root, or remove the link."
+    ),
+    errno.EROFS: (
+        "The file system is mounted read-only; after an I/O error the kernel does that by itself."
+    ),
     errno.ENOSPC: "Free some space (and inodes: df -i), or keep fewer checkpoints.",
     errno.EDQUOT: "The quota is used up: free some space, or keep fewer checkpoints.",
     errno.EFBIG: "The file is larger than ulimit -f or the file system allows.",
     errno.EIO: "The device failed; see the kernel's log.",
-    errno.ESTALE: "The file server has forgotten this file: it was removed, or the server restarted.",
+    errno.ESTALE: (
+        "The file server has forgotten this file: it was removed, or the server restarted."
+    ),
     errno.EMFILE: "Too many open files: raise ulimit -n.",
     errno.ENFILE: "Too many open files on this host: raise fs.file-max.",
     errno.ENAMETOOLONG: "Most file systems allow 255 bytes per name.",
@@ -39,8 +53,8 @@ _ADVICE = {
 
 
 class storage_errors:
-    """Turn an OSError of the body of a ``with`` into the StorageError of its kind, with ``uri`` (redacted), ``key`` and its
-    cause.
+    """Turn an OSError of the body of a ``with`` into the StorageError of its kind, with ``uri``
+    (redacted), ``key`` and its cause.
 
     ``doing`` begins the message: "write", say. A StorageError passes unchanged.
     """
@@ -53,7 +67,9 @@ class storage_errors:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         if not isinstance(error, OSError) or isinstance(error, StorageError):
             return
         code = error.errno or 0

@@ -6,5 +6,6 @@ __all__ = ["is_panic"]
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether Rust code of a library panicked. That may be a BaseException, of a class that cannot be imported."""
+    """Whether Rust code of a library panicked. That may be a BaseException, of a class that cannot
+    be imported."""
     return type(error).__name__ in ("PanicException", "RustPanic")

@@ -8,8 +8,8 @@ __all__ = ["Ranges"]
 
 
 class Ranges:
-    """What has been written of an object of ``nbytes``, or of fewer. Holes and overlaps are found when it is to be
-    committed; then ``nbytes`` is where it ends."""
+    """What has been written of an object of ``nbytes``, or of fewer. Holes and overlaps are found
+    when it is to be committed; then ``nbytes`` is where it ends."""
 
     def __init__(self, nbytes: int, *, uri: str, key: str) -> None:
         """Raises StorageError for a negative size."""
@@ -21,7 +21,9 @@ class Ranges:
     def check(self, start: int, length: int) -> None:
         """Raise StorageError unless ``length`` bytes from ``start`` lie inside the object."""
         if not 0 <= start <= start + length <= self.nbytes:
-            raise self._error(f"bytes {start}:{start + length} are not inside an object of {self.nbytes} bytes")
+            raise self._error(
+                f"bytes {start}:{start + length} are not inside an object of {self.nbytes} bytes"
+            )
 
     def add(self, start: int, length: int) -> None:
         """Note that these bytes have been written."""
@@ -29,11 +31,14 @@ class Ranges:
             self._written.append((start, start + length))
 
     def check_complete(self, nbytes: int | None = None) -> None:
-        """Let the object end at ``nbytes``; None: where it was declared to. Raise StorageError unless that is no further,
-        and every byte before it, and none behind, was written exactly once."""
+        """Let the object end at ``nbytes``; None: where it was declared to. Raise StorageError
+        unless that is no further, and every byte before it, and none behind, was written exactly
+        once."""
         if nbytes is not None:
             if not 0 <= nbytes <= self.nbytes:
-                raise self._error(f"an object of at most {self.nbytes} bytes cannot end at byte {nbytes}")
+                raise self._error(
+                    f"an object of at most {self.nbytes} bytes cannot end at byte {nbytes}"
+                )
             self.nbytes = nbytes
         reached = 0
         for start, stop in [*sorted(self._written), (self.nbytes, self.nbytes)]:
@@ -41,8 +46,15 @@ class Ranges:
             if start > reached:
                 raise self._error(f"bytes {reached}:{start} of {self.nbytes} were never written")
             if start < reached:
-                raise self._error(f"bytes {start}:{min(stop, reached)} of {self.nbytes} were written twice")
+                raise self._error(
+                    f"bytes {start}:{min(stop, reached)} of {self.nbytes} were written twice"
+                )
             reached = stop
 
     def _error(self, message: str) -> StorageError:
-        return StorageError(message, uri=self._uri, key=self._key, advice="The caller's parts do not make the object.")
+        return StorageError(
+            message,
+            uri=self._uri,
+            key=self._key,
+            advice="The caller's parts do not make the object.",
+        )

@@ -1,7 +1,8 @@
-"""From a URI to its driver. Built-in schemes first, then the entry points of group ``holdfast.drivers``.
+"""From a URI to its driver. Built-in schemes first, then the entry points of group
+``holdfast.drivers``.
 
-A third party registers ``scheme = "module:Driver"``; it cannot take a built-in scheme. The class offers ``OPTIONS`` and
-``open``, see :class:`DriverClass`. Importing this module imports no driver.
+A third party registers ``scheme = "module:Driver"``; it cannot take a built-in scheme. The class
+offers ``OPTIONS`` and ``open``, see :class:`DriverClass`. Importing this module imports no driver.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ __all__ = [
 GROUP = "holdfast.drivers"
 """The entry point group."""
 
-# Not read from our own metadata: that is stale in a checkout that was installed before a driver was added.
+# Not read from our own metadata: that is stale in a checkout that was installed before a driver was
+# added.
 _BUILT_IN = {
     "file": "holdfast.drivers.local.driver:LocalDriver",
     "lustre": "holdfast.drivers.lustre.driver:LustreDriver",
@@ -52,28 +54,37 @@ class DriverClass(Protocol):
     """What a registered name leads to, besides being a :class:`Driver`."""
 
     OPTIONS: ClassVar[Mapping[str, Option]]
-    """Every option of this scheme, besides those that every scheme has (:func:`.layers.stack.common_options`)."""
+    """Every option of this scheme, besides those that every scheme has
+    (:func:`.layers.stack.common_options`)."""
     remote: ClassVar[bool]
     """See :class:`Driver`."""
 
     def open(self, uri: Uri) -> Driver:
-        """The driver for ``uri``, whose options are known and valid. Called on the class; leaves the storage alone."""
+        """The driver for ``uri``, whose options are known and valid. Called on the class; leaves
+        the storage alone."""
 
 
-def open_driver(uri: str | os.PathLike[str] | Uri, writers: int | None = None, /, **options: object) -> Driver:
+def open_driver(
+    uri: str | os.PathLike[str] | Uri, writers: int | None = None, /, **options: object
+) -> Driver:
     """The driver for ``uri``, within the layers that its options ask for (:mod:`.layers`).
 
-    Options come from the URI, else from ``options``, the environment, or ``holdfast.toml`` (:mod:`.config`). Storage is
-    not touched: that it cannot be reached is found out at the first operation. Raises UriError for an unknown scheme or
-    option, naming the known ones, and for a driver that cannot be imported; UsageError for a broken ``holdfast.toml``.
+    Options come from the URI, else from ``options``, the environment, or ``holdfast.toml``
+    (:mod:`.config`). Storage is not touched: that it cannot be reached is found out at the first
+    operation. Raises UriError for an unknown scheme or option, naming the known ones, and for a
+    driver that cannot be imported; UsageError for a broken ``holdfast.toml``.
 
-    ``writers``: how many processes are going to write at the same time. A driver that has an option of this name is told,
-    where nobody says otherwise.
+    ``writers``: how many processes are going to write at the same time. A driver that has an option
+    of this name is told, where nobody says otherwise.
     """
     uri = uri if isinstance(uri, Uri) else parse(uri)
     cls = driver_class(serving(uri))
     resolved = _resolved(cls, uri, options)
-    own = {name: found.text for name, found in resolved.items() if name in cls.OPTIONS and found.text is not None}
+    own = {
+        name: found.text
+        for name, found in resolved.items()
+        if name in cls.OPTIONS and found.text is not None
+    }
     if writers is not None and "writers" in cls.OPTIONS:
         own.setdefault("writers", str(writers))
     driver = cls.open(Uri(uri.scheme, uri.location, own))
@@ -82,7 +93,8 @@ def open_driver(uri: str | os.PathLike[str] | Uri, writers: int | None = None, /
 
 
 def resolved_options(uri: Uri, /, **options: object) -> dict[str, Resolved]:
-    """Every option of the driver for ``uri`` and of its layers: value, and where it comes from. Raises as open_driver."""
+    """Every option of the driver for ``uri`` and of its layers: value, and where it comes from.
+    Raises as open_driver."""
     return _resolved(driver_class(serving(uri)), uri, options)
 
 
@@ -91,28 +103,41 @@ def _resolved(cls: DriverClass, uri: Uri, options: Mapping[str, object]) -> dict
 
 
 def serving(uri: Uri, fs_type: Callable[[str], str] = fs_type) -> str:
-    """The scheme whose driver serves ``uri``: its own; but ``lustre`` for a ``file`` URI of a folder on Lustre.
-    ``fs_type`` tells the type of the file system that holds a path."""
+    """The scheme whose driver serves ``uri``: its own; but ``lustre`` for a ``file`` URI of a
+    folder on Lustre. ``fs_type`` tells the type of the file system that holds a path."""
     on_lustre = uri.scheme == "file" and fs_type(uri.location) in LUSTRE_TYPES
     return "lustre" if on_lustre else uri.scheme
 
 
 def driver_class(scheme: str) -> DriverClass:
-    """The class that serves ``scheme``. Raises UriError where there is none, or where it cannot be imported."""
+    """The class that serves ``scheme``. Raises UriError where there is none, or where it cannot be
+    imported."""
     if scheme.startswith("fsspec+"):
         return _fsspec_class(scheme)
     target = _BUILT_IN.get(scheme) or schemes().get(scheme)
     if target is None:
-        raise UriError(f"no driver for {scheme}://", advice=f"Known schemes: {', '.join(sorted(schemes()))}.")
+        raise UriError(
+            f"no driver for {scheme}://", advice=f"Known schemes: {', '.join(sorted(schemes()))}."
+        )
     module_name, _, name = target.partition(":")
     try:
         cls = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
-        raise UriError(f"the driver of {scheme}://, {target}, cannot be imported: {error}") from error
-    if not (isinstance(cls, type) and issubclass(cls, Driver) and hasattr(cls, "OPTIONS") and hasattr(cls, "open")):
+        raise UriError(
+            f"the driver of {scheme}://, {target}, cannot be imported: {error}"
+        ) from error
+    if not (
+        isinstance(cls, type)
+        and issubclass(cls, Driver)
+        and hasattr(cls, "OPTIONS")
+        and hasattr(cls, "open")
+    ):
         raise UriError(f"the driver of {scheme}://, {target}, is no Driver with OPTIONS and open()")
     if taken := sorted(cls.OPTIONS.keys() & common_options(remote=True).keys()):
-        raise UriError(f"the driver of {scheme}://, {target}, declares what every scheme has: {', '.join(taken)}")
+        raise UriError(
+            f"the driver of {scheme}://, {target}, declares what every scheme has: "
+            f"{', '.join(taken)}"
+        )
     return cast(DriverClass, cls)
 
 
@@ -121,21 +146,28 @@ def _fsspec_class(scheme: str) -> DriverClass:
         from .fsspec.driver import driver_class_of
     except ImportError as error:
         raise UriError(
-            f"{scheme}:// needs fsspec: {error}", advice="pip install 'holdfast-checkpoint[fsspec]'."
+            f"{scheme}:// needs fsspec: {error}",
+            advice="pip install 'holdfast-checkpoint[fsspec]'.",
         ) from error
     return cast(DriverClass, driver_class_of(scheme.removeprefix("fsspec+")))
 
 
 def schemes() -> dict[str, str]:
     """Every scheme that can be opened, with the ``module:Class`` that serves it."""
-    from importlib.metadata import entry_points  # slow to import, and not needed for a built-in scheme
+    from importlib.metadata import (
+        entry_points,
+    )  # slow to import, and not needed for a built-in scheme
 
     return {entry.name: entry.value for entry in entry_points(group=GROUP)} | _BUILT_IN
 
 
 def packages() -> dict[str, str]:
-    """By scheme, the installed package that serves it, with its version; empty where that cannot be told."""
+    """By scheme, the installed package that serves it, with its version; empty where that cannot be
+    told."""
     from importlib.metadata import entry_points
 
-    found = {e.name: f"{e.dist.name} {e.dist.version}" if e.dist else "" for e in entry_points(group=GROUP)}
+    found = {
+        e.name: f"{e.dist.name} {e.dist.version}" if e.dist else ""
+        for e in entry_points(group=GROUP)
+    }
     return found | dict.fromkeys(_BUILT_IN, "holdfast")

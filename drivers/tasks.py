@@ -1,7 +1,9 @@
-"""Calls of an asynchronous client: each runs to its end, and none is left behind when the driver is closed.
+"""Calls of an asynchronous client: each runs to its end, and none is left behind when the driver is
+closed.
 
-``Threads`` does the same for clients that block. A request that was sent cannot be taken back, and while it is under way
-the client may read or fill the caller's buffer. So a cancelled task does not return before its call has ended.
+``Threads`` does the same for clients that block. A request that was sent cannot be taken back, and
+while it is under way the client may read or fill the caller's buffer. So a cancelled task does not
+return before its call has ended.
 """
 
 from __future__ import annotations
@@ -20,22 +22,26 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 GRACE_S = 10.0
-"""How long a call may go on after whoever waits for it was cancelled. Then the call itself is cancelled."""
+"""How long a call may go on after whoever waits for it was cancelled. Then the call itself is
+cancelled."""
 
 
 async def to_the_end(work: Awaitable[T], *, grace_s: float | None = None) -> T:
     """Return what ``work`` returns, or raise what it raises.
 
-    Cancelled, it waits until ``work`` has ended, and raises CancelledError only then: the outcome is known, and nobody
-    uses the caller's memory any more. What ``work`` raised is then the cause. After ``grace_s`` seconds ``work`` is
-    cancelled, and waited for again; None: never, so ``work`` has a deadline of its own.
+    Cancelled, it waits until ``work`` has ended, and raises CancelledError only then: the outcome
+    is known, and nobody uses the caller's memory any more. What ``work`` raised is then the cause.
+    After ``grace_s`` seconds ``work`` is cancelled, and waited for again; None: never, so ``work``
+    has a deadline of its own.
     """
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     timer: asyncio.TimerHandle | None = None
     while not task.done():
         try:
-            await asyncio.wait([task])  # unlike awaiting it, this leaves it alone when the caller is cancelled
+            await asyncio.wait(
+                [task]
+            )  # unlike awaiting it, this leaves it alone when the caller is cancelled
         except asyncio.CancelledError as error:
             cancelled = error
             if timer is None and grace_s is not None:
@@ -50,8 +56,8 @@ async def to_the_end(work: Awaitable[T], *, grace_s: float | None = None) -> T:
 async def side_by_side(*coroutines: Coroutine[Any, Any, Any]) -> list[Any]:
     """Run all of them at the same time; return what they return, in order.
 
-    Where some fail, the others are waited for, and the failure of the first in order is raised. Cancelled, all are
-    cancelled, and waited for likewise.
+    Where some fail, the others are waited for, and the failure of the first in order is raised.
+    Cancelled, all are cancelled, and waited for likewise.
     """
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
@@ -70,8 +76,9 @@ async def side_by_side(*coroutines: Coroutine[Any, Any, Any]) -> list[Any]:
 class Tasks:
     """Makes the calls of one driver. ``uri`` is for messages.
 
-    ``errors(doing, uri, key)`` is a context manager that turns what the client raises in its body into the
-    :class:`StorageError` of its kind. It lets Holdfast's own errors and CancelledError pass.
+    ``errors(doing, uri, key)`` is a context manager that turns what the client raises in its body
+    into the :class:`StorageError` of its kind. It lets Holdfast's own errors and CancelledError
+    pass.
     """
 
     def __init__(
@@ -97,8 +104,9 @@ class Tasks:
     ) -> T:
         """Return what ``call`` returns. ``doing`` is a verb for messages: "read", say.
 
-        ``key`` is None for a call about the whole root. Raises UriError for an unsafe key, StorageError once this is
-        closed, and otherwise what ``errors`` makes of a failure. Cancelled, it ends as :func:`to_the_end` does.
+        ``key`` is None for a call about the whole root. Raises UriError for an unsafe key,
+        StorageError once this is closed, and otherwise what ``errors`` makes of a failure.
+        Cancelled, it ends as :func:`to_the_end` does.
         """
         if key is not None:
             check_key(key, uri=self._uri)
@@ -113,12 +121,15 @@ class Tasks:
             except asyncio.CancelledError as error:
                 if _caller_is_cancelled() or not self._closed:
                     raise
-                raise StorageDownError(f"{doing} failed: the driver was closed", uri=self._uri, key=key) from error
+                raise StorageDownError(
+                    f"{doing} failed: the driver was closed", uri=self._uri, key=key
+                ) from error
 
     async def close(self, timeout_s: float) -> None:
         """Take no more calls, and wait for those that run. Safe to call twice.
 
-        Raises StorageDownError where some still run after ``timeout_s`` seconds; these are cancelled first.
+        Raises StorageDownError where some still run after ``timeout_s`` seconds; these are
+        cancelled first.
         """
         self._closed = True
         running = tuple(self._running)
@@ -130,7 +141,9 @@ class Tasks:
         for task in stuck:
             task.cancel()
         await asyncio.wait(stuck, timeout=self._grace_s)
-        raise StorageDownError(f"{len(stuck)} operations still ran {timeout_s:g} s after close", uri=self._uri)
+        raise StorageDownError(
+            f"{len(stuck)} operations still ran {timeout_s:g} s after close", uri=self._uri
+        )
 
 
 def _caller_is_cancelled() -> bool:

@@ -1,7 +1,7 @@
 """Blocking calls for asyncio: a pool whose calls are never left behind.
 
-A thread inside ``pwrite`` cannot be interrupted, and it reads the caller's buffer. So a cancelled task does not return
-before its thread does: the caller may reuse the buffer at once.
+A thread inside ``pwrite`` cannot be interrupted, and it reads the caller's buffer. So a cancelled
+task does not return before its thread does: the caller may reuse the buffer at once.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ class Threads:
         self._closed = False
 
     async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What ``call`` returns or raises, from a thread of the pool. Raises StorageError once the pool is closed.
+        """What ``call`` returns or raises, from a thread of the pool. Raises StorageError once the
+        pool is closed.
 
-        Cancelled: a call that has not begun never will; one that runs is waited for, without a limit, because it uses
-        the caller's memory until it ends. What it raised is then the cause of the CancelledError.
+        Cancelled: a call that has not begun never will; one that runs is waited for, without a
+        limit, because it uses the caller's memory until it ends. What it raised is then the cause
+        of the CancelledError.
         """
         if self._closed:
             raise StorageError("the driver is closed", uri=self._uri)
@@ -43,7 +45,9 @@ class Threads:
         cancelled: asyncio.CancelledError | None = None
         while not waiter.done():
             try:
-                await asyncio.wait([waiter])  # unlike awaiting it, this leaves it alone when the task is cancelled
+                await asyncio.wait(
+                    [waiter]
+                )  # unlike awaiting it, this leaves it alone when the task is cancelled
             except asyncio.CancelledError as error:
                 cancelled = error
                 work.cancel()
@@ -54,11 +58,16 @@ class Threads:
     async def close(self, timeout_s: float) -> None:
         """Take no more calls, and wait for those that run. Safe to call twice.
 
-        Raises StorageDownError where some still run after ``timeout_s`` seconds; they are left to themselves.
+        Raises StorageDownError where some still run after ``timeout_s`` seconds; they are left to
+        themselves.
         """
         self._closed = True
         self._pool.shutdown(wait=False)
-        if running := [asyncio.wrap_future(work) for work in tuple(self._running)]:  # threads take from it
+        if running := [
+            asyncio.wrap_future(work) for work in tuple(self._running)
+        ]:  # threads take from it
             _, stuck = await asyncio.wait(running, timeout=timeout_s)
             if stuck:
-                raise StorageDownError(f"{len(stuck)} operations still run {timeout_s:g} s after close", uri=self._uri)
+                raise StorageDownError(
+                    f"{len(stuck)} operations still run {timeout_s:g} s after close", uri=self._uri
+                )

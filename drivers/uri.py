@@ -1,11 +1,13 @@
-"""URIs: where a checkpoint lies, and how to reach it. Parse, print, extend, and take the secrets out.
+"""URIs: where a checkpoint lies, and how to reach it. Parse, print, extend, and take the secrets
+out.
 
-A URI is ``scheme://location?option=value&…``. A bare path is a ``file://`` URI; a leading ``~`` in it is the home folder.
-What merely looks like a URI (``s3:/bucket``, or ``pathlib.Path("s3://bucket")``, which is the same) is an error, and never a
-local folder named "s3:". So is a bare path with options (``/a?threads=3``): it would be a folder of that name.
+A URI is ``scheme://location?option=value&…``. A bare path is a ``file://`` URI; a leading ``~`` in
+it is the home folder. What merely looks like a URI (``s3:/bucket``, or
+``pathlib.Path("s3://bucket")``, which is the same) is an error, and never a local folder named
+"s3:". So is a bare path with options (``/a?threads=3``): it would be a folder of that name.
 
-Scope: of schemes this module knows only those whose location is a path of this host. Which schemes and options exist is
-the registry's business.
+Scope: of schemes this module knows only those whose location is a path of this host. Which schemes
+and options exist is the registry's business.
 """
 
 from __future__ import annotations
@@ -27,16 +29,21 @@ _NEARLY_A_URI = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 _OPTIONS = re.compile(r"\?[a-z_][a-z0-9_.-]*=", re.IGNORECASE)
 """What a bare path ends with where options were meant."""
 
-# A password may hold an unencoded slash, or even "?" and "#", so a colon that begins no port number hides everything up to
-# the "@". What merely looks like a URI begins the text.
+# A password may hold an unencoded slash, or even "?" and "#", so a colon that begins no port number
+# hides everything up to the "@". What merely looks like a URI begins the text.
 _USERINFO = re.compile(
     r"((?<=://)|\A[a-z][a-z0-9+.-]*:(?!//)/?)(?:[^/?#\s]*@|[^/?#\s@:\[]*:(?!\d+(?:[/?#]|$))(?:[^?#\s]*@|[^\s@]*@))",
     re.IGNORECASE,
 )
-_SECRET_NAME = re.compile(r"key|secret|token|passw|pwd|sig|cred|auth|(?:^|[_-])sas(?:$|[_-])", re.IGNORECASE)
+_SECRET_NAME = re.compile(
+    r"key|secret|token|passw|pwd|sig|cred|auth|(?:^|[_-])sas(?:$|[_-])", re.IGNORECASE
+)
 _HIDDEN = "***"
 
-WHERE_SECRETS_GO = "Leave secrets to where the storage's own tools look for them: environment, profile, instance role."
+WHERE_SECRETS_GO = (
+    "Leave secrets to where the storage's own tools look for them: environment, "
+    "profile, instance role."
+)
 """Advice for who wrote one into a URI."""
 
 _PATHS = {"file", "lustre"}
@@ -62,7 +69,9 @@ class Uri:
         if self.scheme in _PATHS:
             object.__setattr__(self, "location", _absolute(self.location))
         elif "?" in self.location or "#" in self.location:
-            raise UriError("'?' and '#' in a location are written as %3F and %23", uri=self.redacted)
+            raise UriError(
+                "'?' and '#' in a location are written as %3F and %23", uri=self.redacted
+            )
 
     @property
     def redacted(self) -> str:
@@ -76,7 +85,10 @@ class Uri:
 
     def __str__(self) -> str:
         location = _quoted(self.location, _PATH_SAFE) if self.scheme in _PATHS else self.location
-        options = "&".join(f"{_quoted(name, '')}={_quoted(value, _VALUE_SAFE)}" for name, value in self.options.items())
+        options = "&".join(
+            f"{_quoted(name, '')}={_quoted(value, _VALUE_SAFE)}"
+            for name, value in self.options.items()
+        )
         return f"{self.scheme}://{location}" + (f"?{options}" if options else "")
 
     def __repr__(self) -> str:
@@ -84,10 +96,12 @@ class Uri:
 
 
 def parse(text: str | os.PathLike[str]) -> Uri:
-    """The URI that ``text`` means. A bare path, absolute or relative, is a ``file`` URI; a leading ``~`` is expanded.
+    """The URI that ``text`` means. A bare path, absolute or relative, is a ``file`` URI; a leading
+    ``~`` is expanded.
 
-    Raises UriError for what is neither, for a password before the host, for options without a value or given twice, for a
-    fragment, for a ``file`` URI that names another host, and for a bare path that is followed by options.
+    Raises UriError for what is neither, for a password before the host, for options without a value
+    or given twice, for a fragment, for a ``file`` URI that names another host, and for a bare path
+    that is followed by options.
     """
     text = _text_of(text)
     _check_text(text)
@@ -96,18 +110,23 @@ def parse(text: str | os.PathLike[str]) -> Uri:
         return Uri("file", _bare_path(text))
     scheme, rest = match[1].lower(), match[2]
     if "#" in rest:
-        raise UriError("a fragment means nothing here", uri=redact(text), advice="Write '#' in a name as %23.")
+        raise UriError(
+            "a fragment means nothing here", uri=redact(text), advice="Write '#' in a name as %23."
+        )
     location, _, query = rest.partition("?")
     # A storage would take it for a part of its own name, and repeat it.
     if (user := _USERINFO.match(f"://{location}", 3)) and ":" in unquote(user[0]):
-        raise UriError("a URI is no place for a password", uri=redact(text), advice=WHERE_SECRETS_GO)
+        raise UriError(
+            "a URI is no place for a password", uri=redact(text), advice=WHERE_SECRETS_GO
+        )
     if scheme in _PATHS:
         location = _path_of_uri(scheme, location, text)
     return Uri(scheme, location, _options(query, text))
 
 
 def redact(text: str | os.PathLike[str]) -> str:
-    """``text`` without user and password, and without the values of options whose names smell of a secret.
+    """``text`` without user and password, and without the values of options whose names smell of a
+    secret.
 
     Takes any text, also what is no URI, and never raises.
     """
@@ -126,7 +145,8 @@ def is_secret(option: str) -> bool:
 
 
 def join(uri: Uri | str | os.PathLike[str], *parts: str) -> Uri:
-    """The URI of what lies at ``parts`` (keys) below ``uri``, with its options. Raises UriError for an unsafe part."""
+    """The URI of what lies at ``parts`` (keys) below ``uri``, with its options. Raises UriError for
+    an unsafe part."""
     uri = uri if isinstance(uri, Uri) else parse(uri)
     if not uri.location:
         raise UriError("nothing can lie below a URI without a location", uri=uri.redacted)
@@ -143,7 +163,10 @@ def _text_of(given: object) -> str:
     if isinstance(given, str):
         return given
     if isinstance(given, bytes):
-        raise UriError("the URI is given as bytes", advice="Decode it: os.fsdecode makes text of a path in bytes.")
+        raise UriError(
+            "the URI is given as bytes",
+            advice="Decode it: os.fsdecode makes text of a path in bytes.",
+        )
     kind = type(given).__name__
     raise UriError(
         f"the URI is {'an' if kind[:1].lower() in 'aeiou' else 'a'} {kind}",
@@ -168,7 +191,10 @@ def _bare_path(path: str) -> str:
         scheme, _, rest = path.partition(":")
         raise UriError(
             f"{redact(path)!r} is neither a URI nor a path that exists",
-            advice=f"Write {redact(f'{scheme}://' + rest.lstrip('/'))} for the URI, or put ./ before a local name.",
+            advice=(
+                f"Write {redact(f'{scheme}://' + rest.lstrip('/'))} for the URI, or put ./ "
+                f"before a local name."
+            ),
         )
     path = _expanded(path)
     if _OPTIONS.search(path):
@@ -176,7 +202,8 @@ def _bare_path(path: str) -> str:
         folder = _quoted(_absolute(name), _PATH_SAFE)
         raise UriError(
             f"{redact(path)!r} is a bare path, which has no options",
-            advice=f"Write {redact(f'file://{folder}?{query}')} to give them. To mean a folder of this name, write %3F for "
+            advice=f"Write {redact(f'file://{folder}?{query}')} to give them. To mean a folder of "
+            f"this name, write %3F for "
             "'?' in a file:// URI.",
         )
     return path
@@ -189,7 +216,8 @@ def _expanded(path: str) -> str:
     expanded = os.path.expanduser(path)
     if expanded == path and not os.path.lexists(path):
         raise UriError(
-            f"{redact(path)!r} begins with the home folder of nobody here", advice="Put ./ before a local name."
+            f"{redact(path)!r} begins with the home folder of nobody here",
+            advice="Put ./ before a local name.",
         )
     return expanded
 
@@ -198,7 +226,9 @@ def _path_of_uri(scheme: str, location: str, text: str) -> str:
     host, slash, path = location.partition("/")
     if host not in ("", "localhost") or not slash:
         raise UriError(
-            f"{scheme}:// reaches this host only" if host else f"a {scheme}:// URI needs an absolute path",
+            f"{scheme}:// reaches this host only"
+            if host
+            else f"a {scheme}:// URI needs an absolute path",
             uri=redact(text),
             advice=f"An absolute path takes three slashes: {scheme}:///a/b."
             + (" A bare path may begin with ~, a URI may not." if host.startswith("~") else ""),
@@ -207,7 +237,8 @@ def _path_of_uri(scheme: str, location: str, text: str) -> str:
 
 
 def _absolute(path: str) -> str:
-    """Absolute, without double slashes and single dots. Keeps ``..``: the kernel knows what it means after a link."""
+    """Absolute, without double slashes and single dots. Keeps ``..``: the kernel knows what it
+    means after a link."""
     if not path:
         raise UriError("an empty path names no folder")
     return "/" + str(PurePosixPath(os.getcwd(), path)).lstrip("/")
@@ -219,7 +250,9 @@ def _options(query: str, text: str) -> dict[str, str]:
         name, equals, value = option.partition("=")
         name = _unquoted(name)
         if not name or not equals:  # not named: it may be what follows a "?" in a password
-            raise UriError("an option has no value", uri=redact(text), advice="Write ?name=value&name=value.")
+            raise UriError(
+                "an option has no value", uri=redact(text), advice="Write ?name=value&name=value."
+            )
         if name in options:
             raise UriError(f"option {name!r} is given twice", uri=redact(text))
         options[name] = _unquoted(value)

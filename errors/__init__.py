@@ -25,12 +25,13 @@
         └── StorageDownError (ConnectionError)        unreachable, no answer in time, or an I/O error of the device
             └── BusyError                                 it asks to be left alone for a while
 
-Each error carries ``uri`` (redacted), ``key``, ``rank`` and ``advice`` where they are known, and its cause as
-``__cause__``. ``temporary`` says whether the same operation may succeed if it is tried again unchanged; only a retry
-layer decides by that mark. Errors survive pickling by others (a process pool, a test runner): their constructor takes
-only keywords besides the message.
+Each error carries ``uri`` (redacted), ``key``, ``rank`` and ``advice`` where they are known, and
+its cause as ``__cause__``. ``temporary`` says whether the same operation may succeed if it is tried
+again unchanged; only a retry layer decides by that mark. Errors survive pickling by others (a
+process pool, a test runner): their constructor takes only keywords besides the message.
 
-Scope: this room holds nothing but the tree. Every other room may import it; it imports none of them.
+Scope: this room holds nothing but the tree. Every other room may import it; it imports none of
+them.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ __all__ = [
 class HoldfastError(Exception):
     """Base of all errors raised by Holdfast.
 
-    ``message`` says what happened, in one sentence; the keywords say where, and what to do next. ``str()`` joins them.
+    ``message`` says what happened, in one sentence; the keywords say where, and what to do next.
+    ``str()`` joins them.
     """
 
     temporary = False
@@ -83,7 +85,8 @@ class HoldfastError(Exception):
         advice: str | None = None,
         temporary: bool | None = None,
     ) -> None:
-        # The message alone goes to args: OSError would read two positional arguments as (errno, strerror).
+        # The message alone goes to args: OSError would read two positional arguments as (errno,
+        # strerror).
         super().__init__(message)
         self.message = message
         self.uri = uri
@@ -119,7 +122,8 @@ class StateError(UsageError, TypeError):
 
 
 class MismatchError(UsageError):
-    """The target does not fit the checkpoint. ``differences`` lists every one, in the order of the state."""
+    """The target does not fit the checkpoint. ``differences`` lists every one, in the order of the
+    state."""
 
     def __init__(self, message: str, *, differences: tuple[str, ...] = (), **where: Any) -> None:
         super().__init__(message, **where)
@@ -203,7 +207,8 @@ class StorageDownError(StorageError, ConnectionError):
 
 
 class BusyError(StorageDownError):
-    """The storage asks for fewer requests. ``retry_after_s``: when it wants to be asked again, if it said so."""
+    """The storage asks for fewer requests. ``retry_after_s``: when it wants to be asked again, if
+    it said so."""
 
     def __init__(self, message: str, *, retry_after_s: float | None = None, **where: Any) -> None:
         super().__init__(message, **where)

@@ -1,4 +1,5 @@
-"""Boxes: n-dimensional hyper-rectangles of a tensor, and flat ranges of them. Offsets and lengths are in elements."""
+"""Boxes: n-dimensional hyper-rectangles of a tensor, and flat ranges of them. Offsets and lengths
+are in elements."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ __all__ = ["Box", "contiguous_range", "flat_to_boxes", "intersect", "row_strides
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """The elements ``offsets[d] <= index[d] < offsets[d] + lengths[d]``. ``str(box)`` reads ``[0:128,0:4096]``.
+    """The elements ``offsets[d] <= index[d] < offsets[d] + lengths[d]``. ``str(box)`` reads
+    ``[0:128,0:4096]``.
 
     Raises ValueError when offsets and lengths differ in number or a length is negative.
     """
@@ -21,7 +23,9 @@ class Box:
 
     def __post_init__(self) -> None:
         if len(self.offsets) != len(self.lengths):
-            raise ValueError(f"{len(self.offsets)} offsets and {len(self.lengths)} lengths make no box")
+            raise ValueError(
+                f"{len(self.offsets)} offsets and {len(self.lengths)} lengths make no box"
+            )
         if any(length < 0 for length in self.lengths):
             raise ValueError(f"a box cannot have the lengths {self.lengths}")
 
@@ -38,20 +42,30 @@ class Box:
     @property
     def stops(self) -> tuple[int, ...]:
         """The first index past the box, per dimension."""
-        return tuple(offset + length for offset, length in zip(self.offsets, self.lengths, strict=True))
+        return tuple(
+            offset + length for offset, length in zip(self.offsets, self.lengths, strict=True)
+        )
 
     def shifted(self, by: Sequence[int]) -> Box:
         """The box moved by ``by[d]`` elements along each dimension d."""
-        return Box(tuple(offset + step for offset, step in zip(self.offsets, by, strict=True)), self.lengths)
+        return Box(
+            tuple(offset + step for offset, step in zip(self.offsets, by, strict=True)),
+            self.lengths,
+        )
 
     def __str__(self) -> str:
-        return "[" + ",".join(f"{a}:{b}" for a, b in zip(self.offsets, self.stops, strict=True)) + "]"
+        return (
+            "[" + ",".join(f"{a}:{b}" for a, b in zip(self.offsets, self.stops, strict=True)) + "]"
+        )
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The elements in both boxes, or None when there are none. Raises ValueError when their dimensions differ."""
+    """The elements in both boxes, or None when there are none. Raises ValueError when their
+    dimensions differ."""
     offsets = tuple(map(max, a.offsets, b.offsets))
-    lengths = tuple(min(pair) - offset for offset, *pair in zip(offsets, a.stops, b.stops, strict=True))
+    lengths = tuple(
+        min(pair) - offset for offset, *pair in zip(offsets, a.stops, b.stops, strict=True)
+    )
     if any(length <= 0 for length in lengths):
         return None
     return Box(offsets, lengths)
@@ -66,11 +80,14 @@ def row_strides(lengths: Sequence[int]) -> tuple[int, ...]:
 
 
 def contiguous_range(box: Box, lengths: Sequence[int]) -> tuple[int, int] | None:
-    """``(start, stop)`` of ``box`` in the row-major order of an array of shape ``lengths``, when it is one run there.
+    """``(start, stop)`` of ``box`` in the row-major order of an array of shape ``lengths``, when it
+    is one run there.
 
     None when it is not. An empty box is an empty run. The box must lie within the array.
     """
-    start = sum(offset * stride for offset, stride in zip(box.offsets, row_strides(lengths), strict=True))
+    start = sum(
+        offset * stride for offset, stride in zip(box.offsets, row_strides(lengths), strict=True)
+    )
     volume = box.volume
     outermost = next((dim for dim, length in enumerate(box.lengths) if length != 1), box.ndim)
     if volume and box.lengths[outermost + 1 :] != tuple(lengths[outermost + 1 :]):
@@ -79,21 +96,25 @@ def contiguous_range(box: Box, lengths: Sequence[int]) -> tuple[int, int] | None
 
 
 def flat_to_boxes(lengths: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Elements [start, stop) of the row-major order of an array of shape ``lengths``, as disjoint boxes in that order.
+    """Elements [start, stop) of the row-major order of an array of shape ``lengths``, as disjoint
+    boxes in that order.
 
-    At most ``max(1, 2 * ndim - 1)`` boxes; none when the range is empty. Raises ValueError when the range does not lie
-    within the array.
+    At most ``max(1, 2 * ndim - 1)`` boxes; none when the range is empty. Raises ValueError when the
+    range does not lie within the array.
     """
     volume = math.prod(lengths)
     if not 0 <= start <= stop <= volume:
-        raise ValueError(f"elements {start} to {stop} are not a range of an array of shape {tuple(lengths)}")
+        raise ValueError(
+            f"elements {start} to {stop} are not a range of an array of shape {tuple(lengths)}"
+        )
     if start == stop:
         return []
     return _boxes((), tuple(lengths), start, stop) if lengths else [Box((), ())]
 
 
 def _boxes(prefix: tuple[int, ...], lengths: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """Boxes of the non-empty range [start, stop) of an array of shape ``lengths`` that lies at index ``prefix``."""
+    """Boxes of the non-empty range [start, stop) of an array of shape ``lengths`` that lies at
+    index ``prefix``."""
     row = math.prod(lengths[1:])
     head, tail = -(-start // row), stop // row  # the rows from head to tail are whole
     if head > tail:

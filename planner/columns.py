@@ -1,6 +1,8 @@
-"""Arithmetic on columns of boxes: (n, D) arrays of offsets and lengths, padded on the right with offset 0, length 1.
+"""Arithmetic on columns of boxes: (n, D) arrays of offsets and lengths, padded on the right with
+offset 0, length 1.
 
-The vectorised counterpart of ``box``: every function loops over the few dimensions and never over the rows.
+The vectorised counterpart of ``box``: every function loops over the few dimensions and never over
+the rows.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ def strides(lengths: Ints) -> Ints:
 
 
 def flat_starts(offsets: Ints, within: Ints) -> Ints:
-    """Row-major position of the element at ``offsets`` in an array of lengths ``within``: (n, D), (n, D) -> (n,)."""
+    """Row-major position of the element at ``offsets`` in an array of lengths ``within``: (n, D),
+    (n, D) -> (n,)."""
     result = np.zeros(len(offsets), dtype=np.int64)
     for dim in range(offsets.shape[1]):
         # Horner's scheme needs no array of strides.
@@ -52,7 +55,8 @@ def flat_starts(offsets: Ints, within: Ints) -> Ints:
 
 
 def contiguous(lengths: Ints, within: Ints) -> Bools:
-    """Whether a box of ``lengths`` is one run of the row-major order of an array of lengths ``within``: -> (n,)."""
+    """Whether a box of ``lengths`` is one run of the row-major order of an array of lengths
+    ``within``: -> (n,)."""
     result = np.ones(len(lengths), dtype=np.bool_)
     full = np.ones(len(lengths), dtype=np.bool_)
     for dim in range(lengths.shape[1] - 1, -1, -1):
@@ -62,14 +66,16 @@ def contiguous(lengths: Ints, within: Ints) -> Bools:
 
 
 def ranges(starts: Ints, counts: Ints) -> tuple[Ints, Ints]:
-    """Concatenated ``range(starts[i], starts[i] + counts[i])``: the row i that each value came from, and the values."""
+    """Concatenated ``range(starts[i], starts[i] + counts[i])``: the row i that each value came
+    from, and the values."""
     row = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
     before = np.cumsum(counts) - counts
     return row, np.arange(len(row), dtype=np.int64) + (starts - before)[row]
 
 
 def widen(columns: Ints, ndim: int, fill: int) -> Ints:
-    """``columns`` (n, D) padded on the right with ``fill`` to (n, ndim); unchanged where D is ndim already.
+    """``columns`` (n, D) padded on the right with ``fill`` to (n, ndim); unchanged where D is ndim
+    already.
 
     Raises ValueError when D is larger.
     """
@@ -96,8 +102,8 @@ def padded(rows: Sequence[Sequence[int]], ndim: int, fill: int) -> Ints:
 
 
 def union(start: Ints, stop: Ints, gap_nbytes: int) -> tuple[Ints, Ints]:
-    """The union of intervals, ascending, with those at most ``gap_nbytes`` apart made one. With -1, what only touches stays
-    two."""
+    """The union of intervals, ascending, with those at most ``gap_nbytes`` apart made one. With -1,
+    what only touches stays two."""
     if not len(start):
         return start, stop
     order = np.argsort(start, kind="stable")

@@ -1,8 +1,8 @@
 """Is every element of every tensor covered exactly once? Exact, and over whole tables at once.
 
-Three stages, each for what the one before could not settle: flat intervals are sorted and compared end to start;
-other boxes are parted along cut planes, all tensors together, until each stands alone (guillotine cuts); the few that
-no plane parts, such as pinwheels, are counted cell by cell.
+Three stages, each for what the one before could not settle: flat intervals are sorted and compared
+end to start; other boxes are parted along cut planes, all tensors together, until each stands alone
+(guillotine cuts); the few that no plane parts, such as pinwheels, are counted cell by cell.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from .columns import Bools, Ints, contiguous, flat_starts, volumes
 
 __all__ = ["Flaw", "flawed", "flaws"]
 
-# After the first flaw of a tensor is found, so many more cells are looked at for one of another kind.
+# After the first flaw of a tensor is found, so many more cells are looked at for one of another
+# kind.
 CELLS_AFTER_FIRST = 10_000
-# A round of cuts settles any layout of meshes. Boxes that are peeled off one by one take as many rounds as there are boxes:
-# after so many, the rest is counted.
+# A round of cuts settles any layout of meshes. Boxes that are peeled off one by one take as many
+# rounds as there are boxes: after so many, the rest is counted.
 ROUNDS_MAX = 64
 
 
@@ -35,8 +36,8 @@ class Flaw:
 def flawed(shape: Ints, tensor: Ints, offsets: Ints, lengths: Ints) -> Bools:
     """Whether each tensor is *not* covered exactly once by boxes that are in bounds: -> (T,).
 
-    ``shape`` is (T, D); row i of ``tensor`` (S,), ``offsets`` and ``lengths`` (S, D) is a box of the tensor in row
-    ``tensor[i]``. A tensor without elements is covered by no boxes.
+    ``shape`` is (T, D); row i of ``tensor`` (S,), ``offsets`` and ``lengths`` (S, D) is a box of
+    the tensor in row ``tensor[i]``. A tensor without elements is covered by no boxes.
     """
     flags = np.zeros(len(shape), dtype=np.bool_)
     within = shape[tensor]
@@ -52,7 +53,8 @@ def flawed(shape: Ints, tensor: Ints, offsets: Ints, lengths: Ints) -> Bools:
 
 
 def _in_bounds(within: Ints, offsets: Ints, lengths: Ints) -> Bools:
-    """Whether each box has elements, all of them inside an array of lengths ``within``: (n, D) each -> (n,)."""
+    """Whether each box has elements, all of them inside an array of lengths ``within``: (n, D) each
+    -> (n,)."""
     # Subtracted, not added: offset + length of a hostile table could wrap around.
     fits = np.ones(len(offsets), dtype=np.bool_)
     for dim in range(offsets.shape[1]):
@@ -67,7 +69,8 @@ def _where(mask: Bools) -> Ints | slice:
 
 
 def _flag_flat(flags: Bools, shape: Ints, tensor: Ints, offsets: Ints, lengths: Ints) -> None:
-    """Flag the tensors whose flat intervals do not follow on each other from 0 to the tensor's volume."""
+    """Flag the tensors whose flat intervals do not follow on each other from 0 to the tensor's
+    volume."""
     if not len(tensor):
         return
     start, nelems, volume = flat_starts(offsets, shape[tensor]), volumes(lengths), volumes(shape)
@@ -85,8 +88,8 @@ def _flag_flat(flags: Bools, shape: Ints, tensor: Ints, offsets: Ints, lengths: 
 
 @dataclass(slots=True)
 class _Groups:
-    """Boxes, and the regions they have to cover: row i belongs to ``group[i]``, whose region is row ``group[i]`` of
-    ``lows`` and ``highs``. Boxes lie within their region."""
+    """Boxes, and the regions they have to cover: row i belongs to ``group[i]``, whose region is row
+    ``group[i]`` of ``lows`` and ``highs``. Boxes lie within their region."""
 
     tensor: Ints
     low: Ints
@@ -97,7 +100,12 @@ class _Groups:
     size_before: Ints  # per box: boxes in its group before this round of cuts
 
     def take(self, rows: Ints | Bools) -> _Groups:
-        tensor, low, high, group = self.tensor[rows], self.low[rows], self.high[rows], self.group[rows]
+        tensor, low, high, group = (
+            self.tensor[rows],
+            self.low[rows],
+            self.high[rows],
+            self.group[rows],
+        )
         return _Groups(tensor, low, high, group, self.lows, self.highs, self.size_before[rows])
 
     @property
@@ -107,9 +115,17 @@ class _Groups:
 
 
 def _flag_cut(flags: Bools, shape: Ints, tensor: Ints, offsets: Ints, lengths: Ints) -> None:
-    """Flag the tensors whose boxes do not tile them: cut until no plane parts the boxes, or for long enough, then
-    count."""
-    groups = _Groups(tensor, offsets, offsets + lengths, tensor, np.zeros_like(shape), shape, np.zeros_like(tensor))
+    """Flag the tensors whose boxes do not tile them: cut until no plane parts the boxes, or for
+    long enough, then count."""
+    groups = _Groups(
+        tensor,
+        offsets,
+        offsets + lengths,
+        tensor,
+        np.zeros_like(shape),
+        shape,
+        np.zeros_like(tensor),
+    )
     for left in reversed(range(ROUNDS_MAX)):
         if not len(groups.tensor):
             return
@@ -127,7 +143,8 @@ def _flag_cut(flags: Bools, shape: Ints, tensor: Ints, offsets: Ints, lengths: I
 
 
 def _cut(flags: Bools, groups: _Groups, dim: int) -> _Groups:
-    """Part every group along ``dim`` at the planes that no box of it crosses. Flag tensors with a gap at a plane."""
+    """Part every group along ``dim`` at the planes that no box of it crosses. Flag tensors with a
+    gap at a plane."""
     if not len(groups.tensor):
         return groups
     groups = groups.take(np.lexsort((groups.low[:, dim], groups.group)))
@@ -147,8 +164,8 @@ def _cut(flags: Bools, groups: _Groups, dim: int) -> _Groups:
 
 
 def _running_maximum(values: Ints, group: Ints) -> Ints:
-    """Maximum of ``values`` so far, per group; groups are consecutive rows. Values are replaced by ranks within, so
-    that adding a step per group cannot overflow."""
+    """Maximum of ``values`` so far, per group; groups are consecutive rows. Values are replaced by
+    ranks within, so that adding a step per group cannot overflow."""
     unique, ranks = np.unique(values, return_inverse=True)
     step = np.append(0, np.cumsum(group[1:] != group[:-1])) * len(unique)
     reached: Ints = np.maximum.accumulate(ranks + step) - step
@@ -158,25 +175,34 @@ def _running_maximum(values: Ints, group: Ints) -> Ints:
 def _flag_stuck(flags: Bools, groups: _Groups) -> None:
     """Flag the tensors of groups that no plane parts and that do not cover their region exactly."""
     order = np.argsort(groups.group, kind="stable")
-    firsts = np.flatnonzero(np.append(True, np.diff(groups.group[order]) != 0)) if len(order) else order
+    firsts = (
+        np.flatnonzero(np.append(True, np.diff(groups.group[order]) != 0)) if len(order) else order
+    )
     for rows in np.split(order, firsts[1:]):
         if len(rows) and not flags[groups.tensor[rows[0]]]:
             region = groups.group[rows[0]]
             low, high = groups.low[rows], groups.high[rows]
-            flags[groups.tensor[rows[0]]] = not _tiles(groups.lows[region], groups.highs[region], low, high)
+            flags[groups.tensor[rows[0]]] = not _tiles(
+                groups.lows[region], groups.highs[region], low, high
+            )
 
 
 def _tiles(region_low: Ints, region_high: Ints, low: Ints, high: Ints) -> bool:
     """Whether boxes [low, high) within a region cover it exactly once."""
     # Sums of Python integers: volumes of a hostile table could wrap around.
-    if sum(volumes(high - low).tolist()) != Box((0,) * low.shape[1], tuple((region_high - region_low).tolist())).volume:
+    if (
+        sum(volumes(high - low).tolist())
+        != Box((0,) * low.shape[1], tuple((region_high - region_low).tolist())).volume
+    ):
         return False
     return all(count == 1 for _, _, count in _cells(region_low, region_high, low, high))
 
 
-def _cells(region_low: Ints, region_high: Ints, low: Ints, high: Ints) -> Iterator[tuple[Ints, Ints, int]]:
-    """A partition of the region into cells ``(low, high, boxes that cover it)``: each box covers a cell whole or not at
-    all. Cells in parts whose sum of volumes shows a flaw come first."""
+def _cells(
+    region_low: Ints, region_high: Ints, low: Ints, high: Ints
+) -> Iterator[tuple[Ints, Ints, int]]:
+    """A partition of the region into cells ``(low, high, boxes that cover it)``: each box covers a
+    cell whole or not at all. Cells in parts whose sum of volumes shows a flaw come first."""
     stack = [(region_low, region_high, low, high)]
     while stack:
         region_low, region_high, low, high = stack.pop()
@@ -187,12 +213,18 @@ def _cells(region_low: Ints, region_high: Ints, low: Ints, high: Ints) -> Iterat
         dim, at = cut
         middle_low, middle_high = region_low.copy(), region_high.copy()
         middle_low[dim] = middle_high[dim] = at
-        halves = [_clip(region_low, middle_high, low, high), _clip(middle_low, region_high, low, high)]
+        halves = [
+            _clip(region_low, middle_high, low, high),
+            _clip(middle_low, region_high, low, high),
+        ]
         stack.extend(sorted(halves, key=_looks_flawed))
 
 
-def _median_face(region_low: Ints, region_high: Ints, low: Ints, high: Ints) -> tuple[int, int] | None:
-    """The dimension with most faces of boxes inside the region, and the median one; None if no face is inside."""
+def _median_face(
+    region_low: Ints, region_high: Ints, low: Ints, high: Ints
+) -> tuple[int, int] | None:
+    """The dimension with most faces of boxes inside the region, and the median one; None if no face
+    is inside."""
     faces = np.concatenate((low, high))
     inside = (faces > region_low) & (faces < region_high)
     counts = inside.sum(axis=0)
@@ -203,7 +235,9 @@ def _median_face(region_low: Ints, region_high: Ints, low: Ints, high: Ints) -> 
     return dim, int(chosen[len(chosen) // 2])
 
 
-def _clip(region_low: Ints, region_high: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+def _clip(
+    region_low: Ints, region_high: Ints, low: Ints, high: Ints
+) -> tuple[Ints, Ints, Ints, Ints]:
     """The region, and the parts of the boxes inside it."""
     low, high = np.maximum(low, region_low), np.minimum(high, region_high)
     meets = np.all(low < high, axis=1)
@@ -216,20 +250,28 @@ def _looks_flawed(part: tuple[Ints, Ints, Ints, Ints]) -> bool:
 
 
 def flaws(shape: tuple[int, ...], offsets: Ints, lengths: Ints) -> list[Flaw]:
-    """One example of each kind of flaw in the boxes (n, ndim) of one tensor; [] when they cover it exactly once.
+    """One example of each kind of flaw in the boxes (n, ndim) of one tensor; [] when they cover it
+    exactly once.
 
-    When the tensor has one kind of flaw and very many boxes, rare ones of another kind may go unmentioned.
+    When the tensor has one kind of flaw and very many boxes, rare ones of another kind may go
+    unmentioned.
     """
-    inside = _in_bounds(np.broadcast_to(np.array(shape, dtype=np.int64), offsets.shape), offsets, lengths)
+    inside = _in_bounds(
+        np.broadcast_to(np.array(shape, dtype=np.int64), offsets.shape), offsets, lengths
+    )
     found = [_out_of_bounds(offsets[row], lengths[row]) for row in np.flatnonzero(~inside)[:1]]
     low, high = offsets[inside], (offsets + lengths)[inside]
     wanted = {0: "missing", 2: "stored twice"}
     left = CELLS_AFTER_FIRST
     region_low, region_high = np.zeros(len(shape), dtype=np.int64), np.array(shape, dtype=np.int64)
-    for cell_low, cell_high, count in _cells(region_low, region_high, low, high) if 0 not in shape else ():
+    for cell_low, cell_high, count in (
+        _cells(region_low, region_high, low, high) if 0 not in shape else ()
+    ):
         kind = wanted.pop(min(count, 2), None)
         if kind is not None:
-            found.append(Flaw(kind, Box(tuple(cell_low.tolist()), tuple((cell_high - cell_low).tolist()))))
+            found.append(
+                Flaw(kind, Box(tuple(cell_low.tolist()), tuple((cell_high - cell_low).tolist())))
+            )
         left -= bool(found)
         if not wanted or not left:
             break

@@ -1,4 +1,5 @@
-"""Where it lies: the layout of an image, which is a safetensors file with the digests of its blocks at the end.
+"""Where it lies: the layout of an image, which is a safetensors file with the digests of its blocks
+at the end.
 
     0             header: 8 bytes length, JSON, padded with spaces to a multiple of 4096
     header end    tensors, without holes: those of whole pages first, then by itemsize, so that each is aligned to
@@ -44,8 +45,9 @@ BLOCKS_NAME = "__holdfast_blocks__"
 # Readers of safetensors refuse longer headers.
 HEADER_NBYTES_MAX = 100_000_000
 
-# What every reader since safetensors 0.4.3 knows. One unknown name makes a reader refuse the whole file, so dtypes that
-# came later (C64, F8_E8M0) are not used: such tensors are written as bytes, like all others that are not listed.
+# What every reader since safetensors 0.4.3 knows. One unknown name makes a reader refuse the whole
+# file, so dtypes that came later (C64, F8_E8M0) are not used: such tensors are written as bytes,
+# like all others that are not listed.
 SAFETENSORS_DTYPES = {
     "bool": "BOOL",
     "uint8": "U8",
@@ -109,11 +111,14 @@ def blocks_of(nbytes: int, block_nbytes: int) -> int:
 
 
 def shard_name(fqn: str, shape: Sequence[int], box: Box) -> str:
-    """The name of a shard in its image: the tensor's when it is whole, else like ``wq[0:128,0:4096]``."""
+    """The name of a shard in its image: the tensor's when it is whole, else like
+    ``wq[0:128,0:4096]``."""
     return fqn if box.lengths == tuple(shape) else f"{fqn}{box}"
 
 
-def shard_names(fqns: Sequence[str], shape: Ints, ndim: Ints, offsets: Ints, lengths: Ints) -> list[str]:
+def shard_names(
+    fqns: Sequence[str], shape: Ints, ndim: Ints, offsets: Ints, lengths: Ints
+) -> list[str]:
     """``shard_name`` of n shards at once: columns (n,) and, padded, (n, D)."""
     names = list(fqns)
     for row in np.flatnonzero((lengths != shape).any(axis=1)).tolist():
@@ -133,30 +138,43 @@ def lay_out(
     chunk_nbytes: int = CHUNK_NBYTES,
     block_nbytes: int = BLOCK_NBYTES,
 ) -> ImageLayout:
-    """The layout of an image of n shards: of each its name, torch's name of its dtype, (n, D) padded lengths, (n,)
-    number of dimensions and (n,) bytes per element, a power of two.
+    """The layout of an image of n shards: of each its name, torch's name of its dtype, (n, D)
+    padded lengths, (n,) number of dimensions and (n,) bytes per element, a power of two.
 
-    Names that occur before, or that the format reserves, get ``#2``, ``#3`` and so on appended. A dtype that
-    safetensors does not know is written as bytes, with one more dimension of ``itemsize``. When the header would be
-    longer than readers accept, it names a single tensor "data" instead. Raises ValueError when a chunk is not a whole
-    number of blocks, or a block of pages.
+    Names that occur before, or that the format reserves, get ``#2``, ``#3`` and so on appended. A
+    dtype that safetensors does not know is written as bytes, with one more dimension of
+    ``itemsize``. When the header would be longer than readers accept, it names a single tensor
+    "data" instead. Raises ValueError when a chunk is not a whole number of blocks, or a block of
+    pages.
     """
-    if min(chunk_nbytes, block_nbytes) < 1 or chunk_nbytes % block_nbytes or block_nbytes % PAGE_NBYTES:
-        raise ValueError(f"chunks of {chunk_nbytes} bytes in blocks of {block_nbytes} in pages of {PAGE_NBYTES}")
+    if (
+        min(chunk_nbytes, block_nbytes) < 1
+        or chunk_nbytes % block_nbytes
+        or block_nbytes % PAGE_NBYTES
+    ):
+        raise ValueError(
+            f"chunks of {chunk_nbytes} bytes in blocks of {block_nbytes} in pages of {PAGE_NBYTES}"
+        )
     nbytes = volumes(lengths) * itemsize
-    order = np.argsort(np.where(nbytes % PAGE_NBYTES == 0, np.iinfo(np.int64).min, -itemsize), kind="stable")
+    order = np.argsort(
+        np.where(nbytes % PAGE_NBYTES == 0, np.iinfo(np.int64).min, -itemsize), kind="stable"
+    )
     stop = np.empty_like(nbytes)
     stop[order] = np.cumsum(nbytes[order])
     start, data_nbytes = stop - nbytes, int(nbytes.sum())
     entries = _entries(_unique(names), dtypes, lengths, ndim, itemsize, start, stop)
     header = _header([entries[row] for row in order.tolist()], data_nbytes, block_nbytes)
     if len(header) - 8 > HEADER_NBYTES_MAX:
-        whole = [f'"data":{{"dtype":"U8","shape":[{data_nbytes}],"data_offsets":[0,{data_nbytes}]}}']
+        whole = [
+            f'"data":{{"dtype":"U8","shape":[{data_nbytes}],"data_offsets":[0,{data_nbytes}]}}'
+        ]
         header = _header(whole, data_nbytes, block_nbytes)
     data_end = len(header) + data_nbytes
     hashed_end = round_up(data_end, PAGE_NBYTES)
     size = hashed_end + DIGEST_NBYTES * blocks_of(hashed_end, block_nbytes)
-    return ImageLayout(header, start + len(header), order, data_end, hashed_end, size, chunk_nbytes, block_nbytes)
+    return ImageLayout(
+        header, start + len(header), order, data_end, hashed_end, size, chunk_nbytes, block_nbytes
+    )
 
 
 def _unique(names: Sequence[str]) -> list[str]:
@@ -176,14 +194,23 @@ def _unique(names: Sequence[str]) -> list[str]:
 
 
 def _entries(
-    names: Sequence[str], dtypes: Sequence[str], lengths: Ints, ndim: Ints, itemsize: Ints, start: Ints, stop: Ints
+    names: Sequence[str],
+    dtypes: Sequence[str],
+    lengths: Ints,
+    ndim: Ints,
+    itemsize: Ints,
+    start: Ints,
+    stop: Ints,
 ) -> list[str]:
     """The JSON text of each shard's entry."""
     if not names:
         return []
-    # One call for all names: JSON has no bare line break inside a string, so they can be told apart again.
+    # One call for all names: JSON has no bare line break inside a string, so they can be told apart
+    # again.
     quoted = json.dumps(names, separators=("\n", ":"))[1:-1].split("\n")
-    kinds = list(zip(dtypes, ndim.tolist(), itemsize.tolist(), map(tuple, lengths.tolist()), strict=True))
+    kinds = list(
+        zip(dtypes, ndim.tolist(), itemsize.tolist(), map(tuple, lengths.tolist()), strict=True)
+    )
     known = {kind: _fragment(*kind) for kind in set(kinds)}
     columns = zip(quoted, kinds, start.tolist(), stop.tolist(), strict=True)
     return [f"{name}:{known[kind]}[{begin},{end}]}}" for name, kind, begin, end in columns]
@@ -201,7 +228,8 @@ def _header(entries: Sequence[str], data_nbytes: int, block_nbytes: int) -> byte
     text = ",".join(('{"__metadata__":{"format":"pt","holdfast":"image/1"}', *entries))
     size = PAGE_NBYTES
     while True:
-        # The header's size says how many blocks there are, and their number is in the header: grow until both agree.
+        # The header's size says how many blocks there are, and their number is in the header: grow
+        # until both agree.
         hashed_end = round_up(size + data_nbytes, PAGE_NBYTES)
         end = hashed_end - size + DIGEST_NBYTES * blocks_of(hashed_end, block_nbytes)
         shape = f'"shape":[{end - data_nbytes}],"data_offsets":[{data_nbytes},{end}]'

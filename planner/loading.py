@@ -1,7 +1,9 @@
-"""What to read: from what a rank wants and what images store, the byte ranges to read and where each byte goes.
+"""What to read: from what a rank wants and what images store, the byte ranges to read and where
+each byte goes.
 
-Reads are whole blocks, the unit of checksum, and stay within one chunk, the unit of I/O. A byte is read once even when
-several targets want it. Every step works on whole columns; nothing loops over tensors or shards.
+Reads are whole blocks, the unit of checksum, and stay within one chunk, the unit of I/O. A byte is
+read once even when several targets want it. Every step works on whole columns; nothing loops over
+tensors or shards.
 """
 
 from __future__ import annotations
@@ -48,9 +50,11 @@ class Targets:
 
 @dataclass(frozen=True, eq=False)
 class LoadPlan:
-    """P reads, the C copies that each allows, and the pairs of a shard and a target that copies belong to.
+    """P reads, the C copies that each allows, and the pairs of a shard and a target that copies
+    belong to.
 
-    A read, ascending by image and start, disjoint; within one chunk; from a block boundary to another or to hashed_end:
+    A read, ascending by image and start, disjoint; within one chunk; from a block boundary to
+    another or to hashed_end:
 
     ``image``     (P,)
     ``start``     (P,) bytes of the image's file
@@ -122,13 +126,16 @@ def plan_load(
 ) -> LoadPlan:
     """The plan to load ``targets`` from images whose blocks end at ``hashed_end`` (images,).
 
-    Ranges that are at most ``gap_nbytes`` apart are read as one. Raises ValueError when shards do not cover a target
-    exactly once (``coverage_errors`` says so beforehand), lie outside their image, or are not aligned to their
-    elements.
+    Ranges that are at most ``gap_nbytes`` apart are read as one. Raises ValueError when shards do
+    not cover a target exactly once (``coverage_errors`` says so beforehand), lie outside their
+    image, or are not aligned to their elements.
     """
     if chunk_nbytes % block_nbytes:
-        raise ValueError(f"chunks of {chunk_nbytes} bytes are no whole number of blocks of {block_nbytes}")
-    # All images on one line, each from a chunk boundary on, too far apart to be merged: from here on ranges are 1-D.
+        raise ValueError(
+            f"chunks of {chunk_nbytes} bytes are no whole number of blocks of {block_nbytes}"
+        )
+    # All images on one line, each from a chunk boundary on, too far apart to be merged: from here
+    # on ranges are 1-D.
     room = -(-(hashed_end + gap_nbytes + 1) // chunk_nbytes) * chunk_nbytes
     base = np.cumsum(room) - room
     shards, targets = _same_ndim(shards, targets)
@@ -143,9 +150,11 @@ def plan_load(
 
 
 def strided_parts(stored: Box, wanted: Box, e0: int, e1: int) -> list[Box]:
-    """What elements [e0, e1) of the row-major order of ``stored`` have in common with ``wanted``, as disjoint boxes.
+    """What elements [e0, e1) of the row-major order of ``stored`` have in common with ``wanted``,
+    as disjoint boxes.
 
-    All boxes are in elements of the global tensor. This is how a copy whose ``dst`` is -1 is carried out.
+    All boxes are in elements of the global tensor. This is how a copy whose ``dst`` is -1 is
+    carried out.
     """
     flat = (box.shifted(stored.offsets) for box in flat_to_boxes(stored.lengths, e0, e1))
     return [part for box in flat if (part := intersect(box, wanted)) is not None]
@@ -155,7 +164,11 @@ def _same_ndim(shards: ShardTable, targets: Targets) -> tuple[ShardTable, Target
     """Both with as many padded dimensions as the one that has more."""
     ndim = max(shards.offsets.shape[1], targets.offsets.shape[1])
     offsets, lengths = widen(shards.offsets, ndim, 0), widen(shards.lengths, ndim, 1)
-    wide = (widen(targets.offsets, ndim, 0), widen(targets.lengths, ndim, 1), widen(targets.local_offsets, ndim, 0))
+    wide = (
+        widen(targets.offsets, ndim, 0),
+        widen(targets.lengths, ndim, 1),
+        widen(targets.local_offsets, ndim, 0),
+    )
     local_shape = widen(targets.local_shape, ndim, 1)
     return (
         ShardTable(shards.tensor, offsets, lengths, shards.image, shards.start),
@@ -186,27 +199,41 @@ def _candidates(pointers: Ints, tensor: Ints) -> Iterator[tuple[Ints, Ints]]:
         yield shard, target + low
 
 
-def _with_common_elements(shards: ShardTable, targets: Targets, shard: Ints, target: Ints) -> tuple[Ints, Ints]:
+def _with_common_elements(
+    shards: ShardTable, targets: Targets, shard: Ints, target: Ints
+) -> tuple[Ints, Ints]:
     """Those of the pairs whose boxes meet."""
     meets = np.ones(len(shard), dtype=np.bool_)
     for dim in range(shards.offsets.shape[1]):
         stored, wanted = shards.offsets[shard, dim], targets.offsets[target, dim]
-        meets &= np.minimum(stored + shards.lengths[shard, dim], wanted + targets.lengths[target, dim]) > np.maximum(
-            stored, wanted
-        )
+        meets &= np.minimum(
+            stored + shards.lengths[shard, dim], wanted + targets.lengths[target, dim]
+        ) > np.maximum(stored, wanted)
     return shard[meets], target[meets]
 
 
-def _pairs(tensors: TensorTable, shards: ShardTable, targets: Targets, base: Ints, hashed_end: Ints) -> _Pairs:
-    """What shards and targets have in common, and where it lies on both sides; images begin at ``base`` on the line."""
+def _pairs(
+    tensors: TensorTable, shards: ShardTable, targets: Targets, base: Ints, hashed_end: Ints
+) -> _Pairs:
+    """What shards and targets have in common, and where it lies on both sides; images begin at
+    ``base`` on the line."""
     shard, target = _meeting(shards, targets, len(tensors))
-    stored_offsets, stored, image = shards.offsets[shard], shards.lengths[shard], shards.image[shard]
+    stored_offsets, stored, image = (
+        shards.offsets[shard],
+        shards.lengths[shard],
+        shards.image[shard],
+    )
     wanted_offsets, local_shape = targets.offsets[target], targets.local_shape[target]
     offsets = np.maximum(stored_offsets, wanted_offsets)
-    lengths = np.minimum(stored_offsets + stored, wanted_offsets + targets.lengths[target]) - offsets
+    lengths = (
+        np.minimum(stored_offsets + stored, wanted_offsets + targets.lengths[target]) - offsets
+    )
     itemsize = tensors.itemsize[shards.tensor[shard]]
     start, within = base[image] + shards.start[shard], offsets - stored_offsets
-    local = flat_starts(targets.local_offsets[target] + offsets - wanted_offsets, local_shape) * itemsize
+    local = (
+        flat_starts(targets.local_offsets[target] + offsets - wanted_offsets, local_shape)
+        * itemsize
+    )
     straight = contiguous(lengths, stored) & contiguous(lengths, local_shape)
     return _Pairs(
         shard,
@@ -222,7 +249,9 @@ def _pairs(tensors: TensorTable, shards: ShardTable, targets: Targets, base: Int
     )
 
 
-def _check(tensors: TensorTable, shards: ShardTable, targets: Targets, pairs: _Pairs, block_nbytes: int) -> None:
+def _check(
+    tensors: TensorTable, shards: ShardTable, targets: Targets, pairs: _Pairs, block_nbytes: int
+) -> None:
     """Raises ValueError when the tables cannot be right."""
     sums = np.append(0, np.cumsum(volumes(pairs.lengths)))
     first = np.searchsorted(pairs.target, np.arange(len(targets) + 1))
@@ -232,18 +261,24 @@ def _check(tensors: TensorTable, shards: ShardTable, targets: Targets, pairs: _P
         raise ValueError(f"{name}: of {wanted[row]} elements wanted the shards have {stored[row]}")
     start = shards.start[pairs.shard]
     outside = (pairs.stop > pairs.end) | (start < 0)
-    # A read that ends inside an element would tear it. What is copied as one run of bytes needs no alignment.
+    # A read that ends inside an element would tear it. What is copied as one run of bytes needs no
+    # alignment.
     torn = (pairs.dst < 0) & ((block_nbytes % pairs.itemsize != 0) | (start % pairs.itemsize != 0))
-    for flaw, rows in (("lies outside its image", outside), ("is not aligned to its elements", torn)):
+    for flaw, rows in (
+        ("lies outside its image", outside),
+        ("is not aligned to its elements", torn),
+    ):
         for pair in np.flatnonzero(rows)[:1]:
             name = tensors.names[targets.tensor[pairs.target[pair]]]
             raise ValueError(f"{name}: shard {pairs.shard[pair]} {flaw}")
 
 
 def _runs(pairs: _Pairs, block_nbytes: int) -> tuple[Ints, Ints, Ints]:
-    """The runs of stored bytes that pairs want: the pair each belongs to, ascending, start and stop on the line.
+    """The runs of stored bytes that pairs want: the pair each belongs to, ascending, start and stop
+    on the line.
 
-    Runs with less than a block between them count as one, since the blocks they lie in leave nothing out.
+    Runs with less than a block between them count as one, since the blocks they lie in leave
+    nothing out.
     """
     counts, nelems = _collapsed(pairs, block_nbytes)
     number = volumes(counts)
@@ -259,22 +294,27 @@ def _runs(pairs: _Pairs, block_nbytes: int) -> tuple[Ints, Ints, Ints]:
 
 
 def _collapsed(pairs: _Pairs, block_nbytes: int) -> tuple[Ints, Ints]:
-    """Per pair, over how many indices of each dimension its runs repeat (n, D), and the elements of one run (n,)."""
+    """Per pair, over how many indices of each dimension its runs repeat (n, D), and the elements of
+    one run (n,)."""
     steps = strides(pairs.stored)
     counts = pairs.lengths.copy()
     nelems = np.ones(len(counts), dtype=np.int64)
     joined = np.ones(len(counts), dtype=np.bool_)
     for dim in range(counts.shape[1] - 1, -1, -1):
         gap = (steps[:, dim] - nelems) * pairs.itemsize
-        # Once a dimension is not joined, those outside of it repeat whole sets of runs and are not either.
+        # Once a dimension is not joined, those outside of it repeat whole sets of runs and are not
+        # either.
         joined &= (counts[:, dim] == 1) | (gap < block_nbytes)
         nelems = np.where(joined, (counts[:, dim] - 1) * steps[:, dim] + nelems, nelems)
         counts[:, dim] = np.where(joined, 1, counts[:, dim])
     return counts, nelems
 
 
-def _overlaps(run_pair: Ints, run_start: Ints, run_stop: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints]:
-    """Pairs and the reads that hold bytes of theirs, each combination once: ``(pair, read)``, ascending by read."""
+def _overlaps(
+    run_pair: Ints, run_start: Ints, run_stop: Ints, start: Ints, stop: Ints
+) -> tuple[Ints, Ints]:
+    """Pairs and the reads that hold bytes of theirs, each combination once: ``(pair, read)``,
+    ascending by read."""
     first = np.searchsorted(stop, run_start, side="right").astype(np.int64, copy=False)
     run, read = ranges(first, np.searchsorted(start, run_stop, side="left") - first)
     pair = run_pair[run]

@@ -1,4 +1,5 @@
-"""What each rank of a device mesh holds of a tensor. Mirrors the DTensor placements of torch, without torch."""
+"""What each rank of a device mesh holds of a tensor. Mirrors the DTensor placements of torch,
+without torch."""
 
 from __future__ import annotations
 
@@ -16,10 +17,11 @@ __all__ = ["Piece", "Placement", "Replicated", "Split", "holders", "local_pieces
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Dimension ``dim`` is split over one mesh dimension like torch.chunk: equal parts, the last ones short or empty.
+    """Dimension ``dim`` is split over one mesh dimension like torch.chunk: equal parts, the last
+    ones short or empty.
 
-    With ``stride`` k > 1 the dimension is first cut into k parts, every part is split, and a rank holds its share of
-    each, end to end: what torch calls ``_StridedShard(dim, split_factor=k)``.
+    With ``stride`` k > 1 the dimension is first cut into k parts, every part is split, and a rank
+    holds its share of each, end to end: what torch calls ``_StridedShard(dim, split_factor=k)``.
     """
 
     dim: int
@@ -37,8 +39,8 @@ class Replicated:
 
 Placement = Split | Replicated
 
-# Index intervals [start, stop) along one dimension, ascending and disjoint; a local tensor's dimension is their
-# concatenation.
+# Index intervals [start, stop) along one dimension, ascending and disjoint; a local tensor's
+# dimension is their concatenation.
 Intervals = list[tuple[int, int]]
 
 
@@ -51,12 +53,16 @@ class Piece:
 
 
 def local_pieces(
-    shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+    placements: Sequence[Placement],
 ) -> list[Piece]:
     """What the rank at ``coordinate`` of the mesh holds of a tensor of ``shape``.
 
-    Pieces come in the row-major order of the local tensor; an empty local tensor has none. ``placements`` apply from
-    left to right, one per mesh dimension. Raises ValueError when one does not fit the tensor or the mesh.
+    Pieces come in the row-major order of the local tensor; an empty local tensor has none.
+    ``placements`` apply from left to right, one per mesh dimension. Raises ValueError when one does
+    not fit the tensor or the mesh.
     """
     dims = _intervals(shape, mesh_shape, coordinate, placements)
     located = [list(zip(intervals, _local_starts(intervals), strict=True)) for intervals in dims]
@@ -64,14 +70,20 @@ def local_pieces(
 
 
 def local_shape(
-    shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+    placements: Sequence[Placement],
 ) -> tuple[int, ...]:
     """The shape of the local tensor at ``coordinate``. Raises as ``local_pieces`` does."""
     return tuple(map(_size, _intervals(shape, mesh_shape, coordinate, placements)))
 
 
-def holders(mesh_ranks: Ints, coordinate: Sequence[int], placements: Sequence[Placement]) -> tuple[int, ...]:
-    """The global ranks, ascending, that hold the same pieces as the one at ``coordinate`` of the mesh.
+def holders(
+    mesh_ranks: Ints, coordinate: Sequence[int], placements: Sequence[Placement]
+) -> tuple[int, ...]:
+    """The global ranks, ascending, that hold the same pieces as the one at ``coordinate`` of the
+    mesh.
 
     ``mesh_ranks`` holds the global rank at each mesh coordinate.
     """
@@ -83,15 +95,25 @@ def holders(mesh_ranks: Ints, coordinate: Sequence[int], placements: Sequence[Pl
     return tuple(np.sort(mesh_ranks[index], axis=None).tolist())
 
 
-def _check_mesh(mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]) -> None:
+def _check_mesh(
+    mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
+) -> None:
     if not len(mesh_shape) == len(coordinate) == len(placements):
-        raise ValueError(f"{len(placements)} placements at coordinate {tuple(coordinate)} of mesh {tuple(mesh_shape)}")
+        raise ValueError(
+            f"{len(placements)} placements at coordinate {tuple(coordinate)} of mesh "
+            f"{tuple(mesh_shape)}"
+        )
     if any(not 0 <= at < size for at, size in zip(coordinate, mesh_shape, strict=True)):
-        raise ValueError(f"coordinate {tuple(coordinate)} lies outside the mesh {tuple(mesh_shape)}")
+        raise ValueError(
+            f"coordinate {tuple(coordinate)} lies outside the mesh {tuple(mesh_shape)}"
+        )
 
 
 def _intervals(
-    shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+    placements: Sequence[Placement],
 ) -> list[Intervals]:
     """Per tensor dimension, the indices held at ``coordinate``."""
     _check_mesh(mesh_shape, coordinate, placements)
@@ -120,7 +142,8 @@ def _local_starts(intervals: Intervals) -> list[int]:
 
 
 def _chunk(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
-    """The ``index``-th of ``parts`` chunks of [start, stop), cut as torch.chunk does; empty ones at the end."""
+    """The ``index``-th of ``parts`` chunks of [start, stop), cut as torch.chunk does; empty ones at
+    the end."""
     step = -(-(stop - start) // parts)
     return min(start + step * index, stop), min(start + step * (index + 1), stop)
 
@@ -141,7 +164,8 @@ def _slice(intervals: Intervals, start: int, stop: int) -> Intervals:
 
 
 def _joined(intervals: Iterable[tuple[int, int]]) -> Intervals:
-    """Ascending intervals with touching ones made one, so that there are no more pieces than needed."""
+    """Ascending intervals with touching ones made one, so that there are no more pieces than
+    needed."""
     result: Intervals = []
     for start, stop in intervals:
         joins = bool(result) and result[-1][1] == start

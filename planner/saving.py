@@ -1,5 +1,5 @@
-"""Who writes what: bytes that several ranks hold are divided among them, without a word exchanged: evenly, or in the shares
-that ``balance.py`` has found for the whole job."""
+"""Who writes what: bytes that several ranks hold are divided among them, without a word exchanged:
+evenly, or in the shares that ``balance.py`` has found for the whole job."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from .columns import Bools, Ints, volumes
 
 __all__ = ["Holdings", "divide"]
 
-# Cuts fall on whole rows of a tensor as long as a row is at most this part of a holder's even share.
+# Cuts fall on whole rows of a tensor as long as a row is at most this part of a holder's even
+# share.
 GRANULES_PER_SHARE = 100
 
 
@@ -60,22 +61,37 @@ class Holdings:
         return self._map(lambda column: np.concatenate((column, next(columns))))
 
     def _columns(self) -> tuple[Ints, ...]:
-        return (self.tensor, self.offsets, self.lengths, self.local_offsets, self.itemsize, self.group, self.order)
+        return (
+            self.tensor,
+            self.offsets,
+            self.lengths,
+            self.local_offsets,
+            self.itemsize,
+            self.group,
+            self.order,
+        )
 
     def _map(self, function: Callable[[Ints], Ints]) -> Holdings:
-        tensor, offsets, lengths, local_offsets, itemsize, group, order = map(function, self._columns())
-        return Holdings(tensor, offsets, lengths, local_offsets, itemsize, group, self.groups, order)
+        tensor, offsets, lengths, local_offsets, itemsize, group, order = map(
+            function, self._columns()
+        )
+        return Holdings(
+            tensor, offsets, lengths, local_offsets, itemsize, group, self.groups, order
+        )
 
 
-def divide(holdings: Holdings, rank: int, shares: Mapping[Group, tuple[int, ...]] | None = None) -> Holdings:
+def divide(
+    holdings: Holdings, rank: int, shares: Mapping[Group, tuple[int, ...]] | None = None
+) -> Holdings:
     """What ``rank`` writes of what it holds.
 
-    The boxes of a group are laid end to end in ``order``, and the i-th of its n ranks takes the bytes from i/n to
-    (i+1)/n of them; where ``shares`` names the group, from its i-th cut to the next, see :func:`.balance.balance`. A cut
-    inside a box falls on a whole number of its rows (the largest suffix of its dimensions that is at most 1% of an even
-    share, or one element), so a cut piece is one box but for tensors of a few huge rows. Every holder computes the same
-    cuts: together they write everything exactly once. Empty boxes are dropped; the order of the rest is kept. Raises
-    ValueError when ``rank`` is not in one of the groups.
+    The boxes of a group are laid end to end in ``order``, and the i-th of its n ranks takes the
+    bytes from i/n to (i+1)/n of them; where ``shares`` names the group, from its i-th cut to the
+    next, see :func:`.balance.balance`. A cut inside a box falls on a whole number of its rows (the
+    largest suffix of its dimensions that is at most 1% of an even share, or one element), so a cut
+    piece is one box but for tensors of a few huge rows. Every holder computes the same cuts:
+    together they write everything exactly once. Empty boxes are dropped; the order of the rest is
+    kept. Raises ValueError when ``rank`` is not in one of the groups.
     """
     members = np.array([len(group) for group in holdings.groups], dtype=np.int64)
     position = np.array([_position(group, rank) for group in holdings.groups], dtype=np.int64)
@@ -103,7 +119,8 @@ def _position(group: tuple[int, ...], rank: int) -> int:
 def _parts(
     shared: Holdings, members: Ints, position: Ints, shares: Mapping[Group, tuple[int, ...]]
 ) -> tuple[Ints, Ints]:
-    """Per box of groups of several ranks, the range of its elements, in row-major order, that this rank writes."""
+    """Per box of groups of several ranks, the range of its elements, in row-major order, that this
+    rank writes."""
     begin, end = np.empty(len(shared), dtype=np.int64), np.empty(len(shared), dtype=np.int64)
     order = _line_up(shared)
     boxes = shared.take(order)
@@ -125,7 +142,8 @@ def _parts(
 
 
 def _line_up(shared: Holdings) -> Ints:
-    """The order in which boxes are laid end to end: by group, ``order`` and, where those are equal, offsets."""
+    """The order in which boxes are laid end to end: by group, ``order`` and, where those are equal,
+    offsets."""
     group, order = shared.group, shared.order
     ties = (group[1:] == group[:-1]) & (order[1:] <= order[:-1])
     if not ties.any() and np.all(group[1:] >= group[:-1]):
@@ -134,7 +152,8 @@ def _line_up(shared: Holdings) -> Ints:
 
 
 def _granules(boxes: Holdings, nbytes_max: Ints) -> Ints:
-    """(n,) elements of the largest suffix of each box's dimensions that has at most ``nbytes_max`` bytes, or 1."""
+    """(n,) elements of the largest suffix of each box's dimensions that has at most ``nbytes_max``
+    bytes, or 1."""
     granule = np.ones(len(boxes), dtype=np.int64)
     suffix = np.ones(len(boxes), dtype=np.int64)
     for dim in range(boxes.lengths.shape[1] - 1, -1, -1):
@@ -160,6 +179,13 @@ def _pieces(holdings: Holdings, cut: Ints, begin: Ints, end: Ints) -> tuple[Hold
     parent = holdings.take(source)
     offsets, local_offsets = parent.offsets + shift, parent.local_offsets + shift
     pieces = Holdings(
-        parent.tensor, offsets, lengths, local_offsets, parent.itemsize, parent.group, parent.groups, parent.order
+        parent.tensor,
+        offsets,
+        lengths,
+        local_offsets,
+        parent.itemsize,
+        parent.group,
+        parent.groups,
+        parent.order,
     )
     return pieces, source

@@ -1,4 +1,5 @@
-"""Tables of tensors and of shards: columns, not objects, so that ten million shards remain a handful of arrays."""
+"""Tables of tensors and of shards: columns, not objects, so that ten million shards remain a
+handful of arrays."""
 
 from __future__ import annotations
 
@@ -68,8 +69,9 @@ class TensorTable:
     def find(self, name: str, rank: int = 0) -> int | None:
         """The row of ``name`` as seen by ``rank``, or None when there is no such name.
 
-        The row that the whole job shares; else the one that ``rank`` owns; else, since the job may have another size
-        now, the one of the owner that ``rank`` maps to when the owners are dealt out in turn.
+        The row that the whole job shares; else the one that ``rank`` owns; else, since the job may
+        have another size now, the one of the owner that ``rank`` maps to when the owners are dealt
+        out in turn.
         """
         candidates = sorted(self.rows.get(name, ()), key=lambda row: int(self.owner[row]))
         if not candidates:
@@ -84,14 +86,17 @@ class TensorTable:
         if (self.owner < 0).all():
             row_of = dict(zip(self.names, range(len(self)), strict=True))
             return np.fromiter((row_of.get(name, -1) for name in names), np.int64, len(names))
-        found = {name: self.find(name, rank) for name in dict.fromkeys(names)}  # each once: a name may have many owners
+        found = {
+            name: self.find(name, rank) for name in dict.fromkeys(names)
+        }  # each once: a name may have many owners
         rows = (found[name] for name in names)
         return np.fromiter((-1 if row is None else row for row in rows), np.int64, len(names))
 
 
 @dataclass(frozen=True, eq=False)
 class ShardTable:
-    """S stored shards, ascending by tensor. Dimensions beyond a tensor's own are padded: offset 0, length 1.
+    """S stored shards, ascending by tensor. Dimensions beyond a tensor's own are padded: offset 0,
+    length 1.
 
     ``tensor``    (S,) row in the TensorTable
     ``offsets``   (S, D) int64 first element of the box, in elements of the global tensor
@@ -117,7 +122,8 @@ class ShardTable:
 
     @classmethod
     def concat(cls, tables: Sequence[ShardTable]) -> ShardTable:
-        """All rows of ``tables`` in one table, ascending by tensor; dimensions are padded to the largest."""
+        """All rows of ``tables`` in one table, ascending by tensor; dimensions are padded to the
+        largest."""
         if not tables:
             return cls.empty(0)
         ndim = max(table.offsets.shape[1] for table in tables)
@@ -130,7 +136,8 @@ class ShardTable:
         ).sorted_by_tensor()
 
     def sorted_by_tensor(self) -> ShardTable:
-        """The same rows, ascending by tensor, otherwise in the order they had; itself when that is so already."""
+        """The same rows, ascending by tensor, otherwise in the order they had; itself when that is
+        so already."""
         if np.all(self.tensor[1:] >= self.tensor[:-1]):
             return self
         order = np.argsort(self.tensor, kind="stable")
@@ -142,16 +149,17 @@ class ShardTable:
         return volumes(self.lengths) * tensors.itemsize[self.tensor]
 
     def pointers(self, n_tensors: int) -> Ints:
-        """(n_tensors + 1,): the shards of tensor t are the rows from ``pointers[t]`` to ``pointers[t + 1]``."""
+        """(n_tensors + 1,): the shards of tensor t are the rows from ``pointers[t]`` to
+        ``pointers[t + 1]``."""
         return np.searchsorted(self.tensor, np.arange(n_tensors + 1)).astype(np.int64, copy=False)
 
 
 def coverage_errors(tensors: TensorTable, shards: ShardTable, limit: int = 20) -> list[str]:
     """What is wrong with the shards, a sentence each, at most ``limit``; [] when all is well.
 
-    All is well when every element of every tensor that is no alias is covered by exactly one shard, every shard lies
-    within its tensor and has elements, and aliases have no shards. A sentence names the tensor, an example box, and
-    says "missing", "stored twice" or "out of bounds".
+    All is well when every element of every tensor that is no alias is covered by exactly one shard,
+    every shard lies within its tensor and has elements, and aliases have no shards. A sentence
+    names the tensor, an example box, and says "missing", "stored twice" or "out of bounds".
     """
     known = (shards.tensor >= 0) & (shards.tensor < len(tensors))
     sentences = [
@@ -180,15 +188,26 @@ def _sentences(tensors: TensorTable, row: int, offsets: Ints, lengths: Ints) -> 
     if tensors.owner[row] >= 0:
         name += f" of rank {tensors.owner[row]}"
     if tensors.alias[row] >= 0:
-        return [f"{name}: stored twice, since it is an alias of {tensors.names[tensors.alias[row]]} and has shards too"]
+        return [
+            (
+                f"{name}: stored twice, since it is an alias of "
+                f"{tensors.names[tensors.alias[row]]} "
+                f"and has shards too"
+            )
+        ]
     padded = tuple(tensors.shape[row].tolist()) + (1,) * (offsets.shape[1] - tensors.shape.shape[1])
-    return [f"{name}: {_text(flaw, tensors.shape_of(row), ndim)}" for flaw in flaws(padded, offsets, lengths)]
+    return [
+        f"{name}: {_text(flaw, tensors.shape_of(row), ndim)}"
+        for flaw in flaws(padded, offsets, lengths)
+    ]
 
 
 def _text(flaw: Flaw, shape: tuple[int, ...], ndim: int) -> str:
     # A box that sticks out in a padded dimension is shown with it.
     plain = math.prod(flaw.box.lengths[ndim:]) == 1 and not any(flaw.box.offsets[ndim:])
-    shown = flaw.box if not plain else type(flaw.box)(flaw.box.offsets[:ndim], flaw.box.lengths[:ndim])
+    shown = (
+        flaw.box if not plain else type(flaw.box)(flaw.box.offsets[:ndim], flaw.box.lengths[:ndim])
+    )
     where = str(shown) if shown.ndim else "its only element"
     if flaw.kind == "out of bounds":
         return f"a shard {where} is out of bounds of shape {list(shape)}, or empty"

@@ -69,29 +69,31 @@ def save(
 ) -> SaveReport:
     """Save ``state`` as the checkpoint ``uri``; return when it is committed, on every rank.
 
-    ``state`` is a nested dict (or list, tuple) of tensors, DTensors, arrays, numbers, strings, bytes, and objects with a
-    state: modules, optimizers, schedulers, random generators. In a distributed job every rank calls this with its own
-    part; plain tensors that are equal on all ranks are stored once, others per rank. ``step`` is recorded with the
-    checkpoint (default: ``state["step"]`` if that is an int). Extra host memory stays within ``budget_nbytes``.
+    ``state`` is a nested dict (or list, tuple) of tensors, DTensors, arrays, numbers, strings,
+    bytes, and objects with a state: modules, optimizers, schedulers, random generators. In a
+    distributed job every rank calls this with its own part; plain tensors that are equal on all
+    ranks are stored once, others per rank. ``step`` is recorded with the checkpoint (default:
+    ``state["step"]`` if that is an int). Extra host memory stays within ``budget_nbytes``.
     ``storage_options`` are options of the storage, by name; those in the URI win over them.
 
-    ``timeout_s`` after the call, a save that is not committed ends: what is under way is cut, what was written is removed as
-    far as the storage answers, and DeadlineError is raised. None: every operation has a deadline, the save as a whole has
-    none.
+    ``timeout_s`` after the call, a save that is not committed ends: what is under way is cut, what
+    was written is removed as far as the storage answers, and DeadlineError is raised. None: every
+    operation has a deadline, the save as a whole has none.
 
-    ``compression="lz4"`` stores blocks that shrink compressed: for states that do, as trained weights do not, or storage
-    that is slow. Such a checkpoint is read as any other, where lz4 is installed
-    (``pip install 'holdfast-checkpoint[lz4]'``).
+    ``compression="lz4"`` stores blocks that shrink compressed: for states that do, as trained
+    weights do not, or storage that is slow. Such a checkpoint is read as any other, where lz4 is
+    installed (``pip install 'holdfast-checkpoint[lz4]'``).
 
-    A state whose tensors have no elements at all, or have none where its weights should be, is a StateError: some frameworks
-    keep the elements elsewhere. ``allow_empty=True`` saves it.
+    A state whose tensors have no elements at all, or have none where its weights should be, is a
+    StateError: some frameworks keep the elements elsewhere. ``allow_empty=True`` saves it.
 
-    ``progress(done_nbytes, total_nbytes)`` is called now and then on a thread of its own, with the bytes of this rank's
-    image that are written, and all of them. What it raises ends the save.
+    ``progress(done_nbytes, total_nbytes)`` is called now and then on a thread of its own, with the
+    bytes of this rank's image that are written, and all of them. What it raises ends the save.
 
-    Atomic: a checkpoint that was at ``uri`` is replaced whole, or, after any failure, untouched. Raises StateError for
-    what cannot be saved and UriError, both before any I/O; SaveError, StorageError; RankFailedError when another rank
-    fails; DeadlineError when one shows no sign of life for ``deadline_s`` seconds, or ``timeout_s`` are over.
+    Atomic: a checkpoint that was at ``uri`` is replaced whole, or, after any failure, untouched.
+    Raises StateError for what cannot be saved and UriError, both before any I/O; SaveError,
+    StorageError; RankFailedError when another rank fails; DeadlineError when one shows no sign of
+    life for ``deadline_s`` seconds, or ``timeout_s`` are over.
     """
     check_may_wait()
     with telling_of("save", uri, step_of_state(state) if step is None else step, deadline_s):
@@ -125,17 +127,20 @@ def async_save(
     allow_empty: bool = False,
     progress: ProgressCallback | None = None,
 ) -> SaveHandle:
-    """Begin to save ``state`` as the checkpoint ``uri``; return when every byte of it is copied to host memory.
+    """Begin to save ``state`` as the checkpoint ``uri``; return when every byte of it is copied to
+    host memory.
 
-    The state may change as soon as this returns. With ``budget_nbytes`` smaller than this rank's image, copying runs at
-    the pace of the storage, and this returns accordingly later; None keeps room for the whole image, also between saves
-    (see :func:`release_memory`). The rest as in :func:`save`; what fails later is raised by the handle's ``wait()``, and
-    logged. A save to a URI to which this process is still saving waits for that one first.
+    The state may change as soon as this returns. With ``budget_nbytes`` smaller than this rank's
+    image, copying runs at the pace of the storage, and this returns accordingly later; None keeps
+    room for the whole image, also between saves (see :func:`release_memory`). The rest as in
+    :func:`save`; what fails later is raised by the handle's ``wait()``, and logged. A save to a URI
+    to which this process is still saving waits for that one first.
 
-    ``lazy``: return at once, and copy while training goes on. The next step of any torch optimizer waits for what is left
-    of that. A write that came too early, by whatever means, fails the save with a SaveError, and that tensor is copied at
-    the call in later saves; :func:`fence` before it avoids both. Tensors that are saved for the first time are copied at
-    the call. ``lazy="prove"`` compares sums of tensors in host memory, too.
+    ``lazy``: return at once, and copy while training goes on. The next step of any torch optimizer
+    waits for what is left of that. A write that came too early, by whatever means, fails the save
+    with a SaveError, and that tensor is copied at the call in later saves; :func:`fence` before it
+    avoids both. Tensors that are saved for the first time are copied at the call. ``lazy="prove"``
+    compares sums of tensors in host memory, too.
     """
     if not lazy:
         check_may_wait()
@@ -201,26 +206,30 @@ def load(
 ) -> Any:
     """Load the checkpoint ``uri`` into ``into``, whatever layouts the two have; return ``into``.
 
-    Tensors, DTensors and arrays are filled in place; small values are replaced in their containers; modules, optimizers
-    and other objects get their state back. Without ``into``, build and return the whole state, on the CPU, as this rank
-    saved it. In a distributed job every rank calls this with its own part.
+    Tensors, DTensors and arrays are filled in place; small values are replaced in their containers;
+    modules, optimizers and other objects get their state back. Without ``into``, build and return
+    the whole state, on the CPU, as this rank saved it. In a distributed job every rank calls this
+    with its own part.
 
-    ``strict``: which names must be on both sides. True: all, of the state and of the checkpoint. ``"state"``: those of the
-    state; what else the checkpoint has is left. False: none; what both have is loaded. What is left is logged, and listed in
-    the report. Names that must fit and do not, and, in every mode, shapes and dtypes that differ and a state of which
-    nothing is stored at all, are raised as one MismatchError that lists them, before anything is read. ``cast=True``
-    converts dtypes. Every byte is verified before it is used. ``storage_options`` as in :func:`save`. ``on_report`` is told
-    what was read, on this rank.
+    ``strict``: which names must be on both sides. True: all, of the state and of the checkpoint.
+    ``"state"``: those of the state; what else the checkpoint has is left. False: none; what both
+    have is loaded. What is left is logged, and listed in the report. Names that must fit and do
+    not, and, in every mode, shapes and dtypes that differ and a state of which nothing is stored at
+    all, are raised as one MismatchError that lists them, before anything is read. ``cast=True``
+    converts dtypes. Every byte is verified before it is used. ``storage_options`` as in
+    :func:`save`. ``on_report`` is told what was read, on this rank.
 
-    ``exchange``: what several ranks want is read by one of them, which hands it to the others at once. "auto": among ranks
-    of one host, through memory that they share, where it is enough to matter. True: among all ranks, over the network too.
-    False: each rank reads for itself. All ranks give the same.
+    ``exchange``: what several ranks want is read by one of them, which hands it to the others at
+    once. "auto": among ranks of one host, through memory that they share, where it is enough to
+    matter. True: among all ranks, over the network too. False: each rank reads for itself. All
+    ranks give the same.
 
-    ``progress(done_nbytes, total_nbytes)`` is called now and then on a thread of its own, with the bytes of the checkpoint
-    that this rank has read or received, and all that it will have. What it raises ends the load.
+    ``progress(done_nbytes, total_nbytes)`` is called now and then on a thread of its own, with the
+    bytes of the checkpoint that this rank has read or received, and all that it will have. What it
+    raises ends the load.
 
-    Raises NotACheckpointError, DamagedError, StorageError, RankFailedError, DeadlineError; after those, tensors may be
-    partly filled.
+    Raises NotACheckpointError, DamagedError, StorageError, RankFailedError, DeadlineError; after
+    those, tensors may be partly filled.
     """
     options = LoadOptions(
         strict=strict,
@@ -258,9 +267,10 @@ class LoadOptions:
 
 
 def load_after(touched: set[str], uri: UriLike, into: Any, options: LoadOptions) -> Any:
-    """As :func:`load`, for a state that earlier loads, which failed, have filled in part: ``touched`` are the names that
-    they began to fill. Raises MismatchError, before anything is read, where the checkpoint does not have all of them, in
-    every mode. This load adds those that it begins to fill itself."""
+    """As :func:`load`, for a state that earlier loads, which failed, have filled in part:
+    ``touched`` are the names that they began to fill. Raises MismatchError, before anything is
+    read, where the checkpoint does not have all of them, in every mode. This load adds those that
+    it begins to fill itself."""
     began_s = time.perf_counter()
     check_may_wait()
     team: Team = Solo()
@@ -318,6 +328,7 @@ def release_memory() -> None:
 def _checked_budget(budget_nbytes: int) -> int:
     if budget_nbytes < _BUDGET_MIN_NBYTES:
         raise UsageError(
-            f"a budget of {budget_nbytes:,} bytes is too small", advice=f"Give at least {_BUDGET_MIN_NBYTES:,}."
+            f"a budget of {budget_nbytes:,} bytes is too small",
+            advice=f"Give at least {_BUDGET_MIN_NBYTES:,}.",
         )
     return budget_nbytes

@@ -37,7 +37,8 @@ class Attempt:
 
 @dataclass(slots=True)
 class Trace:
-    """What an attempt has left: whether somebody has said its fate, when its last file was written, and how much it is."""
+    """What an attempt has left: whether somebody has said its fate, when its last file was written,
+    and how much it is."""
 
     decided: bool = False
     written_s: float = float("-inf")

@@ -21,8 +21,11 @@ if "CI" not in os.environ or EFFORT > 1:
     settings.load_profile("holdfast")
 
 
-# What the machine says about storage is not the tests' business; processes that tests start inherit this.
-for name in [n for n in os.environ if n.startswith("HOLDFAST_") and not n.startswith("HOLDFAST_TEST_")]:
+# What the machine says about storage is not the tests' business; processes that tests start inherit
+# this.
+for name in [
+    n for n in os.environ if n.startswith("HOLDFAST_") and not n.startswith("HOLDFAST_TEST_")
+]:
     del os.environ[name]
 os.environ["HOLDFAST_CONFIG"] = ""
 
@@ -53,7 +56,8 @@ def no_habits() -> Iterator[None]:
 
 @pytest.fixture
 def no_leaks() -> Iterator[None]:
-    """Fail the test if a file descriptor or a thread that it opened outlives it by more than two seconds."""
+    """Fail the test if a file descriptor or a thread that it opened outlives it by more than two
+    seconds."""
     descriptors, threads = _open_descriptors(), set(threading.enumerate())
     yield
     deadline = time.monotonic() + 2
@@ -79,13 +83,16 @@ def _open_descriptors() -> dict[str, str]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say, for each reason, how many tests were skipped for it; and what tests wanted to have said (a property "said")."""
+    """Say, for each reason, how many tests were skipped for it; and what tests wanted to have said
+    (a property "said")."""
     for report in terminalreporter.stats.get("passed", []):
         for name, value in report.user_properties:
             if name == "said":
                 terminalreporter.write_line(str(value))
     reports = terminalreporter.stats.get("skipped", [])
     # A skip's longrepr is (path, line, "Skipped: reason"); an expected failure's is something else.
-    reasons = Counter(r.longrepr[2].removeprefix("Skipped: ") for r in reports if isinstance(r.longrepr, tuple))
+    reasons = Counter(
+        r.longrepr[2].removeprefix("Skipped: ") for r in reports if isinstance(r.longrepr, tuple)
+    )
     for reason, count in sorted(reasons.items()):
         terminalreporter.write_line(f"skipped {count}: {reason}")

@@ -1,4 +1,5 @@
-"""The account that the demo gives: short paragraphs, and on a terminal a bar that moves and some colour."""
+"""The account that the demo gives: short paragraphs, and on a terminal a bar that moves and some
+colour."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ __all__ = ["Account", "Bar"]
 
 
 class Account:
-    """Writes to ``file``. rich leaves colours and the bar out where that is no terminal, or NO_COLOR is set."""
+    """Writes to ``file``. rich leaves colours and the bar out where that is no terminal, or
+    NO_COLOR is set."""
 
     def __init__(self, file: IO[str]) -> None:
         self._console = Console(file=file, highlight=False, soft_wrap=True)
@@ -42,17 +44,23 @@ class Account:
 
     def saved(self, saved: Saved, record: Record) -> None:
         """A checkpoint is committed."""
-        learning = f"loss {record.losses[saved.step]:.3f}  {record.tokens_per_s():,.0f} bytes of text/s"
+        learning = (
+            f"loss {record.losses[saved.step]:.3f}  {record.tokens_per_s():,.0f} bytes of text/s"
+        )
         rate = f"{size_text(int(saved.nbytes / saved.durable_s))}/s"
         saving = f"saved {size_text(saved.nbytes)} in {saved.durable_s:.2f} s ({rate})"
-        self.say(f"step {saved.step:2}  {learning}  {saving}, training waited {saved.captured_s:.2f} s")
+        self.say(
+            f"step {saved.step:2}  {learning}  {saving}, training waited {saved.captured_s:.2f} s"
+        )
 
     def files(self, files: Sequence[Found]) -> None:
         """What a torn save left."""
         width = max((len(f.key) for f in files), default=0)
         for f in files:
             state = "whole" if f.finished else f"unfinished, {f.stored_nbytes:,} stored"
-            self.say(f"  {f.key:<{width}} {f.nbytes:>12,} bytes  {state}", "" if f.finished else "yellow")
+            self.say(
+                f"  {f.key:<{width}} {f.nbytes:>12,} bytes  {state}", "" if f.finished else "yellow"
+            )
 
     def failures(self, failures: Sequence[Event]) -> None:
         """What the other ranks had to say: the first word of torch, and the first of ours."""
@@ -70,7 +78,9 @@ class Account:
         """A bar that follows ``record``, for the length of a ``with`` block."""
         columns = (TextColumn("  "), BarColumn(40), TextColumn("{task.description}"))
         moves = self._console.is_terminal
-        with Progress(*columns, console=self._console, transient=True, disable=not moves) as progress:
+        with Progress(
+            *columns, console=self._console, transient=True, disable=not moves
+        ) as progress:
             yield Bar(progress, record, steps)
 
 
@@ -85,5 +95,8 @@ class Bar:
         """Show how far the record is."""
         if self._record.losses:
             step, loss = max(self._record.losses.items())
-            said = f"step {step}/{self._steps}  loss {loss:.3f}  {self._record.tokens_per_s():,.0f} bytes of text/s"
+            said = (
+                f"step {step}/{self._steps}  loss {loss:.3f}  "
+                f"{self._record.tokens_per_s():,.0f} bytes of text/s"
+            )
             self._progress.update(self._task, completed=step, description=said)

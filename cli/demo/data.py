@@ -1,7 +1,8 @@
 """Real text without a download: the sources of Python's standard library, as bytes.
 
-The batch of a step depends on the seed and the step alone. So a job that resumes at step 20 with another number of ranks
-reads on exactly where the first one would have, and needs no loader's state for it.
+The batch of a step depends on the seed and the step alone. So a job that resumes at step 20 with
+another number of ranks reads on exactly where the first one would have, and needs no loader's state
+for it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ LENGTH = 64  # bytes of text in a sequence
 
 
 def read_text(folder: Path | None = None) -> npt.NDArray[np.uint8]:
-    """The modules in ``folder`` (default: the running interpreter's standard library), by name, as one array (N,).
+    """The modules in ``folder`` (default: the running interpreter's standard library), by name, as
+    one array (N,).
 
     Raises UsageError where there are none.
     """
@@ -29,7 +31,8 @@ def read_text(folder: Path | None = None) -> npt.NDArray[np.uint8]:
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
     if not text:
         raise UsageError(
-            f"this Python keeps no sources in {folder}", advice="Use one that does; it is what the demo reads."
+            f"this Python keeps no sources in {folder}",
+            advice="Use one that does; it is what the demo reads.",
         )
     return np.frombuffer(text, np.uint8)
 
@@ -43,7 +46,8 @@ def batch(text: npt.NDArray[np.uint8], seed: int, step: int) -> npt.NDArray[np.i
 
 
 def part_of(windows: npt.NDArray[np.int64], rank: int, world: int) -> npt.NDArray[np.int64]:
-    """The rows of one rank. Raises UsageError unless all ranks get equally many: then their mean is the batch's mean."""
+    """The rows of one rank. Raises UsageError unless all ranks get equally many: then their mean is
+    the batch's mean."""
     if len(windows) % world:
         raise UsageError(f"{len(windows)} sequences cannot be shared evenly by {world} ranks")
     rows = len(windows) // world

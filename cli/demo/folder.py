@@ -1,4 +1,5 @@
-"""The folder that the demo writes to. It is emptied at the start, but only of what an earlier demo wrote."""
+"""The folder that the demo writes to. It is emptied at the start, but only of what an earlier demo
+wrote."""
 
 from __future__ import annotations
 
@@ -18,14 +19,16 @@ _OURS = ("checkpoints", "logs", "loss.svg", "loss.png", "tree.txt")
 
 
 def prepare(out: str) -> Path:
-    """Make ``out``, or empty it. Raises UsageError where it holds anything and was not made by the demo."""
+    """Make ``out``, or empty it. Raises UsageError where it holds anything and was not made by the
+    demo."""
     folder = Path(os.path.abspath(out))
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is no folder")
     marker = folder / _MARKER
     if folder.exists() and any(folder.iterdir()) and not marker.exists():
         raise UsageError(
-            f"{folder} holds something else than an earlier demo", advice="Give another folder with --out."
+            f"{folder} holds something else than an earlier demo",
+            advice="Give another folder with --out.",
         )
     folder.mkdir(parents=True, exist_ok=True)
     marker.write_text("Made by `holdfast demo`, which may empty this folder.\n")
@@ -43,7 +46,9 @@ def checkpoints_uri(uri: str | None, folder: Path) -> str:
         return str(join(str(folder), "checkpoints"))
     if (scheme := parse(uri).scheme) in ("memory", "fsspec+memory"):
         raise UsageError(f"the ranks of a job are processes, and share no {scheme}:// storage")
-    return str(join(uri, time.strftime("demo-%Y%m%dT%H%M%S-", time.gmtime()) + secrets.token_hex(2)))
+    return str(
+        join(uri, time.strftime("demo-%Y%m%dT%H%M%S-", time.gmtime()) + secrets.token_hex(2))
+    )
 
 
 def checkpoint_uri(root: str, step: int) -> str:

@@ -1,4 +1,5 @@
-"""Start a training job under torchrun, follow its journals, and see it end: by itself, or by its process id."""
+"""Start a training job under torchrun, follow its journals, and see it end: by itself, or by its
+process id."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ _TAIL_LINES = 30
 
 @dataclass(frozen=True)
 class Job:
-    """One run of the training script on ``ranks`` ranks of this machine. Journals and a log go to ``folder``, made here."""
+    """One run of the training script on ``ranks`` ranks of this machine. Journals and a log go to
+    ``folder``, made here."""
 
     folder: Path
     ranks: int
@@ -39,14 +41,19 @@ class Job:
     def run(self, on_event: Callable[[Event], None], *, survives: bool = True) -> None:
         """Run it to its end. ``on_event`` hears of everything as it happens.
 
-        Raises RankFailedError unless it ends well (or, with ``survives`` False, badly), and DeadlineError; at SIGTERM
-        SystemExit, once torchrun and its ranks have ended. To be called from the main thread.
+        Raises RankFailedError unless it ends well (or, with ``survives`` False, badly), and
+        DeadlineError; at SIGTERM SystemExit, once torchrun and its ranks have ended. To be called
+        from the main thread.
         """
         self.folder.mkdir(parents=True)
         watcher = Watcher(self.folder)
         with self.log.open("wb") as log, _stopped_by_sigterm():
             process = subprocess.Popen(
-                self._command(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_environment()
+                self._command(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=_environment(),
             )
             try:
                 self._follow(process, watcher, on_event)
@@ -56,21 +63,32 @@ class Job:
             on_event(event)
         if (process.returncode == 0) != survives:
             raise RankFailedError(
-                f"the job on {self.ranks} ranks ended with status {process.returncode}", advice=self._tail()
+                f"the job on {self.ranks} ranks ended with status {process.returncode}",
+                advice=self._tail(),
             )
 
     def _command(self) -> list[str]:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--max-restarts=0"]
+        launcher = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--local-addr=127.0.0.1",
+            "--max-restarts=0",
+        ]
         job = ["-m", "holdfast.cli.demo.train", "--journal", str(self.folder), *self.arguments]
         return [sys.executable, *launcher, f"--nproc-per-node={self.ranks}", *job]
 
-    def _follow(self, process: subprocess.Popen[bytes], watcher: Watcher, on_event: Callable[[Event], None]) -> None:
+    def _follow(
+        self, process: subprocess.Popen[bytes], watcher: Watcher, on_event: Callable[[Event], None]
+    ) -> None:
         deadline = time.monotonic() + self.deadline_s
         while process.poll() is None:
             for event in watcher.news():
                 on_event(event)
             if time.monotonic() > deadline:
-                raise DeadlineError(f"the job did not end within {self.deadline_s:g} s", advice=self._tail())
+                raise DeadlineError(
+                    f"the job did not end within {self.deadline_s:g} s", advice=self._tail()
+                )
             time.sleep(_LOOK_EVERY_S)
 
     def _tail(self) -> str:
@@ -79,14 +97,20 @@ class Job:
 
 
 def _environment() -> dict[str, str]:
-    """Loopback only; one thread a rank, so that ranks do not fight for cores; nothing imported from the current folder."""
+    """Loopback only; one thread a rank, so that ranks do not fight for cores; nothing imported from
+    the current folder."""
     loopback = "lo" if sys.platform == "linux" else "lo0"
-    return os.environ | {"GLOO_SOCKET_IFNAME": loopback, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+    return os.environ | {
+        "GLOO_SOCKET_IFNAME": loopback,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONSAFEPATH": "1",
+    }
 
 
 @contextlib.contextmanager
 def _stopped_by_sigterm() -> Iterator[None]:
-    """SIGTERM leaves the block by SystemExit: by itself it would end this process at once, and leave its child behind."""
+    """SIGTERM leaves the block by SystemExit: by itself it would end this process at once, and
+    leave its child behind."""
 
     def end(number: int, frame: object) -> None:
         sys.exit(128 + number)

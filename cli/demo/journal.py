@@ -1,6 +1,8 @@
-"""What a rank has to tell, line by line: written by the ranks of a job, followed by whoever watches it.
+"""What a rank has to tell, line by line: written by the ranks of a job, followed by whoever watches
+it.
 
-A line is on its way to the watcher as soon as it is written, and outlives a rank that is killed in the next instant.
+A line is on its way to the watcher as soon as it is written, and outlives a rank that is killed in
+the next instant.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""A small decoder-only transformer over bytes: what large language models are, in the smallest size that still learns.
+"""A small decoder-only transformer over bytes: what large language models are, in the smallest size
+that still learns.
 
-Pre-norm blocks, rotary positions, causal attention, no bias anywhere. Nothing here knows of ranks or checkpoints.
+Pre-norm blocks, rotary positions, causal attention, no bias anywhere. Nothing here knows of ranks
+or checkpoints.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ __all__ = ["Block", "ModelConfig", "Transformer"]
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Sizes. The defaults make 3.3 million parameters: with AdamW's two moments, a checkpoint of 40 MB."""
+    """Sizes. The defaults make 3.3 million parameters: with AdamW's two moments, a checkpoint of 40
+    MB."""
 
     vocabulary: int = 256
     width: int = 256
@@ -80,6 +83,7 @@ def _rotated(x: torch.Tensor) -> torch.Tensor:
 
 
 def _initialise(module: nn.Module) -> None:
-    """Embeddings as large as what the blocks add to them: with small ones it learns slower, and doubles every rounding."""
+    """Embeddings as large as what the blocks add to them: with small ones it learns slower, and
+    doubles every rounding."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.5 if isinstance(module, nn.Embedding) else 0.02)

@@ -28,11 +28,15 @@ _STYLE = {
 }
 
 
-def draw(before: Record, after: Record, reference: Record, *, killed_at: int, victim: int, path: Path) -> list[Path]:
+def draw(
+    before: Record, after: Record, reference: Record, *, killed_at: int, victim: int, path: Path
+) -> list[Path]:
     """Draw it as SVG and as PNG; return both paths. ``path`` has no suffix."""
     with rc_context(_STYLE):  # type: ignore[arg-type]
         figure = Figure(figsize=(8.4, 6.2), layout="constrained")
-        curve, checkpoints, difference = figure.subplots(3, 1, sharex=True, height_ratios=(6, 0.9, 1.2))
+        curve, checkpoints, difference = figure.subplots(
+            3, 1, sharex=True, height_ratios=(6, 0.9, 1.2)
+        )
         _draw_curves(curve, before, after, reference)
         _draw_kill(curve, before.losses[killed_at], killed_at, victim)
         _draw_checkpoints(checkpoints, before, after, killed_at)
@@ -56,7 +60,9 @@ def _draw_curves(axes: Axes, before: Record, after: Record, reference: Record) -
             marker=marker, markersize=3, solid_capstyle="round",
         )  # fmt: skip
     axes.set_ylabel("loss per byte (nats)")
-    axes.set_title("A rank is killed while it saves; the job goes on with fewer", loc="left", fontweight="bold")
+    axes.set_title(
+        "A rank is killed while it saves; the job goes on with fewer", loc="left", fontweight="bold"
+    )
     axes.margins(x=0.02)
 
 
@@ -71,7 +77,13 @@ def _draw_kill(axes: Axes, loss: float, step: int, victim: int) -> None:
 def _draw_checkpoints(axes: Axes, before: Record, after: Record, killed_at: int) -> None:
     """In a row of their own: dots where one was committed, a cross where the kill left a torn one."""
     for height, record, colour in ((1, before, _BEFORE), (0, after, _AFTER)):
-        axes.plot([saved.step for saved in record.saves], [height] * len(record.saves), "o", color=colour, markersize=7)
+        axes.plot(
+            [saved.step for saved in record.saves],
+            [height] * len(record.saves),
+            "o",
+            color=colour,
+            markersize=7,
+        )
     axes.plot(killed_at, 1, "x", color=_KILL, markersize=8, markeredgewidth=2.2)
     axes.set_ylim(-0.7, 1.7)
     axes.set_yticks([1, 0], [f"{r.ranks} ranks" for r in (before, after)], fontsize=8.5)
@@ -82,8 +94,12 @@ def _draw_checkpoints(axes: Axes, before: Record, after: Record, killed_at: int)
 
 def _draw_difference(axes: Axes, after: Record, reference: Record) -> None:
     steps = sorted(after.losses)
-    axes.bar(steps, [abs(after.losses[s] - reference.losses[s]) for s in steps], color=_AFTER, width=0.6)
-    axes.set_title("difference in loss from the run that was never interrupted", loc="left", fontsize=9.5)
+    axes.bar(
+        steps, [abs(after.losses[s] - reference.losses[s]) for s in steps], color=_AFTER, width=0.6
+    )
+    axes.set_title(
+        "difference in loss from the run that was never interrupted", loc="left", fontsize=9.5
+    )
     axes.set_xlabel("step")
     axes.yaxis.set_major_formatter(lambda x, _: f"{x:.0e}" if x else "0")
     axes.yaxis.set_major_locator(MaxNLocator(2))

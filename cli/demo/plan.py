@@ -12,8 +12,8 @@ __all__ = ["Plan"]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Train ``steps`` steps on ``before`` ranks, save every ``every``, kill one in the save of ``kill_at``, and go on with
-    ``after`` ranks. Raises UsageError for what cannot work."""
+    """Train ``steps`` steps on ``before`` ranks, save every ``every``, kill one in the save of
+    ``kill_at``, and go on with ``after`` ranks. Raises UsageError for what cannot work."""
 
     steps: int
     kill_at: int
@@ -30,13 +30,22 @@ class Plan:
             raise UsageError("with one rank there is none to outlive the other")
         if self.seed < 0:
             raise UsageError("a seed is not negative")
-        if self.every < 1 or self.kill_at % self.every or not 2 * self.every <= self.kill_at <= self.steps:
+        if (
+            self.every < 1
+            or self.kill_at % self.every
+            or not 2 * self.every <= self.kill_at <= self.steps
+        ):
             raise UsageError(
-                f"no save can be torn at step {self.kill_at} of {self.steps} with a save every {self.every}",
-                advice="The kill falls on a save, and not on the first: one must be there to resume from.",
+                f"no save can be torn at step {self.kill_at} of {self.steps} with a save every "
+                f"{self.every}",
+                advice=(
+                    "The kill falls on a save, and not on the first: one must be there to "
+                    "resume from."
+                ),
             )
 
     @property
     def victim(self) -> int:
-        """The rank that dies. Not rank 0, which leads the save and tells the others what became of it."""
+        """The rank that dies. Not rank 0, which leads the save and tells the others what became of
+        it."""
         return min(2, self.before - 1)

@@ -12,8 +12,8 @@ __all__ = ["Record", "Saved"]
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint that all ranks have committed. Times are those of the slowest rank: until training went on, and until
-    the commit."""
+    """A checkpoint that all ranks have committed. Times are those of the slowest rank: until
+    training went on, and until the commit."""
 
     step: int
     nbytes: int
@@ -74,4 +74,8 @@ class Record:
 
     def difference(self, other: Record) -> float:
         """The greatest difference in loss over the steps that both have trained."""
-        return max(abs(loss - other.losses[step]) for step, loss in self.losses.items() if step in other.losses)
+        return max(
+            abs(loss - other.losses[step])
+            for step, loss in self.losses.items()
+            if step in other.losses
+        )

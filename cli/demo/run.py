@@ -1,4 +1,5 @@
-"""The demo: train, kill a rank while it saves, look at what is left, go on with fewer ranks, and compare."""
+"""The demo: train, kill a rank while it saves, look at what is left, go on with fewer ranks, and
+compare."""
 
 from __future__ import annotations
 
@@ -28,8 +29,11 @@ from .torn import Found, find
 __all__ = ["main"]
 
 DIFFERENCE_MAX = 0.01
-"""In loss. Ranks that add in another order differ by rounding; a step lost or taken twice differs by far more."""
-_LOOK_AFTER_S = 1.0  # after the kill: the others have written their images by then, and do not miss ours yet
+"""In loss. Ranks that add in another order differ by rounding; a step lost or taken twice differs
+by far more."""
+_LOOK_AFTER_S = (
+    1.0  # after the kill: the others have written their images by then, and do not miss ours yet
+)
 
 
 def main(
@@ -44,7 +48,8 @@ def main(
     seed: int,
     json_output: bool,
 ) -> int:
-    """Run the demo. Returns 0 if the loss went on as if nothing had happened, else 1. Raises a HoldfastError."""
+    """Run the demo. Returns 0 if the loss went on as if nothing had happened, else 1. Raises a
+    HoldfastError."""
     plan = Plan(steps, kill_at, every, ranks_before, ranks_after, seed)
     root = checkpoints_uri(uri, Path(out).absolute())
     demo = _Demo(plan, root, prepare(out), Account(sys.stderr if json_output else sys.stdout))
@@ -57,7 +62,11 @@ def main(
 class _Demo:
     def __init__(self, plan: Plan, root: str, folder: Path, account: Account) -> None:
         self.plan, self.root, self.folder, self.account = plan, root, folder, account
-        self.before, self.after, self.reference = Record(plan.before), Record(plan.after), Record(plan.before)
+        self.before, self.after, self.reference = (
+            Record(plan.before),
+            Record(plan.after),
+            Record(plan.before),
+        )
         self.killed_at = plan.kill_at
         self.torn: list[Found] = []
         self.missed = True
@@ -66,7 +75,10 @@ class _Demo:
 
     def run(self) -> None:
         began_s = time.monotonic()
-        self.account.title("A language model in training loses a rank in the middle of a save, and goes on with fewer.")
+        self.account.title(
+            "A language model in training loses a rank in the middle of a save, and goes on "
+            "with fewer."
+        )
         self._train_and_kill()
         self._look_at_what_is_left()
         self._go_on()
@@ -83,28 +95,47 @@ class _Demo:
 
     def _train_and_kill(self) -> None:
         plan = self.plan
-        self.account.chapter(f"Train on {one_of(plan.before, 'rank')}, and save every {plan.every} steps")
+        self.account.chapter(
+            f"Train on {one_of(plan.before, 'rank')}, and save every {plan.every} steps"
+        )
         self.account.say("FSDP2 and AdamW under torchrun, gloo on loopback; checkpoints go to")
         self.account.say(redact(self.root))
         for self.killed_at in range(plan.kill_at, plan.steps + 1, plan.every):
             kill = ["--kill-at", str(self.killed_at), "--victim", str(plan.victim)]
-            self._job(f"before-{self.killed_at}", self.before, "--uri", self.root, *kill, survives=False)
+            self._job(
+                f"before-{self.killed_at}", self.before, "--uri", self.root, *kill, survives=False
+            )
             if not self.missed:
                 return
-            self.account.say(f"the kill came too late, step {self.killed_at} was committed: once more", "yellow")
+            self.account.say(
+                f"the kill came too late, step {self.killed_at} was committed: once more", "yellow"
+            )
             self.before.failures.clear()
-        raise SaveError("no kill came before the commit", advice="Look at the logs; or try again, with more --steps.")
+        raise SaveError(
+            "no kill came before the commit",
+            advice="Look at the logs; or try again, with more --steps.",
+        )
 
     def _job(self, name: str, record: Record, *options: str, survives: bool = True) -> None:
         plan = self.plan
-        arguments = ["--steps", str(plan.steps), "--every", str(plan.every), "--seed", str(plan.seed), *options]
+        arguments = [
+            "--steps",
+            str(plan.steps),
+            "--every",
+            str(plan.every),
+            "--seed",
+            str(plan.seed),
+            *options,
+        ]
         with self.account.bar(record, plan.steps) as bar:
 
             def on_event(event: Event) -> None:
                 self._note(record, event)
                 bar.look()
 
-            Job(self.folder / "logs" / name, record.ranks, arguments).run(on_event, survives=survives)
+            Job(self.folder / "logs" / name, record.ranks, arguments).run(
+                on_event, survives=survives
+            )
 
     def _note(self, record: Record, event: Event) -> None:
         saves = len(record.saves)
@@ -115,7 +146,9 @@ class _Demo:
             self._say_resumed(record)
         if event.kind == "killed":
             self.account.say(
-                f"step {self.killed_at:2}  rank {event.rank} is killed while its image is being written", "red"
+                f"step {self.killed_at:2}  rank {event.rank} is killed while its image is "
+                f"being written",
+                "red",
             )
             time.sleep(_LOOK_AFTER_S)
             self.torn = find(self._torn_uri())
@@ -125,45 +158,70 @@ class _Demo:
         return checkpoint_uri(self.root, self.killed_at)
 
     def _committed(self) -> list[int]:
-        return [c.step for c in list_checkpoints(self.root) if c.step is not None and c.problem is None]
+        return [
+            c.step for c in list_checkpoints(self.root) if c.step is not None and c.problem is None
+        ]
 
     def _look_at_what_is_left(self) -> None:
         self.account.chapter("What the kill left, and what the others knew")
         self.account.say(f"below {redact(self._torn_uri())}, a second later:")
         self.account.files(self.torn)
         steps = " and ".join(map(str, self._committed()))
-        self.account.say(f"no manifest, so no checkpoint: holdfast.list_checkpoints finds steps {steps}")
+        self.account.say(
+            f"no manifest, so no checkpoint: holdfast.list_checkpoints finds steps {steps}"
+        )
         self.account.failures(self.before.failures)
         left = len(find(self._torn_uri()))
         if left:
-            self.account.say(f"{one_of(left, 'file')} of it are still there; the next save of this step collects them")
+            self.account.say(
+                f"{one_of(left, 'file')} of it are still there; the next save of this step "
+                f"collects them"
+            )
         else:
-            self.account.say("rank 0, which leads the save, then gave it up and removed what there was of it")
+            self.account.say(
+                "rank 0, which leads the save, then gave it up and removed what there was of it"
+            )
 
     def _go_on(self) -> None:
         self.account.chapter(f"Start again, on {one_of(self.plan.after, 'rank')}")
         self._job("after", self.after, "--uri", self.root)
         left = {f.key for f in self.torn} & {f.key for f in find(self._torn_uri())}
         rest = (
-            f"{one_of(len(left), 'file')} of the torn attempt stay" if left else "nothing of the torn attempt is left"
+            f"{one_of(len(left), 'file')} of the torn attempt stay"
+            if left
+            else "nothing of the torn attempt is left"
         )
         self.account.say(f"step {self.killed_at} is whole now, and {rest}")
 
     def _say_resumed(self, record: Record) -> None:
         wanted, read = record.loaded_nbytes()
-        name, seconds = name_of(record.loads[0]["uri"]), max(load["seconds"] for load in record.loads)
-        figures = f"wanted {size_text(wanted)} and read {size_text(read)} ({read / wanted:.1%}) in {seconds:.2f} s"
-        self.account.say(f"resumed from {name}, resharded from {self.plan.before} ranks to {record.ranks}: {figures}")
+        name, seconds = (
+            name_of(record.loads[0]["uri"]),
+            max(load["seconds"] for load in record.loads),
+        )
+        figures = (
+            f"wanted {size_text(wanted)} and read {size_text(read)} ({read / wanted:.1%}) "
+            f"in {seconds:.2f} s"
+        )
+        self.account.say(
+            f"resumed from {name}, resharded from {self.plan.before} ranks to {record.ranks}: "
+            f"{figures}"
+        )
 
     def _compare(self) -> None:
         steps, after, reference = self.plan.steps, self.after, self.reference
         self.account.chapter("As if nothing had happened?")
         self._job("reference", reference)
         ours, theirs = after.losses[steps], reference.losses[steps]
-        self.account.say(f"loss at step {steps}: {ours:.6f}; of a run that nobody interrupted: {theirs:.6f}")
+        self.account.say(
+            f"loss at step {steps}: {ours:.6f}; of a run that nobody interrupted: {theirs:.6f}"
+        )
         fine = self.difference() <= DIFFERENCE_MAX
         before, since = (f"{record.difference(reference):.1e}" for record in (self.before, after))
-        found = f"on the way, losses differ by {before} at most before the kill, and by {since} after it"
+        found = (
+            f"on the way, losses differ by {before} at most before the kill, and by {since} "
+            f"after it"
+        )
         why = "other ranks add in another order" if fine else "that is more than rounding"
         self.account.say(f"{'yes' if fine else 'no'}: {found} ({why})", "green" if fine else "red")
 
@@ -177,7 +235,11 @@ class _Demo:
         with contextlib.redirect_stdout(io.StringIO()) as text:
             show.run(newest, json_output=False, values=False, depth=None)
         tree.write_text(text.getvalue())
-        return [(svg, "the loss across the kill"), (png, "the same"), (tree, "the newest checkpoint, by holdfast show")]
+        return [
+            (svg, "the loss across the kill"),
+            (png, "the same"),
+            (tree, "the newest checkpoint, by holdfast show"),
+        ]
 
     def summary(self) -> dict[str, Any]:
         """For programs: what happened, in figures."""
@@ -188,8 +250,22 @@ class _Demo:
             "killed": {"step": self.killed_at, "rank": self.plan.victim},
             "torn": [asdict(f) for f in self.torn],
             "failures": [{"rank": e.rank, **e.told} for e in self.before.failures],
-            "saves": {"before": [asdict(s) for s in self.before.saves], "after": [asdict(s) for s in self.after.saves]},
-            "resumed": {"step": min(self.after.losses) - 1, "bytes_wanted": wanted, "bytes_read": read},
-            "losses": {"before": self.before.losses, "after": self.after.losses, "reference": self.reference.losses},
-            "difference": {"before": self.before.difference(self.reference), "after": self.difference()},
+            "saves": {
+                "before": [asdict(s) for s in self.before.saves],
+                "after": [asdict(s) for s in self.after.saves],
+            },
+            "resumed": {
+                "step": min(self.after.losses) - 1,
+                "bytes_wanted": wanted,
+                "bytes_read": read,
+            },
+            "losses": {
+                "before": self.before.losses,
+                "after": self.after.losses,
+                "reference": self.reference.losses,
+            },
+            "difference": {
+                "before": self.before.difference(self.reference),
+                "after": self.difference(),
+            },
         }

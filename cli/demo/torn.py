@@ -1,6 +1,7 @@
 """What lies under a checkpoint's URI, committed or not: the files that a dead save left behind.
 
-On a local file system unfinished uploads are seen too. Elsewhere drivers show whole objects only, and so do we.
+On a local file system unfinished uploads are seen too. Elsewhere drivers show whole objects only,
+and so do we.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ __all__ = ["Found", "find", "image_is_begun"]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One file. ``stored_nbytes`` of its ``nbytes`` have a place on the device; ``finished``: it was given its name."""
+    """One file. ``stored_nbytes`` of its ``nbytes`` have a place on the device; ``finished``: it
+    was given its name."""
 
     key: str
     nbytes: int
@@ -28,14 +30,16 @@ class Found:
 
 
 def find(uri: str) -> list[Found]:
-    """Every file under ``uri``, by key. A folder that does not exist is empty. Raises a StorageError."""
+    """Every file under ``uri``, by key. A folder that does not exist is empty. Raises a
+    StorageError."""
     where = parse(uri)
     found = _on_disk(where.location) if where.scheme == "file" else asyncio.run(_listed(uri))
     return sorted(found, key=lambda f: f.key)
 
 
 def image_is_begun(uri: str, rank: int) -> bool:
-    """Whether bytes of this rank's image of an unfinished save are stored by now. Only seen on a local file system."""
+    """Whether bytes of this rank's image of an unfinished save are stored by now. Only seen on a
+    local file system."""
     name = f".{rank}.safetensors."
     return any(f.stored_nbytes and not f.finished and name in f.key for f in find(uri))
 
@@ -49,7 +53,9 @@ def _on_disk(root: str) -> Iterator[Found]:
             except FileNotFoundError:  # renamed or removed since it was listed
                 continue
             stored_nbytes = min(status.st_size, status.st_blocks * 512)
-            yield Found(os.path.relpath(path, root), status.st_size, stored_nbytes, not is_temporary(name))
+            yield Found(
+                os.path.relpath(path, root), status.st_size, stored_nbytes, not is_temporary(name)
+            )
 
 
 async def _listed(uri: str) -> list[Found]:

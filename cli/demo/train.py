@@ -1,9 +1,11 @@
-"""The training job: what torchrun starts on every rank. Written as a user of Holdfast would write it.
+"""The training job: what torchrun starts on every rank. Written as a user of Holdfast would write
+it.
 
     torchrun --nproc-per-node=4 -m holdfast.cli.demo.train --journal FOLDER --uri URI --steps 40 --every 8
 
-It resumes from the newest checkpoint below the URI, on however many ranks it finds itself. With ``--kill-at 24 --victim 2``
-rank 2 kills itself in the middle of saving step 24. Without a URI nothing is saved.
+It resumes from the newest checkpoint below the URI, on however many ranks it finds itself. With
+``--kill-at 24 --victim 2`` rank 2 kills itself in the middle of saving step 24. Without a URI
+nothing is saved.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ class Training:
         }  # fmt: skip
         self._saving: tuple[int, holdfast.SaveHandle] | None = None
         self._stopping = False
-        # torchrun tells the others to stop as soon as one rank is dead. They first learn what became of the save: main().
+        # torchrun tells the others to stop as soon as one rank is dead. They first learn what
+        # became of the save: main().
         signal.signal(signal.SIGTERM, self._stop)
 
     def _stop(self, *_: object) -> None:
@@ -60,7 +63,9 @@ class Training:
     def run(self) -> None:
         """Resume, train, save every few steps."""
         parameters = sum(p.numel() for p in self._model.parameters())
-        self._journal.write("ready", world=self._world, parameters=parameters, text_nbytes=len(self._text))
+        self._journal.write(
+            "ready", world=self._world, parameters=parameters, text_nbytes=len(self._text)
+        )
         self._resume()
         for step in range(self._state["step"] + 1, self._job.steps + 1):
             if self._stopping:
@@ -69,7 +74,9 @@ class Training:
             loss = self._train(step)
             self._state["step"] = step
             seconds = time.perf_counter() - began_s
-            self._journal.write("step", step=step, loss=loss, seconds=seconds, tokens=SEQUENCES * LENGTH)
+            self._journal.write(
+                "step", step=step, loss=loss, seconds=seconds, tokens=SEQUENCES * LENGTH
+            )
             if self._saving is not None and self._saving[1].done():
                 self.end_save()
             if self._job.uri and step % self._job.every == 0:
@@ -110,9 +117,14 @@ class Training:
             self._die_in(handle, uri)
 
     def _die_in(self, handle: holdfast.SaveHandle, uri: str) -> None:
-        """Die by SIGKILL while the image is being written: no handler, no clean-up, not a word to the other ranks."""
+        """Die by SIGKILL while the image is being written: no handler, no clean-up, not a word to
+        the other ranks."""
         handle.sealed.wait()
-        while parse(uri).scheme == "file" and not image_is_begun(uri, self._rank) and not handle.done():
+        while (
+            parse(uri).scheme == "file"
+            and not image_is_begun(uri, self._rank)
+            and not handle.done()
+        ):
             time.sleep(0.0002)
         self._journal.write("killed", step=self._state["step"], pid=os.getpid())
         os.kill(os.getpid(), signal.SIGKILL)
@@ -153,7 +165,8 @@ def main() -> None:
             _tell_failed(journal, lost)
         raise
     dist.destroy_process_group()
-    # Threads of torch may still be letting go of tensors, and abort the process when they find Python shutting down.
+    # Threads of torch may still be letting go of tensors, and abort the process when they find
+    # Python shutting down.
     os._exit(0)
 
 
@@ -163,13 +176,19 @@ def _tell_failed(journal: Journal, error: Exception) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--journal", type=Path, required=True, help="folder for the journals of the ranks")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--journal", type=Path, required=True, help="folder for the journals of the ranks"
+    )
     parser.add_argument("--uri", help="where the checkpoints go")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--every", type=int, required=True, help="steps between two checkpoints")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kill-at", type=int, default=-1, help="in the save of which step a rank dies")
+    parser.add_argument(
+        "--kill-at", type=int, default=-1, help="in the save of which step a rank dies"
+    )
     parser.add_argument("--victim", type=int, default=-1, help="which rank")
     return parser.parse_args()
 

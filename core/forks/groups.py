@@ -1,4 +1,5 @@
-"""Which process group of torch.distributed a forked child has from its parent: it is a rank of none of that job's calls.
+"""Which process group of torch.distributed a forked child has from its parent: it is a rank of none
+of that job's calls.
 
 No import of torch: a group can only be there where torch.distributed is.
 """

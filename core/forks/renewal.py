@@ -1,11 +1,13 @@
 """What a forked child finds: locks that are free, and nothing of its parent's that is under way.
 
-A fork copies the memory of a process, but only the thread that forks. A lock that another thread holds at that moment
-stays held in the child for ever, and so does the lock of a module that another thread is importing. Therefore:
+A fork copies the memory of a process, but only the thread that forks. A lock that another thread
+holds at that moment stays held in the child for ever, and so does the lock of a module that another
+thread is importing. Therefore:
 
-- Every lock of Holdfast comes from :func:`new_lock` or :func:`new_rlock`: in a child all of them are free.
-- What a child must not use (the engine's loop, saves in flight, pools) registers with :func:`in_child`, which puts it back
-  to how it was when the process began.
+- Every lock of Holdfast comes from :func:`new_lock` or :func:`new_rlock`: in a child all of them
+  are free.
+- What a child must not use (the engine's loop, saves in flight, pools) registers with
+  :func:`in_child`, which puts it back to how it was when the process began.
 - A fork waits until no other thread is importing anything, for :data:`IMPORTS_S` seconds at most.
 
 Scope: locks within other libraries are theirs to free.
@@ -28,15 +30,16 @@ IMPORTS_S = 30.0
 """How long a fork waits for the imports of other threads. To import torch takes seconds."""
 _LOOK_S = 0.001
 
-# Reset in place, so that whoever refers to a lock need not look it up again. Weak: most locks belong to short-lived objects.
+# Reset in place, so that whoever refers to a lock need not look it up again. Weak: most locks
+# belong to short-lived objects.
 _locks: dict[int, weakref.ref[Any]] = {}
 _renewals: list[Callable[[], None]] = []
 _holding = threading.local()
 
 
 def new_lock() -> threading.Lock:
-    """A lock that is free in a forked child, whoever held it at the fork. What it guards may be half changed there: the
-    child must not use it, or put it back with :func:`in_child`."""
+    """A lock that is free in a forked child, whoever held it at the fork. What it guards may be
+    half changed there: the child must not use it, or put it back with :func:`in_child`."""
     made = threading.Lock()
     _register(made)
     return made
@@ -50,8 +53,9 @@ def new_rlock() -> threading.RLock:
 
 
 def in_child(renew: Callable[[], None]) -> None:
-    """Have ``renew`` called in every forked child, when all locks are free. It is called for the life of the process, so
-    this is for modules, not for objects. In order of registration: modules after those that they import."""
+    """Have ``renew`` called in every forked child, when all locks are free. It is called for the
+    life of the process, so this is for modules, not for objects. In order of registration: modules
+    after those that they import."""
     _renewals.append(renew)
 
 

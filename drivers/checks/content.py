@@ -17,7 +17,8 @@ def bytes_of(nbytes: int, seed: int = 0) -> bytes:
 
 
 def parts_of(nbytes: int, part_nbytes: int, traits: Traits, seed: int = 0) -> list[tuple[int, int]]:
-    """(start, stop) of the parts of an object, in an order that ``traits`` allow, random where any will do."""
+    """(start, stop) of the parts of an object, in an order that ``traits`` allow, random where any
+    will do."""
     part_nbytes = max(part_nbytes, traits.part_min_nbytes)
     parts = [(start, min(start + part_nbytes, nbytes)) for start in range(0, nbytes, part_nbytes)]
     if traits.part_order == "any":
@@ -25,7 +26,9 @@ def parts_of(nbytes: int, part_nbytes: int, traits: Traits, seed: int = 0) -> li
     return parts
 
 
-async def write_parts(upload: Upload, content: Buffer, parts: list[tuple[int, int]], traits: Traits) -> None:
+async def write_parts(
+    upload: Upload, content: Buffer, parts: list[tuple[int, int]], traits: Traits
+) -> None:
     """Write these parts, at once where ``traits`` allow it."""
     if traits.part_order == "serial":
         for start, stop in parts:
@@ -41,7 +44,8 @@ async def _written(write: Awaitable[None]) -> None:
 
 
 async def store(driver: Driver, key: str, content: bytes) -> None:
-    """One object by an upload, in as many parts as the driver prefers. An upload that fails is aborted."""
+    """One object by an upload, in as many parts as the driver prefers. An upload that fails is
+    aborted."""
     upload = await driver.create(key, len(content))
     parts = parts_of(len(content), driver.traits.part_nbytes, driver.traits)
     try:

@@ -1,4 +1,5 @@
-"""A check from beginning to end: open the storage, try everything below a scratch folder, and remove that."""
+"""A check from beginning to end: open the storage, try everything below a scratch folder, and
+remove that."""
 
 from __future__ import annotations
 
@@ -48,10 +49,12 @@ async def check(
     told: Callable[[Finding], None] = lambda finding: None,
     warn: Callable[[Report], None] = lambda report: None,
 ) -> Report:
-    """Try the storage at ``uri`` below a scratch folder, which is removed in any case, also when this is cancelled.
+    """Try the storage at ``uri`` below a scratch folder, which is removed in any case, also when
+    this is cancelled.
 
-    ``told`` hears of each finding. ``warn`` hears of a scratch folder that could not be removed, also where this ends with
-    an error or is cancelled. Raises UriError and UsageError where no driver can be opened; no StorageError.
+    ``told`` hears of each finding. ``warn`` hears of a scratch folder that could not be removed,
+    also where this ends with an error or is cancelled. Raises UriError and UsageError where no
+    driver can be opened; no StorageError.
     """
     chosen = {**quick_options(uri, options or {}), **(options or {})}
     driver = Counted(open_driver(uri, **chosen))
@@ -59,7 +62,13 @@ async def check(
     began_s = time.perf_counter()
     private = not uri.location.strip("/") and not driver.traits.shared
     other = driver if private else Counted(open_driver(uri, **chosen))
-    ground = Ground(driver, other, f"holdfast-check-{secrets.token_hex(8)}", driver.traits.part_nbytes, private=private)
+    ground = Ground(
+        driver,
+        other,
+        f"holdfast-check-{secrets.token_hex(8)}",
+        driver.traits.part_nbytes,
+        private=private,
+    )
     try:
         async with _cleaned_up(ground, uri, report, warn):
             await _try_all(ground, probes, report, told)
@@ -72,23 +81,32 @@ async def check(
 
 
 def quick_options(uri: Uri, options: Mapping[str, object]) -> dict[str, str]:
-    """Values for options that neither the URI, nor ``options``, the environment or a file says anything about."""
+    """Values for options that neither the URI, nor ``options``, the environment or a file says
+    anything about."""
     known = resolved_options(uri, **options)
     own = driver_class(serving(uri)).OPTIONS
     return {
         name: value
         for name, value in _QUICK.items()
-        if name in known and known[name].source == "default" and (name in own or driver_class(serving(uri)).remote)
+        if name in known
+        and known[name].source == "default"
+        and (name in own or driver_class(serving(uri)).remote)
     }
 
 
-async def _try_all(ground: Ground, probes: Sequence[Probe], report: Report, told: Callable[[Finding], None]) -> None:
+async def _try_all(
+    ground: Ground, probes: Sequence[Probe], report: Report, told: Callable[[Finding], None]
+) -> None:
     why = ""
     end_s = time.perf_counter() + TOTAL_S
     for probe in probes:
         if not why and time.perf_counter() > end_s:
             why = f"{TOTAL_S:g} s were over"
-        finding = Finding(probe.name, probe.title, "not tried", why) if why else await _tried(ground, probe)
+        finding = (
+            Finding(probe.name, probe.title, "not tried", why)
+            if why
+            else await _tried(ground, probe)
+        )
         report.findings.append(finding)
         told(finding)
         if probe is PUT_AND_GET and finding.outcome == "broken":
@@ -125,7 +143,9 @@ async def _tried(ground: Ground, probe: Probe) -> Finding:
 
 
 @asynccontextmanager
-async def _cleaned_up(ground: Ground, uri: Uri, report: Report, warn: Callable[[Report], None]) -> AsyncIterator[None]:
+async def _cleaned_up(
+    ground: Ground, uri: Uri, report: Report, warn: Callable[[Report], None]
+) -> AsyncIterator[None]:
     """Remove the scratch folder at the end of the block, however that ends."""
     try:
         yield

@@ -8,17 +8,20 @@ from typing import Literal
 __all__ = ["Effect", "Finding", "Kept", "Outcome", "Report", "UnkeptError"]
 
 Outcome = Literal["kept", "broken", "not promised", "not tried"]
-"""``kept``: as Holdfast needs it. ``broken``: not so. ``not promised``: the driver's traits deny it, or the storage lacks
-it by design, and Holdfast does without. ``not tried``: an earlier finding made it pointless."""
+"""``kept``: as Holdfast needs it. ``broken``: not so. ``not promised``: the driver's traits deny
+it, or the storage lacks it by design, and Holdfast does without. ``not tried``: an earlier finding
+made it pointless."""
 
 Effect = Literal["unusable", "unsafe", "unreadable", "leftovers", "names", "slower"]
-"""What follows where it is not kept. ``unusable``: neither saves nor loads work. ``unsafe``: a save may destroy data, or
-report a success that is none. ``unreadable``: what was saved cannot be loaded. ``leftovers``: what dead saves leave stays,
-and costs money. ``names``: some characters must not be in URIs. ``slower``: it works, slowly."""
+"""What follows where it is not kept. ``unusable``: neither saves nor loads work. ``unsafe``: a save
+may destroy data, or report a success that is none. ``unreadable``: what was saved cannot be loaded.
+``leftovers``: what dead saves leave stays, and costs money. ``names``: some characters must not be
+in URIs. ``slower``: it works, slowly."""
 
 
 class UnkeptError(Exception):
-    """Raised by a probe where the storage did something else than Holdfast needs. The message says what."""
+    """Raised by a probe where the storage did something else than Holdfast needs. The message says
+    what."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,5 +83,7 @@ class Report:
     @property
     def may_save(self) -> bool:
         """Whether checkpoints that are saved here are safe, and can be loaded."""
-        serious = any(finding.effect in ("unusable", "unsafe", "unreadable") for finding in self.problems)
+        serious = any(
+            finding.effect in ("unusable", "unsafe", "unreadable") for finding in self.problems
+        )
         return not serious and not self._untried

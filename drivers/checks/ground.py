@@ -1,4 +1,5 @@
-"""The scratch folder below a URI where a storage is tried: two drivers, keys, and looks at what is there."""
+"""The scratch folder below a URI where a storage is tried: two drivers, keys, and looks at what is
+there."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class Counted(Layer):
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """Where probes try things. What one driver stores the other must see: it stands for another host."""
+    """Where probes try things. What one driver stores the other must see: it stands for another
+    host."""
 
     driver: Counted
     other: Counted
@@ -71,7 +73,9 @@ class Ground:
                 raise UnkeptError(f"{when}, {who} gets other bytes")
             nbytes = (await driver.stat(key)).nbytes
             if nbytes != len(content):
-                raise UnkeptError(f"{when}, {who} is told a size of {nbytes:,} bytes, not {len(content):,}")
+                raise UnkeptError(
+                    f"{when}, {who} is told a size of {nbytes:,} bytes, not {len(content):,}"
+                )
 
     async def expect_gone(self, key: str, when: str) -> None:
         """See that neither driver finds the object, by name or in a list. Raises UnkeptError."""
@@ -97,12 +101,17 @@ class Ground:
                 missing = sorted(set(keys) - set(found))
                 extra = sorted(set(found) - set(keys))
                 twice = len(found) - len(set(found))
-                told = f"lacks {len(missing)}, has {len(extra)} that do not belong there, and repeats {twice}"
+                told = (
+                    f"lacks {len(missing)}, has {len(extra)} that do not belong there, and "
+                    f"repeats {twice}"
+                )
                 raise UnkeptError(f"{when}, the list of {who} {told}: {[*missing, *extra][:3]}")
 
     def _drivers(self) -> list[tuple[Driver, str]]:
         return (
-            [(self.driver, "the writer")] if self.private else [(self.driver, "the writer"), (self.other, "a reader")]
+            [(self.driver, "the writer")]
+            if self.private
+            else [(self.driver, "the writer"), (self.other, "a reader")]
         )
 
 

@@ -41,12 +41,15 @@ async def _unfinished(ground: Ground) -> Kept:
         return Kept("one that was open was found and dropped")
     if ground.driver.remote:
         return Kept(
-            "one that was open was not found: what dead saves leave stays until the store drops it", "not promised"
+            "one that was open was not found: what dead saves leave stays until the store drops it",
+            "not promised",
         )
     return Kept("one that was open was spared")
 
 
-async def _ended(upload: Upload, content: bytes, parts: list[tuple[int, int]], ground: Ground) -> None:
+async def _ended(
+    upload: Upload, content: bytes, parts: list[tuple[int, int]], ground: Ground
+) -> None:
     with _one_error():
         await write_parts(upload, memoryview(content), parts, ground.traits)
     await upload.commit()
@@ -96,7 +99,9 @@ async def _write(upload: Upload, content: bytes, ground: Ground) -> None:
     traits = ground.traits
 
     async def segment(begin: int, end: int) -> None:
-        parts = [(begin + a, begin + b) for a, b in parts_of(end - begin, ground.part_nbytes, traits)]
+        parts = [
+            (begin + a, begin + b) for a, b in parts_of(end - begin, ground.part_nbytes, traits)
+        ]
         await write_parts(upload, memoryview(content), parts, traits)
 
     with _one_error():
@@ -157,7 +162,9 @@ async def _read_ranges(ground: Ground, key: str, content: bytes) -> None:
         raise UnkeptError(f"a range beyond the end of the object {told}") from error
 
 
-async def _expect_range(driver: Driver, key: str, content: bytes, start: int, stop: int, what: str) -> None:
+async def _expect_range(
+    driver: Driver, key: str, content: bytes, start: int, stop: int, what: str
+) -> None:
     into = bytearray(stop - start)
     try:
         await driver.read(key, start, memoryview(into))
@@ -171,16 +178,16 @@ async def _expect_range(driver: Driver, key: str, content: bytes, start: int, st
 UNFINISHED = Probe(
     "unfinished", "unfinished uploads are found", "leftovers",
     "what dead saves leave is not removed, is not visible, and costs money",
-    "Set a life-cycle rule in the store that drops unfinished uploads after a few days.", _unfinished,
+    ("Set a life-cycle rule in the store that drops " "unfinished " "uploads " "after a " "few days."), _unfinished,
 )  # fmt: skip
 
 LARGE = (
     Probe(
-        "aborted", "an aborted upload leaves nothing", "leftovers", "failed saves leave files behind",
+        "aborted", "an aborted upload leaves nothing", "leftovers", ("failed " "saves leave " "files behind"),
         "Look at the store after failed saves; holdfast prune removes what it finds.", _aborted,
     ),
     Probe(
-        "committed", "an upload of several parts", "unsafe", "large images are not saved as they should be",
+        "committed", "an upload of several parts", "unsafe", ("large " "images are " "not saved " "as they " "should be"),
         "Use other storage, or a larger ?part_size= where the option is there.", _committed,
     ),
     Probe(
@@ -188,7 +195,7 @@ LARGE = (
         "Save without compression.", _shorter,
     ),
     Probe(
-        "ranges", "ranges of objects", "unreadable", "what was saved cannot be loaded, so Holdfast refuses to save",
-        "Use a store, or a gateway, that answers ranges with status 206, also one that is the whole object.", _ranges,
+        "ranges", "ranges of objects", "unreadable", ("what was saved " "cannot be " "loaded, so " "Holdfast " "refuses to save"),
+        ("Use a store, or a gateway, that answers " "ranges with " "status 206, " "also one " "that is the " "whole object."), _ranges,
     ),
 )  # fmt: skip

@@ -25,7 +25,9 @@ async def _list(ground: Ground) -> Kept:
     for name in _TREE:
         await ground.driver.put(ground.key(name), name.encode())
     for prefix in ("tree", "tree/b", "tree/a", "tree/b/1", "tree/nothing"):
-        keys = [ground.key(name) for name in _TREE if name == prefix or name.startswith(prefix + "/")]
+        keys = [
+            ground.key(name) for name in _TREE if name == prefix or name.startswith(prefix + "/")
+        ]
         await ground.expect_listed(ground.key(prefix), keys, "right after the puts")
     await ground.driver.delete(ground.key("tree/b/1"))
     left = [ground.key(name) for name in _TREE if name != "tree/b/1"]
@@ -39,7 +41,9 @@ async def _delete_all(ground: Ground) -> Kept:
     for key in (*keys, spared):
         await ground.driver.put(key, b"many")
     await ground.driver.delete_all(ground.key("many"))
-    await ground.expect_listed(ground.key("many"), [], f"right after {_MANY} objects were deleted at once")
+    await ground.expect_listed(
+        ground.key("many"), [], f"right after {_MANY} objects were deleted at once"
+    )
     await ground.expect(spared, b"many", "after others were deleted")
     return Kept(f"{_MANY} objects")
 
@@ -54,24 +58,28 @@ async def _odd_names(ground: Ground) -> Kept:
         else:
             refused.append(name)
     for name in kept:
-        await ground.expect(ground.key(f"odd/{name}"), b"%d" % _ODD.index(name), f"the key has {name!r}, and")
-    await ground.expect_listed(ground.key("odd"), [ground.key(f"odd/{name}") for name in kept], "of odd names")
+        await ground.expect(
+            ground.key(f"odd/{name}"), b"%d" % _ODD.index(name), f"the key has {name!r}, and"
+        )
+    await ground.expect_listed(
+        ground.key("odd"), [ground.key(f"odd/{name}") for name in kept], "of odd names"
+    )
     return Kept(f"refused: {', '.join(map(repr, refused))}" if refused else "")
 
 
 NAMES = (
     Probe(
         "list", "list at and below a prefix", "leftovers",
-        "checkpoints are missing in lists, and what dead saves leave is not found. Saves and loads need no lists",
+        ("checkpoints are missing in lists, and what " "dead saves " "leave is " "not found. " "Saves and " "loads need " "no lists"),
         "Expect ls, prune and the clean-up of dead saves to lag, or to miss files.", _list,
     ),
     Probe(
-        "bulk", "delete many objects at once", "leftovers", "checkpoints cannot be pruned, and failed saves cost money",
-        "Does the server know DeleteObjects? Use the option of the driver that switches it off, if it has one "
+        "bulk", "delete many objects at once", "leftovers", ("checkpoints " "cannot be " "pruned, and " "failed saves " "cost money"),
+        "Does the server know DeleteObjects? Use the " "option of the " "driver that " "switches " "it off, " "if it " "has one "
         "(holdfast drivers URI lists options).", _delete_all,
     ),
     Probe(
-        "odd", "keys with odd characters", "names", "two checkpoints whose names differ in such a character may be one",
+        "odd", "keys with odd characters", "names", ("two checkpoints whose " "names differ " "in such a " "character " "may be one"),
         "Name checkpoints with letters, digits, '-', '_' and '.' only.", _odd_names,
     ),
 )  # fmt: skip

@@ -16,11 +16,13 @@ __all__ = ["PUT_AND_GET", "SMALL"]
 
 _UNSAFE_EXCLUSIVE = "saves to one URI could destroy each other's data, so Holdfast refuses to save"
 _CONDITIONAL = (
-    "For an object store add ?conditional=off to the URI, and let no two jobs save to one URI at the same time; "
+    "For an object store add ?conditional=off to the URI, and let no two jobs save to one URI at "
+    "the same time; "
     "or use a store that has conditional puts."
 )
 _NO_EXCLUSIVE = (
-    "exclusive puts are not promised here: checkpoints are whole, but of two saves that overlap either may win, and what "
+    "exclusive puts are not promised here: checkpoints are whole, but of two saves that overlap "
+    "either may win, and what "
     "dead saves leave stays for a day"
 )
 SKEW_S = 60.0
@@ -80,7 +82,9 @@ async def _atomic(ground: Ground) -> Kept:
             except NotFoundError as error:
                 raise UnkeptError("while an object is replaced, a reader finds none") from error
             if found not in versions:
-                raise UnkeptError("while an object is replaced, a reader gets a mixture or a part of the versions")
+                raise UnkeptError(
+                    "while an object is replaced, a reader gets a mixture or a part of the versions"
+                )
             looks += 1
             await asyncio.sleep(_LOOK_EVERY_S)
         return looks
@@ -98,7 +102,8 @@ async def _atomic(ground: Ground) -> Kept:
 
 
 async def _together(works: Sequence[object]) -> list[int | None]:
-    """The results of coroutines that run at the same time. Raises the first error when all have ended."""
+    """The results of coroutines that run at the same time. Raises the first error when all have
+    ended."""
     results = await asyncio.gather(*works, return_exceptions=True)  # type: ignore[call-overload]
     for result in results:
         if isinstance(result, BaseException):
@@ -114,9 +119,13 @@ async def _exclusive(ground: Ground) -> Kept:
     for driver, who in ((ground.driver, "the same"), (ground.other, "another")):
         error = await outcome_of(driver.put(key, b"second", exclusive=True))
         if error is None:
-            raise UnkeptError(f"the key was taken, and an exclusive put by {who} client succeeded all the same")
+            raise UnkeptError(
+                f"the key was taken, and an exclusive put by {who} client succeeded all the same"
+            )
         if not isinstance(error, ExistsError):
-            raise UnkeptError(f"an exclusive put to a key that is taken fails otherwise: {error.message}") from error
+            raise UnkeptError(
+                f"an exclusive put to a key that is taken fails otherwise: {error.message}"
+            ) from error
         await ground.expect(key, b"first", "after an exclusive put was refused")
     return Kept()
 
@@ -129,7 +138,9 @@ async def _exclusive_again(ground: Ground) -> Kept:
     await ground.driver.delete(key)
     error = await outcome_of(ground.other.put(key, b"second", exclusive=True))
     if error is not None:
-        raise UnkeptError(f"an exclusive put to a key that was deleted fails: {error.message}") from error
+        raise UnkeptError(
+            f"an exclusive put to a key that was deleted fails: {error.message}"
+        ) from error
     await ground.expect(key, b"second", "after it was put again")
     return Kept()
 
@@ -144,7 +155,10 @@ async def _race(ground: Ground) -> Kept:
 
 async def _one_race(ground: Ground, key: str) -> None:
     drivers = [ground.driver, ground.other]
-    puts = [outcome_of(drivers[n % 2].put(key, b"%d" % n * 1000, exclusive=True)) for n in range(_RACERS)]
+    puts = [
+        outcome_of(drivers[n % 2].put(key, b"%d" % n * 1000, exclusive=True))
+        for n in range(_RACERS)
+    ]
     errors: list[HoldfastError | None] = await asyncio.gather(*puts)
     winners = [n for n, error in enumerate(errors) if error is None]
     if len(winners) != 1:
@@ -161,11 +175,15 @@ async def _clock(ground: Ground) -> Kept:
     listed_s = [info.modified_s async for info in ground.other.list(key)]
     if not listed_s or abs(listed_s[0] - told_s) > 1.0:
         raise UnkeptError("a list tells another time of an object than a look at it")
-    skew_s = told_s - min(max(told_s, before_s - 1), after_s + 1)  # some storage tells whole seconds
+    skew_s = told_s - min(
+        max(told_s, before_s - 1), after_s + 1
+    )  # some storage tells whole seconds
     if abs(skew_s) > SKEW_MAX_S:
         raise UnkeptError(f"the storage's clock and this host's differ by {abs(skew_s):,.0f} s")
     if abs(skew_s) > SKEW_S:
-        return Kept(f"the storage's clock and this host's differ by {abs(skew_s):,.0f} s", "not promised")
+        return Kept(
+            f"the storage's clock and this host's differ by {abs(skew_s):,.0f} s", "not promised"
+        )
     return Kept(f"the clocks differ by {abs(skew_s):.0f} s at most" if abs(skew_s) > 1 else "")
 
 
@@ -174,12 +192,16 @@ PUT_AND_GET = Probe(
     "put and read back",
     "unusable",
     "nothing can be saved here",
-    "Look at the error. Are the credentials, the endpoint and the permissions right? An https:// URI is only for loading.",
+    (
+        "Look at the error. Are the credentials, the endpoint and the permissions right? An "
+        "https:// "
+        "URI is only for loading."
+    ),
     _put_and_get,
 )
 
 SMALL = (
-    Probe("replace", "replace", "unsafe", "readers may load what was replaced", "Use other storage.", _replace),
+    Probe("replace", "replace", "unsafe", ("readers " "may load " "what was " "replaced"), ("Use other " "storage."), _replace),
     Probe(
         "delete", "delete", "leftovers", "what was deleted may stay, or seem to",
         "May this user delete objects? Does a cache stand in between?", _delete,
@@ -191,7 +213,7 @@ SMALL = (
     Probe("exclusive", "exclusive put, twice", "unsafe", _UNSAFE_EXCLUSIVE, _CONDITIONAL, _exclusive),
     Probe("race", "exclusive puts at the same time", "unsafe", _UNSAFE_EXCLUSIVE, _CONDITIONAL, _race),
     Probe(
-        "again", "exclusive put after a delete", "unusable", "a save may fail where an earlier one was deleted",
+        "again", "exclusive put after a delete", "unusable", ("a save " "may fail " "where an " "earlier " "one was deleted"),
         "Use other storage. Are objects locked, or deletions delayed?", _exclusive_again,
     ),
     Probe(

@@ -1,1 +1,2 @@
-"""Where the options of a driver come from: the environment, a file, and whether that file is trusted."""
+"""Where the options of a driver come from: the environment, a file, and whether that file is
+trusted."""

@@ -14,12 +14,14 @@
     [profile.cluster.s3]          # the same tables again; they win where the profile is chosen
     endpoint = "http://other:9000"
 
-A profile is chosen by ``?config_profile=cluster``, the keyword of that name, or HOLDFAST_CONFIG_PROFILE. Of the tables that
-apply, the more special wins: the longest URI, then the scheme, then ``common``.
+A profile is chosen by ``?config_profile=cluster``, the keyword of that name, or
+HOLDFAST_CONFIG_PROFILE. Of the tables that apply, the more special wins: the longest URI, then the
+scheme, then ``common``.
 
-One file is read: the one that HOLDFAST_CONFIG names (empty: none at all), else ``holdfast/holdfast.toml`` in the user's
-configuration folder, which is XDG_CONFIG_HOME or ``~/.config`` (:mod:`.config_trust`). Never one of the working directory:
-that may be anybody's, and an endpoint in it would get the user's credentials and data.
+One file is read: the one that HOLDFAST_CONFIG names (empty: none at all), else
+``holdfast/holdfast.toml`` in the user's configuration folder, which is XDG_CONFIG_HOME or
+``~/.config`` (:mod:`.config_trust`). Never one of the working directory: that may be anybody's, and
+an endpoint in it would get the user's credentials and data.
 """
 
 from __future__ import annotations
@@ -60,15 +62,16 @@ _hinted: set[Path] = set()
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What somebody said about one option, and who: "the URI", a variable, a file and its table. The text may be a secret:
-    ``repr()`` does not show it."""
+    """What somebody said about one option, and who: "the URI", a variable, a file and its table.
+    The text may be a secret: ``repr()`` does not show it."""
 
     text: str = field(repr=False)
     source: str
 
 
 def config_file(environment: Mapping[str, str]) -> Path | None:
-    """The file that applies. Raises UsageError where HOLDFAST_CONFIG names one that is not there, or by a relative path."""
+    """The file that applies. Raises UsageError where HOLDFAST_CONFIG names one that is not there,
+    or by a relative path."""
     named = environment.get(CONFIG_VARIABLE)
     if named is None:
         file = file_of_user()
@@ -80,7 +83,8 @@ def config_file(environment: Mapping[str, str]) -> Path | None:
     if not os.path.isabs(named):
         # In an exported variable it would name a file of whatever folder one happens to be in.
         raise UsageError(
-            f"{CONFIG_VARIABLE} names {named!r}, which is a relative path", advice="Give the whole path of the file."
+            f"{CONFIG_VARIABLE} names {named!r}, which is a relative path",
+            advice="Give the whole path of the file.",
         )
     if not os.path.isfile(named):
         raise UsageError(f"{CONFIG_VARIABLE} names {named!r}, and no such file is there")
@@ -88,7 +92,8 @@ def config_file(environment: Mapping[str, str]) -> Path | None:
 
 
 def ignored_config_file(environment: Mapping[str, str]) -> Path | None:
-    """A file of the working directory that is not read, and that nobody has decided about by HOLDFAST_CONFIG."""
+    """A file of the working directory that is not read, and that nobody has decided about by
+    HOLDFAST_CONFIG."""
     if CONFIG_VARIABLE in environment or not os.path.isfile(FILE_NAME):
         return None
     try:
@@ -126,10 +131,11 @@ def file_settings(
     common: Collection[str],
     schemes: Callable[[], Collection[str]],
 ) -> dict[str, Setting]:
-    """What the file says about ``uri``, by option. Whether ``uri`` has such options is not looked at, except in ``common``.
+    """What the file says about ``uri``, by option. Whether ``uri`` has such options is not looked
+    at, except in ``common``.
 
-    Raises UsageError for a file that cannot be read, or that others may write to, and for a table or a profile that means
-    nothing.
+    Raises UsageError for a file that cannot be read, or that others may write to, and for a table
+    or a profile that means nothing.
     """
     _hint_at_ignored(environment)
     file = config_file(environment)
@@ -137,7 +143,8 @@ def file_settings(
         if profile is not None:
             ignored = ignored_config_file(environment)
             raise UsageError(
-                f"{profile.source} chooses the profile {profile.text!r}, and there is no {FILE_NAME}",
+                f"{profile.source} chooses the profile {profile.text!r}, and there is no "
+                f"{FILE_NAME}",
                 advice=f"Looked at {CONFIG_VARIABLE} and {_place_of_user()}."
                 + (f" {_hint(ignored)}" if ignored is not None else ""),
             )
@@ -154,7 +161,11 @@ def file_settings(
             advice=f"Its profiles: {names}.",
         )
     label = f"{_PROFILE}.{profile.text}."
-    return found | dict(_applying(file, label, _table(file, label[:-1], profiles[profile.text]), uri, common, schemes))
+    return found | dict(
+        _applying(
+            file, label, _table(file, label[:-1], profiles[profile.text]), uri, common, schemes
+        )
+    )
 
 
 def text_of(value: object, name: str) -> str:
@@ -185,7 +196,12 @@ def _read(file: Path, *, named: bool) -> Tables:
 
 
 def _applying(
-    file: Path, label: str, tables: Tables, uri: Uri, common: Collection[str], schemes: Callable[[], Collection[str]]
+    file: Path,
+    label: str,
+    tables: Tables,
+    uri: Uri,
+    common: Collection[str],
+    schemes: Callable[[], Collection[str]],
 ) -> Iterator[tuple[str, Setting]]:
     """The settings of all tables that apply to ``uri``, the most special last."""
     applying: list[tuple[tuple[int, int], str]] = []
@@ -208,13 +224,19 @@ def _applying(
         for option, value in _table(file, shown, tables[name]).items():
             if name == _COMMON and option not in common:
                 known = ", ".join(sorted(common))
-                raise UriError(f"no option {option!r} is common to all schemes ({source})", advice=f"Known: {known}.")
+                raise UriError(
+                    f"no option {option!r} is common to all schemes ({source})",
+                    advice=f"Known: {known}.",
+                )
             yield option, Setting(text_of(value, f"{option} in {source}"), source)
 
 
 def _table(file: Path, name: str, value: object) -> Tables:
     if not isinstance(value, dict):
-        raise UsageError(f"{file}: {name!r} stands outside of a table", advice=f"Write it below [{_COMMON}], say.")
+        raise UsageError(
+            f"{file}: {name!r} stands outside of a table",
+            advice=f"Write it below [{_COMMON}], say.",
+        )
     return value
 
 
@@ -222,12 +244,18 @@ def _prefix(file: Path, label: str, text: str) -> Uri:
     try:
         prefix = parse(text)
     except UriError as error:
-        raise UsageError(f"{file} has a table [{label}], which is no URI: {error.message}") from error
+        raise UsageError(
+            f"{file} has a table [{label}], which is no URI: {error.message}"
+        ) from error
     if prefix.options:
-        raise UsageError(f"{file} has a table [{label}] with options in its URI", advice="Write them below it.")
+        raise UsageError(
+            f"{file} has a table [{label}] with options in its URI", advice="Write them below it."
+        )
     return prefix
 
 
 def _is_below(uri: Uri, prefix: Uri) -> bool:
     within = prefix.location.rstrip("/")
-    return uri.scheme == prefix.scheme and (uri.location == within or uri.location.startswith(within + "/"))
+    return uri.scheme == prefix.scheme and (
+        uri.location == within or uri.location.startswith(within + "/")
+    )

@@ -2,12 +2,15 @@
 
 1. the URI's query: ``s3://bucket/run?retries=3``
 2. a keyword: ``holdfast.save(uri, state, storage_options={"retries": 3})``
-3. the environment: ``HOLDFAST_S3_RETRIES``, then, for the options that every scheme has, ``HOLDFAST_RETRIES``
-4. ``holdfast.toml``: the tables of the chosen profile, then those outside of profiles (:mod:`.config_file`)
+3. the environment: ``HOLDFAST_S3_RETRIES``, then, for the options that every scheme has,
+   ``HOLDFAST_RETRIES``
+4. ``holdfast.toml``: the tables of the chosen profile, then those outside of profiles
+   (:mod:`.config_file`)
 5. the option's default
 
-An option that nobody knows is an error wherever it stands, and the error says where. Everything is read when a driver is
-opened, and nothing is kept. A secret may come from anywhere but the URI, which is printed, logged and remembered by shells.
+An option that nobody knows is an error wherever it stands, and the error says where. Everything is
+read when a driver is opened, and nothing is kept. A secret may come from anywhere but the URI,
+which is printed, logged and remembered by shells.
 """
 
 from __future__ import annotations
@@ -32,8 +35,8 @@ _NOT_OPTIONS = re.compile(r"HOLDFAST_(CONFIG|CONFIG_PROFILE|TEST_.*)")
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """One option: its value, and what said so. ``text`` is as it was said; None for a default. Either may be a secret,
-    so ``repr()`` shows neither."""
+    """One option: its value, and what said so. ``text`` is as it was said; None for a default.
+    Either may be a secret, so ``repr()`` shows neither."""
 
     value: Any = field(repr=False)
     text: str | None = field(repr=False)
@@ -49,16 +52,22 @@ def resolve(
     *,
     environment: Mapping[str, str] | None = None,
 ) -> dict[str, Resolved]:
-    """The value of every option in ``own`` (the driver's) and ``common`` (every scheme's), and where each comes from.
+    """The value of every option in ``own`` (the driver's) and ``common`` (every scheme's), and
+    where each comes from.
 
-    ``schemes`` tells which ones there are; it is asked only about what no option of this scheme explains. Raises UriError
-    for an option that is not known, for a value that it refuses, for one with a password before a host, and for a secret in
-    the URI; UsageError for a ``holdfast.toml`` that cannot be used.
+    ``schemes`` tells which ones there are; it is asked only about what no option of this scheme
+    explains. Raises UriError for an option that is not known, for a value that it refuses, for one
+    with a password before a host, and for a secret in the URI; UsageError for a ``holdfast.toml``
+    that cannot be used.
     """
     environment = os.environ if environment is None else environment
     _refuse_secrets(uri)
     said = {name: Setting(text, "the URI") for name, text in uri.options.items()}
-    said = {name: Setting(text_of(v, name), "a keyword") for name, v in keywords.items() if v is not None} | said
+    said = {
+        name: Setting(text_of(v, name), "a keyword")
+        for name, v in keywords.items()
+        if v is not None
+    } | said
     said = _environment_settings(uri, environment, own, common, schemes) | said
     profile = said.pop(PROFILE_OPTION, None)
     said = file_settings(uri, profile, environment, tuple(common), schemes) | said
@@ -92,7 +101,11 @@ def _environment_settings(
         for_all[PROFILE_OPTION] = Setting(environment[_PROFILE_VARIABLE], _PROFILE_VARIABLE)
     prefix = _as_variable(uri.scheme)
     for variable in environment:
-        if not variable.startswith(PREFIX) or _NOT_OPTIONS.fullmatch(variable) or not (text := environment[variable]):
+        if (
+            not variable.startswith(PREFIX)
+            or _NOT_OPTIONS.fullmatch(variable)
+            or not (text := environment[variable])
+        ):
             continue
         name = variable.removeprefix(PREFIX).lower()
         option = name.removeprefix(prefix)
@@ -101,13 +114,20 @@ def _environment_settings(
         elif name.startswith(prefix) and (option in own or option in common):
             for_scheme[option] = Setting(text, variable)
         else:
-            owner = max((s for s in {uri.scheme, *schemes()} if name.startswith(_as_variable(s))), key=len, default="")
+            owner = max(
+                (s for s in {uri.scheme, *schemes()} if name.startswith(_as_variable(s))),
+                key=len,
+                default="",
+            )
             if owner == uri.scheme:
                 raise _unknown(uri, option, variable, own, common)
             if not owner:  # of another scheme options are that one's business
                 raise UriError(
                     f"the environment variable {variable} means nothing",
-                    advice=f"For every scheme there are: {_listed(common, PREFIX)}; for one, {PREFIX}<SCHEME>_<OPTION>.",
+                    advice=(
+                        f"For every scheme there are: {_listed(common, PREFIX)}; for one, "
+                        f"{PREFIX}<SCHEME>_<OPTION>."
+                    ),
                 )
     return for_all | for_scheme
 
@@ -128,14 +148,21 @@ def _resolved(uri: Uri, name: str, option: Option, setting: Setting | None) -> R
         raise UriError(f"option {name!r}{source} {error}", uri=uri.redacted) from error
 
 
-def _unknown(uri: Uri, name: str, source: str, own: Mapping[str, Option], common: Mapping[str, Option]) -> UriError:
+def _unknown(
+    uri: Uri, name: str, source: str, own: Mapping[str, Option], common: Mapping[str, Option]
+) -> UriError:
     said = "" if source == "the URI" else f", which {source} sets"
     return UriError(
         f"{uri.scheme}:// has no option {name!r}{said}",
         uri=uri.redacted,
-        advice=f"Known options: {_listed(own)}; and of every scheme: {_listed((*common, PROFILE_OPTION))}.",
+        advice=(
+            f"Known options: {_listed(own)}; and of every scheme: "
+            f"{_listed((*common, PROFILE_OPTION))}."
+        ),
     )
 
 
 def _listed(names: Iterable[str], prefix: str = "") -> str:
-    return ", ".join(prefix + (name.upper() if prefix else name) for name in sorted(names)) or "none"
+    return (
+        ", ".join(prefix + (name.upper() if prefix else name) for name in sorted(names)) or "none"
+    )

@@ -1,7 +1,8 @@
-"""Which configuration file of a user is to be trusted: where it is, whose it is, and who may write to it.
+"""Which configuration file of a user is to be trusted: where it is, whose it is, and who may write
+to it.
 
-What stands in it decides where credentials and checkpoints go. So it is trusted if nobody but the user and root can have
-written it: the file, the folder it is in, and the folder above that.
+What stands in it decides where credentials and checkpoints go. So it is trusted if nobody but the
+user and root can have written it: the file, the folder it is in, and the folder above that.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ FILE_NAME = "holdfast.toml"
 
 
 def file_of_user() -> Path | None:
-    """Where the user's file would be: ``holdfast/holdfast.toml`` in XDG_CONFIG_HOME, or else in ``~/.config``; None for a
-    user without a home. Relative paths in the environment are ignored: they would name places in the working directory."""
+    """Where the user's file would be: ``holdfast/holdfast.toml`` in XDG_CONFIG_HOME, or else in
+    ``~/.config``; None for a user without a home. Relative paths in the environment are ignored:
+    they would name places in the working directory."""
     folder = os.environ.get("XDG_CONFIG_HOME", "")
     if not os.path.isabs(folder):
         home = _home()
@@ -42,8 +44,8 @@ def _home() -> str | None:
 
 
 def check_trusted(file: Path, status: os.stat_result) -> None:
-    """Raise UsageError unless nobody but this user and root can have written ``file``, whose ``status`` is that of what was
-    opened; OSError where a folder cannot be looked at."""
+    """Raise UsageError unless nobody but this user and root can have written ``file``, whose
+    ``status`` is that of what was opened; OSError where a folder cannot be looked at."""
     folder = file.parent
     _check(file, status, "file")
     for above in dict.fromkeys((folder, folder.parent, Path(os.path.realpath(file)).parent)):
@@ -61,7 +63,10 @@ def _check(path: Path, status: os.stat_result, kind: str) -> None:
     if _others_may_write(status):
         raise UsageError(
             f"{path}, a {kind} of configuration, may be written to by others",
-            advice=f"They could say where credentials and checkpoints go. Forbid it: chmod go-w '{path}'.",
+            advice=(
+                f"They could say where credentials and checkpoints go. Forbid it: chmod go-w "
+                f"'{path}'."
+            ),
         )
 
 
@@ -72,8 +77,8 @@ def _others_may_write(status: os.stat_result) -> bool:
 
 
 def _is_private_group(gid: int) -> bool:
-    """Whether it is the group of root or of this user alone, by the convention that it has the user's name: many systems
-    create files that such a group may write to."""
+    """Whether it is the group of root or of this user alone, by the convention that it has the
+    user's name: many systems create files that such a group may write to."""
     if gid == 0:
         return True
     try:
@@ -81,4 +86,6 @@ def _is_private_group(gid: int) -> bool:
         group = grp.getgrgid(gid)
     except KeyError:
         return False
-    return user.pw_gid == gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
+    return (
+        user.pw_gid == gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
+    )

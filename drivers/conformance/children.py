@@ -1,6 +1,8 @@
-"""Other processes on the same storage: ones that race, and ones that die in the middle of an upload.
+"""Other processes on the same storage: ones that race, and ones that die in the middle of an
+upload.
 
-Run as ``python -m holdfast.drivers.conformance.children URI TASK NAME``; prints what the trial wants to know.
+Run as ``python -m holdfast.drivers.conformance.children URI TASK NAME``; prints what the trial
+wants to know.
 """
 
 from __future__ import annotations
@@ -23,8 +25,16 @@ CHILD_TIMEOUT_S = 60.0
 
 
 async def child_of(place: Place, task: str, name: str, *, dies: bool = False) -> str:
-    """What another process prints that does ``task`` at this place. ``dies``: it is expected to kill itself."""
-    command = [sys.executable, "-m", "holdfast.drivers.conformance.children", str(place.uri), task, name]
+    """What another process prints that does ``task`` at this place. ``dies``: it is expected to
+    kill itself."""
+    command = [
+        sys.executable,
+        "-m",
+        "holdfast.drivers.conformance.children",
+        str(place.uri),
+        task,
+        name,
+    ]
     child = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:
         async with asyncio.timeout(CHILD_TIMEOUT_S):
@@ -33,7 +43,9 @@ async def child_of(place: Place, task: str, name: str, *, dies: bool = False) ->
         child.kill()
         await child.wait()
         raise
-    assert child.returncode == (-signal.SIGKILL if dies else 0), f"{task} {name}: exit status {child.returncode}"
+    assert child.returncode == (-signal.SIGKILL if dies else 0), (
+        f"{task} {name}: exit status {child.returncode}"
+    )
     return printed.decode()
 
 

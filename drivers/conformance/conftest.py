@@ -18,7 +18,8 @@ def _session(config: pytest.Config) -> Session | None:
 
 @pytest.fixture
 def place(request: pytest.FixtureRequest) -> Iterator[Place]:
-    """An empty root. When the trial is over its drivers are closed, and must then have let go of everything."""
+    """An empty root. When the trial is over its drivers are closed, and must then have let go of
+    everything."""
     session = _session(request.config)
     if session is None:
         pytest.skip("which driver? pytest --pyargs holdfast.drivers.conformance --driver-uri URI")

@@ -1,4 +1,5 @@
-"""Cancellation at every await: cancel a call at its n-th suspension, for every n until it completes."""
+"""Cancellation at every await: cancel a call at its n-th suspension, for every n until it
+completes."""
 
 from __future__ import annotations
 
@@ -10,14 +11,17 @@ from typing import Any
 __all__ = ["Interrupt", "at_every_await"]
 
 DELAYS_S = (0.0, 0.001, 0.01)
-"""How long after the suspension the cancellation comes: at once, and while threads and servers are at work."""
+"""How long after the suspension the cancellation comes: at once, and while threads and servers are
+at work."""
 
 SUSPENSIONS_MAX = 100
-"""A call that waits more often than this is tried no further; none of the contract's does with small objects."""
+"""A call that waits more often than this is tried no further; none of the contract's does with
+small objects."""
 
 
 class Interrupt:
-    """Cancels what is awaited through it when that suspends for the ``at``-th time, after ``delay_s``."""
+    """Cancels what is awaited through it when that suspends for the ``at``-th time, after
+    ``delay_s``."""
 
     def __init__(self, at: int, delay_s: float) -> None:
         self.at, self.delay_s = at, delay_s
@@ -77,9 +81,11 @@ async def _awaited(work: Awaitable[Any]) -> Any:
 
 
 async def at_every_await(attempt: Callable[[Interrupt, str], Awaitable[None]]) -> None:
-    """Make ``attempt`` with an interrupt at its first suspension, its second, … until it completes before that.
+    """Make ``attempt`` with an interrupt at its first suspension, its second, … until it completes
+    before that.
 
-    ``attempt`` is told a name of its own for its objects, sets up, awaits one call through the interrupt, and looks.
+    ``attempt`` is told a name of its own for its objects, sets up, awaits one call through the
+    interrupt, and looks.
     """
     for delay_s in DELAYS_S:
         for at in range(1, SUSPENSIONS_MAX):

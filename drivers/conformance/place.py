@@ -19,20 +19,22 @@ from .probes import Probe, ProbeClass
 __all__ = ["BARE", "Held", "Place", "held_now"]
 
 BARE: Mapping[str, object] = {"retries": 0, "op_timeout_s": "off"}
-"""The driver itself is tried, without the layers that would hide its faults; the URI may ask for layers all the same."""
+"""The driver itself is tried, without the layers that would hide its faults; the URI may ask for
+layers all the same."""
 
 TRIAL_TIMEOUT_S = 110.0
 """How long one trial may take: whatever takes longer hangs."""
 
 _GRACE_S = 5.0
-"""How long after close() a thread may take to end, and a descriptor to be closed, on a machine that is busy. What is leaked
-is there for longer than that."""
+"""How long after close() a thread may take to end, and a descriptor to be closed, on a machine that
+is busy. What is leaked is there for longer than that."""
 
 T = TypeVar("T")
 
 
 class Place:
-    """An empty root. Drivers opened on it live on the place's own event loop, and are closed with it."""
+    """An empty root. Drivers opened on it live on the place's own event loop, and are closed with
+    it."""
 
     def __init__(self, uri: Uri, probe: ProbeClass | None, traits: Traits) -> None:
         self.uri, self.traits = uri, traits
@@ -55,7 +57,8 @@ class Place:
 
     @property
     def looker(self) -> Driver:
-        """A second driver on the same root, which is opened once: connecting is what takes a kit's time."""
+        """A second driver on the same root, which is opened once: connecting is what takes a kit's
+        time."""
         if self._looker is None:
             self._looker = self.open()
         return self._looker
@@ -82,7 +85,8 @@ class Place:
         return sorted([info.key async for info in self.looker.list(prefix)])
 
     async def holds(self, *keys: str) -> None:
-        """See that these objects are there and nothing else: as a second driver lists them, and as the probe finds it."""
+        """See that these objects are there and nothing else: as a second driver lists them, and as
+        the probe finds it."""
         assert await self.keys() == sorted(keys)
         if self.probe is not None:
             assert self.probe.list() == sorted(keys)
@@ -120,7 +124,9 @@ class Held:
         deadline = time.monotonic() + _GRACE_S
         while True:
             now = held_now()
-            left = [f"{count} × {kind}" for kind, count in (now.descriptors - self.descriptors).items()]
+            left = [
+                f"{count} × {kind}" for kind, count in (now.descriptors - self.descriptors).items()
+            ]
             left += [f"thread {thread.name}" for thread in now.threads - self.threads]
             if not left or time.monotonic() > deadline:
                 return sorted(left)

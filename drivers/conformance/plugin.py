@@ -1,4 +1,5 @@
-"""The kit's options, for pytest: its entry point of group ``pytest11``. Does nothing unless ``--driver-uri`` is given."""
+"""The kit's options, for pytest: its entry point of group ``pytest11``. Does nothing unless
+``--driver-uri`` is given."""
 
 from __future__ import annotations
 
@@ -13,8 +14,12 @@ __all__ = ["pytest_addoption", "pytest_configure"]
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--driver-uri`` and ``--driver-probe``."""
     group = parser.getgroup("holdfast", "holdfast: pytest --pyargs holdfast.drivers.conformance")
-    group.addoption("--driver-uri", metavar="URI", help="the storage to try; only a fresh prefix of it is used")
-    group.addoption("--driver-probe", metavar="MODULE:CLASS", help="reaches that storage without the driver")
+    group.addoption(
+        "--driver-uri", metavar="URI", help="the storage to try; only a fresh prefix of it is used"
+    )
+    group.addoption(
+        "--driver-probe", metavar="MODULE:CLASS", help="reaches that storage without the driver"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

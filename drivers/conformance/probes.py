@@ -1,4 +1,5 @@
-"""Probes: the storage below a driver, reached by other means, to set up and to read back what a trial is about."""
+"""Probes: the storage below a driver, reached by other means, to set up and to read back what a
+trial is about."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ __all__ = ["FolderProbe", "MemoryProbe", "Probe", "ProbeClass", "probe_class"]
 
 
 class Probe(Protocol):
-    """Raw objects below one root. Methods block. Keys are those that the driver uses, relative to the same root."""
+    """Raw objects below one root. Methods block. Keys are those that the driver uses, relative to
+    the same root."""
 
     def write(self, key: str, data: bytes) -> None:
         """Make an object that the driver will find, replacing one of the same key."""
@@ -24,8 +26,9 @@ class Probe(Protocol):
         """All bytes of an object. Raises a LookupError or an OSError where there is none."""
 
     def list(self) -> list[str]:
-        """Whatever takes room below the root: objects by their key, and by any name what uploads keep there, unfinished
-        or dead (temporary files, dangling parts). Without folders. Nothing there is no error."""
+        """Whatever takes room below the root: objects by their key, and by any name what uploads
+        keep there, unfinished or dead (temporary files, dangling parts). Without folders. Nothing
+        there is no error."""
 
 
 class ProbeClass(Protocol):
@@ -50,7 +53,11 @@ class FolderProbe:
         return (self._folder / key).read_bytes()
 
     def list(self) -> list[str]:
-        return sorted(str(path.relative_to(self._folder)) for path in self._folder.rglob("*") if not path.is_dir())
+        return sorted(
+            str(path.relative_to(self._folder))
+            for path in self._folder.rglob("*")
+            if not path.is_dir()
+        )
 
 
 class MemoryProbe:
@@ -67,14 +74,21 @@ class MemoryProbe:
         return self._objects[self._prefix + key][0]
 
     def list(self) -> list[str]:
-        return sorted(key.removeprefix(self._prefix) for key in self._objects if key.startswith(self._prefix))
+        return sorted(
+            key.removeprefix(self._prefix) for key in self._objects if key.startswith(self._prefix)
+        )
 
 
-_BUILT_IN: dict[str, ProbeClass] = {"file": FolderProbe, "lustre": FolderProbe, "memory": MemoryProbe}
+_BUILT_IN: dict[str, ProbeClass] = {
+    "file": FolderProbe,
+    "lustre": FolderProbe,
+    "memory": MemoryProbe,
+}
 
 
 def probe_class(scheme: str, name: str | None) -> ProbeClass | None:
-    """The class that ``module:Class`` names; without a name the built-in one for ``scheme``, if there is one.
+    """The class that ``module:Class`` names; without a name the built-in one for ``scheme``, if
+    there is one.
 
     Raises UriError where the name leads nowhere.
     """
@@ -84,4 +98,6 @@ def probe_class(scheme: str, name: str | None) -> ProbeClass | None:
     try:
         return cast(ProbeClass, getattr(importlib.import_module(module), attribute))
     except (ImportError, AttributeError) as error:
-        raise UriError(f"no probe {name}: {error}", advice="Write --driver-probe module:Class.") from error
+        raise UriError(
+            f"no probe {name}: {error}", advice="Write --driver-probe module:Class."
+        ) from error

@@ -30,28 +30,32 @@ EXPECTED_USES = 700
 """A run takes about so long, and as long as so many uses of a driver: opened, put, get, closed."""
 
 OUTLIVES = "nothing_outlives_close"
-"""The trial of what close() lets go; while a driver does not deviate there, the same is looked at after every trial."""
+"""The trial of what close() lets go; while a driver does not deviate there, the same is looked at
+after every trial."""
 
 
 TIDY_EVERY = 20
-"""Places that are removed at once: a driver is opened for that, and to connect may be what takes longest."""
+"""Places that are removed at once: a driver is opened for that, and to connect may be what takes
+longest."""
 
 REMOVAL_TIMEOUT_S = 300.0
 """How long the removal of places may take."""
 
 
 class Session:
-    """The driver of ``--driver-uri``, tried below a prefix of its own. A pytest plugin while it runs.
+    """The driver of ``--driver-uri``, tried below a prefix of its own. A pytest plugin while it
+    runs.
 
-    With pytest-xdist every worker has a session, and a prefix, of its own; the controller's only counts.
+    With pytest-xdist every worker has a session, and a prefix, of its own; the controller's only
+    counts.
     """
 
     def __init__(self, uri: str, probe: str | None, *, worker: bool = False) -> None:
-        """Opens the driver twice and stores a small object, so that what it keeps for the process is there from now on, and
-        to learn how long that takes.
+        """Opens the driver twice and stores a small object, so that what it keeps for the process
+        is there from now on, and to learn how long that takes.
 
-        ``worker``: of pytest-xdist, whose controller reports. Raises UsageError for a URI that cannot be opened, or a
-        probe that cannot be imported.
+        ``worker``: of pytest-xdist, whose controller reports. Raises UsageError for a URI that
+        cannot be opened, or a probe that cannot be imported.
         """
         parsed = parse(uri)
         self._worker = worker
@@ -91,14 +95,16 @@ class Session:
             place.close()
 
     def _remove(self, root: Uri, prefixes: Iterable[str]) -> None:
-        """Remove these prefixes. What stays is said at the end, and costs no more than the run's success."""
+        """Remove these prefixes. What stays is said at the end, and costs no more than the run's
+        success."""
         try:
             asyncio.run(_remove(open_driver(root), prefixes))
         except Exception as error:  # of whatever kind: the report is worth more
             self._left.append(f"{type(error).__name__}: {error}")
 
     def collected(self, nodeids: Iterable[str], folder: Path) -> None:
-        """Note the trials; whether a declared name exists can be told only where every module was collected."""
+        """Note the trials; whether a declared name exists can be told only where every module was
+        collected."""
         modules = {path.name for path in folder.glob("test_*.py")}
         seen = set()
         for nodeid in nodeids:
@@ -133,13 +139,16 @@ class Session:
             self._outcomes[name]["passed"] += 1
 
     def faults(self) -> list[str]:
-        """What is wrong with what the driver declares: a deviation whose trial passed, or whose trial does not exist."""
+        """What is wrong with what the driver declares: a deviation whose trial passed, or whose
+        trial does not exist."""
         faults = []
         for name in self.deviations:
             if name not in self._outcomes:
                 faults += [f"{name}: there is no such trial"] if self._all_collected else []
             elif self._outcomes[name]["passed"] and not self._outcomes[name]["deviated"]:
-                faults.append(f"{name}: declared as a deviation, and passes: take it off the driver's list")
+                faults.append(
+                    f"{name}: declared as a deviation, and passes: take it off the driver's list"
+                )
         return faults
 
     def pytest_report_header(self) -> list[str]:
@@ -147,7 +156,10 @@ class Session:
         minutes = max(1, round((EXPECTED_S + EXPECTED_USES * self._use_s) / 60))
         return [
             f"holdfast driver kit: {self.uri}",
-            f"  to open a driver, put, get and close takes {self._use_s:.2f} s; expect about {minutes} min in all",
+            (
+                f"  to open a driver, put, get and close takes {self._use_s:.2f} s; expect about "
+                f"{minutes} min in all"
+            ),
             "  -v names each case as it runs; -n 4 (pytest-xdist) runs several at once",
         ]
 
@@ -182,15 +194,28 @@ class Session:
         """Its lines: driver, traits, counts, reasons."""
         counts = sum(self._outcomes.values(), Counter())
         yield f"driver          {self.driver} at {self.uri}"
-        yield f"traits          {', '.join(f'{name}={value}' for name, value in dataclasses.asdict(self.traits).items())}"
-        yield f"probe           {getattr(self._probe, '__name__', 'none: read-back is by a second driver')}"
+        yield (
+            f"traits          "
+            f"{', '.join(f'{name}={value}' for name, value in dataclasses.asdict(self.traits).items())}"
+        )
+        yield (
+            f"probe           "
+            f"{getattr(self._probe, '__name__', 'none: read-back is by a second driver')}"
+        )
         yield f"cases passed    {counts['passed']}"
         yield f"cases failed    {counts['failed']}"
         yield f"not applicable  {counts['not applicable']}"
-        yield from (f"    {count} × {reason}" for reason, count in sorted(self._not_applicable.items()))
-        yield f"deviations      {len(self.deviations)} declared, {counts['deviated']} cases deviated"
+        yield from (
+            f"    {count} × {reason}" for reason, count in sorted(self._not_applicable.items())
+        )
+        yield (
+            f"deviations      {len(self.deviations)} declared, {counts['deviated']} cases deviated"
+        )
         yield from (f"    {name}: {reason}" for name, reason in sorted(self.deviations.items()))
-        yield f"time            {time.monotonic() - self._began_s:.0f} s; {self._opened} drivers opened"
+        yield (
+            f"time            {time.monotonic() - self._began_s:.0f} s; {self._opened} "
+            f"drivers opened"
+        )
         yield from (f"FAULT           {fault}" for fault in self.faults())
         for left in self._left:
             yield f"LEFT BEHIND     delete_all of the kit's own prefix failed: {left}"
@@ -209,7 +234,9 @@ def _trial_called(name: str) -> str:
 
 def _reason_of(report: pytest.TestReport) -> str:
     """Why a trial does not apply."""
-    where = report.longrepr  # a path, a line and a reason; a list, once it has passed through pytest-xdist
+    where = (
+        report.longrepr
+    )  # a path, a line and a reason; a list, once it has passed through pytest-xdist
     reason = str(where[2]) if isinstance(where, tuple | list) else str(where)
     return reason.removeprefix("Skipped: ").removeprefix("not applicable: ")
 

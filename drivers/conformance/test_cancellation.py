@@ -1,4 +1,5 @@
-"""Trials of cancellation: each call cancelled at every await, and a moment later; nothing torn, nothing left, all usable."""
+"""Trials of cancellation: each call cancelled at every await, and a moment later; nothing torn,
+nothing left, all usable."""
 
 from __future__ import annotations
 
@@ -125,7 +126,8 @@ async def test_a_cancelled_create_shows_nothing(place: Place) -> None:
 
 @trial()
 async def test_a_cancelled_write_can_only_be_aborted(place: Place) -> None:
-    """The caller may reuse its memory at once; abort leaves nothing; another upload to the key is not disturbed."""
+    """The caller may reuse its memory at once; abort leaves nothing; another upload to the key is
+    not disturbed."""
     driver, part_nbytes = place.open(), place.part_nbytes
 
     async def attempt(interrupt: Interrupt, key: str) -> None:
@@ -179,7 +181,8 @@ async def test_a_cancelled_abort_can_be_made_again(place: Place) -> None:
 
 @trial()
 async def test_cancelled_deletions_can_be_made_again(place: Place) -> None:
-    """delete, delete_all and sweep, cut short anywhere, spare what they are not about, and complete the next time."""
+    """delete, delete_all and sweep, cut short anywhere, spare what they are not about, and complete
+    the next time."""
     driver = place.open()
     await driver.put("kept", b"kept")
 
@@ -190,7 +193,9 @@ async def test_cancelled_deletions_can_be_made_again(place: Place) -> None:
             await interrupt(delete(key))
             await delete(key)
             assert await place.keys() == (
-                ["kept"] if delete == driver.delete_all else [f"{key}/{n}" for n in range(3)] + ["kept"]
+                ["kept"]
+                if delete == driver.delete_all
+                else [f"{key}/{n}" for n in range(3)] + ["kept"]
             )
         await driver.put(f"{key}/x", b"x")
         await interrupt(driver.delete(f"{key}/x"))

@@ -1,4 +1,5 @@
-"""Trials of errors: the kind that a handler acts on, with URI and key, without secrets; and use after close."""
+"""Trials of errors: the kind that a handler acts on, with URI and key, without secrets; and use
+after close."""
 
 from __future__ import annotations
 
@@ -6,7 +7,14 @@ from collections.abc import Awaitable
 
 from holdfast.drivers.conformance.place import Place
 from holdfast.drivers.conformance.trials import bytes_of, refused, trial
-from holdfast.errors import DamagedError, ExistsError, HoldfastError, NotFoundError, StorageError, UriError
+from holdfast.errors import (
+    DamagedError,
+    ExistsError,
+    HoldfastError,
+    NotFoundError,
+    StorageError,
+    UriError,
+)
 
 
 @trial()
@@ -14,7 +22,9 @@ async def test_errors_say_where(place: Place) -> None:
     """Every error carries URI and key, and shows both."""
     driver, into = place.open(), memoryview(bytearray(1))
     errors: list[HoldfastError] = []
-    errors += await refused(NotFoundError, driver.read("a/x", 0, into), driver.get("a/x"), driver.stat("a/x"))
+    errors += await refused(
+        NotFoundError, driver.read("a/x", 0, into), driver.get("a/x"), driver.stat("a/x")
+    )
     await driver.put("a/x", b"")
     errors += await refused(ExistsError, driver.put("a/x", b"", exclusive=True))
     errors += await refused(DamagedError, driver.read("a/x", 0, into))
@@ -28,7 +38,8 @@ async def test_errors_say_where(place: Place) -> None:
 
 @trial()
 async def test_a_key_below_an_object_is_not_found(place: Place) -> None:
-    """``x/y`` is no object where ``x`` is one, nor is ``a`` where ``a/b`` is; deleting them takes nothing away."""
+    """``x/y`` is no object where ``x`` is one, nor is ``a`` where ``a/b`` is; deleting them takes
+    nothing away."""
     driver = place.open()
     await driver.put("x", b"object")
     await driver.put("a/b", b"object")
@@ -42,7 +53,8 @@ async def test_a_key_below_an_object_is_not_found(place: Place) -> None:
 
 @trial()
 async def test_an_upload_that_is_over_says_so(place: Place) -> None:
-    """After a commit, neither another write nor another commit is taken, and the object stays as it is."""
+    """After a commit, neither another write nor another commit is taken, and the object stays as it
+    is."""
     driver = place.open()
     upload = await driver.create("x", 3)
     await upload.write(0, memoryview(b"one"))
@@ -61,10 +73,24 @@ async def test_a_closed_driver_says_so(place: Place) -> None:
     await upload.write(0, memoryview(bytes(10)))
     await driver.close()
     await driver.close()
-    calls: list[Awaitable[object]] = [driver.get("x"), driver.put("x", b""), driver.stat("x"), driver.delete("x")]
-    calls += [driver.read("x", 0, memoryview(bytearray(1))), driver.create("z", 1), driver.delete_all("x")]
+    calls: list[Awaitable[object]] = [
+        driver.get("x"),
+        driver.put("x", b""),
+        driver.stat("x"),
+        driver.delete("x"),
+    ]
+    calls += [
+        driver.read("x", 0, memoryview(bytearray(1))),
+        driver.create("z", 1),
+        driver.delete_all("x"),
+    ]
     await refused(
-        StorageError, *calls, driver.fetch("x", 0, 1), driver.sweep("x"), anext(aiter(driver.list())), upload.commit()
+        StorageError,
+        *calls,
+        driver.fetch("x", 0, 1),
+        driver.sweep("x"),
+        anext(aiter(driver.list())),
+        upload.commit(),
     )
     await upload.abort()
     assert await place.open().get("x") == b"kept"
@@ -73,10 +99,13 @@ async def test_a_closed_driver_says_so(place: Place) -> None:
 
 @trial()
 async def test_calls_that_make_no_sense_are_refused(place: Place) -> None:
-    """Ranges before the beginning or far beyond any object, and negative sizes: an error of Holdfast's, no other kind."""
+    """Ranges before the beginning or far beyond any object, and negative sizes: an error of
+    Holdfast's, no other kind."""
     driver, into = place.open(), memoryview(bytearray(10))
     await driver.put("x", bytes_of(100))
     starts = (-1, -10, -50, 1 << 40, 1 << 70)
-    await refused(HoldfastError, *(driver.read("x", start, into) for start in starts), driver.create("z", -1))
+    await refused(
+        HoldfastError, *(driver.read("x", start, into) for start in starts), driver.create("z", -1)
+    )
     assert into == bytes(10)
     assert await driver.get("x") == bytes_of(100)

@@ -1,4 +1,5 @@
-"""Trials of fetches: the same bytes and errors as a read, in memory that stays as it is for as long as it is held."""
+"""Trials of fetches: the same bytes and errors as a read, in memory that stays as it is for as long
+as it is held."""
 
 from __future__ import annotations
 
@@ -12,23 +13,36 @@ from holdfast.drivers.conformance.trials import aligned, bytes_of, refused, tria
 from holdfast.errors import DamagedError, HoldfastError, NotFoundError, StorageError
 
 NBYTES = (1 << 20) + 77
-RANGES = [(0, NBYTES), (1, NBYTES - 1), (4097, 131_072), (5, 3), (NBYTES - 1, 1), (0, 0), (NBYTES, 0)]
+RANGES = [
+    (0, NBYTES),
+    (1, NBYTES - 1),
+    (4097, 131_072),
+    (5, 3),
+    (NBYTES - 1, 1),
+    (0, 0),
+    (NBYTES, 0),
+]
 
 
 @trial()
 async def test_any_range_can_be_fetched(place: Place) -> None:
-    """Odd starts and lengths, also at once: exactly the bytes that were asked for, one-dimensional and contiguous."""
+    """Odd starts and lengths, also at once: exactly the bytes that were asked for, one-dimensional
+    and contiguous."""
     driver, content = place.open(), bytes_of(NBYTES)
     await driver.put("x", content)
     found = await asyncio.gather(*(driver.fetch("x", start, nbytes) for start, nbytes in RANGES))
-    assert [bytes(data) for data in found] == [content[start : start + nbytes] for start, nbytes in RANGES]
-    assert {(type(data), data.format, data.ndim, data.contiguous) for data in found} == {(memoryview, "B", 1, True)}
+    assert [bytes(data) for data in found] == [
+        content[start : start + nbytes] for start, nbytes in RANGES
+    ]
+    assert {(type(data), data.format, data.ndim, data.contiguous) for data in found} == {
+        (memoryview, "B", 1, True)
+    }
 
 
 @trial()
 async def test_fetched_memory_stays_as_it_is(place: Place) -> None:
-    """Whoever holds it sees the same bytes after other reads and fetches, after the object was replaced and deleted, and
-    after the driver was closed."""
+    """Whoever holds it sees the same bytes after other reads and fetches, after the object was
+    replaced and deleted, and after the driver was closed."""
     driver, content, other = place.open(), bytes_of(NBYTES), bytes_of(NBYTES, seed=1)
     await driver.put("x", content)
     held = [await driver.fetch("x", start, NBYTES - start) for start in (0, 4096)]
@@ -44,11 +58,13 @@ async def test_fetched_memory_stays_as_it_is(place: Place) -> None:
 
 
 @pytest.mark.parametrize(
-    ("start", "nbytes"), [(0, 100_001), (100_000, 1), (90_000, 80_000), (200_000, 70_000), (3067, 0)]
+    ("start", "nbytes"),
+    [(0, 100_001), (100_000, 1), (90_000, 80_000), (200_000, 70_000), (3067, 0)],
 )
 @trial()
 async def test_a_fetch_past_the_end_is_damage(place: Place, start: int, nbytes: int) -> None:
-    """The object is shorter than the caller was told: DamagedError, with URI and key; never fewer bytes in silence."""
+    """The object is shorter than the caller was told: DamagedError, with URI and key; never fewer
+    bytes in silence."""
     driver = place.open()
     await driver.put("a/x", bytes(100_000 if nbytes else 0))
     with pytest.raises(DamagedError) as caught:
@@ -58,8 +74,8 @@ async def test_a_fetch_past_the_end_is_damage(place: Place, start: int, nbytes: 
 
 @trial()
 async def test_a_fetch_fails_as_a_read_does(place: Place) -> None:
-    """NotFoundError without such an object, also for no bytes of it; an error of Holdfast's before the beginning, and
-    StorageError after close."""
+    """NotFoundError without such an object, also for no bytes of it; an error of Holdfast's before
+    the beginning, and StorageError after close."""
     driver = place.open()
     await driver.put("x", b"there")
     await refused(NotFoundError, driver.fetch("missing", 0, 1), driver.fetch("missing", 0, 0))

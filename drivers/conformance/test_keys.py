@@ -1,4 +1,5 @@
-"""Trials of keys: unsafe ones are refused everywhere, strange ones are stored faithfully or refused."""
+"""Trials of keys: unsafe ones are refused everywhere, strange ones are stored faithfully or
+refused."""
 
 from __future__ import annotations
 
@@ -11,8 +12,31 @@ from holdfast.drivers.conformance.place import Place
 from holdfast.drivers.conformance.trials import PROBE, bytes_of, refused, store, trial
 from holdfast.errors import HoldfastError, StorageError, UriError
 
-UNSAFE = ["", "/", "/etc/passwd", "..", "../x", "a/../../x", "a/..", ".", "a/./b", "a//b", "a/", "a\0b", "\0"]
-PLAIN = ["a", "a/b", "..a", "a..", "...", ".hidden", "0-9_A.z", "20310203T040506-8e8a630f/0.safetensors"]
+UNSAFE = [
+    "",
+    "/",
+    "/etc/passwd",
+    "..",
+    "../x",
+    "a/../../x",
+    "a/..",
+    ".",
+    "a/./b",
+    "a//b",
+    "a/",
+    "a\0b",
+    "\0",
+]
+PLAIN = [
+    "a",
+    "a/b",
+    "..a",
+    "a..",
+    "...",
+    ".hidden",
+    "0-9_A.z",
+    "20310203T040506-8e8a630f/0.safetensors",
+]
 STRANGE = [
     "a b", " a", "a ", "a%20b", "a%2Fb", "a%", "a+b", "a?b", "a?b=c", "a#b", "a&b=c", "a;b", "a:b", "a@b", "a\\b", "a*b",
     "[a]", "{a}", "~", "~a", "a|b", "a\"b'c", "<a>", "a`b", "a^b", "$a", "a\nb", "a\tb", "\x7f", "-a", "%2e%2e/a", "%00",
@@ -24,7 +48,8 @@ STRANGE = [
 @pytest.mark.parametrize("key", UNSAFE, ids=ascii)
 @trial()
 async def test_an_unsafe_key_is_refused_everywhere(place: Place, key: str) -> None:
-    """No method takes a key that could leave the root, or that is no plain path; nothing is touched."""
+    """No method takes a key that could leave the root, or that is no plain path; nothing is
+    touched."""
     driver, into = place.open(), memoryview(bytearray(1))
     calls: list[Awaitable[object]] = [
         driver.read(key, 0, into),
@@ -43,7 +68,8 @@ async def test_an_unsafe_key_is_refused_everywhere(place: Place, key: str) -> No
 
 @trial()
 async def test_plain_keys_are_stored(place: Place) -> None:
-    """Letters, digits, dots, dashes and underscores, hidden names too: what Holdfast itself uses can always be stored."""
+    """Letters, digits, dots, dashes and underscores, hidden names too: what Holdfast itself uses
+    can always be stored."""
     driver, keys = place.open(), [f"{n}/{key}" for n, key in enumerate(PLAIN)]
     for key in keys:
         await driver.put(key, key.encode())
@@ -56,7 +82,8 @@ async def test_plain_keys_are_stored(place: Place) -> None:
 
 @trial()
 async def test_strange_keys_are_stored_faithfully_or_refused(place: Place) -> None:
-    """Each comes back under exactly its own name, also beside all the others; or an error says that it cannot."""
+    """Each comes back under exactly its own name, also beside all the others; or an error says that
+    it cannot."""
     driver, stored = place.open(), []
     for n, key in enumerate(STRANGE):
         try:
@@ -77,12 +104,16 @@ async def test_strange_keys_are_stored_faithfully_or_refused(place: Place) -> No
 
 @trial()
 async def test_strange_keys_can_be_uploaded_to_or_are_refused(place: Place) -> None:
-    """An upload takes the keys that put takes, and nothing but the object stays. A refusal shows nothing."""
+    """An upload takes the keys that put takes, and nothing but the object stays. A refusal shows
+    nothing."""
     driver, stored = place.open(), []
     for key in STRANGE:
         try:
             await store(driver, key, b"upl")
-        except (UriError, StorageError):  # at create; or at commit, where only the server knows what it takes
+        except (
+            UriError,
+            StorageError,
+        ):  # at create; or at commit, where only the server knows what it takes
             await refused(HoldfastError, driver.put(key, b"put"), driver.get(key))
             continue
         stored.append(key)
@@ -95,14 +126,17 @@ async def test_strange_keys_can_be_uploaded_to_or_are_refused(place: Place) -> N
 
 @trial(PROBE)
 async def test_names_of_unfinished_uploads_lead_nowhere(place: Place) -> None:
-    """Whatever an upload keeps in the storage meanwhile can neither be read by its name nor be put in its place."""
+    """Whatever an upload keeps in the storage meanwhile can neither be read by its name nor be put
+    in its place."""
     assert place.probe is not None
     driver, content = place.open(), bytes_of(100_000)
     upload = await driver.create("a/x", len(content))
     await upload.write(0, memoryview(content))
     for name in place.probe.list():
         await refused(HoldfastError, driver.get(name), driver.stat(name))
-        with contextlib.suppress(HoldfastError):  # refused, or something else that happens to have that name
+        with contextlib.suppress(
+            HoldfastError
+        ):  # refused, or something else that happens to have that name
             await driver.put(name, b"in its place")
             await driver.delete(name)
     await upload.commit()

@@ -1,4 +1,5 @@
-"""Trials of what stays behind: handles, threads, tasks, unfinished objects; after close(), and after a process died."""
+"""Trials of what stays behind: handles, threads, tasks, unfinished objects; after close(), and
+after a process died."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ async def use(place: Place) -> None:
 
 @trial()
 async def test_nothing_outlives_close(place: Place) -> None:
-    """Neither descriptors nor threads nor tasks grow in number, however often a driver is opened, used and closed."""
+    """Neither descriptors nor threads nor tasks grow in number, however often a driver is opened,
+    used and closed."""
     await use(place)
     held = held_now()
     for _ in range(3):
@@ -48,7 +50,8 @@ async def test_nothing_outlives_close(place: Place) -> None:
 
 @trial()
 async def test_close_drops_unfinished_uploads(place: Place) -> None:
-    """What was neither committed nor aborted takes no room once the driver is closed; using it is an error."""
+    """What was neither committed nor aborted takes no room once the driver is closed; using it is
+    an error."""
     driver, nbytes = place.open(), place.part_nbytes + 1000
     upload = await driver.create("x", nbytes)
     await upload.write(0, aligned(place.part_nbytes))
@@ -72,7 +75,8 @@ async def test_an_upload_may_be_aborted_twice_at_once(place: Place) -> None:
 
 @trial()
 async def test_a_process_that_dies_leaves_nothing_visible(place: Place) -> None:
-    """Killed in the middle of an upload: no object, a key that can be used, and nothing once all is deleted."""
+    """Killed in the middle of an upload: no object, a key that can be used, and nothing once all is
+    deleted."""
     await child_of(place, "die-writing", "a/x", dies=True)
     driver = place.open()
     assert await place.keys() == []

@@ -27,7 +27,8 @@ LISTED = [
 
 @trial()
 async def test_a_listing_goes_by_whole_names(place: Place) -> None:
-    """A prefix is a key, not a beginning of letters; what does not exist is empty; sizes are those of the objects."""
+    """A prefix is a key, not a beginning of letters; what does not exist is empty; sizes are those
+    of the objects."""
     driver = place.open()
     for key in TREE:
         await driver.put(key, key.encode())
@@ -72,7 +73,8 @@ async def test_a_listing_may_be_left_early_and_disturbed(place: Place) -> None:
 
 @trial()
 async def test_a_listing_while_objects_come_and_go_shows_what_stays(place: Place) -> None:
-    """Objects that are there all the time are listed, once each; unfinished ones never; sizes are never of half a write."""
+    """Objects that are there all the time are listed, once each; unfinished ones never; sizes are
+    never of half a write."""
     driver, writer, stay = place.open(), place.open(), [f"a/stay/{n}" for n in range(20)]
     for key in stay:
         await driver.put(key, b"stays")
@@ -91,7 +93,9 @@ async def test_a_listing_while_objects_come_and_go_shows_what_stays(place: Place
             found = [(info.key, info.nbytes) async for info in driver.list("a")]
             assert sorted(key for key, _ in found if key in stay) == sorted(stay)
             others = [(key, nbytes) for key, nbytes in found if key not in stay]
-            assert all(key.startswith(("a/come/", "a/put/")) and nbytes == 70_000 for key, nbytes in others)
+            assert all(
+                key.startswith(("a/come/", "a/put/")) and nbytes == 70_000 for key, nbytes in others
+            )
             assert not any(int(key[-1]) % 2 == 0 for key, _ in others if key.startswith("a/come/"))
             await asyncio.sleep(0)
 
@@ -104,7 +108,8 @@ async def test_a_listing_while_objects_come_and_go_shows_what_stays(place: Place
 
 @trial()
 async def test_deleting_all_takes_what_lies_below_and_no_more(place: Place) -> None:
-    """Objects and unfinished uploads below the prefix go; neighbours with a longer name stay; twice is once."""
+    """Objects and unfinished uploads below the prefix go; neighbours with a longer name stay; twice
+    is once."""
     driver = place.open()
     for key in TREE:
         await driver.put(key, b"")
@@ -120,7 +125,8 @@ async def test_deleting_all_takes_what_lies_below_and_no_more(place: Place) -> N
 
 @trial()
 async def test_deleting_all_takes_unfinished_uploads(place: Place) -> None:
-    """What an upload had written below the prefix is gone; whatever becomes of that upload, it shows no half object."""
+    """What an upload had written below the prefix is gone; whatever becomes of that upload, it
+    shows no half object."""
     driver, content = place.open(), bytes_of(100_000)
     upload = await driver.create("a/b/unfinished", len(content))
     await upload.write(0, memoryview(content))
@@ -136,7 +142,8 @@ async def test_deleting_all_takes_unfinished_uploads(place: Place) -> None:
 
 @trial()
 async def test_a_sweep_harms_nobody_alive(place: Place) -> None:
-    """Objects stay, and uploads that are under way, of this driver and of another, go on and commit."""
+    """Objects stay, and uploads that are under way, of this driver and of another, go on and
+    commit."""
     driver, other, nbytes = place.open(), place.open(), place.part_nbytes + 1000
     await driver.put("a/x", b"object")
     uploads = [await who.create(f"a/{n}/y", nbytes) for n, who in enumerate((driver, other))]

@@ -10,12 +10,26 @@ from typing import Any
 
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from holdfast.drivers.conformance.place import Place
 from holdfast.drivers.contract import Driver, Upload
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.errors import DamagedError, ExistsError, HoldfastError, NotFoundError, StorageError, UriError
+from holdfast.errors import (
+    DamagedError,
+    ExistsError,
+    HoldfastError,
+    NotFoundError,
+    StorageError,
+    UriError,
+)
 
 # No key is a folder of another one: that is where file systems differ from the model.
 KEYS = st.sampled_from(["a", "b/c", "b/d", "b/e/f", "g/h/i/j", ".k"])
@@ -31,8 +45,8 @@ SECONDS = 8.0
 
 @dataclass(frozen=True)
 class Pair:
-    """One upload on each driver; of its content ``first`` is written, ``rest`` is not yet. It ends at ``end``; None: where
-    it was declared to."""
+    """One upload on each driver; of its content ``first`` is written, ``rest`` is not yet. It ends
+    at ``end``; None: where it was declared to."""
 
     both: tuple[Upload, ...]
     key: str
@@ -42,7 +56,8 @@ class Pair:
 
 
 class SameAsMemory(RuleBasedStateMachine):
-    """Each rule is done to both drivers; results, or kinds of error, must be equal, and so must the listings."""
+    """Each rule is done to both drivers; results, or kinds of error, must be equal, and so must the
+    listings."""
 
     uploads: Bundle[Pair] = Bundle("uploads")
 
@@ -124,8 +139,8 @@ class SameAsMemory(RuleBasedStateMachine):
 
     @rule(target=uploads, key=KEYS, content=CONTENTS, cut=st.integers(0, 140_001))
     def create(self, key: str, content: bytes, cut: int) -> Pair:
-        """Begin an upload, and write one of its two parts: the second one, where any order will do. Where ``cut`` is behind
-        the end, that much is declared."""
+        """Begin an upload, and write one of its two parts: the second one, where any order will do.
+        Where ``cut`` is behind the end, that much is declared."""
         first, rest = self.halves(len(content), cut)
         both = self.both(lambda driver: driver.create(key, max(cut, len(content))))
         pair = Pair(tuple(both), key, content, rest, len(content) if cut > len(content) else None)
@@ -138,7 +153,11 @@ class SameAsMemory(RuleBasedStateMachine):
         traits = self.place.traits
         cut = min(cut, nbytes) if traits.part_min_nbytes <= min(cut, nbytes) else nbytes
         halves = ((0, cut), (cut, nbytes))
-        return (halves[1], halves[0]) if traits.part_order == "any" and traits.part_min_nbytes == 1 else halves
+        return (
+            (halves[1], halves[0])
+            if traits.part_order == "any" and traits.part_min_nbytes == 1
+            else halves
+        )
 
     def write(self, pair: Pair, part: tuple[int, int]) -> None:
         """Write one part, unless it is empty."""
@@ -169,7 +188,13 @@ class SameAsMemory(RuleBasedStateMachine):
         """The same keys with the same sizes, whole and below a prefix."""
 
         async def listed(driver: Driver) -> list[tuple[str, int]]:
-            return sorted([(info.key, info.nbytes) for prefix in ("", "b") async for info in driver.list(prefix)])
+            return sorted(
+                [
+                    (info.key, info.nbytes)
+                    for prefix in ("", "b")
+                    async for info in driver.list(prefix)
+                ]
+            )
 
         self.same(listed)
 
@@ -194,7 +219,8 @@ async def _put_s(place: Place) -> float:
 
 
 def test_the_same_calls_give_the_same_results_as_memory(place: Place) -> None:
-    """Puts, uploads, reads, listings and deletions, explored by hypothesis: the driver and the model never differ."""
+    """Puts, uploads, reads, listings and deletions, explored by hypothesis: the driver and the
+    model never differ."""
     example_s = STEPS * 4 * place.run(_put_s(place))
     examples = max(EXAMPLES_MIN, min(EXAMPLES_MAX, int(SECONDS / example_s)))
     explored = settings(
@@ -203,7 +229,9 @@ def test_the_same_calls_give_the_same_results_as_memory(place: Place) -> None:
         deadline=None,
         derandomize=True,
         database=None,
-        phases=(Phase.generate,),  # to make what fails smaller takes hundreds of examples; 25 steps can be read
+        phases=(
+            Phase.generate,
+        ),  # to make what fails smaller takes hundreds of examples; 25 steps can be read
         suppress_health_check=list(HealthCheck),
     )
     run_state_machine_as_test(lambda: SameAsMemory(place), settings=explored)  # type: ignore[arg-type]  # any factory will do

@@ -17,9 +17,13 @@ from holdfast.errors import DamagedError, ExistsError, NotFoundError
 
 @trial()
 async def test_traits_make_sense(place: Place) -> None:
-    """Sizes and counts are positive, parts of the preferred size are aligned, and traits cannot be changed."""
+    """Sizes and counts are positive, parts of the preferred size are aligned, and traits cannot be
+    changed."""
     traits = place.open().traits
-    assert min(traits.part_nbytes, traits.part_min_nbytes, traits.align_nbytes, traits.concurrency) >= 1
+    assert (
+        min(traits.part_nbytes, traits.part_min_nbytes, traits.align_nbytes, traits.concurrency)
+        >= 1
+    )
     assert traits.part_nbytes % traits.align_nbytes == 0
     assert traits.part_min_nbytes <= traits.part_nbytes
     assert traits.coalesce_nbytes >= 0
@@ -57,7 +61,8 @@ async def test_an_object_comes_back(place: Place) -> None:
 
 @trial(PROBE)
 async def test_stored_bytes_are_what_was_written(place: Place) -> None:
-    """Once put or commit has returned, whoever looks at the storage by other means finds the bytes, and all of them."""
+    """Once put or commit has returned, whoever looks at the storage by other means finds the bytes,
+    and all of them."""
     assert place.probe is not None
     driver, small, large = place.open(), bytes_of(1000), bytes_of(2 * place.part_nbytes + 1001)
     await driver.put("a/put", small)
@@ -84,8 +89,9 @@ async def test_objects_made_by_other_means_are_read(place: Place) -> None:
 
 @trial()
 async def test_what_is_not_small_is_not_got(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Get raises DamagedError for an object beyond the limit, lowered here for whoever calls ``check_small``, and has not
-    read it by then. Up to the limit it is got; read and stat know none."""
+    """Get raises DamagedError for an object beyond the limit, lowered here for whoever calls
+    ``check_small``, and has not read it by then. Up to the limit it is got; read and stat know
+    none."""
     nbytes, driver = 8 << 20, place.open()
     content, into = bytes_of(nbytes), aligned(1)
     await store(driver, "a/x", content)
@@ -107,7 +113,8 @@ async def test_what_is_not_small_is_not_got(place: Place, monkeypatch: pytest.Mo
 
 @trial()
 async def test_a_put_replaces_what_was_there(place: Place) -> None:
-    """A shorter object leaves nothing of a longer one behind, and an upload and a put replace each other."""
+    """A shorter object leaves nothing of a longer one behind, and an upload and a put replace each
+    other."""
     driver = place.open()
     for content in (b"long" * 30_000, b"short", b""):
         await driver.put("x", content)
@@ -122,7 +129,8 @@ async def test_a_put_replaces_what_was_there(place: Place) -> None:
 
 @trial()
 async def test_a_replaced_or_deleted_object_is_not_read_again(place: Place) -> None:
-    """A read after another driver replaced the object shows the new one; after a delete it finds nothing."""
+    """A read after another driver replaced the object shows the new one; after a delete it finds
+    nothing."""
     driver, other, into = place.open(), place.open(), bytearray(3)
     for content in (b"old", b"new"):
         await driver.put("x", content)
@@ -140,7 +148,8 @@ async def test_a_replaced_or_deleted_object_is_not_read_again(place: Place) -> N
 
 @trial()
 async def test_an_exclusive_put_to_a_taken_key_changes_nothing(place: Place) -> None:
-    """ExistsError, which names the key, and the object is the one that was there. Once it is deleted the key is free."""
+    """ExistsError, which names the key, and the object is the one that was there. Once it is
+    deleted the key is free."""
     driver = place.open()
     await store(driver, "a/x", b"first")
     with pytest.raises(ExistsError) as caught:

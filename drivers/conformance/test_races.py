@@ -22,7 +22,8 @@ from holdfast.errors import ExistsError, NotFoundError
 
 @trial()
 async def test_a_reader_sees_the_old_or_the_new_object(place: Place) -> None:
-    """While an object is replaced again and again, whoever gets or reads it finds one version, whole."""
+    """While an object is replaced again and again, whoever gets or reads it finds one version,
+    whole."""
     driver, other = place.open(), place.open()
     versions = [bytes([n]) * 80_000 for n in range(40)]
     await driver.put("x", versions[0])
@@ -75,7 +76,8 @@ async def test_a_new_object_appears_whole(place: Place) -> None:
 
 @trial(ATOMIC_EXCLUSIVE)
 async def test_an_exclusive_put_has_one_winner(place: Place) -> None:
-    """Of many that race, over several drivers, exactly one succeeds, and its bytes are what is stored."""
+    """Of many that race, over several drivers, exactly one succeeds, and its bytes are what is
+    stored."""
     drivers = [place.open() for _ in range(3)]
     for round_ in range(5):
         key = f"lock/{round_}"
@@ -103,13 +105,20 @@ async def test_an_exclusive_put_has_one_winner_among_processes(place: Place) -> 
 
 @trial()
 async def test_many_tasks_share_a_driver(place: Place) -> None:
-    """Uploads, reads, listings and deletions of far more tasks than the useful concurrency do not disturb each other."""
-    driver, traits, many = place.open(), place.traits, min(100, max(40, 4 * place.traits.concurrency))
+    """Uploads, reads, listings and deletions of far more tasks than the useful concurrency do not
+    disturb each other."""
+    driver, traits, many = (
+        place.open(),
+        place.traits,
+        min(100, max(40, 4 * place.traits.concurrency)),
+    )
     content = bytes_of(150_000)
 
     async def work(n: int) -> None:
         upload = await driver.create(f"{n}/x", len(content))
-        await write_parts(upload, memoryview(content), parts_of(len(content), 40_000 + n, traits, n), traits)
+        await write_parts(
+            upload, memoryview(content), parts_of(len(content), 40_000 + n, traits, n), traits
+        )
         await upload.commit()
         into = bytearray(len(content) - n)
         await driver.read(f"{n}/x", n, memoryview(into))
@@ -124,7 +133,8 @@ async def test_many_tasks_share_a_driver(place: Place) -> None:
 
 @trial()
 async def test_reads_beyond_the_concurrency_all_end(place: Place) -> None:
-    """Four times as many reads at once as the traits call useful: each gets its own bytes, and none starves."""
+    """Four times as many reads at once as the traits call useful: each gets its own bytes, and none
+    starves."""
     driver, content = place.open(), bytes_of(1 << 20)
     await store(driver, "x", content)
 
@@ -139,13 +149,20 @@ async def test_reads_beyond_the_concurrency_all_end(place: Place) -> None:
 
 @trial()
 async def test_uploads_beyond_the_concurrency_all_end(place: Place) -> None:
-    """Many uploads are open at once, each with its parts in flight; some are given up; the others commit."""
-    driver, nbytes, many = place.open(), place.part_nbytes + 1000, min(64, 2 * place.traits.concurrency)
+    """Many uploads are open at once, each with its parts in flight; some are given up; the others
+    commit."""
+    driver, nbytes, many = (
+        place.open(),
+        place.part_nbytes + 1000,
+        min(64, 2 * place.traits.concurrency),
+    )
 
     async def work(n: int) -> None:
         content = memoryview(bytes_of(nbytes, n))
         upload = uploads[n]
-        await write_parts(upload, content, parts_of(nbytes, place.part_nbytes, place.traits, n), place.traits)
+        await write_parts(
+            upload, content, parts_of(nbytes, place.part_nbytes, place.traits, n), place.traits
+        )
         await (upload.commit() if n % 4 else upload.abort())
 
     uploads = [await driver.create(f"a/{n}", nbytes) for n in range(many)]

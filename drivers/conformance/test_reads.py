@@ -19,7 +19,8 @@ RANGES = [
 @pytest.mark.parametrize("offset", [0, 1, 4095])
 @trial()
 async def test_any_range_can_be_read(place: Place, offset: int) -> None:
-    """Odd starts and lengths, into memory at odd addresses: exactly the bytes that were asked for, none beside them."""
+    """Odd starts and lengths, into memory at odd addresses: exactly the bytes that were asked for,
+    none beside them."""
     driver, content = place.open(), bytes_of(NBYTES)
     await driver.put("x", content)
     for start, length in RANGES:
@@ -43,10 +44,13 @@ async def test_many_small_ranges_are_read_at_once(place: Place) -> None:
     assert buffers == [content[start : start + length] for start, length in ranges]
 
 
-@pytest.mark.parametrize(("start", "nbytes"), [(0, 100_001), (100_000, 1), (90_000, 80_000), (200_000, 70_000)])
+@pytest.mark.parametrize(
+    ("start", "nbytes"), [(0, 100_001), (100_000, 1), (90_000, 80_000), (200_000, 70_000)]
+)
 @trial()
 async def test_a_read_past_the_end_is_damage(place: Place, start: int, nbytes: int) -> None:
-    """The object is shorter than the caller was told: DamagedError, with URI and key; never fewer bytes in silence."""
+    """The object is shorter than the caller was told: DamagedError, with URI and key; never fewer
+    bytes in silence."""
     driver = place.open()
     await driver.put("a/x", bytes(100_000))
     with pytest.raises(DamagedError) as caught:
@@ -56,7 +60,8 @@ async def test_a_read_past_the_end_is_damage(place: Place, start: int, nbytes: i
 
 @trial()
 async def test_an_object_that_became_shorter_is_damage(place: Place) -> None:
-    """Whoever still expects the old size is told, also by a driver that has read the old object before."""
+    """Whoever still expects the old size is told, also by a driver that has read the old object
+    before."""
     driver, other = place.open(), place.open()
     await driver.put("x", bytes_of(100_000))
     await driver.read("x", 0, aligned(100_000))
@@ -67,7 +72,8 @@ async def test_an_object_that_became_shorter_is_damage(place: Place) -> None:
 
 @trial()
 async def test_reading_nothing_still_asks_for_an_object(place: Place) -> None:
-    """An empty range is fine up to the object's end, and damage beyond it; of a missing object it is NotFoundError."""
+    """An empty range is fine up to the object's end, and damage beyond it; of a missing object it
+    is NotFoundError."""
     driver = place.open()
     await driver.put("empty", b"")
     await driver.read("empty", 0, memoryview(bytearray(0)))

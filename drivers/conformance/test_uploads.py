@@ -27,14 +27,19 @@ from holdfast.errors import DamagedError, NotFoundError, StorageError
 @pytest.mark.parametrize("part_nbytes", [4096, 65536, 70_001, 1 << 20])
 @pytest.mark.parametrize("offset", [0, 1, 512])
 @trial()
-async def test_parts_from_any_address_make_the_object(place: Place, part_nbytes: int, offset: int) -> None:
-    """Parts of any size, from aligned memory or not, at once and in random order where the traits allow it."""
+async def test_parts_from_any_address_make_the_object(
+    place: Place, part_nbytes: int, offset: int
+) -> None:
+    """Parts of any size, from aligned memory or not, at once and in random order where the traits
+    allow it."""
     driver, part_nbytes = place.open(), max(part_nbytes, place.traits.part_min_nbytes)
     nbytes = min(part_nbytes * 9, max(3 << 20, 2 * part_nbytes)) + 5
     content = aligned(nbytes, offset)
     content[:] = bytes_of(nbytes, offset)
     upload = await driver.create("data/0", nbytes)
-    await write_parts(upload, content, parts_of(nbytes, part_nbytes, place.traits, offset), place.traits)
+    await write_parts(
+        upload, content, parts_of(nbytes, part_nbytes, place.traits, offset), place.traits
+    )
     await upload.commit()
     assert await driver.get("data/0") == content
     assert (await driver.stat("data/0")).nbytes == nbytes
@@ -42,7 +47,8 @@ async def test_parts_from_any_address_make_the_object(place: Place, part_nbytes:
 
 @trial()
 async def test_an_object_of_preferred_parts_comes_back(place: Place) -> None:
-    """Two whole parts of the preferred size and a small one, written as the traits ask, read as a whole and in pieces."""
+    """Two whole parts of the preferred size and a small one, written as the traits ask, read as a
+    whole and in pieces."""
     driver, part_nbytes = place.open(), place.traits.part_nbytes
     content = bytes_of(2 * part_nbytes + 12_345)
     await store(driver, "large", content)
@@ -56,7 +62,8 @@ async def test_an_object_of_preferred_parts_comes_back(place: Place) -> None:
 
 @trial(SEVERAL_STREAMS)
 async def test_segments_are_written_at_once(place: Place) -> None:
-    """As many contiguous segments as the traits name, each in its own order, make the object; nothing else stays."""
+    """As many contiguous segments as the traits name, each in its own order, make the object;
+    nothing else stays."""
     driver, traits = place.open(), place.traits
     content = bytes_of(2 * traits.streams * traits.part_nbytes - 12_345)
     upload = await driver.create("a/x", len(content))
@@ -75,11 +82,13 @@ async def test_segments_are_written_at_once(place: Place) -> None:
     await place.holds("a/x")
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, (64 << 10) - 1, 64 << 10, (64 << 10) + 4097])
+@pytest.mark.parametrize(
+    "nbytes", [0, 1, 4095, 4096, 4097, (64 << 10) - 1, 64 << 10, (64 << 10) + 4097]
+)
 @trial()
 async def test_every_size_can_be_stored(place: Place, nbytes: int) -> None:
-    """Sizes around a page and around the least direct write, empty ones too, by upload and by put. An upload that says where
-    it was declared to end is like one that does not say."""
+    """Sizes around a page and around the least direct write, empty ones too, by upload and by put.
+    An upload that says where it was declared to end is like one that does not say."""
     driver, content = place.open(), bytes_of(nbytes)
     for end in (None, nbytes):
         upload = await driver.create("upload", nbytes)
@@ -94,14 +103,17 @@ async def test_every_size_can_be_stored(place: Place, nbytes: int) -> None:
 
 @trial()
 async def test_an_upload_is_invisible_until_it_commits(place: Place) -> None:
-    """Until then neither get, stat, read nor list shows anything of it, to nobody; nor does an exclusive put."""
+    """Until then neither get, stat, read nor list shows anything of it, to nobody; nor does an
+    exclusive put."""
     driver, nbytes = place.open(), place.part_nbytes + 1000
     upload = await driver.create("a/x", nbytes)
     await upload.write(0, memoryview(bytes(place.part_nbytes)))
     for other in (driver, place.open()):
         assert [info.key async for info in other.list()] == []
         into = memoryview(bytearray(1))
-        await refused(NotFoundError, other.get("a/x"), other.stat("a/x"), other.read("a/x", 0, into))
+        await refused(
+            NotFoundError, other.get("a/x"), other.stat("a/x"), other.read("a/x", 0, into)
+        )
     if place.probe is not None:
         assert "a/x" not in place.probe.list()
     await driver.put("a/x", b"mine", exclusive=True)
@@ -133,7 +145,9 @@ async def test_an_aborted_upload_leaves_nothing(place: Place) -> None:
     await upload.abort()
     await upload.abort()
     await place.holds()
-    await refused(StorageError, upload.write(place.part_nbytes, memoryview(bytes(1000))), upload.commit())
+    await refused(
+        StorageError, upload.write(place.part_nbytes, memoryview(bytes(1000))), upload.commit()
+    )
     upload = await driver.create("z", 1)
     await upload.write(0, memoryview(b"z"))
     await upload.commit()
@@ -141,7 +155,12 @@ async def test_an_aborted_upload_leaves_nothing(place: Place) -> None:
     await place.holds("z")
 
 
-HOLES = [([], 0, 100), ([(0, 10), (20, 100)], 10, 20), ([(0, 99)], 99, 100), ([(50, 100), (0, 60)], 50, 60)]
+HOLES = [
+    ([], 0, 100),
+    ([(0, 10), (20, 100)], 10, 20),
+    ([(0, 99)], 99, 100),
+    ([(50, 100), (0, 60)], 50, 60),
+]
 
 
 @pytest.mark.parametrize(("parts", "start", "stop"), HOLES, ids=["empty", "hole", "end", "overlap"])
@@ -149,7 +168,8 @@ HOLES = [([], 0, 100), ([(0, 10), (20, 100)], 10, 20), ([(0, 99)], 99, 100), ([(
 async def test_an_incomplete_upload_does_not_commit(
     place: Place, parts: list[tuple[int, int]], start: int, stop: int
 ) -> None:
-    """Holes and overlaps are named; nothing becomes visible, nothing stays behind, and the old object is untouched."""
+    """Holes and overlaps are named; nothing becomes visible, nothing stays behind, and the old
+    object is untouched."""
     driver = place.open()
     await driver.put("x", b"old")
     upload = await driver.create("x", 100)
@@ -177,12 +197,15 @@ ENDS: dict[str, Callable[[int], int]] = {
 @pytest.mark.parametrize("preferred", [False, True], ids=["small parts", "preferred parts"])
 @trial()
 async def test_an_upload_may_end_early(place: Place, preferred: bool, end: str) -> None:
-    """Where its commit says so: invisible before, it is then whole, of that size, and there is nothing behind its end."""
+    """Where its commit says so: invisible before, it is then whole, of that size, and there is
+    nothing behind its end."""
     driver, part_nbytes = place.open(), place.traits.part_nbytes if preferred else place.part_nbytes
     content = bytes_of(ENDS[end](part_nbytes))
     await driver.put("x", b"old")
     upload = await driver.create("x", 2 * part_nbytes + 12_345)
-    await write_parts(upload, memoryview(content), parts_of(len(content), part_nbytes, place.traits), place.traits)
+    await write_parts(
+        upload, memoryview(content), parts_of(len(content), part_nbytes, place.traits), place.traits
+    )
     assert await driver.get("x") == b"old"
     await upload.commit(len(content))
     await upload.abort()
@@ -193,11 +216,16 @@ async def test_an_upload_may_end_early(place: Place, preferred: bool, end: str) 
     await place.holds("x")
 
 
-@pytest.mark.parametrize("end", [None, -1, 1000, 1 << 40], ids=["as declared", "negative", "elsewhere", "beyond"])
+@pytest.mark.parametrize(
+    "end", [None, -1, 1000, 1 << 40], ids=["as declared", "negative", "elsewhere", "beyond"]
+)
 @pytest.mark.parametrize("written", [0, 1])
 @trial()
-async def test_an_upload_that_lacks_its_end_does_not_commit(place: Place, written: int, end: int | None) -> None:
-    """With no part, or without the last one, wherever it is to end: an error; nothing becomes visible, nothing stays."""
+async def test_an_upload_that_lacks_its_end_does_not_commit(
+    place: Place, written: int, end: int | None
+) -> None:
+    """With no part, or without the last one, wherever it is to end: an error; nothing becomes
+    visible, nothing stays."""
     driver, nbytes = place.open(), place.part_nbytes + 1000
     await driver.put("x", b"old")
     upload = await driver.create("x", nbytes)
@@ -230,7 +258,10 @@ async def test_a_part_outside_the_object_is_refused(place: Place, start: int, nb
 async def test_two_uploads_to_one_key_do_not_disturb_each_other(place: Place) -> None:
     """Both can be written in turns, from two drivers; the last commit wins, whole."""
     driver, part_nbytes = place.open(), place.part_nbytes
-    first, second = await driver.create("x", 2 * part_nbytes), await place.open().create("x", part_nbytes + 500)
+    first, second = (
+        await driver.create("x", 2 * part_nbytes),
+        await place.open().create("x", part_nbytes + 500),
+    )
     for start, nbytes in ((0, part_nbytes), (part_nbytes, 500)):
         await second.write(start, memoryview(b"2" * nbytes))
         await first.write(start, memoryview(b"1" * part_nbytes))

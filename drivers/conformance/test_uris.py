@@ -1,4 +1,5 @@
-"""Trials of the driver's URI and options: what is told of the root is the same for all who mean the same root."""
+"""Trials of the driver's URI and options: what is told of the root is the same for all who mean the
+same root."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from holdfast.errors import NotFoundError, UriError
 
 @trial()
 async def test_the_uri_is_without_options(place: Place) -> None:
-    """Whatever options a driver is opened with, ``uri`` is the root alone: ranks compare where they save to, and options
-    may come from each rank's own environment."""
+    """Whatever options a driver is opened with, ``uri`` is the root alone: ranks compare where they
+    save to, and options may come from each rank's own environment."""
     expected = place.open().uri
     assert "?" not in expected, "set Driver.uri to uri.root"
     assert redact(expected) == expected
@@ -27,7 +28,8 @@ async def test_the_uri_is_without_options(place: Place) -> None:
 
 @trial()
 async def test_every_option_takes_its_default(place: Place) -> None:
-    """``?name=value`` with the value that an option has by default opens the same root, with the same traits."""
+    """``?name=value`` with the value that an option has by default opens the same root, with the
+    same traits."""
     driver = place.open()
     await driver.put("x", b"content")
     for uri in with_each_option(place.uri):
@@ -38,8 +40,8 @@ async def test_every_option_takes_its_default(place: Place) -> None:
 
 @trial()
 async def test_an_option_that_is_not_known_is_refused(place: Place) -> None:
-    """``?options`` are those that the driver declares: any other, also one that is nearly right, is a UriError which
-    names those that are known."""
+    """``?options`` are those that the driver declares: any other, also one that is nearly right, is
+    a UriError which names those that are known."""
     # What looks like a secret is refused as one, whether it is known or not.
     nearly = [f"{name}x" for name in options_of(place.uri) if not is_secret(name)]
     for name in ("no_such_option", *nearly):
@@ -52,13 +54,19 @@ async def test_an_option_that_is_not_known_is_refused(place: Place) -> None:
 def options_of(uri: Uri) -> dict[str, str]:
     """The options of the driver that serves ``uri``, with the text of each one's default."""
     options = driver_class(serving(uri)).OPTIONS
-    return {name: option.text(option.default) for name, option in options.items() if option.default is not None}
+    return {
+        name: option.text(option.default)
+        for name, option in options.items()
+        if option.default is not None
+    }
 
 
 def with_each_option(uri: Uri) -> list[Uri]:
-    """``uri`` with one more option each, at its default; an option that it has already stays as it is.
+    """``uri`` with one more option each, at its default; an option that it has already stays as it
+    is.
 
-    A default without any text means that nothing was chosen, for which a URI has no words: such an option is left out.
+    A default without any text means that nothing was chosen, for which a URI has no words: such an
+    option is left out.
     """
     found = []
     for name, text in options_of(uri).items():

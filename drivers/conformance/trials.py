@@ -1,4 +1,5 @@
-"""What trials share: the decorator that makes one, what it may need, and the handling of bytes, parts and outcomes."""
+"""What trials share: the decorator that makes one, what it may need, and the handling of bytes,
+parts and outcomes."""
 
 from __future__ import annotations
 
@@ -26,23 +27,32 @@ E = TypeVar("E", bound=Exception)
 
 @dataclass(frozen=True)
 class Need:
-    """What a trial asks of the storage. Where it is not so, the trial does not apply, and says ``missing``."""
+    """What a trial asks of the storage. Where it is not so, the trial does not apply, and says
+    ``missing``."""
 
     missing: str
     met: Callable[[Place], bool]
 
 
-UNORDERED_PARTS = Need("parts of an upload are written in order", lambda place: place.traits.part_order == "any")
+UNORDERED_PARTS = Need(
+    "parts of an upload are written in order", lambda place: place.traits.part_order == "any"
+)
 TINY_PARTS = Need("parts have a least size", lambda place: place.traits.part_min_nbytes == 1)
 SEVERAL_STREAMS = Need("an upload is one stream", lambda place: place.traits.streams > 1)
-ATOMIC_EXCLUSIVE = Need("exclusive puts are not atomic", lambda place: place.traits.exclusive_is_atomic)
+ATOMIC_EXCLUSIVE = Need(
+    "exclusive puts are not atomic", lambda place: place.traits.exclusive_is_atomic
+)
 PROBE = Need("no probe for this storage (--driver-probe)", lambda place: place.probe is not None)
 
 
 def trial(
     *needs: Need,
-) -> Callable[[Callable[Concatenate[Place, P], Coroutine[Any, Any, None]]], Callable[Concatenate[Place, P], None]]:
-    """Make a test of a coroutine function that takes a place. Where a need is not met it is skipped, with the reason."""
+) -> Callable[
+    [Callable[Concatenate[Place, P], Coroutine[Any, Any, None]]],
+    Callable[Concatenate[Place, P], None],
+]:
+    """Make a test of a coroutine function that takes a place. Where a need is not met it is
+    skipped, with the reason."""
 
     def decorate(
         test: Callable[Concatenate[Place, P], Coroutine[Any, Any, None]],
@@ -65,7 +75,8 @@ def aligned(nbytes: int, offset: int = 0) -> Buffer:
 
 
 async def refused(kind: type[E], *calls: Awaitable[object]) -> list[E]:
-    """The errors of these calls, made one after the other. Fails where one raises nothing, or another kind."""
+    """The errors of these calls, made one after the other. Fails where one raises nothing, or
+    another kind."""
     outcomes = [await _outcome(call) for call in calls]
     errors = [outcome for outcome in outcomes if isinstance(outcome, kind)]
     assert len(errors) == len(calls), f"expected {kind.__name__}, got {outcomes}"

@@ -1,4 +1,5 @@
-"""The connections of fsspec's file systems: how one is made, and how it ends at once. All functions block."""
+"""The connections of fsspec's file systems: how one is made, and how it ends at once. All functions
+block."""
 
 from __future__ import annotations
 
@@ -14,19 +15,24 @@ from .kinds import Kind
 __all__ = ["connected", "let_go"]
 
 
-def connected(cls: type[AbstractFileSystem], kind: Kind, arguments: Mapping[str, Any]) -> AbstractFileSystem:
-    """A file system that nobody shares, and that caches no listings. Raises whatever its library raises."""
+def connected(
+    cls: type[AbstractFileSystem], kind: Kind, arguments: Mapping[str, Any]
+) -> AbstractFileSystem:
+    """A file system that nobody shares, and that caches no listings. Raises whatever its library
+    raises."""
     uncached = {"use_listings_cache": False} if kind.listings else {}
     fs = cls(skip_instance_cache=True, **uncached, **arguments)
     if _is_sftp(fs):
-        # paramiko waits for the answer to each 32 KiB that it writes. With Nagle's algorithm the kernel keeps the end of
-        # each request back until the one before it is acknowledged: 30 ms a request, 1 MB/s.
+        # paramiko waits for the answer to each 32 KiB that it writes. With Nagle's algorithm the
+        # kernel keeps the end of each request back until the one before it is acknowledged: 30 ms a
+        # request, 1 MB/s.
         fs.client.get_transport().sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return fs
 
 
 def let_go(fs: AbstractFileSystem) -> None:
-    """Close a file system's connections now: fsspec has no word for it, and waits for the garbage to be collected."""
+    """Close a file system's connections now: fsspec has no word for it, and waits for the garbage
+    to be collected."""
     if _is_sftp(fs):  # its connection has a thread
         fs.client.close()
     session = getattr(fs, "_s3", None) or getattr(fs, "_session", None)

@@ -1,10 +1,11 @@
-"""``fsspec+X://…``: whatever fsspec's file system X reaches: ``fsspec+sftp://host/folder``, ``fsspec+memory://run``.
+"""``fsspec+X://…``: whatever fsspec's file system X reaches: ``fsspec+sftp://host/folder``,
+``fsspec+memory://run``.
 
-For storage that has no driver of its own. fsspec offers no direct reads, no parts in parallel, and no exclusive put that
-is atomic, and the traits say so: an upload goes in order, and commits take the weaker way
-(``storage/protocol/commit.py``). How a file comes to be seen differs by file system; ``kinds`` knows it of the common
-ones. Every call is made from threads of the driver; asynchronous file systems do the same work on fsspec's own loop.
-Nothing is cached.
+For storage that has no driver of its own. fsspec offers no direct reads, no parts in parallel, and
+no exclusive put that is atomic, and the traits say so: an upload goes in order, and commits take
+the weaker way (``storage/protocol/commit.py``). How a file comes to be seen differs by file system;
+``kinds`` knows it of the common ones. Every call is made from threads of the driver; asynchronous
+file systems do the same work on fsspec's own loop. Nothing is cached.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from .kinds import check_no_secrets, kind_of, modified_s, options_of
 __all__ = ["FsspecDriver", "driver_class_of"]
 
 QUIET_S = 24 * 3600.0
-"""How long a temporary file must not have changed to be taken for dead: nothing better can be known."""
+"""How long a temporary file must not have changed to be taken for dead: nothing better can be
+known."""
 
 _PREFIX = "fsspec+"
 _CLOSE_TIMEOUT_S = 60.0
@@ -52,22 +54,32 @@ def driver_class_of(protocol: str) -> type[FsspecDriver]:
     try:
         fs_class = get_filesystem_class(protocol)
     except ValueError as error:
-        raise UriError(f"fsspec knows no {protocol}://", advice="`fsspec.available_protocols()` lists them.") from error
+        raise UriError(
+            f"fsspec knows no {protocol}://", advice="`fsspec.available_protocols()` lists them."
+        ) from error
     except ImportError as error:
         raise UriError(f"fsspec's {protocol}:// cannot be imported: {error}") from error
     options = {**options_of(protocol, fs_class), **FsspecDriver.OPTIONS}
     for taken in options.keys() & common_options(remote=True).keys():
         del options[taken]
     remote = kind_of(protocol, fs_class).shared
-    return type("FsspecDriver", (FsspecDriver,), {"OPTIONS": options, "fs_class": fs_class, "remote": remote})
+    return type(
+        "FsspecDriver",
+        (FsspecDriver,),
+        {"OPTIONS": options, "fs_class": fs_class, "remote": remote},
+    )
 
 
 class FsspecDriver(Driver):
     """Objects are files of an fsspec file system. Connects at the first operation."""
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
-        "threads": Option(integer(1, 256), 8, "operations in flight, where the file system allows more than one"),
-        "part_size": Option(size(1 << 20, 1 << 30), 16 << 20, "of one write, and of one part of an upload"),
+        "threads": Option(
+            integer(1, 256), 8, "operations in flight, where the file system allows more than one"
+        ),
+        "part_size": Option(
+            size(1 << 20, 1 << 30), 16 << 20, "of one write, and of one part of an upload"
+        ),
     }
     fs_class: ClassVar[type[AbstractFileSystem]]
 
@@ -104,7 +116,9 @@ class FsspecDriver(Driver):
         """The driver for ``uri``. Raises UriError for a secret, or a location that cannot be one."""
         if not hasattr(cls, "fs_class"):
             raise UriError(
-                "say which of fsspec's file systems", uri=uri.redacted, advice="fsspec+sftp://host/folder, say."
+                "say which of fsspec's file systems",
+                uri=uri.redacted,
+                advice="fsspec+sftp://host/folder, say.",
             )
         return cls(uri)
 
@@ -112,7 +126,9 @@ class FsspecDriver(Driver):
         await self._run("read", self._checked(key), self._read, key, start, into)
 
     async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
-        return memoryview(await self._run("read", self._checked(key), self._range, key, start, nbytes))
+        return memoryview(
+            await self._run("read", self._checked(key), self._range, key, start, nbytes)
+        )
 
     async def create(self, key: str, nbytes: int) -> Upload:
         upload = _Upload(self, self._checked(key), nbytes)
@@ -128,14 +144,17 @@ class FsspecDriver(Driver):
         return await self._run("get", self._checked(key), self._get, key)
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
-        """See :meth:`Driver.put`. ``exclusive`` looks first: of two that look at the same time, both may succeed."""
+        """See :meth:`Driver.put`. ``exclusive`` looks first: of two that look at the same time,
+        both may succeed."""
         await self._run("put", self._checked(key), self._put, key, data, exclusive)
 
     async def stat(self, key: str) -> ObjectInfo:
         return await self._run("stat", self._checked(key), self._stat, key)
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        for path, info in await self._run("list", prefix, self._find, self._checked(prefix) if prefix else ""):
+        for path, info in await self._run(
+            "list", prefix, self._find, self._checked(prefix) if prefix else ""
+        ):
             key = path[len(self._root) + 1 :]
             if info["type"] == "file" and not is_temporary(key.rpartition("/")[2]):
                 yield ObjectInfo(key, int(info["size"] or 0), modified_s(info))
@@ -155,8 +174,8 @@ class FsspecDriver(Driver):
         await self._run("delete", prefix, self._remove_empty, folders)
 
     async def sweep(self, prefix: str) -> None:
-        """See :meth:`Driver.sweep`. Dead: not changed for a day. Parts that a store keeps of unfinished uploads stay: give
-        the bucket a lifecycle rule."""
+        """See :meth:`Driver.sweep`. Dead: not changed for a day. Parts that a store keeps of
+        unfinished uploads stay: give the bucket a lifecycle rule."""
         await self._run("sweep", self._checked(prefix), self._sweep, prefix)
 
     async def close(self) -> None:
@@ -170,14 +189,20 @@ class FsspecDriver(Driver):
 
     def _checked(self, key: str) -> str:
         if any(is_temporary(part) for part in check_key(key, uri=self.uri).split("/")):
-            raise UriError("names of this form are kept for unfinished uploads", uri=self.uri, key=key)
+            raise UriError(
+                "names of this form are kept for unfinished uploads", uri=self.uri, key=key
+            )
         try:
             key.encode()
         except UnicodeEncodeError as error:
-            raise UriError(f"key {key!r} is no text that could be sent", uri=self.uri, key=key) from error
+            raise UriError(
+                f"key {key!r} is no text that could be sent", uri=self.uri, key=key
+            ) from error
         return key
 
-    async def _run(self, doing: str, key: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def _run(
+        self, doing: str, key: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         def translated() -> T:
             with fsspec_errors(doing, self.uri, key):
                 return call(*args, **kwargs)
@@ -220,14 +245,18 @@ class FsspecDriver(Driver):
         data = self._cat(key, start, stop) if nbytes else b""
         if len(data) != nbytes or not data:
             if (reached := self._stat(key).nbytes) < stop:
-                raise DamagedError(f"object ends at byte {reached}, before {stop}", uri=self.uri, key=key)
+                raise DamagedError(
+                    f"object ends at byte {reached}, before {stop}", uri=self.uri, key=key
+                )
             if data or nbytes:
                 raise StorageError(f"{len(data)} bytes came, not {nbytes}", uri=self.uri, key=key)
         return data
 
     def _cat(self, key: str, start: int, stop: int) -> bytes:
         cls = self.fs_class
-        plain = not getattr(cls, "async_impl", False) and cls.cat_file is AbstractFileSystem.cat_file
+        plain = (
+            not getattr(cls, "async_impl", False) and cls.cat_file is AbstractFileSystem.cat_file
+        )
         try:
             # Else what opens the file reads ahead, and throws it away.
             data: bytes = self._fs.cat_file(
@@ -260,8 +289,8 @@ class FsspecDriver(Driver):
             upload.drop()
 
     def _find(self, prefix: str) -> tuple[tuple[str, dict[str, Any]], ...]:
-        """Every file and, where these exist by themselves, every folder at or below ``prefix``; folders come before what is
-        in them."""
+        """Every file and, where these exist by themselves, every folder at or below ``prefix``;
+        folders come before what is in them."""
         path = self._path(prefix)
         below = self._walk(path) if self._kind.folders else self._fs.find(path, detail=True).items()
         found = {name: info for name, info in below if self._is_at(name, path)}
@@ -295,12 +324,21 @@ class FsspecDriver(Driver):
         folder, _, name = prefix.rpartition("/")
         own = f".{name[:48]}."
         beside = self._fs.ls(self._path(folder), detail=True) if self._exists(folder) else ()
-        found = (*((i["name"], i) for i in beside if i["name"].rpartition("/")[2].startswith(own)), *self._find(prefix))
+        found = (
+            *((i["name"], i) for i in beside if i["name"].rpartition("/")[2].startswith(own)),
+            *self._find(prefix),
+        )
         for path, info in found:
             quiet_s = time.time() - (modified_s(info) or time.time())
-            if is_temporary(path.rpartition("/")[2]) and info["type"] == "file" and quiet_s > QUIET_S:
+            if (
+                is_temporary(path.rpartition("/")[2])
+                and info["type"] == "file"
+                and quiet_s > QUIET_S
+            ):
                 self._remove(path)
-        self._remove_empty([self._path(prefix), *(path for path, info in found if info["type"] == "directory")])
+        self._remove_empty(
+            [self._path(prefix), *(path for path, info in found if info["type"] == "directory")]
+        )
 
     def _exists(self, folder: str) -> bool:
         return bool(self._fs.isdir(self._path(folder)))
@@ -336,7 +374,8 @@ class _Upload(Upload):
         await self._driver._run("write", self._key, self.append, data)
 
     async def commit(self, nbytes: int | None = None) -> None:
-        """See :meth:`Upload.commit`. Cancelled while it runs, it ends first: the object may be visible afterwards."""
+        """See :meth:`Upload.commit`. Cancelled while it runs, it ends first: the object may be
+        visible afterwards."""
         try:
             self._written.check_complete(nbytes)
             await self._driver._run("commit", self._key, self.publish)
@@ -390,8 +429,13 @@ class _Upload(Upload):
             driver._fs.mv(self._path, self._target)
         if getattr(driver._fs, "local_file", False):
             _sync_names(self._folder, driver._root)
-        if driver._kind.appears == "unknown" and driver._stat(self._key).nbytes != self._written.nbytes:
-            raise self._wrong("the file system did not put the new file in the place of the old one")
+        if (
+            driver._kind.appears == "unknown"
+            and driver._stat(self._key).nbytes != self._written.nbytes
+        ):
+            raise self._wrong(
+                "the file system did not put the new file in the place of the old one"
+            )
 
     def drop(self) -> None:
         """Forget the file, unless it is published. Raises nothing."""
@@ -408,8 +452,8 @@ class _Upload(Upload):
 
 
 def _discard(file: Any, *, staged: bool) -> None:
-    """Close a file that is not wanted. To close one that its store shows by closing, would show it: that one is discarded,
-    and marked as closed, so that nobody closes it when it is collected."""
+    """Close a file that is not wanted. To close one that its store shows by closing, would show it:
+    that one is discarded, and marked as closed, so that nobody closes it when it is collected."""
     with contextlib.suppress(Exception):
         if staged:
             file.close()
@@ -440,9 +484,14 @@ def _sync_names(folder: str, root: str) -> None:
         folder = os.path.dirname(folder)
 
 
-def _arguments(cls: type[AbstractFileSystem], plain: str, uri: Uri, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What the file system is made with: from the location (a host, say), and from the options that were given."""
-    located = {k: v for k, v in cls._get_kwargs_from_urls(plain).items() if k not in ("path", "protocol")}
+def _arguments(
+    cls: type[AbstractFileSystem], plain: str, uri: Uri, values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What the file system is made with: from the location (a host, say), and from the options that
+    were given."""
+    located = {
+        k: v for k, v in cls._get_kwargs_from_urls(plain).items() if k not in ("path", "protocol")
+    }
     given = {name: values[name] for name in uri.options if name not in FsspecDriver.OPTIONS}
     check_no_secrets(redact(f"{uri.scheme}://{uri.location}"), located, given)
     return located | given

@@ -1,6 +1,7 @@
 """From what a file system of fsspec raises to the error that a handler can act on.
 
-Some raise an OSError with an errno, some one of its kinds without, some whatever their library raises.
+Some raise an OSError with an errno, some one of its kinds without, some whatever their library
+raises.
 """
 
 from __future__ import annotations
@@ -38,16 +39,21 @@ _BY_CLASS: tuple[tuple[type[BaseException], type[StorageError]], ...] = (
 )
 _BY_NAME = (
     (("Credential", "Auth", "Forbidden", "Denied", "HostKey"), AccessError),
-    (("Connect", "Timeout", "SSHException", "EOFError", "Unavailable", "Disconnected"), StorageDownError),
+    (
+        ("Connect", "Timeout", "SSHException", "EOFError", "Unavailable", "Disconnected"),
+        StorageDownError,
+    ),
 )
 _NO_KEY = "No authentication methods available"
-"""What paramiko says where there is no key to offer, by the class of its error for all kinds of failures."""
+"""What paramiko says where there is no key to offer, by the class of its error for all kinds of
+failures."""
 
 
 @contextmanager
 def fsspec_errors(doing: str, uri: str, key: str) -> Iterator[None]:
-    """Turn whatever the body raises into a StorageError of the kind that fits best, with ``uri`` (redacted), ``key`` and
-    its cause. ``doing`` begins the message. Our own errors pass unchanged."""
+    """Turn whatever the body raises into a StorageError of the kind that fits best, with ``uri``
+    (redacted), ``key`` and its cause. ``doing`` begins the message. Our own errors pass unchanged.
+    """
     try:
         with storage_errors(doing, uri, key):
             yield
@@ -67,7 +73,9 @@ def _kind_of(error: BaseException) -> type[StorageError] | None:
     answer = answer_of(error)
     if answer is not None and (kind := _of_status(answer.status)):
         return kind
-    if isinstance(error, FileNotFoundError) and any(_by_kind(one) is StorageDownError for one in causes(error)):
+    if isinstance(error, FileNotFoundError) and any(
+        _by_kind(one) is StorageDownError for one in causes(error)
+    ):
         return StorageDownError  # some file systems take every failure to look for absence
     return _by_kind(error)
 
@@ -90,10 +98,14 @@ def _by_kind(error: BaseException) -> type[StorageError] | None:
     return next((kind for words, kind in _BY_NAME if any(word in names for word in words)), None)
 
 
-def _made(kind: type[StorageError], doing: str, uri: str, key: str, error: BaseException) -> StorageError:
+def _made(
+    kind: type[StorageError], doing: str, uri: str, key: str, error: BaseException
+) -> StorageError:
     text = redact(str(error)).strip().partition("\n")[0]
     message = f"{doing} failed: {type(error).__name__}" + (f": {text}" if text else "")
     if kind is BusyError:
         answer = answer_of(error)
-        return BusyError(message, uri=uri, key=key, retry_after_s=answer.retry_after_s if answer else None)
+        return BusyError(
+            message, uri=uri, key=key, retry_after_s=answer.retry_after_s if answer else None
+        )
     return kind(message, uri=uri, key=key)

@@ -1,6 +1,8 @@
-"""What an HTTP server answered, from the errors that Python's libraries make of it: the status, and when to come back.
+"""What an HTTP server answered, from the errors that Python's libraries make of it: the status, and
+when to come back.
 
-Scope: attributes that aiohttp, botocore, requests, urllib, gcsfs and Azure's libraries have, without importing any of them.
+Scope: attributes that aiohttp, botocore, requests, urllib, gcsfs and Azure's libraries have,
+without importing any of them.
 """
 
 from __future__ import annotations
@@ -16,14 +18,16 @@ __all__ = ["Answer", "answer_of", "causes"]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """``retry_after_s``: in how many seconds the server wants to be asked again; None where it did not say."""
+    """``retry_after_s``: in how many seconds the server wants to be asked again; None where it did
+    not say."""
 
     status: int
     retry_after_s: float | None = None
 
 
 def answer_of(error: BaseException) -> Answer | None:
-    """The answer that ``error``, or the nearest of its causes that tells of one, is made of. 4xx and 5xx alone."""
+    """The answer that ``error``, or the nearest of its causes that tells of one, is made of. 4xx
+    and 5xx alone."""
     for one in causes(error):
         told = getattr(one, "response", None)
         if isinstance(told, Mapping):  # botocore

@@ -1,4 +1,5 @@
-"""What is known of fsspec's file systems, and fsspec does not tell: how a file appears, and which options there are.
+"""What is known of fsspec's file systems, and fsspec does not tell: how a file appears, and which
+options there are.
 
 Scope: knowledge, as tables and pure functions. ``fsspec.py`` does the I/O.
 """
@@ -28,9 +29,9 @@ class Kind:
     ``closed``   the store shows nothing before a file is closed, and then all of it
     ``unknown``  nobody promises anything: a temporary name, and a rename that is looked at afterwards
 
-    ``folders``: they exist by themselves, and must be made. ``threads``: calls may be made at the same time.
-    ``listings``: it takes the argument that keeps it from caching listings; one that takes it for an argument of its
-    library's does not.
+    ``folders``: they exist by themselves, and must be made. ``threads``: calls may be made at the
+    same time. ``listings``: it takes the argument that keeps it from caching listings; one that
+    takes it for an argument of its library's does not.
     """
 
     appears: Literal["renamed", "copied", "closed", "unknown"]
@@ -45,7 +46,9 @@ _KINDS = {
     "file": Kind("renamed", folders=True, shared=False),
     "local": Kind("renamed", folders=True, shared=False),
     "memory": Kind("copied", folders=False, shared=False),
-    "sftp": Kind("renamed", folders=True, threads=False, listings=False),  # paramiko mixes up the answers
+    "sftp": Kind(
+        "renamed", folders=True, threads=False, listings=False
+    ),  # paramiko mixes up the answers
     "ssh": Kind("renamed", folders=True, threads=False, listings=False),
     "hdfs": Kind("unknown", folders=True),
     **dict.fromkeys(("abfs", "abfss", "az", "gcs", "gs", "oci", "oss", "s3", "s3a"), _OBJECTS),
@@ -55,7 +58,9 @@ _KINDS = {
 _SSH: dict[str, Option] = {
     "port": Option(integer(1, 65535), 22, "the server's port"),
     "username": Option(str, None, "whose account; default: yours"),
-    "key_filename": Option(str, None, "a file with a private key, besides the agent's and the usual ones"),
+    "key_filename": Option(
+        str, None, "a file with a private key, besides the agent's and the usual ones"
+    ),
     "timeout": Option(integer(1, 3600), 30, "seconds to wait for a connection"),
     "compress": Option(switch, False, "compress what is sent"),
 }
@@ -71,19 +76,23 @@ _TIMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "crea
 
 
 def kind_of(protocol: str, cls: type) -> Kind:
-    """What is known of ``protocol``, which ``cls`` serves. Of one that is not known, the worst is taken to be true."""
+    """What is known of ``protocol``, which ``cls`` serves. Of one that is not known, the worst is
+    taken to be true."""
     known = _KINDS.get(protocol)
     return known or Kind("unknown", folders=True, threads=bool(getattr(cls, "async_impl", False)))
 
 
 def options_of(protocol: str, cls: type) -> dict[str, Option]:
-    """The options of a file system: the named arguments of its constructor, typed by their defaults."""
+    """The options of a file system: the named arguments of its constructor, typed by their
+    defaults."""
     found = dict(_MORE.get(protocol, {}))
     for parameter in inspect.signature(cls.__init__).parameters.values():  # type: ignore[misc]
         named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         if named and parameter.name not in _OURS:
             default = None if parameter.default is parameter.empty else parameter.default
-            found[parameter.name] = Option(_parser(default), default, f"of fsspec's {protocol} file system")
+            found[parameter.name] = Option(
+                _parser(default), default, f"of fsspec's {protocol} file system"
+            )
     return found
 
 
@@ -96,7 +105,8 @@ def _parser(default: Any) -> Callable[[str], Any]:
 
 
 def _guessed(text: str) -> Any:
-    """A value whose type is not known: true, false, and JSON objects and lists are what they look like; all else is text."""
+    """A value whose type is not known: true, false, and JSON objects and lists are what they look
+    like; all else is text."""
     if text in ("true", "false"):
         return text == "true"
     if text[:1] in ("{", "["):
@@ -108,14 +118,16 @@ def _guessed(text: str) -> Any:
 
 
 def check_no_secrets(where: str, located: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise UriError for a secret before the host, and for one inside of an option's value, where nothing would hide it when
-    it is printed. ``where`` is fit to be printed."""
+    """Raise UriError for a secret before the host, and for one inside of an option's value, where
+    nothing would hide it when it is printed. ``where`` is fit to be printed."""
     for options in (located, *_inner(list(given.values()))):
         for name in filter(is_secret, options):
             raise UriError(
                 f"{name!r} is a secret, and this is no place for one",
                 uri=where,
-                advice="Put it where the library looks for it: its own environment variables or files.",
+                advice=(
+                    "Put it where the library looks for it: its own environment variables or files."
+                ),
             )
 
 

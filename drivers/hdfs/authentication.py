@@ -1,7 +1,9 @@
-"""Whether this process can tell a name node who it is, found out before hdfs-native tries: a client that name nodes turn
-away hears nothing but a connection that ends, and tries again until its deadline.
+"""Whether this process can tell a name node who it is, found out before hdfs-native tries: a client
+that name nodes turn away hears nothing but a connection that ends, and tries again until its
+deadline.
 
-Scope: what is offered and what is there, not whether a ticket is valid; the library says that itself, and at once.
+Scope: what is offered and what is there, not whether a ticket is valid; the library says that
+itself, and at once.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ CHECK_S = 2.0
 
 _ANSWER_NBYTES_MAX = 64 << 10
 
-# The handshake of Hadoop's RPC, version 9, with SASL; then a message without a call, whose state is NEGOTIATE.
+# The handshake of Hadoop's RPC, version 9, with SASL; then a message without a call, whose state is
+# NEGOTIATE.
 _PREAMBLE = b"hrpc" + bytes([9, 0, 0xDF])
 _HEADER = bytes([0x08, 2, 0x10, 0, 0x18, 65, 0x22, 0, 0x28, 1])
 _NEGOTIATE = bytes([0x10, 1])
@@ -27,9 +30,11 @@ _METHODS = ("SIMPLE", "KERBEROS", "TOKEN")
 
 
 def unauthenticated(addresses: Sequence[str], authentication: str) -> tuple[str, str] | None:
-    """Why this process cannot tell the name nodes who it is, and what to do; None where it can, or nobody knows.
+    """Why this process cannot tell the name nodes who it is, and what to do; None where it can, or
+    nobody knows.
 
-    ``addresses``: ``host:port`` of each name node. ``authentication``: ``simple``, ``kerberos`` or ``token``. Blocks.
+    ``addresses``: ``host:port`` of each name node. ``authentication``: ``simple``, ``kerberos`` or
+    ``token``. Blocks.
     """
     if authentication == "token":
         return None
@@ -39,7 +44,8 @@ def unauthenticated(addresses: Sequence[str], authentication: str) -> tuple[str,
         methods = offered(address)
         if methods and "SIMPLE" not in methods:
             return (
-                f"the name node {address} asks for {' or '.join(methods)}, and this client is configured without",
+                f"the name node {address} asks for {' or '.join(methods)}, and this client is "
+                f"configured without",
                 "Set HADOOP_CONF_DIR, or ?conf=, to a folder whose core-site.xml says "
                 "hadoop.security.authentication=kerberos, and run kinit.",
             )

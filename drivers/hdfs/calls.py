@@ -1,7 +1,8 @@
-"""Blocking calls that may never return, for asyncio: each in a thread of its own, which is left behind at the deadline.
+"""Blocking calls that may never return, for asyncio: each in a thread of its own, which is left
+behind at the deadline.
 
-A thread inside the library cannot be interrupted. So that the caller may have its memory back all the same, a call
-touches it only within ``with call:``, which raises once the caller has gone.
+A thread inside the library cannot be interrupted. So that the caller may have its memory back all
+the same, a call touches it only within ``with call:``, which raises once the caller has gone.
 
 Scope: a thread per call costs 0.1 ms; calls here move megabytes, or wait for a name node.
 """
@@ -35,9 +36,11 @@ class Call:
         self._lock = new_lock()
 
     def __enter__(self) -> None:
-        """``with call:`` the caller's memory may be used. Also shows that the call gets on: its deadline begins anew.
+        """``with call:`` the caller's memory may be used. Also shows that the call gets on: its
+        deadline begins anew.
 
-        Entered for every 64 KiB that is read, so not by way of a generator, which takes four times as long.
+        Entered for every 64 KiB that is read, so not by way of a generator, which takes four times
+        as long.
         """
         self._lock.acquire()
         if self._gone:
@@ -55,9 +58,11 @@ class Call:
 
 
 async def run(function: Callable[[Call], T], timeout_s: float) -> T:
-    """What ``function`` returns or raises, from a thread. Raises TimeoutError after ``timeout_s`` without progress.
+    """What ``function`` returns or raises, from a thread. Raises TimeoutError after ``timeout_s``
+    without progress.
 
-    Then, and when cancelled, it returns at once: the thread goes on alone, and what it returns is dropped.
+    Then, and when cancelled, it returns at once: the thread goes on alone, and what it returns is
+    dropped.
     """
     call, loop = Call(), asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()

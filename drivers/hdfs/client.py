@@ -1,8 +1,8 @@
 """hdfs-native, with a deadline on every call and errors that are ours.
 
-Its blocking client in threads, not its asynchronous one: that does its work with the interpreter's lock held, in the
-thread of the event loop, and panics where it should wait for a name node that is down. The library has no timeouts worth
-the name, see :mod:`calls`.
+Its blocking client in threads, not its asynchronous one: that does its work with the interpreter's
+lock held, in the thread of the event loop, and panics where it should wait for a name node that is
+down. The library has no timeouts worth the name, see :mod:`calls`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
-from ...errors import AccessError, HoldfastError, NotFoundError, StorageDownError, StorageError, UriError
+from ...errors import (
+    AccessError,
+    HoldfastError,
+    NotFoundError,
+    StorageDownError,
+    StorageError,
+    UriError,
+)
 from ..panics import is_panic
 from .authentication import CHECK_S, unauthenticated
 from .calls import Call, run
@@ -36,7 +43,8 @@ LISTING = 1000
 _RETRY_S = 2.0
 
 _BLOCKS_S = 10.0
-"""How long a reader waits for DataNodes to tell the name node of what they hold; they do so several times a second."""
+"""How long a reader waits for DataNodes to tell the name node of what they hold; they do so several
+times a second."""
 
 
 class Client:
@@ -46,10 +54,12 @@ class Client:
         self, url: str | None, config: Mapping[str, str], conf_dir: str | None, *, uri: str, timeout_s: float,
         namenodes: Sequence[str] = (), authentication: str = "simple",
     ) -> None:  # fmt: skip
-        """Connects at its first call. Raises UriError where hdfs-native is missing, or cannot use what it is given.
+        """Connects at its first call. Raises UriError where hdfs-native is missing, or cannot use
+        what it is given.
 
-        ``namenodes``: ``host:port`` of those that are asked at the first call whether ``authentication``, which is
-        ``hadoop.security.authentication`` of the configuration, will do.
+        ``namenodes``: ``host:port`` of those that are asked at the first call whether
+        ``authentication``, which is ``hadoop.security.authentication`` of the configuration, will
+        do.
         """
         self.uri, self.timeout_s = uri, timeout_s
         self._namenodes = namenodes
@@ -60,15 +70,20 @@ class Client:
             from hdfs_native import Client as Inner
         except ImportError as error:
             raise UriError(
-                "hdfs:// needs hdfs-native", uri=uri, advice="pip install 'holdfast-checkpoint[hdfs]'"
+                "hdfs:// needs hdfs-native",
+                uri=uri,
+                advice="pip install 'holdfast-checkpoint[hdfs]'",
             ) from error
         try:
-            self._inner: hdfs_native.Client | None = Inner(url, {**_patience(timeout_s), **config}, conf_dir)
+            self._inner: hdfs_native.Client | None = Inner(
+                url, {**_patience(timeout_s), **config}, conf_dir
+            )
         except Exception as error:
             raise UriError(
                 f"hdfs-native cannot use this: {error}",
                 uri=uri,
-                advice="Name a host and port, or a name service that HADOOP_CONF_DIR or ?namenodes= explains. "
+                advice="Name a host and port, or a name service that HADOOP_CONF_DIR or "
+                "?namenodes= explains. "
                 "A mount table of ViewFS needs a linkFallback.",
             ) from error
 
@@ -84,7 +99,8 @@ class Client:
         self._inner = None
 
     async def call(self, doing: str, key: str, function: Callable[[Call], T]) -> T:
-        """What ``function`` returns, from a thread. Raises a StorageError: StorageDownError at the deadline."""
+        """What ``function`` returns, from a thread. Raises a StorageError: StorageDownError at the
+        deadline."""
         try:
             async with self._gate:
                 if not self._checked:
@@ -97,7 +113,10 @@ class Client:
                 f"{doing}: no answer for {self.timeout_s:g} s",
                 uri=self.uri,
                 key=key,
-                advice="Are name node and DataNodes up, and can this host reach them? ?timeout= allows more.",
+                advice=(
+                    "Are name node and DataNodes up, and can this host reach them? ?timeout= "
+                    "allows more."
+                ),
             ) from error
         except Exception as error:
             raise storage_error(error, doing, self.uri, key) from error
@@ -107,11 +126,14 @@ class Client:
             raise
 
     async def _check_authentication(self, doing: str, key: str) -> None:
-        """Raises AccessError where name nodes want to know who asks, and this process cannot tell them."""
+        """Raises AccessError where name nodes want to know who asks, and this process cannot tell
+        them."""
         reason = None
         with suppress(TimeoutError):  # the call itself will find out what is wrong
             wait_s = min(CHECK_S, self.timeout_s / 4)
-            reason = await run(lambda call: unauthenticated(self._namenodes, self._authentication), wait_s)
+            reason = await run(
+                lambda call: unauthenticated(self._namenodes, self._authentication), wait_s
+            )
         if reason is not None:
             message, advice = reason
             raise AccessError(f"{doing} failed: {message}", uri=self.uri, key=key, advice=advice)
@@ -123,7 +145,8 @@ class Client:
         return await self.call(doing, key, lambda call: inner.get_file_info(path))
 
     async def rename(self, source: str, target: str, key: str, *, overwrite: bool) -> None:
-        """Atomic on the name node. Raises ExistsError where ``target`` is there and is not to be overwritten."""
+        """Atomic on the name node. Raises ExistsError where ``target`` is there and is not to be
+        overwritten."""
         inner = self.inner
         await self.call("rename", key, lambda call: inner.rename(source, target, overwrite))
 
@@ -136,7 +159,8 @@ class Client:
             return
 
     async def entries(self, path: str, key: str) -> AsyncIterator[hdfs_native.FileStatus]:
-        """What lies in a folder; the file itself for a file; nothing where there is nothing (any more)."""
+        """What lies in a folder; the file itself for a file; nothing where there is nothing (any
+        more)."""
         listing = self.inner.list_status(path, False)
         while True:
             try:
@@ -154,8 +178,8 @@ def _batch(listing: Iterator[hdfs_native.FileStatus]) -> list[hdfs_native.FileSt
 
 
 def _patience(timeout_s: float) -> dict[str, str]:
-    """The library's own waits, shorter than ours: it tries other name nodes, or the same again, until the deadline is near,
-    and leaves a DataNode that is silent in time to try another one."""
+    """The library's own waits, shorter than ours: it tries other name nodes, or the same again,
+    until the deadline is near, and leaves a DataNode that is silent in time to try another one."""
     return {
         "dfs.client.failover.sleep.base.millis": "200",
         "dfs.client.failover.sleep.max.millis": str(int(_RETRY_S * 1000)),
@@ -164,11 +188,14 @@ def _patience(timeout_s: float) -> dict[str, str]:
     }
 
 
-def creating(inner: hdfs_native.Client, path: str, options: hdfs_native.WriteOptions) -> RawFileWriter:
+def creating(
+    inner: hdfs_native.Client, path: str, options: hdfs_native.WriteOptions
+) -> RawFileWriter:
     """A new file. Its writer may be dropped at any time, in any thread.
 
-    That is why it is the one within the library's own, which closes its file when it is forgotten: whichever thread the
-    last reference dies in, be it the event loop's, then waits for the name node for a minute or more.
+    That is why it is the one within the library's own, which closes its file when it is forgotten:
+    whichever thread the last reference dies in, be it the event loop's, then waits for the name
+    node for a minute or more.
     """
     return inner.inner.create(path, options)
 
@@ -179,15 +206,20 @@ def appending(inner: hdfs_native.Client, path: str) -> RawFileWriter:
 
 
 def pieces(reader: hdfs_native.FileReader, start: int, nbytes: int) -> Iterator[bytes]:
-    """``nbytes`` of a file from ``start``, in pieces of 64 KiB or so: the fastest way, and the one that copies least."""
+    """``nbytes`` of a file from ``start``, in pieces of 64 KiB or so: the fastest way, and the one
+    that copies least."""
     return reader.read_range_stream(start, nbytes) if nbytes else iter(())
 
 
-def whole_reader(inner: hdfs_native.Client, path: str, nbytes: int | None = None) -> hdfs_native.FileReader:
-    """A reader that knows of ``nbytes`` of a file, or of all there is of it if that is less, or not given.
+def whole_reader(
+    inner: hdfs_native.Client, path: str, nbytes: int | None = None
+) -> hdfs_native.FileReader:
+    """A reader that knows of ``nbytes`` of a file, or of all there is of it if that is less, or not
+    given.
 
-    With ``dfs.namenode.file.close.num-committed-allowed`` a file is closed before a DataNode has told the name node of its
-    last block, and readers do not see that block until then: so this waits. Raises OSError when nobody tells.
+    With ``dfs.namenode.file.close.num-committed-allowed`` a file is closed before a DataNode has
+    told the name node of its last block, and readers do not see that block until then: so this
+    waits. Raises OSError when nobody tells.
     """
     stop_s, wait_s = time.monotonic() + _BLOCKS_S, 0.01
     while True:
@@ -198,6 +230,8 @@ def whole_reader(inner: hdfs_native.Client, path: str, nbytes: int | None = None
         if len(reader) >= length:
             return reader
         if time.monotonic() > stop_s:
-            raise OSError(f"no DataNode has told of bytes {len(reader)}:{length} for {_BLOCKS_S:g} s")
+            raise OSError(
+                f"no DataNode has told of bytes {len(reader)}:{length} for {_BLOCKS_S:g} s"
+            )
         time.sleep(wait_s)
         wait_s = min(2 * wait_s, 0.5)

@@ -1,4 +1,5 @@
-"""What Hadoop's own configuration says of name nodes: for WebHDFS, and for name services given in a URI."""
+"""What Hadoop's own configuration says of name nodes: for WebHDFS, and for name services given in a
+URI."""
 
 from __future__ import annotations
 
@@ -20,15 +21,17 @@ _MOUNT_TABLE = "fs.viewfs.mounttable"
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Who serves the files of one folder: ``authority``, a name node or a name service, under the path ``root``."""
+    """Who serves the files of one folder: ``authority``, a name node or a name service, under the
+    path ``root``."""
 
     authority: str
     root: str
 
 
 def site(conf_dir: str | None) -> dict[str, str]:
-    """The properties in ``core-site.xml`` and ``hdfs-site.xml`` of ``conf_dir``, else of HADOOP_CONF_DIR, else of
-    HADOOP_HOME; empty where there are none. Raises OSError, and ElementTree.ParseError."""
+    """The properties in ``core-site.xml`` and ``hdfs-site.xml`` of ``conf_dir``, else of
+    HADOOP_CONF_DIR, else of HADOOP_HOME; empty where there are none. Raises OSError, and
+    ElementTree.ParseError."""
     home = os.environ.get("HADOOP_HOME")
     folder = conf_dir or os.environ.get("HADOOP_CONF_DIR") or (home and f"{home}/etc/hadoop")
     found: dict[str, str] = {}
@@ -45,15 +48,18 @@ def site(conf_dir: str | None) -> dict[str, str]:
 def name_service(name: str, namenodes: list[str]) -> dict[str, str]:
     """The properties that make ``name`` stand for these name nodes, each ``host:port``."""
     ids = [f"nn{n}" for n in range(len(namenodes))]
-    addresses = {f"{_RPC_ADDRESS}.{name}.{i}": address for i, address in zip(ids, namenodes, strict=True)}
+    addresses = {
+        f"{_RPC_ADDRESS}.{name}.{i}": address for i, address in zip(ids, namenodes, strict=True)
+    }
     return {"dfs.nameservices": name, f"dfs.ha.namenodes.{name}": ",".join(ids), **addresses}
 
 
 def served(authority: str, root: str, properties: Mapping[str, str]) -> Served | None:
-    """Who serves the folder ``root`` of ``hdfs://authority``, or of ``fs.defaultFS`` where ``authority`` is empty.
+    """Who serves the folder ``root`` of ``hdfs://authority``, or of ``fs.defaultFS`` where
+    ``authority`` is empty.
 
-    The links of a ViewFS are followed. None where no single name service has the folder: nothing mounts it, or several
-    have parts of it, or ``fs.defaultFS`` is no HDFS.
+    The links of a ViewFS are followed. None where no single name service has the folder: nothing
+    mounts it, or several have parts of it, or ``fs.defaultFS`` is no HDFS.
     """
     if authority:
         return Served(authority, root)
@@ -88,12 +94,16 @@ def _mounted(table: str, root: str, properties: Mapping[str, str]) -> Served | N
 
 def rpc_addresses(authority: str, properties: Mapping[str, str]) -> list[str]:
     """``host:port`` of each name node of ``authority``; of those whose port is known."""
-    found = [properties.get(_RPC_ADDRESS + suffix, authority) for suffix in _suffixes(authority, properties)]
+    found = [
+        properties.get(_RPC_ADDRESS + suffix, authority)
+        for suffix in _suffixes(authority, properties)
+    ]
     return [address for address in found if address.rpartition(":")[2].isdecimal()]
 
 
 def web_addresses(authority: str, properties: Mapping[str, str]) -> list[str]:
-    """Where the name nodes of ``authority`` answer HTTP, ``http://host:port``: as configured, else at Hadoop's own port."""
+    """Where the name nodes of ``authority`` answer HTTP, ``http://host:port``: as configured, else
+    at Hadoop's own port."""
     secure = properties.get("dfs.http.policy", "HTTP_ONLY") == "HTTPS_ONLY"
     scheme = "https" if secure else "http"
     found = []
@@ -102,15 +112,19 @@ def web_addresses(authority: str, properties: Mapping[str, str]) -> list[str]:
         host, _, port = rpc.rpartition(":")
         host = host or rpc
         ports = _ROUTER_WEB_PORTS if port == _ROUTER_PORT else _WEB_PORTS
-        configured = properties.get(f"dfs.namenode.{scheme}-address{suffix}", f"{host}:{ports[scheme]}")
+        configured = properties.get(
+            f"dfs.namenode.{scheme}-address{suffix}", f"{host}:{ports[scheme]}"
+        )
         found.append(f"{scheme}://{_reachable(configured, host)}")
     return found
 
 
 def _suffixes(authority: str, properties: Mapping[str, str]) -> list[str]:
-    """The ends of the names of ``authority``'s properties: ``.service.namenode``, ``.service``, or nothing.
+    """The ends of the names of ``authority``'s properties: ``.service.namenode``, ``.service``, or
+    nothing.
 
-    A single name node, ``host:port``, may be one of a name service; then they are that name node's own.
+    A single name node, ``host:port``, may be one of a name service; then they are that name node's
+    own.
     """
     ids = _words(properties.get(f"dfs.ha.namenodes.{authority}", ""))
     if ids:

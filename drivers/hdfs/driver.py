@@ -1,11 +1,13 @@
 """``hdfs://namenode:port/path`` or ``hdfs://nameservice/path``: Hadoop's file system.
 
-Objects are files. An upload is one file or several, written at once under temporary names beside its key, joined by
-CONCAT, and renamed: atomic, and durable as HDFS has it, which is in the memory of ``dfs.namenode.replication.min``
-DataNodes at least (``?sync=on``: on their disks). Every call has a deadline.
+Objects are files. An upload is one file or several, written at once under temporary names beside
+its key, joined by CONCAT, and renamed: atomic, and durable as HDFS has it, which is in the memory
+of ``dfs.namenode.replication.min`` DataNodes at least (``?sync=on``: on their disks). Every call
+has a deadline.
 
-A key is a path below the root. So ``a`` and ``a/b`` cannot both be objects; ``:``, which HDFS refuses in names, and ``%``
-are written as ``%3A`` and ``%25``. Names that look like temporary files are refused.
+A key is a path below the root. So ``a`` and ``a/b`` cannot both be objects; ``:``, which HDFS
+refuses in names, and ``%`` are written as ``%3A`` and ``%25``. Names that look like temporary files
+are refused.
 """
 
 from __future__ import annotations
@@ -16,7 +18,15 @@ from typing import Any, ClassVar
 from urllib.parse import unquote
 from xml.etree.ElementTree import ParseError
 
-from ...errors import AccessError, DamagedError, ExistsError, NotFoundError, StorageDownError, StorageError, UriError
+from ...errors import (
+    AccessError,
+    DamagedError,
+    ExistsError,
+    NotFoundError,
+    StorageDownError,
+    StorageError,
+    UriError,
+)
 from ..contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_small, segments
 from ..options import Option, duration, integer, option_values, size, switch
 from ..uri import Uri
@@ -32,29 +42,47 @@ from .webhdfs import WebHdfs
 __all__ = ["HdfsDriver"]
 
 QUIET_S = 3600.0
-"""How long a temporary file must not have changed to be swept; a live upload touches its files more often."""
+"""How long a temporary file must not have changed to be swept; a live upload touches its files more
+often."""
 
 _READ_ATTEMPTS = 3
 
 
 class HdfsDriver(Driver):
-    """Objects are files below a folder. A root that does not exist is empty; :meth:`create` and :meth:`put` make it."""
+    """Objects are files below a folder. A root that does not exist is empty; :meth:`create` and
+    :meth:`put` make it."""
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
-        "streams": Option(integer(1, 64), 4, "files in which a large object is written at once, to be joined"),
-        "webhdfs": Option(
-            str, "auto", "joins them: auto, http://host:port, or off (then large objects are written in one stream)"
+        "streams": Option(
+            integer(1, 64), 4, "files in which a large object is written at once, to be joined"
         ),
-        "timeout": Option(duration(0.1, 3600), 60.0, "how long an operation may go on without progress"),
-        "block_size": Option(size(1 << 20, 1 << 40), None, "of new files; else the name node's default"),
+        "webhdfs": Option(
+            str,
+            "auto",
+            (
+                "joins them: auto, http://host:port, or off (then large objects are written in "
+                "one stream)"
+            ),
+        ),
+        "timeout": Option(
+            duration(0.1, 3600), 60.0, "how long an operation may go on without progress"
+        ),
+        "block_size": Option(
+            size(1 << 20, 1 << 40), None, "of new files; else the name node's default"
+        ),
         "replication": Option(integer(1, 512), None, "of new files; else the name node's default"),
-        "sync": Option(switch, False, "whether DataNodes write an object to disk before it is committed"),
-        "namenodes": Option(str, "", "host:port,host:port: the name nodes that the URI's name service stands for"),
+        "sync": Option(
+            switch, False, "whether DataNodes write an object to disk before it is committed"
+        ),
+        "namenodes": Option(
+            str, "", "host:port,host:port: the name nodes that the URI's name service stands for"
+        ),
         "conf": Option(str, "", "folder of core-site.xml and hdfs-site.xml; else HADOOP_CONF_DIR"),
     }
 
     deviations: ClassVar[Mapping[str, str]] = {
-        "nothing_outlives_close": "hdfs-native keeps idle connections to DataNodes, and the client that they "
+        "nothing_outlives_close": "hdfs-native keeps idle connections to DataNodes, and the "
+        "client that they "
         "belong to, until the process reads again, three seconds or more later"
     }
 
@@ -95,11 +123,14 @@ class HdfsDriver(Driver):
 
     @classmethod
     def open(cls, uri: Uri) -> HdfsDriver:
-        """The driver for ``uri``. Raises UriError for an option, or a value, that OPTIONS does not know."""
+        """The driver for ``uri``. Raises UriError for an option, or a value, that OPTIONS does not
+        know."""
         authority, _, path = uri.location.partition("/")
         if "@" in authority:
             raise UriError(
-                "the user is not part of the URI", uri=uri.redacted, advice="Set HADOOP_USER_NAME, or use Kerberos."
+                "the user is not part of the URI",
+                uri=uri.redacted,
+                advice="Set HADOOP_USER_NAME, or use Kerberos.",
             )
         return cls(
             authority,
@@ -122,7 +153,9 @@ class HdfsDriver(Driver):
                     into[at : at + len(piece)] = piece
                 at += len(piece)
             if at < len(into):
-                raise StorageDownError(f"read: {at} of {len(into)} bytes arrived", uri=self.uri, key=key)
+                raise StorageDownError(
+                    f"read: {at} of {len(into)} bytes arrived", uri=self.uri, key=key
+                )
 
         for attempt in range(_READ_ATTEMPTS):
             try:
@@ -130,7 +163,9 @@ class HdfsDriver(Driver):
                 return
             except (NotFoundError, AccessError):
                 raise
-            except StorageError as error:  # the blocks of an object that is replaced go away under its readers
+            except (
+                StorageError
+            ) as error:  # the blocks of an object that is replaced go away under its readers
                 if attempt + 1 == _READ_ATTEMPTS or isinstance(error.__cause__, TimeoutError):
                     raise
 
@@ -147,14 +182,19 @@ class HdfsDriver(Driver):
             reader = whole_reader(inner, path)
             check_small(len(reader), self.uri, key)
             data = b"".join(pieces(reader, 0, len(reader)))
-            if len(data) < len(reader):  # no DataNode has told the name node of its blocks yet, after a restart, say
-                raise StorageDownError(f"get: {len(data)} of {len(reader)} bytes arrived", uri=self.uri, key=key)
+            if len(data) < len(
+                reader
+            ):  # no DataNode has told the name node of its blocks yet, after a restart, say
+                raise StorageDownError(
+                    f"get: {len(data)} of {len(reader)} bytes arrived", uri=self.uri, key=key
+                )
             return data
 
         return await self._client.call("get", key, get)
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
-        """See :meth:`Driver.put`. The rename decides; one that finds its key taken from the beginning writes no file."""
+        """See :meth:`Driver.put`. The rename decides; one that finds its key taken from the
+        beginning writes no file."""
         if exclusive:
             await self._check_free(key)
         upload = await self._begin(key, self._names.path(key), [(0, len(data))])
@@ -172,9 +212,9 @@ class HdfsDriver(Driver):
     async def stat(self, key: str) -> ObjectInfo:
         status = await self._client.status(self._names.path(key), key)
         if status.isdir:
-            raise NotFoundError("no such object: a folder has this name", uri=self.uri, key=key) from IsADirectoryError(
-                key
-            )
+            raise NotFoundError(
+                "no such object: a folder has this name", uri=self.uri, key=key
+            ) from IsADirectoryError(key)
         return ObjectInfo(key, status.length, status.modification_time / 1000)
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
@@ -195,19 +235,22 @@ class HdfsDriver(Driver):
         await self._client.delete(self._names.path(prefix), prefix, recursive=True)
 
     async def sweep(self, prefix: str) -> None:
-        """See :meth:`Driver.sweep`. What has not changed for an hour is taken for dead: a live upload renews the time of
-        its files."""
+        """See :meth:`Driver.sweep`. What has not changed for an hour is taken for dead: a live
+        upload renews the time of its files."""
         await sweep(self._client, self._names.path(prefix), prefix, QUIET_S)
 
     async def close(self) -> None:
-        """See :meth:`Driver.close`. Drops uploads that are neither committed nor aborted. Calls that no longer are waited
-        for end when the library ends them; nothing waits for that, nor does the interpreter when it exits."""
+        """See :meth:`Driver.close`. Drops uploads that are neither committed nor aborted. Calls
+        that no longer are waited for end when the library ends them; nothing waits for that, nor
+        does the interpreter when it exits."""
         for upload in tuple(self._uploads):
             await upload.abort()
         self._client.close()
 
     async def _begin(self, key: str, path: str, cuts: Sequence[tuple[int, int]]) -> HdfsUpload:
-        upload = HdfsUpload(self._client, self._webhdfs, path, key, cuts, self._files, self._uploads.discard)
+        upload = HdfsUpload(
+            self._client, self._webhdfs, path, key, cuts, self._files, self._uploads.discard
+        )
         self._uploads.add(upload)
         try:
             await upload.begin()
@@ -217,7 +260,9 @@ class HdfsDriver(Driver):
         return upload
 
 
-def _properties(config: Mapping[str, str], options: Mapping[str, Any], uri: str) -> Mapping[str, str]:
+def _properties(
+    config: Mapping[str, str], options: Mapping[str, Any], uri: str
+) -> Mapping[str, str]:
     try:
         return {**site(options["conf"] or None), **config}
     except (OSError, ParseError) as error:
@@ -236,15 +281,21 @@ def _tokens(uri: str) -> list[Token]:
 
 
 def _authentication(properties: Mapping[str, str], token: Token | None) -> str:
-    """``hadoop.security.authentication``; where that is ``kerberos``, a ``token`` for this file system does."""
+    """``hadoop.security.authentication``; where that is ``kerberos``, a ``token`` for this file
+    system does."""
     configured = properties.get("hadoop.security.authentication", "simple").lower()
     return "token" if token and configured == "kerberos" else configured
 
 
 def _webhdfs(
-    place: Served | None, root: str, properties: Mapping[str, str], options: Mapping[str, Any], token: Token | None
+    place: Served | None,
+    root: str,
+    properties: Mapping[str, str],
+    options: Mapping[str, Any],
+    token: Token | None,
 ) -> WebHdfs | None:
-    """Who joins the parts of objects below ``root``; None where nobody does, or nobody can be named."""
+    """Who joins the parts of objects below ``root``; None where nobody does, or nobody can be
+    named."""
     given: str = options["webhdfs"]
     if given == "off":
         return None
@@ -255,4 +306,6 @@ def _webhdfs(
     else:
         return None
     moved = (root.rstrip("/"), place.root.rstrip("/")) if place else ("", "")
-    return WebHdfs(addresses, options["timeout"], moved=moved, delegation=url_form(token) if token else None)
+    return WebHdfs(
+        addresses, options["timeout"], moved=moved, delegation=url_form(token) if token else None
+    )

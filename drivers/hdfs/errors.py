@@ -1,7 +1,7 @@
 """What hdfs-native raises, as the StorageError that a handler can act on.
 
-It tells most failures apart by text only: ``RuntimeError('RPCError("java.class", "message\\n\\tat stack…")')``. A panic of
-Rust code is a BaseException there.
+It tells most failures apart by text only: ``RuntimeError('RPCError("java.class", "message\\n\\tat
+stack…")')``. A panic of Rust code is a BaseException there.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ _TEXTS: tuple[tuple[str, type[StorageError]], ...] = (
     ("could only be replicated to 0", FullError),
     ("Insufficient blocks succeeded", StorageDownError),
     ("Cannot contact any KDC", StorageDownError),
-    # hdfs-native calls the first three "already exists"; they are about a file that is being written, not about a key.
+    # hdfs-native calls the first three "already exists"; they are about a file that is being
+    # written, not about a key.
     ("this file lease is currently owned by", BusyError),
     ("is already the current lease holder", BusyError),
     ("lease recovery is in progress", BusyError),
@@ -54,20 +55,30 @@ _TEXTS: tuple[tuple[str, type[StorageError]], ...] = (
 )
 
 _ADVICE: dict[type[StorageError], str] = {
-    AccessError: "The user is that of the process, of HADOOP_USER_NAME, or of the Kerberos ticket; look at owner and mode.",
-    FullError: "Raise the quota, free space on the DataNodes (hdfs dfsadmin -report), or keep fewer checkpoints.",
+    AccessError: (
+        "The user is that of the process, of HADOOP_USER_NAME, or of the Kerberos "
+        "ticket; look at owner and mode."
+    ),
+    FullError: (
+        "Raise the quota, free space on the DataNodes (hdfs dfsadmin -report), or keep "
+        "fewer checkpoints."
+    ),
     BusyError: "The name node is in safe mode or overloaded; hdfs dfsadmin -safemode get tells.",
-    StorageDownError: "Look at the name node and the DataNodes: hdfs dfsadmin -report. One whose disk is full "
+    StorageDownError: "Look at the name node and the DataNodes: hdfs dfsadmin -report. One whose "
+    "disk is full "
     "closes connections like one that died.",
 }
 
 _TICKET_ADVICE = (
-    "There is no valid Kerberos ticket: run kinit, or kinit -k -t KEYTAB PRINCIPAL; klist shows what there is. "
-    "Without tickets, HADOOP_TOKEN_FILE_LOCATION names a file of delegation tokens, which expire too."
+    "There is no valid Kerberos ticket: run kinit, or kinit -k -t KEYTAB PRINCIPAL; klist shows "
+    "what there is. "
+    "Without tickets, HADOOP_TOKEN_FILE_LOCATION names a file of delegation tokens, which "
+    "expire too."
 )
 
 _LEASE_ADVICE = (
-    "Another client, or an earlier try of this one, writes the file; the name node ends that after a minute."
+    "Another client, or an earlier try of this one, writes the file; the name node "
+    "ends that after a minute."
 )
 
 _ADVICE_FOR = (
@@ -77,14 +88,21 @@ _ADVICE_FOR = (
     ("lease recovery is in progress", _LEASE_ADVICE),
     (
         "does not have any open files",
-        "Somebody deleted the unfinished file, or the name node took it back from a client that was silent for too long. "
+        "Somebody deleted the unfinished file, or the name node took it back from a client that "
+        "was silent for too long. "
         "Save again.",
     ),
     (
         "StandbyException",
-        "This name node is a standby: name the name service in the URI, or all its nodes in ?namenodes=.",
+        (
+            "This name node is a standby: name the name service in the URI, or all its nodes in "
+            "?namenodes=."
+        ),
     ),
-    ("Cannot contact any KDC", "Is the KDC up, and does KRB5_CONFIG, else /etc/krb5.conf, name it?"),
+    (
+        "Cannot contact any KDC",
+        "Is the KDC up, and does KRB5_CONFIG, else /etc/krb5.conf, name it?",
+    ),
     ("GSSAPIError", _TICKET_ADVICE),
     ("SASL mechanism", _TICKET_ADVICE),
     ("InvalidToken", _TICKET_ADVICE),
@@ -103,12 +121,17 @@ _RUST_KIND = re.compile(r"([A-Z]\w+)\(")
 
 
 def storage_error(error: BaseException, doing: str, uri: str, key: str) -> StorageError:
-    """The StorageError that ``error`` means; the caller raises it from ``error``. ``doing`` begins the message."""
+    """The StorageError that ``error`` means; the caller raises it from ``error``. ``doing`` begins
+    the message."""
     text = str(error)
     kind = _kind(error, text)
     if any(sign in text for sign in _PARENT_IS_A_FILE):
         kind = StorageError if doing in ("create", "rename") else NotFoundError
-        return kind(f"{doing} failed: a part of the key names a file; nothing lies below it", uri=uri, key=key)
+        return kind(
+            f"{doing} failed: a part of the key names a file; nothing lies below it",
+            uri=uri,
+            key=key,
+        )
     message = f"{doing} failed: {_first_line(text) or type(error).__name__}"
     advice = next((advice for sign, advice in _ADVICE_FOR if sign in text), _ADVICE.get(kind))
     return kind(message, uri=uri, key=key, advice=advice)
@@ -132,7 +155,8 @@ def _kind(error: BaseException, text: str) -> type[StorageError]:
 
 
 def _first_line(text: str) -> str:
-    """Without the Java stack: what it says before that, in one line; of an error of Kerberos only its own words."""
+    """Without the Java stack: what it says before that, in one line; of an error of Kerberos only
+    its own words."""
     words = _GSSAPI_WORDS.search(text)
     if words is not None:
         return f"Kerberos: {words[1]}"

@@ -18,12 +18,14 @@ _ODD = re.compile(r"[^\w.-]", re.ASCII)
 
 
 def path_name(name: str) -> str:
-    """One part of a key as HDFS may hold it: it refuses ``:`` in names, so that is written ``%3A``, and ``%`` as ``%25``."""
+    """One part of a key as HDFS may hold it: it refuses ``:`` in names, so that is written ``%3A``,
+    and ``%`` as ``%25``."""
     return name.replace("%", "%25").replace(":", "%3A")
 
 
 def key_name(name: str) -> str | None:
-    """The part of a key that is stored under ``name``; None where :func:`path_name` would never have made it."""
+    """The part of a key that is stored under ``name``; None where :func:`path_name` would never
+    have made it."""
     plain = name.replace("%3A", ":").replace("%25", "%")
     return plain if path_name(plain) == name else None
 
@@ -42,7 +44,8 @@ def is_temporary(name: str) -> bool:
 
 
 def belongs_to(temporary: str, name: str) -> bool:
-    """Whether ``temporary`` may be an upload to ``name``: names that differ in odd signs only are not told apart."""
+    """Whether ``temporary`` may be an upload to ``name``: names that differ in odd signs only are
+    not told apart."""
     return is_temporary(temporary) and temporary.startswith(f".{_ODD.sub('_', name)[:48]}.")
 
 
@@ -54,14 +57,19 @@ class Names:
         self.root, self._uri = root.rstrip("/"), uri
 
     def path(self, key: str) -> str:
-        """The path of an object. Raises UriError for a key that is unsafe, of temporary form, or no valid Unicode."""
+        """The path of an object. Raises UriError for a key that is unsafe, of temporary form, or no
+        valid Unicode."""
         parts = check_key(key, uri=self._uri).split("/")
         if any(map(is_temporary, parts)):
-            raise UriError("names of this form are kept for unfinished uploads", uri=self._uri, key=key)
+            raise UriError(
+                "names of this form are kept for unfinished uploads", uri=self._uri, key=key
+            )
         try:
             lengths = [len(path_name(part).encode()) for part in parts]
         except UnicodeEncodeError as error:
-            raise UriError(f"key {key!r} is no valid Unicode, which HDFS asks for", uri=self._uri, key=key) from error
+            raise UriError(
+                f"key {key!r} is no valid Unicode, which HDFS asks for", uri=self._uri, key=key
+            ) from error
         if max(lengths) > NAME_NBYTES_MAX:
             raise UriError(f"HDFS allows {NAME_NBYTES_MAX} bytes per name", uri=self._uri, key=key)
         return "/".join([self.root, *map(path_name, parts)])
@@ -71,7 +79,8 @@ class Names:
         return self.path(prefix) if prefix else self.root or "/"
 
     def key(self, path: str) -> str | None:
-        """The key of the object at ``path``; None for what is unfinished, or was not stored under a key."""
+        """The key of the object at ``path``; None for what is unfinished, or was not stored under a
+        key."""
         names = path.removeprefix(self.root + "/").split("/")
         parts = [None if is_temporary(name) else key_name(name) for name in names]
         return None if None in parts else "/".join(filter(None, parts))

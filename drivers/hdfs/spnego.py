@@ -1,8 +1,9 @@
 """The token by which an HTTP request says whose it is, from a Kerberos ticket (SPNEGO, RFC 4559).
 
-The library is the system's ``libgssapi_krb5``, which hdfs-native loads for its own connections too; packages that bind it
-come without wheels for Linux. Scope: the first token, which is all that Kerberos needs. The answer is not authenticated
-in turn: over plain HTTP the rest of it would not be, either.
+The library is the system's ``libgssapi_krb5``, which hdfs-native loads for its own connections too;
+packages that bind it come without wheels for Linux. Scope: the first token, which is all that
+Kerberos needs. The answer is not authenticated in turn: over plain HTTP the rest of it would not
+be, either.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class _Oid(ctypes.Structure):
 
 
 def negotiate_token(host: str) -> bytes:
-    """What goes into ``Authorization: Negotiate``, in base 64, of a request to a web server on ``host``.
+    """What goes into ``Authorization: Negotiate``, in base 64, of a request to a web server on
+    ``host``.
 
     Blocks: it may ask the KDC for a ticket. Raises NoTicket.
     """
@@ -76,7 +78,9 @@ def _service_name(gss: Any, service: str) -> ctypes.c_void_p:
     kind = _Oid(len(_HOST_BASED_SERVICE), _HOST_BASED_SERVICE)
     name = ctypes.c_void_p()
     minor = ctypes.c_uint32()
-    major = gss.gss_import_name(ctypes.byref(minor), ctypes.byref(text), ctypes.byref(kind), ctypes.byref(name))
+    major = gss.gss_import_name(
+        ctypes.byref(minor), ctypes.byref(text), ctypes.byref(kind), ctypes.byref(name)
+    )
     if major != _COMPLETE:
         raise NoTicket(_message(gss, major, minor.value))
     return name

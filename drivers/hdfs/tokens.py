@@ -1,7 +1,8 @@
-"""Delegation tokens: the file that ``HADOOP_TOKEN_FILE_LOCATION`` names, as ``hdfs fetchdt`` and YARN write it.
+"""Delegation tokens: the file that ``HADOOP_TOKEN_FILE_LOCATION`` names, as ``hdfs fetchdt`` and
+YARN write it.
 
-hdfs-native reads the file too. What it does not do: look a host up, though Hadoop writes IP addresses into tokens; and
-say what is wrong with a file.
+hdfs-native reads the file too. What it does not do: look a host up, though Hadoop writes IP
+addresses into tokens; and say what is wrong with a file.
 
 Scope: the kinds and services of tokens; what is in them only the name node knows.
 """
@@ -37,7 +38,8 @@ class Token:
 
 
 def tokens() -> list[Token]:
-    """Those for HDFS that the environment names. Raises OSError, and ValueError for what is no file of tokens."""
+    """Those for HDFS that the environment names. Raises OSError, and ValueError for what is no file
+    of tokens."""
     location = os.environ.get(VARIABLE)
     if not location:
         return []
@@ -51,7 +53,8 @@ def token_of(authority: str, found: Sequence[Token]) -> Token | None:
 
 
 def service_address(authority: str, found: Sequence[Token]) -> str:
-    """``host:port`` as the tokens have it, which is mostly by the host's IP address; else ``authority`` as it is."""
+    """``host:port`` as the tokens have it, which is mostly by the host's IP address; else
+    ``authority`` as it is."""
     host, _, port = authority.rpartition(":")
     if not host or not found or token_of(authority, found) is not None:
         return authority
@@ -60,11 +63,14 @@ def service_address(authority: str, found: Sequence[Token]) -> str:
     except (OSError, ValueError):
         return authority
     candidates = [f"{where[0]}:{port}" for *_, where in addresses]
-    return next((address for address in candidates if token_of(address, found) is not None), authority)
+    return next(
+        (address for address in candidates if token_of(address, found) is not None), authority
+    )
 
 
 def url_form(token: Token) -> str:
-    """The token as a request of WebHDFS carries it, which knows by itself of what kind and for whom it is."""
+    """The token as a request of WebHDFS carries it, which knows by itself of what kind and for whom
+    it is."""
     content = b"".join(_counted(part) for part in (token.identifier, token.password, b"", b""))
     return base64.urlsafe_b64encode(content).rstrip(b"=").decode()
 
@@ -95,7 +101,8 @@ class _Reader:
         return self._content[self._at - nbytes : self._at]
 
     def writable(self) -> int:
-        """A number as Hadoop's WritableUtils.writeVLong has it; those that count something are not negative."""
+        """A number as Hadoop's WritableUtils.writeVLong has it; those that count something are not
+        negative."""
         first = int.from_bytes(self.take(1), signed=True)
         if first >= -112:
             return first
@@ -113,7 +120,8 @@ class _Reader:
         raise ValueError("the file of tokens holds a number without end")
 
     def fields(self) -> Iterator[tuple[int, bytes]]:
-        """Number and content of each field of a protobuf message; those of tokens are all counted bytes."""
+        """Number and content of each field of a protobuf message; those of tokens are all counted
+        bytes."""
         while self.more:
             tag = self.varint()
             if tag & 7 != 2:

@@ -16,7 +16,8 @@ __all__ = ["sweep", "walk"]
 
 
 async def walk(client: Client, top: str, key: str) -> AsyncIterator[FileStatus]:
-    """Every file and folder below ``top``, or ``top`` itself if that is a file. What vanishes meanwhile is left out."""
+    """Every file and folder below ``top``, or ``top`` itself if that is a file. What vanishes
+    meanwhile is left out."""
     folders = [top]
     while folders:
         async for status in client.entries(folders.pop(), key):
@@ -26,23 +27,37 @@ async def walk(client: Client, top: str, key: str) -> AsyncIterator[FileStatus]:
 
 
 async def sweep(client: Client, path: str, key: str, quiet_s: float) -> None:
-    """Remove temporary files of dead uploads to ``path`` and below it, and the folders that are then empty.
+    """Remove temporary files of dead uploads to ``path`` and below it, and the folders that are
+    then empty.
 
-    Dead is what is older, by more than ``quiet_s``, than the newest file or folder seen here: so only the name node's
-    clock counts. Nobody alive is harmed: a folder is made together with the file in it, and goes only when empty.
+    Dead is what is older, by more than ``quiet_s``, than the newest file or folder seen here: so
+    only the name node's clock counts. Nobody alive is harmed: a folder is made together with the
+    file in it, and goes only when empty.
     """
     above, _, name = path.rpartition("/")
     beside = [status async for status in client.entries(above or "/", key)]
-    below = [status async for status in walk(client, path, key)] if any(s.path == path for s in beside) else []
+    below = (
+        [status async for status in walk(client, path, key)]
+        if any(s.path == path for s in beside)
+        else []
+    )
     newest_ms = max((status.modification_time for status in beside + below), default=0)
-    uploads = [s for s in beside if belongs_to(_name(s), name)] + [s for s in below if is_temporary(_name(s))]
+    uploads = [s for s in beside if belongs_to(_name(s), name)] + [
+        s for s in below if is_temporary(_name(s))
+    ]
     gone = set()
     for status in uploads:
         if newest_ms - status.modification_time > quiet_s * 1000 and not status.isdir:
             await client.delete(status.path, key)
             gone.add(status.path)
-    kept = {status.path.rpartition("/")[0] for status in below if not status.isdir and status.path not in gone}
-    folders = {status.path for status in below if status.isdir} | {s.path for s in beside if s.isdir and s.path == path}
+    kept = {
+        status.path.rpartition("/")[0]
+        for status in below
+        if not status.isdir and status.path not in gone
+    }
+    folders = {status.path for status in below if status.isdir} | {
+        s.path for s in beside if s.isdir and s.path == path
+    }
     for folder in sorted(folders, key=len, reverse=True):
         if folder not in kept and not await _removed(client, folder, key):
             kept.add(folder)

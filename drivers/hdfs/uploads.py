@@ -1,7 +1,8 @@
-"""One object on its way: a file per segment under a temporary name, joined into one, renamed to its key.
+"""One object on its way: a file per segment under a temporary name, joined into one, renamed to its
+key.
 
-A writer of HDFS that fails may *complete* its file all the same: so what has a key is never written to, and the name node
-is asked for the length before the rename.
+A writer of HDFS that fails may *complete* its file all the same: so what has a key is never written
+to, and the name node is asked for the length before the rename.
 """
 
 from __future__ import annotations
@@ -30,16 +31,18 @@ if TYPE_CHECKING:
 __all__ = ["PIECE_NBYTES", "FileOptions", "HdfsUpload"]
 
 PIECE_NBYTES = 1 << 20
-"""hdfs-native takes ``bytes`` only, so each piece is copied first, with the interpreter's lock held. Small enough for the
-library to find it in the processor's cache, and for the allocator to use the same memory again: pieces of 4 MiB cost a
-tenth of a second more per GiB, and page faults; of 256 KiB, more calls."""
+"""hdfs-native takes ``bytes`` only, so each piece is copied first, with the interpreter's lock
+held. Small enough for the library to find it in the processor's cache, and for the allocator to use
+the same memory again: pieces of 4 MiB cost a tenth of a second more per GiB, and page faults; of
+256 KiB, more calls."""
 
 PLACEMENTS = 4
-"""Files made anew when the first write to one fails: for ten minutes the name node goes on naming a DataNode that has died,
-and the library does not ask for another one."""
+"""Files made anew when the first write to one fails: for ten minutes the name node goes on naming a
+DataNode that has died, and the library does not ask for another one."""
 
 TOUCH_S = 600.0
-"""How often a live upload shows that it is one; far below the quiet time after which it is swept."""
+"""How often a live upload shows that it is one; far below the quiet time after which it is swept.
+"""
 
 ABORT_S = 10.0
 """How long an abort tries to delete; what then is left is swept by a later save."""
@@ -51,7 +54,8 @@ _said_of: set[tuple[str, ...]] = set()
 
 @dataclass(frozen=True, slots=True)
 class FileOptions:
-    """Of new files; None is the name node's default. ``sync``: on the DataNodes' disks, not only in their memory."""
+    """Of new files; None is the name node's default. ``sync``: on the DataNodes' disks, not only in
+    their memory."""
 
     block_nbytes: int | None
     replication: int | None
@@ -61,7 +65,9 @@ class FileOptions:
 class _File:
     """One temporary file, written from ``start`` (of the object) onwards, without a gap."""
 
-    def __init__(self, client: Client, path: str, key: str, start: int, options: FileOptions) -> None:
+    def __init__(
+        self, client: Client, path: str, key: str, start: int, options: FileOptions
+    ) -> None:
         self.path = path
         self._client, self._key, self._options = client, key, options
         self._start = self._at = start
@@ -85,7 +91,9 @@ class _File:
         for last in (*[False] * PLACEMENTS, True):
             writer = await self.opened()
             try:
-                await self._client.call("write", self._key, functools.partial(_write, writer=writer, data=data))
+                await self._client.call(
+                    "write", self._key, functools.partial(_write, writer=writer, data=data)
+                )
                 return
             except StorageDownError as error:
                 if last or self._at != self._start or isinstance(error.__cause__, TimeoutError):
@@ -106,7 +114,8 @@ class _File:
         self._writer = None
 
     def spoil(self, error: BaseException) -> None:
-        """Every call from now on fails: where the file ends nobody knows, or cares. Lets go of connections and lease."""
+        """Every call from now on fails: where the file ends nobody knows, or cares. Lets go of
+        connections and lease."""
         self._broken = self._broken or error
         self._writer = None
         for turn in self._turns.values():
@@ -126,7 +135,9 @@ class _File:
 
     def _check(self) -> None:
         if self._broken is not None:
-            raise StorageError("an earlier write failed", uri=self._client.uri, key=self._key) from self._broken
+            raise StorageError(
+                "an earlier write failed", uri=self._client.uri, key=self._key
+            ) from self._broken
 
 
 def write_options(options: FileOptions) -> hdfs_native.WriteOptions:
@@ -134,7 +145,10 @@ def write_options(options: FileOptions) -> hdfs_native.WriteOptions:
     from hdfs_native import WriteOptions
 
     return WriteOptions(
-        block_size=options.block_nbytes, replication=options.replication, overwrite=False, create_parent=True
+        block_size=options.block_nbytes,
+        replication=options.replication,
+        overwrite=False,
+        create_parent=True,
     )
 
 
@@ -146,7 +160,8 @@ def _write(call: Call, *, writer: RawFileWriter, data: Buffer) -> None:
 
 
 class HdfsUpload(Upload):
-    """An upload in segments. Within each, writes come in ascending order; segments may be written at once."""
+    """An upload in segments. Within each, writes come in ascending order; segments may be written
+    at once."""
 
     def __init__(
         self, client: Client, webhdfs: WebHdfs | None, path: str, key: str, cuts: Sequence[tuple[int, int]],
@@ -158,7 +173,10 @@ class HdfsUpload(Upload):
         self._client, self._webhdfs, self._path, self._key = client, webhdfs, path, key
         self._cuts = cuts
         self._next = [start for start, _ in cuts]
-        self._files = [_File(client, f"{temporary}.{n}.tmp", key, start, options) for n, (start, _) in enumerate(cuts)]
+        self._files = [
+            _File(client, f"{temporary}.{n}.tmp", key, start, options)
+            for n, (start, _) in enumerate(cuts)
+        ]
         self._written = Ranges(cuts[-1][1], uri=client.uri, key=key)
         self._over, self._tell = False, over
         self._touched_s = time.monotonic()
@@ -168,10 +186,13 @@ class HdfsUpload(Upload):
         await self._files[0].opened()
 
     async def write(self, start: int, data: Buffer) -> None:
-        """See :meth:`Upload.write`. Raises StorageError for bytes that are not next in their segment."""
+        """See :meth:`Upload.write`. Raises StorageError for bytes that are not next in their
+        segment."""
         self._check_open()
         self._written.check(start, len(data))
-        pieces = list(self._pieces(start, data))  # before the first await: writes keep the order in which they began
+        pieces = list(
+            self._pieces(start, data)
+        )  # before the first await: writes keep the order in which they began
         try:
             for file, at, piece in pieces:
                 await file.write(at, piece)
@@ -183,7 +204,8 @@ class HdfsUpload(Upload):
         await self._touch()
 
     async def commit(self, nbytes: int | None = None, *, overwrite: bool = True) -> None:
-        """See :meth:`Upload.commit`. Cancelled, or without an answer, at its end: the object may be visible afterwards.
+        """See :meth:`Upload.commit`. Cancelled, or without an answer, at its end: the object may be
+        visible afterwards.
 
         Without ``overwrite``: raises ExistsError where the key is taken.
         """
@@ -191,7 +213,9 @@ class HdfsUpload(Upload):
         try:
             self._written.check_complete(nbytes)
             reached = zip(self._files, self._cuts, self._next, strict=True)
-            self._files[1:] = [file for file, (start, _), at in reached if at > start > 0]  # of others there is no file
+            self._files[1:] = [
+                file for file, (start, _), at in reached if at > start > 0
+            ]  # of others there is no file
             await _all(file.close() for file in self._files)
             await self._join()
             await self._publish(overwrite)
@@ -203,14 +227,18 @@ class HdfsUpload(Upload):
         self._over = True
         for file in self._files:
             file.spoil(self._error("the upload is over", StorageError))
-        with contextlib.suppress(StorageError, TimeoutError):  # who goes on finds out; what is left is swept
+        with contextlib.suppress(
+            StorageError, TimeoutError
+        ):  # who goes on finds out; what is left is swept
             async with asyncio.timeout(ABORT_S):
                 await _all(self._delete(file) for file in tuple(self._files))
         self._tell(self)
 
     async def _delete(self, file: _File) -> None:
         await self._client.delete(file.path, self._key)
-        with contextlib.suppress(ValueError):  # the driver's close may abort what is aborting already
+        with contextlib.suppress(
+            ValueError
+        ):  # the driver's close may abort what is aborting already
             self._files.remove(file)
 
     def _pieces(self, start: int, data: Buffer) -> Iterator[tuple[_File, int, Buffer]]:
@@ -221,7 +249,9 @@ class HdfsUpload(Upload):
             if first >= last:
                 continue
             if self._next[n] != first:
-                raise self._error(f"bytes {first}:{last} are not next: {self._next[n]} is", StorageError)
+                raise self._error(
+                    f"bytes {first}:{last} are not next: {self._next[n]} is", StorageError
+                )
             self._next[n] = last
             yield self._files[n], first, data[first - start : last - start]
 
@@ -236,9 +266,13 @@ class HdfsUpload(Upload):
                 raise ConcatRefused("WebHDFS is switched off")
             await self._webhdfs.concat(target, others, owner)
         except ConcatRefused as refused:
-            joined = (await self._client.status(target, self._key, "commit")).length == self._written.nbytes
+            joined = (
+                await self._client.status(target, self._key, "commit")
+            ).length == self._written.nbytes
             if not joined:  # it was not only the answer that was lost
-                _say_once(self._client.uri, self._webhdfs.addresses if self._webhdfs else (), str(refused))
+                _say_once(
+                    self._client.uri, self._webhdfs.addresses if self._webhdfs else (), str(refused)
+                )
                 await self._copy(target, others)
                 return
         del self._files[1:]
@@ -263,19 +297,25 @@ class HdfsUpload(Upload):
         path = self._files[0].path
         ours = await self._client.status(path, self._key, "commit")
         if ours.length != self._written.nbytes:
-            raise self._error(f"commit: {ours.length} of {self._written.nbytes} bytes arrived", StorageDownError)
+            raise self._error(
+                f"commit: {ours.length} of {self._written.nbytes} bytes arrived", StorageDownError
+            )
         if self._written.nbytes:  # what has a key is there for every reader at once
             inner = self._client.inner
-            await self._client.call("commit", self._key, lambda call: whole_reader(inner, path, self._written.nbytes))
+            await self._client.call(
+                "commit", self._key, lambda call: whole_reader(inner, path, self._written.nbytes)
+            )
         try:
             await self._client.rename(path, self._path, self._key, overwrite=overwrite)
         except StorageError:
-            # The library asks again when a connection breaks, and then hears that the file has gone, or is there.
+            # The library asks again when a connection breaks, and then hears that the file has
+            # gone, or is there.
             if not await self._renamed(path, ours):
                 raise
 
     async def _renamed(self, path: str, ours: hdfs_native.FileStatus) -> bool:
-        """Whether ``path``, which was ``ours``, is now what has the key: a rename keeps time and length."""
+        """Whether ``path``, which was ``ours``, is now what has the key: a rename keeps time and
+        length."""
         with contextlib.suppress(StorageError):
             await self._client.status(path, self._key, "commit")
             return False
@@ -285,7 +325,8 @@ class HdfsUpload(Upload):
         return False
 
     async def _touch(self) -> None:
-        """Show by the time of the files that this upload lives: the name node does not change it while they grow."""
+        """Show by the time of the files that this upload lives: the name node does not change it
+        while they grow."""
         now_s = time.monotonic()
         if now_s - self._touched_s < TOUCH_S:
             return

@@ -1,8 +1,9 @@
 """CONCAT, which hdfs-native lacks, through WebHDFS: one small HTTP request to a name node.
 
-Who asks is said by a delegation token, by name, or by a Kerberos ticket where the name node asks for one. Where WebHDFS is
-switched off, there is no ticket, or it refuses (an encryption zone, an erasure-coded folder, a snapshot),
-:meth:`WebHdfs.concat` says so, and the parts of an upload are joined by copying.
+Who asks is said by a delegation token, by name, or by a Kerberos ticket where the name node asks
+for one. Where WebHDFS is switched off, there is no ticket, or it refuses (an encryption zone, an
+erasure-coded folder, a snapshot), :meth:`WebHdfs.concat` says so, and the parts of an upload are
+joined by copying.
 """
 
 from __future__ import annotations
@@ -37,18 +38,19 @@ class WebHdfs:
         moved: tuple[str, str] = ("", ""),
         delegation: str | None = None,
     ) -> None:
-        """``moved``: the folder at whose place, the second one, the name nodes know what lies below the first one.
-        ``delegation``: a token, which says who asks."""
+        """``moved``: the folder at whose place, the second one, the name nodes know what lies below
+        the first one. ``delegation``: a token, which says who asks."""
         self.addresses = tuple(addresses)
         self._timeout_s = timeout_s
         self._moved = moved
         self._delegation = delegation
 
     async def concat(self, target: str, sources: Sequence[str], user: str) -> None:
-        """Append the files ``sources`` to ``target``, in order; they are gone afterwards. All lie in one folder.
+        """Append the files ``sources`` to ``target``, in order; they are gone afterwards. All lie
+        in one folder.
 
-        Atomic on the name node, and moves no data. Raises ConcatRefused; then it may still have happened where an
-        answer was lost.
+        Atomic on the name node, and moves no data. Raises ConcatRefused; then it may still have
+        happened where an answer was lost.
         """
         if any("," in path for path in sources):
             raise ConcatRefused("a path with a comma cannot be named in a request")
@@ -74,7 +76,8 @@ class WebHdfs:
         return new + path.removeprefix(old)
 
     async def _ask(self, address: str, path: str, user: str) -> _Answer:
-        """Ask by a token, or as ``user``, then with a ticket where one is asked for. Raises NoTicket, too."""
+        """Ask by a token, or as ``user``, then with a ticket where one is asked for. Raises
+        NoTicket, too."""
         if self._delegation is not None:
             return await _post(address, f"{path}&delegation={self._delegation}")
         answer = await _post(address, f"{path}&user.name={quote(user, safe='')}")
@@ -82,7 +85,9 @@ class WebHdfs:
             return answer
         host = urlsplit(address).hostname or ""
         token = await run(lambda call: negotiate_token(host), self._timeout_s)
-        return await _post(address, path, f"Authorization: Negotiate {base64.b64encode(token).decode()}\r\n")
+        return await _post(
+            address, path, f"Authorization: Negotiate {base64.b64encode(token).decode()}\r\n"
+        )
 
 
 @dataclass(frozen=True, slots=True)

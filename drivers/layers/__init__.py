@@ -1,4 +1,5 @@
-"""Layers: drivers around drivers. Each does one thing to every operation on its way to storage, and knows no other.
+"""Layers: drivers around drivers. Each does one thing to every operation on its way to storage, and
+knows no other.
 
 From the caller to the storage, and why in this order::
 
@@ -10,9 +11,10 @@ From the caller to the storage, and why in this order::
     faults      lowest: all others meet them as they would meet those of the storage
     driver
 
-The deadline of an operation is the retry layer's. Its clock stands still while throttle and limit let the operation wait
-(:func:`.turn.waiting_for_a_turn`): that is not the storage's doing.
+The deadline of an operation is the retry layer's. Its clock stands still while throttle and limit
+let the operation wait (:func:`.turn.waiting_for_a_turn`): that is not the storage's doing.
 
-:func:`.stack.stacked` builds this, and leaves out every layer that would do nothing: a ``file://`` without options is the
-bare driver. The time of all layers is that of the event loop, so tests run them in a loop whose time is virtual.
+:func:`.stack.stacked` builds this, and leaves out every layer that would do nothing: a ``file://``
+without options is the bare driver. The time of all layers is that of the event loop, so tests run
+them in a loop whose time is virtual.
 """

@@ -10,8 +10,8 @@
 | ``lost`` | a write says it is done, and zeros are stored | nobody: checksums turn it into DamagedError |
 | ``flip`` | a read, or a get, gives one wrong bit | nobody: likewise |
 
-Never: a value that is wrong and says nothing. A drill on storage that matters writes damage with ``lost``; the others leave
-what is stored alone.
+Never: a value that is wrong and says nothing. A drill on storage that matters writes damage with
+``lost``; the others leave what is stored alone.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class FaultPlan:
 
 
 def fault_plan(text: str) -> FaultPlan:
-    """The plan that ``seed:7,error:0.01,delay:0.05,delay_s:2`` means. Raises ValueError for anything else."""
+    """The plan that ``seed:7,error:0.01,delay:0.05,delay_s:2`` means. Raises ValueError for
+    anything else."""
     names = [field.name for field in fields(FaultPlan)]
     given: dict[str, float] = {}
     for item in text.split(","):
@@ -57,14 +58,21 @@ def fault_plan(text: str) -> FaultPlan:
         try:
             if name not in names or name in given:
                 raise ValueError
-            given[name] = int(value) if name == "seed" else duration(0, 3600 if name == "delay_s" else 1)(value)
+            given[name] = (
+                int(value)
+                if name == "seed"
+                else duration(0, 3600 if name == "delay_s" else 1)(value)
+            )
         except ValueError as error:
-            raise ValueError(f"is pairs of {', '.join(names)} and a number, such as seed:7,error:0.01") from error
+            raise ValueError(
+                f"is pairs of {', '.join(names)} and a number, such as seed:7,error:0.01"
+            ) from error
     return FaultPlan(**given)  # type: ignore[arg-type]
 
 
 class FaultsLayer(Layer):
-    """Lets ``plan`` happen. The same seed and the same operations in the same order give the same faults."""
+    """Lets ``plan`` happen. The same seed and the same operations in the same order give the same
+    faults."""
 
     def __init__(self, inner: Driver, plan: FaultPlan) -> None:
         super().__init__(inner)
@@ -79,11 +87,15 @@ class FaultsLayer(Layer):
         if late and not is_write:
             await asyncio.sleep(self._plan.delay_s)
         if self.happens("busy"):
-            raise BusyError("a fault on purpose: busy", retry_after_s=1.0, uri=self.uri, key=operation.key)
+            raise BusyError(
+                "a fault on purpose: busy", retry_after_s=1.0, uri=self.uri, key=operation.key
+            )
         if self.happens("error"):
             raise self._error("the operation was not begun", operation.key)
         result = await call()
-        if late and is_write:  # held back before, parts would overtake each other, which a driver may not allow
+        if (
+            late and is_write
+        ):  # held back before, parts would overtake each other, which a driver may not allow
             await asyncio.sleep(self._plan.delay_s)
         if self.happens("unsure"):
             raise self._error("the operation was done, and its answer lost", operation.key)
@@ -95,7 +107,9 @@ class FaultsLayer(Layer):
 
     async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
         """See :meth:`Driver.fetch`, ``short`` and ``flip``."""
-        return await self.around(Operation("read", key, nbytes), partial(self._fetch, key, start, nbytes))
+        return await self.around(
+            Operation("read", key, nbytes), partial(self._fetch, key, start, nbytes)
+        )
 
     async def get(self, key: str) -> bytes:
         """See :meth:`Driver.get` and ``flip``."""
@@ -105,11 +119,14 @@ class FaultsLayer(Layer):
 
     async def create(self, key: str, nbytes: int) -> Upload:
         """See :meth:`Driver.create` and ``lost``."""
-        upload = await self.around(Operation("create", key), partial(self.inner.create, key, nbytes))
+        upload = await self.around(
+            Operation("create", key), partial(self.inner.create, key, nbytes)
+        )
         return LayeredUpload(self, key, _LosingUpload(self, upload))
 
     def happens(self, name: str) -> bool:
-        """Whether a fault happens now. Drawn also where it is not planned: two plans of one seed differ in nothing else."""
+        """Whether a fault happens now. Drawn also where it is not planned: two plans of one seed
+        differ in nothing else."""
         likely: float = getattr(self._plan, name)
         return self._random.random() < likely
 

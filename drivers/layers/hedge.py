@@ -1,4 +1,5 @@
-"""A second read where the first is among the slowest few in a hundred: whichever ends first is used."""
+"""A second read where the first is among the slowest few in a hundred: whichever ends first is
+used."""
 
 from __future__ import annotations
 
@@ -32,10 +33,12 @@ class _Size:
 
 
 class Slowness:
-    """Which reads are slow: slower than all but ``percent`` in a hundred of the last ones of about the same size.
+    """Which reads are slow: slower than all but ``percent`` in a hundred of the last ones of about
+    the same size.
 
-    It also keeps the account: not more than ``percent`` in a hundred reads get a second one. When storage as a whole turns
-    slow, every read is slower than those before, and hedging them all would double its load.
+    It also keeps the account: not more than ``percent`` in a hundred reads get a second one. When
+    storage as a whole turns slow, every read is slower than those before, and hedging them all
+    would double its load.
     """
 
     def __init__(self, percent: int) -> None:
@@ -44,7 +47,8 @@ class Slowness:
         self._sizes: defaultdict[int, _Size] = defaultdict(_Size)
 
     def threshold_s(self, nbytes: int) -> float | None:
-        """A read of so many bytes is slow after this time; None while too few were seen. Counts the read."""
+        """A read of so many bytes is slow after this time; None while too few were seen. Counts the
+        read."""
         self._credit = min(CREDIT_MAX, self._credit + self._part)
         return self._sizes[nbytes.bit_length()].threshold_s
 
@@ -66,8 +70,9 @@ class Slowness:
 
 
 class HedgeLayer(Layer):
-    """Only ``read`` and ``fetch`` are hedged. The second one has memory of its own, so the two never write to the same
-    place; when it wins, the first is cancelled, and waited for until it has let go of the caller's buffer."""
+    """Only ``read`` and ``fetch`` are hedged. The second one has memory of its own, so the two
+    never write to the same place; when it wins, the first is cancelled, and waited for until it has
+    let go of the caller's buffer."""
 
     def __init__(self, inner: Driver, percent: int) -> None:
         super().__init__(inner)
@@ -90,7 +95,9 @@ class HedgeLayer(Layer):
 
         return await self._hedged(nbytes, fetch, fetch)
 
-    async def _hedged(self, nbytes: int, first: Callable[[], Awaitable[T]], second: Callable[[], Awaitable[T]]) -> T:
+    async def _hedged(
+        self, nbytes: int, first: Callable[[], Awaitable[T]], second: Callable[[], Awaitable[T]]
+    ) -> T:
         """What ``first`` gives; or ``second``, which is only begun where the first is slow."""
         loop = asyncio.get_running_loop()
         began_s, threshold_s = loop.time(), self._slowness.threshold_s(nbytes)
@@ -101,7 +108,9 @@ class HedgeLayer(Layer):
         self._slowness.saw(nbytes, loop.time() - began_s)
         return data
 
-    async def _either(self, first: Callable[[], Awaitable[T]], second: Callable[[], Awaitable[T]], slow_s: float) -> T:
+    async def _either(
+        self, first: Callable[[], Awaitable[T]], second: Callable[[], Awaitable[T]], slow_s: float
+    ) -> T:
         reads: list[asyncio.Future[T]] = [asyncio.ensure_future(first())]
         try:
             await asyncio.wait(reads, timeout=slow_s)
@@ -126,7 +135,8 @@ async def _first_success(reads: list[asyncio.Future[T]]) -> asyncio.Future[T]:
 
 
 async def _put_away(reads: Iterable[asyncio.Future[T]]) -> None:
-    """Cancel what still runs, and wait until it has ended, also when cancelled meanwhile: it writes to a buffer."""
+    """Cancel what still runs, and wait until it has ended, also when cancelled meanwhile: it writes
+    to a buffer."""
     running = [read for read in reads if not read.done()]
     for read in running:
         read.cancel()

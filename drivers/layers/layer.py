@@ -20,7 +20,8 @@ L = TypeVar("L", bound="Layer")
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One call on its way down. ``name``: of the method. ``nbytes``: of data that it carries; 0 where not known yet."""
+    """One call on its way down. ``name``: of the method. ``nbytes``: of data that it carries; 0
+    where not known yet."""
 
     name: str
     key: str
@@ -31,8 +32,8 @@ class Operation:
 
 
 class Layer(Driver):
-    """Forwards every method of Driver, and those of the uploads that it begins. A layer overrides :meth:`around`, which
-    all of them pass through, or single methods."""
+    """Forwards every method of Driver, and those of the uploads that it begins. A layer overrides
+    :meth:`around`, which all of them pass through, or single methods."""
 
     def __init__(self, inner: Driver) -> None:
         self.inner = inner
@@ -47,19 +48,25 @@ class Layer(Driver):
         return self.inner.traits
 
     async def around(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
-        """Perform one operation: ``call`` does, once for each time that it is called; except ``list``, whose call goes on
-        from where the one before it ended."""
+        """Perform one operation: ``call`` does, once for each time that it is called; except
+        ``list``, whose call goes on from where the one before it ended."""
         return await call()
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
-        await self.around(Operation("read", key, len(into)), partial(self.inner.read, key, start, into))
+        await self.around(
+            Operation("read", key, len(into)), partial(self.inner.read, key, start, into)
+        )
 
     async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
         """See :meth:`Driver.fetch`. To the layers it is a read."""
-        return await self.around(Operation("read", key, nbytes), partial(self.inner.fetch, key, start, nbytes))
+        return await self.around(
+            Operation("read", key, nbytes), partial(self.inner.fetch, key, start, nbytes)
+        )
 
     async def create(self, key: str, nbytes: int) -> Upload:
-        upload = await self.around(Operation("create", key), partial(self.inner.create, key, nbytes))
+        upload = await self.around(
+            Operation("create", key), partial(self.inner.create, key, nbytes)
+        )
         return LayeredUpload(self, key, upload)
 
     async def get(self, key: str) -> bytes:
@@ -75,7 +82,9 @@ class Layer(Driver):
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         entries = self.inner.list(prefix)
         try:
-            while batch := await self.around(Operation("list", prefix), partial(next_batch, entries)):
+            while batch := await self.around(
+                Operation("list", prefix), partial(next_batch, entries)
+            ):
                 for info in batch:
                     yield info
         finally:
@@ -106,7 +115,9 @@ class LayeredUpload(Upload):
         await self._layer.around(operation, partial(self._inner.write, start, data))
 
     async def commit(self, nbytes: int | None = None) -> None:
-        await self._layer.around(Operation("commit", self._key), partial(self._inner.commit, nbytes))
+        await self._layer.around(
+            Operation("commit", self._key), partial(self._inner.commit, nbytes)
+        )
 
     async def abort(self) -> None:
         await self._layer.around(Operation("abort", self._key), self._inner.abort)
@@ -128,7 +139,9 @@ def find(driver: Driver, kind: type[L]) -> L | None:
     return None
 
 
-async def next_batch(entries: AsyncIterator[ObjectInfo], shown: Container[str] = ()) -> list[ObjectInfo]:
+async def next_batch(
+    entries: AsyncIterator[ObjectInfo], shown: Container[str] = ()
+) -> list[ObjectInfo]:
     """The next entries of a listing whose keys were not ``shown`` before; none at its end."""
     batch: list[ObjectInfo] = []
     async for info in entries:

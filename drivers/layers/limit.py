@@ -17,10 +17,11 @@ T = TypeVar("T")
 
 
 class LimitLayer(Layer):
-    """Of all operations of this driver, ``concurrency`` run; the others wait, first come, first served.
+    """Of all operations of this driver, ``concurrency`` run; the others wait, first come, first
+    served.
 
-    Its traits say so too: a scheduler that reads them does not even begin more. Aborting an upload never waits: it frees
-    what others may be waiting for.
+    Its traits say so too: a scheduler that reads them does not even begin more. Aborting an upload
+    never waits: it frees what others may be waiting for.
     """
 
     def __init__(self, inner: Driver, concurrency: int) -> None:

@@ -16,7 +16,8 @@ from .layer import Layer, Operation
 __all__ = ["Meter", "MetricsLayer", "OperationMetrics", "Snapshot", "meter_of", "snapshots"]
 
 BUCKET_MIN_S = 2.0**-20
-"""The upper end of the first bucket of a histogram, about a microsecond; each ends at twice the one before."""
+"""The upper end of the first bucket of a histogram, about a microsecond; each ends at twice the one
+before."""
 BUCKETS = 32
 """The last one is open."""
 
@@ -25,7 +26,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class OperationMetrics:
-    """One kind of operation. ``histogram[i]`` counts those that took up to ``2**i`` microseconds (of 2⁻²⁰ s each)."""
+    """One kind of operation. ``histogram[i]`` counts those that took up to ``2**i`` microseconds
+    (of 2⁻²⁰ s each)."""
 
     count: int
     nbytes: int
@@ -37,7 +39,8 @@ class OperationMetrics:
     histogram: tuple[int, ...]
 
     def quantile_s(self, part: float) -> float:
-        """So long took ``part`` (0 to 1) of them, or less: the end of its bucket, so at most twice too much; 0 if none."""
+        """So long took ``part`` (0 to 1) of them, or less: the end of its bucket, so at most twice
+        too much; 0 if none."""
         wanted, seen = part * self.count, 0
         for index, count in enumerate(self.histogram):
             seen += count
@@ -95,7 +98,11 @@ class Meter:
             MappingProxyType(
                 {
                     name: OperationMetrics(
-                        c.count, c.nbytes, c.seconds, MappingProxyType(dict(c.errors)), tuple(c.histogram)
+                        c.count,
+                        c.nbytes,
+                        c.seconds,
+                        MappingProxyType(dict(c.errors)),
+                        tuple(c.histogram),
                     )
                     for name, c in tuple(self._counts.items())
                 }
@@ -104,7 +111,8 @@ class Meter:
 
 
 class MetricsLayer(Layer):
-    """Counts every operation that reaches the driver below, into ``meter``. A listing counts once per batch of entries."""
+    """Counts every operation that reaches the driver below, into ``meter``. A listing counts once
+    per batch of entries."""
 
     def __init__(self, inner: Driver, meter: Meter) -> None:
         super().__init__(inner)
@@ -128,7 +136,8 @@ _meters: dict[str, Meter] = {}
 
 
 def meter_of(store: str) -> Meter:
-    """The meter of this process for a store, such as ``s3://bucket``. It outlives the drivers: each save opens its own."""
+    """The meter of this process for a store, such as ``s3://bucket``. It outlives the drivers: each
+    save opens its own."""
     return _meters.setdefault(store, Meter())
 
 

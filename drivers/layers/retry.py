@@ -2,15 +2,17 @@
 
 Only the mark ``temporary`` of an error decides. What is tried again, and why that is safe:
 
-- read, get, stat, list, delete, delete_all, sweep: whatever became of the first try, another changes nothing more.
-- put: likewise; an exclusive one may find its own earlier try, and looks (see :meth:`RetryLayer.put`).
+- read, get, stat, list, delete, delete_all, sweep: whatever became of the first try, another
+  changes nothing more.
+- put: likewise; an exclusive one may find its own earlier try, and looks (see
+  :meth:`RetryLayer.put`).
 - create: what a failed one left is invisible, disturbs no other, and is swept.
-- write: never. Object stores' clients repeat the request of a part that was cut; where one part of a file is half
-  there, only the driver could know how to go on.
+- write: never. Object stores' clients repeat the request of a part that was cut; where one part of
+  a file is half there, only the driver could know how to go on.
 - commit: never. A failed fsync that is tried again succeeds, and the bytes are lost all the same.
 
-Storage behind the operating system (``remote`` is false) changes nothing twice: an I/O error of a device is no hiccup. There
-only what reads is tried again, and only if asked for.
+Storage behind the operating system (``remote`` is false) changes nothing twice: an I/O error of a
+device is no hiccup. There only what reads is tried again, and only if asked for.
 """
 
 from __future__ import annotations
@@ -46,16 +48,20 @@ class RetryPolicy:
     retries: int
     """Further tries after the first; 0: none."""
     op_timeout_s: float | None
-    """From the begin of an operation to its end, tries and pauses together; None: for ever. Ten times that for what is
-    many requests: delete_all and sweep."""
+    """From the begin of an operation to its end, tries and pauses together; None: for ever. Ten
+    times that for what is many requests: delete_all and sweep."""
     first_pause_s: float = 0.1
-    """The longest first pause. Each is twice as long as the one before, at most ``pause_max_s``; what is waited is a random
-    part of it, so that clients who failed together do not come back together."""
+    """The longest first pause. Each is twice as long as the one before, at most ``pause_max_s``;
+    what is waited is a random part of it, so that clients who failed together do not come back
+    together."""
     pause_max_s: float = 15.0
 
 
-def pause_s(policy: RetryPolicy, tries: int, error: HoldfastError, chance: Callable[[], float]) -> float:
-    """How long to wait after ``tries`` tries, the last of which failed with ``error``. At least as long as it asks for.
+def pause_s(
+    policy: RetryPolicy, tries: int, error: HoldfastError, chance: Callable[[], float]
+) -> float:
+    """How long to wait after ``tries`` tries, the last of which failed with ``error``. At least as
+    long as it asks for.
 
     ``chance`` returns a random number in [0, 1).
     """
@@ -65,13 +71,17 @@ def pause_s(policy: RetryPolicy, tries: int, error: HoldfastError, chance: Calla
 
 
 class RetryLayer(Layer):
-    """Tries temporary failures again, with exponential back-off and full jitter; ends every operation in time.
+    """Tries temporary failures again, with exponential back-off and full jitter; ends every
+    operation in time.
 
-    Raises what the last try raised, or, when the time is up, StorageDownError that says what it waited for. A try that is
-    under way then is cancelled; the driver gives the caller's buffer back before that.
+    Raises what the last try raised, or, when the time is up, StorageDownError that says what it
+    waited for. A try that is under way then is cancelled; the driver gives the caller's buffer back
+    before that.
     """
 
-    def __init__(self, inner: Driver, policy: RetryPolicy, *, chance: Callable[[], float] = random.random) -> None:
+    def __init__(
+        self, inner: Driver, policy: RetryPolicy, *, chance: Callable[[], float] = random.random
+    ) -> None:
         super().__init__(inner)
         self._policy = policy
         self._chance = chance
@@ -84,8 +94,9 @@ class RetryLayer(Layer):
         return await self._tried(operation, call)
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
-        """See :meth:`Driver.put`. An exclusive one that failed may have stored its object all the same. If a later try finds
-        the key taken, with these very bytes, they are taken for ours: success. Put there what nobody else would."""
+        """See :meth:`Driver.put`. An exclusive one that failed may have stored its object all the
+        same. If a later try finds the key taken, with these very bytes, they are taken for ours:
+        success. Put there what nobody else would."""
         failed = False
 
         async def once() -> None:
@@ -102,7 +113,8 @@ class RetryLayer(Layer):
         await self._tried(Operation("put", key, len(data)), once)
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        """See :meth:`Driver.list`. One that broke begins anew, and leaves out what was shown: for that, keys are kept."""
+        """See :meth:`Driver.list`. One that broke begins anew, and leaves out what was shown: for
+        that, keys are kept."""
         shown: set[str] = set()
         entries = self.inner.list(prefix)
 
@@ -143,19 +155,29 @@ class RetryLayer(Layer):
 
     def _timeout_s(self, operation: Operation) -> float | None:
         timeout_s = self._policy.op_timeout_s
-        return timeout_s * MANY_FOLD if timeout_s is not None and operation.name in _OF_MANY else timeout_s
+        return (
+            timeout_s * MANY_FOLD
+            if timeout_s is not None and operation.name in _OF_MANY
+            else timeout_s
+        )
 
     def _may_repeat(self, operation: Operation, tries: int) -> bool:
         return operation.name in self._again and tries <= self._policy.retries
 
-    async def _pause(self, operation: Operation, tries: int, last: HoldfastError, running: asyncio.Timeout) -> None:
+    async def _pause(
+        self, operation: Operation, tries: int, last: HoldfastError, running: asyncio.Timeout
+    ) -> None:
         """Raises the error of an operation that is late where there is no time left for the pause."""
         wait_s, when_s = pause_s(self._policy, tries, last, self._chance), running.when()
         late = when_s is not None and asyncio.get_running_loop().time() + wait_s >= when_s
         if late or running.expired():
             raise self._late(operation, tries, last) from last
         _log.info(
-            "trying again in %.2f s, after %d of at most %d tries: %s", wait_s, tries, 1 + self._policy.retries, last
+            "trying again in %.2f s, after %d of at most %d tries: %s",
+            wait_s,
+            tries,
+            1 + self._policy.retries,
+            last,
         )
         await asyncio.sleep(wait_s)
 
@@ -164,17 +186,26 @@ class RetryLayer(Layer):
             return await self.inner.get(key) == data
         except NotFoundError as error:
             raise StorageDownError(
-                "whether an exclusive put succeeded cannot be told: the key was taken, and now nothing is there",
+                "whether an exclusive put succeeded cannot be told: the key was taken, and now "
+                "nothing is there",
                 uri=self.uri,
                 key=key,
                 temporary=False,
                 advice="Look who else writes here, then save again.",
             ) from error
 
-    def _late(self, operation: Operation, tries: int, last: HoldfastError | None) -> StorageDownError:
+    def _late(
+        self, operation: Operation, tries: int, last: HoldfastError | None
+    ) -> StorageDownError:
         waited = f"waited for {operation.name} for {self._timeout_s(operation):g} s"
-        why = f", in {_times(tries)}; the last failure: {last.message}" if last is not None else ", without an answer"
-        advice = (last.advice if last is not None else None) or "Look at the storage and the way to it."
+        why = (
+            f", in {_times(tries)}; the last failure: {last.message}"
+            if last is not None
+            else ", without an answer"
+        )
+        advice = (
+            last.advice if last is not None else None
+        ) or "Look at the storage and the way to it."
         return StorageDownError(
             waited + why,
             uri=self.uri,
@@ -190,7 +221,11 @@ class RetryLayer(Layer):
         except TimeoutError as error:
             if not timeout.expired():
                 raise
-            _log.warning("%s; what is left goes with a later save", self._late(operation, 1, None), exc_info=error)
+            _log.warning(
+                "%s; what is left goes with a later save",
+                self._late(operation, 1, None),
+                exc_info=error,
+            )
             return cast(T, None)
 
 

@@ -1,4 +1,5 @@
-"""At most so many bytes a second, so that a checkpoint leaves the network and the disks to those who train."""
+"""At most so many bytes a second, so that a checkpoint leaves the network and the disks to those
+who train."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from .turn import waiting_for_a_turn
 __all__ = ["BURST_S", "ThrottleLayer", "TokenBucket", "shared_bucket"]
 
 BURST_S = 0.1
-"""How much of a second's bytes may pass at once after a rest. An operation is never divided: a larger one passes whole, and
-those after it wait for it."""
+"""How much of a second's bytes may pass at once after a rest. An operation is never divided: a
+larger one passes whole, and those after it wait for it."""
 
 T = TypeVar("T")
 
@@ -23,8 +24,8 @@ T = TypeVar("T")
 class TokenBucket:
     """Who comes first goes first; an operation begins when all bytes before it have had their time.
 
-    In any T seconds at most ``bytes_per_s * (T + BURST_S)`` bytes begin, and one operation more. Arithmetic alone: the
-    caller has the clock, and sleeps. Threads may share it.
+    In any T seconds at most ``bytes_per_s * (T + BURST_S)`` bytes begin, and one operation more.
+    Arithmetic alone: the caller has the clock, and sleeps. Threads may share it.
     """
 
     def __init__(self, bytes_per_s: int) -> None:
@@ -49,7 +50,8 @@ class TokenBucket:
 class ThrottleLayer(Layer):
     """Lets operations that carry bytes, in either direction, begin at the rate of ``bucket``.
 
-    The bytes of ``get`` are known, and counted, when they are there: whoever comes next waits for them.
+    The bytes of ``get`` are known, and counted, when they are there: whoever comes next waits for
+    them.
     """
 
     def __init__(self, inner: Driver, bucket: TokenBucket) -> None:
@@ -81,7 +83,8 @@ _buckets: dict[int, TokenBucket] = {}
 
 
 def shared_bucket(bytes_per_s: int) -> TokenBucket:
-    """The one bucket of this process for this rate: saves in flight share it, whatever they write to."""
+    """The one bucket of this process for this rate: saves in flight share it, whatever they write
+    to."""
     return _buckets.setdefault(bytes_per_s, TokenBucket(bytes_per_s))
 
 

@@ -14,8 +14,9 @@ _running: ContextVar[asyncio.Timeout | None] = ContextVar("holdfast-deadline", d
 
 
 class deadline:
-    """Cancel the body of an ``async with`` after ``timeout_s`` seconds, those in :func:`waiting_for_a_turn` not counted;
-    then raise TimeoutError, and the timeout's ``expired()`` is true. None: never."""
+    """Cancel the body of an ``async with`` after ``timeout_s`` seconds, those in
+    :func:`waiting_for_a_turn` not counted; then raise TimeoutError, and the timeout's ``expired()``
+    is true. None: never."""
 
     __slots__ = ("_timeout", "_token")
 

@@ -1,13 +1,14 @@
 """``file:///folder``: a local file system, at the device's own rate.
 
-Threads do plain ``pwrite`` and ``preadv``; O_DIRECT keeps the page cache out of the way where it is not refused. An
-upload is a temporary file beside its target, fsynced, renamed, and its folder fsynced. The parts live next door:
-``local_io`` (bytes), ``local_tree`` (names), ``local_files`` (uploads and open files); this module only makes them
-asynchronous.
+Threads do plain ``pwrite`` and ``preadv``; O_DIRECT keeps the page cache out of the way where it is
+not refused. An upload is a temporary file beside its target, fsynced, renamed, and its folder
+fsynced. The parts live next door: ``local_io`` (bytes), ``local_tree`` (names), ``local_files``
+(uploads and open files); this module only makes them asynchronous.
 
-A key is a path below the root. So ``a`` and ``a/b`` cannot both be objects. Names that look like our temporary files are
-refused, as are those behind which NFS and FUSE keep a removed file that is still open. Symbolic links below the root are no
-objects: listings leave them out, a key through one is an error.
+A key is a path below the root. So ``a`` and ``a/b`` cannot both be objects. Names that look like
+our temporary files are refused, as are those behind which NFS and FUSE keep a removed file that is
+still open. Symbolic links below the root are no objects: listings leave them out, a key through one
+is an error.
 """
 
 from __future__ import annotations
@@ -37,13 +38,15 @@ from .tree import Tree, is_reserved
 __all__ = ["LocalDriver"]
 
 SHARED_QUIET_S = 3600.0
-"""How long a temporary file must not have changed to be swept, where other hosts may be writing it."""
+"""How long a temporary file must not have changed to be swept, where other hosts may be writing it.
+"""
 
 CLOSE_TIMEOUT_S = 60.0
 """How long close() waits for operations that still run."""
 
 OPENED_AGAIN = 3
-"""So often in a row an object may be replaced between being opened and being read, which NFS and FUSE answer by ESTALE."""
+"""So often in a row an object may be replaced between being opened and being read, which NFS and
+FUSE answer by ESTALE."""
 
 _LIST_BATCH = 1000
 _OFFSET_MAX = 1 << 63  # more than the kernel takes
@@ -53,16 +56,19 @@ T = TypeVar("T")
 
 
 class LocalDriver(Driver):
-    """Objects are files below a folder. Reads nothing and creates nothing before its first operation.
+    """Objects are files below a folder. Reads nothing and creates nothing before its first
+    operation.
 
-    A root that does not exist is empty; :meth:`create` and :meth:`put` make it, with the permissions that the umask
-    leaves, as they make the folders that a key needs.
+    A root that does not exist is empty; :meth:`create` and :meth:`put` make it, with the
+    permissions that the umask leaves, as they make the folders that a key needs.
     """
 
     remote: ClassVar[bool] = False
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         "direct": Option(
-            choice("auto", "on", "off"), "auto", "O_DIRECT: where it works (auto), or fail (on), or never (off)"
+            choice("auto", "on", "off"),
+            "auto",
+            "O_DIRECT: where it works (auto), or fail (on), or never (off)",
         ),
         "threads": Option(integer(1, 256), 8, "operations in flight"),
     }
@@ -77,8 +83,8 @@ class LocalDriver(Driver):
         create: CreateFile = create_file,
         scheme: str = "file",
     ) -> None:
-        """``fs_type`` tells the type of the file system that holds a path; ``create`` makes the file of an upload;
-        ``scheme`` is that of ``uri``."""
+        """``fs_type`` tells the type of the file system that holds a path; ``create`` makes the
+        file of an upload; ``scheme`` is that of ``uri``."""
         uri = Uri(scheme, os.fspath(root))
         kind = fs_type(uri.location)
         self.uri = uri.redacted
@@ -102,7 +108,8 @@ class LocalDriver(Driver):
 
     @classmethod
     def open(cls, uri: Uri) -> LocalDriver:
-        """The driver for ``uri``. Raises UriError for an option, or a value, that OPTIONS does not know."""
+        """The driver for ``uri``. Raises UriError for an option, or a value, that OPTIONS does not
+        know."""
         return cls(uri.location, **option_values(cls.OPTIONS, uri))._closed_when_collected()
 
     def _closed_when_collected(self) -> Self:
@@ -139,19 +146,22 @@ class LocalDriver(Driver):
         await self._run("delete", self._checked(key), self._delete, key)
 
     async def delete_all(self, prefix: str) -> None:
-        """See :meth:`Driver.delete_all`. Durable on return. Symbolic links go too; what they point to stays."""
+        """See :meth:`Driver.delete_all`. Durable on return. Symbolic links go too; what they point
+        to stays."""
         await self._run("delete", self._checked(prefix), self._delete_all, prefix)
 
     async def sweep(self, prefix: str) -> None:
-        """See :meth:`Driver.sweep`. A live upload holds a lock (flock) on its temporary file. Such locks may not reach
-        other hosts: where other hosts see the files, only what has not changed for an hour is taken for dead."""
+        """See :meth:`Driver.sweep`. A live upload holds a lock (flock) on its temporary file. Such
+        locks may not reach other hosts: where other hosts see the files, only what has not changed
+        for an hour is taken for dead."""
         quiet_s = SHARED_QUIET_S if self.traits.shared else 0.0
         await self._run("sweep", self._checked(prefix), self._tree.sweep, prefix, quiet_s)
 
     async def close(self) -> None:
         """See :meth:`Driver.close`. Drops uploads that are neither committed nor aborted.
 
-        Raises StorageDownError where operations still run after a minute; their descriptors then stay open.
+        Raises StorageDownError where operations still run after a minute; their descriptors then
+        stay open.
         """
         await self._threads.close(CLOSE_TIMEOUT_S)
         if self._finalizer is not None:
@@ -163,7 +173,12 @@ class LocalDriver(Driver):
 
     def _new_file(self, key: str, nbytes: int) -> NewFile:
         return NewFile(
-            self._tree, key, nbytes, direct=self._direct, create=self._create_file, take_room=self._take_room
+            self._tree,
+            key,
+            nbytes,
+            direct=self._direct,
+            create=self._create_file,
+            take_room=self._take_room,
         )
 
     def _checked(self, key: str) -> str:
@@ -171,17 +186,22 @@ class LocalDriver(Driver):
         suspect = ".tmp" in key or ".nfs" in key or ".fuse_hidden" in key
         if suspect and any(map(is_reserved, key.split("/"))):
             raise UriError(
-                "names of this form are kept for unfinished uploads, and for files that are removed while they are open",
+                "names of this form are kept for unfinished uploads, and for files that are "
+                "removed while they are open",
                 uri=self.uri,
                 key=key,
             )
         try:
             os.fsencode(key)
         except UnicodeEncodeError as error:
-            raise UriError(f"key {key!r} is no text that a file system could hold", uri=self.uri, key=key) from error
+            raise UriError(
+                f"key {key!r} is no text that a file system could hold", uri=self.uri, key=key
+            ) from error
         return key
 
-    async def _run(self, doing: str, key: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def _run(
+        self, doing: str, key: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         def translated() -> T:
             with storage_errors(doing, self.uri, key):
                 return call(*args, **kwargs)
@@ -193,13 +213,17 @@ class LocalDriver(Driver):
     def _read(self, key: str, start: int, into: Buffer) -> None:
         stop = start + len(into)
         with self._open_files.use(key) as file:
-            beyond = not len(into) and stop > os.fstat(file.plain).st_size  # of nothing, read_at does not ask
+            beyond = (
+                not len(into) and stop > os.fstat(file.plain).st_size
+            )  # of nothing, read_at does not ask
             if beyond or not 0 <= start <= stop < _OFFSET_MAX:
                 raise DamagedError(f"no object has bytes {start}:{stop}", uri=self.uri, key=key)
             try:
                 read_at(file, start, into)
             except EOFError as error:
-                raise DamagedError(f"object ends at byte {error}, before {stop}", uri=self.uri, key=key) from error
+                raise DamagedError(
+                    f"object ends at byte {error}, before {stop}", uri=self.uri, key=key
+                ) from error
 
     def _get(self, key: str) -> bytes:
         for _ in range(OPENED_AGAIN):
@@ -237,8 +261,8 @@ class LocalDriver(Driver):
 
 
 def _let_go(process: int, tree: Tree, open_files: OpenFiles) -> None:
-    """Close what a driver that is gone has left open. No other thread can use it any more, so no lock is waited for; but a
-    forked child may have inherited a locked one."""
+    """Close what a driver that is gone has left open. No other thread can use it any more, so no
+    lock is waited for; but a forked child may have inherited a locked one."""
     if process == os.getpid():
         open_files.close()
         tree.close()
@@ -264,7 +288,8 @@ class _LocalUpload(Upload):
         self._written.add(start, len(data))
 
     async def commit(self, nbytes: int | None = None) -> None:
-        """See :meth:`Upload.commit`. Cancelled while it runs, it ends first: the object may be visible afterwards."""
+        """See :meth:`Upload.commit`. Cancelled while it runs, it ends first: the object may be
+        visible afterwards."""
         await self._driver._run("commit", self._key, self._commit, nbytes)
 
     async def abort(self) -> None:

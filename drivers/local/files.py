@@ -1,8 +1,9 @@
-"""Files of the local driver: one that is being written, and those that are being read. All functions block.
+"""Files of the local driver: one that is being written, and those that are being read. All
+functions block.
 
-A network file system may do a request whose reply is lost, be asked again by its client, and refuse the second: then link
-says EEXIST, rename ENOENT and open EEXIST of their own success (link(2), open(2)). So what they say then is not believed
-before a look at the file.
+A network file system may do a request whose reply is lost, be asked again by its client, and refuse
+the second: then link says EEXIST, rename ENOENT and open EEXIST of their own success (link(2),
+open(2)). So what they say then is not believed before a look at the file.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ __all__ = ["CreateFile", "NewFile", "OpenFiles", "create_file"]
 _log = logging.getLogger(__name__)
 
 CreateFile = Callable[[int, str, int], int]
-"""Creates a file that is to have so many bytes: (folder, name, size) → a descriptor for writing. Raises OSError, EEXIST
-among them, and then leaves nothing."""
+"""Creates a file that is to have so many bytes: (folder, name, size) → a descriptor for writing.
+Raises OSError, EEXIST among them, and then leaves nothing."""
 
 _TRIES = 100
 _NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -39,7 +40,8 @@ def create_file(folder: int, name: str, nbytes: int) -> int:
 
 
 class NewFile:
-    """An object being written under a temporary name, until :meth:`publish` gives it its own. Methods raise OSError."""
+    """An object being written under a temporary name, until :meth:`publish` gives it its own.
+    Methods raise OSError."""
 
     def __init__(
         self,
@@ -51,10 +53,12 @@ class NewFile:
         create: CreateFile = create_file,
         take_room: TakeRoom | None = None,
     ) -> None:
-        """``direct``: "auto", "off", or "on" (that O_DIRECT is refused is an error). ``take_room``: asked when the file
-        is opened. Touches nothing yet."""
+        """``direct``: "auto", "off", or "on" (that O_DIRECT is refused is an error). ``take_room``:
+        asked when the file is opened. Touches nothing yet."""
         self._create_file = create
-        self._take_room = None if nbytes < ASKED_MIN_NBYTES or isinstance(nbytes, AtMost) else take_room
+        self._take_room = (
+            None if nbytes < ASKED_MIN_NBYTES or isinstance(nbytes, AtMost) else take_room
+        )
         self._tree, self._nbytes, self._direct = tree, nbytes, direct
         self._above, self._name = split(key)
         self._temporary = temporary_name(self._name)
@@ -63,8 +67,8 @@ class NewFile:
         self._lock = new_lock()
 
     def open(self, *, exclusive: bool = False) -> None:
-        """Create the temporary file, and the folders above it. ``exclusive``: EEXIST where the key is taken. ENOSPC
-        where there is no room, and that can be told now."""
+        """Create the temporary file, and the folders above it. ``exclusive``: EEXIST where the key
+        is taken. ENOSPC where there is no room, and that can be told now."""
         for _ in range(_TRIES):
             plain = self._create(exclusive)
             if plain is not None:
@@ -82,7 +86,8 @@ class NewFile:
             raise
 
     def _create(self, exclusive: bool) -> int | None:
-        """The temporary file, created and locked; None where a sweep came between, and took it or its folder away."""
+        """The temporary file, created and locked; None where a sweep came between, and took it or
+        its folder away."""
         self._folder = self._tree.open_folder(self._above, make=True)
         plain = -1
         try:
@@ -99,7 +104,8 @@ class NewFile:
         return None
 
     def _create_temporary(self) -> int:
-        """A file of a name that nobody else draws: taken, it is our own, whose creation was not replied to."""
+        """A file of a name that nobody else draws: taken, it is our own, whose creation was not
+        replied to."""
         try:
             return self._create_file(self._folder, self._temporary, self._nbytes)
         except FileExistsError:
@@ -127,12 +133,13 @@ class NewFile:
             write_at(file, start, data)
 
     def publish(self, nbytes: int, *, exclusive: bool = False) -> None:
-        """Make the content, which has ``nbytes``, durable, then give it its name, then make that durable. ``exclusive``:
-        EEXIST where taken.
+        """Make the content, which has ``nbytes``, durable, then give it its name, then make that
+        durable. ``exclusive``: EEXIST where taken.
 
-        Followed by :meth:`drop`, whatever happens, and never repeated: after a failed fsync the kernel may take lost
-        pages for clean ones, and call the next fsync a success. If the last step fails, a new object is taken back; one
-        that replaced another stays, whole, and it is open which of the two a power cut would leave.
+        Followed by :meth:`drop`, whatever happens, and never repeated: after a failed fsync the
+        kernel may take lost pages for clean ones, and call the next fsync a success. If the last
+        step fails, a new object is taken back; one that replaced another stays, whole, and it is
+        open which of the two a power cut would leave.
         """
         with self._opened() as file:
             if nbytes < self._reserved_nbytes:
@@ -142,7 +149,8 @@ class NewFile:
             self._sync_name(file, take_back=was_free)
 
     def drop(self) -> None:
-        """Remove the temporary file, if it still has that name. Safe at any time, and again; raises nothing."""
+        """Remove the temporary file, if it still has that name. Safe at any time, and again; raises
+        nothing."""
         with self._lock:
             file, self._file = self._file, None
         if file is not None:
@@ -156,7 +164,9 @@ class NewFile:
         return file
 
     def _open_direct(self, file: OpenFile) -> None:
-        file.open_direct(self._temporary, os.O_WRONLY, folder=self._folder, must=self._direct == "on")
+        file.open_direct(
+            self._temporary, os.O_WRONLY, folder=self._folder, must=self._direct == "on"
+        )
         # Direct writes that extend a file wait for each other; so it has its size at once.
         if file.direct is not None and not self._reserved_nbytes:
             os.ftruncate(file.plain, self._nbytes)
@@ -199,7 +209,11 @@ class NewFile:
     def _link(self) -> None:
         try:
             os.link(
-                self._temporary, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder, follow_symlinks=False
+                self._temporary,
+                self._name,
+                src_dir_fd=self._folder,
+                dst_dir_fd=self._folder,
+                follow_symlinks=False,
             )
         except FileExistsError:
             if not self._has_its_name():
@@ -218,12 +232,21 @@ class NewFile:
         return status is not None and os.path.samestat(status, os.fstat(self._opened().plain))
 
     def _claim_and_rename(self) -> None:
-        """Exclusive without hard links (FAT, some network file systems): an empty file takes the name, and is replaced.
+        """Exclusive without hard links (FAT, some network file systems): an empty file takes the
+        name, and is replaced.
 
-        Still exactly one of several succeeds; but for a moment, or after a crash at that moment, the object is there
-        and empty. Whose an empty file is cannot be seen: here a reply that is lost fails the put.
+        Still exactly one of several succeeds; but for a moment, or after a crash at that moment,
+        the object is there and empty. Whose an empty file is cannot be seen: here a reply that is
+        lost fails the put.
         """
-        os.close(os.open(self._name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666, dir_fd=self._folder))
+        os.close(
+            os.open(
+                self._name,
+                os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW,
+                0o666,
+                dir_fd=self._folder,
+            )
+        )
         try:
             self._rename()
         except BaseException:
@@ -252,11 +275,13 @@ class NewFile:
 
 
 class OpenFiles:
-    """Objects open for reading: at most ``most`` that are idle, the longest unused closed first. Thread-safe.
+    """Objects open for reading: at most ``most`` that are idle, the longest unused closed first.
+    Thread-safe.
 
-    A file that was deleted or replaced meanwhile, by whomever, is noticed by its link count, and opened anew. Where the
-    attributes of an open file may be a memory of this host's, and other hosts change what is there, its name is looked up
-    too: what opens the folders above it (NFS's close-to-open) asks the server.
+    A file that was deleted or replaced meanwhile, by whomever, is noticed by its link count, and
+    opened anew. Where the attributes of an open file may be a memory of this host's, and other
+    hosts change what is there, its name is looked up too: what opens the folders above it (NFS's
+    close-to-open) asks the server.
     """
 
     def __init__(self, tree: Tree, *, direct: str, look_up: bool = False, most: int = 64) -> None:
@@ -267,7 +292,8 @@ class OpenFiles:
 
     @contextmanager
     def use(self, key: str) -> Iterator[OpenFile]:
-        """The file of ``key``, open for the length of a ``with`` block. Raises OSError, ENOENT and ELOOP among them."""
+        """The file of ``key``, open for the length of a ``with`` block. Raises OSError, ENOENT and
+        ELOOP among them."""
         file = self._cached(key) or self._opened(key)
         try:
             yield file
@@ -315,8 +341,12 @@ class OpenFiles:
             if self._look_up:
                 file.identity = _identity(os.fstat(plain))
             if self._direct != "off":
-                file.open_direct(split(key)[1], os.O_RDONLY, folder=folder, must=self._direct == "on")
-            if file.direct is not None:  # what still goes through the cache are a few pages here and there
+                file.open_direct(
+                    split(key)[1], os.O_RDONLY, folder=folder, must=self._direct == "on"
+                )
+            if (
+                file.direct is not None
+            ):  # what still goes through the cache are a few pages here and there
                 os.posix_fadvise(plain, 0, 0, os.POSIX_FADV_RANDOM)
         except BaseException:
             file.close()
@@ -352,5 +382,6 @@ class OpenFiles:
 
 
 def _identity(status: os.stat_result) -> tuple[float, ...]:
-    """What differs between two files of one name, and between a file and the same one that was changed in place."""
+    """What differs between two files of one name, and between a file and the same one that was
+    changed in place."""
     return (status.st_dev, status.st_ino, status.st_size, status.st_mtime)

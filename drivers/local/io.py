@@ -1,9 +1,10 @@
 """Bytes between memory and an open file, past the page cache where the file system lets us.
 
-O_DIRECT wants offset, length and memory address to be multiples of 4096. A range is therefore split: an unaligned head
-and tail go through the page cache, the body between them goes directly, from the caller's memory if that is aligned as
-the file is, else through a bounce buffer. So a page is touched directly or through the cache, never both, as long as
-ranges do not overlap; and the cache holds at most two pages per range that fsync has to write.
+O_DIRECT wants offset, length and memory address to be multiples of 4096. A range is therefore
+split: an unaligned head and tail go through the page cache, the body between them goes directly,
+from the caller's memory if that is aligned as the file is, else through a bounce buffer. So a page
+is touched directly or through the cache, never both, as long as ranges do not overlap; and the
+cache holds at most two pages per range that fsync has to write.
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ import numpy.typing as npt
 from ...core.forks.renewal import new_lock
 from ..contract import Buffer
 
-__all__ = ["ALIGN_NBYTES", "DIRECT_MIN_NBYTES", "OpenFile", "is_deleted", "read_at", "status_of", "write_at"]
+__all__ = [
+    "ALIGN_NBYTES",
+    "DIRECT_MIN_NBYTES",
+    "OpenFile",
+    "is_deleted",
+    "read_at",
+    "status_of",
+    "write_at",
+]
 
 ALIGN_NBYTES = 4096
 """A multiple of the logical block size of every disk in use, and the size of a page."""
@@ -36,10 +45,12 @@ _bounce = threading.local()
 
 
 class OpenFile:
-    """Descriptors of one file. Closed once :meth:`close` was called and the last user, a ``with`` block, has let go."""
+    """Descriptors of one file. Closed once :meth:`close` was called and the last user, a ``with``
+    block, has let go."""
 
     def __init__(self, plain: int, *owned: int) -> None:
-        """``plain`` goes through the page cache; ``owned`` are descriptors to be closed together with it."""
+        """``plain`` goes through the page cache; ``owned`` are descriptors to be closed together
+        with it."""
         self.plain = plain
         self.direct: int | None = None
         """The same file with O_DIRECT; None where that is refused or not wanted."""
@@ -52,17 +63,25 @@ class OpenFile:
         self._closing = False
 
     def open_direct(self, name: str, flags: int, *, folder: int, must: bool) -> None:
-        """Open ``name`` in ``folder`` for direct access, too. ``must``: a refusal, now or later, is an OSError."""
+        """Open ``name`` in ``folder`` for direct access, too. ``must``: a refusal, now or later, is
+        an OSError."""
         try:
-            # Like the first time: who may write here may have put a named pipe, or a terminal, in its place meanwhile.
-            fd = os.open(name, flags | os.O_DIRECT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, dir_fd=folder)
+            # Like the first time: who may write here may have put a named pipe, or a terminal, in
+            # its place meanwhile.
+            fd = os.open(
+                name,
+                flags | os.O_DIRECT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY,
+                dir_fd=folder,
+            )
         except OSError as error:
             if must or error.errno not in _REFUSED:
                 raise
             return
         self._fds.append(fd)
         self._must_be_direct = must
-        if os.path.sameopenfile(fd, self.plain):  # else it has just been replaced, and we keep to the one we have
+        if os.path.sameopenfile(
+            fd, self.plain
+        ):  # else it has just been replaced, and we keep to the one we have
             self.direct = fd
 
     def __enter__(self) -> OpenFile:
@@ -72,7 +91,8 @@ class OpenFile:
         self.release()
 
     def acquire(self) -> OpenFile:
-        """Keep it open until :meth:`release`, which follows exactly once. Raises OSError where it is closed already."""
+        """Keep it open until :meth:`release`, which follows exactly once. Raises OSError where it
+        is closed already."""
         with self._lock:
             if not self._fds:
                 raise OSError(errno.EBADF, "file is closed")
@@ -93,7 +113,8 @@ class OpenFile:
         self._leave(users=0)
 
     def refused(self, error: OSError) -> bool:
-        """Whether a direct call failed because the file system knows none, and may not; direct access is then over."""
+        """Whether a direct call failed because the file system knows none, and may not; direct
+        access is then over."""
         if self._must_be_direct or error.errno not in _REFUSED:
             return False
         self.direct = None  # its descriptor stays open: another thread may be using it
@@ -108,17 +129,18 @@ class OpenFile:
         for fd in fds:
             try:
                 os.close(fd)
-            except (
-                OSError
-            ) as error:  # Linux has let go of it all the same, and what had to be durable was fsynced before
+            except OSError as error:  # Linux has let go of it all the same, and what had to be durable was fsynced before
                 _log.warning("closing a file failed: %s", error)
 
 
 def status_of(fd: int) -> os.stat_result:
-    """Of an open file or folder. Raises OSError: ESTALE where another has its name, and the file system has forgotten it."""
+    """Of an open file or folder. Raises OSError: ESTALE where another has its name, and the file
+    system has forgotten it."""
     try:
         return os.fstat(fd)
-    except FileNotFoundError as error:  # as FUSE has it; it is not to be taken for something that was never there
+    except (
+        FileNotFoundError
+    ) as error:  # as FUSE has it; it is not to be taken for something that was never there
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE)) from error
 
 
@@ -141,7 +163,8 @@ def write_at(file: OpenFile, start: int, data: Buffer) -> None:
 
 
 def read_at(file: OpenFile, start: int, into: Buffer) -> None:
-    """Fill all of ``into`` from byte ``start``. Raises EOFError where the file ends too early, and OSError."""
+    """Fill all of ``into`` from byte ``start``. Raises EOFError where the file ends too early, and
+    OSError."""
     head, body = _direct_part(file, start, len(into))
     _read_plain(file.plain, into[:head], start)
     done = head + _read_direct(file, into[head : head + body], start + head)
@@ -172,7 +195,8 @@ def _read_plain(fd: int, into: Buffer, start: int) -> None:
 
 
 def _write_direct(file: OpenFile, data: Buffer, start: int) -> int:
-    """Write what can be written directly; return how many bytes, a multiple of the alignment. The rest is left."""
+    """Write what can be written directly; return how many bytes, a multiple of the alignment. The
+    rest is left."""
     if not len(data):
         return 0
     source = np.frombuffer(data, np.uint8)
@@ -181,16 +205,21 @@ def _write_direct(file: OpenFile, data: Buffer, start: int) -> int:
     while done < len(data):
         piece: Any = data[done:] if aligned else _bounce_memory()[: len(data) - done]
         if not aligned:
-            np.copyto(piece, source[done : done + len(piece)])  # without the GIL, unlike a memoryview
+            np.copyto(
+                piece, source[done : done + len(piece)]
+            )  # without the GIL, unlike a memoryview
         count = _direct(file, os.pwrite, piece, start + done)
-        done += count - count % ALIGN_NBYTES  # after a short write, go on at a boundary: the same bytes once more
+        done += (
+            count - count % ALIGN_NBYTES
+        )  # after a short write, go on at a boundary: the same bytes once more
         if count < ALIGN_NBYTES:
             break  # the page cache will do, or will know why not
     return done
 
 
 def _read_direct(file: OpenFile, into: Buffer, start: int) -> int:
-    """Read what can be read directly; return how many bytes. Less than asked for at the end of the file, or refused."""
+    """Read what can be read directly; return how many bytes. Less than asked for at the end of the
+    file, or refused."""
     if not len(into):
         return 0
     target = np.frombuffer(into, np.uint8)
@@ -198,7 +227,9 @@ def _read_direct(file: OpenFile, into: Buffer, start: int) -> int:
     done = 0
     while done < len(into):
         piece: Any = into[done:] if aligned else _bounce_memory()[: len(into) - done]
-        count = _direct(file, lambda fd, memory, at: os.preadv(fd, [memory], at), piece, start + done)
+        count = _direct(
+            file, lambda fd, memory, at: os.preadv(fd, [memory], at), piece, start + done
+        )
         if not aligned:
             np.copyto(target[done : done + count], piece[:count])
         done += count
@@ -208,7 +239,8 @@ def _read_direct(file: OpenFile, into: Buffer, start: int) -> int:
 
 
 def _direct(file: OpenFile, call: Any, memory: Any, at: int) -> int:
-    """Bytes done by one direct call; 0 where the file turns out to refuse it. Raises OSError for anything else."""
+    """Bytes done by one direct call; 0 where the file turns out to refuse it. Raises OSError for
+    anything else."""
     if file.direct is None:
         return 0
     try:

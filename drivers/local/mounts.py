@@ -23,7 +23,8 @@ _COHERENT = LUSTRE_TYPES | {"ceph", "gfs2", "gpfs", "ocfs2"}
 
 
 class Mount(NamedTuple):
-    """What is mounted: the type of the file system, where it comes from, and where it is; "" if unknown."""
+    """What is mounted: the type of the file system, where it comes from, and where it is; "" if
+    unknown."""
 
     fs_type: str
     source: str
@@ -31,15 +32,19 @@ class Mount(NamedTuple):
 
 
 def fs_type(path: str) -> str:
-    """The type of the file system that holds ``path`` (which need not exist yet), as mount(8) prints it; "" if unknown."""
+    """The type of the file system that holds ``path`` (which need not exist yet), as mount(8)
+    prints it; "" if unknown."""
     return mount_of(path).fs_type
 
 
 def mount_of(path: str, mountinfo: str | None = None) -> Mount:
-    """The mount that holds ``path`` (which need not exist yet). ``mountinfo`` stands in for ``/proc/self/mountinfo``."""
+    """The mount that holds ``path`` (which need not exist yet). ``mountinfo`` stands in for
+    ``/proc/self/mountinfo``."""
     if mountinfo is None:
         try:
-            with open("/proc/self/mountinfo", "rb", buffering=0) as file:  # plainly: a save waits for it
+            with open(
+                "/proc/self/mountinfo", "rb", buffering=0
+            ) as file:  # plainly: a save waits for it
                 mountinfo = file.read().decode(errors="surrogateescape")
         except OSError:  # no /proc here: nothing is known, and nothing depends on it but a hint
             return Mount("", "", "")
@@ -47,14 +52,17 @@ def mount_of(path: str, mountinfo: str | None = None) -> Mount:
     found, depth = Mount("", "", ""), -1
     for mount in _mounts(mountinfo):
         inside = path == mount.point or path.startswith(mount.point.rstrip("/") + "/")
-        if inside and len(mount.point) >= depth:  # of two mounts on one folder, the later one covers the earlier
+        if (
+            inside and len(mount.point) >= depth
+        ):  # of two mounts on one folder, the later one covers the earlier
             found, depth = mount, len(mount.point)
     return found
 
 
 @lru_cache(maxsize=1)
 def _mounts(mountinfo: str) -> tuple[Mount, ...]:
-    """All that is mounted. Kept while it is the same: a save asks twice while training waits for it to begin."""
+    """All that is mounted. Kept while it is the same: a save asks twice while training waits for it
+    to begin."""
     found = []
     for line in mountinfo.splitlines():
         head, _, tail = line.partition(" - ")
@@ -64,13 +72,15 @@ def _mounts(mountinfo: str) -> tuple[Mount, ...]:
 
 
 def is_shared(fs_type: str) -> bool:
-    """Whether other hosts may see a file system of this type. One that is not known counts as shared: it is worse to take
-    the live upload of another host for a dead one than to keep a dead one for a while."""
+    """Whether other hosts may see a file system of this type. One that is not known counts as
+    shared: it is worse to take the live upload of another host for a dead one than to keep a dead
+    one for a while."""
     return fs_type not in _LOCAL
 
 
 def may_be_stale(fs_type: str) -> bool:
-    """Whether what such a file system says of an open file may be what it was a while ago: other hosts change it."""
+    """Whether what such a file system says of an open file may be what it was a while ago: other
+    hosts change it."""
     return is_shared(fs_type) and fs_type not in _COHERENT
 
 

@@ -1,6 +1,8 @@
-"""Room for a file, asked for before its first byte: what does not fit fails at once, and not after an hour of writing.
+"""Room for a file, asked for before its first byte: what does not fit fails at once, and not after
+an hour of writing.
 
-fallocate(2) itself, and not posix_fallocate(3): where a file system cannot, the latter writes a zero into every block.
+fallocate(2) itself, and not posix_fallocate(3): where a file system cannot, the latter writes a
+zero into every block.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ ASKED_MIN_NBYTES = 1 << 20
 """Smaller files are written before anybody could have asked."""
 
 TakeRoom = Callable[[int, int], bool]
-"""(descriptor of an empty file, bytes that it will have) → whether it has its size and its room now. Blocks. Raises OSError
-where there is no room: ENOSPC, EDQUOT and EFBIG among them, which say how much is wanted."""
+"""(descriptor of an empty file, bytes that it will have) → whether it has its size and its room
+now. Blocks. Raises OSError where there is no room: ENOSPC, EDQUOT and EFBIG among them, which say
+how much is wanted."""
 
 _CANNOT = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.ENODEV)
 
@@ -63,6 +66,7 @@ def _no_room(fd: int, nbytes: int, code: int) -> OSError:
     return OSError(code, text)
 
 
-# Writes to room that was taken are faster on ext4, and slower on XFS. Others are not asked: transparent compression (Btrfs,
-# ZFS) makes room where there seems to be none, and of many a network file system nobody knows what an answer means.
+# Writes to room that was taken are faster on ext4, and slower on XFS. Others are not asked:
+# transparent compression (Btrfs, ZFS) makes room where there seems to be none, and of many a
+# network file system nobody knows what an answer means.
 _ASKED: dict[str, TakeRoom] = {"ext4": _reserve, "xfs": _look, "tmpfs": _look}

@@ -1,7 +1,9 @@
-"""A folder and what lies below it, reached by descriptors only: no symbolic link below the root is ever followed.
+"""A folder and what lies below it, reached by descriptors only: no symbolic link below the root is
+ever followed.
 
-Every part of a key is opened relative to the part before it (``openat``, ``O_NOFOLLOW``), so nobody who may write below
-the root can lead us out of it, also not by swapping a folder for a link while we walk. All functions block.
+Every part of a key is opened relative to the part before it (``openat``, ``O_NOFOLLOW``), so nobody
+who may write below the root can lead us out of it, also not by swapping a folder for a link while
+we walk. All functions block.
 """
 
 from __future__ import annotations
@@ -20,7 +22,16 @@ from ...core.forks.renewal import new_lock
 from ..contract import ObjectInfo
 from .io import is_deleted, status_of
 
-__all__ = ["NO_LOCKS", "Tree", "is_reserved", "is_temporary", "lock", "split", "sync_folder", "temporary_name"]
+__all__ = [
+    "NO_LOCKS",
+    "Tree",
+    "is_reserved",
+    "is_temporary",
+    "lock",
+    "split",
+    "sync_folder",
+    "temporary_name",
+]
 
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
 """What flock fails with where the file system knows no locks, or none that it can give."""
@@ -41,8 +52,8 @@ def is_temporary(name: str) -> bool:
 
 
 def is_hidden(name: str) -> bool:
-    """Whether the client of a network file system, or libfuse, gives this name to a file that was removed while some
-    process of this host has it open. It removes the file when that is closed."""
+    """Whether the client of a network file system, or libfuse, gives this name to a file that was
+    removed while some process of this host has it open. It removes the file when that is closed."""
     return name.startswith((".nfs", ".fuse_hidden")) and _HIDDEN.fullmatch(name) is not None
 
 
@@ -62,17 +73,21 @@ def sync_folder(fd: int) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems know no fsync of a folder: their names are durable
+        if (
+            error.errno != errno.EINVAL
+        ):  # some network file systems know no fsync of a folder: their names are durable
             raise
-    # XFS that has shut down, since it could not write its log, has forgotten the names, and calls this fsync of a folder,
-    # though of no file, a success. It does not answer this.
+    # XFS that has shut down, since it could not write its log, has forgotten the names, and calls
+    # this fsync of a folder, though of no file, a success. It does not answer this.
     os.fstat(fd)
 
 
 class Tree:
-    """What lies below ``root``. The root is opened at first use, and may itself be reached through links.
+    """What lies below ``root``. The root is opened at first use, and may itself be reached through
+    links.
 
-    Methods raise OSError: ELOOP where a part of a key is a symbolic link, ENOENT where nothing is there.
+    Methods raise OSError: ELOOP where a part of a key is a symbolic link, ENOENT where nothing is
+    there.
     """
 
     def __init__(self, root: str) -> None:
@@ -91,12 +106,18 @@ class Tree:
             self._durable.clear()
 
     def open_folder(self, key: str, *, make: bool = False) -> int:
-        """A descriptor, for the caller to close. ``make``: create what is missing, durably; else that is ENOENT."""
+        """A descriptor, for the caller to close. ``make``: create what is missing, durably; else
+        that is ENOENT."""
         reached, *below = key.split("/")
         with self._lock:
             root = self._opened_root(make)
-            # Not a duplicate of the root: that would share the position at which a folder is being listed.
-            fd = self._descend(root, reached, reached, make) if key else os.open(".", _FOLDER, dir_fd=root)
+            # Not a duplicate of the root: that would share the position at which a folder is being
+            # listed.
+            fd = (
+                self._descend(root, reached, reached, make)
+                if key
+                else os.open(".", _FOLDER, dir_fd=root)
+            )
         try:
             for name in below:
                 reached = f"{reached}/{name}"
@@ -122,14 +143,17 @@ class Tree:
             return self._regular(os.stat(name, dir_fd=fd, follow_symlinks=False), key)
 
     def open_object(self, key: str) -> tuple[int, int]:
-        """Open for reading: a descriptor of the folder and one of the object, both for the caller to close. ESTALE where
-        another takes its name meanwhile, and the file system (NFS, FUSE) forgets what was opened."""
+        """Open for reading: a descriptor of the folder and one of the object, both for the caller
+        to close. ESTALE where another takes its name meanwhile, and the file system (NFS, FUSE)
+        forgets what was opened."""
         above, name = split(key)
         folder = self.open_folder(above)
         fd = -1
         try:
             # O_NONBLOCK: a named pipe must not make us wait for its writer.
-            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, dir_fd=folder)
+            fd = os.open(
+                name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, dir_fd=folder
+            )
             self._regular(status_of(fd), key)
         except BaseException:
             for opened in (folder, fd):
@@ -139,7 +163,8 @@ class Tree:
         return folder, fd
 
     def walk(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Every object at or below ``prefix``. Links, temporary files and whatever vanishes meanwhile are left out."""
+        """Every object at or below ``prefix``. Links, temporary files and whatever vanishes
+        meanwhile are left out."""
         if prefix:
             with contextlib.suppress(FileNotFoundError):
                 yield self.info(prefix)
@@ -163,10 +188,11 @@ class Tree:
             sync_folder(fd)
 
     def remove_all(self, prefix: str) -> None:
-        """Remove whatever lies at or below ``prefix``, also links and temporary files; durably. Nothing there: no error.
+        """Remove whatever lies at or below ``prefix``, also links and temporary files; durably.
+        Nothing there: no error.
 
-        A file that was removed before, and that some process still has open (:func:`is_hidden`), stays for it, as do the
-        folders above.
+        A file that was removed before, and that some process still has open (:func:`is_hidden`),
+        stays for it, as do the folders above.
         """
         above, name = split(prefix)
         with contextlib.suppress(FileNotFoundError), self.folder(above) as fd:
@@ -178,11 +204,11 @@ class Tree:
             sync_folder(fd)
 
     def sweep(self, prefix: str, quiet_s: float) -> None:
-        """Remove dead temporary files of the object ``prefix``, and those below the folder ``prefix``; and this folder, and
-        those in it, where they are empty.
+        """Remove dead temporary files of the object ``prefix``, and those below the folder
+        ``prefix``; and this folder, and those in it, where they are empty.
 
-        Dead: nobody holds a lock on it, and it has not changed for ``quiet_s`` seconds. Where there are no locks, the latter
-        decides; if it is 0, that cannot be, and everything stays.
+        Dead: nobody holds a lock on it, and it has not changed for ``quiet_s`` seconds. Where there
+        are no locks, the latter decides; if it is 0, that cannot be, and everything stays.
         """
         above, name = split(prefix)
         own = re.compile(rf"\.{re.escape(name[:48])}\.[0-9a-f]{{16}}\.tmp", re.DOTALL)
@@ -228,8 +254,9 @@ class Tree:
                 kept.add(folder)
 
     def _removed(self, key: str, kept: Set[str]) -> bool:
-        """Remove a folder whose files are removed; False where it stays, because only hidden files, and the folders
-        ``kept``, are in it. Raises OSError, ENOTEMPTY where somebody has stored something there meanwhile."""
+        """Remove a folder whose files are removed; False where it stays, because only hidden files,
+        and the folders ``kept``, are in it. Raises OSError, ENOTEMPTY where somebody has stored
+        something there meanwhile."""
         above, name = split(key)
         for last in (False, True):  # a hidden file may be gone before it is looked at
             try:
@@ -240,7 +267,9 @@ class Tree:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
                 found = [entry for entry, _ in self._look_into(key)]
-                if not all(is_hidden(entry) or f"{key}/{entry}" in kept for entry in found) or (last and not found):
+                if not all(is_hidden(entry) or f"{key}/{entry}" in kept for entry in found) or (
+                    last and not found
+                ):
                     raise
                 if found:
                     return False
@@ -256,7 +285,9 @@ class Tree:
         if make and key not in self._durable:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(name, dir_fd=above)
-            sync_folder(above)  # also of one that is there: another process may have made it a moment ago
+            sync_folder(
+                above
+            )  # also of one that is there: another process may have made it a moment ago
             self._durable.add(key)
         try:
             return os.open(name, _FOLDER, dir_fd=above)
@@ -323,7 +354,8 @@ def _entries(folder: int) -> list[tuple[str, os.stat_result]]:
 
 
 def lock(fd: int) -> bool:
-    """Take the lock by which a live upload is known, until ``fd`` is closed. False where somebody else has it.
+    """Take the lock by which a live upload is known, until ``fd`` is closed. False where somebody
+    else has it.
 
     Raises OSError where the file system knows no locks.
     """
@@ -339,7 +371,8 @@ def _unlink_dead(folder: int, name: str, status: os.stat_result, quiet_s: float)
     if time.time() - status.st_mtime < quiet_s:
         return
     try:
-        # For writing: NFS makes an exclusive lock one of the whole range of bytes, and that wants a writer.
+        # For writing: NFS makes an exclusive lock one of the whole range of bytes, and that wants a
+        # writer.
         fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, dir_fd=folder)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ELOOP, errno.EACCES, errno.ENXIO, errno.EISDIR):
@@ -376,8 +409,8 @@ def _unlink_files(folder: int) -> list[str]:
 
 
 def _unlink(folder: int, name: str) -> None:
-    """Remove a file that was there a moment ago. That it is gone is what was wanted: somebody else has removed it, or a
-    network file system, which was not heard (see :mod:`.local_files`)."""
+    """Remove a file that was there a moment ago. That it is gone is what was wanted: somebody else
+    has removed it, or a network file system, which was not heard (see :mod:`.local_files`)."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(name, dir_fd=folder)
 

@@ -1,8 +1,10 @@
-"""``lustre:///folder``: a folder on Lustre. The local driver, and files that are spread over the storage targets.
+"""``lustre:///folder``: a folder on Lustre. The local driver, and files that are spread over the
+storage targets.
 
-A ``file://`` folder that lies on a Lustre mount is served by this driver too. What makes it Lustre is next door:
-``lustre_layout`` chooses a layout, ``lustre_files`` gives it to new files. The rest (O_DIRECT, temporary names, fsync,
-rename) is the local driver's. Other hosts see the files, so leftovers are swept once they were quiet for an hour.
+A ``file://`` folder that lies on a Lustre mount is served by this driver too. What makes it Lustre
+is next door: ``lustre_layout`` chooses a layout, ``lustre_files`` gives it to new files. The rest
+(O_DIRECT, temporary names, fsync, rename) is the local driver's. Other hosts see the files, so
+leftovers are swept once they were quiet for an hour.
 """
 
 from __future__ import annotations
@@ -39,11 +41,21 @@ class LustreDriver(LocalDriver):
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         **LocalDriver.OPTIONS,
         "stripe_count": Option(
-            _stripe_count, None, "storage targets per file, or all; chosen by size and number of files"
+            _stripe_count,
+            None,
+            "storage targets per file, or all; chosen by size and number of files",
         ),
-        "stripe_size": Option(_stripe_size, None, "on one target before the next one's turn: 16MiB"),
-        "writers": Option(integer(1, 10_000_000), None, "processes that write at the same time: the job's ranks"),
-        "ost_count": Option(integer(1, STRIPE_COUNT_MAX), None, "storage targets of the file system: asked of Lustre"),
+        "stripe_size": Option(
+            _stripe_size, None, "on one target before the next one's turn: 16MiB"
+        ),
+        "writers": Option(
+            integer(1, 10_000_000), None, "processes that write at the same time: the job's ranks"
+        ),
+        "ost_count": Option(
+            integer(1, STRIPE_COUNT_MAX),
+            None,
+            "storage targets of the file system: asked of Lustre",
+        ),
     }
 
     def __init__(
@@ -66,7 +78,9 @@ class LustreDriver(LocalDriver):
             writers=writers,
             facts=partial(facts_of, uri.location, ost_count),
         )
-        super().__init__(root, scheme=scheme, fs_type=lambda path: "lustre", create=striper.create, **local)
+        super().__init__(
+            root, scheme=scheme, fs_type=lambda path: "lustre", create=striper.create, **local
+        )
         # Parts of whole stripes: no two writes share one, so none waits for another's lock.
         stripe_nbytes = stripe_size or STRIPE_NBYTES
         part_nbytes = -(-self.traits.part_nbytes // stripe_nbytes) * stripe_nbytes
@@ -74,7 +88,8 @@ class LustreDriver(LocalDriver):
 
     @classmethod
     def open(cls, uri: Uri) -> LustreDriver:
-        """The driver for ``uri``. Raises UriError for an option, or a value, that OPTIONS does not know."""
+        """The driver for ``uri``. Raises UriError for an option, or a value, that OPTIONS does not
+        know."""
         driver = cls(uri.location, scheme=uri.scheme, **option_values(cls.OPTIONS, uri))
         return driver._closed_when_collected()
 

@@ -22,12 +22,14 @@ from .layout import ALL_OSTS, STRIPE_NBYTES, Layout, choose, decode, encode
 __all__ = ["STRIPED_MIN_NBYTES", "Facts", "Striper", "count_osts", "facts_of", "layout_of"]
 
 STRIPED_MIN_NBYTES = 1 << 20
-"""Smaller files keep the folder's default: one stripe is enough, and it may lie with the metadata."""
+"""Smaller files keep the folder's default: one stripe is enough, and it may lie with the metadata.
+"""
 OST_COUNT_UNKNOWN = 4
 """Taken where nobody says how many there are."""
 
 _LOV = "lustre.lov"
-# O_LOV_DELAY_CREATE is spelled O_NOCTTY | O_ASYNC: create no objects until the layout is known, or the first byte comes.
+# O_LOV_DELAY_CREATE is spelled O_NOCTTY | O_ASYNC: create no objects until the layout is known, or
+# the first byte comes.
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_NOCTTY | os.O_ASYNC
 _NO_LAYOUTS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY, errno.EPERM, errno.EACCES)
 _LFS_TIMEOUT_S = 30.0
@@ -37,7 +39,8 @@ _log = logging.getLogger(__name__)
 
 
 class Facts(NamedTuple):
-    """What is the same for all of a file system: its number of OSTs, and the layout of folders that have none."""
+    """What is the same for all of a file system: its number of OSTs, and the layout of folders that
+    have none."""
 
     ost_count: int
     default: Layout = Layout()
@@ -46,9 +49,9 @@ class Facts(NamedTuple):
 class Striper:
     """Creates the files of one root, each with its layout. Thread-safe.
 
-    ``stripe_count`` and ``stripe_nbytes`` are what was asked for, None where it is left to us. If both are, and a
-    folder has a composite default, its files are made as that says. A layout that we chose and did not get is logged,
-    once; one that was asked for and is refused is an error.
+    ``stripe_count`` and ``stripe_nbytes`` are what was asked for, None where it is left to us. If
+    both are, and a folder has a composite default, its files are made as that says. A layout that
+    we chose and did not get is logged, once; one that was asked for and is refused is an error.
     """
 
     def __init__(
@@ -69,7 +72,8 @@ class Striper:
         self._told: set[str] = set()
 
     def create(self, folder: int, name: str, nbytes: int) -> int:
-        """A :data:`CreateFile`. Raises OSError; StorageError where a layout that was asked for is refused."""
+        """A :data:`CreateFile`. Raises OSError; StorageError where a layout that was asked for is
+        refused."""
         wanted = self._wanted(folder, nbytes) if nbytes >= STRIPED_MIN_NBYTES else None
         if wanted is None:
             return create_file(folder, name, nbytes)
@@ -110,10 +114,15 @@ class Striper:
                 raise StorageError(
                     f"the layout that was asked for, {wanted}, is refused: {error.strerror}",
                     uri=self._uri,
-                    advice="Leave out stripe_count and stripe_size, or see what `lfs setstripe` takes in this folder.",
+                    advice=(
+                        "Leave out stripe_count and stripe_size, or see what `lfs setstripe` "
+                        "takes in this folder."
+                    ),
                 ) from error
             if not by_lfs:
-                self._tell(f"no layout can be set ({error.strerror}): files get the folder's default")
+                self._tell(
+                    f"no layout can be set ({error.strerror}): files get the folder's default"
+                )
 
     def _check(self, found: Layout | None, wanted: Layout) -> None:
         """Lustre ignores a layout that comes too late, and says nothing."""
@@ -121,7 +130,10 @@ class Striper:
             return  # what could not be set, has been told; or it cannot be read
         count = found.stripe_count if wanted.stripe_count == ALL_OSTS else wanted.stripe_count
         if found != dataclasses.replace(wanted, stripe_count=count):
-            self._tell(f"a file has {found}, not {wanted}: it was ignored, or there are not so many targets")
+            self._tell(
+                f"a file has {found}, not {wanted}: it was ignored, or there are not so "
+                f"many targets"
+            )
         elif "layout" not in self._told:
             self._told.add("layout")
             _log.info("%s: a file was given %s", self._uri, found)
@@ -133,7 +145,8 @@ class Striper:
 
 
 def layout_of(fd: int) -> Layout | None:
-    """The layout of a file, or the default of a folder; None where there is none, or it cannot be read."""
+    """The layout of a file, or the default of a folder; None where there is none, or it cannot be
+    read."""
     try:
         return decode(os.getxattr(fd, _LOV))
     except OSError as error:
@@ -153,7 +166,8 @@ def facts_of(path: str, ost_count: int | None = None) -> Facts:
 
 
 def count_osts(path: str, parameters: Sequence[Path] = _PARAMETERS) -> int:
-    """How many OSTs the file system that holds ``path`` has: from the kernel, else from `lfs df`, else a guess."""
+    """How many OSTs the file system that holds ``path`` has: from the kernel, else from `lfs df`,
+    else a guess."""
     fs_name = mount_of(path).source.rpartition("/")[2]
     for folder in parameters:
         for file in folder.glob(f"lov/{fs_name or '*'}-clilov-*/activeobd"):
@@ -168,7 +182,9 @@ def _set_by_lfs(folder: int, name: str, wanted: Layout) -> bool:
     pool = ["--pool", wanted.pool] if wanted.pool else []
     count, size = str(wanted.stripe_count), str(wanted.stripe_nbytes)
     path = f"/proc/{os.getpid()}/fd/{folder}/{name}"
-    return _lfs("setstripe", "--stripe-count", count, "--stripe-size", size, *pool, path) is not None
+    return (
+        _lfs("setstripe", "--stripe-count", count, "--stripe-size", size, *pool, path) is not None
+    )
 
 
 def _lfs(*arguments: str) -> str | None:
@@ -177,7 +193,9 @@ def _lfs(*arguments: str) -> str | None:
     if lfs is None:
         return None
     try:
-        run = subprocess.run([lfs, *arguments], capture_output=True, text=True, timeout=_LFS_TIMEOUT_S, check=True)
+        run = subprocess.run(
+            [lfs, *arguments], capture_output=True, text=True, timeout=_LFS_TIMEOUT_S, check=True
+        )
     except (OSError, subprocess.SubprocessError) as error:
         _log.warning("lfs %s failed: %s", arguments[0], error)
         return None

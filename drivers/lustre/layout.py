@@ -1,7 +1,9 @@
-"""How a file is spread over a Lustre file system's object storage targets (OSTs): as bytes, and chosen. Pure functions.
+"""How a file is spread over a Lustre file system's object storage targets (OSTs): as bytes, and
+chosen. Pure functions.
 
-A file is dealt out to ``stripe_count`` objects, each on an OST of its own, ``stripe_nbytes`` at a time. The layout is
-the extended attribute ``lustre.lov``; it is given before the first byte is written, and never changes afterwards.
+A file is dealt out to ``stripe_count`` objects, each on an OST of its own, ``stripe_nbytes`` at a
+time. The layout is the extended attribute ``lustre.lov``; it is given before the first byte is
+written, and never changes afterwards.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ _HUGE_NBYTES = 256 << 30
 _PER_STRIPE_NBYTES = 512 << 20
 _ALONE_COUNT_MAX = 32
 
-# struct lov_user_md_v1: magic, pattern, object id (two words), stripe size, stripe count, first OST.
+# struct lov_user_md_v1: magic, pattern, object id (two words), stripe size, stripe count, first
+# OST.
 _V1 = struct.Struct("<IIQQIHH")
 _MAGIC_V1, _MAGIC_V3 = 0x0BD10BD0, 0x0BD30BD0
 _POOL_NBYTES = 16  # version 3 has the name of a pool of OSTs behind it
@@ -41,8 +44,9 @@ _ANY_OST = 0xFFFF
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """``stripe_count``: objects, :data:`ALL_OSTS`, or 0 for the file system's default; ``stripe_nbytes``: 0 for the default;
-    ``pool``: OSTs to choose from. ``composite``: several layouts by range of the file (PFL); the rest is then unknown."""
+    """``stripe_count``: objects, :data:`ALL_OSTS`, or 0 for the file system's default;
+    ``stripe_nbytes``: 0 for the default; ``pool``: OSTs to choose from. ``composite``: several
+    layouts by range of the file (PFL); the rest is then unknown."""
 
     stripe_count: int = 0
     stripe_nbytes: int = 0
@@ -52,7 +56,9 @@ class Layout:
     def __str__(self) -> str:
         if self.composite:
             return "a composite layout"
-        count = "all" if self.stripe_count == ALL_OSTS else self.stripe_count or "the default number of"
+        count = (
+            "all" if self.stripe_count == ALL_OSTS else self.stripe_count or "the default number of"
+        )
         size = f"{self.stripe_nbytes >> 10:,} KiB" if self.stripe_nbytes else "the default size"
         return f"{count} stripes of {size}" + (f" in pool {self.pool}" if self.pool else "")
 
@@ -65,7 +71,8 @@ def encode(layout: Layout) -> bytes:
 
 
 def decode(value: bytes) -> Layout:
-    """The layout that ``lustre.lov`` says. What is neither version 1 nor 3 is composite, or newer than we are."""
+    """The layout that ``lustre.lov`` says. What is neither version 1 nor 3 is composite, or newer
+    than we are."""
     if len(value) < _V1.size:
         return Layout(composite=True)
     magic, _, _, _, stripe_nbytes, count, _ = _V1.unpack_from(value)
@@ -79,10 +86,11 @@ def decode(value: bytes) -> Layout:
 def choose(nbytes: int, *, ost_count: int, writers: int | None, shared_file: bool = False) -> int:
     """The number of stripes for a file of ``nbytes``.
 
-    ``writers`` is how many processes write at the same time, each a file of its own, or, with ``shared_file``, all this
-    one; None: unknown, and taken for many. Many files fill all OSTs by their number: one stripe each, which also keeps
-    the objects and locks few; a few for very large ones, so that no OST holds a whole one. Few files get a share of the
-    OSTs each, as far as their size makes use of it. One shared file gets an OST per writer.
+    ``writers`` is how many processes write at the same time, each a file of its own, or, with
+    ``shared_file``, all this one; None: unknown, and taken for many. Many files fill all OSTs by
+    their number: one stripe each, which also keeps the objects and locks few; a few for very large
+    ones, so that no OST holds a whole one. Few files get a share of the OSTs each, as far as their
+    size makes use of it. One shared file gets an OST per writer.
     """
     if shared_file:
         return max(1, min(ost_count, writers or ost_count, STRIPE_COUNT_MAX))

@@ -1,8 +1,10 @@
-"""Where the requests for an S3 bucket go, and who signs them: one answer, for obstore and for botocore.
+"""Where the requests for an S3 bucket go, and who signs them: one answer, for obstore and for
+botocore.
 
-botocore knows how a region, a profile, the environment and the name of a bucket make an endpoint: partitions such as China,
-FIPS, dual-stack, access points, directory buckets, the ``services`` section of a profile. So it is asked for the request
-that it would send, and both clients are given what it says.
+botocore knows how a region, a profile, the environment and the name of a bucket make an endpoint:
+partitions such as China, FIPS, dual-stack, access points, directory buckets, the ``services``
+section of a profile. So it is asked for the request that it would send, and both clients are given
+what it says.
 """
 
 from __future__ import annotations
@@ -70,10 +72,12 @@ class Place:
 
 
 def session_for(profile: str) -> Any:
-    """botocore's session: shared, for the first client of each costs a third of a second, and later ones next to nothing.
+    """botocore's session: shared, for the first client of each costs a third of a second, and later
+    ones next to nothing.
 
-    It reads the environment and the shared files, once; so whoever asks after these have changed gets another one. Raises
-    BotoCoreError where there is no such profile, or a file that cannot be read.
+    It reads the environment and the shared files, once; so whoever asks after these have changed
+    gets another one. Raises BotoCoreError where there is no such profile, or a file that cannot be
+    read.
     """
     names = [name for name in list(os.environ) if name.startswith("AWS_")]
     environment = frozenset((name, os.environ.get(name, "")) for name in names)
@@ -90,7 +94,9 @@ def forget_sessions() -> None:
 
 
 @lru_cache(maxsize=8)
-def _session(profile: str, environment: frozenset[tuple[str, str]], files: tuple[tuple[Any, ...], ...]) -> Any:
+def _session(
+    profile: str, environment: frozenset[tuple[str, str]], files: tuple[tuple[Any, ...], ...]
+) -> Any:
     """``environment`` and ``files`` tell sessions apart; botocore reads both by itself."""
     import botocore.session
 
@@ -110,7 +116,8 @@ def _state(file: str) -> tuple[Any, ...]:
 
 
 def make_client(session: Any, region: str, endpoint: str, verify: str | None, **how: Any) -> Any:
-    """botocore's S3 client. ``how`` is for its ``Config``; without an ``endpoint``, botocore finds it."""
+    """botocore's S3 client. ``how`` is for its ``Config``; without an ``endpoint``, botocore finds
+    it."""
     from botocore.config import Config
 
     s3 = {"us_east_1_regional_endpoint": "regional", **how.pop("s3", {})}
@@ -122,9 +129,11 @@ def make_client(session: Any, region: str, endpoint: str, verify: str | None, **
 
 
 def place_of(session: Any, bucket: str, region: str, endpoint: str, style: str, uri: str) -> Place:
-    """Where requests for ``bucket`` go. Nothing is sent. Without an ``endpoint``, environment and profile may name one.
+    """Where requests for ``bucket`` go. Nothing is sent. Without an ``endpoint``, environment and
+    profile may name one.
 
-    Raises UriError, with ``uri``, for what botocore refuses, and for what it would sign in a way that obstore cannot.
+    Raises UriError, with ``uri``, for what botocore refuses, and for what it would sign in a way
+    that obstore cannot.
     """
     from botocore.exceptions import BotoCoreError
 
@@ -135,7 +144,9 @@ def place_of(session: Any, bucket: str, region: str, endpoint: str, style: str, 
         raise UriError(f"no endpoint for bucket {bucket!r}: {reason[:300]}", uri=uri) from error
     except ValueError:  # whose text repeats the endpoint, with the password that it may hold
         needed = "is not a URL, http:// or https://, without user, password, query and fragment"
-        raise UriError(f"the endpoint, which the environment or a profile sets, {needed}", uri=uri) from None
+        raise UriError(
+            f"the endpoint, which the environment or a profile sets, {needed}", uri=uri
+        ) from None
     if service not in _SERVICES or "*" in place.region:
         raise UriError(
             f"requests for {bucket!r} need signatures that the client cannot make",
@@ -146,20 +157,27 @@ def place_of(session: Any, bucket: str, region: str, endpoint: str, style: str, 
 
 
 @lru_cache(maxsize=64)
-def _resolved(session: Any, bucket: str, region: str, endpoint: str, style: str) -> tuple[Place, str]:
+def _resolved(
+    session: Any, bucket: str, region: str, endpoint: str, style: str
+) -> tuple[Place, str]:
     """The place, and the service that requests are signed for. A session never changes its mind."""
     named = endpoint.rstrip("/") or _named_endpoint(session, region)
     if style == "auto":
         style = _profile_style(session) or ("path" if named else "auto")
     client = make_client(session, region, endpoint, None, s3={"addressing_style": style})
     bucket_url, signing = _first_request(client, bucket)
-    return Place(bucket_url, signing.get("region", region), named, style), signing.get("signing_name", "s3")
+    return Place(bucket_url, signing.get("region", region), named, style), signing.get(
+        "signing_name", "s3"
+    )
 
 
 def _named_endpoint(session: Any, region: str) -> str:
-    """The endpoint that the environment or the profile names, or nothing. Raises ValueError where it is no plain URL."""
+    """The endpoint that the environment or the profile names, or nothing. Raises ValueError where
+    it is no plain URL."""
     found = make_client(session, region, "", None).meta.endpoint_url
-    usual = make_client(session, region, "", None, ignore_configured_endpoint_urls=True).meta.endpoint_url
+    usual = make_client(
+        session, region, "", None, ignore_configured_endpoint_urls=True
+    ).meta.endpoint_url
     return "" if found == usual else url(found).rstrip("/")
 
 
@@ -170,12 +188,15 @@ def _profile_style(session: Any) -> str:
 
 
 def _first_request(client: Any, bucket: str) -> tuple[str, Mapping[str, Any]]:
-    """The URL of ``bucket``, and how requests for it are signed: of the request that botocore was about to send."""
+    """The URL of ``bucket``, and how requests for it are signed: of the request that botocore was
+    about to send."""
     from botocore.awsrequest import AWSResponse
 
     asked: list[tuple[str, Mapping[str, Any]]] = []
 
-    def keep(params: Mapping[str, Any], context: Mapping[str, Any], **_: Any) -> tuple[AWSResponse, dict[str, Any]]:
+    def keep(
+        params: Mapping[str, Any], context: Mapping[str, Any], **_: Any
+    ) -> tuple[AWSResponse, dict[str, Any]]:
         asked.append((params["url"], context.get("signing") or {}))
         return AWSResponse(params["url"], 204, {}, None), {}  # in place of sending it
 
@@ -191,8 +212,8 @@ def may_be_elsewhere(bucket: str) -> bool:
 
 
 def bucket_region(place: Place, bucket: str, make_unsigned_client: Callable[[], Any]) -> str:
-    """The region that AWS, asked at ``place``, says ``bucket`` is in, or nothing. One request, which needs no permission,
-    and is made once in a process."""
+    """The region that AWS, asked at ``place``, says ``bucket`` is in, or nothing. One request,
+    which needs no permission, and is made once in a process."""
     if place.bucket_url not in _regions:
         with contextlib.closing(make_unsigned_client()) as client:
             found = _asked_region(client, bucket)

@@ -1,10 +1,12 @@
 """``gs://bucket/root``, Google Cloud Storage, and ``az://container/root``, Azure Blob Storage.
 
-Credentials come from each cloud's own chain, as obstore follows it: environment, application default credentials, managed
-identities. Only credentials, and Azure's account, come from the environment; options alone say where requests go, and how.
+Credentials come from each cloud's own chain, as obstore follows it: environment, application
+default credentials, managed identities. Only credentials, and Azure's account, come from the
+environment; options alone say where requests go, and how.
 
-Unfinished uploads are left to the stores: Azure forgets uncommitted blocks after a week, Google by a life-cycle rule
-(``AbortIncompleteMultipartUpload``). Neither can be told earlier by what obstore knows of them.
+Unfinished uploads are left to the stores: Azure forgets uncommitted blocks after a week, Google by
+a life-cycle rule (``AbortIncompleteMultipartUpload``). Neither can be told earlier by what obstore
+knows of them.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ class GcsDriver(ObjectDriver):
 
     @classmethod
     def open(cls, uri: Uri) -> GcsDriver:
-        """The driver for ``uri``. Raises UriError for what OPTIONS does not know, and where obstore is not installed."""
+        """The driver for ``uri``. Raises UriError for what OPTIONS does not know, and where obstore
+        is not installed."""
         values = option_values(cls.OPTIONS, uri)
         needs(uri, "gs", "obstore")
         return cls(uri, values)
@@ -74,11 +77,14 @@ class GcsDriver(ObjectDriver):
         if file is None:
             return None
         needs(Uri("gs", self._bucket), "gs", "google.auth", "requests")
-        return token_provider(file, self._ca or system_certificates(), self._settings.proxy, self.uri)
+        return token_provider(
+            file, self._ca or system_certificates(), self._settings.proxy, self.uri
+        )
 
 
 class AzureDriver(ObjectDriver):
-    """Objects of one container of Azure Blob Storage. The account is an option, or AZURE_STORAGE_ACCOUNT_NAME."""
+    """Objects of one container of Azure Blob Storage. The account is an option, or
+    AZURE_STORAGE_ACCOUNT_NAME."""
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         **COMMON_OPTIONS,
@@ -93,7 +99,8 @@ class AzureDriver(ObjectDriver):
 
     @classmethod
     def open(cls, uri: Uri) -> AzureDriver:
-        """The driver for ``uri``. Raises UriError for what OPTIONS does not know, and where obstore is not installed."""
+        """The driver for ``uri``. Raises UriError for what OPTIONS does not know, and where obstore
+        is not installed."""
         values = option_values(cls.OPTIONS, uri)
         needs(uri, "az", "obstore")
         return cls(uri, values)
@@ -118,7 +125,8 @@ class AzureDriver(ObjectDriver):
 
         config = {
             "account_name": self._account,
-            "endpoint": self._values["endpoint"] or f"https://{self._account}.blob.core.windows.net",
+            "endpoint": self._values["endpoint"]
+            or f"https://{self._account}.blob.core.windows.net",
             "skip_signature": self._values["anonymous"],
             "use_emulator": False,
             "use_fabric_endpoint": False,
@@ -130,5 +138,6 @@ class AzureDriver(ObjectDriver):
 
 
 def _nobody() -> dict[str, Any]:
-    """A token for requests that need none. Without any, obstore would ask the metadata server before it writes."""
+    """A token for requests that need none. Without any, obstore would ask the metadata server
+    before it writes."""
     return {"token": "", "expires_at": None}

@@ -1,4 +1,5 @@
-"""What all object stores share that needs no store: options, settings, and how locations and keys are written."""
+"""What all object stores share that needs no store: options, settings, and how locations and keys
+are written."""
 
 from __future__ import annotations
 
@@ -15,36 +16,65 @@ from ..contract import check_key
 from ..options import Option, duration, integer, size, switch, url
 from ..uri import WHERE_SECRETS_GO, Uri
 
-__all__ = ["COMMON_OPTIONS", "Requests", "Settings", "encoded", "needs", "settings", "split_location"]
+__all__ = [
+    "COMMON_OPTIONS",
+    "Requests",
+    "Settings",
+    "encoded",
+    "needs",
+    "settings",
+    "split_location",
+]
 
 COMMON_OPTIONS: Mapping[str, Option] = {
-    "part_size": Option(size(5 << 20, 5 << 30), 16 << 20, "of the parts of a large object; 16MiB saves a copy"),
+    "part_size": Option(
+        size(5 << 20, 5 << 30), 16 << 20, "of the parts of a large object; 16MiB saves a copy"
+    ),
     "concurrency": Option(integer(1, 256), 16, "requests in flight"),
-    "timeout": Option(duration(0.1, 3600), 90.0, "how long one request may take, with all that it sends and receives"),
-    "read_timeout": Option(duration(0.1, 3600), 30.0, "for how long nothing may come while an answer is awaited"),
-    "deadline": Option(duration(0, 86400), 60.0, "for how long a request that fails for the moment is repeated"),
-    "conditional": Option(switch, True, "whether the store knows conditional puts; see how-to/use-object-storage"),
+    "timeout": Option(
+        duration(0.1, 3600),
+        90.0,
+        "how long one request may take, with all that it sends and receives",
+    ),
+    "read_timeout": Option(
+        duration(0.1, 3600), 30.0, "for how long nothing may come while an answer is awaited"
+    ),
+    "deadline": Option(
+        duration(0, 86400), 60.0, "for how long a request that fails for the moment is repeated"
+    ),
+    "conditional": Option(
+        switch, True, "whether the store knows conditional puts; see how-to/use-object-storage"
+    ),
     "anonymous": Option(switch, False, "send no credentials"),
     "ca": Option(
-        str, "", "file, in PEM, of authorities whose certificates are trusted, too; else as how-to/use-object-storage"
+        str,
+        "",
+        (
+            "file, in PEM, of authorities whose certificates are trusted, too; else as "
+            "how-to/use-object-storage"
+        ),
     ),
-    "proxy": Option(url, "", "URL of the HTTP proxy to go through; else HTTPS_PROXY, HTTP_PROXY, NO_PROXY"),
+    "proxy": Option(
+        url, "", "URL of the HTTP proxy to go through; else HTTPS_PROXY, HTTP_PROXY, NO_PROXY"
+    ),
 }
 """What all object stores take."""
 
 
 class Requests(Enum):
-    """A kind of requests. Each kind has an HTTP client of its own, for a client has one time-out and one way to repeat."""
+    """A kind of requests. Each kind has an HTTP client of its own, for a client has one time-out
+    and one way to repeat."""
 
     READING = "reading"
     """Requests that send next to nothing. Repeated by the client; silence ends them."""
     SENDING = "sending"
-    """Objects and parts on their way to the store. Repeated by the client. While bytes are sent, the store is silent, and
-    the client cannot see how many have left: only ``timeout`` bounds them."""
+    """Objects and parts on their way to the store. Repeated by the client. While bytes are sent,
+    the store is silent, and the client cannot see how many have left: only ``timeout`` bounds them.
+    """
     ONCE = "once"
-    """Never repeated by the client: an exclusive put whose repetition meets its own object would report a conflict, and a
-    store that does not know a request would be asked until ``deadline``. What failed for the moment is the caller's to
-    repeat."""
+    """Never repeated by the client: an exclusive put whose repetition meets its own object would
+    report a conflict, and a store that does not know a request would be asked until ``deadline``.
+    What failed for the moment is the caller's to repeat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +115,25 @@ class Settings:
         return options
 
     def retry(self, requests: Requests) -> dict[str, Any]:
-        """For obstore's retries: bounded by time, not by number, so that a server may restart meanwhile."""
+        """For obstore's retries: bounded by time, not by number, so that a server may restart
+        meanwhile."""
         if requests is Requests.ONCE:
             return {"max_retries": 0}
         limit_s = self.deadline_s
         if requests is Requests.SENDING and limit_s:
-            limit_s += self.timeout_s  # one whose connection went dead has taken that long before it fails
-        backoff = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 2}
-        return {"max_retries": 10_000, "retry_timeout": timedelta(seconds=limit_s), "backoff": backoff}
+            limit_s += (
+                self.timeout_s
+            )  # one whose connection went dead has taken that long before it fails
+        backoff = {
+            "init_backoff": timedelta(seconds=0.1),
+            "max_backoff": timedelta(seconds=5),
+            "base": 2,
+        }
+        return {
+            "max_retries": 10_000,
+            "retry_timeout": timedelta(seconds=limit_s),
+            "backoff": backoff,
+        }
 
 
 def _milliseconds(seconds: float) -> str:
@@ -103,7 +144,11 @@ def split_location(uri: Uri) -> tuple[str, str]:
     """(bucket, root): the root without slashes at its ends, decoded. Raises UriError."""
     bucket, _, path = uri.location.partition("/")
     if not bucket:
-        raise UriError(f"{uri.scheme}:// names no bucket", uri=uri.redacted, advice=f"Write {uri.scheme}://bucket/run.")
+        raise UriError(
+            f"{uri.scheme}:// names no bucket",
+            uri=uri.redacted,
+            advice=f"Write {uri.scheme}://bucket/run.",
+        )
     if "@" in bucket:
         raise UriError("a URI is no place for a user", uri=uri.redacted, advice=WHERE_SECRETS_GO)
     try:
@@ -114,8 +159,9 @@ def split_location(uri: Uri) -> tuple[str, str]:
 
 
 def encoded(key: str) -> str:
-    """``key`` with what cannot be printed percent-encoded, and so "%" too: listings, which are XML, could not carry it. The
-    backslash likewise: some stores take it for a slash. Raises UnicodeEncodeError for what is no text."""
+    """``key`` with what cannot be printed percent-encoded, and so "%" too: listings, which are XML,
+    could not carry it. The backslash likewise: some stores take it for a slash. Raises
+    UnicodeEncodeError for what is no text."""
     return "".join(c if c.isprintable() and c not in "%\\" else quote(c, safe="") for c in key)
 
 

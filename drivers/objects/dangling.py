@@ -1,4 +1,5 @@
-"""Unfinished multipart uploads of S3: found and dropped. obstore can do neither, so this asks botocore.
+"""Unfinished multipart uploads of S3: found and dropped. obstore can do neither, so this asks
+botocore.
 
 They are never visible, but are stored, and paid for, until somebody drops them. All of this blocks.
 """
@@ -21,7 +22,14 @@ __all__ = ["Unfinished"]
 
 _log = logging.getLogger(__name__)
 
-_UNKNOWN = {"NotImplemented", "MethodNotAllowed", "NoSuchUpload", "UnsupportedOperation", "501", "405"}
+_UNKNOWN = {
+    "NotImplemented",
+    "MethodNotAllowed",
+    "NoSuchUpload",
+    "UnsupportedOperation",
+    "501",
+    "405",
+}
 """How servers answer who asks for a list of unfinished uploads that they do not keep."""
 _without_list: set[tuple[str, str]] = set()
 """(endpoint, bucket) where that list is unknown: nobody is asked again in this process."""
@@ -42,14 +50,17 @@ class Unfinished:
     """Whether the store lists whole folders only, as directory buckets do."""
 
     def drop(self, path: str, *, whole_key: bool, quiet_s: float, began_within_s: float) -> int:
-        """Drop those to ``path``, or, unless ``whole_key``, also below it: if nothing came for ``quiet_s`` and they began
-        in the last ``began_within_s`` seconds, by the store's clock. Gives how many. Raises StorageError."""
+        """Drop those to ``path``, or, unless ``whole_key``, also below it: if nothing came for
+        ``quiet_s`` and they began in the last ``began_within_s`` seconds, by the store's clock.
+        Gives how many. Raises StorageError."""
         deadline_s, dropped = time.monotonic() + self.limit_s, 0
         if self._place in _without_list:
             return 0
         with self._failures(path):
             for now_s, upload in self._all(path, deadline_s):
-                if upload["Key"] != path and (whole_key or not upload["Key"].startswith(path + "/")):
+                if upload["Key"] != path and (
+                    whole_key or not upload["Key"].startswith(path + "/")
+                ):
                     continue
                 age_s = now_s - _seconds(upload["Initiated"])
                 if age_s > began_within_s + _CLOCK_S:
@@ -60,11 +71,14 @@ class Unfinished:
         return dropped
 
     def _all(self, path: str, deadline_s: float) -> Iterator[tuple[float, dict[str, Any]]]:
-        """Every upload whose key begins with ``path``, and the store's time when it was listed, in seconds."""
+        """Every upload whose key begins with ``path``, and the store's time when it was listed, in
+        seconds."""
         more: dict[str, str] = {}
         while True:
             if time.monotonic() > deadline_s:
-                raise StorageDownError(f"listing uploads took more than {self.limit_s:g} s", uri=self.uri)
+                raise StorageDownError(
+                    f"listing uploads took more than {self.limit_s:g} s", uri=self.uri
+                )
             page = self._page(path, more)
             if page is None:
                 return
@@ -72,7 +86,10 @@ class Unfinished:
             yield from ((now_s, upload) for upload in page.get("Uploads", ()))
             if not page.get("IsTruncated"):
                 return
-            markers = {"KeyMarker": page.get("NextKeyMarker"), "UploadIdMarker": page.get("NextUploadIdMarker")}
+            markers = {
+                "KeyMarker": page.get("NextKeyMarker"),
+                "UploadIdMarker": page.get("NextUploadIdMarker"),
+            }
             more = {name: marker for name, marker in markers.items() if marker}
 
     def _page(self, path: str, more: dict[str, str]) -> dict[str, Any] | None:
@@ -81,7 +98,9 @@ class Unfinished:
 
         prefix = path[: path.rfind("/") + 1] if self.by_folder else path
         try:
-            page: dict[str, Any] = self.client.list_multipart_uploads(Bucket=self.bucket, Prefix=prefix, **more)
+            page: dict[str, Any] = self.client.list_multipart_uploads(
+                Bucket=self.bucket, Prefix=prefix, **more
+            )
         except ClientError as error:
             code = error.response["Error"]["Code"]
             status = error.response["ResponseMetadata"]["HTTPStatusCode"]
@@ -89,7 +108,8 @@ class Unfinished:
                 raise
             _without_list.add(self._place)
             _log.warning(
-                "%s cannot list unfinished uploads (%s, status %d): what uploads that fail leave there stays until the "
+                "%s cannot list unfinished uploads (%s, status %d): what uploads that fail leave "
+                "there stays until the "
                 "store removes it",
                 self.uri,
                 code,
@@ -107,14 +127,18 @@ class Unfinished:
         name = {"Bucket": self.bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
         last_s = _seconds(upload["Initiated"])
         for page in self.client.get_paginator("list_parts").paginate(**name):
-            last_s = max([last_s, *(_seconds(part["LastModified"]) for part in page.get("Parts", ()))])
+            last_s = max(
+                [last_s, *(_seconds(part["LastModified"]) for part in page.get("Parts", ()))]
+            )
         return now_s - last_s
 
     def _abort(self, upload: dict[str, Any]) -> None:
         from botocore.exceptions import ClientError
 
         try:
-            self.client.abort_multipart_upload(Bucket=self.bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+            self.client.abort_multipart_upload(
+                Bucket=self.bucket, Key=upload["Key"], UploadId=upload["UploadId"]
+            )
         except ClientError as error:
             if error.response["Error"]["Code"] != "NoSuchUpload":  # finished, or dropped by another
                 raise
@@ -131,7 +155,10 @@ class Unfinished:
             told = RuntimeError(f"<Code>{code}</Code> status {status}")
             raise translated(told, "dropping unfinished uploads", self.uri, path) from error
         except SSLError as error:
-            message = f"dropping unfinished uploads failed: the server's certificate is not trusted: {error}"
+            message = (
+                f"dropping unfinished uploads failed: the server's certificate is not "
+                f"trusted: {error}"
+            )
             raise StorageError(message, uri=self.uri, key=path, advice=TRUST) from error
         except BotoCoreError as error:
             message = f"dropping unfinished uploads failed: {error}"

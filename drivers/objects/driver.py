@@ -1,7 +1,9 @@
-"""The driver contract in terms of obstore; what differs between kinds of stores is left to subclasses.
+"""The driver contract in terms of obstore; what differs between kinds of stores is left to
+subclasses.
 
-A key lies below the root as it is: in ``s3://bucket/run`` the key ``a/b`` is the object ``run/a/b``, with what object
-stores do not take in a name percent-encoded. A folder is nothing: a prefix that keys share.
+A key lies below the root as it is: in ``s3://bucket/run`` the key ``a/b`` is the object
+``run/a/b``, with what object stores do not take in a name percent-encoded. A folder is nothing: a
+prefix that keys share.
 """
 
 from __future__ import annotations
@@ -19,7 +21,14 @@ from weakref import WeakSet
 
 import numpy as np
 
-from ...errors import DamagedError, ExistsError, NotFoundError, StorageDownError, StorageError, UriError
+from ...errors import (
+    DamagedError,
+    ExistsError,
+    NotFoundError,
+    StorageDownError,
+    StorageError,
+    UriError,
+)
 from ..contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_key, check_small
 from ..tasks import side_by_side, to_the_end
 from ..threads import Threads
@@ -51,7 +60,8 @@ class ObjectDriver(Driver):
     """Objects in a bucket, below a root. Touches nothing before its first operation."""
 
     _bulk_delete = False
-    """Whether the requests of kind ``ONCE`` delete many objects at a time, where the others delete one."""
+    """Whether the requests of kind ``ONCE`` delete many objects at a time, where the others delete
+    one."""
 
     _labels: Mapping[str, Any] = MappingProxyType({})
     """What obstore's ``put`` is told of every object."""
@@ -86,8 +96,8 @@ class ObjectDriver(Driver):
 
     @abstractmethod
     def _connect(self, requests: Requests) -> Any:
-        """An obstore store for the bucket, for one kind of requests. Blocks. Raises StorageError, UriError, and what
-        obstore raises."""
+        """An obstore store for the bucket, for one kind of requests. Blocks. Raises StorageError,
+        UriError, and what obstore raises."""
 
     @property
     def _ca(self) -> str:
@@ -95,8 +105,8 @@ class ObjectDriver(Driver):
         return os.path.expanduser(self._settings.ca)
 
     def _http(self, requests: Requests, url: str) -> dict[str, Any]:
-        """How obstore is to talk to the server of ``url``. Raises StorageError where its certificate is not trusted,
-        UriError where there are no certificates to trust. Blocks."""
+        """How obstore is to talk to the server of ``url``. Raises StorageError where its
+        certificate is not trusted, UriError where there are no certificates to trust. Blocks."""
         options = self._settings.client(requests, http=url.startswith("http://"))
         if self._settings.ca or (self._ca and url.startswith("https://")):
             options["root_certificate"] = certificates(self._ca, self.uri)
@@ -106,25 +116,33 @@ class ObjectDriver(Driver):
     def _disconnect(self) -> None:
         """Let go of what :meth:`_connect` has opened besides. Does not block; safe to call twice."""
 
-    async def _drop_unfinished(self, path: str, *, whole_key: bool, quiet_s: float, began_within_s: float) -> None:
-        """Drop unfinished uploads at ``path``, or also below it, that have been quiet for so long, and began within so
-        long. Where the store forgets them by itself, this does nothing."""
+    async def _drop_unfinished(
+        self, path: str, *, whole_key: bool, quiet_s: float, began_within_s: float
+    ) -> None:
+        """Drop unfinished uploads at ``path``, or also below it, that have been quiet for so long,
+        and began within so long. Where the store forgets them by itself, this does nothing."""
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
         data = await self.fetch(key, start, len(into))
         if into:
-            await self._threads.run(np.copyto, np.frombuffer(into, np.uint8), np.frombuffer(data, np.uint8))
+            await self._threads.run(
+                np.copyto, np.frombuffer(into, np.uint8), np.frombuffer(data, np.uint8)
+            )
 
     async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
         """See :meth:`Driver.fetch`. One request; where it was received is where it stays."""
         path = self._path(key)
         if start < 0:
-            raise StorageError(f"there are no bytes before the beginning, such as {start}", uri=self.uri, key=key)
+            raise StorageError(
+                f"there are no bytes before the beginning, such as {start}", uri=self.uri, key=key
+            )
         if not nbytes or start > _NBYTES_MAX:
             await self._check_reach(key, start + nbytes)
             return memoryview(b"")
         try:
-            data = memoryview(await self._call("read", key, "get_range_async", path, start=start, length=nbytes))
+            data = memoryview(
+                await self._call("read", key, "get_range_async", path, start=start, length=nbytes)
+            )
         except StorageError as error:
             if not isinstance(error, NotFoundError | StorageDownError):
                 await self._check_reach(key, start + nbytes)  # a range beyond the end is refused
@@ -142,8 +160,9 @@ class ObjectDriver(Driver):
         return DamagedError(f"object ends at byte {nbytes}, before {stop}", uri=self.uri, key=key)
 
     async def create(self, key: str, nbytes: int) -> Upload:
-        """See :meth:`Driver.create`. Up to a part's size it is one request, made by ``commit``; above, a multipart
-        upload. Two uploads from one process to one key leave the cleaning up after a failure to the last of them."""
+        """See :meth:`Driver.create`. Up to a part's size it is one request, made by ``commit``;
+        above, a multipart upload. Two uploads from one process to one key leave the cleaning up
+        after a failure to the last of them."""
         path = self._path(key)
         await self._connection(Requests.SENDING)
 
@@ -154,12 +173,23 @@ class ObjectDriver(Driver):
             return await self.stat(key)
 
         async def drop_unfinished(began_within_s: float) -> None:
-            await self._drop_unfinished(path, whole_key=True, quiet_s=0, began_within_s=began_within_s)
+            await self._drop_unfinished(
+                path, whole_key=True, quiet_s=0, began_within_s=began_within_s
+            )
 
         s = self._settings
         place = (*self._container, path)
         target = Target(
-            self.uri, key, place, nbytes, s.part_nbytes, s.concurrency, s.limit_s, put, stat, drop_unfinished
+            self.uri,
+            key,
+            place,
+            nbytes,
+            s.part_nbytes,
+            s.concurrency,
+            s.limit_s,
+            put,
+            stat,
+            drop_unfinished,
         )
         upload = PartsUpload(target) if nbytes > s.part_nbytes else WholeUpload(target)
         self._uploads.add(upload)
@@ -178,9 +208,10 @@ class ObjectDriver(Driver):
         return bytes(await self._timed("get", key, response.bytes_async()))
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
-        """See :meth:`Driver.put`. ``exclusive`` is one conditional request, which nobody but the caller repeats: so
-        ExistsError never speaks of this put's own object. With ``conditional=off`` it is a look, then a put: two that race
-        may both succeed, and the traits say so. Cancelled while it runs, it ends first."""
+        """See :meth:`Driver.put`. ``exclusive`` is one conditional request, which nobody but the
+        caller repeats: so ExistsError never speaks of this put's own object. With
+        ``conditional=off`` it is a look, then a put: two that race may both succeed, and the traits
+        say so. Cancelled while it runs, it ends first."""
         path = self._path(key)
         conditional = self._settings.conditional
         if exclusive and not conditional:
@@ -189,7 +220,12 @@ class ObjectDriver(Driver):
             mode, requests = "create", Requests.ONCE
         else:
             mode, requests = "overwrite", Requests.SENDING
-        how: dict[str, Any] = {**self._labels, "mode": mode, "use_multipart": False, "requests": requests}
+        how: dict[str, Any] = {
+            **self._labels,
+            "mode": mode,
+            "use_multipart": False,
+            "requests": requests,
+        }
         try:
             await to_the_end(self._call("put", key, "put_async", path, data, **how))
         except NotFoundError as error:  # there is nothing else that could be missing
@@ -206,7 +242,9 @@ class ObjectDriver(Driver):
         try:
             found = await self._call("stat", key, "head_async", path)
         except NotFoundError as error:
-            await self._check_container(key)  # the answer to HEAD has no body that would say which is missing
+            await self._check_container(
+                key
+            )  # the answer to HEAD has no body that would say which is missing
             raise error from error.__cause__
         return ObjectInfo(key, found["size"], found["last_modified"].timestamp())
 
@@ -222,11 +260,14 @@ class ObjectDriver(Driver):
             yield itself
         while batch:
             for found in batch:
-                yield ObjectInfo(self._key(found["path"]), found["size"], found["last_modified"].timestamp())
+                yield ObjectInfo(
+                    self._key(found["path"]), found["size"], found["last_modified"].timestamp()
+                )
             batch = await self._list_batch(prefix, batches)
 
     async def _itself(self, prefix: str) -> ObjectInfo | None:
-        """The object whose key is ``prefix``, which a listing of what lies below does not have; None where there is none."""
+        """The object whose key is ``prefix``, which a listing of what lies below does not have;
+        None where there is none."""
         if not prefix:
             return None
         try:
@@ -249,8 +290,8 @@ class ObjectDriver(Driver):
             await to_the_end(self._call("delete", key, "delete_async", path))
 
     async def delete_all(self, prefix: str) -> None:
-        """See :meth:`Driver.delete_all`. Many at a time where the store can; unfinished uploads below go, too, alive or
-        not."""
+        """See :meth:`Driver.delete_all`. Many at a time where the store can; unfinished uploads
+        below go, too, alive or not."""
         path = self._path(prefix)
         keys = [info.key async for info in self.list(prefix)]
         lanes = self._settings.concurrency
@@ -261,7 +302,9 @@ class ObjectDriver(Driver):
             for batch in batches:
                 await self._delete_batch(prefix, batch)
 
-        for outcome in await asyncio.gather(*(lane() for _ in range(lanes)), return_exceptions=True):
+        for outcome in await asyncio.gather(
+            *(lane() for _ in range(lanes)), return_exceptions=True
+        ):
             if outcome is not None:
                 raise outcome
         await self._drop_unfinished(path, whole_key=False, quiet_s=0, began_within_s=float("inf"))
@@ -271,7 +314,9 @@ class ObjectDriver(Driver):
         refusal: StorageError | None = None
         if self._bulk_delete and len(paths) > 1 and self._container not in _no_bulk_delete:
             try:
-                await to_the_end(self._call("delete", prefix, "delete_async", paths, requests=Requests.ONCE))
+                await to_the_end(
+                    self._call("delete", prefix, "delete_async", paths, requests=Requests.ONCE)
+                )
                 return
             except StorageError as error:
                 if error.temporary:
@@ -286,7 +331,8 @@ class ObjectDriver(Driver):
             self._remember_refusal(refusal)
 
     def _remember_refusal(self, refusal: StorageError) -> None:
-        """What was refused in one request was done in several: this process asks for no bulk delete there again."""
+        """What was refused in one request was done in several: this process asks for no bulk delete
+        there again."""
         if self._container not in _no_bulk_delete:
             _no_bulk_delete.add(self._container)
             _log.warning(
@@ -297,10 +343,12 @@ class ObjectDriver(Driver):
             )
 
     async def sweep(self, prefix: str) -> None:
-        """See :meth:`Driver.sweep`. An unfinished upload to which nothing came for an hour, by the store's own clock, is
-        taken for dead."""
+        """See :meth:`Driver.sweep`. An unfinished upload to which nothing came for an hour, by the
+        store's own clock, is taken for dead."""
         path = self._path(prefix)
-        await self._drop_unfinished(path, whole_key=False, quiet_s=SWEEP_QUIET_S, began_within_s=float("inf"))
+        await self._drop_unfinished(
+            path, whole_key=False, quiet_s=SWEEP_QUIET_S, began_within_s=float("inf")
+        )
 
     async def close(self) -> None:
         """See :meth:`Driver.close`. Aborts uploads that are neither committed nor aborted."""
@@ -319,7 +367,8 @@ class ObjectDriver(Driver):
             raise StorageError("the driver is closed", uri=self.uri)
 
     def _path(self, key: str) -> str:
-        """The object's name in the bucket. Raises UriError for an unsafe key, StorageError once closed."""
+        """The object's name in the bucket. Raises UriError for an unsafe key, StorageError once
+        closed."""
         check_key(key, uri=self.uri)
         self._check_open()
         try:
@@ -347,14 +396,21 @@ class ObjectDriver(Driver):
         self._connected.clear()
 
     def _ask(self, requests: Requests, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a function of obstore. Nobody but this driver holds its stores, so close() lets go of the connections."""
+        """Call a function of obstore. Nobody but this driver holds its stores, so close() lets go
+        of the connections."""
         import obstore
 
         self._check_open()
         return getattr(obstore, method)(self._connected[requests], *args, **kwargs)
 
     async def _call(
-        self, doing: str, key: str, method: str, *args: Any, requests: Requests = Requests.READING, **kwargs: Any
+        self,
+        doing: str,
+        key: str,
+        method: str,
+        *args: Any,
+        requests: Requests = Requests.READING,
+        **kwargs: Any,
     ) -> Any:
         await self._connection(requests)
         with failures(doing, self.uri, key):
@@ -373,7 +429,8 @@ class ObjectDriver(Driver):
 
 
 async def _next(batches: Any) -> Any:
-    """The next batch of a listing, or an empty one. (The builtin ``anext`` with a default cannot await obstore's.)"""
+    """The next batch of a listing, or an empty one. (The builtin ``anext`` with a default cannot
+    await obstore's.)"""
     try:
         return await anext(batches)
     except StopAsyncIteration:

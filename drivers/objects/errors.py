@@ -1,4 +1,5 @@
-"""From what obstore, or the store behind it, says to the error that a handler can act on. Nothing secret passes."""
+"""From what obstore, or the store behind it, says to the error that a handler can act on. Nothing
+secret passes."""
 
 from __future__ import annotations
 
@@ -42,34 +43,47 @@ _BUSY = {
     "ServerBusy", "rateLimitExceeded", "OperationAborted",
 }  # fmt: skip
 _CONFLICT = {"ConditionalRequestConflict", "OperationAborted", "Conflict", "conflict"}
-"""Another request for the same key was under way: nothing was done, and the object need not exist."""
-_CREDENTIALS = re.compile(r"credential|service account|access key|sas key|token|private key|pem file", re.I)
+"""Another request for the same key was under way: nothing was done, and the object need not exist.
+"""
+_CREDENTIALS = re.compile(
+    r"credential|service account|access key|sas key|token|private key|pem file", re.I
+)
 _QUOTED = re.compile(r"(invalid (?:type|value): ).*?(?=, expected)", re.S)
 """What a parser repeats of a file that it does not understand, which may hold secrets."""
 _FULL = {"QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "AccountQuotaExceeded"}
 _ACCESS = {
-    "AccessDenied": "The credentials are good, but do not allow this: look at the policies of user and bucket.",
-    "InvalidAccessKeyId": "The store does not know this access key: which profile, environment or role is it from?",
+    "AccessDenied": (
+        "The credentials are good, but do not allow this: look at the policies of user and bucket."
+    ),
+    "InvalidAccessKeyId": (
+        "The store does not know this access key: which profile, environment or role is it from?"
+    ),
     "SignatureDoesNotMatch": "The secret key is not the one that belongs to the access key.",
     "ExpiredToken": "The session token has expired: get a new one.",
     "RequestTimeTooSkewed": "The clock of this host is wrong.",
 }
-_REGION = {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
+_REGION = {
+    "PermanentRedirect",
+    "AuthorizationHeaderMalformed",
+    "IllegalLocationConstraintException",
+}
 _DOWN = ("timed out", "timeout", "error sending request", "connect", "connection", "reset", "broken pipe", "incomplete",
          "error decoding response", "request error", "http error", "deadline")  # fmt: skip
 _INVALID_ANSWER = "Got invalid DeleteObjects response"
 _WHOLE = ("Range request not supported", "Received non-partial response")
-"""What obstore says where a range was asked for, and the server has answered with all of the object."""
+"""What obstore says where a range was asked for, and the server has answered with all of the
+object."""
 _TOO_SLOW = (
-    "A request ends after ?timeout=…, or once nothing has come for ?read_timeout=…. For a slow line make them longer, or "
+    "A request ends after ?timeout=…, or once nothing has come for ?read_timeout=…. For a slow "
+    "line make them longer, or "
     "lower ?concurrency=… or ?part_size=…, for all parts in flight share the line."
 )
 
 
 @contextmanager
 def failures(doing: str, uri: str, key: str) -> Iterator[None]:
-    """Turn what obstore raises in the body into the error of its kind. ``doing`` begins the message: "read", say.
-    Errors of ours pass unchanged, and so does what is not obstore's."""
+    """Turn what obstore raises in the body into the error of its kind. ``doing`` begins the
+    message: "read", say. Errors of ours pass unchanged, and so does what is not obstore's."""
     from obstore.exceptions import BaseError
 
     try:
@@ -86,8 +100,8 @@ def failures(doing: str, uri: str, key: str) -> Iterator[None]:
 
 @contextmanager
 def connecting(uri: str) -> Iterator[None]:
-    """Turn what obstore raises in the body, which makes a client and asks no server, into AccessError, where it is about
-    credentials, or UriError. Errors of ours pass unchanged."""
+    """Turn what obstore raises in the body, which makes a client and asks no server, into
+    AccessError, where it is about credentials, or UriError. Errors of ours pass unchanged."""
     from obstore.exceptions import BaseError
 
     try:
@@ -109,14 +123,21 @@ def _unusable(error: BaseException, uri: str) -> HoldfastError:
         advice = "Say which storage account: ?account=…, or AZURE_STORAGE_ACCOUNT_NAME."
         return UriError("az:// needs the name of an account", uri=uri, advice=advice)
     if _CREDENTIALS.search(reason):
-        advice = "Look at the variables and files that the credentials come from, and at who may read these files."
+        advice = (
+            "Look at the variables and files that the credentials come from, and at who may "
+            "read these files."
+        )
         return AccessError(f"the credentials cannot be used: {reason}", uri=uri, advice=advice)
-    advice = "Look at the URI's options, and at the variables for this kind of store (AWS_…, AZURE_…, GOOGLE_…)."
+    advice = (
+        "Look at the URI's options, and at the variables for this kind of store (AWS_…, "
+        "AZURE_…, GOOGLE_…)."
+    )
     return UriError(f"the store's client cannot be set up: {reason}", uri=uri, advice=advice)
 
 
 def _panicked(error: BaseException, doing: str, uri: str, key: str | None) -> StorageError:
-    """The client came upon what its authors took for impossible: mostly a name that makes no valid URL."""
+    """The client came upon what its authors took for impossible: mostly a name that makes no valid
+    URL."""
     reason = " ".join(_QUERY.sub(r"\1?…", str(error)).split())[:200]
     return StorageError(
         f"{doing} failed: the store's client panicked: {reason}",
@@ -140,7 +161,9 @@ def translated(error: BaseException, doing: str, uri: str, key: str) -> StorageE
     if code in _CONFLICT:
         advice = "Another request for this key was under way; this one changed nothing."
         return BusyError(f"{doing} failed: {_reason(text, code, status)}", **where, advice=advice)
-    return _refusal(f"{doing} failed: {_reason(text, code, status)}", text, name, code, status, where)
+    return _refusal(
+        f"{doing} failed: {_reason(text, code, status)}", text, name, code, status, where
+    )
 
 
 def _answer(text: str) -> tuple[str, int]:
@@ -167,15 +190,27 @@ def missing_container(uri: str, key: str | None = None) -> StorageError:
     return StorageError("the bucket (or container) does not exist", uri=uri, key=key, advice=advice)
 
 
-def _refusal(message: str, text: str, name: str, code: str, status: int, where: dict[str, Any]) -> StorageError:
+def _refusal(
+    message: str, text: str, name: str, code: str, status: int, where: dict[str, Any]
+) -> StorageError:
     if code in _FULL or status == 507:
         return FullError(message, **where, advice="Raise the quota, or keep fewer checkpoints.")
     if code in _REGION or status in (301, 307):
-        return StorageError(message, **where, advice="The bucket is in another region: name it, ?region=….")
+        return StorageError(
+            message, **where, advice="The bucket is in another region: name it, ?region=…."
+        )
     if code in _BUSY or status in (429, 503):
-        return BusyError(message, **where, advice="The store asks for fewer requests: lower ?concurrency=….")
-    if code in _ACCESS or name in ("PermissionDeniedError", "UnauthenticatedError") or status in (401, 403):
-        advice = _ACCESS.get(code, "Which credentials were used, and what do the store's policies allow them?")
+        return BusyError(
+            message, **where, advice="The store asks for fewer requests: lower ?concurrency=…."
+        )
+    if (
+        code in _ACCESS
+        or name in ("PermissionDeniedError", "UnauthenticatedError")
+        or status in (401, 403)
+    ):
+        advice = _ACCESS.get(
+            code, "Which credentials were used, and what do the store's policies allow them?"
+        )
         return AccessError(message, **where, advice=advice)
     if not status and (refusal := untrusted(text, where["uri"], where["key"])) is not None:
         return refusal
@@ -184,12 +219,17 @@ def _refusal(message: str, text: str, name: str, code: str, status: int, where: 
     if _INVALID_ANSWER in text:
         return StorageError(message, **where)
     if any(sign in text for sign in _WHOLE):
-        advice = "Use a server, or a gateway, that answers ranges with status 206, also one that is the whole object."
+        advice = (
+            "Use a server, or a gateway, that answers ranges with status 206, also one that "
+            "is the whole object."
+        )
         return StorageError(message, **where, advice=advice)
     if not status and "kind: Timeout" in text:
         return StorageDownError(f"{message}: it took too long", **where, advice=_TOO_SLOW)
     if status >= 500 or (not status and any(sign in text.lower() for sign in _DOWN)):
-        return StorageDownError(message, **where, advice="Is the endpoint right, and can this host reach it?")
+        return StorageDownError(
+            message, **where, advice="Is the endpoint right, and can this host reach it?"
+        )
     return StorageError(message, **where)
 
 
@@ -202,8 +242,8 @@ def _reason(text: str, code: str, status: int) -> str:
 
 
 def _clean(error: BaseException) -> BaseException:
-    """The same error without the queries of URLs, where some stores carry signatures, and without the secrets that a
-    store has said back."""
+    """The same error without the queries of URLs, where some stores carry signatures, and without
+    the secrets that a store has said back."""
     text = _QUOTED.sub(r"\1…", _TOLD.sub(r"\1…", _QUERY.sub(r"\1?…", str(error))))
     try:
         return type(error)(text)

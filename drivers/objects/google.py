@@ -1,8 +1,10 @@
-"""Google credentials of kinds that obstore does not know: federated and impersonated ones, by Google's own library.
+"""Google credentials of kinds that obstore does not know: federated and impersonated ones, by
+Google's own library.
 
-obstore reads keys of service accounts, and what ``gcloud auth application-default login`` leaves, and asks the metadata
-server. Files of other types are read here: ``external_account`` (workload identity federation),
-``external_account_authorized_user`` (workforce identity federation), and ``impersonated_service_account``.
+obstore reads keys of service accounts, and what ``gcloud auth application-default login`` leaves,
+and asks the metadata server. Files of other types are read here: ``external_account`` (workload
+identity federation), ``external_account_authorized_user`` (workforce identity federation), and
+``impersonated_service_account``.
 """
 
 from __future__ import annotations
@@ -20,13 +22,19 @@ from ...errors import AccessError
 __all__ = ["credentials_file", "token_provider"]
 
 _KNOWN_TO_OBSTORE = ("service_account", "authorized_user")
-_FIRST = ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH", "GOOGLE_SERVICE_ACCOUNT_KEY", "GOOGLE_BEARER_TOKEN")
+_FIRST = (
+    "GOOGLE_SERVICE_ACCOUNT",
+    "GOOGLE_SERVICE_ACCOUNT_PATH",
+    "GOOGLE_SERVICE_ACCOUNT_KEY",
+    "GOOGLE_BEARER_TOKEN",
+)
 """Variables that obstore takes before any file of application default credentials."""
 _SCOPE = "https://www.googleapis.com/auth/devstorage.full_control"
 
 
 def credentials_file() -> str | None:
-    """The file of application default credentials, where it is of a type that obstore does not know, and counts."""
+    """The file of application default credentials, where it is of a type that obstore does not
+    know, and counts."""
     if any(os.environ.get(name) for name in _FIRST):
         return None
     named = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
@@ -40,8 +48,11 @@ def credentials_file() -> str | None:
     return str(path) if isinstance(kind, str) and kind not in _KNOWN_TO_OBSTORE else None
 
 
-def token_provider(file: str, verify: str | None, proxy: str, uri: str) -> Callable[[], dict[str, Any]]:
-    """What obstore asks for tokens: it is called again when one expires. ``verify`` names the certificates to trust.
+def token_provider(
+    file: str, verify: str | None, proxy: str, uri: str
+) -> Callable[[], dict[str, Any]]:
+    """What obstore asks for tokens: it is called again when one expires. ``verify`` names the
+    certificates to trust.
 
     Raises AccessError for a file that google-auth cannot use. Blocks.
     """
@@ -60,7 +71,12 @@ def token_provider(file: str, verify: str | None, proxy: str, uri: str) -> Calla
     def provide() -> dict[str, Any]:
         try:
             found.refresh(request)
-        except (GoogleAuthError, ValueError, TypeError, KeyError) as error:  # some for an answer that is no token
+        except (
+            GoogleAuthError,
+            ValueError,
+            TypeError,
+            KeyError,
+        ) as error:  # some for an answer that is no token
             raise _unusable(file, error, uri) from error
         expiry = found.expiry
         return {"token": found.token, "expires_at": expiry and expiry.replace(tzinfo=UTC)}
@@ -71,7 +87,13 @@ def token_provider(file: str, verify: str | None, proxy: str, uri: str) -> Calla
 
 def _credentials(content: dict[str, Any]) -> Any:
     """Of google-auth, for what a file says. Raises many things where that is not right."""
-    from google.auth import aws, external_account_authorized_user, identity_pool, impersonated_credentials, pluggable
+    from google.auth import (
+        aws,
+        external_account_authorized_user,
+        identity_pool,
+        impersonated_credentials,
+        pluggable,
+    )
 
     kind = content["type"]
     source = content.get("credential_source", {})
@@ -97,5 +119,8 @@ def _unusable(file: str, error: Exception, uri: str) -> AccessError:
     return AccessError(
         f"no token for the credentials in {file}: {reason}",
         uri=uri,
-        advice="Does `gcloud auth application-default print-access-token` give one, with the same file?",
+        advice=(
+            "Does `gcloud auth application-default print-access-token` give one, with the "
+            "same file?"
+        ),
     )

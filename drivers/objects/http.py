@@ -1,7 +1,8 @@
-"""``http://host/root`` and ``https://host/root``: checkpoints that any web server hands out, for reading only.
+"""``http://host/root`` and ``https://host/root``: checkpoints that any web server hands out, for
+reading only.
 
-The server must answer ranges. It cannot be asked what there is, so nothing is listed; a checkpoint is opened by its own
-URI, and its manifest says which files it has.
+The server must answer ranges. It cannot be asked what there is, so nothing is listed; a checkpoint
+is opened by its own URI, and its manifest says which files it has.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class HttpDriver(ObjectDriver):
 
     @classmethod
     def open(cls, uri: Uri) -> HttpDriver:
-        """The driver for ``uri``. Raises UriError for what OPTIONS does not know, and where obstore is not installed."""
+        """The driver for ``uri``. Raises UriError for what OPTIONS does not know, and where obstore
+        is not installed."""
         values = option_values(cls.OPTIONS, uri)
         needs(uri, "s3", "obstore")
         return cls(uri, values)
@@ -61,7 +63,9 @@ class HttpDriver(ObjectDriver):
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         if prefix:
             check_key(prefix, uri=self.uri)
-        raise StorageError("a web server cannot say what there is", uri=self.uri, key=prefix or None)
+        raise StorageError(
+            "a web server cannot say what there is", uri=self.uri, key=prefix or None
+        )
         yield  # what makes this a generator
 
     async def delete(self, key: str) -> None:
@@ -75,4 +79,6 @@ class HttpDriver(ObjectDriver):
 
     def _refuse(self, key: str) -> NoReturn:
         check_key(key, uri=self.uri)
-        raise StorageError("http:// is for reading only", uri=self.uri, key=key, advice="Save to another URI.")
+        raise StorageError(
+            "http:// is for reading only", uri=self.uri, key=key, advice="Save to another URI."
+        )

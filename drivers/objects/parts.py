@@ -1,7 +1,8 @@
 """Cutting what is written, in ascending order, into the parts of a multipart upload. Pure.
 
-A part that one write fills whole is a view of the caller's memory: nothing is copied. A part that several writes fill is
-put together in memory of its own, so that no write ever waits for bytes that a later one brings.
+A part that one write fills whole is a view of the caller's memory: nothing is copied. A part that
+several writes fill is put together in memory of its own, so that no write ever waits for bytes that
+a later one brings.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ class Part(np.ndarray[Any, np.dtype[np.uint8]]):
 
 
 def part_nbytes_for(nbytes: int, preferred_nbytes: int) -> int:
-    """The size of all parts but the last of an object: a multiple of ``preferred_nbytes``, so that there are at most
-    :data:`PARTS_MAX`."""
+    """The size of all parts but the last of an object: a multiple of ``preferred_nbytes``, so that
+    there are at most :data:`PARTS_MAX`."""
     multiple = -(-nbytes // (PARTS_MAX * preferred_nbytes))
     return max(1, multiple) * preferred_nbytes
 
 
 @dataclass
 class Cutter:
-    """Cuts an object of ``nbytes``, or of fewer, into parts of ``part_nbytes``; the last may be shorter."""
+    """Cuts an object of ``nbytes``, or of fewer, into parts of ``part_nbytes``; the last may be
+    shorter."""
 
     nbytes: int
     part_nbytes: int
@@ -45,8 +47,8 @@ class Cutter:
     def cut(self, data: Buffer) -> Iterator[Part]:
         """Take the next bytes of the object; give the parts that they complete, in order.
 
-        A part is either a view of ``data`` or memory of its own: the same to whoever sends it. Nothing is left to be
-        given when the last byte has been cut.
+        A part is either a view of ``data`` or memory of its own: the same to whoever sends it.
+        Nothing is left to be given when the last byte has been cut.
         """
         taken = 0
         while taken < len(data):
@@ -60,12 +62,16 @@ class Cutter:
                 yield whole.view(Part)
 
     def rest(self) -> Part | None:
-        """What was cut and not given, of an object that ends here, before ``nbytes``: its last part."""
+        """What was cut and not given, of an object that ends here, before ``nbytes``: its last
+        part."""
         rest, self._gathered = self._gathered, None
         return None if rest is None else rest[: self.reached % self.part_nbytes].view(Part)
 
-    def _add(self, piece: npt.NDArray[np.uint8], offset: int, room: int) -> npt.NDArray[np.uint8] | None:
-        """The part that ``piece``, which belongs at ``offset`` of it, makes whole; None if it is still not."""
+    def _add(
+        self, piece: npt.NDArray[np.uint8], offset: int, room: int
+    ) -> npt.NDArray[np.uint8] | None:
+        """The part that ``piece``, which belongs at ``offset`` of it, makes whole; None if it is
+        still not."""
         full_nbytes = offset + room
         if offset == 0 and len(piece) == room == self.part_nbytes:
             return piece

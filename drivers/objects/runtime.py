@@ -1,8 +1,10 @@
-"""obstore's threads, one set for the process. They do not survive a fork, and what needs them in the child would hang.
+"""obstore's threads, one set for the process. They do not survive a fork, and what needs them in
+the child would hang.
 
-Nor may the interpreter end while one of them waits for its lock: such a thread is made to unwind, Rust does not let it, and
-the process, whose work is done, dies of SIGABRT. A thread waits for the lock a moment longer than whoever awaited its result
-needs to go on, on a busy machine much longer. So the end of the process waits for them.
+Nor may the interpreter end while one of them waits for its lock: such a thread is made to unwind,
+Rust does not let it, and the process, whose work is done, dies of SIGABRT. A thread waits for the
+lock a moment longer than whoever awaited its result needs to go on, on a busy machine much longer.
+So the end of the process waits for them.
 """
 
 from __future__ import annotations
@@ -39,15 +41,19 @@ def use(uri: str) -> None:
         raise StorageError(
             "object stores cannot be used in a process forked from one that used them",
             uri=uri,
-            advice='Start processes with the method "spawn" or "forkserver", or fork before the first use.',
+            advice=(
+                'Start processes with the method "spawn" or "forkserver", or fork before the '
+                "first use."
+            ),
         )
 
 
 async def wake() -> None:
     """Have obstore's threads look again at what they have to do, now and a moment later.
 
-    A connection of a store that is let go just as a thread falls asleep is otherwise closed only when any store is used
-    next: about one time in fifty, after a listing. After a call that was cancelled a thread lets go last, later than we do.
+    A connection of a store that is let go just as a thread falls asleep is otherwise closed only
+    when any store is used next: about one time in fifty, after a listing. After a call that was
+    cancelled a thread lets go last, later than we do.
     """
     import obstore
     from obstore.store import MemoryStore
@@ -58,10 +64,11 @@ async def wake() -> None:
 
 
 def settle() -> None:
-    """Leave the interpreter's lock to obstore's threads until none of them wants it; for a few seconds at most.
+    """Leave the interpreter's lock to obstore's threads until none of them wants it; for a few
+    seconds at most.
 
-    Whoever waited for the lock can run as soon as this sleeps. So when all of them sleep after that, twice, none waits.
-    Where there is no /proc it sleeps for a moment.
+    Whoever waited for the lock can run as soon as this sleeps. So when all of them sleep after
+    that, twice, none waits. Where there is no /proc it sleeps for a moment.
     """
     if _pid != os.getpid():
         return

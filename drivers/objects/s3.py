@@ -1,7 +1,7 @@
 """``s3://bucket/root``: S3, and whatever speaks its protocol (Ceph, MinIO, R2, …), at any endpoint.
 
-Credentials come from the chain that all AWS tools share: environment, shared profiles, single sign-on, roles of the
-container or the host. Never from the URI.
+Credentials come from the chain that all AWS tools share: environment, shared profiles, single
+sign-on, roles of the container or the host. Never from the URI.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ __all__ = ["S3Driver"]
 _CHECKSUMS = {"sha256": "SHA256", "crc64nvme": "CRC64NVME"}
 T = TypeVar("T")
 
-_STALE = re.compile(r"ExpiredToken|InvalidToken|TokenRefreshRequired|InvalidAccessKeyId|SignatureDoesNotMatch")
+_STALE = re.compile(
+    r"ExpiredToken|InvalidToken|TokenRefreshRequired|InvalidAccessKeyId|SignatureDoesNotMatch"
+)
 """What a store says of credentials that may have been replaced."""
 _CREDENTIALS_LAST = timedelta(minutes=15)
 
@@ -67,19 +69,19 @@ class S3Driver(ObjectDriver):
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         **COMMON_OPTIONS,
-        "endpoint": Option(url, "", "URL of a store other than AWS; http:// sends data, not secrets, in clear"),
-        "region": Option(str, "", "where the bucket is; else from environment or profile, else us-east-1"),
+        "endpoint": Option(url, "", ("URL of a store other " "than AWS; " "http:// sends " "data, not " "secrets, " "in clear")),
+        "region": Option(str, "", ("where the bucket is; " "else from " "environment or " "profile, else " "us-east-1")),
         "profile": Option(str, "", "which of the shared profiles to use"),
         "style": Option(
-            choice("auto", "path", "virtual"), "auto", "the bucket in the path, or in the host's name; auto: path where "
+            choice("auto", "path", "virtual"), "auto", "the bucket in the " "path, or in " "the host's " "name; auto: " "path where "
             "an endpoint is given",
         ),
         "checksum": Option(
-            choice("auto", "signed", "sha256", "crc64nvme", "none"), "auto", "of what is sent, for the store to check; "
+            choice("auto", "signed", "sha256", "crc64nvme", "none"), "auto", "of what " "is sent, " "for the store " "to check; "
             "auto: crc64nvme at AWS, TLS alone elsewhere, signed over http://",
         ),
         **STORING_OPTIONS,
-        "bulk_delete": Option(switch, True, "delete many objects with one request, where the store can"),
+        "bulk_delete": Option(switch, True, ("delete many " "objects " "with one " "request, " "where the " "store can")),
     }  # fmt: skip
 
     def __init__(self, uri: Uri, values: Mapping[str, Any]) -> None:
@@ -93,7 +95,8 @@ class S3Driver(ObjectDriver):
 
     @classmethod
     def open(cls, uri: Uri) -> S3Driver:
-        """The driver for ``uri``. Raises UriError for what OPTIONS does not know, and where obstore is not installed."""
+        """The driver for ``uri``. Raises UriError for what OPTIONS does not know, and where obstore
+        is not installed."""
         values = option_values(cls.OPTIONS, uri)
         needs(uri, "s3", "obstore", "botocore")
         driver = cls(uri, values)
@@ -115,7 +118,8 @@ class S3Driver(ObjectDriver):
 
     @cached_property
     def _place(self) -> Place:
-        """Where requests go. AWS is asked for the bucket's region, once in a process, unless the URI says it."""
+        """Where requests go. AWS is asked for the bucket's region, once in a process, unless the
+        URI says it."""
         place = self._place_in(self._region)
         if self._values["region"] or place.endpoint or not may_be_elsewhere(self._bucket):
             return place
@@ -124,11 +128,15 @@ class S3Driver(ObjectDriver):
 
     def _place_in(self, region: str) -> Place:
         values = self._values
-        return place_of(self._session, self._bucket, region, values["endpoint"], values["style"], self.uri)
+        return place_of(
+            self._session, self._bucket, region, values["endpoint"], values["style"], self.uri
+        )
 
     @property
     def _ca(self) -> str:
-        return super()._ca or os.path.expanduser(self._session.get_config_variable("ca_bundle") or "")
+        return super()._ca or os.path.expanduser(
+            self._session.get_config_variable("ca_bundle") or ""
+        )
 
     @property
     def _region(self) -> str:
@@ -141,7 +149,9 @@ class S3Driver(ObjectDriver):
         place = self._place
         if place.clear and self._values["sse"] == "customer":
             advice = "Take an endpoint that begins with https://."
-            raise UriError("the key of sse=customer would be sent in clear", uri=self.uri, advice=advice)
+            raise UriError(
+                "the key of sse=customer would be sent in clear", uri=self.uri, advice=advice
+            )
         config = {
             "region": place.region,
             "endpoint": place.bucket_url,
@@ -155,8 +165,9 @@ class S3Driver(ObjectDriver):
         }
         http = self._http(requests, place.bucket_url)
         if place.clear and not self._values["anonymous"] and not self._proxied:
-            # Nothing is encrypted: to read the host's certificates takes 5 to 10 ms, and there are up to three clients. A
-            # redirect to https:// would lose the signature, so no signed request has followed one.
+            # Nothing is encrypted: to read the host's certificates takes 5 to 10 ms, and there are
+            # up to three clients. A redirect to https:// would lose the signature, so no signed
+            # request has followed one.
             http["client_options"]["disable_system_certificates"] = True
         make: Any = S3Store  # typed by dicts of literals, which options cannot be
         return made_without(
@@ -176,19 +187,22 @@ class S3Driver(ObjectDriver):
     def _checksum(self) -> dict[str, Any]:
         chosen = self._values["checksum"]
         if chosen == "auto":
-            chosen = "signed" if self._place.clear else "none" if self._place.endpoint else "crc64nvme"
+            chosen = (
+                "signed" if self._place.clear else "none" if self._place.endpoint else "crc64nvme"
+            )
         if chosen in _CHECKSUMS:
             return {"checksum_algorithm": _CHECKSUMS[chosen], "unsigned_payload": True}
         return {"unsigned_payload": chosen == "none"}
 
     def _credentials(self) -> Callable[[], dict[str, Any]]:
-        """What obstore asks for credentials, again and again: of files that have changed since, the new ones. Raises
-        AccessError where there are none."""
+        """What obstore asks for credentials, again and again: of files that have changed since, the
+        new ones. Raises AccessError where there are none."""
         if self._session.get_credentials() is None:
             raise AccessError(
                 "no credentials found",
                 uri=self.uri,
-                advice="Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile (?profile=…), or give the host a "
+                advice="Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile "
+                "(?profile=…), or give the host a "
                 "role; ?anonymous=on for a public bucket.",
             )
 
@@ -199,13 +213,20 @@ class S3Driver(ObjectDriver):
                 "access_key_id": frozen.access_key,
                 "secret_access_key": frozen.secret_key,
                 "token": frozen.token,
-                "expires_at": datetime.now(UTC) + _CREDENTIALS_LAST,  # botocore renews in time, if asked
+                "expires_at": datetime.now(UTC)
+                + _CREDENTIALS_LAST,  # botocore renews in time, if asked
             }
 
         return provide
 
     async def _call(
-        self, doing: str, key: str, method: str, *args: Any, requests: Requests = Requests.READING, **kwargs: Any
+        self,
+        doing: str,
+        key: str,
+        method: str,
+        *args: Any,
+        requests: Requests = Requests.READING,
+        **kwargs: Any,
     ) -> Any:
         call = partial(super()._call, doing, key, method, *args, requests=requests, **kwargs)
         return await self._with_renewal(call)
@@ -220,7 +241,8 @@ class S3Driver(ObjectDriver):
         return await self._with_renewal(put)
 
     async def _with_renewal(self, call: Callable[[], Awaitable[T]]) -> T:
-        """What ``call`` gives; a second time, with other credentials, where it is refused and there are others."""
+        """What ``call`` gives; a second time, with other credentials, where it is refused and there
+        are others."""
         try:
             return await call()
         except Exception as error:
@@ -229,10 +251,11 @@ class S3Driver(ObjectDriver):
         return await call()
 
     def _renewed(self, error: Exception) -> bool:
-        """Whether there may be other credentials than those that ``error`` came of; then later requests use them.
+        """Whether there may be other credentials than those that ``error`` came of; then later
+        requests use them.
 
-        There are where the shared files were written since, and there may be, once, where the store does not know what
-        was found.
+        There are where the shared files were written since, and there may be, once, where the store
+        does not know what was found.
         """
         if self._session_used is None or isinstance(error, NotFoundError | ExistsError):
             return False  # no credentials were used, or they were good
@@ -276,9 +299,13 @@ class S3Driver(ObjectDriver):
         if (unfinished := self.__dict__.pop("_unfinished", None)) is not None:
             unfinished.client.close()
 
-    async def _drop_unfinished(self, path: str, *, whole_key: bool, quiet_s: float, began_within_s: float) -> None:
+    async def _drop_unfinished(
+        self, path: str, *, whole_key: bool, quiet_s: float, began_within_s: float
+    ) -> None:
         def drop() -> None:
-            self._unfinished.drop(path, whole_key=whole_key, quiet_s=quiet_s, began_within_s=began_within_s)
+            self._unfinished.drop(
+                path, whole_key=whole_key, quiet_s=quiet_s, began_within_s=began_within_s
+            )
 
         await self._with_renewal(partial(self._threads.run, drop))
 

@@ -1,4 +1,5 @@
-"""What S3 is told of each object that is stored: how it is encrypted, its storage class, its tags, and who pays."""
+"""What S3 is told of each object that is stored: how it is encrypted, its storage class, its tags,
+and who pays."""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ def _matching(pattern: re.Pattern[str], meaning: str) -> Callable[[str], str]:
 def _tags(text: str) -> str:
     """``team=ml,run=7``, as it is."""
     pairs = [pair.partition("=") for pair in text.split(",")]
-    if not all(_TAG.fullmatch(name) and equals and _TAG.fullmatch(value or "-") for name, equals, value in pairs):
+    if not all(
+        _TAG.fullmatch(name) and equals and _TAG.fullmatch(value or "-")
+        for name, equals, value in pairs
+    ):
         raise ValueError("is a list of tags, such as team=ml,run=7")
     if len({name for name, _, _ in pairs}) < len(pairs) or len(pairs) > 10:
         raise ValueError("has each name once, and at most ten")
@@ -43,17 +47,17 @@ def _tags(text: str) -> str:
 
 STORING_OPTIONS: Mapping[str, Option] = {
     "sse": Option(
-        choice("bucket", "AES256", *_KMS, "customer"), "bucket", "how the store encrypts what it keeps; bucket: as the "
+        choice("bucket", "AES256", *_KMS, "customer"), "bucket", "how the store " "encrypts " "what it " "keeps; " "bucket: as the "
         "bucket says",
     ),
     "kms": Option(str, "", "the key of AWS KMS, by id, alias or ARN; for sse=aws:kms"),
-    "bucket_kms": Option(choice("bucket", "on", "off"), "bucket", "for sse=aws:kms: one data key for many objects"),
+    "bucket_kms": Option(choice("bucket", "on", "off"), "bucket", ("for sse=aws:kms: one " "data key " "for many objects")),
     "sse_customer_key": Option(str, "", "for sse=customer: 32 bytes in base64; never in a URI"),
-    "storage_class": Option(_matching(_WORD, "the name of a storage class"), "", "of each object, such as STANDARD_IA"),
+    "storage_class": Option(_matching(_WORD, ("the name of a " "storage class")), "", ("of each " "object, " "such as " "STANDARD_IA")),
     "tags": Option(_tags, "", "of each object: team=ml,run=7"),
     "requester_pays": Option(switch, False, "pay for requests to a bucket of somebody else"),
     "express": Option(
-        choice("auto", "on", "off"), "auto", "whether it is a directory bucket of S3 Express; auto: by its name",
+        choice("auto", "on", "off"), "auto", ("whether " "it is a " "directory " "bucket of S3 " "Express; " "auto: by " "its name"),
     ),
 }  # fmt: skip
 """What ``s3://`` takes besides."""
@@ -78,7 +82,11 @@ def _contradictions(bucket: str, values: Mapping[str, Any]) -> list[tuple[bool, 
     own = bool(values["kms"] or values["tags"] or values["storage_class"] or sse != "bucket")
     kms_options = bool(values["kms"]) or values["bucket_kms"] != "bucket"
     return [
-        (kms_options and sse not in _KMS, "kms and bucket_kms belong to sse=aws:kms", "Add sse=aws:kms."),
+        (
+            kms_options and sse not in _KMS,
+            "kms and bucket_kms belong to sse=aws:kms",
+            "Add sse=aws:kms.",
+        ),
         (
             (sse == "customer") != bool(values["sse_customer_key"]),
             "sse=customer and sse_customer_key need each other",
@@ -91,8 +99,14 @@ def _contradictions(bucket: str, values: Mapping[str, Any]) -> list[tuple[bool, 
         ),
         (
             values["storage_class"].upper() in _SLOW,
-            f"objects of the storage class {values['storage_class']} cannot be read when they are wanted",
-            "Let a life-cycle rule move old checkpoints there; load after restoring them. GLACIER_IR can be read at once.",
+            (
+                f"objects of the storage class {values['storage_class']} cannot be read when they "
+                f"are wanted"
+            ),
+            (
+                "Let a life-cycle rule move old checkpoints there; load after restoring them. "
+                "GLACIER_IR can be read at once."
+            ),
         ),
         (
             express and not bucket.endswith(DIRECTORY_BUCKET),
@@ -101,7 +115,10 @@ def _contradictions(bucket: str, values: Mapping[str, Any]) -> list[tuple[bool, 
         ),
         (
             express and own,
-            "directory buckets of S3 Express have no tags, storage classes or encryption of single objects",
+            (
+                "directory buckets of S3 Express have no tags, storage classes or encryption of "
+                "single objects"
+            ),
             "Set the encryption of the bucket itself.",
         ),
     ]

@@ -1,7 +1,8 @@
-"""Whose certificates are trusted. One file says it, to obstore and to botocore alike, and what is wrong is said at once.
+"""Whose certificates are trusted. One file says it, to obstore and to botocore alike, and what is
+wrong is said at once.
 
-obstore takes a certificate that it does not trust for a connection that failed, and tries again until its deadline. So the
-first connection to a server is tried apart, without repetitions.
+obstore takes a certificate that it does not trust for a connection that failed, and tries again
+until its deadline. So the first connection to a server is tried apart, without repetitions.
 """
 
 from __future__ import annotations
@@ -31,15 +32,16 @@ _NO_TLS = "InvalidMessage(\n"
 _ALERT = re.compile(r"AlertReceived\(\s*(\w+)")
 
 TRUST = (
-    "Where the store's certificate is from a private authority, name the authority's file: ?ca=/path/ca.pem, or "
+    "Where the store's certificate is from a private authority, name the authority's file: "
+    "?ca=/path/ca.pem, or "
     "AWS_CA_BUNDLE (s3://), or SSL_CERT_FILE."
 )
 _ADVICE = {
     "UnknownIssuer": TRUST,
-    "CaUsedAsEndEntity": "The server shows an authority's certificate as its own. It needs one that the authority signed.",
+    "CaUsedAsEndEntity": ("The server shows an authority's " "certificate as its " "own. It " "needs one " "that the " "authority signed."),
     "Expired": "Renew it; or is the clock of this host wrong?",
     "NotValidYet": "Is the clock of this host wrong?",
-    "NotValidForName": "It is for another host: write the endpoint with the name that the certificate has.",
+    "NotValidForName": ("It is for another host: write the " "endpoint with " "the name " "that the " "certificate has."),
 }  # fmt: skip
 
 _trusted: set[tuple[str, ...]] = set()
@@ -51,9 +53,13 @@ def certificates(path: str, uri: str) -> str:
         text = Path(path).read_text("ascii", "replace")
     except OSError as error:
         reason = error.strerror or "it cannot be read"
-        raise UriError(f"the certificates to trust, {path}: {reason}", uri=uri, advice=_NAMED) from error
+        raise UriError(
+            f"the certificates to trust, {path}: {reason}", uri=uri, advice=_NAMED
+        ) from error
     if "-----BEGIN CERTIFICATE-----" not in text:
-        raise UriError(f"the certificates to trust, {path}: there is none in PEM", uri=uri, advice=_NAMED)
+        raise UriError(
+            f"the certificates to trust, {path}: there is none in PEM", uri=uri, advice=_NAMED
+        )
     return text
 
 
@@ -61,16 +67,18 @@ _NAMED = "The option ca names this file, or AWS_CA_BUNDLE, or the profile's ca_b
 
 
 def system_certificates() -> str | None:
-    """The file of the certificates that programs on this host trust. botocore would trust its own collection instead."""
+    """The file of the certificates that programs on this host trust. botocore would trust its own
+    collection instead."""
     named = os.environ.get("SSL_CERT_FILE")
     return next((file for file in (named, *_SYSTEM) if file and os.path.isfile(file)), None)
 
 
 def check_trusted(url: str, options: Mapping[str, Any], uri: str) -> None:
-    """See that obstore, made with the client options ``options``, trusts the server of ``url``. One request in a process.
+    """See that obstore, made with the client options ``options``, trusts the server of ``url``. One
+    request in a process.
 
-    Raises StorageError, which is final, where it does not, or where the server does not speak TLS. Whether the server can
-    be reached is left to the first operation.
+    Raises StorageError, which is final, where it does not, or where the server does not speak TLS.
+    Whether the server can be reached is left to the first operation.
     """
     import obstore
     from obstore.exceptions import BaseError
@@ -81,7 +89,11 @@ def check_trusted(url: str, options: Mapping[str, Any], uri: str) -> None:
     if server.scheme != "https" or how in _trusted:
         return
     make: Any = HTTPStore
-    quick = {**options, "timeout": options["connect_timeout"], "read_timeout": options["connect_timeout"]}
+    quick = {
+        **options,
+        "timeout": options["connect_timeout"],
+        "read_timeout": options["connect_timeout"],
+    }
     store = make(f"https://{server.netloc}", client_options=quick, retry_config={"max_retries": 0})
     try:
         obstore.head(store, "holdfast")
@@ -94,13 +106,21 @@ def check_trusted(url: str, options: Mapping[str, Any], uri: str) -> None:
 
 
 def untrusted(text: str, uri: str, key: str | None = None) -> StorageError | None:
-    """The error for what obstore says, ``text``, of a server that it does not trust; None where it says something else."""
+    """The error for what obstore says, ``text``, of a server that it does not trust; None where it
+    says something else."""
     if match := _CERTIFICATE.search(text):
         reason = match[1].removesuffix("Context")
-        advice = _ADVICE.get(reason, "Look at the server's certificate, and at the authorities that this host trusts.")
-        return StorageError(f"the server's certificate is not trusted: {reason}", uri=uri, key=key, advice=advice)
+        advice = _ADVICE.get(
+            reason,
+            "Look at the server's certificate, and at the authorities that this host trusts.",
+        )
+        return StorageError(
+            f"the server's certificate is not trusted: {reason}", uri=uri, key=key, advice=advice
+        )
     if _NO_TLS in text:
-        return StorageError("the server does not speak TLS", uri=uri, key=key, advice="Is its endpoint http://…?")
+        return StorageError(
+            "the server does not speak TLS", uri=uri, key=key, advice="Is its endpoint http://…?"
+        )
     if match := _ALERT.search(text):
         return StorageError(
             f"the server refuses a TLS connection: {match[1]}",

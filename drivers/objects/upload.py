@@ -1,8 +1,10 @@
-"""One object on its way to a store: in one request, or in parts that are sent while others are still being written.
+"""One object on its way to a store: in one request, or in parts that are sent while others are
+still being written.
 
-obstore takes the parts of an upload from an iterator, and holds on to each until the store has it. It says when by letting
-go: the part is then finalized, and the write that brought it returns. So a caller's memory is read until its write
-returns and no longer, and nothing is copied but what several writes bring for one part.
+obstore takes the parts of an upload from an iterator, and holds on to each until the store has it.
+It says when by letting go: the part is then finalized, and the write that brought it returns. So a
+caller's memory is read until its write returns and no longer, and nothing is copied but what
+several writes bring for one part.
 """
 
 from __future__ import annotations
@@ -74,7 +76,9 @@ class WholeUpload(Upload):
     def __init__(self, target: Target) -> None:
         self._target = target
         self._written = Ranges(target.nbytes, uri=target.uri, key=target.key)
-        self._content: np.ndarray[Any, np.dtype[np.uint8]] | None = np.empty(target.nbytes, np.uint8)
+        self._content: np.ndarray[Any, np.dtype[np.uint8]] | None = np.empty(
+            target.nbytes, np.uint8
+        )
 
     async def begin(self) -> None:
         """Nothing to do: the store hears of it when all is there."""
@@ -86,7 +90,8 @@ class WholeUpload(Upload):
         self._written.add(start, len(data))
 
     async def commit(self, nbytes: int | None = None) -> None:
-        """See :meth:`Upload.commit`. Cancelled while it runs, it ends first: the object may be visible afterwards."""
+        """See :meth:`Upload.commit`. Cancelled while it runs, it ends first: the object may be
+        visible afterwards."""
         content, target = self._open_content(), self._target
         self._content = None
         self._written.check_complete(nbytes)
@@ -104,7 +109,8 @@ class WholeUpload(Upload):
 
 @dataclass
 class _Place:
-    """What this process uploads to one object: how many uploads are under way, and since when there may be leftovers."""
+    """What this process uploads to one object: how many uploads are under way, and since when there
+    may be leftovers."""
 
     live: int = 0
     left_since_s: float | None = None
@@ -172,7 +178,11 @@ class PartsUpload(Upload):
         self._put = asyncio.ensure_future(self._run())
         asked = asyncio.ensure_future(self._feed.asked.wait())
         try:
-            await asyncio.wait([self._put, asked], timeout=self._target.limit_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                [self._put, asked],
+                timeout=self._target.limit_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
             if not asked.done():
                 await self._raise_failure("begin")
         except BaseException:
@@ -192,18 +202,22 @@ class PartsUpload(Upload):
             )
 
     async def write(self, start: int, data: Buffer) -> None:
-        """See :meth:`Upload.write`. An upload whose write failed, or was cancelled, cannot be committed. That the store
-        has refused a part may come to light only at a later write, or at ``commit``."""
+        """See :meth:`Upload.write`. An upload whose write failed, or was cancelled, cannot be
+        committed. That the store has refused a part may come to light only at a later write, or at
+        ``commit``."""
         self._check_open()
         self._written.check(start, len(data))
         if start != self._cutter.reached:
             raise StorageError(
-                f"bytes {start}:{start + len(data)} come when those from {self._cutter.reached} are awaited",
+                f"bytes {start}:{start + len(data)} come when those from {self._cutter.reached} "
+                f"are awaited",
                 uri=self._target.uri,
                 key=self._target.key,
                 advice="The parts of an object store's upload are written in ascending order.",
             )
-        stored = [future for part in self._cutter.cut(data) if (future := self._send(part)) is not None]
+        stored = [
+            future for part in self._cutter.cut(data) if (future := self._send(part)) is not None
+        ]
         try:
             await self._wait_for(stored)
         except BaseException:
@@ -212,8 +226,8 @@ class PartsUpload(Upload):
         self._written.add(start, len(data))
 
     def _send(self, part: Part) -> asyncio.Future[None] | None:
-        """Hand a part to obstore; tells when the store has it. None for a short last one, which is only sent when the
-        upload is committed, and which is our own memory."""
+        """Hand a part to obstore; tells when the store has it. None for a short last one, which is
+        only sent when the upload is committed, and which is our own memory."""
         short = len(part) < self._cutter.part_nbytes
         stored = None
         if not short:
@@ -228,7 +242,9 @@ class PartsUpload(Upload):
         waiting: set[asyncio.Future[Any]] = set(stored)
         while waiting:
             done, _ = await asyncio.wait(
-                {*waiting, self._put}, timeout=self._target.limit_s, return_when=asyncio.FIRST_COMPLETED
+                {*waiting, self._put},
+                timeout=self._target.limit_s,
+                return_when=asyncio.FIRST_COMPLETED,
             )
             if self._put in done or not done:
                 await self._raise_failure("write")
@@ -245,7 +261,8 @@ class PartsUpload(Upload):
         await self._put
 
     async def commit(self, nbytes: int | None = None) -> None:
-        """See :meth:`Upload.commit`. Cancelled while it runs, it ends first: the object may be visible afterwards."""
+        """See :meth:`Upload.commit`. Cancelled while it runs, it ends first: the object may be
+        visible afterwards."""
         self._check_open()
         try:
             self._written.check_complete(nbytes)
@@ -273,10 +290,11 @@ class PartsUpload(Upload):
         await _check_stored(self._target, self._written.nbytes)
 
     async def _was_completed(self, began_s: float) -> bool:
-        """Whether the store has the object, though it no longer knows the upload: the client repeats the request that
-        completes an upload when its answer is lost, and the store has done it by then. So the object counts if it has the
-        right size and is no older than that request, which began at ``began_s`` by this host's clock. Where somebody has
-        dropped the upload instead, there is no such object."""
+        """Whether the store has the object, though it no longer knows the upload: the client
+        repeats the request that completes an upload when its answer is lost, and the store has done
+        it by then. So the object counts if it has the right size and is no older than that request,
+        which began at ``began_s`` by this host's clock. Where somebody has dropped the upload
+        instead, there is no such object."""
         try:
             found = await self._target.stat()
         except NotFoundError:
@@ -284,8 +302,9 @@ class PartsUpload(Upload):
         return found.nbytes == self._written.nbytes and found.modified_s >= began_s - _CLOCKS_S
 
     async def abort(self) -> None:
-        """See :meth:`Upload.abort`. The store is asked to forget the parts that it has; if it cannot be reached, they
-        stay until :meth:`Driver.sweep` or :meth:`Driver.delete_all` finds them."""
+        """See :meth:`Upload.abort`. The store is asked to forget the parts that it has; if it
+        cannot be reached, they stay until :meth:`Driver.sweep` or :meth:`Driver.delete_all` finds
+        them."""
         if self._put is None:
             return
         if self._open:
@@ -307,8 +326,9 @@ class PartsUpload(Upload):
         await self._leave(failed=self._feed.asked.is_set())
 
     async def _leave(self, *, failed: bool) -> None:
-        """The last upload of this process to an object has the store drop what those before it have left. Which upload
-        is whose the store does not say, so it is told by object and time; and not while another one is under way."""
+        """The last upload of this process to an object has the store drop what those before it have
+        left. Which upload is whose the store does not say, so it is told by object and time; and
+        not while another one is under way."""
         place = _places[self._target.place]
         place.live -= 1
         if failed:
@@ -328,9 +348,11 @@ class PartsUpload(Upload):
         self._put.cancel()
 
     async def _give_up(self, stored: Collection[asyncio.Future[None]]) -> None:
-        """Stop the upload, and wait until the memory of a write that failed, or was cancelled, is the caller's again.
+        """Stop the upload, and wait until the memory of a write that failed, or was cancelled, is
+        the caller's again.
 
-        The write that stops the upload knows why. So it is the first to return, and those beside it follow.
+        The write that stops the upload knows why. So it is the first to return, and those beside it
+        follow.
         """
         beside = self._given_up
         self._given_up = True
@@ -366,4 +388,6 @@ def _tell(loop: asyncio.AbstractEventLoop, stored: asyncio.Future[None]) -> None
 
 
 def _over(target: Target) -> StorageError:
-    return StorageError("the upload is over: committed, failed or aborted", uri=target.uri, key=target.key)
+    return StorageError(
+        "the upload is over: committed, failed or aborted", uri=target.uri, key=target.key
+    )

@@ -1,4 +1,5 @@
-"""What all ranks of a host want whole, such as a manifest, one of them reads, and hands it to the others in shared memory.
+"""What all ranks of a host want whole, such as a manifest, one of them reads, and hands it to the
+others in shared memory.
 
 Where that cannot be, each reads for itself: nobody depends on it.
 """
@@ -27,9 +28,9 @@ _log = logging.getLogger(__name__)
 async def read_once(
     team: Team, name: str, ranks: Sequence[int], read: Callable[[], Awaitable[bytes]]
 ) -> bytes | memoryview:
-    """What ``read`` returns: here, or on the first of ``ranks``, which are those of this host; all of them call this alike.
-    What was handed on is a view of the memory that it lies in. ``name`` is used once in the team's life. Raises what
-    ``read`` raises, DeadlineError and RankFailedError."""
+    """What ``read`` returns: here, or on the first of ``ranks``, which are those of this host; all
+    of them call this alike. What was handed on is a view of the memory that it lies in. ``name`` is
+    used once in the team's life. Raises what ``read`` raises, DeadlineError and RankFailedError."""
     if len(ranks) == 1:
         return await read()
     if team.rank != ranks[0]:
@@ -53,7 +54,9 @@ async def read_once(
         if door:
             admitting = asyncio.ensure_future(_admit(door, ranks[1:]))
             try:
-                await team.tell(f"{name}/taken", ranks, b"")  # also by those who have not found the door
+                await team.tell(
+                    f"{name}/taken", ranks, b""
+                )  # also by those who have not found the door
             finally:
                 admitting.cancel()
                 await asyncio.wait([admitting])
@@ -72,7 +75,8 @@ async def _admit(door: Door, ranks: Sequence[int]) -> None:
 
 
 async def _taken(told: dict[str, Any], me: int) -> memoryview | None:
-    """What is behind a door; None where it cannot be reached, or is not what was told over the job's store."""
+    """What is behind a door; None where it cannot be reached, or is not what was told over the
+    job's store."""
     try:
         async with asyncio.timeout(JOIN_S):
             line = await knock(told["door"], me)
@@ -86,6 +90,8 @@ async def _taken(told: dict[str, Any], me: int) -> memoryview | None:
     finally:
         line.close()
     if (await offload(digest, data)).hex() != told["digest"]:
-        _log.warning("what another rank has read is read again: it is not what that rank has told of it")
+        _log.warning(
+            "what another rank has read is read again: it is not what that rank has told of it"
+        )
         return None
     return data

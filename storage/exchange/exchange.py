@@ -1,16 +1,18 @@
-"""Zero-redundant load: of ranks that want the same bytes one reads them, and hands them to the others at once.
+"""Zero-redundant load: of ranks that want the same bytes one reads them, and hands them to the
+others at once.
 
-The ranks of a *circle* tell each other which bytes they want, and work out alike who reads what (``planner.sharing``).
-Reads go on as in any load. What was read and verified is handed on, chunk by chunk, while the next is read; its buffer
-is free when all who wanted it have taken it. Taking waits for nobody but this host's processor: so nothing can deadlock,
-in whatever order chunks come.
+The ranks of a *circle* tell each other which bytes they want, and work out alike who reads what
+(``planner.sharing``). Reads go on as in any load. What was read and verified is handed on, chunk by
+chunk, while the next is read; its buffer is free when all who wanted it have taken it. Taking waits
+for nobody but this host's processor: so nothing can deadlock, in whatever order chunks come.
 
-Ranks of one host copy from memory that they share (``arena``), where the reader puts what it has verified. It does not read
-into that memory: it has small pages, which lie scattered, and some disks read into those at a third of their rate. What came
-over a network is compared with a digest that was sent along, which only the two ranks can make (``wire``).
+Ranks of one host copy from memory that they share (``arena``), where the reader puts what it has
+verified. It does not read into that memory: it has small pages, which lie scattered, and some disks
+read into those at a third of their rate. What came over a network is compared with a digest that
+was sent along, which only the two ranks can make (``wire``).
 
-Where any rank cannot take part, all read for themselves. When a rank fails later, its lines close, and the others raise
-what it has told.
+Where any rank cannot take part, all read for themselves. When a rank fails later, its lines close,
+and the others raise what it has told.
 """
 
 from __future__ import annotations
@@ -58,8 +60,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Circle:
-    """Ranks of a team that exchange what they read. ``name`` is used once in the team's life. ``here``: how many ranks this
-    host has. ``near`` as for a Door. Less than ``least_nbytes`` to be shared is not worth it."""
+    """Ranks of a team that exchange what they read. ``name`` is used once in the team's life.
+    ``here``: how many ranks this host has. ``near`` as for a Door. Less than ``least_nbytes`` to be
+    shared is not worth it."""
 
     team: Team
     name: str
@@ -80,8 +83,9 @@ class Circle:
 
 @dataclass
 class _Untaken:
-    """A unit that others want: ``members`` have yet to take it, ``near`` are those who see it in the arena, where it lies
-    from ``start`` on since there was room for it; ``taken``: all have it."""
+    """A unit that others want: ``members`` have yet to take it, ``near`` are those who see it in
+    the arena, where it lies from ``start`` on since there was room for it; ``taken``: all have it.
+    """
 
     members: set[int]
     near: list[int]
@@ -97,18 +101,35 @@ class _Gone(Exception):
 
 
 class Exchange:
-    """One rank's part. ``plan`` is what it reads or is handed: units of the sharing; ``jobs`` of them at a time."""
+    """One rank's part. ``plan`` is what it reads or is handed: units of the sharing; ``jobs`` of
+    them at a time."""
 
     def __init__(
-        self, circle: Circle, reader: ImageReader, arena: Arena, sharing: Sharing, plan: LoadPlan, jobs: int
+        self,
+        circle: Circle,
+        reader: ImageReader,
+        arena: Arena,
+        sharing: Sharing,
+        plan: LoadPlan,
+        jobs: int,
     ) -> None:
-        self._circle, self._reader, self._arena, self._sharing, self._jobs = circle, reader, arena, sharing, jobs
+        self._circle, self._reader, self._arena, self._sharing, self._jobs = (
+            circle,
+            reader,
+            arena,
+            sharing,
+            jobs,
+        )
         self.plan, units = regrouped(plan, sharing)
         readers, me = sharing.reader[units], circle.me
         self._units: list[int] = units.tolist()
         self._own = np.flatnonzero(readers == me)
-        self._takes = Counter(m for job in self._own.tolist() for m, *_ in sharing.takers(self._units[job]))
-        self._awaited: dict[int, dict[int, int]] = {}  # per member that reads for this one, job by unit
+        self._takes = Counter(
+            m for job in self._own.tolist() for m, *_ in sharing.takers(self._units[job])
+        )
+        self._awaited: dict[
+            int, dict[int, int]
+        ] = {}  # per member that reads for this one, job by unit
         for job in np.flatnonzero(readers != me).tolist():
             self._awaited.setdefault(int(readers[job]), {})[self._units[job]] = job
         self._takers: dict[int, Line] = {}
@@ -117,10 +138,13 @@ class Exchange:
         self._freed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._copiers = max(1, min(CPU_THREADS, (os.cpu_count() or 1) // circle.here))
-        self._threads = ThreadPoolExecutor(self._copiers + 1, thread_name_prefix="holdfast-exchange")
+        self._threads = ThreadPoolExecutor(
+            self._copiers + 1, thread_name_prefix="holdfast-exchange"
+        )
 
     async def join(self, door: Door, addresses: Sequence[str]) -> bool:
-        """Meet those that this rank reads for, and those that read for it. False where that cannot be."""
+        """Meet those that this rank reads for, and those that read for it. False where that cannot
+        be."""
 
         async def visit(member: int) -> None:
             self._sources[member] = await knock(addresses[member], self._circle.me)
@@ -134,17 +158,20 @@ class Exchange:
         except* OSError as errors:
             joined = False
             _log.warning("another rank cannot be reached: %s", errors.exceptions[0])
-            # A task group's frame holds the error that holds the frame, and with it what this rank shares.
+            # A task group's frame holds the error that holds the frame, and with it what this rank
+            # shares.
             traceback.clear_frames(errors.__traceback__)
         return joined
 
     async def run(self, deliver: Deliver) -> None:
-        """Read, hand on and take what is wanted; ``deliver`` gets jobs of ``plan``. Raises what reading raises, and
-        RankFailedError, DeadlineError and CoordinationError for the others."""
+        """Read, hand on and take what is wanted; ``deliver`` gets jobs of ``plan``. Raises what
+        reading raises, and RankFailedError, DeadlineError and CoordinationError for the others."""
         others = [self._circle.ranks[m] for m in self._takes.keys() | self._awaited.keys()]
         try:
             async with asyncio.TaskGroup() as tasks:
-                watching = tasks.create_task(self._circle.team.watch(others, "what it reads for this one"))
+                watching = tasks.create_task(
+                    self._circle.team.watch(others, "what it reads for this one")
+                )
                 await self._exchange(deliver)
                 watching.cancel()
         except BaseExceptionGroup as group:
@@ -194,8 +221,9 @@ class Exchange:
             )
 
     def _show(self, job: int, buffer: HostBuffer) -> None:
-        """To those of this host who want of it, if there is room for it now. In the thread that has verified it, and before
-        it is copied for this rank itself: nobody waits for more than he must."""
+        """To those of this host who want of it, if there is room for it now. In the thread that has
+        verified it, and before it is copied for this rank itself: nobody waits for more than he
+        must."""
         unit = self._units[job]
         if not (members := {member for member, *_ in self._sharing.takers(unit)}):
             return
@@ -223,7 +251,9 @@ class Exchange:
         async with asyncio.TaskGroup() as tasks:
             for member, low, high in self._sharing.takers(unit):
                 if self._takers[member].by_wire:
-                    tasks.create_task(self._send(member, unit, buffer.view[low - start : high - start]))
+                    tasks.create_task(
+                        self._send(member, unit, buffer.view[low - start : high - start])
+                    )
         await untaken.taken
         del self._untaken[unit]
         if untaken.start is not None:
@@ -265,8 +295,9 @@ class Exchange:
             self._loop.call_soon_threadsafe(_settle, untaken.taken)
 
     async def _attend(self, lines: dict[int, Line], answer: Callable[[int], bool]) -> None:
-        """Call ``answer`` with the member whose line has something to tell, until it returns True for each of them. In a
-        thread: a round through the event loop for each message takes as long as to copy what it is about."""
+        """Call ``answer`` with the member whose line has something to tell, until it returns True
+        for each of them. In a thread: a round through the event loop for each message takes as long
+        as to copy what it is about."""
         if not lines:
             return
         attending = self._loop.run_in_executor(self._threads, _answer, lines, answer)
@@ -277,7 +308,8 @@ class Exchange:
             for line in lines.values():
                 line.hang_up()
             await asyncio.wait([attending])
-            attending.exception()  # it saw them hang up, or something else that came after what this was cancelled for
+            # it saw them hang up, or something else that came after what this was cancelled for
+            attending.exception()
             raise
 
     def _copy(self, member: int, deliver: Deliver) -> bool:
@@ -294,7 +326,9 @@ class Exchange:
         line.send_now(_TAKEN.pack(unit))
         return not awaited
 
-    async def _fetch(self, member: int, line: Line, deliver: Deliver, gate: asyncio.Semaphore) -> None:
+    async def _fetch(
+        self, member: int, line: Line, deliver: Deliver, gate: asyncio.Semaphore
+    ) -> None:
         """All that ``member``, of another host, reads for this rank."""
         awaited = self._awaited[member]
         async with asyncio.TaskGroup() as tasks, self._with(member):
@@ -306,7 +340,8 @@ class Exchange:
                 tasks.create_task(self._check(member, line, job, buffer, told, deliver, gate))
 
     async def _fetched(self, line: Line, job: int, gate: asyncio.Semaphore) -> HostBuffer:
-        """What follows on the line, where it belongs in a buffer of its unit. As many as the gate lets in."""
+        """What follows on the line, where it belongs in a buffer of its unit. As many as the gate
+        lets in."""
         await gate.acquire()
         buffer = host_pool(self._reader.manifest.chunk_nbytes).take()
         await line.fill(buffer.view[self._within(job)])
@@ -328,7 +363,10 @@ class Exchange:
                 raise CoordinationError(
                     f"what rank {self._circle.ranks[member]} read has changed on the way here",
                     rank=self._circle.team.rank,
-                    advice="The network, or the memory of one of the two hosts, is damaged; or somebody tampers with it.",
+                    advice=(
+                        "The network, or the memory of one of the two hosts, is damaged; or "
+                        "somebody tampers with it."
+                    ),
                 )
             deliver(job, buffer)
 
@@ -355,7 +393,8 @@ class Exchange:
 
     @contextlib.asynccontextmanager
     async def _with(self, member: int) -> AsyncIterator[None]:
-        """When the line to ``member`` breaks, raises what that rank has told, or will tell at once, of its failure."""
+        """When the line to ``member`` breaks, raises what that rank has told, or will tell at once,
+        of its failure."""
         try:
             yield
         except OSError as error:
@@ -374,7 +413,9 @@ class Exchange:
     def _confused(self, member: int) -> CoordinationError:
         rank = self._circle.ranks[member]
         return CoordinationError(
-            f"rank {rank} hands on what was not agreed upon", rank=rank, advice="Do all ranks run the same version?"
+            f"rank {rank} hands on what was not agreed upon",
+            rank=rank,
+            advice="Do all ranks run the same version?",
         )
 
 

@@ -1,5 +1,5 @@
-"""How an exchange begins: ranks that may want the same bytes tell each other what they want, find out alike whether reading
-it once pays, and meet.
+"""How an exchange begins: ranks that may want the same bytes tell each other what they want, find
+out alike whether reading it once pays, and meet.
 """
 
 from __future__ import annotations
@@ -21,26 +21,33 @@ from .transport import open_door
 __all__ = ["LEAST_NBYTES", "begin_exchange"]
 
 LEAST_NBYTES = 32 << 20
-"""With less to be shared than this, reading it several times takes no longer than meeting each other."""
+"""With less to be shared than this, reading it several times takes no longer than meeting each
+other."""
 SLOTS = 2
-"""Units that others have yet to take. Shared memory is dear: each page of it is mapped, cleared and given back by itself."""
+"""Units that others have yet to take. Shared memory is dear: each page of it is mapped, cleared and
+given back by itself."""
 UNIT_NBYTES = 8 << 20
 UNIT_GAPS = 64
-"""A read is to be so many times longer than what could be read besides it in the time that it takes to ask."""
+"""A read is to be so many times longer than what could be read besides it in the time that it takes
+to ask."""
 
 _log = logging.getLogger(__name__)
 
 
 async def begin_exchange(circle: Circle, reader: ImageReader, targets: Targets) -> Exchange | None:
-    """Meet the other members, who all call this, each with what it wants. None, for all alike, where little would be
-    shared, or somebody cannot be reached."""
+    """Meet the other members, who all call this, each with what it wants. None, for all alike,
+    where little would be shared, or somebody cannot be reached."""
     unit_nbytes = _unit_nbytes(reader)
     with contextlib.ExitStack() as mine:
         jobs = _jobs(circle, reader, unit_nbytes)
         arena, door = open_door(mine, unit_nbytes, min(SLOTS, jobs), circle.near)
         plan = await offload(plan_reads, reader.driver, reader.manifest, targets, unit_nbytes)
         wish = zlib.compress(await offload(Wish.of(plan).to_bytes), 1)
-        said = {"door": door.address if door else "", "wish": base64.b64encode(wish).decode(), "unit": unit_nbytes}
+        said = {
+            "door": door.address if door else "",
+            "wish": base64.b64encode(wish).decode(),
+            "unit": unit_nbytes,
+        }
         told = [json.loads(t) for t in await circle.tell("wishes", json.dumps(said).encode())]
         sharing = await offload(_shared, [t["wish"] for t in told], unit_nbytes)
         if sharing.shared_nbytes < circle.least_nbytes or len({t["unit"] for t in told}) > 1:
@@ -51,7 +58,9 @@ async def begin_exchange(circle: Circle, reader: ImageReader, targets: Targets) 
             mine.callback(exchange.close)
             joined = await exchange.join(door, [t["door"] for t in told])
         if not all(await circle.tell("joined", b"yes" if joined else b"")):
-            _log.warning("ranks that want the same bytes cannot reach each other: each reads them for itself")
+            _log.warning(
+                "ranks that want the same bytes cannot reach each other: each reads them for itself"
+            )
             return None
         mine.pop_all()
         if door:
@@ -60,8 +69,8 @@ async def begin_exchange(circle: Circle, reader: ImageReader, targets: Targets) 
 
 
 def _unit_nbytes(reader: ImageReader) -> int:
-    """The length of a read: fresh shared memory is dear, so there is to be little of it; yet each read is to take much
-    longer than to ask for it."""
+    """The length of a read: fresh shared memory is dear, so there is to be little of it; yet each
+    read is to take much longer than to ask for it."""
     unit_nbytes, manifest = reader.manifest.chunk_nbytes, reader.manifest
     least_nbytes = max(UNIT_NBYTES, UNIT_GAPS * reader.driver.traits.coalesce_nbytes)
     while unit_nbytes // 2 >= least_nbytes and unit_nbytes % (2 * manifest.block_nbytes) == 0:
@@ -70,9 +79,10 @@ def _unit_nbytes(reader: ImageReader) -> int:
 
 
 def _jobs(circle: Circle, reader: ImageReader, unit_nbytes: int) -> int:
-    """How many units are read, verified or handed on at a time. Ranks of a host share what it can read at a time,
-    unless each has connections of its own; a disk of the host's own is asked for half of that, since it serves a long queue
-    in its own order, and all wait for the rank that it serves last."""
+    """How many units are read, verified or handed on at a time. Ranks of a host share what it can
+    read at a time, unless each has connections of its own; a disk of the host's own is asked for
+    half of that, since it serves a long queue in its own order, and all wait for the rank that it
+    serves last."""
     traits = reader.driver.traits
     share = circle.here if traits.shared else 2 * circle.here
     reads = traits.concurrency if reader.driver.remote else max(2, traits.concurrency // share)
@@ -80,4 +90,6 @@ def _jobs(circle: Circle, reader: ImageReader, unit_nbytes: int) -> int:
 
 
 def _shared(wishes: Sequence[str], unit_nbytes: int) -> Sharing:
-    return share([Wish.from_bytes(zlib.decompress(base64.b64decode(wish))) for wish in wishes], unit_nbytes)
+    return share(
+        [Wish.from_bytes(zlib.decompress(base64.b64decode(wish))) for wish in wishes], unit_nbytes
+    )

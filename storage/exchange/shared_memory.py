@@ -1,8 +1,9 @@
 """Memory that ranks of one host share: what one has put there, others copy from.
 
-A memfd: it has no name, so nobody finds it but those who are handed its descriptor, no limit of /dev/shm applies, and it
-is gone when the last process lets go of it, however that one ends. It is sealed: nobody can cut it off, which would kill
-those who look at it, and those who are handed it cannot write to it.
+A memfd: it has no name, so nobody finds it but those who are handed its descriptor, no limit of
+/dev/shm applies, and it is gone when the last process lets go of it, however that one ends. It is
+sealed: nobody can cut it off, which would kill those who look at it, and those who are handed it
+cannot write to it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; which fcntl does not name
 
 @dataclass
 class Arena:
-    """Room for ``slots`` pieces of up to ``slot_nbytes`` each. Raises OSError where there is no memfd.
+    """Room for ``slots`` pieces of up to ``slot_nbytes`` each. Raises OSError where there is no
+    memfd.
 
     Pages are taken from the system when they are first written to.
     """
@@ -74,15 +76,17 @@ class Arena:
         self._free.append(start)
 
     def close(self) -> None:
-        """The memory is gone for this rank: no error whose frames somebody keeps can keep it. Safe to call twice."""
+        """The memory is gone for this rank: no error whose frames somebody keeps can keep it. Safe
+        to call twice."""
         if not self._memory.closed:
             self._memory.close()
             os.close(self.fd)
 
 
 class Window:
-    """Another rank's arena, of ``nbytes``, seen from here; not to be written to. Takes over ``fd``. Raises OSError where it
-    is of another size, or could be cut off: to look beyond its end would kill this process."""
+    """Another rank's arena, of ``nbytes``, seen from here; not to be written to. Takes over ``fd``.
+    Raises OSError where it is of another size, or could be cut off: to look beyond its end would
+    kill this process."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
         try:
@@ -90,7 +94,9 @@ class Window:
                 raise OSError(errno.EPERM, "that memory is not sealed: its owner could cut it off")
             self.nbytes = os.fstat(fd).st_size
             if self.nbytes != nbytes:
-                raise OSError(errno.EINVAL, f"that memory has {self.nbytes:,} bytes, and not {nbytes:,}")
+                raise OSError(
+                    errno.EINVAL, f"that memory has {self.nbytes:,} bytes, and not {nbytes:,}"
+                )
             self._memory = mmap.mmap(fd, self.nbytes, prot=mmap.PROT_READ)
         finally:
             os.close(fd)

@@ -1,15 +1,18 @@
-"""Connections between ranks that hand each other what they have read: meeting, and messages. Who sends what is ``exchange``.
+"""Connections between ranks that hand each other what they have read: meeting, and messages. Who
+sends what is ``exchange``.
 
-Ranks of one host meet at a unix socket that has no name in any folder; the kernel vouches for the user at the other end.
-What is handed on stays where it was read, in memory that is shared (``arena``), and only where it lies is said. Ranks of
-different hosts meet over TCP, and the bytes follow.
+Ranks of one host meet at a unix socket that has no name in any folder; the kernel vouches for the
+user at the other end. What is handed on stays where it was read, in memory that is shared
+(``arena``), and only where it lies is said. Ranks of different hosts meet over TCP, and the bytes
+follow.
 
-Both sides prove that they know the door's secret, which was told over the job's store alone, and is never sent over the
-connection: each answers a fresh challenge of the other (HMAC). What follows over TCP carries a digest under a key of this
-connection. So neither a process that has got hold of a rank's name or port, nor one in between, can pass for a rank.
+Both sides prove that they know the door's secret, which was told over the job's store alone, and is
+never sent over the connection: each answers a fresh challenge of the other (HMAC). What follows
+over TCP carries a digest under a key of this connection. So neither a process that has got hold of
+a rank's name or port, nor one in between, can pass for a rank.
 
-Scope: nothing is encrypted. Whoever can read the job's store, or is the same user on one of its hosts and can look into its
-processes, is trusted.
+Scope: nothing is encrypted. Whoever can read the job's store, or is the same user on one of its
+hosts and can look into its processes, is trusted.
 """
 
 from __future__ import annotations
@@ -55,8 +58,8 @@ _log = logging.getLogger(__name__)
 
 
 def host_key() -> str | None:
-    """What ranks have in common that can share memory: one boot of one host, one network namespace, one user. None where
-    this cannot be told."""
+    """What ranks have in common that can share memory: one boot of one host, one network namespace,
+    one user. None where this cannot be told."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.stat("/proc/self/ns/net").st_ino
@@ -66,8 +69,8 @@ def host_key() -> str | None:
 
 
 class Line:
-    """A connection to another rank. Raises ConnectionError when that rank is gone. ``window``: its memory, if shared.
-    ``key``: of :meth:`digest`, once both sides have proved who they are."""
+    """A connection to another rank. Raises ConnectionError when that rank is gone. ``window``: its
+    memory, if shared. ``key``: of :meth:`digest`, once both sides have proved who they are."""
 
     def __init__(self, sock: socket.socket, window: Window | None = None) -> None:
         _sockets.add(sock)
@@ -99,7 +102,8 @@ class Line:
         return bytes(data)
 
     def digest(self, about: bytes, data: bytes | memoryview) -> bytes:
-        """16 bytes that only the two ends of this line can make: of ``data``, and what it is, such as its number."""
+        """16 bytes that only the two ends of this line can make: of ``data``, and what it is, such
+        as its number."""
         made = hmac.new(self.key, struct.pack("<I", len(about)) + about, "sha256")
         made.update(data)
         return made.digest()[:DIGEST_NBYTES]
@@ -110,13 +114,15 @@ class Line:
         return self._socket.fileno()
 
     def receive_now(self, nbytes: int) -> bytes:
-        """:meth:`receive` for a thread, that ``poll`` has sent here: of a message, all bytes come at once."""
+        """:meth:`receive` for a thread, that ``poll`` has sent here: of a message, all bytes come
+        at once."""
         if len(data := self._socket.recv(nbytes)) != nbytes:
             raise ConnectionResetError("closed by the other side")
         return data
 
     def send_now(self, data: bytes) -> None:
-        """:meth:`send` for a thread, to one who listens: there is room for what is as short as this."""
+        """:meth:`send` for a thread, to one who listens: there is room for what is as short as
+        this."""
         self._socket.sendall(data)
 
     def hang_up(self) -> None:
@@ -137,7 +143,8 @@ class Line:
         return data, next(iter(descriptors), None)
 
     def send_descriptor(self, data: bytes, fd: int) -> None:
-        """Send a short message, and a file descriptor with it. Little was sent before: there is room for it."""
+        """Send a short message, and a file descriptor with it. Little was sent before: there is
+        room for it."""
         socket.send_fds(self._socket, [data], [fd])
 
     def user(self) -> int:
@@ -155,13 +162,19 @@ class Door:
     """Where other members of a circle find this rank. Raises OSError where it cannot be opened."""
 
     def __init__(self, fd: int, near: str) -> None:
-        """``fd``: the memory that members on this host are let in to. ``near``: a host of the job, to find the address that
-        this host has on the way there; "" where nobody comes over the network."""
+        """``fd``: the memory that members on this host are let in to. ``near``: a host of the job,
+        to find the address that this host has on the way there; "" where nobody comes over the
+        network."""
         self._fd = fd
         self._secret = secrets.token_bytes(_SECRET_NBYTES)
         name = f"\0holdfast-{secrets.token_hex(16)}"
         self._sockets = [_listening(socket.AF_UNIX, name)]
-        told: dict[str, Any] = {"host": host_key(), "unix": name, "token": self._secret.hex(), "tcp": None}
+        told: dict[str, Any] = {
+            "host": host_key(),
+            "unix": name,
+            "token": self._secret.hex(),
+            "tcp": None,
+        }
         told["nbytes"] = os.fstat(fd).st_size
         if near:
             self._sockets.append(_listening(socket.AF_INET, (_own_address(near), 0)))
@@ -169,8 +182,8 @@ class Door:
         self.address = json.dumps(told)
 
     async def admit(self, members: Collection[int], lines: dict[int, Line]) -> None:
-        """Until all of ``members`` have come: to ``lines``. Turned away are visitors of another user, those who do not know
-        the secret, and those who say nothing."""
+        """Until all of ``members`` have come: to ``lines``. Turned away are visitors of another
+        user, those who do not know the secret, and those who say nothing."""
         complete = asyncio.Event()
         room = asyncio.Semaphore(STRANGERS + len(members))
         tasks: list[asyncio.Task[None]] = []
@@ -228,7 +241,8 @@ class Door:
 def open_door(
     mine: contextlib.ExitStack, slot_nbytes: int, slots: int, near: str = ""
 ) -> tuple[Arena, Door] | tuple[None, None]:
-    """Memory for other members, and the door to it, which ``mine`` closes. Where there can be none, that is logged."""
+    """Memory for other members, and the door to it, which ``mine`` closes. Where there can be none,
+    that is logged."""
     try:
         arena = Arena(slot_nbytes, slots)
         mine.callback(arena.close)
@@ -241,8 +255,9 @@ def open_door(
 
 
 async def knock(address: str, member: int) -> Line:
-    """A line to the rank whose door this is, for member number ``member``. Raises OSError: where nobody answers in time,
-    where whoever answers is not that rank, and where its memory is not what it ought to be."""
+    """A line to the rank whose door this is, for member number ``member``. Raises OSError: where
+    nobody answers in time, where whoever answers is not that rank, and where its memory is not what
+    it ought to be."""
     told = json.loads(address)
     here = told["host"] == host_key()
     if not here and told["tcp"] is None:
@@ -251,9 +266,13 @@ async def knock(address: str, member: int) -> Line:
     line = Line(sock)
     try:
         async with asyncio.timeout(KNOCK_S):
-            await asyncio.get_running_loop().sock_connect(sock, told["unix"] if here else tuple(told["tcp"]))
+            await asyncio.get_running_loop().sock_connect(
+                sock, told["unix"] if here else tuple(told["tcp"])
+            )
             if here and line.user() != os.getuid():
-                raise ConnectionRefusedError(f"a process of another user, {line.user()}, has that rank's name")
+                raise ConnectionRefusedError(
+                    f"a process of another user, {line.user()}, has that rank's name"
+                )
             await _introduce(line, bytes.fromhex(told["token"]), member)
             if here:
                 line.window = await _window(line, told)
@@ -272,7 +291,9 @@ async def _introduce(line: Line, secret: bytes, member: int) -> None:
     door_nonce, proof = _ANSWER.unpack(await line.receive(_ANSWER.size))
     hands = Handshake(secret, nonce, door_nonce, member)
     if not hmac.compare_digest(proof, hands.of_door):
-        raise ConnectionRefusedError("what answers there is not that rank: it does not know the secret")
+        raise ConnectionRefusedError(
+            "what answers there is not that rank: it does not know the secret"
+        )
     line.key = hands.key
     await line.send(hands.of_visitor)
 
@@ -309,7 +330,8 @@ def _own_address(near: str) -> str:
 
 
 def _hang_up_in_child() -> None:
-    """A forked child lets go of its parent's lines: who is at their other end is to see when the parent dies."""
+    """A forked child lets go of its parent's lines: who is at their other end is to see when the
+    parent dies."""
     for sock in list(_sockets):
         sock.close()
 

@@ -1,7 +1,8 @@
 """Columns in a safetensors file: named numpy arrays, a JSON header, and a checksum over all of it.
 
-Integers are stored in the narrowest unsigned type that holds the column's largest entry; the header says which. The file
-ends with the column ``checksum``: 16 bytes, the xxh3-128 digest of every byte before them. Any safetensors reader opens it.
+Integers are stored in the narrowest unsigned type that holds the column's largest entry; the header
+says which. The file ends with the column ``checksum``: 16 bytes, the xxh3-128 digest of every byte
+before them. Any safetensors reader opens it.
 
 Reading trusts nothing: sizes are checked against the bytes at hand before anything is allocated.
 """
@@ -20,7 +21,14 @@ from ...errors import DamagedError, SaveError
 from ...planner.image import DIGEST_NBYTES
 from .digest import digest
 
-__all__ = ["decode_columns", "encode_columns", "header_length", "narrowed", "parse_columns", "parse_header"]
+__all__ = [
+    "decode_columns",
+    "encode_columns",
+    "header_length",
+    "narrowed",
+    "parse_columns",
+    "parse_header",
+]
 
 _DTYPES = {"U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "U64": np.uint64}
 _CODES = {np.dtype(t): code for code, t in _DTYPES.items()}
@@ -38,7 +46,8 @@ def narrowed(column: Array) -> Array:
 
 
 def encode_columns(columns: Mapping[str, Array], metadata: Mapping[str, str]) -> bytes:
-    """One safetensors file. Columns are unsigned integers; wide ones come first, so that all are aligned.
+    """One safetensors file. Columns are unsigned integers; wide ones come first, so that all are
+    aligned.
 
     Raises SaveError where the header would be longer than readers accept.
     """
@@ -53,10 +62,17 @@ def encode_columns(columns: Mapping[str, Array], metadata: Mapping[str, str]) ->
     text += b" " * (-len(text) % 8)
     if len(text) > _HEADER_NBYTES_MAX:
         raise SaveError(
-            f"small values and containers take {len(text):,} bytes as JSON, of {_HEADER_NBYTES_MAX:,} at most",
+            f"small values and containers take {len(text):,} bytes as JSON, of "
+            f"{_HEADER_NBYTES_MAX:,} at most",
             advice="Save long lists of numbers as tensors or arrays.",
         )
-    body = b"".join([struct.pack("<Q", len(text)), text, *(np.ascontiguousarray(c).tobytes() for _, c in ordered)])
+    body = b"".join(
+        [
+            struct.pack("<Q", len(text)),
+            text,
+            *(np.ascontiguousarray(c).tobytes() for _, c in ordered),
+        ]
+    )
     return body + digest(body)
 
 
@@ -72,11 +88,16 @@ def header_length(first8: bytes | memoryview, what: str) -> int:
 
 
 def decode_columns(data: bytes, what: str) -> tuple[dict[str, Array], dict[str, str]]:
-    """Columns (views of ``data``, in their stored types) and metadata. ``what`` names the file in errors.
+    """Columns (views of ``data``, in their stored types) and metadata. ``what`` names the file in
+    errors.
 
-    Raises DamagedError for a wrong checksum, and for anything that is not exactly of the form written here.
+    Raises DamagedError for a wrong checksum, and for anything that is not exactly of the form
+    written here.
     """
-    if len(data) < 8 + DIGEST_NBYTES or digest(memoryview(data)[:-DIGEST_NBYTES]) != data[-DIGEST_NBYTES:]:
+    if (
+        len(data) < 8 + DIGEST_NBYTES
+        or digest(memoryview(data)[:-DIGEST_NBYTES]) != data[-DIGEST_NBYTES:]
+    ):
         raise DamagedError(f"{what} {_damage(data)}")
     return parse_columns(data, what)
 

@@ -19,10 +19,14 @@ def tensors_at(manifest: Manifest, image: int, start: int, stop: int) -> list[st
     return [manifest.tensors.names[row] for row in np.unique(s.tensor[rows]).tolist()]
 
 
-def damaged(manifest: Manifest, uri: str, image: int, start: int, stop: int, what: str) -> DamagedError:
+def damaged(
+    manifest: Manifest, uri: str, image: int, start: int, stop: int, what: str
+) -> DamagedError:
     """An error that names file, bytes and tensors; ``what`` completes "bytes a to b …"."""
     names = tensors_at(manifest, image, start, stop)
-    shown = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    shown = ", ".join(map(repr, names[:5])) + (
+        f" and {len(names) - 5} more" if len(names) > 5 else ""
+    )
     of = f" They are of tensor {shown}." if names else " They are of no tensor."
     return DamagedError(
         f"bytes {start:,} to {stop:,} {what}.{of}",

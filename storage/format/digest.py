@@ -1,9 +1,10 @@
 """Checksums: what is hashed, and how one digest vouches for many.
 
-Every *block* (64 KiB) of an image has an xxh3-128 digest. The digests of one *chunk* (16 MiB), written one after the
-other, are its *page*; the xxh3-128 digest of the page is the chunk's digest, which the manifest holds. So whole chunks
-are verified against the manifest alone, and a slice is verified by the blocks that it touches plus their page. It is a
-Merkle tree of two levels; digests are in xxHash's canonical (big-endian) form.
+Every *block* (64 KiB) of an image has an xxh3-128 digest. The digests of one *chunk* (16 MiB),
+written one after the other, are its *page*; the xxh3-128 digest of the page is the chunk's digest,
+which the manifest holds. So whole chunks are verified against the manifest alone, and a slice is
+verified by the blocks that it touches plus their page. It is a Merkle tree of two levels; digests
+are in xxHash's canonical (big-endian) form.
 
 xxh3 is no cryptographic hash: it finds damage, not forgery.
 """
@@ -27,8 +28,9 @@ def digest(data: bytes | memoryview) -> bytes:
 def page_of(data: memoryview, block_nbytes: int) -> bytes:
     """The digests of ``data``'s blocks, joined. The last block may be short.
 
-    Holds the GIL for about a millisecond a chunk: xxhash lets go of it for larger pieces only, and who lets go of it per
-    block has to wait for it per block, up to 5 ms each beside a trainer that computes in Python.
+    Holds the GIL for about a millisecond a chunk: xxhash lets go of it for larger pieces only, and
+    who lets go of it per block has to wait for it per block, up to 5 ms each beside a trainer that
+    computes in Python.
     """
     xxh3 = xxhash.xxh3_128_digest
     cuts = [*range(0, len(data), block_nbytes), len(data)]
@@ -43,5 +45,6 @@ def damaged_blocks(page: bytes, expected: bytes) -> list[int]:
     return [
         i
         for i in range(n)
-        if page[i * DIGEST_NBYTES : (i + 1) * DIGEST_NBYTES] != expected[i * DIGEST_NBYTES : (i + 1) * DIGEST_NBYTES]
+        if page[i * DIGEST_NBYTES : (i + 1) * DIGEST_NBYTES]
+        != expected[i * DIGEST_NBYTES : (i + 1) * DIGEST_NBYTES]
     ]

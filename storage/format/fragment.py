@@ -1,9 +1,10 @@
 """Fragments: what ranks tell the leader at commit, as columns, and many of them as one.
 
-Ranks of one kind (the data-parallel and tensor-parallel ranks of a pipeline stage, say) know the same tensors and the same
-containers: they have a *layout* in common. So a fragment is a list of groups of ranks, each with its layout, and of what
-ranks have of their own, the columns of their shards and images and their values. To join fragments is to lay the columns
-of groups with the same layout end to end; no tensor is looked at. How the manifest is made of it says ``merge``.
+Ranks of one kind (the data-parallel and tensor-parallel ranks of a pipeline stage, say) know the
+same tensors and the same containers: they have a *layout* in common. So a fragment is a list of
+groups of ranks, each with its layout, and of what ranks have of their own, the columns of their
+shards and images and their values. To join fragments is to lay the columns of groups with the same
+layout end to end; no tensor is looked at. How the manifest is made of it says ``merge``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,15 @@ from ...planner.image import DIGEST_NBYTES
 from ...planner.table import ShardTable, TensorTable
 from .columns import decode_columns, encode_columns, narrowed
 from .digest import digest
-from .manifest import ImageTable, check_readable, image_table, ints_of, shard_columns, tensor_columns, tensor_table
+from .manifest import (
+    ImageTable,
+    check_readable,
+    image_table,
+    ints_of,
+    shard_columns,
+    tensor_columns,
+    tensor_table,
+)
 from .tree import ByRank, Tree, Value, unite
 from .values import decode_value, encode_value
 
@@ -34,8 +43,8 @@ _LENGTH = struct.Struct("<Q")
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """What ranks of one kind have in common. ``own``: (T,) whether each of them has the tensor for itself. The values in
-    ``tree`` are places, without a value."""
+    """What ranks of one kind have in common. ``own``: (T,) whether each of them has the tensor for
+    itself. The values in ``tree`` are places, without a value."""
 
     tensors: TensorTable
     own: Bools
@@ -44,12 +53,17 @@ class Layout:
 
     @cached_property
     def encoded(self) -> bytes:
-        """As bytes, which are equal where layouts are. Raises SaveError for what no reader would accept."""
+        """As bytes, which are equal where layouts are. Raises SaveError for what no reader would
+        accept."""
         t = self.tensors
         check_readable(t, self.tree)
         columns = tensor_columns(t, self.container) | {"tensor.own": self.own.astype(np.uint8)}
         places = [[v.container, encode_value(v.key, "")] for v in self.tree.values]
-        head = {"dtypes": t.dtypes, "tree": replace(self.tree, values=[]).to_json(), "places": places}
+        head = {
+            "dtypes": t.dtypes,
+            "tree": replace(self.tree, values=[]).to_json(),
+            "places": places,
+        }
         narrow = {name: narrowed(column) for name, column in columns.items()}
         return encode_columns(narrow, {"layout": json.dumps(head, separators=(",", ":"))})
 
@@ -61,8 +75,8 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Ranks of one layout, and what each has. ``shards.tensor`` are rows of the layout, ``shards.image`` of
-    ``images``; ``values`` are those of the layout's places, in order."""
+    """Ranks of one layout, and what each has. ``shards.tensor`` are rows of the layout,
+    ``shards.image`` of ``images``; ``values`` are those of the layout's places, in order."""
 
     layout: Layout
     ranks: Ints
@@ -72,39 +86,52 @@ class Group:
 
     def encode(self) -> bytes:
         """All but the layout, as bytes."""
-        columns = {"rank": self.ranks, "shard.tensor": self.shards.tensor} | shard_columns(self.shards, self.images)
+        columns = {"rank": self.ranks, "shard.tensor": self.shards.tensor} | shard_columns(
+            self.shards, self.images
+        )
         narrow = {name: narrowed(column) for name, column in columns.items()}
         return encode_columns(narrow, {"values": json.dumps(self.values, separators=(",", ":"))})
 
 
 @dataclass(frozen=True, eq=False)
 class Fragment:
-    """What some ranks tell of one save. ``head``: attempt, step and time of the save, as in the manifest."""
+    """What some ranks tell of one save. ``head``: attempt, step and time of the save, as in the
+    manifest."""
 
     head: tuple[str, int | None, float]
     groups: list[Group]
 
     def encode(self, known: Collection[bytes] = ()) -> bytes:
-        """As bytes; each layout once, and of one whose key is in ``known`` the key alone. Raises SaveError for what is too
-        large for any reader."""
+        """As bytes; each layout once, and of one whose key is in ``known`` the key alone. Raises
+        SaveError for what is too large for any reader."""
         layouts = {group.layout.key: group.layout.encoded for group in self.groups}
         row = {key: i for i, key in enumerate(layouts)}
-        told = json.dumps({"head": self.head, "layouts": [row[group.layout.key] for group in self.groups]}).encode()
+        told = json.dumps(
+            {"head": self.head, "layouts": [row[group.layout.key] for group in self.groups]}
+        ).encode()
         blobs = [told, *(key if key in known else encoded for key, encoded in layouts.items())]
         blobs += [group.encode() for group in self.groups]
-        body = b"".join([_LENGTH.pack(len(blobs)), *(_LENGTH.pack(len(blob)) for blob in blobs), *blobs])
+        body = b"".join(
+            [_LENGTH.pack(len(blobs)), *(_LENGTH.pack(len(blob)) for blob in blobs), *blobs]
+        )
         return body + digest(body)
 
 
 def layout_of(tensors: TensorTable, container: Ints, tree: Tree) -> Layout:
-    """What a rank that knows of these has in common with others of its kind. ``tensors.owner``: -1, or this rank."""
+    """What a rank that knows of these has in common with others of its kind. ``tensors.owner``: -1,
+    or this rank."""
     places = replace(tree, values=[Value(v.container, v.key, []) for v in tree.values])
     own = tensors.owner >= 0
     return Layout(replace(tensors, owner=np.full(len(own), -1, np.int64)), own, container, places)
 
 
 def fragment_of(
-    head: tuple[str, int | None, float], rank: int, layout: Layout, shards: ShardTable, images: ImageTable, tree: Tree
+    head: tuple[str, int | None, float],
+    rank: int,
+    layout: Layout,
+    shards: ShardTable,
+    images: ImageTable,
+    tree: Tree,
 ) -> Fragment:
     """What one rank tells: its part alone. The values are those in ``tree``."""
     values: list[ByRank] = [[([rank], v.by_rank[0][1])] for v in tree.values]
@@ -112,8 +139,8 @@ def fragment_of(
 
 
 def decode_fragment(data: bytes, what: str, known: MutableMapping[bytes, Layout]) -> Fragment:
-    """The fragment in ``data``. Layouts are looked up in ``known``, and added to it. Raises DamagedError, also for a layout
-    of which there is but a key that is not known."""
+    """The fragment in ``data``. Layouts are looked up in ``known``, and added to it. Raises
+    DamagedError, also for a layout of which there is but a key that is not known."""
     body = data[:-DIGEST_NBYTES]
     if digest(body) != data[-DIGEST_NBYTES:]:
         raise DamagedError(f"{what} does not match its own checksum")
@@ -123,7 +150,9 @@ def decode_fragment(data: bytes, what: str, known: MutableMapping[bytes, Layout]
         rows = head["layouts"]
         n = len(rest) - len(rows)
         layouts = [_known_layout(blob, what, known) for blob in rest[:n]]
-        groups = [_group(layouts[row], blob, what) for row, blob in zip(rows, rest[n:], strict=True)]
+        groups = [
+            _group(layouts[row], blob, what) for row, blob in zip(rows, rest[n:], strict=True)
+        ]
         attempt, step, created_s = head["head"]
     except (KeyError, IndexError, TypeError, ValueError, OverflowError, struct.error) as error:
         raise DamagedError(f"{what} is malformed: {error!r}") from error
@@ -147,7 +176,10 @@ def _known_layout(blob: bytes, what: str, known: MutableMapping[bytes, Layout]) 
         head = json.loads(metadata["layout"])
         tree = Tree.from_json(head["tree"])
         tree.values = [Value(int(c), decode_value(key), []) for c, key in head["places"]]
-        container, own = ints_of(columns, "tensor.container"), columns["tensor.own"].astype(np.bool_)
+        container, own = (
+            ints_of(columns, "tensor.container"),
+            columns["tensor.own"].astype(np.bool_),
+        )
         known[key] = Layout(tensor_table(columns, head["dtypes"]), own, container, tree)
     return known[key]
 
@@ -160,7 +192,9 @@ def _group(layout: Layout, blob: bytes, what: str) -> Group:
 
     names = ("shard.tensor", "shard.offsets", "shard.lengths", "shard.image", "shard.start")
     images = image_table(columns, compressed="image.stored_nbytes" in columns)
-    values: list[ByRank] = [[(ranks, encoded) for ranks, encoded in by] for by in json.loads(metadata["values"])]
+    values: list[ByRank] = [
+        [(ranks, encoded) for ranks, encoded in by] for by in json.loads(metadata["values"])
+    ]
     return Group(layout, ints("rank"), ShardTable(*map(ints, names)), images, values)
 
 

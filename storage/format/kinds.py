@@ -20,11 +20,14 @@ _KINDS: dict[str, Callable[[Mapping[Any, Any]], dict[Any, Any]]] = {
     "OrderedDict": OrderedDict,
     "defaultdict": lambda items: defaultdict(None, items),
 }
-_KINDS.update({f"defaultdict({factory.__name__})": partial(defaultdict, factory) for factory in _FACTORIES})
+_KINDS.update(
+    {f"defaultdict({factory.__name__})": partial(defaultdict, factory) for factory in _FACTORIES}
+)
 
 
 def kind_of(node: Mapping[Any, Any]) -> str | None:
-    """The name of what ``node`` is beyond a dict; empty for a plain dict, None for a type that has no name here."""
+    """The name of what ``node`` is beyond a dict; empty for a plain dict, None for a type that has
+    no name here."""
     if type(node) is dict:
         return ""
     if type(node) in (Counter, OrderedDict):
@@ -38,7 +41,8 @@ def kind_of(node: Mapping[Any, Any]) -> str | None:
 
 
 def as_kind(kind: str, items: dict[Any, Any]) -> dict[Any, Any]:
-    """A dict of the kind with this name. A name of a later release is no reason to refuse the rest: it stays a dict."""
+    """A dict of the kind with this name. A name of a later release is no reason to refuse the rest:
+    it stays a dict."""
     make = _KINDS.get(kind)
     return items if make is None else make(items)
 
@@ -46,7 +50,8 @@ def as_kind(kind: str, items: dict[Any, Any]) -> dict[Any, Any]:
 def like(present: object, stored: Any) -> Any:
     """``stored``, with every plain dict made of the type that ``present`` has at the same place.
 
-    For checkpoints in which kinds of dicts are not stored: the object that takes the state back knows what it had.
+    For checkpoints in which kinds of dicts are not stored: the object that takes the state back
+    knows what it had.
     """
     if type(stored) in (list, tuple):
         known = present if isinstance(present, list | tuple) else ()
@@ -62,7 +67,8 @@ def like(present: object, stored: Any) -> Any:
 
 
 def _refilled(present: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
-    """A dict of the type of ``present``, with these items. Only types that are known: others have rules of their own."""
+    """A dict of the type of ``present``, with these items. Only types that are known: others have
+    rules of their own."""
     if isinstance(present, defaultdict):
         return defaultdict(present.default_factory, items)
     kind = kind_of(present)

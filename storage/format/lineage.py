@@ -1,11 +1,13 @@
-"""The lineage of a run: which of its checkpoints lead to where training is, after it went back to an earlier one.
+"""The lineage of a run: which of its checkpoints lead to where training is, after it went back to
+an earlier one.
 
-A run is a tree of *branches*. It begins on the root branch. Each time training goes back to a step, a new branch leaves
-the one that it was on, at that step. A checkpoint's manifest records the branch on which it was saved. The run's folder
-holds one small JSON object, ``lineage.json``: where each branch left its parent, and which branch is current.
+A run is a tree of *branches*. It begins on the root branch. Each time training goes back to a step,
+a new branch leaves the one that it was on, at that step. A checkpoint's manifest records the branch
+on which it was saved. The run's folder holds one small JSON object, ``lineage.json``: where each
+branch left its parent, and which branch is current.
 
-A checkpoint is *live* if it is on the current branch, or on one of its ancestors at or before the step at which the next
-branch left. Every other checkpoint is *abandoned*.
+A checkpoint is *live* if it is on the current branch, or on one of its ancestors at or before the
+step at which the next branch left. Every other checkpoint is *abandoned*.
 
 Pure: no I/O.
 """
@@ -39,14 +41,16 @@ def is_branch(text: object) -> bool:
 
 @dataclass(frozen=True)
 class Lineage:
-    """``parents`` maps each branch to the branch that it left, and the step at which it did; the root has no parent."""
+    """``parents`` maps each branch to the branch that it left, and the step at which it did; the
+    root has no parent."""
 
     current: str = ROOT
     parents: Mapping[str, tuple[str, int]] = field(default_factory=dict)
 
     def is_live(self, branch: str, step: int | None) -> bool:
-        """Whether a checkpoint of ``branch`` at ``step`` leads to where training is. One without a step always counts as
-        live, and a branch that is not recorded counts as the root: such a checkpoint was copied from another run."""
+        """Whether a checkpoint of ``branch`` at ``step`` leads to where training is. One without a
+        step always counts as live, and a branch that is not recorded counts as the root: such a
+        checkpoint was copied from another run."""
         if step is None:
             return True
         if branch not in self.parents:
@@ -61,14 +65,19 @@ class Lineage:
         return step <= limit
 
     def gone_back(self, branch: str, step: int, new: str) -> Lineage:
-        """The lineage after training went back to the checkpoint of ``branch`` at ``step``; ``new`` is then current."""
+        """The lineage after training went back to the checkpoint of ``branch`` at ``step``; ``new``
+        is then current."""
         parent = branch if branch in self.parents else ROOT
         return Lineage(new, {**self.parents, new: (parent, step)})
 
     def encode(self) -> bytes:
         """The content of ``lineage.json``."""
-        branches = {name: {"from": parent, "step": step} for name, (parent, step) in self.parents.items()}
-        return json.dumps({"version": _VERSION, "current": self.current, "branches": branches}).encode()
+        branches = {
+            name: {"from": parent, "step": step} for name, (parent, step) in self.parents.items()
+        }
+        return json.dumps(
+            {"version": _VERSION, "current": self.current, "branches": branches}
+        ).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Lineage:
@@ -77,7 +86,8 @@ class Lineage:
             return cls._checked(json.loads(data) if len(data) <= _NBYTES_MAX else None)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DamagedError(
-                f"{LINEAGE_KEY} is damaged, so which checkpoints of the run are abandoned is not known: {error}",
+                f"{LINEAGE_KEY} is damaged, so which checkpoints of the run are abandoned is not "
+                f"known: {error}",
                 key=LINEAGE_KEY,
                 advice="Restore it; or delete it, after moving abandoned checkpoints away: "
                 "without it, every checkpoint counts, and the newest is gone on from.",

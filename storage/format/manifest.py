@@ -1,8 +1,10 @@
-"""The manifest: which box of which tensor lies at which bytes of which image. Its appearance is the commit.
+"""The manifest: which box of which tensor lies at which bytes of which image. Its appearance is the
+commit.
 
-It is a safetensors file of columns (``columns.py``) with a JSON header; ``docs/reference/format.md`` documents it so that
-a reader can be written from that page. What a rank tells the committing one is a *fragment* (``fragment.py``). No path is
-stored: an image's key follows from the attempt and the rank.
+It is a safetensors file of columns (``columns.py``) with a JSON header;
+``docs/reference/format.md`` documents it so that a reader can be written from that page. What a
+rank tells the committing one is a *fragment* (``fragment.py``). No path is stored: an image's key
+follows from the attempt and the rank.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ Ints = npt.NDArray[np.int64]
 
 
 def image_key(attempt: str, rank: int, compression: Compression | None = None) -> str:
-    """Where the image of ``rank`` lies, as a key. A compressed one is no safetensors file, and is not named like one."""
+    """Where the image of ``rank`` lies, as a key. A compressed one is no safetensors file, and is
+    not named like one."""
     return f"data/{attempt}/{rank}.safetensors" + (f".{compression}" if compression else "")
 
 
@@ -126,8 +129,11 @@ class Manifest:
 
     @cached_property
     def first_chunk(self) -> Ints:
-        """(I + 1,): the row in ``images.digests`` of each image's first chunk, and the number of rows."""
-        return np.concatenate([[0], np.cumsum(self.images.chunks(self.chunk_nbytes))]).astype(np.int64)
+        """(I + 1,): the row in ``images.digests`` of each image's first chunk, and the number of
+        rows."""
+        return np.concatenate([[0], np.cumsum(self.images.chunks(self.chunk_nbytes))]).astype(
+            np.int64
+        )
 
     @cached_property
     def tensor_nbytes(self) -> int:
@@ -154,7 +160,9 @@ class Manifest:
         } | ({} if self.compression is None else {"compression": self.compression})
         if self.branch != ROOT:
             head["branch"] = self.branch
-        return encode_columns(self._columns(), {"holdfast": json.dumps(head, separators=(",", ":"))})
+        return encode_columns(
+            self._columns(), {"holdfast": json.dumps(head, separators=(",", ":"))}
+        )
 
     def _columns(self) -> dict[str, npt.NDArray[Any]]:
         t, s = self.tensors, self.shards
@@ -164,13 +172,16 @@ class Manifest:
 
     @classmethod
     def decode(cls, data: bytes, what: str = "the manifest") -> Manifest:
-        """The manifest in ``data``. Raises DamagedError, or UnsupportedFormatError for another version."""
+        """The manifest in ``data``. Raises DamagedError, or UnsupportedFormatError for another
+        version."""
         made = cls.of_columns(*decode_columns(data, what), what)
         check(made, what)
         return made
 
     @classmethod
-    def of_columns(cls, columns: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, str], what: str) -> Manifest:
+    def of_columns(
+        cls, columns: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, str], what: str
+    ) -> Manifest:
         """The manifest that has these columns, unchecked. Raises as :meth:`decode` does."""
         head = _head(metadata, what)
         try:
@@ -180,8 +191,9 @@ class Manifest:
 
 
 def attempt_in(data: bytes, what: str = "the manifest") -> str:
-    """The attempt that the manifest in ``data`` names. Its checksum is checked, and that this release knows its version;
-    what its tables say is not. Raises DamagedError, UnsupportedFormatError."""
+    """The attempt that the manifest in ``data`` names. Its checksum is checked, and that this
+    release knows its version; what its tables say is not. Raises DamagedError,
+    UnsupportedFormatError."""
     _columns, metadata = decode_columns(data, what)
     attempt = _head(metadata, what).get("attempt")
     if not isinstance(attempt, str) or not _ATTEMPT.fullmatch(attempt):
@@ -250,10 +262,15 @@ def image_table(columns: Mapping[str, npt.NDArray[Any]], *, compressed: bool) ->
 
 
 def tensor_table(columns: Mapping[str, npt.NDArray[Any]], dtypes: Any) -> TensorTable:
-    """The tensors in columns that :func:`tensor_columns` made, and the header's dtypes. Raises KeyError and ValueError."""
+    """The tensors in columns that :func:`tensor_columns` made, and the header's dtypes. Raises
+    KeyError and ValueError."""
 
     def optional(name: str) -> Ints:
-        return ints_of(columns, name) if name in columns else np.zeros(len(columns["tensor.dtype"]), np.int64)
+        return (
+            ints_of(columns, name)
+            if name in columns
+            else np.zeros(len(columns["tensor.dtype"]), np.int64)
+        )
 
     return TensorTable(
         names=_names(columns["tensor.name"].tobytes(), ints_of(columns, "tensor.name_nbytes")),
@@ -273,21 +290,24 @@ def _head(metadata: Mapping[str, str], what: str) -> dict[str, Any]:
         raise DamagedError(f"{what} does not say its version")
     if type(version) is not int or version not in (_PLAIN, _COMPRESSED):
         raise UnsupportedFormatError(
-            f"{what} is of format version {version!r}; this release reads versions {_PLAIN} and {_COMPRESSED}",
+            f"{what} is of format version {version!r}; this release reads versions {_PLAIN} and "
+            f"{_COMPRESSED}",
             advice="Read it with a newer release.",
         )
     return head
 
 
 def _compression(head: Mapping[str, Any]) -> Compression | None:
-    """How the images are compressed. Raises KeyError, and UnsupportedFormatError for what this release does not know."""
+    """How the images are compressed. Raises KeyError, and UnsupportedFormatError for what this
+    release does not know."""
     if head["version"] == _PLAIN:
         return None
     for known in COMPRESSIONS:
         if head["compression"] == known:
             return known
     raise UnsupportedFormatError(
-        f"the images are compressed in a way that this release does not know: {reprlib.repr(head['compression'])}",
+        f"the images are compressed in a way that this release does not know: "
+        f"{reprlib.repr(head['compression'])}",
         advice="Read it with a newer release.",
     )
 
@@ -336,7 +356,9 @@ def _from_columns(columns: Mapping[str, npt.NDArray[Any]], head: Mapping[str, An
 
 def _names(blob: bytes, nbytes: Ints) -> tuple[str, ...]:
     ends = np.cumsum(nbytes)
-    fits = nbytes.ndim == 1 and nbytes.max(initial=0) <= len(blob)  # so the sums have not wrapped round
+    fits = nbytes.ndim == 1 and nbytes.max(initial=0) <= len(
+        blob
+    )  # so the sums have not wrapped round
     if not fits or (ends[-1] if len(ends) else 0) != len(blob):
         raise ValueError("lengths of names disagree")
     cuts = [0, *ends.tolist()]
@@ -344,8 +366,8 @@ def _names(blob: bytes, nbytes: Ints) -> tuple[str, ...]:
 
 
 def check(m: Manifest, what: str) -> None:
-    """Raise DamagedError for what no save writes: rows that point nowhere, boxes outside of tensors, bytes outside of
-    images."""
+    """Raise DamagedError for what no save writes: rows that point nowhere, boxes outside of
+    tensors, bytes outside of images."""
     for holds, problem in _conditions(m):
         if not holds:
             raise DamagedError(f"{what} contradicts itself: {problem}")
@@ -359,42 +381,79 @@ def _conditions(m: Manifest) -> Any:
     yield (
         m.world > 0
         and math.isfinite(m.created_s)
-        and 0 < m.block_nbytes <= m.chunk_nbytes <= min(_CHUNK_NBYTES_MAX, m.block_nbytes * _BLOCKS_PER_CHUNK_MAX)
+        and 0
+        < m.block_nbytes
+        <= m.chunk_nbytes
+        <= min(_CHUNK_NBYTES_MAX, m.block_nbytes * _BLOCKS_PER_CHUNK_MAX)
         and m.chunk_nbytes % m.block_nbytes == m.block_nbytes % PAGE_NBYTES == 0,
         "numbers of the header",
     )
-    yield 0 <= width <= _NDIM_MAX and s.offsets.shape == s.lengths.shape == (len(s.tensor), width), "widths of columns"
-    yield all(len(c) == n for c in (t.names, t.ndim, t.shape, m.container)), "lengths of tensor columns"
+    yield (
+        0 <= width <= _NDIM_MAX and s.offsets.shape == s.lengths.shape == (len(s.tensor), width),
+        "widths of columns",
+    )
+    yield (
+        all(len(c) == n for c in (t.names, t.ndim, t.shape, m.container)),
+        "lengths of tensor columns",
+    )
     yield all(c.shape == (len(s.tensor),) for c in (s.image, s.start)), "lengths of shard columns"
-    yield all(c.shape == (n,) for c in (t.ndim, t.alias, t.owner, t.dtype, m.container)), "shapes of tensor columns"
-    yield all(c.shape == (len(i),) for c in (i.rank, i.hashed_nbytes)) and len(np.unique(i.rank)) == len(i), "images"
+    yield (
+        all(c.shape == (n,) for c in (t.ndim, t.alias, t.owner, t.dtype, m.container)),
+        "shapes of tensor columns",
+    )
+    yield (
+        all(c.shape == (len(i),) for c in (i.rank, i.hashed_nbytes))
+        and len(np.unique(i.rank)) == len(i),
+        "images",
+    )
     yield bool((i.rank < m.world).all()), "ranks of images"
-    yield bool((t.dtype < len(t.dtypes)).all()) and all(0 < size <= 64 for _, size in t.dtypes), "dtypes"
+    yield (
+        bool((t.dtype < len(t.dtypes)).all()) and all(0 < size <= 64 for _, size in t.dtypes),
+        "dtypes",
+    )
     yield bool((t.ndim <= width).all()) and _product_fits(t), "shapes of tensors"
     yield bool(((t.shape == 1) | (np.arange(width) < t.ndim[:, None])).all()), "padding of shapes"
     yield bool(((t.alias < n) & (t.owner < m.world)).all()), "aliases"
     tied, root = t.alias >= 0, t.alias[t.alias >= 0]
     yield bool((t.alias[root] < 0).all() and (t.dtype[tied] == t.dtype[root]).all()), "aliases"
-    yield bool((t.ndim[tied] == t.ndim[root]).all() and (t.shape[tied] == t.shape[root]).all()), "shapes of aliases"
+    yield (
+        bool((t.ndim[tied] == t.ndim[root]).all() and (t.shape[tied] == t.shape[root]).all()),
+        "shapes of aliases",
+    )
     yield bool((m.container < len(m.tree.containers)).all()), "containers"
     yield bool((s.image < len(i)).all()), "images of shards"
     yield (
-        bool(((s.lengths > 0) & (s.lengths <= t.shape[s.tensor]) & (s.offsets <= t.shape[s.tensor] - s.lengths)).all()),
+        bool(
+            (
+                (s.lengths > 0)
+                & (s.lengths <= t.shape[s.tensor])
+                & (s.offsets <= t.shape[s.tensor] - s.lengths)
+            ).all()
+        ),
         "boxes",
     )
-    inside = (s.start >= PAGE_NBYTES) & (s.start <= i.hashed_nbytes[s.image] - s.nbytes(t))  # behind the header
+    inside = (s.start >= PAGE_NBYTES) & (
+        s.start <= i.hashed_nbytes[s.image] - s.nbytes(t)
+    )  # behind the header
     yield bool(inside.all()), "bytes of shards"
     yield bool((s.start % t.itemsize[s.tensor] == 0).all()), "alignment of shards"
     yield i.digests.dtype == np.uint8 and i.digests.ndim == 2, "digests"
     yield bool((i.hashed_nbytes <= len(i.digests) * m.chunk_nbytes).all()), "chunks"
-    yield i.digests.shape == (int(m.first_chunk[-1]), DIGEST_NBYTES), "chunks"  # whose sum has not wrapped round
+    yield (
+        i.digests.shape == (int(m.first_chunk[-1]), DIGEST_NBYTES),
+        "chunks",
+    )  # whose sum has not wrapped round
     yield _files_fit(m), "sizes of files"
     yield _names_have_prefixes(m), "names"
-    yield len(t.rows) == n or len(set(zip(t.names, t.owner.tolist(), strict=True))) == n, "names that occur twice"
+    yield (
+        len(t.rows) == n or len(set(zip(t.names, t.owner.tolist(), strict=True))) == n,
+        "names that occur twice",
+    )
 
 
 def check_complete(m: Manifest, what: str) -> None:
-    """Raise DamagedError unless there are as many elements as the tensors have, and no byte of an image is two shards'.
+    """Raise DamagedError unless there are as many elements as the tensors have, and no byte of an
+    image is two shards'.
 
     So what a load allocates is bounded by files that must be there. (A fragment is not complete.)
     """
@@ -412,8 +471,9 @@ def check_complete(m: Manifest, what: str) -> None:
 def _check_disjoint(m: Manifest, what: str) -> None:
     """Raise DamagedError where two shards share bytes.
 
-    Images are laid end to end, which their digests keep far below 63 bits. Then the starts are sorted, and so are the
-    ends: runs that are not empty are apart exactly if the n-th of them has ended where the next one starts.
+    Images are laid end to end, which their digests keep far below 63 bits. Then the starts are
+    sorted, and so are the ends: runs that are not empty are apart exactly if the n-th of them has
+    ended where the next one starts.
     """
     s = m.shards
     base = np.cumsum(m.images.hashed_nbytes) - m.images.hashed_nbytes
@@ -423,22 +483,29 @@ def _check_disjoint(m: Manifest, what: str) -> None:
     if len(shared):
         row = int(np.flatnonzero(start == starts[shared[0] + 1])[-1])
         raise DamagedError(
-            f"{what} contradicts itself: a shard of {m.tensors.names[s.tensor[row]]!r} begins inside another, at byte "
+            f"{what} contradicts itself: a shard of {m.tensors.names[s.tensor[row]]!r} begins "
+            f"inside another, at byte "
             f"{s.start[row]:,} of {m.image_key(int(s.image[row]))}"
         )
 
 
 def _product_fits(t: TensorTable) -> bool:
-    """Whether every tensor's strides and size in bytes fit 63 bits. In logarithms, where nothing wraps."""
+    """Whether every tensor's strides and size in bytes fit 63 bits. In logarithms, where nothing
+    wraps."""
     return bool((np.log2(np.maximum(t.shape, 1)).sum(axis=1) + 6 < 62).all())
 
 
 def _files_fit(m: Manifest) -> bool:
-    """Whether no compressed image is larger than it could be as it is, or smaller than what is never compressed."""
+    """Whether no compressed image is larger than it could be as it is, or smaller than what is
+    never compressed."""
     i = m.images
     if m.compression is None or i.stored_nbytes is None:
         return m.compression is None and i.stored_nbytes is None
-    least = i.nbytes(m.block_nbytes) - i.hashed_nbytes + index_nbytes(i.hashed_nbytes, m.chunk_nbytes, m.block_nbytes)
+    least = (
+        i.nbytes(m.block_nbytes)
+        - i.hashed_nbytes
+        + index_nbytes(i.hashed_nbytes, m.chunk_nbytes, m.block_nbytes)
+    )
     if i.stored_nbytes.shape != least.shape:
         return False
     packed = i.stored_nbytes - least

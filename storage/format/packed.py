@@ -1,15 +1,17 @@
 """How the images of a compressed checkpoint are stored. Pure; lz4 is loaded at first use.
 
-Each block by itself, as it is or as a raw lz4 block, whichever pays; the blocks of a chunk one after the other, and then
-zeros up to a multiple of 4096, so that chunks are read and written past the page cache::
+Each block by itself, as it is or as a raw lz4 block, whichever pays; the blocks of a chunk one
+after the other, and then zeros up to a multiple of 4096, so that chunks are read and written past
+the page cache::
 
     chunk, zeros, chunk, zeros, …    blocks of [0, hashed_nbytes) of the image, in order
     pages                            the rest of the image, as it is
     index                            of each block the bytes that it takes, 4 each; of each chunk the digest of what is
                                      stored of it, zeros included; the digest of the index up to here
 
-So a range of blocks of one chunk is one range of the file. Both ways go in place: a block never takes more than it has, so
-what is packed lies at the beginning of the memory that it came from, and is unpacked from the last block to the first.
+So a range of blocks of one chunk is one range of the file. Both ways go in place: a block never
+takes more than it has, so what is packed lies at the beginning of the memory that it came from, and
+is unpacked from the last block to the first.
 """
 
 from __future__ import annotations
@@ -46,11 +48,14 @@ _SIZE = np.dtype("<u4")
 
 
 def checked_compression(compression: Any) -> Compression | None:
-    """What a caller asks for. Raises UsageError for what there is not, and where lz4 is not installed."""
+    """What a caller asks for. Raises UsageError for what there is not, and where lz4 is not
+    installed."""
     if compression is None:
         return None
     if compression not in COMPRESSIONS:
-        raise UsageError(f"compression={compression!r}", advice=f"Give {COMPRESSIONS[0]!r}, or None.")
+        raise UsageError(
+            f"compression={compression!r}", advice=f"Give {COMPRESSIONS[0]!r}, or None."
+        )
     _codec()
     return COMPRESSIONS[0]
 
@@ -60,15 +65,16 @@ def _codec() -> ModuleType:
         import lz4.block
     except ImportError as error:
         raise UsageError(
-            "compressed checkpoints need lz4, which is not installed", advice="pip install 'holdfast-checkpoint[lz4]'."
+            "compressed checkpoints need lz4, which is not installed",
+            advice="pip install 'holdfast-checkpoint[lz4]'.",
         ) from error
     return lz4.block  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)
 class PackedChunk:
-    """What is stored of a chunk: of each block the bytes that it takes, and of all of it, zeros at the end included, the
-    size and the digest."""
+    """What is stored of a chunk: of each block the bytes that it takes, and of all of it, zeros at
+    the end included, the size and the digest."""
 
     sizes: list[int]
     nbytes: int
@@ -76,8 +82,8 @@ class PackedChunk:
 
 
 def pack(chunk: memoryview, block_nbytes: int) -> PackedChunk:
-    """Pack a chunk, whole pages of it, in place: what is to be stored is at its beginning then. A block that would not lose
-    an eighth stays as it is: unpacking costs time, too."""
+    """Pack a chunk, whole pages of it, in place: what is to be stored is at its beginning then. A
+    block that would not lose an eighth stays as it is: unpacking costs time, too."""
     compress, sizes, end = _codec().compress, list[int](), 0
     for start in range(0, len(chunk), block_nbytes):
         block = chunk[start : start + block_nbytes]
@@ -93,8 +99,8 @@ def pack(chunk: memoryview, block_nbytes: int) -> PackedChunk:
 
 
 def unpack(blocks: memoryview, sizes: Sequence[int], block_nbytes: int) -> None:
-    """Unpack, in place, blocks that lie one after the other at the beginning of memory for all of them. Raises ValueError
-    where one is not of the size that it must have."""
+    """Unpack, in place, blocks that lie one after the other at the beginning of memory for all of
+    them. Raises ValueError where one is not of the size that it must have."""
     end, stop = sum(sizes), len(blocks)
     for size in reversed(sizes):
         if end == stop:
@@ -104,11 +110,15 @@ def unpack(blocks: memoryview, sizes: Sequence[int], block_nbytes: int) -> None:
         end, stop = end - size, start
 
 
-def page_of_packed(chunk: memoryview, sizes: Sequence[int], nbytes: int, block_nbytes: int) -> bytes:
+def page_of_packed(
+    chunk: memoryview, sizes: Sequence[int], nbytes: int, block_nbytes: int
+) -> bytes:
     """The page of a chunk of ``nbytes``, of what is stored of it. Raises as :func:`unpack` does."""
     digests, end = list[bytes](), 0
     for size, start in zip(sizes, range(0, nbytes, block_nbytes), strict=True):
-        digests.append(digest(_unpacked(chunk[end : end + size], min(block_nbytes, nbytes - start))))
+        digests.append(
+            digest(_unpacked(chunk[end : end + size], min(block_nbytes, nbytes - start)))
+        )
         end += size
     return b"".join(digests)
 
@@ -135,8 +145,8 @@ def index_nbytes(hashed_nbytes: Any, chunk_nbytes: int, block_nbytes: int) -> An
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """Where the blocks of one image lie. ``sizes``: (B,) bytes that each takes; ``digests``: (C, 16) of what is stored of
-    each chunk."""
+    """Where the blocks of one image lie. ``sizes``: (B,) bytes that each takes; ``digests``: (C,
+    16) of what is stored of each chunk."""
 
     hashed_nbytes: int
     chunk_nbytes: int
@@ -149,17 +159,23 @@ class Index:
         """(C + 1,): where in the file each chunk begins, and where the last one ends."""
         firsts = np.arange(0, len(self.sizes), self.chunk_nbytes // self.block_nbytes)
         used = np.add.reduceat(self.sizes, firsts) if len(firsts) else self.sizes
-        return np.concatenate([[0], np.cumsum(-(-used // PAGE_NBYTES) * PAGE_NBYTES)]).astype(np.int64)
+        return np.concatenate([[0], np.cumsum(-(-used // PAGE_NBYTES) * PAGE_NBYTES)]).astype(
+            np.int64
+        )
 
     def sizes_of(self, start: int, stop: int) -> list[int]:
         """Of the blocks that hold [start, stop) of the image."""
-        found: list[int] = self.sizes[start // self.block_nbytes : blocks_of(stop, self.block_nbytes)].tolist()
+        found: list[int] = self.sizes[
+            start // self.block_nbytes : blocks_of(stop, self.block_nbytes)
+        ].tolist()
         return found
 
     def begin_of(self, start: int) -> int:
         """Where in the file the block is that holds byte ``start`` of the image."""
         chunk = start // self.chunk_nbytes
-        before = self.sizes_of(chunk * self.chunk_nbytes, start // self.block_nbytes * self.block_nbytes)
+        before = self.sizes_of(
+            chunk * self.chunk_nbytes, start // self.block_nbytes * self.block_nbytes
+        )
         return int(self.chunk_start[chunk]) + sum(before)
 
     def encode(self) -> bytes:
@@ -168,15 +184,19 @@ class Index:
         return body + digest(body)
 
     @classmethod
-    def decode(cls, data: bytes | memoryview, hashed_nbytes: int, chunk_nbytes: int, block_nbytes: int) -> Index:
-        """The index of such an image, of exactly the bytes that it has. Raises ValueError where it is not what was written,
-        and for sizes that no block can have."""
+    def decode(
+        cls, data: bytes | memoryview, hashed_nbytes: int, chunk_nbytes: int, block_nbytes: int
+    ) -> Index:
+        """The index of such an image, of exactly the bytes that it has. Raises ValueError where it
+        is not what was written, and for sizes that no block can have."""
         body = memoryview(data)[:-DIGEST_NBYTES]
         if digest(body) != data[-DIGEST_NBYTES:]:
             raise ValueError("it does not match its own checksum")
         blocks = blocks_of(hashed_nbytes, block_nbytes)
         sizes = np.frombuffer(body, _SIZE, blocks).astype(np.int64)
-        digests = np.frombuffer(body, np.uint8, offset=blocks * _SIZE.itemsize).reshape(-1, DIGEST_NBYTES)
+        digests = np.frombuffer(body, np.uint8, offset=blocks * _SIZE.itemsize).reshape(
+            -1, DIGEST_NBYTES
+        )
         whole = np.minimum(block_nbytes, hashed_nbytes - block_nbytes * np.arange(blocks))
         if not ((sizes > 0) & (sizes <= whole)).all():
             raise ValueError("a block takes more bytes than it has, or none")

@@ -1,11 +1,12 @@
-"""The shape of a state: its containers, and the small values in them. Tensors are elsewhere, in columns.
+"""The shape of a state: its containers, and the small values in them. Tensors are elsewhere, in
+columns.
 
-A state is a tree of dicts, lists and tuples. Containers are numbered; each knows its parent and its key there. A tensor's
-row names its container; its key is what its fqn has beyond the container's prefix. So a hundred thousand tensors cost the
-tree nothing.
+A state is a tree of dicts, lists and tuples. Containers are numbered; each knows its parent and its
+key there. A tensor's row names its container; its key is what its fqn has beyond the container's
+prefix. So a hundred thousand tensors cost the tree nothing.
 
-Ranks may hold different trees (pipeline stages do). Merging is a union by path; a value that all ranks agree on is stored
-once, one that differs is stored per rank.
+Ranks may hold different trees (pipeline stages do). Merging is a union by path; a value that all
+ranks agree on is stored once, one that differs is stored per rank.
 """
 
 from __future__ import annotations
@@ -18,7 +19,18 @@ from typing import Any
 from ...errors import DamagedError, SaveError
 from .values import decode_value, encode_text
 
-__all__ = ["ROOT", "ByRank", "Container", "Key", "Tree", "Value", "dotted", "format_path", "merge_trees", "unite"]
+__all__ = [
+    "ROOT",
+    "ByRank",
+    "Container",
+    "Key",
+    "Tree",
+    "Value",
+    "dotted",
+    "format_path",
+    "merge_trees",
+    "unite",
+]
 
 Key = str | int | float | bool | None
 """What a dict key may be; list and tuple items have int keys."""
@@ -39,7 +51,8 @@ _PATH_CHARS = 256, 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """One dict, list or tuple. ``parent`` is the number of the container it is in (-1 for the root)."""
+    """One dict, list or tuple. ``parent`` is the number of the container it is in (-1 for the
+    root)."""
 
     parent: int
     key: Key
@@ -48,14 +61,16 @@ class Container:
 
 @dataclass(slots=True)
 class Value:
-    """One small value, encoded. ``by_rank`` holds (ranks, encoded) where ranks disagree; else it has one entry."""
+    """One small value, encoded. ``by_rank`` holds (ranks, encoded) where ranks disagree; else it
+    has one entry."""
 
     container: int
     key: Key
     by_rank: ByRank
 
     def of(self, rank: int) -> Any:
-        """The value of ``rank``; where that rank saved none, of the rank that ``rank`` falls on, counted round."""
+        """The value of ``rank``; where that rank saved none, of the rank that ``rank`` falls on,
+        counted round."""
         for ranks, encoded in self.by_rank:
             if rank in ranks:
                 return decode_value(encoded)
@@ -65,18 +80,23 @@ class Value:
 
 @dataclass(slots=True)
 class Tree:
-    """Containers (the root first, parents before children), values, and what tensors' keys alone do not tell."""
+    """Containers (the root first, parents before children), values, and what tensors' keys alone do
+    not tell."""
 
     containers: list[Container] = field(default_factory=lambda: [Container(-1, None, "dict")])
     values: list[Value] = field(default_factory=list)
-    tensor_keys: dict[int, dict[str, Key]] = field(default_factory=dict)  # container -> key text -> key that is no str
+    tensor_keys: dict[int, dict[str, Key]] = field(
+        default_factory=dict
+    )  # container -> key text -> key that is no str
     arrays: set[str] = field(default_factory=set)  # fqns of tensors that were numpy arrays
     orders: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
-    """How a dict's items follow each other, where they are not all of one kind: runs of tensors, values, containers."""
+    """How a dict's items follow each other, where they are not all of one kind: runs of tensors,
+    values, containers."""
     kinds: dict[int, str] = field(default_factory=dict)
     """What a container was beyond a plain dict, see ``kinds``."""
     placements: dict[int, Placements] = field(default_factory=dict)
-    """container -> of the tensors in it that were DTensors, by the text of their keys, how they were laid out."""
+    """container -> of the tensors in it that were DTensors, by the text of their keys, how they
+    were laid out."""
 
     def prefixes(self) -> list[str]:
         """Per container, what the fqns of the tensors in it begin with, the dot included."""
@@ -94,8 +114,9 @@ class Tree:
 
     @property
     def paths_too_long(self) -> bool:
-        """Whether :meth:`prefixes` would take more memory than is in proportion: a chain of containers, or many in one
-        with a long name, has prefixes that grow with the square of what is stored."""
+        """Whether :meth:`prefixes` would take more memory than is in proportion: a chain of
+        containers, or many in one with a long name, has prefixes that grow with the square of what
+        is stored."""
         chars = [0]
         for c in self.containers[1:]:
             chars.append(chars[c.parent] + len(str(c.key)) + 1)
@@ -113,7 +134,9 @@ class Tree:
         told: dict[str, Any] = {
             "containers": [[c.parent, _to_json(c.key), c.kind] for c in self.containers],
             "values": [[v.container, _to_json(v.key), v.by_rank] for v in self.values],
-            "tensor_keys": [[c, text, key] for c, keys in self.tensor_keys.items() for text, key in keys.items()],
+            "tensor_keys": [
+                [c, text, key] for c, keys in self.tensor_keys.items() for text, key in keys.items()
+            ],
             "arrays": [_to_json(name) for name in sorted(self.arrays)],
             "orders": [[c, runs] for c, runs in self.orders.items()],
         }
@@ -127,13 +150,17 @@ class Tree:
     def from_json(cls, data: Any) -> Tree:
         """Raises DamagedError for what :meth:`to_json` never produces."""
         try:
-            containers = [Container(int(p), decode_value(k), str(kind)) for p, k, kind in data["containers"]]
+            containers = [
+                Container(int(p), decode_value(k), str(kind)) for p, k, kind in data["containers"]
+            ]
             values = [
                 Value(int(c), decode_value(k), [([int(r) for r in ranks], e) for ranks, e in by])
                 for c, k, by in data["values"]
             ]
             tree = cls(containers, values, {}, {str(decode_value(name)) for name in data["arrays"]})
-            tree.orders = {int(c): [(str(kind), int(n)) for kind, n in runs] for c, runs in data["orders"]}
+            tree.orders = {
+                int(c): [(str(kind), int(n)) for kind, n in runs] for c, runs in data["orders"]
+            }
             for c, text, key in data["tensor_keys"]:
                 tree.tensor_keys.setdefault(int(c), {})[str(text)] = key
             tree.kinds = {int(c): str(kind) for c, kind in data.get("kinds", [])}
@@ -145,17 +172,23 @@ class Tree:
 
 
 def _placements_to_json(placements: dict[int, Placements]) -> list[Any]:
-    """Entries are [containers, placements]: the containers of an optimizer's parameters are mostly alike."""
+    """Entries are [containers, placements]: the containers of an optimizer's parameters are mostly
+    alike."""
     alike: dict[tuple[tuple[str, tuple[str, ...]], ...], list[int]] = {}
     for container, by_key in placements.items():
         alike.setdefault(tuple(by_key.items()), []).append(container)
-    return [[containers, [[_to_json(key), axes] for key, axes in items]] for items, containers in alike.items()]
+    return [
+        [containers, [[_to_json(key), axes] for key, axes in items]]
+        for items, containers in alike.items()
+    ]
 
 
 def _placements_from_json(data: Any) -> dict[int, Placements]:
     found: dict[int, Placements] = {}
     for containers, items in data:
-        by_key = {str(decode_value(key)): tuple([str(axis) for axis in axes]) for key, axes in items}
+        by_key = {
+            str(decode_value(key)): tuple([str(axis) for axis in axes]) for key, axes in items
+        }
         for container in containers:
             found[int(container)] = by_key
     return found
@@ -166,21 +199,28 @@ def _to_json(key: Key) -> Any:
 
 
 def _check(tree: Tree) -> None:
-    """Refuse a tree that is none: numbers out of range, kinds unknown, cycles, keys that no list has."""
+    """Refuse a tree that is none: numbers out of range, kinds unknown, cycles, keys that no list
+    has."""
     n = len(tree.containers)
     whole = n > 0 and tree.containers[0].parent == -1
     whole = whole and all(0 <= c.parent < i for i, c in enumerate(tree.containers[1:], 1))
     whole = whole and all(c.kind in KINDS for c in tree.containers)
     whole = whole and all(
-        0 <= v.container < n and v.by_rank and all(ranks for ranks, _ in v.by_rank) for v in tree.values
+        0 <= v.container < n and v.by_rank and all(ranks for ranks, _ in v.by_rank)
+        for v in tree.values
     )
     whole = whole and all(0 <= c < n for c in (*tree.tensor_keys, *tree.orders, *tree.placements))
     whole = whole and all(0 <= c < n and tree.containers[c].kind == "dict" for c in tree.kinds)
     whole = whole and all(
-        kind in _RUNS and 0 < count < _COUNT_MAX for runs in tree.orders.values() for kind, count in runs
+        kind in _RUNS and 0 < count < _COUNT_MAX
+        for runs in tree.orders.values()
+        for kind, count in runs
     )
     keyed = (
-        [*((c.parent, c.key) for c in tree.containers[1:]), *((v.container, v.key) for v in tree.values)]
+        [
+            *((c.parent, c.key) for c in tree.containers[1:]),
+            *((v.container, v.key) for v in tree.values),
+        ]
         if whole
         else []
     )
@@ -198,7 +238,8 @@ def _check(tree: Tree) -> None:
 
 
 def _repeated(keyed: Iterable[tuple[int, Key]]) -> bool:
-    """Whether something stands twice at one key. (Ranks may disagree whether it is a value or a container.)"""
+    """Whether something stands twice at one key. (Ranks may disagree whether it is a value or a
+    container.)"""
     seen = [(parent, type(key), key) for parent, key in keyed]
     return len(set(seen)) < len(seen)
 
@@ -217,11 +258,14 @@ def dotted(keys: Iterable[Key]) -> str:
 
 def format_path(keys: Iterable[Key]) -> str:
     """Keys as a user would write them: ``state["model"]["layers"][0]``."""
-    return "state" + "".join(f"[{key!r}]" if not isinstance(key, str) else f'["{key}"]' for key in keys)
+    return "state" + "".join(
+        f"[{key!r}]" if not isinstance(key, str) else f'["{key}"]' for key in keys
+    )
 
 
 def merge_trees(trees: Sequence[Tree]) -> tuple[Tree, list[list[int]]]:
-    """The union of trees, whose values say which ranks have them; and per tree the new number of each of its containers.
+    """The union of trees, whose values say which ranks have them; and per tree the new number of
+    each of its containers.
 
     Raises SaveError where ranks disagree on what kind of container stands at a path.
     """
@@ -242,7 +286,9 @@ def merge_trees(trees: Sequence[Tree]) -> tuple[Tree, list[list[int]]]:
             container = number[value.container]
             values.setdefault((container, type(value.key).__name__, value.key), []).append(value)
     _merge_kinds(merged, trees, renumbered)
-    merged.values = [Value(where[0], v[0].key, unite(each.by_rank for each in v)) for where, v in values.items()]
+    merged.values = [
+        Value(where[0], v[0].key, unite(each.by_rank for each in v)) for where, v in values.items()
+    ]
     return merged, renumbered
 
 
@@ -254,11 +300,15 @@ def _merge_kinds(merged: Tree, trees: Sequence[Tree], renumbered: Sequence[Seque
             kind = tree.kinds.get(c, "")
             if seen.setdefault(new, kind) != kind:
                 kinds = " and a ".join(name or "dict" for name in (seen[new], kind))
-                raise SaveError(f"{format_path(merged.paths()[new])} is a {kinds} on different ranks")
+                raise SaveError(
+                    f"{format_path(merged.paths()[new])} is a {kinds} on different ranks"
+                )
     merged.kinds = {new: kind for new, kind in seen.items() if kind}
 
 
-def _merge_containers(merged: Tree, tree: Tree, numbers: dict[tuple[int, str, Key], int]) -> list[int]:
+def _merge_containers(
+    merged: Tree, tree: Tree, numbers: dict[tuple[int, str, Key], int]
+) -> list[int]:
     if tree.containers[0].kind != merged.containers[0].kind:
         raise SaveError("ranks disagree on the type of the state itself")
     number = [ROOT]
@@ -270,13 +320,16 @@ def _merge_containers(merged: Tree, tree: Tree, numbers: dict[tuple[int, str, Ke
             merged.containers.append(Container(parent, c.key, c.kind))
         elif merged.containers[new].kind != c.kind:
             path = format_path(merged.paths()[new])
-            raise SaveError(f"{path} is a {merged.containers[new].kind} on one rank and a {c.kind} on another")
+            raise SaveError(
+                f"{path} is a {merged.containers[new].kind} on one rank and a {c.kind} on another"
+            )
         number.append(new)
     return number
 
 
 def unite(values: Iterable[ByRank]) -> ByRank:
-    """What ranks have at one place: each value once, with all the ranks that have it; in order of first rank."""
+    """What ranks have at one place: each value once, with all the ranks that have it; in order of
+    first rank."""
     found: dict[str, tuple[list[int], Any]] = {}
     for by_rank in values:
         for ranks, encoded in by_rank:

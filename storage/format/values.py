@@ -1,7 +1,8 @@
-"""Small values as JSON: what can be saved beside tensors, and comes back equal and of the same type.
+"""Small values as JSON: what can be saved beside tensors, and comes back equal and of the same
+type.
 
-Plain JSON where JSON has the type; ``{"$type": …}`` where it has not. What has no codec is refused by its path; nothing
-is ever pickled, and decoding builds only the types listed here.
+Plain JSON where JSON has the type; ``{"$type": …}`` where it has not. What has no codec is refused
+by its path; nothing is ever pickled, and decoding builds only the types listed here.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from ...errors import DamagedError, StateError
 __all__ = ["decode_value", "encode_text", "encode_value"]
 
 _PLAIN = (type(None), bool)
-_NUMPY_DTYPE = re.compile(r"[<>|=]?[biufc][0-9]{1,2}")  # numpy's own parser takes far more, and runs other parsers
+_NUMPY_DTYPE = re.compile(
+    r"[<>|=]?[biufc][0-9]{1,2}"
+)  # numpy's own parser takes far more, and runs other parsers
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _BIG_INT_BITS = 1024  # beyond: hexadecimal, for Python refuses to convert long decimal strings
 
 
 def encode_value(value: Any, path: str) -> Any:
-    """``value`` as a tree of JSON types. Raises StateError naming ``path`` where there is no codec for it."""
+    """``value`` as a tree of JSON types. Raises StateError naming ``path`` where there is no codec
+    for it."""
     if type(value) in _PLAIN:
         return value
     encoder = _ENCODERS.get(type(value)) or _foreign_encoder(value)
@@ -32,13 +36,17 @@ def encode_value(value: Any, path: str) -> Any:
         name = f"{type(value).__module__}.{type(value).__qualname__}"
         raise StateError(
             f"{path} is a {name}, which cannot be saved",
-            advice="Save tensors, arrays, numbers, strings, bytes, and dicts, lists and tuples of them.",
+            advice=(
+                "Save tensors, arrays, numbers, strings, bytes, and dicts, lists and tuples "
+                "of them."
+            ),
         )
     return encoder(value)
 
 
 def decode_value(encoded: Any) -> Any:
-    """The value that :func:`encode_value` was given. Raises DamagedError for what it never produces."""
+    """The value that :func:`encode_value` was given. Raises DamagedError for what it never
+    produces."""
     if isinstance(encoded, list):  # those of a state are containers
         raise DamagedError("a stored value is a list")
     if not isinstance(encoded, dict):
@@ -46,8 +54,18 @@ def decode_value(encoded: Any) -> Any:
     try:
         ((name, content),) = encoded.items()
         return _DECODERS[name](content)
-    except (KeyError, IndexError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise DamagedError(f"a stored value is not of a known form: {reprlib.repr(encoded)}") from error
+    except (
+        KeyError,
+        IndexError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
+        raise DamagedError(
+            f"a stored value is not of a known form: {reprlib.repr(encoded)}"
+        ) from error
 
 
 def _encode_int(value: int) -> Any:
@@ -67,8 +85,13 @@ def _encode_bytes(value: bytes | bytearray) -> Any:
 
 
 def encode_text(value: str) -> Any:
-    """JSON joins two lone surrogates that stand side by side into one character; so text that has any is kept as bytes."""
-    return {"$str": value.encode("utf-8", "surrogatepass").hex()} if _SURROGATE.search(value) else value
+    """JSON joins two lone surrogates that stand side by side into one character; so text that has
+    any is kept as bytes."""
+    return (
+        {"$str": value.encode("utf-8", "surrogatepass").hex()}
+        if _SURROGATE.search(value)
+        else value
+    )
 
 
 _ENCODERS: dict[type, Callable[[Any], Any]] = {
@@ -82,7 +105,8 @@ _ENCODERS: dict[type, Callable[[Any], Any]] = {
 
 
 def _foreign_encoder(value: Any) -> Callable[[Any], Any] | None:
-    """Codecs of types whose libraries may not be loaded: recognised by name, so that nothing is imported for them."""
+    """Codecs of types whose libraries may not be loaded: recognised by name, so that nothing is
+    imported for them."""
     origin, name = type(value).__module__, type(value).__name__
     if origin == "torch" and name in ("dtype", "device"):
         return lambda v: {f"$torch.{name}": str(v).removeprefix("torch.")}
@@ -92,7 +116,12 @@ def _foreign_encoder(value: Any) -> Callable[[Any], Any] | None:
         return lambda v: {"$numpy.str": encode_text(str.__getitem__(v, slice(0, None)))}
     if origin == "numpy" and name == "bytes_":
         return lambda v: {"$numpy.bytes": base64.b64encode(bytes(v)).decode()}
-    if origin == "numpy" and hasattr(value, "dtype") and value.ndim == 0 and value.dtype.kind in "biufc":
+    if (
+        origin == "numpy"
+        and hasattr(value, "dtype")
+        and value.ndim == 0
+        and value.dtype.kind in "biufc"
+    ):
         return lambda v: {"$numpy": [v.dtype.str, base64.b64encode(v.tobytes()).decode()]}
     return None
 

@@ -1,9 +1,10 @@
 """A manifest that another rank of the host has read and checked, in memory that both see.
 
-What it says of tensors and values is decoded whole: that tells what is wanted. Of its shards, of which a job has millions,
-only those of wanted tensors are; the rest stays where it lies.
+What it says of tensors and values is decoded whole: that tells what is wanted. Of its shards, of
+which a job has millions, only those of wanted tensors are; the rest stays where it lies.
 
-Scope: for bytes that somebody has decoded with :meth:`Manifest.decode` and ``check_complete``. Nothing is checked again.
+Scope: for bytes that somebody has decoded with :meth:`Manifest.decode` and ``check_complete``.
+Nothing is checked again.
 """
 
 from __future__ import annotations

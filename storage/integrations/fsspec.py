@@ -1,4 +1,5 @@
-"""``holdfast://``: a committed checkpoint as a read-only file system, for whatever opens files through fsspec.
+"""``holdfast://``: a committed checkpoint as a read-only file system, for whatever opens files
+through fsspec.
 
     <name>.npy                  a tensor, for numpy; where numpy has its dtype
     <name>.safetensors          a tensor, alone in a safetensors file; where safetensors has its dtype
@@ -6,10 +7,12 @@
     values.json                 the small values: path and value, as rank 0 saved them
     images/<rank>.safetensors   what a rank wrote, uncompressed
 
-``open("holdfast://model.wq.npy::s3://bucket/run/step-500")``, or ``HoldfastFileSystem("s3://bucket/run/step-500")``.
-Names are percent-encoded where they hold more than letters, digits, ``_``, ``.``, ``-`` and ``~``; a tensor that each
-rank has of its own is ``<name>@<rank>``. The files of tensors are made up as they are read: of the storage only the
-blocks that hold the wanted bytes are read, and they are verified. What is under ``images/`` is not. numpy only, no torch.
+``open("holdfast://model.wq.npy::s3://bucket/run/step-500")``, or
+``HoldfastFileSystem("s3://bucket/run/step-500")``. Names are percent-encoded where they hold more
+than letters, digits, ``_``, ``.``, ``-`` and ``~``; a tensor that each rank has of its own is
+``<name>@<rank>``. The files of tensors are made up as they are read: of the storage only the blocks
+that hold the wanted bytes are read, and they are verified. What is under ``images/`` is not. numpy
+only, no torch.
 """
 
 from __future__ import annotations
@@ -40,7 +43,20 @@ __all__ = ["HoldfastFileSystem"]
 _IMAGES = "images"
 # By torch's name of the dtype; numpy's own types only, none that another library adds to it.
 _NUMPY_DTYPES = {
-    **{name: name for name in ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")},
+    **{
+        name: name
+        for name in (
+            "bool",
+            "int8",
+            "int16",
+            "int32",
+            "int64",
+            "uint8",
+            "uint16",
+            "uint32",
+            "uint64",
+        )
+    },
     **{name: name for name in ("float16", "float32", "float64", "complex64", "complex128")},
 }
 
@@ -65,8 +81,8 @@ class _File:
 
 
 class HoldfastFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
-    """The files of one checkpoint. Opens it at first use, and then shows that one, also if it is replaced: reading on is
-    then a ReplacedError, and another instance shows the new one."""
+    """The files of one checkpoint. Opens it at first use, and then shows that one, also if it is
+    replaced: reading on is then a ReplacedError, and another instance shows the new one."""
 
     protocol: ClassVar[str] = "holdfast"
     root_marker = ""
@@ -80,12 +96,15 @@ class HoldfastFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ha
         target_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """``fo``: the checkpoint's URI; the name is fsspec's. ``target_options`` are options of its storage."""
+        """``fo``: the checkpoint's URI; the name is fsspec's. ``target_options`` are options of its
+        storage."""
         super().__init__(**kwargs)
         if not fo:
             raise UsageError(
                 "a holdfast:// path needs its checkpoint",
-                advice="holdfast://model.wq.npy::s3://bucket/run/step-500, or HoldfastFileSystem(uri).",
+                advice=(
+                    "holdfast://model.wq.npy::s3://bucket/run/step-500, or HoldfastFileSystem(uri)."
+                ),
             )
         self._uri = f"{target_protocol}://{fo}" if target_protocol and "://" not in fo else fo
         self._options = dict(target_options or {})
@@ -106,7 +125,12 @@ class HoldfastFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ha
         path = self._strip_protocol(path)
         if path in ("", _IMAGES):
             return {"name": path, "size": 0, "type": "directory"}
-        return {"name": path, "size": self._file(path).size, "type": "file", "created": self._checkpoint.created_s}
+        return {
+            "name": path,
+            "size": self._file(path).size,
+            "type": "file",
+            "created": self._checkpoint.created_s,
+        }
 
     def created(self, path: str) -> datetime:
         """When the checkpoint was committed: files of it have no time of their own."""
@@ -114,7 +138,9 @@ class HoldfastFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ha
 
     modified = created
 
-    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
+    def cat_file(
+        self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any
+    ) -> bytes:
         """Exactly these bytes, and no other are read; negative positions count from the end."""
         file = self._file(self._strip_protocol(path))
         begin, stop, _ = slice(start, end).indices(file.size)
@@ -133,7 +159,13 @@ class HoldfastFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ha
             raise PermissionError("a checkpoint is read-only; holdfast.save writes one")
         file = self._file(path)
         return _OpenFile(
-            self, path, mode, block_size or "default", cache_options=cache_options, size=file.size, **kwargs
+            self,
+            path,
+            mode,
+            block_size or "default",
+            cache_options=cache_options,
+            size=file.size,
+            **kwargs,
         )
 
     def _file(self, path: str) -> _File:
@@ -151,11 +183,17 @@ class HoldfastFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ha
     @cached_property
     def _files(self) -> dict[str, _File]:
         checkpoint = self._checkpoint
-        files = {name: file for info in checkpoint.tensors.values() for name, file in _files_of(checkpoint, info)}
+        files = {
+            name: file
+            for info in checkpoint.tensors.values()
+            for name, file in _files_of(checkpoint, info)
+        }
         files["tensors.csv"] = _in_memory(_table(checkpoint))
         files["values.json"] = _in_memory(_values(checkpoint))
         for rank, nbytes in checkpoint.images.items():
-            files[f"{_IMAGES}/{rank}.safetensors"] = _File(b"", nbytes, partial(checkpoint.read_image, rank))
+            files[f"{_IMAGES}/{rank}.safetensors"] = _File(
+                b"", nbytes, partial(checkpoint.read_image, rank)
+            )
         return files
 
 
@@ -170,7 +208,9 @@ class _OpenFile(AbstractBufferedFile):  # type: ignore[misc]
 def _files_of(checkpoint: Checkpoint, info: TensorInfo) -> Iterator[tuple[str, _File]]:
     """The files of one tensor, by name; of one that ranks have of their own, those of each."""
     for owner in info.owners or (None,):
-        name = quote(info.name, safe="", errors="surrogatepass") + ("" if owner is None else f"@{owner}")
+        name = quote(info.name, safe="", errors="surrogatepass") + (
+            "" if owner is None else f"@{owner}"
+        )
 
         def read(start: int, stop: int, rank: int = owner or 0) -> bytes:
             return checkpoint.read_bytes(info.name, start, stop, rank=rank)
@@ -184,13 +224,17 @@ def _files_of(checkpoint: Checkpoint, info: TensorInfo) -> Iterator[tuple[str, _
 def _npy_header(info: TensorInfo) -> bytes:
     head = io.BytesIO()
     descr = np.lib.format.dtype_to_descr(np.dtype(_NUMPY_DTYPES[info.dtype]))
-    np.lib.format.write_array_header_1_0(head, {"descr": descr, "fortran_order": False, "shape": info.shape})
+    np.lib.format.write_array_header_1_0(
+        head, {"descr": descr, "fortran_order": False, "shape": info.shape}
+    )
     return head.getvalue()
 
 
 def _safetensors_header(info: TensorInfo) -> bytes:
     dtype, ends = SAFETENSORS_DTYPES[info.dtype], [0, info.nbytes]
-    text = json.dumps({info.name: {"dtype": dtype, "shape": list(info.shape), "data_offsets": ends}}).encode()
+    text = json.dumps(
+        {info.name: {"dtype": dtype, "shape": list(info.shape), "data_offsets": ends}}
+    ).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
@@ -201,12 +245,16 @@ def _table(checkpoint: Checkpoint) -> bytes:
     writer.writerow(["name", "shape", "dtype", "nbytes", "shards", "ranks", "owners", "alias_of"])
     for t in checkpoint.tensors.values():
         lists = [" ".join(map(str, numbers)) for numbers in (t.shape, t.ranks, t.owners)]
-        writer.writerow([t.name, lists[0], t.dtype, t.nbytes, t.shards, lists[1], lists[2], t.alias_of])
+        writer.writerow(
+            [t.name, lists[0], t.dtype, t.nbytes, t.shards, lists[1], lists[2], t.alias_of]
+        )
     return text.getvalue().encode("utf-8", "backslashreplace")
 
 
 def _values(checkpoint: Checkpoint) -> bytes:
-    records = [{"path": path, "value": encode_value(value, path)} for path, value in checkpoint.values()]
+    records = [
+        {"path": path, "value": encode_value(value, path)} for path, value in checkpoint.values()
+    ]
     return json.dumps(records).encode()
 
 

@@ -1,4 +1,5 @@
-"""Which checkpoints go when a folder is pruned, and which of those that stay are damaged. Deletes nothing."""
+"""Which checkpoints go when a folder is pruned, and which of those that stay are damaged. Deletes
+nothing."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ async def chosen_by(root: Place, rules: Rules, listed: Sequence[ListedCheckpoint
 
 
 def _latest_of_each_folder(listed: Iterable[ListedCheckpoint]) -> set[str]:
-    """The paths of what was saved last by the clocks of the savers: these may be wrong, so nothing is deleted by them."""
+    """The paths of what was saved last by the clocks of the savers: these may be wrong, so nothing
+    is deleted by them."""
     latest: dict[str, ListedCheckpoint] = {}
     for c in listed:
         if c.path and c.step is not None and c.problem is None and not c.abandoned:
@@ -57,7 +59,9 @@ def _latest_of_each_folder(listed: Iterable[ListedCheckpoint]) -> set[str]:
 def _abandoned_beside_a_whole_one(
     listed: Iterable[ListedCheckpoint], damaged: Collection[str]
 ) -> list[ListedCheckpoint]:
-    whole = {c.folder for c in listed if c.problem is None and not c.abandoned and c.path not in damaged}
+    whole = {
+        c.folder for c in listed if c.problem is None and not c.abandoned and c.path not in damaged
+    }
     gone = [c for c in listed if c.abandoned and c.folder in whole]
     return sorted(gone, key=lambda c: (c.folder, c.step or 0))
 
@@ -79,7 +83,9 @@ async def _verified(root: Place, paths: Iterable[str]) -> dict[str, str]:
         async with root.opened(path) as driver:
             try:
                 manifest, _ = await read_manifest(driver)
-                report = await verify_images(images_of(driver, manifest), manifest, BUDGET_NBYTES, _unseen)
+                report = await verify_images(
+                    images_of(driver, manifest), manifest, BUDGET_NBYTES, _unseen
+                )
             except CheckpointError as error:
                 found[path] = error.message
                 continue
@@ -108,8 +114,9 @@ def choose(
     keep_paths: Collection[str] | None = None,
     damaged: Collection[str] = (),
 ) -> list[ListedCheckpoint]:
-    """Those of ``listed`` that go, in order of folder and step; see :func:`prune` for the rules. ``keep_paths`` are kept
-    besides. Goes by steps alone, never by clocks. Abandoned ones are not looked at. Pure."""
+    """Those of ``listed`` that go, in order of folder and step; see :func:`prune` for the rules.
+    ``keep_paths`` are kept besides. Goes by steps alone, never by clocks. Abandoned ones are not
+    looked at. Pure."""
     if keep_last is None and keep_every is None:
         return []
     folders: dict[str, list[ListedCheckpoint]] = {}
@@ -131,7 +138,8 @@ def choose(
 def _going(
     members: Sequence[ListedCheckpoint], keep_last: int, damaged: Collection[str]
 ) -> Callable[[ListedCheckpoint], bool]:
-    """Which of a folder's checkpoints are not among the last ``keep_last``, by steps of those that are whole."""
+    """Which of a folder's checkpoints are not among the last ``keep_last``, by steps of those that
+    are whole."""
     steps = sorted({c.step or 0 for c in members if c.path not in damaged}, reverse=True)
     if len(steps) < keep_last:
         return lambda c: False  # there are not enough whole ones: whatever there is may be needed

@@ -1,7 +1,9 @@
-"""Copying committed checkpoints from any storage to any other: verified on the way, atomic at the destination, resumable.
+"""Copying committed checkpoints from any storage to any other: verified on the way, atomic at the
+destination, resumable.
 
-The destination gets an attempt of its own (``commit.begin_copy``), the images under its name, and then the manifest, with
-nothing changed but the attempt. So a copy of a copy is the same checkpoint still.
+The destination gets an attempt of its own (``commit.begin_copy``), the images under its name, and
+then the manifest, with nothing changed but the attempt. So a copy of a copy is the same checkpoint
+still.
 
 Scope: whole checkpoints. Nothing is re-laid out, merged or converted.
 """
@@ -53,11 +55,12 @@ UriLike = str | os.PathLike[str]
 
 @dataclass(frozen=True, slots=True)
 class CopiedCheckpoint:
-    """One checkpoint of a copy. ``path`` is relative to both URIs; ``nbytes`` are those of its ``files`` images.
+    """One checkpoint of a copy. ``path`` is relative to both URIs; ``nbytes`` are those of its
+    ``files`` images.
 
-    ``sent_nbytes`` of them were sent now; the rest was there: of an earlier copy that did not come to its end, or, where
-    nothing was sent, because it is the same checkpoint already. ``problem`` says why it was not copied; then nothing of it
-    is at the destination.
+    ``sent_nbytes`` of them were sent now; the rest was there: of an earlier copy that did not come
+    to its end, or, where nothing was sent, because it is the same checkpoint already. ``problem``
+    says why it was not copied; then nothing of it is at the destination.
     """
 
     path: str
@@ -85,7 +88,8 @@ class CopyReport:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of images that are at the destination now, those included that had been there before."""
+        """Bytes of images that are at the destination now, those included that had been there
+        before."""
         return sum(c.nbytes for c in self.copied)
 
     @property
@@ -111,28 +115,32 @@ def copy(
     dst_options: Mapping[str, object] | None = None,
     progress: ProgressCallback | None = None,
 ) -> CopyReport:
-    """Copy the checkpoint ``src`` to the URI ``dst``; with ``recursive``, each checkpoint at and below ``src`` to the
-    same path below ``dst``, and the record of which are abandoned. Return when all are committed there.
+    """Copy the checkpoint ``src`` to the URI ``dst``; with ``recursive``, each checkpoint at and
+    below ``src`` to the same path below ``dst``, and the record of which are abandoned. Return when
+    all are committed there.
 
-    Every byte is verified on its way. Atomic: ``dst`` has the whole checkpoint, or what it had before. Interrupted, it
-    goes on where it stopped when it is called again: images that are whole at the destination are not sent again. Extra
-    host memory stays within ``budget_nbytes``.
+    Every byte is verified on its way. Atomic: ``dst`` has the whole checkpoint, or what it had
+    before. Interrupted, it goes on where it stopped when it is called again: images that are whole
+    at the destination are not sent again. Extra host memory stays within ``budget_nbytes``.
 
-    A checkpoint that is the same already is left alone, with ``overwrite`` only if every byte of it is whole. Raises
-    ExistsError where another one is, unless ``overwrite``, before any data is read. Raises NotACheckpointError,
-    UnsupportedFormatError, StorageError, ReplacedError, SupersededError where a save to ``dst`` comes between; and
-    DamagedError for a damaged source, with file, bytes and tensors. With ``recursive`` a damaged checkpoint keeps no
-    other from being copied: it is a ``problem`` of the report.
+    A checkpoint that is the same already is left alone, with ``overwrite`` only if every byte of it
+    is whole. Raises ExistsError where another one is, unless ``overwrite``, before any data is
+    read. Raises NotACheckpointError, UnsupportedFormatError, StorageError, ReplacedError,
+    SupersededError where a save to ``dst`` comes between; and DamagedError for a damaged source,
+    with file, bytes and tensors. With ``recursive`` a damaged checkpoint keeps no other from being
+    copied: it is a ``problem`` of the report.
 
-    ``progress(done_nbytes, total_nbytes)`` is called now and then on a thread of its own, with the bytes that are at the
-    destination and those that there will be. What it raises ends the copy.
+    ``progress(done_nbytes, total_nbytes)`` is called now and then on a thread of its own, with the
+    bytes that are at the destination and those that there will be. What it raises ends the copy.
     """
     began_s = time.perf_counter()
     source, target = Place.of(src, src_options), Place.of(dst, dst_options)
     orders = Orders(overwrite, budget_nbytes)
     with ProgressReporter(progress) as reporter:
         copied = run(_copy(source, target, orders, recursive, reporter))
-    return CopyReport(source.uri.redacted, target.uri.redacted, tuple(copied), time.perf_counter() - began_s)
+    return CopyReport(
+        source.uri.redacted, target.uri.redacted, tuple(copied), time.perf_counter() - began_s
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +176,11 @@ async def _copy(
     copied = []
     for known in looked:
         try:
-            done = known if known.problem else await _copy_path(source, target, known, orders, sum_up.add)
+            done = (
+                known
+                if known.problem
+                else await _copy_path(source, target, known, orders, sum_up.add)
+            )
         except CheckpointError as error:
             if not recursive:
                 raise
@@ -179,7 +191,8 @@ async def _copy(
 
 
 async def _copy_lineages(source: Place, target: Place, folders: Collection[str]) -> None:
-    """Copy the records of runs' branches, unless the destination's tells of a run that went another way."""
+    """Copy the records of runs' branches, unless the destination's tells of a run that went another
+    way."""
     for folder in folders:
         async with source.opened() as theirs, target.opened() as ours:
             lineage = await read_lineage(theirs, folder)
@@ -187,7 +200,10 @@ async def _copy_lineages(source: Place, target: Place, folders: Collection[str])
             if lineage == there:
                 continue
             if not there.parents.items() <= lineage.parents.items():
-                _log.warning("which checkpoints are abandoned is not copied to %s: another run is there", ours.uri)
+                _log.warning(
+                    "which checkpoints are abandoned is not copied to %s: another run is there",
+                    ours.uri,
+                )
                 continue
             await ours.put(f"{folder}/{LINEAGE_KEY}".lstrip("/"), lineage.encode())
 
@@ -207,7 +223,8 @@ class _Sum:
         self._reporter.report(self._done_nbytes, self._total_nbytes)
 
     def end(self, nbytes: int) -> None:
-        """The copy of a checkpoint of ``nbytes`` has ended. What was not sent of it, since it is damaged, never will be."""
+        """The copy of a checkpoint of ``nbytes`` has ended. What was not sent of it, since it is
+        damaged, never will be."""
         added_nbytes = self._done_nbytes - self._ended_at_nbytes
         self._ended_at_nbytes = self._done_nbytes
         if added_nbytes < nbytes:
@@ -222,14 +239,17 @@ async def _paths(source: Place, *, recursive: bool) -> list[str]:
     async with source.opened() as driver:
         paths = [key.rpartition("/")[0] for key in await manifest_keys(driver)]
     if not paths:
-        raise NotACheckpointError("no checkpoint is committed at or below it", uri=source.uri.redacted)
+        raise NotACheckpointError(
+            "no checkpoint is committed at or below it", uri=source.uri.redacted
+        )
     return paths
 
 
 async def _look_at_all(
     source: Place, target: Place, paths: Sequence[str], orders: Orders, recursive: bool
 ) -> list[CopiedCheckpoint]:
-    """What is to be copied, in order of steps; nothing of it is sent yet. Manifests are not kept: there may be many."""
+    """What is to be copied, in order of steps; nothing of it is sent yet. Manifests are not kept:
+    there may be many."""
     looked: list[CopiedCheckpoint] = []
 
     async def look(path: str) -> None:
@@ -249,7 +269,11 @@ async def _look_at_all(
 
 
 async def _copy_path(
-    source: Place, target: Place, known: CopiedCheckpoint, orders: Orders, sent: Callable[[int], None]
+    source: Place,
+    target: Place,
+    known: CopiedCheckpoint,
+    orders: Orders,
+    sent: Callable[[int], None],
 ) -> CopiedCheckpoint:
     began_s = time.perf_counter()
     async with source.opened(known.path) as theirs, target.opened(known.path) as ours:
@@ -261,8 +285,9 @@ async def _copy_path(
 async def copy_checkpoint(
     theirs: Driver, ours: Driver, orders: Orders, sent: Callable[[int], None] = lambda nbytes: None
 ) -> tuple[Pair, int]:
-    """Copy what is committed at the root of one driver to that of another; return how many bytes were sent. ``sent``
-    hears of bytes that are at the destination, also of those that have been there before. Raises as :func:`copy`."""
+    """Copy what is committed at the root of one driver to that of another; return how many bytes
+    were sent. ``sent`` hears of bytes that are at the destination, also of those that have been
+    there before. Raises as :func:`copy`."""
     pair = await _look(theirs, ours, orders)
     if await _is_there(ours, pair, orders):
         sent(pair.nbytes)
@@ -297,7 +322,8 @@ async def _same(ours: Driver, identity: str, orders: Orders) -> Manifest | None:
 
 
 def _identity(manifest: Manifest) -> str:
-    """What all copies of a checkpoint have in common, as a digest: the manifest, but for the name of the attempt."""
+    """What all copies of a checkpoint have in common, as a digest: the manifest, but for the name
+    of the attempt."""
     return digest(replace(manifest, attempt="").encode()).hex()
 
 
@@ -306,10 +332,14 @@ async def _is_there(ours: Driver, pair: Pair, orders: Orders) -> bool:
     if pair.same is None or not orders.overwrite:
         return pair.same is not None
     images = images_of(ours, pair.same)
-    return (await verify_images(images, pair.same, orders.budget_nbytes, lambda done, total: None)).ok
+    return (
+        await verify_images(images, pair.same, orders.budget_nbytes, lambda done, total: None)
+    ).ok
 
 
-async def _send(theirs: Driver, ours: Driver, pair: Pair, orders: Orders, sent: Callable[[int], None]) -> int:
+async def _send(
+    theirs: Driver, ours: Driver, pair: Pair, orders: Orders, sent: Callable[[int], None]
+) -> int:
     """Send what is missing, and commit; return how many bytes were sent."""
     attempt, resumed = await begin_copy(ours, pair.identity)
     reader = ImageReader(images_of(theirs, pair.manifest), pair.manifest, orders.budget_nbytes)
@@ -327,15 +357,21 @@ async def _send(theirs: Driver, ours: Driver, pair: Pair, orders: Orders, sent: 
     except DamagedError as error:
         await abandon(ours, attempt)
         if (await read_manifest(theirs))[0].attempt != pair.manifest.attempt:
-            raise ReplacedError("a save has replaced it while it was copied", uri=theirs.uri) from error
+            raise ReplacedError(
+                "a save has replaced it while it was copied", uri=theirs.uri
+            ) from error
         raise
     except (NotFoundError, SaveError):
         try:
-            await still_there(ours, attempt)  # whoever deletes what we are writing has overtaken us: that is to be said
+            await still_there(
+                ours, attempt
+            )  # whoever deletes what we are writing has overtaken us: that is to be said
         finally:
             await abandon(ours, attempt)
         raise
-    if ours.traits.exclusive_is_atomic:  # else another copy may have claimed it, too, and be about to put its manifest
+    if (
+        ours.traits.exclusive_is_atomic
+    ):  # else another copy may have claimed it, too, and be about to put its manifest
         await settle(ours, attempt)
     if obsolete is not None:
         await delete_attempt(ours, obsolete)

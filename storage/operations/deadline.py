@@ -1,4 +1,5 @@
-"""How long a save may take as a whole, where whoever calls says so. That every operation of it ends is the layers' doing."""
+"""How long a save may take as a whole, where whoever calls says so. That every operation of it ends
+is the layers' doing."""
 
 from __future__ import annotations
 
@@ -27,13 +28,15 @@ class Deadline:
             return cls()
         if not timeout_s > 0:
             raise UsageError(
-                f"timeout_s is {timeout_s!r}", advice="Give seconds, more than none, or None for no limit."
+                f"timeout_s is {timeout_s!r}",
+                advice="Give seconds, more than none, or None for no limit.",
             )
         return cls(timeout_s, time.monotonic() + timeout_s)
 
     @asynccontextmanager
     async def holds(self, uri: str, rank: int) -> AsyncIterator[None]:
-        """Cancel the body when the time is over, wait until it has ended, and raise DeadlineError then."""
+        """Cancel the body when the time is over, wait until it has ended, and raise DeadlineError
+        then."""
         try:
             async with asyncio.timeout_at(self.until_s) as timeout:
                 yield

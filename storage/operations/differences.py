@@ -1,4 +1,5 @@
-"""Whether a checkpoint fits a state: what each rank states of it, how the leader judges that, and how it is said.
+"""Whether a checkpoint fits a state: what each rank states of it, how the leader judges that, and
+how it is said.
 
 Scope: names, shapes and dtypes. Which tensor goes where is ``capture.targets``.
 """
@@ -23,7 +24,8 @@ from .renames import Renaming, find_renaming
 __all__ = ["Differences", "Referee", "Strict", "counted", "statement_of"]
 
 Strict = bool | Literal["state"]
-"""Which names must be on both sides: True: all; "state": those of the state; False: none, what both have is loaded."""
+"""Which names must be on both sides: True: all; "state": those of the state; False: none, what both
+have is loaded."""
 
 SHOWN = 50
 REPORTED = 100
@@ -35,8 +37,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """What a load has left: names that only the state has (``missing``), or only the checkpoint (``unexpected``); of all
-    ranks together, ``REPORTED`` at most of each, and how many there are."""
+    """What a load has left: names that only the state has (``missing``), or only the checkpoint
+    (``unexpected``); of all ranks together, ``REPORTED`` at most of each, and how many there are.
+    """
 
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
@@ -45,7 +48,9 @@ class Differences:
 
     def encode(self) -> bytes:
         """As bytes without a newline."""
-        return json.dumps([self.missing, self.unexpected, self.missing_count, self.unexpected_count]).encode()
+        return json.dumps(
+            [self.missing, self.unexpected, self.missing_count, self.unexpected_count]
+        ).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Differences:
@@ -55,7 +60,8 @@ class Differences:
 
 
 def statement_of(match: Match, manifest: Manifest) -> dict[str, Any]:
-    """What a rank states before anything is read: what does not fit, and what of the checkpoint it has a place for."""
+    """What a rank states before anything is read: what does not fit, and what of the checkpoint it
+    has a place for."""
     rows = np.zeros(len(manifest.tensors), bool)
     rows[list(match.tensors)] = True
     values = np.zeros(len(manifest.tree.values), bool)
@@ -81,16 +87,23 @@ class Referee:
 
     def judge(self, told: Sequence[Mapping[str, Any]]) -> Differences:
         """What is left by a load that may go on; logs it. Raises MismatchError where it may not."""
-        found = {kind: _once(told, kind) for kind in ("left", "mismatched", "castable", "shared", "missing")}
+        found = {
+            kind: _once(told, kind)
+            for kind in ("left", "mismatched", "castable", "shared", "missing")
+        }
         found["unexpected"] = self._unexpected(told)
         missing, unexpected = ([*dict(found[kind])] for kind in ("missing", "unexpected"))
         renaming = find_renaming(missing, unexpected)
         nothing = self._nothing(told)
         refused = [text for kind in self._refused(nothing) for _, text in found[kind]]
         if refused or nothing:
-            advice = _advice(self._strict, {kind for kind in found if found[kind]}, renaming, nothing=nothing)
+            advice = _advice(
+                self._strict, {kind for kind in found if found[kind]}, renaming, nothing=nothing
+            )
             raise self._error(refused, nothing, advice, renaming)
-        left = Differences(tuple(missing[:REPORTED]), tuple(unexpected[:REPORTED]), len(missing), len(unexpected))
+        left = Differences(
+            tuple(missing[:REPORTED]), tuple(unexpected[:REPORTED]), len(missing), len(unexpected)
+        )
         self._log(left, renaming)
         for text in dict.fromkeys(text for _, text in found["shared"]):
             _log.warning("%s: the last of them was loaded (from %s)", text, self._uri)
@@ -105,7 +118,9 @@ class Referee:
             kinds += ["shared", "unexpected"]
         return kinds
 
-    def _error(self, refused: list[str], nothing: bool, advice: str, renaming: Renaming | None) -> MismatchError:
+    def _error(
+        self, refused: list[str], nothing: bool, advice: str, renaming: Renaming | None
+    ) -> MismatchError:
         listed = "".join(f"\n  {text}" for text in refused[:SHOWN])
         if len(refused) > SHOWN:
             listed += f"\n  and {len(refused) - SHOWN:,} more"
@@ -113,7 +128,9 @@ class Referee:
         if nothing:
             what = f"nothing of the state is in the checkpoint: {what}"
         hint = f"\n{str(renaming)[0].upper()}{str(renaming)[1:]}" if renaming else ""
-        return MismatchError(f"{what}:{listed}{hint}\n", uri=self._uri, advice=advice, differences=tuple(refused))
+        return MismatchError(
+            f"{what}:{listed}{hint}\n", uri=self._uri, advice=advice, differences=tuple(refused)
+        )
 
     def _log(self, left: Differences, renaming: Renaming | None) -> None:
         if left.missing_count:
@@ -138,7 +155,9 @@ class Referee:
         tensors, values = self._places(told)
         return not tensors.any() and not values.any()
 
-    def _places(self, told: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    def _places(
+        self, told: Sequence[Mapping[str, Any]]
+    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         m = self._manifest
         return _union(told, "tensors", len(m.tensors)), _union(told, "values", len(m.tree.values))
 
@@ -148,18 +167,29 @@ class Referee:
         tensors, values = self._places(told)
         paths = m.tree.paths()
         names = dict.fromkeys(m.tensors.names[row] for row in np.flatnonzero(~tensors).tolist())
-        out = [(name, f"tensor {name!r} of the checkpoint: no place for it in the state") for name in names]
+        out = [
+            (name, f"tensor {name!r} of the checkpoint: no place for it in the state")
+            for name in names
+        ]
         for i in np.flatnonzero(~values).tolist():
             v = m.tree.values[i]
             path: tuple[Key, ...] = (*paths[v.container], v.key)
-            out.append((dotted(path), f"value {format_path(path)} of the checkpoint: no place for it in the state"))
+            out.append(
+                (
+                    dotted(path),
+                    f"value {format_path(path)} of the checkpoint: no place for it in the state",
+                )
+            )
         return out
 
 
 def _advice(strict: Strict, found: set[str], renaming: Renaming | None, *, nothing: bool) -> str:
     """What to do next: only what would help with the kinds of differences that were ``found``."""
     if "left" in found:
-        return "The state is not to be used as it is: make it anew, or load a checkpoint that has all of these names."
+        return (
+            "The state is not to be used as it is: make it anew, or load a checkpoint that has "
+            "all of these names."
+        )
     advice = ["Nothing was loaded."]
     if renaming and renaming.advice:
         advice.append(renaming.advice)
@@ -170,9 +200,13 @@ def _advice(strict: Strict, found: set[str], renaming: Renaming | None, *, nothi
     if "missing" in found and strict:
         advice.append("strict=False loads what both have.")
     elif "unexpected" in found and strict is True:
-        advice.append('strict="state" loads what the state has, and leaves the rest of the checkpoint.')
+        advice.append(
+            'strict="state" loads what the state has, and leaves the rest of the checkpoint.'
+        )
     if "shared" in found and strict is True:
-        advice.append('With strict="state" or False, memory that is shared gets the values of the last name.')
+        advice.append(
+            'With strict="state" or False, memory that is shared gets the values of the last name.'
+        )
     return " ".join(advice)
 
 
@@ -190,13 +224,16 @@ def _listed(names: Sequence[str], count: int) -> str:
     return f"{shown} and {count - LOGGED:,} more" if count > LOGGED else shown
 
 
-def _union(told: Sequence[Mapping[str, Any]], name: str, n: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+def _union(
+    told: Sequence[Mapping[str, Any]], name: str, n: int
+) -> np.ndarray[Any, np.dtype[np.bool_]]:
     bits = [np.frombuffer(base64.b64decode(t[name]), np.uint8) for t in told]
     return np.unpackbits(np.bitwise_or.reduce(bits), count=n).astype(bool)
 
 
 def _once(told: Sequence[Mapping[str, Any]], kind: str) -> list[tuple[str, str]]:
-    """All ranks' entries (name, text) in order, each once, with the rank where not all ranks have it."""
+    """All ranks' entries (name, text) in order, each once, with the rank where not all ranks have
+    it."""
     ranks: dict[tuple[str, str], list[int]] = {}
     for rank, t in enumerate(told):
         for entry in t[kind].items():

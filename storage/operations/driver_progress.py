@@ -1,4 +1,5 @@
-"""A driver that tells its rank's team of each operation that ends well, so that other ranks see that something moves."""
+"""A driver that tells its rank's team of each operation that ends well, so that other ranks see
+that something moves."""
 
 from __future__ import annotations
 
@@ -29,5 +30,6 @@ class _Counted(Layer):
 
 
 def counted(driver: Driver, team: Team) -> Driver:
-    """``driver``, with its operations counted for ``team``; as it is where there is nobody to wait for this rank."""
+    """``driver``, with its operations counted for ``team``; as it is where there is nobody to wait
+    for this rank."""
     return driver if team.world == 1 else _Counted(driver, team.worked)

@@ -1,4 +1,5 @@
-"""Filling tensors from one checkpoint: plan the reads, verify what comes, copy it to where it belongs."""
+"""Filling tensors from one checkpoint: plan the reads, verify what comes, copy it to where it
+belongs."""
 
 from __future__ import annotations
 
@@ -28,12 +29,14 @@ async def fill(
     budget_nbytes: int,
     report: Report = lambda done_nbytes, total_nbytes: None,
 ) -> ImageReader:
-    """Read all that is wanted, once, verified, straight to where it belongs; return the reader, for its figures. ``driver``
-    is that of the images (``images_of``)."""
+    """Read all that is wanted, once, verified, straight to where it belongs; return the reader, for
+    its figures. ``driver`` is that of the images (``images_of``)."""
     reader = ImageReader(driver, manifest, budget_nbytes)
     targets = wanted.targets(manifest.tensors.shape)
     plan = await offload(plan_reads, driver, manifest, targets)
-    await reader.run(plan, reporting(scatter_of(manifest, wanted, targets, plan).deliver, plan, report))
+    await reader.run(
+        plan, reporting(scatter_of(manifest, wanted, targets, plan).deliver, plan, report)
+    )
     return reader
 
 
@@ -43,7 +46,8 @@ def scatter_of(m: Manifest, wanted: Wanted, targets: Targets, plan: LoadPlan) ->
 
 
 def reporting(deliver: Deliver, plan: LoadPlan, report: Report) -> Deliver:
-    """``deliver``, which then reports how many bytes of the plan have been delivered; at once, that none have been."""
+    """``deliver``, which then reports how many bytes of the plan have been delivered; at once, that
+    none have been."""
     sizes = (plan.stop - plan.start).tolist()
     total_nbytes = sum(sizes)
     done_nbytes = 0

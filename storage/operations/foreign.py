@@ -1,7 +1,8 @@
-"""What lies at a URI that is no checkpoint: said by name where it is known, so that the error helps.
+"""What lies at a URI that is no checkpoint: said by name where it is known, so that the error
+helps.
 
-Names alone decide, and the first bytes of a single file; so nothing is read that a format hides in them. It looks at a
-bounded number of names, once, when there is an error to be told.
+Names alone decide, and the first bytes of a single file; so nothing is read that a format hides in
+them. It looks at a bounded number of names, once, when there is an error to be told.
 
 Scope: telling. Nothing here reads another format.
 """
@@ -56,8 +57,8 @@ _IN = r"(?:^|^[^/]+/)"
 """At the top of the folder, or one level below."""
 
 _FOLDERS = (
-    _Format("a DeepSpeed checkpoint", (r"(?:^|/)\w*zero_pp_rank_\d+_|(?:^|/)mp_rank_\d+",), "DeepSpeed's load_checkpoint"),
-    _Format("a DeepSpeed checkpoint", (r"^latest$", r"^global_step\d+/"), "DeepSpeed's load_checkpoint"),
+    _Format("a DeepSpeed checkpoint", (r"(?:^|/)\w*zero_pp_rank_\d+_|(?:^|/)mp_rank_\d+",), ("DeepSpeed's " "load_checkpoint")),
+    _Format("a DeepSpeed checkpoint", (r"^latest$", r"^global_step\d+/"), ("DeepSpeed's " "load_checkpoint")),
     _Format("a Lightning checkpoint", (_IN + r"meta\.pt$", _IN + r"\.metadata$"), "Lightning's Trainer"),
     _Format("a Megatron-LM checkpoint", (r"^latest_checkpointed_iteration\.txt$",), "Megatron-LM"),
     _Format("a Megatron-LM checkpoint", (_IN + r"common\.pt$", _IN + r"metadata\.json$"), "Megatron-LM"),
@@ -65,7 +66,7 @@ _FOLDERS = (
     _Format("a checkpoint of torch.distributed.checkpoint", (_IN + r"[^/]*\.distcp$",), "torch.distributed.checkpoint.load"),
     _Format("a torchsnapshot", (_IN + r"\.snapshot_metadata$",), "torchsnapshot"),
     _Format("an Orbax checkpoint", (r"(?:^|/)_CHECKPOINT_METADATA$",), "orbax.checkpoint"),
-    _Format("a TensorStore", (r"(?:^|/)(?:manifest\.ocdbt|\.zarray|zarr\.json)$",), "tensorstore, or Orbax"),
+    _Format("a TensorStore", (r"(?:^|/)(?:manifest\.ocdbt|\.zarray|zarr\.json)$",), ("tensorstore, " "or Orbax")),
     _Format("a TensorFlow checkpoint", (_IN + r"[^/]*\.data-\d+-of-\d+$",), "TensorFlow"),
     _Format("an adapter of PEFT", (_IN + r"adapter_(?:config\.json|model\.\w+)$",), "peft"),
     _Format("a checkpoint of Hugging Face's Trainer", (_IN + r"trainer_state\.json$",), "transformers"),
@@ -83,8 +84,8 @@ _MANIFEST = re.compile(rf"^(.+)/{re.escape(MANIFEST_KEY)}$")
 
 
 def explains(uri: str, options: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """A function whose errors say what lies at its argument ``uri``, the first one, if that is no checkpoint. ``options``
-    is the argument with options of the storage."""
+    """A function whose errors say what lies at its argument ``uri``, the first one, if that is no
+    checkpoint. ``options`` is the argument with options of the storage."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)
@@ -104,7 +105,9 @@ def explains(uri: str, options: str) -> Callable[[Callable[P, T]], Callable[P, T
     return decorate
 
 
-def _better(error: HoldfastError, uri: Any, options: Mapping[str, object]) -> NotACheckpointError | None:
+def _better(
+    error: HoldfastError, uri: Any, options: Mapping[str, object]
+) -> NotACheckpointError | None:
     """The same error with what was found; None where that is nothing, or another error."""
     is_file = isinstance(error.__cause__, NotADirectoryError)
     if not is_file and type(error) is not NotACheckpointError:
@@ -126,7 +129,9 @@ async def found_at(place: Place) -> Finding | None:
     try:
         async with asyncio.timeout(LOOK_S):
             names = await _names(place)
-            return _of_folder(place, names) if names else await _of_file(place) or await _beside(place)
+            return (
+                _of_folder(place, names) if names else await _of_file(place) or await _beside(place)
+            )
     except (HoldfastError, TimeoutError):
         return None
 
@@ -155,7 +160,9 @@ def _of_folder(place: Place, names: Sequence[str]) -> Finding | None:
     if folders:
         one = len(folders) == 1
         what = "a checkpoint is below it" if one else f"{len(folders)} checkpoints are below it"
-        return Finding(what, f"Did you mean {_below(place.uri, folders[-1])}? `holdfast ls` lists them.")
+        return Finding(
+            what, f"Did you mean {_below(place.uri, folders[-1])}? `holdfast ls` lists them."
+        )
     if any(_UNFINISHED.match(name) for name in names):
         return Finding(
             "a save of Holdfast is under way, or was interrupted before it was complete",
@@ -168,7 +175,10 @@ def _of_folder(place: Place, names: Sequence[str]) -> Finding | None:
 
 
 def _advice(reader: str) -> str:
-    return f"Holdfast does not read that. Load it with {reader}, and save the state with holdfast.save."
+    return (
+        f"Holdfast does not read that. Load it with {reader}, and save the state with "
+        f"holdfast.save."
+    )
 
 
 def _below(uri: Uri, path: str) -> str:
@@ -177,7 +187,9 @@ def _below(uri: Uri, path: str) -> str:
 
 def _natural(text: str) -> list[tuple[int, str]]:
     """Sorts step-10 after step-9."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", text)]
+    return [
+        (int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", text)
+    ]
 
 
 def _above(place: Place) -> tuple[Place, str] | None:
@@ -205,15 +217,21 @@ async def _of_file(place: Place) -> Finding | None:
 def _of_head(head: bytes, name: str) -> Finding:
     """What a file is by its first bytes."""
     if name == MANIFEST_KEY:
-        return Finding("it is the manifest of a checkpoint", "The URI of a checkpoint is that of the folder it is in.")
+        return Finding(
+            "it is the manifest of a checkpoint",
+            "The URI of a checkpoint is that of the folder it is in.",
+        )
     if head.startswith(b"PK\x03\x04") and any(member in head for member in _TORCH_MEMBERS):
         if name.endswith(".ckpt"):
             return Finding(
-                "it is a file of torch.save, as Lightning's Trainer writes it", _advice("Lightning's Trainer")
+                "it is a file of torch.save, as Lightning's Trainer writes it",
+                _advice("Lightning's Trainer"),
             )
         return Finding("it is a file of torch.save", _advice("torch.load"))
     if head[:1] == b"\x80" and head[1:2] in _PICKLES:
-        return Finding("it is a pickle, as older versions of torch.save write it", _advice("torch.load"))
+        return Finding(
+            "it is a pickle, as older versions of torch.save write it", _advice("torch.load")
+        )
     if head[8:10] == b'{"':
         return Finding("it is a safetensors file", _advice("safetensors"))
     return Finding("it is a file", "The URI of a checkpoint is that of a folder.")
@@ -230,7 +248,9 @@ async def _beside(place: Place) -> Finding | None:
     folders = [folder for folder in folders if "/" not in folder]
     if not folders:
         return None
-    close = [folder for folder in folders if _numbers(folder) and _numbers(folder) == _numbers(name)]
+    close = [
+        folder for folder in folders if _numbers(folder) and _numbers(folder) == _numbers(name)
+    ]
     close += get_close_matches(name, folders, 1)
     meant = close[0] if close else folders[-1]
     others = "a checkpoint is" if len(folders) == 1 else f"{len(folders)} checkpoints are"

@@ -1,20 +1,22 @@
-"""What the ranks of a job have to know of each other before they write: who else holds what, and who writes how much of it.
+"""What the ranks of a job have to know of each other before they write: who else holds what, and
+who writes how much of it.
 
-A rank knows who holds its part of a DTensor that lies on a mesh of the whole job. All else (plain tensors; DTensors on a
-mesh of some ranks, which another mesh may hold, too) has a *label*: ranks that have the same label hold the same, or
-different tensors under one name. Their bytes tell, of which each sends a digest. What comes out is an *accord*, the same on
-all ranks:
+A rank knows who holds its part of a DTensor that lies on a mesh of the whole job. All else (plain
+tensors; DTensors on a mesh of some ranks, which another mesh may hold, too) has a *label*: ranks
+that have the same label hold the same, or different tensors under one name. Their bytes tell, of
+which each sends a digest. What comes out is an *accord*, the same on all ranks:
 
     agree      each says what it holds, by labels; the leader asks about those that several groups of ranks have
     digests    each digests what it is asked about; the leader finds who holds the same, and shares out the work
 
-The accord also says the way that word of what is written takes: the ranks of a host tell the first of them, who tells the
-leader what all of them have told. Ranks say in the first round which host they are on.
+The accord also says the way that word of what is written takes: the ranks of a host tell the first
+of them, who tells the leader what all of them have told. Ranks say in the first round which host
+they are on.
 
-A rank keeps the accord, and at the next save of a state that is laid out as this one says only that it goes by it, with one
-digest of all that was the same everywhere. If all ranks say so, and what was the same still is, nothing is left to be
-decided: the leader looks nothing up, and its verdict is a few bytes. Else it asks all to say all. Nor are layouts told
-again, see ``Accord.told``.
+A rank keeps the accord, and at the next save of a state that is laid out as this one says only that
+it goes by it, with one digest of all that was the same everywhere. If all ranks say so, and what
+was the same still is, nothing is left to be decided: the leader looks nothing up, and its verdict
+is a few bytes. Else it asks all to say all. Nor are layouts told again, see ``Accord.told``.
 """
 
 from __future__ import annotations
@@ -77,7 +79,10 @@ class Held:
         groups = Counter[str]()
         for row, part in enumerate(flat.parts):
             if part is not None and part.pieces:
-                name = names.get(id(part.holders)) or digest(np.array(part.holders, np.int64).data).hex()
+                name = (
+                    names.get(id(part.holders))
+                    or digest(np.array(part.holders, np.int64).data).hex()
+                )
                 names[id(part.holders)] = name
                 groups[name] += _nbytes(flat, row)
         number = {name: i for i, name in enumerate(groups)}
@@ -106,9 +111,9 @@ class Held:
 
 @dataclass(frozen=True)
 class Way:
-    """How what a rank tells gets to the leader. ``mates``: ranks of one host, this one among them, of which the first tells
-    for all. ``tellers``: who tells the leader himself: the ranks of his own host, which have no shorter way, and the first
-    of each other host. Both ascending."""
+    """How what a rank tells gets to the leader. ``mates``: ranks of one host, this one among them,
+    of which the first tells for all. ``tellers``: who tells the leader himself: the ranks of his
+    own host, which have no shorter way, and the first of each other host. Both ascending."""
 
     mates: Sequence[int]
     tellers: Sequence[int]
@@ -124,11 +129,13 @@ class Way:
 
 @dataclass(frozen=True, eq=False)
 class Accord:
-    """What was agreed on, as one rank keeps it. ``id`` is the same on all ranks, and of no other accord. ``alike`` are rows
-    that were the same wherever they are held, by a name of those who hold them; ``apart`` those that differed.
+    """What was agreed on, as one rank keeps it. ``id`` is the same on all ranks, and of no other
+    accord. ``alike`` are rows that were the same wherever they are held, by a name of those who
+    hold them; ``apart`` those that differed.
 
-    ``told``: keys of the layouts that this rank need not tell again. Whom it tells has them in his ``heard``: a save that
-    goes by this accord has told them and has been committed, and he has been in this accord ever since, or it were another.
+    ``told``: keys of the layouts that this rank need not tell again. Whom it tells has them in his
+    ``heard``: a save that goes by this accord has told them and has been committed, and he has been
+    in this accord ever since, or it were another.
     """
 
     id: str
@@ -146,7 +153,10 @@ class Accord:
 
     def tell(self, digests: Mapping[int, bytes]) -> dict[str, Any]:
         """What a rank that goes by it says."""
-        alike = {name: digest(b"".join(digests[row] for row in rows)).hex() for name, rows in self.alike.items()}
+        alike = {
+            name: digest(b"".join(digests[row] for row in rows)).hex()
+            for name, rows in self.alike.items()
+        }
         return {
             "accord": self.id,
             "alike": alike,
@@ -166,13 +176,14 @@ async def agree(
     accords: Accords,
     compression: str | None = None,
 ) -> Accord:
-    """Agree with the other ranks, and return what was agreed on. All ranks of a team of several call this.
+    """Agree with the other ranks, and return what was agreed on. All ranks of a team of several
+    call this.
 
     Storage is not asked for anything: trainers wait for the copies that begin when this returns.
 
-    Raises UsageError where ranks save to different URIs, or compress differently, StateError where all hold less than it
-    seems, SaveError where they hold different values
-    of one part of a DTensor.
+    Raises UsageError where ranks save to different URIs, or compress differently, StateError where
+    all hold less than it seems, SaveError where they hold different values of one part of a
+    DTensor.
     """
     key, leader = (flat.kin, team.rank, team.world), Leader()
     accord = None if flat.kin is None else accords.get(key)
@@ -182,7 +193,9 @@ async def agree(
         told = _all_of(held)
     else:
         told = accord.tell(await offload(digests, accord.rows))
-    says: dict[str, Any] = {"uri": uri} | ({} if compression is None else {"compression": compression})
+    says: dict[str, Any] = {"uri": uri} | (
+        {} if compression is None else {"compression": compression}
+    )
     hollow = opinion(flat)
     says |= {"hollow": hollow} if hollow or hollow is None else {}
     verdict = json.loads(await team.round("agree", _packed(says | told), leader.agree))
@@ -202,9 +215,15 @@ def _all_of(held: Held) -> dict[str, Any]:
 
 
 async def _anew(
-    team: Team, flat: FlatState, names: Sequence[str], digests: Digest, asked: Set[str], leader: Leader
+    team: Team,
+    flat: FlatState,
+    names: Sequence[str],
+    digests: Digest,
+    asked: Set[str],
+    leader: Leader,
 ) -> Accord:
-    """Digest what is asked about; return the accord that comes of it. ``names``: the labels of what is held."""
+    """Digest what is asked about; return the accord that comes of it. ``names``: the labels of what
+    is held."""
     rows = unsure_rows(flat, team.world)
     mine = [i for i, row in enumerate(rows) if flat.parts[row] is None or names[i] in asked]
     found = await offload(digests, [rows[i] for i in mine])
@@ -217,16 +236,22 @@ async def _anew(
     verdict = json.loads(await team.round("digests", _packed(told), leader.compare))
     accord = _accord({names[i]: rows[i] for i in mine}, verdict, team)
     ours = {row: verdict["apart"][name] for name, row in accord.apart.items()}
-    warn_of(flat, {row: held for row, (first, held) in ours.items() if first == team.rank}, team.rank)
+    warn_of(
+        flat, {row: held for row, (first, held) in ours.items() if first == team.rank}, team.rank
+    )
     return accord
 
 
 def _accord(asked: Mapping[str, int], verdict: Mapping[str, Any], team: Team) -> Accord:
     """What the verdict means for the rows that were asked about, by label."""
-    groups = [tuple(ranks) for ranks in verdict["groups"]] + [tuple(range(team.world))]  # the last is EVERYBODY
+    groups = [tuple(ranks) for ranks in verdict["groups"]] + [
+        tuple(range(team.world))
+    ]  # the last is EVERYBODY
     holders: dict[int, Group] = {}
     alike, apart = defaultdict[str, list[int]](list), dict[str, int]()
-    for name, row in sorted(asked.items()):  # so that all who hold the same go through it in one order
+    for name, row in sorted(
+        asked.items()
+    ):  # so that all who hold the same go through it in one order
         number = verdict["labels"].get(name, EVERYBODY)
         holders[row] = () if number is None else groups[number]
         if number is None:
@@ -247,14 +272,20 @@ class Leader:
         self._seal = ""
 
     async def agree(self, statements: Sequence[bytes]) -> bytes:
-        """All go by one accord, and what was the same still is: that is all. Else what to digest, or to say first."""
+        """All go by one accord, and what was the same still is: that is all. Else what to digest,
+        or to say first."""
         told = [json.loads(s) for s in statements]
         for rank, other in enumerate(told):
             if other["uri"] != told[0]["uri"]:
-                raise UsageError(f"rank {rank} saves to {other['uri']}, rank 0 to {told[0]['uri']}", rank=rank)
+                raise UsageError(
+                    f"rank {rank} saves to {other['uri']}, rank 0 to {told[0]['uri']}", rank=rank
+                )
             theirs, ours = other.get("compression"), told[0].get("compression")
             if theirs != ours:
-                raise UsageError(f"rank {rank} saves with compression={theirs!r}, rank 0 with {ours!r}", rank=rank)
+                raise UsageError(
+                    f"rank {rank} saves with compression={theirs!r}, rank 0 with {ours!r}",
+                    rank=rank,
+                )
         refuse_hollow([other.get("hollow", {}) for other in told])
         if all("holds" in other for other in told):
             return await self.hear(statements)
@@ -263,7 +294,8 @@ class Leader:
         return _packed({"accord": told[0]["accord"]})
 
     async def hear(self, statements: Sequence[bytes]) -> bytes:
-        """Which parts of DTensors lie on several meshes, by labels. Plain tensors are digested in any case."""
+        """Which parts of DTensors lie on several meshes, by labels. Plain tensors are digested in
+        any case."""
         told = await offload(lambda: [json.loads(s) for s in statements])
         self._held = await offload(lambda: [Held.decode(other["holds"]) for other in told])
         self._hosts = base64.b64encode(numbered([other["host"] for other in told])).decode()
@@ -286,13 +318,18 @@ def _still(told: Sequence[Mapping[str, Any]]) -> bool:
         for seen, key in ((alike, "alike"), (apart, "apart")):
             for name, value in other[key].items():
                 seen[name].add(value)
-    return all(len(seen) == 1 for seen in alike.values()) and all(len(seen) > 1 for seen in apart.values())
+    return all(len(seen) == 1 for seen in alike.values()) and all(
+        len(seen) > 1 for seen in apart.values()
+    )
 
 
 def _several(held: Sequence[Held]) -> list[str]:
     """Labels of parts of DTensors that several groups of ranks have."""
     known: dict[str, int] = {}
-    number = [np.array([known.setdefault(name, len(known)) for name in of.groups], np.int64) for of in held]
+    number = [
+        np.array([known.setdefault(name, len(known)) for name in of.groups], np.int64)
+        for of in held
+    ]
     group = np.concatenate([n[of.mesh[of.mesh >= 0]] for n, of in zip(number, held, strict=True)])
     labels = np.concatenate([of.labels[of.mesh >= 0] for of in held])
     first, equal = _equal(labels)
@@ -325,7 +362,9 @@ def _agreed(held: Sequence[Held], told: Sequence[Mapping[str, Any]]) -> dict[str
     loads = _on_meshes(held, told)
     order = np.argsort(equal, kind="stable")
     holders = np.split(order, np.cumsum(np.bincount(equal, minlength=1))[:-1])
-    for name, alike, rows in zip(names, same.tolist(), holders, strict=False):  # without names there is one of no rows
+    for name, alike, rows in zip(
+        names, same.tolist(), holders, strict=False
+    ):  # without names there is one of no rows
         group = tuple(ranks[rows].tolist())
         number = groups.setdefault(group, len(groups) - 1) if alike else None
         if number != EVERYBODY:

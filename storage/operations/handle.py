@@ -43,14 +43,17 @@ class StageHandle:
         return True
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when the stage is reached. Raises what the save failed with, or DeadlineError after ``timeout`` seconds.
+        """Return when the stage is reached. Raises what the save failed with, or DeadlineError
+        after ``timeout`` seconds.
 
         Without ``timeout``, the save's own deadlines bound the wait.
         """
         try:
             failure = self._future.exception(timeout)
         except FutureTimeoutError as error:
-            raise DeadlineError(f"the save was not {self._name} within {timeout:g} s; it goes on") from error
+            raise DeadlineError(
+                f"the save was not {self._name} within {timeout:g} s; it goes on"
+            ) from error
         if failure is not None:
             raise _copy_of(failure)
         self._seen()
@@ -80,8 +83,8 @@ class StageHandle:
 
 
 def _copy_of(error: BaseException) -> BaseException:
-    """``error``, to be raised: an exception keeps the frames that it was raised through, with all that is in them, and the
-    handle keeps ``error``."""
+    """``error``, to be raised: an exception keeps the frames that it was raised through, with all
+    that is in them, and the handle keeps ``error``."""
     copied = copy.copy(error)
     copied.__cause__ = error.__cause__
     copied.__context__ = error.__context__
@@ -93,8 +96,9 @@ def _copy_of(error: BaseException) -> BaseException:
 class SaveHandle:
     """A save under way.
 
-    ``captured``: every byte has been copied; the state may change again. ``sealed``: whole in host memory and checksummed
-    (with a budget smaller than the image: as each chunk passed through). ``durable``: committed, on every rank.
+    ``captured``: every byte has been copied; the state may change again. ``sealed``: whole in host
+    memory and checksummed (with a budget smaller than the image: as each chunk passed through).
+    ``durable``: committed, on every rank.
     """
 
     uri: str
@@ -106,14 +110,18 @@ class SaveHandle:
 
     def __repr__(self) -> str:
         stages = {"captured": self.captured, "sealed": self.sealed, "durable": self.durable}
-        return f"<SaveHandle {self.uri}: {', '.join(f'{name} {stage.status}' for name, stage in stages.items())}>"
+        return (
+            f"<SaveHandle {self.uri}: "
+            f"{', '.join(f'{name} {stage.status}' for name, stage in stages.items())}>"
+        )
 
     def done(self) -> bool:
         """Whether the save has ended, well or not."""
         return self.durable.done()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when the checkpoint is committed. Raises what the save failed with, on this rank or another."""
+        """Return when the checkpoint is committed. Raises what the save failed with, on this rank
+        or another."""
         self.durable.wait(timeout)
 
     def __await__(self) -> Generator[Any, None, None]:

@@ -1,9 +1,12 @@
-"""Images on their way from one storage to another: read, verified and written, chunk by chunk, all stages at once.
+"""Images on their way from one storage to another: read, verified and written, chunk by chunk, all
+stages at once.
 
-Every byte that is written has been verified against the manifest: data by the digests of its chunk, and the pages at the
-end of an image are made anew. So what arrives whole is what was saved, whatever the source holds.
+Every byte that is written has been verified against the manifest: data by the digests of its chunk,
+and the pages at the end of an image are made anew. So what arrives whole is what was saved,
+whatever the source holds.
 
-Compressed images are copied as they are stored, and unpacked only to be verified: so all copies are the same, bytes and all.
+Compressed images are copied as they are stored, and unpacked only to be verified: so all copies are
+the same, bytes and all.
 """
 
 from __future__ import annotations
@@ -48,15 +51,20 @@ class ImageCopier:
         self.sizes: list[int] = self.target.images.file_nbytes(self.target.block_nbytes).tolist()
 
     async def whole(self) -> list[int]:
-        """The images that the destination has by now: of full size, and with the digests of all their blocks. Their data
-        is not read again: an upload that was committed is whole, or the driver breaks its contract."""
+        """The images that the destination has by now: of full size, and with the digests of all
+        their blocks. Their data is not read again: an upload that was committed is whole, or the
+        driver breaks its contract."""
         found: list[int] = []
-        reader = ImageReader(images_of(self.destination, self.target), self.target, self.budget_nbytes)
+        reader = ImageReader(
+            images_of(self.destination, self.target), self.target, self.budget_nbytes
+        )
 
         async def look(image: int) -> None:
             starts = [chunk.start for chunk in chunks_of(self.target, image)]
             try:
-                if (await self.destination.stat(self.target.image_key(image))).nbytes == self.sizes[image]:
+                if (await self.destination.stat(self.target.image_key(image))).nbytes == self.sizes[
+                    image
+                ]:
                     await reader.read_pages(image, starts)
                     found.append(image)
             except (NotFoundError, DamagedError):
@@ -68,13 +76,19 @@ class ImageCopier:
     def chunks(self, image: int) -> list[Chunk]:
         """The chunks of an image, in the order in which the destination wants them."""
         found, traits = chunks_of(self.target, image), self.destination.traits
-        if self.target.compression is not None:  # how long their parts of the file are is not known yet
+        if (
+            self.target.compression is not None
+        ):  # how long their parts of the file are is not known yet
             return found
-        return [found[i] for i in writing_order(len(found), self.target.chunk_nbytes, self.sizes[image], traits)]
+        return [
+            found[i]
+            for i in writing_order(len(found), self.target.chunk_nbytes, self.sizes[image], traits)
+        ]
 
     async def run(self, images: Sequence[int]) -> None:
-        """Copy these images; each is durable and visible when this returns. After an error, those that were committed by
-        then stay, and of the others nothing. Raises DamagedError, with file, bytes and tensors; StorageError."""
+        """Copy these images; each is durable and visible when this returns. After an error, those
+        that were committed by then stay, and of the others nothing. Raises DamagedError, with file,
+        bytes and tensors; StorageError."""
         lines = deal([self.sizes[i] for i in images], self._lines())
         failed: BaseException | None = None
         try:
@@ -87,8 +101,8 @@ class ImageCopier:
             raise failed
 
     def _lines(self) -> int:
-        """How many pipelines run side by side. Where the parts of one upload go in parallel, one keeps all lanes busy;
-        where they go one after the other, it takes several uploads."""
+        """How many pipelines run side by side. Where the parts of one upload go in parallel, one
+        keeps all lanes busy; where they go one after the other, it takes several uploads."""
         traits = self.destination.traits
         if traits.part_order != "serial":
             return 1
@@ -96,8 +110,8 @@ class ImageCopier:
 
     @property
     def _job_nbytes(self) -> int:
-        """What a chunk on its way takes of the budget: its buffer, which is ours, for the writer may want it aligned, and
-        what the source holds besides."""
+        """What a chunk on its way takes of the budget: its buffer, which is ours, for the writer
+        may want it aligned, and what the source holds besides."""
         return self.target.chunk_nbytes * self.source.driver.traits.read_copies
 
     async def _run_line(self, images: Sequence[int], lines: int) -> None:
@@ -112,7 +126,11 @@ class ImageCopier:
     def _scheduler(self, lines: int) -> Scheduler:
         ours = self.destination.traits
         reads, writes = (-(-t.concurrency // lines) for t in (self.source.driver.traits, ours))
-        lanes = {"read": reads, "cpu": CPU_THREADS, "write": 1 if ours.part_order == "serial" else writes}
+        lanes = {
+            "read": reads,
+            "cpu": CPU_THREADS,
+            "write": 1 if ours.part_order == "serial" else writes,
+        }
         stages = (
             Stage("read", "read"),
             Stage("check", "cpu"),
@@ -142,7 +160,9 @@ class _Line:
         chunk = self.chunks[job]
         if stage == "read":
             buffer = self._buffers[job] = self._pool.take()
-            self._stored[job] = await self._reader.read_stored(chunk.image, chunk.start, chunk.stop, buffer.view)
+            self._stored[job] = await self._reader.read_stored(
+                chunk.image, chunk.start, chunk.stop, buffer.view
+            )
         elif stage == "check":
             await self._check(chunk, self._stored[job], self._view(job))
         else:
@@ -171,9 +191,19 @@ class _Line:
         page = await self._page_of(chunk, stored, view)
         if digest(page) != self._m.images.digests[chunk.row].tobytes():
             pages = await self._reader.read_pages(chunk.image, [chunk.start])
-            start = chunk.start + damaged_blocks(page, pages[chunk.image, chunk.start])[0] * self._m.block_nbytes
+            start = (
+                chunk.start
+                + damaged_blocks(page, pages[chunk.image, chunk.start])[0] * self._m.block_nbytes
+            )
             stop = min(start + self._m.block_nbytes, chunk.stop)
-            raise damaged(self._m, self._reader.driver.uri, chunk.image, start, stop, "are not what was written")
+            raise damaged(
+                self._m,
+                self._reader.driver.uri,
+                chunk.image,
+                start,
+                stop,
+                "are not what was written",
+            )
         self._pages[chunk.image][chunk.start // self._m.chunk_nbytes] = page
 
     async def _page_of(self, chunk: Chunk, stored: Stored, view: memoryview) -> bytes:
@@ -181,7 +211,9 @@ class _Line:
             return await offload(page_of, view, self._m.block_nbytes)
         where = (self._m, self._reader.driver.uri, chunk.image, chunk.start, chunk.stop)
         try:
-            return await offload(page_of_packed, view, stored.sizes, chunk.stop - chunk.start, self._m.block_nbytes)
+            return await offload(
+                page_of_packed, view, stored.sizes, chunk.stop - chunk.start, self._m.block_nbytes
+            )
         except ValueError as error:
             raise damaged(*where, f"cannot be unpacked: {error}") from error
 
@@ -189,12 +221,14 @@ class _Line:
         """The image's upload, opened by whoever asks first."""
         if image not in self._uploads:
             key = self._copier.target.image_key(image)
-            self._uploads[image] = Opening(self._copier.destination.create(key, self._copier.sizes[image]))
+            self._uploads[image] = Opening(
+                self._copier.destination.create(key, self._copier.sizes[image])
+            )
         return await self._uploads[image].upload()
 
     async def _finish(self, image: int, upload: Upload, buffer: HostBuffer) -> None:
-        """Write the pages, and the index if there is one, after all that they vouch for, and commit. ``buffer`` is free by
-        now."""
+        """Write the pages, and the index if there is one, after all that they vouch for, and
+        commit. ``buffer`` is free by now."""
         pages = b"".join(self._pages.pop(image)) + await self._reader.stored_index(image)
         await write_pages(upload, pages, self._copier.sizes[image] - len(pages), buffer)
         self._copier.sent(len(pages))
@@ -203,7 +237,8 @@ class _Line:
 
 
 def deal(nbytes: Sequence[int], hands: int) -> list[list[int]]:
-    """Indices of ``nbytes`` in at most ``hands`` hands of about equal sums, each in ascending order; none is empty."""
+    """Indices of ``nbytes`` in at most ``hands`` hands of about equal sums, each in ascending
+    order; none is empty."""
     dealt: list[list[int]] = [[] for _ in range(min(hands, len(nbytes)))]
     held = [0] * len(dealt)
     for index in sorted(range(len(nbytes)), key=lambda i: -nbytes[i]):

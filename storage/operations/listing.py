@@ -1,4 +1,5 @@
-"""Which checkpoints are at and below a place, which of them are abandoned, and which have lost files."""
+"""Which checkpoints are at and below a place, which of them are abandoned, and which have lost
+files."""
 
 from __future__ import annotations
 
@@ -22,9 +23,10 @@ __all__ = ["ListedCheckpoint", "Listing", "list_checkpoints", "manifest_keys", "
 class ListedCheckpoint:
     """One line of a listing.
 
-    ``problem`` says why the checkpoint cannot be opened; then the figures are zero, and ``attempt`` empty. ``damage`` says
-    which image is missing, or of another size than it was written with. ``abandoned``: training went back to an earlier
-    step, and this checkpoint is later, on the branch that was left.
+    ``problem`` says why the checkpoint cannot be opened; then the figures are zero, and ``attempt``
+    empty. ``damage`` says which image is missing, or of another size than it was written with.
+    ``abandoned``: training went back to an earlier step, and this checkpoint is later, on the
+    branch that was left.
     """
 
     path: str
@@ -49,8 +51,9 @@ class ListedCheckpoint:
 def list_checkpoints(
     uri: str | os.PathLike[str], *, storage_options: Mapping[str, object] | None = None
 ) -> list[ListedCheckpoint]:
-    """The checkpoints at and below ``uri``, by path relative to it (``""``: ``uri`` itself), ordered by step and time;
-    abandoned ones come first, so the last one is what a run goes on from. ``storage_options`` as in :func:`open`.
+    """The checkpoints at and below ``uri``, by path relative to it (``""``: ``uri`` itself),
+    ordered by step and time; abandoned ones come first, so the last one is what a run goes on from.
+    ``storage_options`` as in :func:`open`.
 
     Raises StorageError; DamagedError where the record of a run's branches cannot be read.
     """
@@ -60,7 +63,9 @@ def list_checkpoints(
         listed: list[ListedCheckpoint] = start(_listed(driver)).result()
     finally:
         start(driver.close()).result()
-    return sorted(listed, key=lambda c: (not c.abandoned, c.step is None, c.step or 0, c.created_s, c.path))
+    return sorted(
+        listed, key=lambda c: (not c.abandoned, c.step is None, c.step or 0, c.created_s, c.path)
+    )
 
 
 async def manifest_keys(driver: Driver) -> list[str]:
@@ -69,7 +74,8 @@ async def manifest_keys(driver: Driver) -> list[str]:
 
 
 async def read_lineage(driver: Driver, folder: str = "") -> Lineage:
-    """The lineage of the run in ``folder``; where none is recorded, that of a run that never went back.
+    """The lineage of the run in ``folder``; where none is recorded, that of a run that never went
+    back.
 
     Raises DamagedError, StorageError.
     """
@@ -99,10 +105,13 @@ class Listing:
 
     def folders(self) -> list[str]:
         """Folders in which a manifest lies."""
-        return [key.rpartition("/")[0] for key in self._files if key.rpartition("/")[2] == MANIFEST_KEY]
+        return [
+            key.rpartition("/")[0] for key in self._files if key.rpartition("/")[2] == MANIFEST_KEY
+        ]
 
     async def checkpoints(self, folders: Sequence[str]) -> list[ListedCheckpoint]:
-        """The checkpoints in these folders, in no order. Manifests are read several at a time: each takes a round trip."""
+        """The checkpoints in these folders, in no order. Manifests are read several at a time: each
+        takes a round trip."""
         found: list[ListedCheckpoint] = []
 
         async def look(folder: str) -> None:

@@ -1,4 +1,5 @@
-"""One rank's part of a load: agree on the manifest, check that all fits, read, fill, and agree that all arrived."""
+"""One rank's part of a load: agree on the manifest, check that all fits, read, fill, and agree that
+all arrived."""
 
 from __future__ import annotations
 
@@ -43,14 +44,21 @@ _log = logging.getLogger(__name__)
 RETRIES = 3
 
 Exchanging = bool | Literal["auto"]
-"""Whether ranks that want the same bytes read them once and exchange them; auto: those of one host do."""
+"""Whether ranks that want the same bytes read them once and exchange them; auto: those of one host
+do."""
 
 
 class LoadJob:
     """What one rank loads into, and what it found there."""
 
     def __init__(
-        self, flat: FlatState, *, strict: Strict, cast: bool, budget_nbytes: int, exchange: Exchanging = False
+        self,
+        flat: FlatState,
+        *,
+        strict: Strict,
+        cast: bool,
+        budget_nbytes: int,
+        exchange: Exchanging = False,
     ) -> None:
         self.flat = flat
         self.exchange = exchange
@@ -62,14 +70,16 @@ class LoadJob:
         self.built: list[tuple[Subtree, Any]] = []
         self.progress: Report = lambda done_nbytes, total_nbytes: None
         self.touched: set[str] = set()
-        """Names of the state that loads have begun to fill. One that did not end well is made good by filling them all."""
+        """Names of the state that loads have begun to fill. One that did not end well is made good
+        by filling them all."""
 
 
 async def run_load(driver: Driver, team: Team, job: LoadJob) -> tuple[Manifest, ImageReader]:
-    """Fill the tensors of ``job``; every rank of the team calls this. Values and objects are left to :func:`finish`.
+    """Fill the tensors of ``job``; every rank of the team calls this. Values and objects are left
+    to :func:`finish`.
 
-    Raises MismatchError, with every difference on any rank, before any byte is read; what failed on this rank; or
-    RankFailedError and DeadlineError for another.
+    Raises MismatchError, with every difference on any rank, before any byte is read; what failed on
+    this rank; or RankFailedError and DeadlineError for another.
     """
     driver = counted(driver, team)
     async with team.session():
@@ -80,7 +90,8 @@ async def run_load(driver: Driver, team: Team, job: LoadJob) -> tuple[Manifest, 
                 if loaded is not None:
                     return loaded
             raise ReplacedError(
-                f"another save replaced the checkpoint {RETRIES} times while it was being read", uri=driver.uri
+                f"another save replaced the checkpoint {RETRIES} times while it was being read",
+                uri=driver.uri,
             )
         except BaseException as error:
             await team.fail(error)
@@ -99,15 +110,23 @@ async def run_build(
         wanted = Wanted()
         state, _rows = await offload(build, manifest, rank, wanted)
         try:
-            return state, manifest, await fill(images_of(driver, manifest), manifest, wanted, budget_nbytes, report)
+            return (
+                state,
+                manifest,
+                await fill(images_of(driver, manifest), manifest, wanted, budget_nbytes, report),
+            )
         except DamagedError:
             if not await _replaced(driver, manifest):
                 raise
-    raise ReplacedError(f"another save replaced the checkpoint {RETRIES} times while it was being read", uri=driver.uri)
+    raise ReplacedError(
+        f"another save replaced the checkpoint {RETRIES} times while it was being read",
+        uri=driver.uri,
+    )
 
 
 async def _mates(team: Team, exchange: Exchanging) -> list[int]:
-    """The ranks of this host, which read the manifest once; this rank alone where that is not wanted, or not known."""
+    """The ranks of this host, which read the manifest once; this rank alone where that is not
+    wanted, or not known."""
     if team.world == 1:
         return [team.rank]
     told = json.dumps({"circle": exchange and host_key()}).encode()
@@ -140,7 +159,9 @@ async def _load(
     if isinstance(seen, Vouched):
         manifest = await offload(seen.of, targets.tensor)
     circle = _circle(team, f"exchange/{attempt}", circles, job.exchange, mates)
-    budget_nbytes = job.budget_nbytes // (2 if circle and circle.near else 1)  # as much to receive into
+    budget_nbytes = job.budget_nbytes // (
+        2 if circle and circle.near else 1
+    )  # as much to receive into
     reader = ImageReader(images_of(driver, manifest), manifest, budget_nbytes)
     exchange = await begin_exchange(circle, reader, targets) if circle else None
     plan = exchange.plan if exchange else await offload(plan_reads, driver, manifest, targets)
@@ -157,7 +178,10 @@ async def _load(
             await offload(overlaps.put)
             reader.bytes_wanted += overlaps.bytes_wanted
             reader.bytes_read += overlaps.bytes_read
-    except (DamagedError, RankFailedError):  # of another rank that, perhaps, saw that it was replaced, and left
+    except (
+        DamagedError,
+        RankFailedError,
+    ):  # of another rank that, perhaps, saw that it was replaced, and left
         if not await _replaced(driver, manifest):
             raise
         outcome = b"replaced"
@@ -165,9 +189,11 @@ async def _load(
     return (manifest, reader) if outcome == arrived == b"all" else None
 
 
-async def _overlaps(driver: Driver, team: Team, seen: Manifest | Vouched, job: LoadJob) -> Overlaps | None:
-    """What goes into memory that tensors of the state share is read before the ranks judge what fits; it is not read again.
-    None when the checkpoint was replaced meanwhile."""
+async def _overlaps(
+    driver: Driver, team: Team, seen: Manifest | Vouched, job: LoadJob
+) -> Overlaps | None:
+    """What goes into memory that tensors of the state share is read before the ranks judge what
+    fits; it is not read again. None when the checkpoint was replaced meanwhile."""
     found, wanted = job.match, job.match.wanted
     groups = await offload(overlapping, wanted)
     if not groups or found.mismatched or found.castable or (found.missing and job.strict):
@@ -179,7 +205,9 @@ async def _overlaps(driver: Driver, team: Team, seen: Manifest | Vouched, job: L
     manifest = await offload(seen.of, rows) if isinstance(seen, Vouched) else seen
     try:
         images = images_of(driver, manifest)
-        overlaps = await read_overlaps(images, manifest, wanted, groups, job.budget_nbytes, lambda *_: team.worked())
+        overlaps = await read_overlaps(
+            images, manifest, wanted, groups, job.budget_nbytes, lambda *_: team.worked()
+        )
     except DamagedError:
         if not await _replaced(driver, manifest):
             raise
@@ -188,8 +216,11 @@ async def _overlaps(driver: Driver, team: Team, seen: Manifest | Vouched, job: L
     return overlaps
 
 
-async def _seen(driver: Driver, team: Team, name: str, mates: Sequence[int]) -> tuple[Manifest | Vouched, bytes]:
-    """The manifest, and its checksum. Read and checked by one rank of the host: the others decode what they need of it."""
+async def _seen(
+    driver: Driver, team: Team, name: str, mates: Sequence[int]
+) -> tuple[Manifest | Vouched, bytes]:
+    """The manifest, and its checksum. Read and checked by one rank of the host: the others decode
+    what they need of it."""
     mine: list[Manifest] = []
 
     async def read() -> bytes:
@@ -201,7 +232,9 @@ async def _seen(driver: Driver, team: Team, name: str, mates: Sequence[int]) -> 
     return mine[0] if mine else await offload(Vouched.decode, data), bytes(data[-DIGEST_NBYTES:])
 
 
-def _circle(team: Team, name: str, verdict: bytes, exchange: Exchanging, mates: Sequence[int]) -> Circle | None:
+def _circle(
+    team: Team, name: str, verdict: bytes, exchange: Exchanging, mates: Sequence[int]
+) -> Circle | None:
     """The ranks that this one exchanges with, by the leader's verdict; None without any."""
     ranks = ranks_with(team.rank, numbers_in(verdict))
     if len(ranks) == 1:
@@ -224,14 +257,18 @@ async def _unanimous(votes: Sequence[bytes]) -> bytes:
     return b"all" if all(vote == b"all" for vote in votes) else b"replaced"
 
 
-def _matched(job: LoadJob, manifest: Manifest, rank: int, world: int) -> tuple[Match, list[tuple[Subtree, Any]]]:
+def _matched(
+    job: LoadJob, manifest: Manifest, rank: int, world: int
+) -> tuple[Match, list[tuple[Subtree, Any]]]:
     found = match(job.flat, manifest, rank, cast=job.cast)
     built: list[tuple[Subtree, Any]] = []
     for subtree in job.flat.subtrees:
         if subtree.state is None:
             path = _path_of(job.flat, subtree)
             try:
-                made = build_for(subtree, job.flat.modules, manifest, rank, world, found.wanted, path)
+                made = build_for(
+                    subtree, job.flat.modules, manifest, rank, world, found.wanted, path
+                )
             except KeyError:
                 keys = [key for _, key in path]
                 found.missing[dotted(keys)] = f"{format_path(keys)}: nothing in the checkpoint"
@@ -249,7 +286,9 @@ def _matched(job: LoadJob, manifest: Manifest, rank: int, world: int) -> tuple[M
                 _log.warning("%s", text)
     found.filled.update(found.wanted.names.values())
     for name in sorted(job.touched - found.filled):
-        found.left[name] = f"{name!r} has values of a load that failed, and this checkpoint has none for it"
+        found.left[name] = (
+            f"{name!r} has values of a load that failed, and this checkpoint has none for it"
+        )
     return found, built
 
 
@@ -262,7 +301,8 @@ def _path_of(flat: FlatState, subtree: Subtree) -> TypedPath:
 
 
 def _fitting(job: LoadJob, manifest: Manifest, checksum: bytes) -> bytes:
-    """What a rank states before reading: which manifest it has, what does not fit, and what it has a place for."""
+    """What a rank states before reading: which manifest it has, what does not fit, and what it has
+    a place for."""
     told = {
         "manifest": checksum.hex(),
         "circle": "*" if job.exchange is True else job.exchange and host_key(),
@@ -287,7 +327,8 @@ class _Judge:
 
 
 def finish(job: LoadJob, manifest: Manifest, rank: int) -> Any:
-    """Put values into their containers, give objects their state, and return the state. In the caller's thread."""
+    """Put values into their containers, give objects their state, and return the state. In the
+    caller's thread."""
     root = _assign(job, manifest, rank)
     modules = [(s, s.state) for s in job.flat.subtrees if s.state is not None]
     for subtree, state in modules + job.built:  # modules first: others may look at them

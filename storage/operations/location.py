@@ -23,7 +23,8 @@ class Place:
 
     @classmethod
     def of(cls, uri: str | os.PathLike[str], storage_options: Mapping[str, object] | None) -> Place:
-        """Raises UriError for what is no URI; an unknown scheme or option is found when it is opened."""
+        """Raises UriError for what is no URI; an unknown scheme or option is found when it is
+        opened."""
         return cls(parse(uri), storage_options or {})
 
     @contextlib.asynccontextmanager

@@ -1,9 +1,9 @@
-"""Tensors of a state that share memory, and that a checkpoint stores separately: tied weights of a model that was saved
-untied, views of one buffer.
+"""Tensors of a state that share memory, and that a checkpoint stores separately: tied weights of a
+model that was saved untied, views of one buffer.
 
-What is stored of them goes into memory of its own first, one tensor after the other, in the order of the state. So it is
-known whether the stored values agree before anything of the state is touched. Where they do not, what the state gets is
-the last one, whole, and never a mixture.
+What is stored of them goes into memory of its own first, one tensor after the other, in the order
+of the state. So it is known whether the stored values agree before anything of the state is
+touched. Where they do not, what the state gets is the last one, whole, and never a mixture.
 
 Scope: memory of one process. Tensors that are stored as one are none of this.
 """
@@ -34,7 +34,8 @@ _NAMED = 5
 
 @dataclass
 class Overlaps:
-    """What was read for memory that several stored tensors go to. ``conflicts``: by name, what does not agree."""
+    """What was read for memory that several stored tensors go to. ``conflicts``: by name, what does
+    not agree."""
 
     conflicts: dict[str, str] = field(default_factory=dict)
     bytes_read: int = 0
@@ -60,10 +61,11 @@ async def read_overlaps(
     budget_nbytes: int,
     report: Report,
 ) -> Overlaps:
-    """Read what goes into buffers that share memory; ``groups`` are their numbers (:func:`overlapping`).
+    """Read what goes into buffers that share memory; ``groups`` are their numbers
+    (:func:`overlapping`).
 
-    ``driver`` is that of the images. ``report`` is called with the bytes of each buffer. Takes as much memory as the
-    buffers, besides the budget. Raises DamagedError, StorageError.
+    ``driver`` is that of the images. ``report`` is called with the bytes of each buffer. Takes as
+    much memory as the buffers, besides the budget. Raises DamagedError, StorageError.
     """
     found, wishes = Overlaps(), wanted.wishes()
     for group in groups:
@@ -77,7 +79,10 @@ async def read_overlaps(
             found.bytes_wanted += reader.bytes_wanted
             before.append(await offload(copy.digest, view))
         found.add(targets, copy.views)
-        names = [wanted.names.get(number) or manifest.tensors.names[wishes[number][0]] for number in group]
+        names = [
+            wanted.names.get(number) or manifest.tensors.names[wishes[number][0]]
+            for number in group
+        ]
         if before != [await offload(copy.digest, view) for view in copy.views]:
             found.conflicts[names[0]] = _conflict(names)
     return found
@@ -90,17 +95,27 @@ def _conflict(names: Sequence[str]) -> str:
 
 
 class _Twin:
-    """Host memory laid out as that which ``targets`` share; ``views`` are to it what they are to theirs."""
+    """Host memory laid out as that which ``targets`` share; ``views`` are to it what they are to
+    theirs."""
 
     def __init__(self, targets: Sequence[torch.Tensor]) -> None:
         spans = [_span(target) for target in targets]
         first = min(start for start, _ in spans) // _ALIGNED * _ALIGNED
         nbytes = -(-(max(stop for _, stop in spans) - first) // _ALIGNED) * _ALIGNED
-        if any((start - first) % target.itemsize for target, (start, _) in zip(targets, spans, strict=True)):
-            raise StateError("tensors share memory at addresses that are no multiples of the size of their elements")
+        if any(
+            (start - first) % target.itemsize
+            for target, (start, _) in zip(targets, spans, strict=True)
+        ):
+            raise StateError(
+                "tensors share memory at addresses that are no multiples of the size of their "
+                "elements"
+            )
         with memory_for(f"{nbytes:,} bytes for tensors that share memory"):
             memory = torch.from_numpy(np.zeros(nbytes, np.uint8))
-        self.views = [_view(memory, target, start - first) for target, (start, _) in zip(targets, spans, strict=True)]
+        self.views = [
+            _view(memory, target, start - first)
+            for target, (start, _) in zip(targets, spans, strict=True)
+        ]
 
     @staticmethod
     def digest(view: torch.Tensor) -> bytes:
@@ -117,12 +132,15 @@ def _view(memory: torch.Tensor, target: torch.Tensor, offset: int) -> torch.Tens
 
 
 def overlapping(wanted: Wanted) -> list[list[int]]:
-    """The numbers of buffers that share memory and do not want the very same of it, in groups, in order."""
+    """The numbers of buffers that share memory and do not want the very same of it, in groups, in
+    order."""
     buffers, wishes = wanted.buffers, wanted.wishes()
     numbers = [number for number in wishes if buffers[number].numel()]
     if len(numbers) < 2:
         return []
-    codes = {device: code for code, device in enumerate({buffers[number].device for number in numbers})}
+    codes = {
+        device: code for code, device in enumerate({buffers[number].device for number in numbers})
+    }
     device = np.array([codes[buffers[number].device] for number in numbers])
     start, stop = np.array([_span(buffers[number]) for number in numbers], np.int64).T
     found: list[list[int]] = []
@@ -131,15 +149,28 @@ def overlapping(wanted: Wanted) -> list[list[int]]:
         rows = rows[np.argsort(start[rows], kind="stable")]
         reach = np.maximum.accumulate(stop[rows])
         apart = np.flatnonzero(start[rows][1:] >= reach[:-1]) + 1
-        found += [sorted(numbers[row] for row in group) for group in np.split(rows, apart) if len(group) > 1]
+        found += [
+            sorted(numbers[row] for row in group)
+            for group in np.split(rows, apart)
+            if len(group) > 1
+        ]
     # Two names of a tensor that is stored as one want the same into the same elements.
     return sorted(
-        group for group in found if len({(*_layout(buffers[number]), wishes[number]) for number in group}) > 1
+        group
+        for group in found
+        if len({(*_layout(buffers[number]), wishes[number]) for number in group}) > 1
     )
 
 
 def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
-    return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+    return (
+        tensor.data_ptr(),
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
@@ -147,5 +178,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     start = tensor.data_ptr()
     if tensor.is_contiguous():
         return start, start + tensor.nbytes
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     return start, start + (last + 1) * tensor.itemsize

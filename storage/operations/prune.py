@@ -1,9 +1,10 @@
 """Deleting checkpoints that are not to be kept, and what dead attempts left behind.
 
-The manifest goes first, durably, and then the data: a reader finds a whole checkpoint or none. What a crash leaves in
-between is an attempt that no manifest names, which the next pruning collects.
+The manifest goes first, durably, and then the data: a reader finds a whole checkpoint or none. What
+a crash leaves in between is an attempt that no manifest names, which the next pruning collects.
 
-Unlike a save, pruning takes nothing over. So it spares what may be alive: attempts that were written to lately.
+Unlike a save, pruning takes nothing over. So it spares what may be alive: attempts that were
+written to lately.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ UriLike = str | os.PathLike[str]
 
 @dataclass(frozen=True, slots=True)
 class PrunedCheckpoint:
-    """A committed checkpoint that is deleted; ``nbytes`` of files. ``abandoned``: training had gone back to an earlier one.
-    ``damage``: what was wrong with it."""
+    """A committed checkpoint that is deleted; ``nbytes`` of files. ``abandoned``: training had gone
+    back to an earlier one. ``damage``: what was wrong with it."""
 
     path: str
     step: int | None
@@ -66,17 +67,19 @@ class Leftover:
 
 @dataclass(frozen=True, slots=True)
 class PruneReport:
-    """What is deleted, or would be: ``done`` tells. Paths are relative to ``uri``, which is redacted."""
+    """What is deleted, or would be: ``done`` tells. Paths are relative to ``uri``, which is
+    redacted."""
 
     uri: str
     checkpoints: tuple[PrunedCheckpoint, ...]
     leftovers: tuple[Leftover, ...]
     kept: tuple[str, ...]
-    """Paths of the other checkpoints: also of those that were to be deleted, and were spared, since their saver may not be
-    done, or somebody else has replaced them."""
+    """Paths of the other checkpoints: also of those that were to be deleted, and were spared, since
+    their saver may not be done, or somebody else has replaced them."""
     done: bool = False
     damaged: Mapping[str, str] = field(default_factory=dict)
-    """Of ``kept``, those that have lost files, or whose bytes are not what was written, and what is wrong with each."""
+    """Of ``kept``, those that have lost files, or whose bytes are not what was written, and what is
+    wrong with each."""
 
     @property
     def nbytes(self) -> int:
@@ -96,24 +99,32 @@ def prune(
     storage_options: Mapping[str, object] | None = None,
     confirm: Callable[[PruneReport], bool] = lambda report: True,
 ) -> PruneReport:
-    """Delete the checkpoints at and below ``uri`` that are not to be kept, and what dead attempts left; say what it was.
+    """Delete the checkpoints at and below ``uri`` that are not to be kept, and what dead attempts
+    left; say what it was.
 
-    ``keep_last`` keeps the checkpoints of as many of the highest steps in each folder, ``keep_every`` those whose step is a
-    multiple of it; a checkpoint goes if neither keeps it, and none goes if neither is given. What was saved last in its
-    folder is always kept, and so is what has no step, or cannot be opened.
+    ``keep_last`` keeps the checkpoints of as many of the highest steps in each folder,
+    ``keep_every`` those whose step is a multiple of it; a checkpoint goes if neither keeps it, and
+    none goes if neither is given. What was saved last in its folder is always kept, and so is what
+    has no step, or cannot be opened.
 
-    A checkpoint counts as kept only if it is whole: all its images are there with their sizes, and, with ``verify``, every
-    byte matches its checksum. One that is damaged goes once enough others are whole, and no folder loses its only whole
-    one. Abandoned checkpoints, those that training went back before, do not count either; they stay unless ``abandoned``.
+    A checkpoint counts as kept only if it is whole: all its images are there with their sizes, and,
+    with ``verify``, every byte matches its checksum. One that is damaged goes once enough others
+    are whole, and no folder loses its only whole one. Abandoned checkpoints, those that training
+    went back before, do not count either; they stay unless ``abandoned``.
 
-    An attempt is dead when nothing was written to it for ``idle_s`` seconds; 0 is for when nobody saves.
-    ``storage_options`` are options of the storage; those in the URI win.
+    An attempt is dead when nothing was written to it for ``idle_s`` seconds; 0 is for when nobody
+    saves. ``storage_options`` are options of the storage; those in the URI win.
 
-    ``confirm`` is asked once all is known, and nothing is deleted before. Whatever stops it, each checkpoint is whole or
-    gone. Raises UsageError, StorageError; DamagedError where the record of a run's branches cannot be read.
+    ``confirm`` is asked once all is known, and nothing is deleted before. Whatever stops it, each
+    checkpoint is whole or gone. Raises UsageError, StorageError; DamagedError where the record of a
+    run's branches cannot be read.
     """
     root = Place.of(uri, storage_options)
-    for name, value, least in (("keep_last", keep_last, 1), ("keep_every", keep_every, 1), ("idle_s", idle_s, 0)):
+    for name, value, least in (
+        ("keep_last", keep_last, 1),
+        ("keep_every", keep_every, 1),
+        ("idle_s", idle_s, 0),
+    ):
         if value is not None and value < least:
             raise UsageError(f"{name} is at least {least}, not {value}")
     rules = Rules(keep_last, keep_every, abandoned, verify)
@@ -129,8 +140,8 @@ async def prune_here(
     only: Callable[[str], bool],
     idle_s: float = IDLE_S,
 ) -> PruneReport:
-    """As :func:`prune`, on the engine's loop, by another rule: of the checkpoints whose path is ``only``, those that are
-    ``chosen`` go, and what dead attempts left at such paths."""
+    """As :func:`prune`, on the engine's loop, by another rule: of the checkpoints whose path is
+    ``only``, those that are ``chosen`` go, and what dead attempts left at such paths."""
 
     async def choice(listed: Sequence[ListedCheckpoint]) -> Choice:
         return Choice(chosen(listed))
@@ -178,20 +189,27 @@ async def _plan(
 
     # A checkpoint without leftovers, the common case, has one attempt.
     usual = {"", PRUNING_KEY}
-    suspects = [p for p, files in folders.items() if set(files) - usual - {current[p].attempt if p in current else ""}]
+    suspects = [
+        p
+        for p, files in folders.items()
+        if set(files) - usual - {current[p].attempt if p in current else ""}
+    ]
     await at_most(_FOLDERS, map(look, suspects))
     leftovers.sort(key=lambda x: (x.path, x.attempt))
     kept = sorted(set(current) - {c.path for c in gone})
     signs = frozenset(path for path, files in folders.items() if PRUNING_KEY in files)
     damaged = {path: what for path, what in choice.damaged.items() if path in kept}
-    report = PruneReport(root.uri.redacted, tuple(checkpoints), tuple(leftovers), tuple(kept), damaged=damaged)
+    report = PruneReport(
+        root.uri.redacted, tuple(checkpoints), tuple(leftovers), tuple(kept), damaged=damaged
+    )
     return _Plan(report, tuple(folders), signs)
 
 
 @dataclass(frozen=True, slots=True)
 class _Survey:
     folders: dict[str, dict[str, int]]
-    """By folder and attempt, the bytes that lie there; those of the manifest under ``""``, of a pruning under its key."""
+    """By folder and attempt, the bytes that lie there; those of the manifest under ``""``, of a
+    pruning under its key."""
     files: dict[str, int]
     """The size of every file that a listing of checkpoints may want to know of."""
 
@@ -203,19 +221,30 @@ async def _survey(driver: Driver) -> _Survey:
         if match or info.key.rpartition("/")[2] == LINEAGE_KEY:
             found.files[info.key] = info.nbytes
         if match and (not match["sign"] or await is_sign(driver, info)):
-            files, part = found.folders.setdefault(match["folder"] or "", {}), match["attempt"] or match["sign"] or ""
+            files, part = (
+                found.folders.setdefault(match["folder"] or "", {}),
+                match["attempt"] or match["sign"] or "",
+            )
             files[part] = files.get(part, 0) + info.nbytes
     return found
 
 
-async def _leftovers(driver: Driver, path: str, current: ListedCheckpoint | None, idle_s: float) -> list[Leftover]:
+async def _leftovers(
+    driver: Driver, path: str, current: ListedCheckpoint | None, idle_s: float
+) -> list[Leftover]:
     """What :func:`collect` would delete, were it now; by the clock of this host."""
     now_s, found = time.time(), []
     for attempt, trace in (await attempts(driver)).items():
         claimed = trace.decided and await fate_of(driver, attempt.fate) not in (None, SENTENCE)
         salvage = claimed and current is not None and current.problem is not None
-        least_s = max(idle_s, GRACE_S if claimed else 0, 0 if driver.traits.exclusive_is_atomic else IDLE_S)
-        if attempt.id != (current and current.attempt) and not salvage and max(0.0, now_s - trace.written_s) >= least_s:
+        least_s = max(
+            idle_s, GRACE_S if claimed else 0, 0 if driver.traits.exclusive_is_atomic else IDLE_S
+        )
+        if (
+            attempt.id != (current and current.attempt)
+            and not salvage
+            and max(0.0, now_s - trace.written_s) >= least_s
+        ):
             found.append(Leftover(path, attempt.id, trace.nbytes))
     return found
 
@@ -239,7 +268,9 @@ async def _carry_out(root: Place, plan: _Plan, idle_s: float) -> PruneReport:
                 return
             await collect(driver, idle_s)
             still = {attempt.id for attempt in await attempts(driver)}
-            collected.extend(x for x in plan.report.leftovers if x.path == path and x.attempt not in still)
+            collected.extend(
+                x for x in plan.report.leftovers if x.path == path and x.attempt not in still
+            )
 
     await at_most(_FOLDERS, map(tidy, plan.folders))
     async with root.opened() as driver:
@@ -247,12 +278,14 @@ async def _carry_out(root: Place, plan: _Plan, idle_s: float) -> PruneReport:
             await _delete_if_empty(driver, path)
     collected.sort(key=lambda x: (x.path, x.attempt))
     report = plan.report
-    return PruneReport(report.uri, tuple(deleted), tuple(collected), tuple(sorted(kept)), True, report.damaged)
+    return PruneReport(
+        report.uri, tuple(deleted), tuple(collected), tuple(sorted(kept)), True, report.damaged
+    )
 
 
 async def _delete(driver: Driver, checkpoint: PrunedCheckpoint) -> bool:
-    """Delete a checkpoint; not if it has become another one since it was looked at, or whoever saved it may yet put its
-    manifest again."""
+    """Delete a checkpoint; not if it has become another one since it was looked at, or whoever
+    saved it may yet put its manifest again."""
     try:
         manifest, _ = await read_manifest(driver)
     except NotACheckpointError:
@@ -278,8 +311,8 @@ async def _is_checkpoint(driver: Driver) -> bool:
 
 
 async def _delete_if_empty(driver: Driver, path: str) -> None:
-    """Delete the folder of a checkpoint, unless something is in it: not ours, or a save that has just begun; or begins now,
-    so this is for the sweep, which harms nobody alive."""
+    """Delete the folder of a checkpoint, unless something is in it: not ours, or a save that has
+    just begun; or begins now, so this is for the sweep, which harms nobody alive."""
     async for _ in driver.list(path):
         return
     await driver.sweep(path)

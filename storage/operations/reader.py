@@ -1,4 +1,5 @@
-"""One committed checkpoint, opened for reading: what is in it, any slice of it, and whether it is undamaged.
+"""One committed checkpoint, opened for reading: what is in it, any slice of it, and whether it is
+undamaged.
 
 Needs no torch.distributed, and no torch until a tensor is read.
 """
@@ -48,9 +49,9 @@ Index = slice | int | tuple[slice | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor of a checkpoint. ``shards`` counts the boxes in which it is stored, ``ranks`` those who wrote them;
-    ``owners`` are the ranks that each have a tensor of their own under this name (none: it is the whole job's);
-    ``alias_of`` names the tensor that it is tied to."""
+    """One tensor of a checkpoint. ``shards`` counts the boxes in which it is stored, ``ranks``
+    those who wrote them; ``owners`` are the ranks that each have a tensor of their own under this
+    name (none: it is the whole job's); ``alias_of`` names the tensor that it is tied to."""
 
     name: str
     shape: tuple[int, ...]
@@ -63,16 +64,21 @@ class TensorInfo:
 
 
 class Checkpoint:
-    """A committed checkpoint. Made by :func:`open`; a context manager. A forked child may use it as well, by a connection
-    of its own.
+    """A committed checkpoint. Made by :func:`open`; a context manager. A forked child may use it as
+    well, by a connection of its own.
 
     One that is not closed is closed when it is collected, with a ResourceWarning.
     """
 
     def __init__(
-        self, driver: Driver, manifest: Manifest, manifest_nbytes: int, reopen: Callable[[], Driver] | None = None
+        self,
+        driver: Driver,
+        manifest: Manifest,
+        manifest_nbytes: int,
+        reopen: Callable[[], Driver] | None = None,
     ) -> None:
-        """``reopen`` makes another driver of the same storage, for a forked child; None: a child cannot use it."""
+        """``reopen`` makes another driver of the same storage, for a forked child; None: a child
+        cannot use it."""
         self._opened = driver
         self._reopen = reopen
         self._images_made: Driver | None = None
@@ -94,7 +100,10 @@ class Checkpoint:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -103,7 +112,8 @@ class Checkpoint:
         return f"<Checkpoint {self.uri}: step {self.step}, {sizes}>"
 
     def close(self) -> None:
-        """Let go of the storage. Safe to call twice. Does not wait where that is impossible: on the engine's thread."""
+        """Let go of the storage. Safe to call twice. Does not wait where that is impossible: on the
+        engine's thread."""
         opened_in = self._open_in
         self._open_in = None
         if opened_in is None:
@@ -125,7 +135,9 @@ class Checkpoint:
             return
         close_later(self._opened.close)
         if self._warns:
-            warnings.warn(f"unclosed checkpoint {self.uri}", ResourceWarning, stacklevel=2, source=self)
+            warnings.warn(
+                f"unclosed checkpoint {self.uri}", ResourceWarning, stacklevel=2, source=self
+            )
 
     @property
     def _driver(self) -> Driver:
@@ -134,10 +146,13 @@ class Checkpoint:
         return self._opened
 
     def _open_in_child(self) -> None:
-        """After a fork: the parent's driver waits for threads, and for an event loop, that are not in this process."""
+        """After a fork: the parent's driver waits for threads, and for an event loop, that are not
+        in this process."""
         if self._reopen is None:
             raise UsageError(
-                "this checkpoint was opened in the parent process", uri=self.uri, advice="Open it in this process."
+                "this checkpoint was opened in the parent process",
+                uri=self.uri,
+                advice="Open it in this process.",
             )
         _of_parents.append(self._opened)  # not to be closed here
         self._opened = self._reopen()
@@ -184,12 +199,15 @@ class Checkpoint:
         for v in self._manifest.tree.values:
             yield format_path((*paths[v.container], v.key)), v.of(rank)
 
-    def read(self, name: str, index: Index | None = None, *, rows: slice | None = None, rank: int = 0) -> torch.Tensor:
-        """One tensor, or a slice of it, on the CPU: ``read("wq")``, ``read("wq", (slice(0, 128), 3))``,
-        ``read("wq", rows=slice(0, 128))``. Reads only the blocks that the slice touches, and verifies them.
+    def read(
+        self, name: str, index: Index | None = None, *, rows: slice | None = None, rank: int = 0
+    ) -> torch.Tensor:
+        """One tensor, or a slice of it, on the CPU: ``read("wq")``, ``read("wq", (slice(0, 128),
+        3))``, ``read("wq", rows=slice(0, 128))``. Reads only the blocks that the slice touches, and
+        verifies them.
 
-        ``rank`` chooses among tensors that each rank has of its own. Raises UsageError for a name that is not there or
-        an index that does not fit; DamagedError; StorageError.
+        ``rank`` chooses among tensors that each rank has of its own. Raises UsageError for a name
+        that is not there or an index that does not fit; DamagedError; StorageError.
         """
         from ..state.targets import Wanted
         from .slices import Window, window
@@ -203,15 +221,19 @@ class Checkpoint:
         start(self._fill(wanted)).result()
         return seen.view(made)
 
-    def read_bytes(self, name: str, start: int = 0, stop: int | None = None, *, rank: int = 0) -> bytes:
-        """Bytes [start, stop) of a tensor's elements in row-major order, little-endian; without torch. Reads only the blocks
-        that hold them, and verifies them. Raises UsageError for a name or a range that is not there; DamagedError;
-        StorageError."""
+    def read_bytes(
+        self, name: str, start: int = 0, stop: int | None = None, *, rank: int = 0
+    ) -> bytes:
+        """Bytes [start, stop) of a tensor's elements in row-major order, little-endian; without
+        torch. Reads only the blocks that hold them, and verifies them. Raises UsageError for a name
+        or a range that is not there; DamagedError; StorageError."""
         row = self._row(name, rank)
         nbytes = int(self._manifest.tensors.nbytes[row])
         stop = nbytes if stop is None else stop
         if not 0 <= start <= stop <= nbytes:
-            raise UsageError(f"bytes {start}:{stop} are not within the {nbytes} of tensor {name!r}", uri=self.uri)
+            raise UsageError(
+                f"bytes {start}:{stop} are not within the {nbytes} of tensor {name!r}", uri=self.uri
+            )
         return bytes(run(self._read_flat(row, start, stop)))
 
     async def _read_flat(self, row: int, start: int, stop: int) -> memoryview:
@@ -225,11 +247,13 @@ class Checkpoint:
     def images(self) -> Mapping[int, int]:
         """Size of each image in bytes, by rank."""
         m = self._manifest
-        return dict(zip(m.images.rank.tolist(), m.images.nbytes(m.block_nbytes).tolist(), strict=True))
+        return dict(
+            zip(m.images.rank.tolist(), m.images.nbytes(m.block_nbytes).tolist(), strict=True)
+        )
 
     def read_image(self, rank: int, start: int, stop: int) -> bytes:
-        """Bytes [start, stop) of the image of ``rank``, unverified. Raises StorageError; DamagedError beyond its end, and
-        where what is compressed cannot be unpacked."""
+        """Bytes [start, stop) of the image of ``rank``, unverified. Raises StorageError;
+        DamagedError beyond its end, and where what is compressed cannot be unpacked."""
         with memory_for(f"{stop - start:,} bytes of an image"):
             into = bytearray(stop - start)
         key = image_key(self.attempt, rank, self._manifest.compression)
@@ -242,7 +266,9 @@ class Checkpoint:
         row = tensors.find(name, rank)
         if row is None:
             raise UsageError(
-                f"no tensor {name!r} in this checkpoint", uri=self.uri, advice="`holdfast show` lists its tensors."
+                f"no tensor {name!r} in this checkpoint",
+                uri=self.uri,
+                advice="`holdfast show` lists its tensors.",
             )
         return row if tensors.alias[row] < 0 else int(tensors.alias[row])
 
@@ -262,9 +288,11 @@ class Checkpoint:
             ) from error
 
     def verify(self, progress: ProgressCallback | None = None) -> VerifyReport:
-        """Read every byte and check it against its checksum. Reports all damage; raises only what keeps it from looking.
+        """Read every byte and check it against its checksum. Reports all damage; raises only what
+        keeps it from looking.
 
-        ``progress(done_nbytes, total_nbytes)`` is called now and then, on a thread of its own. What it raises ends this.
+        ``progress(done_nbytes, total_nbytes)`` is called now and then, on a thread of its own. What
+        it raises ends this.
         """
         with ProgressReporter(progress) as reporter:
             return run(self._verify(reporter))
@@ -272,13 +300,18 @@ class Checkpoint:
     async def _verify(self, reporter: ProgressReporter) -> VerifyReport:
         report = await verify_images(self._images, self._manifest, _BUDGET_NBYTES, reporter.report)
         if not report.ok:
-            await self._raise_if_replaced(DamagedError(f"{len(report.damages)} damages", uri=self.uri))
+            await self._raise_if_replaced(
+                DamagedError(f"{len(report.damages)} damages", uri=self.uri)
+            )
         return report
 
 
 @explains("uri", "storage_options")
-def open(uri: str | os.PathLike[str], *, storage_options: Mapping[str, object] | None = None) -> Checkpoint:
-    """Open the checkpoint committed at ``uri``. ``storage_options`` are options of the storage; those in the URI win.
+def open(
+    uri: str | os.PathLike[str], *, storage_options: Mapping[str, object] | None = None
+) -> Checkpoint:
+    """Open the checkpoint committed at ``uri``. ``storage_options`` are options of the storage;
+    those in the URI win.
 
     Raises NotACheckpointError, DamagedError, UnsupportedFormatError, UriError, StorageError.
     """

@@ -1,7 +1,8 @@
 """Finds what names of a state and of a checkpoint differ by, where they name the same tensors.
 
-Wrappers put a word into the names of what they wrap: DistributedDataParallel ``module``, torch.compile ``_orig_mod``, PEFT
-``base_model.model``. A list of all names that do not fit hides that; one line says it.
+Wrappers put a word into the names of what they wrap: DistributedDataParallel ``module``,
+torch.compile ``_orig_mod``, PEFT ``base_model.model``. A list of all names that do not fit hides
+that; one line says it.
 
 Pure: takes names, returns text.
 """
@@ -35,10 +36,11 @@ Change = tuple[Words, Words, Words]
 
 @dataclass(frozen=True, slots=True)
 class Renaming:
-    """Replacing the words ``ours``, which follow ``head`` in names of the state, by ``theirs`` gives stored names.
+    """Replacing the words ``ours``, which follow ``head`` in names of the state, by ``theirs``
+    gives stored names.
 
-    ``count`` of ``of`` missing names are stored so; ``example`` is one of them, and its stored name. ``scattered``: the
-    words are anywhere in the names.
+    ``count`` of ``of`` missing names are stored so; ``example`` is one of them, and its stored
+    name. ``scattered``: the words are anywhere in the names.
     """
 
     head: Words
@@ -51,7 +53,9 @@ class Renaming:
 
     def __str__(self) -> str:
         name, stored = self.example
-        share = "" if self.count == self.of else f" ({self.count:,} of {self.of:,} that are missing)"
+        share = (
+            "" if self.count == self.of else f" ({self.count:,} of {self.of:,} that are missing)"
+        )
         return f"{self._rule()}: {stored!r} in the checkpoint is {name!r} in the state{share}"
 
     def _rule(self) -> str:
@@ -66,7 +70,9 @@ class Renaming:
             return f"the stored names have {theirs!r} {where}"
         if not self.theirs:
             return f"the names of the state have {ours!r} {where}, the stored ones have not"
-        return f"the stored names have {head + theirs!r} where those of the state have {head + ours!r}"
+        return (
+            f"the stored names have {head + theirs!r} where those of the state have {head + ours!r}"
+        )
 
     @property
     def advice(self) -> str | None:
@@ -83,13 +89,15 @@ class Renaming:
 
 
 def find_renaming(missing: Iterable[str], unexpected: Iterable[str]) -> Renaming | None:
-    """What most of the ``missing`` names of the state would have to be changed by, to be ``unexpected`` ones of the
-    checkpoint; None where nothing fits more than by chance."""
+    """What most of the ``missing`` names of the state would have to be changed by, to be
+    ``unexpected`` ones of the checkpoint; None where nothing fits more than by chance."""
     ours = [tuple(name.split(".")) for name in missing]
     theirs = {tuple(name.split(".")) for name in unexpected}
     if not ours or not theirs:
         return None
-    found = max((_replaced(ours, theirs), _unwrapped(ours, theirs)), key=lambda r: r.count if r else 0)
+    found = max(
+        (_replaced(ours, theirs), _unwrapped(ours, theirs)), key=lambda r: r.count if r else 0
+    )
     if found is None or (found.count < 2 and found.count < len(ours)):
         return None
     return found
@@ -99,11 +107,21 @@ def _replaced(ours: Sequence[Words], theirs: set[Words]) -> Renaming | None:
     """One run of words that is replaced at one place."""
     sample = ours[:: max(1, len(ours) // _SAMPLE)]
     backwards = sorted(words[::-1] for words in theirs)
-    candidates = {c for words in sample for other in _alike(words, backwards) for c in _differences(words, other)}
+    candidates = {
+        c
+        for words in sample
+        for other in _alike(words, backwards)
+        for c in _differences(words, other)
+    }
     scored = ours[:: max(1, len(ours) // _SCORED)]
 
     def merit(change: Change) -> tuple[int, int, int, Change]:
-        return _hits(change, scored, theirs), -len(change[1]) - len(change[2]), len(change[0]), change
+        return (
+            _hits(change, scored, theirs),
+            -len(change[1]) - len(change[2]),
+            len(change[0]),
+            change,
+        )
 
     best = max(candidates, key=merit, default=None)
     if best is None:
@@ -113,7 +131,9 @@ def _replaced(ours: Sequence[Words], theirs: set[Words]) -> Renaming | None:
     hits = [words for words in ours if stored[words] in theirs]
     if not hits:
         return None
-    return Renaming(head, old, new, len(hits), len(ours), (_name(hits[0]), _name(stored[hits[0]] or ())))
+    return Renaming(
+        head, old, new, len(hits), len(ours), (_name(hits[0]), _name(stored[hits[0]] or ()))
+    )
 
 
 def _alike(words: Words, backwards: Sequence[Words]) -> Sequence[Words]:
@@ -123,14 +143,18 @@ def _alike(words: Words, backwards: Sequence[Words]) -> Sequence[Words]:
 
 
 def _differences(words: Words, other: Words) -> list[Change]:
-    """How ``words`` become ``other`` if a run of them is replaced. None where they end differently; two where a word may
-    belong to what comes before or to what comes after: ``a.x`` and ``a.b.a.x``."""
+    """How ``words`` become ``other`` if a run of them is replaced. None where they end differently;
+    two where a word may belong to what comes before or to what comes after: ``a.x`` and
+    ``a.b.a.x``."""
     tail = _common(words[::-1], other[::-1])
     if tail == 0:
         return []
     head = _common(words, other)
     near = _common(words[head:][::-1], other[head:][::-1])
-    return [_change(words, other, _common(words[:-tail], other[:-tail]), tail), _change(words, other, head, near)]
+    return [
+        _change(words, other, _common(words[:-tail], other[:-tail]), tail),
+        _change(words, other, head, near),
+    ]
 
 
 def _change(words: Words, other: Words, head: int, tail: int) -> Change:

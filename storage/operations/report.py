@@ -9,8 +9,9 @@ __all__ = ["LoadReport", "SaveReport"]
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """``nbytes`` is the size of this rank's image, 0 if it wrote none; ``stored_nbytes`` that of its file: less, where it is
-    compressed. ``fenced_s``: how long training had to wait for a lazy save before it could go on to change the state."""
+    """``nbytes`` is the size of this rank's image, 0 if it wrote none; ``stored_nbytes`` that of
+    its file: less, where it is compressed. ``fenced_s``: how long training had to wait for a lazy
+    save before it could go on to change the state."""
 
     uri: str
     attempt: str
@@ -24,13 +25,14 @@ class SaveReport:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """``bytes_wanted`` is what this rank's tensors take of the checkpoint, ``bytes_read`` what it read from storage: whole
-    blocks, and checksums, also for other ranks; of what is compressed, what it unpacks to. ``bytes_received`` is what others
-    read for this one.
+    """``bytes_wanted`` is what this rank's tensors take of the checkpoint, ``bytes_read`` what it
+    read from storage: whole blocks, and checksums, also for other ranks; of what is compressed,
+    what it unpacks to. ``bytes_received`` is what others read for this one.
 
-    ``missing`` are names of the state that the checkpoint does not have, ``unexpected`` names of the checkpoint that the
-    state does not have, of all ranks together: those that a load with ``strict="state"`` or ``strict=False`` has left. The
-    first hundred of each; ``missing_count`` and ``unexpected_count`` are how many there are."""
+    ``missing`` are names of the state that the checkpoint does not have, ``unexpected`` names of
+    the checkpoint that the state does not have, of all ranks together: those that a load with
+    ``strict="state"`` or ``strict=False`` has left. The first hundred of each; ``missing_count``
+    and ``unexpected_count`` are how many there are."""
 
     uri: str
     attempt: str

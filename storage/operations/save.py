@@ -15,7 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ...drivers.contract import Driver
-from ...errors import CheckpointError, CoordinationError, InvisibleFilesError, NotFoundError, StorageError
+from ...errors import (
+    CheckpointError,
+    CoordinationError,
+    InvisibleFilesError,
+    NotFoundError,
+    StorageError,
+)
 from ..attempt import Attempt
 from ..format.fragment import Fragment, Layout, decode_fragment, fragment_of, join
 from ..format.lineage import ROOT
@@ -23,7 +29,16 @@ from ..format.manifest import ImageTable, Manifest, image_key
 from ..format.merge import merge
 from ..format.packed import Compression
 from ..pipeline.image_writer import ImageWriter, Progress
-from ..protocol.commit import CLEAN_UP_S, begin, commit, delete_attempt, give_up, settle, still_there, sweep
+from ..protocol.commit import (
+    CLEAN_UP_S,
+    begin,
+    commit,
+    delete_attempt,
+    give_up,
+    settle,
+    still_there,
+    sweep,
+)
 from ..protocol.current import read_manifest
 from ..ranks.member import LEADER
 from ..ranks.team import Team
@@ -69,16 +84,17 @@ class SaveJob:
     compression: Compression | None = None
     """How images are stored; the same on all ranks."""
     admit: Callable[[], Awaitable[str]] | None = None
-    """Asked by the leader before anything is written: raises where the run may not be saved at this step; returns the
-    branch that the manifest records."""
+    """Asked by the leader before anything is written: raises where the run may not be saved at this
+    step; returns the branch that the manifest records."""
 
 
 async def run_save(driver: Driver, team: Team, job: SaveJob) -> tuple[str, int, int]:
-    """Save; return the attempt, and the bytes of this rank's image and of its file. Every rank of the team calls this.
+    """Save; return the attempt, and the bytes of this rank's image and of its file. Every rank of
+    the team calls this.
 
-    Raises what failed on this rank, RankFailedError or DeadlineError for another, DeadlineError when its time is over. Then
-    nothing was committed, unless the failure came between the put of the manifest and word of it: what is there is a whole
-    checkpoint in any case.
+    Raises what failed on this rank, RankFailedError or DeadlineError for another, DeadlineError
+    when its time is over. Then nothing was committed, unless the failure came between the put of
+    the manifest and word of it: what is there is a whole checkpoint in any case.
     """
     driver = counted(driver, team)
     job.progress = replace(job.progress, moved=team.worked)
@@ -101,14 +117,21 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tu
     beginning = asyncio.ensure_future(leader.begin_for(team))
     try:
         plan = await offload(plan_save, job.flat, team.rank, accord and accord.agreed)
-        writer = ImageWriter(driver, plan.layout, plan.source, job.budget_nbytes, job.progress, job.compression)
+        writer = ImageWriter(
+            driver, plan.layout, plan.source, job.budget_nbytes, job.progress, job.compression
+        )
         digests = await _written(writer, beginning, team, job)
         attempt = Attempt(await beginning)
     except BaseException as error:
         beginning.cancel()
         await asyncio.wait([beginning])
-        if isinstance(error, NotFoundError) and not beginning.cancelled() and beginning.exception() is None:
-            # Somebody has deleted what was half written. If it was a later save, that is what is to be said.
+        if (
+            isinstance(error, NotFoundError)
+            and not beginning.cancelled()
+            and beginning.exception() is None
+        ):
+            # Somebody has deleted what was half written. If it was a later save, that is what is to
+            # be said.
             await still_there(driver, Attempt(beginning.result()))
         raise
     fragment = _fragment(attempt, job, plan, digests, writer.stored_nbytes, team.rank)
@@ -119,7 +142,11 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tu
         await _drop(driver, image_key(attempt.id, team.rank, job.compression))
         raise
     except CoordinationError as error:
-        if team.rank == LEADER or not team.store_is_lost or not await _is_committed(driver, attempt):
+        if (
+            team.rank == LEADER
+            or not team.store_is_lost
+            or not await _is_committed(driver, attempt)
+        ):
             raise
         _log.info("the job's store was gone before word of the commit: %s", error)
     return attempt.id, plan.layout.nbytes if len(digests) else 0, writer.stored_nbytes
@@ -138,8 +165,8 @@ async def _told(team: Team, fragment: Fragment, accord: Accord | None, leader: _
 
 
 async def _is_committed(driver: Driver, attempt: Attempt) -> bool:
-    """Whether the leader has committed, or does so within a while. Its process may have served the job's store, and have
-    ended right after."""
+    """Whether the leader has committed, or does so within a while. Its process may have served the
+    job's store, and have ended right after."""
     loop = asyncio.get_running_loop()
     until_s = loop.time() + COMMITTED_S
     while True:
@@ -154,7 +181,9 @@ async def _is_committed(driver: Driver, attempt: Attempt) -> bool:
 def _joined(told: Sequence[bytes], ranks: Sequence[int], known: dict[bytes, Layout]) -> Fragment:
     """What ``ranks`` have told, as one."""
     pairs = zip(ranks, told, strict=True)
-    return join([decode_fragment(data, f"the fragment of rank {rank}", known) for rank, data in pairs])
+    return join(
+        [decode_fragment(data, f"the fragment of rank {rank}", known) for rank, data in pairs]
+    )
 
 
 async def _agreed(driver: Driver, team: Team, job: SaveJob) -> Accord | None:
@@ -166,12 +195,17 @@ async def _agreed(driver: Driver, team: Team, job: SaveJob) -> Accord | None:
 
 
 async def _settle(leader: _Leader, job: SaveJob, uri: str) -> None:
-    """It is committed: where the save has a deadline, what is left to do must not hold it up for long."""
+    """It is committed: where the save has a deadline, what is left to do must not hold it up for
+    long."""
     try:
         async with asyncio.timeout(None if job.deadline.timeout_s is None else CLEAN_UP_S):
             await leader.settle()
     except TimeoutError:
-        _log.warning("what was replaced stays at %s until a later save: %g s were not enough", uri, CLEAN_UP_S)
+        _log.warning(
+            "what was replaced stays at %s until a later save: %g s were not enough",
+            uri,
+            CLEAN_UP_S,
+        )
 
 
 class _Leader:
@@ -199,8 +233,11 @@ class _Leader:
             self._sweeping = asyncio.ensure_future(sweep(self._driver, CLEAN_UP_S))
         return self._attempt.id.encode()
 
-    async def commit(self, ranks: Sequence[int], known: dict[bytes, Layout], fragments: Sequence[bytes]) -> bytes:
-        """Of ``ranks``, one for each host that is not this one. ``known``: layouts that they do not tell again."""
+    async def commit(
+        self, ranks: Sequence[int], known: dict[bytes, Layout], fragments: Sequence[bytes]
+    ) -> bytes:
+        """Of ``ranks``, one for each host that is not this one. ``known``: layouts that they do not
+        tell again."""
         assert self._attempt is not None
         manifest = await offload(_merged, fragments, ranks, known, self._job.compression)
         manifest = replace(manifest, branch=self._branch)
@@ -243,7 +280,8 @@ async def _written(
     try:
         return await writer.write(key)
     except StorageError as error:
-        # A leader that has heard of a failure removes the attempt, also under those who are still writing.
+        # A leader that has heard of a failure removes the attempt, also under those who are still
+        # writing.
         first = await team.failure()
         if first is not None:
             raise first from error
@@ -251,13 +289,21 @@ async def _written(
 
 
 def _merged(
-    told: Sequence[bytes], ranks: Sequence[int], known: dict[bytes, Layout], compression: Compression | None
+    told: Sequence[bytes],
+    ranks: Sequence[int],
+    known: dict[bytes, Layout],
+    compression: Compression | None,
 ) -> Manifest:
     return merge([_joined(told, ranks, known)], compression)
 
 
 def _fragment(
-    attempt: Attempt, job: SaveJob, plan: SavePlan, digests: npt.NDArray[np.uint8], stored_nbytes: int, rank: int
+    attempt: Attempt,
+    job: SaveJob,
+    plan: SavePlan,
+    digests: npt.NDArray[np.uint8],
+    stored_nbytes: int,
+    rank: int,
 ) -> Fragment:
     """What this rank tells the leader."""
     wrote = len(digests) > 0

@@ -1,4 +1,5 @@
-"""Indexing a stored tensor as numpy would: integers, slices with steps, fewer indices than dimensions."""
+"""Indexing a stored tensor as numpy would: integers, slices with steps, fewer indices than
+dimensions."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ __all__ = ["Window", "window"]
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The box that an index needs (``offsets``, ``lengths``), and what is to be taken of it (``within``)."""
+    """The box that an index needs (``offsets``, ``lengths``), and what is to be taken of it
+    (``within``)."""
 
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -25,8 +27,14 @@ class Window:
 
     def add_to(self, wanted: Wanted, row: int, tensors: TensorTable) -> torch.Tensor:
         """Want this window of the tensor in ``row``; return where it will be."""
-        made = empty(self.lengths, dtype_of(*tensors.dtypes[tensors.dtype[row]]), tensors.names[row])
-        wanted.add(row, made, [(self.offsets, self.lengths, (0,) * len(self.lengths))] if made.numel() else [])
+        made = empty(
+            self.lengths, dtype_of(*tensors.dtypes[tensors.dtype[row]]), tensors.names[row]
+        )
+        wanted.add(
+            row,
+            made,
+            [(self.offsets, self.lengths, (0,) * len(self.lengths))] if made.numel() else [],
+        )
         return made
 
     def view(self, made: torch.Tensor) -> torch.Tensor:
@@ -41,7 +49,9 @@ def window(shape: tuple[int, ...], index: slice | int | tuple[slice | int, ...] 
         raise UsageError(f"{len(indices)} indices for a tensor of {len(shape)} dimensions")
     offsets, lengths, within, flips = [], [], [], []
     for dim, size in enumerate(shape):
-        start, length, inner, flip = _one(indices[dim] if dim < len(indices) else slice(None), size, dim)
+        start, length, inner, flip = _one(
+            indices[dim] if dim < len(indices) else slice(None), size, dim
+        )
         offsets.append(start)
         lengths.append(length)
         within.append(inner)
@@ -51,7 +61,8 @@ def window(shape: tuple[int, ...], index: slice | int | tuple[slice | int, ...] 
 
 
 def _one(index: slice | int, size: int, dim: int) -> tuple[int, int, slice | int, bool]:
-    """Start and length of what is to be read in one dimension, what to take of it, and whether backwards."""
+    """Start and length of what is to be read in one dimension, what to take of it, and whether
+    backwards."""
     if isinstance(index, slice):
         picked = range(*index.indices(size))
         if not picked:

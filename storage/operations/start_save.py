@@ -1,4 +1,5 @@
-"""How a save begins: in the caller's thread what touches the state's objects, all else on the engine's."""
+"""How a save begins: in the caller's thread what touches the state's objects, all else on the
+engine's."""
 
 from __future__ import annotations
 
@@ -38,15 +39,26 @@ from .handle import SaveHandle, StageHandle
 from .report import SaveReport
 from .save import ACCORDS, SaveJob, run_save
 
-__all__ = ["Destination", "Lazy", "UriLike", "begin_save", "closing", "named", "step_of_state", "telling", "telling_of"]
+__all__ = [
+    "Destination",
+    "Lazy",
+    "UriLike",
+    "begin_save",
+    "closing",
+    "named",
+    "step_of_state",
+    "telling",
+    "telling_of",
+]
 
 OUT_OF_THE_CALL_S = 0.002
-"""How long a lazy save lies still at first. What it does in Python would keep the trainer, on its way out of the call,
-waiting for the GIL, up to 5 ms each time."""
+"""How long a lazy save lies still at first. What it does in Python would keep the trainer, on its
+way out of the call, waiting for the GIL, up to 5 ms each time."""
 
 T = TypeVar("T")
 Lazy = bool | Literal["prove"]
-"""Whether training goes on while the state is copied; ``prove``: and digests tell that nothing changed meanwhile."""
+"""Whether training goes on while the state is copied; ``prove``: and digests tell that nothing
+changed meanwhile."""
 UriLike = str | os.PathLike[str]
 
 _log = logging.getLogger(__name__)
@@ -59,11 +71,16 @@ class Destination:
     """Where a save goes: a driver, which is closed when the save has ended."""
 
     def __init__(
-        self, uri: UriLike | Uri, storage_options: Mapping[str, object] | None, below: str = "", known: str = ""
+        self,
+        uri: UriLike | Uri,
+        storage_options: Mapping[str, object] | None,
+        below: str = "",
+        known: str = "",
     ) -> None:
-        """``below``: the key of what is meant below ``uri``. ``known``: the URI of that as the driver prints it, where that
-        is known, and the URI to be right. Then it is opened on the engine's thread: to put a URI together, and to open it,
-        takes some milliseconds, for which training would wait. Else now; raises as :func:`join` and :func:`open_driver`."""
+        """``below``: the key of what is meant below ``uri``. ``known``: the URI of that as the
+        driver prints it, where that is known, and the URI to be right. Then it is opened on the
+        engine's thread: to put a URI together, and to open it, takes some milliseconds, for which
+        training would wait. Else now; raises as :func:`join` and :func:`open_driver`."""
         self._opens = partial(_opened, uri, below, current_world(), storage_options or {})
         self._driver = None if known else self._opens()
         self.uri = self._driver.uri if self._driver else known
@@ -96,9 +113,10 @@ def begin_save(
     asks: bool = False,
     progress: ProgressCallback | None = None,
 ) -> tuple[SaveHandle, Future[None]]:
-    """Begin a save, and wait for nothing; return its handle, and a future that is done when it has ended, well or not.
-    The writing of it waits for the end of ``after``; ``admit``: see :class:`SaveJob`. ``asks``: the caller asks the handle
-    what has become of it, so that a failure is not logged."""
+    """Begin a save, and wait for nothing; return its handle, and a future that is done when it has
+    ended, well or not. The writing of it waits for the end of ``after``; ``admit``: see
+    :class:`SaveJob`. ``asks``: the caller asks the handle what has become of it, so that a failure
+    is not logged."""
     began_s = time.perf_counter()
     step = step_of_state(state) if step is None else step
     team = current_team(Call("save", to.uri, shown_step(step)), deadline_s, saving=True)
@@ -113,10 +131,18 @@ def begin_save(
         if lazy:
             flat.lazy = LazyCapture(flat, prove=lazy == "prove")
         job = SaveJob(
-            flat, step, budget_nbytes, after=after, accords=_accords, deadline=deadline, compression=compression
+            flat,
+            step,
+            budget_nbytes,
+            after=after,
+            accords=_accords,
+            deadline=deadline,
+            compression=compression,
         )
         job.admit = admit
-        save = _Save(job, _handle(to.uri, flat), began_s, asks=asks, reporter=ProgressReporter(progress))
+        save = _Save(
+            job, _handle(to.uri, flat), began_s, asks=asks, reporter=ProgressReporter(progress)
+        )
         with _in_flight_lock:
             before = _in_flight.get(to.uri)
             future = _in_flight[to.uri] = start(_run(to, team, save, before))
@@ -134,14 +160,22 @@ def _handle(uri: str, flat: FlatState) -> SaveHandle:
     if flat.lazy is None:
         return SaveHandle(uri)
     seen = flat.lazy.seen
-    return SaveHandle(uri, captured=StageHandle("captured", seen), durable=StageHandle("durable", seen))
+    return SaveHandle(
+        uri, captured=StageHandle("captured", seen), durable=StageHandle("durable", seen)
+    )
 
 
 class _Save:
     """One save on its way. ``queued``: what devices had to do when it was called."""
 
     def __init__(
-        self, job: SaveJob, handle: SaveHandle, began_s: float, *, asks: bool, reporter: ProgressReporter
+        self,
+        job: SaveJob,
+        handle: SaveHandle,
+        began_s: float,
+        *,
+        asks: bool,
+        reporter: ProgressReporter,
     ) -> None:
         self._job: SaveJob | None = job
         self.handle = handle
@@ -153,12 +187,14 @@ class _Save:
         self._reached: dict[str, float] = {}
         self.asks = asks
         self.reporter = reporter
-        job.progress = Progress(self._captured, lambda: self._reach("sealed"), wrote=reporter.report)
+        job.progress = Progress(
+            self._captured, lambda: self._reach("sealed"), wrote=reporter.report
+        )
         job.digests = self._digests
 
     async def begins(self, to: Destination, before: Future[None] | None, team: Team) -> Driver:
-        """The driver, when ``before``, to the same URI, has ended, and what is to be done before a byte is copied has
-        been."""
+        """The driver, when ``before``, to the same URI, has ended, and what is to be done before a
+        byte is copied has been."""
         async with self._deadline.holds(self.handle.uri, team.rank):
             if self.lazy is not None and not self.lazy.waits:
                 await asyncio.sleep(OUT_OF_THE_CALL_S)
@@ -174,7 +210,8 @@ class _Save:
         return self._job
 
     def let_go(self, error: BaseException | None = None) -> None:
-        """Hold nothing of the state any more, though the handle be kept: nor in the frames that ``error`` came through."""
+        """Hold nothing of the state any more, though the handle be kept: nor in the frames that
+        ``error`` came through."""
         if self._job is not None:
             self._job.flat = FlatState()
             self._job = None
@@ -186,9 +223,15 @@ class _Save:
 
     def durable(self, attempt: str, nbytes: int, stored_nbytes: int) -> None:
         """It is committed."""
-        times = (self._reached["captured"], self._reached["sealed"], time.perf_counter() - self._began_s)
+        times = (
+            self._reached["captured"],
+            self._reached["sealed"],
+            time.perf_counter() - self._began_s,
+        )
         fenced_s = 0.0 if self.lazy is None else self.lazy.waited_s
-        self.handle.report = SaveReport(self.handle.uri, attempt, nbytes, *times, fenced_s, stored_nbytes)
+        self.handle.report = SaveReport(
+            self.handle.uri, attempt, nbytes, *times, fenced_s, stored_nbytes
+        )
         self.let_go()
         self._reach("durable")
 
@@ -234,7 +277,9 @@ async def _run(to: Destination, team: Team, save: _Save, before: Future[None] | 
         if save.lazy is not None:
             save.lazy.end()
         await to.close()
-        if before is not None:  # it may be late: whoever comes next waits for this one, and so for that one
+        if (
+            before is not None
+        ):  # it may be late: whoever comes next waits for this one, and so for that one
             await asyncio.wait([asyncio.wrap_future(before)])
 
 
@@ -246,7 +291,8 @@ def _forget(uri: str, future: Future[None]) -> None:
 
 @contextlib.contextmanager
 def telling(team: Team, to: Driver | Destination | None = None) -> Iterator[None]:
-    """Where the body raises, tell the other ranks at once rather than let them wait for this one, and close ``to``."""
+    """Where the body raises, tell the other ranks at once rather than let them wait for this one,
+    and close ``to``."""
     try:
         yield
     except BaseException as error:
@@ -256,8 +302,8 @@ def telling(team: Team, to: Driver | Destination | None = None) -> Iterator[None
 
 @contextlib.contextmanager
 def telling_of(kind: str, uri: UriLike, step: Any, deadline_s: float) -> Iterator[None]:
-    """:func:`telling`, for what comes before a call has a team: an error that only this rank sees must not make the
-    others wait, nor any rank miss the next call."""
+    """:func:`telling`, for what comes before a call has a team: an error that only this rank sees
+    must not make the others wait, nor any rank miss the next call."""
     try:
         yield
     except BaseException as error:

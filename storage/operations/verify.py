@@ -61,8 +61,8 @@ class Chunk:
 async def verify_images(
     driver: Driver, manifest: Manifest, budget_nbytes: int, progress: Callable[[int, int], None]
 ) -> VerifyReport:
-    """Check every chunk of every image, their pages, and the files' sizes. ``driver`` is that of the images
-    (``images_of``)."""
+    """Check every chunk of every image, their pages, and the files' sizes. ``driver`` is that of
+    the images (``images_of``)."""
     m = manifest
     report = VerifyReport(len(m.images), 0)
     found = await _sizes(driver, m, report)
@@ -96,16 +96,22 @@ async def verify_images(
     io = driver.traits.concurrency
     jobs = min(max(1, budget_nbytes // inbox.job_nbytes), io + 2 * CPU_THREADS)
     lanes = {"io": io, "cpu": 1}  # one checker: the report is written by one thread
-    scheduler = Scheduler((Stage("read", "io"), Stage("check", "cpu")), Budget(jobs * m.chunk_nbytes, lanes))
+    scheduler = Scheduler(
+        (Stage("read", "io"), Stage("check", "cpu")), Budget(jobs * m.chunk_nbytes, lanes)
+    )
     await execute(scheduler, [m.chunk_nbytes] * len(chunks), perform, inbox.release)
     report.damages.sort(key=lambda d: (d.key, d.start))
     return report
 
 
 async def _sizes(driver: Driver, m: Manifest, report: VerifyReport) -> dict[int, int]:
-    """How many bytes of each image are there that has a file. Reports files that are missing, or of another size."""
+    """How many bytes of each image are there that has a file. Reports files that are missing, or of
+    another size."""
     sizes: dict[int, int] = {}
-    columns = (m.images.nbytes(m.block_nbytes).tolist(), m.images.file_nbytes(m.block_nbytes).tolist())
+    columns = (
+        m.images.nbytes(m.block_nbytes).tolist(),
+        m.images.file_nbytes(m.block_nbytes).tolist(),
+    )
     for image, (whole, nbytes) in enumerate(zip(*columns, strict=True)):
         try:
             found = sizes[image] = (await driver.stat(m.image_key(image))).nbytes
@@ -129,13 +135,20 @@ def _whole(m: Manifest, image: int, nbytes: int, report: VerifyReport) -> list[C
     if len(whole) < len(chunks):
         lost = chunks[len(whole)]
         report.damages.append(
-            _damage(m, image, lost.start, chunks[-1].stop, "cannot be checked: the file ends before their chunks do")
+            _damage(
+                m,
+                image,
+                lost.start,
+                chunks[-1].stop,
+                "cannot be checked: the file ends before their chunks do",
+            )
         )
     return whole
 
 
 class _StoredPages:
-    """The digests that are stored behind the data, read for many chunks at a time, and kept until the last has asked."""
+    """The digests that are stored behind the data, read for many chunks at a time, and kept until
+    the last has asked."""
 
     def __init__(self, driver: Driver, m: Manifest, sizes: Mapping[int, int]) -> None:
         self._driver, self._m, self._sizes = driver, m, sizes
@@ -185,7 +198,8 @@ def chunks_of(m: Manifest, image: int) -> list[Chunk]:
 
 
 def _compare(m: Manifest, c: Chunk, page: bytes, told: bytes, report: VerifyReport) -> None:
-    """The manifest vouches for the chunk as a whole; the stored page, if it is whole, tells which blocks are bad."""
+    """The manifest vouches for the chunk as a whole; the stored page, if it is whole, tells which
+    blocks are bad."""
     expected = m.images.digests[c.row].tobytes()
     told_whole = digest(told) == expected
     if digest(page) != expected:
@@ -193,14 +207,21 @@ def _compare(m: Manifest, c: Chunk, page: bytes, told: bytes, report: VerifyRepo
         for a, b in _ranges(c, bad, m.block_nbytes):
             report.damages.append(_damage(m, c.image, a, b, "not what was written"))
     elif not told_whole:
-        at = int(m.images.hashed_nbytes[c.image]) + blocks_of(c.start, m.block_nbytes) * DIGEST_NBYTES
-        report.damages.append(_damage(m, c.image, at, at + len(page), "checksums are not what was written"))
+        at = (
+            int(m.images.hashed_nbytes[c.image])
+            + blocks_of(c.start, m.block_nbytes) * DIGEST_NBYTES
+        )
+        report.damages.append(
+            _damage(m, c.image, at, at + len(page), "checksums are not what was written")
+        )
 
 
 def _ranges(c: Chunk, bad: list[int] | None, block_nbytes: int) -> list[tuple[int, int]]:
     if bad is None:  # which blocks is not known
         return [(c.start, c.stop)]
-    return [(c.start + i * block_nbytes, min(c.start + (i + 1) * block_nbytes, c.stop)) for i in bad]
+    return [
+        (c.start + i * block_nbytes, min(c.start + (i + 1) * block_nbytes, c.stop)) for i in bad
+    ]
 
 
 def _damage(m: Manifest, image: int, start: int, stop: int, what: str) -> Damage:

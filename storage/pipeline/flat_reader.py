@@ -1,4 +1,5 @@
-"""A range of one tensor's bytes, in row-major order, however its shards lie: what files over tensors are read with.
+"""A range of one tensor's bytes, in row-major order, however its shards lie: what files over
+tensors are read with.
 
 Verified as every read is, and without torch: numpy copies.
 """
@@ -26,7 +27,8 @@ __all__ = ["read_flat"]
 async def read_flat(
     driver: Driver, manifest: Manifest, row: int, start: int, stop: int, budget_nbytes: int
 ) -> memoryview:
-    """Bytes [start, stop) of the tensor in ``row``, which is no alias. Reads only the blocks that hold them.
+    """Bytes [start, stop) of the tensor in ``row``, which is no alias. Reads only the blocks that
+    hold them.
 
     Raises ValueError for a range that is not within the tensor; DamagedError; StorageError.
     """
@@ -37,7 +39,9 @@ async def read_flat(
     flat = _Flat(manifest, boxes, itemsize)
     targets = _targets(row, boxes, tensors.shape.shape[1])
     plan = await offload(plan_reads, driver, manifest, targets)
-    await ImageReader(driver, manifest, budget_nbytes).run(plan, lambda read, buffer: flat.deliver(plan, read, buffer))
+    await ImageReader(driver, manifest, budget_nbytes).run(
+        plan, lambda read, buffer: flat.deliver(plan, read, buffer)
+    )
     return flat.content.data[start - first * itemsize : stop - first * itemsize]
 
 
@@ -65,17 +69,22 @@ class _Flat:
         self._parts = [self.content[a:b] for a, b in pairwise(ends)]
 
     def deliver(self, plan: LoadPlan, read: int, buffer: HostBuffer) -> None:
-        """Copy everything that read number ``read`` holds to where it is wanted. Thread-safe for distinct reads."""
+        """Copy everything that read number ``read`` holds to where it is wanted. Thread-safe for
+        distinct reads."""
         data, base = np.frombuffer(buffer.view, np.uint8), int(plan.start[read])
         for copy in range(int(plan.first[read]), int(plan.first[read + 1])):
             src, nbytes, dst = int(plan.src[copy]), int(plan.nbytes[copy]), int(plan.dst[copy])
             pair = int(plan.pair[copy])
             if dst >= 0:
-                self._parts[int(plan.target[pair])][dst : dst + nbytes] = data[src - base : src - base + nbytes]
+                self._parts[int(plan.target[pair])][dst : dst + nbytes] = data[
+                    src - base : src - base + nbytes
+                ]
             else:
                 self._copy_strided(plan, pair, src, nbytes, buffer, base)
 
-    def _copy_strided(self, plan: LoadPlan, pair: int, src: int, nbytes: int, buffer: HostBuffer, base: int) -> None:
+    def _copy_strided(
+        self, plan: LoadPlan, pair: int, src: int, nbytes: int, buffer: HostBuffer, base: int
+    ) -> None:
         shard, target = int(plan.shard[pair]), int(plan.target[pair])
         box, itemsize = self._boxes[target], self._itemsize
         stored = _box(self._shards.offsets[shard], self._shards.lengths[shard], box.ndim)
@@ -83,13 +92,23 @@ class _Flat:
         first, strides = int(self._shards.start[shard]), row_strides(stored.lengths)
         element = np.dtype((np.void, itemsize))
         into = self._parts[target].view(element).reshape(box.lengths)
-        for part in strided_parts(stored, wanted, (src - first) // itemsize, (src + nbytes - first) // itemsize):
-            at = sum((o - s) * stride for o, s, stride in zip(part.offsets, stored.offsets, strides, strict=True))
+        for part in strided_parts(
+            stored, wanted, (src - first) // itemsize, (src + nbytes - first) // itemsize
+        ):
+            at = sum(
+                (o - s) * stride
+                for o, s, stride in zip(part.offsets, stored.offsets, strides, strict=True)
+            )
             window = tuple(
-                slice(o - b, o - b + n) for o, b, n in zip(part.offsets, box.offsets, part.lengths, strict=True)
+                slice(o - b, o - b + n)
+                for o, b, n in zip(part.offsets, box.offsets, part.lengths, strict=True)
             )
             into[window] = np.ndarray(
-                part.lengths, element, buffer.view, first - base + at * itemsize, [s * itemsize for s in strides]
+                part.lengths,
+                element,
+                buffer.view,
+                first - base + at * itemsize,
+                [s * itemsize for s in strides],
             )
 
 

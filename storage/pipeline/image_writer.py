@@ -1,4 +1,5 @@
-"""One image on its way to storage: capture, hash, perhaps pack, and write, chunk by chunk, all stages at once."""
+"""One image on its way to storage: capture, hash, perhaps pack, and write, chunk by chunk, all
+stages at once."""
 
 from __future__ import annotations
 
@@ -25,9 +26,9 @@ __all__ = ["ImageWriter", "Progress"]
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Called on the engine's thread, once each: when all bytes are copied, and when all are checksummed too; and
-    ``moved``, for each chunk that is copied or checksummed; ``wrote``, for each one that is written, with the bytes of the
-    image that have been, and all of them."""
+    """Called on the engine's thread, once each: when all bytes are copied, and when all are
+    checksummed too; and ``moved``, for each chunk that is copied or checksummed; ``wrote``, for
+    each one that is written, with the bytes of the image that have been, and all of them."""
 
     captured: Callable[[], None]
     sealed: Callable[[], None]
@@ -36,8 +37,9 @@ class Progress:
 
 
 class ImageWriter:
-    """Writes one image, once. With ``budget_nbytes`` None there is host memory for the whole of it, and copying comes
-    first: the trainer waits for that. Otherwise memory stays within the budget, and storage sets the pace."""
+    """Writes one image, once. With ``budget_nbytes`` None there is host memory for the whole of it,
+    and copying comes first: the trainer waits for that. Otherwise memory stays within the budget,
+    and storage sets the pace."""
 
     def __init__(
         self,
@@ -59,7 +61,11 @@ class ImageWriter:
         self._pages = [b""] * n
         self._packing = None if compression is None else Packing(layout)
         # Where a packed chunk goes is known when those before it are packed.
-        self._order = list(range(n)) if self._packing else writing_order(n, CHUNK_NBYTES, layout.nbytes, driver.traits)
+        self._order = (
+            list(range(n))
+            if self._packing
+            else writing_order(n, CHUNK_NBYTES, layout.nbytes, driver.traits)
+        )
         self.stored_nbytes = 0
         """Size of the file, when it is written."""
         self._to_capture = self._to_seal = n
@@ -68,8 +74,8 @@ class ImageWriter:
     async def write(self, key: Callable[[], Awaitable[str]]) -> npt.NDArray[np.uint8]:
         """Write the image to ``key()``, which may become known while chunks are being captured.
 
-        Returns the chunks' digests (C, 16); (0, 16), and writes nothing, where there is no shard. The image is durable
-        on return. After an error, nothing of it is visible.
+        Returns the chunks' digests (C, 16); (0, 16), and writes nothing, where there is no shard.
+        The image is durable on return. After an error, nothing of it is visible.
         """
         if not self._pages:
             self._report()
@@ -83,7 +89,9 @@ class ImageWriter:
             self._source = None
             await opening.drop()
             raise
-        return np.frombuffer(b"".join(map(digest, self._pages)), np.uint8).reshape(-1, DIGEST_NBYTES)
+        return np.frombuffer(b"".join(map(digest, self._pages)), np.uint8).reshape(
+            -1, DIGEST_NBYTES
+        )
 
     async def _open(self, key: Callable[[], Awaitable[str]]) -> Upload:
         nbytes = AtMost(self._packing.nbytes_max) if self._packing else self._layout.nbytes
@@ -101,7 +109,9 @@ class ImageWriter:
             else:
                 await stages[stage](chunk)
 
-        await execute(self._scheduler(), sizes, perform, lambda job: self._release(self._order[job]))
+        await execute(
+            self._scheduler(), sizes, perform, lambda job: self._release(self._order[job])
+        )
 
     def _scheduler(self) -> Scheduler:
         traits, cpu = self._driver.traits, CPU_THREADS
@@ -119,7 +129,11 @@ class ImageWriter:
         else:  # more than every lane busy gains nothing: copying is faster than any storage
             ours_nbytes = max(CHUNK_NBYTES, self._budget_nbytes - traits.upload_nbytes)
             memory_nbytes = min(ours_nbytes, (io + cpu) * CHUNK_NBYTES)
-        return Scheduler(stages, Budget(memory_nbytes, {"cpu": cpu, "io": io}), drain=self._budget_nbytes is not None)
+        return Scheduler(
+            stages,
+            Budget(memory_nbytes, {"cpu": cpu, "io": io}),
+            drain=self._budget_nbytes is not None,
+        )
 
     async def _capture(self, chunk: int) -> None:
         assert self._source is not None

@@ -11,9 +11,11 @@ __all__ = ["Packing"]
 
 
 class Packing:
-    """One image being packed. ``nbytes_max`` is what its file takes at most, ``end`` how far its chunks reach by now.
+    """One image being packed. ``nbytes_max`` is what its file takes at most, ``end`` how far its
+    chunks reach by now.
 
-    Chunks are packed in any order, on worker threads; how much is before a chunk is known when all before it are packed.
+    Chunks are packed in any order, on worker threads; how much is before a chunk is known when all
+    before it are packed.
     """
 
     def __init__(self, layout: ImageLayout) -> None:
@@ -37,5 +39,7 @@ class Packing:
         """The end of the file, when all chunks are placed."""
         at, chunks = self._layout, [self._chunks[chunk] for chunk in sorted(self._chunks)]
         sizes = np.array([size for chunk in chunks for size in chunk.sizes], np.int64)
-        digests = np.frombuffer(b"".join(chunk.digest for chunk in chunks), np.uint8).reshape(-1, DIGEST_NBYTES)
+        digests = np.frombuffer(b"".join(chunk.digest for chunk in chunks), np.uint8).reshape(
+            -1, DIGEST_NBYTES
+        )
         return Index(at.hashed_end, at.chunk_nbytes, at.block_nbytes, sizes, digests).encode()

@@ -1,4 +1,5 @@
-"""A compressed checkpoint's images as if they were stored plain: what reads images need not know that they are not."""
+"""A compressed checkpoint's images as if they were stored plain: what reads images need not know
+that they are not."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ __all__ = ["Stored", "Unpacked", "images_of"]
 
 
 def images_of(driver: Driver, manifest: Manifest) -> Driver:
-    """What to read the images of ``manifest`` with: ``driver``, unless they are compressed. Raises UsageError where lz4 is
-    not installed."""
+    """What to read the images of ``manifest`` with: ``driver``, unless they are compressed. Raises
+    UsageError where lz4 is not installed."""
     if manifest.compression is None:
         return driver
     checked_compression(manifest.compression)
@@ -31,7 +32,8 @@ def images_of(driver: Driver, manifest: Manifest) -> Driver:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A chunk as it lies in its file: where, how much, and what its blocks take; that is None where nothing is packed."""
+    """A chunk as it lies in its file: where, how much, and what its blocks take; that is None where
+    nothing is packed."""
 
     start: int
     nbytes: int
@@ -49,11 +51,11 @@ class _CopiedTraits(Traits):
 
 
 class Unpacked(Layer):
-    """Reads of an image are of its own bytes; all else is the driver's. Unpacks in the memory that is read into, so it takes
-    no other. Indexes of images are read once, and kept.
+    """Reads of an image are of its own bytes; all else is the driver's. Unpacks in the memory that
+    is read into, so it takes no other. Indexes of images are read once, and kept.
 
-    Raises DamagedError for what cannot be unpacked; its message tells why. What can be is not verified: blocks have their
-    digests.
+    Raises DamagedError for what cannot be unpacked; its message tells why. What can be is not
+    verified: blocks have their digests.
     """
 
     def __init__(self, inner: Driver, manifest: Manifest) -> None:
@@ -70,7 +72,9 @@ class Unpacked(Layer):
         below = self.inner.traits
         if not below.hands_over:
             return below
-        return _CopiedTraits(**{f.name: getattr(below, f.name) for f in fields(below)} | {"hands_over": False})
+        return _CopiedTraits(
+            **{f.name: getattr(below, f.name) for f in fields(below)} | {"hands_over": False}
+        )
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
         """See :meth:`Driver.read`."""
@@ -84,7 +88,8 @@ class Unpacked(Layer):
         return await Driver.fetch(self, key, start, nbytes)
 
     async def read_stored(self, image: int, start: int, stop: int, into: Buffer) -> Stored:
-        """Fill the beginning of ``into`` with what is stored of the chunk [start, stop), and verify that."""
+        """Fill the beginning of ``into`` with what is stored of the chunk [start, stop), and verify
+        that."""
         index = await self.index(image)
         chunk = start // self._m.chunk_nbytes
         begin, end = index.chunk_start[chunk : chunk + 2].tolist()
@@ -107,7 +112,8 @@ class Unpacked(Layer):
             return self._indexes[image]
 
     def _cuts(self, image: int, start: int, stop: int) -> Iterator[int]:
-        """Where pieces of [start, stop) end: with a chunk, with the last of them, and with all of it."""
+        """Where pieces of [start, stop) end: with a chunk, with the last of them, and with all of
+        it."""
         hashed, step = int(self._m.images.hashed_nbytes[image]), self._m.chunk_nbytes
         yield from range(start // step * step + step, min(stop, hashed), step)
         if start < hashed < stop:
@@ -120,7 +126,10 @@ class Unpacked(Layer):
         if start >= hashed:
             await self._receive(image, self._pages_start(image) + start - hashed, into)
             return
-        first, last = start // m.block_nbytes * m.block_nbytes, min(round_up(stop, m.block_nbytes), hashed)
+        first, last = (
+            start // m.block_nbytes * m.block_nbytes,
+            min(round_up(stop, m.block_nbytes), hashed),
+        )
         if (first, last) == (start, stop):
             await self._read_blocks(image, start, into)
         else:
@@ -131,7 +140,10 @@ class Unpacked(Layer):
     async def _read_blocks(self, image: int, start: int, into: Buffer) -> None:
         """Whole blocks of one chunk."""
         m, stop = self._m, start + len(into)
-        if start % m.chunk_nbytes == 0 and stop in (start + m.chunk_nbytes, int(m.images.hashed_nbytes[image])):
+        if start % m.chunk_nbytes == 0 and stop in (
+            start + m.chunk_nbytes,
+            int(m.images.hashed_nbytes[image]),
+        ):
             sizes = (await self.read_stored(image, start, stop, into)).sizes
         else:
             index = await self.index(image)
@@ -154,7 +166,9 @@ class Unpacked(Layer):
             if index.chunk_start[-1] != self._pages_start(image):
                 raise ValueError("chunks do not take what the file has for them")
         except ValueError as error:
-            raise self._damaged(image, f"cannot be found: the file's index is not what was written: {error}") from error
+            raise self._damaged(
+                image, f"cannot be found: the file's index is not what was written: {error}"
+            ) from error
         return index
 
     def _file_nbytes(self, image: int) -> int:
@@ -165,7 +179,11 @@ class Unpacked(Layer):
         m = self._m
         hashed = int(m.images.hashed_nbytes[image])
         pages_nbytes = DIGEST_NBYTES * blocks_of(hashed, m.block_nbytes)
-        return self._file_nbytes(image) - pages_nbytes - int(index_nbytes(hashed, m.chunk_nbytes, m.block_nbytes))
+        return (
+            self._file_nbytes(image)
+            - pages_nbytes
+            - int(index_nbytes(hashed, m.chunk_nbytes, m.block_nbytes))
+        )
 
     async def _receive(self, image: int, start: int, into: Buffer) -> None:
         try:

@@ -1,5 +1,5 @@
-"""What all who write images have in common: opening an upload while there is other work, the order of chunks, the pages
-at the end, and dropping what failed."""
+"""What all who write images have in common: opening an upload while there is other work, the order
+of chunks, the pages at the end, and dropping what failed."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Opening:
         self._asking = 0
 
     async def upload(self) -> Upload:
-        """The upload. Those who ask before it is there go on in the order of asking, and before any who ask later: drivers
-        may want their parts in order."""
+        """The upload. Those who ask before it is there go on in the order of asking, and before any
+        who ask later: drivers may want their parts in order."""
         if self._upload.done() and not self._asking:
             return self._upload.result()
         self._asking += 1
@@ -43,9 +43,11 @@ class Opening:
 
 
 def writing_order(chunks: int, chunk_nbytes: int, nbytes: int, traits: Traits) -> list[int]:
-    """The chunks of an upload of ``nbytes``, in the order in which to write them: in turn from each of its segments.
+    """The chunks of an upload of ``nbytes``, in the order in which to write them: in turn from each
+    of its segments.
 
-    Where a segment begins within a chunk they stay in order: what comes next is then also next in its segment.
+    Where a segment begins within a chunk they stay in order: what comes next is then also next in
+    its segment.
     """
     starts = [start for start, _ in segments(nbytes, traits)]
     if any(start % chunk_nbytes for start in starts):
@@ -55,7 +57,8 @@ def writing_order(chunks: int, chunk_nbytes: int, nbytes: int, traits: Traits) -
 
 
 async def write_pages(upload: Upload, pages: bytes, start: int, buffer: HostBuffer) -> None:
-    """Write the digests of all blocks to their place, by way of ``buffer``: after all that they vouch for."""
+    """Write the digests of all blocks to their place, by way of ``buffer``: after all that they
+    vouch for."""
     for offset in range(0, len(pages), len(buffer.view)):
         part = memoryview(pages)[offset : offset + len(buffer.view)]
         buffer.view[: len(part)] = part

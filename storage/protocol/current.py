@@ -14,14 +14,16 @@ __all__ = ["attempt_of", "decoded", "get_manifest", "read_manifest"]
 
 
 async def read_manifest(driver: Driver) -> tuple[Manifest, bytes]:
-    """The current manifest and its bytes. Raises NotACheckpointError, DamagedError, UnsupportedFormatError."""
+    """The current manifest and its bytes. Raises NotACheckpointError, DamagedError,
+    UnsupportedFormatError."""
     data = await get_manifest(driver)
     return await decoded(driver, data), data
 
 
 async def attempt_of(driver: Driver) -> str:
-    """Which attempt the current manifest names. The manifest is checked against its checksum, and its tables are left alone:
-    to decode those of a large state takes longer than to get them. Raises as :func:`read_manifest` does."""
+    """Which attempt the current manifest names. The manifest is checked against its checksum, and
+    its tables are left alone: to decode those of a large state takes longer than to get them.
+    Raises as :func:`read_manifest` does."""
     data = await get_manifest(driver)
     with _told_where(driver):
         return await offload(attempt_in, data)
@@ -39,7 +41,8 @@ async def get_manifest(driver: Driver) -> bytes:
 
 
 async def decoded(driver: Driver, data: bytes) -> Manifest:
-    """The manifest in ``data``, which is that of ``driver``. Raises DamagedError, UnsupportedFormatError."""
+    """The manifest in ``data``, which is that of ``driver``. Raises DamagedError,
+    UnsupportedFormatError."""
     with _told_where(driver):
         manifest = await offload(Manifest.decode, data)
         check_complete(manifest, "the manifest")

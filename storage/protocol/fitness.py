@@ -1,10 +1,13 @@
-"""What a save tries of its storage, on small objects of its own: that it keeps what the commit rests on, and can be read.
+"""What a save tries of its storage, on small objects of its own: that it keeps what the commit
+rests on, and can be read.
 
-Some S3 gateways ignore the condition of a conditional put, and store the object all the same. Then claim
-and sentence both succeed, and a collector may delete the data of a save that is about to commit. Some answer
-a range that is all of an object with status 200, which clients refuse. Then a save succeeds and its load fails.
+Some S3 gateways ignore the condition of a conditional put, and store the object all the same. Then
+claim and sentence both succeed, and a collector may delete the data of a save that is about to
+commit. Some answer a range that is all of an object with status 200, which clients refuse. Then a
+save succeeds and its load fails.
 
-Scope: what every save must know, for a request or two. ``holdfast drivers --check`` tries everything else.
+Scope: what every save must know, for a request or two. ``holdfast drivers --check`` tries
+everything else.
 """
 
 from __future__ import annotations
@@ -24,11 +27,13 @@ _TRIES = 3
 
 
 async def refuses_taken(driver: Driver, key: str) -> bool:
-    """Put exclusively to ``key``, where this process has just put something, and see that this is refused.
+    """Put exclusively to ``key``, where this process has just put something, and see that this is
+    refused.
 
-    True where it is. False where the key was free, because somebody has deleted the object: then there is one
-    of ``TRIAL_NBYTES`` now. Raises StorageError where the storage ignores that the key is taken.
-    Does nothing, and returns True, where the driver does not promise an atomic exclusive put.
+    True where it is. False where the key was free, because somebody has deleted the object: then
+    there is one of ``TRIAL_NBYTES`` now. Raises StorageError where the storage ignores that the key
+    is taken. Does nothing, and returns True, where the driver does not promise an atomic exclusive
+    put.
     """
     if not driver.traits.exclusive_is_atomic:
         return True
@@ -53,8 +58,10 @@ def _advice(driver: Driver) -> str:
     options: Mapping[str, object] = getattr(bottom(driver), "OPTIONS", {})
     if "conditional" in options:
         return (
-            "It ignores conditional puts: add ?conditional=off to the URI, and let no two jobs save to one "
-            "URI at the same time; or use a store that has them. holdfast drivers --check URI tells more."
+            "It ignores conditional puts: add ?conditional=off to the URI, and let no two jobs "
+            "save to one "
+            "URI at the same time; or use a store that has them. holdfast drivers --check URI "
+            "tells more."
         )
     return (
         "Use other storage, or a driver whose traits say that exclusive puts are not atomic. "
@@ -63,9 +70,11 @@ def _advice(driver: Driver) -> str:
 
 
 async def answers_ranges(driver: Driver, key: str, data: bytes) -> None:
-    """Read ``data``, which is what ``key`` holds, as one range that is all of it, and as one that is not.
+    """Read ``data``, which is what ``key`` holds, as one range that is all of it, and as one that
+    is not.
 
-    Raises StorageError where that fails, or gives anything else. Does nothing where there is no such object any more.
+    Raises StorageError where that fails, or gives anything else. Does nothing where there is no
+    such object any more.
     """
 
     async def read(start: int, stop: int) -> None:
@@ -86,8 +95,12 @@ async def answers_ranges(driver: Driver, key: str, data: bytes) -> None:
 
 def _unreadable(driver: Driver, key: str, start: int, stop: int, why: str) -> StorageError:
     return StorageError(
-        f"what was stored cannot be read back as bytes {start} to {stop}, so no checkpoint could be loaded: {why}",
+        f"what was stored cannot be read back as bytes {start} to {stop}, so no checkpoint could "
+        f"be loaded: {why}",
         uri=driver.uri,
         key=key,
-        advice="Use a store, or a gateway, that answers ranges of objects. holdfast drivers --check URI tells more.",
+        advice=(
+            "Use a store, or a gateway, that answers ranges of objects. holdfast drivers "
+            "--check URI tells more."
+        ),
     )

@@ -1,7 +1,9 @@
-"""The sign that somebody deletes a checkpoint: there before its last look at the manifest, and gone after the deletion.
+"""The sign that somebody deletes a checkpoint: there before its last look at the manifest, and gone
+after the deletion.
 
-No storage that is common deletes an object only if it is still the one that was looked at. So whoever puts a manifest waits
-where this sign is: what stands behind it is argued in ``docs/explanation/consistency.md``.
+No storage that is common deletes an object only if it is still the one that was looked at. So
+whoever puts a manifest waits where this sign is: what stands behind it is argued in
+``docs/explanation/consistency.md``.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ def new_sign() -> bytes:
 
 
 async def take_away(driver: Driver, sign: bytes, *, alone: bool) -> None:
-    """Delete ``sign``. Unless it was put ``alone``, where no other was, another pruning may have replaced it meanwhile: then
-    that one's stays, since savers are to wait for it. Raises StorageError."""
+    """Delete ``sign``. Unless it was put ``alone``, where no other was, another pruning may have
+    replaced it meanwhile: then that one's stays, since savers are to wait for it. Raises
+    StorageError."""
     try:
         if alone or await driver.get(PRUNING_KEY) == sign:
             await driver.delete(PRUNING_KEY)
@@ -36,8 +39,8 @@ async def take_away(driver: Driver, sign: bytes, *, alone: bool) -> None:
 
 
 async def is_sign(driver: Driver, info: ObjectInfo) -> bool:
-    """Whether that is one; below a folder of others may be a file of the same name, of any size, which is not fetched to
-    find out. Raises StorageError."""
+    """Whether that is one; below a folder of others may be a file of the same name, of any size,
+    which is not fetched to find out. Raises StorageError."""
     try:
         return info.nbytes == 16 and _SIGN.fullmatch(await driver.get(info.key)) is not None
     except NotFoundError:
@@ -45,7 +48,8 @@ async def is_sign(driver: Driver, info: ObjectInfo) -> bool:
 
 
 async def pruned_since_s(driver: Driver) -> float | None:
-    """Since when the sign has been there, by the storage's clock; None where it is not. Raises StorageError."""
+    """Since when the sign has been there, by the storage's clock; None where it is not. Raises
+    StorageError."""
     try:
         return (await driver.stat(PRUNING_KEY)).modified_s
     except NotFoundError:
@@ -55,11 +59,12 @@ async def pruned_since_s(driver: Driver) -> float | None:
 async def pruning_over(
     driver: Driver, now_s: Callable[[], Awaitable[float]], patience_s: float, grace_s: float
 ) -> None:
-    """Wait until nobody is about to delete the manifest: the sign is gone, or older than ``grace_s`` at ``now_s()``, which
-    is the storage's time. Raises StorageDownError after ``patience_s``, and StorageError.
+    """Wait until nobody is about to delete the manifest: the sign is gone, or older than
+    ``grace_s`` at ``now_s()``, which is the storage's time. Raises StorageDownError after
+    ``patience_s``, and StorageError.
 
-    Asked twice: by a save that begins, which is better refused before it has written anything; and, since a pruning may
-    begin later than that, by one that has put its manifest.
+    Asked twice: by a save that begins, which is better refused before it has written anything; and,
+    since a pruning may begin later than that, by one that has put its manifest.
     """
     deadline_s = asyncio.get_running_loop().time() + patience_s
     pause_s = 0.01
@@ -68,7 +73,8 @@ async def pruning_over(
             return  # it has died
         if asyncio.get_running_loop().time() > deadline_s:
             raise StorageDownError(
-                f"somebody has been deleting the checkpoint that was here for {patience_s:g} s, or died doing it",
+                f"somebody has been deleting the checkpoint that was here for {patience_s:g} s, "
+                f"or died doing it",
                 uri=driver.uri,
                 key=PRUNING_KEY,
                 advice="Save to another URI, or to this one an hour after that began. "

@@ -1,6 +1,8 @@
-"""What ranks call together, and what each shows of itself on its *board*: the calls that it is in, and how those go.
+"""What ranks call together, and what each shows of itself on its *board*: the calls that it is in,
+and how those go.
 
-A call is known by what it is about, never by how many came before it: so ranks that lost step meet again at the next one.
+A call is known by what it is about, never by how many came before it: so ranks that lost step meet
+again at the next one.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ def _caller() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of the API, as every rank names it. ``uri`` is redacted. ``thread``: which of the caller's threads it came
-    from; calls of one thread come in the same order on all ranks."""
+    """One call of the API, as every rank names it. ``uri`` is redacted. ``thread``: which of the
+    caller's threads it came from; calls of one thread come in the same order on all ranks."""
 
     kind: str
     uri: str = ""
@@ -50,10 +52,11 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A call that a rank is in. ``number`` tells it from other calls of that rank. ``met``: the leader has taken it.
+    """A call that a rank is in. ``number`` tells it from other calls of that rank. ``met``: the
+    leader has taken it.
 
-    ``idle_s``: how long nothing has moved, neither here nor at the rank that is waited for. ``waits_for``: that rank, or
-    -1; ``what`` it is waited for.
+    ``idle_s``: how long nothing has moved, neither here nor at the rank that is waited for.
+    ``waits_for``: that rank, or -1; ``what`` it is waited for.
     """
 
     name: str
@@ -79,9 +82,9 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Board:
-    """What a rank shows. ``nonce``: of its process; ``lead``: the nonce of the leader that it has found. ``beats`` grows.
-    ``logs``: by name of a call, in which of those it failed before the leader took it. ``even``: by name, up to where this
-    rank and the leader are even."""
+    """What a rank shows. ``nonce``: of its process; ``lead``: the nonce of the leader that it has
+    found. ``beats`` grows. ``logs``: by name of a call, in which of those it failed before the
+    leader took it. ``even``: by name, up to where this rank and the leader are even."""
 
     nonce: str
     lead: str
@@ -93,7 +96,10 @@ class Board:
 
     def encode(self) -> bytes:
         """As JSON."""
-        calls = [[s.name, s.number, s.text, s.thread, s.met, s.idle_s, s.waits_for, s.what] for s in self.open]
+        calls = [
+            [s.name, s.number, s.text, s.thread, s.met, s.idle_s, s.waits_for, s.what]
+            for s in self.open
+        ]
         failed = [[f.name, f.number, f.text, f.thread, f.error] for f in self.failed]
         told: dict[str, Any] = {"nonce": self.nonce, "lead": self.lead, "beats": self.beats}
         told |= {"open": calls, "failed": failed}

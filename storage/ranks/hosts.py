@@ -1,4 +1,5 @@
-"""Which ranks of a job go together, such as those of one host: found by the leader, and told to all in a few bytes."""
+"""Which ranks of a job go together, such as those of one host: found by the leader, and told to all
+in a few bytes."""
 
 from __future__ import annotations
 
@@ -14,10 +15,14 @@ Ints = npt.NDArray[np.int64]
 
 
 def numbered(names: Sequence[str | None]) -> bytes:
-    """A number for each rank, by the name that it has told: ranks of one name have one number, and a rank without a name
-    has one of its own. In few bytes: numbers of neighbours differ by one, if at all, or in a pattern."""
+    """A number for each rank, by the name that it has told: ranks of one name have one number, and
+    a rank without a name has one of its own. In few bytes: numbers of neighbours differ by one, if
+    at all, or in a pattern."""
     number: dict[str | int, int] = {}
-    numbers = [number.setdefault(rank if name is None else name, len(number)) for rank, name in enumerate(names)]
+    numbers = [
+        number.setdefault(rank if name is None else name, len(number))
+        for rank, name in enumerate(names)
+    ]
     return zlib.compress(np.diff(numbers, prepend=0).astype("<i4").tobytes())
 
 

@@ -1,4 +1,5 @@
-"""The job's key-value store: values of any size under a prefix, and reads that never wait for a key."""
+"""The job's key-value store: values of any size under a prefix, and reads that never wait for a
+key."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class StoreLike(Protocol):
 
 
 class Keys:
-    """The keys below ``prefix``. Every method blocks for one or a few round trips, and raises what the store raises."""
+    """The keys below ``prefix``. Every method blocks for one or a few round trips, and raises what
+    the store raises."""
 
     def __init__(self, store: StoreLike, prefix: str) -> None:
         self._store = store
@@ -38,8 +40,9 @@ class Keys:
     def value(self, key: str) -> bytes | None:
         """The value of ``key``; None where there is none.
 
-        A plain ``get`` waits for a key that is missing, and another rank may delete a key between a ``check`` and a
-        ``get``. A ``compare_set`` that expects what no key holds changes nothing, and tells what is there.
+        A plain ``get`` waits for a key that is missing, and another rank may delete a key between a
+        ``check`` and a ``get``. A ``compare_set`` that expects what no key holds changes nothing,
+        and tells what is there.
         """
         whole = f"{self._prefix}/{key}"
         if self._compare_set is None:
@@ -52,7 +55,8 @@ class Keys:
         self._store.set(f"{self._prefix}/{key}", value)
 
     def swap(self, key: str, expected: bytes | None, desired: bytes) -> bytes | None:
-        """Set ``key`` to ``desired`` if its value is ``expected`` (None: no value yet). Return what it is afterwards.
+        """Set ``key`` to ``desired`` if its value is ``expected`` (None: no value yet). Return what
+        it is afterwards.
 
         Atomic, unless the store has no ``compare_set``.
         """
@@ -78,7 +82,8 @@ class Keys:
             self._store.delete_key(f"{self._prefix}/{key}")
 
     def put(self, key: str, value: bytes) -> list[str]:
-        """Store a value of any size; return the keys that it took. The key itself comes last: it says that all is there."""
+        """Store a value of any size; return the keys that it took. The key itself comes last: it
+        says that all is there."""
         if len(value) <= PART_NBYTES:
             self.set(key, _WHOLE + value)
             return [key]

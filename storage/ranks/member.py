@@ -1,9 +1,10 @@
 """One process as a rank of its job, for as long as its process group lives.
 
-The *generation* of a job is the nonce of its leader's process. Keys of all calls lie below it, so nothing that a former
-job has left in the same store is ever looked at. A rank accepts a leader only after that leader has acknowledged the
-rank's own nonce; the leader acknowledges whatever nonce a rank's board shows, until the board says that its rank has found
-this leader. A process that was started anew has a new nonce, so what was acknowledged to its predecessor is not for it.
+The *generation* of a job is the nonce of its leader's process. Keys of all calls lie below it, so
+nothing that a former job has left in the same store is ever looked at. A rank accepts a leader only
+after that leader has acknowledged the rank's own nonce; the leader acknowledges whatever nonce a
+rank's board shows, until the board says that its rank has found this leader. A process that was
+started anew has a new nonce, so what was acknowledged to its predecessor is not for it.
 
     lead                the leader's nonce
     known/<block>       the nonces that it has acknowledged, of 256 ranks each
@@ -39,9 +40,11 @@ ERROR_CHARS = 4000
 
 
 class Member:
-    """``keys`` are those of all ranks of the job; ``spawn`` runs what goes on after a call has returned.
+    """``keys`` are those of all ranks of the job; ``spawn`` runs what goes on after a call has
+    returned.
 
-    Its coroutines run on one event loop at a time. ``fail`` and what is said to block may be called from any thread.
+    Its coroutines run on one event loop at a time. ``fail`` and what is said to block may be called
+    from any thread.
     """
 
     def __init__(
@@ -87,7 +90,8 @@ class Member:
         self._pairs: OrderedDict[str, Pairs] = OrderedDict()
 
     async def ask(self, function: Callable[..., Any], *args: Any) -> Any:
-        """What ``function`` returns, run in a thread. Raises CoordinationError where the store cannot be reached."""
+        """What ``function`` returns, run in a thread. Raises CoordinationError where the store
+        cannot be reached."""
         try:
             return await offload(function, *args)
         except RuntimeError as error:  # what torch's stores raise, whatever went wrong
@@ -148,7 +152,8 @@ class Member:
         self.log_failure(call.name, number, waited_in_vain(packed))
 
     def log_failure(self, name: str, number: int, waited: bool) -> list[str]:
-        """This rank has failed in its call ``number`` of that name. Return the names that are forgotten now."""
+        """This rank has failed in its call ``number`` of that name. Return the names that are
+        forgotten now."""
         self.logs[name] = logged(self.logs.get(name, []), number, waited)
         self.logs.move_to_end(name)
         return _trim(self.logs, FAILURES_KEPT)
@@ -164,7 +169,8 @@ class Member:
             return self._number
 
     def even(self, name: str) -> Even:
-        """Up to where this rank and the leader are even in calls of that name, as far as this rank knows."""
+        """Up to where this rank and the leader are even in calls of that name, as far as this rank
+        knows."""
         return self._even.get(name, Even())
 
     def settle(self, name: str, even: Even) -> None:
@@ -201,17 +207,18 @@ class Member:
         task.add_done_callback(self._spawned.discard)
 
     def introduce(self, for_s: float) -> None:
-        """Show this process to the others, apart from any call; the leader acknowledges them for so many seconds. Does not
-        wait. Thread-safe."""
+        """Show this process to the others, apart from any call; the leader acknowledges them for so
+        many seconds. Does not wait. Thread-safe."""
         self.spawn(self.greet(for_s) if self.rank == LEADER else self.show())
 
     def follows(self, theirs: str, ours: str) -> bool:
-        """Whether ``theirs``, a name that the leader gave, means what this rank calls ``ours``: that is settled at the
-        first sight of it, and each has one meaning."""
+        """Whether ``theirs``, a name that the leader gave, means what this rank calls ``ours``:
+        that is settled at the first sight of it, and each has one meaning."""
         return bool(theirs) and self._meanings.setdefault(theirs, ours) == ours
 
     async def greet(self, for_s: float) -> None:
-        """On the leader: acknowledge ranks, as long as it is in a call, or for so many seconds, until all have found it."""
+        """On the leader: acknowledge ranks, as long as it is in a call, or for so many seconds,
+        until all have found it."""
         if self.all_found or self.rank != LEADER:
             return
         self._greet_until_s = max(self._greet_until_s, asyncio.get_running_loop().time() + for_s)
@@ -219,7 +226,9 @@ class Member:
             return
         self._greeting = True
         try:
-            with contextlib.suppress(RuntimeError):  # those who wait for it will see that the store is gone
+            with contextlib.suppress(
+                RuntimeError
+            ):  # those who wait for it will see that the store is gone
                 await self._greet()
         finally:
             self._greeting = False
@@ -239,12 +248,14 @@ class Member:
         self.all_found = not missing
 
     def _lead(self, now_s: float) -> None:
-        """Be found. Who has found this leader looks at its board next, where its predecessor's must not be any more."""
+        """Be found. Who has found this leader looks at its board next, where its predecessor's must
+        not be any more."""
         self.post(now_s)
         self._keys.set("lead", self.nonce)
 
     def _acknowledge(self, missing: set[int], known: dict[int, str]) -> bool:
-        """Acknowledge what boards show. Take from ``missing`` the ranks that have found this leader. Whether any is new."""
+        """Acknowledge what boards show. Take from ``missing`` the ranks that have found this
+        leader. Whether any is new."""
         new = set[int]()
         for rank in sorted(missing):
             board = self.board(rank)
@@ -257,14 +268,17 @@ class Member:
                 new.add(rank // BLOCK)
         for block in new:
             ranks = range(block * BLOCK, min(self.world, (block + 1) * BLOCK))
-            self._keys.set(f"{self.nonce}/known/{block}", json.dumps([known.get(rank, "") for rank in ranks]))
+            self._keys.set(
+                f"{self.nonce}/known/{block}", json.dumps([known.get(rank, "") for rank in ranks])
+            )
         return bool(new)
 
     # On the event loop.
 
     @contextlib.asynccontextmanager
     async def attending(self, call: Call, beat_s: float) -> AsyncIterator[Attendance]:
-        """Show that this rank is in ``call``, and beat. A second call of the same name waits for the first to end."""
+        """Show that this rank is in ``call``, and beat. A second call of the same name waits for
+        the first to end."""
         loop = asyncio.get_running_loop()
         await self._take_turn(call.name)
         attendance = Attendance(call.name, str(call), call.thread, self.next_number(), loop.time())

@@ -1,10 +1,13 @@
-"""Which failure of one rank belongs to which of another: where both failed in one call, neither is news to the other.
+"""Which failure of one rank belongs to which of another: where both failed in one call, neither is
+news to the other.
 
-Two ranks make the same calls of one name. A call in which they meet, or in which one hears of the other's failure, makes
-them *even*. What each fails in since then, unknown to the other, belongs together in order: first with first. A failure
-that is left over belongs to a call that the other rank has yet to make, and fails that.
+Two ranks make the same calls of one name. A call in which they meet, or in which one hears of the
+other's failure, makes them *even*. What each fails in since then, unknown to the other, belongs
+together in order: first with first. A failure that is left over belongs to a call that the other
+rank has yet to make, and fails that.
 
-Where a rank has only waited in vain, the call may be one that the other leaves out. Such failures are forgotten together.
+Where a rank has only waited in vain, the call may be one that the other leaves out. Such failures
+are forgotten together.
 """
 
 from __future__ import annotations
@@ -18,12 +21,14 @@ LOGGED = 64
 """Failures of one name that a rank remembers."""
 
 Log = Sequence[int]
-"""The numbers of the calls of one name that a rank failed in, in order; ``-number`` where it had waited in vain."""
+"""The numbers of the calls of one name that a rank failed in, in order; ``-number`` where it had
+waited in vain."""
 
 
 @dataclass(frozen=True, slots=True)
 class Even:
-    """Up to which call of the leader, and which of the other rank, these two owe each other nothing."""
+    """Up to which call of the leader, and which of the other rank, these two owe each other
+    nothing."""
 
     lead: int = 0
     other: int = 0
@@ -40,7 +45,8 @@ class Pairs:
     taken: list[int]
     """By rank: the number of its last call that the leader has taken, or knows to have failed."""
     even: dict[int, int] = field(default_factory=dict)
-    """By rank: the leader's last call that it has nothing to hear of any more. Only calls that failed count."""
+    """By rank: the leader's last call that it has nothing to hear of any more. Only calls that
+    failed count."""
 
     def of(self, rank: int) -> Even:
         """Up to where the leader and that rank are even, as far as the leader knows."""
@@ -59,7 +65,8 @@ def logged(log: Log, number: int, waited: bool) -> list[int]:
 
 
 def paired(even: Even, leads: Log, others: Log) -> tuple[Even, list[int], list[int]]:
-    """Cancel out what belongs together. Return up to where both are even then, and what is left of either log."""
+    """Cancel out what belongs together. Return up to where both are even then, and what is left of
+    either log."""
     theirs = [number for number in leads if abs(number) > even.lead]
     ours = [number for number in others if abs(number) > even.other]
     count = min(len(theirs), len(ours))

@@ -1,4 +1,5 @@
-"""The job's ranks, as torch.distributed knows them: a team over its store. No collective, no process group is used."""
+"""The job's ranks, as torch.distributed knows them: a team over its store. No collective, no
+process group is used."""
 
 from __future__ import annotations
 
@@ -34,10 +35,12 @@ def current_world() -> int:
 
 
 def current_team(call: Call, deadline_s: float, *, saving: bool) -> Team:
-    """A new team of all ranks of the default process group, for ``call``; of one, where there is none.
+    """A new team of all ranks of the default process group, for ``call``; of one, where there is
+    none.
 
-    Waits for nobody. Raises UsageError for a save in a launcher's process that has not joined its process group: it would
-    save over the other ranks. Raises UsageError in a forked child of a rank: its call would be taken for that rank's.
+    Waits for nobody. Raises UsageError for a save in a launcher's process that has not joined its
+    process group: it would save over the other ranks. Raises UsageError in a forked child of a
+    rank: its call would be taken for that rank's.
     """
     if not _in_use():
         if saving and int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
@@ -56,8 +59,8 @@ def current_team(call: Call, deadline_s: float, *, saving: bool) -> Team:
 
 
 def current_member(deadline_s: float) -> Member | None:
-    """This process as a rank of its job; None for a process that is alone. Waits for nobody. Raises UsageError in a forked
-    child of a rank."""
+    """This process as a rank of its job; None for a process that is alone. Waits for nobody. Raises
+    UsageError in a forked child of a rank."""
     if current_world() == 1:
         return None
     _check_rank("this call")
@@ -71,11 +74,14 @@ def _check_rank(what: str) -> None:
     if not is_inherited(group) and (data is None or data.get_worker_info() is None):
         return
     raise UsageError(
-        f"{what} is one of all ranks, and this process is not rank {dist.get_rank()} but was forked from it",
+        f"{what} is one of all ranks, and this process is not rank {dist.get_rank()} but was "
+        f"forked from it",
         rank=dist.get_rank(),
         advice=(
-            "Save, and load into a state, in the process that has joined the process group. Here, as in a worker of a data "
-            "loader, holdfast.open(uri) and holdfast.load(uri) without into= read a checkpoint without the other ranks."
+            "Save, and load into a state, in the process that has joined the process group. Here, "
+            "as in a worker of a data "
+            "loader, holdfast.open(uri) and holdfast.load(uri) without into= read a checkpoint "
+            "without the other ranks."
         ),
     )
 
@@ -90,7 +96,8 @@ def store_host() -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Contact:
-    """This process in its job: until it is forked, or another process group takes the place of this one."""
+    """This process in its job: until it is forked, or another process group takes the place of this
+    one."""
 
     pid: int
     group: weakref.ref[Any]
@@ -103,12 +110,14 @@ _contact_lock = new_lock()
 
 
 def _contact(deadline_s: float) -> _Contact:
-    """That of the default process group. A process group that was made anew begins anew, also over the same store.
+    """That of the default process group. A process group that was made anew begins anew, also over
+    the same store.
 
-    Its connection is our own, where the store has such: no call of the trainer's ever waits for one of ours. It is made
-    once, since torch asks name servers for it, which takes seconds where they do not answer. A forked child would share
-    its parent's socket, so it makes one for itself. Nothing here keeps the group's store alive: who destroys a process
-    group, and makes another, gets a new server.
+    Its connection is our own, where the store has such: no call of the trainer's ever waits for one
+    of ours. It is made once, since torch asks name servers for it, which takes seconds where they
+    do not answer. A forked child would share its parent's socket, so it makes one for itself.
+    Nothing here keeps the group's store alive: who destroys a process group, and makes another,
+    gets a new server.
     """
     global _ours  # noqa: PLW0603 - one for the process
     with _contact_lock:
@@ -117,7 +126,9 @@ def _contact(deadline_s: float) -> _Contact:
             store: Any = dist.distributed_c10d._get_default_store()
             connection = store.clone() if hasattr(store, "clone") else store
             rank, world = dist.get_rank(), dist.get_world_size()
-            member = Member(Keys(connection, _prefix(world)), rank, world, start, weakref.ref(store))
+            member = Member(
+                Keys(connection, _prefix(world)), rank, world, start, weakref.ref(store)
+            )
             _ours = _Contact(os.getpid(), weakref.ref(group), connection, member)
         if hasattr(_ours.store, "set_timeout"):
             _ours.store.set_timeout(datetime.timedelta(seconds=max(1.0, deadline_s)))
@@ -125,7 +136,8 @@ def _contact(deadline_s: float) -> _Contact:
 
 
 def _prefix(world: int) -> str:
-    """What torch's launcher and the size of the job tell of its generation. The rest is told by nonces."""
+    """What torch's launcher and the size of the job tell of its generation. The rest is told by
+    nonces."""
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return f"holdfast/{restarts}/{world}"
 

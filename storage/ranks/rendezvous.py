@@ -1,21 +1,22 @@
 """How the ranks of a call find each other: the first round of it.
 
-Every rank names its call, see ``calls.Call``. What each states first goes to a key of that name and its rank, with a number
-that this rank gives to no other call. The leader takes what it finds under the name of its own call, and answers under that
-name, with a *roster*: the number that it took of each rank. So a rank knows whether an answer is for its present call, and
-nobody counts what the others have called before.
+Every rank names its call, see ``calls.Call``. What each states first goes to a key of that name and
+its rank, with a number that this rank gives to no other call. The leader takes what it finds under
+the name of its own call, and answers under that name, with a *roster*: the number that it took of
+each rank. So a rank knows whether an answer is for its present call, and nobody counts what the
+others have called before.
 
     join/<name>/<rank>    number, statement
     answer/<name>         number of the leader's call, roster, verdict or error
     gone/<name>           a rank that has stated something and failed since, and its number
 
-In a roster a number above 0 says that the leader has taken this call of the rank, or knows that it failed. ``-n`` says
-that the rank had not come; n is the last of its calls of that name that the leader knew then. ``NOT_MEANT``: no call of
-this rank.
+In a roster a number above 0 says that the leader has taken this call of the rank, or knows that it
+failed. ``-n`` says that the rank had not come; n is the last of its calls of that name that the
+leader knew then. ``NOT_MEANT``: no call of this rank.
 
-A rank that fails before the leader has taken its call says so on its board, where the leader looks for all who are missing.
-An answer that is an error lists the leader's failures in calls of that name. From both lists either side finds alike which
-failures belong together: see ``pairing``.
+A rank that fails before the leader has taken its call says so on its board, where the leader looks
+for all who are missing. An answer that is an error lists the leader's failures in calls of that
+name. From both lists either side finds alike which failures belong together: see ``pairing``.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from .watch import Attendance, Watch
 __all__ = ["Answer", "Arrival", "Assembly", "opened", "packed", "raised_failure"]
 
 SETTLE_S = 1.0
-"""How long a rank may be seen in another call, or to have given up, before that counts: it may be about to come."""
+"""How long a rank may be seen in another call, or to have given up, before that counts: it may be
+about to come."""
 HEARD_S = 2.0
 NOT_MEANT = -(1 << 60)
 PAUSE_S = 0.001
@@ -47,10 +49,12 @@ PAUSE_MAX_S = 0.05
 class Answer:
     """What the leader has answered. ``verdict`` is opened by :func:`opened`.
 
-    ``failures``: the leader's in calls of this name; ``even``: by rank, up to which of those it has heard of.
+    ``failures``: the leader's in calls of this name; ``even``: by rank, up to which of those it has
+    heard of.
 
-    ``instead`` is for ranks that were in another call than the leader, and for those that come late: the names and the
-    numbers of other calls of the leader, which failed of the same. Who knows of one of these failures knows of all.
+    ``instead`` is for ranks that were in another call than the leader, and for those that come
+    late: the names and the numbers of other calls of the leader, which failed of the same. Who
+    knows of one of these failures knows of all.
     """
 
     number: int
@@ -69,7 +73,11 @@ class Answer:
         """As bytes."""
         told: dict[str, Any] = {"number": self.number, "roster": encoded_roster(self.roster)}
         if self.failed:
-            told |= {"failures": list(self.failures), "even": encoded_roster(self.even), "instead": list(self.instead)}
+            told |= {
+                "failures": list(self.failures),
+                "even": encoded_roster(self.even),
+                "instead": list(self.instead),
+            }
         return json.dumps(told).encode() + b"\n" + self.verdict
 
     @classmethod
@@ -92,13 +100,17 @@ class Answer:
 class Assembly:
     """The leader's part: take what all ranks state."""
 
-    def __init__(self, member: Member, call: Call, attendance: Attendance | None, silence_s: float) -> None:
+    def __init__(
+        self, member: Member, call: Call, attendance: Attendance | None, silence_s: float
+    ) -> None:
         """``attendance`` None: this rank has failed before it began."""
         self._member, self._call, self._attendance = member, call, attendance
         self._settle_s = min(SETTLE_S, silence_s / 4)
         self._watch = Watch(member.rank, call.name, str(call), silence_s)
         self._pairs = member.pairs(call.name)
-        self._strayed: dict[tuple[int, int], float] = {}  # by rank and number of its call: since when
+        self._strayed: dict[
+            tuple[int, int], float
+        ] = {}  # by rank and number of its call: since when
         self._strangers: dict[tuple[int, str], float] = {}  # by rank and nonce: since when
         self._silence_s = silence_s
         self.refused: UsageError | None = None
@@ -109,8 +121,8 @@ class Assembly:
         self._instead: list[tuple[str, int]] = []
 
     async def gather(self, mine: bytes, what: str) -> list[bytes]:
-        """The statements of all ranks, in their order. Raises RankFailedError, DeadlineError, and UsageError where ranks
-        are in different calls."""
+        """The statements of all ranks, in their order. Raises RankFailedError, DeadlineError, and
+        UsageError where ranks are in different calls."""
         assert self._attendance is not None
         loop = asyncio.get_running_loop()
         found: dict[int, bytes] = {LEADER: mine}
@@ -145,9 +157,15 @@ class Assembly:
             keys.delete(keys.taken_by(f"answer/{old}"))
 
     def _failed(
-        self, name: str, number: int, roster: Sequence[int], verdict: bytes, instead: Sequence[tuple[str, int]]
+        self,
+        name: str,
+        number: int,
+        roster: Sequence[int],
+        verdict: bytes,
+        instead: Sequence[tuple[str, int]],
     ) -> tuple[Answer, list[str]]:
-        """The answer to a call that has failed, and the names of calls whose answers are no longer wanted."""
+        """The answer to a call that has failed, and the names of calls whose answers are no longer
+        wanted."""
         member, pairs = self._member, self._member.pairs(name)
         for rank, taken in enumerate(roster):
             if taken > 0 or taken == NOT_MEANT:
@@ -207,8 +225,9 @@ class Assembly:
             await self._refuse(elsewhere)
 
     def _check_stranger(self, rank: int, board: Board, now_s: float) -> None:
-        """A rank that has not found this leader may be a process that died before, so what it shows does not count yet.
-        But one that fails before that, and ends, will never find the leader: its failure is raised after a while."""
+        """A rank that has not found this leader may be a process that died before, so what it shows
+        does not count yet. But one that fails before that, and ends, will never find the leader:
+        its failure is raised after a while."""
         failed = board.failure(self._call.name, 0)
         if board.lead or board.open or failed is None:
             return
@@ -217,7 +236,8 @@ class Assembly:
             raise raised_failure(failed.error.encode())
 
     def _left_over(self, rank: int, board: Board) -> list[int]:
-        """The failures of a rank in calls of this name that do not belong to failures of the leader."""
+        """The failures of a rank in calls of this name that do not belong to failures of the
+        leader."""
         name = self._call.name
         even = self._pairs.of(rank).joined(board.even.get(name, Even()))
         even, _, left = paired(even, self._member.log(name), board.logs.get(name, ()))
@@ -225,15 +245,20 @@ class Assembly:
         self.roster[rank] = -even.other
         return left
 
-    def _check_failures(self, rank: int, board: Board, left: list[int], is_elsewhere: bool, now_s: float) -> None:
-        """Raise what this rank has failed of. Where it has only waited in vain, it may be about to come."""
+    def _check_failures(
+        self, rank: int, board: Board, left: list[int], is_elsewhere: bool, now_s: float
+    ) -> None:
+        """Raise what this rank has failed of. Where it has only waited in vain, it may be about to
+        come."""
         number = next((number for number in left if number > 0), 0)
         if not number and left and (is_elsewhere or self._settled(rank, -left[-1], now_s)):
             number = -left[-1]
         if not number:
             return
         self._take(rank, number)
-        failed = next((f for f in board.failed if f.name == self._call.name and f.number == number), None)
+        failed = next(
+            (f for f in board.failed if f.name == self._call.name and f.number == number), None
+        )
         if failed is None:  # so many are remembered by their numbers alone
             raise RankFailedError(f"rank {rank} failed in an earlier {self._call}", rank=rank)
         raise raised_failure(failed.error.encode())
@@ -249,13 +274,15 @@ class Assembly:
                 self.roster[rank] = NOT_MEANT  # it has had its error
                 told = json.loads(failed.error)
                 raise RankFailedError(
-                    f"rank {rank} failed in {failed.text}, while rank {LEADER} is in {self._call}: {told['message']}",
+                    f"rank {rank} failed in {failed.text}, while rank {LEADER} is in "
+                    f"{self._call}: {told['message']}",
                     rank=rank,
                 )
 
     def _other_call(self, rank: int, board: Board) -> Shown | None:
-        """The call of the same thread that a rank is in, and the leader is not. None where the leader was in that one, and
-        failed: the rank is late, and finds the leader's answer there."""
+        """The call of the same thread that a rank is in, and the leader is not. None where the
+        leader was in that one, and failed: the rank is late, and finds the leader's answer there.
+        """
         shown = _stray(board, self._call, self._member)
         if shown is None or shown.name not in self._member.logs:
             return shown
@@ -273,9 +300,12 @@ class Assembly:
             by_name.setdefault(other.name, []).append(rank)
         rank, other = next(iter(elsewhere.items()))
         error = UsageError(
-            f"ranks are in different calls: rank {rank} is in {other.text}, rank {LEADER} in {self._call}",
+            f"ranks are in different calls: rank {rank} is in {other.text}, rank {LEADER} in "
+            f"{self._call}",
             rank=rank,
-            advice="Every rank makes the same calls, with the same URI and step, in the same order.",
+            advice=(
+                "Every rank makes the same calls, with the same URI and step, in the same order."
+            ),
         )
         self.refused = error
         verdict = b"-" + packed(error, LEADER)
@@ -297,19 +327,26 @@ class Assembly:
         raise error
 
     async def _heard(self, told: dict[int, Shown]) -> None:
-        """Return when these ranks have left their calls, or after a while: this process may serve the store, and end."""
+        """Return when these ranks have left their calls, or after a while: this process may serve
+        the store, and end."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + HEARD_S
         while told and loop.time() < until_s:
             boards = await self._member.ask(self._member.boards, list(told))
-            told = {rank: other for rank, other in told.items() if boards[rank] and boards[rank].shown(other.name)}
+            told = {
+                rank: other
+                for rank, other in told.items()
+                if boards[rank] and boards[rank].shown(other.name)
+            }
             await asyncio.sleep(PAUSE_MAX_S)
 
 
 class Arrival:
     """The part of any other rank: state something, and wait for the leader's answer."""
 
-    def __init__(self, member: Member, call: Call, attendance: Attendance, silence_s: float) -> None:
+    def __init__(
+        self, member: Member, call: Call, attendance: Attendance, silence_s: float
+    ) -> None:
         self._member, self._call, self._attendance = member, call, attendance
         self._silence_s = silence_s
         self._settle_s = min(SETTLE_S, silence_s / 4)
@@ -342,7 +379,8 @@ class Arrival:
             pause_s = min(pause_s * 1.5, PAUSE_MAX_S)
 
     async def _looked(self) -> tuple[Answer | None, Board | None]:
-        """:meth:`_look`. Where the store is gone, what the leader was in is known from the look before."""
+        """:meth:`_look`. Where the store is gone, what the leader was in is known from the look
+        before."""
         try:
             answer, self._board = await self._member.ask(self._look)
         except CoordinationError as error:
@@ -358,7 +396,8 @@ class Arrival:
         return None if data is None else Answer.decode(data, self._member.world), board
 
     def _is_mine(self, answer: Answer, board: Board | None, now_s: float) -> bool:
-        """Whether it is for this call: either it has taken it; or the leader failed before this rank came."""
+        """Whether it is for this call: either it has taken it; or the leader failed before this
+        rank came."""
         member, name, mine = self._member, self._call.name, self._attendance.number
         known = answer.roster[member.rank]
         if known == mine:
@@ -371,7 +410,9 @@ class Arrival:
         even = member.even(name).joined(answer.even_with(member.rank))
         even, left, _ = paired(even, answer.failures, member.log(name))
         member.settle(name, even)
-        if not left or (board is not None and board.shown(name)):  # the leader is in the next such call
+        if not left or (
+            board is not None and board.shown(name)
+        ):  # the leader is in the next such call
             return False
         number = next((number for number in left if number > 0), 0)
         if not number:  # it has only waited in vain, and may be about to come
@@ -387,7 +428,10 @@ class Arrival:
 def _stray(board: Board, call: Call, member: Member) -> Shown | None:
     """The call of the same thread as ``call`` that another rank is in, and this rank is not."""
     ours = member.open_names
-    return next((s for s in board.open if not s.met and s.thread == call.thread and s.name not in ours), None)
+    return next(
+        (s for s in board.open if not s.met and s.thread == call.thread and s.name not in ours),
+        None,
+    )
 
 
 def packed(error: BaseException, rank: int) -> bytes:
@@ -398,7 +442,10 @@ def packed(error: BaseException, rank: int) -> bytes:
         told["message"] = "the call was interrupted"
     if isinstance(error, HoldfastError):
         told |= {name: getattr(error, name) for name in ("rank", "uri", "key", "advice")}
-        told |= {"message": error.message[:10_000], "differences": list(getattr(error, "differences", ()))}
+        told |= {
+            "message": error.message[:10_000],
+            "differences": list(getattr(error, "differences", ())),
+        }
     return json.dumps(told).encode()
 
 
@@ -409,7 +456,9 @@ def opened(verdict: bytes) -> bytes:
     told = json.loads(verdict[1:])
     kind = getattr(errors, told["type"], None)
     if kind is None:
-        raise RankFailedError(f"rank {told['teller']} failed: {told['message']}", rank=told["teller"])
+        raise RankFailedError(
+            f"rank {told['teller']} failed: {told['message']}", rank=told["teller"]
+        )
     where = {name: told.get(name) for name in ("rank", "uri", "key", "advice")}
     if issubclass(kind, errors.MismatchError):
         where["differences"] = tuple(told["differences"])

@@ -1,13 +1,15 @@
 """Ranks acting together, without a collective: rounds over a key-value store, each with a deadline.
 
-In a *round* every rank states something, the leader (rank 0) decides, and all learn the verdict. A save has two rounds (who
-writes what; commit), a load has two (does it fit; did all arrive). Nothing blocks the trainer's process group: keys in the
-store of torch.distributed are all that is used, polled, so that no connection is held waiting.
+In a *round* every rank states something, the leader (rank 0) decides, and all learn the verdict. A
+save has two rounds (who writes what; commit), a load has two (does it fit; did all arrive). Nothing
+blocks the trainer's process group: keys in the store of torch.distributed are all that is used,
+polled, so that no connection is held waiting.
 
-In the first round of a call the ranks find each other (``rendezvous``). Its answer names the *session*, under which the
-keys of later rounds lie. A rank that waits looks at the boards of those it waits for (``member``, ``watch``): where nothing
-has moved for longer than the deadline, that is an error that names the rank. A rank that fails says so at once, and every
-other rank raises at its next look.
+In the first round of a call the ranks find each other (``rendezvous``). Its answer names the
+*session*, under which the keys of later rounds lie. A rank that waits looks at the boards of those
+it waits for (``member``, ``watch``): where nothing has moved for longer than the deadline, that is
+an error that names the rank. A rank that fails says so at once, and every other rank raises at its
+next look.
 
 Scope: no membership, no election. A job whose leader died is restarted by its launcher.
 """
@@ -26,14 +28,24 @@ from ...errors import CoordinationError, RankFailedError
 from .calls import Board, Call
 from .keys import Keys, StoreLike
 from .member import LEADER, Member
-from .rendezvous import PAUSE_MAX_S, PAUSE_S, Answer, Arrival, Assembly, opened, packed, raised_failure
+from .rendezvous import (
+    PAUSE_MAX_S,
+    PAUSE_S,
+    Answer,
+    Arrival,
+    Assembly,
+    opened,
+    packed,
+    raised_failure,
+)
 from .watch import Attendance, Watch
 
 __all__ = ["Decide", "Solo", "StoreLike", "StoreTeam", "Team"]
 
 Decide = Callable[[Sequence[bytes]], Awaitable[bytes]]
 LINGER_S = 5.0
-"""How long the leader stays at most until all have read its last verdict: its process may serve the store."""
+"""How long the leader stays at most until all have read its last verdict: its process may serve the
+store."""
 SEEK_S = 1.0
 
 
@@ -44,31 +56,39 @@ class Team(ABC):
     world: int
 
     @abstractmethod
-    async def round(self, name: str, payload: bytes, decide: Decide, tellers: Sequence[int] | None = None) -> bytes:
-        """State ``payload``; return what the leader's ``decide`` made of all ranks' payloads (in order of rank).
+    async def round(
+        self, name: str, payload: bytes, decide: Decide, tellers: Sequence[int] | None = None
+    ) -> bytes:
+        """State ``payload``; return what the leader's ``decide`` made of all ranks' payloads (in
+        order of rank).
 
-        ``tellers``: the ranks that state something, the leader first; None: all of them. The others learn the verdict.
-        An error raised by ``decide`` is raised on every rank. Raises DeadlineError and RankFailedError.
+        ``tellers``: the ranks that state something, the leader first; None: all of them. The others
+        learn the verdict. An error raised by ``decide`` is raised on every rank. Raises
+        DeadlineError and RankFailedError.
         """
 
     @abstractmethod
     async def tell(self, name: str, ranks: Sequence[int], payload: bytes) -> list[bytes]:
-        """State ``payload`` to the first of ``ranks``. That one gets what each has stated, in order, the others nothing.
-        All of them call this alike. Raises DeadlineError and RankFailedError."""
+        """State ``payload`` to the first of ``ranks``. That one gets what each has stated, in
+        order, the others nothing. All of them call this alike. Raises DeadlineError and
+        RankFailedError."""
 
     @abstractmethod
     async def among(self, name: str, ranks: Sequence[int], payload: bytes) -> list[bytes]:
-        """State ``payload``; return what each of ``ranks``, this one among them, has stated. All of them call this alike.
-        Nobody decides, and no other rank hears of it. Raises DeadlineError and RankFailedError."""
+        """State ``payload``; return what each of ``ranks``, this one among them, has stated. All of
+        them call this alike. Nobody decides, and no other rank hears of it. Raises DeadlineError
+        and RankFailedError."""
 
     @abstractmethod
     async def watch(self, ranks: Sequence[int], what: str) -> NoReturn:
-        """Look after ``ranks`` that ``what`` is awaited from. Raises RankFailedError when any rank of the team tells that it
-        failed, DeadlineError when one of these falls silent. Ends in no other way."""
+        """Look after ``ranks`` that ``what`` is awaited from. Raises RankFailedError when any rank
+        of the team tells that it failed, DeadlineError when one of these falls silent. Ends in no
+        other way."""
 
     @abstractmethod
     async def fail(self, error: BaseException) -> None:
-        """Tell the others that this rank gives up. Does not raise: the error at hand is the one to be seen."""
+        """Tell the others that this rank gives up. Does not raise: the error at hand is the one to
+        be seen."""
 
     @abstractmethod
     async def failure(self) -> CoordinationError | None:
@@ -85,7 +105,8 @@ class Team(ABC):
 
     @abstractmethod
     async def moves_with(self, other: asyncio.Future[None]) -> None:
-        """Wait until another call of this process has ended, well or not. What moves there is this rank's progress."""
+        """Wait until another call of this process has ended, well or not. What moves there is this
+        rank's progress."""
 
     @abstractmethod
     def session(self) -> contextlib.AbstractAsyncContextManager[None]:
@@ -98,7 +119,9 @@ class Solo(Team):
     rank = 0
     world = 1
 
-    async def round(self, name: str, payload: bytes, decide: Decide, tellers: Sequence[int] | None = None) -> bytes:
+    async def round(
+        self, name: str, payload: bytes, decide: Decide, tellers: Sequence[int] | None = None
+    ) -> bytes:
         return await decide([payload])
 
     async def tell(self, name: str, ranks: Sequence[int], payload: bytes) -> list[bytes]:
@@ -131,7 +154,8 @@ class Solo(Team):
 
 
 class StoreTeam(Team):
-    """Rounds over a store. ``prefix`` is the same on all ranks; below it, ranks find each other by their ``call``.
+    """Rounds over a store. ``prefix`` is the same on all ranks; below it, ranks find each other by
+    their ``call``.
 
     ``silence_s`` is how long nothing may move at another rank while it is waited for.
     """
@@ -157,7 +181,9 @@ class StoreTeam(Team):
         self._assembly: Assembly | None = None
         self._answer: Answer | None = None
         self._over = False  # all have heard of the failure
-        self._stated = False  # to the leader, perhaps: where this rank fails, that has to be taken back
+        self._stated = (
+            False  # to the leader, perhaps: where this rank fails, that has to be taken back
+        )
         self._written: list[str] = []  # of this rank, for the leader alone
         self._kept: list[str] = []
         self._rounds: list[str] = []
@@ -182,7 +208,9 @@ class StoreTeam(Team):
             if moved != (moved := self._member.others_moved(attendance)):
                 attendance.worked()
 
-    async def round(self, name: str, payload: bytes, decide: Decide, tellers: Sequence[int] | None = None) -> bytes:
+    async def round(
+        self, name: str, payload: bytes, decide: Decide, tellers: Sequence[int] | None = None
+    ) -> bytes:
         """See :class:`Team`."""
         if self._answer is None:
             if tellers is None:
@@ -193,13 +221,17 @@ class StoreTeam(Team):
         if self.rank != LEADER:
             if self.rank in tellers:
                 await self._state(name, payload)
-            (verdict,) = await self._gather(f"{name}/verdict", [LEADER], f"the verdict of round {name!r}")
+            (verdict,) = await self._gather(
+                f"{name}/verdict", [LEADER], f"the verdict of round {name!r}"
+            )
             return opened(verdict)
         payloads = [payload, *await self._gather(name, tellers[1:], f"round {name!r}")]
         try:
             verdict = b"+" + await decide(payloads)
         except Exception as error:
-            await self._ask(self._keys.put, f"{name}/verdict/{LEADER}", b"-" + packed(error, self.rank))
+            await self._ask(
+                self._keys.put, f"{name}/verdict/{LEADER}", b"-" + packed(error, self.rank)
+            )
             raise
         await self._ask(self._keys.put, f"{name}/verdict/{LEADER}", verdict)
         return verdict[1:]
@@ -230,7 +262,8 @@ class StoreTeam(Team):
             await asyncio.sleep(self._beat_s)
 
     async def fail(self, error: BaseException) -> None:
-        """See :class:`Team`. Where this rank has no session yet, whoever comes to this call learns it."""
+        """See :class:`Team`. Where this rank has no session yet, whoever comes to this call learns
+        it."""
         if self._over or (isinstance(error, RankFailedError) and self.rank != LEADER):
             return
         with contextlib.suppress(CoordinationError):
@@ -248,7 +281,8 @@ class StoreTeam(Team):
                     await self._ask(self._member.keys.set, gone, f"{self.rank} {number}")
 
     async def _make_it_count(self) -> None:
-        """The leader heeds only ranks that have found it. That takes a moment; where it takes longer, this goes on later."""
+        """The leader heeds only ranks that have found it. That takes a moment; where it takes
+        longer, this goes on later."""
         if not self._member.lead:
             await self._member.seek_leader(min(SEEK_S, self._silence_s / 4))
         if not self._member.lead:
@@ -266,7 +300,8 @@ class StoreTeam(Team):
             try:
                 yield
             except BaseException:
-                # The leader may be about to take what this rank has said: the last to leave removes it.
+                # The leader may be about to take what this rank has said: the last to leave removes
+                # it.
                 self._kept, self._written = self._written, []
                 raise
             finally:
@@ -312,13 +347,17 @@ class StoreTeam(Team):
         self._answer = answer
 
     async def _refuse(self, error: BaseException) -> None:
-        """The leader has failed before all have come: those who are there, and those who come late, learn it at once."""
+        """The leader has failed before all have come: those who are there, and those who come late,
+        learn it at once."""
         self._over = True
-        assembly = self._assembly or Assembly(self._member, self._call, self._attendance, self._silence_s)
+        assembly = self._assembly or Assembly(
+            self._member, self._call, self._attendance, self._silence_s
+        )
         told = error
         if not isinstance(error, CoordinationError) and error is not assembly.refused:
             told = RankFailedError(
-                f"rank {self.rank} failed: {json.loads(packed(error, 0))['message']}", rank=self.rank
+                f"rank {self.rank} failed: {json.loads(packed(error, 0))['message']}",
+                rank=self.rank,
             )
         await self._ask(assembly.post, b"-" + packed(told, self.rank))
         self._member.spawn(self._member.greet(self._silence_s))
@@ -384,22 +423,27 @@ class StoreTeam(Team):
                     return
                 await asyncio.sleep(0.01)
 
-    # What follows asks the store, and waits for its answers: it is run in a thread, as much of it at a time as can be.
+    # What follows asks the store, and waits for its answers: it is run in a thread, as much of it
+    # at a time as can be.
 
     def _look(self, name: str | None, ranks: Sequence[int]) -> _Seen:
         """What some ranks have told under ``name``, and how the others do."""
-        # Asked first: who fails has said before what it had to say, and that goes before its failure.
+        # Asked first: who fails has said before what it had to say, and that goes before its
+        # failure.
         failure = self._keys.value("failed")
         told = {} if name is None else {rank: self._keys.told(f"{name}/{rank}") for rank in ranks}
         there = {rank: value for rank, value in told.items() if value is not None}
-        return _Seen(failure, there, self._member.boards(rank for rank in ranks if rank not in there))
+        return _Seen(
+            failure, there, self._member.boards(rank for rank in ranks if rank not in there)
+        )
 
     def _fail_in_session(self, failure: bytes) -> None:
         self._keys.swap("failed", None, failure)
 
     def _leave(self) -> None:
-        """Remove this rank's keys; the last to leave removes what others may have looked at until then. Where a rank never
-        leaves, a few keys stay in the job's store, and do no harm: no other session has their prefix."""
+        """Remove this rank's keys; the last to leave removes what others may have looked at until
+        then. Where a rank never leaves, a few keys stay in the job's store, and do no harm: no
+        other session has their prefix."""
         if self.rank != LEADER and self._member.lead:
             join = f"join/{self._call.name}/{self.rank}"
             self._member.keys.delete(self._member.keys.taken_by(join))
@@ -436,7 +480,8 @@ class StoreTeam(Team):
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """At one look at the store: the failure of a rank, if there is one; what ranks have told; the boards of the others."""
+    """At one look at the store: the failure of a rank, if there is one; what ranks have told; the
+    boards of the others."""
 
     failure: bytes | None
     told: dict[int, bytes]

@@ -1,9 +1,10 @@
 """How long has nothing moved at the ranks that are waited for?
 
-A heartbeat alone says little: a rank may beat while its storage stands still, or while it is in another call. So each rank
-shows for how long it has been idle: since it last copied, hashed, read or wrote something. A rank that itself waits shows
-how long the rank it waits for has been idle, so that nobody is blamed for another's silence, and ranks that wait for each
-other in a circle grow older together.
+A heartbeat alone says little: a rank may beat while its storage stands still, or while it is in
+another call. So each rank shows for how long it has been idle: since it last copied, hashed, read
+or wrote something. A rank that itself waits shows how long the rank it waits for has been idle, so
+that nobody is blamed for another's silence, and ranks that wait for each other in a circle grow
+older together.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ SHOWN_AT_MOST = 10
 
 
 class Attendance:
-    """One rank in one call: what it shows of it on its board. ``worked`` may be called from any thread."""
+    """One rank in one call: what it shows of it on its board. ``worked`` may be called from any
+    thread."""
 
     def __init__(self, name: str, text: str, thread: str, number: int, now_s: float) -> None:
         self.name, self.text, self.thread, self.number = name, text, thread, number
@@ -28,7 +30,9 @@ class Attendance:
         """Grows with everything that moves."""
         self._seen = 0
         self._moved_s = now_s
-        self._awaits: tuple[int, str, float, float] | None = None  # rank, what, how idle it was, when
+        self._awaits: tuple[int, str, float, float] | None = (
+            None  # rank, what, how idle it was, when
+        )
 
     def worked(self) -> None:
         """Something has moved."""
@@ -53,7 +57,9 @@ class Attendance:
         if self._awaits is not None:
             rank, what, awaited_s, at_s = self._awaits
             idle_s = min(idle_s, awaited_s + now_s - at_s)
-        return Shown(self.name, self.number, self.text, self.thread, self.met, round(idle_s, 3), rank, what)
+        return Shown(
+            self.name, self.number, self.text, self.thread, self.met, round(idle_s, 3), rank, what
+        )
 
 
 class Watch:
@@ -61,10 +67,15 @@ class Watch:
 
     def __init__(self, rank: int, name: str, text: str, silence_s: float) -> None:
         self._rank, self._name, self._text, self._silence_s = rank, name, text, silence_s
-        self._last: dict[int, tuple[object, float, float]] = {}  # what was seen, how idle that was, when
+        self._last: dict[
+            int, tuple[object, float, float]
+        ] = {}  # what was seen, how idle that was, when
 
-    def look(self, boards: Mapping[int, Board | None], what: str, now_s: float) -> tuple[int, float]:
-        """The rank that has been idle for longest, and for how long. Raises DeadlineError where that is too long."""
+    def look(
+        self, boards: Mapping[int, Board | None], what: str, now_s: float
+    ) -> tuple[int, float]:
+        """The rank that has been idle for longest, and for how long. Raises DeadlineError where
+        that is too long."""
         idle = {rank: self._idle_s(rank, board, now_s) for rank, board in boards.items()}
         stuck = [rank for rank, idle_s in idle.items() if idle_s > self._silence_s]
         if stuck:
@@ -93,7 +104,10 @@ class Watch:
             waiting += f" of the {self._text}"
         if shown is None:
             elsewhere = f"; it is in the {board.open[0].text}" if board and board.open else ""
-            told = f"rank {names} showed no sign of life for {self._silence_s:g} s, {waiting}{elsewhere}"
+            told = (
+                f"rank {names} showed no sign of life for {self._silence_s:g} s, "
+                f"{waiting}{elsewhere}"
+            )
             advice = "Look at that rank's log; it died, hangs, or never called the same function."
         elif now_s - self._last[first][2] > self._silence_s / 2:
             told = f"rank {names} showed no sign of life for {self._silence_s:g} s, {waiting}"
@@ -104,6 +118,9 @@ class Watch:
             first = shown.waits_for
             advice = "Look at that rank's log; it died, or hangs."
         else:
-            told = f"rank {names} lives, but nothing has moved there for {self._silence_s:g} s, {waiting}"
+            told = (
+                f"rank {names} lives, but nothing has moved there for {self._silence_s:g} s, "
+                f"{waiting}"
+            )
             advice = "Look at that rank's log, and at its way to the storage."
         return DeadlineError(told, rank=first, advice=advice)

@@ -1,7 +1,7 @@
 """Page-aligned host memory, kept and handed out again.
 
-First use of fresh memory costs a page fault per page, an order of magnitude more than copying into it. So buffers are
-kept after use, up to a limit, and the next save finds them warm.
+First use of fresh memory costs a page fault per page, an order of magnitude more than copying into
+it. So buffers are kept after use, up to a limit, and the next save finds them warm.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ KEPT_NBYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class HostBuffer:
-    """``view`` is memory of this process, which begins at ``address``: page-aligned and anonymous, but for what
-    :meth:`over` sees. ``owner`` is what keeps it, if the view does not."""
+    """``view`` is memory of this process, which begins at ``address``: page-aligned and anonymous,
+    but for what :meth:`over` sees. ``owner`` is what keeps it, if the view does not."""
 
     view: memoryview
     address: int
@@ -35,17 +35,21 @@ class HostBuffer:
 
     @classmethod
     def allocate(cls, nbytes: int) -> HostBuffer:
-        """Raises MemoryError where the host has no such memory. Freed when the last view of it is gone."""
+        """Raises MemoryError where the host has no such memory. Freed when the last view of it is
+        gone."""
         try:
             memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
-            raise MemoryError(f"no {nbytes:,} bytes of host memory to be had: {error.strerror}") from error
+            raise MemoryError(
+                f"no {nbytes:,} bytes of host memory to be had: {error.strerror}"
+            ) from error
         memory.madvise(mmap.MADV_HUGEPAGE)
         return cls(memoryview(memory), ctypes.addressof(ctypes.c_char.from_buffer(memory)))
 
     @classmethod
     def over(cls, data: memoryview) -> HostBuffer:
-        """The memory of ``data``, at any address. Not to be written to, nor looked at without this object.
+        """The memory of ``data``, at any address. Not to be written to, nor looked at without this
+        object.
 
         By address: torch warns of views that cannot be written to, though nobody does.
         """
@@ -97,7 +101,8 @@ _pools: dict[tuple[int, _Allocate], HostPool] = {}
 
 
 def host_pool(buffer_nbytes: int, allocate: _Allocate = None) -> HostPool:
-    """The process's pool of buffers of this size, of memory that ``allocate`` makes (None: ordinary memory)."""
+    """The process's pool of buffers of this size, of memory that ``allocate`` makes (None: ordinary
+    memory)."""
     return _pools.setdefault((buffer_nbytes, allocate), HostPool(buffer_nbytes, allocate=allocate))
 
 
@@ -109,11 +114,16 @@ def release_pools() -> None:
 
 @contextmanager
 def memory_for(what: str) -> Iterator[None]:
-    """Raise UsageError where the body runs out of memory, saying for what: a manifest may promise more than a host has."""
+    """Raise UsageError where the body runs out of memory, saying for what: a manifest may promise
+    more than a host has."""
     try:
         yield
     except MemoryError as error:
-        raise UsageError(f"there is no host memory for {what}", advice="Read it piece by piece.") from error
+        raise UsageError(
+            f"there is no host memory for {what}", advice="Read it piece by piece."
+        ) from error
 
 
-in_child(_pools.clear)  # its parent's buffers stay its parent's, and are copied no more when either writes to them
+in_child(
+    _pools.clear
+)  # its parent's buffers stay its parent's, and are copied no more when either writes to them

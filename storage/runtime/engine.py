@@ -1,10 +1,11 @@
 """The engine's event loop: one daemon thread per process, started at first use.
 
-Saves and loads are coroutines. They run here, not in the caller's thread, so that an asynchronous save goes on while the
-trainer trains, and so that a caller who is inside an event loop of its own is not disturbed.
+Saves and loads are coroutines. They run here, not in the caller's thread, so that an asynchronous
+save goes on while the trainer trains, and so that a caller who is inside an event loop of its own
+is not disturbed.
 
-Nothing that waits for the engine may run on its thread: a log handler that saves, say, would wait for itself. That is a
-UsageError.
+Nothing that waits for the engine may run on its thread: a log handler that saves, say, would wait
+for itself. That is a UsageError.
 """
 
 from __future__ import annotations
@@ -59,13 +60,16 @@ def check_may_wait() -> None:
     if on_engine():
         raise UsageError(
             "a call that waits was made on the engine's own thread, and would wait for itself",
-            advice="Something that Holdfast calls (a log handler, a driver) calls Holdfast: let another thread do that.",
+            advice=(
+                "Something that Holdfast calls (a log handler, a driver) calls Holdfast: let "
+                "another thread do that."
+            ),
         )
 
 
 class EngineFuture(Future[T]):
-    """A future that the engine fulfils. Waiting for it on the engine's thread is a UsageError, and so is waiting in a forked
-    child for what the parent's engine does."""
+    """A future that the engine fulfils. Waiting for it on the engine's thread is a UsageError, and
+    so is waiting in a forked child for what the parent's engine does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,11 +77,13 @@ class EngineFuture(Future[T]):
         self._pid = os.getpid()
 
     def done(self) -> bool:
-        """See :meth:`Future.done`. Raises UsageError in a forked child, where it would be False for ever."""
+        """See :meth:`Future.done`. Raises UsageError in a forked child, where it would be False for
+        ever."""
         done = super().done()
         if not done and self._pid != os.getpid():
             raise UsageError(
-                "what is asked for is under way in the parent process, and this forked child does not learn of its end",
+                "what is asked for is under way in the parent process, and this forked child does "
+                "not learn of its end",
                 advice="Wait for it in the process that has begun it.",
             )
         return done
@@ -119,7 +125,8 @@ class _Started(EngineFuture[T]):
 
 
 def start(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-    """Run ``coroutine`` on the engine's loop; return its future at once. The interpreter does not exit before it ends.
+    """Run ``coroutine`` on the engine's loop; return its future at once. The interpreter does not
+    exit before it ends.
 
     To wait for the future on the engine's thread is a UsageError."""
     future = _Started(asyncio.run_coroutine_threadsafe(coroutine, _running_loop()))
@@ -129,9 +136,9 @@ def start(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run ``coroutine`` on the engine's loop and return its result. Ctrl-C cancels it; then this waits for what it does
-    to clean up, a minute at most, and raises KeyboardInterrupt. Raises UsageError on the engine's thread; then nothing of
-    ``coroutine`` has run."""
+    """Run ``coroutine`` on the engine's loop and return its result. Ctrl-C cancels it; then this
+    waits for what it does to clean up, a minute at most, and raises KeyboardInterrupt. Raises
+    UsageError on the engine's thread; then nothing of ``coroutine`` has run."""
     try:
         check_may_wait()
     except UsageError:
@@ -153,19 +160,23 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
         ended.wait(CLEAN_UP_S)
         raise
     finally:
-        # It holds the error, whose frames hold this one: what else they hold would wait for the garbage collector.
+        # It holds the error, whose frames hold this one: what else they hold would wait for the
+        # garbage collector.
         del future
 
 
 def close_later(close: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """For finalizers: run ``close()`` on the engine's loop, and wait for nothing. Takes no lock, and starts no engine, since
-    the garbage collector calls finalizers at any moment of any thread. What fails is logged."""
+    """For finalizers: run ``close()`` on the engine's loop, and wait for nothing. Takes no lock,
+    and starts no engine, since the garbage collector calls finalizers at any moment of any thread.
+    What fails is logged."""
     loop = _loop
     if loop is not None:
         loop.call_soon_threadsafe(_begin_to_close, loop, close)
 
 
-def _begin_to_close(loop: asyncio.AbstractEventLoop, close: Callable[[], Coroutine[Any, Any, None]]) -> None:
+def _begin_to_close(
+    loop: asyncio.AbstractEventLoop, close: Callable[[], Coroutine[Any, Any, None]]
+) -> None:
     async def closed() -> None:
         try:
             await close()
@@ -178,14 +189,17 @@ def _begin_to_close(loop: asyncio.AbstractEventLoop, close: Callable[[], Corouti
 
 
 def _finish_all() -> None:
-    """An asynchronous save still under way when the program ends is finished: its own deadlines bound it."""
+    """An asynchronous save still under way when the program ends is finished: its own deadlines
+    bound it."""
     wait(list(_unfinished), timeout=EXIT_S)
 
 
 async def offload(function: Callable[..., T], *args: Any) -> T:
-    """Run ``function`` in a worker thread of the current loop; if cancelled, wait for it all the same.
+    """Run ``function`` in a worker thread of the current loop; if cancelled, wait for it all the
+    same.
 
-    The thread goes on using the caller's buffers until it ends: to return earlier would let them be reused under it.
+    The thread goes on using the caller's buffers until it ends: to return earlier would let them be
+    reused under it.
     """
     work = asyncio.get_running_loop().run_in_executor(None, function, *args)
     try:
@@ -195,7 +209,8 @@ async def offload(function: Callable[..., T], *args: Any) -> T:
             with contextlib.suppress(asyncio.CancelledError):  # also when cancelled again
                 await asyncio.wait([work])
         if not work.cancelled():
-            work.exception()  # who cancelled it does not ask: else asyncio would complain that nobody did
+            # who cancelled it does not ask: else asyncio would complain that nobody did
+            work.exception()
         raise
 
 
@@ -204,16 +219,21 @@ def _running_loop() -> asyncio.AbstractEventLoop:
     with _lock:
         if _loop is None:
             _loop = asyncio.new_event_loop()
-            _loop.set_default_executor(ThreadPoolExecutor(CPU_THREADS, thread_name_prefix="holdfast-cpu"))
-            # Before the executors shut down, which is before atexit: concurrent.futures registers itself the same way.
+            _loop.set_default_executor(
+                ThreadPoolExecutor(CPU_THREADS, thread_name_prefix="holdfast-cpu")
+            )
+            # Before the executors shut down, which is before atexit: concurrent.futures registers
+            # itself the same way.
             threading._register_atexit(_finish_all)  # type: ignore[attr-defined]
-            threading.Thread(target=_serve, args=(_loop,), name="holdfast-engine", daemon=True).start()
+            threading.Thread(
+                target=_serve, args=(_loop,), name="holdfast-engine", daemon=True
+            ).start()
         return _loop
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    """Run the loop for ever. A task that raises SystemExit or KeyboardInterrupt ends ``run_forever``: its future has the
-    error, and everything else that runs here goes on."""
+    """Run the loop for ever. A task that raises SystemExit or KeyboardInterrupt ends
+    ``run_forever``: its future has the error, and everything else that runs here goes on."""
     while True:
         try:
             loop.run_forever()
@@ -223,8 +243,9 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _forget_parent() -> None:
-    """A forked child has no threads of its parent: it starts anew. It keeps the parent's loop, and never closes it: that
-    would take descriptors out of the parent's epoll instance, which both processes share."""
+    """A forked child has no threads of its parent: it starts anew. It keeps the parent's loop, and
+    never closes it: that would take descriptors out of the parent's epoll instance, which both
+    processes share."""
     global _loop  # noqa: PLW0603
     if _loop is not None:
         _of_parents.append(_loop)

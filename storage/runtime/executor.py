@@ -1,4 +1,5 @@
-"""The asyncio shell around the scheduler: it performs instructions and reports how they ended. Nothing else."""
+"""The asyncio shell around the scheduler: it performs instructions and reports how they ended.
+Nothing else."""
 
 from __future__ import annotations
 
@@ -20,9 +21,10 @@ async def execute(
 ) -> None:
     """Run one job per entry of ``nbytes`` through the scheduler's stages.
 
-    ``perform(job, stage_name)`` does one stage; ``release(job)`` is called exactly once for every job that was started,
-    after its last stage has ended. After a failure nothing new starts, what runs is waited for (its buffers are in use),
-    and the first error is raised. Cancelled: what runs is cancelled, and waited for likewise.
+    ``perform(job, stage_name)`` does one stage; ``release(job)`` is called exactly once for every
+    job that was started, after its last stage has ended. After a failure nothing new starts, what
+    runs is waited for (its buffers are in use), and the first error is raised. Cancelled: what runs
+    is cancelled, and waited for likewise.
     """
     run = _Run(scheduler, perform, release)
     run.begin(scheduler.submit(nbytes))
@@ -37,17 +39,22 @@ async def execute(
 
 
 class _Run:
-    """One call of :func:`execute`. A task that has ended a stage goes on with what may start then: a task for each stage
-    would cost more than the stage, where chunks are small."""
+    """One call of :func:`execute`. A task that has ended a stage goes on with what may start then:
+    a task for each stage would cost more than the stage, where chunks are small."""
 
     def __init__(
-        self, scheduler: Scheduler, perform: Callable[[int, str], Awaitable[None]], release: Callable[[int], None]
+        self,
+        scheduler: Scheduler,
+        perform: Callable[[int, str], Awaitable[None]],
+        release: Callable[[int], None],
     ) -> None:
         self._scheduler, self._perform, self._release = scheduler, perform, release
         self.tasks: set[asyncio.Task[None]] = set()
         self.error: BaseException | None = None
         self.ended = asyncio.get_running_loop().create_future()
-        self._given: dict[asyncio.Task[None], Start] = {}  # what tasks were made for that have not begun
+        self._given: dict[
+            asyncio.Task[None], Start
+        ] = {}  # what tasks were made for that have not begun
 
     def begin(self, instructions: Iterable[Instruction]) -> None:
         """Obey, each start with a task of its own."""
@@ -72,8 +79,9 @@ class _Run:
             start = self._after(start.job)
 
     def _after(self, job: int) -> Start | None:
-        """Obey what follows the end of a stage of ``job``, but for the first start, which is returned; not where another
-        has not begun yet that was started before: stages may have to begin in order."""
+        """Obey what follows the end of a stage of ``job``, but for the first start, which is
+        returned; not where another has not begun yet that was started before: stages may have to
+        begin in order."""
         # Cancelled, a stage may end well all the same; what comes after it is not begun any more.
         todo = self._scheduler.done(job) if self.error is None else self._scheduler.fail(job)
         first = None if self._given else next((t for t in todo if isinstance(t, Start)), None)
@@ -91,7 +99,8 @@ class _Run:
 
 
 async def at_most(limit: int, coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run all of them, at most ``limit`` at a time; when all have ended, raise the first error if there was one."""
+    """Run all of them, at most ``limit`` at a time; when all have ended, raise the first error if
+    there was one."""
     gate = asyncio.Semaphore(limit)
 
     async def gated(coroutine: Coroutine[Any, Any, None]) -> None:

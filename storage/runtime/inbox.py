@@ -1,4 +1,5 @@
-"""Where what is read lies until it is done with: in buffers of a pool, or in memory that the driver hands over."""
+"""Where what is read lies until it is done with: in buffers of a pool, or in memory that the driver
+hands over."""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ __all__ = ["Inbox"]
 
 
 class Inbox:
-    """The bytes of each job, by its number. Memory that the driver hands over is taken as it is: nothing is copied; one that
-    hands over none reads into the process's buffers of ``chunk_nbytes``."""
+    """The bytes of each job, by its number. Memory that the driver hands over is taken as it is:
+    nothing is copied; one that hands over none reads into the process's buffers of
+    ``chunk_nbytes``."""
 
     def __init__(self, driver: Driver, chunk_nbytes: int) -> None:
         self._driver = driver
@@ -21,7 +23,8 @@ class Inbox:
         """What a job takes of the budget."""
 
     async def receive(self, job: int, key: str, start: int, nbytes: int) -> None:
-        """Read for ``job``, at most a chunk. Raises what the driver raises. However it ends, the job is released later."""
+        """Read for ``job``, at most a chunk. Raises what the driver raises. However it ends, the
+        job is released later."""
         if self._pool is None:
             self._buffers[job] = HostBuffer.over(await self._driver.fetch(key, start, nbytes))
         else:

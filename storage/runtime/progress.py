@@ -1,7 +1,7 @@
 """Calls a user's progress callback: on a thread of its own, never on the engine's.
 
-A callback may take long, and may call Holdfast. On the engine's thread the first would hold up every save and load of
-the process, and the second would wait for itself.
+A callback may take long, and may call Holdfast. On the engine's thread the first would hold up
+every save and load of the process, and the second would wait for itself.
 
 Scope: one callback of one operation. What is shown of it is up to the caller.
 """
@@ -28,18 +28,20 @@ EVERY_S = 0.1
 
 
 class ProgressReporter:
-    """Hands progress on to ``callback``; a context manager around the operation, synchronous or asynchronous.
+    """Hands progress on to ``callback``; a context manager around the operation, synchronous or
+    asynchronous.
 
-    :meth:`report` may be called from any thread, and does not wait for the callback. Calls of the callback never overlap,
-    and arrive in the order of the reports. Reports that come while it runs, or within ``EVERY_S`` of its last call, are
-    replaced by the newest one.
+    :meth:`report` may be called from any thread, and does not wait for the callback. Calls of the
+    callback never overlap, and arrive in the order of the reports. Reports that come while it runs,
+    or within ``EVERY_S`` of its last call, are replaced by the newest one.
 
-    At the end of a successful operation the last report is always delivered. The end of the block waits for a call that
-    is under way: afterwards the callback is not called any more. What the callback raises ends the operation: the next
-    :meth:`report` raises it, or else the end of the block.
+    At the end of a successful operation the last report is always delivered. The end of the block
+    waits for a call that is under way: afterwards the callback is not called any more. What the
+    callback raises ends the operation: the next :meth:`report` raises it, or else the end of the
+    block.
 
-    The callback sees the context variables of the thread that made the reporter. Without a callback nothing is done, and
-    there is no thread.
+    The callback sees the context variables of the thread that made the reporter. Without a callback
+    nothing is done, and there is no thread.
     """
 
     def __init__(self, callback: ProgressCallback | None) -> None:
@@ -52,8 +54,8 @@ class ProgressReporter:
         self._ended: Future[None] | None = None
 
     def report(self, done_nbytes: int, total_nbytes: int) -> None:
-        """Note how far the operation is. Raises what the callback has raised; UsageError in place of what is no
-        Exception, as SystemExit, which would end the engine."""
+        """Note how far the operation is. Raises what the callback has raised; UsageError in place
+        of what is no Exception, as SystemExit, which would end the engine."""
         if self._callback is None:
             return
         with self._changed:
@@ -70,7 +72,10 @@ class ProgressReporter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         ended = self._close(deliver=error is None)
         if ended is not None:
@@ -81,7 +86,10 @@ class ProgressReporter:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         ended = self._close(deliver=error is None)
         if ended is not None:
@@ -107,7 +115,9 @@ class ProgressReporter:
         if isinstance(self._error, Exception):
             raise self._error
         if self._error is not None:
-            raise UsageError(f"the progress callback raised {type(self._error).__name__}") from self._error
+            raise UsageError(
+                f"the progress callback raised {type(self._error).__name__}"
+            ) from self._error
 
     def _run(self) -> None:
         assert self._ended is not None

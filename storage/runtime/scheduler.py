@@ -1,21 +1,23 @@
 """Which step of which job runs next, within budgets: a pure state machine.
 
-A *job* is one chunk on its way through an ordered list of *stages* (capture, hash, write; or read, scatter). A stage
-runs in a *lane* (``cpu``, ``io``) of limited width. A job holds its bytes of host memory from the start of its first
-stage to the end of its last.
+A *job* is one chunk on its way through an ordered list of *stages* (capture, hash, write; or read,
+scatter). A stage runs in a *lane* (``cpu``, ``io``) of limited width. A job holds its bytes of host
+memory from the start of its first stage to the end of its last.
 
-Events come in as method calls, instructions go out as return values. No I/O, no threads, no clock, no asyncio: every
-order of completion can be played in a test. ``executor.py`` is the shell that performs what is said here.
+Events come in as method calls, instructions go out as return values. No I/O, no threads, no clock,
+no asyncio: every order of completion can be played in a test. ``executor.py`` is the shell that
+performs what is said here.
 
 Rules, in this order:
 
 1. Nothing starts after a failure; the machine is finished when what was running has ended.
-2. A lane never runs more than its width; memory in use never exceeds the budget, except that one job larger than the
-   whole budget runs when nothing else holds memory (so nothing deadlocks).
-3. Jobs are admitted in the order of submission. A job that does not fit holds back those behind it (none starves).
-   So is a stage that is ``in_order`` begun: a job that is early waits, without a place in the lane, for those before it.
-4. Between stages waiting for one lane, ``drain=True`` prefers the later stage (memory is freed soonest), ``drain=False``
-   the earlier one (the trainer is freed soonest).
+2. A lane never runs more than its width; memory in use never exceeds the budget, except that one
+   job larger than the whole budget runs when nothing else holds memory (so nothing deadlocks).
+3. Jobs are admitted in the order of submission. A job that does not fit holds back those behind it
+   (none starves). So is a stage that is ``in_order`` begun: a job that is early waits, without a
+   place in the lane, for those before it.
+4. Between stages waiting for one lane, ``drain=True`` prefers the later stage (memory is freed
+   soonest), ``drain=False`` the earlier one (the trainer is freed soonest).
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ __all__ = ["Budget", "Instruction", "Release", "Scheduler", "Stage", "Start"]
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a pipeline may use: ``memory_nbytes`` of host memory, and per lane so many stages at a time."""
+    """What a pipeline may use: ``memory_nbytes`` of host memory, and per lane so many stages at a
+    time."""
 
     memory_nbytes: int
     lanes: Mapping[str, int]
@@ -42,8 +45,8 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One step of every job; ``lane`` names the resource that it occupies. ``in_order``: jobs begin it in the order of
-    submission, though they may overlap in it."""
+    """One step of every job; ``lane`` names the resource that it occupies. ``in_order``: jobs begin
+    it in the order of submission, though they may overlap in it."""
 
     name: str
     lane: str

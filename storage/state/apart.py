@@ -1,8 +1,9 @@
 """Plain tensors that differ between ranks: which of them nobody would expect to.
 
-Each rank's own is stored, under one name, and a job of another size gets some ranks' and not others'. That is right for a
-random state, and for what is meant to belong to a rank. It is a surprise for replicas that have diverged, and for local
-shards of a layout that only the trainer knows: the same tensor may be equal at one save and differ at the next.
+Each rank's own is stored, under one name, and a job of another size gets some ranks' and not
+others'. That is right for a random state, and for what is meant to belong to a rank. It is a
+surprise for replicas that have diverged, and for local shards of a layout that only the trainer
+knows: the same tensor may be equal at one save and differ at the next.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ __all__ = ["surprising", "warn_of"]
 _log = logging.getLogger(__name__)
 
 _OF_A_RANK = ("running_mean", "running_var", "num_batches_tracked")
-"""What batch normalisation counts on each rank for itself, where a state dict does not tell that these are buffers."""
+"""What batch normalisation counts on each rank for itself, where a state dict does not tell that
+these are buffers."""
 _SHOWN = 10
 _WARNED_MAX = 1 << 20
 _warned: set[str] = set()
@@ -30,8 +32,9 @@ _lock = new_lock()
 
 
 def surprising(flat: FlatState, rows: Iterable[int]) -> list[int]:
-    """Those of ``rows``, of plain tensors, that are not expected to differ between ranks: parameters, the state of
-    optimizers, and tensors that stand in the state by themselves. Not buffers, nor the state of other objects."""
+    """Those of ``rows``, of plain tensors, that are not expected to differ between ranks:
+    parameters, the state of optimizers, and tensors that stand in the state by themselves. Not
+    buffers, nor the state of other objects."""
     own = _of_a_rank(flat)
     prefixes = flat.tree.prefixes()
     expected = {(s.parent, s.key) for s in flat.subtrees if _is_of_a_rank(s.owner)}
@@ -51,8 +54,8 @@ def surprising(flat: FlatState, rows: Iterable[int]) -> list[int]:
 
 
 def warn_of(flat: FlatState, ranks: Mapping[int, int], rank: int) -> None:
-    """Log a warning that names the surprising ones among the rows in ``ranks``, which says how many ranks hold each. A
-    process names each tensor once."""
+    """Log a warning that names the surprising ones among the rows in ``ranks``, which says how many
+    ranks hold each. A process names each tensor once."""
     rows = surprising(flat, ranks)
     with _lock:
         new = [row for row in rows if flat.names[row] not in _warned]
@@ -62,14 +65,20 @@ def warn_of(flat: FlatState, ranks: Mapping[int, int], rank: int) -> None:
     if not new:
         return
     shown = [
-        f"{flat.path(row)} ({dtype_name(flat.dtypes[row])} {list(flat.shapes[row])} on rank {rank}, held by {ranks[row]})"
+        (
+            f"{flat.path(row)} ({dtype_name(flat.dtypes[row])} {list(flat.shapes[row])} on rank "
+            f"{rank}, held by {ranks[row]})"
+        )
         for row in new[:_SHOWN]
     ]
     more = f", and {len(new) - _SHOWN} more" if len(new) > _SHOWN else ""
     _log.warning(
-        "%d plain tensors differ between the ranks that hold them, in values, shape or dtype; each rank's own is stored, "
-        "and only a job of as many ranks gets all of them back: %s%s. A shard of something larger should be a DTensor, what "
-        "belongs to the rank a holdfast.PerRank; replicas have diverged, and want to be broadcast from one rank.",
+        "%d plain tensors differ between the ranks that hold them, in values, shape or dtype; "
+        "each rank's own is stored, "
+        "and only a job of as many ranks gets all of them back: %s%s. A shard of something larger "
+        "should be a DTensor, what "
+        "belongs to the rank a holdfast.PerRank; replicas have diverged, and want to be broadcast "
+        "from one rank.",
         len(new),
         ", ".join(shown),
         more,
@@ -81,8 +90,11 @@ def _is_of_a_rank(owner: object) -> bool:
 
 
 def _of_a_rank(flat: FlatState) -> list[bool]:
-    """Per container, whether it belongs to an object whose state may differ between ranks: a data loader, for example."""
-    opened: dict[tuple[int, Key], bool] = {(s.parent, s.key): _is_of_a_rank(s.owner) for s in flat.subtrees}
+    """Per container, whether it belongs to an object whose state may differ between ranks: a data
+    loader, for example."""
+    opened: dict[tuple[int, Key], bool] = {
+        (s.parent, s.key): _is_of_a_rank(s.owner) for s in flat.subtrees
+    }
     found: list[bool] = []
     for number, container in enumerate(flat.tree.containers):
         inherited = number > 0 and found[container.parent]
@@ -91,9 +103,12 @@ def _of_a_rank(flat: FlatState) -> list[bool]:
 
 
 def _parameters(flat: FlatState) -> dict[int, set[str]]:
-    """Per container that is the state of a module, the names of its parameters. All else in it are buffers."""
+    """Per container that is the state of a module, the names of its parameters. All else in it are
+    buffers."""
     walked = {id(known.module): known for known in flat.modules}
-    owners = {(s.parent, s.key): s.owner for s in flat.subtrees if isinstance(s.owner, torch.nn.Module)}
+    owners = {
+        (s.parent, s.key): s.owner for s in flat.subtrees if isinstance(s.owner, torch.nn.Module)
+    }
     found: dict[int, set[str]] = {}
     for number, container in enumerate(flat.tree.containers):
         known = walked.get(id(owners.get((container.parent, container.key))))

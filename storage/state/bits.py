@@ -1,4 +1,5 @@
-"""Tensors as bits: copies that keep every bit, whatever the dtype means (NaN payloads, float8, bool above one)."""
+"""Tensors as bits: copies that keep every bit, whatever the dtype means (NaN payloads, float8, bool
+above one)."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements, of a dtype that every kernel can copy. Lazy conjugation and negation are resolved first."""
+    """The same elements, of a dtype that every kernel can copy. Lazy conjugation and negation are
+    resolved first."""
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor.view(_BITS[tensor.dtype.itemsize])
@@ -31,17 +33,20 @@ def typed_storage(memory: memoryview, itemsize: int) -> torch.Tensor:
 
 
 def address_of(tensor: torch.Tensor) -> int | None:
-    """Where the elements lie in row-major order in this process's memory, bit for bit; None if they do not."""
+    """Where the elements lie in row-major order in this process's memory, bit for bit; None if they
+    do not."""
     if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         return tensor.data_ptr()
     return None
 
 
 def copy_memory(to: int, source: int, nbytes: int) -> None:
-    """memcpy between addresses of this process, without the GIL. The caller vouches for both ranges."""
+    """memcpy between addresses of this process, without the GIL. The caller vouches for both
+    ranges."""
     ctypes.memmove(to, source, nbytes)
 
 
 def writable(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    """Inference tensors can be written to in inference mode alone: their owner may be in it, this thread is not."""
+    """Inference tensors can be written to in inference mode alone: their owner may be in it, this
+    thread is not."""
     return torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext()

@@ -1,11 +1,12 @@
 """Sums over a tensor's bits, block by block: was a copy made of the tensor as it was before?
 
-For tensors on an accelerator nobody tracks writes, but reading them is cheap. A tensor is seen as rows of 4 KiB, and blocks
-of 512 rows. Per row there is the sum of its words, and per block the sum of each column. Both are needed: a sum alone does
-not tell in which order the words are. They find any accident, and no forger.
+For tensors on an accelerator nobody tracks writes, but reading them is cheap. A tensor is seen as
+rows of 4 KiB, and blocks of 512 rows. Per row there is the sum of its words, and per block the sum
+of each column. Both are needed: a sum alone does not tell in which order the words are. They find
+any accident, and no forger.
 
-What is compared are the bytes that were copied, not the tensor afterwards: a tensor that was changed and changed back is
-not what the copy may have caught.
+What is compared are the bytes that were copied, not the tensor afterwards: a tensor that was
+changed and changed back is not what the copy may have caught.
 """
 
 from __future__ import annotations
@@ -39,19 +40,26 @@ class BlockSums:
 
     @classmethod
     def of(cls, data: torch.Tensor) -> BlockSums:
-        """Of a contiguous uint8 tensor, on its device, by its current stream. Allocates about 0.4 % of it."""
+        """Of a contiguous uint8 tensor, on its device, by its current stream. Allocates about 0.4 %
+        of it."""
         word_nbytes = next(n for n in _WORDS if data.storage_offset() % n == 0)
         return cls(
-            len(data), word_nbytes, *_sums(data, word_nbytes), data[len(data) // ROW_NBYTES * ROW_NBYTES :].clone()
+            len(data),
+            word_nbytes,
+            *_sums(data, word_nbytes),
+            data[len(data) // ROW_NBYTES * ROW_NBYTES :].clone(),
         )
 
     def span(self, start: int, stop: int) -> tuple[int, int]:
         """The whole blocks that hold bytes [start, stop); the last one ends with the tensor."""
-        return start // BLOCK_NBYTES * BLOCK_NBYTES, min(self.nbytes, -(-stop // BLOCK_NBYTES) * BLOCK_NBYTES)
+        return start // BLOCK_NBYTES * BLOCK_NBYTES, min(
+            self.nbytes, -(-stop // BLOCK_NBYTES) * BLOCK_NBYTES
+        )
 
     def same(self, start: int, copied: torch.Tensor) -> torch.Tensor:
-        """Whether ``copied`` is what the tensor held from byte ``start`` on: a scalar on the device. ``copied`` are whole
-        blocks, see :meth:`span`, and begin at a multiple of eight bytes."""
+        """Whether ``copied`` is what the tensor held from byte ``start`` on: a scalar on the
+        device. ``copied`` are whole blocks, see :meth:`span`, and begin at a multiple of eight
+        bytes."""
         rows, columns = _sums(copied, self.word_nbytes)
         first = start // ROW_NBYTES
         block = start // BLOCK_NBYTES
@@ -84,5 +92,6 @@ def _sums(data: torch.Tensor, word_nbytes: int) -> tuple[torch.Tensor, torch.Ten
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor without lazy bits, as uint8."""
-    # Strided anew: a dimension of one element may have any stride, and other dtypes are only seen through a stride of 1.
+    # Strided anew: a dimension of one element may have any stride, and other dtypes are only seen
+    # through a stride of 1.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

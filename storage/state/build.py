@@ -22,8 +22,9 @@ __all__ = ["Built", "build"]
 
 @dataclass
 class Items:
-    """What is in one container, each kind in the order of the state; containers in the opposite one. ``own``, ``others``: is
-    anything in it, however deep, that this rank has saved, or may have; or that only other ranks have?"""
+    """What is in one container, each kind in the order of the state; containers in the opposite
+    one. ``own``, ``others``: is anything in it, however deep, that this rank has saved, or may
+    have; or that only other ranks have?"""
 
     tensors: list[tuple[Key, Any]] = field(default_factory=list)
     values: list[tuple[Key, Any]] = field(default_factory=list)
@@ -34,7 +35,8 @@ class Items:
     """Of containers in which only other ranks have anything: theirs, or this rank's, empty."""
 
     def assembled(self, kind: str, runs: Sequence[tuple[str, int]]) -> Any:
-        """The container. ``runs`` say how kinds take turns; what they do not tell (other ranks' items) comes last."""
+        """The container. ``runs`` say how kinds take turns; what they do not tell (other ranks'
+        items) comes last."""
         if kind != "dict":
             held = dict(chain(self.tensors, self.values, self.containers))
             keys = sorted(held)  # type: ignore[type-var]
@@ -48,7 +50,8 @@ class Items:
 
 
 class Built:
-    """A built state, whose tensors are yet to be filled. ``tensors`` and ``values`` are the rows that it uses."""
+    """A built state, whose tensors are yet to be filled. ``tensors`` and ``values`` are the rows
+    that it uses."""
 
     def __init__(self, manifest: Manifest, rank: int, wanted: Wanted, make: Make | None) -> None:
         self._m = manifest
@@ -64,7 +67,8 @@ class Built:
         self._dtypes: dict[int, torch.dtype] = {}
 
     def run(self, path: TypedPath) -> Any:
-        """The state at ``path``: a container with all in it, a tensor or a value. Raises KeyError where nothing is."""
+        """The state at ``path``: a container with all in it, a tensor or a value. Raises KeyError
+        where nothing is."""
         m, depth = self._m, len(path)
         inside = [p[:depth] == path for p in self._paths]
         items: dict[int, Items] = {c: Items() for c, isin in enumerate(inside) if isin}
@@ -82,14 +86,17 @@ class Built:
         return leaves[0]
 
     def _add_value(self, value: Value, into: Items) -> None:
-        """What only others have is left out of lists: they had longer ones. A dict is that of all ranks together."""
+        """What only others have is left out of lists: they had longer ones. A dict is that of all
+        ranks together."""
         own = self._rank >= self._m.world or any(self._rank in ranks for ranks, _ in value.by_rank)
         into.own |= own
         into.others |= not own
         if own or self._m.tree.containers[value.container].kind == "dict":
             into.values.append((value.key, value.of(self._rank)))
 
-    def _add_tensors(self, path: TypedPath, inside: list[bool], items: dict[int, Items], leaves: list[Any]) -> None:
+    def _add_tensors(
+        self, path: TypedPath, inside: list[bool], items: dict[int, Items], leaves: list[Any]
+    ) -> None:
         t, tree = self._m.tensors, self._m.tree
         prefixes = [len(p) for p in tree.prefixes()]
         near = [isin or self._paths[c] == path[:-1] for c, isin in enumerate(inside)]
@@ -107,7 +114,9 @@ class Built:
             if source != row:
                 continue  # another rank's own
             made = (
-                self._tensor(row) if self._make is None else self._made_to_fit(row, c, (*self._keys(c, len(path)), key))
+                self._tensor(row)
+                if self._make is None
+                else self._made_to_fit(row, c, (*self._keys(c, len(path)), key))
             )
             if made is None:
                 continue
@@ -122,7 +131,8 @@ class Built:
         return tuple(key for _, key in self._paths[container][depth:])
 
     def _made_to_fit(self, row: int, container: int, keys: tuple[Key, ...]) -> torch.Tensor | None:
-        """What the object whose state is built makes for a stored tensor; None if it has no place for it."""
+        """What the object whose state is built makes for a stored tensor; None if it has no place
+        for it."""
         assert self._make is not None
         root = self._roots[row]
         placements = self._m.tree.placements.get(container, {}).get(str(keys[-1]))
@@ -146,7 +156,9 @@ class Built:
         made = self._made.get(root)
         if made is None:
             made = self._made[root] = empty(
-                self._shapes[root][: self._ndim[root]], self._dtype(root), self._m.tensors.names[root]
+                self._shapes[root][: self._ndim[root]],
+                self._dtype(root),
+                self._m.tensors.names[root],
             )
             self._wanted.add_whole(root, made)
         return made
@@ -173,10 +185,11 @@ class Built:
 def build(
     manifest: Manifest, rank: int, wanted: Wanted, path: TypedPath = (), make: Make | None = None
 ) -> tuple[Any, set[int]]:
-    """The state at ``path`` as ``rank`` saved it, its tensors empty and added to ``wanted``; and the rows it has.
+    """The state at ``path`` as ``rank`` saved it, its tensors empty and added to ``wanted``; and
+    the rows it has.
 
-    ``make`` says what tensors to fill, and leaves out those that it gives None for; without it, new ones on the CPU.
-    Raises KeyError where nothing is stored at ``path``.
+    ``make`` says what tensors to fill, and leaves out those that it gives None for; without it, new
+    ones on the CPU. Raises KeyError where nothing is stored at ``path``.
     """
     built = Built(manifest, rank, wanted, make)
     return built.run(path), built.tensors
@@ -186,4 +199,6 @@ def _array(name: str, tensor: torch.Tensor) -> Any:
     try:
         return tensor.numpy()
     except TypeError as error:
-        raise DamagedError(f"{name!r} is stored as an array of {tensor.dtype}, which numpy does not have") from error
+        raise DamagedError(
+            f"{name!r} is stored as an array of {tensor.dtype}, which numpy does not have"
+        ) from error

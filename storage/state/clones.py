@@ -1,8 +1,9 @@
 """Copies of tensors that are made at the call, of those for which nothing better is known.
 
-In host memory these are tensors that are not contiguous. Other threads may write to them, or free them, even now. So the
-memory is read with care, and :meth:`HostClone.is_still` reads it again when all else is copied: if it has not changed,
-there was a moment at which all was as it is in the copies.
+In host memory these are tensors that are not contiguous. Other threads may write to them, or free
+them, even now. So the memory is read with care, and :meth:`HostClone.is_still` reads it again when
+all else is copied: if it has not changed, there was a moment at which all was as it is in the
+copies.
 """
 
 from __future__ import annotations

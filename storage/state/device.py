@@ -1,7 +1,9 @@
-"""Tensors on an accelerator: read on a stream of our own, into pinned memory, without a word to the trainer's streams.
+"""Tensors on an accelerator: read on a stream of our own, into pinned memory, without a word to the
+trainer's streams.
 
-What the trainer has queued when a save begins is waited for, by events on its streams; what it queues later is not. Copies
-go through one stream per device. A thread that copies waits for that stream alone, asleep, without the GIL.
+What the trainer has queued when a save begins is waited for, by events on its streams; what it
+queues later is not. Copies go through one stream per device. A thread that copies waits for that
+stream alone, asleep, without the GIL.
 """
 
 from __future__ import annotations
@@ -36,9 +38,13 @@ class Queued:
 
     @classmethod
     def now(cls, devices: Iterable[torch.device]) -> Queued:
-        """By the caller's current streams. Where CUDA is in use, its present device counts as well: tensors in host
-        memory may be the target of a copy that has not ended."""
-        present = [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+        """By the caller's current streams. Where CUDA is in use, its present device counts as well:
+        tensors in host memory may be the target of a copy that has not ended."""
+        present = (
+            [torch.device("cuda", torch.cuda.current_device())]
+            if torch.cuda.is_initialized()
+            else []
+        )  # type: ignore[no-untyped-call]
         events = []
         for device in dict.fromkeys([*devices, *present]):
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -54,7 +60,8 @@ class Queued:
 
 @contextlib.contextmanager
 def beside(devices: Iterable[torch.device]) -> Iterator[None]:
-    """What this thread asks of ``devices`` within the block goes beside their other streams, and has ended at its end.
+    """What this thread asks of ``devices`` within the block goes beside their other streams, and
+    has ended at its end.
 
     Tensors that are read must stay alive until then, and be written: see :class:`Queued`.
     """
@@ -82,10 +89,14 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def allocate_pinned(nbytes: int) -> HostBuffer:
-    """Memory that devices copy into at full speed, page-aligned; ordinary memory where the system has no more to pin."""
+    """Memory that devices copy into at full speed, page-aligned; ordinary memory where the system
+    has no more to pin."""
     try:
         pinned = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     except RuntimeError as error:
-        _log.warning("no memory could be pinned, so copies from the device are slower: %s", str(error).splitlines()[0])
+        _log.warning(
+            "no memory could be pinned, so copies from the device are slower: %s",
+            str(error).splitlines()[0],
+        )
         return HostBuffer.allocate(nbytes)
     return HostBuffer(pinned.numpy().data, pinned.data_ptr())  # the view keeps the tensor alive

@@ -1,10 +1,11 @@
 """Tensors on an accelerator as they were at one moment, known by sums over their bits.
 
-At that moment the sums are computed on the trainer's stream, where they come after all that was queued before, and ahead of
-all that follows. Later, bytes are copied on the device first, on a stream of our own. What was copied is summed again, and
-then goes to host memory.
+At that moment the sums are computed on the trainer's stream, where they come after all that was
+queued before, and ahead of all that follows. Later, bytes are copied on the device first, on a
+stream of our own. What was copied is summed again, and then goes to host memory.
 
-Nothing here is of CUDA alone: ``lazy="prove"`` does the same with tensors in host memory, which are read with care.
+Nothing here is of CUDA alone: ``lazy="prove"`` does the same with tensors in host memory, which are
+read with care.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class DeviceSnapshot:
             for row, tensor in tensors.items():
                 data = as_bytes(tensor)
                 storage = data.untyped_storage()
-                self._held[row] = _Held(data, storage.data_ptr(), storage.nbytes(), BlockSums.of(data))
+                self._held[row] = _Held(
+                    data, storage.data_ptr(), storage.nbytes(), BlockSums.of(data)
+                )
 
     def __contains__(self, row: int) -> bool:
         return row in self._held
@@ -55,7 +58,8 @@ class DeviceSnapshot:
     def staged(
         self, row: int, start: int, stop: int, read: Callable[[int, int, int], None] | None = None
     ) -> tuple[torch.Tensor, Doubt]:
-        """A copy of bytes [start, stop) of ``row`` on its device, and whether they are what they were.
+        """A copy of bytes [start, stop) of ``row`` on its device, and whether they are what they
+        were.
 
         ``read(start, stop, to)`` copies bytes of the row to an address, for tensors in host memory.
         """
@@ -67,7 +71,9 @@ class DeviceSnapshot:
         elif self._is_there(held):
             copied.copy_(held.data[first:last], non_blocking=True)
         else:
-            return copied[start - first : stop - first], Doubt(row, torch.zeros((), dtype=torch.bool, device="cpu"))
+            return copied[start - first : stop - first], Doubt(
+                row, torch.zeros((), dtype=torch.bool, device="cpu")
+            )
         return copied[start - first : stop - first], Doubt(row, held.sums.same(first, copied))
 
     def sums(self, row: int) -> BlockSums:

@@ -19,7 +19,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: str, itemsize: int) -> torch.dtype:
-    """The dtype of that name. Raises UnsupportedFormatError where this torch has none, or one of another size."""
+    """The dtype of that name. Raises UnsupportedFormatError where this torch has none, or one of
+    another size."""
     dtype = vars(torch).get(name)  # getattr would import modules for some names
     if not isinstance(dtype, torch.dtype) or dtype.itemsize != itemsize:
         raise UnsupportedFormatError(
@@ -30,9 +31,12 @@ def dtype_of(name: str, itemsize: int) -> torch.dtype:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, name: str) -> torch.Tensor:
-    """Host memory for a stored tensor, of any content. Raises UsageError where the host has not that much."""
+    """Host memory for a stored tensor, of any content. Raises UsageError where the host has not
+    that much."""
     try:
-        return torch.empty(tuple(shape), dtype=dtype, device="cpu")  # whatever the caller's default device is
+        return torch.empty(
+            tuple(shape), dtype=dtype, device="cpu"
+        )  # whatever the caller's default device is
     except RuntimeError as error:  # torch's word for it
         raise UsageError(
             f"no memory for tensor {name!r} of shape {list(shape)} and dtype {dtype_name(dtype)}",
@@ -53,7 +57,10 @@ def refusal(tensor: torch.Tensor) -> str | None:
     if tensor.is_nested:
         return "a nested tensor"
     if type(tensor) not in _PLAIN and _is_wrapper(tensor):
-        return f"a {type(tensor).__module__}.{type(tensor).__qualname__}, whose bytes are in other tensors"
+        return (
+            f"a {type(tensor).__module__}.{type(tensor).__qualname__}, whose bytes are in "
+            f"other tensors"
+        )
     return None
 
 
@@ -69,7 +76,10 @@ def _is_wrapper(tensor: torch.Tensor) -> bool:
 def numpy_to_torch(array: np.ndarray, path: str) -> torch.Tensor:
     """A tensor over the array's memory. Raises StateError for arrays of objects, strings and dates."""
     if isinstance(array, np.ma.MaskedArray):
-        raise StateError(f"{path} is a masked array, whose mask would be lost", advice="Save its data and its mask.")
+        raise StateError(
+            f"{path} is a masked array, whose mask would be lost",
+            advice="Save its data and its mask.",
+        )
     if array.dtype.kind not in "biufc" or not array.dtype.isnative:
         raise StateError(f"{path} is an array of dtype {array.dtype}, which cannot be saved")
     if not array.flags.writeable or any(stride < 0 for stride in array.strides):
@@ -77,4 +87,6 @@ def numpy_to_torch(array: np.ndarray, path: str) -> torch.Tensor:
     try:
         return torch.from_numpy(array)
     except TypeError as error:
-        raise StateError(f"{path} is an array of dtype {array.dtype}, which torch does not have") from error
+        raise StateError(
+            f"{path} is an array of dtype {array.dtype}, which torch does not have"
+        ) from error

@@ -1,7 +1,8 @@
 """Are tensors of one name the same on all ranks? Their digests tell.
 
-A plain tensor says nothing of who else holds it. Taking equal names for equal contents would save a mixture of ranks where
-they differ (a random state, a running mean). So every byte is digested; at memory speed that costs a few percent of a save.
+A plain tensor says nothing of who else holds it. Taking equal names for equal contents would save a
+mixture of ranks where they differ (a random state, a running mean). So every byte is digested; at
+memory speed that costs a few percent of a save.
 """
 
 from __future__ import annotations
@@ -28,19 +29,24 @@ _PIECE_NBYTES = 1 << 20
 def unsure_rows(flat: FlatState, world: int) -> list[int]:
     """Rows of tensors whose replicas a rank does not know by itself.
 
-    Those of plain tensors, and of DTensors on a mesh of fewer ranks than the job has: another mesh may hold the same
-    (layers that tensor parallelism left alone do), or not (pipeline stages).
+    Those of plain tensors, and of DTensors on a mesh of fewer ranks than the job has: another mesh
+    may hold the same (layers that tensor parallelism left alone do), or not (pipeline stages).
     """
-    return [row for row, part in enumerate(flat.parts) if part is None or (part.pieces and part.mesh_size < world)]
+    return [
+        row
+        for row, part in enumerate(flat.parts)
+        if part is None or (part.pieces and part.mesh_size < world)
+    ]
 
 
 def fingerprints(flat: FlatState, rows: Sequence[int]) -> dict[int, bytes]:
-    """Per row a 16-byte digest of the shape, dtype and bytes of what this rank holds; of a tensor that is tied, of the
-    name of the other too."""
+    """Per row a 16-byte digest of the shape, dtype and bytes of what this rank holds; of a tensor
+    that is tied, of the name of the other too."""
     roots = {row: flat.alias[row] if flat.alias[row] >= 0 else row for row in rows}
     digests = {root: fingerprint(flat, root) for root in dict.fromkeys(roots.values())}
     return {
-        row: digests[root] if root == row else _tied(digests[root], flat.names[root]) for row, root in roots.items()
+        row: digests[root] if root == row else _tied(digests[root], flat.names[root])
+        for row, root in roots.items()
     }
 
 
@@ -51,7 +57,9 @@ def _tied(fingerprint: bytes, name: str) -> bytes:
 def label(flat: FlatState, row: int) -> str:
     """What ranks that hold the same part of a tensor call it alike: its name, and the boxes of it."""
     part = flat.parts[row]
-    return flat.names[row] + ("" if part is None else "".join(str(piece.box) for piece in part.pieces))
+    return flat.names[row] + (
+        "" if part is None else "".join(str(piece.box) for piece in part.pieces)
+    )
 
 
 def fingerprint(flat: FlatState, row: int) -> bytes:
@@ -74,7 +82,8 @@ def fingerprint(flat: FlatState, row: int) -> bytes:
 
 
 def _update_carefully(hasher: xxhash.xxh3_128, lazy: LazyCapture, row: int, nbytes: int) -> None:
-    """By way of a buffer that stays in the processor's cache: the tensor's memory may be freed meanwhile."""
+    """By way of a buffer that stays in the processor's cache: the tensor's memory may be freed
+    meanwhile."""
     buffer = np.empty(min(nbytes, _PIECE_NBYTES), np.uint8)
     for start in range(0, nbytes, len(buffer)):
         piece = buffer[: nbytes - start]
@@ -83,5 +92,6 @@ def _update_carefully(hasher: xxhash.xxh3_128, lazy: LazyCapture, row: int, nbyt
 
 
 def _bytes_of(contiguous: torch.Tensor) -> memoryview:
-    # Strided anew: a dimension of one element may have any stride, and other dtypes are only seen through a stride of 1.
+    # Strided anew: a dimension of one element may have any stride, and other dtypes are only seen
+    # through a stride of 1.
     return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8).numpy().data

@@ -41,8 +41,9 @@ _DEPTH_MAX = 200
 
 @dataclass(frozen=True, slots=True)
 class Subtree:
-    """An object with a state, at ``key`` of container ``parent``. ``state`` is its expansion, which was flattened in its
-    place; None when it was not expanded, and is to be given what is stored: then ``present`` is the state that it has."""
+    """An object with a state, at ``key`` of container ``parent``. ``state`` is its expansion, which
+    was flattened in its place; None when it was not expanded, and is to be given what is stored:
+    then ``present`` is the state that it has."""
 
     parent: int
     key: Key
@@ -53,7 +54,8 @@ class Subtree:
 
 @dataclass(slots=True)
 class FlatState:
-    """Columns of tensors (one row each), and the tree. ``nodes`` are the container objects, by number."""
+    """Columns of tensors (one row each), and the tree. ``nodes`` are the container objects, by
+    number."""
 
     names: list[str] = field(default_factory=list)
     containers: list[int] = field(default_factory=list)
@@ -74,7 +76,8 @@ class FlatState:
     lazy: LazyCapture | None = None
     """Set where training goes on while this is being copied."""
     kin: object | None = None
-    """The same object for states that a glance found to be laid out alike; None where that is not known."""
+    """The same object for states that a glance found to be laid out alike; None where that is not
+    known."""
 
     def path(self, row: int) -> str:
         """Where the tensor in ``row`` is, as a user would write it."""
@@ -86,8 +89,8 @@ class FlatState:
 def flatten(state: Any, *, loading: bool = False) -> FlatState:
     """Flatten ``state``: a dict, list or tuple, or an object with a state.
 
-    With ``loading``: only modules and optimizers are expanded; other objects with a state become subtrees as they are.
-    Raises StateError naming the path of what cannot be saved.
+    With ``loading``: only modules and optimizers are expanded; other objects with a state become
+    subtrees as they are. Raises StateError naming the path of what cannot be saved.
     """
     modules = functools.cache(lambda: [Walked(module) for module in _modules(state)])
     glance = Glance(modules)
@@ -114,7 +117,11 @@ def _refuse_stale(flat: FlatState) -> None:
     owners = [subtree.owner for subtree in flat.subtrees]
     for subtree in flat.subtrees:
         if isinstance(subtree.owner, torch.nn.Module):
-            path = "the state" if subtree.parent < 0 else format_path((*flat.tree.paths()[subtree.parent], subtree.key))
+            path = (
+                "the state"
+                if subtree.parent < 0
+                else format_path((*flat.tree.paths()[subtree.parent], subtree.key))
+            )
             refuse_stale(subtree.owner, owners, path)
 
 
@@ -123,14 +130,21 @@ _known: Kept[FlatState] = Kept(8)
 
 
 def _again(known: FlatState, glance: Glance | None, modules: list[Walked]) -> FlatState:
-    """A state that is laid out like a known one, with what a glance has seen; None: with nothing in it."""
+    """A state that is laid out like a known one, with what a glance has seen; None: with nothing in
+    it."""
     opened = glance.opened if glance else [(None, None)] * len(known.subtrees)
     values = glance.values if glance else [None] * len(known.tree.values)
     tree, t = Tree(), known.tree
-    tree.containers, tree.tensor_keys = list(t.containers), {c: dict(keys) for c, keys in t.tensor_keys.items()}
+    tree.containers, tree.tensor_keys = (
+        list(t.containers),
+        {c: dict(keys) for c, keys in t.tensor_keys.items()},
+    )
     tree.arrays, tree.orders = set(t.arrays), {c: list(runs) for c, runs in t.orders.items()}
     tree.kinds, tree.placements = dict(t.kinds), dict(t.placements)
-    tree.values = [Value(v.container, v.key, [([ROOT], encoded)]) for v, encoded in zip(t.values, values, strict=True)]
+    tree.values = [
+        Value(v.container, v.key, [([ROOT], encoded)])
+        for v, encoded in zip(t.values, values, strict=True)
+    ]
     return FlatState(
         names=list(known.names),
         containers=list(known.containers),
@@ -142,7 +156,9 @@ def _again(known: FlatState, glance: Glance | None, modules: list[Walked]) -> Fl
         alias=list(known.alias),
         tree=tree,
         nodes=glance.nodes if glance else [],
-        subtrees=[Subtree(s.parent, s.key, *pair) for s, pair in zip(known.subtrees, opened, strict=True)],
+        subtrees=[
+            Subtree(s.parent, s.key, *pair) for s, pair in zip(known.subtrees, opened, strict=True)
+        ],
         modules=modules,
         hollow=known.hollow,
         kin=known.kin,
@@ -158,13 +174,16 @@ def _walk(state: Any, walker: _Walker) -> None:
         state = walker.opened(state, -1, None)
     if not isinstance(state, Mapping | list | tuple):
         what = "filled" if walker.loading else "saved"
-        raise StateError(f"the state is a {type(state).__name__}", advice=f"Pass a dict of what is to be {what}.")
+        raise StateError(
+            f"the state is a {type(state).__name__}", advice=f"Pass a dict of what is to be {what}."
+        )
     walker.container(state, -1, None, "")
     _make_canonical(walker.flat)
 
 
 def _make_canonical(flat: FlatState) -> None:
-    """Of tied tensors, the first by name is stored: so ranks that walk their state in another order agree."""
+    """Of tied tensors, the first by name is stored: so ranks that walk their state in another order
+    agree."""
     alias = np.array(flat.alias, np.int64)
     for root in sorted({row for row in flat.alias if row >= 0}):
         tied = [root, *np.flatnonzero(alias == root).tolist()]
@@ -181,7 +200,11 @@ def _modules(state: Any) -> Iterator[torch.nn.Module]:
         node, depth = left.pop()
         if isinstance(node, torch.nn.Module):
             yield node
-        elif isinstance(node, Mapping | list | tuple) and id(node) not in seen and depth <= _DEPTH_MAX:
+        elif (
+            isinstance(node, Mapping | list | tuple)
+            and id(node) not in seen
+            and depth <= _DEPTH_MAX
+        ):
             seen.add(id(node))
             items = node.values() if isinstance(node, Mapping) else node
             left += [(item, depth + 1) for item in items if type(item) not in _LEAVES][::-1]
@@ -199,7 +222,8 @@ class _Walker:
     """One walk over one state."""
 
     def __init__(self, flat: FlatState, loading: bool, opened: Sequence[tuple[Any, Any]]) -> None:
-        """``opened`` are the first objects with a state, in order, and their state, where that is known."""
+        """``opened`` are the first objects with a state, in order, and their state, where that is
+        known."""
         self.already = iter(opened)
         self.flat = flat
         self.loading = loading
@@ -217,7 +241,9 @@ class _Walker:
 
     def container(self, node: Any, parent: int, key: Key, prefix: str) -> None:
         number = len(self.tree.containers)
-        kind = "dict" if isinstance(node, Mapping) else "list" if isinstance(node, list) else "tuple"
+        kind = (
+            "dict" if isinstance(node, Mapping) else "list" if isinstance(node, list) else "tuple"
+        )
         self.tree.containers.append(Container(parent, key, kind))
         self.flat.nodes.append(node)
         where = self.path(key) if number else "the state"
@@ -247,7 +273,9 @@ class _Walker:
         if len(self.keys) > _DEPTH_MAX:
             raise StateError(f"{where[:200]}… is nested more than {_DEPTH_MAX} deep")
         if isinstance(node, tuple) and type(node) is not tuple:
-            raise StateError(f"{where} is a {type(node).__name__}; save it as a plain tuple or a dict")
+            raise StateError(
+                f"{where} is a {type(node).__name__}; save it as a plain tuple or a dict"
+            )
         if self.loading and isinstance(node, Mapping) and not isinstance(node, MutableMapping):
             raise StateError(f"{where} is a {type(node).__name__}, which cannot be assigned to")
 
@@ -259,7 +287,8 @@ class _Walker:
         self.flat.subtrees.append(Subtree(-1, None, item, None, present_state(item, "the state")))
 
     def note_kind(self, node: Any, number: int, kind: str, where: str) -> None:
-        """Note what a container is beyond a plain dict. A module is loaded into the containers that it has."""
+        """Note what a container is beyond a plain dict. A module is loaded into the containers that
+        it has."""
         if self.loading or self.inside == "module":
             return
         name = kind_of(node) if kind == "dict" else None
@@ -268,7 +297,10 @@ class _Walker:
         elif name is None and type(node) not in (list, tuple) and self.inside == "object":
             raise StateError(
                 f"{where} is a {type(node).__name__}, and would come back as a plain {kind}",
-                advice="Return a dict, list or tuple from state_dict(), and make the other type in load_state_dict().",
+                advice=(
+                    "Return a dict, list or tuple from state_dict(), and make the other type "
+                    "in load_state_dict()."
+                ),
             )
 
     def other(self, item: Any, number: int, key: Key, prefix: str) -> str:
@@ -277,7 +309,9 @@ class _Walker:
             return self.stateless(item, number, key, prefix)
         if self.loading and not fills_in_place(item):
             refuse_object(item, self.flat.modules, self.path(key), loading=True)
-            self.flat.subtrees.append(Subtree(number, self.key(key), item, None, present_state(item, self.path(key))))
+            self.flat.subtrees.append(
+                Subtree(number, self.key(key), item, None, present_state(item, self.path(key)))
+            )
             return "c"
         outside = self.inside
         self.inside = _inside(item)
@@ -302,7 +336,9 @@ class _Walker:
             self.container(item, number, self.key(key), f"{prefix}{key}.")
             return "c"
         else:
-            self.tree.values.append(Value(number, self.key(key), [([ROOT], self.encoded(item, key))]))
+            self.tree.values.append(
+                Value(number, self.key(key), [([ROOT], self.encoded(item, key))])
+            )
             return "v"
         return "t"
 
@@ -316,8 +352,12 @@ class _Walker:
 
     def array(self, item: np.ndarray[Any, Any], number: int, key: Key, prefix: str) -> None:
         path = self.path(key)
-        if self.loading and (not item.flags.writeable or any(stride < 0 for stride in item.strides)):
-            raise StateError(f"{path} is an array that cannot be filled: it is read-only, or runs backwards")
+        if self.loading and (
+            not item.flags.writeable or any(stride < 0 for stride in item.strides)
+        ):
+            raise StateError(
+                f"{path} is an array that cannot be filled: it is read-only, or runs backwards"
+            )
         self.tree.arrays.add(f"{prefix}{key}")
         self.tensor(numpy_to_torch(item, path), number, key, prefix, None)
 
@@ -343,14 +383,18 @@ class _Walker:
         part: LocalPart | None,
         origin: DTensor | None = None,
     ) -> None:
-        refuse_tensor(item if origin is None else origin, lambda: self.path(key), loading=self.loading)
+        refuse_tensor(
+            item if origin is None else origin, lambda: self.path(key), loading=self.loading
+        )
         self.check(item, key)
         name = f"{prefix}{key}"
         if type(key) is not str and self.tree.containers[number].kind == "dict":
             self.tree.tensor_keys.setdefault(number, {})[str(key)] = self.key(key)
         flat, row = self.flat, len(self.rows)
         if self.rows.setdefault(name, row) != row:
-            raise StateError(f"{self.path(key)} and {flat.path(self.rows[name])} have the same name, {name!r}")
+            raise StateError(
+                f"{self.path(key)} and {flat.path(self.rows[name])} have the same name, {name!r}"
+            )
         flat.names.append(name)
         flat.containers.append(number)
         flat.shapes.append(tuple((item if origin is None else origin).shape))
@@ -371,12 +415,16 @@ class _Walker:
         elif hasattr(item, "wait"):
             advice = "Pass tensor.wait()."
         elif hasattr(item, "__tensor_flatten__"):
-            advice = "Pass the tensors that it is made of, or the module as it was before it was converted."
+            advice = (
+                "Pass the tensors that it is made of, or the module as it was before it was "
+                "converted."
+            )
         verb = "filled" if self.loading else "saved"
         raise StateError(f"{self.path(key)} is {reason}, which cannot be {verb}", advice=advice)
 
     def alias_of(self, item: torch.Tensor, part: LocalPart | None, row: int) -> int:
-        """The earlier row with the very same bytes in memory, laid out the same way; -1 if there is none."""
+        """The earlier row with the very same bytes in memory, laid out the same way; -1 if there is
+        none."""
         address = item.data_ptr()
         if not address or not item.numel():
             return -1

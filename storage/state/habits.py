@@ -1,7 +1,8 @@
-"""What was learned about tensors in former saves of this process: is one written to before the optimizer steps?
+"""What was learned about tensors in former saves of this process: is one written to before the
+optimizer steps?
 
-Such a tensor is copied at the call from then on. A tensor is known by its name and size; of one that is not known yet,
-nothing is presumed.
+Such a tensor is copied at the call from then on. A tensor is known by its name and size; of one
+that is not known yet, nothing is presumed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Habits:
         return self._hasty.get(tensor)
 
     def learn(self, tensors: Iterable[Tensor], *, hasty: bool) -> list[Tensor]:
-        """Note how ``tensors`` were seen to behave. Once hasty, always hasty. Returns those of which this is news."""
+        """Note how ``tensors`` were seen to behave. Once hasty, always hasty. Returns those of
+        which this is news."""
         with self._lock:
             news = [tensor for tensor in tensors if hasty and not self.hasty(tensor)]
             if len(self._hasty) > COUNT_MAX:

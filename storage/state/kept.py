@@ -21,7 +21,8 @@ class _Entry(Generic[V]):
 
 
 class Kept(Generic[V]):
-    """The last ``count`` values, by key; the one that was not asked for the longest goes first. For any thread.
+    """The last ``count`` values, by key; the one that was not asked for the longest goes first. For
+    any thread.
 
     A look hashes its key once: that of a large state takes longer than all else about it.
     """

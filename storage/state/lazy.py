@@ -1,16 +1,19 @@
-"""Copying while training goes on: what is stored is the state of the call, or the save fails and names a tensor.
+"""Copying while training goes on: what is stored is the state of the call, or the save fails and
+names a tensor.
 
-Between two steps of an optimizer what it trains does not change, as a rule. So large tensors are copied in the background,
-and before any ``torch.optim.Optimizer`` of the process steps, a hook waits for what is left to copy. Python's threads take
-short turns meanwhile.
+Between two steps of an optimizer what it trains does not change, as a rule. So large tensors are
+copied in the background, and before any ``torch.optim.Optimizer`` of the process steps, a hook
+waits for what is left to copy. Python's threads take short turns meanwhile.
 
-Nothing hangs on that rule. Each byte that is copied later is compared with the call, by means that no writer can get
-around: the kernel tells which pages of host memory were written to (:mod:`.snapshot`), and sums tell it of tensors on an
-accelerator (:mod:`.device_snapshot`). Memory for which neither works is copied at the call.
+Nothing hangs on that rule. Each byte that is copied later is compared with the call, by means that
+no writer can get around: the kernel tells which pages of host memory were written to
+(:mod:`.snapshot`), and sums tell it of tensors on an accelerator (:mod:`.device_snapshot`). Memory
+for which neither works is copied at the call.
 
-What was written to before it was copied cannot be had back, so it is found out who does so. A tensor that is seen for the
-first time is copied at the call, and watched until the next fence (:mod:`.watch`). Where it was written to, it is copied at
-the call in later saves, too (:mod:`.habits`). The same happens after a save that failed.
+What was written to before it was copied cannot be had back, so it is found out who does so. A
+tensor that is seen for the first time is copied at the call, and watched until the next fence
+(:mod:`.watch`). Where it was written to, it is copied at the call in later saves, too
+(:mod:`.habits`). The same happens after a save that failed.
 """
 
 from __future__ import annotations
@@ -43,8 +46,8 @@ from .write_tracking import WriteTracker, write_tracker
 __all__ = ["LazyCapture", "fence", "hook_optimizers"]
 
 CLONED_NBYTES = 32 << 20
-"""So much is copied at the call in any case. Where there is more, and it is most of the state, the call waits until all of
-the image is copied, rather than copy it twice."""
+"""So much is copied at the call in any case. Where there is more, and it is most of the state, the
+call waits until all of the image is copied, rather than copy it twice."""
 
 _under_way: dict[int, LazyCapture] = {}
 _watches: dict[int, Watch] = {}
@@ -53,9 +56,11 @@ _hooked = False
 
 
 def fence() -> None:
-    """Return when whatever lazy saves of this process still have to copy is copied; then the state may be written to.
+    """Return when whatever lazy saves of this process still have to copy is copied; then the state
+    may be written to.
 
-    Optimizers call it before each step, by themselves. Does not raise: what became of a save, its handle tells.
+    Optimizers call it before each step, by themselves. Does not raise: what became of a save, its
+    handle tells.
     """
     for capture in list(_under_way.values()):
         capture.wait()
@@ -63,7 +68,8 @@ def fence() -> None:
 
 
 class LazyCapture:
-    """What one save copies while training goes on. Made in the trainer's thread, at the call of the save.
+    """What one save copies while training goes on. Made in the trainer's thread, at the call of the
+    save.
 
     ``waits``: the call of the save returns when all is copied.
     """
@@ -93,7 +99,9 @@ class LazyCapture:
         _under_way[id(self)] = self
         turns.shorten(self)
 
-    def _take(self, flat: FlatState, rows: _Rows, tracker: WriteTracker | None, prove: bool) -> None:
+    def _take(
+        self, flat: FlatState, rows: _Rows, tracker: WriteTracker | None, prove: bool
+    ) -> None:
         """From here on, a write is noticed, or does not matter."""
         for row in [*rows.host, *rows.device]:
             # Whoever gives a tensor other memory, or another shape, does not change this one.
@@ -103,7 +111,9 @@ class LazyCapture:
             Queued.now(devices_of(flat.locals)).wait()  # a device may not have filled them yet
         summed = {row: flat.locals[row] for row in rows.device}
         if prove:
-            summed |= {row: flat.locals[row] for row in rows.host if flat.locals[row].nbytes > SMALL_NBYTES}
+            summed |= {
+                row: flat.locals[row] for row in rows.host if flat.locals[row].nbytes > SMALL_NBYTES
+            }
         self._device = DeviceSnapshot(summed)
         at_once = self._to_clone(rows, tracker)
         originals = {row: flat.locals[row] for row in at_once}
@@ -114,7 +124,9 @@ class LazyCapture:
             self._host = HostSnapshot(regions, tracker, check_files=rows.new)
             habits.learn([_known_as(flat, row) for row in self._host.untrackable], hasty=True)
         watched = [row for row in rows.new if self._can_watch(row)]
-        self._watched = {row: self._watch(row, originals.get(row, flat.locals[row])) for row in watched}
+        self._watched = {
+            row: self._watch(row, originals.get(row, flat.locals[row])) for row in watched
+        }
         for row, clone in clones.items():
             if not clone.is_still():
                 raise ChangedError(row)
@@ -134,9 +146,11 @@ class LazyCapture:
         return Region(row, local.data_ptr(), local.nbytes, at_once, watch=new)
 
     def copy(self, row: int, start: int, stop: int, to: torch.Tensor) -> Doubt | None:
-        """Copy bytes [start, stop) of the local tensor in ``row`` to ``to``, uint8 in host memory. For threads that copy.
+        """Copy bytes [start, stop) of the local tensor in ``row`` to ``to``, uint8 in host memory.
+        For threads that copy.
 
-        Raises SaveError where they are not what they were at the call. What is returned has to be settled.
+        Raises SaveError where they are not what they were at the call. What is returned has to be
+        settled.
         """
         if row in self._device:
             staged, doubt = self._staged(row, start, stop)
@@ -168,12 +182,13 @@ class LazyCapture:
                 raise self._error(doubt.row)
 
     def look(self, row: int, start: int, stop: int, to: int) -> None:
-        """Copy bytes of ``row`` in host memory to an address, as :meth:`copy` does, to be copied once more later."""
+        """Copy bytes of ``row`` in host memory to an address, as :meth:`copy` does, to be copied
+        once more later."""
         self._read(row, start, stop, to, disarm=False)
 
     def __contains__(self, row: int) -> bool:
-        """Whether ``row`` is to be copied by this, rather than from the state's own tensor, which is a copy already, or
-        does not change before the call returns."""
+        """Whether ``row`` is to be copied by this, rather than from the state's own tensor, which
+        is a copy already, or does not change before the call returns."""
         return row not in self._cloned and (row in self._device or self.has_in_host_memory(row))
 
     def has_in_host_memory(self, row: int) -> bool:
@@ -203,8 +218,8 @@ class LazyCapture:
                 self._watched[row] = self._watch(row, local)
 
     def wait(self) -> None:
-        """Return when all is copied, or the save has failed: its own deadlines bound the wait. Raises UsageError on the
-        engine's thread, which copies."""
+        """Return when all is copied, or the save has failed: its own deadlines bound the wait.
+        Raises UsageError on the engine's thread, which copies."""
         began_s = time.perf_counter()
         self.wait_in_call()
         self.waited_s += time.perf_counter() - began_s
@@ -225,7 +240,9 @@ class LazyCapture:
             self._read(row, first, last, to, disarm=False)
 
         assert self._flat is not None
-        return self._device.staged(row, start, stop, read if self._flat.locals[row].is_cpu else None)
+        return self._device.staged(
+            row, start, stop, read if self._flat.locals[row].is_cpu else None
+        )
 
     def _read(self, row: int, start: int, stop: int, to: int, *, disarm: bool = True) -> None:
         """From host memory."""
@@ -269,7 +286,8 @@ class LazyCapture:
         habits.learn([_known_as(self._flat, row)], hasty=True)
         return SaveError(
             f"{self._flat.path(row)} changed while it was being copied",
-            advice="From now on it is copied at the call. To have it copied in the background, call fence() before"
+            advice="From now on it is copied at the call. To have it copied in the background, "
+            "call fence() before"
             " anything but an optimizer's step writes to the state.",
         )
 
@@ -358,7 +376,9 @@ def _buffers_and_arrays(flat: FlatState) -> set[int]:
     """Rows that a forward pass, or numpy, may write to."""
     found = set[int]()
     parts = [part for walked in flat.modules for _, part in walked.parts if part._buffers]
-    buffers = {_storage(_plain(b)) for part in parts for b in part._buffers.values() if b is not None}
+    buffers = {
+        _storage(_plain(b)) for part in parts for b in part._buffers.values() if b is not None
+    }
     if buffers:
         found |= {row for row, local in enumerate(flat.locals) if _storage(local) in buffers}
     if flat.tree.arrays:
@@ -387,8 +407,8 @@ def _end_watch(key: int) -> None:
 
 
 def hook_optimizers() -> None:
-    """Once per process: all optimizers, since whichever it is, it may train what is being saved. The first lazy save does
-    it; a step that is compiled sees only what is hooked before."""
+    """Once per process: all optimizers, since whichever it is, it may train what is being saved.
+    The first lazy save does it; a step that is compiled sees only what is hooked before."""
     global _hooked  # noqa: PLW0603
     if not _hooked:
         _hooked = True

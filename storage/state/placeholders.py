@@ -1,8 +1,10 @@
-"""States that hold less than they seem to: placeholders without elements in the place of parameters.
+"""States that hold less than they seem to: placeholders without elements in the place of
+parameters.
 
-Some frameworks keep the elements of parameters elsewhere, and leave tensors of shape (0,) in their place. A state dict made
-of such a module has nothing left that tells so, and a checkpoint of it would be whole, verified, and empty. So a save is an
-error where, on all ranks that have the tensors in question,
+Some frameworks keep the elements of parameters elsewhere, and leave tensors of shape (0,) in their
+place. A state dict made of such a module has nothing left that tells so, and a checkpoint of it
+would be whole, verified, and empty. So a save is an error where, on all ranks that have the tensors
+in question,
 
 - the state has tensors, and not one of them has an element;
 - a state dict has a weight of shape (0,), such as ``0.weight``;
@@ -52,7 +54,8 @@ def hollow_of(flat: FlatState) -> dict[str, str]:
 
 
 def opinion(flat: FlatState) -> Hollow | None:
-    """What this rank says of ``flat`` to the others; None where it has no tensors, and nothing to say."""
+    """What this rank says of ``flat`` to the others; None where it has no tensors, and nothing to
+    say."""
     return flat.hollow if flat.names else None
 
 
@@ -64,13 +67,15 @@ def refuse_hollow(opinions: Sequence[Hollow | None]) -> None:
         if path in hollow:
             raise StateError(
                 f"{path} {told[0][path]}",
-                advice="Its elements may be elsewhere: save ZeRO-3 within deepspeed.zero.GatheredParameters, and FSDP1 by "
+                advice="Its elements may be elsewhere: save ZeRO-3 within "
+                "deepspeed.zero.GatheredParameters, and FSDP1 by "
                 "its full state dict. allow_empty=True saves it as it is.",
             )
 
 
 def _without_weights(flat: FlatState, placeholders: Mapping[int, str]) -> dict[str, str]:
-    """State dicts with weights that have no elements. A tensor of that shape that is merely empty is hardly called so."""
+    """State dicts with weights that have no elements. A tensor of that shape that is merely empty
+    is hardly called so."""
     weights: dict[int, list[str]] = {}
     for row, key in placeholders.items():
         if key.endswith(".weight"):
@@ -83,7 +88,8 @@ def _without_weights(flat: FlatState, placeholders: Mapping[int, str]) -> dict[s
 
 
 def _with_moments(flat: FlatState, placeholders: Mapping[int, str]) -> dict[str, str]:
-    """Parameters that have no elements where an optimizer's state, by the names of parameters, has some."""
+    """Parameters that have no elements where an optimizer's state, by the names of parameters, has
+    some."""
     by_key = {key: row for row, key in placeholders.items()}
     found: dict[str, str] = {}
     containers = flat.tree.containers

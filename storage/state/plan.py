@@ -26,11 +26,12 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Agreed:
-    """What the ranks of a job have found out together. Kept from save to save, and then the same object.
+    """What the ranks of a job have found out together. Kept from save to save, and then the same
+    object.
 
-    ``holders``: for each row whose replicas the rank alone does not know, which ranks hold the same bytes: an empty tuple
-    where ranks differ and each keeps its own. ``shares``: of groups of ranks that do not divide evenly what they hold, see
-    :func:`..planner.saving.divide`.
+    ``holders``: for each row whose replicas the rank alone does not know, which ranks hold the same
+    bytes: an empty tuple where ranks differ and each keeps its own. ``shares``: of groups of ranks
+    that do not divide evenly what they hold, see :func:`..planner.saving.divide`.
     """
 
     holders: Mapping[int, tuple[int, ...]]
@@ -39,8 +40,9 @@ class Agreed:
 
 @dataclass(frozen=True)
 class ImagePlan:
-    """One rank's image, whatever is in the tensors: its shards, where they lie, and which boxes of local tensors they are
-    (``held``). ``told``: all tensors and containers that the rank knows of, as the committing rank is told of them."""
+    """One rank's image, whatever is in the tensors: its shards, where they lie, and which boxes of
+    local tensors they are (``held``). ``told``: all tensors and containers that the rank knows of,
+    as the committing rank is told of them."""
 
     tensors: TensorTable
     shards: ShardTable
@@ -73,14 +75,17 @@ def _tensor_table(flat: FlatState, alias: Ints, owner: Ints) -> TensorTable:
 
 
 def plan_save(flat: FlatState, rank: int, agreed: Agreed | None) -> SavePlan:
-    """What :func:`plan_image` lays out, with the tensors of this time. What was laid out lately is looked up."""
+    """What :func:`plan_image` lays out, with the tensors of this time. What was laid out lately is
+    looked up."""
     key = (rank, flat.kin, agreed)  # a plan follows from these alone
     plan = None if flat.kin is None else _known.get(key)
     if plan is None:
         plan = plan_image(flat, rank, agreed)
         if flat.kin is not None:
             _known.put(key, plan)
-    source = ImageSource(plan.layout, plan.held, flat.locals, plan.tensors.ndim[plan.held.tensor], flat.lazy)
+    source = ImageSource(
+        plan.layout, plan.held, flat.locals, plan.tensors.ndim[plan.held.tensor], flat.lazy
+    )
     return SavePlan(plan.tensors, plan.shards, plan.layout, plan.held, plan.told, source)
 
 
@@ -106,13 +111,18 @@ def plan_image(flat: FlatState, rank: int, agreed: Agreed | None) -> ImagePlan:
     names = shard_names(fqns, tensors.shape[held.tensor], ndim, held.offsets, held.lengths)
     layout = lay_out(names, dtypes, held.lengths, ndim, held.itemsize)
     image = np.zeros(len(held.tensor), np.int64)
-    shards = ShardTable(held.tensor, held.offsets, held.lengths, image, layout.start).sorted_by_tensor()
+    shards = ShardTable(
+        held.tensor, held.offsets, held.lengths, image, layout.start
+    ).sorted_by_tensor()
     told = layout_of(tensors, np.array(flat.containers, np.int64), flat.tree)
     return ImagePlan(tensors, shards, layout, held, told)
 
 
-def _holdings(flat: FlatState, tensors: TensorTable, rank: int, agreed: Mapping[int, tuple[int, ...]]) -> Holdings:
-    """Everything this rank holds: plain tensors as they are, DTensors piece by piece; aliases and empty ones left out."""
+def _holdings(
+    flat: FlatState, tensors: TensorTable, rank: int, agreed: Mapping[int, tuple[int, ...]]
+) -> Holdings:
+    """Everything this rank holds: plain tensors as they are, DTensors piece by piece; aliases and
+    empty ones left out."""
     width = tensors.shape.shape[1]
     alone = (rank,)
     groups = _Groups()
@@ -131,8 +141,12 @@ def _holdings(flat: FlatState, tensors: TensorTable, rank: int, agreed: Mapping[
     return Holdings(
         tensor=row,
         offsets=np.concatenate([zeros, padded([p.box.offsets for _, p, _ in pieces], width, 0)]),
-        lengths=np.concatenate([tensors.shape[whole], padded([p.box.lengths for _, p, _ in pieces], width, 1)]),
-        local_offsets=np.concatenate([zeros, padded([p.local_offsets for _, p, _ in pieces], width, 0)]),
+        lengths=np.concatenate(
+            [tensors.shape[whole], padded([p.box.lengths for _, p, _ in pieces], width, 1)]
+        ),
+        local_offsets=np.concatenate(
+            [zeros, padded([p.local_offsets for _, p, _ in pieces], width, 0)]
+        ),
         itemsize=tensors.itemsize[row],
         group=np.array([*group, *(g for _, _, g in pieces)], np.int64),
         groups=tuple(groups.numbers),
@@ -141,8 +155,8 @@ def _holdings(flat: FlatState, tensors: TensorTable, rank: int, agreed: Mapping[
 
 
 class _Groups:
-    """Groups of ranks, numbered as they come. Looked up as objects first: thousands of tensors share a group of
-    thousands."""
+    """Groups of ranks, numbered as they come. Looked up as objects first: thousands of tensors
+    share a group of thousands."""
 
     def __init__(self) -> None:
         self.numbers: dict[Group, int] = {}

@@ -1,7 +1,7 @@
 """Reads this process's memory without a crash where it is no longer mapped.
 
-While training goes on, whoever owns a tensor may free its memory. A plain copy from there ends the process with a
-segmentation fault. ``process_vm_readv`` on the own process id reports it instead.
+While training goes on, whoever owns a tensor may free its memory. A plain copy from there ends the
+process with a segmentation fault. ``process_vm_readv`` on the own process id reports it instead.
 
 Scope: knows addresses and sizes, and nothing of tensors.
 """
@@ -45,7 +45,8 @@ def can_read() -> bool:
 
 
 def read(address: int, to: int, nbytes: int) -> None:
-    """Copy ``nbytes`` from ``address`` to ``to``, without the GIL. Raises GoneError where some of it is not mapped."""
+    """Copy ``nbytes`` from ``address`` to ``to``, without the GIL. Raises GoneError where some of
+    it is not mapped."""
     done = 0
     while done < nbytes:
         local = _PAIR.pack(to + done, nbytes - done)
@@ -54,7 +55,8 @@ def read(address: int, to: int, nbytes: int) -> None:
 
 
 def gather(addresses: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], to: int) -> None:
-    """Copy the ranges of memory at ``addresses``, one behind the other, to ``to``. Raises as :func:`read`."""
+    """Copy the ranges of memory at ``addresses``, one behind the other, to ``to``. Raises as
+    :func:`read`."""
     segments = np.empty((len(addresses), 2), np.uint64)
     segments[:, 0] = addresses
     segments[:, 1] = sizes

@@ -30,8 +30,9 @@ __all__ = ["Restored", "build_for"]
 class Restored:
     """A built state, and the rows of the checkpoint that it has.
 
-    By name, with a text for people: ``missing`` is what the object has and the checkpoint has not; ``mismatched``, what
-    cannot be given back; ``dealt``, what is dealt out anew though nobody said how.
+    By name, with a text for people: ``missing`` is what the object has and the checkpoint has not;
+    ``mismatched``, what cannot be given back; ``dealt``, what is dealt out anew though nobody said
+    how.
     """
 
     state: Any
@@ -60,7 +61,8 @@ def build_for(
     wanted: Wanted,
     path: TypedPath,
 ) -> Restored:
-    """The state at ``path`` for the object of ``subtree``, its tensors empty and added to ``wanted``.
+    """The state at ``path`` for the object of ``subtree``, its tensors empty and added to
+    ``wanted``.
 
     ``rank`` of ``world`` loads. Raises KeyError where nothing is stored.
     """
@@ -97,7 +99,9 @@ def _optimizer(
         return groups if isinstance(groups, list) else []
 
     groups_of(rank)  # also those that no parameter of this rank is in
-    matched = match_groups(optimizer, parameter_keys(optimizer, modules, stored), stored, rank, groups_of)
+    matched = match_groups(
+        optimizer, parameter_keys(optimizer, modules, stored), stored, rank, groups_of
+    )
     state, rows = build(m, rank, wanted, path, makes_for(optimizer, matched, stored))
     keys = [key for _, key in path]
     name, where = dotted([*keys, "param_groups"]), format_path(keys)
@@ -116,7 +120,8 @@ _GROUPS = (("str", "param_groups"),)
 
 
 def _stored_groups(m: Manifest, path: TypedPath) -> list[StoredGroup] | None:
-    """The parameter groups of an optimizer at ``path``, with the parameters of all ranks; None where there are none."""
+    """The parameter groups of an optimizer at ``path``, with the parameters of all ranks; None
+    where there are none."""
     base = (*path, *_GROUPS)
     groups: dict[int, StoredGroup] = {}
     lists: dict[int, tuple[int, str]] = {}  # container -> number of the group, and what is listed
@@ -168,7 +173,8 @@ def _value_paths(m: Manifest, paths: Sequence[TypedPath]) -> set[TypedPath]:
 
 
 def _dealt(source: _Source, path: TypedPath) -> dict[str, str]:
-    """What to say of an object whose state differs between the ranks that saved, where other ranks load it."""
+    """What to say of an object whose state differs between the ranks that saved, where other ranks
+    load it."""
     m = source.manifest
     if m.world == source.world:
         return {}
@@ -178,13 +184,16 @@ def _dealt(source: _Source, path: TypedPath) -> dict[str, str]:
     return {
         dotted(
             keys
-        ): f"{format_path(keys)}: each of {m.world} ranks saved a state of its own, and the number of ranks that "
-        f"load it is {source.world}; holdfast.PerRank(object, rule), in the state of the load, says who gets what"
+        ): f"{format_path(keys)}: each of {m.world} ranks saved a state of its own, and the "
+        f"number of ranks that "
+        f"load it is {source.world}; holdfast.PerRank(object, rule), in the state of the load, "
+        f"says who gets what"
     }
 
 
 def _differs(m: Manifest, path: TypedPath) -> bool:
-    """Whether ranks that saved an object have other values in it, other items, or tensors of their own."""
+    """Whether ranks that saved an object have other values in it, other items, or tensors of their
+    own."""
     inside = [keys[: len(path)] == path for keys in typed_paths(m.tree)]
     owned = m.tensors.owner >= 0
     if any(inside[c] for c in m.container[owned].tolist()):

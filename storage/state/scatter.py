@@ -17,7 +17,8 @@ __all__ = ["Scatter"]
 
 
 class Scatter:
-    """Carries out the copies of a load plan. ``buffers`` are the local tensors that ``targets.buffer`` counts."""
+    """Carries out the copies of a load plan. ``buffers`` are the local tensors that
+    ``targets.buffer`` counts."""
 
     def __init__(
         self,
@@ -37,7 +38,8 @@ class Scatter:
         ]
 
     def deliver(self, read: int, buffer: HostBuffer) -> None:
-        """Copy everything that read number ``read`` holds to where it is wanted. Thread-safe for distinct reads."""
+        """Copy everything that read number ``read`` holds to where it is wanted. Thread-safe for
+        distinct reads."""
         plan = self._plan
         rows = slice(int(plan.first[read]), int(plan.first[read + 1]))
         base = buffer.address - int(plan.start[read])
@@ -50,7 +52,9 @@ class Scatter:
             else:
                 self._copy_strided(pair, target, src, nbytes, buffer, int(plan.start[read]))
 
-    def _copy_strided(self, pair: int, target: int, src: int, nbytes: int, buffer: HostBuffer, read_start: int) -> None:
+    def _copy_strided(
+        self, pair: int, target: int, src: int, nbytes: int, buffer: HostBuffer, read_start: int
+    ) -> None:
         shard = int(self._plan.shard[pair])
         row = int(self._shards.tensor[shard])
         n, itemsize = int(self._tensors.ndim[row]), int(self._tensors.itemsize[row])
@@ -61,15 +65,23 @@ class Scatter:
         data = typed_storage(buffer.view, itemsize)
         into = self._buffers[int(self._targets.buffer[target])]
         dtype = self._dtypes[int(self._tensors.dtype[row])]
-        for part in strided_parts(stored, wanted, (src - first) // itemsize, (src + nbytes - first) // itemsize):
-            flat = sum((o - s) * stride for o, s, stride in zip(part.offsets, stored.offsets, strides, strict=True))
+        for part in strided_parts(
+            stored, wanted, (src - first) // itemsize, (src + nbytes - first) // itemsize
+        ):
+            flat = sum(
+                (o - s) * stride
+                for o, s, stride in zip(part.offsets, stored.offsets, strides, strict=True)
+            )
             source = data.as_strided(part.lengths, strides, (first - read_start) // itemsize + flat)
             with writable(into):
                 _assign(into[self._window(part, target)], source, dtype)
 
     def _window(self, part: Box, target: int) -> tuple[slice, ...]:
         """Where a box of the global tensor lies in the target's local tensor."""
-        offsets, local = self._targets.offsets[target].tolist(), self._targets.local_offsets[target].tolist()
+        offsets, local = (
+            self._targets.offsets[target].tolist(),
+            self._targets.local_offsets[target].tolist(),
+        )
         starts = [o - g + at for o, g, at in zip(part.offsets, offsets, local, strict=False)]
         return tuple(slice(a, a + n) for a, n in zip(starts, part.lengths, strict=True))
 

@@ -1,11 +1,13 @@
 """A state seen before is not flattened again: one look tells whether it is laid out as it was.
 
-A training loop saves the same state over and over. A look takes from it what is new each time (tensors, values, the
-state of objects) and a *trace* of all else: of every container its type and keys, of every leaf its type, of every tensor
-dtype, shape, strides, device, placement, and which came before it at the same address. Names, tree and ties follow from
-the trace alone. So they are kept by it, and any difference is another trace.
+A training loop saves the same state over and over. A look takes from it what is new each time
+(tensors, values, the state of objects) and a *trace* of all else: of every container its type and
+keys, of every leaf its type, of every tensor dtype, shape, strides, device, placement, and which
+came before it at the same address. Names, tree and ties follow from the trace alone. So they are
+kept by it, and any difference is another trace.
 
-Scope: the common kinds of containers and leaves. What else a state holds is no error here; it is flattened as ever.
+Scope: the common kinds of containers and leaves. What else a state holds is no error here; it is
+flattened as ever.
 """
 
 from __future__ import annotations
@@ -31,7 +33,12 @@ __all__ = ["Glance", "UnusualError"]
 _DEPTH_MAX = 200
 _MAPPINGS = (dict, OrderedDict)
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
-_KEYS = {str, int, bool, type(None)}  # equal keys of one of these types are the same text; 0.0 and -0.0 are not
+_KEYS = {
+    str,
+    int,
+    bool,
+    type(None),
+}  # equal keys of one of these types are the same text; 0.0 and -0.0 are not
 _VALUES = (type(None), bool, int, float, str)
 
 
@@ -49,8 +56,8 @@ class Glance:
         self.locals: list[torch.Tensor] = []
         self.origins: list[torch.Tensor] = []
         self.parts: list[LocalPart | None] = []
-        """Each is the same object as long as mesh, placements and shape are the same. They are in the trace by their ids:
-        who keeps that keeps these."""
+        """Each is the same object as long as mesh, placements and shape are the same. They are in
+        the trace by their ids: who keeps that keeps these."""
         self.values: list[Any] = []
         """Encoded."""
         self.opened: list[tuple[Any, Any]] = []
@@ -60,11 +67,16 @@ class Glance:
         self._parts: dict[int, Parts] = {}  # by the ids of meshes, which the state keeps alive
 
     def look(self, state: Any) -> None:
-        """Look at all of ``state``. Raises UnusualError; what was opened until then is in ``opened``."""
+        """Look at all of ``state``. Raises UnusualError; what was opened until then is in
+        ``opened``."""
         try:
             with torch.no_grad():
                 self._container(self._plain(state), 0)
-        except (StateError, RecursionError, RuntimeError) as error:  # to be told by who knows where it is
+        except (
+            StateError,
+            RecursionError,
+            RuntimeError,
+        ) as error:  # to be told by who knows where it is
             raise UnusualError from error
 
     def _plain(self, item: Any) -> Any:
@@ -129,12 +141,22 @@ class Glance:
         self.values.append(encode_value(item, ""))
 
     def _tensor(self, item: torch.Tensor, origin: torch.Tensor, part: LocalPart | None) -> None:
-        # What is sparse, or of another layout, has no address, and what is nested no shape: RuntimeError.
+        # What is sparse, or of another layout, has no address, and what is nested no shape:
+        # RuntimeError.
         row, address = len(self.locals), item.data_ptr()
         first = self._first.setdefault(address, row) if address else row
         strides = None if item.is_contiguous() else item.stride()
         self.trace.append(
-            (id(part), row - first, item.shape, strides, item.dtype, item.device, item.is_conj(), item.is_neg())
+            (
+                id(part),
+                row - first,
+                item.shape,
+                strides,
+                item.dtype,
+                item.device,
+                item.is_conj(),
+                item.is_neg(),
+            )
         )
         self.locals.append(item.detach() if item.requires_grad else item)
         self.origins.append(origin)

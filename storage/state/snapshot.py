@@ -1,12 +1,14 @@
 """Tensors in host memory as they were at one moment, read while others may write to them.
 
-At that moment, pages that lie within one tensor alone are armed (:mod:`.write_tracking`), and the rest is copied: small
-tensors, tensors that are known to be written to soon, and the first and last bytes of large ones, which share their pages
-with other memory. Later, :meth:`HostSnapshot.copy` reads, and then asks whether the pages that it read are still clean. If
-they are, what was read is what was there at that moment. If they are not, it raises: there is no way to get it back.
+At that moment, pages that lie within one tensor alone are armed (:mod:`.write_tracking`), and the
+rest is copied: small tensors, tensors that are known to be written to soon, and the first and last
+bytes of large ones, which share their pages with other memory. Later, :meth:`HostSnapshot.copy`
+reads, and then asks whether the pages that it read are still clean. If they are, what was read is
+what was there at that moment. If they are not, it raises: there is no way to get it back.
 
-Memory that was read is disarmed at once, so the trainer does not pay for marks that nobody needs any more; that is done in
-units of huge pages, and what lies between them is disarmed when all is copied.
+Memory that was read is disarmed at once, so the trainer does not pay for marks that nobody needs
+any more; that is done in units of huge pages, and what lies between them is disarmed when all is
+copied.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from .write_tracking import PAGE_NBYTES, Range, WriteTracker, merged, touches, w
 __all__ = ["SMALL_NBYTES", "ChangedError", "HostSnapshot", "Region"]
 
 GAP_NBYTES = 64 << 10
-"""Ranges that are closer than this are armed together: a system call costs as much as arming so many pages."""
+"""Ranges that are closer than this are armed together: a system call costs as much as arming so
+many pages."""
 HUGE_NBYTES = 2 << 20
 """A huge page. To disarm a part of one splits it, and then the next save has 512 pages to arm."""
 SMALL_NBYTES = 16 << 10
@@ -48,7 +51,8 @@ class ChangedError(Exception):
 class Region:
     """Where the bytes of a tensor lie.
 
-    ``at_once``: they are copied at the call. ``watch``: they stay armed after they are copied, to see who else writes.
+    ``at_once``: they are copied at the call. ``watch``: they stay armed after they are copied, to
+    see who else writes.
     """
 
     row: int
@@ -64,8 +68,11 @@ class HostSnapshot:
     In columns: a state may have thousands of tensors, and the trainer waits.
     """
 
-    def __init__(self, regions: Sequence[Region], tracker: WriteTracker, *, check_files: Collection[int] = ()) -> None:
-        """``check_files``: rows whose memory has not been looked at yet. What cannot be tracked is copied at once.
+    def __init__(
+        self, regions: Sequence[Region], tracker: WriteTracker, *, check_files: Collection[int] = ()
+    ) -> None:
+        """``check_files``: rows whose memory has not been looked at yet. What cannot be tracked is
+        copied at once.
 
         Raises ChangedError where another thread writes to what is to be copied at once.
         """
@@ -95,7 +102,8 @@ class HostSnapshot:
         return row in self._at
 
     def copy(self, row: int, start: int, stop: int, to: int, *, disarm: bool = True) -> None:
-        """Copy bytes [start, stop) of the tensor in ``row``, as they were, to address ``to``. Raises ChangedError.
+        """Copy bytes [start, stop) of the tensor in ``row``, as they were, to address ``to``.
+        Raises ChangedError.
 
         ``disarm``: nobody asks for these bytes again.
         """
@@ -109,7 +117,9 @@ class HostSnapshot:
             copy_memory(to, self._arena_at(self._head_at[i] + start), min(stop, head) - start)
         if stop > tail:
             first = max(start, tail)
-            copy_memory(to + first - start, self._arena_at(self._tail_at[i] + first - tail), stop - first)
+            copy_memory(
+                to + first - start, self._arena_at(self._tail_at[i] + first - tail), stop - first
+            )
         first = max(start, head)
         last = min(stop, tail)
         if first < last:
@@ -123,7 +133,9 @@ class HostSnapshot:
             read(first, to, stop - start)
         except GoneError:
             raise ChangedError(region.row) from None
-        if not self._tracker.is_clean(first // PAGE_NBYTES * PAGE_NBYTES, -(-last // PAGE_NBYTES) * PAGE_NBYTES):
+        if not self._tracker.is_clean(
+            first // PAGE_NBYTES * PAGE_NBYTES, -(-last // PAGE_NBYTES) * PAGE_NBYTES
+        ):
             raise ChangedError(region.row)
         if disarm and self._alone[i] and not region.watch:
             self._disarm(-(-first // HUGE_NBYTES) * HUGE_NBYTES, last // HUGE_NBYTES * HUGE_NBYTES)
@@ -167,7 +179,8 @@ class HostSnapshot:
             self._arena = None
 
     def _lay_out(self) -> None:
-        """Say of each region which bytes are tracked, [head, tail), and where in the arena the others are copied to."""
+        """Say of each region which bytes are tracked, [head, tail), and where in the arena the
+        others are copied to."""
         address = np.array([region.address for region in self._regions], np.int64)
         nbytes = np.array([region.nbytes for region in self._regions], np.int64)
         first = -(-address // PAGE_NBYTES) * PAGE_NBYTES
@@ -233,8 +246,8 @@ class HostSnapshot:
         return found
 
     def _copy_edges(self) -> None:
-        """Copy heads and tails to the arena, twice: if the copies are the same, there was a moment at which the memory
-        was so."""
+        """Copy heads and tails to the arena, twice: if the copies are the same, there was a moment
+        at which the memory was so."""
         addresses, sizes = self._edges
         nbytes = int(sizes.sum())
         if not nbytes:
@@ -291,7 +304,8 @@ class HostSnapshot:
 
 
 def _alone(start: Ints, stop: Ints) -> npt.NDArray[np.bool_]:
-    """Which ranges have no byte in common with another: a page that was read for one is not read again."""
+    """Which ranges have no byte in common with another: a page that was read for one is not read
+    again."""
     order = np.lexsort((stop, start))
     ends = np.maximum.accumulate(stop[order])
     touches = np.zeros(len(order) + 1, bool)
@@ -313,6 +327,7 @@ def _first_difference(a: HostBuffer, b: HostBuffer, nbytes: int) -> int | None:
 
 
 def _memory(nbytes: int) -> HostBuffer:
-    """A buffer of ``nbytes`` at least. Kept, as all of a pool: fresh memory costs more than the copy."""
+    """A buffer of ``nbytes`` at least. Kept, as all of a pool: fresh memory costs more than the
+    copy."""
     size = max(1 << 20, 1 << (nbytes - 1).bit_length())
     return host_pool(size).take()

@@ -26,10 +26,11 @@ Ints = npt.NDArray[np.int64]
 
 
 class ImageSource:
-    """The bytes [0, layout.hashed_end) of one rank's image. Holds the tensors until it is dropped. ``allocate`` makes the
-    memory that it is best copied to; None: any will do.
+    """The bytes [0, layout.hashed_end) of one rank's image. Holds the tensors until it is dropped.
+    ``allocate`` makes the memory that it is best copied to; None: any will do.
 
-    ``parts`` says which boxes of which local tensors make the image, in the rows of ``layout.start``.
+    ``parts`` says which boxes of which local tensors make the image, in the rows of
+    ``layout.start``.
     """
 
     def __init__(
@@ -71,10 +72,13 @@ class ImageSource:
 
     def _address_of(self, i: int) -> int | None:
         address, first = address_of(self._tensors[i]), self._first[i]
-        return None if address is None or first is None else address + first * int(self._itemsize[i])
+        return (
+            None if address is None or first is None else address + first * int(self._itemsize[i])
+        )
 
     def _tracked_from_of(self, i: int) -> int | None:
-        """The byte of its tensor with which part ``i`` begins, where that is one run of host memory."""
+        """The byte of its tensor with which part ``i`` begins, where that is one run of host
+        memory."""
         lazy, first = self._lazy[i], self._first[i]
         if lazy is None or first is None or not lazy.is_tracked_only(self._rows[i]):
             return None
@@ -96,9 +100,13 @@ class ImageSource:
             if self._capture is not None:
                 self._capture.settle(doubts)
         if stop > self._data_end:
-            np.frombuffer(into.view, np.uint8)[max(self._data_end, start) - start : stop - start] = 0
+            np.frombuffer(into.view, np.uint8)[
+                max(self._data_end, start) - start : stop - start
+            ] = 0
 
-    def _copy_parts(self, first: int, last: int, start: int, stop: int, into: HostBuffer) -> list[Doubt]:
+    def _copy_parts(
+        self, first: int, last: int, start: int, stop: int, into: HostBuffer
+    ) -> list[Doubt]:
         """Returns what is to be settled before the copy is good."""
         doubts: list[Doubt | None] = []
         starts, stops = self._start[first:last].tolist(), self._stop[first:last].tolist()
@@ -110,7 +118,9 @@ class ImageSource:
                 continue
             if (first_byte := self._tracked_from[i]) is not None:
                 assert self._capture is not None
-                self._capture.copy_tracked(self._rows[i], first_byte + lo - a, first_byte + hi - a, base + lo)
+                self._capture.copy_tracked(
+                    self._rows[i], first_byte + lo - a, first_byte + hi - a, base + lo
+                )
                 continue
             to = torch.frombuffer(into.view, dtype=torch.uint8)[lo - start : hi - start]
             if self._lazy[i] is None:
@@ -121,12 +131,20 @@ class ImageSource:
 
     def _copy_lazily(self, i: int, lo: int, hi: int, to: torch.Tensor) -> Doubt | None:
         """Bytes [lo, hi) of part ``i``, a part of a contiguous tensor."""
-        lazy, row, first, itemsize = self._lazy[i], self._rows[i], self._first[i], int(self._itemsize[i])
+        lazy, row, first, itemsize = (
+            self._lazy[i],
+            self._rows[i],
+            self._first[i],
+            int(self._itemsize[i]),
+        )
         assert lazy is not None
         if first is not None:
             return lazy.copy(row, first * itemsize + lo, first * itemsize + hi, to)
         part = self._box(i)
-        boxes = [box.shifted(part.offsets) for box in flat_to_boxes(part.lengths, lo // itemsize, hi // itemsize)]
+        boxes = [
+            box.shifted(part.offsets)
+            for box in flat_to_boxes(part.lengths, lo // itemsize, hi // itemsize)
+        ]
         strides = row_strides(self._tensors[i].shape)
         begins = [_dot(box.offsets, strides) for box in boxes]
         ends = [_dot([end - 1 for end in box.stops], strides) + 1 for box in boxes]
@@ -136,13 +154,18 @@ class ImageSource:
         position = 0
         for box, begin in zip(boxes, begins, strict=True):
             nbytes = box.volume * itemsize
-            window = elements.as_strided(box.lengths, strides, elements.storage_offset() + begin - start)
-            typed(to[position : position + nbytes], itemsize, box.lengths).copy_(window, non_blocking=True)
+            window = elements.as_strided(
+                box.lengths, strides, elements.storage_offset() + begin - start
+            )
+            typed(to[position : position + nbytes], itemsize, box.lengths).copy_(
+                window, non_blocking=True
+            )
             position += nbytes
         return doubt
 
     def _copy_strided(self, i: int, lo: int, hi: int, to: torch.Tensor) -> None:
-        """Bytes [lo, hi) of part ``i`` in row-major order. Image layouts and chunks cut between elements only."""
+        """Bytes [lo, hi) of part ``i`` in row-major order. Image layouts and chunks cut between
+        elements only."""
         itemsize, part, position, first = int(self._itemsize[i]), self._box(i), 0, self._first[i]
         if first is not None:
             run = self._tensors[i].view(-1)[first + lo // itemsize : first + hi // itemsize]
@@ -150,9 +173,13 @@ class ImageSource:
             return
         for box in flat_to_boxes(part.lengths, lo // itemsize, hi // itemsize):
             inner = box.shifted(part.offsets)
-            window = self._tensors[i][tuple(slice(a, b) for a, b in zip(inner.offsets, inner.stops, strict=True))]
+            window = self._tensors[i][
+                tuple(slice(a, b) for a, b in zip(inner.offsets, inner.stops, strict=True))
+            ]
             nbytes = box.volume * itemsize
-            typed(to[position : position + nbytes], itemsize, box.lengths).copy_(as_bits(window), non_blocking=True)
+            typed(to[position : position + nbytes], itemsize, box.lengths).copy_(
+                as_bits(window), non_blocking=True
+            )
             position += nbytes
 
 

@@ -1,4 +1,5 @@
-"""What a load fills: the tensors and values of the caller's state, held against what a checkpoint has."""
+"""What a load fills: the tensors and values of the caller's state, held against what a checkpoint
+has."""
 
 from __future__ import annotations
 
@@ -44,8 +45,8 @@ class Wanted:
     _names: dict[int, str] = field(default_factory=dict)
 
     def add(self, tensor: int, buffer: torch.Tensor, boxes: Boxes, name: str | None = None) -> None:
-        """Want boxes (offsets, lengths, local offsets) of the tensor in row ``tensor``, in ``buffer``. ``name``: that of the
-        buffer in the state."""
+        """Want boxes (offsets, lengths, local offsets) of the tensor in row ``tensor``, in
+        ``buffer``. ``name``: that of the buffer in the state."""
         self._named(name)
         for box in boxes:
             self._tensor.append(tensor)
@@ -127,10 +128,10 @@ class Wanted:
 class Match:
     """A state held against a checkpoint, as one rank sees it.
 
-    By name, with a text for people: ``missing`` are in the state only; ``mismatched`` are in both, but cannot be filled;
-    ``castable`` could be, with ``cast``; ``shared`` are one in the state, and stored with different values. ``tensors`` and
-    ``values`` are the rows of the checkpoint that the state has a place for; ``assign`` the values to be put into its
-    containers.
+    By name, with a text for people: ``missing`` are in the state only; ``mismatched`` are in both,
+    but cannot be filled; ``castable`` could be, with ``cast``; ``shared`` are one in the state, and
+    stored with different values. ``tensors`` and ``values`` are the rows of the checkpoint that the
+    state has a place for; ``assign`` the values to be put into its containers.
     """
 
     wanted: Wanted = field(default_factory=Wanted)
@@ -157,7 +158,9 @@ def match(flat: FlatState, manifest: Manifest, rank: int, *, cast: bool) -> Matc
     return found
 
 
-def _match_tensors(found: Match, flat: FlatState, stored: TensorTable, rank: int, cast: bool) -> None:
+def _match_tensors(
+    found: Match, flat: FlatState, stored: TensorTable, rank: int, cast: bool
+) -> None:
     if not len(stored):
         found.missing |= {name: _missing(flat, row) for row, name in enumerate(flat.names)}
         return
@@ -165,7 +168,9 @@ def _match_tensors(found: Match, flat: FlatState, stored: TensorTable, rank: int
     fits = _fitting(flat, stored, sources)
     shared = (stored.owner < 0).all()
     found.tensors.update(
-        sources[sources >= 0].tolist() if shared else (r for name in flat.names for r in stored.rows.get(name, ()))
+        sources[sources >= 0].tolist()
+        if shared
+        else (r for name in flat.names for r in stored.rows.get(name, ()))
     )
     alias = np.where(stored.alias < 0, np.arange(len(stored)), stored.alias)[sources]
     for row, (source, root, fit, local, part) in enumerate(
@@ -174,7 +179,9 @@ def _match_tensors(found: Match, flat: FlatState, stored: TensorTable, rank: int
         if source < 0:
             found.missing[flat.names[row]] = _missing(flat, row)
             continue
-        problem = None if fit else _problem(stored, source, flat.shapes[row], flat.dtypes[row], cast)
+        problem = (
+            None if fit else _problem(stored, source, flat.shapes[row], flat.dtypes[row], cast)
+        )
         problem = problem or (None if local.is_contiguous() else _unfillable(local))
         if problem:
             kind = found.castable if problem.endswith(_CASTABLE) else found.mismatched
@@ -203,10 +210,14 @@ def _fitting(flat: FlatState, stored: TensorTable, sources: Ints) -> npt.NDArray
     return fits
 
 
-def _problem(stored: TensorTable, source: int, shape: tuple[int, ...], wanted: torch.dtype, cast: bool) -> str | None:
+def _problem(
+    stored: TensorTable, source: int, shape: tuple[int, ...], wanted: torch.dtype, cast: bool
+) -> str | None:
     dtype = dtype_of(*stored.dtypes[stored.dtype[source]])
     if stored.shape_of(source) != shape:
-        return f"shape {list(stored.shape_of(source))} in the checkpoint, {list(shape)} in the state"
+        return (
+            f"shape {list(stored.shape_of(source))} in the checkpoint, {list(shape)} in the state"
+        )
     if dtype == wanted or (cast and torch.can_cast(dtype, wanted)):
         return None
     hint = _CASTABLE if not cast and torch.can_cast(dtype, wanted) else ""
@@ -225,7 +236,8 @@ def _unfillable(local: torch.Tensor) -> str | None:
 
 
 def typed_paths(tree: Tree) -> list[TypedPath]:
-    """Per container, the keys that lead to it, each with its type: 1, True and 1.0 are different keys here."""
+    """Per container, the keys that lead to it, each with its type: 1, True and 1.0 are different
+    keys here."""
     out: list[TypedPath] = [()]
     for c in tree.containers[1:]:
         out.append((*out[c.parent], (type(c.key).__name__, c.key)))
@@ -234,7 +246,10 @@ def typed_paths(tree: Tree) -> list[TypedPath]:
 
 def _match_values(found: Match, flat: FlatState, stored: Tree) -> None:
     theirs = typed_paths(stored)
-    at = {(*theirs[v.container], (type(v.key).__name__, v.key)): i for i, v in enumerate(stored.values)}
+    at = {
+        (*theirs[v.container], (type(v.key).__name__, v.key)): i
+        for i, v in enumerate(stored.values)
+    }
     ours = typed_paths(flat.tree)
     lenient = _opened(flat, ours)
     for value in flat.tree.values:
@@ -259,7 +274,8 @@ def _match_values(found: Match, flat: FlatState, stored: Tree) -> None:
 
 
 def _settle_shared_containers(found: Match, flat: FlatState, stored: Tree, rank: int) -> None:
-    """Of a container that is in the state at two places: where different values are stored for it, the last is to stay."""
+    """Of a container that is in the state at two places: where different values are stored for it,
+    the last is to stay."""
     last: dict[tuple[int, Key, str], int] = {}
     for container, key, row in found.assign:
         node = flat.nodes[container]
@@ -267,10 +283,13 @@ def _settle_shared_containers(found: Match, flat: FlatState, stored: Tree, rank:
         if isinstance(node, tuple):
             continue  # it is made anew at each place
         before = last.setdefault(place, row)
-        if before != row and repr(stored.values[before].of(rank)) != repr(stored.values[row].of(rank)):
+        if before != row and repr(stored.values[before].of(rank)) != repr(
+            stored.values[row].of(rank)
+        ):
             names = [_dotted_value(stored, each) for each in (before, row)]
             found.shared[names[1]] = (
-                f"values {names[0]!r} and {names[1]!r} are one in the state, and two in the checkpoint"
+                f"values {names[0]!r} and {names[1]!r} are one in the state, and two in the "
+                f"checkpoint"
             )
         last[place] = row
     if len(last) < len(found.assign):
@@ -287,8 +306,8 @@ def _dotted_value(tree: Tree, row: int) -> str:
 
 
 def _opened(flat: FlatState, ours: Sequence[TypedPath]) -> list[TypedPath]:
-    """Paths of modules and optimizers. Their small values (hyperparameters) vary with torch's version: those that both
-    have are taken over, others are let be."""
+    """Paths of modules and optimizers. Their small values (hyperparameters) vary with torch's
+    version: those that both have are taken over, others are let be."""
     return [
         (*ours[s.parent], (type(s.key).__name__, s.key)) if s.parent >= 0 else ()
         for s in flat.subtrees
@@ -297,6 +316,7 @@ def _opened(flat: FlatState, ours: Sequence[TypedPath]) -> list[TypedPath]:
 
 
 def _is_own_layout(path: TypedPath) -> bool:
-    """Which parameters an optimizer's group has is for the job to say that loads, not for the one that saved."""
+    """Which parameters an optimizer's group has is for the job to say that loads, not for the one
+    that saved."""
     keys = [key for _, key in path]
     return len(keys) == 4 and keys[0] == "param_groups" and keys[2] == "params"

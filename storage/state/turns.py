@@ -1,7 +1,7 @@
 """How often Python's threads take turns.
 
-Beside a trainer that computes in Python, a thread that copies waits for its turn at each chunk, for 5 ms by default, and so
-takes many times as long. Turns are short while anything is copied.
+Beside a trainer that computes in Python, a thread that copies waits for its turn at each chunk, for
+5 ms by default, and so takes many times as long. Turns are short while anything is copied.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from ...core.forks.renewal import in_child, new_lock
 __all__ = ["TURN_S", "turns"]
 
 TURN_S = 0.0005
-"""While something is copied: how long a thread of Python's may keep the interpreter's lock from one that waits for it."""
+"""While something is copied: how long a thread of Python's may keep the interpreter's lock from one
+that waits for it."""
 
 
 class _Turns:

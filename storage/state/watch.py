@@ -1,7 +1,9 @@
-"""Watches, after a save has copied its tensors, which of them are written to before the next optimizer step.
+"""Watches, after a save has copied its tensors, which of them are written to before the next
+optimizer step.
 
-A save that copied at the call, or failed, cannot lose anything more; so it looks who writes, for the saves to come. The
-watch ends at the next fence, or at the next lazy save. It holds no tensor: memory may be freed meanwhile.
+A save that copied at the call, or failed, cannot lose anything more; so it looks who writes, for
+the saves to come. The watch ends at the next fence, or at the next lazy save. It holds no tensor:
+memory may be freed meanwhile.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ _log = logging.getLogger(__name__)
 
 
 class Watched:
-    """One tensor under watch: how it is known, and its storage, which may go away. ``sums``: of what it was; None for one
-    whose pages are tracked."""
+    """One tensor under watch: how it is known, and its storage, which may go away. ``sums``: of
+    what it was; None for one whose pages are tracked."""
 
     def __init__(self, known_as: Tensor, local: torch.Tensor, sums: BlockSums | None) -> None:
         self.known_as = known_as
@@ -47,7 +49,9 @@ class Watched:
         return storage is not None and storage.data_ptr() != self._address
 
     def _get(self) -> torch.UntypedStorage | None:
-        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(
+            self._storage.cdata
+        )
         return storage
 
     def bytes(self) -> torch.Tensor | None:
@@ -69,7 +73,11 @@ class Watch:
 
     def end(self) -> None:
         """Learn what was written to, and watch no more."""
-        hasty = {row for row, watched in self.rows.items() if not watched.gone and self._written(row, watched)}
+        hasty = {
+            row
+            for row, watched in self.rows.items()
+            if not watched.gone and self._written(row, watched)
+        }
         if self.host is not None:
             self.host.close()
         calm = [watched.known_as for row, watched in self.rows.items() if row not in hasty]
@@ -77,7 +85,8 @@ class Watch:
         news = self.habits.learn([self.rows[row].known_as for row in hasty], hasty=True)
         if news:
             _log.info(
-                "%d tensors (%s, ...) are written to before an optimizer steps: they are copied at the call from now on",
+                "%d tensors (%s, ...) are written to before an optimizer steps: they are copied "
+                "at the call from now on",
                 len(news),
                 news[0][0],
             )

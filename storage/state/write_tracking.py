@@ -1,12 +1,14 @@
 """Asks the kernel which pages of this process's memory were written to.
 
-Uses userfaultfd in asynchronous write-protect mode and the ioctl PAGEMAP_SCAN (Linux 6.7 and newer). *Arming* a range
-marks each of its pages; the first write to a marked page, by whatever means, clears the mark and goes on. A page is
-*clean* as long as the mark is there. Nobody is stopped or told; a first write to a marked page costs the writer about a
-microsecond. *Disarming* clears marks.
+Uses userfaultfd in asynchronous write-protect mode and the ioctl PAGEMAP_SCAN (Linux 6.7 and
+newer). *Arming* a range marks each of its pages; the first write to a marked page, by whatever
+means, clears the mark and goes on. A page is *clean* as long as the mark is there. Nobody is
+stopped or told; a first write to a marked page costs the writer about a microsecond. *Disarming*
+clears marks.
 
-What is not seen: writes of a device to memory that it was given access to before the page was armed (RDMA, pinned host
-memory), and writes by another process to memory that it shares. Such memory must not be tracked.
+What is not seen: writes of a device to memory that it was given access to before the page was armed
+(RDMA, pinned host memory), and writes by another process to memory that it shares. Such memory must
+not be tracked.
 
 Scope: addresses and pages. Which tensors lie there, others know.
 """
@@ -62,7 +64,8 @@ _log = logging.getLogger(__name__)
 
 
 class WriteTracker:
-    """The tracker of this process. Ranges are whole pages. Thread-safe, but for two users of one page: see ``claim``."""
+    """The tracker of this process. Ranges are whole pages. Thread-safe, but for two users of one
+    page: see ``claim``."""
 
     def __init__(self, userfaultfd: int, pagemap: int) -> None:
         self._userfaultfd = userfaultfd
@@ -112,8 +115,8 @@ class WriteTracker:
         os.close(self._pagemap)
 
     def claim(self, owner: object, ranges: Sequence[Range]) -> bool:
-        """Reserve ``ranges`` for ``owner``, unless another one has a page of them: arming a page makes it clean, and the
-        other would miss a write."""
+        """Reserve ``ranges`` for ``owner``, unless another one has a page of them: arming a page
+        makes it clean, and the other would miss a write."""
         with self._lock:
             for theirs in self._claims.values():
                 if _overlap(theirs, ranges):
@@ -124,7 +127,12 @@ class WriteTracker:
     def claimed_by_others(self, owner: object) -> list[Range]:
         """What is reserved for others than ``owner``."""
         with self._lock:
-            return sorted(range_ for who, ranges in self._claims.items() if who != id(owner) for range_ in ranges)
+            return sorted(
+                range_
+                for who, ranges in self._claims.items()
+                if who != id(owner)
+                for range_ in ranges
+            )
 
     def forgo(self, owner: object) -> None:
         """End what ``owner`` has claimed; it has disarmed all of it."""
@@ -132,10 +140,11 @@ class WriteTracker:
             self._claims.pop(id(owner), None)
 
     def arm_all(self, ranges: Iterable[Range]) -> list[Range]:
-        """Arm ``ranges``. Returns those that could not be: memory of another tracker, or of a kind that has no marks.
+        """Arm ``ranges``. Returns those that could not be: memory of another tracker, or of a kind
+        that has no marks.
 
-        One thread does it. A second one gains nothing, for cores have to tell each other of each step; and where ranges
-        are cut for it, huge pages are too.
+        One thread does it. A second one gains nothing, for cores have to tell each other of each
+        step; and where ranges are cut for it, huge pages are too.
         """
         failed = []
         for start, stop in ranges:
@@ -162,13 +171,17 @@ class WriteTracker:
             raise OSError("not all of the range was marked")
 
     def is_clean(self, start: int, stop: int) -> bool:
-        """Whether every page of the range is the one that was armed, and has not been written to since.
+        """Whether every page of the range is the one that was armed, and has not been written to
+        since.
 
-        False also where memory was unmapped, discarded or replaced since. Such pages look as if nobody had written to
-        them, so it asks for marks and contents, not for writes.
+        False also where memory was unmapped, discarded or replaced since. Such pages look as if
+        nobody had written to them, so it asks for marks and contents, not for writes.
         """
         mask = _WP_ALLOWED | _WRITTEN | _FILE
-        return self._first(start, stop, _WRITTEN | _FILE, mask, _PRESENT | _SWAPPED) == (start, stop)
+        return self._first(start, stop, _WRITTEN | _FILE, mask, _PRESENT | _SWAPPED) == (
+            start,
+            stop,
+        )
 
     def has_file_pages(self, start: int, stop: int) -> bool:
         """Whether some page belongs to a file or is shared: others may write to it unseen."""
@@ -178,7 +191,9 @@ class WriteTracker:
         """The first run of pages of these categories."""
         found = (ctypes.c_uint64 * 3)()
         at = ctypes.addressof(found)
-        asked = bytearray(struct.pack("12Q", 96, 0, start, stop, 0, at, 1, 0, inverted, mask, any_of, 0))
+        asked = bytearray(
+            struct.pack("12Q", 96, 0, start, stop, 0, at, 1, 0, inverted, mask, any_of, 0)
+        )
         try:
             count = fcntl.ioctl(self._pagemap, _PAGEMAP_SCAN, asked)
         except OSError:
@@ -192,7 +207,11 @@ class WriteTracker:
             fcntl.ioctl(self._userfaultfd, _UFFDIO_WRITEPROTECT, asked)
         except OSError:  # it stops at memory that has taken the place of what was registered
             with contextlib.suppress(OSError):  # all of it is gone
-                fcntl.ioctl(self._userfaultfd, _UFFDIO_UNREGISTER, bytearray(struct.pack("QQ", start, stop - start)))
+                fcntl.ioctl(
+                    self._userfaultfd,
+                    _UFFDIO_UNREGISTER,
+                    bytearray(struct.pack("QQ", start, stop - start)),
+                )
 
 
 def merged(ranges: Iterable[Range], gap_nbytes: int = 0) -> list[Range]:
@@ -227,7 +246,8 @@ def without(ranges: Iterable[Range], holes: Iterable[Range]) -> list[Range]:
 
 
 def touches(ranges: Sequence[Range], range_: Range) -> bool:
-    """Whether ``range_`` has a byte in common with one of ``ranges``, which are sorted and disjoint."""
+    """Whether ``range_`` has a byte in common with one of ``ranges``, which are sorted and
+    disjoint."""
     at = bisect.bisect_right(ranges, range_[0], key=lambda other: other[1])
     return at < len(ranges) and ranges[at][0] < range_[1]
 
@@ -252,7 +272,9 @@ def write_tracker() -> WriteTracker | None:
                 _tracker = WriteTracker.open()
             except OSError as error:
                 _log.info(
-                    "lazy saves copy tensors in host memory at the call, for writes cannot be tracked here: %s", error
+                    "lazy saves copy tensors in host memory at the call, for writes cannot be "
+                    "tracked here: %s",
+                    error,
                 )
         return _tracker
 

@@ -1,7 +1,8 @@
 """The Checkpointer: saves a training run as it goes, and goes on from where it was.
 
-It decides when to save and what to keep, begins saves that training hardly notices, and says what became of them. All ranks
-of a job use it alike, and come to the same decisions, without asking each other at every step.
+It decides when to save and what to keep, begins saves that training hardly notices, and says what
+became of them. All ranks of a job use it alike, and come to the same decisions, without asking each
+other at every step.
 
 Scope: it knows nothing of the loop it is called from, but for the number of the step.
 """
@@ -55,22 +56,28 @@ _log = logging.getLogger(__name__)
 
 
 class Checkpointer:
-    """The checkpoints of one run, in the folder ``uri``: ``step-00000500`` and so on. A context manager.
+    """The checkpoints of one run, in the folder ``uri``: ``step-00000500`` and so on. A context
+    manager.
 
-    ``every``: steps between two saves (``500``), or time (``"10min"``, ``"90s"``, ``"2h"``, by the clock of rank 0); None
-    saves only when :meth:`save` is called. ``keep``: how many of the last to keep, or a :class:`Keep`; None keeps all.
+    ``every``: steps between two saves (``500``), or time (``"10min"``, ``"90s"``, ``"2h"``, by the
+    clock of rank 0); None saves only when :meth:`save` is called. ``keep``: how many of the last to
+    keep, or a :class:`Keep`; None keeps all.
 
-    ``when_busy``: what to do when a save is due while another is under way. ``skip`` leaves this one out. ``wait`` holds up
-    training until the other has ended. ``queue`` copies the state now, into memory of its own, and writes it when the other
-    has ended; at most one waits so. Whatever happens is counted, see :attr:`counters`, and logged.
+    ``when_busy``: what to do when a save is due while another is under way. ``skip`` leaves this
+    one out. ``wait`` holds up training until the other has ended. ``queue`` copies the state now,
+    into memory of its own, and writes it when the other has ended; at most one waits so. Whatever
+    happens is counted, see :attr:`counters`, and logged.
 
-    ``on_error``: a save that fails is logged and counted (``warn``), or raised by the next call as well (``raise``). As long
-    as no save has succeeded, it is raised in either case: a run that cannot be saved at all is not to find out at its end.
-    ``grace_s``: after SIGTERM, how long to try to save the step at hand, and to finish what is under way, before the signal
-    does what it did before; None leaves the signal alone. ``lazy``, ``deadline_s``, ``timeout_s``, ``budget_nbytes``,
-    ``storage_options``, ``compression`` and ``allow_empty`` as in :func:`async_save`, but lazy unless switched off.
+    ``on_error``: a save that fails is logged and counted (``warn``), or raised by the next call as
+    well (``raise``). As long as no save has succeeded, it is raised in either case: a run that
+    cannot be saved at all is not to find out at its end. ``grace_s``: after SIGTERM, how long to
+    try to save the step at hand, and to finish what is under way, before the signal does what it
+    did before; None leaves the signal alone. ``lazy``, ``deadline_s``, ``timeout_s``,
+    ``budget_nbytes``, ``storage_options``, ``compression`` and ``allow_empty`` as in
+    :func:`async_save`, but lazy unless switched off.
 
-    Every rank makes one, with the same arguments. Raises UsageError, UriError; StorageError only from :meth:`resume`.
+    Every rank makes one, with the same arguments. Raises UsageError, UriError; StorageError only
+    from :meth:`resume`.
     """
 
     def __init__(
@@ -96,7 +103,9 @@ class Checkpointer:
         self._compression = checked_compression(compression)
         self._allow_empty = allow_empty
         self._root = Place.of(uri, storage_options)
-        driver = open_driver(join(self._root.uri, "0"), **self._root.options)  # what is misspelled is said here
+        driver = open_driver(
+            join(self._root.uri, "0"), **self._root.options
+        )  # what is misspelled is said here
         start(driver.close()).result()
         self._printed = driver.uri.removesuffix("0")
         self._cadence = cadence_of(every)
@@ -104,12 +113,18 @@ class Checkpointer:
         keep = Keep(last=keep) if isinstance(keep, int) else keep
         self._retention = None if keep is None else Retention(self._root, keep)
         self._when_busy, self._on_error, self._lazy = when_busy, on_error, lazy
-        self._deadline_s, self._timeout_s, self._budget_nbytes = deadline_s, timeout_s, budget_nbytes
+        self._deadline_s, self._timeout_s, self._budget_nbytes = (
+            deadline_s,
+            timeout_s,
+            budget_nbytes,
+        )
         self._agreement = Agreement(deadline_s, self._printed)
         self._ledger = Ledger()
         self._line = Line(self._root)
         self._flights: list[Flight] = []
-        self._last: int | None = None  # the step that was last to be saved, or that training goes on from
+        self._last: int | None = (
+            None  # the step that was last to be saved, or that training goes on from
+        )
         self._newest: int | None = None  # the same, but for saves that could not begin
         self._stop_at: int | None = None
         self._closed = False
@@ -140,17 +155,20 @@ class Checkpointer:
         cast: bool = False,
         progress: ProgressCallback | None = None,
     ) -> int:
-        """Load the newest good checkpoint into ``state``; return its step, or 0 where the run has none yet.
+        """Load the newest good checkpoint into ``state``; return its step, or 0 where the run has
+        none yet.
 
-        ``step``: load the checkpoint of that step instead. ``before``: the newest good one before that step. Either goes
-        back: what is later is abandoned from here on, durably when this returns. It is not resumed, not counted by
-        ``keep``, and deleted once the run has passed it (see :class:`Keep`); ``resume(step=…)`` takes it up again.
+        ``step``: load the checkpoint of that step instead. ``before``: the newest good one before
+        that step. Either goes back: what is later is abandoned from here on, durably when this
+        returns. It is not resumed, not counted by ``keep``, and deleted once the run has passed it
+        (see :class:`Keep`); ``resume(step=…)`` takes it up again.
 
-        Every checkpoint directly below the run's folder that has a step counts, whatever it is called. All ranks load the
-        same one. One that is damaged is passed over with a warning, unless it was asked for by its ``step``; when training
-        saves again, it counts as abandoned. Raises UsageError where there is none that was asked for; DamagedError where
-        there are checkpoints and none of them is whole; and what :func:`load` raises for a state that does not fit.
-        ``strict``, ``cast`` and ``progress`` as there.
+        Every checkpoint directly below the run's folder that has a step counts, whatever it is
+        called. All ranks load the same one. One that is damaged is passed over with a warning,
+        unless it was asked for by its ``step``; when training saves again, it counts as abandoned.
+        Raises UsageError where there is none that was asked for; DamagedError where there are
+        checkpoints and none of them is whole; and what :func:`load` raises for a state that does
+        not fit. ``strict``, ``cast`` and ``progress`` as there.
         """
         self._check_open()
         back = Back(step, before)
@@ -174,19 +192,27 @@ class Checkpointer:
             _log.info("going on from step %d of %s", found, self._root.uri.redacted)
         return found or 0
 
-    def step(self, step: int, state: Any, *, metric: SupportsFloat | None = None) -> SaveHandle | None:
-        """Call this after each step, with all that is to be saved. Begins a save if one is due; returns its handle.
+    def step(
+        self, step: int, state: Any, *, metric: SupportsFloat | None = None
+    ) -> SaveHandle | None:
+        """Call this after each step, with all that is to be saved. Begins a save if one is due;
+        returns its handle.
 
-        ``step`` grows from call to call, and is the same on all ranks; to go back, call :meth:`resume` with a step.
-        ``metric`` says how good this step is, for ``Keep(best=…)``: anything that :class:`float` takes. It counts on rank 0.
-        Raises UsageError for a step below the newest one, and for a metric that is no number. With ``on_error="raise"``
-        raises what a save has failed with; so it does before the first save has succeeded.
+        ``step`` grows from call to call, and is the same on all ranks; to go back, call
+        :meth:`resume` with a step. ``metric`` says how good this step is, for ``Keep(best=…)``:
+        anything that :class:`float` takes. It counts on rank 0. Raises UsageError for a step below
+        the newest one, and for a metric that is no number. With ``on_error="raise"`` raises what a
+        save has failed with; so it does before the first save has succeeded.
         """
         self._check_open()
         self._check_step(step)
         _check_metric(metric)
         self._ledger.raise_first(self._on_error)
-        if self._preemption is not None and self._preemption.pending and self._stops(step, state, metric):
+        if (
+            self._preemption is not None
+            and self._preemption.pending
+            and self._stops(step, state, metric)
+        ):
             return None
         try:
             due = self._cadence.due(step, self._agreement) and step != self._last
@@ -198,9 +224,12 @@ class Checkpointer:
             self._ledger.raise_first(self._on_error)
             return None
 
-    def save(self, step: int, state: Any, *, metric: SupportsFloat | None = None) -> SaveHandle | None:
-        """Begin to save ``step``, due or not; where another save is under way, after that one. Every rank calls this.
-        None where it could not begin, and ``on_error`` says to warn. Raises as :meth:`step` does."""
+    def save(
+        self, step: int, state: Any, *, metric: SupportsFloat | None = None
+    ) -> SaveHandle | None:
+        """Begin to save ``step``, due or not; where another save is under way, after that one.
+        Every rank calls this. None where it could not begin, and ``on_error`` says to warn. Raises
+        as :meth:`step` does."""
         self._check_open()
         self._check_step(step)
         number = _number_of(metric)
@@ -210,18 +239,20 @@ class Checkpointer:
         return self._begin(step, state, number)
 
     def fence(self) -> None:
-        """Return when the state may be written to: what lazy saves still have to copy is copied. Optimizers' steps wait by
-        themselves; call this before anything else that writes, such as the update of a moving average."""
+        """Return when the state may be written to: what lazy saves still have to copy is copied.
+        Optimizers' steps wait by themselves; call this before anything else that writes, such as
+        the update of a moving average."""
         fence()
 
     def wait(self) -> None:
-        """Return when no save is under way any more. Their deadlines bound the wait; raises as :meth:`step` does."""
+        """Return when no save is under way any more. Their deadlines bound the wait; raises as
+        :meth:`step` does."""
         self._settle()
         self._ledger.raise_first(self._on_error)
 
     def close(self) -> None:
-        """Finish what is under way, and handle SIGTERM no more. Safe to call twice. Raises as :meth:`step` does. In a forked
-        child it does nothing: what is under way is its parent's."""
+        """Finish what is under way, and handle SIGTERM no more. Safe to call twice. Raises as
+        :meth:`step` does. In a forked child it does nothing: what is under way is its parent's."""
         if self._closed or self._pid != os.getpid():
             return
         self._closed = True
@@ -235,7 +266,10 @@ class Checkpointer:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         try:
             self.close()
@@ -260,7 +294,9 @@ class Checkpointer:
 
     def _is_busy(self, step: int) -> bool:
         """Whether, by the leader's word, a save is under way that this one is left out for."""
-        word = self._agreement.ask("busy", step, lambda: Word(step, int(bool(self._under_way())), step + 1))
+        word = self._agreement.ask(
+            "busy", step, lambda: Word(step, int(bool(self._under_way())), step + 1)
+        )
         return word is None or bool(word.decision)
 
     def _wait_for_room(self) -> None:
@@ -310,7 +346,9 @@ class Checkpointer:
         self._newest = step
         self._ledger.begun(step, time.perf_counter() - began_s, queued=after is not None)
         retention = self._retention if self._agreement.leads else None
-        followed = start(follow(step, handle, metric, self._ledger, retention, self._steps_under_way))
+        followed = start(
+            follow(step, handle, metric, self._ledger, retention, self._steps_under_way)
+        )
         self._flights.append(Flight(step, handle, ended, followed))
         return handle
 
@@ -319,7 +357,8 @@ class Checkpointer:
         return [flight.step for flight in list(self._flights) if not flight.ended.done()]
 
     def _stops(self, step: int, state: Any, metric: SupportsFloat | None) -> bool:
-        """SIGTERM has come: save the step that the last of the ranks has come to, and end. False before that step."""
+        """SIGTERM has come: save the step that the last of the ranks has come to, and end. False
+        before that step."""
         assert self._preemption is not None
         if self._preemption.left_s <= 0:  # other Checkpointers of this process have more
             _log.error("step %d is not saved: the grace period is over", step)
@@ -338,7 +377,9 @@ class Checkpointer:
         for flight in self._flights:
             _settled(flight.ended, self._preemption.left_s)
         # The leader's process may serve the job's store, so it is the last to go.
-        self._agreement.highest("stopped", step, self._preemption.left_s if self._agreement.leads else 0.0)
+        self._agreement.highest(
+            "stopped", step, self._preemption.left_s if self._agreement.leads else 0.0
+        )
         self._preemption.hand_over()
         return True
 
@@ -347,7 +388,8 @@ class Checkpointer:
             raise UsageError("this checkpointer is closed")
         if self._pid != os.getpid():
             raise UsageError(
-                "this checkpointer belongs to the parent of this process", advice="Make one in the process that trains."
+                "this checkpointer belongs to the parent of this process",
+                advice="Make one in the process that trains.",
             )
 
     def _check_step(self, step: int) -> None:
@@ -356,8 +398,13 @@ class Checkpointer:
 
 
 def _check_metric(metric: Any) -> None:
-    """Raise UsageError for what can be no number; a tensor's value, for which training would wait, is not asked for."""
-    if metric is not None and not hasattr(type(metric), "__float__") and not hasattr(type(metric), "__index__"):
+    """Raise UsageError for what can be no number; a tensor's value, for which training would wait,
+    is not asked for."""
+    if (
+        metric is not None
+        and not hasattr(type(metric), "__float__")
+        and not hasattr(type(metric), "__index__")
+    ):
         raise _no_number(metric)
 
 
@@ -391,4 +438,6 @@ def _settled(future: Future[None], timeout_s: float | None = None) -> None:
 
 def _one_of(name: str, value: object, known: tuple[object, ...]) -> None:
     if value not in known:
-        raise UsageError(f"{name} is {value!r}", advice=f"It is one of {', '.join(map(repr, known))}.")
+        raise UsageError(
+            f"{name} is {value!r}", advice=f"It is one of {', '.join(map(repr, known))}."
+        )

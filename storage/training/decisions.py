@@ -1,13 +1,15 @@
-"""What all ranks of a job do alike, though each decides for itself when: the leader's word, in the trainer's own thread.
+"""What all ranks of a job do alike, though each decides for itself when: the leader's word, in the
+trainer's own thread.
 
-Ranks come to the same points of their loops, one sooner and one later. At such a point the leader (rank 0) decides, and
-the others do as it did. It costs a call to the job's store, and the time until the leader has come that far; so it is
-asked rarely: where a save is due, and now and then to learn whether it is.
+Ranks come to the same points of their loops, one sooner and one later. At such a point the leader
+(rank 0) decides, and the others do as it did. It costs a call to the job's store, and the time
+until the leader has come that far; so it is asked rarely: where a save is due, and now and then to
+learn whether it is.
 
-A *question* is asked step after step. Its words are kept by step in one key, which also says up to which step others have
-given up on the leader: such a step is *void*. Whoever writes first wins, by an atomic exchange of the key's value. So a
-leader that comes late finds that the others have gone on, and does as they did; what was missed is asked anew at the next
-step, by all.
+A *question* is asked step after step. Its words are kept by step in one key, which also says up to
+which step others have given up on the leader: such a step is *void*. Whoever writes first wins, by
+an atomic exchange of the key's value. So a leader that comes late finds that the others have gone
+on, and does as they did; what was missed is asked anew at the next step, by all.
 
 Scope: small decisions. Saves and loads have a :class:`Team`, with heartbeats and failures.
 """
@@ -36,7 +38,8 @@ PAUSE_MAX_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """What the leader has decided at ``step``; it is asked again at step ``again_at``, and at none between."""
+    """What the leader has decided at ``step``; it is asked again at step ``again_at``, and at none
+    between."""
 
     step: int
     decision: int
@@ -45,9 +48,9 @@ class Word:
 
 @dataclass(frozen=True, slots=True)
 class _Page:
-    """All that is known of one question. ``run`` names the leader's loop: steps grow within it. ``leader_at``: the step of
-    the leader's last question. ``void``: up to this step, what has no word has none; ``void_next``: likewise in the loop
-    after this one."""
+    """All that is known of one question. ``run`` names the leader's loop: steps grow within it.
+    ``leader_at``: the step of the leader's last question. ``void``: up to this step, what has no
+    word has none; ``void_next``: likewise in the loop after this one."""
 
     run: str = ""
     words: tuple[Word, ...] = ()
@@ -81,8 +84,8 @@ class _Page:
 
 
 class Agreement:
-    """The ranks of a job, or a process that is alone. ``about`` tells one agreement of a job from others: it is the same on
-    all ranks.
+    """The ranks of a job, or a process that is alone. ``about`` tells one agreement of a job from
+    others: it is the same on all ranks.
 
     Joins the job at the first question, so it may be made before torch.distributed is initialised.
     """
@@ -109,25 +112,30 @@ class Agreement:
         return member is None or member.rank == LEADER
 
     def ask(self, question: str, step: int, decide: Callable[[], Word]) -> Word | None:
-        """The leader's word on ``question`` at ``step``; ``decide()`` is called on the leader only. None where the leader
-        has passed this step without a word.
+        """The leader's word on ``question`` at ``step``; ``decide()`` is called on the leader only.
+        None where the leader has passed this step without a word.
 
-        Raises DeadlineError where the leader does not come in time, or came when others had given up: then no rank has a
-        word at this step. Raises CoordinationError where the store cannot be reached.
+        Raises DeadlineError where the leader does not come in time, or came when others had given
+        up: then no rank has a word at this step. Raises CoordinationError where the store cannot be
+        reached.
         """
         member = self._join()
         if member is None:
             return decide()
         try:
-            return self._say(member, question, step, decide) if self.leads else self._hear(member, question, step)
+            return (
+                self._say(member, question, step, decide)
+                if self.leads
+                else self._hear(member, question, step)
+            )
         except RuntimeError as error:  # what torch's stores raise, whatever went wrong
             raise CoordinationError(
                 f"the job's store cannot be reached: {str(error).splitlines()[0]}", rank=member.rank
             ) from error
 
     def highest(self, name: str, value: int, timeout_s: float) -> int | None:
-        """The highest ``value`` of all ranks, once every one has told its own under ``name``; None if within ``timeout_s``
-        they have not, or the store is gone. A name serves once."""
+        """The highest ``value`` of all ranks, once every one has told its own under ``name``; None
+        if within ``timeout_s`` they have not, or the store is gone. A name serves once."""
         member = self._join()
         if member is None:
             return value
@@ -136,7 +144,10 @@ class Agreement:
             self._find_leader(member, until_s)
             keys = member.keys.below(f"{self._key(name)}")
             keys.set(str(member.rank), str(value))
-            told = [self._await(partial(keys.value, str(rank)), rank, until_s) for rank in range(member.world)]
+            told = [
+                self._await(partial(keys.value, str(rank)), rank, until_s)
+                for rank in range(member.world)
+            ]
             return max(map(int, told))
         except (RuntimeError, DeadlineError):
             return None
@@ -188,15 +199,26 @@ class Agreement:
             absent = self._left_at.get(question) == (page.run, page.leader_at)
             if step <= void or absent or time.monotonic() > until_s:
                 self._give_up(member, question, step, data, ours)
-            # Asked again and again: a call that blocks would hold up the saves that use the same connection.
+            # Asked again and again: a call that blocks would hold up the saves that use the same
+            # connection.
             time.sleep(pause_s)
             pause_s = min(pause_s * 2, PAUSE_MAX_S)
 
-    def _give_up(self, member: Member, question: str, step: int, known: bytes | None, ours: bool) -> None:
-        """Make ``step`` void for all, and raise DeadlineError; or return, since something was written meanwhile."""
+    def _give_up(
+        self, member: Member, question: str, step: int, known: bytes | None, ours: bool
+    ) -> None:
+        """Make ``step`` void for all, and raise DeadlineError; or return, since something was
+        written meanwhile."""
         page = _Page.decode(known)
-        after = replace(page, void=max(step, page.void)) if ours else replace(page, void_next=max(step, page.void_next))
-        if after != page and member.keys.swap(self._key(question), known, after.encode()) != after.encode():
+        after = (
+            replace(page, void=max(step, page.void))
+            if ours
+            else replace(page, void_next=max(step, page.void_next))
+        )
+        if (
+            after != page
+            and member.keys.swap(self._key(question), known, after.encode()) != after.encode()
+        ):
             return
         self._left_at[question] = (page.run, page.leader_at)
         raise DeadlineError(

@@ -1,7 +1,8 @@
-"""What comes after a save: its outcome is counted, its metric noted, and old checkpoints are deleted. In the background.
+"""What comes after a save: its outcome is counted, its metric noted, and old checkpoints are
+deleted. In the background.
 
-Nothing that goes wrong here is lost: a save that fails, however it fails, is counted and logged; so is what keeps old
-checkpoints from being deleted.
+Nothing that goes wrong here is lost: a save that fails, however it fails, is counted and logged; so
+is what keeps old checkpoints from being deleted.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ async def follow(
 ) -> None:
     """Wait for the save of ``step``, and do what comes after it. Raises nothing.
 
-    ``retention`` is the leader's; the metric counts from when the save is durable. ``under_way()``: steps that are being
-    saved, of which nothing is deleted.
+    ``retention`` is the leader's; the metric counts from when the save is durable. ``under_way()``:
+    steps that are being saved, of which nothing is deleted.
     """
     try:
         await handle.durable.reached()
@@ -67,7 +68,8 @@ async def follow(
 
 
 def _tell(say: Callable[..., None], *what: object) -> None:
-    """Count and log something. A log handler of the user's that raises keeps nothing from being done after it."""
+    """Count and log something. A log handler of the user's that raises keeps nothing from being
+    done after it."""
     try:
         say(*what)
     except BaseException:
@@ -75,6 +77,7 @@ def _tell(say: Callable[..., None], *what: object) -> None:
 
 
 def _warn(text: str, step: int, error: BaseException) -> None:
-    """With the traceback of what is not an error of ours: that is a defect, which somebody must be able to find."""
+    """With the traceback of what is not an error of ours: that is a defect, which somebody must be
+    able to find."""
     said = error if isinstance(error, HoldfastError) else repr(error)
     _log.warning(text, step, said, exc_info=None if isinstance(error, HoldfastError) else error)

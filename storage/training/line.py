@@ -1,7 +1,9 @@
-"""The line of a run, on its leader: which checkpoints lead to where training is, and whether it may save at a step.
+"""The line of a run, on its leader: which checkpoints lead to where training is, and whether it may
+save at a step.
 
-The record of it (:mod:`..format.lineage`) is written where training goes back: by ``resume(step=…)`` before that returns,
-and otherwise, where ``resume`` has passed over later checkpoints that are damaged, before the first save.
+The record of it (:mod:`..format.lineage`) is written where training goes back: by
+``resume(step=…)`` before that returns, and otherwise, where ``resume`` has passed over later
+checkpoints that are damaged, before the first save.
 """
 
 from __future__ import annotations
@@ -22,15 +24,17 @@ __all__ = ["Line", "Survey", "below", "is_own"]
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What is in a run's folder: ``steps``, the checkpoints directly below it that have a step, the best to go on from
-    first; ``broken``, those that cannot be opened; ``others``, the paths of those that cannot be gone on from."""
+    """What is in a run's folder: ``steps``, the checkpoints directly below it that have a step, the
+    best to go on from first; ``broken``, those that cannot be opened; ``others``, the paths of
+    those that cannot be gone on from."""
 
     steps: Sequence[ListedCheckpoint]
     broken: Sequence[ListedCheckpoint]
     others: Sequence[str]
 
     def newest(self) -> ListedCheckpoint | None:
-        """The live checkpoint of the highest step; also one that cannot be opened, whose step its name tells."""
+        """The live checkpoint of the highest step; also one that cannot be opened, whose step its
+        name tells."""
         live = [c for c in self.steps if not c.abandoned]
         return max([*live, *self.broken], key=_step, default=None)
 
@@ -50,7 +54,9 @@ class Line:
         async with self._root.opened() as driver:
             listing = await Listing.of(driver)
             folders = listing.folders()
-            listed = await listing.checkpoints([path for path in folders if path and "/" not in path])
+            listed = await listing.checkpoints(
+                [path for path in folders if path and "/" not in path]
+            )
             self._lineage = await read_lineage(driver)
         self._recorded = True
         known = [c for c in listed if c.problem is None and c.step is not None]
@@ -59,9 +65,12 @@ class Line:
         taken = {c.path for c in (*known, *broken)}
         return Survey(known, broken, sorted(path for path in folders if path not in taken))
 
-    async def take_up(self, gone_on_from: ListedCheckpoint | None, survey: Survey, *, record: bool) -> None:
-        """Training goes on from there, or from its beginning; live checkpoints that are later are abandoned from here on.
-        ``record``: put that on record now, durably, rather than with the next save. Raises StorageError."""
+    async def take_up(
+        self, gone_on_from: ListedCheckpoint | None, survey: Survey, *, record: bool
+    ) -> None:
+        """Training goes on from there, or from its beginning; live checkpoints that are later are
+        abandoned from here on. ``record``: put that on record now, durably, rather than with the
+        next save. Raises StorageError."""
         assert self._lineage is not None
         self._admits = True
         if gone_on_from is None:
@@ -69,14 +78,16 @@ class Line:
         later = [c for c in survey.steps if not c.abandoned and _step(c) > _step(gone_on_from)]
         if not later and not gone_on_from.abandoned:
             return
-        self._lineage = self._lineage.gone_back(gone_on_from.branch, _step(gone_on_from), secrets.token_hex(8))
+        self._lineage = self._lineage.gone_back(
+            gone_on_from.branch, _step(gone_on_from), secrets.token_hex(8)
+        )
         self._recorded = False
         if record:
             await self._record()
 
     async def admit(self, step: int) -> str:
-        """The branch of a checkpoint that is to be saved at ``step``. Raises UsageError where the run has come further, and
-        did not go back; StorageError, DamagedError."""
+        """The branch of a checkpoint that is to be saved at ``step``. Raises UsageError where the
+        run has come further, and did not go back; StorageError, DamagedError."""
         async with self._turn:
             if not self._admits:
                 newest = (await self.survey()).newest()
@@ -100,7 +111,8 @@ def below(step: int, newest: int, uri: str) -> UsageError:
     return UsageError(
         f"step {step} is below step {newest}, the newest of this run, and training did not go back",
         uri=uri,
-        advice="To go back, call resume(state, step=…) or resume(state, before=…), rather than load a checkpoint by hand: "
+        advice="To go back, call resume(state, step=…) or resume(state, before=…), rather than "
+        "load a checkpoint by hand: "
         "later ones are then set aside. For another run, use another folder.",
     )
 

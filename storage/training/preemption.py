@@ -1,13 +1,16 @@
-"""SIGTERM: the launcher wants this process gone, and gives it a while. Saves are finished, then it goes as it would have.
+"""SIGTERM: the launcher wants this process gone, and gives it a while. Saves are finished, then it
+goes as it would have.
 
-The signal is only noted. What follows happens where training can be interrupted: at the next step. There may be several
-Checkpointers in a process, each with a grace period of its own. One signal asks all of them, whatever the order in which
-they were made and are closed. When each has saved, was closed, or has no more grace, what handled the signal before handles
-it; so it does at once when a second SIGTERM comes, wherever training is.
+The signal is only noted. What follows happens where training can be interrupted: at the next step.
+There may be several Checkpointers in a process, each with a grace period of its own. One signal
+asks all of them, whatever the order in which they were made and are closed. When each has saved,
+was closed, or has no more grace, what handled the signal before handles it; so it does at once when
+a second SIGTERM comes, wherever training is.
 
-Python calls handlers in the main thread, between two of its own instructions. So that the grace period begins, and ends,
-also while that thread is within a long call of compiled code, a thread of our own watches for the signal, see
-:class:`_Watcher`. It needs the interpreter's lock for that: while compiled code holds this, nothing happens.
+Python calls handlers in the main thread, between two of its own instructions. So that the grace
+period begins, and ends, also while that thread is within a long call of compiled code, a thread of
+our own watches for the signal, see :class:`_Watcher`. It needs the interpreter's lock for that:
+while compiled code holds this, nothing happens.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ _log = logging.getLogger(__name__)
 
 
 class Preemption:
-    """One Checkpointer's share in the handling of SIGTERM, from :meth:`install` to :meth:`hand_over` or :meth:`restore`."""
+    """One Checkpointer's share in the handling of SIGTERM, from :meth:`install` to
+    :meth:`hand_over` or :meth:`restore`."""
 
     def __init__(self, grace_s: float) -> None:
         self.grace_s = grace_s
@@ -68,8 +72,8 @@ class Preemption:
             self._until_s = came_s + self.grace_s
 
     def hand_over(self) -> None:
-        """This Checkpointer is done with the signal that has come. Once all are, what was there before handles it: by
-        default, the process ends here."""
+        """This Checkpointer is done with the signal that has come. Once all are, what was there
+        before handles it: by default, the process ends here."""
         _process.leave(self)
 
     def restore(self) -> None:
@@ -78,9 +82,11 @@ class Preemption:
 
 
 class _Process:
-    """What handles SIGTERM for all Checkpointers of this process: there is one handler, and one thread that watches.
+    """What handles SIGTERM for all Checkpointers of this process: there is one handler, and one
+    thread that watches.
 
-    Members are not kept alive: a Checkpointer that was dropped without being closed keeps nobody waiting.
+    Members are not kept alive: a Checkpointer that was dropped without being closed keeps nobody
+    waiting.
     """
 
     def __init__(self) -> None:
@@ -105,7 +111,9 @@ class _Process:
     def add(self, member: Preemption) -> None:
         """In the main thread: SIGTERM asks ``member``, too; at once, where it has come already."""
         with self._lock:
-            if signal.getsignal(signal.SIGTERM) != self._handle:  # whoever set another one meanwhile is called after us
+            if (
+                signal.getsignal(signal.SIGTERM) != self._handle
+            ):  # whoever set another one meanwhile is called after us
                 self._before = signal.signal(signal.SIGTERM, self._handle)
             if self._watcher is None:
                 self._watcher = _Watcher(self._see)
@@ -115,10 +123,13 @@ class _Process:
                 self._set_timer()
 
     def leave(self, member: Preemption) -> None:
-        """``member`` has no share any more. The last one to leave puts things back, and hands over a signal that has come;
-        where that is not in the main thread, the main thread does so when it can."""
+        """``member`` has no share any more. The last one to leave puts things back, and hands over
+        a signal that has come; where that is not in the main thread, the main thread does so when
+        it can."""
         with self._lock:
-            time.sleep(0)  # what a thread of ours has sent under the lock is handled here, at the latest
+            time.sleep(
+                0
+            )  # what a thread of ours has sent under the lock is handled here, at the latest
             if not self.has(member):
                 return
             self._members = [ref for ref in self._members if ref() not in (None, member)]
@@ -133,7 +144,8 @@ class _Process:
         self._end()
 
     def _waits(self) -> bool:
-        """Whether there is a Checkpointer that handles SIGTERM, or, where it has come, has grace left for it."""
+        """Whether there is a Checkpointer that handles SIGTERM, or, where it has come, has grace
+        left for it."""
         there = [member for ref in self._members if (member := ref()) is not None]
         return bool(there) if self._came_s is None else any(member.left_s > 0 for member in there)
 
@@ -154,7 +166,8 @@ class _Process:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        """A signal that came while things were put back, or from a handler that was set after ours, and calls it."""
+        """A signal that came while things were put back, or from a handler that was set after ours,
+        and calls it."""
         if callable(self._before):
             self._before(number, frame)
         elif self._before == signal.SIG_DFL:
@@ -196,7 +209,8 @@ class _Process:
             self._end()
 
     def _see(self) -> None:
-        """In the watcher's thread: a signal has come, which the handler may have heard of, or not yet."""
+        """In the watcher's thread: a signal has come, which the handler may have heard of, or not
+        yet."""
         self._seen += 1
         if self._seen == 1:
             self._begin()
@@ -218,15 +232,20 @@ class _Process:
         """Insist when the longest grace period is over."""
         if self._timer is not None:
             self._timer.cancel()
-        left_s = max((member.left_s for ref in self._members if (member := ref()) is not None), default=0.0)
+        left_s = max(
+            (member.left_s for ref in self._members if (member := ref()) is not None), default=0.0
+        )
         self._timer = threading.Timer(left_s, self._insist)
         self._timer.daemon = True
         self._timer.start()
 
     def _insist(self) -> None:
-        """In a thread: no more grace, whatever the main thread is doing. What only that may call, it is woken up for."""
+        """In a thread: no more grace, whatever the main thread is doing. What only that may call,
+        it is woken up for."""
         with self._lock:
-            if self._insisted or not self.is_installed:  # once: the watcher hears of what is sent here, too
+            if (
+                self._insisted or not self.is_installed
+            ):  # once: the watcher hears of what is sent here, too
                 return
             self._insisted = True
             if self._before == signal.SIG_DFL:  # signal.signal is the main thread's alone
@@ -239,8 +258,9 @@ class _Process:
 
 
 class _Watcher:
-    """A thread that hears of SIGTERM when it comes: Python writes the numbers of signals to a pipe as they come, whatever
-    the main thread is doing. Whoever had them written elsewhere before gets them passed on."""
+    """A thread that hears of SIGTERM when it comes: Python writes the numbers of signals to a pipe
+    as they come, whatever the main thread is doing. Whoever had them written elsewhere before gets
+    them passed on."""
 
     def __init__(self, see: Callable[[], None]) -> None:
         self._see = see
@@ -253,13 +273,16 @@ class _Watcher:
 
     def undo(self) -> None:
         """Signals are written where they were before."""
-        now_fd = signal.set_wakeup_fd(self._before_fd if self._unchanged() else -1, warn_on_full_buffer=False)
+        now_fd = signal.set_wakeup_fd(
+            self._before_fd if self._unchanged() else -1, warn_on_full_buffer=False
+        )
         if now_fd != self._write_fd:  # somebody came after us, and stays
             signal.set_wakeup_fd(now_fd, warn_on_full_buffer=False)
         os.close(self._write_fd)
 
     def end(self) -> None:
-        """After :meth:`undo`: the thread has ended; or it is about to, and waits for what a frame below this one holds."""
+        """After :meth:`undo`: the thread has ended; or it is about to, and waits for what a frame
+        below this one holds."""
         self._thread.join(END_S)
 
     def forget(self) -> None:
@@ -270,7 +293,9 @@ class _Watcher:
         try:
             while numbers := os.read(self._read_fd, 64):
                 if self._unchanged():
-                    with contextlib.suppress(OSError):  # full, or closed just now: so would Python do
+                    with contextlib.suppress(
+                        OSError
+                    ):  # full, or closed just now: so would Python do
                         os.write(self._before_fd, numbers)
                 for _ in range(numbers.count(signal.SIGTERM)):
                     self._see()
@@ -278,7 +303,8 @@ class _Watcher:
             os.close(self._read_fd)
 
     def _unchanged(self) -> bool:
-        """Whether the descriptor from before is still that of the same file: its number may have been given to another."""
+        """Whether the descriptor from before is still that of the same file: its number may have
+        been given to another."""
         return self._before_file is not None and _file(self._before_fd) == self._before_file
 
 
@@ -295,9 +321,14 @@ _forking = threading.local()
 
 
 def _hold() -> None:
-    """Before a fork: until the child handles SIGTERM as it should, one that is meant for it has to wait. Else it would be
-    lost in the child, or be written to our pipe, as if it had come to this process."""
-    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}) if _process.is_installed else None
+    """Before a fork: until the child handles SIGTERM as it should, one that is meant for it has to
+    wait. Else it would be lost in the child, or be written to our pipe, as if it had come to this
+    process."""
+    _forking.mask = (
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        if _process.is_installed
+        else None
+    )
 
 
 def _release() -> None:
@@ -306,7 +337,8 @@ def _release() -> None:
 
 
 def _as_before() -> None:
-    """In a forked child: SIGTERM ends it, as whoever started it expects, and the parent hears nothing of it."""
+    """In a forked child: SIGTERM ends it, as whoever started it expects, and the parent hears
+    nothing of it."""
     _process.forget()
     _release()
 

@@ -1,4 +1,5 @@
-"""Going on from a checkpoint of a run: the newest one that is whole, or an earlier one; the same one on all ranks."""
+"""Going on from a checkpoint of a run: the newest one that is whole, or an earlier one; the same
+one on all ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...drivers.uri import join
-from ...errors import DamagedError, MismatchError, NotACheckpointError, NotFoundError, RankFailedError, UsageError
+from ...errors import (
+    DamagedError,
+    MismatchError,
+    NotACheckpointError,
+    NotFoundError,
+    RankFailedError,
+    UsageError,
+)
 from ..api import LoadOptions, load_after
 from ..operations.listing import ListedCheckpoint
 from ..operations.location import Place
@@ -29,7 +37,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Back:
-    """Where to go on: at ``step``; or at the newest ``before`` that step; or, by default, at the newest of all."""
+    """Where to go on: at ``step``; or at the newest ``before`` that step; or, by default, at the
+    newest of all."""
 
     step: int | None = None
     before: int | None = None
@@ -64,15 +73,23 @@ class _Found:
 
 
 def resumed(
-    line: Line, root: Place, back: Back, state: Any, load_options: Mapping[str, Any], deadline_s: float
+    line: Line,
+    root: Place,
+    back: Back,
+    state: Any,
+    load_options: Mapping[str, Any],
+    deadline_s: float,
 ) -> int | None:
-    """Load a checkpoint of the run into ``state``; return its step, None where there is none at all.
+    """Load a checkpoint of the run into ``state``; return its step, None where there is none at
+    all.
 
-    One that is damaged, on any rank, is passed over by all, with a warning, unless it was asked for by its step. So is one
-    that does not fit, if it was not this run's Checkpointer that named it. What is later than the one that was loaded is
-    abandoned from here on. Raises UsageError where there is no checkpoint that was asked for; DamagedError where none is
-    whole: then ``state`` may be partly filled. So it may be at a MismatchError, where the next one has no values for what
-    the load of a damaged one began to fill. What else :func:`load` raises, it raises: the next one would fit no better.
+    One that is damaged, on any rank, is passed over by all, with a warning, unless it was asked for
+    by its step. So is one that does not fit, if it was not this run's Checkpointer that named it.
+    What is later than the one that was loaded is abandoned from here on. Raises UsageError where
+    there is no checkpoint that was asked for; DamagedError where none is whole: then ``state`` may
+    be partly filled. So it may be at a MismatchError, where the next one has no values for what the
+    load of a damaged one began to fill. What else :func:`load` raises, it raises: the next one
+    would fit no better.
     """
     found: list[_Found] = []  # on the leader
 
@@ -96,7 +113,9 @@ def resumed(
     return step
 
 
-def _told(back: Back, root: Place, survey: Survey, tried: Sequence[ListedCheckpoint]) -> dict[str, Any]:
+def _told(
+    back: Back, root: Place, survey: Survey, tried: Sequence[ListedCheckpoint]
+) -> dict[str, Any]:
     """What all ranks are to know of the run's folder."""
     for c in survey.broken:
         _log.warning("the checkpoint %s cannot be opened: %s", c.path, c.problem)
@@ -106,10 +125,14 @@ def _told(back: Back, root: Place, survey: Survey, tried: Sequence[ListedCheckpo
         asked = asked if back.step is None else f"of step {back.step}"
         refused = f"this run has no checkpoint {asked}"
         steps = ", ".join(f"{c.step}{' (abandoned)' * c.abandoned}" for c in survey.steps[:_NAMED])
-        advice = f"It has these steps: {steps or 'none'}. resume(state, step=…) goes on from any of them."
+        advice = (
+            f"It has these steps: {steps or 'none'}. resume(state, step=…) goes on from any "
+            f"of them."
+        )
     elif not tried and not survey.broken and survey.others:
         _log.warning(
-            "nothing to go on from is in %s, though checkpoints are there that lie deeper, or have no step: %s",
+            "nothing to go on from is in %s, though checkpoints are there that lie deeper, or "
+            "have no step: %s",
             *(root.uri.redacted, ", ".join(path or "." for path in survey.others[:_NAMED])),
         )
     return {
@@ -129,7 +152,8 @@ def _load_first(
     deadline_s: float,
     back: Back,
 ) -> int | None:
-    """Load the first of ``tried`` that is whole and fits; its place among them. None where there is nothing to try."""
+    """Load the first of ``tried`` that is whole and fits; its place among them. None where there is
+    nothing to try."""
     if not tried and not broken:
         return None
     misfit: Exception | None = None
@@ -150,14 +174,21 @@ def _load_first(
             misfit = misfit or error
             _log.warning("the checkpoint %s does not fit, trying the one before", candidate["path"])
         else:
-            _log.warning("the checkpoint of step %d is damaged, trying the one before: %s", candidate["step"], error)
+            _log.warning(
+                "the checkpoint of step %d is damaged, trying the one before: %s",
+                candidate["step"],
+                error,
+            )
     if misfit is not None:
         raise misfit
     if back.step is not None:
         raise DamagedError(
             f"the checkpoint of step {back.step} is damaged",
             uri=root.uri.redacted,
-            advice="`holdfast verify` says what is wrong with it. resume(state, before=…) goes on from one before it.",
+            advice=(
+                "`holdfast verify` says what is wrong with it. resume(state, before=…) goes on "
+                "from one before it."
+            ),
         )
     raise DamagedError(
         f"none of the {len(tried) + broken} checkpoints of this run is whole",
@@ -166,7 +197,9 @@ def _load_first(
     )
 
 
-def _try(uri: str, state: Any, load_options: Mapping[str, Any], touched: set[str]) -> Exception | None:
+def _try(
+    uri: str, state: Any, load_options: Mapping[str, Any], touched: set[str]
+) -> Exception | None:
     try:
         load_after(touched, uri, state, LoadOptions(**load_options))
     except Exception as error:

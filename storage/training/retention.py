@@ -1,10 +1,10 @@
 """Which checkpoints of a run are kept: the last ones, every n-th, and the best by a metric.
 
-Only checkpoints that the run's Checkpointer has named are deleted. "Last" goes by steps along the line of the run, and by
-what the caller says was saved last; no clock is asked.
+Only checkpoints that the run's Checkpointer has named are deleted. "Last" goes by steps along the
+line of the run, and by what the caller says was saved last; no clock is asked.
 
-Metrics lie beside the checkpoints, in one small file, so that a run that goes on knows what the best were. A checkpoint
-without a known metric is none of the best; the other rules decide on it.
+Metrics lie beside the checkpoints, in one small file, so that a run that goes on knows what the
+best were. A checkpoint without a known metric is none of the best; the other rules decide on it.
 """
 
 from __future__ import annotations
@@ -36,13 +36,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """What is kept; the rest is deleted. A checkpoint stays if any rule keeps it; what was saved last always does.
+    """What is kept; the rest is deleted. A checkpoint stays if any rule keeps it; what was saved
+    last always does.
 
-    ``last`` as many of the highest steps; ``every``: those whose step is a multiple of it; ``best`` as many of those with
-    the best metric: the lowest, unless ``highest``.
+    ``last`` as many of the highest steps; ``every``: those whose step is a multiple of it; ``best``
+    as many of those with the best metric: the lowest, unless ``highest``.
 
-    Checkpoints that training went back before are abandoned. No rule keeps them: each is deleted once the run has saved its
-    step, or a later one, anew; with ``abandoned`` they stay, until ``holdfast prune --abandoned``.
+    Checkpoints that training went back before are abandoned. No rule keeps them: each is deleted
+    once the run has saved its step, or a later one, anew; with ``abandoned`` they stay, until
+    ``holdfast prune --abandoned``.
     """
 
     last: int | None = None
@@ -56,13 +58,21 @@ class Keep:
             if value is not None and (type(value) is not int or value < 1):
                 raise UsageError(f"keep: {name} is {value!r}, which is no whole number above 0")
         if self.last is self.every is self.best is None:
-            raise UsageError("keep: no rule is given", advice="Give last, every or best; keep=None keeps everything.")
+            raise UsageError(
+                "keep: no rule is given",
+                advice="Give last, every or best; keep=None keeps everything.",
+            )
 
     def best_of(self, metrics: dict[int, float], steps: Container[int]) -> list[int] | None:
-        """The best of those ``steps`` that have a metric; of equal ones the latest. None without such a rule."""
+        """The best of those ``steps`` that have a metric; of equal ones the latest. None without
+        such a rule."""
         if self.best is None:
             return None
-        known = [(metric if self.highest else -metric, step) for step, metric in metrics.items() if step in steps]
+        known = [
+            (metric if self.highest else -metric, step)
+            for step, metric in metrics.items()
+            if step in steps
+        ]
         return [step for _, step in sorted(known, reverse=True)[: self.best]]
 
 
@@ -76,7 +86,8 @@ class Retention:
         self._metrics: dict[int, float] | None = None
 
     async def note(self, step: int, metric: float | None) -> None:
-        """Keep in mind, and in the run's folder, how good ``step`` is, as it was saved last. Raises StorageError."""
+        """Keep in mind, and in the run's folder, how good ``step`` is, as it was saved last. Raises
+        StorageError."""
         async with self._turn, self._root.opened() as driver:
             if metric is None and self._keep.best is None:
                 return
@@ -87,11 +98,14 @@ class Retention:
             else:
                 metrics[step] = metric
             if metrics != before:
-                await driver.put(METRICS_KEY, json.dumps({str(s): m for s, m in sorted(metrics.items())}).encode())
+                await driver.put(
+                    METRICS_KEY,
+                    json.dumps({str(s): m for s, m in sorted(metrics.items())}).encode(),
+                )
 
     async def apply(self, saved: int, under_way: Collection[int]) -> PruneReport:
-        """Delete what is not to be kept, now that ``saved`` is; but nothing of the steps that are ``under_way``. Raises
-        StorageError, DamagedError."""
+        """Delete what is not to be kept, now that ``saved`` is; but nothing of the steps that are
+        ``under_way``. Raises StorageError, DamagedError."""
         async with self._turn:
             async with self._root.opened() as driver:
                 metrics = {} if self._keep.best is None else await self._known(driver)
@@ -116,7 +130,9 @@ class Retention:
         kept = {saved, *(best or ())}
         last = self._keep.last or (None if best is None else 1)
         damaged = [c.path for c in live if c.damage is not None]
-        gone = choose(live, last, self._keep.every, [c.path for c in live if c.step in kept], damaged)
+        gone = choose(
+            live, last, self._keep.every, [c.path for c in live if c.step in kept], damaged
+        )
         if not self._keep.abandoned:
             gone += [c for c in listed if c.abandoned and (c.step or 0) <= saved]
         return gone
@@ -138,5 +154,9 @@ def _decoded(data: bytes) -> dict[int, float]:
             raise ValueError("no table of metrics")
         return {int(step): float(metric) for step, metric in told.items() if math.isfinite(metric)}
     except (ValueError, OverflowError, RecursionError) as error:
-        _log.warning("%s is damaged: which checkpoints were the best so far is not known: %s", METRICS_KEY, error)
+        _log.warning(
+            "%s is damaged: which checkpoints were the best so far is not known: %s",
+            METRICS_KEY,
+            error,
+        )
         return {}

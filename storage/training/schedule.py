@@ -23,7 +23,8 @@ class Cadence(ABC):
 
     @abstractmethod
     def due(self, step: int, agreement: Agreement) -> bool:
-        """Whether a save is due at ``step``: the same on all ranks. May raise what ``agreement`` raises."""
+        """Whether a save is due at ``step``: the same on all ranks. May raise what ``agreement``
+        raises."""
 
     def begin_at(self, step: int) -> None:  # noqa: B027 - time and never do not care
         """``step`` is what the checkpoint holds that training goes on from."""
@@ -35,7 +36,8 @@ class _Never(Cadence):
 
 
 class _Steps(Cadence):
-    """Whenever a multiple of ``every`` is reached, or passed: steps may be counted in larger strides."""
+    """Whenever a multiple of ``every`` is reached, or passed: steps may be counted in larger
+    strides."""
 
     def __init__(self, every: int) -> None:
         self._every = every
@@ -52,8 +54,8 @@ class _Steps(Cadence):
 
 
 class _Time(Cadence):
-    """By the leader's clock. The leader says at which step to ask again: after a small part of the time that is left, by
-    the pace of the steps so far. So most steps ask nobody anything."""
+    """By the leader's clock. The leader says at which step to ask again: after a small part of the
+    time that is left, by the pace of the steps so far. So most steps ask nobody anything."""
 
     def __init__(self, every_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._every_s = every_s
@@ -72,7 +74,9 @@ class _Time(Cadence):
         try:
             word = agreement.ask("due", step, lambda: self._look(step))
         except BaseException:
-            self._saved_s, self._asked = before  # it did not come to a save: the next step asks anew
+            self._saved_s, self._asked = (
+                before  # it did not come to a save: the next step asks anew
+            )
             raise
         if word is None:
             return False
@@ -96,7 +100,8 @@ class _Time(Cadence):
 
 
 def cadence_of(every: int | str | None) -> Cadence:
-    """``500``: steps. ``"10min"``, ``"90s"``, ``"1.5h"``: time. None: never by itself. Raises UsageError."""
+    """``500``: steps. ``"10min"``, ``"90s"``, ``"1.5h"``: time. None: never by itself. Raises
+    UsageError."""
     if every is None:
         return _Never()
     if isinstance(every, int) and not isinstance(every, bool) and every > 0:
@@ -105,5 +110,6 @@ def cadence_of(every: int | str | None) -> Cadence:
     if match and match[2] in _UNITS and float(match[1]) > 0:
         return _Time(float(match[1]) * _UNITS[match[2]])
     raise UsageError(
-        f"every is {every!r}", advice='Give a number of steps, such as 500, or a time, such as "10min", "90s" or "2h".'
+        f"every is {every!r}",
+        advice='Give a number of steps, such as 500, or a time, such as "10min", "90s" or "2h".',
     )

@@ -17,11 +17,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Saves on this rank. Each that was ``due`` is in the end one of ``saved``, ``failed`` and ``skipped``.
+    """Saves on this rank. Each that was ``due`` is in the end one of ``saved``, ``failed`` and
+    ``skipped``.
 
-    ``waited``: how many held up training until another had ended; ``queued``: how many were copied while another was being
-    written. ``stalled_s``: how long training stood still for all of it, fences included. ``nbytes``: written by this rank.
-    ``pruned``: checkpoints deleted, on rank 0.
+    ``waited``: how many held up training until another had ended; ``queued``: how many were copied
+    while another was being written. ``stalled_s``: how long training stood still for all of it,
+    fences included. ``nbytes``: written by this rank. ``pruned``: checkpoints deleted, on rank 0.
     """
 
     due: int = 0
@@ -56,7 +57,11 @@ class Ledger:
     def skipped(self, step: int) -> None:
         """It is left out: another save is under way."""
         self._add(skipped=1)
-        _log.warning("step %d: not saved, another save is under way (%d left out so far)", step, self.counters.skipped)
+        _log.warning(
+            "step %d: not saved, another save is under way (%d left out so far)",
+            step,
+            self.counters.skipped,
+        )
 
     def waited(self, seconds: float) -> None:
         """It has waited for another save."""
@@ -100,8 +105,8 @@ class Ledger:
             _log.info("deleted %s", ", ".join(c.path for c in report.checkpoints))
 
     def raise_first(self, on_error: str) -> None:
-        """Raise what a save has failed with, once: with ``raise``; and as long as none was ever saved, also with ``warn``,
-        which otherwise forgets it."""
+        """Raise what a save has failed with, once: with ``raise``; and as long as none was ever
+        saved, also with ``warn``, which otherwise forgets it."""
         with self._lock:
             error = self._error if on_error == "raise" else None
             if self.counters.saved == 0:
@@ -113,7 +118,9 @@ class Ledger:
     def _add(self, **more: Any) -> None:
         with self._lock:
             now = self.counters
-            self.counters = replace(now, **{name: getattr(now, name) + value for name, value in more.items()})
+            self.counters = replace(
+                now, **{name: getattr(now, name) + value for name, value in more.items()}
+            )
 
 
 def _amount(nbytes: float) -> str:

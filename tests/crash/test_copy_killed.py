@@ -1,4 +1,5 @@
-"""kill -9 of a process that copies: afterwards there is one whole checkpoint or none, and the next copy goes on."""
+"""kill -9 of a process that copies: afterwards there is one whole checkpoint or none, and the next
+copy goes on."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ WAIT_S = 60.0
 def source(folder: Path, nbytes: int) -> Path:
     """A checkpoint of four images."""
     driver = LocalDriver(folder)
-    states = [{"who": "new", "own": torch.full((nbytes,), rank, dtype=torch.uint8)} for rank in range(4)]
+    states = [
+        {"who": "new", "own": torch.full((nbytes,), rank, dtype=torch.uint8)} for rank in range(4)
+    ]
     save_as_ranks(driver, states)
     run(driver.close())
     return folder
@@ -47,15 +50,27 @@ def there(uri: Path) -> str:
 
 def whole_images(uri: Path) -> int:
     """Bytes of the images that no manifest names yet, of attempts that nobody has decided on."""
-    open_still = [a for a in (uri / "data").glob("*") if (a / "attempt.json").exists() and not (a / "fate").exists()]
-    return sum(p.stat().st_size for a in open_still for p in a.glob("*.safetensors") if not p.name.startswith("."))
+    open_still = [
+        a
+        for a in (uri / "data").glob("*")
+        if (a / "attempt.json").exists() and not (a / "fate").exists()
+    ]
+    return sum(
+        p.stat().st_size
+        for a in open_still
+        for p in a.glob("*.safetensors")
+        if not p.name.startswith(".")
+    )
 
 
 @pytest.mark.parametrize("over", [False, True], ids=["to an empty place", "over another"])
 @pytest.mark.timeout(300)
-def test_a_copy_killed_before_one_of_its_system_calls(tmp_path: Path, over: bool, seed: int) -> None:
-    """Every thirteenth of them: a reader finds what was there, and from the commit on the copy. The same copy then ends well,
-    and sends no image again that was whole, unless its attempt had been claimed."""
+def test_a_copy_killed_before_one_of_its_system_calls(
+    tmp_path: Path, over: bool, seed: int
+) -> None:
+    """Every thirteenth of them: a reader finds what was there, and from the commit on the copy. The
+    same copy then ends well, and sends no image again that was whole, unless its attempt had been
+    claimed."""
     src, found = source(tmp_path / "src", 5000), []
     for at in itertools.count(1 + seed % 13, 13):
         dst = tmp_path / str(at)
@@ -71,7 +86,9 @@ def test_a_copy_killed_before_one_of_its_system_calls(tmp_path: Path, over: bool
         assert found[-1] in ("new", str(at) if over else "none")
         whole_nbytes = whole_images(dst)
         report = holdfast.copy(src, dst, overwrite=True)
-        assert report.nbytes - report.sent_nbytes == (report.nbytes if found[-1] == "new" else whole_nbytes)
+        assert report.nbytes - report.sent_nbytes == (
+            report.nbytes if found[-1] == "new" else whole_nbytes
+        )
         assert there(dst) == "new"
         assert list(dst.rglob("*.tmp")) == []
     assert there(dst) == "new"
@@ -80,9 +97,17 @@ def test_a_copy_killed_before_one_of_its_system_calls(tmp_path: Path, over: bool
 
 @pytest.mark.timeout(300)
 def test_a_copy_killed_again_and_again_arrives(tmp_path: Path, seed: int) -> None:
-    """The command, on images of several chunks: each time it goes further, and what it leaves is never visible."""
+    """The command, on images of several chunks: each time it goes further, and what it leaves is
+    never visible."""
     src, dst = source(tmp_path / "src", 40 << 20), tmp_path / "dst"
-    command = [sys.executable, "-c", "import holdfast.cli; holdfast.cli.main()", "cp", str(src), str(dst)]
+    command = [
+        sys.executable,
+        "-c",
+        "import holdfast.cli; holdfast.cli.main()",
+        "cp",
+        str(src),
+        str(dst),
+    ]
     kills, reached_nbytes, wait_s = 0, 0, 0.25
     while True:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -101,7 +126,9 @@ def test_a_copy_killed_again_and_again_arrives(tmp_path: Path, seed: int) -> Non
     assert there(dst) == "new"
     assert kills > 0
     if out and reached_nbytes:
-        assert "of it were there" in out or "nothing to send" in out  # killed between the last image and the commit
+        assert (
+            "of it were there" in out or "nothing to send" in out
+        )  # killed between the last image and the commit
     holdfast.copy(src, dst, overwrite=True)
     assert list(dst.rglob("*.tmp")) == []
     assert len(list((dst / "data").iterdir())) == 1

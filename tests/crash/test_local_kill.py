@@ -1,4 +1,5 @@
-"""``kill -9`` of a process that stores: whatever is visible afterwards is whole, and what is not can be cleared away."""
+"""``kill -9`` of a process that stores: whatever is visible afterwards is whole, and what is not
+can be cleared away."""
 
 from __future__ import annotations
 
@@ -41,8 +42,11 @@ asyncio.run(main(sys.argv[1]))
 
 @pytest.mark.parametrize("round_", range(5))
 def test_a_killed_process_leaves_whole_objects(tmp_path: Path, round_: int) -> None:
-    """At whatever moment it dies: every visible object is whole, and deleting all removes what it left unfinished."""
-    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path / "root")], stdout=subprocess.PIPE, text=True)
+    """At whatever moment it dies: every visible object is whole, and deleting all removes what it
+    left unfinished."""
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(tmp_path / "root")], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert writer.stdout is not None
         assert writer.stdout.readline() == "ready\n"

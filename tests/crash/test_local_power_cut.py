@@ -1,8 +1,10 @@
-"""A power cut: what put and commit returned for is there afterwards, whole; what was unfinished is not.
+"""A power cut: what put and commit returned for is there afterwards, whole; what was unfinished is
+not.
 
-An ext4 in a file is shut down at once, without flushing its log, as if the machine had lost its power; then it is mounted
-again, and its journal replayed. Whatever nobody had asked to be made durable is lost by this: each test writes such a
-file, too, and fails if it survives, because then it has tested nothing.
+An ext4 in a file is shut down at once, without flushing its log, as if the machine had lost its
+power; then it is mounted again, and its journal replayed. Whatever nobody had asked to be made
+durable is lost by this: each test writes such a file, too, and fails if it survives, because then
+it has tested nothing.
 """
 
 from __future__ import annotations
@@ -46,13 +48,17 @@ async def upload(driver: LocalDriver, key: str, content: bytes) -> None:
     new = await driver.create(key, len(content))
     view = memoryview(content)
     await asyncio.gather(
-        *(new.write(start, view[start : start + (1 << 20)]) for start in range(0, len(content), 1 << 20))
+        *(
+            new.write(start, view[start : start + (1 << 20)])
+            for start in range(0, len(content), 1 << 20)
+        )
     )
     await new.commit()
 
 
 async def shorter(driver: LocalDriver, key: str, content: bytes) -> None:
-    """An upload that ends before the size it was declared with, which its file had from the beginning."""
+    """An upload that ends before the size it was declared with, which its file had from the
+    beginning."""
     new = await driver.create(key, 2 * len(content))
     await new.write(0, memoryview(content))
     await new.commit(len(content))
@@ -85,7 +91,8 @@ async def opened(folder: Path, direct: str = "auto") -> AsyncIterator[LocalDrive
 def test_what_was_acknowledged_survives(
     disk: Disk, store: Callable[[LocalDriver, str, bytes], Awaitable[None]], size: str, direct: str
 ) -> None:
-    """An object in a new folder of a new root is there after the cut, whole; no temporary file keeps it company."""
+    """An object in a new folder of a new root is there after the cut, whole; no temporary file
+    keeps it company."""
     root = disk.folder / "new" / "root"
 
     async def before() -> None:
@@ -128,7 +135,8 @@ def test_what_replaced_another_survives(
 
 
 def test_what_was_unfinished_is_not_visible(disk: Disk) -> None:
-    """An upload that was written and not committed is no object, before the cut and after; its neighbour is untouched.
+    """An upload that was written and not committed is no object, before the cut and after; its
+    neighbour is untouched.
 
     A commit after the cut fails; and what it left behind can be deleted.
     """
@@ -136,10 +144,15 @@ def test_what_was_unfinished_is_not_visible(disk: Disk) -> None:
     async def before() -> None:
         async with opened(disk.folder) as driver:
             await driver.put("a/x", b"old")
-            new, other = await driver.create("a/x", len(CONTENT["large"])), await driver.create("a/y", 10)
+            new, other = (
+                await driver.create("a/x", len(CONTENT["large"])),
+                await driver.create("a/y", 10),
+            )
             await new.write(0, memoryview(CONTENT["large"]))
             await other.write(0, memoryview(bytes(10)))
-            run("sync", "-f", disk.folder)  # so that the temporary files survive, and are seen to be hidden
+            run(
+                "sync", "-f", disk.folder
+            )  # so that the temporary files survive, and are seen to be hidden
             disk.cut_power()
             with pytest.raises(StorageError):
                 await new.commit()
@@ -159,7 +172,8 @@ def test_what_was_unfinished_is_not_visible(disk: Disk) -> None:
 
 
 def test_what_was_deleted_stays_deleted(disk: Disk) -> None:
-    """A deletion that returned is not undone by the cut: data may be deleted after its manifest, one after the other."""
+    """A deletion that returned is not undone by the cut: data may be deleted after its manifest,
+    one after the other."""
 
     async def before() -> None:
         async with opened(disk.folder) as driver:

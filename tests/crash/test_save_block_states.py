@@ -1,7 +1,9 @@
-"""Every disk that a power cut could leave of a save: replayed from what the file system wrote to its device, and flushed.
+"""Every disk that a power cut could leave of a save: replayed from what the file system wrote to
+its device, and flushed.
 
-What was written since the last flush is lost, or there, or partly there: some writes of it, or some sectors. On each such
-disk there is exactly one checkpoint, whole. HOLDFAST_TEST_CRASH_POINTS=all replays every write.
+What was written since the last flush is lost, or there, or partly there: some writes of it, or some
+sectors. On each such disk there is exactly one checkpoint, whole. HOLDFAST_TEST_CRASH_POINTS=all
+replays every write.
 """
 
 from __future__ import annotations
@@ -25,8 +27,11 @@ SAVE_AGAIN_EVERY = 8
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", ["ext4", "xfs"])
-def test_every_disk_that_a_power_cut_leaves_holds_one_whole_checkpoint(kind: str, tmp_path: Path, seed: int) -> None:
-    """The old one if the commit had not begun, the new one if the save had returned, else either; and a save works there."""
+def test_every_disk_that_a_power_cut_leaves_holds_one_whole_checkpoint(
+    kind: str, tmp_path: Path, seed: int
+) -> None:
+    """The old one if the commit had not begun, the new one if the save had returned, else either;
+    and a save works there."""
     committing = 0
     with new_block_device(kind, tmp_path) as device:
         uri = device.disk.folder / "run" / "c"
@@ -48,7 +53,9 @@ def test_every_disk_that_a_power_cut_leaves_holds_one_whole_checkpoint(kind: str
     found: set[int] = set()
     folder = tmp_path / "replayed"
     folder.mkdir()
-    for n, (point, how, image) in enumerate(crash_disks(tmp_path / "before.image", log, points, folder, Random(seed))):
+    for n, (point, how, image) in enumerate(
+        crash_disks(tmp_path / "before.image", log, points, folder, Random(seed))
+    ):
         position = log[point - 1].position
         allowed = {2} if position >= returned else {1} if position <= committing else {1, 2}
         with Disk(image, folder / "mounted").mounted() as disk:
@@ -58,7 +65,10 @@ def test_every_disk_that_a_power_cut_leaves_holds_one_whole_checkpoint(kind: str
                 if n % SAVE_AGAIN_EVERY == 0:
                     check_next_save(uri, 3)
             except BaseException as error:
-                error.add_note(f"{kind}: {how} of what was not flushed after record {point} of {first}..{len(log)}")
+                error.add_note(
+                    f"{kind}: {how} of what was not flushed after record {point} of "
+                    f"{first}..{len(log)}"
+                )
                 raise
     print(f"{kind}: {n + 1} crash states, at {len(points)} of {len(log) + 1 - first} points")
     assert found == {1, 2}

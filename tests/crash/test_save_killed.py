@@ -1,4 +1,5 @@
-"""kill -9 of a process that saves: afterwards there is one whole checkpoint, and the next save cleans up."""
+"""kill -9 of a process that saves: afterwards there is one whole checkpoint, and the next save
+cleans up."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ from typing import Any
 import pytest
 from support.aftermath import CLEAN, check, files, some
 from support.bits import difference
-from support.victims import save_against_others, save_and_die_at, save_until_killed, spawned, state_of_step
+from support.victims import (
+    save_against_others,
+    save_and_die_at,
+    save_until_killed,
+    spawned,
+    state_of_step,
+)
 
 import holdfast
 from holdfast.storage.protocol import commit
@@ -21,8 +28,8 @@ POINTS = 40
 
 
 def left_after_a_save(uri: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> set[str]:
-    """What a save leaves behind, besides itself and what was about to be committed; and what the next one leaves when the
-    grace period of that is over. File names only."""
+    """What a save leaves behind, besides itself and what was about to be committed; and what the
+    next one leaves when the grace period of that is over. File names only."""
     holdfast.save(uri, state_of_step(step))
     with holdfast.open(uri) as checkpoint:
         current = checkpoint.attempt
@@ -33,7 +40,9 @@ def left_after_a_save(uri: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> 
     }
     there = [p.relative_to(uri) for p in uri.rglob("*")]
     left = {
-        str(p) for p in there if p.parts[0] != "data" or (len(p.parts) > 1 and p.parts[1] not in {current, *claimed})
+        str(p)
+        for p in there
+        if p.parts[0] != "data" or (len(p.parts) > 1 and p.parts[1] not in {current, *claimed})
     }
     with monkeypatch.context() as patch:
         patch.setattr(commit, "GRACE_S", -1.0)
@@ -42,17 +51,21 @@ def left_after_a_save(uri: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> 
     return (left - {"manifest.safetensors"}) | (set(files(uri)) - set(CLEAN))
 
 
-@pytest.fixture(scope="module", params=[(None, POINTS), ("lz4", POINTS // 2)], ids=["as it is", "compressed"])
+@pytest.fixture(
+    scope="module", params=[(None, POINTS), ("lz4", POINTS // 2)], ids=["as it is", "compressed"]
+)
 def aftermath(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[int, tuple[bool, set[str]]]:
-    """A save killed before the n-th of its system calls, over a checkpoint, for many n: whether the checkpoint was then the
-    new one, and what the saves that came next have left. It was whole in any case: that is checked here."""
+    """A save killed before the n-th of its system calls, over a checkpoint, for many n: whether the
+    checkpoint was then the new one, and what the saves that came next have left. It was whole in
+    any case: that is checked here."""
     compression, points = request.param
     folder, found = tmp_path_factory.mktemp("killed"), {}
     process, pipe = spawned(save_and_die_at, str(folder / "counted"), 1, 0, compression)
     process.join(WAIT_S)
-    # A save over another makes a few calls more, to delete that one: so the last of these may not die.
+    # A save over another makes a few calls more, to delete that one: so the last of these may not
+    # die.
     for at in some(range(1, pipe.recv() + 10), points, POINTS):
         uri = folder / str(at)
         holdfast.save(uri, state_of_step(1000 + at), compression=compression)
@@ -78,20 +91,28 @@ def test_a_save_killed_before_any_of_its_system_calls_leaves_a_whole_checkpoint(
     assert set(new) == {False, True}
 
 
-def test_what_a_killed_save_had_written_is_collected_by_the_next(aftermath: dict[int, tuple[bool, set[str]]]) -> None:
+def test_what_a_killed_save_had_written_is_collected_by_the_next(
+    aftermath: dict[int, tuple[bool, set[str]]],
+) -> None:
     """Images, whole or not, and the files that go with them."""
     assert {
-        at: left for at, (_, left) in aftermath.items() if any("safetensors" in name or "fate" in name for name in left)
+        at: left
+        for at, (_, left) in aftermath.items()
+        if any("safetensors" in name or "fate" in name for name in left)
     } == {}
 
 
-def test_not_even_an_empty_folder_stays_of_a_killed_save(aftermath: dict[int, tuple[bool, set[str]]]) -> None:
+def test_not_even_an_empty_folder_stays_of_a_killed_save(
+    aftermath: dict[int, tuple[bool, set[str]]],
+) -> None:
     """Nor a temporary file."""
     assert {at: left for at, (_, left) in aftermath.items() if left} == {}
 
 
 @pytest.mark.timeout(300)
-def test_saves_killed_at_random_moments(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saves_killed_at_random_moments(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Twenty times: what is there is what was committed last, or the one that was about to be."""
     rng = random.Random(seed)
     uri = tmp_path / "c"
@@ -114,8 +135,8 @@ def test_saves_killed_at_random_moments(tmp_path: Path, seed: int, monkeypatch: 
 
 
 def test_saves_of_several_processes_to_one_uri(tmp_path: Path) -> None:
-    """None of them is told to, all do at once: each save succeeds or says that it was overtaken, readers find a whole
-    checkpoint at any time, and the last save standing cleans up."""
+    """None of them is told to, all do at once: each save succeeds or says that it was overtaken,
+    readers find a whole checkpoint at any time, and the last save standing cleans up."""
     uri = tmp_path / "c"
     holdfast.save(uri, state_of_step(0))
     rivals = [spawned(save_against_others, str(uri), 1000 * i, 15) for i in range(1, 4)]
@@ -125,7 +146,11 @@ def test_saves_of_several_processes_to_one_uri(tmp_path: Path) -> None:
         assert found["step"] in allowed
         assert difference(state_of_step(found["step"]), found) is None
     outcomes = [pipe.recv() for _, pipe in rivals for _ in range(15)]
-    others = [error for _, error in outcomes if error is not None and not isinstance(error, holdfast.SupersededError)]
+    others = [
+        error
+        for _, error in outcomes
+        if error is not None and not isinstance(error, holdfast.SupersededError)
+    ]
     assert others == []
     assert sum(error is None for _, error in outcomes) >= 1
     with pytest.MonkeyPatch.context() as patch:

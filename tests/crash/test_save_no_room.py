@@ -1,6 +1,8 @@
-"""A disk that is full in the middle of a save: FullError with advice, the checkpoint untouched, and the next save cleans up.
+"""A disk that is full in the middle of a save: FullError with advice, the checkpoint untouched, and
+the next save cleans up.
 
-Room ends at every region of what a save writes: in an image, its checksums, the small files, the manifest.
+Room ends at every region of what a save writes: in an image, its checksums, the small files, the
+manifest.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ ROOM_NBYTES = 3 << 20
 
 
 def take(path: Path, nbytes: int) -> None:
-    """A file of so many bytes; or of some fewer, where the file system itself needs what is left to note where they are."""
+    """A file of so many bytes; or of some fewer, where the file system itself needs what is left to
+    note where they are."""
     while True:
         try:
             with path.open("wb") as file:
@@ -48,10 +51,15 @@ def save_nbytes(uri: Path) -> int:
 
 
 def explore(
-    uri: Path, leave: Callable[[int], None], seed: int, step_nbytes: int, spare_nbytes: int, compression: Any = None
+    uri: Path,
+    leave: Callable[[int], None],
+    seed: int,
+    step_nbytes: int,
+    spare_nbytes: int,
+    compression: Any = None,
 ) -> dict[int, bool]:
-    """For one size of room after the other, from none to enough for a second checkpoint and what the file system needs for
-    itself: save, and say if it went well.
+    """For one size of room after the other, from none to enough for a second checkpoint and what
+    the file system needs for itself: save, and say if it went well.
 
     ``leave`` leaves so many bytes free; -1 makes room."""
     holdfast.save(uri, state_of_step(1), compression=compression)
@@ -75,13 +83,17 @@ def explore(
 
 def full_then_not(outcome: dict[int, bool]) -> bool:
     """Failures first, and then successes: both."""
-    return list(outcome.values()) == sorted(outcome.values()) and set(outcome.values()) == {False, True}
+    return list(outcome.values()) == sorted(outcome.values()) and set(outcome.values()) == {
+        False,
+        True,
+    }
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("compression", [None, "lz4"], ids=["as it is", "compressed"])
 def test_memory_runs_out_at_any_byte(compression: Any, tmp_path: Path, seed: int) -> None:
-    """A tmpfs with room for the old checkpoint and so many bytes more; compressed, for what is left of it."""
+    """A tmpfs with room for the old checkpoint and so many bytes more; compressed, for what is left
+    of it."""
     with tmpfs(tmp_path / "small", ROOM_NBYTES) as folder:
         uri = folder / "c"
 
@@ -96,8 +108,8 @@ def test_memory_runs_out_at_any_byte(compression: Any, tmp_path: Path, seed: int
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("kind", "nbytes"), [("ext4", 16 << 20), ("xfs", 300 << 20)])
 def test_a_disk_runs_full_at_any_byte(kind: str, nbytes: int, tmp_path: Path, seed: int) -> None:
-    """A disk on which something else takes all but so many bytes. What cannot be written, cannot be made durable, or cannot
-    get its name for want of room, is a FullError all the same."""
+    """A disk on which something else takes all but so many bytes. What cannot be written, cannot be
+    made durable, or cannot get its name for want of room, is a FullError all the same."""
     with new_disk(kind, tmp_path, nbytes).mounted() as disk:
         uri, other = disk.folder / "c", disk.folder / "other"
 
@@ -124,7 +136,9 @@ def test_a_limit_of_file_size_is_met_at_any_byte(tmp_path: Path, seed: int) -> N
     assert pipe.poll(WAIT_S + len(limits))
     outcomes = pipe.recv()
     process.join(WAIT_S)
-    assert [isinstance(error, holdfast.FullError) for _, error in outcomes] == [limit < largest for limit in limits]
+    assert [isinstance(error, holdfast.FullError) for _, error in outcomes] == [
+        limit < largest for limit in limits
+    ]
     assert all("ulimit -f" in str(error) for _, error in outcomes if error is not None)
     assert all(step == (1 if error else 2) for step, error in outcomes)
     check(uri, {1})
@@ -164,13 +178,17 @@ def nearly_full(kind: str, tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("direct", ["auto", "off"])
 @pytest.mark.parametrize("kind", ["ext4", "xfs", "tmpfs"])
-def test_an_image_that_has_no_room_fails_before_its_first_byte(kind: str, direct: str, tmp_path: Path) -> None:
-    """The error says how much is wanted and how much is free, and nothing is left; what has room is stored."""
+def test_an_image_that_has_no_room_fails_before_its_first_byte(
+    kind: str, direct: str, tmp_path: Path
+) -> None:
+    """The error says how much is wanted and how much is free, and nothing is left; what has room is
+    stored."""
 
     async def work(folder: Path) -> None:
         driver = LocalDriver(folder / "run", direct=direct)
         with pytest.raises(
-            holdfast.FullError, match=r"takes 16,777,216 bytes, [78],\d{3},\d{3} are free.*Free some space"
+            holdfast.FullError,
+            match=r"takes 16,777,216 bytes, [78],\d{3},\d{3} are free.*Free some space",
         ):
             await driver.create("image", IMAGE_NBYTES)
         assert [path for path in (folder / "run").rglob("*") if path.is_file()] == []
@@ -185,7 +203,9 @@ def test_an_image_that_has_no_room_fails_before_its_first_byte(kind: str, direct
 
 
 @pytest.mark.parametrize("kind", ["ext4", "tmpfs"])
-def test_an_image_whose_size_is_a_bound_is_judged_by_what_is_written(kind: str, tmp_path: Path) -> None:
+def test_an_image_whose_size_is_a_bound_is_judged_by_what_is_written(
+    kind: str, tmp_path: Path
+) -> None:
     """What compression leaves may have room although the bound has none."""
 
     async def work(folder: Path) -> None:
@@ -202,7 +222,9 @@ def test_an_image_whose_size_is_a_bound_is_judged_by_what_is_written(kind: str, 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("compression", [None, "lz4"], ids=["as it is", "compressed"])
-def test_a_checkpoint_that_compresses_is_saved_where_it_has_room(compression: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_that_compresses_is_saved_where_it_has_room(
+    compression: Any, tmp_path: Path
+) -> None:
     """Uncompressed it fails at once, as it is too large; compressed it is saved."""
     state = {"zeros": torch.zeros(IMAGE_NBYTES // 4)}
     with nearly_full("ext4", tmp_path) as folder:
@@ -215,7 +237,8 @@ def test_a_checkpoint_that_compresses_is_saved_where_it_has_room(compression: An
 
 
 def test_room_that_two_take_is_not_given_twice(tmp_path: Path) -> None:
-    """On ext4, where it is taken: of two images that have room one by one, the second fails before its first byte."""
+    """On ext4, where it is taken: of two images that have room one by one, the second fails before
+    its first byte."""
 
     async def work(folder: Path) -> None:
         driver = LocalDriver(folder)

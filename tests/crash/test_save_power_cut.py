@@ -1,6 +1,8 @@
-"""A power cut in the middle of a save over another checkpoint: afterwards there is exactly one, whole, and the next save works.
+"""A power cut in the middle of a save over another checkpoint: afterwards there is exactly one,
+whole, and the next save works.
 
-The cut comes before a system call that changes the file system, at any of them. HOLDFAST_TEST_CRASH_POINTS=all tries all.
+The cut comes before a system call that changes the file system, at any of them.
+HOLDFAST_TEST_CRASH_POINTS=all tries all.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
 
 
 def save_until_cut(disk: Disk, uri: Path, step: int, at: int) -> tuple[list[str], bool]:
-    """Save, and cut the power before the ``at``-th system call. Return the calls until then, and whether the save says that
-    it went well."""
+    """Save, and cut the power before the ``at``-th system call. Return the calls until then, and
+    whether the save says that it went well."""
     seen: list[str] = []
 
     def before(number: int, label: str) -> None:
@@ -48,8 +50,11 @@ def save_until_cut(disk: Disk, uri: Path, step: int, at: int) -> tuple[list[str]
 
 
 @pytest.mark.timeout(1800)
-def test_after_a_power_cut_the_old_checkpoint_is_there_or_the_new_one(disk: Disk, seed: int) -> None:
-    """The old one before the commit begins, the new one once the save has returned; and the next save leaves nothing else."""
+def test_after_a_power_cut_the_old_checkpoint_is_there_or_the_new_one(
+    disk: Disk, seed: int
+) -> None:
+    """The old one before the commit begins, the new one once the save has returned; and the next
+    save leaves nothing else."""
     uri = disk.folder / "run" / "c"
     holdfast.save(uri, state_of_step(1))
     calls, well = save_until_cut(disk, uri, 2, at=1 << 30)
@@ -70,7 +75,8 @@ def test_after_a_power_cut_the_old_checkpoint_is_there_or_the_new_one(disk: Disk
 
 
 def test_a_save_whose_manifest_has_no_durable_name_fails(disk: Disk) -> None:
-    """The power goes between the rename of the manifest and the fsync of its folder: which XFS calls a success."""
+    """The power goes between the rename of the manifest and the fsync of its folder: which XFS
+    calls a success."""
     uri = disk.folder / "run" / "c"
     holdfast.save(uri, state_of_step(1))
     calls, _ = save_until_cut(disk, uri, 2, at=1 << 30)

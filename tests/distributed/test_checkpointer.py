@@ -57,13 +57,16 @@ def test_time_is_up_for_all_at_the_same_step(gang: Gang, tmp_path: Path) -> None
     assert [c["failed"] for _, c in found] == [0] * 4
 
 
-def test_all_go_on_from_the_same_step_though_one_alone_finds_damage(gang: Gang, tmp_path: Path) -> None:
+def test_all_go_on_from_the_same_step_though_one_alone_finds_damage(
+    gang: Gang, tmp_path: Path
+) -> None:
     """Each reads its own; the damage is in what one of them reads."""
     assert gang.run(damaged_run, str(tmp_path)) == [(2, 20.0 + rank) for rank in range(4)]
 
 
 def test_all_go_back_to_the_same_step(gang: Gang, tmp_path: Path) -> None:
-    """To an earlier one, and to one that was abandoned; and all learn that a save below the newest step is none."""
+    """To an earlier one, and to one that was abandoned; and all learn that a save below the newest
+    step is none."""
     found = gang.run(back_run, str(tmp_path), world=2)
     for rank in (0, 1):
         assert found[rank] == [
@@ -87,8 +90,15 @@ def test_all_save_the_same_step_before_they_stop(gang: Gang, tmp_path: Path) -> 
     assert [c["saved"] for _, _, c in found] == [1] * 4
 
 
-def test_a_rank_that_is_not_told_to_stop_is_not_waited_for_forever(gang: Gang, tmp_path: Path) -> None:
+def test_a_rank_that_is_not_told_to_stop_is_not_waited_for_forever(
+    gang: Gang, tmp_path: Path
+) -> None:
     """The others hand the signal over when the grace period ends; nothing is half saved."""
     found = gang.run(stopped_run, str(tmp_path), [3, -1, 3, 3])
-    assert [stop for _, stop, _ in found] == [[signal.SIGTERM], [], [signal.SIGTERM], [signal.SIGTERM]]
+    assert [stop for _, stop, _ in found] == [
+        [signal.SIGTERM],
+        [],
+        [signal.SIGTERM],
+        [signal.SIGTERM],
+    ]
     assert steps(tmp_path) == []

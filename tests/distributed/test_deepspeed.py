@@ -1,4 +1,5 @@
-"""DeepSpeed itself, on two ranks, where it is installed: what is not known of it is refused by name."""
+"""DeepSpeed itself, on two ranks, where it is installed: what is not known of it is refused by
+name."""
 
 from __future__ import annotations
 
@@ -22,25 +23,44 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("deepspeed")
     (folder / "out").mkdir()
     job = [deepspeed_job.__file__, str(folder / "c"), str(folder / "out")]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *job]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        *job,
+    ]
     tests = str(Path(deepspeed_job.__file__).parents[1])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": tests}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": tests,
+    }
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=110, check=False
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((folder / "out" / rank).read_text()) for rank in "01"]
 
 
 def test_zero_3_is_refused_on_save_and_load(found: list[dict[str, Any]]) -> None:
-    """Module, engine, optimizer, and a state dict without attributes: nothing is committed. What is saved within
-    GatheredParameters is whole."""
+    """Module, engine, optimizer, and a state dict without attributes: nothing is committed. What is
+    saved within GatheredParameters is whole."""
     for rank in found:
         seen = rank["3"]
         for what in ("save module", "save engine", "load module"):
             assert seen[what].startswith('StateError: state["model"]["'), what
             assert "DeepSpeed ZeRO-3" in seen[what], what
-        assert seen["save optimizer"].startswith('StateError: state["optim"] is an optimizer of DeepSpeed')
+        assert seen["save optimizer"].startswith(
+            'StateError: state["optim"] is an optimizer of DeepSpeed'
+        )
         assert 'state["model"]' in seen["save state dict"]
         assert "GatheredParameters" in seen["save state dict"]
         assert seen["committed"] == []
@@ -48,8 +68,8 @@ def test_zero_3_is_refused_on_save_and_load(found: list[dict[str, Any]]) -> None
 
 
 def test_what_zero_1_would_overwrite_is_not_loaded_into(found: list[dict[str, Any]]) -> None:
-    """Module, engine and optimizer; the way that the error tells goes on from what was loaded. A save of the module is
-    whole."""
+    """Module, engine and optimizer; the way that the error tells goes on from what was loaded. A
+    save of the module is whole."""
     for rank in found:
         seen = rank["1"]
         for what in ("load module", "load engine"):
@@ -57,6 +77,8 @@ def test_what_zero_1_would_overwrite_is_not_loaded_into(found: list[dict[str, An
             assert "DeepSpeed" in seen[what], what
             assert "refresh_fp32_params" in seen[what], what
         for what in ("load optimizer", "save optimizer"):
-            assert seen[what].startswith('StateError: state["optim"] is an optimizer of DeepSpeed'), what
+            assert seen[what].startswith(
+                'StateError: state["optim"] is an optimizer of DeepSpeed'
+            ), what
         assert seen["save module"] == ""
         assert seen["goes on from what was loaded"] is True

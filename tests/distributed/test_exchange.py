@@ -1,4 +1,5 @@
-"""Four ranks that want the same bytes: each is read from storage once; and what happens when a rank cannot, fails or dies."""
+"""Four ranks that want the same bytes: each is read from storage once; and what happens when a rank
+cannot, fails or dies."""
 
 from __future__ import annotations
 
@@ -28,9 +29,12 @@ def uri(gang: Gang, tmp_path_factory: pytest.TempPathFactory) -> str:
     [("auto", None), (True, [0, 1, 2, 3]), (True, [0, 0, 1, 1])],
     ids=["by default", "between four hosts", "between two hosts"],
 )
-def test_replicas_read_each_byte_once(exchange: Any, hosts: list[int] | None, uri: str, gang: Gang) -> None:
-    """By default on one host, through memory that they share; when asked, over the network too: what all ranks together
-    read is one replica, within a hundredth; each reads its part, gets every bit, and keeps no memory of it."""
+def test_replicas_read_each_byte_once(
+    exchange: Any, hosts: list[int] | None, uri: str, gang: Gang
+) -> None:
+    """By default on one host, through memory that they share; when asked, over the network too:
+    what all ranks together read is one replica, within a hundredth; each reads its part, gets every
+    bit, and keeps no memory of it."""
     found = gang.run(exchanging_load, uri, CHUNKS, exchange, hosts)
     assert [rank["wrong"] for rank in found] == [None] * 4
     wanted = found[0]["wanted"]
@@ -41,7 +45,8 @@ def test_replicas_read_each_byte_once(exchange: Any, hosts: list[int] | None, ur
 
 
 def test_compressed_images_are_exchanged_as_they_are_unpacked(gang: Gang, tmp_path: Path) -> None:
-    """Likewise each byte once; and what four ranks have written, each its part, takes less room than it has."""
+    """Likewise each byte once; and what four ranks have written, each its part, takes less room
+    than it has."""
     folder = str(tmp_path / "c")
     gang.run(replicated_save, folder, 3, "lz4")
     found = gang.run(exchanging_load, folder, 3, "auto")
@@ -63,11 +68,21 @@ def test_ranks_of_two_hosts_exchange_within_each_by_default(uri: str, gang: Gang
 
 @pytest.mark.parametrize(
     ("exchange", "hosts", "cannot", "strangers"),
-    [(False, None, (), ()), ("auto", [0, 1, 2, 3], (), ()), (True, None, (2,), ()), ("auto", None, (), (2,))],
+    [
+        (False, None, (), ()),
+        ("auto", [0, 1, 2, 3], (), ()),
+        (True, None, (2,), ()),
+        ("auto", None, (), (2,)),
+    ],
     ids=["not wanted", "alone on its host", "no memory to share", "no way to the others"],
 )
 def test_ranks_that_cannot_exchange_read_for_themselves(
-    exchange: Any, hosts: Any, cannot: tuple[int, ...], strangers: tuple[int, ...], uri: str, gang: Gang
+    exchange: Any,
+    hosts: Any,
+    cannot: tuple[int, ...],
+    strangers: tuple[int, ...],
+    uri: str,
+    gang: Gang,
 ) -> None:
     """All alike: where one cannot, nobody waits for it."""
     found = gang.run(exchanging_load, uri, CHUNKS, exchange, hosts, cannot, strangers)
@@ -87,10 +102,15 @@ def test_ranks_that_cannot_exchange_read_for_themselves(
     ids=["one host", "two hosts", "not wanted", "no memory to share"],
 )
 def test_one_rank_of_a_host_reads_the_manifest(
-    exchange: Any, hosts: Any, cannot: tuple[int, ...], expected: list[int], gang: Gang, tmp_path: Path
+    exchange: Any,
+    hosts: Any,
+    cannot: tuple[int, ...],
+    expected: list[int],
+    gang: Gang,
+    tmp_path: Path,
 ) -> None:
-    """The first of them, who checks it, and hands it to the others; where it cannot, each reads it. Nothing of it stays in
-    memory."""
+    """The first of them, who checks it, and hands it to the others; where it cannot, each reads it.
+    Nothing of it stays in memory."""
     gang.run(replicated_save, str(tmp_path / "c"), 1)
     found = gang.run(exchanging_load, str(tmp_path / "c"), 1, exchange, hosts, cannot)
     assert [rank["wrong"] for rank in found] == [None] * 4
@@ -107,12 +127,15 @@ def test_without_a_checkpoint_each_rank_says_so(gang: Gang, tmp_path: Path) -> N
 def test_little_is_not_exchanged_by_default(gang: Gang, tmp_path: Path) -> None:
     """Meeting each other would take longer."""
     gang.run(replicated_save, str(tmp_path / "c"), 1)
-    assert all(rank["received"] == 0 for rank in gang.run(exchanging_load, str(tmp_path / "c"), 1, "auto"))
+    assert all(
+        rank["received"] == 0 for rank in gang.run(exchanging_load, str(tmp_path / "c"), 1, "auto")
+    )
 
 
 def test_what_one_rank_cannot_read_is_an_error_on_all(uri: str, gang: Gang) -> None:
-    """In the middle of the exchange: that rank raises what went wrong, the others at once that it did; nobody's error holds
-    more memory that ranks share than the manifest's; and the same ranks can load afterwards."""
+    """In the middle of the exchange: that rank raises what went wrong, the others at once that it
+    did; nobody's error holds more memory that ranks share than the manifest's; and the same ranks
+    can load afterwards."""
     raised = errors(gang.outcomes(gang.begin(broken_load, uri, CHUNKS, 1, None, 30.0)))
     own = raised.pop(1)
     assert isinstance(own, holdfast.StorageError)
@@ -122,7 +145,9 @@ def test_what_one_rank_cannot_read_is_an_error_on_all(uri: str, gang: Gang) -> N
     assert all(rank["wrong"] is None for rank in gang.run(exchanging_load, uri, CHUNKS, True))
 
 
-def test_damage_that_one_rank_reads_for_others_is_an_error_on_all(gang: Gang, tmp_path: Path) -> None:
+def test_damage_that_one_rank_reads_for_others_is_an_error_on_all(
+    gang: Gang, tmp_path: Path
+) -> None:
     """Whoever reads the flipped byte says so, in which file; nobody takes it."""
     gang.run(replicated_save, str(tmp_path / "c"), CHUNKS)
     image = max(tmp_path.rglob("*.safetensors"), key=lambda path: (path.stat().st_size, path.name))
@@ -138,9 +163,11 @@ def test_damage_that_one_rank_reads_for_others_is_an_error_on_all(gang: Gang, tm
 
 
 @pytest.mark.parametrize("how", ["killed", "halted"])
-def test_a_rank_that_dies_while_others_wait_for_what_it_reads_is_named(how: str, uri: str, tmp_path: Path) -> None:
-    """Killed: the others raise RankFailedError as soon as it is gone. Halted with its engine: DeadlineError, within the
-    deadline. Nobody waits longer."""
+def test_a_rank_that_dies_while_others_wait_for_what_it_reads_is_named(
+    how: str, uri: str, tmp_path: Path
+) -> None:
+    """Killed: the others raise RankFailedError as soon as it is gone. Halted with its engine:
+    DeadlineError, within the deadline. Nobody waits longer."""
     sign = tmp_path / "sign"
     with Gang(3) as doomed:
         doomed.begin(broken_load, uri, CHUNKS, 2, str(sign), 60.0 if how == "killed" else 3.0)

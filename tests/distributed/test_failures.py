@@ -1,4 +1,5 @@
-"""When a rank fails, dies, is silent or disagrees: all others say so in time and by name, and nothing is committed."""
+"""When a rank fails, dies, is silent or disagrees: all others say so in time and by name, and
+nothing is committed."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def files(uri: str) -> list[str]:
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_state_that_one_rank_cannot_save_is_told_to_all(rank: int, uri: str, gang: Gang) -> None:
-    """That rank raises the StateError, the others at once that it failed and why; nothing was written."""
+    """That rank raises the StateError, the others at once that it failed and why; nothing was
+    written."""
     before = files(uri)
     raised = errors(gang.outcomes(gang.begin(save_with, uri, {rank: unsavable})))
     own = raised.pop(rank)
@@ -63,11 +65,14 @@ def test_a_state_that_one_rank_cannot_save_is_told_to_all(rank: int, uri: str, g
 
 @pytest.mark.parametrize("moment", ["create", "put"])
 def test_storage_that_fails_on_one_rank_is_told_to_all(moment: str, uri: str, gang: Gang) -> None:
-    """Writing an image on any rank, or the manifest on the leader: all raise, and the old checkpoint stays."""
+    """Writing an image on any rank, or the manifest on the leader: all raise, and the old
+    checkpoint stays."""
     rank = 3 if moment == "create" else 0
     raised = errors(gang.outcomes(gang.begin(failing_save, uri, rank, moment)))
     assert isinstance(raised.pop(rank), holdfast.FullError)
-    expected = (holdfast.RankFailedError, rank) if moment == "create" else (holdfast.FullError, None)
+    expected = (
+        (holdfast.RankFailedError, rank) if moment == "create" else (holdfast.FullError, None)
+    )
     assert [(type(e), e.rank) for e in raised] == [expected] * 3
     assert all("no room left" in str(e) and e.took_s < 5 for e in raised)
     assert untouched(uri)
@@ -77,14 +82,19 @@ def test_storage_that_fails_on_one_rank_is_told_to_all(moment: str, uri: str, ga
 
 def test_ranks_that_save_to_different_places_are_told_so(tmp_path: Path, gang: Gang) -> None:
     """Nothing is written at either."""
-    raised = errors(gang.outcomes(gang.begin(save_from, [str(tmp_path / f"{rank // 3}") for rank in range(4)])))
+    raised = errors(
+        gang.outcomes(gang.begin(save_from, [str(tmp_path / f"{rank // 3}") for rank in range(4)]))
+    )
     assert [type(e) for e in raised] == [holdfast.UsageError] * 4
     assert all("rank 3" in str(e) for e in raised)
     assert list(tmp_path.iterdir()) == []
 
 
 DISAGREEMENTS: list[tuple[Any, str]] = [
-    ({2: {"x": torch.arange(100.0), "y": [1]}, 1: {"x": torch.arange(100.0), "y": {0: 1}}}, 'state["y"]'),
+    (
+        {2: {"x": torch.arange(100.0), "y": [1]}, 1: {"x": torch.arange(100.0), "y": {0: 1}}},
+        'state["y"]',
+    ),
     ({2: [torch.arange(100.0)]}, "state"),
     ("shape", "'x'"),
     ("dtype", "'x'"),
@@ -93,10 +103,15 @@ DISAGREEMENTS: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("overrides", "text"), DISAGREEMENTS, ids=["kind of container", "kind of state", "shape", "dtype", "offset"]
+    ("overrides", "text"),
+    DISAGREEMENTS,
+    ids=["kind of container", "kind of state", "shape", "dtype", "offset"],
 )
-def test_ranks_that_disagree_are_told_where(overrides: Any, text: str, uri: str, gang: Gang) -> None:
-    """On the tree, or on a sharded tensor: every rank raises the same, and the old checkpoint stays."""
+def test_ranks_that_disagree_are_told_where(
+    overrides: Any, text: str, uri: str, gang: Gang
+) -> None:
+    """On the tree, or on a sharded tensor: every rank raises the same, and the old checkpoint
+    stays."""
     what = disagreeing if isinstance(overrides, str) else save_with
     raised = errors(gang.outcomes(gang.begin(what, uri, overrides)))
     assert [isinstance(e, holdfast.SaveError) for e in raised] == [True] * 4
@@ -108,12 +123,17 @@ def test_ranks_that_disagree_are_told_where(overrides: Any, text: str, uri: str,
 def test_plain_tensors_of_different_shapes_are_each_ranks_own(gang: Gang, tmp_path: Path) -> None:
     """A name says nothing about size: a buffer may grow on one rank."""
     states = {
-        rank: {"x": torch.arange(float(rank)), "y": torch.zeros(2, dtype=[torch.int8, torch.float64][rank % 2])}
+        rank: {
+            "x": torch.arange(float(rank)),
+            "y": torch.zeros(2, dtype=[torch.int8, torch.float64][rank % 2]),
+        }
         for rank in range(4)
     }
     gang.run(save_with, str(tmp_path / "c"), states)
     loaded = gang.run(
-        load_with, str(tmp_path / "c"), {r: {"x": torch.full((r,), -1.0), "y": states[r]["y"] + 1} for r in range(4)}
+        load_with,
+        str(tmp_path / "c"),
+        {r: {"x": torch.full((r,), -1.0), "y": states[r]["y"] + 1} for r in range(4)},
     )
     assert [difference(states[rank], found) for rank, found in enumerate(loaded)] == [None] * 4
 
@@ -141,7 +161,11 @@ def test_a_rank_needs_a_place_for_its_part_only(uri: str, gang: Gang) -> None:
 
 def test_damage_that_one_rank_meets_is_told_to_all(gang: Gang, tmp_path: Path) -> None:
     """The rank that reads the damaged file says which; the others raise that it failed."""
-    gang.run(save_with, str(tmp_path / "c"), {rank: {"own": torch.full((9000,), float(rank))} for rank in range(4)})
+    gang.run(
+        save_with,
+        str(tmp_path / "c"),
+        {rank: {"own": torch.full((9000,), float(rank))} for rank in range(4)},
+    )
     (image,) = tmp_path.rglob("2.safetensors")
     data = bytearray(image.read_bytes())
     data[20_000] ^= 1
@@ -175,8 +199,9 @@ def test_a_rank_that_never_saves_is_named(rank: int, uri: str, gang: Gang) -> No
 def test_a_rank_that_is_killed_in_the_middle_of_a_save_is_named(
     rank: int, moment: str, uri: str, tmp_path: Path
 ) -> None:
-    """kill -9 before it writes its image, or before the leader puts the manifest: the others raise DeadlineError that names
-    it within the deadline, nothing is committed, and the next save works and cleans up."""
+    """kill -9 before it writes its image, or before the leader puts the manifest: the others raise
+    DeadlineError that names it within the deadline, nothing is committed, and the next save works
+    and cleans up."""
     with Gang(3) as doomed:
         world = doomed.begin(halting_save, uri, rank, moment, str(tmp_path / "sign"), 2.0)
         end = time.monotonic() + 60
@@ -197,9 +222,11 @@ def test_a_rank_that_is_killed_in_the_middle_of_a_save_is_named(
     assert untouched(uri)
 
 
-def test_a_rank_that_is_killed_while_it_tells_for_its_host_is_named(uri: str, tmp_path: Path) -> None:
-    """It has heard the other, who waits for the leader, as the leader waits for it: both raise, in time, nothing is
-    committed, and the next save cleans up."""
+def test_a_rank_that_is_killed_while_it_tells_for_its_host_is_named(
+    uri: str, tmp_path: Path
+) -> None:
+    """It has heard the other, who waits for the leader, as the leader waits for it: both raise, in
+    time, nothing is committed, and the next save cleans up."""
     with Gang(3) as doomed:
         world = doomed.begin(joining_save, uri, ["a", "b", "b"], 1, str(tmp_path / "sign"), 2.0)
         end = time.monotonic() + 60
@@ -216,7 +243,8 @@ def test_a_rank_that_is_killed_while_it_tells_for_its_host_is_named(uri: str, tm
 
 
 def test_storage_that_ranks_do_not_share_is_found_out(tmp_path: Path) -> None:
-    """A folder of its own for one rank, under the same path: the commit does not see that rank's file, and says so."""
+    """A folder of its own for one rank, under the same path: the commit does not see that rank's
+    file, and says so."""
     shared, private = tmp_path / "shared", tmp_path / "private"
     shared.mkdir()
     private.mkdir()
@@ -232,13 +260,16 @@ def test_storage_that_ranks_do_not_share_is_found_out(tmp_path: Path) -> None:
 
 
 def test_training_goes_on_while_earlier_steps_are_saved(gang: Gang, tmp_path: Path) -> None:
-    """Each checkpoint is the state as it was when async_save was called, whatever was done to the tensors since, with room
-    for everything and with little memory."""
+    """Each checkpoint is the state as it was when async_save was called, whatever was done to the
+    tensors since, with room for everything and with little memory."""
     for name, budget_nbytes in (("much", None), ("little", 32 << 20)):
         uri = str(tmp_path / name)
         states = gang.run(overlapped, uri, 4, budget_nbytes)[0]
         for step, expected in enumerate(states):
-            assert difference(expected, gang.run(fsdp_load, f"{uri}/{step}", "fsdp", 0, False)[0]) is None
+            assert (
+                difference(expected, gang.run(fsdp_load, f"{uri}/{step}", "fsdp", 0, False)[0])
+                is None
+            )
             with holdfast.open(f"{uri}/{step}") as c:
                 assert [c.read("own", rank=rank)[0].item() for rank in range(4)] == [
                     float(rank + step) for rank in range(4)

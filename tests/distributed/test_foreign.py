@@ -1,4 +1,5 @@
-"""Layouts that Holdfast does not know are refused by name, before any I/O, and never stored as what they are not."""
+"""Layouts that Holdfast does not know are refused by name, before any I/O, and never stored as what
+they are not."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from support.gang import Gang
 
 
 def test_modules_and_optimizers_of_fsdp1_are_refused_by_name(gang: Gang, tmp_path: Path) -> None:
-    """With a device mesh and without, flat and original parameters, any kind of state dict; on save and on load. The error
-    names the path, and what to use instead."""
+    """With a device mesh and without, flat and original parameters, any kind of state dict; on save
+    and on load. The error names the path, and what to use instead."""
     for seen in gang.run(fsdp1_objects, str(tmp_path / "c"), world=2):
         assert len(seen) == 4 * 3 * 9
         for what, text in seen:
@@ -26,9 +27,11 @@ def test_modules_and_optimizers_of_fsdp1_are_refused_by_name(gang: Gang, tmp_pat
             assert "FSDP1" in text, what
             assert "fully_shard" in text, what
             assert len(text) < 500, what
-            path = {"both": '"1" in state["nets"][0]', "bare": "the state", "optimizer": 'state["optim"]'}[
-                what.split()[1]
-            ]
+            path = {
+                "both": '"1" in state["nets"][0]',
+                "bare": "the state",
+                "optimizer": 'state["optim"]',
+            }[what.split()[1]]
             assert path in text, what
     assert list(tmp_path.iterdir()) == []
 
@@ -49,20 +52,30 @@ def test_fsdp1_is_saved_and_loaded_as_its_error_advises(gang: Gang, tmp_path: Pa
 
 
 def test_a_dtensor_whose_hooks_tell_another_layout_is_refused(gang: Gang, tmp_path: Path) -> None:
-    """Of equal sizes and other offsets, as Megatron-FSDP has them: saved by its placements it would be in the wrong order.
-    Hooks that agree with the placements are no obstacle."""
+    """Of equal sizes and other offsets, as Megatron-FSDP has them: saved by its placements it would
+    be in the wrong order. Hooks that agree with the placements are no obstacle."""
     for found in gang.run(hooked_tensors, str(tmp_path), world=2):
         assert found.pop("save right") == found.pop("load right") == ""
-        names = {"buffer": '["m"]["cache"]', "module": '["m"]["weight"]', "optimizer": 'group 0 in state["o"]'}
+        names = {
+            "buffer": '["m"]["cache"]',
+            "module": '["m"]["weight"]',
+            "optimizer": 'group 0 in state["o"]',
+        }
         for what, text in found.items():
             assert text.startswith("StateError: "), what
             assert names.get(what.split()[1], 'state["w"]') in text, what
-            said = "LocalShardsWrapper" if what.endswith("wrapped") else "layout that this release does not know"
+            said = (
+                "LocalShardsWrapper"
+                if what.endswith("wrapped")
+                else "layout that this release does not know"
+            )
             assert said in text, what
     assert [path.name for path in tmp_path.iterdir()] == ["right"]
 
 
-def test_a_local_tensor_of_another_shape_than_its_placements_imply_is_refused(gang: Gang, tmp_path: Path) -> None:
+def test_a_local_tensor_of_another_shape_than_its_placements_imply_is_refused(
+    gang: Gang, tmp_path: Path
+) -> None:
     """Uneven parts, padding, and elements where none are expected."""
     first, second = gang.run(uneven_tensors, str(tmp_path), world=2)
     for rank, found in enumerate((first, second)):
@@ -75,11 +88,18 @@ def test_a_local_tensor_of_another_shape_than_its_placements_imply_is_refused(ga
             assert found[f"committed {name}"] == "False"
 
 
-def test_a_state_that_holds_less_than_it_seems_is_refused_by_all_ranks_together(gang: Gang, tmp_path: Path) -> None:
-    """Tensors without any element, and placeholders in the place of weights. Values alone are a state, and so is what some
-    ranks hold while others have nothing of it. ``allow_empty`` saves it as it is."""
+def test_a_state_that_holds_less_than_it_seems_is_refused_by_all_ranks_together(
+    gang: Gang, tmp_path: Path
+) -> None:
+    """Tensors without any element, and placeholders in the place of weights. Values alone are a
+    state, and so is what some ranks hold while others have nothing of it. ``allow_empty`` saves it
+    as it is."""
     first, second = gang.run(hollow_saves, str(tmp_path), world=2)
-    refused = {"nothing": "the state", "nothing but values": "the state", "none on one rank": "the state"}
+    refused = {
+        "nothing": "the state",
+        "nothing but values": "the state",
+        "none on one rank": "the state",
+    }
     refused["state dict"] = 'state["model"]'
     for name, path in refused.items():
         assert first[name][0].startswith(f"StateError: {path} "), name
@@ -93,9 +113,9 @@ def test_a_state_that_holds_less_than_it_seems_is_refused_by_all_ranks_together(
 
 
 def test_plain_tensors_that_differ_between_ranks_are_named_once(gang: Gang, tmp_path: Path) -> None:
-    """In a warning of the first rank that holds them: parameters, moments, and tensors in plain dicts, by values, shape or
-    dtype. Not buffers of modules, random states, data loaders and what is in a PerRank. One that differs later is named
-    when it does."""
+    """In a warning of the first rank that holds them: parameters, moments, and tensors in plain
+    dicts, by values, shape or dtype. Not buffers of modules, random states, data loaders and what
+    is in a PerRank. One that differs later is named when it does."""
     first, second, third = gang.run(warned_of, str(tmp_path), "warned", world=3)
     assert [len(told) for told in first] == [1, 0, 1, 0]
     (message,) = first[0]

@@ -20,13 +20,29 @@ def test_a_job_under_torchrun_saves_and_loads(tmp_path: Path) -> None:
     """Two ranks over the launcher's own store, without a word about stores or ranks in the job."""
     (tmp_path / "out").mkdir()
     job = [torchrun_job.__file__, str(tmp_path / "c"), str(tmp_path / "out")]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *job]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        *job,
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110, check=False
+        command,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert {p.name: p.read_text() for p in (tmp_path / "out").iterdir()} == {"0": "good", "1": "good"}
+    assert {p.name: p.read_text() for p in (tmp_path / "out").iterdir()} == {
+        "0": "good",
+        "1": "good",
+    }
     with holdfast.open(tmp_path / "c") as c:
         assert (c.step, c.world) == (3, 2)
         assert torch.equal(c.read("w"), torch.arange(15.0).reshape(5, 3))
@@ -41,11 +57,18 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.mark.parametrize("what", ["leave_after_save", "cut_after_save", "leave_after_load", "made_anew"])
+@pytest.mark.parametrize(
+    "what", ["leave_after_save", "cut_after_save", "leave_after_load", "made_anew"]
+)
 def test_a_job_whose_first_rank_serves_the_store_ends_well(what: str, tmp_path: Path) -> None:
-    """As srun, mp.spawn and frameworks start them: rank 0 may be gone at once, and no rank raises, nor says anything."""
+    """As srun, mp.spawn and frameworks start them: rank 0 may be gone at once, and no rank raises,
+    nor says anything."""
     world, port = 3 if what == "made_anew" else 2, free_port()
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TORCH_CPP_LOG_LEVEL": "FATAL",
+    }
     command = [sys.executable, endings.__file__, what]
     ranks = [
         subprocess.Popen(
@@ -56,21 +79,36 @@ def test_a_job_whose_first_rank_serves_the_store_ends_well(what: str, tmp_path: 
     ]  # fmt: skip
     told = [rank.communicate(timeout=90)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * world, "\n".join(told)
-    assert not any("never retrieved" in text or "Traceback" in text for text in told), "\n".join(told)
+    assert not any("never retrieved" in text or "Traceback" in text for text in told), "\n".join(
+        told
+    )
     assert sorted(p.name for p in tmp_path.iterdir() if p.is_file()) == ["1", "2"][: world - 1]
     with holdfast.open(tmp_path / "c") as c:
         assert c.verify().ok
 
 
 def test_a_job_that_torchrun_starts_again_begins_afresh(tmp_path: Path) -> None:
-    """A rank dies between two calls, while the other waits for it in a save; the workers are started again over the same
-    store, and load and save as if nothing had been."""
+    """A rank dies between two calls, while the other waits for it in a save; the workers are
+    started again over the same store, and load and save as if nothing had been."""
     job = [restarted_job.__file__, str(tmp_path)]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     began_s = time.monotonic()
     done = subprocess.run(
-        [*command, *job], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110, check=False
+        [*command, *job],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert sorted(p.name for p in tmp_path.glob("good *")) == ["good 0", "good 1"]

@@ -16,7 +16,9 @@ SHAPES = [(7, 5), (8, 4), (3,), (1, 9), (2, 3, 6), (0, 4), ()]
 
 
 @pytest.fixture(scope="module")
-def trained(gang: Gang, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, dict[str, Any]]]:
+def trained(
+    gang: Gang, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[str, dict[str, Any]]]:
     """A checkpoint of each layout on four ranks, and what is in it."""
     made = {}
     for layout in ("fsdp", "hsdp", "tp"):
@@ -26,7 +28,8 @@ def trained(gang: Gang, tmp_path_factory: pytest.TempPathFactory) -> dict[str, t
 
 
 @pytest.mark.parametrize(
-    ("layout", "world"), [("fsdp", 4), ("fsdp", 3), ("fsdp", 2), ("fsdp", 1), ("hsdp", 4), ("tp", 4), ("tp", 2)]
+    ("layout", "world"),
+    [("fsdp", 4), ("fsdp", 3), ("fsdp", 2), ("fsdp", 1), ("hsdp", 4), ("tp", 4), ("tp", 2)],
 )
 @pytest.mark.parametrize("stored", ["fsdp", "hsdp", "tp"])
 def test_a_training_job_is_loaded_into_another_layout(
@@ -39,20 +42,32 @@ def test_a_training_job_is_loaded_into_another_layout(
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "hsdp", "tp"])
-def test_training_goes_on_as_if_it_had_not_been_interrupted(layout: str, gang: Gang, trained: Any) -> None:
+def test_training_goes_on_as_if_it_had_not_been_interrupted(
+    layout: str, gang: Gang, trained: Any
+) -> None:
     """Three steps, save, load, two steps are the same bits as five steps."""
     uri, _ = trained[layout]
-    assert difference(gang.run(fsdp_train, layout, 5)[0], gang.run(fsdp_load, uri, layout, 2)[0]) is None
+    assert (
+        difference(gang.run(fsdp_train, layout, 5)[0], gang.run(fsdp_load, uri, layout, 2)[0])
+        is None
+    )
 
 
 def test_layers_that_tensor_parallel_left_alone_are_stored_once(gang: Gang, tmp_path: Path) -> None:
-    """FSDP shards them over one line of the mesh, and every line holds the same: each is a mesh of its own, and none of
-    them says so. Saved once, and loaded from any layout and into any."""
+    """FSDP shards them over one line of the mesh, and every line holds the same: each is a mesh of
+    its own, and none of them says so. Saved once, and loaded from any layout and into any."""
     expected = gang.run(fsdp_save, str(tmp_path / "c"), "loose", 3)[0]
     for layout in ("loose", "fsdp"):
-        assert all(difference(expected, found) is None for found in gang.run(fsdp_load, str(tmp_path / "c"), layout))
+        assert all(
+            difference(expected, found) is None
+            for found in gang.run(fsdp_load, str(tmp_path / "c"), layout)
+        )
     assert (
-        difference(gang.run(fsdp_train, "loose", 5)[0], gang.run(fsdp_load, str(tmp_path / "c"), "loose", 2)[0]) is None
+        difference(
+            gang.run(fsdp_train, "loose", 5)[0],
+            gang.run(fsdp_load, str(tmp_path / "c"), "loose", 2)[0],
+        )
+        is None
     )
 
 
@@ -79,18 +94,31 @@ COLUMNS = [
 
 
 def test_every_placement_is_loaded_into_every_other(gang: Gang, tmp_path: Path) -> None:
-    """Shard, Replicate and strided shards over meshes of one and two dimensions, with uneven and empty parts."""
+    """Shard, Replicate and strided shards over meshes of one and two dimensions, with uneven and
+    empty parts."""
     flat = [shape for shape in SHAPES if len(shape) >= 1]
     gang.run(layouts_save, str(tmp_path / "rows"), LINE + SQUARE, flat)
-    assert gang.run(layouts_load, str(tmp_path / "rows"), LINE + SQUARE, LINE + SQUARE, flat) == [[]] * 4
+    assert (
+        gang.run(layouts_load, str(tmp_path / "rows"), LINE + SQUARE, LINE + SQUARE, flat)
+        == [[]] * 4
+    )
     deep = [shape for shape in SHAPES if len(shape) >= 2]
     gang.run(layouts_save, str(tmp_path / "all"), LINE + SQUARE + COLUMNS, deep)
     assert (
-        gang.run(layouts_load, str(tmp_path / "all"), LINE + SQUARE + COLUMNS, LINE + SQUARE + COLUMNS, deep)
+        gang.run(
+            layouts_load,
+            str(tmp_path / "all"),
+            LINE + SQUARE + COLUMNS,
+            LINE + SQUARE + COLUMNS,
+            deep,
+        )
         == [[]] * 4
     )
     gang.run(layouts_save, str(tmp_path / "none"), [LINE[1], SQUARE[2]], SHAPES)
-    assert gang.run(layouts_load, str(tmp_path / "none"), [LINE[1], SQUARE[2]], [LINE[1]], SHAPES) == [[]] * 4
+    assert (
+        gang.run(layouts_load, str(tmp_path / "none"), [LINE[1], SQUARE[2]], [LINE[1]], SHAPES)
+        == [[]] * 4
+    )
 
 
 @pytest.mark.parametrize("world", [3, 2, 1])
@@ -100,14 +128,16 @@ def test_placements_are_loaded_on_fewer_ranks(world: int, gang: Gang, tmp_path: 
     gang.run(layouts_save, str(tmp_path / "c"), LINE + SQUARE + COLUMNS, shapes)
     wanted = [((world,), ("S0",)), ((world,), ("S1",)), ((world,), ("R",))]
     assert (
-        gang.run(layouts_load, str(tmp_path / "c"), LINE + SQUARE + COLUMNS, wanted, shapes, world=world)
+        gang.run(
+            layouts_load, str(tmp_path / "c"), LINE + SQUARE + COLUMNS, wanted, shapes, world=world
+        )
         == [[]] * world
     )
 
 
 def test_what_several_ranks_hold_is_divided_evenly_among_them(gang: Gang, tmp_path: Path) -> None:
-    """Replicas, whole or of shards, in one large tensor or many small ones: each rank writes about its part, and no byte
-    is written twice."""
+    """Replicas, whole or of shards, in one large tensor or many small ones: each rank writes about
+    its part, and no byte is written twice."""
     for layout, shapes in (
         (((4,), ("R",)), [(1000, 1000)]),
         (((2, 2), ("R", "S0")), [(999, 1001)]),
@@ -122,6 +152,9 @@ def test_what_several_ranks_hold_is_divided_evenly_among_them(gang: Gang, tmp_pa
         assert sorted(p.stat().st_size for p in uri.rglob("data/*/*.safetensors")) == sorted(nbytes)
 
 
-def test_what_lies_in_one_memory_is_tied_only_if_it_is_the_same_part(gang: Gang, tmp_path: Path) -> None:
-    """Meshes that count the ranks in another order put the same local tensor to another place of the whole."""
+def test_what_lies_in_one_memory_is_tied_only_if_it_is_the_same_part(
+    gang: Gang, tmp_path: Path
+) -> None:
+    """Meshes that count the ranks in another order put the same local tensor to another place of
+    the whole."""
     assert gang.run(one_memory, str(tmp_path / "c"), world=2) == [True, True]

@@ -1,4 +1,5 @@
-"""Objects with a state of their own in jobs of several ranks: DTensors stay DTensors, and nothing is dealt out unsaid."""
+"""Objects with a state of their own in jobs of several ranks: DTensors stay DTensors, and nothing
+is dealt out unsaid."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ import holdfast
 def test_wrappers_of_sharded_jobs_go_on_as_if_they_had_not_been_interrupted(
     kind: str, gang: Gang, tmp_path: Path
 ) -> None:
-    """What holds DTensors gets DTensors, and no rank holds more of any than its part; the next steps are the same bits."""
+    """What holds DTensors gets DTensors, and no rank holds more of any than its part; the next
+    steps are the same bits."""
     uri = str(tmp_path / "c")
     gang.run(wrapped_save, uri, kind, "fsdp", world=2)
     whole = gang.run(fsdp_train, "fsdp", 5, world=2)[0]
@@ -51,8 +53,11 @@ def test_wrappers_are_loaded_into_another_layout(
         assert difference(saved, state) is None
 
 
-def test_states_of_another_shape_than_their_parameter_come_back_as_they_were(gang: Gang, tmp_path: Path) -> None:
-    """Factored moments of a sharded parameter are DTensors again, laid out as before, in an optimizer that is new."""
+def test_states_of_another_shape_than_their_parameter_come_back_as_they_were(
+    gang: Gang, tmp_path: Path
+) -> None:
+    """Factored moments of a sharded parameter are DTensors again, laid out as before, in an
+    optimizer that is new."""
     uri = str(tmp_path / "c")
     (_, before), _ = gang.run(factored, uri, "fsdp", 3, False, world=2)
     assert set(before.values()) >= {"plain", "(Replicate(),)", "(Shard(dim=0),)"}
@@ -79,14 +84,17 @@ def test_states_of_another_shape_go_to_another_mesh(
     gang.run(factored, uri, layout, 1, True, world=world)
 
 
-def test_what_an_object_has_otherwise_or_not_at_all_is_laid_out_as_it_was(gang: Gang, tmp_path: Path) -> None:
+def test_what_an_object_has_otherwise_or_not_at_all_is_laid_out_as_it_was(
+    gang: Gang, tmp_path: Path
+) -> None:
     """A DTensor in another dtype, and one that the object does not have, on the mesh of the model."""
     found = gang.run(sharded_of_an_object, str(tmp_path / "c"), world=2)
     assert found == [["torch.float32 (Shard(dim=0),)"] * 3] * 2
 
 
 def test_groups_of_all_ranks_are_matched_by_name(gang: Gang, tmp_path: Path) -> None:
-    """Each rank has parameters of its own, in two groups: on one rank and on four they find theirs, in another order."""
+    """Each rank has parameters of its own, in two groups: on one rank and on four they find theirs,
+    in another order."""
     uri = str(tmp_path / "c")
     gang.run(own_optimizer, uri, False, world=2)
     assert gang.run(own_optimizer, uri, True, world=1) == [[(2.0, 4, True), (1.0, 4, True)]]
@@ -97,12 +105,14 @@ def test_numbers_of_parameters_are_those_of_the_rank(gang: Gang, tmp_path: Path)
     """Without modules, ranks may have groups of other sizes than each other."""
     uri = str(tmp_path / "c")
     gang.run(own_optimizer, uri, False, False, world=2)
-    assert gang.run(own_optimizer, uri, True, False, world=2) == [[(1.0, 1, True), (2.0, n, True)] for n in (1, 2)]
+    assert gang.run(own_optimizer, uri, True, False, world=2) == [
+        [(1.0, 1, True), (2.0, n, True)] for n in (1, 2)
+    ]
 
 
 def test_the_state_of_an_object_is_not_dealt_out_unsaid(gang: Gang, tmp_path: Path) -> None:
-    """Positions of two ranks are not those of three or of one: an error that names the object, unless strict is relaxed.
-    What is alike on all ranks, and random generators, are no error."""
+    """Positions of two ranks are not those of three or of one: an error that names the object,
+    unless strict is relaxed. What is alike on all ranks, and random generators, are no error."""
     uri = str(tmp_path / "c")
     gang.run(dealt, uri, False, world=2)
     assert gang.run(dealt, uri, True, world=2) == [0, 10]
@@ -111,19 +121,27 @@ def test_the_state_of_an_object_is_not_dealt_out_unsaid(gang: Gang, tmp_path: Pa
             gang.run(dealt, uri, True, world=world)
         assert isinstance(caught.value.error, holdfast.MismatchError)
         assert len(caught.value.error.differences) == 1
-        assert caught.value.error.differences[0].startswith('state["loader"]: each of 2 ranks saved a state of its own')
+        assert caught.value.error.differences[0].startswith(
+            'state["loader"]: each of 2 ranks saved a state of its own'
+        )
     assert gang.run(dealt, uri, True, False, world=3) == [0, 10, 0]
 
 
-def test_items_that_only_some_ranks_have_are_not_dealt_out_unsaid(gang: Gang, tmp_path: Path) -> None:
-    """A state of another structure on each rank is one that differs; so is one whose tensors differ."""
+def test_items_that_only_some_ranks_have_are_not_dealt_out_unsaid(
+    gang: Gang, tmp_path: Path
+) -> None:
+    """A state of another structure on each rank is one that differs; so is one whose tensors
+    differ."""
     uri = str(tmp_path / "c")
     gang.run(uneven, uri, False, world=2)
     gang.run(uneven, uri, True, world=2)
     with pytest.raises(Failed) as caught:
         gang.run(uneven, uri, True, world=3)
     assert isinstance(caught.value.error, holdfast.MismatchError)
-    assert [text.partition(":")[0] for text in caught.value.error.differences] == ['state["uneven"]', 'state["tensor"]']
+    assert [text.partition(":")[0] for text in caught.value.error.differences] == [
+        'state["uneven"]',
+        'state["tensor"]',
+    ]
 
 
 def test_what_was_saved_without_a_rule_is_loaded_with_one(gang: Gang, tmp_path: Path) -> None:

@@ -11,8 +11,11 @@ from support.loading import own_values, part_of_an_epoch
 SAMPLES = 103
 
 
-def test_each_sample_of_an_epoch_is_read_once_by_four_then_two_then_three_ranks(gang: Gang, tmp_path: Path) -> None:
-    """Each job stops in the middle of the epoch, and the next one goes on with what is left, through StatefulDataLoader."""
+def test_each_sample_of_an_epoch_is_read_once_by_four_then_two_then_three_ranks(
+    gang: Gang, tmp_path: Path
+) -> None:
+    """Each job stops in the middle of the epoch, and the next one goes on with what is left,
+    through StatefulDataLoader."""
     first, second = str(tmp_path / "1"), str(tmp_path / "2")
     read = gang.run(part_of_an_epoch, None, first, SAMPLES, 3, world=4)
     assert [len(samples) for samples, _ in read] == [9] * 4
@@ -21,13 +24,17 @@ def test_each_sample_of_an_epoch_is_read_once_by_four_then_two_then_three_ranks(
     assert sorted(sample for samples, _ in read for sample in samples) == list(range(SAMPLES))
 
 
-def test_the_same_number_of_ranks_goes_on_as_if_nothing_had_been(gang: Gang, tmp_path: Path) -> None:
+def test_the_same_number_of_ranks_goes_on_as_if_nothing_had_been(
+    gang: Gang, tmp_path: Path
+) -> None:
     """Each rank reads just what it would have read, in the same order, and rolls the same dice."""
     uri = str(tmp_path / "c")
     whole = gang.run(part_of_an_epoch, None, None, SAMPLES, -1, world=3)
     begun = gang.run(part_of_an_epoch, None, uri, SAMPLES, 4, world=3)
     ended = gang.run(part_of_an_epoch, uri, None, SAMPLES, -1, world=3)
-    assert [a[0] + b[0] for a, b in zip(begun, ended, strict=True)] == [samples for samples, _ in whole]
+    assert [a[0] + b[0] for a, b in zip(begun, ended, strict=True)] == [
+        samples for samples, _ in whole
+    ]
     for rank, drawn in enumerate(zip(begun, ended, strict=True)):
         dice = random.Random(rank)
         assert [number for _, number in drawn] == [dice.random(), dice.random()]

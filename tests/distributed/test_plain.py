@@ -1,4 +1,5 @@
-"""Plain tensors and values on several ranks: what all have alike is stored once, what differs is each rank's own."""
+"""Plain tensors and values on several ranks: what all have alike is stored once, what differs is
+each rank's own."""
 
 from __future__ import annotations
 
@@ -25,14 +26,19 @@ import holdfast
 
 
 @pytest.fixture(scope="module")
-def saved(gang: Gang, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[tuple[int, list[str]]]]:
+def saved(
+    gang: Gang, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, list[tuple[int, list[str]]]]:
     """A checkpoint of plain tensors on four ranks, and what each rank wrote."""
     uri = str(tmp_path_factory.mktemp("plain") / "c")
     return uri, gang.run(plain_save, uri)
 
 
-def test_each_rank_gets_back_what_it_saved(saved: tuple[str, list[tuple[int, list[str]]]], gang: Gang) -> None:
-    """Equal tensors, tensors of its own, those of some ranks, tied ones, arrays and values; into a state and without."""
+def test_each_rank_gets_back_what_it_saved(
+    saved: tuple[str, list[tuple[int, list[str]]]], gang: Gang
+) -> None:
+    """Equal tensors, tensors of its own, those of some ranks, tied ones, arrays and values; into a
+    state and without."""
     assert gang.run(plain_load, saved[0], 4) == [[]] * 4
 
 
@@ -45,8 +51,11 @@ def test_fewer_ranks_get_what_the_ranks_of_their_number_saved(
 
 
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "DTensor"])
-def test_of_one_giant_tensor_each_rank_writes_an_even_part(plain: bool, gang: Gang, tmp_path: Path) -> None:
-    """Within two percent, header and checksums included, whether or not its rows can be dealt out: there are four, for three."""
+def test_of_one_giant_tensor_each_rank_writes_an_even_part(
+    plain: bool, gang: Gang, tmp_path: Path
+) -> None:
+    """Within two percent, header and checksums included, whether or not its rows can be dealt out:
+    there are four, for three."""
     nbytes = gang.run(giant_save, str(tmp_path / "c"), plain, world=3)
     assert max(abs(3 * n / 16_000_000 - 1) for n in nbytes) <= 0.02
 
@@ -62,11 +71,15 @@ def test_what_all_have_alike_is_stored_once(saved: tuple[str, list[tuple[int, li
     assert total < sum(nbytes for nbytes, _ in saved[1]) < total + 4 * 16384
     assert max(nbytes for nbytes, _ in saved[1]) < total / 4 * 1.05 + 16384
     for name in ("a.second", "z.first", "some", "array", "turned"):
-        assert sum(any(there.partition("[")[0] == name for there in images) for images in names) in range(5)
+        assert sum(
+            any(there.partition("[")[0] == name for there in images) for images in names
+        ) in range(5)
     assert sum("z.first" in "".join(images) for images in names) == 0
 
 
-def test_what_ranks_have_of_their_own_can_be_read_by_rank(saved: tuple[str, list[tuple[int, list[str]]]]) -> None:
+def test_what_ranks_have_of_their_own_can_be_read_by_rank(
+    saved: tuple[str, list[tuple[int, list[str]]]],
+) -> None:
     """The checkpoint says which ranks own a tensor, and gives each one's."""
     with holdfast.open(saved[0]) as c:
         assert c.world == 4
@@ -74,7 +87,9 @@ def test_what_ranks_have_of_their_own_can_be_read_by_rank(saved: tuple[str, list
         assert c.tensors["same"].owners == ()
         assert c.tensors["same"].ranks == (0, 1, 2, 3)
         assert c.tensors["only.t"].ranks == (1,)
-        assert [c.read("own", rank=rank).tolist() for rank in range(4)] == [[float(rank)] * 5 for rank in range(4)]
+        assert [c.read("own", rank=rank).tolist() for rank in range(4)] == [
+            [float(rank)] * 5 for rank in range(4)
+        ]
         assert torch.equal(c.read("same"), torch.arange(30_000.0))
         assert [dict(c.values(rank))['state["who"]'] for rank in range(4)] == [0, 1, 2, 3]
         assert dict(c.values(3))['state["parity"]'] == "odd"
@@ -82,12 +97,14 @@ def test_what_ranks_have_of_their_own_can_be_read_by_rank(saved: tuple[str, list
 
 
 def test_lists_of_other_lengths_come_back_as_each_rank_had_them(gang: Gang, tmp_path: Path) -> None:
-    """In the state of an object, which is built from the checkpoint: nothing of another rank's is added."""
+    """In the state of an object, which is built from the checkpoint: nothing of another rank's is
+    added."""
     assert gang.run(own_lists, str(tmp_path / "c")) == [[]] * 4
 
 
 def test_replicas_with_a_tied_weight_are_saved_and_loaded(gang: Gang, tmp_path: Path) -> None:
-    """As DistributedDataParallel has them; the second name of the tied weight comes first in the alphabet."""
+    """As DistributedDataParallel has them; the second name of the tied weight comes first in the
+    alphabet."""
     results = gang.run(replicas, str(tmp_path / "c"), 1)
     assert [different for _, different in results] == [None] * 4
     assert sum(nbytes for nbytes, _ in results) < 50 * 8 * 4 + 4 * 9000
@@ -105,7 +122,9 @@ def test_replicas_that_differ_keep_each_their_own(gang: Gang, tmp_path: Path) ->
 def test_random_states_are_each_ranks_own(gang: Gang, tmp_path: Path) -> None:
     """Every rank goes on drawing what it would have drawn."""
     drawn = gang.run(random_save, str(tmp_path / "c"))
-    assert gang.run(random_load, str(tmp_path / "c")) == [[*numbers, rank] for rank, numbers in enumerate(drawn)]
+    assert gang.run(random_load, str(tmp_path / "c")) == [
+        [*numbers, rank] for rank, numbers in enumerate(drawn)
+    ]
     assert len({str(numbers) for numbers in drawn}) == 4
 
 
@@ -125,7 +144,8 @@ def test_a_tensor_on_several_meshes_is_stored_once(how: str, gang: Gang, tmp_pat
         assert torch.equal(state["v"], torch.arange(9.0))
         assert ("w" in state) == (how == "alike" or rank < 2)
         assert all(
-            torch.equal(t, torch.arange(35.0).reshape(7, 5)) for t in [state.get("w", torch.arange(35.0).reshape(7, 5))]
+            torch.equal(t, torch.arange(35.0).reshape(7, 5))
+            for t in [state.get("w", torch.arange(35.0).reshape(7, 5))]
         )
     assert sum(p.stat().st_size for p in tmp_path.rglob("data/*/*.safetensors")) < 44 * 4 + 4 * 8300
 
@@ -139,7 +159,8 @@ def test_a_tensor_that_differs_between_meshes_is_refused(gang: Gang, tmp_path: P
 
 
 def test_no_collective_is_called(gang: Gang, tmp_path: Path) -> None:
-    """Neither a save nor a load uses a process group: nothing of theirs can cross a collective of the trainer."""
+    """Neither a save nor a load uses a process group: nothing of theirs can cross a collective of
+    the trainer."""
     assert gang.run(recorded_save, str(tmp_path / "c")) == [[]] * 4
 
 

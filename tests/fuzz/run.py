@@ -1,7 +1,9 @@
-"""Fuzz the targets of ``tests/support/fuzzed.py`` with atheris: ``run.py [TARGET|all] [SECONDS] [FOLDER]``, or ``run.py TARGET FILE``.
+"""Fuzz the targets of ``tests/support/fuzzed.py`` with atheris: ``run.py [TARGET|all] [SECONDS]
+[FOLDER]``, or ``run.py TARGET FILE``.
 
-``all`` gives each target its share of the seconds, in a process of its own. Says how many inputs each was given, and ends
-with 0 if nothing was found. What was found is left in FOLDER (default: a new one), to be run again as FILE.
+``all`` gives each target its share of the seconds, in a process of its own. Says how many inputs
+each was given, and ends with 0 if nothing was found. What was found is left in FOLDER (default: a
+new one), to be run again as FILE.
 """
 
 from __future__ import annotations
@@ -18,7 +20,11 @@ import atheris
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 # The parent of all only counts.
-with nullcontext() if sys.argv[1:2] in ([], ["all"]) else atheris.instrument_imports(["holdfast", "support.fuzzed"]):
+with (
+    nullcontext()
+    if sys.argv[1:2] in ([], ["all"])
+    else atheris.instrument_imports(["holdfast", "support.fuzzed"])
+):
     from support.fuzzed import TARGETS, seeds
 
 
@@ -27,7 +33,12 @@ def fuzz(target: str, seconds: float, found: Path) -> None:
     with tempfile.TemporaryDirectory() as corpus:
         for number, seed in enumerate(seeds(target)):
             Path(corpus, str(number)).write_bytes(seed)
-        limits = [f"-max_total_time={max(1, round(seconds))}", "-timeout=20", "-rss_limit_mb=4096", "-max_len=8192"]
+        limits = [
+            f"-max_total_time={max(1, round(seconds))}",
+            "-timeout=20",
+            "-rss_limit_mb=4096",
+            "-max_len=8192",
+        ]
         more = [f"-artifact_prefix={found}/{target}-", "-print_final_stats=1", corpus]
         atheris.Setup([sys.argv[0], *limits, *more], lambda data: TARGETS[target](data) and None)
         atheris.Fuzz()
@@ -41,7 +52,9 @@ def fuzz_all(seconds: float, found: Path) -> bool:
         ran = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
         inputs = re.search(r"number_of_executed_units:\s+(\d+)", ran.stderr)
         good = good and ran.returncode == 0 and inputs is not None
-        state = "nothing found" if ran.returncode == 0 else f"failed, see {found}\n{ran.stderr[-4000:]}"
+        state = (
+            "nothing found" if ran.returncode == 0 else f"failed, see {found}\n{ran.stderr[-4000:]}"
+        )
         print(f"{target}: {inputs[1] if inputs else 0} inputs, {state}", flush=True)
     return good
 

@@ -7,7 +7,9 @@ import torch
 
 import holdfast
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no CUDA device on this machine"
+)
 
 
 def test_cuda_tensors_come_back_bit_for_bit(tmp_path):

@@ -10,13 +10,17 @@ from holdfast.planner.image import CHUNK_NBYTES
 from holdfast.storage.runtime.buffers import host_pool
 from holdfast.storage.state.device import Queued, allocate_pinned, beside, devices_of
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no CUDA device on this machine"
+)
 
 CYCLES = 2_000_000_000
 """Of the device, asleep: about a second."""
 
 
-@pytest.mark.parametrize("kind", [{"foreach": True}, {"fused": True}, {"capturable": True}, {"foreach": False}])
+@pytest.mark.parametrize(
+    "kind", [{"foreach": True}, {"fused": True}, {"capturable": True}, {"foreach": False}]
+)
 def test_an_optimizer_on_the_device_waits_for_the_copy(kind, tmp_path):
     """The save is of the call, whatever the optimizer's kernels."""
     net = torch.nn.Linear(2000, 2000, device="cuda")
@@ -46,7 +50,8 @@ def test_what_was_queued_before_the_call_is_in_the_save(tmp_path):
 
 
 def test_what_is_queued_after_the_call_is_not_waited_for(tmp_path):
-    """The copy is over while the trainer's stream is still at work: it waits for its own stream alone."""
+    """The copy is over while the trainer's stream is still at work: it waits for its own stream
+    alone."""
     tensor = torch.ones(1 << 22, device="cuda")
     holdfast.save(tmp_path / "warm", {"w": tensor})
     torch.cuda.synchronize()
@@ -94,7 +99,8 @@ def test_our_work_is_on_a_stream_of_its_own():
 
 
 def test_a_write_on_the_device_is_found(tmp_path):
-    """Through ``.data``, right after the call: what was copied is not what was summed. A later save copies it at the call."""
+    """Through ``.data``, right after the call: what was copied is not what was summed. A later save
+    copies it at the call."""
     tensor = torch.zeros(1 << 22, device="cuda")
     for _ in range(2):
         holdfast.async_save(tmp_path / "first", {"w": tensor}, lazy=True).wait(60)

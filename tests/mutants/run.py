@@ -4,8 +4,9 @@ make mutants                     the whole list, on all cores; an hour
 make mutants ONLY=claim          those whose description or file contains a text
 make mutants SAMPLE=1            the first of each table, as CI does
 
-A change that no test notices is a mutant that survives. The run ends with 1 if there is one, if the text that a mutant
-changes is gone, or if the tests fail without any change. Everything happens in copies of the repository.
+A change that no test notices is a mutant that survives. The run ends with 1 if there is one, if the
+text that a mutant changes is gone, or if the tests fail without any change. Everything happens in
+copies of the repository.
 """
 
 from __future__ import annotations
@@ -67,7 +68,14 @@ class Copy:
 
     def test(self, tests: str) -> int | None:
         """The exit status of pytest; None where it had to be ended."""
-        command = [str(Path(sys.executable).with_name("pytest")), "-q", "-x", "-p", "no:cacheprovider", *tests.split()]
+        command = [
+            str(Path(sys.executable).with_name("pytest")),
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            *tests.split(),
+        ]
         environment = os.environ | {"PYTHONPATH": str(self._path)}
         process = subprocess.Popen(
             command,
@@ -107,10 +115,16 @@ class Copy:
 
 def main() -> int:
     """The exit status: 1 where a mutant survived."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="those whose description or file contains this text")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", default="", help="those whose description or file contains this text"
+    )
     parser.add_argument("--sample", action="store_true", help="the first of each table")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="tests that run at a time")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="tests that run at a time"
+    )
     given = parser.parse_args()
     tables = [table[:1] if given.sample else table for table in TABLES]
     chosen = [m for table in tables for m in table if given.only in m.says or given.only in m.file]
@@ -140,12 +154,19 @@ def _tried(mutant: Mutant, copies: SimpleQueue[Copy]) -> str | None:
     copy = copies.get()
     began_s = time.perf_counter()
     try:
-        problem = None if copy.notices(mutant) else f"survived: {mutant.file}: {mutant.says} ({mutant.tests})"
+        problem = (
+            None
+            if copy.notices(mutant)
+            else f"survived: {mutant.file}: {mutant.says} ({mutant.tests})"
+        )
     except ValueError as error:
         problem = str(error)
     finally:
         copies.put(copy)
-    print(f"{time.perf_counter() - began_s:5.1f} s  {'PROBLEM ' if problem else 'noticed '} {mutant.says}", flush=True)
+    print(
+        f"{time.perf_counter() - began_s:5.1f} s  {'PROBLEM ' if problem else 'noticed '} {mutant.says}",
+        flush=True,
+    )
     return problem
 
 

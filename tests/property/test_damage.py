@@ -1,7 +1,9 @@
-"""Damage anywhere in a checkpoint, before everything that reads one: an error that says where, or nothing has changed.
+"""Damage anywhere in a checkpoint, before everything that reads one: an error that says where, or
+nothing has changed.
 
-``HOLDFAST_TEST_DAMAGE=all`` (``make damage``) goes through every byte, every length and every reader, and takes long; ``from-to``
-(``make damage PART=0-2000``) through so many of these bytes and lengths. Otherwise a sample that differs from byte to byte is taken.
+``HOLDFAST_TEST_DAMAGE=all`` (``make damage``) goes through every byte, every length and every
+reader, and takes long; ``from-to`` (``make damage PART=0-2000``) through so many of these bytes and
+lengths. Otherwise a sample that differs from byte to byte is taken.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ def compressed() -> Tiny:
     return made
 
 
-def sampled(rng: np.random.Generator, what: list[tuple[str, int]], count: int) -> Iterator[tuple[str, int]]:
+def sampled(
+    rng: np.random.Generator, what: list[tuple[str, int]], count: int
+) -> Iterator[tuple[str, int]]:
     """All of them, or those of a part, or some."""
     rows = (
         range(len(what))[FIRST:LAST]
@@ -103,15 +107,27 @@ def test_every_pattern_in_every_byte_of_a_manifest_is_refused(checkpoint: Tiny) 
 def test_a_flipped_byte_is_refused_or_changes_nothing(
     checkpoint: Tiny, rng: np.random.Generator, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By every reader, in every file. What no reader refuses are bytes that it does not need: headers and padding beside
-    the blocks that it reads, and digests of blocks that the manifest vouches for; ``verify`` finds these, too."""
-    everywhere = [(key, position) for key, data in checkpoint.files.items() for position in range(len(data))]
+    """By every reader, in every file. What no reader refuses are bytes that it does not need:
+    headers and padding beside the blocks that it reads, and digests of blocks that the manifest
+    vouches for; ``verify`` finds these, too."""
+    everywhere = [
+        (key, position) for key, data in checkpoint.files.items() for position in range(len(data))
+    ]
     seen: Counter[tuple[str, str]] = Counter()
-    last = [(key, len(data) - 1 - 5 * i) for key, data in checkpoint.files.items() for i in range(8)]
+    last = [
+        (key, len(data) - 1 - 5 * i) for key, data in checkpoint.files.items() for i in range(8)
+    ]
     for turn, (key, position) in enumerate([*last, *sampled(rng, everywhere, FLIPS)]):
         whole = checkpoint.files[key]
-        pattern = (1 << turn % 8, 0xFF, whole[position] or 0x80, int(rng.integers(1, 256)))[turn // 8 % 4]
-        damage = Damaged(key, changed(whole, position, bytes([whole[position] ^ pattern])), position, position + 1)
+        pattern = (1 << turn % 8, 0xFF, whole[position] or 0x80, int(rng.integers(1, 256)))[
+            turn // 8 % 4
+        ]
+        damage = Damaged(
+            key,
+            changed(whole, position, bytes([whole[position] ^ pattern])),
+            position,
+            position + 1,
+        )
         for reader in readers(turn):
             outcome = checkpoint.judge(reader, damage)
             where = "manifest" if key == MANIFEST_KEY else region(checkpoint, key, position)
@@ -124,15 +140,28 @@ def test_a_flipped_byte_is_refused_or_changes_nothing(
                 assert outcome == "refused", (key, position, reader)
         checkpoint.verify(damage)
     with capsys.disabled():
-        print("\nflips:", ", ".join(f"{count} {where} {outcome}" for (where, outcome), count in sorted(seen.items())))
+        print(
+            "\nflips:",
+            ", ".join(
+                f"{count} {where} {outcome}" for (where, outcome), count in sorted(seen.items())
+            ),
+        )
     assert seen["tensors", "refused"]
     assert seen["digests", "unnoticed"]
 
 
-def test_a_file_cut_short_or_grown_is_refused_or_changes_nothing(checkpoint: Tiny, rng: np.random.Generator) -> None:
+def test_a_file_cut_short_or_grown_is_refused_or_changes_nothing(
+    checkpoint: Tiny, rng: np.random.Generator
+) -> None:
     """At every length; and with more bytes behind it than it had."""
-    everywhere = [(key, length) for key, data in checkpoint.files.items() for length in range(len(data))]
-    edges = [(key, length) for key, length in everywhere if length % BLOCK_NBYTES in (0, 1, BLOCK_NBYTES - 1)]
+    everywhere = [
+        (key, length) for key, data in checkpoint.files.items() for length in range(len(data))
+    ]
+    edges = [
+        (key, length)
+        for key, length in everywhere
+        if length % BLOCK_NBYTES in (0, 1, BLOCK_NBYTES - 1)
+    ]
     for turn, (key, length) in enumerate([*edges, *sampled(rng, everywhere, CUTS)]):
         whole = checkpoint.files[key]
         cut = Damaged(key, whole[:length], length, len(whole))
@@ -145,16 +174,21 @@ def test_a_file_cut_short_or_grown_is_refused_or_changes_nothing(checkpoint: Tin
         whole = checkpoint.files[key]
         for more in (b"\0", b"x" * 5000, whole):
             grown = Damaged(key, whole + more, len(whole), len(whole) + len(more))
-            assert checkpoint.judge(reader, grown) == ("refused" if key == MANIFEST_KEY else "unnoticed")
+            assert checkpoint.judge(reader, grown) == (
+                "refused" if key == MANIFEST_KEY else "unnoticed"
+            )
             checkpoint.verify(grown)
 
 
 @pytest.mark.parametrize("reader", READERS)
 def test_pages_that_are_not_theirs_are_refused(checkpoint: Tiny, reader: str) -> None:
-    """Zeroed, filled, torn in the middle, and taken from another page of the file, as a write that went astray leaves them."""
+    """Zeroed, filled, torn in the middle, and taken from another page of the file, as a write that
+    went astray leaves them."""
     for key, sector in itertools.product(checkpoint.files, (512, BLOCK_NBYTES)):
         whole = checkpoint.files[key]
-        for position in range(0, len(whole), sector if ALL or sector == BLOCK_NBYTES else 3 * sector):
+        for position in range(
+            0, len(whole), sector if ALL or sector == BLOCK_NBYTES else 3 * sector
+        ):
             page = whole[position : position + sector]
             astray = (whole[:sector] if position else whole[-sector:])[: len(page)]
             for other in (bytes(len(page)), b"\xff" * len(page), astray):
@@ -162,7 +196,9 @@ def test_pages_that_are_not_theirs_are_refused(checkpoint: Tiny, reader: str) ->
                     continue
                 first = next(i for i, (a, b) in enumerate(zip(page, other, strict=True)) if a != b)
                 last = next(i for i in range(len(page), 0, -1) if page[i - 1] != other[i - 1])
-                damage = Damaged(key, changed(whole, position, other), position + first, position + last)
+                damage = Damaged(
+                    key, changed(whole, position, other), position + first, position + last
+                )
                 outcome = checkpoint.judge(reader, damage)
                 if key == MANIFEST_KEY or (
                     reader[:4] == "load" and BLOCK_NBYTES <= position < len(whole) - BLOCK_NBYTES
@@ -221,30 +257,57 @@ def test_a_file_that_is_there_twice_changes_nothing(checkpoint: Tiny) -> None:
 def test_a_flipped_byte_of_a_compressed_image_is_refused_or_changes_nothing(
     compressed: Tiny, rng: np.random.Generator, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By every reader, in blocks, zeros between chunks, digests and index. ``verify`` finds each of them, also one that
-    unpacks to what it was all the same."""
-    everywhere = [(key, position) for key in images(compressed) for position in range(len(compressed.files[key]))]
-    index = [(key, position) for key, position in everywhere if position >= len(compressed.files[key]) - 100]
+    """By every reader, in blocks, zeros between chunks, digests and index. ``verify`` finds each of
+    them, also one that unpacks to what it was all the same."""
+    everywhere = [
+        (key, position)
+        for key in images(compressed)
+        for position in range(len(compressed.files[key]))
+    ]
+    index = [
+        (key, position)
+        for key, position in everywhere
+        if position >= len(compressed.files[key]) - 100
+    ]
     seen: Counter[str] = Counter()
-    for turn, (key, position) in enumerate([*index[:: 1 if ALL else 5], *sampled(rng, everywhere, PACKED_FLIPS)]):
+    for turn, (key, position) in enumerate(
+        [*index[:: 1 if ALL else 5], *sampled(rng, everywhere, PACKED_FLIPS)]
+    ):
         whole = compressed.files[key]
-        pattern = (1 << turn % 8, 0xFF, whole[position] or 0x80, int(rng.integers(1, 256)))[turn // 8 % 4]
-        damage = Damaged(key, changed(whole, position, bytes([whole[position] ^ pattern])), position, position + 1)
+        pattern = (1 << turn % 8, 0xFF, whole[position] or 0x80, int(rng.integers(1, 256)))[
+            turn // 8 % 4
+        ]
+        damage = Damaged(
+            key,
+            changed(whole, position, bytes([whole[position] ^ pattern])),
+            position,
+            position + 1,
+        )
         for reader in readers(turn):
             outcome = compressed.judge(reader, damage)
             seen[outcome] += 1
-            assert outcome == "refused" or reader != "copy" or compressed.unpacked(damage).start >= compressed.hashed
+            assert (
+                outcome == "refused"
+                or reader != "copy"
+                or compressed.unpacked(damage).start >= compressed.hashed
+            )
         compressed.verify(damage)
     with capsys.disabled():
         print(
-            "\nflips of compressed images:", ", ".join(f"{count} {outcome}" for outcome, count in sorted(seen.items()))
+            "\nflips of compressed images:",
+            ", ".join(f"{count} {outcome}" for outcome, count in sorted(seen.items())),
         )
     assert seen["refused"]
 
 
-def test_a_compressed_image_cut_short_is_refused(compressed: Tiny, rng: np.random.Generator) -> None:
-    """At every length: its index is at its end. With more bytes behind it, it is found by ``verify``."""
-    everywhere = [(key, length) for key in images(compressed) for length in range(len(compressed.files[key]))]
+def test_a_compressed_image_cut_short_is_refused(
+    compressed: Tiny, rng: np.random.Generator
+) -> None:
+    """At every length: its index is at its end. With more bytes behind it, it is found by
+    ``verify``."""
+    everywhere = [
+        (key, length) for key in images(compressed) for length in range(len(compressed.files[key]))
+    ]
     for turn, (key, length) in enumerate(sampled(rng, everywhere, PACKED_CUTS)):
         whole = compressed.files[key]
         cut = Damaged(key, whole[:length], length, len(whole))
@@ -265,7 +328,9 @@ def test_compressed_images_in_the_wrong_place_are_refused(compressed: Tiny, read
     a, b = images(compressed)
     others = tiny(f"tiny-{next(_names)}", step=1, compression="lz4")
     plain = tiny(f"tiny-{next(_names)}")
-    theirs, whole = (sorted(key for key in files if key != MANIFEST_KEY) for files in (others, plain))
+    theirs, whole = (
+        sorted(key for key in files if key != MANIFEST_KEY) for files in (others, plain)
+    )
     for key in (a, b):
         for data in (
             None,

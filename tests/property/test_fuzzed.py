@@ -1,4 +1,5 @@
-"""The fuzzers' targets, by hypothesis; ``make fuzz`` gives them to atheris, which watches what code is reached."""
+"""The fuzzers' targets, by hypothesis; ``make fuzz`` gives them to atheris, which watches what code
+is reached."""
 
 from __future__ import annotations
 

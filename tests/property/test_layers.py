@@ -43,17 +43,24 @@ seconds = st.floats(0, 60, allow_nan=False)
     first_s=st.floats(0.001, 10),
     max_s=st.floats(0.001, 100),
 )
-def test_pauses_are_bounded(tries: int, chance: float, asked_s: float | None, first_s: float, max_s: float) -> None:
-    """A pause is never shorter than asked for, nor longer than that and the longest one; and grows twofold until there."""
+def test_pauses_are_bounded(
+    tries: int, chance: float, asked_s: float | None, first_s: float, max_s: float
+) -> None:
+    """A pause is never shorter than asked for, nor longer than that and the longest one; and grows
+    twofold until there."""
     policy = RetryPolicy(9, None, first_pause_s=first_s, pause_max_s=max_s)
     asked = max(0.0, asked_s or 0.0)
     waited_s = pause_s(policy, tries, BusyError("x", retry_after_s=asked_s), lambda: chance)
     assert asked <= waited_s <= asked + max_s
-    assert pause_s(policy, tries, StorageDownError("x"), lambda: 1.0) == min(max_s, first_s * 2.0 ** min(tries - 1, 60))
+    assert pause_s(policy, tries, StorageDownError("x"), lambda: 1.0) == min(
+        max_s, first_s * 2.0 ** min(tries - 1, 60)
+    )
 
 
 @given(
-    steps=st.lists(st.one_of(st.none(), seconds, st.sampled_from(["down", "busy", "bad"])), max_size=20),
+    steps=st.lists(
+        st.one_of(st.none(), seconds, st.sampled_from(["down", "busy", "bad"])), max_size=20
+    ),
     retries=st.integers(0, 8),
     op_timeout_s=st.none() | st.floats(0.1, 200),
     chance=st.floats(0, 1, exclude_max=True),
@@ -61,15 +68,21 @@ def test_pauses_are_bounded(tries: int, chance: float, asked_s: float | None, fi
 def test_an_operation_ends_in_time_and_after_the_tries_it_may_take(
     steps: list[float | str | None], retries: int, op_timeout_s: float | None, chance: float
 ) -> None:
-    """Whatever the storage does: at most 1 + retries tries, no later than the deadline; and it succeeds exactly if a try
-    did. A wrong result is never given."""
-    errors = {"down": StorageDownError("x"), "busy": BusyError("y", retry_after_s=3.0), "bad": DamagedError("z")}
+    """Whatever the storage does: at most 1 + retries tries, no later than the deadline; and it
+    succeeds exactly if a try did. A wrong result is never given."""
+    errors = {
+        "down": StorageDownError("x"),
+        "busy": BusyError("y", retry_after_s=3.0),
+        "bad": DamagedError("z"),
+    }
     below = Flaky([errors[s] if isinstance(s, str) else s for s in steps])
 
     async def run() -> tuple[bytes | None, float]:
         await below.inner.put("k", b"abc")
         try:
-            got = await RetryLayer(below, RetryPolicy(retries, op_timeout_s), chance=lambda: chance).get("k")
+            got = await RetryLayer(
+                below, RetryPolicy(retries, op_timeout_s), chance=lambda: chance
+            ).get("k")
         except HoldfastError:
             got = None
         return got, asyncio.get_running_loop().time()
@@ -86,22 +99,31 @@ def test_an_operation_ends_in_time_and_after_the_tries_it_may_take(
     rate=st.integers(1, 10**6),
     requests=st.lists(st.tuples(seconds, st.integers(0, 10**6)), min_size=1, max_size=40),
 )
-def test_a_bucket_never_lets_more_through_than_its_rate(rate: int, requests: list[tuple[float, int]]) -> None:
-    """Between any two begins there pass at most the bytes of that time, a burst, and one operation; in order; and nobody
-    waits while the rate would allow him to begin."""
+def test_a_bucket_never_lets_more_through_than_its_rate(
+    rate: int, requests: list[tuple[float, int]]
+) -> None:
+    """Between any two begins there pass at most the bytes of that time, a burst, and one operation;
+    in order; and nobody waits while the rate would allow him to begin."""
     bucket, now_s, begun = TokenBucket(rate), 0.0, []
     for gap_s, nbytes in requests:
         now_s += gap_s
         begun.append((now_s + bucket.take(nbytes, now_s), nbytes, now_s))
     starts = [start_s for start_s, _, _ in begun]
-    assert all(a <= b + 1e-6 for a, b in itertools.pairwise(starts))  # equal ones are sums of different numbers
+    assert all(
+        a <= b + 1e-6 for a, b in itertools.pairwise(starts)
+    )  # equal ones are sums of different numbers
     for i, (first_s, _, _) in enumerate(begun):
         passed = 0
-        for last_s, nbytes, _ in begun[i:]:  # those before the last one, and that it may begin at all
+        for last_s, nbytes, _ in begun[
+            i:
+        ]:  # those before the last one, and that it may begin at all
             assert passed <= rate * (last_s - first_s + BURST_S) * (1 + 1e-9) + 1e-3
             passed += nbytes
     total = sum(nbytes for _, nbytes, _ in begun[:-1])
-    assert begun[-1][0] <= max(begun[-1][2], begun[0][0] + total / rate + sum(gap for gap, _ in requests)) + 1e-6
+    assert (
+        begun[-1][0]
+        <= max(begun[-1][2], begun[0][0] + total / rate + sum(gap for gap, _ in requests)) + 1e-6
+    )
 
 
 @given(
@@ -109,13 +131,16 @@ def test_a_bucket_never_lets_more_through_than_its_rate(rate: int, requests: lis
     rate=st.integers(1, 1000),
 )
 def test_who_gives_up_waiting_leaves_no_debt(cancelled: list[bool], rate: int) -> None:
-    """Bytes of cancelled operations are given back: afterwards the next waits only for those that passed."""
+    """Bytes of cancelled operations are given back: afterwards the next waits only for those that
+    passed."""
 
     async def run() -> float:
         bucket = TokenBucket(rate)
         driver = ThrottleLayer(MemoryDriver(), bucket)
         await driver.put("first", bytes(1000))
-        tasks = [asyncio.ensure_future(driver.put(f"k{n}", bytes(1000))) for n in range(len(cancelled))]
+        tasks = [
+            asyncio.ensure_future(driver.put(f"k{n}", bytes(1000))) for n in range(len(cancelled))
+        ]
         await asyncio.sleep(0)
         for task, cancel in zip(tasks, cancelled, strict=True):
             if cancel:
@@ -127,9 +152,14 @@ def test_who_gives_up_waiting_leaves_no_debt(cancelled: list[bool], rate: int) -
     assert abs(run_virtual(run()) - max(0.0, passed / rate - BURST_S)) < 1e-6
 
 
-@given(limit=st.integers(1, 5), durations=st.lists(seconds, min_size=1, max_size=30), seed=st.integers())
+@given(
+    limit=st.integers(1, 5),
+    durations=st.lists(seconds, min_size=1, max_size=30),
+    seed=st.integers(),
+)
 def test_a_limit_holds_and_loses_no_slot(limit: int, durations: list[float], seed: int) -> None:
-    """Never more than the limit at once, also when operations fail or are cancelled; afterwards all slots are free."""
+    """Never more than the limit at once, also when operations fail or are cancelled; afterwards all
+    slots are free."""
     rng, running, most = random.Random(seed), 0, 0
 
     class Counting(Flaky):
@@ -161,9 +191,11 @@ def test_a_limit_holds_and_loses_no_slot(limit: int, durations: list[float], see
 
 
 @given(seed=st.integers(0, 2**32), rate=st.floats(0, 0.4), writers=st.integers(1, 4))
-def test_of_exclusive_puts_exactly_one_is_told_that_it_won(seed: int, rate: float, writers: int) -> None:
-    """Under failures before and after the deed, with retries: at most one writer hears success; the one whose bytes are
-    there, unless its last answer was lost, too."""
+def test_of_exclusive_puts_exactly_one_is_told_that_it_won(
+    seed: int, rate: float, writers: int
+) -> None:
+    """Under failures before and after the deed, with retries: at most one writer hears success; the
+    one whose bytes are there, unless its last answer was lost, too."""
 
     async def run() -> tuple[list[object], bytes | None]:
         storage = MemoryDriver()
@@ -176,9 +208,12 @@ def test_of_exclusive_puts_exactly_one_is_told_that_it_won(seed: int, rate: floa
             for n in range(writers)
         ]
         outcomes = await asyncio.gather(
-            *(d.put("fate", b"%d" % n, exclusive=True) for n, d in enumerate(drivers)), return_exceptions=True
+            *(d.put("fate", b"%d" % n, exclusive=True) for n, d in enumerate(drivers)),
+            return_exceptions=True,
         )
-        return list(outcomes), (await storage.get("fate") if [i async for i in storage.list()] else None)
+        return list(outcomes), (
+            await storage.get("fate") if [i async for i in storage.list()] else None
+        )
 
     outcomes, stored = run_virtual(run())
     winners = [b"%d" % n for n, o in enumerate(outcomes) if o is None]
@@ -192,7 +227,9 @@ def test_of_exclusive_puts_exactly_one_is_told_that_it_won(seed: int, rate: floa
     durations=st.lists(st.floats(0, 30), min_size=60, max_size=200),
     percent=st.integers(1, 50),
 )
-def test_hedged_reads_return_the_right_bytes_within_the_account(durations: list[float], percent: int) -> None:
+def test_hedged_reads_return_the_right_bytes_within_the_account(
+    durations: list[float], percent: int
+) -> None:
     """Every read gives what is stored, and no more second reads are begun than the account allows."""
 
     async def run() -> int:
@@ -209,20 +246,32 @@ def test_hedged_reads_return_the_right_bytes_within_the_account(durations: list[
 
 
 @examples(40)
-@given(seed=st.integers(0, 2**32), error=st.floats(0, 0.15), unsure=st.floats(0, 0.15), retries=st.integers(0, 6))
+@given(
+    seed=st.integers(0, 2**32),
+    error=st.floats(0, 0.15),
+    unsure=st.floats(0, 0.15),
+    retries=st.integers(0, 6),
+)
 def test_saves_through_a_failing_storage_are_whole_or_absent(
     seed: int, error: float, unsure: float, retries: int
 ) -> None:
-    """Save after save through faults and retries: one that says it succeeded is what a load finds; one that failed is
-    there whole, or not at all, as its error allows; and what was there before is never lost."""
+    """Save after save through faults and retries: one that says it succeeded is what a load finds;
+    one that failed is there whole, or not at all, as its error allows; and what was there before is
+    never lost."""
     storage = MemoryDriver()
 
     async def save(step: int) -> bool:
-        plan = FaultPlan(seed + step, error=error, unsure=unsure, busy=error, delay=0.1, delay_s=5.0)
+        plan = FaultPlan(
+            seed + step, error=error, unsure=unsure, busy=error, delay=0.1, delay_s=5.0
+        )
         faulty = FaultsLayer(storage, plan)
         faulty.remote = True  # type: ignore[misc]
         driver = RetryLayer(faulty, RetryPolicy(retries, 60.0), chance=random.Random(seed).random)
-        job = SaveJob(flatten({"step": step, "data": bytes([step]) * 3000, "w": np.full(1000, step)}), step, 64 << 20)
+        job = SaveJob(
+            flatten({"step": step, "data": bytes([step]) * 3000, "w": np.full(1000, step)}),
+            step,
+            64 << 20,
+        )
         try:
             await run_save(driver, Solo(), job)
         except StorageError:

@@ -1,4 +1,5 @@
-"""Whatever writes to a state while a lazy save copies it: stored is the state of the call, or the save fails by name."""
+"""Whatever writes to a state while a lazy save copies it: stored is the state of the call, or the
+save fails by name."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from holdfast.storage.state import snapshot
 from holdfast.storage.state.snapshot import HostSnapshot
 from holdfast.storage.state.write_tracking import WriteTracker, write_tracker
 
-pytestmark = pytest.mark.skipif(write_tracker() is None, reason="writes cannot be tracked on this machine")
+pytestmark = pytest.mark.skipif(
+    write_tracker() is None, reason="writes cannot be tracked on this machine"
+)
 
 SEEDS = 400
 """A broken engine is found within so many."""
@@ -24,15 +27,16 @@ SEEDS = 400
 @examples(80)
 @given(st.integers(0, 2**32))
 def test_a_lazy_save_stores_the_state_of_the_call_or_fails(seed: int) -> None:
-    """Writers come before, between and after the reads of any tensor; by torch, numpy, addresses, threads and backward
-    hooks; they free memory, and put other memory in its place."""
+    """Writers come before, between and after the reads of any tensor; by torch, numpy, addresses,
+    threads and backward hooks; they free memory, and put other memory in its place."""
     assert complaint(np.random.default_rng(seed)) is None
 
 
 @examples(40)
 @given(st.integers(0, 2**32))
 def test_sums_alone_find_every_writer_too(seed: int) -> None:
-    """As on an accelerator, where nobody tracks pages. Here the kernel is not asked, and tensors are summed in host memory."""
+    """As on an accelerator, where nobody tracks pages. Here the kernel is not asked, and tensors
+    are summed in host memory."""
     with pytest.MonkeyPatch.context() as patch:
         _tracking_off(patch)
         assert complaint(np.random.default_rng(seed), lazy="prove", first_share=0) is None
@@ -69,7 +73,9 @@ def _arms_late(patch: pytest.MonkeyPatch) -> None:
 def _edges_not_copied(patch: pytest.MonkeyPatch) -> None:
     plain = HostSnapshot.copy
 
-    def all_of_it(self: HostSnapshot, row: int, start: int, stop: int, to: int, *, disarm: bool = True) -> None:
+    def all_of_it(
+        self: HostSnapshot, row: int, start: int, stop: int, to: int, *, disarm: bool = True
+    ) -> None:
         plain(self, row, start, stop, to, disarm=disarm)
         i = self._at[row]
         if self._head[i] < self._tail[i]:
@@ -80,9 +86,13 @@ def _edges_not_copied(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(HostSnapshot, "copy", all_of_it)
 
 
-@pytest.mark.parametrize("broken", [_tracking_off, _asks_before_it_reads, _arms_late, _edges_not_copied])
+@pytest.mark.parametrize(
+    "broken", [_tracking_off, _asks_before_it_reads, _arms_late, _edges_not_copied]
+)
 def test_a_broken_engine_is_found(
-    broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+    broken: Callable[[pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+    rng: np.random.Generator,
 ) -> None:
     """The trainer above finds each fault that the engine could have."""
     broken(monkeypatch)

@@ -1,4 +1,5 @@
-"""Coverage against a count of every element: tilings of all kinds, and tilings with something wrong."""
+"""Coverage against a count of every element: tilings of all kinds, and tilings with something
+wrong."""
 
 import itertools
 import math
@@ -39,7 +40,9 @@ def flat(draw, region):
     """A tiling by flat ranges."""
     cuts = draw(st.lists(st.integers(0, region.volume), max_size=6))
     edges = sorted({0, *cuts, region.volume})
-    return [box for edge in itertools.pairwise(edges) for box in flat_to_boxes(region.lengths, *edge)]
+    return [
+        box for edge in itertools.pairwise(edges) for box in flat_to_boxes(region.lengths, *edge)
+    ]
 
 
 @st.composite
@@ -70,7 +73,8 @@ def tilings(draw):
 
 @st.composite
 def nearly_tilings(draw):
-    """A shape and boxes, some of which were left out, doubled, moved, grown or swapped for anything."""
+    """A shape and boxes, some of which were left out, doubled, moved, grown or swapped for
+    anything."""
     shape, boxes = draw(tilings())
     boxes = [(list(box.offsets), list(box.lengths)) for box in boxes]
     for _ in range(draw(st.integers(0, 3)) if boxes else 0):
@@ -96,7 +100,10 @@ def count(shape, boxes):
     times, outside = np.zeros(shape, dtype=int), False
     for offsets, lengths in boxes:
         pairs = list(zip(offsets, lengths, shape, strict=True))
-        if all(offset >= 0 and length > 0 and offset + length <= limit for offset, length, limit in pairs):
+        if all(
+            offset >= 0 and length > 0 and offset + length <= limit
+            for offset, length, limit in pairs
+        ):
             times[tuple(slice(offset, offset + length) for offset, length, _ in pairs)] += 1
         else:
             outside = True
@@ -106,13 +113,20 @@ def count(shape, boxes):
 def kinds_in(shape, boxes):
     """The kinds of flaws there are."""
     times, outside = count(shape, boxes)
-    found = {"missing": (times == 0).any(), "stored twice": (times > 1).any(), "out of bounds": outside}
+    found = {
+        "missing": (times == 0).any(),
+        "stored twice": (times > 1).any(),
+        "out of bounds": outside,
+    }
     return {kind for kind, present in found.items() if present}
 
 
 def columns(boxes, ndim):
     """Offsets and lengths as (n, ndim) arrays."""
-    return (np.array([box[side] for box in boxes], dtype=np.int64).reshape(len(boxes), ndim) for side in (0, 1))
+    return (
+        np.array([box[side] for box in boxes], dtype=np.int64).reshape(len(boxes), ndim)
+        for side in (0, 1)
+    )
 
 
 def tables(cases, ndim=4):
@@ -122,7 +136,9 @@ def tables(cases, ndim=4):
     names = tuple(f"t{row}" for row in range(n))
     dims = np.array([len(shape) for shape, _ in cases])
     nobody = np.full(n, -1)
-    tensors = TensorTable(names, np.zeros(n, dtype=np.uint8), (("int8", 1),), dims, shape, nobody, nobody)
+    tensors = TensorTable(
+        names, np.zeros(n, dtype=np.uint8), (("int8", 1),), dims, shape, nobody, nobody
+    )
     rows = [
         (row, [*offsets, *[0] * (ndim - len(offsets))], [*lengths, *[1] * (ndim - len(lengths))])
         for row, (_, boxes) in enumerate(cases)
@@ -152,7 +168,9 @@ def test_flaws_are_those_counted(case):
     found = flaws(shape, *columns(boxes, len(shape)))
     assert {flaw.kind for flaw in found} == kinds_in(shape, boxes)
     for flaw in found:
-        cell = times[tuple(slice(*pair) for pair in zip(flaw.box.offsets, flaw.box.stops, strict=True))]
+        cell = times[
+            tuple(slice(*pair) for pair in zip(flaw.box.offsets, flaw.box.stops, strict=True))
+        ]
         assert flaw.kind == "out of bounds" or cell.size == math.prod(flaw.box.lengths) > 0
         assert flaw.kind != "missing" or (cell == 0).all()
         assert flaw.kind != "stored twice" or (cell > 1).all()
@@ -161,11 +179,14 @@ def test_flaws_are_those_counted(case):
 @examples(250)
 @given(st.lists(nearly_tilings(), min_size=1, max_size=5))
 def test_tables_are_judged_tensor_by_tensor(cases):
-    """In a table of many tensors exactly the flawed ones are named, each with the kinds that counting finds."""
+    """In a table of many tensors exactly the flawed ones are named, each with the kinds that
+    counting finds."""
     tensors, shards = tables(cases)
     flags = flawed(tensors.shape, shards.tensor, shards.offsets, shards.lengths)
     assert flags.tolist() == [bool(kinds_in(*case)) for case in cases]
     errors = coverage_errors(tensors, shards, limit=100)
     expected = {(f"t{row}", kind) for row, case in enumerate(cases) for kind in kinds_in(*case)}
     kinds = ("missing", "stored twice", "out of bounds")
-    assert {(error.split(":")[0], kind) for error in errors for kind in kinds if kind in error} == expected
+    assert {
+        (error.split(":")[0], kind) for error in errors for kind in kinds if kind in error
+    } == expected

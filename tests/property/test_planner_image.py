@@ -14,14 +14,37 @@ from support.effort import examples
 from holdfast.planner.image import BLOCKS_NAME, DIGEST_NBYTES, PAGE_NBYTES, lay_out
 from holdfast.storage.format.manifest import ImageTable
 
-DTYPES = ["bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2", "int16", "uint16", "float16", "bfloat16"]
-DTYPES += ["int32", "uint32", "float32", "float64", "int64", "uint64", "complex64", "complex128", "float8_e8m0fnu"]
+DTYPES = [
+    "bool",
+    "uint8",
+    "int8",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "int16",
+    "uint16",
+    "float16",
+    "bfloat16",
+]
+DTYPES += [
+    "int32",
+    "uint32",
+    "float32",
+    "float64",
+    "int64",
+    "uint64",
+    "complex64",
+    "complex128",
+    "float8_e8m0fnu",
+]
 AS_BYTES = {"complex64", "complex128", "float8_e8m0fnu"}
 
 SHARDS = st.tuples(
-    st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | st.sampled_from(["a", "b", BLOCKS_NAME]),
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+    | st.sampled_from(["a", "b", BLOCKS_NAME]),
     st.sampled_from(DTYPES),
-    st.lists(st.integers(0, 9) | st.sampled_from([64, 1024]), max_size=3).filter(lambda shape: math.prod(shape) < 1e5),
+    st.lists(st.integers(0, 9) | st.sampled_from([64, 1024]), max_size=3).filter(
+        lambda shape: math.prod(shape) < 1e5
+    ),
 )
 
 
@@ -29,7 +52,9 @@ def laid_out(shards, chunk_nbytes=1 << 24, block_nbytes=4096):
     """The layout of the shards, their torch dtypes, and bytes of each."""
     dtypes = [getattr(torch, dtype) for _, dtype, _ in shards]
     itemsize = np.array([dtype.itemsize for dtype in dtypes], dtype=np.int64)
-    lengths = np.array([[*shape, *[1] * (3 - len(shape))] for *_, shape in shards], dtype=np.int64).reshape(-1, 3)
+    lengths = np.array(
+        [[*shape, *[1] * (3 - len(shape))] for *_, shape in shards], dtype=np.int64
+    ).reshape(-1, 3)
     ndim = np.array([len(shape) for *_, shape in shards], dtype=np.int64)
     names = [name for name, _, _ in shards]
     sizes = {"chunk_nbytes": chunk_nbytes, "block_nbytes": block_nbytes}
@@ -40,7 +65,8 @@ def laid_out(shards, chunk_nbytes=1 << 24, block_nbytes=4096):
 @examples(120)
 @given(st.lists(SHARDS, max_size=12), st.integers(0, 1000))
 def test_safetensors_reads_the_image(shards, seed):
-    """Header, data at ``start`` and digests are a valid safetensors file with every shard's dtype, shape and bytes."""
+    """Header, data at ``start`` and digests are a valid safetensors file with every shard's dtype,
+    shape and bytes."""
     layout, dtypes, itemsize, nbytes = laid_out(shards)
     rng = np.random.default_rng(seed)
     file = bytearray(layout.nbytes)
@@ -67,7 +93,8 @@ def test_safetensors_reads_the_image(shards, seed):
 @examples(120)
 @given(st.lists(SHARDS, max_size=12))
 def test_shards_are_aligned_and_leave_no_holes(shards):
-    """Every shard starts at a multiple of its itemsize, shards of whole pages at pages, one right after the other."""
+    """Every shard starts at a multiple of its itemsize, shards of whole pages at pages, one right
+    after the other."""
     layout, _, itemsize, nbytes = laid_out(shards)
     assert (layout.start % itemsize == 0).all()
     assert (layout.start[nbytes % PAGE_NBYTES == 0] % PAGE_NBYTES == 0).all()
@@ -80,10 +107,12 @@ def test_shards_are_aligned_and_leave_no_holes(shards):
 
 
 @examples(120)
-@given(st.lists(SHARDS, max_size=12), st.sampled_from([4096, 8192, 65536]), st.sampled_from([1, 2, 5]))
+@given(
+    st.lists(SHARDS, max_size=12), st.sampled_from([4096, 8192, 65536]), st.sampled_from([1, 2, 5])
+)
 def test_chunks_and_blocks_cover_what_is_hashed(shards, block_nbytes, blocks):
-    """Chunks follow on each other from 0 to the end of what is hashed, all whole but the last, each of whole blocks; there
-    is a digest for each block; and a manifest counts as the layout does."""
+    """Chunks follow on each other from 0 to the end of what is hashed, all whole but the last, each
+    of whole blocks; there is a digest for each block; and a manifest counts as the layout does."""
     chunk_nbytes = block_nbytes * blocks
     layout, *_ = laid_out(shards, chunk_nbytes, block_nbytes)
     ranges = [layout.chunk_range(index) for index in range(layout.chunks)]
@@ -94,7 +123,9 @@ def test_chunks_and_blocks_cover_what_is_hashed(shards, block_nbytes, blocks):
     assert sum(-(-(stop - start) // block_nbytes) for start, stop in ranges) == layout.blocks
     assert layout.nbytes - layout.hashed_end == DIGEST_NBYTES * layout.blocks
     hashed = np.array([layout.hashed_end])
-    table = ImageTable(np.zeros(1, np.int64), hashed, np.zeros((layout.chunks, DIGEST_NBYTES), np.uint8))
+    table = ImageTable(
+        np.zeros(1, np.int64), hashed, np.zeros((layout.chunks, DIGEST_NBYTES), np.uint8)
+    )
     assert table.chunks(chunk_nbytes).tolist() == [layout.chunks]
     assert table.nbytes(block_nbytes).tolist() == [layout.nbytes]
     for index in (-1, layout.chunks):

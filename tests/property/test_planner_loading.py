@@ -1,4 +1,5 @@
-"""From any layout into any other: images are built in memory, plans carried out, and every bit compared."""
+"""From any layout into any other: images are built in memory, plans carried out, and every bit
+compared."""
 
 import itertools
 import math
@@ -44,7 +45,8 @@ def placements(draw, ndim, mesh):
 
 @st.composite
 def layouts(draw, shapes):
-    """Per rank, what it holds of tensors of these shapes: by placements on a mesh, or in flat ranges."""
+    """Per rank, what it holds of tensors of these shapes: by placements on a mesh, or in flat
+    ranges."""
     mesh = draw(st.sampled_from([(1,), (2,), (3,), (5,), (2, 2), (3, 2), (2, 1, 2)]))
     ranks = np.arange(math.prod(mesh)).reshape(mesh)
     layout = [[] for _ in range(ranks.size)]
@@ -55,20 +57,29 @@ def layouts(draw, shapes):
                 for box in flat_to_boxes(shape, start, stop):
                     buffer, inset = len(layout[rank]), draw(st.integers(0, 1))
                     local_shape = tuple(length + 2 * inset for length in box.lengths)
-                    layout[rank].append(Held(tensor, box, buffer, (inset,) * box.ndim, local_shape, (rank,)))
+                    layout[rank].append(
+                        Held(tensor, box, buffer, (inset,) * box.ndim, local_shape, (rank,))
+                    )
             continue
         chosen = draw(placements(len(shape), mesh))
         for at in itertools.product(*map(range, mesh)):
-            rank, group, local = int(ranks[at]), holders(ranks, at, chosen), local_shape_of(shape, mesh, at, chosen)
+            rank, group, local = (
+                int(ranks[at]),
+                holders(ranks, at, chosen),
+                local_shape_of(shape, mesh, at, chosen),
+            )
             buffer = len(layout[rank])
             for piece in local_pieces(shape, mesh, at, chosen):
-                layout[rank].append(Held(tensor, piece.box, buffer, piece.local_offsets, local, group))
+                layout[rank].append(
+                    Held(tensor, piece.box, buffer, piece.local_offsets, local, group)
+                )
     return layout
 
 
 @st.composite
 def windows(draw, shapes):
-    """One rank that wants any boxes of the tensors, some more than once, some empty, each into a buffer of its own."""
+    """One rank that wants any boxes of the tensors, some more than once, some empty, each into a
+    buffer of its own."""
     held = []
     for tensor in draw(st.lists(st.integers(0, len(shapes) - 1), max_size=5)):
         ends = [sorted(draw(st.integers(0, length)) for _ in "ab") for length in shapes[tensor]]
@@ -86,17 +97,23 @@ def table_of(shapes, dtypes):
     dtype = np.array([DTYPES.index(name) for name in dtypes], dtype=np.uint8)
     ndim = np.array([len(shape) for shape in shapes])
     nobody = np.full(n, -1)
-    return TensorTable(tuple(f"t{row}" for row in range(n)), dtype, codes, ndim, wide(shapes, 1), nobody, nobody)
+    return TensorTable(
+        tuple(f"t{row}" for row in range(n)), dtype, codes, ndim, wide(shapes, 1), nobody, nobody
+    )
 
 
 def wide(rows, fill):
     """Rows as an (n, NDIM) array."""
-    return np.array([[*row, *[fill] * (NDIM - len(row))] for row in rows], dtype=np.int64).reshape(-1, NDIM)
+    return np.array([[*row, *[fill] * (NDIM - len(row))] for row in rows], dtype=np.int64).reshape(
+        -1, NDIM
+    )
 
 
 def slices(offsets, lengths):
     """An index for a box."""
-    return tuple(slice(offset, offset + length) for offset, length in zip(offsets, lengths, strict=True))
+    return tuple(
+        slice(offset, offset + length) for offset, length in zip(offsets, lengths, strict=True)
+    )
 
 
 def save(tensors, arrays, layout):
@@ -105,15 +122,24 @@ def save(tensors, arrays, layout):
     for rank, held in enumerate(layout):
         groups = tuple(dict.fromkeys(part.group for part in held))
         tensor = np.array([part.tensor for part in held], dtype=np.int64)
-        offsets, lengths = wide([part.box.offsets for part in held], 0), wide([part.box.lengths for part in held], 1)
+        offsets, lengths = (
+            wide([part.box.offsets for part in held], 0),
+            wide([part.box.lengths for part in held], 1),
+        )
         group = np.array([groups.index(part.group) for part in held], dtype=np.int64)
-        whole = Holdings(tensor, offsets, lengths, offsets, tensors.itemsize[tensor], group, groups, tensor)
+        whole = Holdings(
+            tensor, offsets, lengths, offsets, tensors.itemsize[tensor], group, groups, tensor
+        )
         mine = divide(whole, rank)
         dtypes = [DTYPES[code] for code in tensors.dtype[mine.tensor]]
         names = [f"{row}" for row in range(len(mine))]
         image = lay_out(names, dtypes, mine.lengths, np.full(len(mine), NDIM), mine.itemsize)
         images.append(fill(image, mine, arrays))
-        shards.append(ShardTable(mine.tensor, mine.offsets, mine.lengths, np.full(len(mine), rank), image.start))
+        shards.append(
+            ShardTable(
+                mine.tensor, mine.offsets, mine.lengths, np.full(len(mine), rank), image.start
+            )
+        )
         ends.append(image.hashed_end)
     return images, ShardTable.concat(shards), np.array(ends)
 
@@ -142,7 +168,8 @@ def targets_of(held):
 
 
 def carry_out(plan, shards, targets, images, buffers):
-    """Perform the reads and copies of a plan on buffers, using nothing but the bytes that were read; how many were copied."""
+    """Perform the reads and copies of a plan on buffers, using nothing but the bytes that were
+    read; how many were copied."""
     copied = 0
     for read, image in enumerate(plan.image.tolist()):
         start, stop = int(plan.start[read]), int(plan.stop[read])
@@ -158,7 +185,9 @@ def carry_out(plan, shards, targets, images, buffers):
                 buffer.reshape(-1).view(np.uint8)[dst : dst + nbytes] = content
                 copied += nbytes
             else:
-                copied += scatter(plan, shards, targets, pair, src, content.view(buffer.dtype), buffer)
+                copied += scatter(
+                    plan, shards, targets, pair, src, content.view(buffer.dtype), buffer
+                )
     return copied
 
 
@@ -172,7 +201,12 @@ def scatter(plan, shards, targets, pair, src, elements, buffer):
     assert rest == 0
     for part in strided_parts(stored, wanted, first, first + len(elements)):
         within = np.array(part.offsets) - stored.offsets
-        grid = np.ix_(*(np.arange(low, low + length) for low, length in zip(within, part.lengths, strict=True)))
+        grid = np.ix_(
+            *(
+                np.arange(low, low + length)
+                for low, length in zip(within, part.lengths, strict=True)
+            )
+        )
         flat = np.ravel_multi_index(grid, stored.lengths) - first
         at = targets.local_offsets[target] + part.offsets - targets.offsets[target]
         buffer[slices(at.tolist(), part.lengths)] = elements[flat]
@@ -191,7 +225,9 @@ def expected_of(held, arrays, buffers, targets):
 
 SIZES = st.sampled_from([0, 1, 2, 3, 5, 6, 7, 9, 17])
 SHAPES = st.lists(
-    st.lists(SIZES, max_size=NDIM).map(tuple).filter(lambda s: math.prod(s) <= 700), min_size=1, max_size=4
+    st.lists(SIZES, max_size=NDIM).map(tuple).filter(lambda s: math.prod(s) <= 700),
+    min_size=1,
+    max_size=4,
 )
 
 
@@ -213,15 +249,20 @@ def reshardings(draw):
 @examples(150)
 @given(reshardings())
 def test_any_layout_loads_into_any_other(case):
-    """What was saved in one layout comes back bit for bit in another, or in any windows, on every rank; each block is read
-    once, and each wanted byte copied once."""
+    """What was saved in one layout comes back bit for bit in another, or in any windows, on every
+    rank; each block is read once, and each wanted byte copied once."""
     tensors, arrays, saved, loaded, gap = case
     images, shards, ends = save(tensors, arrays, saved)
     assert coverage_errors(tensors, shards) == []
     for held in loaded:
         targets, kinds = targets_of(held)
-        buffers = {index: np.zeros(shape, dtype=arrays[tensor].dtype) for index, (tensor, shape) in kinds.items()}
-        plan = plan_load(tensors, shards, targets, ends, chunk_nbytes=CHUNK, block_nbytes=BLOCK, gap_nbytes=gap)
+        buffers = {
+            index: np.zeros(shape, dtype=arrays[tensor].dtype)
+            for index, (tensor, shape) in kinds.items()
+        }
+        plan = plan_load(
+            tensors, shards, targets, ends, chunk_nbytes=CHUNK, block_nbytes=BLOCK, gap_nbytes=gap
+        )
         copied = carry_out(plan, shards, targets, images, buffers)
         for index, expected in expected_of(held, arrays, buffers, targets).items():
             assert buffers[index].tobytes() == expected.tobytes()
@@ -246,16 +287,23 @@ def assert_reads_are_proper(plan, ends):
 @examples(150)
 @given(reshardings())
 def test_little_is_read_that_is_not_wanted(case):
-    """Without gaps to bridge, every block that is read holds something wanted: at most two blocks more per run."""
+    """Without gaps to bridge, every block that is read holds something wanted: at most two blocks
+    more per run."""
     tensors, arrays, saved, loaded, _ = case
     _, shards, ends = save(tensors, arrays, saved)
     for held in loaded:
         targets, _ = targets_of(held)
         plan = plan_load(tensors, shards, targets, ends, chunk_nbytes=CHUNK, block_nbytes=BLOCK)
-        needed = {block for pair in range(len(plan.shard)) for block in blocks_wanted(plan, pair, tensors, shards)}
+        needed = {
+            block
+            for pair in range(len(plan.shard))
+            for block in blocks_wanted(plan, pair, tensors, shards)
+        }
         read = {
             (image, block)
-            for image, start, stop in zip(plan.image.tolist(), plan.start.tolist(), plan.stop.tolist(), strict=True)
+            for image, start, stop in zip(
+                plan.image.tolist(), plan.start.tolist(), plan.stop.tolist(), strict=True
+            )
             for block in range(start // BLOCK, -(-stop // BLOCK))
         }
         assert read == needed
@@ -266,25 +314,31 @@ def blocks_wanted(plan, pair, tensors, shards):
     shard = plan.shard[pair]
     itemsize, image = int(tensors.itemsize[shards.tensor[shard]]), int(shards.image[shard])
     within = plan.offsets[pair] - shards.offsets[shard]
-    grid = np.ix_(*(np.arange(low, low + n) for low, n in zip(within, plan.lengths[pair], strict=True)))
+    grid = np.ix_(
+        *(np.arange(low, low + n) for low, n in zip(within, plan.lengths[pair], strict=True))
+    )
     start = shards.start[shard] + np.ravel_multi_index(grid, shards.lengths[shard]) * itemsize
     return {(image, block) for block in np.unique(start // BLOCK).tolist()}
 
 
 @st.composite
 def circles(draw):
-    """A checkpoint, and ranks that load it together: into one layout or several, some of them replicas of others."""
+    """A checkpoint, and ranks that load it together: into one layout or several, some of them
+    replicas of others."""
     case = draw(reshardings())
     shapes = [array.shape for array in case[1]]
-    ranks = case[3] * draw(st.integers(1, 3)) + draw(st.just([]) | layouts(shapes) | windows(shapes))
+    ranks = case[3] * draw(st.integers(1, 3)) + draw(
+        st.just([]) | layouts(shapes) | windows(shapes)
+    )
     return case, ranks
 
 
 @examples(50)
 @given(circles())
 def test_ranks_that_share_read_each_wanted_byte_once(case):
-    """Whatever mix of layouts they want, every byte that any of them would read alone is read by exactly one of those who
-    want it, and with what is read for it every rank is filled, bit for bit."""
+    """Whatever mix of layouts they want, every byte that any of them would read alone is read by
+    exactly one of those who want it, and with what is read for it every rank is filled, bit for
+    bit."""
     (tensors, arrays, saved, _, gap), ranks = case
     images, shards, ends = save(tensors, arrays, saved)
     targets = [targets_of(held) for held in ranks]
@@ -296,7 +350,10 @@ def test_ranks_that_share_read_each_wanted_byte_once(case):
     for member, (held, plan, (wanted, kinds)) in enumerate(zip(ranks, plans, targets, strict=True)):
         wide_plan, units = regrouped(plan, sharing)
         assert_units_are_right(sharing, member, plan, wide_plan, units.tolist())
-        buffers = {index: np.zeros(shape, dtype=arrays[tensor].dtype) for index, (tensor, shape) in kinds.items()}
+        buffers = {
+            index: np.zeros(shape, dtype=arrays[tensor].dtype)
+            for index, (tensor, shape) in kinds.items()
+        }
         assert carry_out(wide_plan, shards, wanted, images, buffers) == plan.bytes_wanted
         for index, expected in expected_of(held, arrays, buffers, wanted).items():
             assert buffers[index].tobytes() == expected.tobytes()
@@ -309,8 +366,13 @@ def bytes_of(reads):
 
 
 def assert_units_are_right(sharing, member, plan, wide_plan, units):
-    """A member takes part in the units that it wants something of, and no more is handed to it than lies between that."""
-    mine = [u for u in range(len(sharing.image)) if member in sharing.member[sharing.first[u] : sharing.first[u + 1]]]
+    """A member takes part in the units that it wants something of, and no more is handed to it than
+    lies between that."""
+    mine = [
+        u
+        for u in range(len(sharing.image))
+        if member in sharing.member[sharing.first[u] : sharing.first[u + 1]]
+    ]
     assert units == mine
     wanted = bytes_of(plan)
     for row, unit in enumerate(units):
@@ -319,7 +381,9 @@ def assert_units_are_right(sharing, member, plan, wide_plan, units):
         assert (member == sharing.reader[unit]) != (member in takers)
         image, low, high = int(sharing.image[unit]), *sharing.hull(unit, member)
         assert (wide_plan.image[row], wide_plan.start[row]) == (image, sharing.start[unit])
-        here = [at for i, at in wanted if i == image and sharing.start[unit] <= at < sharing.stop[unit]]
+        here = [
+            at for i, at in wanted if i == image and sharing.start[unit] <= at < sharing.stop[unit]
+        ]
         assert (min(here), max(here) + 1) == (low, high)
 
 

@@ -1,4 +1,5 @@
-"""Dividing among holders: together they write everything exactly once, and evenly, each group and the whole job."""
+"""Dividing among holders: together they write everything exactly once, and evenly, each group and
+the whole job."""
 
 import itertools
 from collections import Counter
@@ -16,15 +17,22 @@ NDIM, WORLD = 3, 6
 
 @st.composite
 def tensors(draw):
-    """A tensor that some ranks hold: which, its shape, its itemsize, and the box of it that they have."""
+    """A tensor that some ranks hold: which, its shape, its itemsize, and the box of it that they
+    have."""
     group = tuple(sorted(draw(st.sets(st.integers(0, 5), min_size=1, max_size=6))))
     shape = draw(st.lists(st.integers(0, 12), min_size=NDIM, max_size=NDIM))
     shape[draw(st.integers(0, NDIM - 1))] *= draw(st.sampled_from([1, 1, 10, 40]))
-    return group, shape, draw(st.sampled_from([1, 2, 4, 8])), draw(st.lists(st.integers(0, 9), min_size=3, max_size=3))
+    return (
+        group,
+        shape,
+        draw(st.sampled_from([1, 2, 4, 8])),
+        draw(st.lists(st.integers(0, 9), min_size=3, max_size=3)),
+    )
 
 
 def holdings_of(rank, cases, seed):
-    """What a rank holds of all the tensors, in an order of its own; tensor index = row in ``cases``."""
+    """What a rank holds of all the tensors, in an order of its own; tensor index = row in
+    ``cases``."""
     mine = [row for row, (group, *_) in enumerate(cases) if rank in group]
     np.random.default_rng(seed).shuffle(mine)
     groups = tuple(dict.fromkeys(cases[row][0] for row in mine))
@@ -34,7 +42,9 @@ def holdings_of(rank, cases, seed):
     itemsize = np.array([cases[row][2] for row in mine], dtype=np.int64)
     group = np.array([groups.index(cases[row][0]) for row in mine], dtype=np.int64)
     # The local tensor is larger than the box, and lies elsewhere on each rank.
-    return Holdings(column, offsets, lengths, np.full_like(offsets, rank), itemsize, group, groups, column)
+    return Holdings(
+        column, offsets, lengths, np.full_like(offsets, rank), itemsize, group, groups, column
+    )
 
 
 def held_by(cases):
@@ -46,16 +56,23 @@ def held_by(cases):
 
 
 def least(held):
-    """The highest load of the best division there is, of whole bytes or not: no set of ranks can give away what nobody else
-    holds, and by the theorem of maximal flow that is all that stands in the way."""
-    sets = (set(ranks) for n in range(1, WORLD + 1) for ranks in itertools.combinations(range(WORLD), n))
-    return max(sum(nbytes for group, nbytes in held.items() if ranks >= set(group)) / len(ranks) for ranks in sets)
+    """The highest load of the best division there is, of whole bytes or not: no set of ranks can
+    give away what nobody else holds, and by the theorem of maximal flow that is all that stands in
+    the way."""
+    sets = (
+        set(ranks) for n in range(1, WORLD + 1) for ranks in itertools.combinations(range(WORLD), n)
+    )
+    return max(
+        sum(nbytes for group, nbytes in held.items() if ranks >= set(group)) / len(ranks)
+        for ranks in sets
+    )
 
 
 @examples(150)
 @given(st.lists(tensors(), max_size=8), st.integers(0, 1000), st.booleans())
 def test_holders_write_everything_once(cases, seed, balanced):
-    """Every element of every tensor is written by exactly one of its holders, from where that holder has it."""
+    """Every element of every tensor is written by exactly one of its holders, from where that
+    holder has it."""
     shares = balance(held_by(cases), WORLD) if balanced else None
     times = [np.zeros(shape, dtype=int) for _, shape, _, _ in cases]
     for rank in range(WORLD):
@@ -88,12 +105,19 @@ def test_holders_write_evenly(cases, seed):
 @examples(150)
 @given(st.lists(tensors(), min_size=1, max_size=8), st.integers(0, 1000))
 def test_the_whole_job_is_balanced(cases, seed):
-    """However groups overlap, no rank writes more than the best division has it write at most, within 2% and a cut of each
-    tensor."""
+    """However groups overlap, no rank writes more than the best division has it write at most,
+    within 2% and a cut of each tensor."""
     held = held_by(cases)
     shares = balance(held, WORLD)
-    loads = [divide(holdings_of(rank, cases, seed + rank), rank, shares).nbytes.sum() for rank in range(WORLD)]
-    cuts = sum(max(itemsize, 0.01 * held[group] / len(group)) for group, _, itemsize, _ in cases if len(group) > 1)
+    loads = [
+        divide(holdings_of(rank, cases, seed + rank), rank, shares).nbytes.sum()
+        for rank in range(WORLD)
+    ]
+    cuts = sum(
+        max(itemsize, 0.01 * held[group] / len(group))
+        for group, _, itemsize, _ in cases
+        if len(group) > 1
+    )
     assert max(loads) <= 1.02 * least(held) + cuts
 
 
@@ -106,7 +130,8 @@ def test_the_whole_job_is_balanced(cases, seed):
     )
 )
 def test_shares_are_as_even_as_holders_allow(held):
-    """For any groups and bytes the highest load is the least possible one, within 1.5%; cuts ascend from nothing to all."""
+    """For any groups and bytes the highest load is the least possible one, within 1.5%; cuts ascend
+    from nothing to all."""
     shares = balance(held, WORLD)
     loads = np.zeros(WORLD)
     for group, nbytes in held.items():

@@ -1,4 +1,5 @@
-"""A copy ends as it should in whatever order its reads and writes end, whatever fails, and whenever it is called again."""
+"""A copy ends as it should in whatever order its reads and writes end, whatever fails, and whenever
+it is called again."""
 
 from __future__ import annotations
 
@@ -29,17 +30,23 @@ BLOCK_NBYTES = 4096
 
 
 async def source(images: int) -> MemoryDriver:
-    """A checkpoint of several images of several small chunks each: as other ranks would have written it."""
+    """A checkpoint of several images of several small chunks each: as other ranks would have
+    written it."""
     storage = MemoryDriver()
     await save_of(STATE)(storage)
     manifest = Manifest.decode(await storage.get("manifest.safetensors"))
     key, hashed = manifest.image_key(0), int(manifest.images.hashed_nbytes[0])
     data = (await storage.get(key))[:hashed]
     chunk_nbytes = 4 * BLOCK_NBYTES
-    pages = [page_of(memoryview(data[a : a + chunk_nbytes]), BLOCK_NBYTES) for a in range(0, hashed, chunk_nbytes)]
+    pages = [
+        page_of(memoryview(data[a : a + chunk_nbytes]), BLOCK_NBYTES)
+        for a in range(0, hashed, chunk_nbytes)
+    ]
     digests = np.frombuffer(b"".join(map(digest, pages)), np.uint8).reshape(-1, 16)
     table = ImageTable(np.arange(images), np.full(images, hashed), np.tile(digests, (images, 1)))
-    remade = replace(manifest, world=images, images=table, chunk_nbytes=chunk_nbytes, block_nbytes=BLOCK_NBYTES)
+    remade = replace(
+        manifest, world=images, images=table, chunk_nbytes=chunk_nbytes, block_nbytes=BLOCK_NBYTES
+    )
     for rank in range(images):
         await storage.put(remade.image_key(rank), data + b"".join(pages))
     await storage.put("manifest.safetensors", remade.encode())
@@ -58,14 +65,17 @@ async def source(images: int) -> MemoryDriver:
 def test_copies_in_any_order_with_deaths(
     seed: int, images: int, order: Any, streams: int, deaths: int, over: bool
 ) -> None:
-    """Copies of one checkpoint, of whom some die at any access, and accesses end in any order: a reader always finds the
-    old checkpoint or the new one, and once a copy has ended well, the new one, every byte of it."""
+    """Copies of one checkpoint, of whom some die at any access, and accesses end in any order: a
+    reader always finds the old checkpoint or the new one, and once a copy has ended well, the new
+    one, every byte of it."""
     rng = random.Random(seed)
 
     async def run() -> None:
         sim = Simulation(lambda keys: rng.sample(sorted(keys), len(keys)))
         ours = sim.storage
-        ours.traits = replace(ours.traits, part_order=order, streams=streams, part_nbytes=4 * BLOCK_NBYTES)
+        ours.traits = replace(
+            ours.traits, part_order=order, streams=streams, part_nbytes=4 * BLOCK_NBYTES
+        )
         theirs = await source(images)
         if over:
             await save_of(OLD)(ours)
@@ -77,14 +87,19 @@ def test_copies_in_any_order_with_deaths(
             if "manifest.safetensors" in ours._objects:
                 found = Manifest.decode(await ours.get("manifest.safetensors"))
                 if found.world == images and found.block_nbytes == BLOCK_NBYTES:
-                    assert (await verify_images(ours, found, BUDGET_NBYTES, lambda done, total: None)).ok
+                    assert (
+                        await verify_images(ours, found, BUDGET_NBYTES, lambda done, total: None)
+                    ).ok
                 else:
                     assert difference(OLD, (await run_build(ours, 0, BUDGET_NBYTES))[0]) is None
             else:
                 assert not over
 
         for number in range(deaths + 1):
-            actor, left = sim.add(f"copy {number}", copy), rng.randrange(1, 60) if number < deaths else 1 << 30
+            actor, left = (
+                sim.add(f"copy {number}", copy),
+                rng.randrange(1, 60) if number < deaths else 1 << 30,
+            )
             await sim.settle()
             while actor.ready and left:
                 left -= 1
@@ -106,8 +121,8 @@ def test_copies_in_any_order_with_deaths(
 @examples(40)
 @given(seed=st.integers(0, 1 << 32))
 def test_a_copy_and_a_save_to_one_place(seed: int) -> None:
-    """In any order of their accesses: each ends well or is told that another took over, nothing torn is ever seen, and the
-    next save leaves nothing but itself and what has been claimed."""
+    """In any order of their accesses: each ends well or is told that another took over, nothing
+    torn is ever seen, and the next save leaves nothing but itself and what has been claimed."""
     rng = random.Random(seed)
 
     async def run() -> None:
@@ -127,7 +142,9 @@ def test_a_copy_and_a_save_to_one_place(seed: int) -> None:
             sim.add(name, save_of(OLD) if name == "save" else copy)
         await sim.run(rng.choice, look)
         errors = [actor.task.exception() for actor in sim.actors]
-        assert all(error is None or isinstance(error, holdfast.SupersededError) for error in errors), errors
+        assert all(
+            error is None or isinstance(error, holdfast.SupersededError) for error in errors
+        ), errors
         await sim.end()
         await save_of(OLD)(sim.storage)
         left = {info.key.split("/")[1] async for info in sim.storage.list("data")}

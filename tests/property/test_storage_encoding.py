@@ -1,4 +1,5 @@
-"""Values, columns and trees come back from their encoding as they went in, and a flipped byte is refused."""
+"""Values, columns and trees come back from their encoding as they went in, and a flipped byte is
+refused."""
 
 from __future__ import annotations
 
@@ -63,7 +64,9 @@ metadata = st.dictionaries(st.text(max_size=5), st.text(max_size=20), max_size=3
 
 
 @given(columns, metadata)
-def test_columns_come_back_as_they_were(there: dict[str, np.ndarray], texts: dict[str, str]) -> None:
+def test_columns_come_back_as_they_were(
+    there: dict[str, np.ndarray], texts: dict[str, str]
+) -> None:
     """Of any unsigned type, also empty ones."""
     found, told = decode_columns(encode_columns(there, texts), "a file")
     assert told == texts
@@ -71,7 +74,9 @@ def test_columns_come_back_as_they_were(there: dict[str, np.ndarray], texts: dic
 
 
 @given(columns, st.data())
-def test_columns_with_a_flipped_bit_are_refused(there: dict[str, np.ndarray], data: st.DataObject) -> None:
+def test_columns_with_a_flipped_bit_are_refused(
+    there: dict[str, np.ndarray], data: st.DataObject
+) -> None:
     """Wherever it is; and so is a file cut short."""
     whole = encode_columns(there, {"a": "b"})
     position, bit = data.draw(st.integers(0, len(whole) - 1)), data.draw(st.integers(0, 7))
@@ -103,7 +108,9 @@ small = st.none() | st.booleans() | st.sampled_from([0, 1, 1.0, 0.0, -0.0, "1", 
 def branches(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     """Containers of these."""
     return (
-        st.dictionaries(keys, inner, max_size=4) | st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple)
+        st.dictionaries(keys, inner, max_size=4)
+        | st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
     )
 
 
@@ -123,7 +130,9 @@ def tree_of(state: Any, rank: int = 0) -> Tree:
 def leaves(tree: Tree, rank: int) -> list[tuple[Any, Any]]:
     """The values of one rank with the keys that lead to them, types included."""
     paths = tree.paths()
-    return [(tuple((type(k), k) for k in (*paths[v.container], v.key)), v.of(rank)) for v in tree.values]
+    return [
+        (tuple((type(k), k) for k in (*paths[v.container], v.key)), v.of(rank)) for v in tree.values
+    ]
 
 
 def own_leaves(tree: Tree) -> list[tuple[Any, Any]]:
@@ -160,7 +169,9 @@ def test_merged_trees_give_each_rank_its_own_values(ranks: list[Any]) -> None:
         found = {repr(path): value for path, value in leaves(merged, rank)}
         for path, value in own_leaves(tree):
             assert difference([value], [found[repr(path)]]) is None
-        assert [merged.containers[n].kind for n in numbers[rank]] == [c.kind for c in tree.containers]
+        assert [merged.containers[n].kind for n in numbers[rank]] == [
+            c.kind for c in tree.containers
+        ]
         assert [merged.paths()[n] for n in numbers[rank]] == tree.paths()
     union = {repr(path) for tree in trees for path, _ in own_leaves(tree)}
     assert sorted(union) == sorted(repr(path) for path, _ in leaves(merged, 0))
@@ -177,7 +188,8 @@ def test_values_that_are_equal_but_of_another_type_are_kept_apart(ranks: list[An
 
 
 def test_ranks_that_saved_no_value_get_one_of_those_that_did() -> None:
-    """Ranks 1, 2 and 4 saved one, and are dealt out in turn: a job of another size finds one for every rank."""
+    """Ranks 1, 2 and 4 saved one, and are dealt out in turn: a job of another size finds one for
+    every rank."""
     value = Value(0, "x", [([1, 4], "a"), ([2], "b")])
     assert [value.of(rank) for rank in range(7)] == ["a", "a", "b", "a", "a", "a", "a"]
 

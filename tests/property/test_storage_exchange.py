@@ -1,4 +1,5 @@
-"""Ranks that read for each other: what each gets, and how often each byte is read, for any mix of layouts."""
+"""Ranks that read for each other: what each gets, and how often each byte is read, for any mix of
+layouts."""
 
 from __future__ import annotations
 
@@ -83,11 +84,15 @@ SIZES = st.sampled_from([1, 700, 2048, 4096, 9000, 20_000])
     saved=st.integers(1, 3),
     wants=st.lists(st.sets(st.integers(0, 3), min_size=1), min_size=2, max_size=4),
 )
-def test_each_wanted_byte_is_read_once(how: str, sizes: list[int], saved: int, wants: list[set[int]]) -> None:
-    """Whichever tensors each rank wants, of its own or in common: it gets them bit for bit, no byte of them is read twice,
-    and no byte of what nobody wants is read more than a block is large."""
+def test_each_wanted_byte_is_read_once(
+    how: str, sizes: list[int], saved: int, wants: list[set[int]]
+) -> None:
+    """Whichever tensors each rank wants, of its own or in common: it gets them bit for bit, no byte
+    of them is read twice, and no byte of what nobody wants is read more than a block is large."""
     state = {f"t{i}": torch.arange(size, dtype=torch.float32) + i for i, size in enumerate(sizes)}
-    driver, manifest = checkpoint([state | {"own": torch.full((300,), float(rank))} for rank in range(saved)])
+    driver, manifest = checkpoint(
+        [state | {"own": torch.full((300,), float(rank))} for rank in range(saved)]
+    )
     truth = [{f"t{i}": state[f"t{i}"] for i in want if i < len(sizes)} for want in wants]
     truth[0] |= {name: state[name] for name in state}  # somebody has a place for each
     own = [{"own": torch.full((300,), float(rank % saved))} for rank in range(len(wants))]
@@ -114,14 +119,19 @@ def test_a_rank_that_wants_nothing_of_the_others_waits_for_nobody(how: str) -> N
     """It takes part in the exchange with what it alone wants."""
     state = {"t0": torch.arange(2048.0)}
     driver, _ = checkpoint([state | {"own": torch.full((300,), float(rank))} for rank in range(2)])
-    wanted = [state | {"own": torch.zeros(300)}, {"own": torch.ones(300)}, state | {"own": torch.zeros(300)}]
+    wanted = [
+        state | {"own": torch.zeros(300)},
+        {"own": torch.ones(300)},
+        state | {"own": torch.zeros(300)},
+    ]
     into = [{name: torch.full_like(tensor, -1) for name, tensor in rank.items()} for rank in wanted]
     for expected, found in zip(wanted, load_as_ranks(driver, into, exchange=True), strict=True):
         assert difference(expected, found) is None
 
 
 def test_shared_memory_is_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a small budget, the buffers that a rank reads into and the memory that it shares take no more than there is."""
+    """Of a small budget, the buffers that a rank reads into and the memory that it shares take no
+    more than there is."""
     state = {"t": torch.arange(40_000.0)}
     driver, manifest = checkpoint([state])
     budget_nbytes = 4 * manifest.chunk_nbytes
@@ -132,14 +142,18 @@ def test_shared_memory_is_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> 
         shared.append(slot_nbytes * slots)
         return plain_open(mine, slot_nbytes, slots, near)
 
-    async def run(self: ImageReader, plan: Any, deliver: Any, *, jobs: Any = None, hand_on: Any = None) -> None:
+    async def run(
+        self: ImageReader, plan: Any, deliver: Any, *, jobs: Any = None, hand_on: Any = None
+    ) -> None:
         buffers.append(jobs * Inbox(self.driver, manifest.chunk_nbytes).job_nbytes)
         await plain_run(self, plan, deliver, jobs=jobs, hand_on=hand_on)
 
     monkeypatch.setattr(ranks, "BUDGET_NBYTES", budget_nbytes)
     monkeypatch.setattr(meeting, "open_door", opened)
     monkeypatch.setattr(ImageReader, "run", run)
-    for found in load_as_ranks(driver, [{"t": torch.zeros(40_000)} for _ in range(2)], exchange=True):
+    for found in load_as_ranks(
+        driver, [{"t": torch.zeros(40_000)} for _ in range(2)], exchange=True
+    ):
         assert difference(state, found) is None
     assert len(shared) == len(buffers) == 2
     assert min(shared) > 0
@@ -147,8 +161,8 @@ def test_shared_memory_is_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_copies_that_a_driver_holds_are_within_the_budget() -> None:
-    """A compressed chunk lies in memory twice while it is read, as it is stored and unpacked: half as many are read at a
-    time."""
+    """A compressed chunk lies in memory twice while it is read, as it is stored and unpacked: half
+    as many are read at a time."""
     driver = MemoryDriver()
     save_as_ranks(driver, [{"t": torch.arange(9000.0)}])
     manifest, _ = start(read_manifest(driver)).result()
@@ -161,7 +175,10 @@ def test_copies_that_a_driver_holds_are_within_the_budget() -> None:
 
 def test_a_member_is_handed_all_that_it_wants_of_a_unit() -> None:
     """From the first byte of its first range to the last of its last one."""
-    wishes = [Wish(*np.array([[0, 0, 0], [0, 6, 12], [2, 8, 14]])), Wish(*np.array([[0], [0], [16]]))]
+    wishes = [
+        Wish(*np.array([[0, 0, 0], [0, 6, 12], [2, 8, 14]])),
+        Wish(*np.array([[0], [0], [16]])),
+    ]
     sharing = share(wishes, 10)
     assert [sharing.hull(0, 0), sharing.hull(1, 0)] == [(0, 8), (12, 14)]
     assert [sharing.hull(0, 1), sharing.hull(1, 1)] == [(0, 10), (10, 16)]

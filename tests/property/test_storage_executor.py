@@ -1,4 +1,5 @@
-"""The executor keeps the scheduler's rules on an event loop: whatever takes how long, fails, or is cancelled when."""
+"""The executor keeps the scheduler's rules on an event loop: whatever takes how long, fails, or is
+cancelled when."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from holdfast.storage.runtime.scheduler import Budget, Scheduler, Stage
 
 @dataclass(frozen=True)
 class Step:
-    """One stage of one job: how long it takes, whether it fails then, and for how long it goes on when it is cancelled, as
-    work in a thread does, which then ends ``well`` or not."""
+    """One stage of one job: how long it takes, whether it fails then, and for how long it goes on
+    when it is cancelled, as work in a thread does, which then ends ``well`` or not."""
 
     takes_s: int
     fails: bool
@@ -44,7 +45,9 @@ class Workshop:
     async def perform(self, job: int, name: str) -> None:
         stage = int(name)
         # What has been begun by the executor at this very moment may get its turn a little later.
-        assert asyncio.get_running_loop().time() <= self.stopped_s, "nothing begins after a failure or a cancellation"
+        assert asyncio.get_running_loop().time() <= self.stopped_s, (
+            "nothing begins after a failure or a cancellation"
+        )
         assert job not in self.running
         if self.scheduler.stages[stage].in_order:
             assert job == self.turns[stage], "jobs begin in order"
@@ -86,23 +89,37 @@ class Workshop:
 
     def check(self) -> None:
         budget = self.scheduler.budget
-        assert sum(self.sizes[job] for job in self.held) <= budget.memory_nbytes or len(self.held) == 1
+        assert (
+            sum(self.sizes[job] for job in self.held) <= budget.memory_nbytes or len(self.held) == 1
+        )
         lanes = [self.scheduler.stages[stage].lane for stage in self.running.values()]
         assert all(lanes.count(lane) <= width for lane, width in budget.lanes.items())
 
 
 @st.composite
 def workshops(draw: st.DrawFn, fragile: bool) -> Workshop:
-    """Stages with writes at the end, in each order that storage may ask for; jobs, some larger than the whole budget."""
+    """Stages with writes at the end, in each order that storage may ask for; jobs, some larger than
+    the whole budget."""
     order = draw(st.sampled_from(["any", "ascending", "serial"]))
     kinds = [*draw(st.lists(st.sampled_from(["cpu", "io"]), max_size=2)), "write"]
-    stages = [Stage(f"{i}", lane, in_order=lane == "write" and order != "any") for i, lane in enumerate(kinds)]
-    lanes = {"cpu": draw(st.integers(1, 3)), "io": draw(st.integers(1, 3)), "write": 1 if order == "serial" else 3}
+    stages = [
+        Stage(f"{i}", lane, in_order=lane == "write" and order != "any")
+        for i, lane in enumerate(kinds)
+    ]
+    lanes = {
+        "cpu": draw(st.integers(1, 3)),
+        "io": draw(st.integers(1, 3)),
+        "write": 1 if order == "serial" else 3,
+    }
     sizes = draw(st.lists(st.integers(1, 30), max_size=8))
     failing = st.integers(0, 9).map(lambda n: n == 0) if fragile else st.just(False)
     steps = st.builds(Step, st.integers(0, 4), failing, st.integers(0, 3), st.booleans())
     taken = {(job, stage): draw(steps) for job in range(len(sizes)) for stage in range(len(stages))}
-    return Workshop(Scheduler(stages, Budget(draw(st.integers(1, 40)), lanes), drain=draw(st.booleans())), sizes, taken)
+    return Workshop(
+        Scheduler(stages, Budget(draw(st.integers(1, 40)), lanes), drain=draw(st.booleans())),
+        sizes,
+        taken,
+    )
 
 
 def pending() -> set[asyncio.Task[object]]:
@@ -113,8 +130,9 @@ def pending() -> set[asyncio.Task[object]]:
 @examples(150)
 @given(workshops(fragile=True))
 def test_everything_runs_or_the_first_failure_is_raised(shop: Workshop) -> None:
-    """Each stage of each job once, in order; nothing is begun after a failure; every buffer is given back once, after its
-    last use; and it never idles: it ends no later than if everything had run one after the other."""
+    """Each stage of each job once, in order; nothing is begun after a failure; every buffer is
+    given back once, after its last use; and it never idles: it ends no later than if everything had
+    run one after the other."""
 
     async def run() -> tuple[BaseException | None, float]:
         error = None
@@ -132,7 +150,9 @@ def test_everything_runs_or_the_first_failure_is_raised(shop: Workshop) -> None:
     assert len(set(shop.released)) == len(shop.released)
     assert ended_s <= sum(step.takes_s for step in shop.steps.values())
     for job in range(len(shop.sizes)):
-        assert [stage for j, stage in shop.done if j == job] == list(range(sum(j == job for j, _ in shop.done)))
+        assert [stage for j, stage in shop.done if j == job] == list(
+            range(sum(j == job for j, _ in shop.done))
+        )
     if error is None:
         assert sorted(shop.done) == sorted(shop.steps)
         assert sorted(shop.released) == list(range(len(shop.sizes)))
@@ -140,14 +160,21 @@ def test_everything_runs_or_the_first_failure_is_raised(shop: Workshop) -> None:
 
 @examples(150)
 @given(workshops(fragile=True), st.lists(st.integers(0, 12), min_size=1, max_size=3), st.booleans())
-def test_cancelled_it_begins_nothing_and_waits_for_what_runs(shop: Workshop, cancels_s: list[int], late: bool) -> None:
-    """Whenever it is cancelled, and however often; also where what runs ends well all the same, or ends at that moment."""
+def test_cancelled_it_begins_nothing_and_waits_for_what_runs(
+    shop: Workshop, cancels_s: list[int], late: bool
+) -> None:
+    """Whenever it is cancelled, and however often; also where what runs ends well all the same, or
+    ends at that moment."""
 
     async def run() -> None:
-        task = asyncio.ensure_future(execute(shop.scheduler, shop.sizes, shop.perform, shop.release))
+        task = asyncio.ensure_future(
+            execute(shop.scheduler, shop.sizes, shop.perform, shop.release)
+        )
         for at_s in sorted(cancels_s):
             await asyncio.sleep(at_s - asyncio.get_running_loop().time())
-            if late:  # those that end at this moment have ended, and the executor has not heard of it
+            if (
+                late
+            ):  # those that end at this moment have ended, and the executor has not heard of it
                 await asyncio.sleep(0)
             if not task.done():
                 task.cancel()

@@ -21,7 +21,10 @@ from holdfast.storage.state.flatten import FlatState, flatten
 from holdfast.storage.state.kept import Kept
 from holdfast.storage.state.plan import Agreed, plan_save
 
-MESHES = [DeviceMesh("cpu", torch.arange(4).reshape(shape), _init_backend=False, _rank=1) for shape in ((2, 2), (4, 1))]
+MESHES = [
+    DeviceMesh("cpu", torch.arange(4).reshape(shape), _init_backend=False, _rank=1)
+    for shape in ((2, 2), (4, 1))
+]
 BASE = torch.arange(64.0)
 
 
@@ -41,7 +44,12 @@ class Thing:
 def on_mesh(mesh: DeviceMesh, first: Any, second: Any, local: tuple[int, int]) -> DTensor:
     """A DTensor of 4 x 4 whose local part has the shape ``local``."""
     return DTensor.from_local(
-        torch.zeros(local), mesh, [first, second], run_check=False, shape=torch.Size((4, 4)), stride=(4, 1)
+        torch.zeros(local),
+        mesh,
+        [first, second],
+        run_check=False,
+        shape=torch.Size((4, 4)),
+        stride=(4, 1),
     )
 
 
@@ -63,7 +71,9 @@ TENSORS = [
     on_mesh(MESHES[1], Replicate(), Shard(1), (4, 4)),
     on_mesh(MESHES[1], Replicate(), Replicate(), (4, 4)),
 ]
-leaves = st.sampled_from(TENSORS) | st.sampled_from([None, 1, 1.0, True, "x", b"x", torch.Size([1]), torch.float32])
+leaves = st.sampled_from(TENSORS) | st.sampled_from(
+    [None, 1, 1.0, True, "x", b"x", torch.Size([1]), torch.float32]
+)
 keys = st.sampled_from(["a", "b", "1", 1, True, 0, False, 0.0, -0.0, None])
 
 
@@ -80,7 +90,11 @@ states = st.dictionaries(keys, st.recursive(leaves, branches, max_leaves=10), ma
 @st.composite
 def changed(draw: st.DrawFn, node: Any) -> Any:
     """The same once more, or with one thing changed somewhere."""
-    if draw(st.integers(0, 5)) == 0 or not isinstance(node, dict | list | tuple) or isinstance(node, torch.Size):
+    if (
+        draw(st.integers(0, 5)) == 0
+        or not isinstance(node, dict | list | tuple)
+        or isinstance(node, torch.Size)
+    ):
         return draw(st.one_of(leaves, st.just(node)))
     if isinstance(node, dict):
         items = list(node.items())
@@ -108,7 +122,14 @@ def described(flat: FlatState) -> list[Any]:
     origins = [id(origin) if isinstance(origin, DTensor) else 0 for origin in flat.origins]
     subtrees = [(s.parent, repr(s.key), id(s.owner), repr(s.state)) for s in flat.subtrees]
     columns = (flat.names, flat.containers, flat.shapes, flat.dtypes, flat.parts, flat.alias)
-    return [*columns, repr(flat.tree.to_json()), tensors, origins, subtrees, [type(node) for node in flat.nodes]]
+    return [
+        *columns,
+        repr(flat.tree.to_json()),
+        tensors,
+        origins,
+        subtrees,
+        [type(node) for node in flat.nodes],
+    ]
 
 
 def outcome(state: Any) -> Any:
@@ -128,8 +149,8 @@ def anew(state: Any) -> Any:
 @examples(100)
 @given(st.data())
 def test_what_is_known_of_one_state_is_not_taken_for_another(data: st.DataObject) -> None:
-    """A state, the same again, and one that differs in a key, its type, the order, a kind, a dtype, a stride, a tie or a
-    placement: each is flattened as if no other had been."""
+    """A state, the same again, and one that differs in a key, its type, the order, a kind, a dtype,
+    a stride, a tie or a placement: each is flattened as if no other had been."""
     first = data.draw(states)
     second = data.draw(changed(first))
     expected = [anew(first), anew(first), anew(second)]
@@ -154,9 +175,12 @@ def test_what_is_planned_once_is_planned_alike(state: Any) -> None:
 
 
 def test_no_two_leaves_are_taken_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every kind of leaf at each of two places, beside tensors that it may be tied to, with all others known."""
+    """Every kind of leaf at each of two places, beside tensors that it may be tied to, with all
+    others known."""
     pool = [*TENSORS, BASE[:4], torch.zeros(2, 2), 1, 1.0, [1], (1,), {"a": 1}, Thing({"a": 1})]
-    states = [{"s": BASE[:4], "t": BASE[:4].reshape(2, 2), "x": x, "y": y} for x in pool for y in pool]
+    states = [
+        {"s": BASE[:4], "t": BASE[:4].reshape(2, 2), "x": x, "y": y} for x in pool for y in pool
+    ]
     expected = [anew(state) for state in states]
     monkeypatch.setattr(capture, "_known", Kept(len(states)))
     for state in states:
@@ -165,9 +189,17 @@ def test_no_two_leaves_are_taken_for_each_other(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_placements_are_told_apart_though_they_come_and_go() -> None:
-    """New tensors take the places in memory of others, also their placements do: each is seen as it is."""
-    splits = [(Shard(0), Replicate(), (2, 4)), (Replicate(), Shard(0), (2, 4)), (Replicate(), Shard(1), (4, 2))]
-    expected = [[piece.box for piece in flatten({"x": on_mesh(MESHES[0], *split)}).parts[0].pieces] for split in splits]
+    """New tensors take the places in memory of others, also their placements do: each is seen as it
+    is."""
+    splits = [
+        (Shard(0), Replicate(), (2, 4)),
+        (Replicate(), Shard(0), (2, 4)),
+        (Replicate(), Shard(1), (4, 2)),
+    ]
+    expected = [
+        [piece.box for piece in flatten({"x": on_mesh(MESHES[0], *split)}).parts[0].pieces]
+        for split in splits
+    ]
     assert expected[0] != expected[1] != expected[2]
     places, order = set(), [i * i % 7 % 3 for i in range(200)]
     for i in order:
@@ -189,10 +221,21 @@ def test_a_state_of_a_training_loop_is_walked_once() -> None:
     try:
         for step in range(3):
             model = torch.nn.Linear(2, 2)
-            flat = flatten({"model": model, "step": step, "rng": torch.get_rng_state(), "seen": [step, float(step)]})
+            flat = flatten(
+                {
+                    "model": model,
+                    "step": step,
+                    "rng": torch.get_rng_state(),
+                    "seen": [step, float(step)],
+                }
+            )
             assert flat.names == ["model.weight", "model.bias", "rng"]
             assert flat.locals[0].data_ptr() == model.weight.data_ptr()
-            assert [v.by_rank for v in flat.tree.values] == [[([0], step)], [([0], step)], [([0], float(step))]]
+            assert [v.by_rank for v in flat.tree.values] == [
+                [([0], step)],
+                [([0], step)],
+                [([0], float(step))],
+            ]
     finally:
         capture._walk = plain
     assert len(walked) == 1

@@ -1,4 +1,5 @@
-"""Manifests of every form come back, and whatever one of their columns is made into is judged as the format's page says.
+"""Manifests of every form come back, and whatever one of their columns is made into is judged as
+the format's page says.
 
 The checksum is made anew each time: these are the checks behind it.
 """
@@ -44,22 +45,37 @@ Columns = dict[str, np.ndarray]
 
 @st.composite
 def tensor_tables(draw: st.DrawFn, world: int) -> tuple[TensorTable, np.ndarray]:
-    """Up to six tensors, of 0 to 3 dimensions, some empty, some tied, some of one rank; and the container of each."""
+    """Up to six tensors, of 0 to 3 dimensions, some empty, some tied, some of one rank; and the
+    container of each."""
     rows: list[tuple[str, int, tuple[int, ...], int, int, int]] = []
     for number in range(draw(st.integers(0, 6))):
         container, owner = draw(st.integers(0, 3)), draw(st.integers(-1, world - 1))
-        key = f"{number}" if container > 1 else draw(st.sampled_from(["w", "é", "a.b", ""])) + f"{number}"
-        dtype, shape, alias = draw(st.integers(0, 3)), tuple(draw(st.lists(st.integers(0, 4), max_size=3))), -1
+        key = (
+            f"{number}"
+            if container > 1
+            else draw(st.sampled_from(["w", "é", "a.b", ""])) + f"{number}"
+        )
+        dtype, shape, alias = (
+            draw(st.integers(0, 3)),
+            tuple(draw(st.lists(st.integers(0, 4), max_size=3))),
+            -1,
+        )
         roots = [row for row, (*_, root, _) in enumerate(rows) if root < 0]
         if roots and draw(st.booleans()):
             alias = draw(st.sampled_from(roots))
             dtype, shape = rows[alias][1:3]
         rows.append((PREFIXES[container] + key, dtype, shape, container, alias, owner))
-    for other in range(world) if draw(st.booleans()) else ():  # the generators of all ranks, as it were
+    for other in (
+        range(world) if draw(st.booleans()) else ()
+    ):  # the generators of all ranks, as it were
         rows.append(("rng", 1, (draw(st.integers(1, 3)),), 0, -1, other))
-    names, dtypes, shapes, containers, aliases, owners = zip(*rows, strict=True) if rows else [()] * 6
+    names, dtypes, shapes, containers, aliases, owners = (
+        zip(*rows, strict=True) if rows else [()] * 6
+    )
     ndim = np.array([len(shape) for shape in shapes], np.int64)
-    shape = np.array([[*shape, *[1] * (3 - len(shape))] for shape in shapes], np.int64).reshape(-1, 3)
+    shape = np.array([[*shape, *[1] * (3 - len(shape))] for shape in shapes], np.int64).reshape(
+        -1, 3
+    )
     ints = [np.array(column, np.int64) for column in (aliases, owners, containers)]
     return TensorTable(names, np.array(dtypes, np.uint8), DTYPES, ndim, shape, *ints[:2]), ints[2]
 
@@ -74,29 +90,55 @@ def manifests(draw: st.DrawFn) -> Manifest:
         if tensors.alias[row] < 0:
             volume = math.prod(lengths)
             cuts = sorted({0, volume, *draw(st.lists(st.integers(0, volume), max_size=3))})
-            boxes = [box for a, b in itertools.pairwise(cuts) for box in flat_to_boxes(lengths, a, b)]
-            shards += [(row, box.offsets, box.lengths, draw(st.integers(0, world - 1))) for box in boxes]
+            boxes = [
+                box for a, b in itertools.pairwise(cuts) for box in flat_to_boxes(lengths, a, b)
+            ]
+            shards += [
+                (row, box.offsets, box.lengths, draw(st.integers(0, world - 1))) for box in boxes
+            ]
     ends, start = dict.fromkeys(range(world), BLOCK), np.zeros(len(shards), np.int64)
     itemsize = [tensors.itemsize[row] for row, *_ in shards]
     for index in sorted(range(len(shards)), key=lambda i: -itemsize[i]):
         start[index] = ends[shards[index][3]]
         ends[shards[index][3]] += math.prod(shards[index][2]) * itemsize[index]
     ranks = sorted({rank for *_, rank in shards})
-    hashed = np.array([-(-ends[rank] // BLOCK) * BLOCK + BLOCK * draw(st.integers(0, 2)) for rank in ranks], np.int64)
-    boxes = [np.array([shard[side] for shard in shards], np.int64).reshape(-1, 3) for side in (1, 2)]
+    hashed = np.array(
+        [-(-ends[rank] // BLOCK) * BLOCK + BLOCK * draw(st.integers(0, 2)) for rank in ranks],
+        np.int64,
+    )
+    boxes = [
+        np.array([shard[side] for shard in shards], np.int64).reshape(-1, 3) for side in (1, 2)
+    ]
     chunks = int((-(-hashed // CHUNK)).sum())
-    digests = np.frombuffer(b"".join(digest(b"%d" % i) for i in range(chunks)), np.uint8).reshape(-1, 16)
+    digests = np.frombuffer(b"".join(digest(b"%d" % i) for i in range(chunks)), np.uint8).reshape(
+        -1, 16
+    )
     table = ShardTable(
         np.array([row for row, *_ in shards], np.int64), *boxes,
         np.array([ranks.index(rank) for *_, rank in shards], np.int64), start,
     )  # fmt: skip
     tree = Tree(list(CONTAINERS), [Value(0, "v", [([0], 1.5)])] * draw(st.integers(0, 1)))
     packed = draw(st.booleans())
-    sizes = [behind(nbytes, CHUNK, BLOCK) + draw(st.integers(0, nbytes)) for nbytes in hashed.tolist()]
+    sizes = [
+        behind(nbytes, CHUNK, BLOCK) + draw(st.integers(0, nbytes)) for nbytes in hashed.tolist()
+    ]
     stored = np.array(sizes, np.int64) if packed else None
     images = ImageTable(np.array(ranks, np.int64), hashed, digests, stored)
     step, compression = draw(st.none() | st.integers(0, 1 << 62)), "lz4" if packed else None
-    return Manifest(ATTEMPT, step, world, 1.5, tree, tensors, container, table, images, CHUNK, BLOCK, compression)  # type: ignore[arg-type]
+    return Manifest(
+        ATTEMPT,
+        step,
+        world,
+        1.5,
+        tree,
+        tensors,
+        container,
+        table,
+        images,
+        CHUNK,
+        BLOCK,
+        compression,
+    )  # type: ignore[arg-type]
 
 
 def behind(hashed_nbytes: int, chunk_nbytes: int, block_nbytes: int) -> int:
@@ -107,7 +149,8 @@ def behind(hashed_nbytes: int, chunk_nbytes: int, block_nbytes: int) -> int:
 @examples(60)
 @given(manifests())
 def test_a_manifest_of_any_form_comes_back(manifest: Manifest) -> None:
-    """Every column and every field, of any number of tensors, dimensions, shards, images and chunks."""
+    """Every column and every field, of any number of tensors, dimensions, shards, images and
+    chunks."""
     assert plain(Manifest.decode(manifest.encode())) == plain(manifest)
     check_complete(manifest, "it")
 
@@ -120,7 +163,10 @@ def test_who_takes_a_manifest_as_checked_sees_of_wanted_tensors_what_is_in_it(
     """All of it but the shards of other tensors."""
     encoded = manifest.encode()
     wanted = np.array(
-        data.draw(st.lists(st.integers(0, len(manifest.tensors) - 1))) if manifest.tensors.names else [], int
+        data.draw(st.lists(st.integers(0, len(manifest.tensors) - 1)))
+        if manifest.tensors.names
+        else [],
+        int,
     )
     shards, mine = manifest.shards, np.isin(manifest.shards.tensor, wanted)
     columns = (shards.tensor, shards.offsets, shards.lengths, shards.image, shards.start)
@@ -131,22 +177,45 @@ def test_who_takes_a_manifest_as_checked_sees_of_wanted_tensors_what_is_in_it(
 
 
 def fits(columns: Columns, head: dict[str, Any]) -> bool:
-    """Whether a reader may accept this: the list in docs/reference/format.md, row by row, in whole numbers of any size."""
-    names = ["tensor.name_nbytes", "tensor.dtype", "tensor.ndim", "tensor.container", "tensor.shards", "shard.image"]
+    """Whether a reader may accept this: the list in docs/reference/format.md, row by row, in whole
+    numbers of any size."""
+    names = [
+        "tensor.name_nbytes",
+        "tensor.dtype",
+        "tensor.ndim",
+        "tensor.container",
+        "tensor.shards",
+        "shard.image",
+    ]
     names += ["shard.start", "image.rank", "image.hashed_nbytes", "tensor.alias", "tensor.owner"]
     if any(columns[name].ndim != 1 for name in names) or columns["tensor.dtype"].dtype != np.uint8:
         return False
-    if any(columns[name].ndim != 2 for name in ("tensor.shape", "shard.offsets", "shard.lengths", "chunk.digest")):
+    if any(
+        columns[name].ndim != 2
+        for name in ("tensor.shape", "shard.offsets", "shard.lengths", "chunk.digest")
+    ):
         return False
-    if any(int(column.max(initial=0)) >= 1 << 63 for name, column in columns.items() if name != "tensor.name"):
+    if any(
+        int(column.max(initial=0)) >= 1 << 63
+        for name, column in columns.items()
+        if name != "tensor.name"
+    ):
         return False
     c = {name: column.tolist() for name, column in columns.items()}
     n, shards = len(c["tensor.dtype"]), len(c["shard.start"])
     width = columns["tensor.shape"].shape[1]
-    of_shards = [columns[name].shape == (shards, width) for name in ("shard.offsets", "shard.lengths")]
-    same = all(of_shards) and len(c["shard.image"]) == shards and len(c["image.rank"]) == len(c["image.hashed_nbytes"])
+    of_shards = [
+        columns[name].shape == (shards, width) for name in ("shard.offsets", "shard.lengths")
+    ]
+    same = (
+        all(of_shards)
+        and len(c["shard.image"]) == shards
+        and len(c["image.rank"]) == len(c["image.hashed_nbytes"])
+    )
     if not same or any(
-        len(column) != n for name, column in c.items() if name[:7] == "tensor." and name != "tensor.name"
+        len(column) != n
+        for name, column in c.items()
+        if name[:7] == "tensor." and name != "tensor.name"
     ):
         return False
     return tensors_fit(c, head, n, width, columns["tensor.name"].tobytes()) and shards_fit(
@@ -160,7 +229,9 @@ def tensors_fit(c: dict[str, Any], head: dict[str, Any], n: int, width: int, blo
     if ends[-1] != len(blob):
         return False
     for row in range(n):
-        shape, tie, owner, container = (c[f"tensor.{name}"][row] for name in ("shape", "alias", "owner", "container"))
+        shape, tie, owner, container = (
+            c[f"tensor.{name}"][row] for name in ("shape", "alias", "owner", "container")
+        )
         ndim, dtype = c["tensor.ndim"][row], c["tensor.dtype"][row]
         if (
             dtype >= len(head["dtypes"])
@@ -174,7 +245,8 @@ def tensors_fit(c: dict[str, Any], head: dict[str, Any], n: int, width: int, blo
             return False
         kind = ("dtype", "ndim", "shape")
         if tie and (
-            c["tensor.alias"][tie - 1] or any(c[f"tensor.{k}"][tie - 1] != c[f"tensor.{k}"][row] for k in kind)
+            c["tensor.alias"][tie - 1]
+            or any(c[f"tensor.{k}"][tie - 1] != c[f"tensor.{k}"][row] for k in kind)
         ):
             return False
         try:
@@ -195,29 +267,45 @@ def tensors_fit(c: dict[str, Any], head: dict[str, Any], n: int, width: int, blo
 def shards_fit(c: dict[str, Any], head: dict[str, Any], digests: np.ndarray) -> bool:
     """Boxes, and where they lie; and images."""
     hashed, ranks, counts = c["image.hashed_nbytes"], c["image.rank"], c["tensor.shards"]
-    if sum(counts) != len(c["shard.start"]) or len(set(ranks)) != len(ranks) or any(r >= head["world"] for r in ranks):
+    if (
+        sum(counts) != len(c["shard.start"])
+        or len(set(ranks)) != len(ranks)
+        or any(r >= head["world"] for r in ranks)
+    ):
         return False
     if head["version"] == 2:
         stored = c["image.stored_nbytes"]
         least = [behind(nbytes, head["chunk_nbytes"], head["block_nbytes"]) for nbytes in hashed]
         if len(stored) != len(hashed) or any(
-            not isinstance(s, int) or not low <= s <= low + h for s, low, h in zip(stored, least, hashed, strict=True)
+            not isinstance(s, int) or not low <= s <= low + h
+            for s, low, h in zip(stored, least, hashed, strict=True)
         ):
             return False
-    if digests.dtype != np.uint8 or digests.shape != (sum(-(-nbytes // head["chunk_nbytes"]) for nbytes in hashed), 16):
+    if digests.dtype != np.uint8 or digests.shape != (
+        sum(-(-nbytes // head["chunk_nbytes"]) for nbytes in hashed),
+        16,
+    ):
         return False
     taken: list[list[tuple[int, int]]] = [[] for _ in hashed]
     shard = 0
     for row, count in enumerate(counts):
-        shape, itemsize, volume = c["tensor.shape"][row], head["dtypes"][c["tensor.dtype"][row]][1], 0
+        shape, itemsize, volume = (
+            c["tensor.shape"][row],
+            head["dtypes"][c["tensor.dtype"][row]][1],
+            0,
+        )
         for _ in range(count):
-            box = list(zip(c["shard.offsets"][shard], c["shard.lengths"][shard], shape, strict=True))
+            box = list(
+                zip(c["shard.offsets"][shard], c["shard.lengths"][shard], shape, strict=True)
+            )
             image, start, nbytes = (
                 c["shard.image"][shard],
                 c["shard.start"][shard],
                 math.prod(c["shard.lengths"][shard]) * itemsize,
             )
-            if image >= len(hashed) or any(length < 1 or offset + length > limit for offset, length, limit in box):
+            if image >= len(hashed) or any(
+                length < 1 or offset + length > limit for offset, length, limit in box
+            ):
                 return False
             if start % itemsize or start < 4096 or start + nbytes > hashed[image]:
                 return False
@@ -258,7 +346,9 @@ def altered(column: np.ndarray, data: st.DataObject) -> np.ndarray:
     at = data.draw(st.integers(0, len(flat) - 1))
     by = data.draw(st.sampled_from([-1, 1, -16, 16, 4096]))
     out = data.draw(
-        st.sampled_from([0, 255, 1 << 31, 1 << 32, 1 << 53, 1 << 56, (1 << 63) - 1, 1 << 63, (1 << 64) - 1])
+        st.sampled_from(
+            [0, 255, 1 << 31, 1 << 32, 1 << 53, 1 << 56, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]
+        )
     )
     flat[at] = data.draw(st.sampled_from([max(0, int(flat[at]) + by), out]))
     found = flat.reshape(column.shape)
@@ -269,7 +359,9 @@ def reshaped(column: np.ndarray, data: st.DataObject) -> np.ndarray:
     """The same entries in other dimensions; those of a list as a table and the other way."""
     if column.ndim == 1:
         return column.reshape(data.draw(st.sampled_from([(-1, 1), (1, -1)])))
-    return data.draw(st.sampled_from([column.reshape(-1), np.ascontiguousarray(column.T), column[:, :-1].copy()]))
+    return data.draw(
+        st.sampled_from([column.reshape(-1), np.ascontiguousarray(column.T), column[:, :-1].copy()])
+    )
 
 
 def retyped(column: np.ndarray, data: st.DataObject) -> np.ndarray:
@@ -280,7 +372,11 @@ def retyped(column: np.ndarray, data: st.DataObject) -> np.ndarray:
     return flat.view(
         data.draw(
             st.sampled_from(
-                [t for t in (np.uint8, np.uint16, np.uint32, np.uint64) if flat.nbytes % np.dtype(t).itemsize == 0]
+                [
+                    t
+                    for t in (np.uint8, np.uint16, np.uint32, np.uint64)
+                    if flat.nbytes % np.dtype(t).itemsize == 0
+                ]
             )
         )
     )
@@ -300,9 +396,10 @@ def parts_of(manifest: Manifest) -> tuple[Columns, dict[str, Any]]:
     """The columns, all of them, and the header."""
     columns, metadata = decode_columns(manifest.encode(), "it")
     n = len(manifest.tensors)
-    return {"tensor.alias": np.zeros(n, np.uint8), "tensor.owner": np.zeros(n, np.uint8)} | columns, json.loads(
-        metadata["holdfast"]
-    )
+    return {
+        "tensor.alias": np.zeros(n, np.uint8),
+        "tensor.owner": np.zeros(n, np.uint8),
+    } | columns, json.loads(metadata["holdfast"])
 
 
 def decoded(columns: Columns, head: dict[str, Any]) -> Manifest:
@@ -314,11 +411,19 @@ def decoded(columns: Columns, head: dict[str, Any]) -> Manifest:
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @examples(60)
-@given(manifest=manifests().filter(lambda m: len(m.shards)), name=st.sampled_from(NAMES), data=st.data())
+@given(
+    manifest=manifests().filter(lambda m: len(m.shards)),
+    name=st.sampled_from(NAMES),
+    data=st.data(),
+)
 def test_a_spoiled_column_is_refused_exactly_if_it_contradicts_the_rest(
-    way: Callable[[np.ndarray, st.DataObject], np.ndarray], manifest: Manifest, name: str, data: st.DataObject
+    way: Callable[[np.ndarray, st.DataObject], np.ndarray],
+    manifest: Manifest,
+    name: str,
+    data: st.DataObject,
 ) -> None:
-    """As damage, and nothing else is raised; what is accepted says something that a writer might have said."""
+    """As damage, and nothing else is raised; what is accepted says something that a writer might
+    have said."""
     columns, head = parts_of(manifest)
     assert fits(columns, head)
     assume(name in columns)
@@ -337,7 +442,8 @@ def test_a_spoiled_column_is_refused_exactly_if_it_contradicts_the_rest(
 def test_a_column_that_is_shorter_longer_or_of_another_type_is_damage(
     name: str, manifest: Manifest, data: st.DataObject
 ) -> None:
-    """Each column; and so is one that is missing, and one whose numbers are signed, floating, NaN or truth values."""
+    """Each column; and so is one that is missing, and one whose numbers are signed, floating, NaN
+    or truth values."""
     columns, head = parts_of(manifest)
     assume(name in columns)
     column = columns.pop(name)
@@ -347,14 +453,18 @@ def test_a_column_that_is_shorter_longer_or_of_another_type_is_damage(
     if name not in ("tensor.alias", "tensor.owner"):
         with pytest.raises(holdfast.DamagedError):
             decoded(columns, head)
-    whole = encode_columns(columns | {name: column.astype(np.uint32)}, {"holdfast": json.dumps(head)})
+    whole = encode_columns(
+        columns | {name: column.astype(np.uint32)}, {"holdfast": json.dumps(head)}
+    )
     for code, entries in (
         ("I32", column.astype(np.int32)),
         ("F32", np.full(column.shape, np.nan, np.float32)),
         ("BOOL", None),
     ):
         with pytest.raises(holdfast.DamagedError):
-            Manifest.decode(retold(whole, name, code, None if entries is None else entries.tobytes()))
+            Manifest.decode(
+                retold(whole, name, code, None if entries is None else entries.tobytes())
+            )
 
 
 def retold(whole: bytes, name: str, code: str, content: bytes | None) -> bytes:
@@ -370,13 +480,25 @@ def retold(whole: bytes, name: str, code: str, content: bytes | None) -> bytes:
     return file + digest(file)
 
 
-FIELDS = ["version", "attempt", "step", "world", "created_s", "dtypes", "chunk_nbytes", "block_nbytes", "tree"]
+FIELDS = [
+    "version",
+    "attempt",
+    "step",
+    "world",
+    "created_s",
+    "dtypes",
+    "chunk_nbytes",
+    "block_nbytes",
+    "tree",
+]
 
 
 @pytest.mark.parametrize("field", FIELDS)
 @examples(5)
 @given(manifest=manifests().filter(lambda m: len(m.shards)))
-def test_a_field_of_the_header_that_makes_no_sense_is_refused(field: str, manifest: Manifest) -> None:
+def test_a_field_of_the_header_that_makes_no_sense_is_refused(
+    field: str, manifest: Manifest
+) -> None:
     """Of another type, not finite, negative where it is a size, or missing."""
     columns, head = parts_of(manifest)
     nonsense = [
@@ -387,6 +509,9 @@ def test_a_field_of_the_header_that_makes_no_sense_is_refused(field: str, manife
         "\x00",
         *([] if field in ("step", "created_s") else [-1, -(1 << 70)]),
     ]
-    for spoiled in (*({**head, field: value} for value in nonsense), {key: head[key] for key in head if key != field}):
+    for spoiled in (
+        *({**head, field: value} for value in nonsense),
+        {key: head[key] for key in head if key != field},
+    ):
         with pytest.raises((holdfast.DamagedError, holdfast.UnsupportedFormatError)):
             decoded(columns, spoiled)

@@ -1,5 +1,5 @@
-"""The order of what a save does to its storage, watched from there: nothing is named before it is durable, and what is named
-is neither changed nor deleted."""
+"""The order of what a save does to its storage, watched from there: nothing is named before it is
+durable, and what is named is neither changed nor deleted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
 
 
 class Notary(HookedDriver):
-    """Notes what breaks the order. Of all operations, ``rate`` fail: half of them after they were done."""
+    """Notes what breaks the order. Of all operations, ``rate`` fail: half of them after they were
+    done."""
 
     def __init__(self, seed: int, rate: float) -> None:
         super().__init__(MemoryDriver())
@@ -33,7 +34,12 @@ class Notary(HookedDriver):
         self.broken: list[str] = []
 
     async def around(
-        self, operation: str, key: str, work: Callable[..., Awaitable[Any]], *args: Any, **kwargs: Any
+        self,
+        operation: str,
+        key: str,
+        work: Callable[..., Awaitable[Any]],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         await self._judge(operation, key, *args)
         fate = self.rng.random()
@@ -50,7 +56,9 @@ class Notary(HookedDriver):
     async def _judge(self, operation: str, key: str, *args: Any) -> None:
         if operation == "put" and key == MANIFEST_KEY:
             self.tried |= (named := names(args[1]))
-            self.broken += [f"{image} is named before its commit has returned" for image in named - self.durable]
+            self.broken += [
+                f"{image} is named before its commit has returned" for image in named - self.durable
+            ]
         elif operation in ("create", "put", "commit", "delete", "delete_all"):
             current = self.inner._objects.get(MANIFEST_KEY)  # type: ignore[attr-defined]
             if key == MANIFEST_KEY or key in self.tried or (current and key in names(current[0])):
@@ -81,8 +89,8 @@ def state_of(step: int, rank: int) -> dict[str, Any]:
 def test_a_manifest_names_only_what_is_durable_and_nobody_touches_what_it_names(
     worlds: list[int], seed: int, rate: float
 ) -> None:
-    """Save after save over each other, by jobs of any size, on storage that fails; and each one that says that it has
-    succeeded is there, and of one that has failed all or nothing."""
+    """Save after save over each other, by jobs of any size, on storage that fails; and each one
+    that says that it has succeeded is there, and of one that has failed all or nothing."""
     storage = Notary(seed, rate)
     possible: set[int | None] = {None}
     for step, world in enumerate(worlds):

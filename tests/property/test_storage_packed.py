@@ -1,4 +1,5 @@
-"""What is packed comes back: any bytes, in blocks and chunks of any size, whatever range of them is read."""
+"""What is packed comes back: any bytes, in blocks and chunks of any size, whatever range of them is
+read."""
 
 from __future__ import annotations
 
@@ -28,9 +29,15 @@ PAGE = 4096
 def contents(draw: st.DrawFn, pages_max: int = 24) -> bytes:
     """Whole pages of bytes: runs of what shrinks to nothing, by half, or not at all."""
     rng = np.random.default_rng(draw(st.integers(0, 1 << 32)))
-    runs = draw(st.lists(st.tuples(st.sampled_from("zhr"), st.integers(1, 3 * PAGE)), min_size=1, max_size=12))
+    runs = draw(
+        st.lists(
+            st.tuples(st.sampled_from("zhr"), st.integers(1, 3 * PAGE)), min_size=1, max_size=12
+        )
+    )
     made = b"".join(
-        bytes(n) if kind == "z" else rng.integers(0, 16 if kind == "h" else 256, n, np.uint8).tobytes()
+        bytes(n)
+        if kind == "z"
+        else rng.integers(0, 16 if kind == "h" else 256, n, np.uint8).tobytes()
         for kind, n in runs
     )
     return (made + bytes(-len(made) % PAGE))[: pages_max * PAGE]
@@ -39,17 +46,22 @@ def contents(draw: st.DrawFn, pages_max: int = 24) -> bytes:
 @examples(60)
 @given(content=contents(), pages=st.integers(1, 5))
 def test_a_chunk_is_packed_and_unpacked_in_place(content: bytes, pages: int) -> None:
-    """It takes no more than it has, ends in zeros, and keeps blocks that would not lose an eighth; its page can be told
-    while it is packed."""
+    """It takes no more than it has, ends in zeros, and keeps blocks that would not lose an eighth;
+    its page can be told while it is packed."""
     block_nbytes, chunk = pages * PAGE, memoryview(bytearray(content))
     page = page_of(chunk, block_nbytes)
     packed = pack(chunk, block_nbytes)
-    raw = [min(block_nbytes, len(content) - start) for start in range(0, len(content), block_nbytes)]
+    raw = [
+        min(block_nbytes, len(content) - start) for start in range(0, len(content), block_nbytes)
+    ]
     used = sum(packed.sizes)
     assert packed.nbytes == -(-used // PAGE) * PAGE <= len(content)
     assert bytes(chunk[used : packed.nbytes]) == bytes(packed.nbytes - used)
     assert packed.digest == digest(chunk[: packed.nbytes])
-    assert all(size == whole or 8 * size <= 7 * whole for size, whole in zip(packed.sizes, raw, strict=True))
+    assert all(
+        size == whole or 8 * size <= 7 * whole
+        for size, whole in zip(packed.sizes, raw, strict=True)
+    )
     assert page_of_packed(chunk, packed.sizes, len(content), block_nbytes) == page
     chunk[used:] = b"\xff" * (len(content) - used)
     unpack(chunk, packed.sizes, block_nbytes)
@@ -95,7 +107,11 @@ class OneImage:
             np.array([len(self.stored)]),
         )
         self.manifest = replace(
-            manifest(), images=images, chunk_nbytes=chunk_nbytes, block_nbytes=block_nbytes, compression="lz4"
+            manifest(),
+            images=images,
+            chunk_nbytes=chunk_nbytes,
+            block_nbytes=block_nbytes,
+            compression="lz4",
         )
         self.storage = MemoryDriver()
         self.key = self.manifest.image_key(0)
@@ -119,12 +135,18 @@ def test_any_range_of_a_packed_image_can_be_read(
     """At any byte, over blocks, chunks and the pages at its end; the index comes back as it was."""
     image = OneImage(content, blocks, pages, order)
     ends = st.integers(0, len(image.content))
-    ranges = [(0, len(image.content)), *(sorted((data.draw(ends), data.draw(ends))) for _ in range(4))]
+    ranges = [
+        (0, len(image.content)),
+        *(sorted((data.draw(ends), data.draw(ends))) for _ in range(4)),
+    ]
 
     async def read() -> None:
         reader = await image.reader()
         for start, stop in ranges:
-            assert bytes(await reader.fetch(image.key, start, stop - start)) == image.content[start:stop]
+            assert (
+                bytes(await reader.fetch(image.key, start, stop - start))
+                == image.content[start:stop]
+            )
         index = await reader.index(0)
         geometry = (len(content), blocks * pages * PAGE, pages * PAGE)
         assert Index.decode(index.encode(), *geometry).encode() == index.encode()

@@ -66,10 +66,16 @@ class World:
         s = self.scheduler
         in_use = sum(self.sizes[job] for job in self.holding)
         assert s.memory_in_use_nbytes == in_use
-        assert in_use <= s.budget.memory_nbytes or len(self.holding) == 1, "an oversize job is alone"
+        assert in_use <= s.budget.memory_nbytes or len(self.holding) == 1, (
+            "an oversize job is alone"
+        )
         assert all(self.in_lane(lane) <= width for lane, width in s.budget.lanes.items())
-        assert self.admitted == list(range(len(self.admitted))), "jobs are admitted in the order of submission"
-        assert s.finished == (not self.running and (self.failed or len(self.admitted) == len(self.sizes)))
+        assert self.admitted == list(range(len(self.admitted))), (
+            "jobs are admitted in the order of submission"
+        )
+        assert s.finished == (
+            not self.running and (self.failed or len(self.admitted) == len(self.sizes))
+        )
 
     def check_nothing_waits_in_vain(self) -> None:
         """Each lane is full, or has nothing to do but what memory, or its turn, does not allow."""
@@ -79,13 +85,19 @@ class World:
             return
         for job in self.holding - set(self.running):
             stage = self.next_stage[job]
-            early = s.stages[stage].in_order and any(self.next_stage.get(j, 0) <= stage for j in range(job))
-            assert early or self.in_lane(s.stages[stage].lane) == s.budget.lanes[s.stages[stage].lane]
+            early = s.stages[stage].in_order and any(
+                self.next_stage.get(j, 0) <= stage for j in range(job)
+            )
+            assert (
+                early or self.in_lane(s.stages[stage].lane) == s.budget.lanes[s.stages[stage].lane]
+            )
         if len(self.admitted) < len(self.sizes):
             in_use, lane = s.memory_in_use_nbytes + self.sizes[len(self.admitted)], s.stages[0].lane
             fits = in_use <= s.budget.memory_nbytes or not self.holding
             assert not fits or self.in_lane(lane) == s.budget.lanes[lane]
-        assert self.running or len(self.admitted) == len(self.sizes), "something runs as long as something is left"
+        assert self.running or len(self.admitted) == len(self.sizes), (
+            "something runs as long as something is left"
+        )
 
 
 LANES = ("cpu", "io", "write")
@@ -95,8 +107,8 @@ SIZES = st.lists(st.integers(0, 12) | st.integers(0, 60), max_size=8)
 
 
 class Pipeline(RuleBasedStateMachine):
-    """Jobs come, and their stages end well or badly, in any order. What an executor does when it is cancelled is the same
-    to the scheduler as failures of all that runs."""
+    """Jobs come, and their stages end well or badly, in any order. What an executor does when it is
+    cancelled is the same to the scheduler as failures of all that runs."""
 
     @initialize(
         lanes=st.lists(st.sampled_from(["cpu", "io"]), max_size=3), order=PART_ORDERS, memory_nbytes=st.sampled_from([1, 20, 60, 200]),
@@ -113,12 +125,19 @@ class Pipeline(RuleBasedStateMachine):
         calm: int | None,
         first: list[int],
     ) -> None:
-        """Stages as savers and copiers have them: the writes come last, in the order that storage asks for. And, ``early``,
-        one more stage behind it. Nothing fails before ``calm`` stages have ended; with None, ever."""
+        """Stages as savers and copiers have them: the writes come last, in the order that storage
+        asks for. And, ``early``, one more stage behind it. Nothing fails before ``calm`` stages
+        have ended; with None, ever."""
         write = Stage("write", "write" if order == "serial" else "io", in_order=order != "any")
-        stages = [*(Stage(f"s{i}", lane) for i, lane in enumerate(lanes)), write, *[Stage("last", "cpu")] * early]
+        stages = [
+            *(Stage(f"s{i}", lane) for i, lane in enumerate(lanes)),
+            write,
+            *[Stage("last", "cpu")] * early,
+        ]
         self.left = float("inf") if calm is None else calm
-        self.world = World(Scheduler(stages, Budget(memory_nbytes, widths | {"write": 1}), drain=drain))
+        self.world = World(
+            Scheduler(stages, Budget(memory_nbytes, widths | {"write": 1}), drain=drain)
+        )
         self.world.submit(first)
 
     @rule(sizes=SIZES)
@@ -154,13 +173,15 @@ class Pipeline(RuleBasedStateMachine):
             self.world.check_nothing_waits_in_vain()
 
     def teardown(self) -> None:
-        """In the end everything has run through every stage, unless something failed; and each job that was admitted has
-        been released, once."""
+        """In the end everything has run through every stage, unless something failed; and each job
+        that was admitted has been released, once."""
         if not hasattr(self, "world"):
             return
         world, s = self.world, self.world.scheduler
         while world.running:
-            world.end(min(world.running, key=lambda job: hash((job, len(world.released)))), well=True)
+            world.end(
+                min(world.running, key=lambda job: hash((job, len(world.released)))), well=True
+            )
             self.rules_hold()
         assert s.finished
         assert s.memory_in_use_nbytes == 0
@@ -172,15 +193,15 @@ class Pipeline(RuleBasedStateMachine):
 
 Pipeline.TestCase.settings = examples(60)
 TestPipeline = Pipeline.TestCase
-TestPipeline.__doc__ = (
-    """In no order of events a budget is exceeded, a job starved or stuck, or a buffer freed in use."""
-)
+TestPipeline.__doc__ = """In no order of events a budget is exceeded, a job starved or stuck, or a buffer freed in use."""
 
 
 @given(st.booleans(), st.integers(2, 10))
 def test_drain_decides_which_stage_goes_first(drain: bool, jobs: int) -> None:
     """With one lane for both stages: drained job by job, or all first stages before any second one."""
-    scheduler = Scheduler([Stage("a", "cpu"), Stage("b", "cpu")], Budget(jobs, {"cpu": 1}), drain=drain)
+    scheduler = Scheduler(
+        [Stage("a", "cpu"), Stage("b", "cpu")], Budget(jobs, {"cpu": 1}), drain=drain
+    )
     order = []
     todo = scheduler.submit([1] * jobs)
     while starts := [told for told in todo if isinstance(told, Start)]:
@@ -192,7 +213,8 @@ def test_drain_decides_which_stage_goes_first(drain: bool, jobs: int) -> None:
 
 
 def test_a_failure_frees_the_memory_of_jobs_that_wait() -> None:
-    """Those between two stages will not go on, and hold nothing any more; one that runs holds its memory until it ends."""
+    """Those between two stages will not go on, and hold nothing any more; one that runs holds its
+    memory until it ends."""
     scheduler = Scheduler([Stage("a", "io"), Stage("b", "cpu")], Budget(9, {"io": 3, "cpu": 1}))
     assert scheduler.submit([1, 1, 1]) == [Start(0, 0), Start(1, 0), Start(2, 0)]
     assert scheduler.done(0) == [Start(0, 1)]

@@ -66,14 +66,22 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 
 keys = st.sampled_from(["a", "b", "weight", "x/y", "é", "..", "__metadata__"]) | st.integers(0, 5)
 leaves = (
-    tensors() | st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=5)
+    tensors()
+    | st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.binary(max_size=5)
 )
 
 
 def branches(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     """Containers of these."""
     return (
-        st.dictionaries(keys, inner, max_size=4) | st.lists(inner, max_size=4) | st.lists(inner, max_size=4).map(tuple)
+        st.dictionaries(keys, inner, max_size=4)
+        | st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
     )
 
 
@@ -107,7 +115,8 @@ def test_any_state_comes_back(state: Any) -> None:
 
 
 def told_by(states: list[Any]) -> list[tuple[SavePlan, Tree, ImageTable]]:
-    """What each rank tells the leader, if plain tensors are all its own: its plan, the values, and the digests."""
+    """What each rank tells the leader, if plain tensors are all its own: its plan, the values, and
+    the digests."""
     made = []
     for rank, state in enumerate(states):
         flat = flatten(state)
@@ -115,14 +124,30 @@ def told_by(states: list[Any]) -> list[tuple[SavePlan, Tree, ImageTable]]:
         wrote = len(plan.layout.start) > 0
         digests = np.full((plan.layout.chunks if wrote else 0, 16), rank, np.uint8)
         hashed = np.array([plan.layout.hashed_end] if wrote else [], np.int64)
-        made.append((plan, flat.tree, ImageTable(np.array([rank] if wrote else [], np.int64), hashed, digests)))
+        made.append(
+            (
+                plan,
+                flat.tree,
+                ImageTable(np.array([rank] if wrote else [], np.int64), hashed, digests),
+            )
+        )
     return made
 
 
 def parts_of(states: list[Any]) -> list[Manifest]:
     """That as manifests, each of one rank's part."""
     return [
-        Manifest(ATTEMPT, rank, rank + 1, 1.5, tree, plan.tensors, plan.told.container, plan.shards, images)
+        Manifest(
+            ATTEMPT,
+            rank,
+            rank + 1,
+            1.5,
+            tree,
+            plan.tensors,
+            plan.told.container,
+            plan.shards,
+            images,
+        )
         for rank, (plan, tree, images) in enumerate(told_by(states))
     ]
 
@@ -150,13 +175,16 @@ def test_a_manifest_with_a_flipped_bit_is_refused(state: Any, data: st.DataObjec
     whole = parts_of([state])[0].encode()
     position, bit = data.draw(st.integers(0, len(whole) - 1)), data.draw(st.integers(0, 7))
     with pytest.raises(holdfast.DamagedError):
-        Manifest.decode(whole[:position] + bytes([whole[position] ^ (1 << bit)]) + whole[position + 1 :])
+        Manifest.decode(
+            whole[:position] + bytes([whole[position] ^ (1 << bit)]) + whole[position + 1 :]
+        )
 
 
 @few
 @given(st.lists(states, min_size=1, max_size=3))
 def test_a_merged_manifest_has_what_its_fragments_have(ranks: list[Any]) -> None:
-    """Each rank's tensors, by name and owner, with their shards and the images that hold them; nothing else."""
+    """Each rank's tensors, by name and owner, with their shards and the images that hold them;
+    nothing else."""
     parts = parts_of(ranks)
     try:
         merged = Manifest.decode(merge(fragments_of(ranks)).encode())
@@ -178,7 +206,8 @@ def test_a_merged_manifest_has_what_its_fragments_have(ranks: list[Any]) -> None
 def test_fragments_make_the_same_manifest_in_whichever_order_they_are_joined(
     ranks: list[Any], data: st.DataObject
 ) -> None:
-    """One by one, or first those of some hosts: after any tree of joins, each told anew, the manifest is the same."""
+    """One by one, or first those of some hosts: after any tree of joins, each told anew, the
+    manifest is the same."""
     told = fragments_of(ranks)
     try:
         expected = merge(told).encode()
@@ -200,14 +229,18 @@ def test_a_fragment_with_a_flipped_bit_is_refused(state: Any, data: st.DataObjec
     position, bit = data.draw(st.integers(0, len(whole) - 1)), data.draw(st.integers(0, 7))
     with pytest.raises(holdfast.DamagedError):
         decode_fragment(
-            whole[:position] + bytes([whole[position] ^ (1 << bit)]) + whole[position + 1 :], "a fragment", {}
+            whole[:position] + bytes([whole[position] ^ (1 << bit)]) + whole[position + 1 :],
+            "a fragment",
+            {},
         )
 
 
 def digests_of(m: Manifest) -> dict[int, list[list[int]]]:
     """Those of each rank's image."""
     cuts = np.cumsum(m.images.chunks(m.chunk_nbytes))[:-1]
-    parts = np.split(m.images.digests, cuts)[: len(m.images)]  # without images there would be one, empty
+    parts = np.split(m.images.digests, cuts)[
+        : len(m.images)
+    ]  # without images there would be one, empty
     return {int(rank): part.tolist() for rank, part in zip(m.images.rank, parts, strict=True)}
 
 
@@ -227,17 +260,29 @@ def rows_of(m: Manifest, rank: int | None) -> list[Any]:
             for i in range(a, b)
         ]
         tie = None if t.alias[row] < 0 else t.names[t.alias[row]]
-        found.append((t.names[row], int(t.owner[row]), t.dtypes[t.dtype[row]], t.shape_of(row), tie, tuple(shards)))
+        found.append(
+            (
+                t.names[row],
+                int(t.owner[row]),
+                t.dtypes[t.dtype[row]],
+                t.shape_of(row),
+                tie,
+                tuple(shards),
+            )
+        )
     return found
 
 
 @st.composite
 def jobs(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """States of two or three ranks: some tensors alike on all or some ranks, some ranks' own, some tied here and there."""
+    """States of two or three ranks: some tensors alike on all or some ranks, some ranks' own, some
+    tied here and there."""
     world = draw(st.integers(2, 3))
     pool = [torch.full((draw(st.integers(1, 5)), 3), float(i)) for i in range(3)]
     ranks: list[dict[str, Any]] = [{} for _ in range(world)]
-    for name in draw(st.lists(st.sampled_from(["p", "q", "r", "s", "t", "u"]), unique=True, max_size=5)):
+    for name in draw(
+        st.lists(st.sampled_from(["p", "q", "r", "s", "t", "u"]), unique=True, max_size=5)
+    ):
         for state in ranks:
             choice = draw(st.integers(-1, 4))
             if choice >= 0:
@@ -250,7 +295,8 @@ def jobs(draw: st.DrawFn) -> list[dict[str, Any]]:
 @few
 @given(jobs())
 def test_each_rank_of_a_job_gets_back_what_it_saved(ranks: list[dict[str, Any]]) -> None:
-    """Whichever tensors ranks have alike, have alone, or have tied; and nothing that is alike everywhere is stored twice."""
+    """Whichever tensors ranks have alike, have alone, or have tied; and nothing that is alike
+    everywhere is stored twice."""
     storage = MemoryDriver()
     save_as_ranks(storage, ranks)
     for rank, found in enumerate(load_as_ranks(storage, [blank(state) for state in ranks])):
@@ -258,10 +304,15 @@ def test_each_rank_of_a_job_gets_back_what_it_saved(ranks: list[dict[str, Any]])
 
 
 def test_a_rank_with_more_of_its_own_writes_less_of_what_all_have() -> None:
-    """Images are as large as each other where that can be, and no larger than they must where one rank's own is too much;
-    the bytes come back, also when the next save of the same tensors has other shares."""
+    """Images are as large as each other where that can be, and no larger than they must where one
+    rank's own is too much; the bytes come back, also when the next save of the same tensors has
+    other shares."""
     common = {"w": torch.arange(300_000.0).reshape(3000, 100), "b": torch.ones(100)}
-    for own, expected in ((50_000, [350_000 / 3] * 3), (60_000, [120_000] * 3), (600_000, [600_000, 150_050, 150_050])):
+    for own, expected in (
+        (50_000, [350_000 / 3] * 3),
+        (60_000, [120_000] * 3),
+        (600_000, [600_000, 150_050, 150_050]),
+    ):
         storage = MemoryDriver()
         ranks = [common | {"mine": torch.full((own,), 2.0)}, common, common]
         save_as_ranks(storage, ranks)
@@ -275,8 +326,8 @@ def test_a_rank_with_more_of_its_own_writes_less_of_what_all_have() -> None:
 @few
 @given(st.lists(states, min_size=1, max_size=3))
 def test_safetensors_opens_every_image_of_any_states(ranks: list[Any]) -> None:
-    """The library's own parser finds every stored tensor in one of the images, with its dtype where safetensors has it, its
-    shape and all its bits."""
+    """The library's own parser finds every stored tensor in one of the images, with its dtype where
+    safetensors has it, its shape and all its bits."""
     storage = MemoryDriver()
     try:
         save_as_ranks(storage, ranks)
@@ -285,16 +336,24 @@ def test_safetensors_opens_every_image_of_any_states(ranks: list[Any]) -> None:
         return
     manifest = Manifest.decode(asyncio.run(storage.get("manifest.safetensors")))
     t, s = manifest.tensors, manifest.shards
-    images = [asyncio.run(storage.get(manifest.image_key(image))) for image in range(len(manifest.images))]
+    images = [
+        asyncio.run(storage.get(manifest.image_key(image))) for image in range(len(manifest.images))
+    ]
     found = [by_start(image) for image in images]
     assert sum(map(len, found)) == len(s)
     flats = [flatten(state) for state in ranks]
     for shard, row in enumerate(s.tensor.tolist()):
         rank = max(0, int(t.owner[row]))
-        original = next(f.locals[f.names.index(t.names[row])] for f in flats[rank:] if t.names[row] in f.names)
+        original = next(
+            f.locals[f.names.index(t.names[row])] for f in flats[rank:] if t.names[row] in f.names
+        )
         tensor = found[s.image[shard]][int(s.start[shard])]
         assert raw(tensor) == raw(
-            original[tuple(map(slice, s.offsets[shard], s.offsets[shard] + s.lengths[shard]))[: original.ndim]]
+            original[
+                tuple(map(slice, s.offsets[shard], s.offsets[shard] + s.lengths[shard]))[
+                    : original.ndim
+                ]
+            ]
         )
         if original.dtype not in (torch.complex64, torch.complex128):
             assert tensor.dtype == original.dtype
@@ -305,7 +364,11 @@ def by_start(image: bytes) -> dict[int, torch.Tensor]:
     first = 8 + int.from_bytes(image[:8], "little")
     header = json.loads(image[8:first])
     read = safetensors.torch.load(image)
-    return {first + header[name]["data_offsets"][0]: tensor for name, tensor in read.items() if name != BLOCKS_NAME}
+    return {
+        first + header[name]["data_offsets"][0]: tensor
+        for name, tensor in read.items()
+        if name != BLOCKS_NAME
+    }
 
 
 @st.composite
@@ -317,7 +380,9 @@ def cut_tensors(draw: st.DrawFn) -> tuple[dict[str, np.ndarray], dict[str, list[
         parts = [Box((0,) * len(shape), shape)]
         while len(parts) < world and any(part.volume > 1 for part in parts):
             index, dim = draw(
-                st.sampled_from([(i, d) for i, p in enumerate(parts) for d in range(p.ndim) if p.lengths[d] > 1])
+                st.sampled_from(
+                    [(i, d) for i, p in enumerate(parts) for d in range(p.ndim) if p.lengths[d] > 1]
+                )
             )
             part = parts.pop(index)
             at = draw(st.integers(1, part.lengths[dim] - 1))
@@ -339,8 +404,8 @@ def cut_tensors(draw: st.DrawFn) -> tuple[dict[str, np.ndarray], dict[str, list[
 def test_any_cut_is_read_in_any_window(
     case: tuple[dict[str, np.ndarray], dict[str, list[Box]]], data: st.DataObject
 ) -> None:
-    """Whatever box of a tensor each rank held when it was saved: a job of another size gets all of it, and a reader any
-    window, as numpy slices it."""
+    """Whatever box of a tensor each rank held when it was saved: a job of another size gets all of
+    it, and a reader any window, as numpy slices it."""
     tensors, boxes = case
     assume(tensors)
     uri = fresh_uri()
@@ -351,6 +416,8 @@ def test_any_cut_is_read_in_any_window(
         assert difference(whole, found) is None
     with holdfast.open(uri) as checkpoint:
         for name, array in tensors.items():
-            ends = [sorted(data.draw(st.integers(0, length)) for _ in "ab") for length in array.shape]
+            ends = [
+                sorted(data.draw(st.integers(0, length)) for _ in "ab") for length in array.shape
+            ]
             index = tuple(slice(*pair) for pair in ends)
             assert difference(whole[name][index].clone(), checkpoint.read(name, index)) is None

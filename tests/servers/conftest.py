@@ -17,7 +17,8 @@ from support.servers.radosgw import Radosgw, find_ceph
 from support.servers.sshd import Sshd, find_sshd
 
 TIMEOUT_S = 300
-"""Of a test, unless it says otherwise: servers share the machine, and boot within the first test that asks."""
+"""Of a test, unless it says otherwise: servers share the machine, and boot within the first test
+that asks."""
 S3_URL = "HOLDFAST_TEST_S3_URL"
 HDFS_URL = "HOLDFAST_TEST_HDFS_URL"
 AZ_URL = "HOLDFAST_TEST_AZ_URL"
@@ -27,7 +28,10 @@ GS_URL = "HOLDFAST_TEST_GS_URL"
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give tests of this folder more time."""
     for item in items:
-        if Path(__file__).parent in item.path.parents and item.get_closest_marker("timeout") is None:
+        if (
+            Path(__file__).parent in item.path.parents
+            and item.get_closest_marker("timeout") is None
+        ):
             item.add_marker(pytest.mark.timeout(TIMEOUT_S))
 
 
@@ -124,7 +128,8 @@ def fake_gcs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeGcs]:
 
 @pytest.fixture(scope="module")
 def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Moto]:
-    """A moto with a bucket, ``holdfast``, whose credentials are in the environment: those of the radosgw are not, meanwhile."""
+    """A moto with a bucket, ``holdfast``, whose credentials are in the environment: those of the
+    radosgw are not, meanwhile."""
     if find_moto() is None:
         pytest.skip("moto is not installed: make test-servers")
     yield from _running(Moto(tmp_path_factory.mktemp("moto")))

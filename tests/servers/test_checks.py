@@ -1,4 +1,5 @@
-"""``holdfast drivers --check`` and saves on real servers: good ones have no problem, and what a poor one lacks is told."""
+"""``holdfast drivers --check`` and saves on real servers: good ones have no problem, and what a
+poor one lacks is told."""
 
 from __future__ import annotations
 
@@ -69,7 +70,9 @@ def test_radosgw_is_fit(s3_url: str) -> None:
     report = checked(s3_url)
     assert told(report) == {}
     assert {finding.outcome for finding in report.findings} == {"kept"}
-    assert next(f.detail for f in report.findings if f.name == "unfinished").endswith("found and dropped")
+    assert next(f.detail for f in report.findings if f.name == "unfinished").endswith(
+        "found and dropped"
+    )
     assert left(s3_url) == []
 
 
@@ -103,13 +106,16 @@ def test_a_server_that_ignores_conditions_is_found_out(rclone: Rclone) -> None:
 def test_a_save_to_such_a_server_is_refused_and_leaves_nothing(rclone: Rclone) -> None:
     """The error names the option."""
     uri = uri_of(rclone, "save")
-    with pytest.raises(holdfast.StorageError, match=r"although its key is taken.*\?conditional=off"):
+    with pytest.raises(
+        holdfast.StorageError, match=r"although its key is taken.*\?conditional=off"
+    ):
         holdfast.save(uri, STATE)
     assert left(uri) == []
 
 
 def test_with_the_option_a_save_works_if_it_can_be_loaded(rclone: Rclone) -> None:
-    """Where the server's answers to whole ranges are refused by the client, the save fails, and not the load."""
+    """Where the server's answers to whole ranges are refused by the client, the save fails, and not
+    the load."""
     uri = uri_of(rclone, "weak", "&conditional=off")
     unreadable = "ranges" in told(checked(uri))
     if unreadable:

@@ -1,4 +1,5 @@
-"""Who may do what on emulators of Azure Blob Storage and of Cloud Storage: keys, signatures, and nobody in particular."""
+"""Who may do what on emulators of Azure Blob Storage and of Cloud Storage: keys, signatures, and
+nobody in particular."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ PUBLIC = "public"
 
 def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     """Run a coroutine function as a test, for at most a minute."""
-    return functools.wraps(test)(lambda *args, **kwargs: asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60)))
+    return functools.wraps(test)(
+        lambda *args, **kwargs: asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
+    )
 
 
 @pytest.fixture
@@ -69,7 +72,9 @@ async def may_write_and_delete(driver: Driver) -> None:
 
 
 @asynchronous
-async def test_the_account_is_named_by_an_option(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_account_is_named_by_an_option(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With its key in the environment; without any name the error says where one can be given."""
     monkeypatch.delenv(NAME)
     driver = bare(root, account=ACCOUNT, part_size="5MiB")
@@ -95,8 +100,11 @@ async def test_a_wrong_key_is_an_access_error(root: str, nobody: pytest.MonkeyPa
 
 
 @asynchronous
-async def test_a_signature_allows_what_it_names(root: str, azurite: Azurite, nobody: pytest.MonkeyPatch) -> None:
-    """A SAS in the environment, for reading and listing: what it does not allow is an AccessError, and it is not shown."""
+async def test_a_signature_allows_what_it_names(
+    root: str, azurite: Azurite, nobody: pytest.MonkeyPatch
+) -> None:
+    """A SAS in the environment, for reading and listing: what it does not allow is an AccessError,
+    and it is not shown."""
     now_s = time.time()
     container, _, folder = root.removeprefix("az://").partition("?")[0].partition("/")
     azurite.client.put(container, f"{folder}/x", b"content")
@@ -118,7 +126,9 @@ async def test_a_signature_for_all_is_enough_for_a_driver(
 ) -> None:
     """Reading, adding, creating, writing, deleting and listing in one container."""
     now_s = time.time()
-    nobody.setenv(SAS, azurite.client.sas("holdfast", "racwdl", starts_s=now_s - 600, expires_s=now_s + 600))
+    nobody.setenv(
+        SAS, azurite.client.sas("holdfast", "racwdl", starts_s=now_s - 600, expires_s=now_s + 600)
+    )
     driver = bare(root, part_size="5MiB")
     await may_write_and_delete(driver)
     await driver.put("x", b"content")
@@ -132,7 +142,9 @@ async def test_a_signature_that_has_expired_is_an_access_error(
 ) -> None:
     """At once: it is not tried again until the deadline."""
     now_s = time.time()
-    nobody.setenv(SAS, azurite.client.sas("holdfast", "racwdl", starts_s=now_s - 900, expires_s=now_s - 300))
+    nobody.setenv(
+        SAS, azurite.client.sas("holdfast", "racwdl", starts_s=now_s - 900, expires_s=now_s - 300)
+    )
     driver, began_s = bare(root), time.monotonic()
     with pytest.raises(AccessError):
         await driver.get("x")
@@ -141,8 +153,11 @@ async def test_a_signature_that_has_expired_is_an_access_error(
 
 
 @asynchronous
-async def test_anybody_may_read_what_is_public(azurite: Azurite, nobody: pytest.MonkeyPatch) -> None:
-    """``?anonymous=on`` sends no credentials: it reads and lists a public container, and may not write to it."""
+async def test_anybody_may_read_what_is_public(
+    azurite: Azurite, nobody: pytest.MonkeyPatch
+) -> None:
+    """``?anonymous=on`` sends no credentials: it reads and lists a public container, and may not
+    write to it."""
     container = f"{PUBLIC}-{uuid.uuid4().hex}"
     azurite.client.create_container(container, public=True)
     azurite.client.put(container, "run/x", b"content")
@@ -154,7 +169,9 @@ async def test_anybody_may_read_what_is_public(azurite: Azurite, nobody: pytest.
 
 
 @asynchronous
-async def test_without_credentials_a_private_container_is_closed(root: str, azurite: Azurite) -> None:
+async def test_without_credentials_a_private_container_is_closed(
+    root: str, azurite: Azurite
+) -> None:
     """Reading, listing and writing are refused alike, although a key is in the environment."""
     driver = bare(root, anonymous="on")
     for refused in (driver.get("x"), driver.put("x", b"content"), listed(driver)):
@@ -173,10 +190,16 @@ async def listed(driver: Driver) -> list[str]:
 
 
 @asynchronous
-async def test_google_is_asked_without_a_token(fake_gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``?anonymous=on`` writes, too, where anybody may: no metadata server is asked for a token first."""
+async def test_google_is_asked_without_a_token(
+    fake_gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``?anonymous=on`` writes, too, where anybody may: no metadata server is asked for a token
+    first."""
     monkeypatch.delenv("GOOGLE_SERVICE_ACCOUNT_KEY")
-    driver = bare(f"gs://holdfast/{uuid.uuid4().hex}?endpoint={fake_gcs.endpoint}&anonymous=on", part_size="5MiB")
+    driver = bare(
+        f"gs://holdfast/{uuid.uuid4().hex}?endpoint={fake_gcs.endpoint}&anonymous=on",
+        part_size="5MiB",
+    )
     await may_write_and_delete(driver)
     await driver.put("x", b"content")
     await may_read(driver, b"content")

@@ -1,4 +1,5 @@
-"""Checkpoints and objects on emulators of Azure Blob Storage and of Cloud Storage: what the conformance kit does not ask."""
+"""Checkpoints and objects on emulators of Azure Blob Storage and of Cloud Storage: what the
+conformance kit does not ask."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def root(request: pytest.FixtureRequest) -> Uri:
 
 def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     """Run a coroutine function as a test, for at most two minutes."""
-    return functools.wraps(test)(lambda *args, **kwargs: asyncio.run(asyncio.wait_for(test(*args, **kwargs), 120)))
+    return functools.wraps(test)(
+        lambda *args, **kwargs: asyncio.run(asyncio.wait_for(test(*args, **kwargs), 120))
+    )
 
 
 def bare(root: Uri, **options: str) -> Driver:
@@ -52,7 +55,8 @@ async def keys(driver: Driver, prefix: str = "") -> list[str]:
 
 
 def test_a_checkpoint_goes_there_and_back(root: Uri, tmp_path: Path) -> None:
-    """Saved, replaced, loaded, read in part, copied to a disk and from it, listed, verified by the command, and pruned."""
+    """Saved, replaced, loaded, read in part, copied to a disk and from it, listed, verified by the
+    command, and pruned."""
     first = {"x": torch.randn(5 << 20), "small": [torch.arange(9), "text"], "step": 1}
     second = {"x": torch.randn(5 << 20), "small": [torch.arange(7), "other"], "step": 1}
     one, two = str(join(root, "run/step-1")), str(join(root, "run/step-2"))
@@ -61,13 +65,18 @@ def test_a_checkpoint_goes_there_and_back(root: Uri, tmp_path: Path) -> None:
     holdfast.save(one, second)
     assert difference(second, holdfast.load(one)) is None
     with holdfast.open(one) as checkpoint:
-        assert torch.equal(checkpoint.read("x", rows=slice(5_000_000, 5_000_010)), second["x"][5_000_000:5_000_010])
+        assert torch.equal(
+            checkpoint.read("x", rows=slice(5_000_000, 5_000_010)), second["x"][5_000_000:5_000_010]
+        )
 
     holdfast.copy(one, tmp_path / "copy")
     assert difference(second, holdfast.load(tmp_path / "copy")) is None
     holdfast.copy(tmp_path / "copy", two)
     assert difference(second, holdfast.load(two)) is None
-    assert [found.path for found in holdfast.list_checkpoints(str(root))] == ["run/step-1", "run/step-2"]
+    assert [found.path for found in holdfast.list_checkpoints(str(root))] == [
+        "run/step-1",
+        "run/step-2",
+    ]
 
     verify = [sys.executable, "-c", "import holdfast.cli; holdfast.cli.main()", "verify", two]
     done = subprocess.run(verify, capture_output=True, text=True, check=False, timeout=100)
@@ -79,7 +88,8 @@ def test_a_checkpoint_goes_there_and_back(root: Uri, tmp_path: Path) -> None:
 
 @asynchronous
 async def test_of_many_writers_of_one_key_one_wins(root: Uri) -> None:
-    """Each has connections of its own; all others are told that the object exists, and the winner's bytes are there."""
+    """Each has connections of its own; all others are told that the object exists, and the winner's
+    bytes are there."""
     drivers = [bare(root) for _ in range(WRITERS)]
     puts = (driver.put("claim", b"%d" % n, exclusive=True) for n, driver in enumerate(drivers))
     outcomes = await asyncio.gather(*puts, return_exceptions=True)
@@ -100,7 +110,13 @@ async def test_an_object_of_many_parts_comes_back_whole_and_by_ranges(root: Uri,
         await upload.write(start, memoryview(content)[start : start + 5 * MIB])
     await upload.commit()
     assert (await driver.stat("a/x")).nbytes == len(content)
-    for start, nbytes in ((0, 1), (5 * MIB - 7, 14), (3 * MIB, 9 * MIB), (len(content) - 5, 5), (0, len(content))):
+    for start, nbytes in (
+        (0, 1),
+        (5 * MIB - 7, 14),
+        (3 * MIB, 9 * MIB),
+        (len(content) - 5, 5),
+        (0, len(content)),
+    ):
         into = bytearray(nbytes)
         await driver.read("a/x", start, memoryview(into))
         assert into == content[start : start + nbytes]
@@ -111,8 +127,8 @@ async def test_an_object_of_many_parts_comes_back_whole_and_by_ranges(root: Uri,
 
 @asynchronous
 async def test_an_upload_in_parts_that_is_interrupted_is_not_visible(root: Uri) -> None:
-    """Its process dies, with two parts at the store. Nothing is listed or read; sweep and a new upload do not mind it, and
-    what the new one stores is its own bytes."""
+    """Its process dies, with two parts at the store. Nothing is listed or read; sweep and a new
+    upload do not mind it, and what the new one stores is its own bytes."""
     dies = (
         "import asyncio, os, sys\n"
         "from holdfast.drivers.registry import open_driver\n"
@@ -159,7 +175,8 @@ async def test_an_aborted_upload_in_parts_is_not_visible(root: Uri) -> None:
 
 
 def test_no_socket_outlives_a_listing(root: Uri) -> None:
-    """However often a driver is opened, asked for a listing and closed: the client's threads close its connections."""
+    """However often a driver is opened, asked for a listing and closed: the client's threads close
+    its connections."""
 
     async def use() -> None:
         driver = bare(root)

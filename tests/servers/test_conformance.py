@@ -1,4 +1,5 @@
-"""The conformance kit, run as its users run it, on real servers; what it finds is also looked for around the driver."""
+"""The conformance kit, run as its users run it, on real servers; what it finds is also looked for
+around the driver."""
 
 from __future__ import annotations
 
@@ -15,30 +16,42 @@ KIT_S = 300
 @pytest.mark.timeout(KIT_S + 20)
 def test_the_kit_passes_on_s3(s3_url: str, tmp_path: Path) -> None:
     """Every trial that applies passes, and nothing is declared as a deviation."""
-    output = run_kit(s3_url, "--driver-probe", "support.servers.s3_probe:S3Probe", cwd=tmp_path, timeout_s=KIT_S)
+    output = run_kit(
+        s3_url, "--driver-probe", "support.servers.s3_probe:S3Probe", cwd=tmp_path, timeout_s=KIT_S
+    )
     assert "deviations      0 declared, 0 cases deviated" in output
 
 
 @pytest.mark.timeout(KIT_S + 20)
 def test_the_kit_passes_on_hdfs(hdfs_url: str, tmp_path: Path) -> None:
     """Every trial that applies passes; one deviation is declared."""
-    output = run_kit(hdfs_url, "--driver-probe", "support.servers.hdfs_probe:HdfsProbe", cwd=tmp_path, timeout_s=KIT_S)
+    output = run_kit(
+        hdfs_url,
+        "--driver-probe",
+        "support.servers.hdfs_probe:HdfsProbe",
+        cwd=tmp_path,
+        timeout_s=KIT_S,
+    )
     assert "deviations      1 declared" in output
 
 
 @pytest.mark.drill
 @pytest.mark.timeout(2 * KIT_S + 20)
 def test_the_kit_passes_on_s3_through_fsspec(s3_url: str, tmp_path: Path) -> None:
-    """Every trial that applies passes, and nothing is declared as a deviation: s3fs leaves nothing open, either."""
+    """Every trial that applies passes, and nothing is declared as a deviation: s3fs leaves nothing
+    open, either."""
     uri = "fsspec+" + s3_url.replace("endpoint=", "endpoint_url=")
-    output = run_kit(uri, "--driver-probe", "support.servers.s3_probe:S3Probe", cwd=tmp_path, timeout_s=2 * KIT_S)
+    output = run_kit(
+        uri, "--driver-probe", "support.servers.s3_probe:S3Probe", cwd=tmp_path, timeout_s=2 * KIT_S
+    )
     assert "deviations      0 declared, 0 cases deviated" in output
 
 
 @pytest.mark.drill
 @pytest.mark.timeout(3 * KIT_S + 20)
 def test_the_kit_passes_on_sftp_through_fsspec(sftp_url: str, tmp_path: Path) -> None:
-    """Every trial that applies passes, and nothing is declared as a deviation; each operation is one of OpenSSH's."""
+    """Every trial that applies passes, and nothing is declared as a deviation; each operation is
+    one of OpenSSH's."""
     probe = "support.servers.sftp_probe:SftpProbe"
     output = run_kit(sftp_url, "--driver-probe", probe, cwd=tmp_path, timeout_s=3 * KIT_S)
     assert "deviations      0 declared, 0 cases deviated" in output
@@ -47,7 +60,8 @@ def test_the_kit_passes_on_sftp_through_fsspec(sftp_url: str, tmp_path: Path) ->
 @pytest.mark.drill
 @pytest.mark.timeout(2 * KIT_S + 20)
 def test_the_kit_passes_on_s3_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when the kit's objects, which are small, are multipart uploads: cancelled, aborted, forgotten, raced."""
+    """Also when the kit's objects, which are small, are multipart uploads: cancelled, aborted,
+    forgotten, raced."""
     if find_ceph() is None:
         pytest.skip("radosgw is not installed: make test-servers")
     server = Radosgw(tmp_path / "server", extra=RADOSGW)
@@ -56,7 +70,12 @@ def test_the_kit_passes_on_s3_in_parts(tmp_path: Path, monkeypatch: pytest.Monke
     server.start()
     try:
         server.client().create_bucket(Bucket="holdfast")
-        options = ("--driver-probe", "support.servers.s3_probe:S3Probe", "-p", "support.servers.small_parts")
+        options = (
+            "--driver-probe",
+            "support.servers.s3_probe:S3Probe",
+            "-p",
+            "support.servers.small_parts",
+        )
         uri = f"s3://holdfast?endpoint={server.endpoint}"
         output = run_kit(uri, *options, cwd=tmp_path, timeout_s=2 * KIT_S)
     finally:

@@ -1,4 +1,5 @@
-"""The conformance kit on an emulator of Cloud Storage: fake-gcs-server. A file of its own, so that processes can share the work."""
+"""The conformance kit on an emulator of Cloud Storage: fake-gcs-server. A file of its own, so that
+processes can share the work."""
 
 from __future__ import annotations
 

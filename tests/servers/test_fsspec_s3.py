@@ -1,5 +1,5 @@
-"""fsspec's S3 file system as storage, on a real server: what an asynchronous file system and a store that shows objects
-when they are complete do to the driver."""
+"""fsspec's S3 file system as storage, on a real server: what an asynchronous file system and a
+store that shows objects when they are complete do to the driver."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def test_objects_of_every_size_come_back(url: str, radosgw: Radosgw) -> None:
                 assert into == content[-1000:]
             with pytest.raises(holdfast.DamagedError):
                 await driver.read(f"data/{nbytes}", nbytes, memoryview(bytearray(1)))
-        assert {info.key async for info in driver.list("data")} == {f"data/{n}" for n in (0, 10, 5 * MIB, 12 * MIB + 3)}
+        assert {info.key async for info in driver.list("data")} == {
+            f"data/{n}" for n in (0, 10, 5 * MIB, 12 * MIB + 3)
+        }
         await driver.delete_all("data")
         await driver.close()
 
@@ -70,8 +72,11 @@ def test_objects_of_every_size_come_back(url: str, radosgw: Radosgw) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [10, 12 * MIB])
-def test_an_upload_that_is_not_committed_leaves_nothing(url: str, radosgw: Radosgw, nbytes: int) -> None:
-    """Aborted, or left until the driver is closed and the garbage is collected: no object, and no dangling parts."""
+def test_an_upload_that_is_not_committed_leaves_nothing(
+    url: str, radosgw: Radosgw, nbytes: int
+) -> None:
+    """Aborted, or left until the driver is closed and the garbage is collected: no object, and no
+    dangling parts."""
 
     async def run() -> None:
         driver = bare(url + "&part_size=5MiB")
@@ -87,8 +92,11 @@ def test_an_upload_that_is_not_committed_leaves_nothing(url: str, radosgw: Rados
     assert stored(radosgw, url) == {}
 
 
-def test_a_checkpoint_is_saved_loaded_and_replaced(url: str, radosgw: Radosgw, rng: np.random.Generator) -> None:
-    """Bit for bit, with the layers that users get; the second save replaces the first, and leaves nothing else."""
+def test_a_checkpoint_is_saved_loaded_and_replaced(
+    url: str, radosgw: Radosgw, rng: np.random.Generator
+) -> None:
+    """Bit for bit, with the layers that users get; the second save replaces the first, and leaves
+    nothing else."""
     for step in (1, 2):
         state = {"w": rng.standard_normal((3000, 1000)), "step": step}
         holdfast.save(url, state)
@@ -100,7 +108,8 @@ def test_a_checkpoint_is_saved_loaded_and_replaced(url: str, radosgw: Radosgw, r
 
 
 def test_errors_say_what_is_wrong(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No such object, no such bucket, wrong credentials: each an error that a handler can tell apart."""
+    """No such object, no such bucket, wrong credentials: each an error that a handler can tell
+    apart."""
 
     async def run(url: str, kind: type[StorageError]) -> None:
         driver = open_driver(url, retries=0)

@@ -1,4 +1,5 @@
-"""fsspec's SFTP file system as storage, on OpenSSH's own server: saves, and what they say when it is cut off."""
+"""fsspec's SFTP file system as storage, on OpenSSH's own server: saves, and what they say when it
+is cut off."""
 
 from __future__ import annotations
 

@@ -44,7 +44,9 @@ PART = 16 * MIB
 
 def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     """Run a coroutine function as a test, for at most 100 seconds."""
-    return functools.wraps(test)(lambda *args, **kwargs: asyncio.run(asyncio.wait_for(test(*args, **kwargs), 100)))
+    return functools.wraps(test)(
+        lambda *args, **kwargs: asyncio.run(asyncio.wait_for(test(*args, **kwargs), 100))
+    )
 
 
 def open_driver(url: str, **options: str) -> HdfsDriver:
@@ -77,7 +79,8 @@ async def fill(upload: Upload, content: memoryview, order: list[int]) -> None:
 async def test_an_object_of_several_segments_comes_back(
     hadoop: Hadoop, hdfs_url: str, webhdfs: str, interleaved: bool, rng: np.random.Generator
 ) -> None:
-    """Joined by CONCAT, by copying where WebHDFS cannot be reached, or in one stream; fed at once or one by one."""
+    """Joined by CONCAT, by copying where WebHDFS cannot be reached, or in one stream; fed at once
+    or one by one."""
     driver = open_driver(hdfs_url, **({} if webhdfs == "joined" else {"webhdfs": webhdfs}))
     content = memoryview(rng.bytes(5 * PART + 12345))
     order = writing_order(6, PART, len(content), driver.traits) if interleaved else list(range(6))
@@ -96,7 +99,8 @@ async def test_an_object_of_several_segments_comes_back(
 async def test_segments_behind_the_end_are_neither_made_nor_joined(
     hdfs_url: str, nbytes: int, caplog: pytest.LogCaptureFixture, rng: np.random.Generator
 ) -> None:
-    """An upload of three segments that ends in the first or second: CONCAT takes no empty files, and is not asked to."""
+    """An upload of three segments that ends in the first or second: CONCAT takes no empty files,
+    and is not asked to."""
     driver, content = open_driver(hdfs_url), rng.bytes(nbytes)
     upload = await driver.create("a/x", 6 * PART)
     for start in range(0, nbytes, PART):
@@ -124,7 +128,8 @@ async def test_a_write_that_is_not_next_is_refused(hdfs_url: str) -> None:
 async def test_an_upload_is_dropped_without_waiting_for_a_name_node_that_is_silent(
     hadoop: Hadoop, hdfs_url: str
 ) -> None:
-    """An abort takes as long as it may, not as long as the name node is silent; the event loop goes on meanwhile."""
+    """An abort takes as long as it may, not as long as the name node is silent; the event loop goes
+    on meanwhile."""
     driver = open_driver(hdfs_url, timeout="500ms")
     upload = await driver.create("x", 2 * MIB)
     await upload.write(0, memoryview(bytes(MIB)))
@@ -168,7 +173,9 @@ async def test_a_quota_is_a_full_error(hadoop: Hadoop, hdfs_url: str) -> None:
 
 
 @asynchronous
-async def test_a_stranger_is_refused(hadoop: Hadoop, hdfs_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stranger_is_refused(
+    hadoop: Hadoop, hdfs_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """AccessError, for reading and writing, with advice that says whose the user is."""
     client, root = native(hadoop), path_of(hdfs_url)
     await open_driver(hdfs_url).put("x", b"mine")
@@ -205,7 +212,8 @@ async def test_safe_mode_is_busy(hadoop: Hadoop, hdfs_url: str) -> None:
 
 @asynchronous
 async def test_a_black_hole_is_an_error_at_the_deadline(tmp_path: object) -> None:
-    """A host that accepts and never answers: each call ends in time, and so does close(); likewise where nobody listens."""
+    """A host that accepts and never answers: each call ends in time, and so does close(); likewise
+    where nobody listens."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         driver = open_driver(f"hdfs://127.0.0.1:{silent.getsockname()[1]}/x", timeout="500ms")
         for call in (
@@ -252,7 +260,8 @@ async def test_a_call_that_is_left_behind_does_not_touch_the_callers_memory(hdfs
 
 @asynchronous
 async def test_a_sweep_takes_the_dead_only(hadoop: Hadoop, hdfs_url: str) -> None:
-    """Temporary files that nothing has changed for an hour, by the name node's clock, and folders that are empty then."""
+    """Temporary files that nothing has changed for an hour, by the name node's clock, and folders
+    that are empty then."""
     client, root = native(hadoop), path_of(hdfs_url)
     driver = open_driver(hdfs_url)
     live = await driver.create("data/a/live", 10)
@@ -295,8 +304,11 @@ async def test_a_live_upload_shows_that_it_lives(
 
 
 @asynchronous
-async def test_a_rename_whose_answer_was_lost_is_looked_up(hdfs_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The key has our file: the put succeeded, whatever the client heard. It has another's: it did not."""
+async def test_a_rename_whose_answer_was_lost_is_looked_up(
+    hdfs_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The key has our file: the put succeeded, whatever the client heard. It has another's: it did
+    not."""
     driver = open_driver(hdfs_url)
     rename = driver._client.rename
 
@@ -337,7 +349,8 @@ async def test_a_rename_that_finds_nothing_does_not_take_anothers_file_for_ours(
 async def test_a_file_that_was_completed_short_never_gets_the_key(
     hdfs_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A writer that fails may complete its file all the same: the name node is asked for the length first."""
+    """A writer that fails may complete its file all the same: the name node is asked for the length
+    first."""
     driver = open_driver(hdfs_url)
     write = uploads._write
 
@@ -354,7 +367,8 @@ async def test_a_file_that_was_completed_short_never_gets_the_key(
 
 @asynchronous
 async def test_names_that_hdfs_refuses_are_written_otherwise(hdfs_url: str) -> None:
-    """Colons and percent signs come back as they were; a name that is too long is refused before any call."""
+    """Colons and percent signs come back as they were; a name that is too long is refused before
+    any call."""
     driver = open_driver(hdfs_url)
     for key in ("a:b/c", "100%", "%3A", "%253A", "?x=1", "#", "a,b", "ü/€", "\N{ROCKET}"):
         await driver.put(key, key.encode())
@@ -373,7 +387,11 @@ async def test_what_lies_there_besides_is_left_alone(hadoop: Hadoop, hdfs_url: s
     client.mkdirs(f"{root}/folder", create_parent=True)
     with client.create(f"{root}/50%", hdfs_native.WriteOptions()) as file:
         file.write(b"foreign")
-    for call in (driver.get("folder"), driver.stat("folder"), driver.read("folder", 0, memoryview(bytearray(1)))):
+    for call in (
+        driver.get("folder"),
+        driver.stat("folder"),
+        driver.read("folder", 0, memoryview(bytearray(1))),
+    ):
         with pytest.raises(NotFoundError):
             await call
     assert [info async for info in driver.list()] == []
@@ -382,7 +400,8 @@ async def test_what_lies_there_besides_is_left_alone(hadoop: Hadoop, hdfs_url: s
 
 @asynchronous
 async def test_an_upload_whose_file_was_deleted_says_so(hadoop: Hadoop, hdfs_url: str) -> None:
-    """Somebody takes the unfinished file away: that is no object which is missing, and the error says to save again."""
+    """Somebody takes the unfinished file away: that is no object which is missing, and the error
+    says to save again."""
     client, driver = native(hadoop), open_driver(hdfs_url)
     upload = await driver.create("x", MIB)
     await upload.write(0, memoryview(bytes(MIB)))
@@ -394,7 +413,8 @@ async def test_an_upload_whose_file_was_deleted_says_so(hadoop: Hadoop, hdfs_url
 
 
 def test_a_file_that_another_client_writes_is_busy(hadoop: Hadoop, hdfs_url: str) -> None:
-    """hdfs-native calls it "already exists", which of an exclusive put would mean that the key is taken."""
+    """hdfs-native calls it "already exists", which of an exclusive put would mean that the key is
+    taken."""
     path = f"{path_of(hdfs_url)}/x"
     writer = native(hadoop).create(path, hdfs_native.WriteOptions(create_parent=True))
     writer.write(b"begun")
@@ -417,7 +437,10 @@ def test_parts_are_joined_behind_a_link_of_a_viewfs(
         f"{table}.link./data": f"hdfs://{hadoop.address}{target}",
         f"{table}.linkFallback": f"hdfs://{hadoop.address}/",
     }
-    entries = [f"<property><name>{key}</name><value>{value}</value></property>" for key, value in properties.items()]
+    entries = [
+        f"<property><name>{key}</name><value>{value}</value></property>"
+        for key, value in properties.items()
+    ]
     (tmp_path / "core-site.xml").write_text(f"<configuration>{''.join(entries)}</configuration>")
     content = memoryview(rng.bytes(3 * PART))
 
@@ -435,7 +458,9 @@ def test_parts_are_joined_behind_a_link_of_a_viewfs(
     assert "joined by copying" not in caplog.text
 
 
-def test_without_the_library_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The extra is named."""
     monkeypatch.setitem(sys.modules, "hdfs_native", None)
     with pytest.raises(UriError, match=r"pip install 'holdfast-checkpoint\[hdfs\]'"):
@@ -454,6 +479,9 @@ def test_a_uri_that_leads_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @asynchronous
-async def test_what_is_read_as_a_whole_is_small(hdfs_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A larger object is refused by its size, time after time; the driver goes on, and one that is just as large is got."""
+async def test_what_is_read_as_a_whole_is_small(
+    hdfs_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A larger object is refused by its size, time after time; the driver goes on, and one that is
+    just as large is got."""
     await get_whole(open_driver(hdfs_url), monkeypatch)

@@ -1,4 +1,5 @@
-"""Saves to a real HDFS whose servers die, hang, restart and fail over: finished, or failed clearly; never torn."""
+"""Saves to a real HDFS whose servers die, hang, restart and fail over: finished, or failed clearly;
+never torn."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ def state(rng: np.random.Generator) -> State:
 
 def same(left: State, right: State) -> bool:
     """Whether two states are equal bit for bit."""
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    return left.keys() == right.keys() and all(
+        torch.equal(left[name], right[name]) for name in left
+    )
 
 
 def changed(state: State) -> State:
@@ -78,8 +81,8 @@ def files(uri: str) -> list[str]:
 
 
 def finished(uri: str, old: State, new: State) -> bool:
-    """Save ``new`` over ``old`` has ended, one way or the other: whether it is there. Anything else than one of both, whole,
-    fails here."""
+    """Save ``new`` over ``old`` has ended, one way or the other: whether it is there. Anything else
+    than one of both, whole, fails here."""
     found = holdfast.load(uri)
     assert same(found, old) or same(found, new)
     with holdfast.open(uri) as checkpoint:
@@ -88,8 +91,8 @@ def finished(uri: str, old: State, new: State) -> bool:
 
 
 def one_save_tidies_up(uri: str, state: State) -> None:
-    """The next save works, and nothing but its own files is left; and attempts that died after they had claimed their
-    fate, which have an hour of grace."""
+    """The next save works, and nothing but its own files is left; and attempts that died after they
+    had claimed their fate, which have an hour of grace."""
     attempt = holdfast.save(uri, state).attempt
     assert same(holdfast.load(uri), state)
     left = files(uri)
@@ -100,7 +103,8 @@ def one_save_tidies_up(uri: str, state: State) -> None:
 
 @pytest.mark.drill
 def test_save_load_again_and_verify(uri: str, state: State) -> None:
-    """Through the public API: saved, replaced by an asynchronous save, read in part, verified; only the new files are left."""
+    """Through the public API: saved, replaced by an asynchronous save, read in part, verified; only
+    the new files are left."""
     holdfast.save(uri, state)
     newer = changed(state)
     holdfast.async_save(uri, newer).wait(WAIT_S)
@@ -112,12 +116,15 @@ def test_save_load_again_and_verify(uri: str, state: State) -> None:
 
 @pytest.mark.drill
 @pytest.mark.parametrize("block_size", ["128MiB", "1MiB"])
-@pytest.mark.parametrize(("victim", "how"), [("dn0", signal.SIGKILL), ("dn1", signal.SIGKILL), ("dn2", signal.SIGSTOP)])
+@pytest.mark.parametrize(
+    ("victim", "how"), [("dn0", signal.SIGKILL), ("dn1", signal.SIGKILL), ("dn2", signal.SIGSTOP)]
+)
 def test_a_datanode_is_gone_mid_save(
     cluster: Hadoop, uri: str, state: State, victim: str, how: signal.Signals, block_size: str
 ) -> None:
-    """Dead, or silent; in the middle of a block, or where, as they are small, new ones are asked for all the time. The save
-    finishes on the others, or fails and says so; the checkpoint is the old or the new one, whole."""
+    """Dead, or silent; in the middle of a block, or where, as they are small, new ones are asked
+    for all the time. The save finishes on the others, or fails and says so; the checkpoint is the
+    old or the new one, whole."""
     holdfast.save(uri, state)
     newer = changed(state)
     slowly = f"{uri}&block_size={block_size}&max_bytes_per_s=60MB"
@@ -141,7 +148,8 @@ def test_a_datanode_is_gone_mid_save(
 def test_the_name_node_is_killed_and_started_again_mid_save(
     cluster: Hadoop, uri: str, state: State, after_s: float
 ) -> None:
-    """The save may go on when it is back, or fail; never is anything else than the old or the new checkpoint loaded."""
+    """The save may go on when it is back, or fail; never is anything else than the old or the new
+    checkpoint loaded."""
     holdfast.save(uri, state)
     newer = changed(state)
     handle = holdfast.async_save(uri.replace("timeout=5s&op_timeout_s=20", "timeout=60s"), newer)
@@ -157,8 +165,11 @@ def test_the_name_node_is_killed_and_started_again_mid_save(
 
 @pytest.mark.drill
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_the_name_node_is_gone_mid_save(cluster: Hadoop, uri: str, state: State, how: signal.Signals) -> None:
-    """Dead, or silent: the save fails within its deadlines, naming the storage; the old checkpoint is there afterwards."""
+def test_the_name_node_is_gone_mid_save(
+    cluster: Hadoop, uri: str, state: State, how: signal.Signals
+) -> None:
+    """Dead, or silent: the save fails within its deadlines, naming the storage; the old checkpoint
+    is there afterwards."""
     holdfast.save(uri, state)
     handle = holdfast.async_save(uri, changed(state), budget_nbytes=64 << 20)
     time.sleep(0.2)
@@ -179,13 +190,16 @@ def test_the_name_node_is_gone_mid_save(cluster: Hadoop, uri: str, state: State,
 
 
 def test_connections_to_the_name_node_are_cut(hadoop: Hadoop, hdfs_url: str, state: State) -> None:
-    """Again and again, for a while, as a save asks it for files and blocks: the save finishes, or fails and says so."""
+    """Again and again, for a while, as a save asks it for files and blocks: the save finishes, or
+    fails and says so."""
     holdfast.save(hdfs_url, state)
     newer = changed(state)
     host, _, port = hadoop.address.partition(":")
     with FaultProxy((host, int(port))) as proxy:
         way = hdfs_url.replace(hadoop.address, proxy.endpoint.removeprefix("http://"))
-        handle = holdfast.async_save(f"{way}&block_size=1MiB&max_bytes_per_s=60MB&op_timeout_s=20&timeout=5s", newer)
+        handle = holdfast.async_save(
+            f"{way}&block_size=1MiB&max_bytes_per_s=60MB&op_timeout_s=20&timeout=5s", newer
+        )
         until_s = time.monotonic() + CUTS_S
         while not handle.done() and time.monotonic() < until_s:
             time.sleep(0.15)
@@ -200,8 +214,8 @@ def test_connections_to_the_name_node_are_cut(hadoop: Hadoop, hdfs_url: str, sta
 def test_connections_that_are_cut_for_ever_end_with_the_time_of_the_save(
     hadoop: Hadoop, hdfs_url: str, state: State
 ) -> None:
-    """Every operation gets through in the end, or has a deadline of its own that is far off; the save has ``timeout_s``, and
-    ends soon after."""
+    """Every operation gets through in the end, or has a deadline of its own that is far off; the
+    save has ``timeout_s``, and ends soon after."""
     state = part(state)
     holdfast.save(hdfs_url, state)
     newer = changed(state)
@@ -209,7 +223,9 @@ def test_connections_that_are_cut_for_ever_end_with_the_time_of_the_save(
     with FaultProxy((host, int(port))) as proxy:
         way = hdfs_url.replace(hadoop.address, proxy.endpoint.removeprefix("http://"))
         began_s = time.monotonic()
-        handle = holdfast.async_save(f"{way}&block_size=1MiB&max_bytes_per_s=1MB", newer, timeout_s=2)
+        handle = holdfast.async_save(
+            f"{way}&block_size=1MiB&max_bytes_per_s=1MB", newer, timeout_s=2
+        )
         while not handle.done() and time.monotonic() - began_s < WAIT_S:
             time.sleep(0.15)
             proxy.cut_all()
@@ -221,8 +237,8 @@ def test_connections_that_are_cut_for_ever_end_with_the_time_of_the_save(
 
 
 def test_slow_servers_are_only_slow(hadoop: Hadoop, hdfs_url: str, state: State) -> None:
-    """DataNodes that are halted most of the time, in turns, and a name node at the end of a slow line: the save finishes, and
-    so does the load."""
+    """DataNodes that are halted most of the time, in turns, and a name node at the end of a slow
+    line: the save finishes, and so does the load."""
     state = part(state)
     host, _, port = hadoop.address.partition(":")
     with FaultProxy((host, int(port))) as proxy, halted_in_turns(hadoop, "dn0", "dn1") as halts:
@@ -259,8 +275,8 @@ def halted_in_turns(hadoop: Hadoop, *names: str, halt_s: float = 0.2) -> Iterato
 
 @pytest.mark.drill
 def test_full_disks_fail_the_save(tmp_path: Path, state: State) -> None:
-    """In the middle of it, with an error that says so; the checkpoint before is whole, and with more room the next save works
-    and tidies up."""
+    """In the middle of it, with an error that says so; the checkpoint before is whole, and with
+    more room the next save works and tidies up."""
     if find_hadoop() is None:
         pytest.skip("Hadoop is not installed: make test-servers")
     with small_disk(tmp_path / "dn0") as grow:
@@ -271,8 +287,12 @@ def test_full_disks_fail_the_save(tmp_path: Path, state: State) -> None:
         try:
             uri = server.at("run")
             holdfast.save(uri, state)
-            # A DataNode whose disk is full in the middle of a block closes the connection, and tells nobody why.
-            with pytest.raises((FullError, StorageDownError), match=r"free space on the DataNodes|whose disk is full"):
+            # A DataNode whose disk is full in the middle of a block closes the connection, and
+            # tells nobody why.
+            with pytest.raises(
+                (FullError, StorageDownError),
+                match=r"free space on the DataNodes|whose disk is full",
+            ):
                 holdfast.save(uri, changed(state))
             assert not finished(uri, state, changed(state))
             grow()
@@ -284,21 +304,31 @@ def test_full_disks_fail_the_save(tmp_path: Path, state: State) -> None:
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[Callable[[], None]]:
-    """A disk with room for one checkpoint and a half, at ``folder``; call what is yielded to make it larger."""
+    """A disk with room for one checkpoint and a half, at ``folder``; call what is yielded to make
+    it larger."""
     if os.geteuid() != 0:
         pytest.skip("only root can mount")
     folder.mkdir(mode=0o700)
     options = ("-t", "tmpfs", "-o")
-    if subprocess.run(["mount", *options, "size=150m,mode=700", "none", folder], check=False).returncode:
+    if subprocess.run(
+        ["mount", *options, "size=150m,mode=700", "none", folder], check=False
+    ).returncode:
         pytest.skip("cannot mount here")
     try:
-        yield lambda: subprocess.run(["mount", "-o", "remount,size=600m", folder], check=True) and None
+        yield (
+            lambda: (
+                subprocess.run(["mount", "-o", "remount,size=600m", folder], check=True) and None
+            )
+        )
     finally:
         subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-def test_a_quota_that_is_used_up_fails_the_save(hadoop: Hadoop, hdfs_url: str, state: State) -> None:
-    """With the error that says so; the checkpoint before is whole, and with more room the next save works and tidies up."""
+def test_a_quota_that_is_used_up_fails_the_save(
+    hadoop: Hadoop, hdfs_url: str, state: State
+) -> None:
+    """With the error that says so; the checkpoint before is whole, and with more room the next save
+    works and tidies up."""
     holdfast.save(hdfs_url, state)
     root = "/" + parse(hdfs_url).location.partition("/")[2]
     hadoop.admin("-setSpaceQuota", "300m", root)  # each byte counts twice
@@ -310,7 +340,8 @@ def test_a_quota_that_is_used_up_fails_the_save(hadoop: Hadoop, hdfs_url: str, s
 
 
 def test_a_fail_over_mid_save(tmp_path_factory: pytest.TempPathFactory, state: State) -> None:
-    """The active name node dies and the other one takes over: the save goes on there, and so does what follows."""
+    """The active name node dies and the other one takes over: the save goes on there, and so does
+    what follows."""
     if find_hadoop() is None:
         pytest.skip("Hadoop is not installed: make test-servers")
     server = Hadoop(tmp_path_factory.mktemp("ha"), ha=True)
@@ -333,7 +364,8 @@ def test_a_fail_over_mid_save(tmp_path_factory: pytest.TempPathFactory, state: S
 
 
 def _names_the_standby(server: Hadoop) -> None:
-    """A URI of the name node that is not active fails at the deadline, and the error says what to name instead."""
+    """A URI of the name node that is not active fails at the deadline, and the error says what to
+    name instead."""
     server.begin("nn0")
     server.wait_for_standby("nn0")
     with pytest.raises(StorageDownError, match=r"standby: name the name service.*op_timeout_s"):

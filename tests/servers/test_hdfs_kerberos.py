@@ -1,4 +1,5 @@
-"""The HDFS driver on servers in secure mode: with a ticket, without one, and with a delegation token.
+"""The HDFS driver on servers in secure mode: with a ticket, without one, and with a delegation
+token.
 
 Every client is a process of its own, because its environment says where its tickets are.
 """
@@ -75,7 +76,8 @@ def _skip_without_servers() -> None:
 
 
 def client(program: str, uri: str, environment: dict[str, str], mib: int = 40) -> str:
-    """What a client process prints and logs. ``mib``: how much it saves, by default enough for several parts."""
+    """What a client process prints and logs. ``mib``: how much it saves, by default enough for
+    several parts."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", program, uri, str(mib)],
         env=os.environ | environment,
@@ -96,7 +98,9 @@ def refused(uri: str, environment: dict[str, str]) -> str:
 
 
 @pytest.mark.timeout(KIT_S + 120)
-def test_the_kit_passes_with_a_ticket(secure: SecureHadoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kit_passes_with_a_ticket(
+    secure: SecureHadoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every trial that applies passes; the one deviation of the driver is declared."""
     for name, value in secure.environment(secure.ticket()).items():
         monkeypatch.setenv(name, value)
@@ -106,13 +110,16 @@ def test_the_kit_passes_with_a_ticket(secure: SecureHadoop, tmp_path: Path, monk
 
 
 def test_a_save_comes_back(secure: SecureHadoop) -> None:
-    """Saved and loaded with a ticket; WebHDFS, which asks for it too, has joined the parts, and nothing was copied."""
+    """Saved and loaded with a ticket; WebHDFS, which asks for it too, has joined the parts, and
+    nothing was copied."""
     output = client(SAVE_AND_LOAD, secure.at(uuid.uuid4().hex), secure.environment(secure.ticket()))
     assert output == "the same\n"
 
 
 @pytest.mark.parametrize("protection", ["integrity", "privacy"])
-def test_a_save_comes_back_from_servers_that_protect_what_is_sent(protection: Protection, tmp_path: Path) -> None:
+def test_a_save_comes_back_from_servers_that_protect_what_is_sent(
+    protection: Protection, tmp_path: Path
+) -> None:
     """Signed, or encrypted with 3DES, which is slow."""
     _skip_without_servers()
     server = SecureHadoop(tmp_path, protection, datanodes=1)
@@ -125,7 +132,8 @@ def test_a_save_comes_back_from_servers_that_protect_what_is_sent(protection: Pr
 
 
 def test_parts_are_copied_where_webhdfs_knows_nobody(secure: SecureHadoop) -> None:
-    """A web server under another name than the ticket's: the save succeeds all the same, and says once why it is slow."""
+    """A web server under another name than the ticket's: the save succeeds all the same, and says
+    once why it is slow."""
     uri = secure.at(uuid.uuid4().hex).replace("webhdfs=localhost", "webhdfs=127.0.0.1")
     output = client(SAVE_AND_LOAD, uri, secure.environment(secure.ticket()))
     assert "the same" in output
@@ -152,7 +160,8 @@ def test_with_an_expired_ticket_the_error_says_kinit(secure: SecureHadoop) -> No
 
 
 def test_a_client_that_is_configured_without_kerberos_is_told_so(secure: SecureHadoop) -> None:
-    """Without HADOOP_CONF_DIR the name node would end each connection, and the library try until its deadline."""
+    """Without HADOOP_CONF_DIR the name node would end each connection, and the library try until
+    its deadline."""
     environment = secure.environment(secure.ticket()) | {"HADOOP_CONF_DIR": ""}
     error = refused(secure.at("run"), environment)
     assert error.startswith("AccessError: ")
@@ -160,7 +169,9 @@ def test_a_client_that_is_configured_without_kerberos_is_told_so(secure: SecureH
     assert "HADOOP_CONF_DIR" in error
 
 
-def test_without_the_library_the_error_names_the_package(secure: SecureHadoop, tmp_path: Path) -> None:
+def test_without_the_library_the_error_names_the_package(
+    secure: SecureHadoop, tmp_path: Path
+) -> None:
     """A host that has no libgssapi_krb5, or a broken one."""
     (tmp_path / "libgssapi_krb5.so.2").write_text("no library")
     environment = secure.environment(secure.ticket()) | {"LD_LIBRARY_PATH": str(tmp_path)}
@@ -181,14 +192,21 @@ def test_another_user_is_refused(secure: SecureHadoop) -> None:
 
 
 def test_a_delegation_token_stands_for_a_ticket(secure: SecureHadoop, tmp_path: Path) -> None:
-    """Without a ticket, and by the name of a host for which the token has an address: saved, joined and loaded."""
-    environment = secure.environment() | {"HADOOP_TOKEN_FILE_LOCATION": str(secure.token(tmp_path / "tokens"))}
+    """Without a ticket, and by the name of a host for which the token has an address: saved, joined
+    and loaded."""
+    environment = secure.environment() | {
+        "HADOOP_TOKEN_FILE_LOCATION": str(secure.token(tmp_path / "tokens"))
+    }
     assert client(SAVE_AND_LOAD, secure.at(uuid.uuid4().hex), environment) == "the same\n"
 
 
 def test_a_token_without_the_configuration_is_told_so(secure: SecureHadoop, tmp_path: Path) -> None:
-    """hdfs-native shows its token only where the configuration says that there is somebody to ask for it."""
-    tokens = {"HADOOP_TOKEN_FILE_LOCATION": str(secure.token(tmp_path / "tokens")), "HADOOP_CONF_DIR": ""}
+    """hdfs-native shows its token only where the configuration says that there is somebody to ask
+    for it."""
+    tokens = {
+        "HADOOP_TOKEN_FILE_LOCATION": str(secure.token(tmp_path / "tokens")),
+        "HADOOP_CONF_DIR": "",
+    }
     error = refused(secure.at("run"), secure.environment() | tokens)
     assert error.startswith("AccessError: ")
     assert "HADOOP_CONF_DIR" in error
@@ -198,6 +216,8 @@ def test_a_token_that_was_cancelled_is_refused(secure: SecureHadoop, tmp_path: P
     """The name node knows it no longer: the error says what to do, and comes quickly."""
     tokens = secure.token(tmp_path / "tokens")
     secure.cancel(tokens)
-    error = refused(secure.at("run"), secure.environment() | {"HADOOP_TOKEN_FILE_LOCATION": str(tokens)})
+    error = refused(
+        secure.at("run"), secure.environment() | {"HADOOP_TOKEN_FILE_LOCATION": str(tokens)}
+    )
     assert error.startswith("AccessError: ")
     assert "HADOOP_TOKEN_FILE_LOCATION" in error

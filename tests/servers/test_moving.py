@@ -1,4 +1,5 @@
-"""Checkpoints on their way to real servers and back, and what is left there when that is interrupted."""
+"""Checkpoints on their way to real servers and back, and what is left there when that is
+interrupted."""
 
 from __future__ import annotations
 
@@ -39,7 +40,10 @@ def below(url: str, path: str) -> str:
 def source(folder: Path, nbytes: int) -> Path:
     """A checkpoint of four images."""
     driver = LocalDriver(folder)
-    save_as_ranks(driver, [{"own": torch.full((nbytes,), rank, dtype=torch.uint8), "step": 4} for rank in range(4)])
+    save_as_ranks(
+        driver,
+        [{"own": torch.full((nbytes,), rank, dtype=torch.uint8), "step": 4} for rank in range(4)],
+    )
     run(driver.close())
     return folder
 
@@ -57,8 +61,13 @@ def keys(url: str) -> list[str]:
 
 
 def test_there_and_back(server: str, tmp_path: Path) -> None:
-    """The same to the bit, and every byte of it verifies there; listing and showing work there as anywhere."""
-    state = {"x": torch.randn(6 << 20, dtype=torch.float64), "small": [torch.arange(9), "text"], "step": 7}
+    """The same to the bit, and every byte of it verifies there; listing and showing work there as
+    anywhere."""
+    state = {
+        "x": torch.randn(6 << 20, dtype=torch.float64),
+        "small": [torch.arange(9), "text"],
+        "step": 7,
+    }
     holdfast.save(tmp_path / "a", state)
     there = below(server, "run/step-7")
     assert holdfast.copy(tmp_path / "a", there).sent_nbytes > 48 << 20
@@ -77,7 +86,8 @@ def test_there_and_back(server: str, tmp_path: Path) -> None:
 
 
 def test_what_is_compressed_is_saved_copied_and_read_there(server: str) -> None:
-    """An upload that ends long before the size that it was declared with: half of it is zeros, and some shrinks."""
+    """An upload that ends long before the size that it was declared with: half of it is zeros, and
+    some shrinks."""
     generator = torch.Generator().manual_seed(1)
     state = {
         "zeros": torch.zeros(5 << 20),
@@ -88,7 +98,9 @@ def test_what_is_compressed_is_saved_copied_and_read_there(server: str) -> None:
     report = holdfast.save(there, state, compression="lz4")
     assert report.stored_nbytes < report.nbytes / 2
     with holdfast.open(there) as c:
-        assert torch.equal(c.read("mask", rows=slice(2_000_000, 2_000_010)), state["mask"][2_000_000:2_000_010])
+        assert torch.equal(
+            c.read("mask", rows=slice(2_000_000, 2_000_010)), state["mask"][2_000_000:2_000_010]
+        )
     holdfast.copy(there, below(server, "run/step-9"))
     assert difference(state, holdfast.load(below(server, "run/step-9"))) is None
 
@@ -126,7 +138,14 @@ def test_a_copy_that_is_killed_again_and_again_arrives(server: str, tmp_path: Pa
     src = source(tmp_path, 40 << 20)
 
     def killed(url: str, wait_s: float) -> bool:
-        command = [sys.executable, "-c", "import holdfast.cli; holdfast.cli.main()", "cp", str(src), url]
+        command = [
+            sys.executable,
+            "-c",
+            "import holdfast.cli; holdfast.cli.main()",
+            "cp",
+            str(src),
+            url,
+        ]
         process = subprocess.Popen(command)
         time.sleep(wait_s)
         process.kill()
@@ -142,12 +161,18 @@ def test_a_copy_that_is_killed_again_and_again_arrives(server: str, tmp_path: Pa
 def test_a_copy_that_is_killed_while_it_commits_leaves_an_attempt_for_an_hour(
     server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has claimed its fate, and might still be about to put the manifest, for all that others can know. The next copy does
-    not go on with it, and spares it; once its time is over whoever writes there next collects it."""
+    """It has claimed its fate, and might still be about to put the manifest, for all that others
+    can know. The next copy does not go on with it, and spares it; once its time is over whoever
+    writes there next collects it."""
     src = source(tmp_path, 1 << 20)
-    dies = "import os, sys, holdfast, holdfast.storage.protocol.commit as c; c._see_all = lambda *_: os.kill(os.getpid(), 9); "
+    dies = (
+        "import os, sys, holdfast, holdfast.storage.protocol.commit as c; c._see_all = lambda "
+        "*_: os.kill(os.getpid(), 9); "
+    )
     done = subprocess.run(
-        [sys.executable, "-c", dies + "holdfast.copy(*sys.argv[1:])", src, server], timeout=100, check=False
+        [sys.executable, "-c", dies + "holdfast.copy(*sys.argv[1:])", src, server],
+        timeout=100,
+        check=False,
     )
     assert done.returncode == -9
 
@@ -158,7 +183,9 @@ def test_a_copy_that_is_killed_while_it_commits_leaves_an_attempt_for_an_hour(
     holdfast.copy(src, server)
     assert len(attempts()) == 2
     assert killed in attempts()
-    monkeypatch.setattr("holdfast.storage.protocol.commit.GRACE_S", -3600.0)  # servers' clocks may differ
+    monkeypatch.setattr(
+        "holdfast.storage.protocol.commit.GRACE_S", -3600.0
+    )  # servers' clocks may differ
     last = holdfast.save(server, {"step": 5}).attempt
     assert attempts() == {last}
 
@@ -166,8 +193,15 @@ def test_a_copy_that_is_killed_while_it_commits_leaves_an_attempt_for_an_hour(
 def test_checkpoints_are_pruned(server: str) -> None:
     """With all of their files; the others stay whole."""
     for step in (1, 2, 3):
-        holdfast.save(below(server, f"step-{step}"), {"x": torch.full((1000,), float(step)), "step": step})
+        holdfast.save(
+            below(server, f"step-{step}"), {"x": torch.full((1000,), float(step)), "step": step}
+        )
     report = holdfast.prune(server, keep_last=1)
     assert [c.step for c in report.checkpoints] == [1, 2]
     assert {key.split("/")[0] for key in keys(server)} == {"step-3"}
-    assert difference({"x": torch.full((1000,), 3.0), "step": 3}, holdfast.load(below(server, "step-3"))) is None
+    assert (
+        difference(
+            {"x": torch.full((1000,), 3.0), "step": 3}, holdfast.load(below(server, "step-3"))
+        )
+        is None
+    )

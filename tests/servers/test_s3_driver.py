@@ -26,12 +26,17 @@ MIB = 1 << 20
 
 def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     """Run a coroutine function as a test, for at most a minute."""
-    return functools.wraps(test)(lambda *args, **kwargs: asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60)))
+    return functools.wraps(test)(
+        lambda *args, **kwargs: asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
+    )
 
 
 def unfinished(server: Radosgw) -> list[str]:
     """The keys of all unfinished uploads in the bucket, as another client sees them."""
-    return [found["Key"] for found in server.client().list_multipart_uploads(Bucket="holdfast").get("Uploads", ())]
+    return [
+        found["Key"]
+        for found in server.client().list_multipart_uploads(Bucket="holdfast").get("Uploads", ())
+    ]
 
 
 def open_driver(url: str, **options: str) -> Driver:
@@ -62,10 +67,18 @@ async def fill(driver: Driver, key: str, content: bytearray | bytes, step: int =
 
 @pytest.mark.parametrize(
     ("part_size", "step"),
-    [("5MiB", 16 * MIB), ("8MiB", 16 * MIB), ("16MiB", 16 * MIB), ("21MiB", 16 * MIB), ("5MiB", 3 * MIB + 1)],
+    [
+        ("5MiB", 16 * MIB),
+        ("8MiB", 16 * MIB),
+        ("16MiB", 16 * MIB),
+        ("21MiB", 16 * MIB),
+        ("5MiB", 3 * MIB + 1),
+    ],
 )
 @asynchronous
-async def test_an_object_of_many_parts_comes_back(s3_url: str, part_size: str, step: int, seed: int) -> None:
+async def test_an_object_of_many_parts_comes_back(
+    s3_url: str, part_size: str, step: int, seed: int
+) -> None:
     """Whatever the size of parts and of writes: larger, smaller, or no multiple of each other."""
     driver = open_driver(s3_url, part_size=part_size)
     content = random.Random(seed).randbytes(50 * MIB + 12345)
@@ -78,7 +91,9 @@ async def test_an_object_of_many_parts_comes_back(s3_url: str, part_size: str, s
 
 
 @asynchronous
-async def test_memory_is_read_until_its_part_is_stored_and_no_longer(radosgw: Radosgw, s3_url: str, seed: int) -> None:
+async def test_memory_is_read_until_its_part_is_stored_and_no_longer(
+    radosgw: Radosgw, s3_url: str, seed: int
+) -> None:
     """On a slow line a write returns late; what its memory holds afterwards is not what is stored."""
     with FaultProxy(("127.0.0.1", radosgw.port)) as proxy:
         driver = through(proxy, s3_url, part_size="5MiB")
@@ -117,8 +132,11 @@ async def test_what_was_aborted_is_forgotten_at_once(radosgw: Radosgw, s3_url: s
 
 
 @asynchronous
-async def test_an_aborted_upload_does_not_harm_another_to_its_key(radosgw: Radosgw, s3_url: str) -> None:
-    """The server cannot say which is whose, so what is left is dropped when the other is done, and not before."""
+async def test_an_aborted_upload_does_not_harm_another_to_its_key(
+    radosgw: Radosgw, s3_url: str
+) -> None:
+    """The server cannot say which is whose, so what is left is dropped when the other is done, and
+    not before."""
     driver, other = open_driver(s3_url, part_size="5MiB"), open_driver(s3_url, part_size="5MiB")
     before = unfinished(radosgw)
     first, second = await driver.create("x", 10 * MIB), await other.create("x", 10 * MIB)
@@ -134,7 +152,8 @@ async def test_an_aborted_upload_does_not_harm_another_to_its_key(radosgw: Rados
 
 @asynchronous
 async def test_a_cancelled_write_ends_its_upload(radosgw: Radosgw, s3_url: str) -> None:
-    """Its memory may hold anything from now on, so such an upload is never committed; nor does anything stay."""
+    """Its memory may hold anything from now on, so such an upload is never committed; nor does
+    anything stay."""
     with FaultProxy(("127.0.0.1", radosgw.port)) as proxy:
         driver = through(proxy, s3_url, part_size="5MiB")
         before = unfinished(radosgw)
@@ -192,7 +211,8 @@ ODD_KEYS = [
 
 @asynchronous
 async def test_any_text_is_a_key(s3_url: str) -> None:
-    """Keys of any script, and of signs that URLs and XML cannot hold, come back from a listing as they were."""
+    """Keys of any script, and of signs that URLs and XML cannot hold, come back from a listing as
+    they were."""
     driver = open_driver(s3_url)
     for key in ODD_KEYS:
         await driver.put(f"k/{key}", key.encode())
@@ -208,7 +228,8 @@ async def test_any_text_is_a_key(s3_url: str) -> None:
 
 @asynchronous
 async def test_a_store_without_conditional_puts_is_declared(s3_url: str) -> None:
-    """With conditional=off a taken key is still refused, and the traits say that this decides no race."""
+    """With conditional=off a taken key is still refused, and the traits say that this decides no
+    race."""
     driver = open_driver(s3_url, conditional="off")
     assert not driver.traits.exclusive_is_atomic
     await driver.put("x", b"1", exclusive=True)
@@ -240,7 +261,9 @@ async def test_a_missing_bucket_is_not_a_missing_object(radosgw: Radosgw) -> Non
 @pytest.mark.parametrize(
     ("name", "why"), [("AWS_SECRET_ACCESS_KEY", "secret key"), ("AWS_ACCESS_KEY_ID", "access key")]
 )
-def test_wrong_credentials_are_explained(s3_url: str, monkeypatch: pytest.MonkeyPatch, name: str, why: str) -> None:
+def test_wrong_credentials_are_explained(
+    s3_url: str, monkeypatch: pytest.MonkeyPatch, name: str, why: str
+) -> None:
     """Which half is wrong, and nothing of either half in the message."""
     monkeypatch.setenv(name, "wr0ng")
     driver = open_driver(s3_url)
@@ -262,13 +285,22 @@ def test_no_credentials_at_all_are_explained(s3_url: str, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("faults", [Faults(mute=True), Faults(refuse=True)])
 @asynchronous
-async def test_a_store_that_does_not_answer_is_given_up(radosgw: Radosgw, s3_url: str, faults: Faults) -> None:
-    """Every operation ends by its deadline, and says that the store is down: another try may succeed."""
+async def test_a_store_that_does_not_answer_is_given_up(
+    radosgw: Radosgw, s3_url: str, faults: Faults
+) -> None:
+    """Every operation ends by its deadline, and says that the store is down: another try may
+    succeed."""
     with FaultProxy(("127.0.0.1", radosgw.port)) as proxy:
         driver = through(proxy, s3_url, timeout="1s", deadline="1s")
         proxy.faults = faults
         into = memoryview(bytearray(1))
-        calls = [driver.get("x"), driver.stat("x"), driver.read("x", 0, into), driver.put("x", b""), driver.delete("x")]
+        calls = [
+            driver.get("x"),
+            driver.stat("x"),
+            driver.read("x", 0, into),
+            driver.put("x", b""),
+            driver.delete("x"),
+        ]
         calls += [driver.create("x", 20 * MIB), anext(driver.list()), driver.sweep("x")]
         began_s = time.monotonic()
         for result in await asyncio.gather(*calls, return_exceptions=True):
@@ -304,6 +336,9 @@ def test_a_forked_child_is_told_instead_of_hanging(s3_url: str) -> None:
 
 
 @asynchronous
-async def test_what_is_read_as_a_whole_is_small(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A larger object is refused by its size, time after time; the driver goes on, and one that is just as large is got."""
+async def test_what_is_read_as_a_whole_is_small(
+    s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A larger object is refused by its size, time after time; the driver goes on, and one that is
+    just as large is got."""
     await get_whole(open_driver(s3_url, concurrency="4"), monkeypatch)

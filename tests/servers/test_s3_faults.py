@@ -1,5 +1,5 @@
-"""Saves while a real S3 server, or the way to it, fails: they finish, or end with a clear error within their deadline;
-nothing torn can be loaded, and after the next save nothing is left."""
+"""Saves while a real S3 server, or the way to it, fails: they finish, or end with a clear error
+within their deadline; nothing torn can be loaded, and after the next save nothing is left."""
 
 from __future__ import annotations
 
@@ -67,21 +67,36 @@ def holds(uri: str, state: dict[str, Any]) -> bool:
 
 
 def leftovers(server: Radosgw, root: str) -> list[str]:
-    """What is in the bucket of a checkpoint besides the current one, seen by another client; unfinished uploads too."""
+    """What is in the bucket of a checkpoint besides the current one, seen by another client;
+    unfinished uploads too."""
     client = server.client()
-    keys = [found["Key"] for found in client.list_objects_v2(Bucket="holdfast", Prefix=f"{root}/").get("Contents", ())]
-    unfinished = client.list_multipart_uploads(Bucket="holdfast", Prefix=f"{root}/").get("Uploads", ())
-    (current,) = {key.split("/")[2] for key in keys if key.endswith(".safetensors") and "/data/" in key}
-    known = {f"{root}/manifest.safetensors"} | {f"{root}/data/{current}/{name}" for name in ("fate", "0.safetensors")}
+    keys = [
+        found["Key"]
+        for found in client.list_objects_v2(Bucket="holdfast", Prefix=f"{root}/").get(
+            "Contents", ()
+        )
+    ]
+    unfinished = client.list_multipart_uploads(Bucket="holdfast", Prefix=f"{root}/").get(
+        "Uploads", ()
+    )
+    (current,) = {
+        key.split("/")[2] for key in keys if key.endswith(".safetensors") and "/data/" in key
+    }
+    known = {f"{root}/manifest.safetensors"} | {
+        f"{root}/data/{current}/{name}" for name in ("fate", "0.safetensors")
+    }
     return sorted({*keys} - known) + [f"unfinished: {found['Key']}" for found in unfinished]
 
 
 def parts_left(server: Radosgw, root: str) -> list[int]:
     """The sizes of all parts of unfinished uploads, which cost money."""
     client = server.client()
-    unfinished = client.list_multipart_uploads(Bucket="holdfast", Prefix=f"{root}/").get("Uploads", ())
+    unfinished = client.list_multipart_uploads(Bucket="holdfast", Prefix=f"{root}/").get(
+        "Uploads", ()
+    )
     parts = [
-        client.list_parts(Bucket="holdfast", Key=u["Key"], UploadId=u["UploadId"]).get("Parts", ()) for u in unfinished
+        client.list_parts(Bucket="holdfast", Key=u["Key"], UploadId=u["UploadId"]).get("Parts", ())
+        for u in unfinished
     ]
     return [part["Size"] for some in parts for part in some]
 
@@ -107,7 +122,8 @@ def test_a_server_that_restarts_is_waited_for(
 def test_a_server_that_stays_away_fails_the_save(
     radosgw: Radosgw, proxy: FaultProxy, root: str, states: tuple[dict[str, Any], dict[str, Any]]
 ) -> None:
-    """In time, saying so; the checkpoint before is whole, and the save after collects what was left."""
+    """In time, saying so; the checkpoint before is whole, and the save after collects what was
+    left."""
     holdfast.save(url(radosgw.endpoint, root), states[0])
     proxy.faults = Faults(up_nbytes_per_s=4 * MIB)
     handle = holdfast.async_save(url(proxy.endpoint, root, SHORT), states[1])
@@ -130,8 +146,9 @@ def test_a_server_that_stays_away_fails_the_save(
 def test_connections_that_are_cut_are_made_again(
     radosgw: Radosgw, proxy: FaultProxy, root: str, states: tuple[dict[str, Any], dict[str, Any]]
 ) -> None:
-    """In the midst of parts, again and again: nothing is left. But where the answer to the first request is cut off, the
-    store has begun an upload that nobody knows of; it holds no part, and the next save drops it."""
+    """In the midst of parts, again and again: nothing is left. But where the answer to the first
+    request is cut off, the store has begun an upload that nobody knows of; it holds no part, and
+    the next save drops it."""
     proxy.faults = Faults(up_nbytes_per_s=20 * MIB)
     handle = holdfast.async_save(url(proxy.endpoint, root), states[0])
     for _ in range(6):
@@ -177,10 +194,15 @@ LOSING = {
 
 @pytest.mark.parametrize("losing", LOSING)
 def test_a_save_survives_that_one_answer_is_lost(
-    radosgw: Radosgw, proxy: FaultProxy, root: str, states: tuple[dict[str, Any], dict[str, Any]], losing: str
+    radosgw: Radosgw,
+    proxy: FaultProxy,
+    root: str,
+    states: tuple[dict[str, Any], dict[str, Any]],
+    losing: str,
 ) -> None:
-    """The store has the object, and the connection is cut before it says so: of the announcement, an upload that was just
-    completed, the claim or the manifest. It is asked again, and what is there then is known for the save's own."""
+    """The store has the object, and the connection is cut before it says so: of the announcement,
+    an upload that was just completed, the claim or the manifest. It is asked again, and what is
+    there then is known for the save's own."""
     uri = url(proxy.endpoint, root)
     holdfast.save(uri, {"x": torch.zeros(10), "step": 0})
     proxy.losing = LOSING[losing]
@@ -190,7 +212,9 @@ def test_a_save_survives_that_one_answer_is_lost(
     assert leftovers(radosgw, root) == []
 
 
-def test_a_pruning_survives_that_the_answer_to_its_sign_is_lost(radosgw: Radosgw, proxy: FaultProxy, root: str) -> None:
+def test_a_pruning_survives_that_the_answer_to_its_sign_is_lost(
+    radosgw: Radosgw, proxy: FaultProxy, root: str
+) -> None:
     """It goes on, rather than take its own sign for that of another pruning."""
     uri = f"s3://holdfast/{root}"
     for step in (1, 2):
@@ -220,7 +244,8 @@ def test_a_slow_line_is_only_slow(
 def test_a_line_that_goes_dead_fails_the_save(
     radosgw: Radosgw, proxy: FaultProxy, root: str, states: tuple[dict[str, Any], dict[str, Any]]
 ) -> None:
-    """No answer and no refusal, in the middle of the parts: the deadline tells, and nothing stays after the next save."""
+    """No answer and no refusal, in the middle of the parts: the deadline tells, and nothing stays
+    after the next save."""
     holdfast.save(url(radosgw.endpoint, root), states[0])
     proxy.faults = Faults(up_nbytes_per_s=4 * MIB)
     handle = holdfast.async_save(url(proxy.endpoint, root, SHORT), states[1])
@@ -240,8 +265,9 @@ def test_a_line_that_goes_dead_fails_the_save(
 def test_a_full_disk_fails_the_save(
     radosgw: Radosgw, proxy: FaultProxy, root: str, states: tuple[dict[str, Any], dict[str, Any]]
 ) -> None:
-    """A cluster that has no room left does not refuse: its writes hang, in the middle of the parts. The deadline tells; the
-    checkpoint before can be read, and with more room the next save works and tidies up."""
+    """A cluster that has no room left does not refuse: its writes hang, in the middle of the parts.
+    The deadline tells; the checkpoint before can be read, and with more room the next save works
+    and tidies up."""
     uri = url(radosgw.endpoint, root)
     holdfast.save(uri, states[0])
     proxy.faults = Faults(up_nbytes_per_s=2 * MIB)
@@ -284,7 +310,10 @@ def test_a_load_survives_cuts(
 
 
 def test_wrong_credentials_fail_at_once(
-    radosgw: Radosgw, root: str, states: tuple[dict[str, Any], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    radosgw: Radosgw,
+    root: str,
+    states: tuple[dict[str, Any], dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Before anything is copied to the server, and without trying again."""
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wr0ng")
@@ -296,7 +325,9 @@ def test_wrong_credentials_fail_at_once(
     assert time.monotonic() - began_s < 10
 
 
-def test_a_missing_bucket_is_no_empty_one(radosgw: Radosgw, states: tuple[dict[str, Any], dict[str, Any]]) -> None:
+def test_a_missing_bucket_is_no_empty_one(
+    radosgw: Radosgw, states: tuple[dict[str, Any], dict[str, Any]]
+) -> None:
     """Neither saving nor loading takes it for a place where nothing was saved yet."""
     uri = f"s3://no-such-bucket/x?endpoint={radosgw.endpoint}"
     for call in (lambda: holdfast.save(uri, states[0]), lambda: holdfast.load(uri)):
@@ -311,7 +342,10 @@ def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Radosgw]:
     if find_ceph() is None:
         pytest.skip("radosgw is not installed: make test-servers")
     throttled = "rgw_scheduler_type = throttler\nrgw_max_concurrent_requests = 3"
-    quotas = "rgw_bucket_quota_ttl = 0\nrgw_user_quota_bucket_sync_interval = 1\nrgw_user_quota_sync_interval = 1"
+    quotas = (
+        "rgw_bucket_quota_ttl = 0\nrgw_user_quota_bucket_sync_interval = "
+        "1\nrgw_user_quota_sync_interval = 1"
+    )
     server = Radosgw(tmp_path_factory.mktemp("strict"), extra=f"{throttled}\n{quotas}")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in server.environment().items():
@@ -327,7 +361,9 @@ def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Radosgw]:
 async def burst(uri: str) -> list[BaseException | None]:
     """What becomes of many requests at once, none of which is tried again."""
     driver = S3Driver.open(parse(uri))
-    results = await asyncio.gather(*(driver.put(f"{n}", bytes(MIB)) for n in range(64)), return_exceptions=True)
+    results = await asyncio.gather(
+        *(driver.put(f"{n}", bytes(MIB)) for n in range(64)), return_exceptions=True
+    )
     await driver.close()
     return results
 
@@ -336,8 +372,12 @@ async def burst(uri: str) -> list[BaseException | None]:
 def test_a_server_that_asks_for_patience_gets_it(
     strict: Radosgw, root: str, states: tuple[dict[str, Any], dict[str, Any]]
 ) -> None:
-    """More requests than it wants: it answers some with 503, which is BusyError; tried again, all is stored in the end."""
-    refused = {type(result) for result in asyncio.run(burst(url(strict.endpoint, f"{root}-burst", "&deadline=0")))}
+    """More requests than it wants: it answers some with 503, which is BusyError; tried again, all
+    is stored in the end."""
+    refused = {
+        type(result)
+        for result in asyncio.run(burst(url(strict.endpoint, f"{root}-burst", "&deadline=0")))
+    }
     assert refused - {type(None)} == {BusyError}
     holdfast.save(url(strict.endpoint, root, "&concurrency=32"), states[0])
     assert holds(url(strict.endpoint, root, "&concurrency=32"), states[0])
@@ -348,7 +388,8 @@ def test_a_server_that_asks_for_patience_gets_it(
 def test_a_quota_that_is_used_up_fails_the_save(
     strict: Radosgw, root: str, states: tuple[dict[str, Any], dict[str, Any]]
 ) -> None:
-    """With the error that says so; the checkpoint before is whole, and with more room the next save works and tidies up."""
+    """With the error that says so; the checkpoint before is whole, and with more room the next save
+    works and tidies up."""
     uri = url(strict.endpoint, root, "&concurrency=2")
     holdfast.save(uri, states[0])
     quota = ("--uid=test", "--quota-scope=bucket")

@@ -30,7 +30,8 @@ def proxy(radosgw: Radosgw) -> Iterator[FaultProxy]:
 
 @pytest.fixture
 def root(request: pytest.FixtureRequest, proxy: FaultProxy) -> str:
-    """A folder of the bucket that no other test uses, by way of the proxy. A request is made once: layers repeat it."""
+    """A folder of the bucket that no other test uses, by way of the proxy. A request is made once:
+    layers repeat it."""
     return f"{STORE}/{request.node.name}?endpoint={proxy.endpoint}&deadline=0"
 
 
@@ -49,7 +50,8 @@ async def closing(driver: Driver, work: object) -> None:
 
 
 def test_a_server_that_is_busy_is_asked_again(proxy: FaultProxy, root: str) -> None:
-    """503: BusyError, which is temporary. Later, with pauses that grow, and no more often than it takes."""
+    """503: BusyError, which is temporary. Later, with pauses that grow, and no more often than it
+    takes."""
     driver, bare = open_driver(root, metrics=True), open_driver(root, retries=0)
     before = errors("put").get("BusyError", 0)
 
@@ -67,9 +69,15 @@ def test_a_server_that_is_busy_is_asked_again(proxy: FaultProxy, root: str) -> N
     assert errors("put")["BusyError"] == before + 4
 
 
-def test_a_save_passes_a_busy_server(proxy: FaultProxy, root: str, rng: np.random.Generator) -> None:
-    """Whatever it is doing when it is sent away: parts are repeated by the client, all else by the layer."""
-    state, uri = {"w": rng.standard_normal(6 << 20), "step": 1}, root.replace("&deadline=0", "&part_size=5MiB")
+def test_a_save_passes_a_busy_server(
+    proxy: FaultProxy, root: str, rng: np.random.Generator
+) -> None:
+    """Whatever it is doing when it is sent away: parts are repeated by the client, all else by the
+    layer."""
+    state, uri = (
+        {"w": rng.standard_normal(6 << 20), "step": 1},
+        root.replace("&deadline=0", "&part_size=5MiB"),
+    )
     proxy.faults = Faults(up_nbytes_per_s=30 * MIB)
     handle = holdfast.async_save(uri, state)
     for _ in range(5):
@@ -84,7 +92,11 @@ def test_a_save_passes_a_busy_server(proxy: FaultProxy, root: str, rng: np.rando
 
 def test_requests_whose_connection_is_cut_are_made_again(proxy: FaultProxy, root: str) -> None:
     """In the middle of what is sent. Without the layer it is an error."""
-    driver, bare, content = open_driver(root, metrics=True), open_driver(root, retries=0), bytes(4 * MIB)
+    driver, bare, content = (
+        open_driver(root, metrics=True),
+        open_driver(root, retries=0),
+        bytes(4 * MIB),
+    )
     before = errors("put").get("StorageDownError", 0)
 
     async def put() -> None:
@@ -103,8 +115,11 @@ def test_requests_whose_connection_is_cut_are_made_again(proxy: FaultProxy, root
 
 
 @pytest.mark.parametrize(("most", "limit"), [(3, "3"), (24, None)])
-def test_no_more_requests_at_a_time_than_allowed(proxy: FaultProxy, root: str, most: int, limit: str | None) -> None:
-    """Each takes a connection, on a slow line for as long as it lasts; without the limit there would be more."""
+def test_no_more_requests_at_a_time_than_allowed(
+    proxy: FaultProxy, root: str, most: int, limit: str | None
+) -> None:
+    """Each takes a connection, on a slow line for as long as it lasts; without the limit there
+    would be more."""
     driver = open_driver(root, max_concurrency=limit)
     proxy.faults = Faults(up_nbytes_per_s=2 * MIB)
 
@@ -117,7 +132,8 @@ def test_no_more_requests_at_a_time_than_allowed(proxy: FaultProxy, root: str, m
 
 
 def test_bytes_keep_to_their_rate(root: str) -> None:
-    """24 MB at 12 MB a second, three requests at once: the third begins when those before it have had their time."""
+    """24 MB at 12 MB a second, three requests at once: the third begins when those before it have
+    had their time."""
     driver = open_driver(root, max_bytes_per_s="12MB")
 
     async def put() -> None:
@@ -128,8 +144,11 @@ def test_bytes_keep_to_their_rate(root: str) -> None:
     asyncio.run(closing(driver, put()))
 
 
-def test_a_read_that_is_stuck_is_overtaken(proxy: FaultProxy, root: str, rng: np.random.Generator) -> None:
-    """By a second one on another connection; what arrives is right, and the first is not waited for."""
+def test_a_read_that_is_stuck_is_overtaken(
+    proxy: FaultProxy, root: str, rng: np.random.Generator
+) -> None:
+    """By a second one on another connection; what arrives is right, and the first is not waited
+    for."""
     driver, content, stall_s = open_driver(root, hedge_percent=10), rng.bytes(MIB), 20.0
 
     async def read(start: int) -> None:

@@ -1,4 +1,5 @@
-"""Checkpoints on a real S3 server, through the public names only: no line differs from saving to a disk."""
+"""Checkpoints on a real S3 server, through the public names only: no line differs from saving to a
+disk."""
 
 from __future__ import annotations
 
@@ -21,7 +22,11 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 def state_of(seed: int, elements: int = 12_000_000) -> dict[str, Any]:
     """48 MB that nothing could compress, in tensors of very different sizes."""
     values = torch.from_numpy(np.random.default_rng(seed).standard_normal(elements, np.float32))
-    return {"big": values, "part": {"ü/x y": values[:1000].clone(), "none": values[:0].clone()}, "step": seed}
+    return {
+        "big": values,
+        "part": {"ü/x y": values[:1000].clone(), "none": values[:0].clone()},
+        "step": seed,
+    }
 
 
 def zeros_like(state: dict[str, Any]) -> dict[str, Any]:
@@ -38,7 +43,8 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def test_what_was_saved_is_loaded(s3_url: str) -> None:
-    """Saved, loaded into tensors and built anew, read in slices, verified, listed, and saved again over itself."""
+    """Saved, loaded into tensors and built anew, read in slices, verified, listed, and saved again
+    over itself."""
     first, second = state_of(1), state_of(2)
     holdfast.save(s3_url, first, step=1)
     into = zeros_like(first)
@@ -48,7 +54,10 @@ def test_what_was_saved_is_loaded(s3_url: str) -> None:
     assert_same(holdfast.load(s3_url), second)
     with holdfast.open(s3_url) as checkpoint:
         assert checkpoint.step == 2
-        assert torch.equal(checkpoint.read("big", rows=slice(5_000_000, 5_000_100)), second["big"][5_000_000:5_000_100])
+        assert torch.equal(
+            checkpoint.read("big", rows=slice(5_000_000, 5_000_100)),
+            second["big"][5_000_000:5_000_100],
+        )
         assert not checkpoint.verify().damages
 
 
@@ -56,10 +65,15 @@ def test_a_damaged_object_is_found(s3_url: str, request: pytest.FixtureRequest) 
     """One flipped byte in the bucket is an error on load, and never a value."""
     if "HOLDFAST_TEST_S3_URL" in os.environ:
         pytest.skip("the damage is done by the administrator of our own server")
-    client, root = request.getfixturevalue("radosgw").client(), s3_url.removeprefix("s3://holdfast/").partition("?")[0]
+    client, root = (
+        request.getfixturevalue("radosgw").client(),
+        s3_url.removeprefix("s3://holdfast/").partition("?")[0],
+    )
     state = state_of(3)
     holdfast.save(s3_url, state)
-    keys = [found["Key"] for found in client.list_objects_v2(Bucket="holdfast", Prefix=root)["Contents"]]
+    keys = [
+        found["Key"] for found in client.list_objects_v2(Bucket="holdfast", Prefix=root)["Contents"]
+    ]
     (image,) = (key for key in keys if key.endswith("/0.safetensors"))
     content = bytearray(client.get_object(Bucket="holdfast", Key=image)["Body"].read())
     content[30_000_000] ^= 1
@@ -77,10 +91,19 @@ def test_two_ranks_save_and_load_in_another_layout(s3_url: str, tmp_path: Path) 
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [*TORCHRUN, torchrun_job.__file__, s3_url, str(tmp_path / "out")]
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110, check=False
+        command,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert {p.name: p.read_text() for p in (tmp_path / "out").iterdir()} == {"0": "good", "1": "good"}
+    assert {p.name: p.read_text() for p in (tmp_path / "out").iterdir()} == {
+        "0": "good",
+        "1": "good",
+    }
     with holdfast.open(s3_url) as c:
         assert c.world == 2
         assert torch.equal(c.read("w"), torch.arange(15.0).reshape(5, 3))

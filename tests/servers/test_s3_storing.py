@@ -1,4 +1,5 @@
-"""What an S3 server keeps of what it is told of objects: encryption, class and tags, as another client sees them."""
+"""What an S3 server keeps of what it is told of objects: encryption, class and tags, as another
+client sees them."""
 
 from __future__ import annotations
 

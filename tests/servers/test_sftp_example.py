@@ -41,7 +41,8 @@ def url(sshd: Sshd, root: Path) -> str:
 
 
 def test_the_example_keeps_the_contract(installed: Path, url: str, tmp_path: Path) -> None:
-    """Every trial of the conformance kit passes that is not about streams; nothing is declared as a deviation."""
+    """Every trial of the conformance kit passes that is not about streams; nothing is declared as a
+    deviation."""
     probe = ["--driver-probe", "support.servers.sftp_probe:SftpProbe"]
     output = run_kit(url, *probe, cwd=tmp_path, path=[installed], timeout_s=KIT_S)
     assert "not applicable  1\n    1 × an upload is one stream" in output
@@ -56,7 +57,8 @@ def test_the_example_saves_and_loads(installed: Path, url: str) -> None:
 def test_a_lost_connection_is_made_again(
     installed: Path, url: str, sshd: Sshd, monkeypatch: pytest.MonkeyPatch, no_leaks: None
 ) -> None:
-    """A call that meets it fails as one that may be tried again, and the next one finds the server; so does close()."""
+    """A call that meets it fails as one that may be tried again, and the next one finds the server;
+    so does close()."""
     monkeypatch.syspath_prepend(installed)
     from holdfast_sftp.driver import SftpDriver
 

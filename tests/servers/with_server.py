@@ -1,4 +1,5 @@
-"""Run a command against a server of the tests: boots it, puts its URI in place of ``{uri}``, and stops it afterwards.
+"""Run a command against a server of the tests: boots it, puts its URI in place of ``{uri}``, and
+stops it afterwards.
 
     python tests/servers/with_server.py s3 holdfast demo {uri}
 
@@ -85,9 +86,15 @@ SERVERS = {"s3": s3, "hdfs": hdfs, "az": az, "gs": gs}
 def main(arguments: Sequence[str]) -> int:
     """The exit status of the command."""
     if len(arguments) < 2 or arguments[0] not in SERVERS:
-        print(f"usage: with_server.py {'|'.join(SERVERS)} COMMAND… with {{uri}} among its words", file=sys.stderr)
+        print(
+            f"usage: with_server.py {'|'.join(SERVERS)} COMMAND… with {{uri}} among its words",
+            file=sys.stderr,
+        )
         return 2
-    with tempfile.TemporaryDirectory() as folder, SERVERS[arguments[0]](Path(folder)) as (uri, environment):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        SERVERS[arguments[0]](Path(folder)) as (uri, environment),
+    ):
         command = [word.replace("{uri}", uri) for word in arguments[1:]]
         return subprocess.run(command, env=os.environ | environment, check=False).returncode
 

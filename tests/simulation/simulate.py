@@ -33,12 +33,19 @@ SHOW_S = 10.0
 
 def main() -> int:
     """The exit status: 1 where a promise was broken, or a broken engine was not caught."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=2000, help="how many runs")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seed", type=int, help="replay this one, with its log")
     parser.add_argument("--schedule", help="replay what a failure has printed, with its log")
-    parser.add_argument("--broken", type=int, metavar="MOST", help="the broken engines, at most so many schedules each")
+    parser.add_argument(
+        "--broken",
+        type=int,
+        metavar="MOST",
+        help="the broken engines, at most so many schedules each",
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     given = parser.parse_args()
     logging.disable(logging.CRITICAL)
@@ -69,12 +76,17 @@ def many(first: int, seeds: int, jobs: int) -> int:
                 return 1
             if time.perf_counter() > shown_s + SHOW_S:
                 shown_s = time.perf_counter()
-                print(f"{total.runs:>7,} runs, {total.schedules:>9,} schedules, {shown_s - began_s:,.0f} s", flush=True)
+                print(
+                    f"{total.runs:>7,} runs, {total.schedules:>9,} schedules, "
+                    f"{shown_s - began_s:,.0f} s",
+                    flush=True,
+                )
     print(*total.lines(), sep="\n")
     seconds = time.perf_counter() - began_s
     work, runs = total.schedules / total.cpu_s, total.runs / total.cpu_s
     print(
-        f"{seconds:,.1f} s on {jobs} processes; in a second of one core {work:,.0f} schedules, of them {runs:,.1f} whole runs"
+        f"{seconds:,.1f} s on {jobs} processes; in a second of one core {work:,.0f} schedules, of "
+        f"them {runs:,.1f} whole runs"
     )
     return 0
 
@@ -100,7 +112,10 @@ def replay(schedule: Schedule) -> int:
 
 def show_failure(failure: Failure) -> None:
     """What failed, how to see it again, and the shortest that fails likewise."""
-    print(f"\nFAILED: seed {failure.schedule.seed}: {failure.why}\n  again: make sim SEED={failure.schedule.seed}")
+    print(
+        f"\nFAILED: seed {failure.schedule.seed}: {failure.why}\n  again: make sim "
+        f"SEED={failure.schedule.seed}"
+    )
     short = shrunk(failure)
     print(f"\nThe shortest that fails likewise: {short.why}", *short.schedule.lines(), sep="\n")
     print(f"  again: tests/simulation/simulate.py --schedule '{short.schedule.to_json()}'")

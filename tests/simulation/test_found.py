@@ -1,4 +1,5 @@
-"""Schedules that few seeds come upon: the engine passes them for ever, and one that lacks a step fails."""
+"""Schedules that few seeds come upon: the engine passes them for ever, and one that lacks a step
+fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Whole runs of the real engine on simulated machines: the promises hold in every schedule that a seed can think of.
+"""Whole runs of the real engine on simulated machines: the promises hold in every schedule that a
+seed can think of.
 
 `make sim SEEDS=100000` looks further; `make sim SEED=n` replays one with its log.
 """
@@ -43,9 +44,12 @@ def told(failure: Failure | None) -> str:
     )
 
 
-def test_promises_hold_in_known_and_in_fresh_schedules(record_property: Callable[[str, object], None]) -> None:
-    """A reader finds an earlier checkpoint or the new one, whole; what was acknowledged survives; nobody waits for ever; and
-    the next save works, and leaves nothing beside itself. From so many known seeds, and from some that are new."""
+def test_promises_hold_in_known_and_in_fresh_schedules(
+    record_property: Callable[[str, object], None],
+) -> None:
+    """A reader finds an earlier checkpoint or the new one, whole; what was acknowledged survives;
+    nobody waits for ever; and the next save works, and leaves nothing beside itself. From so many
+    known seeds, and from some that are new."""
     tally = Tally()
     for seed in range(FIXED):
         assert told(run(drawn(seed), tally)) == ""
@@ -54,7 +58,9 @@ def test_promises_hold_in_known_and_in_fresh_schedules(record_property: Callable
     while fresh < 20 or time.monotonic() < end_s:
         assert told(run(drawn(first + fresh), tally)) == ""
         fresh += 1
-    record_property("said", f"simulator: {FIXED:,} known seeds and {fresh:,} fresh ones, from {first}")
+    record_property(
+        "said", f"simulator: {FIXED:,} known seeds and {fresh:,} fresh ones, from {first}"
+    )
     for line in tally.lines():
         record_property("said", f"  {line}")
     assert tally.faults
@@ -63,7 +69,8 @@ def test_promises_hold_in_known_and_in_fresh_schedules(record_property: Callable
 
 
 def test_promises_hold_where_images_are_compressed() -> None:
-    """Likewise where every other save compresses: uploads end before they were to, and one form replaces the other."""
+    """Likewise where every other save compresses: uploads end before they were to, and one form
+    replaces the other."""
     tally = Tally()
     for seed in range(FIXED // 4):
         assert told(run(packed(drawn(seed), PACKED), tally)) == ""
@@ -78,14 +85,16 @@ def logged(schedule: Schedule) -> list[str]:
 
 
 def test_a_seed_replays_exactly() -> None:
-    """Two runs of one seed do the same, operation by operation; so does one with its delays written down."""
+    """Two runs of one seed do the same, operation by operation; so does one with its delays written
+    down."""
     for seed in range(5):
         assert logged(drawn(seed)) == logged(drawn(seed))
 
 
 @pytest.mark.parametrize("broken", QUICK, ids=lambda broken: broken.name)
 def test_a_broken_engine_is_caught(broken: Broken) -> None:
-    """Each engine that is wrong on purpose breaks a promise: in a schedule that has shown it before, or in one of the first."""
+    """Each engine that is wrong on purpose breaks a promise: in a schedule that has shown it
+    before, or in one of the first."""
     _, _, failure = seeds_until_caught(broken, 1, broken.seed or 0)
     if failure is None:
         _, _, failure = seeds_until_caught(broken, MOST)
@@ -94,7 +103,8 @@ def test_a_broken_engine_is_caught(broken: Broken) -> None:
 
 
 def test_a_failure_shrinks_to_its_cause() -> None:
-    """Of a schedule that fails, what has nothing to do with it goes; what is left fails alike, and says how to run it again."""
+    """Of a schedule that fails, what has nothing to do with it goes; what is left fails alike, and
+    says how to run it again."""
     broken = next(b for b in BROKEN if b.name == "an error of the manifest's put is dropped")
     with broken.engine():
         failure = run(drawn(broken.seed or 0)) or seeds_until_caught(broken, MOST)[2]

@@ -1,4 +1,5 @@
-"""Two saves to one URI, in every order in which they interrupt each other twice, and with deaths at every moment.
+"""Two saves to one URI, in every order in which they interrupt each other twice, and with deaths at
+every moment.
 
 Whatever happens, a reader finds exactly one whole checkpoint: one that somebody saved, to the bit.
 """
@@ -19,7 +20,8 @@ from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
 from holdfast.storage.operations.prune import PrunedCheckpoint, _delete
 
 STATES = {
-    name: {"who": name, "x": torch.full((3,), float(i))} for i, name in enumerate(["first", "a", "b", "c", "last"])
+    name: {"who": name, "x": torch.full((3,), float(i))}
+    for i, name in enumerate(["first", "a", "b", "c", "last"])
 }
 LOST = (holdfast.SupersededError, holdfast.InvisibleFilesError)
 
@@ -59,8 +61,8 @@ async def prepared(arrange: Arrange) -> tuple[Simulation, Watch]:
 
 
 async def finish(sim: Simulation, watch: Watch) -> None:
-    """Whoever saved without an error was the checkpoint at some time; who did not, lost to another; then one save more
-    works, and leaves nothing but itself and what is within its grace period."""
+    """Whoever saved without an error was the checkpoint at some time; who did not, lost to another;
+    then one save more works, and leaves nothing but itself and what is within its grace period."""
     await sim.end()
     for actor in sim.actors:
         if actor.dead or actor.name.startswith("reader"):
@@ -72,7 +74,9 @@ async def finish(sim: Simulation, watch: Watch) -> None:
     await watch.check()
     assert watch.history[-1] == "last"
     current = Manifest.decode(await sim.storage.get("manifest.safetensors")).attempt
-    left = {info.key.split("/")[1] for info in [i async for i in sim.storage.list("data")]} - {current}
+    left = {info.key.split("/")[1] for info in [i async for i in sim.storage.list("data")]} - {
+        current
+    }
     for attempt in left:
         assert (await sim.storage.get(f"data/{attempt}/fate")).startswith(b"claim ")
 
@@ -96,7 +100,8 @@ def steps_of_a_save() -> int:
 
 
 def scripted(cuts: list[int]) -> Callable[[list[Actor]], Actor]:
-    """Actors take turns: the first runs until step cuts[0], the second until cuts[1], the first until cuts[2] and so on."""
+    """Actors take turns: the first runs until step cuts[0], the second until cuts[1], the first
+    until cuts[2] and so on."""
     turns = itertools.chain(cuts, itertools.repeat(1 << 30))
     state = {"turn": 0, "left": next(turns)}
 
@@ -113,7 +118,8 @@ def scripted(cuts: list[int]) -> Callable[[list[Actor]], Actor]:
 
 @pytest.mark.parametrize(("order", "every"), [("reversed", 4), ("sorted", 9)])
 def test_two_saves_that_take_turns_leave_one_whole_checkpoint(order: str, every: int) -> None:
-    """Every way in which two saves interrupt each other up to twice, whatever the order in which files are deleted."""
+    """Every way in which two saves interrupt each other up to twice, whatever the order in which
+    files are deleted."""
     n = steps_of_a_save()
 
     async def run(cuts: list[int]) -> None:
@@ -157,8 +163,8 @@ def test_a_save_that_dies_at_any_step_leaves_one_whole_checkpoint(order: str) ->
 
 
 def test_a_save_is_not_deleted_by_a_pruning_that_began_before_it() -> None:
-    """Whenever the two interrupt each other, up to twice: what was saved is there when both have ended, since it is not what
-    the pruning was to delete."""
+    """Whenever the two interrupt each other, up to twice: what was saved is there when both have
+    ended, since it is not what the pruning was to delete."""
 
     async def run(cuts: list[int] | None) -> int:
         sim, watch = await prepared(sorted)
@@ -167,7 +173,8 @@ def test_a_save_is_not_deleted_by_a_pruning_that_began_before_it() -> None:
         sim.add("b", lambda driver: _delete(driver, PrunedCheckpoint("", None, old, 0)))
         try:
             await sim.run(
-                scripted(cuts or []), lambda: watch.check() if MANIFEST_KEY in sim.storage._objects else nothing()
+                scripted(cuts or []),
+                lambda: watch.check() if MANIFEST_KEY in sim.storage._objects else nothing(),
             )
             assert all(actor.task.exception() is None for actor in sim.actors)
             assert (await sim.load())["who"] == "a"

@@ -12,8 +12,11 @@ pytestmark = pytest.mark.usefixtures("engine")
 
 
 @pytest.mark.parametrize("begin_s", [0.0, 0.02, 0.07, 0.12])
-def test_a_storage_that_ignores_conditions_takes_no_save(monkeypatch: pytest.MonkeyPatch, begin_s: float) -> None:
-    """Of two saves that overlap, the first to be told fails because of the storage, before it has put anything else."""
+def test_a_storage_that_ignores_conditions_takes_no_save(
+    monkeypatch: pytest.MonkeyPatch, begin_s: float
+) -> None:
+    """Of two saves that overlap, the first to be told fails because of the storage, before it has
+    put anything else."""
 
     def put(self: Server, key: str, data: bytes, exclusive: bool) -> None:
         self.store(key, data)

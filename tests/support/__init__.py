@@ -1,1 +1,2 @@
-"""What several test modules need: states to save, comparisons to the bit, drivers that misbehave, ranks."""
+"""What several test modules need: states to save, comparisons to the bit, drivers that misbehave,
+ranks."""

@@ -1,4 +1,5 @@
-"""What is there after something went wrong: one whole checkpoint; and after the next save nothing else."""
+"""What is there after something went wrong: one whole checkpoint; and after the next save nothing
+else."""
 
 from __future__ import annotations
 
@@ -28,14 +29,17 @@ T = TypeVar("T")
 
 
 def some(points: Sequence[T], default: int, seed: int) -> list[T]:
-    """So many of ``points``, the last among them, evenly spread, beginning where the seed says; all with
-    HOLDFAST_TEST_CRASH_POINTS=all, which may also be a number."""
+    """So many of ``points``, the last among them, evenly spread, beginning where the seed says; all
+    with HOLDFAST_TEST_CRASH_POINTS=all, which may also be a number."""
     given = os.environ.get("HOLDFAST_TEST_CRASH_POINTS", str(default))
     most = len(points) if given == "all" else int(given)
     if most >= len(points):
         return list(points)
     step = len(points) / most
-    return [*(points[int(i * step + seed % 1009 / 1009 * step)] for i in range(most - 1)), points[-1]]
+    return [
+        *(points[int(i * step + seed % 1009 / 1009 * step)] for i in range(most - 1)),
+        points[-1],
+    ]
 
 
 def check(uri: Path, allowed: Collection[int]) -> int:
@@ -56,7 +60,8 @@ def files(uri: Path) -> list[str]:
 
 
 def check_next_save(uri: Path, step: int) -> None:
-    """A save goes well, and whatever was left is gone; also what was about to be committed, whose grace is over."""
+    """A save goes well, and whatever was left is gone; also what was about to be committed, whose
+    grace is over."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(commit, "GRACE_S", -1.0)
         holdfast.save(uri, state_of_step(step))

@@ -1,4 +1,5 @@
-"""A driver of an asynchronous client, as an outside author would write one: the client is a dict whose answers take time."""
+"""A driver of an asynchronous client, as an outside author would write one: the client is a dict
+whose answers take time."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ async def answer() -> None:
 class DictDriver(AsyncDriver):
     """Objects in a dict of this process."""
 
-    OPTIONS: ClassVar[Mapping[str, Option]] = {"concurrency": Option(integer(1, 64), 8, "operations in flight")}
+    OPTIONS: ClassVar[Mapping[str, Option]] = {
+        "concurrency": Option(integer(1, 64), 8, "operations in flight")
+    }
     remote = False
 
     def __init__(self, uri: Uri) -> None:
@@ -54,7 +57,9 @@ class DictDriver(AsyncDriver):
         """Keys whose uploads cannot be dropped."""
         self.dropped: list[str] = []
         concurrency = option_values(self.OPTIONS, uri)["concurrency"]
-        self.traits = Traits(1 << 20, 1, 1, concurrency, 0, "any", exclusive_is_atomic=True, shared=False)
+        self.traits = Traits(
+            1 << 20, 1, 1, concurrency, 0, "any", exclusive_is_atomic=True, shared=False
+        )
 
     async def _fetch(self, key: str, start: int, nbytes: int) -> Buffer:
         await answer()
@@ -76,12 +81,19 @@ class DictDriver(AsyncDriver):
         below = self._below(prefix)
         while batch := list(itertools.islice(below, 100)):
             await answer()
-            yield [ObjectInfo(path.removeprefix(self.prefix), len(data), at_s) for path, (data, at_s) in batch]
+            yield [
+                ObjectInfo(path.removeprefix(self.prefix), len(data), at_s)
+                for path, (data, at_s) in batch
+            ]
 
     def _below(self, prefix: str) -> Iterator[tuple[str, tuple[bytes, float]]]:
         at = self.prefix + prefix
         begin = f"{at}/" if prefix else at
-        found = [(path, held) for path, held in self.objects.items() if path == at or path.startswith(begin)]
+        found = [
+            (path, held)
+            for path, held in self.objects.items()
+            if path == at or path.startswith(begin)
+        ]
         return iter(found)
 
     async def _delete(self, key: str) -> None:

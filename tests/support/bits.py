@@ -35,29 +35,42 @@ def from_bytes(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch
     return tensor
 
 
-def random_bits(rng: np.random.Generator, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def random_bits(
+    rng: np.random.Generator, dtype: torch.dtype, shape: tuple[int, ...]
+) -> torch.Tensor:
     """A tensor of random bits: every NaN, infinity and denormal is among them."""
     return from_bytes(rng.bytes(math.prod(shape) * dtype.itemsize), dtype, shape)
 
 
 def difference(a: Any, b: Any, path: str = "state") -> str | None:
-    """Where two states differ in type, structure or a single bit; None if nowhere. Order of dict keys is no difference."""
+    """Where two states differ in type, structure or a single bit; None if nowhere. Order of dict
+    keys is no difference."""
     if isinstance(a, torch.Tensor):
         return _tensor_difference(a, b, path)
     if isinstance(a, np.ndarray):
-        same = type(b) is np.ndarray and (a.dtype, a.shape) == (b.dtype, b.shape) and a.tobytes() == b.tobytes()
+        same = (
+            type(b) is np.ndarray
+            and (a.dtype, a.shape) == (b.dtype, b.shape)
+            and a.tobytes() == b.tobytes()
+        )
         return None if same else f"{path}: {a!r} is not {b!r}"
     if isinstance(a, Mapping):
-        if type(b) not in (dict, type(a)) or {(type(k), repr(k)) for k in a} != {(type(k), repr(k)) for k in b}:
+        if type(b) not in (dict, type(a)) or {(type(k), repr(k)) for k in a} != {
+            (type(k), repr(k)) for k in b
+        }:
             return f"{path}: {a!r} is not {b!r}"
         theirs = {(type(k), repr(k)): v for k, v in b.items()}
-        return _first(difference(v, theirs[type(k), repr(k)], f"{path}[{k!r}]") for k, v in a.items())
+        return _first(
+            difference(v, theirs[type(k), repr(k)], f"{path}[{k!r}]") for k, v in a.items()
+        )
     if type(a) is not type(b):
         return f"{path}: {type(a)} is not {type(b)}"
     if isinstance(a, list | tuple):
         if len(a) != len(b):
             return f"{path}: {len(a)} items are not {len(b)}"
-        return _first(difference(x, y, f"{path}[{i}]") for i, (x, y) in enumerate(zip(a, b, strict=True)))
+        return _first(
+            difference(x, y, f"{path}[{i}]") for i, (x, y) in enumerate(zip(a, b, strict=True))
+        )
     return None if _same_value(a, b) else f"{path}: {a!r} is not {b!r}"
 
 
@@ -68,7 +81,8 @@ def _first(found: Any) -> str | None:
 def _tensor_difference(a: torch.Tensor, b: Any, path: str) -> str | None:
     if not isinstance(b, torch.Tensor) or (a.dtype, a.shape) != (b.dtype, b.shape):
         return (
-            f"{path}: {a.dtype} {list(a.shape)} is not {getattr(b, 'dtype', type(b))} {list(getattr(b, 'shape', ()))}"
+            f"{path}: {a.dtype} {list(a.shape)} is not {getattr(b, 'dtype', type(b))} "
+            f"{list(getattr(b, 'shape', ()))}"
         )
     return None if raw(a) == raw(b) else f"{path}: the bits differ"
 

@@ -1,9 +1,11 @@
-"""A block device that notes what reaches it, and fails when told to; and the disks that a crash could leave of it.
+"""A block device that notes what reaches it, and fails when told to; and the disks that a crash
+could leave of it.
 
-A FUSE file system of one file, attached to a loop device: whatever a file system on it writes, and each flush that it asks
-for, goes into a log. What was written before the last flush is on the disk; of what came after, a power cut leaves any part,
-in any order, sector by sector. Run as ``python blockdevice.py IMAGE MOUNTPOINT LOG``; the file ``control`` beside the disk
-takes "fail write N", "fail flush N" (the N-th from now, and all that follow), "fail write N once", and "work".
+A FUSE file system of one file, attached to a loop device: whatever a file system on it writes, and
+each flush that it asks for, goes into a log. What was written before the last flush is on the disk;
+of what came after, a power cut leaves any part, in any order, sector by sector. Run as ``python
+blockdevice.py IMAGE MOUNTPOINT LOG``; the file ``control`` beside the disk takes "fail write N",
+"fail flush N" (the N-th from now, and all that follow), "fail write N once", and "work".
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ def records(log: Path) -> list[Record]:
 
 @contextlib.contextmanager
 def new_block_device(kind: str, folder: Path) -> Iterator[BlockDevice]:
-    """A device with a file system of that kind, mounted. Skips the test where that cannot be made here."""
+    """A device with a file system of that kind, mounted. Skips the test where that cannot be made
+    here."""
     needed("losetup", "fusermount3")
     pytest.importorskip("mfusepy", reason="mfusepy is not installed", exc_type=ImportError)
     if not os.path.exists("/dev/fuse"):
@@ -92,12 +95,14 @@ def new_block_device(kind: str, folder: Path) -> Iterator[BlockDevice]:
     log = folder / "log"
     log.touch()
     server = subprocess.Popen(
-        [sys.executable, "-m", "support.blockdevice", made.image, served, log], cwd=Path(__file__).parents[1]
+        [sys.executable, "-m", "support.blockdevice", made.image, served, log],
+        cwd=Path(__file__).parents[1],
     )
     try:
         _until_served(served, server)
-        # A request must reach us whole. FUSE cuts what comes through the page cache, and what is longer than 1 MiB; and where
-        # only a later part fails, Linux's loop device says that all is written (seen with 6.18): nobody's disk does that.
+        # A request must reach us whole. FUSE cuts what comes through the page cache, and what is
+        # longer than 1 MiB; and where only a later part fails, Linux's loop device says that all is
+        # written (seen with 6.18): nobody's disk does that.
         loop = Path(run("losetup", "--find", "--show", "--direct-io=on", served / "disk"))
         try:
             Path(f"/sys/block/{loop.name}/queue/max_sectors_kb").write_text("128")
@@ -122,8 +127,9 @@ def _until_served(served: Path, server: subprocess.Popen[bytes]) -> None:
 def crash_disks(
     before: Path, log: Sequence[Record], points: Sequence[int], into: Path, rng: Random
 ) -> Iterator[tuple[int, str, Path]]:
-    """For each of ``points`` (ascending: so many records were handed to the device) what a power cut then could leave: the
-    point, which part of what was not flushed has reached the disk, and an image that the caller may spoil."""
+    """For each of ``points`` (ascending: so many records were handed to the device) what a power
+    cut then could leave: the point, which part of what was not flushed has reached the disk, and an
+    image that the caller may spoil."""
     durable, state, applied, flushed = into / "durable.image", into / "state.image", 0, 0
     run("cp", "--sparse=always", before, durable)
     for point in points:
@@ -131,7 +137,9 @@ def crash_disks(
         _apply(durable, log[applied:flushed])
         applied = flushed
         pending = [r for r in log[flushed:point] if not r.is_flush]
-        for how in ("nothing", "everything", "some writes", "some sectors") if pending else ("nothing",):
+        for how in (
+            ("nothing", "everything", "some writes", "some sectors") if pending else ("nothing",)
+        ):
             run("cp", "--sparse=always", "--remove-destination", durable, state)
             _apply(state, _part(pending, how, rng))
             yield point, how, state
@@ -184,7 +192,11 @@ def serve(image: str, mountpoint: str, log: str) -> None:
                 return {"st_mode": stat.S_IFDIR | 0o755, "st_nlink": 2}
             if path not in ("/disk", "/control"):
                 raise fuse.FuseOSError(errno.ENOENT)
-            return {"st_mode": stat.S_IFREG | 0o644, "st_nlink": 1, "st_size": nbytes if path == "/disk" else 0}
+            return {
+                "st_mode": stat.S_IFREG | 0o644,
+                "st_nlink": 1,
+                "st_size": nbytes if path == "/disk" else 0,
+            }
 
         def readdir(self, path: str, fh: int) -> list[str]:
             return [".", "..", "disk", "control"]

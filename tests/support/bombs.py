@@ -1,6 +1,8 @@
-"""A program: open one bomb after the other, with a gibibyte of memory, and print how each ended, a line of JSON each.
+"""A program: open one bomb after the other, with a gibibyte of memory, and print how each ended, a
+line of JSON each.
 
-A bomb is a small file that asks for much. This runs in a process of its own: a bomb that goes off takes it down.
+A bomb is a small file that asks for much. This runs in a process of its own: a bomb that goes off
+takes it down.
 """
 
 from __future__ import annotations
@@ -31,10 +33,13 @@ def shards_that_wrap(columns: Columns, fields: Head) -> None:
 
 
 def names_that_wrap(columns: Columns, fields: Head) -> None:
-    """Lengths of names that lead to the end of all names and round to their beginning, thousands of times: each time
-    they are all one name."""
+    """Lengths of names that lead to the end of all names and round to their beginning, thousands of
+    times: each time they are all one name."""
     rounds, blob = 20_000, np.full(1 << 20, 65, np.uint8)
-    n, one = 4 * rounds, [len(blob), TOP - len(blob), TOP - len(blob), 2 * len(blob) + 2 - len(blob)]
+    n, one = (
+        4 * rounds,
+        [len(blob), TOP - len(blob), TOP - len(blob), 2 * len(blob) + 2 - len(blob)],
+    )
     columns["tensor.name"], columns["tensor.name_nbytes"] = blob, np.array(one * rounds, np.uint64)
     for name in ("tensor.dtype", "tensor.ndim", "tensor.container", "tensor.shards"):
         columns[name] = np.resize(columns[name], n)
@@ -79,7 +84,8 @@ def large_tensor(columns: Columns, fields: Head) -> None:
 
 
 def chain(columns: Columns, fields: Head) -> None:
-    """Eight thousand containers, each in the one before: their prefixes take 64 megabytes, which grow with the square."""
+    """Eight thousand containers, each in the one before: their prefixes take 64 megabytes, which
+    grow with the square."""
     known = fields["tree"]["containers"]
     fields["tree"]["containers"] = known + [[max(0, n - 1) if n > len(known) else 0, "k", "dict"] for n in range(len(known), 8_000)]  # fmt: skip
 
@@ -100,7 +106,10 @@ def billions(columns: Columns, fields: Head) -> None:
 def owners(columns: Columns, fields: Head) -> None:
     """Five thousand ranks that each have a tensor of the same name."""
     n, fields["world"] = 5_000, 5_000
-    columns["tensor.name"], columns["tensor.name_nbytes"] = np.full(n, 65, np.uint8), np.ones(n, np.uint8)
+    columns["tensor.name"], columns["tensor.name_nbytes"] = (
+        np.full(n, 65, np.uint8),
+        np.ones(n, np.uint8),
+    )
     for name in ("tensor.dtype", "tensor.ndim", "tensor.container", "tensor.shards"):
         columns[name] = np.zeros(n, np.uint8)
     columns["tensor.ndim"][:] = 1
@@ -130,7 +139,8 @@ BOMBS: dict[str, Alter] = {
 
 
 def sparse(folder: Path, which: str) -> str:
-    """A checkpoint on disk of which one file is blown up to a terabyte that takes no room. Returns its path."""
+    """A checkpoint on disk of which one file is blown up to a terabyte that takes no room. Returns
+    its path."""
     path = folder / which
     holdfast.save(path, {"w": torch.arange(64.0)})
     (image,) = path.rglob("0.safetensors")
@@ -144,7 +154,9 @@ def main(folder: str) -> None:
     made = {name: stored() for name in BOMBS}
     for name, uri in made.items():
         forge(uri, BOMBS[name])
-    made |= {f"{which} of a terabyte": sparse(Path(folder), which) for which in ("manifest", "image")}
+    made |= {
+        f"{which} of a terabyte": sparse(Path(folder), which) for which in ("manifest", "image")
+    }
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (in_use + MEMORY_NBYTES, resource.RLIM_INFINITY))
     for name, uri in made.items():
@@ -153,7 +165,12 @@ def main(folder: str) -> None:
         raised = use(uri)
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
         kinds = sorted({type(error).__name__ for error in raised})
-        told = {"bomb": name, "seconds": time.monotonic() - began_s, "grown_nbytes": grown, "raised": kinds}
+        told = {
+            "bomb": name,
+            "seconds": time.monotonic() - began_s,
+            "grown_nbytes": grown,
+            "raised": kinds,
+        }
         print(json.dumps(told), flush=True)
 
 

@@ -1,4 +1,5 @@
-"""Drivers that are wrong in one way each, to show that the conformance kit tells. All are the memory driver but for that."""
+"""Drivers that are wrong in one way each, to show that the conformance kit tells. All are the
+memory driver but for that."""
 
 from __future__ import annotations
 
@@ -397,7 +398,9 @@ class LooksTooLate(Healthy):
 class OptionsInUri(Healthy):
     """Prints its options as a part of its URI."""
 
-    OPTIONS: ClassVar[Mapping[str, Option]] = {"threads": Option(integer(1, 64), 4, "operations in flight")}
+    OPTIONS: ClassVar[Mapping[str, Option]] = {
+        "threads": Option(integer(1, 64), 4, "operations in flight")
+    }
 
     @classmethod
     def open(cls, uri: Uri) -> MemoryDriver:
@@ -470,4 +473,6 @@ class DeviationThatPasses(Healthy):
 class DeviationThatFails(ShortRead):
     """Declares what it does wrong."""
 
-    deviations: ClassVar[dict[str, str]] = {"a_read_past_the_end_is_damage": "past the end it reads nothing"}
+    deviations: ClassVar[dict[str, str]] = {
+        "a_read_past_the_end_is_damage": "past the end it reads nothing"
+    }

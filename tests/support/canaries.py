@@ -1,6 +1,8 @@
-"""A program: put secrets wherever secrets may be, make everything fail, and say all that is known about each failure.
+"""A program: put secrets wherever secrets may be, make everything fail, and say all that is known
+about each failure.
 
-Prints tracebacks with all causes, reprs, and the log at DEBUG; runs the commands too. Who calls it looks for the secrets.
+Prints tracebacks with all causes, reprs, and the log at DEBUG; runs the commands too. Who calls it
+looks for the secrets.
 """
 
 from __future__ import annotations
@@ -43,7 +45,13 @@ os.environ |= {name: canary() for name in SECRETS} | {
 
 def token_file(folder: Path) -> Path:
     """A file of delegation tokens for HDFS, with a secret identifier and a secret password."""
-    parts = (b"alias", canary().encode(), canary().encode(), b"HDFS_DELEGATION_TOKEN", b"127.0.0.1:1")
+    parts = (
+        b"alias",
+        canary().encode(),
+        canary().encode(),
+        b"HDFS_DELEGATION_TOKEN",
+        b"127.0.0.1:1",
+    )
     counted = b"".join(bytes([len(part)]) + part for part in parts)
     file = folder / "secret-tokens"
     file.write_bytes(b"HDTS\0" + bytes([1]) + counted + b"\0")
@@ -65,13 +73,15 @@ from holdfast.storage.integrations.fsspec import HoldfastFileSystem  # noqa: E40
 class Echo(http.server.BaseHTTPRequestHandler):
     """Refuses everything, and says back all that it was told, as a gateway in debug mode would."""
 
-    told: list[str] = []  # noqa: RUF012
+    told: list[str] = []
 
     def do_GET(self) -> None:
         """403, with the request's head as the body."""
         head = f"{self.path}\n{self.headers}"
         self.told.append(head)
-        body = f"<Error><Code>SignatureDoesNotMatch</Code><Message>{head}</Message></Error>".encode()
+        body = (
+            f"<Error><Code>SignatureDoesNotMatch</Code><Message>{head}</Message></Error>".encode()
+        )
         self.send_response(403)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -146,8 +156,8 @@ def tables(server: str) -> list[str]:
     """Configuration files with secrets in them."""
     return [
         f'[s3]\nsecret_access_key = "{canary()}"', f'["s3://user:{canary()}@bucket"]\nretries = 1', f'["s3://user:{canary()}@bucket"]\nnothing = "{canary()}"',
-        f'["s3://u:{canary()}@b?x=1"]\nretries = 1', f'["://u:{canary()}@b"]\nretries = 1', f'[common]\ntoken = "{canary()}"', f'[s3]\nretries = "{canary()}"',
-        f'[s3]\nendpoint = "http://u:{canary()}@{server}"', f'[s3]\npassword = "{canary()}', f'[s3]\nendpoint = ["{canary()}"]',
+        f'["s3://u:{canary()}@b?x=1"]\nretries = 1', f'["://u:{canary()}@b"]\nretries = 1', (f'[common]\ntoken = ' f'"{canary()}"'), (f'[s3]\nretries = ' f'"{canary()}"'),
+        f'[s3]\nendpoint = "http://u:{canary()}@{server}"', (f'[s3]\npassword = ' f'"{canary()}'), (f'[s3]\nendpoint = ' f'["{canary()}"]'),
     ]  # fmt: skip
 
 
@@ -156,10 +166,16 @@ def hadoop(conf: Path) -> None:
     conf.joinpath("broken").mkdir(parents=True)
     secret = "".join(
         f"<property><name>{name}</name><value>{canary()}</value></property>"
-        for name in ("fs.s3a.secret.key", "hadoop.http.authentication.signature.secret", "dfs.nameservices")
+        for name in (
+            "fs.s3a.secret.key",
+            "hadoop.http.authentication.signature.secret",
+            "dfs.nameservices",
+        )
     )
     conf.joinpath("core-site.xml").write_text(f"<configuration>{secret}</configuration>")
-    conf.joinpath("broken", "core-site.xml").write_text(f"<configuration>{secret}<property></configuration>")
+    conf.joinpath("broken", "core-site.xml").write_text(
+        f"<configuration>{secret}<property></configuration>"
+    )
     os.environ["HADOOP_CONF_DIR"] = str(conf)
 
 
@@ -193,7 +209,9 @@ def configured(server: str, file: Path) -> None:
     os.environ["HOLDFAST_CONFIG"] = ""
     for variable in ("HOLDFAST_S3_SECRET_ACCESS_KEY", "HOLDFAST_S3_RETRIES", "HOLDFAST_TOKEN", "HOLDFAST_S3_ENDPOINT", "AWS_ENDPOINT_URL"):  # fmt: skip
         before = os.environ.pop("HOLDFAST_S3_ENDPOINT")
-        os.environ[variable] = f"http://u:{canary()}@{server}" if "ENDPOINT" in variable else canary()
+        os.environ[variable] = (
+            f"http://u:{canary()}@{server}" if "ENDPOINT" in variable else canary()
+        )
         tell(lambda: open_driver("s3://bucket/run"))
         tell(lambda: holdfast.open("s3://bucket/run"))
         command("drivers", "s3://bucket/run")

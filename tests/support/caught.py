@@ -102,7 +102,8 @@ FAULTS: dict[type[Healthy], str] = {
     DeletesNoRoots: "an_object_comes_back",
     RefusesLate: "strange_keys_can_be_uploaded_to_or_are_refused",
 }
-"""Drivers that declare a deviation, wrongly and rightly; one that fails where no trial looks; one that does not fail."""
+"""Drivers that declare a deviation, wrongly and rightly; one that fails where no trial looks; one
+that does not fail."""
 
 
 class _Watch:
@@ -138,7 +139,9 @@ def _run(kind: type[Healthy], *trials: str) -> dict[str, Any]:
         "--driver-probe",
         "holdfast.drivers.conformance.probes:MemoryProbe",
     ]
-    status = pytest.main([*options, "--pyargs", "holdfast.drivers.conformance", *driver], plugins=[watch])
+    status = pytest.main(
+        [*options, "--pyargs", "holdfast.drivers.conformance", *driver], plugins=[watch]
+    )
     return {"status": int(status), "failed": sorted(watch.failed), "passed": sorted(watch.passed)}
 
 

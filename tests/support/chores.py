@@ -30,7 +30,8 @@ __all__ = ["plain_load", "plain_save"]
 
 
 def plain_state(rank: int, world: int) -> dict[str, Any]:
-    """Plain tensors and values: the same everywhere, different everywhere, on some ranks, tied in an order of their own."""
+    """Plain tensors and values: the same everywhere, different everywhere, on some ranks, tied in
+    an order of their own."""
     tied = torch.arange(700.0)
     state: dict[str, Any] = {
         "same": torch.arange(30_000.0), "turned": torch.arange(12.0).reshape(3, 4).t(), "own": torch.full((5,), float(rank)),
@@ -66,7 +67,9 @@ def plain_load(uri: str, saved_world: int) -> list[str]:
     """Load it into a state of this rank's own, and without one; return differences."""
     rank, world = dist.get_rank(), dist.get_world_size()
     expected = plain_state(rank, saved_world)
-    into = plain_state(rank + 10, saved_world) | ({"only": {"t": torch.zeros(3), "v": ""}} if rank == 1 else {})
+    into = plain_state(rank + 10, saved_world) | (
+        {"only": {"t": torch.zeros(3), "v": ""}} if rank == 1 else {}
+    )
     into = {key: into[key] for key in expected if key in into}
     into["same"], into["turned"] = torch.zeros(30_000), torch.zeros(3, 4).t()
     if rank >= 2:
@@ -92,14 +95,16 @@ class Tied(nn.Module):
 
 
 def giant_save(uri: str, plain: bool) -> int:
-    """Save one tensor of 16 MB that all ranks hold alike, plain or as a DTensor; return the bytes of this rank's image."""
+    """Save one tensor of 16 MB that all ranks hold alike, plain or as a DTensor; return the bytes
+    of this rank's image."""
     tensor = torch.arange(4_000_000, dtype=torch.float32).view(4, -1)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     return holdfast.save(uri, {"t": tensor if plain else laid_out(tensor, mesh, ("R",))}).nbytes
 
 
 def replicas(uri: str, seed: int) -> list[Any]:
-    """A module that all ranks hold alike, as DistributedDataParallel has it: save it, load it into another."""
+    """A module that all ranks hold alike, as DistributedDataParallel has it: save it, load it into
+    another."""
     torch.manual_seed(seed)
     model = Tied()
     model.register_buffer("mean", torch.full((3,), float(dist.get_rank())))
@@ -122,7 +127,10 @@ def random_save(uri: str) -> list[Any]:
     torch.manual_seed(rank)
     np.random.seed(rank)
     random.seed(rank)
-    holdfast.save(uri, {"rng": holdfast.RNGState(), "g": torch.Generator().manual_seed(rank), "w": torch.ones(3)})
+    holdfast.save(
+        uri,
+        {"rng": holdfast.RNGState(), "g": torch.Generator().manual_seed(rank), "w": torch.ones(3)},
+    )
     return draw()
 
 
@@ -137,9 +145,12 @@ def random_load(uri: str) -> list[Any]:
 
 
 def save_with(uri: str, overrides: dict[int, Any], deadline_s: float = 30.0) -> Any:
-    """Save; some ranks' states are another one. Return how long it took, or raise with that in ``took_s``."""
+    """Save; some ranks' states are another one. Return how long it took, or raise with that in
+    ``took_s``."""
     state = overrides.get(dist.get_rank(), {"x": torch.arange(100.0), "y": 1})
-    return _timed(lambda: holdfast.save(uri, state() if callable(state) else state, deadline_s=deadline_s))
+    return _timed(
+        lambda: holdfast.save(uri, state() if callable(state) else state, deadline_s=deadline_s)
+    )
 
 
 def save_from(uris: list[str]) -> Any:
@@ -163,7 +174,12 @@ def disagreeing(uri: str, how: str) -> Any:
     kind = "S1" if odd and how == "offset" else "S0"
     local = torch.zeros(-(-rows // 4), 3) if kind == "S0" else torch.zeros(8, 1)
     shard = DTensor.from_local(
-        local.to(x.dtype), mesh, [placement(kind)], run_check=False, shape=x.shape, stride=x.stride()
+        local.to(x.dtype),
+        mesh,
+        [placement(kind)],
+        run_check=False,
+        shape=x.shape,
+        stride=x.stride(),
     )
     return _timed(lambda: holdfast.save(uri, {"x": shard}))
 
@@ -191,8 +207,9 @@ def _timed(work: Any) -> Any:
 
 
 def joining_save(uri: str, hosts: list[str], rank: int, sign: str, deadline_s: float) -> Any:
-    """Save, with each rank on the host that is named for it. One rank comes to a halt when it has what the others of its
-    host have written, and has not told of it; a file says so. It is meant to be killed there."""
+    """Save, with each rank on the host that is named for it. One rank comes to a halt when it has
+    what the others of its host have written, and has not told of it; a file says so. It is meant to
+    be killed there."""
     global_plan.host_key = lambda: hosts[dist.get_rank()]
     if dist.get_rank() == rank:
         save._joined = partial(_halted, sign)
@@ -206,8 +223,8 @@ def _halted(sign: str, *_: Any) -> Any:
 
 
 def halting_save(uri: str, rank: int, moment: str, sign: str, deadline_s: float) -> Any:
-    """One rank comes to a halt before ``moment`` (a method of the driver), for good, with its engine; a file says that it
-    has. It is meant to be killed there."""
+    """One rank comes to a halt before ``moment`` (a method of the driver), for good, with its
+    engine; a file says that it has. It is meant to be killed there."""
     if dist.get_rank() == rank:
         method = getattr(LocalDriver, moment)
 
@@ -220,7 +237,9 @@ def halting_save(uri: str, rank: int, moment: str, sign: str, deadline_s: float)
         setattr(LocalDriver, moment, halt)
     return _timed(
         lambda: holdfast.save(
-            uri, {"x": torch.full((1000,), 2.0), "own": torch.full((9,), dist.get_rank())}, deadline_s=deadline_s
+            uri,
+            {"x": torch.full((1000,), 2.0), "own": torch.full((9,), dist.get_rank())},
+            deadline_s=deadline_s,
         )
     )
 
@@ -237,14 +256,17 @@ def failing_save(uri: str, rank: int, moment: str) -> Any:
     setattr(LocalDriver, moment, fail)
     try:
         return _timed(
-            lambda: holdfast.save(uri, {"x": torch.full((1000,), 2.0), "own": torch.full((9,), dist.get_rank())})
+            lambda: holdfast.save(
+                uri, {"x": torch.full((1000,), 2.0), "own": torch.full((9,), dist.get_rank())}
+            )
         )
     finally:
         setattr(LocalDriver, moment, method)
 
 
 def hide_folder(path: str, rank: int, instead: str) -> str | None:
-    """On one rank, mount another folder over ``path``, for this process alone. Returns why that is not possible."""
+    """On one rank, mount another folder over ``path``, for this process alone. Returns why that is
+    not possible."""
     if dist.get_rank() != rank:
         return None
     libc = ctypes.CDLL(None, use_errno=True)
@@ -276,7 +298,9 @@ def recorded_save(uri: str) -> list[str]:
     for module, name, function in before:
         setattr(module, name, _recording(function, name, called))
     try:
-        handle = holdfast.async_save(uri, {"model": model, "optim": optim, "rng": holdfast.RNGState()})
+        handle = holdfast.async_save(
+            uri, {"model": model, "optim": optim, "rng": holdfast.RNGState()}
+        )
         handle.wait()
         holdfast.load(uri, into={"model": model, "optim": optim, "rng": holdfast.RNGState()})
     finally:
@@ -294,12 +318,18 @@ def _recording(function: Any, name: str, called: list[str]) -> Any:
 
 
 def overlapped(uri: str, saves: int, budget_nbytes: int | None) -> list[Any]:
-    """Train while earlier steps are being saved; return the state at each save, gathered, and at the end."""
+    """Train while earlier steps are being saved; return the state at each save, gathered, and at
+    the end."""
     model, optim = sharded("fsdp", 1)
     handles, states = [], []
     for step in range(saves):
         train(model, optim, step, step + 1)
-        state = {"model": model, "optim": optim, "step": step, "own": torch.full((3,), float(dist.get_rank() + step))}
+        state = {
+            "model": model,
+            "optim": optim,
+            "step": step,
+            "own": torch.full((3,), float(dist.get_rank() + step)),
+        }
         states.append(state_of(model, optim))
         handles.append(holdfast.async_save(f"{uri}/{step}", state, budget_nbytes=budget_nbytes))
         state["own"].zero_()
@@ -312,7 +342,8 @@ def overlapped(uri: str, saves: int, budget_nbytes: int | None) -> list[Any]:
 
 
 def partial_meshes(uri: str) -> list[Any]:
-    """Pipeline stages: ranks 0 and 1 hold a tensor that 2 and 3 do not have, and the other way round."""
+    """Pipeline stages: ranks 0 and 1 hold a tensor that 2 and 3 do not have, and the other way
+    round."""
     stage = dist.get_rank() // 2
     whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     full = torch.arange(35.0).reshape(7, 5) + stage
@@ -335,14 +366,17 @@ def partial_meshes(uri: str) -> list[Any]:
 
 
 def meshes_of_one_name(uri: str, how: str) -> Any:
-    """Two lines of a mesh that each hold a tensor of the same name: alike, or not, or held by one line only."""
+    """Two lines of a mesh that each hold a tensor of the same name: alike, or not, or held by one
+    line only."""
     rank = dist.get_rank()
     whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("line", "dp"))
     full = torch.arange(35.0).reshape(7, 5) + (rank // 2 if how == "different" else 0)
     here = how != "one line" or rank < 2
     state: dict[str, Any] = {"w": laid_out(full, whole["dp"], ("S0",))} if here else {}
     state["v"] = laid_out(torch.arange(9.0), whole["dp"], ("R",))
-    into = {name: laid_out(torch.full(t.shape, -1.0), whole["dp"], ("S0",)) for name, t in state.items()}
+    into = {
+        name: laid_out(torch.full(t.shape, -1.0), whole["dp"], ("S0",)) for name, t in state.items()
+    }
 
     def work() -> None:
         holdfast.save(uri, state)
@@ -388,7 +422,14 @@ def repeated(uri: str, saves: int) -> list[int]:
     store = dist.distributed_c10d._get_default_store()
     counts = []
     for step in range(saves):
-        holdfast.save(uri, {"step": step, "x": torch.full((10,), float(step)), "own": torch.tensor(dist.get_rank())})
+        holdfast.save(
+            uri,
+            {
+                "step": step,
+                "x": torch.full((10,), float(step)),
+                "own": torch.tensor(dist.get_rank()),
+            },
+        )
         holdfast.load(uri, into={"step": 0, "x": torch.zeros(10), "own": torch.tensor(0)})
         dist.barrier()
         counts.append(store.num_keys())

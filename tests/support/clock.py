@@ -1,4 +1,5 @@
-"""An event loop whose time passes only when nothing else can happen: an hour of pauses takes a moment, and comes out exact."""
+"""An event loop whose time passes only when nothing else can happen: an hour of pauses takes a
+moment, and comes out exact."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ class _JumpingSelector(selectors.SelectSelector):
 class WithoutThreads(asyncio.AbstractEventLoop):
     """An event loop in which what belongs in a thread runs at once."""
 
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
+    def run_in_executor(
+        self, executor: Any, func: Callable[..., Any], *args: Any
+    ) -> asyncio.Future[Any]:  # type: ignore[override]
         """See asyncio."""
         done = self.create_future()
         try:
@@ -49,6 +52,7 @@ class _VirtualLoop(WithoutThreads, asyncio.SelectorEventLoop):
 
 
 def run_virtual(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run ``coroutine`` to its end, in virtual time, which begins at 0. What belongs in a thread runs at once."""
+    """Run ``coroutine`` to its end, in virtual time, which begins at 0. What belongs in a thread
+    runs at once."""
     with asyncio.Runner(loop_factory=_VirtualLoop) as runner:
         return runner.run(coroutine)

@@ -20,7 +20,18 @@ from holdfast.storage.state.flatten import flatten
 from .drivers import contents
 from .ranks import save_as_ranks
 
-__all__ = ["OLD", "RANKS", "attempts", "checkpoint", "copied", "flipped", "images", "loaded", "run", "save"]
+__all__ = [
+    "OLD",
+    "RANKS",
+    "attempts",
+    "checkpoint",
+    "copied",
+    "flipped",
+    "images",
+    "loaded",
+    "run",
+    "save",
+]
 
 BUDGET_NBYTES = 64 << 20
 RANKS = 3
@@ -46,7 +57,9 @@ def loaded(driver: Driver) -> Any:
     return run(run_build(driver, 0, BUDGET_NBYTES))[0]
 
 
-def copied(theirs: Driver, ours: Driver, *, overwrite: bool = False, budget_nbytes: int = BUDGET_NBYTES) -> int:
+def copied(
+    theirs: Driver, ours: Driver, *, overwrite: bool = False, budget_nbytes: int = BUDGET_NBYTES
+) -> int:
     """Copy; return the bytes that were sent."""
     _, sent_nbytes = run(copy_checkpoint(theirs, ours, Orders(overwrite, budget_nbytes)))
     return int(sent_nbytes)
@@ -55,13 +68,20 @@ def copied(theirs: Driver, ours: Driver, *, overwrite: bool = False, budget_nbyt
 def checkpoint(elements: int = 4000) -> MemoryDriver:
     """Storage with a checkpoint of three ranks, each with an image of its own."""
     storage = MemoryDriver()
-    save_as_ranks(storage, [{"who": "new", "own": torch.full((elements,), float(rank))} for rank in range(RANKS)])
+    save_as_ranks(
+        storage,
+        [{"who": "new", "own": torch.full((elements,), float(rank))} for rank in range(RANKS)],
+    )
     return storage
 
 
 def images(storage: Driver) -> list[str]:
     """The images that are visible, whichever attempt they are of."""
-    return sorted(key for key in run(contents(storage)) if key.endswith(".safetensors") and key != MANIFEST_KEY)
+    return sorted(
+        key
+        for key in run(contents(storage))
+        if key.endswith(".safetensors") and key != MANIFEST_KEY
+    )
 
 
 def flipped(storage: MemoryDriver, key: str, at: int) -> None:

@@ -1,5 +1,5 @@
-"""A job under DeepSpeed, as a launcher starts it: what becomes of its saves and loads. Arguments: the URI, and where to put
-the outcome."""
+"""A job under DeepSpeed, as a launcher starts it: what becomes of its saves and loads. Arguments:
+the URI, and where to put the outcome."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def engine(model: nn.Module, stage: int) -> tuple[Any, Any]:
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": stage < 3},
     }
-    made, optim, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    made, optim, _, _ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
     step(made)
     return made, optim
 
@@ -66,14 +68,20 @@ def partitioned(uri: str) -> dict[str, Any]:
         "state dict": {"model": made.module.state_dict(), "rng": holdfast.RNGState()},
     }
     found: dict[str, Any] = {
-        f"save {name}": outcome(lambda state=state, name=name: holdfast.save(f"{uri}/{name}", state))
+        f"save {name}": outcome(
+            lambda state=state, name=name: holdfast.save(f"{uri}/{name}", state)
+        )
         for name, state in states.items()
     }
-    found["committed"] = sorted(path.parent.name for path in Path(uri).glob("*/manifest.safetensors"))
+    found["committed"] = sorted(
+        path.parent.name for path in Path(uri).glob("*/manifest.safetensors")
+    )
     with deepspeed.zero.GatheredParameters(list(made.module.parameters())):
         holdfast.save(f"{uri}/gathered", {"model": made.module})
         expected = {name: p.detach().clone() for name, p in made.module.named_parameters()}
-    found["load module"] = outcome(lambda: holdfast.load(f"{uri}/gathered", into={"model": made.module}))
+    found["load module"] = outcome(
+        lambda: holdfast.load(f"{uri}/gathered", into={"model": made.module})
+    )
     plain = Model(2)
     holdfast.load(f"{uri}/gathered", into={"model": plain})
     found["gathered"] = all(torch.equal(p, expected[name]) for name, p in plain.named_parameters())
@@ -85,12 +93,18 @@ def with_masters(uri: str) -> dict[str, Any]:
     source = Model(3).bfloat16()
     holdfast.save(f"{uri}/source", {"model": source})
     made, optim = engine(Model(4), 1)
-    states = {"module": {"model": made.module}, "engine": {"model": made}, "optimizer": {"optim": optim}}
+    states = {
+        "module": {"model": made.module},
+        "engine": {"model": made},
+        "optimizer": {"optim": optim},
+    }
     found: dict[str, Any] = {
         f"load {name}": outcome(lambda state=state: holdfast.load(f"{uri}/source", into=state))
         for name, state in states.items()
     }
-    found["save optimizer"] = outcome(lambda: holdfast.save(f"{uri}/optimizer", states["optimizer"]))
+    found["save optimizer"] = outcome(
+        lambda: holdfast.save(f"{uri}/optimizer", states["optimizer"])
+    )
     found["save module"] = outcome(lambda: holdfast.save(f"{uri}/saved", states["module"]))
     holdfast.load(f"{uri}/source", into={"model": made.module.state_dict()})
     made.optimizer.refresh_fp32_params()

@@ -27,7 +27,9 @@ MAKE = {
 
 def run(*command: str | Path) -> str:
     """What a program says. Raises OSError, with its complaint, if it fails."""
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, timeout=60, check=False
+    )
     if done.returncode:
         raise OSError(f"{command[0]}: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout.strip()
@@ -51,10 +53,16 @@ class Disk:
 
     def mount(self) -> None:
         """Attach and mount it; raises OSError where that cannot be done here."""
-        run("mount", *(() if self.image.is_block_device() else ("-o", "loop")), self.image, self.folder)
+        run(
+            "mount",
+            *(() if self.image.is_block_device() else ("-o", "loop")),
+            self.image,
+            self.folder,
+        )
 
     def unmount(self) -> None:
-        """Unmount and detach it; nothing may stay open there. (A save closes its files a moment after it has returned.)"""
+        """Unmount and detach it; nothing may stay open there. (A save closes its files a moment
+        after it has returned.)"""
         deadline_s = time.monotonic() + 20
         while True:
             try:
@@ -79,13 +87,18 @@ class Disk:
         self.mount()
 
     def mend(self) -> None:
-        """Mount it again, checked and repaired first, as a machine does that starts after its disk has failed: else a file
-        system that has given up its journal comes back read-only, or not at all."""
+        """Mount it again, checked and repaired first, as a machine does that starts after its disk
+        has failed: else a file system that has given up its journal comes back read-only, or not at
+        all."""
         self.unmount()
         kind = run("blkid", "-o", "value", "-s", "TYPE", self.image)
         if kind == "ext4":
             done = subprocess.run(
-                ["e2fsck", "-f", "-y", self.image], capture_output=True, text=True, timeout=60, check=False
+                ["e2fsck", "-f", "-y", self.image],
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=False,
             )
             if done.returncode > 1:  # 1: errors were found, and mended
                 raise OSError(f"e2fsck: {done.stdout.strip()}")
@@ -93,7 +106,8 @@ class Disk:
 
     @contextlib.contextmanager
     def mounted(self) -> Iterator[Disk]:
-        """Mounted for the length of a ``with`` block, whatever happens in it. Skips the test where nothing can be."""
+        """Mounted for the length of a ``with`` block, whatever happens in it. Skips the test where
+        nothing can be."""
         self.folder.mkdir(exist_ok=True)
         try:
             self.mount()

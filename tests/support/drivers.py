@@ -1,4 +1,5 @@
-"""Drivers around drivers: one that calls back before and after every operation, so that a test can fail, halt or count it."""
+"""Drivers around drivers: one that calls back before and after every operation, so that a test can
+fail, halt or count it."""
 
 from __future__ import annotations
 
@@ -19,10 +20,11 @@ async def nothing(operation: str, key: str) -> None:
 
 
 class HookedDriver(Driver):
-    """Passes everything on to ``inner``; calls ``before`` and ``after`` around each operation that reaches storage.
+    """Passes everything on to ``inner``; calls ``before`` and ``after`` around each operation that
+    reaches storage.
 
-    ``delete_all`` deletes object by object, in the order that ``arrange`` puts the keys in, with both hooks around each:
-    it is not atomic, says the contract.
+    ``delete_all`` deletes object by object, in the order that ``arrange`` puts the keys in, with
+    both hooks around each: it is not atomic, says the contract.
     """
 
     def __init__(
@@ -37,7 +39,12 @@ class HookedDriver(Driver):
         self.closed = 0
 
     async def around(
-        self, operation: str, key: str, work: Callable[..., Awaitable[Any]], *args: Any, **kwargs: Any
+        self,
+        operation: str,
+        key: str,
+        work: Callable[..., Awaitable[Any]],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Perform one operation between the hooks."""
         await self.before(operation, key)
@@ -104,7 +111,8 @@ async def contents(driver: Driver) -> dict[str, bytes]:
 
 
 class Fault:
-    """Fails the n-th access, before or after it was done; every later one too if the process, or the storage, is gone."""
+    """Fails the n-th access, before or after it was done; every later one too if the process, or
+    the storage, is gone."""
 
     def __init__(self, n: int, *, after: bool, for_good: bool) -> None:
         self.n, self.after, self.for_good = n, after, for_good

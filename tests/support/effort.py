@@ -12,5 +12,8 @@ EFFORT = int(os.environ.get("HOLDFAST_TEST_EFFORT", "1"))
 
 
 def examples(count: int, *suppressed: HealthCheck) -> settings:
-    """So many examples in a plain run. With more effort: so many times as many, and other ones each time, also on CI."""
-    return settings(max_examples=count * EFFORT, suppress_health_check=[HealthCheck.too_slow, *suppressed])
+    """So many examples in a plain run. With more effort: so many times as many, and other ones each
+    time, also on CI."""
+    return settings(
+        max_examples=count * EFFORT, suppress_health_check=[HealthCheck.too_slow, *suppressed]
+    )

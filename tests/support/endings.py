@@ -1,4 +1,5 @@
-"""Jobs started as other launchers than torchrun do, where rank 0's process serves the store. What each rank does."""
+"""Jobs started as other launchers than torchrun do, where rank 0's process serves the store. What
+each rank does."""
 
 from __future__ import annotations
 
@@ -15,14 +16,21 @@ import holdfast
 
 def main() -> None:
     """Arguments: what to do, rank, world, port, folder."""
-    what, rank, world, port, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], Path(sys.argv[5])
+    what, rank, world, port, folder = (
+        sys.argv[1],
+        int(sys.argv[2]),
+        int(sys.argv[3]),
+        sys.argv[4],
+        Path(sys.argv[5]),
+    )
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
     dist.init_process_group("gloo", rank=rank, world_size=world)
     globals()[what](rank, world, folder)
 
 
 def leave_after_save(rank: int, world: int, folder: Path) -> None:
-    """The last line of the program is a save; rank 0 is gone when the others have hardly heard of it."""
+    """The last line of the program is a save; rank 0 is gone when the others have hardly heard of
+    it."""
     holdfast.save(folder / "c", {"own": torch.full((1000,), float(rank))})
     if rank:
         (folder / str(rank)).write_text("saved")
@@ -46,7 +54,8 @@ def leave_after_load(rank: int, world: int, folder: Path) -> None:
 
 
 def made_anew(rank: int, world: int, folder: Path) -> None:
-    """The process group is destroyed and made anew within the process, over a store that outlives it, and then smaller."""
+    """The process group is destroyed and made anew within the process, over a store that outlives
+    it, and then smaller."""
     state = {"own": torch.full((1000,), float(rank))}
     holdfast.save(folder / "c", state, deadline_s=20)
     port = int(os.environ["MASTER_PORT"]) + 1
@@ -58,7 +67,9 @@ def made_anew(rank: int, world: int, folder: Path) -> None:
             break
         if rank == turn % 2:
             time.sleep(0.3)
-        dist.init_process_group("gloo", store=dist.PrefixStore(f"turn {turn}", server), rank=rank, world_size=size)
+        dist.init_process_group(
+            "gloo", store=dist.PrefixStore(f"turn {turn}", server), rank=rank, world_size=size
+        )
         holdfast.load(folder / "c", into={"own": torch.zeros(1000)}, strict=False, deadline_s=20)
         holdfast.save(folder / "c", state, deadline_s=20)
     if rank == world - 1:

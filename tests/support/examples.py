@@ -30,18 +30,32 @@ assert [found.path for found in holdfast.list_checkpoints(uri)] == ["step-1", "s
 
 
 def install(name: str, folder: Path) -> Path:
-    """A folder below ``folder`` into which pip installed an example, without a network and without building Holdfast."""
+    """A folder below ``folder`` into which pip installed an example, without a network and without
+    building Holdfast."""
     source, target = folder / "source", folder / "target"
-    shutil.copytree(EXAMPLES / name, source, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
+    shutil.copytree(
+        EXAMPLES / name, source, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
+    )
     target.mkdir()
-    options = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
-    run([sys.executable, "-m", "pip", "install", *options, "--target", str(target), str(source)], target)
+    options = [
+        "--quiet",
+        "--no-index",
+        "--no-deps",
+        "--no-build-isolation",
+        "--disable-pip-version-check",
+    ]
+    run(
+        [sys.executable, "-m", "pip", "install", *options, "--target", str(target), str(source)],
+        target,
+    )
     return target
 
 
 def run(command: list[str], installed: Path) -> str:
     """The output of a command that finds the installed package; the command succeeds."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(installed), *filter(None, sys.path)])}
-    done = subprocess.run(command, cwd=installed, env=env, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(
+        command, cwd=installed, env=env, capture_output=True, text=True, timeout=110, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

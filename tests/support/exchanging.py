@@ -1,4 +1,5 @@
-"""For the ranks of a gang to do: load what all of them want, and count, or fail, or halt in the middle."""
+"""For the ranks of a gang to do: load what all of them want, and count, or fail, or halt in the
+middle."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ CHUNK_NBYTES = 16 << 20
 
 
 def replicated(chunks: int) -> dict[str, torch.Tensor]:
-    """What all ranks hold alike, about so many chunks, of which a quarter shrinks, and what each has of its own."""
+    """What all ranks hold alike, about so many chunks, of which a quarter shrinks, and what each
+    has of its own."""
     n = chunks * CHUNK_NBYTES // 16
     shared = {f"t{i}": torch.arange(n, dtype=torch.float32) * (i + 1) for i in range(4)}
     shared["t3"] //= 1024
@@ -46,9 +48,10 @@ def exchanging_load(
     cannot: tuple[int, ...] = (),
     strangers: tuple[int, ...] = (),
 ) -> dict[str, Any]:
-    """Load it on every rank. ``hosts``: which host each rank takes itself to be on. Ranks in ``cannot`` have no memory to
-    share; those in ``strangers`` find no other's door. Returns what was read, how often the manifest, and was checked, what
-    is wrong, and how much memory is still shared.
+    """Load it on every rank. ``hosts``: which host each rank takes itself to be on. Ranks in
+    ``cannot`` have no memory to share; those in ``strangers`` find no other's door. Returns what
+    was read, how often the manifest, and was checked, what is wrong, and how much memory is still
+    shared.
     """
     gc.collect()  # what an error held that a test before was about
     expected, rank = replicated(chunks), dist.get_rank()
@@ -104,10 +107,12 @@ async def _unanswered(*_: Any) -> Any:
     raise ConnectionRefusedError("nobody opens")
 
 
-def broken_load(uri: str, chunks: int, rank: int, sign: str | None, deadline_s: float, exchange: Any = True) -> Any:
-    """As above; but at its second read of an image one rank fails, or, if there is a ``sign``, leaves it and comes to a halt
-    with its engine, to be killed there. Returns seconds; or raises, with these in ``took_s``, and in ``left`` how much
-    memory is still shared."""
+def broken_load(
+    uri: str, chunks: int, rank: int, sign: str | None, deadline_s: float, exchange: Any = True
+) -> Any:
+    """As above; but at its second read of an image one rank fails, or, if there is a ``sign``,
+    leaves it and comes to a halt with its engine, to be killed there. Returns seconds; or raises,
+    with these in ``took_s``, and in ``left`` how much memory is still shared."""
     method, count = LocalDriver.read, 0
 
     async def broken(self: Any, key: str, start: int, into: memoryview) -> None:

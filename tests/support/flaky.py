@@ -13,18 +13,23 @@ from holdfast.drivers.memory import MemoryDriver
 __all__ = ["Flaky", "Step"]
 
 Step = BaseException | float | tuple[float, BaseException] | None
-"""What one operation does: raises, takes seconds, takes seconds and then raises, or nothing special."""
+"""What one operation does: raises, takes seconds, takes seconds and then raises, or nothing
+special."""
 
 T = TypeVar("T")
 
 
 class Flaky(Layer):
-    """Objects in memory. Operation after operation takes the next step of ``script``; after its end all go well.
+    """Objects in memory. Operation after operation takes the next step of ``script``; after its end
+    all go well.
 
-    ``after``: a step's error comes when the operation has been done. ``tried`` is what was tried, and when it began.
+    ``after``: a step's error comes when the operation has been done. ``tried`` is what was tried,
+    and when it began.
     """
 
-    def __init__(self, script: Iterable[Step] = (), *, after: bool = False, remote: bool = True) -> None:
+    def __init__(
+        self, script: Iterable[Step] = (), *, after: bool = False, remote: bool = True
+    ) -> None:
         super().__init__(MemoryDriver())
         self.remote = remote  # type: ignore[misc]
         self.script = iter(script)
@@ -36,7 +41,11 @@ class Flaky(Layer):
         self.tried.append((operation.name, asyncio.get_running_loop().time()))
         step = next(self.script, None)
         delay_s, error = (
-            step if isinstance(step, tuple) else (0.0, step) if isinstance(step, BaseException) else (step, None)
+            step
+            if isinstance(step, tuple)
+            else (0.0, step)
+            if isinstance(step, BaseException)
+            else (step, None)
         )
         if delay_s:
             try:

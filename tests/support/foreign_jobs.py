@@ -1,4 +1,5 @@
-"""What the ranks of a gang do with layouts of other frameworks: each function tells what became of saves and loads."""
+"""What the ranks of a gang do with layouts of other frameworks: each function tells what became of
+saves and loads."""
 
 from __future__ import annotations
 
@@ -64,20 +65,33 @@ def step(model: nn.Module, optim: torch.optim.Optimizer) -> None:
 
 
 def fsdp1_objects(uri: str) -> list[tuple[str, str]]:
-    """Save and load a module and an optimizer of FSDP1, with and without a mesh, in each of its kinds of state dict: what
-    each raised."""
+    """Save and load a module and an optimizer of FSDP1, with and without a mesh, in each of its
+    kinds of state dict: what each raised."""
     warnings.simplefilter("ignore")
     seen = []
     for mesh, orig in product((False, True), (False, True)):
         model, optim = fsdp1(1, mesh=mesh, orig=orig)
-        for kind in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT):
+        for kind in (
+            StateDictType.FULL_STATE_DICT,
+            StateDictType.SHARDED_STATE_DICT,
+            StateDictType.LOCAL_STATE_DICT,
+        ):
             FullyShardedDataParallel.set_state_dict_type(model, kind)
             whole = {"nets": [model], "optim": optim}
-            for name, state in (("both", whole), ("bare", model[1]), ("optimizer", {"optim": optim})):
+            for name, state in (
+                ("both", whole),
+                ("bare", model[1]),
+                ("optimizer", {"optim": optim}),
+            ):
                 what = f"{name} mesh={mesh} orig={orig} {kind.name}"
                 seen += [
                     (f"save {what}", outcome(lambda state=state: holdfast.save(uri, state))),
-                    (f"async {what}", outcome(lambda state=state: holdfast.async_save(uri, state, lazy=True).wait())),
+                    (
+                        f"async {what}",
+                        outcome(
+                            lambda state=state: holdfast.async_save(uri, state, lazy=True).wait()
+                        ),
+                    ),
                     (f"load {what}", outcome(lambda state=state: holdfast.load(uri, into=state))),
                 ]
     return seen
@@ -99,7 +113,8 @@ def fsdp1_leaves(uri: str) -> list[str]:
 
 
 def fsdp1_by_full_state_dicts(uri: str) -> bool:
-    """Save and load FSDP1 as its error advises; whether the next step is the one of the job that went on."""
+    """Save and load FSDP1 as its error advises; whether the next step is the one of the job that
+    went on."""
     warnings.simplefilter("ignore")
     options = StateDictOptions(full_state_dict=True)
     model, optim = fsdp1(1, mesh=False, orig=True)
@@ -111,7 +126,13 @@ def fsdp1_by_full_state_dicts(uri: str) -> bool:
     into = {"state": tuple(into["state"])}
     holdfast.load(uri, into=into)
     model_state, optim_state = into["state"]
-    set_state_dict(fresh, fresh_optim, model_state_dict=model_state, optim_state_dict=optim_state, options=options)
+    set_state_dict(
+        fresh,
+        fresh_optim,
+        model_state_dict=model_state,
+        optim_state_dict=optim_state,
+        options=options,
+    )
     step(fresh, fresh_optim)
     expected = get_state_dict(model, optim, options=options)[0]
     found = get_state_dict(fresh, fresh_optim, options=options)[0]
@@ -130,11 +151,14 @@ def _hooked(tensor: DTensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -
 def _wrapped(mesh: DeviceMesh) -> DTensor:
     """A DTensor whose local tensor is several."""
     local = LocalShardsWrapper([torch.ones(1, 2), torch.ones(1, 2)], [(0, 0), (1, 0)])
-    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size((4, 2)), stride=(2, 1))
+    return DTensor.from_local(
+        local, mesh, [Shard(0)], run_check=False, shape=torch.Size((4, 2)), stride=(2, 1)
+    )
 
 
 def hooked_tensors(uri: str) -> dict[str, str]:
-    """Save and load DTensors of which hooks tell how they are laid out: as their placements do, and otherwise."""
+    """Save and load DTensors of which hooks tell how they are laid out: as their placements do, and
+    otherwise."""
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,))
 
@@ -170,8 +194,12 @@ def hooked_tensors(uri: str) -> dict[str, str]:
     }
     found = {}
     for name, state in states.items():
-        found[f"save {name}"] = outcome(lambda state=state, name=name: holdfast.save(f"{uri}/{name}", state))
-        found[f"load {name}"] = outcome(lambda state=state: holdfast.load(f"{uri}/right", into=state))
+        found[f"save {name}"] = outcome(
+            lambda state=state, name=name: holdfast.save(f"{uri}/{name}", state)
+        )
+        found[f"load {name}"] = outcome(
+            lambda state=state: holdfast.load(f"{uri}/right", into=state)
+        )
     return found
 
 
@@ -181,20 +209,27 @@ def uneven_tensors(uri: str) -> dict[str, str]:
     shapes = {"longer first": [(3, 2), (1, 2)][rank], "padded": (2, 2), "none expected": (1, 2)}
     sizes = {"longer first": (4, 2), "padded": (3, 2), "none expected": (1, 2)}
     for name in shapes:
-        holdfast.save(f"{uri}/good {name}", {"w": distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])})
+        holdfast.save(
+            f"{uri}/good {name}", {"w": distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])}
+        )
     found = {}
     for name, shape in shapes.items():
         whole = torch.Size(sizes[name])
         local = torch.full(shape, float(rank))
         w = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=whole, stride=(2, 1))
-        found[f"save {name}"] = outcome(lambda w=w, name=name: holdfast.save(f"{uri}/{name}", {"w": w}))
-        found[f"load {name}"] = outcome(lambda w=w, name=name: holdfast.load(f"{uri}/good {name}", into={"w": w}))
+        found[f"save {name}"] = outcome(
+            lambda w=w, name=name: holdfast.save(f"{uri}/{name}", {"w": w})
+        )
+        found[f"load {name}"] = outcome(
+            lambda w=w, name=name: holdfast.load(f"{uri}/good {name}", into={"w": w})
+        )
         found[f"committed {name}"] = str(Path(uri, name, "manifest.safetensors").exists())
     return found
 
 
 def placeholders() -> nn.Module:
-    """A module as DeepSpeed ZeRO-3 leaves it, but for the marks: large parameters are elsewhere, small ones are here."""
+    """A module as DeepSpeed ZeRO-3 leaves it, but for the marks: large parameters are elsewhere,
+    small ones are here."""
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
     for layer in (model[0], model[2]):
         layer.weight.data = torch.empty(0)
@@ -202,8 +237,8 @@ def placeholders() -> nn.Module:
 
 
 def hollow_saves(uri: str) -> dict[str, tuple[str, bool]]:
-    """Save states in which there is less than it seems, on all ranks and on some: what each save raised, and whether it was
-    committed."""
+    """Save states in which there is less than it seems, on all ranks and on some: what each save
+    raised, and whether it was committed."""
     rank = dist.get_rank()
     empty = {"w": torch.empty(0), "v": torch.zeros(0, 3)}
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -216,14 +251,27 @@ def hollow_saves(uri: str) -> dict[str, tuple[str, bool]]:
         "on the first rank": ({"w": torch.ones(2), "v": torch.ones(1, 3)} if rank else empty, {}),
         "none on one rank": ({} if rank else empty, {}),
         "one row for two ranks": ({"w": distribute_tensor(torch.ones(1, 3), mesh, [Shard(0)])}, {}),
-        "state dict": ({"model": dict(placeholders().state_dict()), "rng": holdfast.RNGState()}, {}),
-        "state dict asked for": ({"model": dict(placeholders().state_dict())}, {"allow_empty": True}),
-        "state dict on one rank": ({"model": (placeholders() if rank else _whole()).state_dict()}, {}),
+        "state dict": (
+            {"model": dict(placeholders().state_dict()), "rng": holdfast.RNGState()},
+            {},
+        ),
+        "state dict asked for": (
+            {"model": dict(placeholders().state_dict())},
+            {"allow_empty": True},
+        ),
+        "state dict on one rank": (
+            {"model": (placeholders() if rank else _whole()).state_dict()},
+            {},
+        ),
     }
     found = {}
     for name, (state, options) in states.items():
         at = f"{uri}/{name}"
-        text = outcome(lambda at=at, state=state, options=options: holdfast.save(at, copy.copy(state), **options))
+        text = outcome(
+            lambda at=at, state=state, options=options: holdfast.save(
+                at, copy.copy(state), **options
+            )
+        )
         dist.barrier()
         found[name] = (text, Path(at, "manifest.safetensors").exists())
         dist.barrier()
@@ -248,8 +296,8 @@ class Diverged(nn.Module):
 
 
 def warned_of(uri: str, tag: str) -> list[list[str]]:
-    """Save what differs between ranks, expected or not, twice, and then something else that has begun to differ: the
-    warnings of each save."""
+    """Save what differs between ranks, expected or not, twice, and then something else that has
+    begun to differ: the warnings of each save."""
     rank = dist.get_rank()
     model = Diverged()
     optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

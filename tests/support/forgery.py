@@ -1,4 +1,5 @@
-"""Manifests that no save writes: taken apart, altered, and put together again, with a checksum that is right."""
+"""Manifests that no save writes: taken apart, altered, and put together again, with a checksum that
+is right."""
 
 from __future__ import annotations
 
@@ -59,11 +60,17 @@ def forge(uri: str, alter: Alter) -> None:
     columns = {name: column.copy() for name, column in columns.items()}
     alter(columns, head)
     text = head if isinstance(head.get("text"), str) is False else None
-    replace_manifest(uri, encode_columns(columns, {"holdfast": json.dumps(text) if text is not None else head["text"]}))
+    replace_manifest(
+        uri,
+        encode_columns(
+            columns, {"holdfast": json.dumps(text) if text is not None else head["text"]}
+        ),
+    )
 
 
 def use(uri: str) -> list[BaseException]:
-    """Do everything that reads a checkpoint, each within thirty seconds; return what was raised. Anything but our errors is a failure."""
+    """Do everything that reads a checkpoint, each within thirty seconds; return what was raised.
+    Anything but our errors is a failure."""
     raised: list[BaseException] = []
 
     def opened() -> None:
@@ -116,9 +123,13 @@ def put(name: str, value: Any) -> Alter:
     """Replace a column by an array of the narrowest type that holds ``value``."""
 
     def alter(columns: Columns, head: Head) -> None:
-        columns[name] = np.asarray(value, dtype=columns[name].dtype if np.size(value) == 0 else None)
+        columns[name] = np.asarray(
+            value, dtype=columns[name].dtype if np.size(value) == 0 else None
+        )
         if columns[name].dtype.kind == "i":
-            columns[name] = columns[name].astype(np.min_scalar_type(int(columns[name].max(initial=0))))
+            columns[name] = columns[name].astype(
+                np.min_scalar_type(int(columns[name].max(initial=0)))
+            )
 
     return alter
 

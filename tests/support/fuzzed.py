@@ -1,7 +1,8 @@
 """What is fuzzed: functions of bytes that raise only where Holdfast is wrong.
 
-Bytes are read as instructions (:class:`Script`): so whoever invents them, hypothesis or a fuzzer that watches coverage,
-alters the structure of a manifest, a header, a URI or a configuration file, and not merely its bytes.
+Bytes are read as instructions (:class:`Script`): so whoever invents them, hypothesis or a fuzzer
+that watches coverage, alters the structure of a manifest, a header, a URI or a configuration file,
+and not merely its bytes.
 """
 
 from __future__ import annotations
@@ -66,8 +67,12 @@ class Script:
 @functools.cache
 def base(compression: Compression | None = None) -> tuple[Columns, dict[str, Any]]:
     """The parts of a manifest that is right."""
-    columns, metadata = decode_columns(tiny("fuzzed", compression=compression)["manifest.safetensors"], "the manifest")
-    return {name: column.copy() for name, column in columns.items()}, json.loads(metadata["holdfast"])
+    columns, metadata = decode_columns(
+        tiny("fuzzed", compression=compression)["manifest.safetensors"], "the manifest"
+    )
+    return {name: column.copy() for name, column in columns.items()}, json.loads(
+        metadata["holdfast"]
+    )
 
 
 def altered_column(script: Script, columns: Columns) -> None:
@@ -109,7 +114,8 @@ def altered_json(script: Script, node: Any) -> None:
 
 
 def manifest(data: bytes, compression: Compression | None = None) -> bool:
-    """A manifest that is altered in a few places, or in none, is refused, or can be used for all that manifests are for."""
+    """A manifest that is altered in a few places, or in none, is refused, or can be used for all
+    that manifests are for."""
     script = Script(data)
     columns, head = base(compression)
     columns, head = dict(columns), copy.deepcopy(head)
@@ -165,7 +171,8 @@ def use(m: Manifest) -> None:
 
 
 def uri(data: bytes) -> bool:
-    """Any text is refused as a URI, or parsed to one that prints and parses to itself; and is redacted without an error."""
+    """Any text is refused as a URI, or parsed to one that prints and parses to itself; and is
+    redacted without an error."""
     said = data.decode("utf-8", "surrogateescape")
     redact(said)
     try:
@@ -183,14 +190,17 @@ def uri(data: bytes) -> bool:
 
 
 def config(data: bytes) -> bool:
-    """Any configuration file is refused, or says something about options; none is read without a bound."""
+    """Any configuration file is refused, or says something about options; none is read without a
+    bound."""
     used = False
     with tempfile.NamedTemporaryFile(suffix=".toml") as file:
         Path(file.name).write_bytes(data)
         environment = {"HOLDFAST_CONFIG": file.name}
         for where in ("s3://bucket/run", "file:///a/b"):
             try:
-                for option, setting in file_settings(parse(where), None, environment, ("retries",), schemes).items():
+                for option, setting in file_settings(
+                    parse(where), None, environment, ("retries",), schemes
+                ).items():
                     used = bool(repr((option, setting.source)))
             except holdfast.UsageError as error:
                 str(error)
@@ -214,7 +224,13 @@ def seeds(target: str) -> list[bytes]:
     whole = encode_columns(columns, {"holdfast": json.dumps(head)})
     scripts = [
         b"\0",
-        *(bytes([a, b, c, d, 5, 6, 7, 8]) for a in (1, 4) for b in range(4) for c in (0, 9, 40) for d in (1, 30)),
+        *(
+            bytes([a, b, c, d, 5, 6, 7, 8])
+            for a in (1, 4)
+            for b in range(4)
+            for c in (0, 9, 40)
+            for d in (1, 30)
+        ),
     ]
     return {
         "manifest": scripts,

@@ -22,7 +22,8 @@ PRELOAD = [
     "torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint.state_dict",
     "holdfast.drivers.local.driver", "holdfast.storage.api",
 ]  # fmt: skip
-"""What every process needs, imported once. (Nothing below tests/: the server does not have that path.)"""
+"""What every process needs, imported once. (Nothing below tests/: the server does not have that
+path.)"""
 
 
 class Failed(Exception):
@@ -46,15 +47,17 @@ class Gone:
 
 
 class Gang:
-    """``size`` processes. A context manager; ``run`` may use the first few only. ``run`` takes functions that can be
-    imported: those of ``support``."""
+    """``size`` processes. A context manager; ``run`` may use the first few only. ``run`` takes
+    functions that can be imported: those of ``support``."""
 
     def __init__(self, size: int) -> None:
         import torch.distributed as dist
 
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
-        self._store = dist.TCPStore("127.0.0.1", 0, None, True, datetime.timedelta(seconds=30), wait_for_workers=False)
+        self._store = dist.TCPStore(
+            "127.0.0.1", 0, None, True, datetime.timedelta(seconds=30), wait_for_workers=False
+        )
         self._jobs = 0
         self._pipes: list[Connection] = []
         self.processes: list[Any] = []
@@ -98,7 +101,11 @@ class Gang:
         return results
 
     def run(
-        self, function: Callable[..., Any], *args: Any, world: int | None = None, timeout_s: float = TIMEOUT_S
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        world: int | None = None,
+        timeout_s: float = TIMEOUT_S,
     ) -> list[Any]:
         """What each rank returned. Raises the first Failed."""
         results = self.outcomes(self.begin(function, *args, world=world), timeout_s)
@@ -130,7 +137,9 @@ def _serve(pipe: Connection, port: int) -> None:
     import torch
     import torch.distributed as dist
 
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo asks a name server who this host is, perhaps in vain
+    os.environ["GLOO_SOCKET_IFNAME"] = (
+        "lo"  # else gloo asks a name server who this host is, perhaps in vain
+    )
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     patience = datetime.timedelta(seconds=60)
@@ -142,9 +151,14 @@ def _serve(pipe: Connection, port: int) -> None:
             return
         try:
             dist.init_process_group(
-                "gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=world, timeout=patience
+                "gloo",
+                store=dist.PrefixStore(name, store),
+                rank=rank,
+                world_size=world,
+                timeout=patience,
             )
-            # Who has little to do would else be gone before another has found it: gloo connects each with each.
+            # Who has little to do would else be gone before another has found it: gloo connects
+            # each with each.
             if store.add(f"{name}/here", 1) == world:
                 store.set(f"{name}/all", "")
             store.wait([f"{name}/all"], patience)

@@ -1,4 +1,5 @@
-"""A process whose system calls the kernel fails, shortens, or answers with a kill: ``strace`` attached to it, injecting."""
+"""A process whose system calls the kernel fails, shortens, or answers with a kill: ``strace``
+attached to it, injecting."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ WAIT_S = 60.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """``value``: what the process found; ``error``: what was raised in it. Neither where it was ``killed``."""
+    """``value``: what the process found; ``error``: what was raised in it. Neither where it was
+    ``killed``."""
 
     value: Any
     error: BaseException | None
@@ -33,18 +35,34 @@ class Outcome:
     """How many system calls were tampered with."""
 
 
-def injected(work: Callable[..., Any], *args: Any, inject: str, path: Path | None = None) -> Outcome:
-    """Let a process do ``work(*args)``, which can be imported, while ``strace -e inject=`` does that; only to calls that
-    concern ``path``, if it is given. Skips the test where processes cannot be traced."""
+def injected(
+    work: Callable[..., Any], *args: Any, inject: str, path: Path | None = None
+) -> Outcome:
+    """Let a process do ``work(*args)``, which can be imported, while ``strace -e inject=`` does
+    that; only to calls that concern ``path``, if it is given. Skips the test where processes cannot
+    be traced."""
     needed("strace")
     process, pipe = spawned(_obey, work, args)
     with tempfile.NamedTemporaryFile("r") as log:
         only = [] if path is None else ["-P", str(path)]
         calls = inject.partition(":")[0]
-        command = ["strace", "-f", "-qq", "-o", log.name, "-e", f"trace={calls}", "-e", f"inject={inject}", *only]
+        command = [
+            "strace",
+            "-f",
+            "-qq",
+            "-o",
+            log.name,
+            "-e",
+            f"trace={calls}",
+            "-e",
+            f"inject={inject}",
+            *only,
+        ]
         assert pipe.poll(WAIT_S)
         assert pipe.recv() == "ready"
-        tracer = subprocess.Popen([*command, "-p", str(process.pid)], stderr=subprocess.PIPE, text=True)
+        tracer = subprocess.Popen(
+            [*command, "-p", str(process.pid)], stderr=subprocess.PIPE, text=True
+        )
         try:
             _until_traced(process.pid, tracer)
             pipe.send("go")
@@ -85,7 +103,8 @@ def _answer(pipe: Connection) -> tuple[Any, BaseException | None, bool]:
 
 
 def _obey(pipe: Connection, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """In the process: warm up, so that what follows makes no system calls but its own; wait; work; tell."""
+    """In the process: warm up, so that what follows makes no system calls but its own; wait; work;
+    tell."""
     import holdfast
 
     with tempfile.TemporaryDirectory() as folder:

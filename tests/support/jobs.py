@@ -45,8 +45,9 @@ class Model(nn.Module):
 
 
 def sharded(layout: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model in a layout, and its optimizer: fsdp; hsdp, which is replicas of shards; tp, which is FSDP over tensor
-    parallel; or loose, the same with layers that tensor parallel knows nothing of, and that its ranks hold alike."""
+    """A model in a layout, and its optimizer: fsdp; hsdp, which is replicas of shards; tp, which is
+    FSDP over tensor parallel; or loose, the same with layers that tensor parallel knows nothing of,
+    and that its ranks hold alike."""
     torch.manual_seed(seed)
     model = Model()
     world = dist.get_world_size()
@@ -57,8 +58,12 @@ def sharded(layout: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     else:
         whole = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
         for block in model.blocks:
-            parallelize_module(block, whole["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        for module in [block.norm for block in model.blocks] + [model.head] if layout == "tp" else []:
+            parallelize_module(
+                block, whole["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            )
+        for module in (
+            [block.norm for block in model.blocks] + [model.head] if layout == "tp" else []
+        ):
             distribute_module(module, whole["tp"], None, replicated, localised)
         mesh = whole["dp"]
     for block in model.blocks:
@@ -101,7 +106,10 @@ def state_of(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
     """All of a job's state, gathered: by name, so that layouts can be compared."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    return {"model": whole(dict(model.state_dict())), "optim": whole(get_optimizer_state_dict(model, optim))}
+    return {
+        "model": whole(dict(model.state_dict())),
+        "optim": whole(get_optimizer_state_dict(model, optim)),
+    }
 
 
 def fsdp_save(uri: str, layout: str, steps: int) -> dict[str, Any]:
@@ -142,13 +150,16 @@ def placement(text: str) -> Placement:
 
 
 def laid_out(full: torch.Tensor, mesh: DeviceMesh, placements: tuple[str, ...]) -> DTensor:
-    """``full`` as a DTensor. Two splits of one dimension are cut the way FSDP over tensor parallel does: inner first."""
+    """``full`` as a DTensor. Two splits of one dimension are cut the way FSDP over tensor parallel
+    does: inner first."""
     if placements[0].startswith("T"):
         outer, inner = mesh.get_coordinate()
         dim = int(placements[1][1:])
         local = _chunk(_chunk(full, mesh.size(1), inner, dim), mesh.size(0), outer, dim)
         kinds = [placement(p) for p in placements]
-        return DTensor.from_local(local, mesh, kinds, run_check=False, shape=full.shape, stride=full.stride())
+        return DTensor.from_local(
+            local, mesh, kinds, run_check=False, shape=full.shape, stride=full.stride()
+        )
     return distribute_tensor(full, mesh, [placement(p) for p in placements])
 
 
@@ -178,13 +189,22 @@ def tensors(layouts: list[Layout], shapes: list[tuple[int, ...]], *, fill: bool)
     }  # fmt: skip
 
 
-def layouts_load(uri: str, stored: list[Layout], wanted: list[Layout], shapes: list[tuple[int, ...]]) -> list[str]:
-    """Load every tensor of ``layouts_save`` into each wanted layout; name those that are not as they should be."""
+def layouts_load(
+    uri: str, stored: list[Layout], wanted: list[Layout], shapes: list[tuple[int, ...]]
+) -> list[str]:
+    """Load every tensor of ``layouts_save`` into each wanted layout; name those that are not as
+    they should be."""
     wrong = []
     for layout in wanted:
         mesh = init_device_mesh("cpu", layout[0])
-        expected = {s: laid_out(full_tensor(i, s), mesh, layout[1]).to_local() for i, s in enumerate(shapes)}
-        into = {f"{s} as {old}": laid_out(torch.full(s, -1.0), mesh, layout[1]) for s in shapes for old in stored}
+        expected = {
+            s: laid_out(full_tensor(i, s), mesh, layout[1]).to_local() for i, s in enumerate(shapes)
+        }
+        into = {
+            f"{s} as {old}": laid_out(torch.full(s, -1.0), mesh, layout[1])
+            for s in shapes
+            for old in stored
+        }
         holdfast.load(uri, into=into)
         for s in shapes:
             for old in stored:
@@ -194,7 +214,8 @@ def layouts_load(uri: str, stored: list[Layout], wanted: list[Layout], shapes: l
 
 
 def one_memory(uri: str) -> bool:
-    """Two DTensors over the same local tensor, of which they are different parts: saved, and loaded apart."""
+    """Two DTensors over the same local tensor, of which they are different parts: saved, and loaded
+    apart."""
     rank = dist.get_rank()
     local = torch.full((3,), float(rank))
     meshes = [DeviceMesh("cpu", ranks) for ranks in ([0, 1], [1, 0])]

@@ -13,14 +13,35 @@ __all__ = ["run_kit"]
 TESTS = Path(__file__).parents[1]
 
 
-def run_kit(uri: str, *options: str, cwd: Path, path: Sequence[Path] = (), timeout_s: float = 220) -> str:
-    """The kit's output. Fails where it does. Warnings are errors; modules are also looked for in the folders ``path``."""
-    command = [sys.executable, "-W", "error", "-m", "pytest", "-p", "holdfast.drivers.conformance.plugin", "-q", "-ra"]
-    command += ["-p", "no:cacheprovider", "--import-mode=importlib", "--pyargs", "holdfast.drivers.conformance"]
+def run_kit(
+    uri: str, *options: str, cwd: Path, path: Sequence[Path] = (), timeout_s: float = 220
+) -> str:
+    """The kit's output. Fails where it does. Warnings are errors; modules are also looked for in
+    the folders ``path``."""
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        "-m",
+        "pytest",
+        "-p",
+        "holdfast.drivers.conformance.plugin",
+        "-q",
+        "-ra",
+    ]
+    command += [
+        "-p",
+        "no:cacheprovider",
+        "--import-mode=importlib",
+        "--pyargs",
+        "holdfast.drivers.conformance",
+    ]
     command += ["--driver-uri", uri, *options]
     folders = [*map(str, path), str(TESTS), *filter(None, sys.path)]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
-    run = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
+    run = subprocess.run(
+        command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     assert "cases failed    0" in run.stdout
     return run.stdout

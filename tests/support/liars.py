@@ -383,7 +383,9 @@ class RefusesBulk(Small):
 
     async def delete_all(self, prefix: str) -> None:
         if "unfinished" not in prefix:
-            raise holdfast.StorageError("Got invalid DeleteObjects response", uri=self.uri, key=prefix)
+            raise holdfast.StorageError(
+                "Got invalid DeleteObjects response", uri=self.uri, key=prefix
+            )
 
 
 @_liar("bulk")
@@ -415,7 +417,9 @@ class _CannotList(Small):
 
     async def delete_all(self, prefix: str) -> None:
         await super().delete_all(prefix)
-        logging.getLogger("holdfast.drivers.objects").warning("cannot list unfinished uploads (NotImplemented)")
+        logging.getLogger("holdfast.drivers.objects").warning(
+            "cannot list unfinished uploads (NotImplemented)"
+        )
 
 
 @_liar("unfinished")
@@ -423,4 +427,6 @@ class _CannotSweep(Small):
     """Sweeping fails."""
 
     async def sweep(self, prefix: str) -> None:
-        raise holdfast.StorageError("sweep failed: NotImplemented, status 501", uri=self.uri, key=prefix)
+        raise holdfast.StorageError(
+            "sweep failed: NotImplemented, status 501", uri=self.uri, key=prefix
+        )

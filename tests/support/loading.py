@@ -1,4 +1,5 @@
-"""For the ranks of a gang to do: read samples through torchdata's StatefulDataLoader, in an epoch that outlasts jobs."""
+"""For the ranks of a gang to do: read samples through torchdata's StatefulDataLoader, in an epoch
+that outlasts jobs."""
 
 from __future__ import annotations
 
@@ -42,9 +43,12 @@ class Samples(IterableDataset[int]):
         self.left = state["left"]
 
 
-def part_of_an_epoch(load: str | None, save: str | None, samples: int, batches: int) -> tuple[list[int], float]:
-    """Go on from a checkpoint, or begin: read some batches (-1: all that is left) of this rank's share, and save. Returns the
-    samples that were read, and a random number, of a generator that each rank seeds by itself."""
+def part_of_an_epoch(
+    load: str | None, save: str | None, samples: int, batches: int
+) -> tuple[list[int], float]:
+    """Go on from a checkpoint, or begin: read some batches (-1: all that is left) of this rank's
+    share, and save. Returns the samples that were read, and a random number, of a generator that
+    each rank seeds by itself."""
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -69,7 +73,11 @@ def part_of_an_epoch(load: str | None, save: str | None, samples: int, batches: 
 def own_values(uri: str) -> str | None:
     """Save and load what differs between ranks in structure; return a difference."""
     rank = dist.get_rank()
-    own = {"list": list(range(rank)), f"only {rank}": {"t": torch.arange(float(rank))}, "array": np.arange(rank + 1)}
+    own = {
+        "list": list(range(rank)),
+        f"only {rank}": {"t": torch.arange(float(rank))},
+        "array": np.arange(rank + 1),
+    }
     holdfast.save(uri, {"own": holdfast.PerRank(own), "w": torch.ones(3)})
     state: dict[str, Any] = {"own": holdfast.PerRank(None), "w": torch.zeros(3)}
     holdfast.load(uri, into=state)

@@ -1,11 +1,13 @@
-"""A stand-in for Lustre, as a FUSE file system over a folder: what a writer in user space sees of layouts.
+"""A stand-in for Lustre, as a FUSE file system over a folder: what a writer in user space sees of
+layouts.
 
-It has the extended attribute ``lustre.lov`` (set before the first byte, ignored in silence afterwards, inherited from
-the folder, composite where the folder's is), and it counts how often an object passes from one writing process to
-another, which on Lustre moves a lock between hosts. It is not Lustre: it has no targets and no locks, and statfs calls
-it FUSE. Run as ``python lustre_standin.py FOLDER MOUNTPOINT OSTS [deaf|refusing]``: ``deaf`` ignores every layout, as
-an old client does whose files have objects from the start; ``refusing`` knows no ``lustre.lov`` of regular files, but
-one of another name, which the tests' own ``lfs`` sets.
+It has the extended attribute ``lustre.lov`` (set before the first byte, ignored in silence
+afterwards, inherited from the folder, composite where the folder's is), and it counts how often an
+object passes from one writing process to another, which on Lustre moves a lock between hosts. It is
+not Lustre: it has no targets and no locks, and statfs calls it FUSE. Run as ``python
+lustre_standin.py FOLDER MOUNTPOINT OSTS [deaf|refusing]``: ``deaf`` ignores every layout, as an old
+client does whose files have objects from the start; ``refusing`` knows no ``lustre.lov`` of regular
+files, but one of another name, which the tests' own ``lfs`` sets.
 """
 
 from __future__ import annotations
@@ -25,7 +27,16 @@ HEAD = struct.Struct("<IIQQIHH")
 LOV, LOV_OF_LFS, SWITCHES = "lustre.lov", "user.lov", "user.switches"
 STATUS = ("st_mode", "st_nlink", "st_uid", "st_gid", "st_size", "st_blocks", "st_ino")
 TIMES = ("st_atime", "st_mtime", "st_ctime")
-SPACE = ("f_bavail", "f_bfree", "f_blocks", "f_bsize", "f_files", "f_ffree", "f_frsize", "f_namemax")
+SPACE = (
+    "f_bavail",
+    "f_bfree",
+    "f_blocks",
+    "f_bsize",
+    "f_files",
+    "f_ffree",
+    "f_frsize",
+    "f_namemax",
+)
 HIDDEN = ".fuse_hidden"  # libfuse's names for files that are removed while they are open
 DEFAULT = HEAD.pack(V1, 0, 0, 0, 1 << 20, 1, 0xFFFF)
 
@@ -47,7 +58,9 @@ class Standin(fuse.Operations):
         self.files: dict[int, bytes] = {}  # layouts of files that have objects
         self.wanted: dict[int, bytes] = {}  # set, but no byte written yet
         self.folders: dict[int, bytes] = {}
-        self.owners: dict[int, dict[int, int]] = {}  # per file, which process wrote last to each of its objects
+        self.owners: dict[
+            int, dict[int, int]
+        ] = {}  # per file, which process wrote last to each of its objects
         self.switches: Counter[int] = Counter()
 
     def real(self, path: str) -> str:
@@ -79,16 +92,24 @@ class Standin(fuse.Operations):
 
     def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
         found = os.lstat(self.real(path)) if fh is None else os.fstat(fh)
-        return {name: getattr(found, name) for name in STATUS} | {name: getattr(found, name + "_ns") for name in TIMES}
+        return {name: getattr(found, name) for name in STATUS} | {
+            name: getattr(found, name + "_ns") for name in TIMES
+        }
 
     def readdir(self, path: str, fh: int) -> list[str]:
-        return [".", "..", *(name for name in os.listdir(self.real(path)) if not name.startswith(HIDDEN))]
+        return [
+            ".",
+            "..",
+            *(name for name in os.listdir(self.real(path)) if not name.startswith(HIDDEN)),
+        ]
 
     def mkdir(self, path: str, mode: int) -> None:
         os.mkdir(self.real(path), mode)
         above = self.folders.get(self.inode(os.path.dirname(path)))
         self.folders.pop(self.inode(path), None)
-        if above is not None and os.path.dirname(path) != "/":  # the root's is the default of all, and not copied
+        if (
+            above is not None and os.path.dirname(path) != "/"
+        ):  # the root's is the default of all, and not copied
             self.folders[self.inode(path)] = above
 
     def rmdir(self, path: str) -> None:
@@ -120,14 +141,21 @@ class Standin(fuse.Operations):
 
     def create(self, path: str, mode: int, fi: Any = None) -> int:
         fd = os.open(self.real(path), os.O_CREAT | os.O_RDWR, mode)
-        for kept in (self.files, self.wanted, self.owners, self.switches):  # of an earlier file with this inode number
+        for kept in (
+            self.files,
+            self.wanted,
+            self.owners,
+            self.switches,
+        ):  # of an earlier file with this inode number
             kept.pop(os.fstat(fd).st_ino, None)
         if self.mode == "deaf":
             self.instantiate(fd)
         return fd
 
     def open(self, path: str, flags: int) -> int:
-        return os.open(self.real(path), os.O_RDWR if flags & (os.O_RDWR | os.O_WRONLY) else os.O_RDONLY)
+        return os.open(
+            self.real(path), os.O_RDWR if flags & (os.O_RDWR | os.O_WRONLY) else os.O_RDONLY
+        )
 
     def read(self, path: str, nbytes: int, start: int, fh: int) -> bytes:
         return os.pread(fh, nbytes, start)

@@ -1,4 +1,5 @@
-"""Ranks of a job as tasks of one process: they meet over a store in memory, and each may fail, be late or be started anew."""
+"""Ranks of a job as tasks of one process: they meet over a store in memory, and each may fail, be
+late or be started anew."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ class Job:
 
     def team(self, rank: int, call: Call) -> StoreTeam:
         """That of a rank, for a call."""
-        return StoreTeam(self.store, rank, self.world, "", self.deadline_s, call, self.members[rank])
+        return StoreTeam(
+            self.store, rank, self.world, "", self.deadline_s, call, self.members[rank]
+        )
 
     async def calls(
         self, rank: int, call: Call, rounds: Sequence[str] = ("a", "b"), late_s: float = 0.0

@@ -34,7 +34,8 @@ def _teams(world: int) -> list[StoreTeam]:
 
 
 def save_as_ranks(driver: Driver, states: Sequence[Any]) -> None:
-    """Save one state per rank, also states without any element. Raises what the first rank that failed raised."""
+    """Save one state per rank, also states without any element. Raises what the first rank that
+    failed raised."""
 
     flats = [flatten(state) for state in states]
     for flat in flats:
@@ -42,13 +43,17 @@ def save_as_ranks(driver: Driver, states: Sequence[Any]) -> None:
     save_flats(driver, flats)
 
 
-def save_cut(driver: Driver, tensors: Mapping[str, np.ndarray], boxes: Mapping[str, Sequence[Box]]) -> None:
+def save_cut(
+    driver: Driver, tensors: Mapping[str, np.ndarray], boxes: Mapping[str, Sequence[Box]]
+) -> None:
     """Save ``tensors``, of each of which every rank holds one box, as a DTensor would be held."""
     flats = []
     for rank in range(min(map(len, boxes.values()))):
         mine = {name: boxes[name][rank] for name in tensors}
         windows = {name: tuple(map(slice, box.offsets, box.stops)) for name, box in mine.items()}
-        flat = flatten({name: torch.from_numpy(np.array(tensors[name][windows[name]])) for name in tensors})
+        flat = flatten(
+            {name: torch.from_numpy(np.array(tensors[name][windows[name]])) for name in tensors}
+        )
         for row, name in enumerate(flat.names):
             piece = Piece(mine[name], (0,) * tensors[name].ndim)
             flat.shapes[row] = tensors[name].shape
@@ -63,7 +68,9 @@ def save_flats(driver: Driver, flats: Sequence[FlatState]) -> None:
 
     async def run() -> None:
         jobs = [SaveJob(flat, None, BUDGET_NBYTES) for flat in flats]
-        await _all(run_save(driver, team, job) for team, job in zip(_teams(len(flats)), jobs, strict=True))
+        await _all(
+            run_save(driver, team, job) for team, job in zip(_teams(len(flats)), jobs, strict=True)
+        )
 
     start(run()).result(60)
 
@@ -72,14 +79,24 @@ def load_as_ranks(
     driver: Driver, into: Sequence[Any], exchange: Exchanging = False, strict: Strict = True
 ) -> list[Any]:
     """Load into one state per rank."""
-    options: Any = {"strict": strict, "cast": False, "budget_nbytes": BUDGET_NBYTES, "exchange": exchange}
+    options: Any = {
+        "strict": strict,
+        "cast": False,
+        "budget_nbytes": BUDGET_NBYTES,
+        "exchange": exchange,
+    }
     jobs = [LoadJob(flatten(state, loading=True), **options) for state in into]
 
     async def run() -> Any:
-        return await _all(run_load(driver, team, job) for team, job in zip(_teams(len(into)), jobs, strict=True))
+        return await _all(
+            run_load(driver, team, job) for team, job in zip(_teams(len(into)), jobs, strict=True)
+        )
 
     done = start(run()).result(60)
-    return [finish(job, manifest, rank) for rank, (job, (manifest, *_)) in enumerate(zip(jobs, done, strict=True))]
+    return [
+        finish(job, manifest, rank)
+        for rank, (job, (manifest, *_)) in enumerate(zip(jobs, done, strict=True))
+    ]
 
 
 async def _all(works: Any) -> list[Any]:

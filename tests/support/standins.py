@@ -35,7 +35,8 @@ _MOUNT_TIMEOUT_S = 20.0
 
 @contextmanager
 def lustre(folder: Path, *, osts: int = 8, mode: str = "") -> Iterator[Path]:
-    """A stand-in for Lustre below ``folder``; see ``lustre_standin.py`` for its modes. Skips the test where none can be."""
+    """A stand-in for Lustre below ``folder``; see ``lustre_standin.py`` for its modes. Skips the
+    test where none can be."""
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
         pytest.skip("Lustre's stand-in needs /dev/fuse")
     try:
@@ -47,7 +48,9 @@ def lustre(folder: Path, *, osts: int = 8, mode: str = "") -> Iterator[Path]:
     for made in (backing, mount):
         made.mkdir()
     arguments = [sys.executable, str(_PROGRAM), str(backing), str(mount), str(osts), mode]
-    with subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        arguments, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
             _wait_until_mounted(mount, process)
             yield mount

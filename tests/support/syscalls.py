@@ -1,4 +1,5 @@
-"""System calls that change a file system, seen just before they are made. Of this process, by its own hand."""
+"""System calls that change a file system, seen just before they are made. Of this process, by its
+own hand."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ SYSTEM_CALLS = (
 
 @contextlib.contextmanager
 def tapped(before: Callable[[int, str], None]) -> Iterator[None]:
-    """``before(n, label)`` is called before the n-th of them, counted from 1; by one thread at a time. ``label`` is the
-    name of the call and what it acts on: "rename manifest.safetensors". What it raises, the call raises."""
+    """``before(n, label)`` is called before the n-th of them, counted from 1; by one thread at a
+    time. ``label`` is the name of the call and what it acts on: "rename manifest.safetensors". What
+    it raises, the call raises."""
     count, busy, lock = 0, False, threading.RLock()
     real = {name: getattr(os, name) for name in SYSTEM_CALLS}
 

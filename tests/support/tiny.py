@@ -1,4 +1,5 @@
-"""A checkpoint of two ranks in a few kilobytes, of many chunks and blocks; and all that reads checkpoints, as judges."""
+"""A checkpoint of two ranks in a few kilobytes, of many chunks and blocks; and all that reads
+checkpoints, as judges."""
 
 from __future__ import annotations
 
@@ -62,8 +63,13 @@ def compressed(driver: MemoryDriver, m: Manifest) -> bytes:
     sizes = []
     packed = replace(m, compression="lz4")
     for image, hashed in enumerate(m.images.hashed_nbytes.tolist()):
-        data, none = bytearray(start(driver.get(m.image_key(image))).result()), np.empty(0, np.int64)
-        layout = ImageLayout(b"", none, none, hashed, hashed, len(data), m.chunk_nbytes, m.block_nbytes)
+        data, none = (
+            bytearray(start(driver.get(m.image_key(image))).result()),
+            np.empty(0, np.int64),
+        )
+        layout = ImageLayout(
+            b"", none, none, hashed, hashed, len(data), m.chunk_nbytes, m.block_nbytes
+        )
         packing, stored = Packing(layout), b""
         for chunk in range(layout.chunks):
             view = memoryview(data)[slice(*layout.chunk_range(chunk))]
@@ -82,7 +88,10 @@ def rechunked(driver: MemoryDriver, m: Manifest) -> bytes:
     for image, hashed in enumerate(m.images.hashed_nbytes.tolist()):
         key = m.image_key(image)
         data = start(driver.get(key)).result()[:hashed]
-        pages = [page_of(memoryview(data)[a : a + CHUNK_NBYTES], BLOCK_NBYTES) for a in range(0, hashed, CHUNK_NBYTES)]
+        pages = [
+            page_of(memoryview(data)[a : a + CHUNK_NBYTES], BLOCK_NBYTES)
+            for a in range(0, hashed, CHUNK_NBYTES)
+        ]
         digests += map(digest, pages)
         start(driver.put(key, data + b"".join(pages))).result()
     column = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 16)
@@ -96,7 +105,8 @@ def load(uri: str) -> None:
 
 
 def load_into(uri: str) -> None:
-    """The whole state, into tensors of the caller; of which none gets a byte that was not saved, also after an error."""
+    """The whole state, into tensors of the caller; of which none gets a byte that was not saved,
+    also after an error."""
     truth = state_of(0)
     into = state_of(0, step=7) | {"own": torch.full((300,), -1.0)}
     into["w"], into["tied"] = into["w"].clone(), into["tied"].clone()
@@ -165,7 +175,8 @@ READERS: Mapping[str, Callable[[str], None]] = {
 
 @dataclass(frozen=True, slots=True)
 class Damaged:
-    """Bytes [start, stop) of a file are not what was saved. ``data`` is what is there now; None: the file is gone."""
+    """Bytes [start, stop) of a file are not what was saved. ``data`` is what is there now; None:
+    the file is gone."""
 
     key: str
     data: bytes | None
@@ -191,8 +202,8 @@ class Tiny:
         start(self._driver.delete(key) if data is None else self._driver.put(key, data)).result()
 
     def judge(self, reader: str, *damages: Damaged) -> str:
-        """What a reader makes of damage: ``refused``, with an error that says where, or ``unnoticed``, and then all
-        that it gave was what was saved. Anything else is a failure."""
+        """What a reader makes of damage: ``refused``, with an error that says where, or
+        ``unnoticed``, and then all that it gave was what was saved. Anything else is a failure."""
         for d in damages:
             self.put(d.key, d.data)
         try:
@@ -200,7 +211,11 @@ class Tiny:
         except holdfast.CheckpointError as error:
             assert isinstance(error, holdfast.DamagedError | holdfast.NotACheckpointError), error
             if not _has_no_manifest(error, damages):
-                assert any(self._names(error, d) for d in damages), (error, damages[0].key, damages[0].start)
+                assert any(self._names(error, d) for d in damages), (
+                    error,
+                    damages[0].key,
+                    damages[0].start,
+                )
             return "refused"
         finally:
             for d in damages:
@@ -218,13 +233,19 @@ class Tiny:
         if m.compression is not None:
             d = self.unpacked(d)
         begin = m.shards.start
-        mine = (m.shards.image == image) & (begin < stop) & (begin + m.shards.nbytes(m.tensors) > start)
+        mine = (
+            (m.shards.image == image)
+            & (begin < stop)
+            & (begin + m.shards.nbytes(m.tensors) > start)
+        )
         names = {m.tensors.names[t] for t in m.shards.tensor[mine].tolist()}
-        return start < d.stop and d.start < stop and all(repr(name) in error.message for name in names)
+        return (
+            start < d.stop and d.start < stop and all(repr(name) in error.message for name in names)
+        )
 
     def unpacked(self, d: Damaged) -> Damaged:
-        """The damage to a compressed file, in bytes of the image: those of the chunks that are damaged, or, where the end of
-        the file is, all of it."""
+        """The damage to a compressed file, in bytes of the image: those of the chunks that are
+        damaged, or, where the end of the file is, all of it."""
         m, image, file = self.manifest, sorted(self.files).index(d.key), self.files[d.key]
         geometry = (int(m.images.hashed_nbytes[image]), m.chunk_nbytes, m.block_nbytes)
         index_at = len(file) - index_nbytes(*geometry)
@@ -233,10 +254,16 @@ class Tiny:
             return replace(d, start=0, stop=int(m.images.nbytes(m.block_nbytes)[image]))
         if d.start >= starts[-1]:
             return replace(
-                d, start=geometry[0] + d.start - int(starts[-1]), stop=geometry[0] + d.stop - int(starts[-1])
+                d,
+                start=geometry[0] + d.start - int(starts[-1]),
+                stop=geometry[0] + d.stop - int(starts[-1]),
             )
-        first, last = (int(np.searchsorted(starts, at, "right")) - 1 for at in (d.start, d.stop - 1))
-        return replace(d, start=first * m.chunk_nbytes, stop=min((last + 1) * m.chunk_nbytes, geometry[0]))
+        first, last = (
+            int(np.searchsorted(starts, at, "right")) - 1 for at in (d.start, d.stop - 1)
+        )
+        return replace(
+            d, start=first * m.chunk_nbytes, stop=min((last + 1) * m.chunk_nbytes, geometry[0])
+        )
 
     def verify(self, *damages: Damaged) -> None:
         """``verify`` finds each of these, and says where; or the manifest is refused."""
@@ -246,8 +273,14 @@ class Tiny:
             with holdfast.open(self.uri) as c:
                 found = c.verify().damages
             for d in damages:
-                at = d if d.key == MANIFEST_KEY or self.manifest.compression is None else self.unpacked(d)
-                assert any(f.key == d.key and f.start < at.stop and at.start < f.stop for f in found), (found, d.start)
+                at = (
+                    d
+                    if d.key == MANIFEST_KEY or self.manifest.compression is None
+                    else self.unpacked(d)
+                )
+                assert any(
+                    f.key == d.key and f.start < at.stop and at.start < f.stop for f in found
+                ), (found, d.start)
         except holdfast.CheckpointError as error:
             assert error.key == MANIFEST_KEY
             assert MANIFEST_KEY in {d.key for d in damages}
@@ -257,6 +290,11 @@ class Tiny:
 
 
 def _has_no_manifest(error: holdfast.CheckpointError, damages: Sequence[Damaged]) -> bool:
-    """Whether the manifest is gone, and the error says that nothing is committed there, and what lies there instead."""
+    """Whether the manifest is gone, and the error says that nothing is committed there, and what
+    lies there instead."""
     gone = any(d.key == MANIFEST_KEY and d.data is None for d in damages)
-    return gone and isinstance(error, holdfast.NotACheckpointError) and "nothing is committed here" in error.message
+    return (
+        gone
+        and isinstance(error, holdfast.NotACheckpointError)
+        and "nothing is committed here" in error.message
+    )

@@ -1,4 +1,5 @@
-"""A job as torchrun starts it: sharded, saved, changed, loaded again. Arguments: the URI, and where to put the outcome."""
+"""A job as torchrun starts it: sharded, saved, changed, loaded again. Arguments: the URI, and where
+to put the outcome."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def main() -> None:
     }
     holdfast.load(uri, into=into)
     good = (
-        torch.equal(into["w"].full_tensor(), full) and into["rank"] == rank == into["own"] and into["plain"].sum() == 4
+        torch.equal(into["w"].full_tensor(), full)
+        and into["rank"] == rank == into["own"]
+        and into["plain"].sum() == 4
     )
     Path(outcome, str(rank)).write_text("good" if good else f"bad: {into}")
     dist.destroy_process_group()

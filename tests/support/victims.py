@@ -64,7 +64,8 @@ def load_here(uri: str) -> str:
 
 
 def save_until_killed(pipe: Connection, uri: str, step: int) -> None:
-    """Save one step after the other; say before each that it begins, and after each that it is committed."""
+    """Save one step after the other; say before each that it begins, and after each that it is
+    committed."""
     import holdfast
 
     while True:
@@ -74,8 +75,11 @@ def save_until_killed(pipe: Connection, uri: str, step: int) -> None:
         step += 1
 
 
-def save_and_die_at(pipe: Connection, uri: str, step: int, at: int, compression: Any = None) -> None:
-    """Save once, and die before the ``at``-th system call that changes the file system. Say if that never came."""
+def save_and_die_at(
+    pipe: Connection, uri: str, step: int, at: int, compression: Any = None
+) -> None:
+    """Save once, and die before the ``at``-th system call that changes the file system. Say if that
+    never came."""
     import holdfast
 
     count = count_calls(at)
@@ -84,7 +88,8 @@ def save_and_die_at(pipe: Connection, uri: str, step: int, at: int, compression:
 
 
 def save_as_rank(uri: str, step: int, victim: int, at: int, deadline_s: float) -> int:
-    """For every rank of a gang: save together; ``victim`` dies before its ``at``-th system call. How many there were."""
+    """For every rank of a gang: save together; ``victim`` dies before its ``at``-th system call.
+    How many there were."""
     import torch.distributed as dist
 
     import holdfast
@@ -95,8 +100,8 @@ def save_as_rank(uri: str, step: int, victim: int, at: int, deadline_s: float) -
 
 
 def copy_and_die_at(pipe: Connection, src: str, dst: str, at: int) -> None:
-    """Copy over what is there, and die before the ``at``-th system call that changes the file system. Say if that never
-    came."""
+    """Copy over what is there, and die before the ``at``-th system call that changes the file
+    system. Say if that never came."""
     import holdfast
 
     count = count_calls(at)
@@ -105,8 +110,8 @@ def copy_and_die_at(pipe: Connection, src: str, dst: str, at: int) -> None:
 
 
 def count_calls(at: int) -> Callable[[], int]:
-    """From now on this process dies before its ``at``-th system call that changes the file system. Returns what tells how
-    many there were."""
+    """From now on this process dies before its ``at``-th system call that changes the file system.
+    Returns what tells how many there were."""
     seen = 0
 
     def before(number: int, label: str) -> None:
@@ -126,7 +131,8 @@ def count_calls(at: int) -> Callable[[], int]:
 
 
 def save_with_file_limits(pipe: Connection, uri: str, step: int, limits: Sequence[int]) -> None:
-    """Save once per limit of the size of files. Say per save which step is there then, and what was raised."""
+    """Save once per limit of the size of files. Say per save which step is there then, and what was
+    raised."""
     import holdfast
 
     outcomes = []

@@ -1,4 +1,5 @@
-"""For the ranks of a gang to do: states that wrappers of user code give, and optimizers of unusual states, under FSDP2."""
+"""For the ranks of a gang to do: states that wrappers of user code give, and optimizers of unusual
+states, under FSDP2."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ class AppState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """To both."""
-        set_state_dict(self.model, self.optim, model_state_dict=state["model"], optim_state_dict=state["optim"])
+        set_state_dict(
+            self.model, self.optim, model_state_dict=state["model"], optim_state_dict=state["optim"]
+        )
 
 
 class Container:
@@ -112,14 +115,18 @@ class Moments:
         """Of the parameters that have some."""
         (optim,) = self.holder["optim"]
         return {
-            f"adam:{self.names[p]}/{key}": value for p, state in optim.state.items() for key, value in state.items()
+            f"adam:{self.names[p]}/{key}": value
+            for p, state in optim.state.items()
+            for key, value in state.items()
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """To the optimizer."""
         (optim,) = self.holder["optim"]
         for p, name in self.names.items():
-            optim.state[p] = {key: state[f"adam:{name}/{key}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+            optim.state[p] = {
+                key: state[f"adam:{name}/{key}"] for key in ("step", "exp_avg", "exp_avg_sq")
+            }
 
 
 WRAPPERS: dict[str, Any] = {
@@ -146,7 +153,8 @@ def wrapped_save(uri: str, kind: str, layout: str) -> dict[str, Any]:
 
 
 def wrapped_load(uri: str, kind: str, layout: str, more: int) -> tuple[dict[str, Any], int]:
-    """Load into a new job, train on, and tell what it is then; and the most elements of one tensor that were given."""
+    """Load into a new job, train on, and tell what it is then; and the most elements of one tensor
+    that were given."""
     model, optim = sharded(layout, 2)
     state = state_with(kind, model, optim)
     wrapper = next(value for value in state.values() if not isinstance(value, nn.Module))
@@ -170,7 +178,13 @@ def held(value: Any) -> list[int]:
         return [value.to_local().numel()]
     if isinstance(value, torch.Tensor):
         return [value.numel()]
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    items = (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, list | tuple)
+        else ()
+    )
     return [n for item in items for n in held(item)]
 
 
@@ -178,12 +192,15 @@ def whole_mean(grad: torch.Tensor) -> torch.Tensor:
     """The mean of each row, in a layout that no rank has to complete."""
     mean = grad.square().mean(dim=-1)
     if isinstance(mean, DTensor):
-        return mean.redistribute(placements=[Replicate() if at.is_partial() else at for at in mean.placements])
+        return mean.redistribute(
+            placements=[Replicate() if at.is_partial() else at for at in mean.placements]
+        )
     return mean
 
 
 class Factored(torch.optim.Optimizer):
-    """Second moments by rows, and others that have not the shape of their parameter, or not its dtype."""
+    """Second moments by rows, and others that have not the shape of their parameter, or not its
+    dtype."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -216,8 +233,11 @@ class Factored(torch.optim.Optimizer):
                 p.add_(p.grad / (1 + scale), alpha=-group["lr"])
 
 
-def factored(uri: str, layout: str, steps: int, load: bool) -> tuple[dict[str, Any], dict[str, str]]:
-    """Train by :class:`Factored`, after a load or before a save; tell the state, and how one parameter's is laid out."""
+def factored(
+    uri: str, layout: str, steps: int, load: bool
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Train by :class:`Factored`, after a load or before a save; tell the state, and how one
+    parameter's is laid out."""
     model, _ = sharded(layout, 1 if not load else 2)
     optim = Factored(model.parameters())
     if load:
@@ -268,7 +288,8 @@ def kinds_of(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, str]:
 
 
 def own_optimizer(uri: str, load: bool, with_module: bool = True) -> Any:
-    """An optimizer on each rank with its own parameters, whose groups are in another order at the load, if they have names."""
+    """An optimizer on each rank with its own parameters, whose groups are in another order at the
+    load, if they have names."""
     torch.manual_seed(0)
     layers = [nn.Linear(2, 2) for _ in range(4)]
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -276,11 +297,17 @@ def own_optimizer(uri: str, load: bool, with_module: bool = True) -> Any:
     model = nn.ModuleDict({str(i): layers[i] for i in mine})
     decay = [p for p in model.parameters() if p.ndim == 2]
     rest = [p for p in model.parameters() if p.ndim == 1]
-    groups: list[dict[str, Any]] = [{"params": decay, "lr": torch.tensor(1.0)}, {"params": rest, "lr": 2.0}]
+    groups: list[dict[str, Any]] = [
+        {"params": decay, "lr": torch.tensor(1.0)},
+        {"params": rest, "lr": 2.0},
+    ]
     if load and with_module:
         groups = [{"params": rest, "lr": 7.0}, {"params": decay, "lr": 8.0}]
     if not with_module:  # of one parameter more on each rank than on the one before
-        groups = [{"params": decay[:1], "lr": 1.0}, {"params": [*rest, *decay][: rank + 1], "lr": 2.0}]
+        groups = [
+            {"params": decay[:1], "lr": 1.0},
+            {"params": [*rest, *decay][: rank + 1], "lr": 2.0},
+        ]
     optim = torch.optim.SGD(groups, momentum=0.9)
     state = {"model": model, "optim": optim} if with_module else {"optim": optim}
     if not load:
@@ -312,10 +339,13 @@ class Given:
 
 
 def sharded_of_an_object(uri: str) -> list[str]:
-    """DTensors that an object has in another dtype, and such as it does not have, nor any parameter by name."""
+    """DTensors that an object has in another dtype, and such as it does not have, nor any parameter
+    by name."""
     model, _ = sharded("fsdp", 1)
     p = next(iter(model.parameters())).detach()
-    holdfast.save(uri, {"model": model, "object": Given({"there": p.clone(), "new": [{"x": p * 2}]})})
+    holdfast.save(
+        uri, {"model": model, "object": Given({"there": p.clone(), "new": [{"x": p * 2}]})}
+    )
     given = Given({"there": p.double()})
     holdfast.load(uri, into={"model": model, "object": given})
     found = [given.state["there"], given.state["new"][0]["x"]]
@@ -362,9 +392,15 @@ class Loader:
 
 
 def dealt(uri: str, load: bool, strict: Any = True) -> int:
-    """A loader that is saved plainly, with a position of each rank; beside it what is alike, and a random generator."""
+    """A loader that is saved plainly, with a position of each rank; beside it what is alike, and a
+    random generator."""
     loader = Loader(10 * dist.get_rank() if not load else -1)
-    state = {"loader": loader, "alike": Loader(5), "rng": holdfast.RNGState(), "t": torch.Generator()}
+    state = {
+        "loader": loader,
+        "alike": Loader(5),
+        "rng": holdfast.RNGState(),
+        "t": torch.Generator(),
+    }
     state["t"].manual_seed(dist.get_rank())  # type: ignore[attr-defined]
     if load:
         holdfast.load(uri, into=state, strict=strict)
@@ -400,7 +436,9 @@ def zero_trained(n: int) -> tuple[nn.Module, Any]:
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    optim = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.Adam, lr=float(n))
+    optim = ZeroRedundancyOptimizer(
+        model.parameters(), optimizer_class=torch.optim.Adam, lr=float(n)
+    )
     for p in model.parameters():
         p.grad = torch.full_like(p, float(n))
     optim.step()
@@ -408,7 +446,8 @@ def zero_trained(n: int) -> tuple[nn.Module, Any]:
 
 
 def zero(uri: str) -> set[str]:
-    """A ZeroRedundancyOptimizer, which is refused, at the save and the load; and what it wraps, which is saved."""
+    """A ZeroRedundancyOptimizer, which is refused, at the save and the load; and what it wraps,
+    which is saved."""
     model, optim = zero_trained(1)
     said = {refused(lambda: holdfast.save(uri, {"model": model, "optim": optim}))}
     holdfast.save(uri, {"model": model, "optim": optim.optim})

@@ -1,7 +1,7 @@
 """A trainer that writes to its state at any moment, by any means, while a lazy save copies it.
 
-Moments are made, not waited for: whoever copies passes :class:`Moments` before and after each read of tracked memory, and
-writes happen there, in that thread, or in one of their own.
+Moments are made, not waited for: whoever copies passes :class:`Moments` before and after each read
+of tracked memory, and writes happen there, in that thread, or in one of their own.
 """
 
 from __future__ import annotations
@@ -158,7 +158,9 @@ WRITERS = (
 )
 
 
-def _plan(state: dict[str, torch.Tensor], moments: Moments, rng: np.random.Generator) -> Callable[[], None]:
+def _plan(
+    state: dict[str, torch.Tensor], moments: Moments, rng: np.random.Generator
+) -> Callable[[], None]:
     """Plan some writes. Returns what happens right after the call."""
     now: list[Callable[[], None]] = []
     for _ in range(int(rng.integers(1, 4))):
@@ -167,7 +169,10 @@ def _plan(state: dict[str, torch.Tensor], moments: Moments, rng: np.random.Gener
         if rng.random() < 0.25:  # there and back again
             before = tensor.clone()
             then = moment + int(rng.integers(1, 3))
-            acts = [(moment, lambda t=tensor: _data(t, rng)), (then, lambda t=tensor, b=before: t.data.copy_(b))]
+            acts = [
+                (moment, lambda t=tensor: _data(t, rng)),
+                (then, lambda t=tensor, b=before: t.data.copy_(b)),
+            ]
         else:
             writer = WRITERS[int(rng.integers(len(WRITERS)))]
             acts = [(moment, lambda w=writer, t=tensor: w(t, rng))]
@@ -192,9 +197,12 @@ def _quietly(act: Callable[[], Any]) -> None:
         pass
 
 
-def complaint(rng: np.random.Generator, *, lazy: bool | str = True, first_share: float = 0.2) -> str | None:
-    """Save a random state while it is written to; in ``first_share`` of all cases, for the first time. What is wrong with what was stored; None where nothing is: it is the
-    state of the call, or the save has failed and named a tensor."""
+def complaint(
+    rng: np.random.Generator, *, lazy: bool | str = True, first_share: float = 0.2
+) -> str | None:
+    """Save a random state while it is written to; in ``first_share`` of all cases, for the first
+    time. What is wrong with what was stored; None where nothing is: it is the state of the call, or
+    the save has failed and named a tensor."""
     habits.forget()
     state = state_of(rng)
     if rng.random() >= first_share:
@@ -209,7 +217,11 @@ def complaint(rng: np.random.Generator, *, lazy: bool | str = True, first_share:
             at_once()
             handle.wait(60)
         except holdfast.SaveError as error:
-            return None if "state['" in str(error).replace('"', "'") and "changed while" in str(error) else str(error)
+            return (
+                None
+                if "state['" in str(error).replace('"', "'") and "changed while" in str(error)
+                else str(error)
+            )
         finally:
             moments.finish()
             holdfast.fence()

@@ -1,4 +1,5 @@
-"""Decisions that all ranks share: each belongs to a step; one that was missed is made anew, together, at the next one."""
+"""Decisions that all ranks share: each belongs to a step; one that was missed is made anew,
+together, at the next one."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ class Ranks:
         store = dist.HashStore()
         self.members = [Member(Keys(store, "job"), rank, WORLD, start) for rank in range(WORLD)]
         self.pool = ThreadPoolExecutor(WORLD)
-        monkeypatch.setattr(decisions, "current_member", lambda deadline_s: self.members[self.here.rank])
+        monkeypatch.setattr(
+            decisions, "current_member", lambda deadline_s: self.members[self.here.rank]
+        )
 
     def each(self, act: Callable[[int], Any]) -> list[Any]:
         """What each rank's ``act`` returns, or raises."""
@@ -62,7 +65,12 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
 
 
 def asked(
-    ranks: Ranks, made: list[Agreement], step: int, decision: int, late: int = -1, late_s: float = 0.0
+    ranks: Ranks,
+    made: list[Agreement],
+    step: int,
+    decision: int,
+    late: int = -1,
+    late_s: float = 0.0,
 ) -> list[Any]:
     """What each rank hears at a step. One may come late."""
 
@@ -79,11 +87,15 @@ def test_all_ranks_hear_the_leaders_word_step_by_step(ranks: Ranks) -> None:
     """Whoever comes first; and the store does not grow."""
     made = ranks.make()
     for step in range(1, 30):
-        assert asked(ranks, made, step, step % 3, late=step % WORLD, late_s=0.002) == [step % 3] * WORLD
+        assert (
+            asked(ranks, made, step, step % 3, late=step % WORLD, late_s=0.002)
+            == [step % 3] * WORLD
+        )
 
 
 def test_a_step_that_the_leader_misses_is_void_for_all_and_the_next_is_not(ranks: Ranks) -> None:
-    """It comes later than the deadline: it does not act alone, and at the next step nobody waits for long."""
+    """It comes later than the deadline: it does not act alone, and at the next step nobody waits
+    for long."""
     made = ranks.make()
     assert asked(ranks, made, 1, 1) == [1] * WORLD
     heard = asked(ranks, made, 2, 1, late=0, late_s=1.5 * DEADLINE_S)
@@ -94,7 +106,8 @@ def test_a_step_that_the_leader_misses_is_void_for_all_and_the_next_is_not(ranks
 
 
 def test_ranks_wait_but_once_for_a_leader_that_stays_away(ranks: Ranks) -> None:
-    """They go on step by step, at once; a leader that comes back passes over what they have given up, and then all agree."""
+    """They go on step by step, at once; a leader that comes back passes over what they have given
+    up, and then all agree."""
     made = ranks.make()
     assert asked(ranks, made, 1, 0) == [0] * WORLD
 
@@ -125,7 +138,8 @@ def test_ranks_wait_but_once_for_a_leader_that_stays_away(ranks: Ranks) -> None:
 
 
 def test_another_loop_over_the_same_steps_hears_nothing_of_the_one_before(ranks: Ranks) -> None:
-    """A second checkpointer of the run, or one that goes back; also where another rank comes there before the leader."""
+    """A second checkpointer of the run, or one that goes back; also where another rank comes there
+    before the leader."""
     made = ranks.make()
     for step in (1, 2, 3):
         assert asked(ranks, made, step, 1) == [1] * WORLD
@@ -174,7 +188,9 @@ def test_time_is_asked_anew_after_a_step_that_was_void(ranks: Ranks) -> None:
     assert due(4) == [False] * WORLD
 
 
-@pytest.mark.parametrize("outcomes", [[b"whole", b"damaged"], [b"whole", b"told"], [b"damaged", b"whole"]])
+@pytest.mark.parametrize(
+    "outcomes", [[b"whole", b"damaged"], [b"whole", b"told"], [b"damaged", b"whole"]]
+)
 def test_a_checkpoint_is_whole_only_where_every_rank_says_so(outcomes: list[bytes]) -> None:
     """Not where the first does."""
     assert asyncio.run(_verdict(outcomes)) == b"damaged"

@@ -36,7 +36,8 @@ def test_peak_of_a_series_is_its_highest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "at_least", "met"), [(0.9, True, True), (0.8, True, False), (0.8, False, True), (0.9, False, False)]
+    ("value", "at_least", "met"),
+    [(0.9, True, True), (0.8, True, False), (0.8, False, True), (0.9, False, False)],
 )
 def test_target_knows_its_direction(value: float, at_least: bool, met: bool) -> None:
     """A rate must be at least its bound, a time at most."""
@@ -45,7 +46,11 @@ def test_target_knows_its_direction(value: float, at_least: bool, met: bool) -> 
 
 def test_rows_show_ratios_to_limit_and_to_holdfast() -> None:
     """The limit takes half as long as we do, a peer four times as long."""
-    found = [Series("limit", [1.0], [0]), Series("holdfast", [2.0], [MIB << 10]), Series("DCP", [8.0])]
+    found = [
+        Series("limit", [1.0], [0]),
+        Series("holdfast", [2.0], [MIB << 10]),
+        Series("DCP", [8.0]),
+    ]
     assert [row[4:] for row in rows(found, 4 * 10**9)] == [
         ["4.00", "–", "–", "0.00 GiB"],
         ["2.00", "50%", "–", "1.00 GiB"],
@@ -57,7 +62,9 @@ def test_contestants_take_turns() -> None:
     """A B, A B: each with what comes before and after it, which is not timed."""
     seen: list[str] = []
     add = seen.append
-    contestants = [Contestant(n, lambda n=n: add(n), lambda: add("("), lambda: add(")")) for n in "AB"]  # type: ignore[misc]
+    contestants = [
+        Contestant(n, lambda n=n: add(n), lambda: add("("), lambda: add(")")) for n in "AB"
+    ]  # type: ignore[misc]
     assert [len(series.seconds) for series in contest(contestants, 2, 0.0)] == [2, 2]
     assert "".join(seen) == "(A)(B)" * 2
 
@@ -105,7 +112,9 @@ def test_tiny_overrules_size_and_rounds() -> None:
 
 def test_markdown_has_one_row_per_contestant() -> None:
     """The section has a title, a table and the verdicts."""
-    report = Report("p", "Title", {}, ["", "s"], [["A", "1"]], [Target("t", 1.0, 2.0, at_least=True)])
+    report = Report(
+        "p", "Title", {}, ["", "s"], [["A", "1"]], [Target("t", 1.0, 2.0, at_least=True)]
+    )
     text = markdown(report)
     assert text.splitlines() == [
         "### Title",
@@ -131,13 +140,22 @@ def test_programs_run_and_check_what_they_load(program: object, tmp_path: Path) 
 def test_figures_become_a_page(tmp_path: Path) -> None:
     """What one program writes as JSON is read back as the same report."""
     report = Report(
-        "p", "T", {"cpu": "one"}, [""], [["A"]], [Target("t", 1.0, 2.0, at_least=True)], [], [Series("A", [1.0])]
+        "p",
+        "T",
+        {"cpu": "one"},
+        [""],
+        [["A"]],
+        [Target("t", 1.0, 2.0, at_least=True)],
+        [],
+        [Series("A", [1.0])],
     )
     report.emit(tmp_path / "p.json")
     assert everything._report(json.loads((tmp_path / "p.json").read_text())) == report
 
 
-def test_a_load_that_does_nothing_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_that_does_nothing_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The programs zero the tensors before a load, so that one that fills nothing cannot pass."""
     monkeypatch.setattr("holdfast.load", lambda *args, **kwargs: None)
     with pytest.raises(AssertionError, match="not what was saved"):

@@ -1,4 +1,5 @@
-"""The Checkpointer in one process: when it saves, what it keeps, what it goes on from, and what it says of failures."""
+"""The Checkpointer in one process: when it saves, what it keeps, what it goes on from, and what it
+says of failures."""
 
 from __future__ import annotations
 
@@ -64,10 +65,17 @@ class Run:
 
     def __init__(self, seed: int = 0) -> None:
         torch.manual_seed(seed)
-        self.net = nn.Sequential(nn.Linear(20, 40), nn.BatchNorm1d(40), nn.Dropout(0.2), nn.Linear(40, 1))
+        self.net = nn.Sequential(
+            nn.Linear(20, 40), nn.BatchNorm1d(40), nn.Dropout(0.2), nn.Linear(40, 1)
+        )
         self.optim = torch.optim.AdamW(self.net.parameters(), 0.01)
         self.rate = torch.optim.lr_scheduler.CosineAnnealingLR(self.optim, 50)
-        self.state = {"net": self.net, "optim": self.optim, "rate": self.rate, "rng": holdfast.RNGState()}
+        self.state = {
+            "net": self.net,
+            "optim": self.optim,
+            "rate": self.rate,
+            "rng": holdfast.RNGState(),
+        }
 
     def train(self, step: int) -> float:
         loss = torch.tensor(0.0)
@@ -82,7 +90,8 @@ class Run:
 
 
 def test_a_run_that_goes_on_is_the_run_that_never_stopped(tmp_path: Path) -> None:
-    """Its losses are the same to the last bit: model, optimizer, schedule and random numbers come back."""
+    """Its losses are the same to the last bit: model, optimizer, schedule and random numbers come
+    back."""
     whole = Run()
     losses = [whole.train(step) for step in range(1, 21)]
     first = Run()
@@ -105,8 +114,11 @@ def test_a_run_that_goes_on_is_the_run_that_never_stopped(tmp_path: Path) -> Non
     assert (ckpt.counters.saved, ckpt.counters.pruned, ckpt.counters.under_way) == (2, 2, 0)
 
 
-def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Whether its data is, or its manifest; with a warning. Training that gets there again replaces it."""
+def test_a_damaged_checkpoint_is_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether its data is, or its manifest; with a warning. Training that gets there again replaces
+    it."""
     with holdfast.Checkpointer(tmp_path, every=1, when_busy="wait") as ckpt:
         for step in range(1, 5):
             ckpt.step(step, state(step))
@@ -134,7 +146,10 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: P
     with holdfast.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, state(1))
     (tmp_path / "step-00000001" / "manifest.safetensors").write_bytes(b"torn")
-    with holdfast.Checkpointer(tmp_path) as ckpt, pytest.raises(holdfast.DamagedError, match="none of the 1"):
+    with (
+        holdfast.Checkpointer(tmp_path) as ckpt,
+        pytest.raises(holdfast.DamagedError, match="none of the 1"),
+    ):
         ckpt.resume(state(0))
 
 
@@ -179,7 +194,8 @@ def test_a_save_that_is_due_while_another_is_under_way_waits(commits: Commits) -
 
 
 def test_a_save_that_is_due_while_another_is_under_way_is_queued(commits: Commits) -> None:
-    """It is copied at once, and written later: the state is that of its own step. A third waits for the first."""
+    """It is copied at once, and written later: the state is that of its own step. A third waits for
+    the first."""
     uri, values = fresh_uri(), state(0)
     with holdfast.Checkpointer(uri, every=1, when_busy="queue") as ckpt:
         commits.open.clear()
@@ -196,11 +212,18 @@ def test_a_save_that_is_due_while_another_is_under_way_is_queued(commits: Commit
         ckpt.step(3, values)
         assert ckpt.counters.waited == 1
     assert ckpt.counters.saved == 3
-    assert [holdfast.load(f"{uri}/step-0000000{s}")["x"].unique().tolist() for s in (1, 2, 3)] == [[1], [2], [3]]
+    assert [holdfast.load(f"{uri}/step-0000000{s}")["x"].unique().tolist() for s in (1, 2, 3)] == [
+        [1],
+        [2],
+        [3],
+    ]
 
 
-def test_a_failed_save_does_not_stop_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is logged and counted, whether it fails at the call or later; what follows is saved as if nothing had been."""
+def test_a_failed_save_does_not_stop_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is logged and counted, whether it fails at the call or later; what follows is saved as if
+    nothing had been."""
     folder = tmp_path / "step-00000002"
     with holdfast.Checkpointer(tmp_path, every=1, when_busy="wait") as ckpt:
         ckpt.step(1, state(1))
@@ -320,7 +343,8 @@ class Ranks(Agreement):
 
 
 def test_steps_are_due_at_multiples_or_when_one_is_passed() -> None:
-    """Steps may be counted in strides that never meet a multiple; a run that goes on does not save at once."""
+    """Steps may be counted in strides that never meet a multiple; a run that goes on does not save
+    at once."""
     ranks = Ranks(1.0)
     every = cadence_of(10)
     assert [s for s in range(1, 41) if every.due(s, ranks)] == [10, 20, 30, 40]
@@ -356,7 +380,9 @@ def test_what_is_no_cadence_is_said_at_once(every: Any) -> None:
         holdfast.Checkpointer(fresh_uri(), every=every)
 
 
-@pytest.mark.parametrize(("every", "seconds"), [("10min", 600), ("90s", 90), ("1.5h", 5400), (" 2 min ", 120)])
+@pytest.mark.parametrize(
+    ("every", "seconds"), [("10min", 600), ("90s", 90), ("1.5h", 5400), (" 2 min ", 120)]
+)
 def test_times_are_read(every: str, seconds: float) -> None:
     """In the units that people write."""
     cadence = cadence_of(every)
@@ -366,7 +392,13 @@ def test_times_are_read(every: str, seconds: float) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"when_busy": "later"}, {"on_error": "ignore"}, {"lazy": "yes"}, {"keep": 0}, {"storage_options": {"thredas": 3}}],
+    [
+        {"when_busy": "later"},
+        {"on_error": "ignore"},
+        {"lazy": "yes"},
+        {"keep": 0},
+        {"storage_options": {"thredas": 3}},
+    ],
 )
 def test_what_is_misspelled_is_said_at_once(wrong: dict[str, Any], tmp_path: Path) -> None:
     """Not by a warning at the first save."""
@@ -379,7 +411,8 @@ def test_what_is_misspelled_is_said_at_once(wrong: dict[str, Any], tmp_path: Pat
 def test_an_average_is_updated_after_the_fence(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What writes to the state outside of an optimizer waits by itself; if it does not, the save fails, and training goes on."""
+    """What writes to the state outside of an optimizer waits by itself; if it does not, the save
+    fails, and training goes on."""
     copying, plain = threading.Event(), ImageSource.copy
 
     def held(*args: Any) -> None:
@@ -389,7 +422,9 @@ def test_an_average_is_updated_after_the_fence(
     monkeypatch.setattr(ImageSource, "copy", held)
     copying.set()
     uri, net = fresh_uri(), nn.Linear(300, 300)
-    ema = torch.optim.swa_utils.AveragedModel(net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    ema = torch.optim.swa_utils.AveragedModel(
+        net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    )
     optim = torch.optim.SGD(net.parameters(), 0.1)
     held_state = {"net": net, "ema": ema, "optim": optim}
     with holdfast.Checkpointer(uri, every=1, when_busy="wait") as ckpt:
@@ -418,13 +453,16 @@ def test_progress_is_logged(caplog: pytest.LogCaptureFixture) -> None:
         for step in (1, 2):
             ckpt.step(step, state(step))
     assert "step 1: saving" in caplog.text
-    assert re.search(r"step 2: saved, 40\d kB from this rank in .* s \([0-9.]+ [kM]?B/s\)", caplog.text)
+    assert re.search(
+        r"step 2: saved, 40\d kB from this rank in .* s \([0-9.]+ [kM]?B/s\)", caplog.text
+    )
     assert "deleted step-00000001" in caplog.text
 
 
 @pytest.mark.parametrize("root", ["memory://a b/run", "{}//run/", "file://{}/r%20?threads=2"])
 def test_a_save_is_known_by_the_uri_that_its_driver_prints(root: str, tmp_path: Path) -> None:
-    """Though the driver is opened later: other saves to the same place, by whatever name, wait for this one."""
+    """Though the driver is opened later: other saves to the same place, by whatever name, wait for
+    this one."""
     root = root.format(tmp_path)
     with holdfast.Checkpointer(root, every=1) as ckpt:
         handle = ckpt.step(1, {"x": torch.zeros(3)})
@@ -435,7 +473,9 @@ def test_a_save_is_known_by_the_uri_that_its_driver_prints(root: str, tmp_path: 
     assert driver.uri == handle.uri == handle.report.uri
 
 
-def test_a_save_whose_storage_cannot_be_opened_any_more_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_whose_storage_cannot_be_opened_any_more_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By its handle, as any failure after the call; training goes on."""
     with holdfast.Checkpointer(tmp_path, every=1, when_busy="wait") as ckpt:
         ckpt.save(0, {"x": torch.zeros(100_000)})

@@ -1,4 +1,5 @@
-"""Going back in a run: what is later is set aside, and nothing that leads to where training is gets lost."""
+"""Going back in a run: what is later is set aside, and nothing that leads to where training is gets
+lost."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ Keep = holdfast.Keep
 
 
 def test_going_back_sets_aside_what_is_later(tmp_path: Path) -> None:
-    """It is not resumed, not counted by ``keep``, and listed as abandoned; it goes once the run has passed it."""
+    """It is not resumed, not counted by ``keep``, and listed as abandoned; it goes once the run has
+    passed it."""
     run_of(tmp_path, 100, 200, 300, 400)
     into = state(0)
     with holdfast.Checkpointer(tmp_path, keep=3, when_busy="wait") as ckpt:
@@ -69,7 +71,9 @@ def test_a_save_at_an_abandoned_step_replaces_it(tmp_path: Path) -> None:
         assert checkpoint.verify().ok
 
 
-def test_before_a_step_is_the_newest_good_one_before_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_before_a_step_is_the_newest_good_one_before_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """One that is damaged is passed over."""
     run_of(tmp_path, 1, 2, 3, 4)
     (image,) = (tmp_path / "step-00000003").glob("data/*/0.safetensors")
@@ -83,7 +87,8 @@ def test_before_a_step_is_the_newest_good_one_before_it(tmp_path: Path, caplog: 
 
 
 def test_going_back_twice_and_forth() -> None:
-    """To a step of the branch before; and to one that was abandoned, which is then what leads to where training is."""
+    """To a step of the branch before; and to one that was abandoned, which is then what leads to
+    where training is."""
     uri = fresh_uri()
     run_of(uri, 1, 2, 3, 4)
     assert resumed(uri, step=2) == (2, 2.0)
@@ -118,12 +123,15 @@ def test_the_same_process_may_go_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("call", ["step", "save"])
 def test_a_step_below_the_newest_is_an_error(call: str, tmp_path: Path) -> None:
-    """It says what to call; also where a save is not due, and whatever ``on_error`` says. Nothing is written, or deleted."""
+    """It says what to call; also where a save is not due, and whatever ``on_error`` says. Nothing
+    is written, or deleted."""
     with holdfast.Checkpointer(tmp_path, every=100, keep=1) as ckpt:
         ckpt.save(200, state(200))
         ckpt.save(400, state(400))
         ckpt.wait()
-        with pytest.raises(holdfast.UsageError, match=r"step 250 is below step 400.*resume\(state, step="):
+        with pytest.raises(
+            holdfast.UsageError, match=r"step 250 is below step 400.*resume\(state, step="
+        ):
             getattr(ckpt, call)(250, state(250))
         ckpt.step(400, state(400))
         ckpt.save(400, state(400, 0.5))
@@ -132,14 +140,16 @@ def test_a_step_below_the_newest_is_an_error(call: str, tmp_path: Path) -> None:
 
 
 def test_a_first_save_below_the_newest_is_an_error(tmp_path: Path) -> None:
-    """Whoever loads an earlier checkpoint by hand has not said that it goes back: nothing is deleted, and the call that
-    follows says what to do."""
+    """Whoever loads an earlier checkpoint by hand has not said that it goes back: nothing is
+    deleted, and the call that follows says what to do."""
     run_of(tmp_path, 100, 200, 300, 400)
     with holdfast.Checkpointer(tmp_path, keep=1, when_busy="wait") as ckpt:
         into = state(0)
         holdfast.load(tmp_path / "step-00000200", into=into)
         ckpt.save(250, into)
-        with pytest.raises(holdfast.UsageError, match=r"step 250 is below step 400.*resume\(state, step="):
+        with pytest.raises(
+            holdfast.UsageError, match=r"step 250 is below step 400.*resume\(state, step="
+        ):
             ckpt.wait()
         assert there(tmp_path) == ([100, 200, 300, 400], [])
         ckpt.save(260, into)
@@ -152,7 +162,9 @@ def test_a_first_save_below_the_newest_is_an_error(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("step-00000260"))
 
 
-def test_a_first_save_above_the_newest_goes_on_with_the_branch_that_is_there(tmp_path: Path) -> None:
+def test_a_first_save_above_the_newest_goes_on_with_the_branch_that_is_there(
+    tmp_path: Path,
+) -> None:
     """Though nobody has resumed."""
     run_of(tmp_path, 1, 2, 3)
     resumed(tmp_path, step=2)
@@ -169,8 +181,8 @@ def test_a_first_save_below_what_cannot_be_opened_is_an_error(tmp_path: Path) ->
 
 
 def test_what_is_passed_over_is_abandoned_once_training_saves_again(tmp_path: Path) -> None:
-    """It is damaged, and what is saved next does not follow it; until then nothing is written, and ``keep`` goes by the
-    line that training is on."""
+    """It is damaged, and what is saved next does not follow it; until then nothing is written, and
+    ``keep`` goes by the line that training is on."""
     run_of(tmp_path, 1, 2, 3, 4)
     for step in (3, 4):
         (image,) = (tmp_path / f"step-{step:08d}").glob("data/*/0.safetensors")
@@ -236,7 +248,8 @@ def test_where_all_is_abandoned_training_does_not_begin_anew(tmp_path: Path) -> 
     "data", [b"", b"{", b"[]", b'{"version": 2}', b'{"version": 1, "current": "x", "branches": {}}']
 )
 def test_a_damaged_record_is_an_error(data: bytes, tmp_path: Path) -> None:
-    """Without it the newest checkpoint may be one that was abandoned: nothing is resumed, saved or deleted."""
+    """Without it the newest checkpoint may be one that was abandoned: nothing is resumed, saved or
+    deleted."""
     run_of(tmp_path, 1, 2)
     (tmp_path / "lineage.json").write_bytes(data)
     with pytest.raises(holdfast.DamagedError, match=r"lineage\.json"):
@@ -256,13 +269,19 @@ ckpt = holdfast.Checkpointer(sys.argv[1])
 ckpt.resume({"x": torch.zeros(1000), "step": 0}, step=2)
 os._exit(9)
 """
-    assert subprocess.run([sys.executable, "-c", child, str(tmp_path)], check=False, cwd="/").returncode == 9
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", child, str(tmp_path)], check=False, cwd="/"
+        ).returncode
+        == 9
+    )
     assert resumed(tmp_path) == (2, 2.0)
     assert there(tmp_path) == ([1, 2], [3])
 
 
 def test_a_save_of_a_dead_job_that_lands_late_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its job was on the branch that was left: what it commits after that does not lead to where training is."""
+    """Its job was on the branch that was left: what it commits after that does not lead to where
+    training is."""
     uri = fresh_uri()
     run_of(uri, 1, 2, 3)
     plain, go = saving.commit, asyncio.Event()
@@ -304,7 +323,9 @@ def hooked(patch: pytest.MonkeyPatch, fault: Fault) -> None:
     """Whatever the run's leader opens fails as ``fault`` says."""
     opened = location.open_driver
     patch.setattr(
-        location, "open_driver", lambda uri, **options: HookedDriver(opened(uri), fault.on_before, fault.on_after)
+        location,
+        "open_driver",
+        lambda uri, **options: HookedDriver(opened(uri), fault.on_before, fault.on_after),
     )
 
 
@@ -317,7 +338,8 @@ def went_back(uri: str, back: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_storage_that_dies_at_any_access_leaves_one_line_or_the_other(after: bool) -> None:
-    """What is gone on from then is the newest of the old branch, or of the new one: what leads to it is there, and whole."""
+    """What is gone on from then is the newest of the old branch, or of the new one: what leads to
+    it is there, and whole."""
     back = {"step": 2}
     for n in range(accesses(back)):
         uri, fault = fresh_uri(), Fault(n, after=after, for_good=True)
@@ -352,7 +374,8 @@ def test_metrics_of_abandoned_steps_do_not_count(tmp_path: Path) -> None:
 
 
 def test_clocks_do_not_decide_what_is_kept(tmp_path: Path) -> None:
-    """A host whose clock went back saves as any other: what it saved last stays, and is gone on from."""
+    """A host whose clock went back saves as any other: what it saved last stays, and is gone on
+    from."""
     child = """
 import sys, time
 real, shift = time.time, float(sys.argv[4]); time.time = lambda: real() + shift

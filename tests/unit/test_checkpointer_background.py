@@ -1,4 +1,5 @@
-"""What a Checkpointer does in the background is never lost: whatever is raised there, saves are counted, and waited for."""
+"""What a Checkpointer does in the background is never lost: whatever is raised there, saves are
+counted, and waited for."""
 
 from __future__ import annotations
 
@@ -33,12 +34,22 @@ def steps(uri: str | Path) -> list[int | None]:
     return [c.step for c in holdfast.list_checkpoints(uri)]
 
 
-METRICS = [torch.tensor(0.5), torch.tensor([0.5]), np.float32(0.5), np.array(0.5), np.int64(1), 1, True, 0.5]
+METRICS = [
+    torch.tensor(0.5),
+    torch.tensor([0.5]),
+    np.float32(0.5),
+    np.array(0.5),
+    np.int64(1),
+    1,
+    True,
+    0.5,
+]
 
 
 @pytest.mark.parametrize("metric", METRICS, ids=lambda metric: type(metric).__name__)
 def test_a_metric_is_any_number(metric: Any, tmp_path: Path) -> None:
-    """A tensor's value and numpy's numbers count like Python's: saves are counted, and old ones are deleted."""
+    """A tensor's value and numpy's numbers count like Python's: saves are counted, and old ones are
+    deleted."""
     with holdfast.Checkpointer(tmp_path, every=1, keep=Keep(best=1), when_busy="wait") as ckpt:
         for step in (1, 2, 3):
             ckpt.step(step, state(step), metric=metric)
@@ -85,7 +96,9 @@ def test_the_value_of_a_metric_is_asked_for_where_a_save_begins() -> None:
     assert len(asked) == ckpt.counters.saved == 2
 
 
-def test_a_metric_counts_once_its_step_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_metric_counts_once_its_step_is_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A save that fails leaves no metric, though there may be an older checkpoint of its step."""
     plain = saving.commit
 
@@ -116,7 +129,10 @@ ODD = [
 @pytest.mark.parametrize("error", ODD, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("where", ["note", "apply"])
 def test_whatever_retention_raises_the_next_save_goes_on(
-    error: BaseException, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: BaseException,
+    where: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """It is logged; saves are counted, and waited for."""
 
@@ -139,7 +155,10 @@ def test_whatever_retention_raises_the_next_save_goes_on(
 @pytest.mark.parametrize("error", ODD, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("where", ["prune_here", "listing"])
 def test_whatever_a_listing_raises_the_next_save_goes_on(
-    error: BaseException, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: BaseException,
+    where: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The same, from within."""
 
@@ -198,11 +217,18 @@ class Broken(logging.Handler):
 
 
 def test_a_log_handler_that_raises_keeps_nothing_from_being_done(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Saves end, well or not, are counted, and old ones are deleted; what was raised is printed."""
     caplog.set_level(logging.INFO, "holdfast")
-    handler, logger, plain, uri = Broken(), logging.getLogger("holdfast"), saving.commit, fresh_uri()
+    handler, logger, plain, uri = (
+        Broken(),
+        logging.getLogger("holdfast"),
+        saving.commit,
+        fresh_uri(),
+    )
 
     async def fails(*_: Any) -> None:
         raise holdfast.StorageDownError("away")
@@ -224,7 +250,9 @@ def test_a_log_handler_that_raises_keeps_nothing_from_being_done(
     assert "ZeroDivisionError" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    "error", [SystemExit(3), KeyboardInterrupt()], ids=lambda error: type(error).__name__
+)
 def test_the_engine_survives_what_would_end_its_loop(error: BaseException) -> None:
     """Whoever waits for the task gets the error, and others theirs."""
 
@@ -258,7 +286,9 @@ def test_wait_returns_when_old_checkpoints_are_deleted_too(monkeypatch: pytest.M
         assert (ckpt.counters.pruned, steps(uri)) == (2, [3])
 
 
-def test_nothing_is_deleted_after_a_save_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_deleted_after_a_save_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is to be kept is counted from what is there, and the newest is not."""
     with holdfast.Checkpointer(tmp_path) as ckpt:
         for step in (1, 2, 3):
@@ -288,9 +318,11 @@ def test_nothing_is_deleted_of_a_step_that_is_under_way() -> None:
 
 
 @pytest.mark.parametrize("on_error", ["warn", "raise"])
-def test_a_first_save_that_fails_is_raised(on_error: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever ``on_error`` says: a run of which nothing can be saved is not to find out at its end. Once one is saved,
-    it is as asked."""
+def test_a_first_save_that_fails_is_raised(
+    on_error: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever ``on_error`` says: a run of which nothing can be saved is not to find out at its
+    end. Once one is saved, it is as asked."""
     (tmp_path / "step-00000001").write_text("in the way")
     (tmp_path / "step-00000003").write_text("in the way")
     ckpt = holdfast.Checkpointer(tmp_path, every=1, on_error=on_error, when_busy="wait")
@@ -343,7 +375,9 @@ def test_a_folder_that_may_not_be_written_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "uri", ["s3://bucket/run?endpoint=http://127.0.0.1:9&retries=0", "file:///proc/holdfast/run"], ids=["s3", "proc"]
+    "uri",
+    ["s3://bucket/run?endpoint=http://127.0.0.1:9&retries=0", "file:///proc/holdfast/run"],
+    ids=["s3", "proc"],
 )
 def test_storage_that_is_not_there(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong endpoint, or a path where nothing can be made, ends training at the first save."""

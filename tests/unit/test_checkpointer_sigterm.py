@@ -1,4 +1,5 @@
-"""SIGTERM: what is under way is finished, the step at hand is saved, and then the signal does what it did before."""
+"""SIGTERM: what is under way is finished, the step at hand is saved, and then the signal does what
+it did before."""
 
 from __future__ import annotations
 
@@ -29,10 +30,15 @@ def told(step):
 """
 
 
-def signalled(code: str, folder: Path, *, at: str = "3", timeout_s: float = 60) -> tuple[int, float, str]:
-    """Run ``code`` until it has said ``at``, send SIGTERM, and wait: its status, how long that took, and what it said."""
+def signalled(
+    code: str, folder: Path, *, at: str = "3", timeout_s: float = 60
+) -> tuple[int, float, str]:
+    """Run ``code`` until it has said ``at``, send SIGTERM, and wait: its status, how long that
+    took, and what it said."""
     command = [sys.executable, "-c", textwrap.dedent(PRELUDE) + textwrap.dedent(code), str(folder)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd="/")
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd="/"
+    )
     assert process.stdout is not None
     with process:
         said = ""
@@ -92,7 +98,8 @@ def test_a_handler_that_was_there_before_is_called(tmp_path: Path) -> None:
 
 
 def test_a_step_that_never_comes_is_not_waited_for(tmp_path: Path) -> None:
-    """After the grace period the process ends all the same; what was under way by then is committed."""
+    """After the grace period the process ends all the same; what was under way by then is
+    committed."""
     status, took_s, said = signalled(
         """
         ckpt = holdfast.Checkpointer(folder, every=1, grace_s=1.0)
@@ -117,7 +124,8 @@ libc.pthread_mutex_lock(mutex)
 
 
 def test_the_grace_period_ends_also_within_compiled_code(tmp_path: Path) -> None:
-    """Python calls no handler there, and the main thread never comes back; what was under way is committed all the same."""
+    """Python calls no handler there, and the main thread never comes back; what was under way is
+    committed all the same."""
     status, took_s, said = signalled(
         LOCKED
         + """
@@ -134,7 +142,8 @@ libc.pthread_mutex_lock(mutex)
 
 
 def test_the_grace_period_begins_also_within_compiled_code(tmp_path: Path) -> None:
-    """The clock runs from the signal on; the step after the call is saved, and a handler from before is called in turn."""
+    """The clock runs from the signal on; the step after the call is saved, and a handler from
+    before is called in turn."""
     status, _, said = signalled(
         LOCKED
         + """
@@ -156,7 +165,10 @@ print("stopped", stop, ckpt.counters.saved)
         tmp_path,
     )
     assert status == 0, said
-    assert [line for line in said.splitlines() if line.startswith(("seen", "stopped"))] == ["seen", "stopped [1] 1"]
+    assert [line for line in said.splitlines() if line.startswith(("seen", "stopped"))] == [
+        "seen",
+        "stopped [1] 1",
+    ]
     assert [c.step for c in holdfast.list_checkpoints(tmp_path)] == [7]
 
 
@@ -175,7 +187,8 @@ def test_a_forked_child_ends_by_sigterm_and_its_parent_hears_nothing_of_it() -> 
 
 
 def test_whoever_watched_signals_before_goes_on_watching() -> None:
-    """An event loop does, in the main thread: it hears of its signals while there is a checkpointer, and after it."""
+    """An event loop does, in the main thread: it hears of its signals while there is a
+    checkpointer, and after it."""
     import asyncio
 
     async def heard() -> list[str]:
@@ -322,7 +335,8 @@ def both(stepped: str, graces: tuple[float, float]) -> str:
 
 
 @pytest.mark.parametrize(
-    "stepped", ["a.step(step, state); b.step(step, state)", "b.step(step, state); a.step(step, state)"]
+    "stepped",
+    ["a.step(step, state); b.step(step, state)", "b.step(step, state); a.step(step, state)"],
 )
 def test_all_checkpointers_of_a_process_save(stepped: str, tmp_path: Path) -> None:
     """Each the step at hand, in whatever order; then the process ends by the signal."""
@@ -335,7 +349,9 @@ def test_all_checkpointers_of_a_process_save(stepped: str, tmp_path: Path) -> No
         assert found.step in (last, last + 1)
 
 
-def test_a_checkpointer_that_never_steps_keeps_the_others_no_longer_than_its_grace(tmp_path: Path) -> None:
+def test_a_checkpointer_that_never_steps_keeps_the_others_no_longer_than_its_grace(
+    tmp_path: Path,
+) -> None:
     """They have saved, and training goes on meanwhile."""
     status, took_s, said = signalled(both("a.step(step, state)", (30.0, 2.0)), tmp_path)
     assert status == -signal.SIGTERM, said
@@ -448,8 +464,8 @@ def test_a_signal_is_handed_over_though_the_last_one_is_closed_in_another_thread
 
 
 def test_a_handler_that_was_set_between_two_is_the_one_that_is_handed_over_to() -> None:
-    """Whoever set it last before the last Checkpointer was made is who is called; and whoever calls ours from theirs gets
-    the one before."""
+    """Whoever set it last before the last Checkpointer was made is who is called; and whoever calls
+    ours from theirs gets the one before."""
     with Heard() as heard:
         first = holdfast.Checkpointer(fresh_uri())
         ours, chained = signal.getsignal(signal.SIGTERM), []

@@ -1,4 +1,5 @@
-"""``holdfast drivers --check``: on storage that keeps everything nothing is found; each lie is found out by its probe."""
+"""``holdfast drivers --check``: on storage that keeps everything nothing is found; each lie is
+found out by its probe."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def test_a_storage_that_keeps_everything_has_no_problem(opened: Any) -> None:
 
 @pytest.mark.parametrize("what", LIARS)
 def test_a_storage_that_lies_is_found_out(opened: Any, what: str) -> None:
-    """By the probe of what it does not keep; the check goes on to its end, and says what follows and what to do."""
+    """By the probe of what it does not keep; the check goes on to its end, and says what follows
+    and what to do."""
     found_by, cls = LIARS[what]
     report = checked(opened(cls))
     problems = {finding.name: finding for finding in report.problems}
@@ -170,7 +172,9 @@ def test_what_the_driver_warns_of_is_told_and_is_no_problem_by_itself(opened: An
 
     report = checked(opened(Warns))
     assert report.ok
-    warned = {finding.name for finding in report.findings if finding.warnings == ("no layout can be set",)}
+    warned = {
+        finding.name for finding in report.findings if finding.warnings == ("no layout can be set",)
+    }
     assert {"unfinished", "aborted", "committed"} <= warned
 
 

@@ -76,7 +76,10 @@ def uri(root: str) -> str:
     """A checkpoint."""
     w = torch.arange(800.0).reshape(100, 8)
     model = {"w": w, "tied": w, "b": torch.ones(3, dtype=torch.bfloat16), "none": torch.empty(0, 2)}
-    holdfast.save(f"{root}/step-7", {"model": model, "layers": [1, torch.ones(2)], "note": "x" * 100, "step": 7})
+    holdfast.save(
+        f"{root}/step-7",
+        {"model": model, "layers": [1, torch.ones(2)], "note": "x" * 100, "step": 7},
+    )
     return f"{root}/step-7"
 
 
@@ -121,7 +124,10 @@ def test_ls_lists_checkpoints_by_step(root: str) -> None:
         holdfast.save(f"{root}/run/step-{step}", {"w": torch.ones(256), "step": step})
     lines = run("ls", root).stdout.splitlines()
     assert lines[0].split() == ["step", "saved", "age", "ranks", "tensors", "size", "path"]
-    assert [(line.split()[0], line.split()[-1]) for line in lines[1:]] == [("3", "run/step-3"), ("20", "run/step-20")]
+    assert [(line.split()[0], line.split()[-1]) for line in lines[1:]] == [
+        ("3", "run/step-3"),
+        ("20", "run/step-20"),
+    ]
     assert re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\dZ", lines[1])
     assert "1.00 KiB" in lines[1]
 
@@ -133,7 +139,15 @@ def test_ls_tells_programs_the_same(root: str, uri: str) -> None:
     (entry,) = document["checkpoints"]
     assert entry.pop("created_s") == pytest.approx(time.time(), abs=60)
     assert re.fullmatch(r"[0-9: -]+Z", entry.pop("saved"))
-    expected = {"path": "step-7", "uri": uri, "step": 7, "world": 1, "tensors": 5, "nbytes": 3214, "problem": None}
+    expected = {
+        "path": "step-7",
+        "uri": uri,
+        "step": 7,
+        "world": 1,
+        "tensors": 5,
+        "nbytes": 3214,
+        "problem": None,
+    }
     assert entry == {**expected, "abandoned": False, "damage": None}
 
 
@@ -159,7 +173,10 @@ def test_ls_shows_damaged_checkpoints(root: str, uri: str) -> None:
     (line,) = [line for line in result.stdout.splitlines() if "step-7" in line]
     assert line.endswith("step-7  the manifest does not match its own checksum")
     damaged = {c["path"]: c for c in run_json("ls", root)["checkpoints"]}["step-7"]
-    assert (damaged["problem"], damaged["nbytes"]) == ("the manifest does not match its own checksum", None)
+    assert (damaged["problem"], damaged["nbytes"]) == (
+        "the manifest does not match its own checksum",
+        None,
+    )
 
 
 def test_show_draws_the_state(uri: str) -> None:
@@ -188,7 +205,10 @@ def test_show_sums_up_below_a_depth(uri: str) -> None:
     """With --depth 1 the containers are there, and what is in them is not."""
     tree = run("show", uri, "--depth", "1").stdout.split("\n\n")[1].splitlines()
     assert tree[-2:] == ["  model  4 tensors, 3.13 KiB", "  layers  1 tensor, 8 B, 1 value"]
-    assert run("show", uri, "--depth", "0").stdout.split("\n\n")[1] == "state  5 tensors, 3.14 KiB, 3 values\n"
+    assert (
+        run("show", uri, "--depth", "0").stdout.split("\n\n")[1]
+        == "state  5 tensors, 3.14 KiB, 3 values\n"
+    )
 
 
 def test_show_prints_values_whole_when_asked(uri: str) -> None:
@@ -200,23 +220,40 @@ def test_show_prints_values_whole_when_asked(uri: str) -> None:
 def test_show_says_how_ranks_share_tensors(root: str) -> None:
     """Split over ranks, one per rank, values that differ: each in a few words."""
     shared = torch.arange(4096.0).reshape(1024, 4)
-    states = [{"w": shared, "own": torch.full((3,), rank), "lr": rank // 2, "odd": {"n": rank}} for rank in range(4)]
+    states = [
+        {"w": shared, "own": torch.full((3,), rank), "lr": rank // 2, "odd": {"n": rank}}
+        for rank in range(4)
+    ]
     save_on_ranks(root, states)
     lines = [line.strip() for line in run("show", root).stdout.splitlines()]
     assert "w  float32 [1024×4]  16.0 KiB  4 shards [256×4] on ranks 0–3" in lines
     assert "own  int64 [3]  24 B  per rank 0–3" in lines
     assert "lr  0 (ranks 0–1); 1 (ranks 2–3)" in lines
     assert "n  0 (rank 0); 1 (rank 1); 2 (rank 2); and 1 more" in lines
-    assert "n  0 (rank 0); 1 (rank 1); 2 (rank 2); 3 (rank 3)" in run("show", root, "--values").stdout
+    assert (
+        "n  0 (rank 0); 1 (rank 1); 2 (rank 2); 3 (rank 3)" in run("show", root, "--values").stdout
+    )
 
 
 def test_show_tells_programs_everything(root: str) -> None:
     """Tensors with shards, ranks, owners and ties; values as the format has them, by rank."""
     w = torch.ones(1024, 4)
-    save_on_ranks(root, [{"w": w, "x": w, "own": torch.full((3,), rank), "b": b"abc", "n": rank} for rank in (0, 1)])
+    save_on_ranks(
+        root,
+        [
+            {"w": w, "x": w, "own": torch.full((3,), rank), "b": b"abc", "n": rank}
+            for rank in (0, 1)
+        ],
+    )
     document = run_json("show", root)
     w, x, own = (t for t in document["tensors"])
-    assert (w["name"], w["shape"], w["dtype"], w["shards"], w["ranks"]) == ("w", [1024, 4], "float32", 2, [0, 1])
+    assert (w["name"], w["shape"], w["dtype"], w["shards"], w["ranks"]) == (
+        "w",
+        [1024, 4],
+        "float32",
+        2,
+        [0, 1],
+    )
     assert (x["alias_of"], x["shards"]) == ("w", 0)
     assert (own["owners"], own["shards"], own["alias_of"]) == ([0, 1], 2, None)
     values = {v["path"]: v["by_rank"] for v in document["values"]}
@@ -227,15 +264,29 @@ def test_show_tells_programs_everything(root: str) -> None:
 
 def test_show_needs_no_torch_for_values_of_torch(root: str) -> None:
     """Dtypes, devices, sizes and what JSON lacks are shown as Python writes them."""
-    special = {"a": torch.float32, "b": torch.device("cpu"), "c": torch.Size([1, 2]), "d": b"\x00", "e": float("inf")}
+    special = {
+        "a": torch.float32,
+        "b": torch.device("cpu"),
+        "c": torch.Size([1, 2]),
+        "d": b"\x00",
+        "e": float("inf"),
+    }
     holdfast.save(root, special)
     lines = [line.strip() for line in run("show", root).stdout.splitlines()[-5:]]
-    assert lines == ["a  torch.float32", "b  torch.device('cpu')", "c  torch.Size([1, 2])", r"d  b'\x00'", "e  inf"]
+    assert lines == [
+        "a  torch.float32",
+        "b  torch.device('cpu')",
+        "c  torch.Size([1, 2])",
+        r"d  b'\x00'",
+        "e  inf",
+    ]
 
 
 def test_names_cannot_command_the_terminal(root: str) -> None:
     """Names and values come from files: what a terminal would obey is shown escaped."""
-    holdfast.save(root, {f"a{ESCAPE}[31m": torch.ones(1), "b": f"{ESCAPE}]0;title\x07", "c\nd": {"e": 1}})
+    holdfast.save(
+        root, {f"a{ESCAPE}[31m": torch.ones(1), "b": f"{ESCAPE}]0;title\x07", "c\nd": {"e": 1}}
+    )
     for command in ("show", "ls"):
         output = run(command, root).output
         assert output
@@ -317,7 +368,9 @@ def test_what_cannot_be_read_is_a_message_and_not_a_traceback(command: str, root
     """Exit status 2; stderr says what, where, and what to do."""
     result = run(command, root)
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith(f"holdfast: nothing is committed here (key manifest.safetensors, in {root}). ")
+    assert result.stderr.startswith(
+        f"holdfast: nothing is committed here (key manifest.safetensors, in {root}). "
+    )
 
 
 @pytest.mark.parametrize("command", ["ls", "show", "verify"])
@@ -329,7 +382,9 @@ def test_a_uri_that_nothing_serves_is_refused(command: str, bad: str) -> None:
     assert result.stderr.startswith("holdfast: ")
 
 
-@pytest.mark.parametrize("arguments", [["nothing"], ["show"], ["show", "memory://x", "--depth", "-1"], ["ls", "--no"]])
+@pytest.mark.parametrize(
+    "arguments", [["nothing"], ["show"], ["show", "memory://x", "--depth", "-1"], ["ls", "--no"]]
+)
 def test_a_call_that_is_wrong_ends_with_two(arguments: list[str]) -> None:
     """Unknown commands and options, missing and impossible arguments."""
     assert run(*arguments).exit_code == 2
@@ -383,21 +438,27 @@ def test_a_fault_of_ours_is_not_taken_for_an_answer() -> None:
         "listing.list_checkpoints = broken\n"
         "sys.argv = ['holdfast', 'ls', 'memory://x']; holdfast.cli.main()"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
     assert (done.returncode, done.stderr.splitlines()[-1]) == (3, "RuntimeError: broken")
 
 
 @pytest.fixture
 def stored(tmp_path: Path) -> str:
     """A checkpoint in a folder, for commands in processes of their own."""
-    holdfast.save(tmp_path / "step-1", {"model": {f"w{i}": torch.ones(4) for i in range(20_000)}, "step": 1})
+    holdfast.save(
+        tmp_path / "step-1", {"model": {f"w{i}": torch.ones(4) for i in range(20_000)}, "step": 1}
+    )
     return str(tmp_path / "step-1")
 
 
 @pytest.mark.parametrize("command", ["ls", "show", "verify"])
 def test_a_pipe_gets_plain_text(command: str, stored: str) -> None:
     """No colours, no bar, nothing on stderr, where nobody looks at a terminal."""
-    done = subprocess.run([*HOLDFAST, command, stored], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [*HOLDFAST, command, stored], capture_output=True, text=True, check=True, timeout=60
+    )
     assert ESCAPE not in done.stdout
     assert done.stdout
     assert done.stderr == ""
@@ -418,7 +479,9 @@ def on_a_terminal(uri: str, **environment: str) -> str:
         process = subprocess.Popen(
             [*HOLDFAST, "show", uri, "--depth", "1"],
             stdout=theirs,
-            env={k: v for k, v in os.environ.items() if k != "NO_COLOR"} | {"TERM": "xterm"} | environment,
+            env={k: v for k, v in os.environ.items() if k != "NO_COLOR"}
+            | {"TERM": "xterm"}
+            | environment,
         )
         os.close(theirs)
         output = b""
@@ -433,7 +496,9 @@ def on_a_terminal(uri: str, **environment: str) -> str:
 
 def test_a_reader_that_leaves_is_no_failure(stored: str) -> None:
     """``holdfast show … | head`` ends quietly, as other commands do."""
-    with subprocess.Popen([*HOLDFAST, "show", stored], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [*HOLDFAST, "show", stored], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         assert process.stdout
         assert process.stderr
         process.stdout.readline()

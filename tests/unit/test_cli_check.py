@@ -16,7 +16,9 @@ from holdfast.cli.app import run
 from holdfast.drivers.memory import STORES
 
 
-def test_a_folder_that_is_fit_is_status_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_fit_is_status_0(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A line for each thing that was tried, with what it took; the folder is as it was."""
     assert run(["drivers", "--check", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
@@ -32,7 +34,12 @@ def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["drivers", "memory://check-json/run", "--check", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert (printed["ok"], printed["may_save"], printed["left"]) == (True, True, None)
-    assert {finding["name"] for finding in printed["findings"]} >= {"exclusive", "ranges", "bulk", "unfinished"}
+    assert {finding["name"] for finding in printed["findings"]} >= {
+        "exclusive",
+        "ranges",
+        "bulk",
+        "unfinished",
+    }
     assert STORES["check-json"] == {}
 
 
@@ -60,7 +67,9 @@ def test_a_problem_is_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "not tried" in printed
 
 
-@pytest.mark.parametrize(("words", "told"), [([], "needs the URI"), (["s3"], "is a scheme"), (["no://x"], "no driver")])
+@pytest.mark.parametrize(
+    ("words", "told"), [([], "needs the URI"), (["s3"], "is a scheme"), (["no://x"], "no driver")]
+)
 def test_a_check_without_a_storage_is_a_wrong_call(
     words: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

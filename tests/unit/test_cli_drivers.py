@@ -21,7 +21,10 @@ from holdfast.errors import UriError
 class OtherDriver(MemoryDriver):
     """A third party's, with a secret among its options."""
 
-    OPTIONS = {"level": Option(integer(0, 9), 5, "how much"), "token": Option(str, None, "to get in")}  # noqa: RUF012
+    OPTIONS = {
+        "level": Option(integer(0, 9), 5, "how much"),
+        "token": Option(str, None, "to get in"),
+    }
 
     @classmethod
     def open(cls, uri: Uri) -> OtherDriver:
@@ -47,14 +50,23 @@ def document(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, 
 
 
 def test_every_scheme_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    """With what serves it; every scheme of ours can be looked at, in a development environment, without a network."""
+    """With what serves it; every scheme of ours can be looked at, in a development environment,
+    without a network."""
     status, printed = document(capsys)
     assert status == 0
     assert {one["scheme"]: one["driver"] for one in printed["drivers"]} == schemes()
-    assert [one["scheme"] for one in printed["drivers"] if one["problem"] and one["package"] == "holdfast"] == []
+    assert [
+        one["scheme"]
+        for one in printed["drivers"]
+        if one["problem"] and one["package"] == "holdfast"
+    ] == []
     for one in printed["drivers"]:
         assert one["traits"]["part_nbytes"] > 0
-        assert {o["name"] for o in one["options"] if o["common"]} >= {"retries", "op_timeout_s", "metrics"}
+        assert {o["name"] for o in one["options"] if o["common"]} >= {
+            "retries",
+            "op_timeout_s",
+            "metrics",
+        }
 
 
 @pytest.mark.usefixtures("third_parties")
@@ -74,7 +86,11 @@ def test_what_cannot_be_imported_says_why(capsys: pytest.CaptureFixture[str]) ->
 def test_a_missing_library_is_told_with_what_brings_it(capsys: pytest.CaptureFixture[str]) -> None:
     """As the driver says it when it is opened; its options are listed all the same."""
     status, printed = document(capsys, "other://x?level=9")
-    assert (status, printed["problem"], printed["advice"]) == (1, "other:// needs otherlib", "pip install otherlib")
+    assert (status, printed["problem"], printed["advice"]) == (
+        1,
+        "other:// needs otherlib",
+        "pip install otherlib",
+    )
     assert [o["value"] for o in printed["options"] if o["name"] == "level"] == ["9"]
     run(["drivers", "other://x?level=9"])
     assert "needs otherlib. pip install otherlib" in capsys.readouterr().out
@@ -122,7 +138,10 @@ def test_the_file_that_options_come_from_is_shown_and_one_that_is_not_read(
     (folder := tmp_path / "config/holdfast").mkdir(parents=True)
     here.rename(folder / "holdfast.toml")
     _, printed = document(capsys, "memory://x")
-    assert (printed["config_file"], printed["config_ignored"]) == (str(folder / "holdfast.toml"), None)
+    assert (printed["config_file"], printed["config_ignored"]) == (
+        str(folder / "holdfast.toml"),
+        None,
+    )
     assert {o["name"]: o["value"] for o in printed["options"]}["retries"] == "9"
 
 
@@ -141,7 +160,12 @@ def test_values_are_shown_with_their_units(capsys: pytest.CaptureFixture[str]) -
 def test_a_path_is_a_file_uri(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """As everywhere; nothing is created there."""
     status, printed = document(capsys, str(tmp_path / "run"))
-    assert (status, printed["scheme"], printed["remote"], printed["layers"]) == (0, "file", False, [])
+    assert (status, printed["scheme"], printed["remote"], printed["layers"]) == (
+        0,
+        "file",
+        False,
+        [],
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -177,7 +201,9 @@ def test_options_are_no_part_of_a_drivers_uri(
         monkeypatch.setenv(f"HOLDFAST_{variable}", "3")
     _, printed = document(capsys)
     said = {
-        one["scheme"] for one in printed["drivers"] if any(o["source"].startswith("HOLDFAST_") for o in one["options"])
+        one["scheme"]
+        for one in printed["drivers"]
+        if any(o["source"].startswith("HOLDFAST_") for o in one["options"])
     }
     assert said == set(schemes()) - {"memory"}
     assert [one["uri"] for one in printed["drivers"] if "?" in one["uri"]] == []

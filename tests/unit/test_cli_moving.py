@@ -1,4 +1,5 @@
-"""``holdfast cp`` and ``holdfast prune``: what they print, for people and for programs, and how they end."""
+"""``holdfast cp`` and ``holdfast prune``: what they print, for people and for programs, and how
+they end."""
 
 from __future__ import annotations
 
@@ -69,16 +70,25 @@ def test_cp_of_a_folder(root: str, tmp_path: Path) -> None:
 
 
 def test_cp_of_nothing_but_damage_says_so(root: str, tmp_path: Path) -> None:
-    """No bytes, and no rate, of what was not copied; of a manifest that holds nothing, that it does."""
+    """No bytes, and no rate, of what was not copied; of a manifest that holds nothing, that it
+    does."""
     for step, data in ((1, b""), (2, bytes(100)), (3, b"\x10\0\0\0\0\0\0\0of something else")):
         MemoryDriver(f"{root.removeprefix('memory://')}/step-{step}")._objects.update(
-            {f"{root.removeprefix('memory://').partition('/')[2]}step-{step}/manifest.safetensors": (data, 0.0)}
+            {
+                f"{root.removeprefix('memory://').partition('/')[2]}step-{step}/manifest.safetensors": (
+                    data,
+                    0.0,
+                )
+            }
         )
     lines = run("cp", "-r", root, str(tmp_path), status=1)[0].splitlines()
     assert [line.split(" (")[0] for line in lines] == [
         "not copied: step-1: the manifest is empty",
         "not copied: step-2: the manifest holds 100 zeros, and nothing else",
-        "not copied: step-3: the manifest was not written by Holdfast: it is another program's file, or nothing of it is left",
+        (
+            "not copied: step-3: the manifest was not written by Holdfast: it is another program's "
+            "file, or nothing of it is left"
+        ),
         "none of 3 checkpoints",
     ]
 
@@ -87,7 +97,12 @@ def test_cp_tells_programs_the_same(root: str) -> None:
     """One document."""
     there = fresh_uri()
     told = json.loads(run("cp", "--recursive", "--json", root, there)[0])
-    assert (told["source"], told["uri"], told["ok"], told["sent_nbytes"]) == (root, there, True, told["nbytes"])
+    assert (told["source"], told["uri"], told["ok"], told["sent_nbytes"]) == (
+        root,
+        there,
+        True,
+        told["nbytes"],
+    )
     first = told["checkpoints"][0]
     assert first.pop("seconds") > 0
     assert first == {
@@ -110,8 +125,11 @@ def test_cp_from_where_nothing_is(root: str) -> None:
     assert "no checkpoint is committed" in run("cp", "-r", fresh_uri(), fresh_uri(), status=2)[1]
 
 
-def test_how_far_it_is_goes_to_a_log_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """A line with bytes and rate every few seconds, where there is no terminal; bytes that were there count for none."""
+def test_how_far_it_is_goes_to_a_log_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """A line with bytes and rate every few seconds, where there is no terminal; bytes that were
+    there count for none."""
     monkeypatch.setattr(progress, "LINE_EVERY_S", 0.05)
     with progress.progress_bar("cp", lines=True) as told:
         for done in (1 << 30, (1 << 30) + 1):
@@ -123,7 +141,8 @@ def test_how_far_it_is_goes_to_a_log_now_and_then(monkeypatch: pytest.MonkeyPatc
 
 
 def terminal(*arguments: str, answer: str) -> tuple[int, str]:
-    """How a command ends that has a terminal, on which somebody types ``answer``; and what is shown there."""
+    """How a command ends that has a terminal, on which somebody types ``answer``; and what is shown
+    there."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen([*HOLDFAST, *arguments], stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
@@ -165,7 +184,9 @@ def test_prune_asks_on_a_terminal(folder: Path) -> None:
 def test_prune_asks_nobody_who_is_not_there(folder: Path) -> None:
     """Without a terminal it needs --yes, and says so; a dry run and an empty list need neither."""
     command = [*HOLDFAST, "prune", str(folder), "--keep-last", "2"]
-    refused = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=60)
+    refused = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=60
+    )
     assert refused.returncode == 2
     assert "--yes" in refused.stderr
     out, _ = run("prune", str(folder), "--keep-last", "2", "--dry-run")
@@ -178,7 +199,9 @@ def test_prune_asks_nobody_who_is_not_there(folder: Path) -> None:
 def test_prune_with_yes(folder: Path) -> None:
     """It says what goes and what went."""
     out, _ = run("prune", str(folder), "--keep-last", "1", "--keep-every", "2", "--yes")
-    assert re.fullmatch(r"step 1  \d\.\d\d KiB|step 1  \d\d\.\d KiB", out.splitlines()[0].rpartition("  ")[0])
+    assert re.fullmatch(
+        r"step 1  \d\.\d\d KiB|step 1  \d\d\.\d KiB", out.splitlines()[0].rpartition("  ")[0]
+    )
     assert out.splitlines()[-1].startswith("deleted: 1 checkpoint, ")
     assert steps(folder) == [2, 3]
 
@@ -188,7 +211,9 @@ def test_prune_tells_programs_the_same(folder: Path) -> None:
     dead = folder / "step-9" / "data" / "20200101T000000-00000000"
     dead.mkdir(parents=True)
     (dead / "attempt.json").write_text("{}")
-    told = json.loads(run("prune", str(folder), "--keep-last", "1", "--idle-hours", "0", "--yes", "--json")[0])
+    told = json.loads(
+        run("prune", str(folder), "--keep-last", "1", "--idle-hours", "0", "--yes", "--json")[0]
+    )
     assert (told["uri"], told["done"], told["kept"]) == (f"file://{folder}", True, ["step-3"])
     assert [(c["path"], c["step"]) for c in told["checkpoints"]] == [("step-1", 1), ("step-2", 2)]
     assert told["leftovers"] == [{"path": "step-9", "attempt": dead.name, "nbytes": 2}]
@@ -197,7 +222,8 @@ def test_prune_tells_programs_the_same(folder: Path) -> None:
 
 
 def test_prune_and_ls_say_what_is_abandoned_and_what_is_damaged(folder: Path) -> None:
-    """Abandoned checkpoints go where that is asked for; one that has lost its image does not count as kept."""
+    """Abandoned checkpoints go where that is asked for; one that has lost its image does not count
+    as kept."""
     with holdfast.Checkpointer(folder, grace_s=None) as ckpt:
         ckpt.resume({"x": torch.ones(1000), "step": 0}, step=2)
     for image in (folder / "step-1").glob("data/*/0.safetensors"):
@@ -221,11 +247,13 @@ def test_prune_and_ls_say_what_is_abandoned_and_what_is_damaged(folder: Path) ->
 
 
 def test_ctrl_c_ends_a_copy_cleanly(tmp_path: Path) -> None:
-    """Status 130 and a message; nothing is visible, no temporary file stays, and the same command goes on."""
+    """Status 130 and a message; nothing is visible, no temporary file stays, and the same command
+    goes on."""
     holdfast.save(tmp_path / "src", {"x": torch.ones(10)})
     code = (
         "import asyncio, signal, sys, holdfast.cli\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell has its background jobs ignore it
+        # a shell has its background jobs ignore it
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from holdfast.drivers.local.driver import _LocalUpload\n"
         "async def slow(self, start, data):\n"
         "    print('writing', flush=True)\n"
@@ -235,7 +263,10 @@ def test_ctrl_c_ends_a_copy_cleanly(tmp_path: Path) -> None:
     )
     arguments = ["cp", str(tmp_path / "src"), str(tmp_path / "dst")]
     process = subprocess.Popen(
-        [sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "writing\n"

@@ -31,7 +31,9 @@ def xfs(folder: Path) -> Iterator[Path]:
     with image.open("wb") as file:
         file.truncate(512 << 20)  # the least size that XFS takes is 300 MiB
     subprocess.run(["mkfs.xfs", "-q", str(image)], check=True, timeout=60)
-    if subprocess.run(["mount", "-o", "loop", str(image), str(mounted)], check=False, timeout=60).returncode:
+    if subprocess.run(
+        ["mount", "-o", "loop", str(image), str(mounted)], check=False, timeout=60
+    ).returncode:
         pytest.skip("cannot mount a file here")
     try:
         yield mounted
@@ -40,7 +42,17 @@ def xfs(folder: Path) -> Iterator[Path]:
 
 
 @pytest.fixture(
-    params=["memory", "layers", "disk", "xfs", "tmpfs", "buffered", "fsspec-file", "fsspec-memory", "lustre"]
+    params=[
+        "memory",
+        "layers",
+        "disk",
+        "xfs",
+        "tmpfs",
+        "buffered",
+        "fsspec-file",
+        "fsspec-memory",
+        "lustre",
+    ]
 )
 def uri(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """A root of each kind."""

@@ -1,4 +1,5 @@
-"""The conformance kit can fail: each driver that is wrong in one way is caught by the trial that asks for that."""
+"""The conformance kit can fail: each driver that is wrong in one way is caught by the trial that
+asks for that."""
 
 from __future__ import annotations
 
@@ -23,8 +24,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which every broken driver is registered as a third party would."""
     folder = tmp_path_factory.mktemp("site")
     (folder / "broken-1.dist-info").mkdir()
-    (folder / "broken-1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
-    lines = [f"{scheme_of(kind)} = support.broken:{kind.__name__}" for kind in (*CASES, *FAULTS, Healthy)]
+    (folder / "broken-1.dist-info/METADATA").write_text(
+        "Metadata-Version: 2.1\nName: broken\nVersion: 1\n"
+    )
+    lines = [
+        f"{scheme_of(kind)} = support.broken:{kind.__name__}" for kind in (*CASES, *FAULTS, Healthy)
+    ]
     lines = [
         "[holdfast.drivers]",
         *lines,
@@ -44,7 +49,15 @@ def env_of(site: Path) -> dict[str, str]:
 def outcomes(site: Path) -> Outcomes:
     """What came of every broken driver, in one process of its own."""
     command = [sys.executable, "-W", "error", "-m", "support.caught"]
-    run = subprocess.run(command, cwd=site, env=env_of(site), capture_output=True, text=True, timeout=220, check=False)
+    run = subprocess.run(
+        command,
+        cwd=site,
+        env=env_of(site),
+        capture_output=True,
+        text=True,
+        timeout=220,
+        check=False,
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     found: Outcomes = json.loads(run.stdout.splitlines()[-1]) | {"output": {"text": run.stdout}}
     return found
@@ -71,7 +84,9 @@ def test_a_declared_deviation_is_no_failure(outcomes: Outcomes) -> None:
         [],
         pytest.ExitCode.OK,
     )
-    assert "a_read_past_the_end_is_damage: past the end it reads nothing" in outcomes["output"]["text"]
+    assert (
+        "a_read_past_the_end_is_damage: past the end it reads nothing" in outcomes["output"]["text"]
+    )
 
 
 def test_a_deviation_that_passes_is_a_failure(outcomes: Outcomes) -> None:
@@ -82,7 +97,10 @@ def test_a_deviation_that_passes_is_a_failure(outcomes: Outcomes) -> None:
 
 def test_a_refusal_at_commit_is_as_good_as_one_at_create(outcomes: Outcomes) -> None:
     """A driver whose server alone knows the limits of names passes."""
-    assert (outcomes["RefusesLate"]["failed"], outcomes["RefusesLate"]["status"]) == ([], pytest.ExitCode.OK)
+    assert (outcomes["RefusesLate"]["failed"], outcomes["RefusesLate"]["status"]) == (
+        [],
+        pytest.ExitCode.OK,
+    )
 
 
 def test_the_report_outlives_a_failed_clean_up(outcomes: Outcomes) -> None:
@@ -91,19 +109,43 @@ def test_the_report_outlives_a_failed_clean_up(outcomes: Outcomes) -> None:
         [],
         pytest.ExitCode.TESTS_FAILED,
     )
-    report = outcomes["output"]["text"].partition("support.broken.DeletesNoRoots at")[2].partition("support.broken.")[0]
+    report = (
+        outcomes["output"]["text"]
+        .partition("support.broken.DeletesNoRoots at")[2]
+        .partition("support.broken.")[0]
+    )
     assert "cases passed    1" in report
-    assert "LEFT BEHIND     delete_all of the kit's own prefix failed: OSError: [Errno 16]" in report
+    assert (
+        "LEFT BEHIND     delete_all of the kit's own prefix failed: OSError: [Errno 16]" in report
+    )
     assert "/conformance-… by other means" in report
 
 
 @pytest.mark.parametrize("kind", ["OptionsInUri", "DeletesNoRoots"])
 def test_the_kit_runs_in_several_processes(site: Path, kind: str) -> None:
-    """With pytest-xdist the one report counts the cases of all workers, and a fault of any of them fails the run."""
+    """With pytest-xdist the one report counts the cases of all workers, and a fault of any of them
+    fails the run."""
     command = [sys.executable, "-W", "error", "-m", "pytest", "-n", "2", "-p", "no:cacheprovider"]
-    command += ["--import-mode=importlib", "-k", "uri_is_without_options or traits_make_sense or listing_goes"]
-    command += ["--pyargs", "holdfast.drivers.conformance", "--driver-uri", f"broken-{kind.lower()}://here"]
-    run = subprocess.run(command, cwd=site, env=env_of(site), capture_output=True, text=True, timeout=110, check=False)
+    command += [
+        "--import-mode=importlib",
+        "-k",
+        "uri_is_without_options or traits_make_sense or listing_goes",
+    ]
+    command += [
+        "--pyargs",
+        "holdfast.drivers.conformance",
+        "--driver-uri",
+        f"broken-{kind.lower()}://here",
+    ]
+    run = subprocess.run(
+        command,
+        cwd=site,
+        env=env_of(site),
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
     assert run.returncode == pytest.ExitCode.TESTS_FAILED, run.stdout
     assert f"cases passed    {2 if kind == 'OptionsInUri' else 3}" in run.stdout
     assert f"cases failed    {1 if kind == 'OptionsInUri' else 0}" in run.stdout
@@ -111,7 +153,8 @@ def test_the_kit_runs_in_several_processes(site: Path, kind: str) -> None:
 
 
 def test_the_kit_says_how_long_it_will_take(site: Path) -> None:
-    """Before the first case: the root, what one use of a driver takes, and about how long the run will be."""
+    """Before the first case: the root, what one use of a driver takes, and about how long the run
+    will be."""
     command = [
         sys.executable,
         "-m",
@@ -123,7 +166,15 @@ def test_the_kit_says_how_long_it_will_take(site: Path) -> None:
         "traits_make_sense",
     ]
     command += ["--pyargs", "holdfast.drivers.conformance", "--driver-uri", "memory://here"]
-    run = subprocess.run(command, cwd=site, env=env_of(site), capture_output=True, text=True, timeout=110, check=False)
+    run = subprocess.run(
+        command,
+        cwd=site,
+        env=env_of(site),
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
     assert run.returncode == 0, run.stdout
     header, _, report = run.stdout.partition("collected")
     assert "holdfast driver kit: memory://here" in header

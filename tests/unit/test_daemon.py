@@ -20,13 +20,18 @@ while True:
 """
 
 
-def test_a_server_inherits_no_credentials_of_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_inherits_no_credentials_of_clients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another test's AWS_SECRET_ACCESS_KEY does not become a key that the server accepts."""
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another server's")
     monkeypatch.setenv("KEPT", "1")
     port, seen = free_port(), tmp_path / "environment.json"
     server = Daemon(
-        [sys.executable, "-c", SERVER, str(port), seen], port=port, log=tmp_path / "log", environment={"GIVEN": "2"}
+        [sys.executable, "-c", SERVER, str(port), seen],
+        port=port,
+        log=tmp_path / "log",
+        environment={"GIVEN": "2"},
     )
     server.start()
     server.stop()

@@ -64,7 +64,8 @@ def test_ranks_share_a_batch_without_rest(world: int) -> None:
 
 
 def test_an_uneven_share_is_refused() -> None:
-    """Three ranks cannot take equally many of sixteen sequences, and the mean over ranks would be another."""
+    """Three ranks cannot take equally many of sixteen sequences, and the mean over ranks would be
+    another."""
     with pytest.raises(holdfast.UsageError, match="16 sequences"):
         data.part_of(data.batch(data.read_text(), 0, 1), 0, 3)
 
@@ -104,7 +105,9 @@ def test_the_model_learns() -> None:
     tokens = torch.from_numpy(data.batch(data.read_text(), 0, 1))
     weights, losses = list(model.parameters()), []
     for _ in range(5):
-        loss = torch.nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss = torch.nn.functional.cross_entropy(
+            model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
+        )
         losses.append(float(loss.detach()))
         for weight, slope in zip(weights, torch.autograd.grad(loss, weights), strict=True):
             weight.data.sub_(slope, alpha=0.1)
@@ -117,7 +120,10 @@ def test_a_journal_is_followed_line_by_line(tmp_path: Path) -> None:
     journals, watcher = [Journal(tmp_path, rank) for rank in (0, 1)], Watcher(tmp_path)
     journals[0].write("step", step=1)
     journals[1].write("step", step=1)
-    assert [(e.rank, e.kind, e.told) for e in watcher.news()] == [(0, "step", {"step": 1}), (1, "step", {"step": 1})]
+    assert [(e.rank, e.kind, e.told) for e in watcher.news()] == [
+        (0, "step", {"step": 1}),
+        (1, "step", {"step": 1}),
+    ]
     with (tmp_path / "rank-1.jsonl").open("ab") as file:
         file.write(b'{"kind": "sa')
     assert list(watcher.news()) == []
@@ -130,12 +136,15 @@ def test_a_save_counts_when_all_ranks_have_told(tmp_path: Path) -> None:
     record = record_of(4, range(1, 9), saved=(8,))
     (saved,) = record.saves
     assert (saved.step, saved.nbytes, saved.captured_s) == (8, 4 << 20, pytest.approx(0.3))
-    record.add(Event("saved", 0, 9.0, {"step": 16, "nbytes": 1, "captured_s": 0.0, "durable_s": 0.0}))
+    record.add(
+        Event("saved", 0, 9.0, {"step": 16, "nbytes": 1, "captured_s": 0.0, "durable_s": 0.0})
+    )
     assert len(record.saves) == 1
 
 
 def test_runs_are_compared_over_their_common_steps() -> None:
-    """The greatest difference counts, whichever way it points; steps that only one has trained do not."""
+    """The greatest difference counts, whichever way it points; steps that only one has trained do
+    not."""
     ours, reference = record_of(2, range(5, 11)), record_of(4, range(1, 9))
     ours.losses[7] -= 0.25
     assert ours.difference(reference) == pytest.approx(0.25)
@@ -157,14 +166,18 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
 
 
 def test_unfinished_files_are_seen_as_such(tmp_path: Path) -> None:
-    """What lies under a checkpoint's URI is listed with its size, and an upload without a name is marked."""
+    """What lies under a checkpoint's URI is listed with its size, and an upload without a name is
+    marked."""
     attempt = tmp_path / "data" / "20310203T040506-00000000"
     attempt.mkdir(parents=True)
     (attempt / "0.safetensors").write_bytes(bytes(10))
     assert not torn.image_is_begun(str(tmp_path), 2)
     (attempt / ".2.safetensors.0123456789abcdef.tmp").write_bytes(bytes(5000))
     found = [(Path(f.key).name, f.nbytes, f.finished) for f in torn.find(str(tmp_path))]
-    assert found == [(".2.safetensors.0123456789abcdef.tmp", 5000, False), ("0.safetensors", 10, True)]
+    assert found == [
+        (".2.safetensors.0123456789abcdef.tmp", 5000, False),
+        ("0.safetensors", 10, True),
+    ]
     assert torn.image_is_begun(str(tmp_path), 2)
     assert torn.find(str(tmp_path / "nowhere")) == []
 
@@ -176,7 +189,8 @@ def test_other_storage_is_listed_by_its_driver() -> None:
 
 
 def test_only_what_a_demo_wrote_is_removed(tmp_path: Path) -> None:
-    """A folder of an earlier demo is emptied of the demo's own files; a folder of somebody else is refused, untouched."""
+    """A folder of an earlier demo is emptied of the demo's own files; a folder of somebody else is
+    refused, untouched."""
     made = folder.prepare(str(tmp_path / "demo"))
     for name in ("loss.svg", "notes.txt", "checkpoints/step-000001/manifest.safetensors"):
         (made / name).parent.mkdir(parents=True, exist_ok=True)
@@ -192,15 +206,22 @@ def test_only_what_a_demo_wrote_is_removed(tmp_path: Path) -> None:
 
 def test_a_given_uri_gets_a_fresh_place_below_it() -> None:
     """Two runs into one URI never meet, and its options are kept."""
-    uris = [folder.checkpoints_uri("file:///somewhere/runs?direct=off", Path("unused")) for _ in range(2)]
-    assert all(u.startswith("file:///somewhere/runs/demo-") and u.endswith("?direct=off") for u in uris)
+    uris = [
+        folder.checkpoints_uri("file:///somewhere/runs?direct=off", Path("unused"))
+        for _ in range(2)
+    ]
+    assert all(
+        u.startswith("file:///somewhere/runs/demo-") and u.endswith("?direct=off") for u in uris
+    )
     assert uris[0] != uris[1]
     for uri in ("memory://x", "fsspec+memory://x"):
         with pytest.raises(holdfast.UsageError, match="memory"):
             folder.checkpoints_uri(uri, Path("unused"))
 
 
-@pytest.mark.parametrize("uri", ["file:///a/step-8", "s3://b/r/step-8?endpoint=http://127.0.0.1:80", "x://h/step-8/"])
+@pytest.mark.parametrize(
+    "uri", ["file:///a/step-8", "s3://b/r/step-8?endpoint=http://127.0.0.1:80", "x://h/step-8/"]
+)
 def test_a_checkpoint_is_called_by_its_last_part(uri: str) -> None:
     """Whatever options its URI has."""
     assert folder.name_of(uri) == "step-8"
@@ -224,7 +245,8 @@ GOOD: dict[str, int] = {"steps": 40, "kill_at": 24, "every": 8, "before": 4, "af
     ids=str,
 )
 def test_a_plan_that_cannot_work_is_refused(change: dict[str, int]) -> None:
-    """Before anything starts: a kill that hits no save, or none to resume from, and ranks that share unevenly."""
+    """Before anything starts: a kill that hits no save, or none to resume from, and ranks that
+    share unevenly."""
     assert Plan(**GOOD).victim == 2
     with pytest.raises(holdfast.UsageError):
         Plan(**(GOOD | change))
@@ -248,18 +270,34 @@ def test_the_account_is_plain_where_nobody_watches() -> None:
 
 
 def test_the_first_word_of_torch_and_of_holdfast_is_given() -> None:
-    """Of all that the survivors said, the account gives the earliest of each; torch's without its line of C++."""
+    """Of all that the survivors said, the account gives the earliest of each; torch's without its
+    line of C++."""
     events: list[Any] = [
         Event("failed", 0, 9.0, {"ours": True, "type": "DeadlineError", "message": "later"}),
-        Event("failed", 1, 7.0, {"ours": True, "type": "DeadlineError", "message": "rank 2 showed no sign of life"}),
         Event(
-            "failed", 3, 1.0, {"ours": False, "type": "RuntimeError", "message": "[/a/b.cc:5] Closed by peer. This is"}
+            "failed",
+            1,
+            7.0,
+            {"ours": True, "type": "DeadlineError", "message": "rank 2 showed no sign of life"},
+        ),
+        Event(
+            "failed",
+            3,
+            1.0,
+            {
+                "ours": False,
+                "type": "RuntimeError",
+                "message": "[/a/b.cc:5] Closed by peer. This is",
+            },
         ),
     ]
     file = io.StringIO()
     Account(file).failures(events)
     said = [line.strip() for line in file.getvalue().splitlines()]
-    assert said == ["torch, on rank 3: Closed by peer", "holdfast, on rank 1: rank 2 showed no sign of life"]
+    assert said == [
+        "torch, on rank 3: Closed by peer",
+        "holdfast, on rank 1: rank 2 showed no sign of life",
+    ]
 
 
 def fake_launcher(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
@@ -267,7 +305,9 @@ def fake_launcher(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     monkeypatch.setattr(Job, "_command", lambda job: [sys.executable, "-c", code, str(job.folder)])
 
 
-def test_a_job_that_fails_shows_the_end_of_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_fails_shows_the_end_of_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The error carries what the ranks printed last; unless failing is what the job was to do."""
     fake_launcher(monkeypatch, "print('out of luck'); raise SystemExit(3)")
     with pytest.raises(holdfast.RankFailedError, match="status 3") as caught:
@@ -276,11 +316,17 @@ def test_a_job_that_fails_shows_the_end_of_its_log(tmp_path: Path, monkeypatch: 
     Job(tmp_path / "b", 2, []).run(lambda event: None, survives=False)
 
 
-def test_a_job_that_hangs_is_ended_at_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_hangs_is_ended_at_its_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The error says how long it was waited for; what was heard until then is heard."""
     line = '{"kind": "ready", "rank": 0, "time_s": 1.0, "told": {}}'
     fake_launcher(
-        monkeypatch, f"import sys, time; open(sys.argv[1] + '/rank-0.jsonl', 'w').write('{line}\\n'); time.sleep(60)"
+        monkeypatch,
+        (
+            f"import sys, time; open(sys.argv[1] + '/rank-0.jsonl', 'w').write('{line}\\n'); "
+            f"time.sleep(60)"
+        ),
     )
     heard: list[Event] = []
     with pytest.raises(holdfast.DeadlineError, match="1 s"):

@@ -1,4 +1,5 @@
-"""The base of drivers of asynchronous clients: what it does for all of them is what the contract asks."""
+"""The base of drivers of asynchronous clients: what it does for all of them is what the contract
+asks."""
 
 from __future__ import annotations
 

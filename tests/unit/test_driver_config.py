@@ -56,7 +56,9 @@ def found(
     uri: str = "my://bucket/run", environment: dict[str, str] | None = None, **keywords: object
 ) -> dict[str, tuple[object, str]]:
     """Every option that is not at its default: value and source."""
-    resolved = resolve(parse(uri), keywords, OWN, COMMON, lambda: SCHEMES, environment=environment or {})
+    resolved = resolve(
+        parse(uri), keywords, OWN, COMMON, lambda: SCHEMES, environment=environment or {}
+    )
     return {name: (r.value, r.source) for name, r in resolved.items() if r.source != "default"}
 
 
@@ -65,16 +67,26 @@ def test_defaults_stand_where_nobody_says_anything(file: Path) -> None:
     resolved = resolve(parse("my://b"), {}, OWN, COMMON, lambda: SCHEMES, environment={})
     assert set(resolved) == set(OWN) | set(COMMON)
     assert {r.source for r in resolved.values()} == {"default"}
-    assert (resolved["level"].value, resolved["retries"].value, resolved["level"].text) == (1, 10, None)
+    assert (resolved["level"].value, resolved["retries"].value, resolved["level"].text) == (
+        1,
+        10,
+        None,
+    )
 
 
 def test_the_nearest_word_counts(file: Path) -> None:
-    """URI, keyword, environment of the scheme, environment, profile, file: each is seen once those before it are silent."""
+    """URI, keyword, environment of the scheme, environment, profile, file: each is seen once those
+    before it are silent."""
     file.write_text(
         "[common]\nretries = 9\n[my]\nretries = 8\n['my://bucket']\nretries = 7\n"
-        "[profile.p.common]\nretries = 6\n[profile.p.my]\nretries = 5\n['profile'.p.'my://bucket/run']\nretries = 4\n"
+        "[profile.p.common]\nretries = 6\n[profile.p.my]\nretries = "
+        "5\n['profile'.p.'my://bucket/run']\nretries = 4\n"
     )
-    environment = {"HOLDFAST_RETRIES": "3", "HOLDFAST_MY_RETRIES": "2", "HOLDFAST_CONFIG_PROFILE": "p"}
+    environment = {
+        "HOLDFAST_RETRIES": "3",
+        "HOLDFAST_MY_RETRIES": "2",
+        "HOLDFAST_CONFIG_PROFILE": "p",
+    }
     keywords: dict[str, object] = {"retries": 1}
     assert found("my://bucket/run?retries=0", environment, **keywords)["retries"] == (0, "the URI")
     assert found(environment=environment, **keywords)["retries"] == (1, "a keyword")
@@ -100,7 +112,9 @@ def test_the_nearest_word_counts(file: Path) -> None:
         ("s3://b/run", False),
     ],
 )
-def test_a_table_for_a_uri_holds_for_what_lies_below_it(file: Path, uri: str, applies: bool) -> None:
+def test_a_table_for_a_uri_holds_for_what_lies_below_it(
+    file: Path, uri: str, applies: bool
+) -> None:
     """Part by part, not letter by letter."""
     file.write_text("['my://b/run/']\nretries = 3\n")
     assert ("retries" in found(uri)) == applies
@@ -139,7 +153,9 @@ def test_a_profile_is_chosen_in_three_ways(file: Path, how: str) -> None:
 
 def test_values_are_text_numbers_or_bools(file: Path) -> None:
     """As a file and as code write them; None is as good as nothing."""
-    file.write_text("[common]\nmetrics = true\nop_timeout_s = 1.5\nmax_bytes_per_s = '1GiB'\nretries = 2\n")
+    file.write_text(
+        "[common]\nmetrics = true\nop_timeout_s = 1.5\nmax_bytes_per_s = '1GiB'\nretries = 2\n"
+    )
     assert {n: v for n, (v, _) in found().items()} == {
         "metrics": True, "op_timeout_s": 1.5, "max_bytes_per_s": 1 << 30, "retries": 2,
     }  # fmt: skip
@@ -158,11 +174,15 @@ def test_a_secret_in_a_uri_is_refused() -> None:
             found(f"my://b?{name}=hush")
         assert "hush" not in str(caught.value)
     assert found(token="hush")["token"] == ("hush", "a keyword")
-    assert found(environment={"HOLDFAST_MY_TOKEN": "hush"})["token"] == ("hush", "HOLDFAST_MY_TOKEN")
+    assert found(environment={"HOLDFAST_MY_TOKEN": "hush"})["token"] == (
+        "hush",
+        "HOLDFAST_MY_TOKEN",
+    )
 
 
 def test_a_password_in_a_value_is_refused_whoever_says_it(file: Path) -> None:
-    """A URL in an option is used, and shown, by libraries: the error names the source, and does not repeat it."""
+    """A URL in an option is used, and shown, by libraries: the error names the source, and does not
+    repeat it."""
     file.write_text("[my]\ntoken = 'http://u:hunter2@host'")
     environment = {"HOLDFAST_CONFIG": "", "HOLDFAST_MY_TOKEN": "x=http://u:hunter2@host"}
     asks = (
@@ -178,7 +198,9 @@ def test_a_password_in_a_value_is_refused_whoever_says_it(file: Path) -> None:
 
 def test_what_was_said_is_not_shown(file: Path) -> None:
     """An option may be a secret, so the reprs of what is known of it name its source only."""
-    resolved = resolve(parse("my://b"), {"token": "hunter2"}, OWN, COMMON, lambda: SCHEMES, environment={})
+    resolved = resolve(
+        parse("my://b"), {"token": "hunter2"}, OWN, COMMON, lambda: SCHEMES, environment={}
+    )
     assert (resolved["token"].value, resolved["token"].text) == ("hunter2", "hunter2")
     assert repr(resolved["token"]) == "Resolved(source='a keyword')"
     assert repr(Setting("hunter2", "a keyword")) == "Setting(source='a keyword')"
@@ -189,18 +211,44 @@ def test_what_was_said_is_not_shown(file: Path) -> None:
     [
         ("my://b?levle=1", {}, {}, "", r"my:// has no option 'levle' \(in"),
         ("my://b", {}, {"levle": 1}, "", "no option 'levle', which a keyword sets"),
-        ("my://b", {"HOLDFAST_MY_LEVLE": "1"}, {}, "", "no option 'levle', which HOLDFAST_MY_LEVLE sets"),
-        ("my://b", {}, {}, "[my]\nlevle = 1", r"no option 'levle', which /.*holdfast\.toml \[my\] sets"),
-        ("my://b", {}, {}, "['my://b']\nlevle = 1", r"no option 'levle', which /.*holdfast\.toml \[my://b\] sets"),
+        (
+            "my://b",
+            {"HOLDFAST_MY_LEVLE": "1"},
+            {},
+            "",
+            "no option 'levle', which HOLDFAST_MY_LEVLE sets",
+        ),
+        (
+            "my://b",
+            {},
+            {},
+            "[my]\nlevle = 1",
+            r"no option 'levle', which /.*holdfast\.toml \[my\] sets",
+        ),
+        (
+            "my://b",
+            {},
+            {},
+            "['my://b']\nlevle = 1",
+            r"no option 'levle', which /.*holdfast\.toml \[my://b\] sets",
+        ),
     ],
 )
 def test_an_unknown_option_is_an_error_wherever_it_stands(
-    file: Path, uri: str, environment: dict[str, str], keywords: dict[str, object], toml: str, says: str
+    file: Path,
+    uri: str,
+    environment: dict[str, str],
+    keywords: dict[str, object],
+    toml: str,
+    says: str,
 ) -> None:
     """It names who said it, the driver's options, and those of every scheme."""
     file.write_text(toml)
     with pytest.raises(
-        UriError, match=f"{says}.*Known options: level, token; and of every scheme: config_profile, .*retries"
+        UriError,
+        match=(
+            f"{says}.*Known options: level, token; and of every scheme: config_profile, .*retries"
+        ),
     ):
         found(uri, environment, **keywords)
 
@@ -217,9 +265,9 @@ def test_an_unknown_option_is_an_error_wherever_it_stands(
         ({}, "[my", UsageError, "cannot be used: "),
         ({}, "['my://b?x=1']\nlevel = 1", UsageError, "with options in its URI"),
         ({}, "['my://b#x']\nlevel = 1", UsageError, "which is no URI"),
-        ({"HOLDFAST_RETIRES": "3"}, "", UriError, "HOLDFAST_RETIRES means nothing.*HOLDFAST_RETRIES"),
-        ({"HOLDFAST_CONFIG": "/gone.toml"}, "", UsageError, "HOLDFAST_CONFIG names '/gone.toml', and no such file"),
-        ({"HOLDFAST_CONFIG": "gone.toml"}, "", UsageError, "HOLDFAST_CONFIG names 'gone.toml', which is a relative path"),
+        ({"HOLDFAST_RETIRES": "3"}, "", UriError, ("HOLDFAST_RETIRES means " "nothing.*HOLDFAST_RETRIES")),
+        ({"HOLDFAST_CONFIG": "/gone.toml"}, "", UsageError, ("HOLDFAST_CONFIG names " "'/gone.toml', " "and no " "such file")),
+        ({"HOLDFAST_CONFIG": "gone.toml"}, "", UsageError, ("HOLDFAST_CONFIG names " "'gone.toml', " "which is a " "relative path")),
     ],
 )  # fmt: skip
 def test_what_means_nothing_is_an_error(
@@ -238,9 +286,11 @@ def test_a_wrong_value_names_who_said_it(file: Path, source: str) -> None:
     environment = {"HOLDFAST_MY_LEVEL": "hush"} if source == "environment" else {}
     keywords: dict[str, object] = {"level": "hush"} if source == "keyword" else {}
     file.write_text("[my]\nlevel = 'hush'" if source == "file" else "")
-    who = {"URI": "", "keyword": ", which a keyword sets,", "environment": ", which HOLDFAST_MY_LEVEL sets,",
+    who = {"URI": "", "keyword": ", which a keyword sets,", "environment": (", which " "HOLDFAST_MY_LEVEL sets,"),
            "file": rf", which {file} \[my\] sets,"}[source]  # fmt: skip
-    with pytest.raises(UriError, match=f"option 'level'{who} is a whole number from 0 to 99") as caught:
+    with pytest.raises(
+        UriError, match=f"option 'level'{who} is a whole number from 0 to 99"
+    ) as caught:
         found(uri, environment, **keywords)
     assert "hush" not in caught.value.message
 
@@ -256,15 +306,20 @@ def test_variables_of_other_schemes_are_theirs() -> None:
 def test_a_profile_that_is_not_there_is_an_error(file: Path) -> None:
     """It names those of the file, or where a file was looked for."""
     with pytest.raises(
-        UsageError, match=r"the URI chooses the profile 'q', and there is no holdfast.toml.*HOLDFAST_CONFIG"
+        UsageError,
+        match=r"the URI chooses the profile 'q', and there is no holdfast.toml.*HOLDFAST_CONFIG",
     ):
         found("my://b?config_profile=q")
     file.write_text("[profile.b.my]\n[profile.a.my]\n")
-    with pytest.raises(UsageError, match=r"chooses the profile 'q', which .* does not have.*Its profiles: a, b\."):
+    with pytest.raises(
+        UsageError, match=r"chooses the profile 'q', which .* does not have.*Its profiles: a, b\."
+    ):
         found(config_profile="q")
 
 
-def test_one_file_is_read_the_first_that_is_there(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_file_is_read_the_first_that_is_there(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """HOLDFAST_CONFIG, else XDG_CONFIG_HOME, else the home; an empty HOLDFAST_CONFIG reads none."""
     xdg, named = tmp_path / "xdg/holdfast/holdfast.toml", tmp_path / "named.toml"
     xdg.parent.mkdir(parents=True)
@@ -275,14 +330,17 @@ def test_one_file_is_read_the_first_that_is_there(file: Path, tmp_path: Path, mo
     assert found("my://b")["level"] == (2, f"{xdg} [my]")
     assert found("my://b", {"HOLDFAST_CONFIG": str(named)})["level"][0] == 3
     assert found("my://b", {"HOLDFAST_CONFIG": ""}) == {}
-    assert found("my://b", {"HOLDFAST_CONFIG": "~/.config/holdfast/holdfast.toml"})["level"] == (1, f"{file} [my]")
+    assert found("my://b", {"HOLDFAST_CONFIG": "~/.config/holdfast/holdfast.toml"})["level"] == (
+        1,
+        f"{file} [my]",
+    )
 
 
 def test_no_file_of_the_working_directory_is_read(
     file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nor of a folder above it, nor pyproject.toml, nor through relative paths in the environment: such a folder may come
-    from anybody. A log line says so once, and what to do."""
+    """Nor of a folder above it, nor pyproject.toml, nor through relative paths in the environment:
+    such a folder may come from anybody. A log line says so once, and what to do."""
     work = Path.cwd()
     below = work / "below"
     for folder in (work, work / ".config/holdfast", work / "holdfast", below):
@@ -291,13 +349,20 @@ def test_no_file_of_the_working_directory_is_read(
     (work / "pyproject.toml").write_text("[tool.holdfast.my]\nlevel = 9")
     for folder in (work, below, below):
         monkeypatch.chdir(folder)
-        for name, value in (("XDG_CONFIG_HOME", ""), ("XDG_CONFIG_HOME", ".config"), ("XDG_CONFIG_HOME", ".")):
+        for name, value in (
+            ("XDG_CONFIG_HOME", ""),
+            ("XDG_CONFIG_HOME", ".config"),
+            ("XDG_CONFIG_HOME", "."),
+        ):
             monkeypatch.setenv(name, value)
             assert found("my://b") == {}
     file.write_text("[my]\nlevel = 1")
     assert found("my://b")["level"][0] == 1
     hints = [record.getMessage() for record in caplog.records]
-    assert [f"'{folder}/holdfast.toml' is not read" in hint for folder, hint in zip((work, below), hints, strict=True)]
+    assert [
+        f"'{folder}/holdfast.toml' is not read" in hint
+        for folder, hint in zip((work, below), hints, strict=True)
+    ]
     assert all("HOLDFAST_CONFIG" in hint and f"move it to {file}" in hint for hint in hints)
 
 
@@ -318,7 +383,8 @@ def test_a_home_that_is_no_whole_path_is_that_of_the_password_database(
 def test_no_hint_is_given_where_somebody_has_decided(
     file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By HOLDFAST_CONFIG, also an empty one; nor in the very folder of the user's file; nor in one that has gone."""
+    """By HOLDFAST_CONFIG, also an empty one; nor in the very folder of the user's file; nor in one
+    that has gone."""
     (Path.cwd() / "holdfast.toml").write_text("[my]\nlevel = 9")
     assert found("my://b", {"HOLDFAST_CONFIG": ""}) == {}
     assert found("my://b", {"HOLDFAST_CONFIG": f"{Path.cwd()}/holdfast.toml"})["level"][0] == 9
@@ -334,7 +400,8 @@ def test_no_hint_is_given_where_somebody_has_decided(
 
 @pytest.mark.parametrize("which", ["file", "folder", "folder above", "target of a link"])
 def test_a_file_that_others_may_write_to_is_refused(file: Path, which: str) -> None:
-    """They could send credentials and checkpoints elsewhere. The error names what is wrong, and how to mend it."""
+    """They could send credentials and checkpoints elsewhere. The error names what is wrong, and how
+    to mend it."""
     file.write_text("[my]\nlevel = 1")
     loose = {"file": file, "folder": file.parent, "folder above": file.parents[1]}.get(which)
     if loose is None:
@@ -345,7 +412,10 @@ def test_a_file_that_others_may_write_to_is_refused(file: Path, which: str) -> N
         assert found("my://b")["level"][0] == 1
     mode = loose.stat().st_mode
     loose.chmod(mode | 0o002)
-    with pytest.raises(UsageError, match=rf"{loose}, a f\w+ of configuration, may be written to by others.*chmod go-w"):
+    with pytest.raises(
+        UsageError,
+        match=rf"{loose}, a f\w+ of configuration, may be written to by others.*chmod go-w",
+    ):
         found("my://b")
     assert found("my://b", {"HOLDFAST_CONFIG": str(file)})["level"][0] == 1
     loose.chmod(mode)
@@ -353,9 +423,14 @@ def test_a_file_that_others_may_write_to_is_refused(file: Path, which: str) -> N
 
 
 def test_a_file_that_a_group_may_write_to_is_refused(file: Path) -> None:
-    """But for the private group of the user, or of root, which some systems let write to every new file."""
+    """But for the private group of the user, or of root, which some systems let write to every new
+    file."""
     file.write_text("[my]\nlevel = 1")
-    others = next(g.gr_gid for g in grp.getgrall() if g.gr_gid and g.gr_name != pwd.getpwuid(os.geteuid()).pw_name)
+    others = next(
+        g.gr_gid
+        for g in grp.getgrall()
+        if g.gr_gid and g.gr_name != pwd.getpwuid(os.geteuid()).pw_name
+    )
     try:
         os.chown(file, -1, others)
     except PermissionError:
@@ -373,12 +448,14 @@ def test_a_file_that_a_group_may_write_to_is_refused(file: Path) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 @pytest.mark.parametrize("which", ["file", "folder"])
 def test_a_file_of_another_user_is_refused(file: Path, which: str) -> None:
-    """As where root runs in a user's home: that user would decide where root's data go. One that is named is read."""
+    """As where root runs in a user's home: that user would decide where root's data go. One that is
+    named is read."""
     file.write_text("[my]\nlevel = 1")
     foreign = file if which == "file" else file.parent
     os.chown(foreign, 12345, 12345)
     with pytest.raises(
-        UsageError, match=f"{foreign}, a {which} of configuration, belongs to user 12345, not to user 0"
+        UsageError,
+        match=f"{foreign}, a {which} of configuration, belongs to user 12345, not to user 0",
     ):
         found("my://b")
     assert found("my://b", {"HOLDFAST_CONFIG": str(file)})["level"][0] == 1
@@ -414,7 +491,8 @@ def test_opening_a_driver_looks_everywhere(file: Path, monkeypatch: pytest.Monke
 
 
 def test_storage_options_reach_the_driver_of_every_call(tmp_path: Path) -> None:
-    """save, async_save, load, open and list_checkpoints take them; what they do not know is an error before any I/O."""
+    """save, async_save, load, open and list_checkpoints take them; what they do not know is an
+    error before any I/O."""
     import holdfast
 
     uri, good, bad = tmp_path / "c", {"threads": 2, "max_concurrency": 1}, {"thraeds": 2}
@@ -440,7 +518,10 @@ def test_nothing_is_read_at_import(tmp_path: Path) -> None:
     """A broken file breaks no import and no other command, only what opens a driver."""
     (folder := tmp_path / "holdfast").mkdir()
     (folder / "holdfast.toml").write_text("[")
-    code = "import holdfast, holdfast.drivers.registry as r\ntry: r.open_driver('memory://')\nexcept holdfast.UsageError as e: print(e)"
+    code = (
+        "import holdfast, holdfast.drivers.registry as r\ntry: "
+        "r.open_driver('memory://')\nexcept holdfast.UsageError as e: print(e)"
+    )
     environment = {n: v for n, v in os.environ.items() if not n.startswith("HOLDFAST_")}
     environment["XDG_CONFIG_HOME"] = str(tmp_path)
     done = subprocess.run(
@@ -457,7 +538,8 @@ def test_nothing_is_read_at_import(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("way", ["library", "command"])
 def test_a_folder_from_elsewhere_sends_nothing_elsewhere(tmp_path: Path, way: str) -> None:
-    """An endpoint in holdfast.toml of the working directory gets no request: no token, no signature, no data."""
+    """An endpoint in holdfast.toml of the working directory gets no request: no token, no
+    signature, no data."""
     requests: list[str] = []
 
     class Endpoint(http.server.BaseHTTPRequestHandler):
@@ -487,7 +569,13 @@ def test_a_folder_from_elsewhere_sends_nothing_elsewhere(tmp_path: Path, way: st
         if way == "command":
             command = [str(Path(sys.executable).parent / "holdfast"), "ls", "s3://bucket/run"]
         done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=60
+            command,
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
         )
         server.shutdown()
     assert requests == []

@@ -1,4 +1,5 @@
-"""Durable on return, or an error and nothing visible: the order of system calls, and what happens when one fails."""
+"""Durable on return, or an error and nothing visible: the order of system calls, and what happens
+when one fails."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def driver(tmp_path: Path, no_leaks: None) -> Iterator[LocalDriver]:
 
 def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     """Run a coroutine function as a test, for at most a minute."""
-    return functools.wraps(test)(lambda *args, **kwargs: asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60)))
+    return functools.wraps(test)(
+        lambda *args, **kwargs: asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
+    )
 
 
 async def keys(driver: LocalDriver) -> list[str]:
@@ -58,7 +61,8 @@ async def upload(driver: LocalDriver, key: str, nbytes: int) -> None:
 
 
 class Calls(list[str]):
-    """The system calls that matter, in their order, with the name of the file or folder they act on."""
+    """The system calls that matter, in their order, with the name of the file or folder they act
+    on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.fail: dict[str, int] = {}
@@ -69,11 +73,15 @@ class Calls(list[str]):
             "rename": lambda a, b, src_dir_fd, dst_dir_fd: f"rename {b}",
             "link": lambda a, b, src_dir_fd, dst_dir_fd, follow_symlinks: f"link {b}",
             "mkdir": lambda path, mode=0o777, dir_fd=None: f"mkdir {Path(path).name}",
-            "unlink": lambda path, dir_fd: f"unlink {'temporary' if path.endswith('.tmp') else path}",
+            "unlink": lambda path, dir_fd: (
+                f"unlink {'temporary' if path.endswith('.tmp') else path}"
+            ),
         }.items():
             monkeypatch.setattr(os, name, functools.partial(self._call, getattr(os, name), label))
 
-    def _call(self, real: Callable[..., Any], label: Callable[..., str], *args: Any, **kwargs: Any) -> Any:
+    def _call(
+        self, real: Callable[..., Any], label: Callable[..., str], *args: Any, **kwargs: Any
+    ) -> Any:
         entry = label(*args, **kwargs)
         self.append(entry)
         if code := self.fail.get(entry):
@@ -92,7 +100,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return Calls(monkeypatch)
 
 
-NEW_FOLDERS = ["mkdir root", "fsync folder {above}", "mkdir a", "fsync folder root", "mkdir b", "fsync folder a"]
+NEW_FOLDERS = [
+    "mkdir root",
+    "fsync folder {above}",
+    "mkdir a",
+    "fsync folder root",
+    "mkdir b",
+    "fsync folder a",
+]
 
 
 def _new_folders(tmp_path: Path) -> list[str]:
@@ -100,8 +115,11 @@ def _new_folders(tmp_path: Path) -> list[str]:
 
 
 @asynchronous
-async def test_a_put_is_durable_when_it_returns(driver: LocalDriver, calls: Calls, tmp_path: Path) -> None:
-    """New folders are synced in their parents, the content before it gets its name, and the name before put returns."""
+async def test_a_put_is_durable_when_it_returns(
+    driver: LocalDriver, calls: Calls, tmp_path: Path
+) -> None:
+    """New folders are synced in their parents, the content before it gets its name, and the name
+    before put returns."""
     await driver.put("a/b/x", b"content")
     published = ["write temporary", "fsync temporary", "rename x", "fsync folder b"]
     assert [c for c in calls if not c.startswith("unlink")] == [*_new_folders(tmp_path), *published]
@@ -111,7 +129,9 @@ async def test_a_put_is_durable_when_it_returns(driver: LocalDriver, calls: Call
 
 
 @asynchronous
-async def test_an_exclusive_put_is_durable_when_it_returns(driver: LocalDriver, calls: Calls) -> None:
+async def test_an_exclusive_put_is_durable_when_it_returns(
+    driver: LocalDriver, calls: Calls
+) -> None:
     """The name appears with its content, the temporary name goes, and both are synced."""
     await driver.put("x", b"content", exclusive=True)
     assert calls[calls.index("write temporary") :][:5] == [
@@ -128,15 +148,29 @@ async def test_an_exclusive_put_is_durable_when_it_returns(driver: LocalDriver, 
 async def test_a_commit_is_durable_when_it_returns(
     driver: LocalDriver, calls: Calls, tmp_path: Path, nbytes: int
 ) -> None:
-    """As put: every write, then the file, the rename, the folder; new folders already when the upload begins."""
+    """As put: every write, then the file, the rename, the folder; new folders already when the
+    upload begins."""
     await upload(driver, "a/b/x", nbytes)
-    order = [c for i, c in enumerate(calls) if not c.startswith("unlink") and (not i or calls[i - 1] != c)]
-    assert order == [*_new_folders(tmp_path), "write temporary", "fsync temporary", "rename x", "fsync folder b"]
+    order = [
+        c
+        for i, c in enumerate(calls)
+        if not c.startswith("unlink") and (not i or calls[i - 1] != c)
+    ]
+    assert order == [
+        *_new_folders(tmp_path),
+        "write temporary",
+        "fsync temporary",
+        "rename x",
+        "fsync folder b",
+    ]
 
 
 @asynchronous
-async def test_folders_of_others_are_synced_once(driver: LocalDriver, calls: Calls, tmp_path: Path) -> None:
-    """A folder that is already there may have been made by another process a moment ago: its name is synced, too."""
+async def test_folders_of_others_are_synced_once(
+    driver: LocalDriver, calls: Calls, tmp_path: Path
+) -> None:
+    """A folder that is already there may have been made by another process a moment ago: its name
+    is synced, too."""
     (tmp_path / "root" / "a").mkdir(parents=True)
     calls.clear()
     for n in range(3):
@@ -166,7 +200,8 @@ STEPS = ["write temporary", "fsync temporary", "rename x"]
 async def test_a_failed_step_leaves_nothing_visible(
     driver: LocalDriver, calls: Calls, tmp_path: Path, step: str, store: str
 ) -> None:
-    """An I/O error while storing is an error of the call; neither an object nor a temporary file stays."""
+    """An I/O error while storing is an error of the call; neither an object nor a temporary file
+    stays."""
     await driver.put("other", b"")
     calls.fail[step] = errno.EIO
     with pytest.raises(StorageDownError, match="EIO") as caught:
@@ -178,7 +213,9 @@ async def test_a_failed_step_leaves_nothing_visible(
 
 @pytest.mark.parametrize("step", STEPS)
 @asynchronous
-async def test_a_failed_replacement_leaves_the_old_object(driver: LocalDriver, calls: Calls, step: str) -> None:
+async def test_a_failed_replacement_leaves_the_old_object(
+    driver: LocalDriver, calls: Calls, step: str
+) -> None:
     """Whatever fails before the rename is done, the object is the one that was there."""
     await driver.put("x", b"old")
     calls.fail[step] = errno.EIO
@@ -188,7 +225,9 @@ async def test_a_failed_replacement_leaves_the_old_object(driver: LocalDriver, c
 
 
 @asynchronous
-async def test_a_replacement_is_whole_even_if_its_name_cannot_be_synced(driver: LocalDriver, calls: Calls) -> None:
+async def test_a_replacement_is_whole_even_if_its_name_cannot_be_synced(
+    driver: LocalDriver, calls: Calls
+) -> None:
     """The old one is gone by then: to take the new one back would leave none."""
     await driver.put("x", b"old")
     calls.fail["fsync folder root"] = errno.EIO
@@ -198,8 +237,11 @@ async def test_a_replacement_is_whole_even_if_its_name_cannot_be_synced(driver: 
 
 
 @asynchronous
-async def test_a_failed_fsync_is_never_repeated(driver: LocalDriver, calls: Calls, tmp_path: Path) -> None:
-    """After it the kernel takes lost pages for clean ones: a second fsync would succeed, so there is none."""
+async def test_a_failed_fsync_is_never_repeated(
+    driver: LocalDriver, calls: Calls, tmp_path: Path
+) -> None:
+    """After it the kernel takes lost pages for clean ones: a second fsync would succeed, so there
+    is none."""
     new = await driver.create("x", 300_001)
     await new.write(0, memoryview(bytes(300_001)))
     calls.fail["fsync temporary"] = errno.EIO
@@ -238,7 +280,8 @@ async def test_what_cannot_be_removed_is_reported(
 async def test_a_close_that_fails_undoes_nothing(
     driver: LocalDriver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What was fsynced is durable: put and commit succeed, abort raises nothing, and all descriptors are let go of."""
+    """What was fsynced is durable: put and commit succeed, abort raises nothing, and all
+    descriptors are let go of."""
     close = os.close
 
     def failing(fd: int) -> None:
@@ -273,20 +316,26 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in KINDS.items() for name in names])
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind, names in KINDS.items() for name in names]
+)
 def test_each_errno_has_its_error(kind: type[StorageError], name: str) -> None:
-    """The kind says what a handler would do; the message names operation and errno; the cause is kept."""
+    """The kind says what a handler would do; the message names operation and errno; the cause is
+    kept."""
     code = getattr(errno, name)
     with pytest.raises(errors.StorageError) as caught, storage_errors("write", "file:///r", "k"):
         raise OSError(code, os.strerror(code))
     assert type(caught.value) is kind
-    assert str(caught.value).startswith(f"write failed: {os.strerror(code)} [{name}] (key k, in file:///r)")
+    assert str(caught.value).startswith(
+        f"write failed: {os.strerror(code)} [{name}] (key k, in file:///r)"
+    )
     assert getattr(caught.value.__cause__, "errno", None) == code
     assert caught.value.temporary == (kind is StorageDownError)
 
 
 def test_our_own_errors_pass_unchanged() -> None:
-    """A StorageError is an OSError, but needs no translation; what is no OSError is a bug, and passes too."""
+    """A StorageError is an OSError, but needs no translation; what is no OSError is a bug, and
+    passes too."""
     for error in (FullError("full", key="k"), KeyError("x")):
         with pytest.raises(type(error)) as caught, storage_errors("write", "file:///r", "other"):
             raise error
@@ -322,9 +371,14 @@ asyncio.run(main(sys.argv[1]))
 
 
 def test_a_file_size_limit_is_no_room(tmp_path: Path) -> None:
-    """``ulimit -f`` ends a put and an upload with FullError and advice; the old object stays, and nothing else does."""
+    """``ulimit -f`` ends a put and an upload with FullError and advice; the old object stays, and
+    nothing else does."""
     done = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", LIMITED, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
     )
     lines = done.stdout.splitlines()
     assert [line.count("[EFBIG]") for line in lines] == [1, 1, 0]
@@ -351,10 +405,15 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @asynchronous
 async def test_a_full_disk_is_an_error_and_nothing_else(small_disk: Path, no_leaks: None) -> None:
-    """ENOSPC while writing, by put or upload, is FullError; the old object stays, and the space is free again."""
+    """ENOSPC while writing, by put or upload, is FullError; the old object stays, and the space is
+    free again."""
     driver = LocalDriver(small_disk)
     await driver.put("x", b"old" * 100_000)
-    for attempt in (driver.put("x", bytes(2 << 20)), upload(driver, "y", 3 << 20), upload(driver, "y", 2 << 20)):
+    for attempt in (
+        driver.put("x", bytes(2 << 20)),
+        upload(driver, "y", 3 << 20),
+        upload(driver, "y", 2 << 20),
+    ):
         with pytest.raises(FullError, match="ENOSPC") as caught:
             await attempt
         assert "Free some space" in str(caught.value)

@@ -1,5 +1,5 @@
-"""fsspec's file systems as storage: options, secrets, errors, and uploads that fail, on file systems that differ in how a
-file comes to be seen."""
+"""fsspec's file systems as storage: options, secrets, errors, and uploads that fail, on file
+systems that differ in how a file comes to be seen."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ from holdfast.errors import (
 
 
 class ShelfFile(AbstractBufferedFile):
-    """A file of a shelf: what is written is kept aside, block by block, and shown when it is closed."""
+    """A file of a shelf: what is written is kept aside, block by block, and shown when it is
+    closed."""
 
     def _initiate_upload(self) -> None:
         self.parts: list[bytes] = []
@@ -67,7 +68,14 @@ class Shelf(AbstractFileSystem):
     discarded: ClassVar[int] = 0
     broken: ClassVar[Exception | None] = None
 
-    def __init__(self, limit: int = 5, region: str = "here", settings: Any = None, strict: bool = False, **kw: Any):
+    def __init__(
+        self,
+        limit: int = 5,
+        region: str = "here",
+        settings: Any = None,
+        strict: bool = False,
+        **kw: Any,
+    ):
         super().__init__(**kw)
         self.settings = settings
         type(self).discarded = 0
@@ -75,10 +83,16 @@ class Shelf(AbstractFileSystem):
     def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> ShelfFile:
         if mode == "rb":
             self.info(path)
-        kept = {name: kwargs[name] for name in ("block_size", "autocommit", "cache_type") if kwargs.get(name)}
+        kept = {
+            name: kwargs[name]
+            for name in ("block_size", "autocommit", "cache_type")
+            if kwargs.get(name)
+        }
         return ShelfFile(self, path, mode, size=len(self.shelf.get(path, b"")), **kept)
 
-    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
+    def cat_file(
+        self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any
+    ) -> bytes:
         if self.broken:
             raise self.broken
         return self.shelf[self.info(path)["name"]][start:end]
@@ -86,7 +100,12 @@ class Shelf(AbstractFileSystem):
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
         if path not in self.shelf:
             raise FileNotFoundError(path)
-        return {"name": path, "size": len(self.shelf[path]), "type": "file", "LastModified": "2020-01-01T00:00:00Z"}
+        return {
+            "name": path,
+            "size": len(self.shelf[path]),
+            "type": "file",
+            "LastModified": "2020-01-01T00:00:00Z",
+        }
 
     def find(self, path: str, **kwargs: Any) -> dict[str, Any]:
         return {name: self.info(name) for name in list(self.shelf) if name.startswith(path)}
@@ -114,8 +133,11 @@ def bare(uri: str) -> FsspecDriver:
 
 
 @pytest.fixture(params=["memory", "file", "shelf"])
-def driver(request: pytest.FixtureRequest, tmp_path: Path, shelf: type[Shelf]) -> Iterator[FsspecDriver]:
-    """One driver of each kind: what is copied into place, what is renamed, and what is shown when it is closed."""
+def driver(
+    request: pytest.FixtureRequest, tmp_path: Path, shelf: type[Shelf]
+) -> Iterator[FsspecDriver]:
+    """One driver of each kind: what is copied into place, what is renamed, and what is shown when
+    it is closed."""
     MemoryFileSystem.store.clear()
     uris = {
         "memory": "fsspec+memory://run",
@@ -137,7 +159,11 @@ def test_each_protocol_has_a_driver_with_its_options(shelf: type[Shelf]) -> None
     assert set(cls.OPTIONS) == {"limit", "region", "settings", "strict", "part_size", "threads"}
     parsed = {name: cls.OPTIONS[name].parse for name in cls.OPTIONS}
     assert (parsed["limit"]("7"), parsed["region"]("7"), parsed["strict"]("on")) == (7, "7", True)
-    assert [parsed["settings"](text) for text in ("7", "true", '{"a": [1]}')] == ["7", True, {"a": [1]}]
+    assert [parsed["settings"](text) for text in ("7", "true", '{"a": [1]}')] == [
+        "7",
+        True,
+        {"a": [1]},
+    ]
     with pytest.raises(ValueError, match="JSON"):
         parsed["settings"]("{")
     assert options_of("oci", Shelf)["limit"].default == 5
@@ -196,10 +222,14 @@ def test_a_location_is_decoded(tmp_path: Path) -> None:
 
 
 def test_traits_are_honest(tmp_path: Path) -> None:
-    """Parts come one after the other, and no exclusive put is called atomic. Of a file system that nobody knows, one
-    thread at a time."""
+    """Parts come one after the other, and no exclusive put is called atomic. Of a file system that
+    nobody knows, one thread at a time."""
     traits = open_driver(f"fsspec+file://{tmp_path}").traits
-    assert (traits.part_order, traits.exclusive_is_atomic, traits.concurrency) == ("serial", False, 8)
+    assert (traits.part_order, traits.exclusive_is_atomic, traits.concurrency) == (
+        "serial",
+        False,
+        8,
+    )
     assert open_driver("fsspec+ftp://host/run").traits.concurrency == 1
 
 
@@ -219,7 +249,8 @@ def test_objects_are_where_fsspec_says(driver: FsspecDriver, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("nbytes", [0, 5, 3 << 20])
 def test_an_upload_that_is_not_committed_leaves_nothing(driver: FsspecDriver, nbytes: int) -> None:
-    """Aborted, incomplete, or simply left: no object, and no file of any name, also once the garbage is collected."""
+    """Aborted, incomplete, or simply left: no object, and no file of any name, also once the
+    garbage is collected."""
 
     async def run() -> None:
         for end in ("abort", "incomplete", "left"):
@@ -310,13 +341,19 @@ class EndpointConnectionError(Exception):
         (ConnectionResetError(), StorageDownError),
         (OSError(5, "Input/output error"), StorageDownError),
         (NoCredentialsError("none found"), AccessError),
-        (EndpointConnectionError("https://me:hunter2@host?token=hunter2 refused"), StorageDownError),
+        (
+            EndpointConnectionError("https://me:hunter2@host?token=hunter2 refused"),
+            StorageDownError,
+        ),
         (NotImplementedError(), StorageError),
         (OSError("odd"), StorageError),
     ],
 )
-def test_errors_are_ours(shelf: type[Shelf], raised: Exception, expected: type[StorageError]) -> None:
-    """Whatever a file system raises comes as the kind that a handler knows, with URI, key and cause, and no secret."""
+def test_errors_are_ours(
+    shelf: type[Shelf], raised: Exception, expected: type[StorageError]
+) -> None:
+    """Whatever a file system raises comes as the kind that a handler knows, with URI, key and
+    cause, and no secret."""
     shelf.shelf["bucket/run/x"] = b"content"
     shelf.broken = raised
 
@@ -345,7 +382,10 @@ class ClientError(Exception):
 
     def __init__(self, status: int, **headers: str) -> None:
         super().__init__(f"{status}")
-        self.response = {"Error": {}, "ResponseMetadata": {"HTTPStatusCode": status, "HTTPHeaders": headers}}
+        self.response = {
+            "Error": {},
+            "ResponseMetadata": {"HTTPStatusCode": status, "HTTPHeaders": headers},
+        }
 
 
 class StatusError(Exception):
@@ -373,8 +413,13 @@ IN_AN_HOUR = {"Retry-After": email.utils.formatdate(time.time() + 3600, usegmt=T
         (HttpError(503, **IN_AN_HOUR), BusyError, pytest.approx(1800, abs=1801)),
         (HttpError(503, **{"Retry-After": "soon"}), BusyError, None),
         (HttpError(503), BusyError, None),
-        # s3fs makes an OSError of what botocore raises, and fsspec's own http takes any failure for absence.
-        (made_of(OSError(errno.EBUSY, "Slow Down"), ClientError(503, **{"retry-after": "7"})), BusyError, 7.0),
+        # s3fs makes an OSError of what botocore raises, and fsspec's own http takes any failure for
+        # absence.
+        (
+            made_of(OSError(errno.EBUSY, "Slow Down"), ClientError(503, **{"retry-after": "7"})),
+            BusyError,
+            7.0,
+        ),
         (made_of(FileNotFoundError("x"), StatusError(503, **{"Retry-After": "7"})), BusyError, 7.0),
         (made_of(FileNotFoundError("x"), StatusError(502)), StorageDownError, None),
         (made_of(FileNotFoundError("x"), ConnectionResetError()), StorageDownError, None),
@@ -390,8 +435,9 @@ IN_AN_HOUR = {"Retry-After": email.utils.formatdate(time.time() + 3600, usegmt=T
 def test_what_a_server_answered_is_honoured(
     shelf: type[Shelf], raised: Exception, expected: type[StorageError], retry_after_s: float | None
 ) -> None:
-    """The status counts, in whatever it is wrapped, and so does Retry-After, in seconds or as a date: a server that asks for
-    patience is busy, and not permanently broken; nor is an object absent that it has only not shown."""
+    """The status counts, in whatever it is wrapped, and so does Retry-After, in seconds or as a
+    date: a server that asks for patience is busy, and not permanently broken; nor is an object
+    absent that it has only not shown."""
     shelf.shelf["bucket/run/x"] = b"content"
     shelf.broken = raised
 
@@ -427,7 +473,8 @@ class BusyAtFirst(BaseHTTPRequestHandler):
 
 
 def test_a_busy_web_server_is_asked_again_when_it_says() -> None:
-    """For real, through fsspec's own ``http``: a second after a 503 that asks for one, and then the object is read."""
+    """For real, through fsspec's own ``http``: a second after a 503 that asks for one, and then the
+    object is read."""
     pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install aiohttp")
     server = ThreadingHTTPServer(("127.0.0.1", 0), BusyAtFirst)
     thread = threading.Thread(target=server.serve_forever)
@@ -471,7 +518,11 @@ def test_a_checkpoint_is_saved_loaded_and_replaced(
     where: str, tmp_path: Path, shelf: type[Shelf], rng: np.random.Generator
 ) -> None:
     """Bit for bit, over several chunks; the second save replaces the first."""
-    uris = {"memory": "fsspec+memory://all", "file": f"fsspec+file://{tmp_path}/all", "shelf": "fsspec+oci://b/all"}
+    uris = {
+        "memory": "fsspec+memory://all",
+        "file": f"fsspec+file://{tmp_path}/all",
+        "shelf": "fsspec+oci://b/all",
+    }
     for step in (1, 2):
         state = {"w": rng.standard_normal((3000, 1000)), "b": rng.standard_normal(10), "step": step}
         holdfast.save(uris[where], state)

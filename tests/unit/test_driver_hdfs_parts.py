@@ -1,4 +1,5 @@
-"""What of the HDFS driver needs no server: calls that are left behind, errors told apart by text, names, configuration."""
+"""What of the HDFS driver needs no server: calls that are left behind, errors told apart by text,
+names, configuration."""
 
 from __future__ import annotations
 
@@ -11,9 +12,23 @@ import pytest
 
 from holdfast.drivers.hdfs.authentication import unauthenticated
 from holdfast.drivers.hdfs.calls import Call, run
-from holdfast.drivers.hdfs.config import Served, name_service, rpc_addresses, served, site, web_addresses
+from holdfast.drivers.hdfs.config import (
+    Served,
+    name_service,
+    rpc_addresses,
+    served,
+    site,
+    web_addresses,
+)
 from holdfast.drivers.hdfs.errors import storage_error
-from holdfast.drivers.hdfs.names import Names, belongs_to, is_temporary, key_name, path_name, temporary_name
+from holdfast.drivers.hdfs.names import (
+    Names,
+    belongs_to,
+    is_temporary,
+    key_name,
+    path_name,
+    temporary_name,
+)
 from holdfast.drivers.hdfs.webhdfs import ConcatRefused, WebHdfs
 from holdfast.errors import (
     AccessError,
@@ -43,7 +58,8 @@ def test_a_call_returns_or_raises_what_its_thread_does() -> None:
 
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_a_call_that_hangs_is_left_behind(cancelled: bool) -> None:
-    """At the deadline, or when cancelled; from then on it cannot touch the caller's memory, and ends when it tries."""
+    """At the deadline, or when cancelled; from then on it cannot touch the caller's memory, and
+    ends when it tries."""
     released, ended, memory = threading.Event(), threading.Event(), bytearray(1)
 
     def hang(call: Call) -> None:
@@ -92,24 +108,50 @@ JAVA = "org.apache.hadoop."
         (FileNotFoundError("/x"), "stat", NotFoundError),
         (FileExistsError("/x"), "rename", ExistsError),
         (
-            RuntimeError(f'RPCError("{JAVA}security.AccessControlException", "Permission denied: user=a")'),
+            RuntimeError(
+                f'RPCError("{JAVA}security.AccessControlException", "Permission denied: user=a")'
+            ),
             "get",
             AccessError,
         ),
-        (RuntimeError(f'RPCError("{JAVA}hdfs.protocol.DSQuotaExceededException", "quota")'), "write", FullError),
-        (RuntimeError(f'RPCError("{JAVA}hdfs.protocol.NSQuotaExceededException", "quota")'), "create", FullError),
-        (RuntimeError(f'RPCError("{JAVA}hdfs.server.namenode.SafeModeException", "safe")'), "create", BusyError),
-        (RuntimeError(f'RPCError("{JAVA}ipc.StandbyException", "standby")'), "stat", StorageDownError),
         (
-            RuntimeError('RPCError("java.io.IOException", "File x could only be written to 0 of the 1")'),
+            RuntimeError(f'RPCError("{JAVA}hdfs.protocol.DSQuotaExceededException", "quota")'),
+            "write",
+            FullError,
+        ),
+        (
+            RuntimeError(f'RPCError("{JAVA}hdfs.protocol.NSQuotaExceededException", "quota")'),
+            "create",
+            FullError,
+        ),
+        (
+            RuntimeError(f'RPCError("{JAVA}hdfs.server.namenode.SafeModeException", "safe")'),
+            "create",
+            BusyError,
+        ),
+        (
+            RuntimeError(f'RPCError("{JAVA}ipc.StandbyException", "standby")'),
+            "stat",
+            StorageDownError,
+        ),
+        (
+            RuntimeError(
+                'RPCError("java.io.IOException", "File x could only be written to 0 of the 1")'
+            ),
             "write",
             FullError,
         ),
         (RuntimeError('DataTransferError("the pipeline broke")'), "write", StorageDownError),
         (OSError("Connection refused"), "stat", StorageDownError),
-        (RuntimeError(f'RPCError("{JAVA}fs.ParentNotDirectoryException", "/x")'), "create", StorageError),
         (
-            RuntimeError(f'RPCError("{JAVA}security.AccessControlException", "/x (is not a directory)")'),
+            RuntimeError(f'RPCError("{JAVA}fs.ParentNotDirectoryException", "/x")'),
+            "create",
+            StorageError,
+        ),
+        (
+            RuntimeError(
+                f'RPCError("{JAVA}security.AccessControlException", "/x (is not a directory)")'
+            ),
             "list",
             NotFoundError,
         ),
@@ -117,8 +159,11 @@ JAVA = "org.apache.hadoop."
     ],
 )
 def test_errors_are_told_apart(error: Exception, doing: str, kind: type[StorageError]) -> None:
-    """By class where the library has one, else by text; each says what was done, where, and no Java stack."""
-    error.args = tuple(f"{text}\\n\\tat org.apache.hadoop.Deep.inside(Deep.java:1)" for text in error.args)
+    """By class where the library has one, else by text; each says what was done, where, and no Java
+    stack."""
+    error.args = tuple(
+        f"{text}\\n\\tat org.apache.hadoop.Deep.inside(Deep.java:1)" for text in error.args
+    )
     found = storage_error(error, doing, "hdfs://h/x", "key")
     assert type(found) is kind
     assert (found.uri, found.key) == ("hdfs://h/x", "key")
@@ -155,7 +200,9 @@ def test_temporary_names_are_short_and_plain() -> None:
 def test_addresses_of_webhdfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As configured, for each name node of a service; else Hadoop's own port at the same host."""
     assert web_addresses("host:8020", {}) == ["http://host:9870"]
-    assert web_addresses("host:8020", {"dfs.namenode.http-address": "0.0.0.0:50070"}) == ["http://host:50070"]
+    assert web_addresses("host:8020", {"dfs.namenode.http-address": "0.0.0.0:50070"}) == [
+        "http://host:50070"
+    ]
     service = name_service("ns", ["a:8020", "b:8020"])
     assert web_addresses("ns", service) == ["http://a:9870", "http://b:9870"]
     secure = {"dfs.http.policy": "HTTPS_ONLY", "dfs.namenode.https-address.ns.nn0": "a:9871"}
@@ -185,7 +232,9 @@ def test_addresses_of_a_name_service_without_fail_over() -> None:
 
 def test_a_name_node_that_is_one_of_a_service_keeps_its_own_address() -> None:
     """Named by host and port, while the configuration knows it as a part of a name service."""
-    properties = name_service("ns", ["a:8020", "b:8020"]) | {"dfs.namenode.http-address.ns.nn1": "b:50070"}
+    properties = name_service("ns", ["a:8020", "b:8020"]) | {
+        "dfs.namenode.http-address.ns.nn1": "b:50070"
+    }
     assert web_addresses("b:8020", properties) == ["http://b:50070"]
     assert rpc_addresses("b:8020", properties) == ["b:8020"]
     assert rpc_addresses("ns", properties) == ["a:8020", "b:8020"]
@@ -226,7 +275,8 @@ VIEW = {
     ],
 )
 def test_links_of_a_viewfs_are_followed(root: str, expected: Served | None) -> None:
-    """The longest link above the folder counts; a folder with links below it is in several places at once."""
+    """The longest link above the folder counts; a folder with links below it is in several places
+    at once."""
     assert served("", root, VIEW) == expected
 
 
@@ -234,9 +284,11 @@ def test_what_a_uri_without_authority_means() -> None:
     """``fs.defaultFS``, where that is HDFS; never the name of a mount table as that of a host."""
     assert served("", "/x", {"fs.defaultFS": "hdfs://ns/"}) == Served("ns", "/x")
     assert served("", "/x", {"fs.defaultFS": "viewfs://cluster"}) is None
-    assert served("", "/x", {"fs.defaultFS": "viewfs:///", "fs.viewfs.mounttable.default.link./x": "hdfs://h:1/y"}) == (
-        Served("h:1", "/y")
-    )
+    assert served(
+        "",
+        "/x",
+        {"fs.defaultFS": "viewfs:///", "fs.viewfs.mounttable.default.link./x": "hdfs://h:1/y"},
+    ) == (Served("h:1", "/y"))
     assert served("", "/x", {"fs.defaultFS": "file:///"}) is None
     assert served("", "/x", {}) is None
     assert served("ns", "/x", VIEW) == Served("ns", "/x")
@@ -246,23 +298,38 @@ def test_what_a_uri_without_authority_means() -> None:
     ("text", "kind", "advice"),
     [
         (
-            'GSSAPIError(GssMajorCodes { raw: "0x00070000" }, 2529639053, "No credentials: none (default cache: x)")',
+            'GSSAPIError(GssMajorCodes { raw: "0x00070000" }, 2529639053, "No credentials: none '
+            '(default cache: x)")',
             AccessError,
             "kinit",
         ),
         (
-            'GSSAPIError(GssMajorCodes { raw: "0x000d0000" }, 25, "Unspecified GSS failure: Ticket expired")',
+            'GSSAPIError(GssMajorCodes { raw: "0x000d0000" }, 25, "Unspecified GSS failure: '
+            'Ticket expired")',
             AccessError,
             "kinit",
         ),
         (
-            'GSSAPIError(GssMajorCodes { raw: "0x000d0000" }, 25, "Cannot contact any KDC for realm")',
+            'GSSAPIError(GssMajorCodes { raw: "0x000d0000" }, 25, "Cannot contact any KDC '
+            'for realm")',
             StorageDownError,
             "KRB5_CONFIG",
         ),
-        ('RPCError("org.apache.hadoop.security.token.SecretManager$InvalidToken", "gone")', AccessError, "kinit"),
-        ('RPCError("org.apache.hadoop.ipc.StandbyException", "no")', StorageDownError, "?namenodes="),
-        ("Failed to APPEND_FILE because lease recovery is in progress. Try again", BusyError, "a minute"),
+        (
+            'RPCError("org.apache.hadoop.security.token.SecretManager$InvalidToken", "gone")',
+            AccessError,
+            "kinit",
+        ),
+        (
+            'RPCError("org.apache.hadoop.ipc.StandbyException", "no")',
+            StorageDownError,
+            "?namenodes=",
+        ),
+        (
+            "Failed to APPEND_FILE because lease recovery is in progress. Try again",
+            BusyError,
+            "a minute",
+        ),
         ("RPC listener disconnected", StorageError, "hadoop.security.authentication"),
     ],
 )

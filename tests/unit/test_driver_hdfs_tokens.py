@@ -39,7 +39,9 @@ def varint(number: int) -> bytes:
 
 def message(fields: list[tuple[int, bytes]]) -> bytes:
     """A protobuf message of counted bytes."""
-    return b"".join(varint(number << 3 | 2) + varint(len(content)) + content for number, content in fields)
+    return b"".join(
+        varint(number << 3 | 2) + varint(len(content)) + content for number, content in fields
+    )
 
 
 def fields_of(token: Token) -> list[bytes]:
@@ -55,13 +57,20 @@ def writable_file() -> bytes:
 
 def protobuf_file() -> bytes:
     """As ``hdfs dtutil`` writes it."""
-    entries = [message([(1, b"alias"), (2, message(list(enumerate(fields_of(token), 1))))]) for token in TOKENS]
+    entries = [
+        message([(1, b"alias"), (2, message(list(enumerate(fields_of(token), 1))))])
+        for token in TOKENS
+    ]
     content = message([*((1, entry) for entry in entries), (2, b"a secret key")])
     return b"HDTS\1" + varint(len(content)) + content
 
 
-@pytest.mark.parametrize("content", [writable_file(), protobuf_file()], ids=["writable", "protobuf"])
-def test_both_forms_are_read(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "content", [writable_file(), protobuf_file()], ids=["writable", "protobuf"]
+)
+def test_both_forms_are_read(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All tokens of a file; of those only HDFS's count."""
     assert parse(content) == TOKENS
     (tmp_path / "tokens").write_bytes(content)
@@ -69,9 +78,12 @@ def test_both_forms_are_read(content: bytes, tmp_path: Path, monkeypatch: pytest
     assert tokens() == TOKENS[:2]
 
 
-@pytest.mark.parametrize("content", [writable_file(), protobuf_file()], ids=["writable", "protobuf"])
+@pytest.mark.parametrize(
+    "content", [writable_file(), protobuf_file()], ids=["writable", "protobuf"]
+)
 def test_a_file_that_was_cut_off_is_refused(content: bytes) -> None:
-    """At whatever byte, but for a list of secret keys that is missing; as a ValueError, and never by reading on."""
+    """At whatever byte, but for a list of secret keys that is missing; as a ValueError, and never
+    by reading on."""
     end = len(content) - (1 if content[4] == 0 else 0)
     for nbytes in range(end):
         with pytest.raises(ValueError, match="tokens"):
@@ -79,7 +91,8 @@ def test_a_file_that_was_cut_off_is_refused(content: bytes) -> None:
 
 
 def test_a_token_is_found_by_its_service() -> None:
-    """By the authority of the URI, by the name service, and by the address of a host; others are nobody's."""
+    """By the authority of the URI, by the name service, and by the address of a host; others are
+    nobody's."""
     assert token_of("127.0.0.1:8020", TOKENS) == TOKENS[0]
     assert token_of("ns", TOKENS) == TOKENS[1]
     assert service_address("localhost:8020", TOKENS) == "127.0.0.1:8020"
@@ -89,7 +102,8 @@ def test_a_token_is_found_by_its_service() -> None:
 
 
 def test_a_request_carries_a_token_in_its_own_form() -> None:
-    """Identifier and password, each counted, without kind and service, in base 64 that a URL may hold."""
+    """Identifier and password, each counted, without kind and service, in base 64 that a URL may
+    hold."""
     form = url_form(TOKENS[0])
     assert "=" not in form
     content = base64.urlsafe_b64decode(form + "=" * (-len(form) % 4))

@@ -1,4 +1,5 @@
-"""The local driver: folders, symbolic links, and whatever else a file system holds; and the mount it lies on."""
+"""The local driver: folders, symbolic links, and whatever else a file system holds; and the mount
+it lies on."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def driver(root: Path, no_leaks: None) -> Iterator[LocalDriver]:
 
 def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     """Run a coroutine function as a test, for at most a minute."""
-    return functools.wraps(test)(lambda *args, **kwargs: asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60)))
+    return functools.wraps(test)(
+        lambda *args, **kwargs: asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
+    )
 
 
 async def keys(driver: LocalDriver, prefix: str = "") -> list[str]:
@@ -48,7 +51,8 @@ async def keys(driver: LocalDriver, prefix: str = "") -> list[str]:
 
 @pytest.fixture
 def outside(root: Path, tmp_path: Path) -> Path:
-    """A folder outside of the root, with links to it from inside: ``link`` (folder) and ``file`` (file)."""
+    """A folder outside of the root, with links to it from inside: ``link`` (folder) and ``file``
+    (file)."""
     outside = tmp_path / "outside"
     for folder in (outside, root / "real"):
         folder.mkdir(parents=True)
@@ -61,10 +65,18 @@ def outside(root: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("key", ["link/x", "link/a/b", "file", "dangling", "link"])
 @asynchronous
-async def test_a_key_through_a_symbolic_link_is_refused(driver: LocalDriver, outside: Path, key: str) -> None:
+async def test_a_key_through_a_symbolic_link_is_refused(
+    driver: LocalDriver, outside: Path, key: str
+) -> None:
     """Every method raises AccessError, and what the link points to is untouched."""
     into = memoryview(bytearray(1))
-    calls = [driver.read(key, 0, into), driver.create(key, 1), driver.get(key), driver.put(key, b"y"), driver.stat(key)]
+    calls = [
+        driver.read(key, 0, into),
+        driver.create(key, 1),
+        driver.get(key),
+        driver.put(key, b"y"),
+        driver.stat(key),
+    ]
     calls += [driver.put(key, b"y", exclusive=True), driver.delete(key)]
     for call in [*calls, keys(driver, key)]:
         with pytest.raises(AccessError, match=r"ELOOP.*Symbolic links are not followed") as caught:
@@ -76,8 +88,11 @@ async def test_a_key_through_a_symbolic_link_is_refused(driver: LocalDriver, out
 
 
 @asynchronous
-async def test_deleting_all_removes_links_and_not_their_targets(driver: LocalDriver, outside: Path, root: Path) -> None:
-    """A link below the prefix, or the prefix itself, goes; nothing behind it does; a prefix behind one is refused."""
+async def test_deleting_all_removes_links_and_not_their_targets(
+    driver: LocalDriver, outside: Path, root: Path
+) -> None:
+    """A link below the prefix, or the prefix itself, goes; nothing behind it does; a prefix behind
+    one is refused."""
     (root / "real" / "link").symlink_to(outside)
     with pytest.raises(AccessError):
         await driver.delete_all("link/x")
@@ -88,8 +103,11 @@ async def test_deleting_all_removes_links_and_not_their_targets(driver: LocalDri
 
 
 @asynchronous
-async def test_a_folder_swapped_for_a_link_leads_nowhere(driver: LocalDriver, outside: Path, root: Path) -> None:
-    """An upload goes on in the folder in which it began; whoever replaces that by a link gains nothing."""
+async def test_a_folder_swapped_for_a_link_leads_nowhere(
+    driver: LocalDriver, outside: Path, root: Path
+) -> None:
+    """An upload goes on in the folder in which it began; whoever replaces that by a link gains
+    nothing."""
     upload = await driver.create("real/new", 3)
     (root / "real").rename(root / "moved")
     (root / "real").symlink_to(outside)
@@ -102,7 +120,9 @@ async def test_a_folder_swapped_for_a_link_leads_nowhere(driver: LocalDriver, ou
 
 
 @asynchronous
-async def test_the_root_may_be_reached_through_links(tmp_path: Path, root: Path, no_leaks: None) -> None:
+async def test_the_root_may_be_reached_through_links(
+    tmp_path: Path, root: Path, no_leaks: None
+) -> None:
     """Only what lies below the root is distrusted."""
     os.makedirs(root)
     os.symlink(root, tmp_path / "alias")
@@ -114,11 +134,16 @@ async def test_the_root_may_be_reached_through_links(tmp_path: Path, root: Path,
 
 @asynchronous
 async def test_what_is_no_file_is_no_object(driver: LocalDriver, root: Path) -> None:
-    """Named pipes and folders are neither listed nor read, and reading a pipe does not wait for its writer."""
+    """Named pipes and folders are neither listed nor read, and reading a pipe does not wait for its
+    writer."""
     (root / "folder").mkdir(parents=True)
     os.mkfifo(root / "pipe")
     for key in ("pipe", "folder"):
-        for call in (driver.get(key), driver.stat(key), driver.read(key, 0, memoryview(bytearray(1)))):
+        for call in (
+            driver.get(key),
+            driver.stat(key),
+            driver.read(key, 0, memoryview(bytearray(1))),
+        ):
             with pytest.raises(NotFoundError):
                 await call
     assert await keys(driver) == []
@@ -128,7 +153,8 @@ async def test_what_is_no_file_is_no_object(driver: LocalDriver, root: Path) -> 
 
 @asynchronous
 async def test_an_object_and_a_folder_cannot_share_a_name(driver: LocalDriver) -> None:
-    """Storing over a folder, or below an object, is an error that says so; looking below an object finds nothing."""
+    """Storing over a folder, or below an object, is an error that says so; looking below an object
+    finds nothing."""
     await driver.put("a/x", b"")
     for call in (driver.put("a", b""), driver.create("a", 1)):
         with pytest.raises(StorageError, match="EISDIR"):
@@ -158,7 +184,9 @@ async def test_any_name_that_the_file_system_takes(driver: LocalDriver, root: Pa
         await driver.put("n" * 256, b"")
 
 
-@pytest.mark.parametrize("key", [".x.0123456789abcdef.tmp", "a/.x.0123456789abcdef.tmp", ".x.0123456789abcdef.tmp/a"])
+@pytest.mark.parametrize(
+    "key", [".x.0123456789abcdef.tmp", "a/.x.0123456789abcdef.tmp", ".x.0123456789abcdef.tmp/a"]
+)
 @asynchronous
 async def test_names_of_temporary_files_are_no_keys(driver: LocalDriver, key: str) -> None:
     """What a listing would hide cannot be stored."""
@@ -168,7 +196,9 @@ async def test_names_of_temporary_files_are_no_keys(driver: LocalDriver, key: st
 
 @pytest.mark.parametrize("key", ["\ud800", "a/\udfff"])
 @asynchronous
-async def test_a_key_that_no_file_system_could_hold_is_refused(driver: LocalDriver, key: str) -> None:
+async def test_a_key_that_no_file_system_could_hold_is_refused(
+    driver: LocalDriver, key: str
+) -> None:
     """Half a character is no name: an error of the call, before anything is touched."""
     with pytest.raises(UriError, match="no text"):
         await driver.put(key, b"")
@@ -178,7 +208,9 @@ async def test_a_key_that_no_file_system_could_hold_is_refused(driver: LocalDriv
 
 
 @asynchronous
-async def test_a_root_that_is_missing_is_empty_until_something_is_stored(driver: LocalDriver, root: Path) -> None:
+async def test_a_root_that_is_missing_is_empty_until_something_is_stored(
+    driver: LocalDriver, root: Path
+) -> None:
     """Looking creates nothing; storing makes the root, the folders above it and those of the key."""
     assert await keys(driver) == await keys(driver, "a") == []
     for call in (driver.get("x"), driver.stat("x"), driver.read("x", 0, memoryview(bytearray(1)))):
@@ -191,7 +223,9 @@ async def test_a_root_that_is_missing_is_empty_until_something_is_stored(driver:
     assert (root / "a" / "b" / "x").is_file()
 
 
-@pytest.mark.parametrize(("umask", "folder", "file"), [(0o022, 0o755, 0o644), (0o077, 0o700, 0o600)])
+@pytest.mark.parametrize(
+    ("umask", "folder", "file"), [(0o022, 0o755, 0o644), (0o077, 0o700, 0o600)]
+)
 @asynchronous
 async def test_permissions_are_what_the_umask_leaves(
     driver: LocalDriver, root: Path, umask: int, folder: int, file: int
@@ -208,7 +242,8 @@ async def test_permissions_are_what_the_umask_leaves(
 
 @asynchronous
 async def test_a_root_made_anew_is_found(driver: LocalDriver, root: Path) -> None:
-    """When somebody removes the root, or a folder, under a running driver, the next put makes it again."""
+    """When somebody removes the root, or a folder, under a running driver, the next put makes it
+    again."""
     await driver.put("a/x", b"1")
     shutil.rmtree(root / "a")
     await driver.put("a/x", b"2")
@@ -221,11 +256,14 @@ async def test_a_root_made_anew_is_found(driver: LocalDriver, root: Path) -> Non
 
 
 @asynchronous
-@pytest.mark.parametrize("code", [errno.ENOENT, errno.ESTALE], ids=["as FUSE says it", "as NFS says it"])
+@pytest.mark.parametrize(
+    "code", [errno.ENOENT, errno.ESTALE], ids=["as FUSE says it", "as NFS says it"]
+)
 async def test_an_object_that_is_replaced_when_it_was_just_opened_is_read_anew(
     driver: LocalDriver, root: Path, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the file system has forgotten the old one: so nobody is told that there is none, however often it happens."""
+    """Where the file system has forgotten the old one: so nobody is told that there is none,
+    however often it happens."""
     await driver.put("x", b"old")
     status, forgotten = os.fstat, 1
 
@@ -262,7 +300,9 @@ async def test_a_listing_looks_only_below_its_prefix(
         await driver.put(f"{n}/a/x", b"")
     scanned = []
     scandir = os.scandir
-    monkeypatch.setattr(os, "scandir", lambda fd: scanned.append(os.readlink(f"/proc/self/fd/{fd}")) or scandir(fd))
+    monkeypatch.setattr(
+        os, "scandir", lambda fd: scanned.append(os.readlink(f"/proc/self/fd/{fd}")) or scandir(fd)
+    )
     assert await keys(driver, "7") == ["7/a/x"]
     assert scanned == [str(root / "7"), str(root / "7/a")]
 
@@ -319,6 +359,8 @@ def test_traits_tell_a_network_file_system(tmp_path: Path) -> None:
 def _by_stat(path: Path) -> str:
     command = ["findmnt", "--noheadings", "--output", "FSTYPE", "--target", str(path)]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=60
+        ).stdout.strip()
     except (FileNotFoundError, subprocess.CalledProcessError) as error:
         pytest.skip(f"findmnt(8) does not tell: {error}")

@@ -35,7 +35,9 @@ def driver(root: Path, no_leaks: None) -> Iterator[LocalDriver]:
 
 def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     """Run a coroutine function as a test, for at most a minute."""
-    return functools.wraps(test)(lambda *args, **kwargs: asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60)))
+    return functools.wraps(test)(
+        lambda *args, **kwargs: asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
+    )
 
 
 async def keys(driver: LocalDriver, prefix: str = "") -> list[str]:
@@ -99,7 +101,8 @@ async def test_only_odd_ends_go_through_the_page_cache(
     offset: int,
     expected: list[tuple[str, int, int]],
 ) -> None:
-    """An aligned part is one direct write from the caller's memory; of another, all but head and tail is direct, too."""
+    """An aligned part is one direct write from the caller's memory; of another, all but head and
+    tail is direct, too."""
     _needs_direct(root)
     await _write(driver, start, stop, offset)
     assert writes == expected
@@ -108,9 +111,14 @@ async def test_only_odd_ends_go_through_the_page_cache(
 @pytest.mark.parametrize("direct", ["auto", "on", "off"])
 @asynchronous
 async def test_direct_access_is_optional_unless_demanded(
-    root: Path, monkeypatch: pytest.MonkeyPatch, writes: list[tuple[str, int, int]], direct: str, no_leaks: None
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    writes: list[tuple[str, int, int]],
+    direct: str,
+    no_leaks: None,
 ) -> None:
-    """A file system that refuses O_DIRECT is served through the page cache, but for ``direct=on``: that is an error."""
+    """A file system that refuses O_DIRECT is served through the page cache, but for ``direct=on``:
+    that is an error."""
     real = os.open
 
     def refuse(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
@@ -172,14 +180,20 @@ async def test_short_writes_and_reads_are_continued(
 ) -> None:
     """A call that does less than it was asked for is followed by another, direct or not."""
     pwrite, preadv = os.pwrite, os.preadv
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, memoryview(data)[: _pieces(fd, most)], at))
+    monkeypatch.setattr(
+        os, "pwrite", lambda fd, data, at: pwrite(fd, memoryview(data)[: _pieces(fd, most)], at)
+    )
     content = memoryview(mmap.mmap(-1, 400_000))[offset : offset + 300_001]
     content[:] = os.urandom(300_001)
     upload = await driver.create("x", 300_001)
     await upload.write(0, content)
     await upload.commit()
     assert await driver.get("x") == content
-    monkeypatch.setattr(os, "preadv", lambda fd, bufs, at: preadv(fd, [memoryview(bufs[0])[: _pieces(fd, most)]], at))
+    monkeypatch.setattr(
+        os,
+        "preadv",
+        lambda fd, bufs, at: preadv(fd, [memoryview(bufs[0])[: _pieces(fd, most)]], at),
+    )
     into = memoryview(mmap.mmap(-1, 400_000))[offset : offset + 300_001]
     await driver.read("x", 0, into)
     assert into == content
@@ -189,7 +203,8 @@ async def test_short_writes_and_reads_are_continued(
 async def test_a_direct_write_that_stops_within_a_block_goes_on_at_its_start(
     root: Path, monkeypatch: pytest.MonkeyPatch, no_leaks: None
 ) -> None:
-    """Direct access knows only whole blocks: the one that was cut is written again, directly, and the bytes are right."""
+    """Direct access knows only whole blocks: the one that was cut is written again, directly, and
+    the bytes are right."""
     _needs_direct(root)
     pwrite = os.pwrite
 
@@ -215,8 +230,8 @@ async def test_a_direct_write_that_stops_within_a_block_goes_on_at_its_start(
 async def test_a_file_that_ends_early_is_cut_before_it_is_durable(
     driver: LocalDriver, root: Path, monkeypatch: pytest.MonkeyPatch, refused: bool, declared: int
 ) -> None:
-    """It had the size that was declared from its beginning, also where direct writes then turn out to be refused; none of that
-    is left when it is fsynced, nor on the disk."""
+    """It had the size that was declared from its beginning, also where direct writes then turn out
+    to be refused; none of that is left when it is fsynced, nor on the disk."""
     _needs_direct(root)
     if refused:
         monkeypatch.setattr(os, "pwrite", functools.partial(_refuse_direct, os.pwrite))
@@ -235,7 +250,9 @@ async def test_a_file_that_ends_early_is_cut_before_it_is_durable(
 
 
 @asynchronous
-async def test_a_file_for_direct_writes_has_its_size_at_once(driver: LocalDriver, root: Path) -> None:
+async def test_a_file_for_direct_writes_has_its_size_at_once(
+    driver: LocalDriver, root: Path
+) -> None:
     """Direct writes that extend a file would wait for each other."""
     _needs_direct(root)
     upload = await driver.create("x", MiB + 5)
@@ -249,7 +266,9 @@ def _pieces(fd: int, most: int) -> int:
 
 
 @asynchronous
-async def test_a_device_that_takes_nothing_does_not_hang(driver: LocalDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_device_that_takes_nothing_does_not_hang(
+    driver: LocalDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A write that makes no progress ends with an error."""
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: 0)
     with pytest.raises(StorageDownError, match="takes no more bytes"):

@@ -1,4 +1,5 @@
-"""The local driver: temporary files, files that stay open, cancelled calls, and races between processes."""
+"""The local driver: temporary files, files that stay open, cancelled calls, and races between
+processes."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def driver(root: Path, no_leaks: None) -> Iterator[LocalDriver]:
 
 def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     """Run a coroutine function as a test, for at most a minute."""
-    return functools.wraps(test)(lambda *args, **kwargs: asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60)))
+    return functools.wraps(test)(
+        lambda *args, **kwargs: asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
+    )
 
 
 async def keys(driver: LocalDriver, prefix: str = "") -> list[str]:
@@ -49,15 +52,22 @@ async def keys(driver: LocalDriver, prefix: str = "") -> list[str]:
 def open_below(folder: Path) -> list[str]:
     """What this process has open below a folder."""
     links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-    return sorted(os.readlink(link) for link in links if os.path.lexists(link) and str(folder) in os.readlink(link))
+    return sorted(
+        os.readlink(link)
+        for link in links
+        if os.path.lexists(link) and str(folder) in os.readlink(link)
+    )
 
 
 # Temporary files and open files
 
 
 @asynchronous
-async def test_unfinished_uploads_lie_hidden_beside_their_target(driver: LocalDriver, root: Path) -> None:
-    """A rename across folders, or file systems, is never needed; deleting the folder takes dead uploads along."""
+async def test_unfinished_uploads_lie_hidden_beside_their_target(
+    driver: LocalDriver, root: Path
+) -> None:
+    """A rename across folders, or file systems, is never needed; deleting the folder takes dead
+    uploads along."""
     upload = await driver.create("a/x", 10)
     (name,) = os.listdir(root / "a")
     assert name.startswith(".x.")
@@ -70,8 +80,11 @@ async def test_unfinished_uploads_lie_hidden_beside_their_target(driver: LocalDr
 
 
 @asynchronous
-async def test_close_drops_what_was_neither_committed_nor_aborted(root: Path, no_leaks: None) -> None:
-    """A forgotten upload holds no descriptor and no space once the driver is closed; using it is an error."""
+async def test_close_drops_what_was_neither_committed_nor_aborted(
+    root: Path, no_leaks: None
+) -> None:
+    """A forgotten upload holds no descriptor and no space once the driver is closed; using it is an
+    error."""
     driver = LocalDriver(root)
     upload = await driver.create("x", 100_000)
     await upload.write(0, memoryview(bytes(50_000)))
@@ -97,8 +110,11 @@ async def test_only_so_many_files_stay_open(driver: LocalDriver, root: Path) -> 
 
 
 @asynchronous
-async def test_space_of_deleted_objects_is_let_go(driver: LocalDriver, root: Path, no_leaks: None) -> None:
-    """An object that was read, and deleted by someone else, is not kept open once something new is stored."""
+async def test_space_of_deleted_objects_is_let_go(
+    driver: LocalDriver, root: Path, no_leaks: None
+) -> None:
+    """An object that was read, and deleted by someone else, is not kept open once something new is
+    stored."""
     other = LocalDriver(root)
     for key in ("a/old", "kept"):
         await driver.put(key, b"x")
@@ -126,7 +142,9 @@ async def test_own_deletions_close_at_once(driver: LocalDriver, root: Path) -> N
 
 
 @asynchronous
-async def test_an_abort_during_a_write_waits_for_nobody(driver: LocalDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_abort_during_a_write_waits_for_nobody(
+    driver: LocalDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The temporary file goes at once; its descriptors when the last write is done with them."""
     inside, go_on = _blocking(monkeypatch, "pwrite")
     upload = await driver.create("x", 10)
@@ -140,7 +158,9 @@ async def test_an_abort_during_a_write_waits_for_nobody(driver: LocalDriver, mon
         await upload.commit()
 
 
-def _blocking(monkeypatch: pytest.MonkeyPatch, name: str) -> tuple[threading.Event, threading.Event]:
+def _blocking(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> tuple[threading.Event, threading.Event]:
     """Make a call of ``os`` wait; the events that it is inside, and that it may go on."""
     inside, go_on = threading.Event(), threading.Event()
     real = getattr(os, name)
@@ -155,8 +175,11 @@ def _blocking(monkeypatch: pytest.MonkeyPatch, name: str) -> tuple[threading.Eve
 
 
 @asynchronous
-async def test_close_says_what_it_waited_for(root: Path, monkeypatch: pytest.MonkeyPatch, no_leaks: None) -> None:
-    """An operation that never ends does not hang close, but is an error; a second close tries again."""
+async def test_close_says_what_it_waited_for(
+    root: Path, monkeypatch: pytest.MonkeyPatch, no_leaks: None
+) -> None:
+    """An operation that never ends does not hang close, but is an error; a second close tries
+    again."""
     monkeypatch.setattr(local, "CLOSE_TIMEOUT_S", 0.05)
     inside, go_on = _blocking(monkeypatch, "fsync")
     driver = LocalDriver(root)
@@ -194,7 +217,9 @@ def test_exclusive_puts_of_two_processes_have_one_winner(root: Path) -> None:
     """Every key goes to exactly one process, and holds what that one wrote."""
     start = str(time.time() + 1.0)
     racers = [
-        subprocess.Popen([sys.executable, "-c", RACER, str(root), me, start], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", RACER, str(root), me, start], stdout=subprocess.PIPE, text=True
+        )
         for me in "ab"
     ]
     won = [{int(n) for n in racer.communicate(timeout=60)[0].split()} for racer in racers]
@@ -208,7 +233,9 @@ def test_exclusive_puts_of_two_processes_have_one_winner(root: Path) -> None:
 
 
 @asynchronous
-async def test_exclusive_without_hard_links(driver: LocalDriver, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_exclusive_without_hard_links(
+    driver: LocalDriver, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where the file system has no hard links, there is still one winner, and its object is whole."""
 
     def refuse(*args: Any, **kwargs: Any) -> None:
@@ -235,10 +262,14 @@ def test_temporary_names_differ_and_fit() -> None:
 
 @asynchronous
 async def test_a_write_that_is_cancelled_is_over(driver: LocalDriver, root: Path) -> None:
-    """When a cancelled write has returned, its memory is free; the upload can still be aborted, and leaves nothing."""
+    """When a cancelled write has returned, its memory is free; the upload can still be aborted, and
+    leaves nothing."""
     upload = await driver.create("x", 4 << 20)
     content = memoryview(mmap.mmap(-1, 4 << 20))
-    writes = [asyncio.ensure_future(upload.write(n << 18, content[n << 18 : (n + 1) << 18])) for n in range(16)]
+    writes = [
+        asyncio.ensure_future(upload.write(n << 18, content[n << 18 : (n + 1) << 18]))
+        for n in range(16)
+    ]
     await asyncio.sleep(0)
     for write in writes:
         write.cancel()
@@ -250,7 +281,9 @@ async def test_a_write_that_is_cancelled_is_over(driver: LocalDriver, root: Path
 
 @pytest.mark.parametrize("delay_s", [0, 0.0002, 0.001, 0.005])
 @asynchronous
-async def test_a_cancelled_put_happened_or_did_not(driver: LocalDriver, root: Path, delay_s: float) -> None:
+async def test_a_cancelled_put_happened_or_did_not(
+    driver: LocalDriver, root: Path, delay_s: float
+) -> None:
     """Old or new, whole, whenever the cancellation comes; and nothing is left behind."""
     await driver.put("x", b"old")
     put = asyncio.ensure_future(driver.put("x", b"new" * 50_000))
@@ -279,8 +312,11 @@ async def test_a_cancelled_create_leaves_nothing(
 
 
 @asynchronous
-async def test_a_cancelled_commit_ends_first(driver: LocalDriver, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once it has begun it goes on to its end: the object is there, and the abort that follows does nothing."""
+async def test_a_cancelled_commit_ends_first(
+    driver: LocalDriver, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it has begun it goes on to its end: the object is there, and the abort that follows does
+    nothing."""
     upload = await driver.create("x", 1)
     await upload.write(0, memoryview(b"1"))
     inside, go_on = _blocking(monkeypatch, "fsync")

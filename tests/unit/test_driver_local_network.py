@@ -1,5 +1,6 @@
-"""The local driver where other hosts see the same files: locks that want a writer, names that a client hides open files
-behind, attributes that are cached, and file systems that nobody has heard of."""
+"""The local driver where other hosts see the same files: locks that want a writer, names that a
+client hides open files behind, attributes that are cached, and file systems that nobody has heard
+of."""
 
 from __future__ import annotations
 
@@ -57,8 +58,11 @@ def left_by_a_dead_save(root: Path, *, age_s: float) -> Path:
     return path
 
 
-def locked_like_nfs(fd: int, operation: int, real: Callable[[int, int], None] = fcntl.flock) -> None:
-    """flock(2), NFS details: an exclusive lock becomes a byte-range lock, which needs a descriptor open for writing."""
+def locked_like_nfs(
+    fd: int, operation: int, real: Callable[[int, int], None] = fcntl.flock
+) -> None:
+    """flock(2), NFS details: an exclusive lock becomes a byte-range lock, which needs a descriptor
+    open for writing."""
     mode = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
     if operation & fcntl.LOCK_EX and mode == os.O_RDONLY:
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
@@ -78,7 +82,9 @@ def test_a_leftover_is_swept_where_a_lock_needs_a_writer(
     assert not dead.exists()
 
 
-def test_a_live_upload_is_not_swept_where_a_lock_needs_a_writer(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_live_upload_is_not_swept_where_a_lock_needs_a_writer(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its lock is seen on its own host, however long it has been quiet."""
     monkeypatch.setattr(fcntl, "flock", locked_like_nfs)
 
@@ -97,12 +103,20 @@ def test_a_live_upload_is_not_swept_where_a_lock_needs_a_writer(root: Path, monk
     run(work())
 
 
-@pytest.mark.parametrize("code", [errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS], ids=errno.errorcode.get)
+@pytest.mark.parametrize(
+    "code", [errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS], ids=errno.errorcode.get
+)
 @pytest.mark.parametrize(("age_s", "stays"), [(600, True), (7200, False)])
 def test_without_locks_a_leftover_goes_when_it_was_quiet_for_an_hour(
-    driver: LocalDriver, root: Path, monkeypatch: pytest.MonkeyPatch, code: int, age_s: float, stays: bool
+    driver: LocalDriver,
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    age_s: float,
+    stays: bool,
 ) -> None:
-    """Mounted with nolock, or without a lock daemon: saves work, sweeps raise nothing, and the clock decides."""
+    """Mounted with nolock, or without a lock daemon: saves work, sweeps raise nothing, and the
+    clock decides."""
 
     def refused(fd: int, operation: int) -> None:
         raise OSError(code, os.strerror(code))
@@ -139,7 +153,9 @@ def test_without_locks_and_other_hosts_nothing_is_judged_by_a_clock(
 
 
 @pytest.mark.parametrize("name", [SILLY, HIDDEN])
-def test_a_removed_file_that_is_still_open_is_no_object(driver: LocalDriver, root: Path, name: str) -> None:
+def test_a_removed_file_that_is_still_open_is_no_object(
+    driver: LocalDriver, root: Path, name: str
+) -> None:
     """It is not listed, and no key names it."""
 
     async def work() -> None:
@@ -154,9 +170,11 @@ def test_a_removed_file_that_is_still_open_is_no_object(driver: LocalDriver, roo
 
 
 @pytest.mark.parametrize("name", [SILLY, HIDDEN])
-def test_a_removed_file_that_is_still_open_does_not_stop_a_deletion(driver: LocalDriver, root: Path, name: str) -> None:
-    """The rest goes, and no error is raised; the file stays for whoever reads it, and its folders with it, until it is
-    closed."""
+def test_a_removed_file_that_is_still_open_does_not_stop_a_deletion(
+    driver: LocalDriver, root: Path, name: str
+) -> None:
+    """The rest goes, and no error is raised; the file stays for whoever reads it, and its folders
+    with it, until it is closed."""
 
     async def work() -> None:
         for key in ("data/a/x", "data/a/b/y", "data/c/z"):
@@ -178,7 +196,8 @@ def test_a_removed_file_that_is_still_open_does_not_stop_a_deletion(driver: Loca
 def test_a_folder_that_fills_while_it_is_deleted_is_an_error(
     driver: LocalDriver, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not everything is taken for a hidden file: what somebody stores meanwhile makes the deletion fail, and stays."""
+    """Not everything is taken for a hidden file: what somebody stores meanwhile makes the deletion
+    fail, and stays."""
     rmdir = os.rmdir
 
     def late(name: str, *, dir_fd: int) -> None:
@@ -196,7 +215,8 @@ def test_a_folder_that_fills_while_it_is_deleted_is_an_error(
 
 
 class StaleAttributes:
-    """``fstat`` as a client with cached attributes answers it: for ever what it said first. A name is looked up anew."""
+    """``fstat`` as a client with cached attributes answers it: for ever what it said first. A name
+    is looked up anew."""
 
     def __init__(self) -> None:
         self._fstat = os.fstat
@@ -237,7 +257,8 @@ async def read(driver: LocalDriver, key: str, nbytes: int) -> bytes:
 
 
 def replaced(path: Path) -> None:
-    """By another file, as another host would: the old one is kept, so that its inode is not used again."""
+    """By another file, as another host would: the old one is kept, so that its inode is not used
+    again."""
     os.link(path, path.with_name("kept"))
     path.with_name("new").write_bytes(b"new")
     os.rename(path.with_name("new"), path)
@@ -282,10 +303,13 @@ def test_an_object_that_another_host_deletes_is_gone(
 def test_an_object_that_another_host_shortens_is_opened_anew(
     driver: LocalDriver, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client may go on reading what it had when the file was opened; who opens it again learns how long it is."""
+    """A client may go on reading what it had when the file was opened; who opens it again learns
+    how long it is."""
     opened = []
     open_object = driver._tree.open_object
-    monkeypatch.setattr(driver._tree, "open_object", lambda key: opened.append(key) or open_object(key))
+    monkeypatch.setattr(
+        driver._tree, "open_object", lambda key: opened.append(key) or open_object(key)
+    )
 
     async def work() -> None:
         await driver.put("x", b"old contents")
@@ -304,15 +328,31 @@ def test_an_object_that_another_host_shortens_is_opened_anew(
 
 
 @pytest.mark.parametrize(
-    "kind", ["nfs", "nfs4", "cvfs", "scoutfs", "acfs", "fuse", "fuse.rclone", "gpfs", "autofs", "newfs", "9p", ""]
+    "kind",
+    [
+        "nfs",
+        "nfs4",
+        "cvfs",
+        "scoutfs",
+        "acfs",
+        "fuse",
+        "fuse.rclone",
+        "gpfs",
+        "autofs",
+        "newfs",
+        "9p",
+        "",
+    ],
 )
 def test_a_file_system_that_is_not_known_to_be_local_counts_as_shared(kind: str) -> None:
-    """Also one that nobody has heard of: of two errors, the one that sweeps the live upload of another host is worse."""
+    """Also one that nobody has heard of: of two errors, the one that sweeps the live upload of
+    another host is worse."""
     assert is_shared(kind)
 
 
 @pytest.mark.parametrize(
-    "kind", ["ext4", "ext3", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "f2fs", "bcachefs", "fuseblk"]
+    "kind",
+    ["ext4", "ext3", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "f2fs", "bcachefs", "fuseblk"],
 )
 def test_a_file_system_of_one_host_is_not_shared(kind: str) -> None:
     """By its type; so leftovers there go at once."""

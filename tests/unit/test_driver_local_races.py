@@ -1,4 +1,5 @@
-"""Who may write below the root puts links, pipes and devices in the place of files, also while they are read."""
+"""Who may write below the root puts links, pipes and devices in the place of files, also while they
+are read."""
 
 from __future__ import annotations
 
@@ -72,7 +73,9 @@ def impostors(outside: Path) -> dict[str, Callable[[Path], None]]:
 
     return {
         "link out of the root": lambda path: path.symlink_to(outside / name_of(path)),
-        "relative link out of it": lambda path: path.symlink_to(os.path.relpath(outside / name_of(path), path.parent)),
+        "relative link out of it": lambda path: path.symlink_to(
+            os.path.relpath(outside / name_of(path), path.parent)
+        ),
         "named pipe": os.mkfifo,
         "folder": lambda path: path.mkdir(),
         "device": device,
@@ -97,7 +100,8 @@ def name_of(beside: Path) -> str:
 
 
 def put_in_place(make: Callable[[Path], None], file: Path) -> None:
-    """Exchange a file for an impostor, as an attacker would: prepared beside it, and renamed where that can be."""
+    """Exchange a file for an impostor, as an attacker would: prepared beside it, and renamed where
+    that can be."""
     beside = file.with_name("." + file.name + ".other")
     make(beside)
     if beside.is_dir() and not beside.is_symlink():
@@ -177,7 +181,8 @@ def test_an_impostor_is_neither_followed_nor_waited_for(
 def test_files_that_are_exchanged_while_they_are_read_are_not_followed(
     tmp_path: Path, outside: tuple[Path, Watch], rng: np.random.Generator
 ) -> None:
-    """By all kinds of impostors, again and again: what is read is what was saved, or an error of ours; nobody waits."""
+    """By all kinds of impostors, again and again: what is read is what was saved, or an error of
+    ours; nobody waits."""
     folder, watch = outside
     root, files = saved(tmp_path, folder)
     kinds, stop, rounds = list(impostors(folder).values()), threading.Event(), itertools.count()
@@ -209,8 +214,11 @@ def test_files_that_are_exchanged_while_they_are_read_are_not_followed(
     assert torch.equal(holdfast.load(root)["w"], STATE["w"])
 
 
-def test_a_pipe_that_comes_between_two_opens_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file is opened once plainly and once for direct access; in between somebody puts a named pipe in its place."""
+def test_a_pipe_that_comes_between_two_opens_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file is opened once plainly and once for direct access; in between somebody puts a named
+    pipe in its place."""
     (tmp_path / "o").write_bytes(bytes(1 << 20))
     plainly = Tree.open_object
 

@@ -1,7 +1,8 @@
-"""A network file system that does a request, loses its reply, is asked again and refuses: no good operation fails of that.
+"""A network file system that does a request, loses its reply, is asked again and refuses: no good
+operation fails of that.
 
-There is no such server here. Each system call does its work, and then reports what the second one would: that is what the
-client of NFS hands on.
+There is no such server here. Each system call does its work, and then reports what the second one
+would: that is what the client of NFS hands on.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ def files(root: Path) -> list[str]:
     return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
 
 
-@pytest.mark.parametrize("calls", [["link"], ["rename"], ["mkdir"], ["unlink"], list(REPLIES)], ids="+".join)
+@pytest.mark.parametrize(
+    "calls", [["link"], ["rename"], ["mkdir"], ["unlink"], list(REPLIES)], ids="+".join
+)
 def test_whatever_reply_is_lost_puts_and_deletions_succeed(
     driver: LocalDriver, root: Path, monkeypatch: pytest.MonkeyPatch, calls: list[str]
 ) -> None:
@@ -148,7 +151,9 @@ def test_an_exclusive_put_that_somebody_else_has_won_fails(
     assert files(root) == ["x"]
 
 
-def test_a_rename_that_finds_nothing_fails(driver: LocalDriver, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rename_that_finds_nothing_fails(
+    driver: LocalDriver, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Somebody has deleted the temporary file: what is under the name is not ours."""
 
     async def work() -> None:
@@ -168,9 +173,14 @@ def test_a_rename_that_finds_nothing_fails(driver: LocalDriver, root: Path, monk
 
 
 @pytest.mark.parametrize("striped", [False, True])
-def test_a_creation_whose_reply_was_lost_is_done_under_another_name(root: Path, striped: bool) -> None:
-    """EEXIST for a name that nobody else draws is the second reply; the file of the first goes. On Lustre too."""
-    facts = Striper(str(root), stripe_count=None, stripe_nbytes=None, writers=None, facts=lambda: Facts(4))
+def test_a_creation_whose_reply_was_lost_is_done_under_another_name(
+    root: Path, striped: bool
+) -> None:
+    """EEXIST for a name that nobody else draws is the second reply; the file of the first goes. On
+    Lustre too."""
+    facts = Striper(
+        str(root), stripe_count=None, stripe_nbytes=None, writers=None, facts=lambda: Facts(4)
+    )
     real = facts.create if striped else create_file
     created: list[str] = []
 
@@ -194,7 +204,9 @@ def test_a_creation_whose_reply_was_lost_is_done_under_another_name(root: Path, 
     assert files(root) == ["x"]
 
 
-def test_a_save_on_which_every_first_reply_is_lost_succeeds(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_on_which_every_first_reply_is_lost_succeeds(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And so do the next one, which deletes it, and a load."""
     lossy = Lossy(monkeypatch, *REPLIES)
     for step in (1, 2):
@@ -250,8 +262,11 @@ def test_a_temporary_file_that_a_sweep_took_before_it_was_locked_is_made_anew(ro
 
 
 @pytest.mark.parametrize(("kind", "stays"), [("nfs4", True), ("ext4", False)])
-def test_a_sweep_spares_young_files_where_other_hosts_write(root: Path, kind: str, stays: bool) -> None:
-    """Their locks may not reach this host; what nobody has written to for an hour is dead there, too."""
+def test_a_sweep_spares_young_files_where_other_hosts_write(
+    root: Path, kind: str, stays: bool
+) -> None:
+    """Their locks may not reach this host; what nobody has written to for an hour is dead there,
+    too."""
     root.mkdir(parents=True)
     name = f".x.{'0' * 16}.tmp"
     (root / name).write_bytes(b"half")
@@ -269,7 +284,9 @@ def test_a_sweep_spares_young_files_where_other_hosts_write(root: Path, kind: st
         run(work(False))
 
 
-def folder_sync_fails(monkeypatch: pytest.MonkeyPatch, first: Callable[[], None] = lambda: None) -> None:
+def folder_sync_fails(
+    monkeypatch: pytest.MonkeyPatch, first: Callable[[], None] = lambda: None
+) -> None:
     """The fsync of a folder fails, with an I/O error, after ``first``."""
     fsync = os.fsync
 
@@ -285,7 +302,8 @@ def folder_sync_fails(monkeypatch: pytest.MonkeyPatch, first: Callable[[], None]
 def test_a_folder_that_can_no_longer_be_asked_after_its_fsync_has_lost_its_names(
     driver: LocalDriver, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file system that has shut down may call the fsync of a folder a success: a put is none, then."""
+    """A file system that has shut down may call the fsync of a folder a success: a put is none,
+    then."""
     run(driver.put("x", b"before"))
     synced: list[int] = []
     fsync, fstat = os.fsync, os.fstat

@@ -1,7 +1,8 @@
-"""The Lustre driver: layouts chosen, set before the first byte, read back, and kept where a folder has its own.
+"""The Lustre driver: layouts chosen, set before the first byte, read back, and kept where a folder
+has its own.
 
-On a stand-in, see ``support/lustre_standin.py``: no real Lustre was at hand. What is shown is which layout a file gets,
-and who writes to which object; nothing here says how fast Lustre is.
+On a stand-in, see ``support/lustre_standin.py``: no real Lustre was at hand. What is shown is which
+layout a file gets, and who writes to which object; nothing here says how fast Lustre is.
 """
 
 from __future__ import annotations
@@ -84,14 +85,22 @@ def layout(uri: str, nbytes: int = 2 * MIB, **options: Any) -> Layout | None:
         (10_000 * GIB, 1, 500, 32),
     ],
 )
-def test_stripes_follow_size_writers_and_targets(nbytes: int, writers: int | None, osts: int, expected: int) -> None:
-    """As many files as targets: one stripe each, a few for very large ones. Fewer files: a share of the targets each."""
+def test_stripes_follow_size_writers_and_targets(
+    nbytes: int, writers: int | None, osts: int, expected: int
+) -> None:
+    """As many files as targets: one stripe each, a few for very large ones. Fewer files: a share of
+    the targets each."""
     assert choose(nbytes, ost_count=osts, writers=writers) == expected
 
 
-@pytest.mark.parametrize(("writers", "osts", "expected"), [(4, 8, 4), (64, 8, 8), (None, 8, 8), (1, 8, 1)])
-def test_a_shared_file_gets_a_target_per_writer(writers: int | None, osts: int, expected: int) -> None:
-    """One file that all write has as many stripes as there are writers, or targets, whichever are fewer."""
+@pytest.mark.parametrize(
+    ("writers", "osts", "expected"), [(4, 8, 4), (64, 8, 8), (None, 8, 8), (1, 8, 1)]
+)
+def test_a_shared_file_gets_a_target_per_writer(
+    writers: int | None, osts: int, expected: int
+) -> None:
+    """One file that all write has as many stripes as there are writers, or targets, whichever are
+    fewer."""
     assert choose(10 * GIB, ost_count=osts, writers=writers, shared_file=True) == expected
 
 
@@ -109,7 +118,9 @@ def test_bytes_of_a_layout_are_those_that_lustre_knows() -> None:
     assert encode(Layout(4, 2 * MIB)).hex() == "d00bd10b" + "00" * 20 + "00002000" + "0400" + "ffff"
 
 
-@pytest.mark.parametrize("value", [COMPOSITE, b"", b"short", struct.pack("<I", 0x0BD80BD0) + bytes(60)])
+@pytest.mark.parametrize(
+    "value", [COMPOSITE, b"", b"short", struct.pack("<I", 0x0BD80BD0) + bytes(60)]
+)
 def test_what_is_no_plain_layout_counts_as_composite(value: bytes) -> None:
     """A layout of a kind that we cannot read is never taken for a plain one, and so is kept."""
     assert decode(value).composite is True
@@ -126,7 +137,9 @@ def test_a_new_file_gets_its_layout_before_its_first_byte(mount: Path) -> None:
 
 def test_the_layout_follows_the_size_that_is_announced(mount: Path) -> None:
     """A large file is spread as was chosen for its size, number of writers and targets."""
-    striper = Striper("lustre://x", stripe_count=None, stripe_nbytes=None, writers=2, facts=lambda: Facts(8))
+    striper = Striper(
+        "lustre://x", stripe_count=None, stripe_nbytes=None, writers=2, facts=lambda: Facts(8)
+    )
     folder = os.open(mount, os.O_RDONLY)
     for name, nbytes, expected in [("large", 10 * GIB, 4), ("small", 100 * MIB, 1)]:
         fd = striper.create(folder, name, nbytes)
@@ -156,15 +169,22 @@ def test_small_files_keep_the_default(mount: Path) -> None:
 
 
 def test_parts_are_whole_stripes(mount: Path) -> None:
-    """The preferred part is a multiple of the stripe size, so that two writes do not share a stripe."""
-    sizes = {s: open_driver(f"lustre://{mount}?stripe_size={s}").traits.part_nbytes for s in ("64KiB", "24MiB", "1GiB")}
+    """The preferred part is a multiple of the stripe size, so that two writes do not share a
+    stripe."""
+    sizes = {
+        s: open_driver(f"lustre://{mount}?stripe_size={s}").traits.part_nbytes
+        for s in ("64KiB", "24MiB", "1GiB")
+    }
     assert sizes == {"64KiB": 16 * MIB, "24MiB": 24 * MIB, "1GiB": GIB}
     assert open_driver(f"lustre://{mount}").traits.shared is True
 
 
 @pytest.mark.parametrize("default_of", ["", "scratch"])
-def test_a_composite_default_is_kept(mount: Path, default_of: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Where a folder, or the whole file system, has a progressive layout, files get that, unless the user asks for another; nothing is logged."""
+def test_a_composite_default_is_kept(
+    mount: Path, default_of: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where a folder, or the whole file system, has a progressive layout, files get that, unless
+    the user asks for another; nothing is logged."""
     folder = mount / default_of
     folder.mkdir(exist_ok=True)
     os.setxattr(folder, "lustre.lov", COMPOSITE)
@@ -178,11 +198,15 @@ def test_the_folders_pool_is_kept(mount: Path) -> None:
     """Files stay on the targets that the folder's default names; small ones inherit all of it."""
     (mount / "run").mkdir()
     os.setxattr(mount / "run", "lustre.lov", encode(Layout(2, 4 * MIB, "flash")))
-    assert layout(f"lustre://{mount}/run?ost_count=8&writers=1", 3 * MIB) == Layout(1, 16 * MIB, "flash")
+    assert layout(f"lustre://{mount}/run?ost_count=8&writers=1", 3 * MIB) == Layout(
+        1, 16 * MIB, "flash"
+    )
     assert layout(f"lustre://{mount}/run", 1000) == Layout(2, 4 * MIB, "flash")
 
 
-def test_a_layout_that_is_ignored_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_layout_that_is_ignored_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Lustre says nothing when a layout comes too late. It is read back, and the save goes on."""
 
     async def run(mount: Path) -> list[Layout | None]:
@@ -199,7 +223,9 @@ def test_a_layout_that_is_ignored_is_logged_once(tmp_path: Path, caplog: pytest.
     ]
 
 
-def test_fewer_targets_than_asked_for_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_fewer_targets_than_asked_for_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A file system with two targets gives two stripes; the log says so."""
     with lustre(tmp_path, osts=2) as mount, caplog.at_level(logging.WARNING):
         assert layout(f"lustre://{mount}?stripe_count=4") == Layout(2, 16 * MIB)
@@ -207,7 +233,8 @@ def test_fewer_targets_than_asked_for_are_reported(tmp_path: Path, caplog: pytes
 
 
 def test_lfs_sets_what_the_client_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the attribute of a file cannot be set, `lfs setstripe` does it; and `lfs df` counts the targets."""
+    """Where the attribute of a file cannot be set, `lfs setstripe` does it; and `lfs df` counts the
+    targets."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/lfs").write_text(LFS)
     (tmp_path / "bin/lfs").chmod(0o755)
@@ -220,7 +247,8 @@ def test_lfs_sets_what_the_client_does_not(tmp_path: Path, monkeypatch: pytest.M
 def test_without_any_way_to_set_a_layout_files_get_the_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A layout of our choosing is only logged; one that was asked for is an error, and leaves no file."""
+    """A layout of our choosing is only logged; one that was asked for is an error, and leaves no
+    file."""
     monkeypatch.setenv("PATH", "/nowhere")
     with lustre(tmp_path, mode="refusing") as mount, caplog.at_level(logging.WARNING):
         assert layout(f"lustre://{mount}/run") == Layout(1, MIB)
@@ -264,7 +292,9 @@ def test_options_that_cannot_be_are_refused(option: str, message: str) -> None:
 def test_a_lustre_uri_is_a_path() -> None:
     """Absolute, on this host; decoded, and printed so that it can be read again."""
     assert parse("lustre:///a%20b//c").location == "/a b/c"
-    assert str(join("lustre:///a b?stripe_count=2", "x y")) == "lustre:///a%20b/x%20y?stripe_count=2"
+    assert (
+        str(join("lustre:///a b?stripe_count=2", "x y")) == "lustre:///a%20b/x%20y?stripe_count=2"
+    )
     for wrong in ("lustre://host/a", "lustre://a"):
         with pytest.raises(UriError, match="this host only"):
             parse(wrong)
@@ -280,7 +310,9 @@ def test_a_file_uri_on_lustre_is_served_by_its_driver() -> None:
     assert issubclass(LustreDriver, LocalDriver)
 
 
-def test_a_file_uri_on_lustre_stays_what_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_file_uri_on_lustre_stays_what_it_was(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """What is printed is what the user wrote; Lustre's options are known."""
     monkeypatch.setattr("holdfast.drivers.registry.serving", lambda uri: "lustre")
     driver = open_driver(f"file://{tmp_path}?stripe_count=2")
@@ -306,8 +338,8 @@ for n in mine:
 def test_writers_that_own_stripes_do_not_take_objects_from_each_other(
     mount: Path, pattern: str, switches: bool
 ) -> None:
-    """Of one shared file with a target per writer: who writes every n-th stripe has an object of its own; who writes a
-    contiguous segment meets the others on every object."""
+    """Of one shared file with a target per writer: who writes every n-th stripe has an object of
+    its own; who writes a contiguous segment meets the others on every object."""
     writers = 4
     count = choose(64 * 65536, ost_count=8, writers=writers, shared_file=True)
     path = mount / "shared"
@@ -338,7 +370,8 @@ def test_writers_that_own_stripes_do_not_take_objects_from_each_other(
 
 
 def test_a_checkpoint_is_saved_loaded_and_replaced(mount: Path, rng: np.random.Generator) -> None:
-    """Its image has the layout that was asked for; no object of it had two writers; nothing is left behind."""
+    """Its image has the layout that was asked for; no object of it had two writers; nothing is left
+    behind."""
     uri = f"lustre://{mount}/run/step-1?stripe_count=2&stripe_size=1MiB"
     for step in (1, 2):
         state = {"w": rng.standard_normal((1000, 1000)), "step": step}

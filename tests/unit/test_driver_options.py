@@ -26,7 +26,15 @@ def test_a_size_has_a_unit_or_is_in_bytes(text: str, nbytes: int) -> None:
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("30", 30.0), ("30s", 30.0), ("1.5", 1.5), ("500ms", 0.5), ("2m", 120.0), ("2min", 120.0), ("2 h", 7200.0)],
+    [
+        ("30", 30.0),
+        ("30s", 30.0),
+        ("1.5", 1.5),
+        ("500ms", 0.5),
+        ("2m", 120.0),
+        ("2min", 120.0),
+        ("2 h", 7200.0),
+    ],
 )
 def test_a_duration_has_a_unit_or_is_in_seconds(text: str, seconds: float) -> None:
     """Plain numbers are seconds."""
@@ -39,7 +47,9 @@ def test_a_duration_has_a_unit_or_is_in_seconds(text: str, seconds: float) -> No
      (DURATION, 60.0, "60s"), (DURATION, 0.5, "0.5s"), (or_off(SIZE), 500_000_000, "500000000B"), (or_off(DURATION), 120.0, "120s"),
      (switch, True, "on"), (switch, False, "off"), (integer(0, 9), 7, "7"), (str, "x", "x")],
 )  # fmt: skip
-def test_a_value_is_written_with_its_unit(parse: Callable[[str], Any], value: Any, text: str) -> None:
+def test_a_value_is_written_with_its_unit(
+    parse: Callable[[str], Any], value: Any, text: str
+) -> None:
     """As the same option would take it."""
     assert Option(parse, None, "").text(value) == text
     assert parse(text) == value
@@ -58,7 +68,9 @@ def test_off_is_none_where_an_option_can_be_off() -> None:
     assert or_off(DURATION)("3") == 3
 
 
-@pytest.mark.parametrize("text", ["http://host", "https://host:9000/", "http://[::1]:80/a/b", "http://127.0.0.1:1"])
+@pytest.mark.parametrize(
+    "text", ["http://host", "https://host:9000/", "http://[::1]:80/a/b", "http://127.0.0.1:1"]
+)
 def test_a_url_names_a_server(text: str) -> None:
     """And, perhaps, a path there; it is left as it is."""
     assert url(text) == text
@@ -75,7 +87,9 @@ def test_a_url_names_a_server(text: str) -> None:
         (or_off(DURATION), "never", "such as 30s; or off"),
     ],
 )  # fmt: skip
-def test_what_is_refused_is_told_with_what_is_taken(parse: Callable[[str], Any], text: str, says: str) -> None:
+def test_what_is_refused_is_told_with_what_is_taken(
+    parse: Callable[[str], Any], text: str, says: str
+) -> None:
     """A ValueError, whose text goes on from the option's name."""
     with pytest.raises(ValueError, match=says):
         parse(text)

@@ -28,7 +28,9 @@ def written(nbytes: int, *pieces: tuple[int, int]) -> Ranges:
         ([], "bytes 0:10 of 10 were never written"),
     ],
 )
-def test_a_hole_or_an_overlap_of_one_byte_is_found(pieces: list[tuple[int, int]], says: str) -> None:
+def test_a_hole_or_an_overlap_of_one_byte_is_found(
+    pieces: list[tuple[int, int]], says: str
+) -> None:
     """Wherever it lies, and in whatever order the pieces came."""
     for order in (pieces, pieces[::-1]):
         with pytest.raises(StorageError, match=says):
@@ -40,6 +42,9 @@ def test_what_is_written_once_is_complete() -> None:
     written(10, (5, 5), (0, 5), (3, 0)).check_complete()
     written(10, (0, 4)).check_complete(4)
     written(0).check_complete()
-    for nbytes, says in ((3, "not inside an object of 3 bytes"), (5, "bytes 4:5 of 5 were never written")):
+    for nbytes, says in (
+        (3, "not inside an object of 3 bytes"),
+        (5, "bytes 4:5 of 5 were never written"),
+    ):
         with pytest.raises(StorageError, match=says):
             written(10, (0, 4)).check_complete(nbytes)

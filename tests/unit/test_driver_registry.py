@@ -21,7 +21,7 @@ from holdfast.errors import UriError
 class OtherDriver(MemoryDriver):
     """A third party's."""
 
-    OPTIONS = {"level": Option(integer(0, 9), 5, "how much")}  # noqa: RUF012 - as a third party writes it
+    OPTIONS = {"level": Option(integer(0, 9), 5, "how much")}
 
     @classmethod
     def open(cls, uri: Uri) -> OtherDriver:
@@ -32,19 +32,27 @@ class OtherDriver(MemoryDriver):
 
 @pytest.fixture
 def other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Entry points as if another package had been installed; this package's own metadata is stale and lists nothing."""
+    """Entry points as if another package had been installed; this package's own metadata is stale
+    and lists nothing."""
     found = [
         importlib.metadata.EntryPoint("other", f"{__name__}:OtherDriver", GROUP),
         importlib.metadata.EntryPoint("file", f"{__name__}:OtherDriver", GROUP),
         importlib.metadata.EntryPoint("gone", "holdfast_no_such_module:Driver", GROUP),
         importlib.metadata.EntryPoint("wrong", "builtins:dict", GROUP),
     ]
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: found if group == GROUP else [])
+    monkeypatch.setattr(
+        importlib.metadata, "entry_points", lambda group: found if group == GROUP else []
+    )
 
 
 def test_a_path_opens_the_local_driver(tmp_path: Path) -> None:
     """A bare path, its URI and a parsed URI open the same kind of driver, and touch nothing."""
-    for uri in (str(tmp_path / "run"), tmp_path / "run", f"file://{tmp_path}/run", parse(tmp_path / "run")):
+    for uri in (
+        str(tmp_path / "run"),
+        tmp_path / "run",
+        f"file://{tmp_path}/run",
+        parse(tmp_path / "run"),
+    ):
         driver = open_driver(uri)
         assert isinstance(driver, LocalDriver)
         assert driver.uri == f"file://{tmp_path}/run"
@@ -61,11 +69,15 @@ def test_an_unknown_scheme_names_the_known_ones() -> None:
 def test_an_unknown_option_names_the_known_ones(uri: str) -> None:
     """An option with a typo is refused before anything happens."""
     known = r"direct, threads" if uri.startswith("file") else "none"
-    with pytest.raises(UriError, match=rf"no option '.*Known options: {known}; and of every scheme: .*retries"):
+    with pytest.raises(
+        UriError, match=rf"no option '.*Known options: {known}; and of every scheme: .*retries"
+    ):
         open_driver(uri)
 
 
-@pytest.mark.parametrize("option", ["threads=0", "threads=257", "threads=x", "threads=-1", "direct=maybe"])
+@pytest.mark.parametrize(
+    "option", ["threads=0", "threads=257", "threads=x", "threads=-1", "direct=maybe"]
+)
 def test_a_wrong_value_says_what_is_allowed(option: str) -> None:
     """The error tells the range or the words that the option takes."""
     with pytest.raises(UriError, match=r"is one of: auto, on, off|is a whole number from 1 to 256"):
@@ -97,7 +109,9 @@ def test_a_third_party_cannot_take_a_built_in_scheme(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("other")
-@pytest.mark.parametrize(("scheme", "why"), [("gone", "holdfast_no_such_module"), ("wrong", "no Driver")])
+@pytest.mark.parametrize(
+    ("scheme", "why"), [("gone", "holdfast_no_such_module"), ("wrong", "no Driver")]
+)
 def test_a_broken_entry_point_is_named(scheme: str, why: str) -> None:
     """What cannot be imported, or is no driver, is an error that says so."""
     with pytest.raises(UriError, match=why):
@@ -105,23 +119,35 @@ def test_a_broken_entry_point_is_named(scheme: str, why: str) -> None:
 
 
 def test_our_own_metadata_lists_the_built_in_drivers() -> None:
-    """What pyproject.toml registers is what the table says, so tools that read entry points see our schemes too."""
+    """What pyproject.toml registers is what the table says, so tools that read entry points see our
+    schemes too."""
     listed = {entry.name: entry.value for entry in importlib.metadata.entry_points(group=GROUP)}
     for scheme in ("file", "memory"):
         assert listed[scheme] == schemes()[scheme]
 
 
 def test_importing_the_registry_is_cheap() -> None:
-    """It loads no driver, no numpy and no importlib.metadata; opening a built-in scheme needs no metadata either."""
+    """It loads no driver, no numpy and no importlib.metadata; opening a built-in scheme needs no
+    metadata either."""
     code = (
-        "import sys; sys.modules.pop('importlib.metadata', None)\n"  # whatever the start of the interpreter needed it for
+        # whatever the start of the interpreter needed it for
+        "import sys; sys.modules.pop('importlib.metadata', None)\n"
         "from holdfast.drivers.registry import open_driver\nprint(*sys.modules)\n"
         "open_driver('memory://x')\nprint(*sys.modules)"
     )
     command = [sys.executable, "-I", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     before, after = (set(line.split()) for line in done.stdout.splitlines())
-    assert before & {"holdfast.drivers.memory", "holdfast.drivers.local.driver", "numpy", "importlib.metadata"} == set()
+    assert (
+        before
+        & {
+            "holdfast.drivers.memory",
+            "holdfast.drivers.local.driver",
+            "numpy",
+            "importlib.metadata",
+        }
+        == set()
+    )
     assert "holdfast.drivers.memory" in after
     assert after & {"numpy", "importlib.metadata"} == set()
 

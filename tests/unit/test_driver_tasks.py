@@ -1,4 +1,5 @@
-"""Calls of an asynchronous client: what becomes of them when the caller is cancelled, or the driver closed."""
+"""Calls of an asynchronous client: what becomes of them when the caller is cancelled, or the driver
+closed."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def tasks_of_a_driver() -> Tasks:
 
 
 def test_results_and_errors_come_back(no_leaks: None) -> None:
-    """The caller gets what the call returned, and Holdfast's error, with URI and key, for what the client raised."""
+    """The caller gets what the call returned, and Holdfast's error, with URI and key, for what the
+    client raised."""
 
     async def find(things: dict[str, int], name: str) -> int:
         await asyncio.sleep(0)
@@ -68,8 +70,8 @@ def test_an_unsafe_key_is_refused_before_the_call(no_leaks: None) -> None:
 
 
 def test_a_cancelled_caller_returns_only_after_its_call(no_leaks: None) -> None:
-    """However often it is cancelled: the client uses the caller's buffer until the call has ended. An error of the call
-    is then the cause of the CancelledError."""
+    """However often it is cancelled: the client uses the caller's buffer until the call has ended.
+    An error of the call is then the cause of the CancelledError."""
 
     async def main() -> None:
         inside, go_on, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -96,7 +98,8 @@ def test_a_cancelled_caller_returns_only_after_its_call(no_leaks: None) -> None:
 
 
 def test_a_call_that_does_not_end_is_cancelled_after_the_grace(no_leaks: None) -> None:
-    """A server that never answers does not hold up a cancelled caller for longer; the call has ended by then."""
+    """A server that never answers does not hold up a cancelled caller for longer; the call has
+    ended by then."""
 
     async def main() -> None:
         inside, cancelled = asyncio.Event(), asyncio.Event()
@@ -149,7 +152,8 @@ def test_close_waits_for_what_runs_and_takes_nothing_new(no_leaks: None) -> None
 
 
 def test_close_cancels_what_does_not_end(no_leaks: None) -> None:
-    """After the time that was given it says so, leaves no task behind, and whoever waited gets a StorageError."""
+    """After the time that was given it says so, leaves no task behind, and whoever waited gets a
+    StorageError."""
 
     async def main() -> None:
         inside = asyncio.Event()
@@ -170,7 +174,9 @@ def test_close_cancels_what_does_not_end(no_leaks: None) -> None:
     asyncio.run(main())
 
 
-def test_what_runs_side_by_side_returns_in_order_and_fails_as_the_first_in_order(no_leaks: None) -> None:
+def test_what_runs_side_by_side_returns_in_order_and_fails_as_the_first_in_order(
+    no_leaks: None,
+) -> None:
     """Whichever ends first. Nothing is left running, also where the caller is cancelled."""
 
     async def main() -> None:
@@ -188,7 +194,9 @@ def test_what_runs_side_by_side_returns_in_order_and_fails_as_the_first_in_order
         assert await side_by_side(work("a", 0.02), work("b", 0.01)) == ["a", "b"]
         assert ended == ["b", "a"]
         with pytest.raises(KeyError, match="c"):
-            await side_by_side(work("c", 0.02, KeyError), work("d", 0.01, ValueError), work("e", 0.03))
+            await side_by_side(
+                work("c", 0.02, KeyError), work("d", 0.01, ValueError), work("e", 0.03)
+            )
         assert ended[2:] == ["d", "c", "e"]
         caller = asyncio.create_task(side_by_side(work("f", 60), work("g", 60)))
         await asyncio.sleep(0.01)

@@ -127,8 +127,11 @@ def test_close_waits_and_then_says_so(no_leaks: None) -> None:
     asyncio.run(main())
 
 
-def test_calls_may_end_while_close_looks_at_them(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What runs is counted while threads take from it: close waits for all of it, and does not fail."""
+def test_calls_may_end_while_close_looks_at_them(
+    no_leaks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What runs is counted while threads take from it: close waits for all of it, and does not
+    fail."""
     go_on = threading.Event()
     wrap = asyncio.wrap_future
 

@@ -14,11 +14,18 @@ from holdfast import errors
 from holdfast.errors import HoldfastError, MismatchError, StorageDownError, UriError
 
 CLASSES = sorted(
-    (c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, HoldfastError)), key=lambda c: c.__name__
+    (c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, HoldfastError)),
+    key=lambda c: c.__name__,
 )
-WHERE = {"uri": "s3://bucket/run", "key": "data/0.safetensors", "rank": 3, "advice": "Look at rank 3."}
+WHERE = {
+    "uri": "s3://bucket/run",
+    "key": "data/0.safetensors",
+    "rank": 3,
+    "advice": "Look at rank 3.",
+}
 
-# A line of the drawing: rules and spaces, the name, and in brackets the builtin errors that it also is.
+# A line of the drawing: rules and spaces, the name, and in brackets the builtin errors that it also
+# is.
 LINE = re.compile(r"^(?P<rules>[ │├└─]*)(?P<name>\w+Error)(?: \((?P<others>[\w, ]+)\))?(?:  |$)")
 
 
@@ -41,14 +48,20 @@ def built() -> dict[str, tuple[str | None, list[str]]]:
     tree: dict[str, tuple[str | None, list[str]]] = {}
     for error in CLASSES:
         house = [base.__name__ for base in error.__bases__ if issubclass(base, HoldfastError)]
-        assert len(house) == (error is not HoldfastError), f"{error.__name__} needs exactly one parent in the tree"
+        assert len(house) == (error is not HoldfastError), (
+            f"{error.__name__} needs exactly one parent in the tree"
+        )
         others = [base.__name__ for base in error.__bases__ if not issubclass(base, HoldfastError)]
-        tree[error.__name__] = (house[0] if house else None, [] if error is HoldfastError else others)
+        tree[error.__name__] = (
+            house[0] if house else None,
+            [] if error is HoldfastError else others,
+        )
     return tree
 
 
 def test_the_tree_is_the_one_that_is_drawn() -> None:
-    """Every class stands where the module docstring draws it, with the builtin bases written beside it."""
+    """Every class stands where the module docstring draws it, with the builtin bases written beside
+    it."""
     assert drawn() == built()
 
 
@@ -89,7 +102,10 @@ def test_an_error_arrives_as_it_left(
 def test_the_text_says_what_where_and_what_next() -> None:
     """``str()`` shows the message, then rank, key and URI, then the advice."""
     text = str(UriError("unknown option", **WHERE))
-    assert text == "unknown option (rank 3, key data/0.safetensors, in s3://bucket/run). Look at rank 3."
+    assert (
+        text
+        == "unknown option (rank 3, key data/0.safetensors, in s3://bucket/run). Look at rank 3."
+    )
 
 
 @pytest.mark.parametrize("error", CLASSES, ids=lambda c: c.__name__)
@@ -105,7 +121,8 @@ def test_the_text_leaves_out_what_is_not_known() -> None:
 
 
 def test_marks() -> None:
-    """Only a replaced checkpoint and a storage that is down, or busy, are temporary by nature; a raiser may say otherwise."""
+    """Only a replaced checkpoint and a storage that is down, or busy, are temporary by nature; a
+    raiser may say otherwise."""
     temporary = [c.__name__ for c in CLASSES if c("gone").temporary]
     assert temporary == ["BusyError", "ReplacedError", "StorageDownError"]
     assert StorageDownError("device fails", temporary=False).temporary is False

@@ -1,4 +1,5 @@
-"""The example packages of the driver author's guide: they install, keep the contract, and save and load."""
+"""The example packages of the driver author's guide: they install, keep the contract, and save and
+load."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_example_keeps_the_contract(installed: Path, tmp_path: Path) -> None:
-    """Every trial of the conformance kit passes that is not about streams; nothing is declared as a deviation."""
+    """Every trial of the conformance kit passes that is not about streams; nothing is declared as a
+    deviation."""
     probe = ["--driver-probe", "holdfast_sqlite.probe:SqliteProbe"]
     output = run_kit(f"sqlite://{tmp_path}/try.db/below", *probe, cwd=tmp_path, path=[installed])
     assert "not applicable  1\n    1 × an upload is one stream" in output
@@ -28,10 +30,15 @@ def test_the_example_keeps_the_contract(installed: Path, tmp_path: Path) -> None
 
 def test_the_example_saves_and_loads(installed: Path, tmp_path: Path) -> None:
     """Nothing but the URI tells Holdfast where to go."""
-    run([sys.executable, "-W", "error", "-c", SAVE_AND_LOAD, f"sqlite://{tmp_path}/runs.db/run"], installed)
+    run(
+        [sys.executable, "-W", "error", "-c", SAVE_AND_LOAD, f"sqlite://{tmp_path}/runs.db/run"],
+        installed,
+    )
 
 
-@pytest.mark.parametrize(("example", "lines_max"), [("holdfast-sqlite", 450), ("holdfast-sftp", 250)])
+@pytest.mark.parametrize(
+    ("example", "lines_max"), [("holdfast-sqlite", 450), ("holdfast-sftp", 250)]
+)
 def test_an_example_is_as_short_as_the_guide_says(example: str, lines_max: int) -> None:
     """A probe, which is for the kit alone, does not count."""
     modules = [path for path in EXAMPLES.glob(f"{example}/*/*.py") if path.name != "probe.py"]
@@ -45,9 +52,15 @@ def test_an_example_is_as_short_as_the_guide_says(example: str, lines_max: int) 
         ("holdfast-sftp", {"asynchronous", "contract", "uri"}),
     ],
 )
-def test_an_example_takes_no_more_of_holdfast_than_is_for_authors(example: str, names: set[str]) -> None:
+def test_an_example_takes_no_more_of_holdfast_than_is_for_authors(
+    example: str, names: set[str]
+) -> None:
     """What it imports is what the guide names."""
-    lines = [line for path in EXAMPLES.glob(f"{example}/*/*.py") for line in path.read_text().splitlines()]
+    lines = [
+        line
+        for path in EXAMPLES.glob(f"{example}/*/*.py")
+        for line in path.read_text().splitlines()
+    ]
     lines = [line.replace("from holdfast import errors", "from holdfast.errors") for line in lines]
     modules = {line.split()[1] for line in lines if line.startswith("from holdfast")}
     assert modules == {f"holdfast.drivers.{name}" for name in names} | {"holdfast.errors"}

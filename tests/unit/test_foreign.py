@@ -1,4 +1,5 @@
-"""What frameworks leave on tensors and modules is recognised by attributes: refused by path and name, before any I/O."""
+"""What frameworks leave on tensors and modules is recognised by attributes: refused by path and
+name, before any I/O."""
 
 from __future__ import annotations
 
@@ -69,7 +70,9 @@ STATE = {"state_dict": lambda self: {"x": 1}, "load_state_dict": lambda self, st
 ZeroOptimizer = of_deepspeed("DeepSpeedZeroOptimizer", **STATE)
 
 
-MegatronOptimizer = type("Float16Optimizer", (), {"__module__": "megatron.core.optimizer.optimizer", **STATE})
+MegatronOptimizer = type(
+    "Float16Optimizer", (), {"__module__": "megatron.core.optimizer.optimizer", **STATE}
+)
 
 
 class Engine(of_deepspeed("DeepSpeedEngine", nn.Module)):  # type: ignore[misc]
@@ -87,15 +90,29 @@ class Engine(of_deepspeed("DeepSpeedEngine", nn.Module)):  # type: ignore[misc]
         (lambda: {"model": zero3()}, 'state["model"]["0.weight"]', "ZeRO-3"),
         (lambda: {"nets": [{"a": zero3()}]}, 'state["nets"][0]["a"]["0.weight"]', "ZeRO-3"),
         (zero3, 'the state["0.weight"]', "ZeRO-3"),
-        (lambda: {"model": zero3().state_dict(keep_vars=True)}, 'state["model"]["0.weight"]', "ZeRO-3"),
+        (
+            lambda: {"model": zero3().state_dict(keep_vars=True)},
+            'state["model"]["0.weight"]',
+            "ZeRO-3",
+        ),
         (lambda: {"w": [next(zero3().parameters())]}, 'state["w"][0]', "ZeRO-3"),
-        (lambda: {"o": torch.optim.SGD(zero3().parameters(), lr=0.1)}, 'group 0 in state["o"]', "ZeRO-3"),
+        (
+            lambda: {"o": torch.optim.SGD(zero3().parameters(), lr=0.1)},
+            'group 0 in state["o"]',
+            "ZeRO-3",
+        ),
         (lambda: {"o": ZeroOptimizer()}, 'state["o"]', "optimizer of DeepSpeed"),
         (lambda: {"o": Wrapper(ZeroOptimizer())}, 'state["o"]', "optimizer of DeepSpeed"),
-        (lambda: {"data": holdfast.PerRank(ZeroOptimizer())}, "a PerRank", "optimizer of DeepSpeed"),
+        (
+            lambda: {"data": holdfast.PerRank(ZeroOptimizer())},
+            "a PerRank",
+            "optimizer of DeepSpeed",
+        ),
     ],
 )
-def test_what_deepspeed_has_partitioned_is_not_saved(state: Any, path: str, said: str, tmp_path: Path) -> None:
+def test_what_deepspeed_has_partitioned_is_not_saved(
+    state: Any, path: str, said: str, tmp_path: Path
+) -> None:
     """Placeholders and optimizers, wherever they are. What is to be done instead is said."""
     with pytest.raises(holdfast.StateError) as caught:
         holdfast.save(tmp_path / "c", state())
@@ -114,9 +131,21 @@ def test_what_deepspeed_has_partitioned_is_not_saved(state: Any, path: str, said
         (lambda: {"model": zero3()}, 'state["model"]["0.weight"]', "ZeRO-3"),
         (lambda: {"model": zero3(gathered=True)}, 'state["model"]["0.weight"]', "ZeRO-3"),
         (lambda: {"model": zero1()}, 'state["model"]["weight"]', "master copy"),
-        (lambda: {"model": nn.Sequential(nn.Linear(2, 2), zero1())}, 'state["model"]["1.weight"]', "master copy"),
-        (lambda: {"model": zero1().state_dict(keep_vars=True)}, 'state["model"]["weight"]', "master copy"),
-        (lambda: {"o": torch.optim.SGD(zero1().parameters(), lr=0.1)}, 'group 0 in state["o"]', "master copy"),
+        (
+            lambda: {"model": nn.Sequential(nn.Linear(2, 2), zero1())},
+            'state["model"]["1.weight"]',
+            "master copy",
+        ),
+        (
+            lambda: {"model": zero1().state_dict(keep_vars=True)},
+            'state["model"]["weight"]',
+            "master copy",
+        ),
+        (
+            lambda: {"o": torch.optim.SGD(zero1().parameters(), lr=0.1)},
+            'group 0 in state["o"]',
+            "master copy",
+        ),
         (lambda: {"model": Engine()}, 'state["model"]', "master copy"),
         (lambda: {"o": ZeroOptimizer()}, 'state["o"]', "optimizer of DeepSpeed"),
         (lambda: {"o": Wrapper(ZeroOptimizer())}, 'state["o"]', "optimizer of DeepSpeed"),
@@ -141,21 +170,27 @@ def test_what_the_next_step_would_overwrite_is_not_loaded_into(
 
 
 def test_parameters_that_deepspeed_shows_whole_are_saved(tmp_path: Path) -> None:
-    """Those that ZeRO-3 has gathered, and those of ZeRO-1; they are loaded into a module of torch alone, and into the state
-    dict of the module, whose master copies the caller renews."""
+    """Those that ZeRO-3 has gathered, and those of ZeRO-1; they are loaded into a module of torch
+    alone, and into the state dict of the module, whose master copies the caller renews."""
     whole = zero3(gathered=True)
     holdfast.save(tmp_path / "3", {"model": whole})
     plain = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
     holdfast.load(tmp_path / "3", into={"model": plain})
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), plain.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(whole.parameters(), plain.parameters(), strict=True)
+    )
     copied = zero1()
     holdfast.save(tmp_path / "1", {"model": copied})
     fresh = zero1()
     holdfast.load(tmp_path / "1", into={"model": fresh.state_dict()})
-    assert all(torch.equal(a, b) for a, b in zip(copied.parameters(), fresh.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(copied.parameters(), fresh.parameters(), strict=True)
+    )
 
 
-def test_a_module_is_loaded_beside_the_megatron_optimizer_that_has_its_masters(tmp_path: Path) -> None:
+def test_a_module_is_loaded_beside_the_megatron_optimizer_that_has_its_masters(
+    tmp_path: Path,
+) -> None:
     """That gets them back by itself; and into a state dict the module alone is loaded."""
     model = megatron()
     holdfast.save(tmp_path / "c", {"model": model, "o": MegatronOptimizer()})
@@ -168,8 +203,8 @@ def test_a_module_is_loaded_beside_the_megatron_optimizer_that_has_its_masters(t
 
 
 def test_a_mark_that_comes_after_a_save_is_seen(tmp_path: Path) -> None:
-    """The state is laid out as at the save before, and recognised by that; its parameters have become placeholders, or
-    merely have masters now."""
+    """The state is laid out as at the save before, and recognised by that; its parameters have
+    become placeholders, or merely have masters now."""
     model = nn.Linear(3, 4)
     state = {"model": model, "leaf": [model.weight]}
     holdfast.save(tmp_path / "a", state)
@@ -186,8 +221,13 @@ def test_what_megatron_says_of_its_shards_is_refused_by_name(tmp_path: Path) -> 
     """On save and on load, with a way out."""
     kind = type("ShardedTensor", (), {"__module__": "megatron.core.dist_checkpointing.mapping"})
     state = {"model": {"w": kind()}}
-    for call in (lambda: holdfast.save(tmp_path / "c", state), lambda: holdfast.load(tmp_path / "c", into=state)):
-        with pytest.raises(holdfast.StateError, match=r"mapping\.ShardedTensor.*dist_checkpointing") as caught:
+    for call in (
+        lambda: holdfast.save(tmp_path / "c", state),
+        lambda: holdfast.load(tmp_path / "c", into=state),
+    ):
+        with pytest.raises(
+            holdfast.StateError, match=r"mapping\.ShardedTensor.*dist_checkpointing"
+        ) as caught:
             call()
         assert 'state["model"]["w"]' in str(caught.value)
     assert list(tmp_path.iterdir()) == []
@@ -202,10 +242,15 @@ def test_what_megatron_says_of_its_shards_is_refused_by_name(tmp_path: Path) -> 
     ],
     ids=["collective", "two", "shards"],
 )
-def test_tensors_around_other_tensors_are_refused_with_a_way_out(made: Any, advice: str, tmp_path: Path) -> None:
+def test_tensors_around_other_tensors_are_refused_with_a_way_out(
+    made: Any, advice: str, tmp_path: Path
+) -> None:
     """On save and on load."""
     state = {"w": made()}
-    for call in (lambda: holdfast.save(tmp_path / "c", state), lambda: holdfast.load(tmp_path / "c", into=state)):
+    for call in (
+        lambda: holdfast.save(tmp_path / "c", state),
+        lambda: holdfast.load(tmp_path / "c", into=state),
+    ):
         with pytest.raises(holdfast.StateError, match=r'state\["w"\]') as caught:
             call()
         assert advice in str(caught.value.advice)
@@ -213,7 +258,9 @@ def test_tensors_around_other_tensors_are_refused_with_a_way_out(made: Any, advi
 
 
 @pytest.mark.parametrize("made", ["module", "tensor"])
-def test_a_meta_tensor_is_not_loaded_into_and_the_way_out_is_said(made: str, tmp_path: Path) -> None:
+def test_a_meta_tensor_is_not_loaded_into_and_the_way_out_is_said(
+    made: str, tmp_path: Path
+) -> None:
     """The error speaks of loading."""
     with torch.device("meta"):
         state: Any = {"m": nn.Linear(2, 2)} if made == "module" else {"m": torch.empty(2)}
@@ -258,10 +305,22 @@ HOLLOW = {
         "the state stores nothing: none of its tensors (2)",
     ),
     "array": (lambda: {"w": np.empty((0, 2))}, "the state stores nothing: none of its tensors (1)"),
-    "module": (lambda: {"model": without_weights()}, "the state stores nothing: none of its tensors (4)"),
-    "module and others": (lambda: {"model": without_weights(), "x": torch.ones(1)}, 'state["model"] has 2 weights'),
-    "state dict": (lambda: {"m": [without_weights().state_dict()], "rng": holdfast.RNGState()}, 'state["m"][0] has 2'),
-    "optimizer": (with_moments, 'state["model"]["scale"] has no elements, but state["optim"]["state"]["scale"]'),
+    "module": (
+        lambda: {"model": without_weights()},
+        "the state stores nothing: none of its tensors (4)",
+    ),
+    "module and others": (
+        lambda: {"model": without_weights(), "x": torch.ones(1)},
+        'state["model"] has 2 weights',
+    ),
+    "state dict": (
+        lambda: {"m": [without_weights().state_dict()], "rng": holdfast.RNGState()},
+        'state["m"][0] has 2',
+    ),
+    "optimizer": (
+        with_moments,
+        'state["model"]["scale"] has no elements, but state["optim"]["state"]["scale"]',
+    ),
     "alone": (without_weights, "the state stores nothing: none of its tensors (4)"),
 }
 

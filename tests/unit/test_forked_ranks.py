@@ -1,4 +1,5 @@
-"""A forked child of a rank takes no part in the calls of its job: it is told so, and may read checkpoints by itself."""
+"""A forked child of a rank takes no part in the calls of its job: it is told so, and may read
+checkpoints by itself."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from torch.utils.data import DataLoader, Dataset
 
 import holdfast
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")  # of Python 3.12 and newer
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*multi-threaded.*:DeprecationWarning"
+)  # of Python 3.12 and newer
 
 STATE = {"w": torch.arange(100.0), "step": 3}
 
@@ -50,12 +53,16 @@ def calls(uri: str) -> list[Callable[[], Any]]:
 
 
 @pytest.mark.parametrize("number", range(4), ids=["save", "async_save", "load into", "resume"])
-def test_a_child_is_refused_what_all_ranks_do_together(number: int, uri: str, group: dist.Store) -> None:
+def test_a_child_is_refused_what_all_ranks_do_together(
+    number: int, uri: str, group: dist.Store
+) -> None:
     """Before it has told or asked the other ranks anything."""
     keys = group.num_keys()
 
     def child() -> None:
-        with pytest.raises(holdfast.UsageError, match="not rank 1 but was forked from it") as raised:
+        with pytest.raises(
+            holdfast.UsageError, match="not rank 1 but was forked from it"
+        ) as raised:
             calls(uri)[number]()
         assert "holdfast.open" in str(raised.value)
         assert group.num_keys() == keys
@@ -104,9 +111,13 @@ class Rows(Dataset):  # type: ignore[type-arg]
 
 
 @pytest.mark.parametrize("saves", [False, True])
-def test_a_worker_of_a_data_loader_reads_and_does_not_save(saves: bool, uri: str, group: dist.Store) -> None:
+def test_a_worker_of_a_data_loader_reads_and_does_not_save(
+    saves: bool, uri: str, group: dist.Store
+) -> None:
     """As long as its parent is a rank."""
-    rows = DataLoader(Rows(uri, saves), num_workers=1, batch_size=None, multiprocessing_context="fork", timeout=30)
+    rows = DataLoader(
+        Rows(uri, saves), num_workers=1, batch_size=None, multiprocessing_context="fork", timeout=30
+    )
     if saves:
         with pytest.raises(holdfast.UsageError, match="forked"):
             list(rows)

@@ -1,4 +1,5 @@
-"""A child that is forked at any moment of its parent's saves starts anew: it finds free locks, and an engine of its own."""
+"""A child that is forked at any moment of its parent's saves starts anew: it finds free locks, and
+an engine of its own."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ from holdfast.core.forks.cached import cached_property
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.runtime.engine import start
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")  # of Python 3.12 and newer
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*multi-threaded.*:DeprecationWarning"
+)  # of Python 3.12 and newer
 
 STATE = {"w": torch.arange(1000.0), "step": 3}
 
@@ -49,7 +52,9 @@ def save_and_load() -> None:
 def run(code: str, *args: object) -> str:
     """What a Python of its own has to complain of when it runs ``code``; "" if nothing."""
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(code), *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, cwd="/")
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, check=False, cwd="/"
+    )
     return done.stderr or str(done.returncode or "")
 
 
@@ -74,10 +79,12 @@ def beside(work: Any) -> Iterator[None]:
 
 
 def test_a_child_finds_every_lock_free() -> None:
-    """Another thread holds every lock that Holdfast has, whatever it guards, at the moment of the fork. The child saves and
-    loads all the same."""
+    """Another thread holds every lock that Holdfast has, whatever it guards, at the moment of the
+    fork. The child saves and loads all the same."""
     save_and_load()
-    locks = [lock for reference in list(renewal._locks.values()) if (lock := reference()) is not None]
+    locks = [
+        lock for reference in list(renewal._locks.values()) if (lock := reference()) is not None
+    ]
     assert len(locks) > 8  # those of modules, at least
 
     @contextlib.contextmanager
@@ -93,10 +100,15 @@ def test_a_child_finds_every_lock_free() -> None:
     save_and_load()
 
 
-def test_a_fork_waits_until_no_other_thread_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the child could never import that module: the lock of its import is held by a thread that is not there."""
+def test_a_fork_waits_until_no_other_thread_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the child could never import that module: the lock of its import is held by a thread
+    that is not there."""
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "slow_to_import.py").write_text("import time\nbegun = time.sleep(0.5)\nloaded = True\n")
+    (tmp_path / "slow_to_import.py").write_text(
+        "import time\nbegun = time.sleep(0.5)\nloaded = True\n"
+    )
     importing = threading.Thread(target=importlib.import_module, args=("slow_to_import",))
     importing.start()
     while "slow_to_import" not in sys.modules:
@@ -110,8 +122,11 @@ def test_a_fork_waits_until_no_other_thread_imports(tmp_path: Path, monkeypatch:
 
 
 def test_a_fork_does_not_wait_for_ever_for_an_import(tmp_path: Path) -> None:
-    """An import in another thread may wait for the very thread that forks. Then the fork goes on without."""
-    (tmp_path / "never_imported.py").write_text("import threading\ngo_on = threading.Event()\ngo_on.wait(60)\n")
+    """An import in another thread may wait for the very thread that forks. Then the fork goes on
+    without."""
+    (tmp_path / "never_imported.py").write_text(
+        "import threading\ngo_on = threading.Event()\ngo_on.wait(60)\n"
+    )
     code = """
         import importlib, os, sys, threading, time
         import holdfast
@@ -200,7 +215,8 @@ sys.exit(str(bad) if bad else 0)
 
 
 def test_forks_at_random_moments_of_saves(tmp_path: Path, seed: int) -> None:
-    """From the first moment on, when other threads are importing Holdfast: every child saves and loads, and none hangs."""
+    """From the first moment on, when other threads are importing Holdfast: every child saves and
+    loads, and none hangs."""
     assert run(FORKS, tmp_path, 25, seed) == ""
 
 
@@ -218,29 +234,33 @@ class Rows(Dataset[torch.Tensor]):
 
 
 def test_data_loaders_fork_workers_while_a_checkpointer_saves(tmp_path: Path) -> None:
-    """Workers of each epoch are forked in the middle of lazy saves, and read from a checkpoint that their parent has open,
-    each by a connection of its own."""
+    """Workers of each epoch are forked in the middle of lazy saves, and read from a checkpoint that
+    their parent has open, each by a connection of its own."""
     holdfast.save(tmp_path / "data", {"rows": torch.arange(32.0).reshape(8, 4)})
     model = torch.nn.Linear(300, 300)
     optimizer = torch.optim.Adam(model.parameters())
     seen = torch.zeros(4)
     with (
         holdfast.open(tmp_path / "data") as data,
-        holdfast.Checkpointer(tmp_path / "run", every=1, on_error="raise", when_busy="queue") as checkpointer,
+        holdfast.Checkpointer(
+            tmp_path / "run", every=1, on_error="raise", when_busy="queue"
+        ) as checkpointer,
     ):
         for step in range(1, 5):
             model(torch.ones(2, 300)).sum().backward()
             optimizer.step()
             checkpointer.step(step, {"model": model, "optim": optimizer})
-            loader = DataLoader(Rows(data), batch_size=2, num_workers=2, multiprocessing_context="fork", timeout=30)
+            loader = DataLoader(
+                Rows(data), batch_size=2, num_workers=2, multiprocessing_context="fork", timeout=30
+            )
             seen += sum(batch.sum(dim=(0, 1)) for batch in loader)
         assert torch.equal(data.read("rows").sum(dim=0) * 4, seen)
     assert checkpointer.counters.saved == 4
 
 
 def test_a_child_is_told_that_a_save_is_its_parents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would wait for ever, since the thread that ends the save is not in it: to wait, to ask and to await is an error.
-    What had ended before the fork can be asked."""
+    """It would wait for ever, since the thread that ends the save is not in it: to wait, to ask and
+    to await is an error. What had ended before the fork can be asked."""
     ended = holdfast.async_save(fresh_uri(), STATE)
     ended.wait(20)
     go_on, create = threading.Event(), MemoryDriver.create
@@ -271,8 +291,8 @@ def test_a_child_is_told_that_a_save_is_its_parents(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_checkpointer_is_of_the_process_that_made_it(tmp_path: Path) -> None:
-    """A child that calls it would save and delete in its parent's name: that is an error. To leave its block is none, and
-    waits for nothing."""
+    """A child that calls it would save and delete in its parent's name: that is an error. To leave
+    its block is none, and waits for nothing."""
     checkpointer = holdfast.Checkpointer(tmp_path, every=1)
 
     def use() -> None:
@@ -293,7 +313,8 @@ def test_a_checkpointer_is_of_the_process_that_made_it(tmp_path: Path) -> None:
 
 
 def test_a_parent_goes_on_after_a_child_has_cleaned_up(tmp_path: Path) -> None:
-    """The child ends as any program does, collects its garbage and closes what it can; the parent's engine hears of nothing."""
+    """The child ends as any program does, collects its garbage and closes what it can; the parent's
+    engine hears of nothing."""
     code = """
         import gc, os, sys, torch, holdfast
         folder = sys.argv[1]

@@ -1,6 +1,8 @@
-"""``docs/reference/format.md`` is enough to write a reader from: here is one, which knows no line of the package's own code.
+"""``docs/reference/format.md`` is enough to write a reader from: here is one, which knows no line
+of the package's own code.
 
-The reader is the first half of this file. It uses json, struct, numpy, xxhash and lz4 only, and verifies every chunk.
+The reader is the first half of this file. It uses json, struct, numpy, xxhash and lz4 only, and
+verifies every chunk.
 """
 
 from __future__ import annotations
@@ -54,19 +56,28 @@ class Reader:
         header = json.loads(data[8 : 8 + length])
         self.head = json.loads(header.pop("__metadata__")["holdfast"])
         assert (self.head["version"], self.head.get("compression")) in ((1, None), (2, "lz4"))
-        self.columns = {name: self.column(data[8 + length :], entry) for name, entry in header.items()}
-        self.folder, self.rank, self.images = folder / "data" / self.head["attempt"], rank, dict[int, bytes]()
+        self.columns = {
+            name: self.column(data[8 + length :], entry) for name, entry in header.items()
+        }
+        self.folder, self.rank, self.images = (
+            folder / "data" / self.head["attempt"],
+            rank,
+            dict[int, bytes](),
+        )
         self.first_shard = np.append(0, np.cumsum(self.columns["tensor.shards"]))
         ends = np.cumsum(self.columns["tensor.name_nbytes"])
         blob = self.columns["tensor.name"].astype(np.uint8).tobytes()
         self.names = [
-            blob[end - n : end].decode() for end, n in zip(ends, self.columns["tensor.name_nbytes"], strict=True)
+            blob[end - n : end].decode()
+            for end, n in zip(ends, self.columns["tensor.name_nbytes"], strict=True)
         ]
 
     def column(self, body: bytes, entry: dict[str, Any]) -> np.ndarray:
         start, stop = entry["data_offsets"]
         return (
-            np.frombuffer(body[start:stop], BITS[int(entry["dtype"][1:]) // 8]).reshape(entry["shape"]).astype(np.int64)
+            np.frombuffer(body[start:stop], BITS[int(entry["dtype"][1:]) // 8])
+            .reshape(entry["shape"])
+            .astype(np.int64)
         )
 
     def optional(self, name: str) -> np.ndarray:
@@ -76,15 +87,22 @@ class Reader:
         """The bytes of an image, every chunk of them verified against the manifest."""
         if number not in self.images:
             chunk, block = self.head["chunk_nbytes"], self.head["block_nbytes"]
-            hashed, before = (self.columns["image.hashed_nbytes"][i] for i in (number, slice(number)))
+            hashed, before = (
+                self.columns["image.hashed_nbytes"][i] for i in (number, slice(number))
+            )
             data = self.file(number, int(hashed))
             assert len(data) == hashed + 16 * -(-hashed // block)
             first = (-(-before // chunk)).sum()
             pages = b""
             for i, start in enumerate(range(0, hashed, chunk)):
                 stop = min(start + chunk, hashed)
-                page = b"".join(digest(data[a : min(a + block, stop)]) for a in range(start, stop, block))
-                assert digest(page) == self.columns["chunk.digest"][first + i].astype(np.uint8).tobytes()
+                page = b"".join(
+                    digest(data[a : min(a + block, stop)]) for a in range(start, stop, block)
+                )
+                assert (
+                    digest(page)
+                    == self.columns["chunk.digest"][first + i].astype(np.uint8).tobytes()
+                )
                 pages += page
             assert data[hashed:] == pages
             self.images[number] = data
@@ -102,7 +120,9 @@ class Reader:
         )
         assert len(data) == self.columns["image.stored_nbytes"][number]
         blocks, chunks = -(-hashed // block), -(-hashed // chunk)
-        pages_at, index_at = (len(data) - n - 4 * blocks - 16 * chunks - 16 for n in (16 * blocks, 0))
+        pages_at, index_at = (
+            len(data) - n - 4 * blocks - 16 * chunks - 16 for n in (16 * blocks, 0)
+        )
         assert data[-16:] == digest(data[index_at:-16])
         sizes = np.frombuffer(data, "<u4", blocks, index_at).tolist()
         digests = [data[index_at + 4 * blocks + 16 * i :][:16] for i in range(chunks)]
@@ -112,7 +132,11 @@ class Reader:
             for number_of, size in enumerate(sizes[first : first + chunk // block], first):
                 whole = min(block, hashed - number_of * block)
                 stored, at = data[at : at + size], at + size
-                image += stored if size == whole else lz4.block.decompress(stored, uncompressed_size=whole)
+                image += (
+                    stored
+                    if size == whole
+                    else lz4.block.decompress(stored, uncompressed_size=whole)
+                )
             padded = -(-at // 4096) * 4096
             assert digest(data[start:padded]) == digests[first * block // chunk]
             assert data[at:padded] == bytes(padded - at)
@@ -128,8 +152,12 @@ class Reader:
         out, missing = np.zeros(c["tensor.shape"][row, :ndim], dtype), c["tensor.shape"][row].prod()
         for s in range(self.first_shard[row], self.first_shard[row + 1]):
             offsets, lengths = c["shard.offsets"][s, :ndim], c["shard.lengths"][s, :ndim]
-            box = np.frombuffer(self.image(c["shard.image"][s]), dtype, lengths.prod(), c["shard.start"][s])
-            out[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))] = box.reshape(lengths)
+            box = np.frombuffer(
+                self.image(c["shard.image"][s]), dtype, lengths.prod(), c["shard.start"][s]
+            )
+            out[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))] = (
+                box.reshape(lengths)
+            )
             missing -= lengths.prod()
         assert missing == 0
         return out
@@ -142,22 +170,39 @@ class Reader:
 
     def seen(self, name: str, row: int) -> bool:
         """Whether this rank sees ``row`` under ``name``, rather than one of another owner."""
-        owner, rows = self.optional("tensor.owner"), [r for r, n in enumerate(self.names) if n == name]
+        owner, rows = (
+            self.optional("tensor.owner"),
+            [r for r, n in enumerate(self.names) if n == name],
+        )
         owners = sorted(owner[r] for r in rows)
-        mine = -1 if -1 in owners else self.rank if self.rank in owners else owners[self.rank % len(owners)]
+        mine = (
+            -1
+            if -1 in owners
+            else self.rank
+            if self.rank in owners
+            else owners[self.rank % len(owners)]
+        )
         return owner[row] == mine
 
     def state(self) -> Any:
         """The whole state: bits for tensors, everything else as it was."""
         tree = self.head["tree"]
-        kinds, items, prefixes = [KINDS[k] for *_, k in tree["containers"]], [{} for _ in tree["containers"]], [""]
+        kinds, items, prefixes = (
+            [KINDS[k] for *_, k in tree["containers"]],
+            [{} for _ in tree["containers"]],
+            [""],
+        )
         for parent, key, _ in tree["containers"][1:]:
             prefixes.append(f"{prefixes[parent]}{key}.")
         keys = {(c, text): key for c, text, key in tree["tensor_keys"]}
-        for row, (name, c) in enumerate(zip(self.names, self.columns["tensor.container"].tolist(), strict=True)):
+        for row, (name, c) in enumerate(
+            zip(self.names, self.columns["tensor.container"].tolist(), strict=True)
+        ):
             text = name.removeprefix(prefixes[c])
             if self.seen(name, row):
-                items[c][keys.get((c, text), text) if kinds[c] is dict else int(text)] = self.tensor(row)
+                items[c][keys.get((c, text), text) if kinds[c] is dict else int(text)] = (
+                    self.tensor(row)
+                )
         for c, key, by_rank in tree["values"]:
             items[c][key] = self.value(by_rank)
         for c in range(len(items) - 1, -1, -1):
@@ -173,7 +218,11 @@ def bits(node: Any) -> Any:
     """A state with its tensors as bits, to be compared with what the reader makes."""
     if isinstance(node, torch.Tensor):
         size = node.dtype.itemsize
-        return node.contiguous().view({1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}[size]).numpy()
+        return (
+            node.contiguous()
+            .view({1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}[size])
+            .numpy()
+        )
     if isinstance(node, np.ndarray):
         return node.view(BITS[node.dtype.itemsize])
     if isinstance(node, dict):
@@ -200,7 +249,8 @@ def assert_same(found: Any, expected: Any) -> None:
 
 
 def rich_state(rank: int) -> dict[str, Any]:
-    """Something of everything. ``w`` is larger than a chunk; plain tensors that are equal on all ranks are divided."""
+    """Something of everything. ``w`` is larger than a chunk; plain tensors that are equal on all
+    ranks are divided."""
     generator = torch.Generator().manual_seed(1)
     w = torch.randn(3000, 1500, generator=generator)
     model = {
@@ -248,16 +298,22 @@ def save_on_ranks(folder: Path, states: Sequence[dict[str, Any]], compression: A
 
 @pytest.mark.parametrize("compression", [None, "lz4"])
 def test_the_reader_reads_what_one_process_saved(compression: Any, tmp_path: Path) -> None:
-    """Every tensor bit for bit, every value equal and of the same type, every container of its kind."""
+    """Every tensor bit for bit, every value equal and of the same type, every container of its
+    kind."""
     holdfast.save(tmp_path, rich_state(0), step=11, compression=compression)
     reader = Reader(tmp_path, 0)
     assert (reader.head["step"], reader.head["world"]) == (11, 1)
     assert_same(reader.state(), bits(rich_state(0)))
 
 
-@pytest.mark.parametrize(("rank", "compression"), [(0, None), (1, None), (2, None), (5, None), (5, "lz4")])
-def test_the_reader_reads_what_ranks_saved_together(tmp_path: Path, rank: int, compression: Any) -> None:
-    """Each rank sees its own; one that was not there sees that of the rank it falls on, counted round."""
+@pytest.mark.parametrize(
+    ("rank", "compression"), [(0, None), (1, None), (2, None), (5, None), (5, "lz4")]
+)
+def test_the_reader_reads_what_ranks_saved_together(
+    tmp_path: Path, rank: int, compression: Any
+) -> None:
+    """Each rank sees its own; one that was not there sees that of the rank it falls on, counted
+    round."""
     save_on_ranks(tmp_path, [rich_state(rank) for rank in range(3)], compression)
     reader = Reader(tmp_path, rank)
     assert len(reader.columns["image.rank"]) == 3
@@ -278,6 +334,8 @@ def test_the_reader_notices_damage(tmp_path: Path) -> None:
 def test_the_reader_is_independent() -> None:
     """Nothing of the package is used above the line where the tests begin."""
     tree = ast.parse(Path(__file__).read_text())
-    (reader,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Reader")
+    (reader,) = (
+        node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Reader"
+    )
     names = {node.id for node in ast.walk(reader) if isinstance(node, ast.Name)}
     assert names & {"holdfast", "open_driver", "flatten", "torch"} == set()

@@ -17,10 +17,16 @@ import holdfast
 ROOT = Path(__file__).parents[2]
 FUNCTION_LINES_MAX = 60
 MODULE_LINES_MAX = 500
-NOT_OURS = {"build", "dist", "demo-run", "__pycache__"}  # made by tools; what begins with a dot is, too
+NOT_OURS = {
+    "build",
+    "dist",
+    "demo-run",
+    "__pycache__",
+}  # made by tools; what begins with a dot is, too
 BANNED_IMPORTS = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle"}
 BANNED_KEYWORDS = {("shell", True), ("allow_pickle", True), ("weights_only", False)}
-# Prose is for whoever reads the project, not about who wrote it, at whose request, or on which machine.
+# Prose is for whoever reads the project, not about who wrote it, at whose request, or on which
+# machine.
 WORKPLACE = re.compile(
     r"\b(this|previous|earlier|next) session\b|\bas an ai\b|\bthe brief says\b|\bas (requested|instructed)\b"
     r"|\bthe user (asked|wants)\b|(?<![\w.~])/(root|work|tmp/hf)/",
@@ -74,15 +80,23 @@ def at(path: Path, line: int = 0) -> str:
 
 
 def test_every_folder_of_the_package_is_listed() -> None:
-    """The packages in pyproject.toml are exactly the folders with an ``__init__.py``: a wheel lacks nothing."""
+    """The packages in pyproject.toml are exactly the folders with an ``__init__.py``: a wheel lacks
+    nothing."""
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    folders = [path.parent.relative_to(ROOT).parts for path in shipped() if path.name == "__init__.py"]
+    folders = [
+        path.parent.relative_to(ROOT).parts for path in shipped() if path.name == "__init__.py"
+    ]
     assert set(listed) == {".".join(("holdfast", *parts)) for parts in folders}
 
 
 def test_every_folder_with_modules_is_a_package() -> None:
     """A room's folder without ``__init__.py`` would work in the tree and be missing from a wheel."""
-    assert sorted({at(path.parent) for path in shipped() if not (path.parent / "__init__.py").exists()}) == []
+    assert (
+        sorted(
+            {at(path.parent) for path in shipped() if not (path.parent / "__init__.py").exists()}
+        )
+        == []
+    )
 
 
 def test_the_root_holds_one_module() -> None:
@@ -92,7 +106,12 @@ def test_the_root_holds_one_module() -> None:
 
 def test_nothing_can_load_a_pickle() -> None:
     """No module of the package imports what runs code, or crashes, when it loads data."""
-    assert [at(p, line) for p in shipped() for line, name in imports(p) if name.split(".")[0] in BANNED_IMPORTS] == []
+    assert [
+        at(p, line)
+        for p in shipped()
+        for line, name in imports(p)
+        if name.split(".")[0] in BANNED_IMPORTS
+    ] == []
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
@@ -105,19 +124,24 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def test_rooms_import_each_other_relatively() -> None:
-    """The public name is for those outside of the house; so a folder of any name, this one's included, holds one package."""
+    """The public name is for those outside of the house; so a folder of any name, this one's
+    included, holds one package."""
     outside = (
         "bench/",  # peers are measured through the public name, as their users see them
         "cli/demo/train.py",  # a training script
-        "drivers/conformance/test_",  # pytest may import trials under another name than their package's
+        # pytest may import trials under another name than their package's
+        "drivers/conformance/test_",
         "drivers/conformance/conftest.py",
     )
     inside = [path for path in shipped() if not at(path).startswith(outside)]
-    assert [at(p, line) for p in inside for line, name in imports(p) if name.split(".")[0] == "holdfast"] == []
+    assert [
+        at(p, line) for p in inside for line, name in imports(p) if name.split(".")[0] == "holdfast"
+    ] == []
 
 
 def test_nothing_runs_text_as_code() -> None:
-    """No ``eval``, no ``exec``, no shell, and no argument that lets numpy or torch unpickle; tests included."""
+    """No ``eval``, no ``exec``, no shell, and no argument that lets numpy or torch unpickle; tests
+    included."""
     assert [at(path, line) for path in files(".py") for line in code_runners(path)] == []
 
 
@@ -126,14 +150,18 @@ def code_runners(path: Path) -> Iterator[int]:
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Call):
             by_name = isinstance(node.func, ast.Name) and node.func.id in {"eval", "exec"}
-            given = {(k.arg, k.value.value) for k in node.keywords if isinstance(k.value, ast.Constant)}
+            given = {
+                (k.arg, k.value.value) for k in node.keywords if isinstance(k.value, ast.Constant)
+            }
             if by_name or given & BANNED_KEYWORDS:
                 yield node.lineno
 
 
 def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     """Every function of a file, nested ones and methods too."""
-    return (n for n in ast.walk(tree_of(path)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+    return (
+        n for n in ast.walk(tree_of(path)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
 
 
 def lines_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -142,19 +170,33 @@ def lines_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def test_locks_are_free_after_a_fork() -> None:
-    """Every lock comes from ``core.forks``, and so does the property that is computed once; no module makes an executor, a queue
-    or an event when it is imported. Else a child forked at the wrong moment waits for ever."""
+    """Every lock comes from ``core.forks``, and so does the property that is computed once; no
+    module makes an executor, a queue or an event when it is imported. Else a child forked at the
+    wrong moment waits for ever."""
     modules = [path for path in shipped() if not at(path).startswith(("bench/", "core/forks/"))]
     assert [at(path, line) for path in modules for line in unsafe_at_forks(path)] == []
 
 
 def unsafe_at_forks(path: Path) -> Iterator[int]:
-    """The lines that take a lock from elsewhere, or make something for threads at the top of a module."""
-    banned = {"threading.Lock", "threading.RLock", "_thread.allocate_lock", "functools.cached_property"}
-    types = {id(node.annotation) for node in ast.walk(tree_of(path)) if isinstance(node, ast.AnnAssign)}
+    """The lines that take a lock from elsewhere, or make something for threads at the top of a
+    module."""
+    banned = {
+        "threading.Lock",
+        "threading.RLock",
+        "_thread.allocate_lock",
+        "functools.cached_property",
+    }
+    types = {
+        id(node.annotation) for node in ast.walk(tree_of(path)) if isinstance(node, ast.AnnAssign)
+    }
     for node in ast.walk(tree_of(path)):
-        if (isinstance(node, ast.ImportFrom) and {f"{node.module}.{alias.name}" for alias in node.names} & banned) or (
-            isinstance(node, ast.Attribute) and ast.unparse(node) in banned and id(node) not in types
+        if (
+            isinstance(node, ast.ImportFrom)
+            and {f"{node.module}.{alias.name}" for alias in node.names} & banned
+        ) or (
+            isinstance(node, ast.Attribute)
+            and ast.unparse(node) in banned
+            and id(node) not in types
         ):
             yield node.lineno
     for statement in tree_of(path).body:
@@ -182,11 +224,16 @@ def test_every_module_says_what_it_is_for() -> None:
 
 
 def test_public_names_are_declared() -> None:
-    """A module with public functions or classes has a literal ``__all__``, and whatever that names exists.
+    """A module with public functions or classes has a literal ``__all__``, and whatever that names
+    exists.
 
     Not so the trials of the conformance kit: nobody but pytest imports them.
     """
-    modules = [path for path in shipped() if path.name != "conftest.py" and not path.name.startswith("test_")]
+    modules = [
+        path
+        for path in shipped()
+        if path.name != "conftest.py" and not path.name.startswith("test_")
+    ]
     assert [fault for path in modules for fault in all_faults(path)] == []
 
 
@@ -195,21 +242,31 @@ def all_faults(path: Path) -> Iterator[str]:
     defined = set(top_level_names(tree_of(path).body))
     if "__all__" not in defined:
         public = [
-            n.name for n in tree_of(path).body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            n.name
+            for n in tree_of(path).body
+            if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
         ]
         if any(name != "main" and not name.startswith("_") for name in public):
             yield f"{at(path)} has public names and no __all__"
         return
     value = next(
-        n.value for n in tree_of(path).body if isinstance(n, ast.Assign | ast.AnnAssign) and "__all__" in targets(n)
+        n.value
+        for n in tree_of(path).body
+        if isinstance(n, ast.Assign | ast.AnnAssign) and "__all__" in targets(n)
     )
     try:
         listed = ast.literal_eval(value) if value else []
     except ValueError:
         yield f"{at(path)} computes its __all__: no reader and no tool can see what is public"
         return
-    modules = {child.stem for child in path.parent.iterdir()} if path.name == "__init__.py" else set()
-    yield from (f"{at(path)} declares {name}, which is not there" for name in listed if name not in defined | modules)
+    modules = (
+        {child.stem for child in path.parent.iterdir()} if path.name == "__init__.py" else set()
+    )
+    yield from (
+        f"{at(path)} declares {name}, which is not there"
+        for name in listed
+        if name not in defined | modules
+    )
 
 
 def targets(node: ast.Assign | ast.AnnAssign) -> list[str]:
@@ -219,7 +276,8 @@ def targets(node: ast.Assign | ast.AnnAssign) -> list[str]:
 
 
 def top_level_names(body: list[ast.stmt]) -> Iterator[str]:
-    """The names that a module binds, also under ``if TYPE_CHECKING`` (lazy names are mirrored there) and ``try``."""
+    """The names that a module binds, also under ``if TYPE_CHECKING`` (lazy names are mirrored
+    there) and ``try``."""
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
@@ -228,7 +286,9 @@ def top_level_names(body: list[ast.stmt]) -> Iterator[str]:
         elif isinstance(node, ast.Import | ast.ImportFrom):
             yield from (alias.asname or alias.name.split(".")[0] for alias in node.names)
         elif isinstance(node, ast.If | ast.Try):
-            handlers = [statement for handler in getattr(node, "handlers", []) for statement in handler.body]
+            handlers = [
+                statement for handler in getattr(node, "handlers", []) for statement in handler.body
+            ]
             yield from top_level_names([*node.body, *handlers, *node.orelse])
 
 
@@ -240,7 +300,10 @@ def test_every_public_name_can_be_had() -> None:
 def test_every_test_says_what_should_happen() -> None:
     """The docstring of a test states the behaviour, so that a failure reads as a sentence."""
     tests = [
-        (p, f) for p in files(".py") for f in functions(p) if p.name.startswith("test_") and f.name.startswith("test")
+        (p, f)
+        for p in files(".py")
+        for f in functions(p)
+        if p.name.startswith("test_") and f.name.startswith("test")
     ]
     assert [f"{at(path, f.lineno)} {f.name}" for path, f in tests if not ast.get_docstring(f)] == []
 
@@ -248,38 +311,72 @@ def test_every_test_says_what_should_happen() -> None:
 def test_prose_is_about_the_project() -> None:
     """No file speaks of how, by whom or where it was written."""
     texts = files(".py", ".md", ".toml", ".txt", "Makefile", "run")
-    lines = [(p, n, t) for p in texts if p != Path(__file__) for n, t in enumerate(p.read_text().splitlines(), 1)]
-    assert [f"{at(path, number)} {text.strip()}" for path, number, text in lines if WORKPLACE.search(text)] == []
+    lines = [
+        (p, n, t)
+        for p in texts
+        if p != Path(__file__)
+        for n, t in enumerate(p.read_text().splitlines(), 1)
+    ]
+    assert [
+        f"{at(path, number)} {text.strip()}"
+        for path, number, text in lines
+        if WORKPLACE.search(text)
+    ] == []
 
 
 def test_nobody_is_sent_to_the_package_of_another_project() -> None:
-    """The distribution is ``holdfast-checkpoint``; on PyPI ``holdfast``, the name that is imported, is another project's."""
+    """The distribution is ``holdfast-checkpoint``; on PyPI ``holdfast``, the name that is imported,
+    is another project's."""
     texts = files(".py", ".md", ".toml", ".sh", "Makefile", "run")
-    lines = [(p, n, t) for p in texts if p != Path(__file__) for n, t in enumerate(p.read_text().splitlines(), 1)]
-    assert [f"{at(path, number)} {text.strip()}" for path, number, text in lines if ANOTHERS.search(text)] == []
+    lines = [
+        (p, n, t)
+        for p in texts
+        if p != Path(__file__)
+        for n, t in enumerate(p.read_text().splitlines(), 1)
+    ]
+    assert [
+        f"{at(path, number)} {text.strip()}"
+        for path, number, text in lines
+        if ANOTHERS.search(text)
+    ] == []
 
 
 def test_every_relative_link_leads_somewhere() -> None:
     """Each link of a document to another file of the project finds it."""
-    dead = [(path, link) for path in files(".md") for link in links(path) if not (path.parent / link).exists()]
+    dead = [
+        (path, link)
+        for path in files(".md")
+        for link in links(path)
+        if not (path.parent / link).exists()
+    ]
     assert [f"{at(path)} -> {link}" for path, link in dead] == []
 
 
 def links(path: Path) -> list[str]:
     """The relative links of a Markdown file, without their anchors; code is not searched."""
-    text = re.sub(r"^(```|~~~).*?^\1|`[^`\n]*`", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
-    found = re.findall(r"\]\(<?([^)\s>]+)|^\[[^\]]+\]:\s+(\S+)|(?:src|href)=\"([^\"]+)\"", text, flags=re.MULTILINE)
+    text = re.sub(
+        r"^(```|~~~).*?^\1|`[^`\n]*`", "", path.read_text(), flags=re.MULTILINE | re.DOTALL
+    )
+    found = re.findall(
+        r"\]\(<?([^)\s>]+)|^\[[^\]]+\]:\s+(\S+)|(?:src|href)=\"([^\"]+)\"", text, flags=re.MULTILINE
+    )
     bare = [next(filter(None, groups)).partition("#")[0] for groups in found]
     return [link for link in bare if link and not re.match(r"[a-z][a-z0-9+.-]*:", link)]
 
 
 def loaded_by(code: str) -> set[str]:
-    """The top-level modules outside the standard library that a fresh interpreter loads to run ``code``."""
+    """The top-level modules outside the standard library that a fresh interpreter loads to run
+    ``code``."""
     report = (
-        "import sys; before = set(sys.modules)\ntry:\n {}\nexcept SystemExit: pass\nprint(*set(sys.modules) - before)"
+        "import sys; before = set(sys.modules)\ntry:\n {}\nexcept SystemExit: "
+        "pass\nprint(*set(sys.modules) - before)"
     )
     run = subprocess.run(
-        [sys.executable, "-I", "-c", report.format(code)], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-I", "-c", report.format(code)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
     )
     names = {name.partition(".")[0] for name in run.stdout.splitlines()[-1].split()}
     return names - sys.stdlib_module_names
@@ -291,7 +388,10 @@ def test_importing_holdfast_loads_nothing_else() -> None:
 
 
 def test_help_loads_only_what_parses_the_command_line() -> None:
-    """``holdfast --help`` loads neither torch nor numpy, and not rich, which alone costs three times the rest."""
-    loaded = loaded_by("sys.argv = ['holdfast', '--help']; import holdfast.cli; holdfast.cli.main()")
+    """``holdfast --help`` loads neither torch nor numpy, and not rich, which alone costs three
+    times the rest."""
+    loaded = loaded_by(
+        "sys.argv = ['holdfast', '--help']; import holdfast.cli; holdfast.cli.main()"
+    )
     assert loaded & {"torch", "numpy", "rich"} == set()
     assert loaded == {"holdfast"}

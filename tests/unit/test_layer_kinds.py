@@ -78,7 +78,8 @@ def test_an_abort_needs_no_slot() -> None:
 
 
 def test_a_throttle_keeps_to_its_rate() -> None:
-    """Ten parts of 100 bytes at 100 bytes a second begin a second apart, after a short burst; stat waits for nobody."""
+    """Ten parts of 100 bytes at 100 bytes a second begin a second apart, after a short burst; stat
+    waits for nobody."""
 
     async def run() -> list[tuple[str, float]]:
         below = Flaky()
@@ -111,9 +112,11 @@ def test_the_bytes_of_a_get_count_when_they_are_there() -> None:
 
 
 def test_drivers_with_the_same_rate_share_one_bucket() -> None:
-    """Two saves in flight get the rate together, not each; another rate is another bucket, and a child process begins anew."""
+    """Two saves in flight get the rate together, not each; another rate is another bucket, and a
+    child process begins anew."""
     a, b, c = (
-        open_driver(f"memory://{n}?max_bytes_per_s={r}") for n, r in (("a", "7MB"), ("b", "7000000"), ("c", "8MB"))
+        open_driver(f"memory://{n}?max_bytes_per_s={r}")
+        for n, r in (("a", "7MB"), ("b", "7000000"), ("c", "8MB"))
     )
     assert isinstance(a, ThrottleLayer)
     assert isinstance(b, ThrottleLayer)
@@ -129,8 +132,11 @@ def test_drivers_with_the_same_rate_share_one_bucket() -> None:
 # hedge
 
 
-async def hedged(script: list[Step], reads: int = 1, percent: int = 5) -> tuple[Flaky, float, bytes]:
-    """Reads of 16 bytes after so many quick ones that slow ones are known; what is below, time taken, what was read."""
+async def hedged(
+    script: list[Step], reads: int = 1, percent: int = 5
+) -> tuple[Flaky, float, bytes]:
+    """Reads of 16 bytes after so many quick ones that slow ones are known; what is below, time
+    taken, what was read."""
     below = Flaky(USUAL)
     await below.inner.put("k", bytes(range(16)))
     driver = HedgeLayer(below, percent)
@@ -177,8 +183,8 @@ def test_the_first_may_still_win() -> None:
 
 
 def test_a_loser_that_writes_late_does_no_harm() -> None:
-    """A first read that cannot be stopped at once, and scribbles on the caller's buffer before it ends, is waited for: what
-    the caller gets is what the winner read."""
+    """A first read that cannot be stopped at once, and scribbles on the caller's buffer before it
+    ends, is waited for: what the caller gets is what the winner read."""
 
     class Stubborn(Flaky):
         async def read(self, key, start, into):  # type: ignore[no-untyped-def]
@@ -221,7 +227,8 @@ def test_a_quick_failure_is_not_hedged() -> None:
 
 
 def test_when_all_is_slow_few_are_hedged() -> None:
-    """When the storage turns slow as a whole, second reads stay within the account: its load does not double."""
+    """When the storage turns slow as a whole, second reads stay within the account: its load does
+    not double."""
     below, _, _ = run_virtual(hedged([1.0] * 300, reads=100))
     assert 100 < len(below.tried) <= 100 + 4 + 5
 
@@ -338,7 +345,8 @@ async def outcomes(plan: FaultPlan, operations: int = 300) -> list[str]:
 
 
 def test_faults_come_from_a_seed() -> None:
-    """The same seed gives the same faults, another one others, and more of one kind moves none of another."""
+    """The same seed gives the same faults, another one others, and more of one kind moves none of
+    another."""
     plan = FaultPlan(7, error=0.1, unsure=0.1)
     first = run_virtual(outcomes(plan))
     assert first == run_virtual(outcomes(plan))
@@ -346,7 +354,9 @@ def test_faults_come_from_a_seed() -> None:
     assert 10 < sum("not begun" in s for s in first) < 60
     assert 10 < sum("answer lost" in s for s in first) < 60
     without = run_virtual(outcomes(FaultPlan(7, error=0.1, unsure=0.0)))
-    begins = [next(n for n, text in enumerate(seen) if "not begun" in text) for seen in (first, without)]
+    begins = [
+        next(n for n, text in enumerate(seen) if "not begun" in text) for seen in (first, without)
+    ]
     assert begins[0] == begins[1]
 
 
@@ -366,7 +376,8 @@ async def stored(driver: Driver, data: bytes) -> None:
 
 @pytest.mark.parametrize("kind", ["busy", "delay", "short", "lost", "flip"])
 def test_each_fault_does_what_it_says(kind: str) -> None:
-    """Busy asks for a second; a delay takes its time; a short read is half and fails; a lost write is zeros; a flip one bit."""
+    """Busy asks for a second; a delay takes its time; a short read is half and fails; a lost write
+    is zeros; a flip one bit."""
 
     async def run() -> Any:
         storage, data = MemoryDriver(), bytes(range(1, 101))
@@ -390,7 +401,9 @@ def test_each_fault_does_what_it_says(kind: str) -> None:
         if kind == "delay":
             return (bytes(into), now_s()) == (data, 5.0)
         others = into, await driver.get("k"), await driver.fetch("k", 0, 100)
-        return [sum((a ^ b).bit_count() for a, b in zip(data, other, strict=True)) for other in others] == [1, 1, 1]
+        return [
+            sum((a ^ b).bit_count() for a, b in zip(data, other, strict=True)) for other in others
+        ] == [1, 1, 1]
 
     assert run_virtual(run()) is True
 
@@ -413,9 +426,13 @@ def test_parts_that_are_late_do_not_overtake_each_other() -> None:
 
     async def run() -> list[int]:
         below = _Order(MemoryDriver())
-        upload = await FaultsLayer(below, FaultPlan(3, delay=0.5, delay_s=5.0)).create("x", sum(range(20)))
+        upload = await FaultsLayer(below, FaultPlan(3, delay=0.5, delay_s=5.0)).create(
+            "x", sum(range(20))
+        )
         starts = [sum(range(n)) for n in range(20)]
-        await asyncio.gather(*(upload.write(start, memoryview(bytes(n))) for n, start in enumerate(starts) if n))
+        await asyncio.gather(
+            *(upload.write(start, memoryview(bytes(n))) for n, start in enumerate(starts) if n)
+        )
         await upload.commit()
         return below.lengths
 
@@ -423,7 +440,8 @@ def test_parts_that_are_late_do_not_overtake_each_other() -> None:
 
 
 def test_a_drill_by_option_is_survived_or_told(tmp_path: Any) -> None:
-    """With retries, a save through a storage that fails one time in ten succeeds, and loads back the same."""
+    """With retries, a save through a storage that fails one time in ten succeeds, and loads back
+    the same."""
     import holdfast
 
     state = {"w": list(range(100)), "b": b"x" * 1000}
@@ -442,7 +460,8 @@ def test_a_drill_by_option_is_survived_or_told(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "seed", "seed:x", "error:2", "error:-1", "eror:0.1", "error:0.1,error:0.2", "error:0.1,"]
+    "text",
+    ["", "seed", "seed:x", "error:2", "error:-1", "eror:0.1", "error:0.1,error:0.2", "error:0.1,"],
 )
 def test_a_plan_with_a_typo_is_refused(text: str) -> None:
     """The error lists what can be planned."""
@@ -452,6 +471,8 @@ def test_a_plan_with_a_typo_is_refused(text: str) -> None:
 
 def test_a_plan_is_what_its_text_says() -> None:
     """Every field can be set."""
-    assert fault_plan("seed:7,error:0.5,delay:1,delay_s:90") == FaultPlan(7, error=0.5, delay=1.0, delay_s=90.0)
+    assert fault_plan("seed:7,error:0.5,delay:1,delay_s:90") == FaultPlan(
+        7, error=0.5, delay=1.0, delay_s=90.0
+    )
     assert all(fault_plan(f"{f.name}:1") == FaultPlan(**{f.name: 1}) for f in fields(FaultPlan))
     assert isinstance(open_driver("memory://?faults=error:0.1"), Layer)

@@ -78,16 +78,20 @@ def outcome(
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_temporary_failure_is_tried_again(name: str) -> None:
-    """Every operation that may be repeated is, until it goes well, after pauses of a random part of 1, 2, 4 … seconds."""
+    """Every operation that may be repeated is, until it goes well, after pauses of a random part of
+    1, 2, 4 … seconds."""
     below, result, _ = outcome(OPERATIONS[name], [DOWN("a"), DOWN("b"), DOWN("c")])
     assert not isinstance(result, Exception)
-    reached = "read" if name == "fetch" else name  # what a driver that hands over nothing makes of it
+    reached = (
+        "read" if name == "fetch" else name
+    )  # what a driver that hands over nothing makes of it
     assert below.tried == [(reached, 0.0), (reached, 0.5), (reached, 1.5), (reached, 3.5)]
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_local_storage_is_never_changed_twice(name: str) -> None:
-    """Behind the operating system an error of the device is no hiccup: only what reads is tried again, if asked for."""
+    """Behind the operating system an error of the device is no hiccup: only what reads is tried
+    again, if asked for."""
     below, result, _ = outcome(OPERATIONS[name], [DOWN("EIO")], remote=False)
     assert isinstance(result, StorageDownError) == (name not in READING)
     assert len(below.tried) == (2 if name in READING else 1)
@@ -106,7 +110,8 @@ def test_a_permanent_failure_is_not(error: type[StorageError]) -> None:
 
 
 def test_the_mark_of_the_instance_decides() -> None:
-    """A StorageDownError that says it is permanent is; a StorageError that says it is temporary is tried again."""
+    """A StorageDownError that says it is permanent is; a StorageError that says it is temporary is
+    tried again."""
     assert len(outcome(OPERATIONS["get"], [DOWN("dead", temporary=False)])[0].tried) == 1
     assert len(outcome(OPERATIONS["get"], [StorageError("odd", temporary=True)])[0].tried) == 2
 
@@ -128,15 +133,23 @@ def test_after_the_last_try_its_error_is_raised() -> None:
 
 
 def test_a_busy_storage_is_left_alone_for_as_long_as_it_asks() -> None:
-    """What it asks for comes on top of the jitter: clients who were told the same do not come back together."""
-    below, _, _ = outcome(OPERATIONS["get"], [BusyError("slow down", retry_after_s=7.0), BusyError("still")])
+    """What it asks for comes on top of the jitter: clients who were told the same do not come back
+    together."""
+    below, _, _ = outcome(
+        OPERATIONS["get"], [BusyError("slow down", retry_after_s=7.0), BusyError("still")]
+    )
     assert below.tried == [("get", 0.0), ("get", 7.5), ("get", 8.5)]
 
 
 def test_what_takes_too_long_is_an_error_that_names_it() -> None:
     """A hanging operation is cancelled at its deadline, which also ends what could be tried again."""
     below, result, ended_s = outcome(OPERATIONS["read"], [HANG], replace(POLICY, op_timeout_s=30.0))
-    assert (type(result), ended_s, below.cancelled, len(below.tried)) == (StorageDownError, 30.0, 1, 1)
+    assert (type(result), ended_s, below.cancelled, len(below.tried)) == (
+        StorageDownError,
+        30.0,
+        1,
+        1,
+    )
     assert "waited for read for 30 s, without an answer" in str(result)
     assert "key k" in str(result)
     assert "op_timeout_s" in str(result)
@@ -152,11 +165,16 @@ def test_what_is_many_requests_may_take_ten_times_as_long(name: str) -> None:
 
 
 def test_the_deadline_is_of_the_whole_operation() -> None:
-    """Tries and pauses together; the error tells the last failure and its advice, and has it as its cause."""
+    """Tries and pauses together; the error tells the last failure and its advice, and has it as its
+    cause."""
     last = DOWN("reset by peer", advice="Name the other server.")
-    below, result, ended_s = outcome(OPERATIONS["get"], [20.0, HANG], replace(POLICY, op_timeout_s=30.0))
+    below, result, ended_s = outcome(
+        OPERATIONS["get"], [20.0, HANG], replace(POLICY, op_timeout_s=30.0)
+    )
     assert (result, ended_s) == (b"abc", 20.0)
-    below, result, ended_s = outcome(OPERATIONS["get"], [last, HANG], replace(POLICY, op_timeout_s=30.0))
+    below, result, ended_s = outcome(
+        OPERATIONS["get"], [last, HANG], replace(POLICY, op_timeout_s=30.0)
+    )
     assert (ended_s, result.__cause__, below.cancelled) == (30.0, last, 1)
     assert "in 2 tries; the last failure: reset by peer" in str(result)
     assert str(result).endswith("Name the other server. The option op_timeout_s allows more time.")
@@ -165,7 +183,9 @@ def test_the_deadline_is_of_the_whole_operation() -> None:
 def test_a_pause_for_which_there_is_no_time_is_not_begun() -> None:
     """The error comes at once: nothing would be tried after it."""
     _, result, ended_s = outcome(
-        OPERATIONS["get"], [BusyError("later", retry_after_s=60.0)], replace(POLICY, op_timeout_s=30.0)
+        OPERATIONS["get"],
+        [BusyError("later", retry_after_s=60.0)],
+        replace(POLICY, op_timeout_s=30.0),
     )
     assert (type(result), ended_s) == (StorageDownError, 0.0)
     assert isinstance(result.__cause__, BusyError)
@@ -179,8 +199,11 @@ def test_no_deadline_and_no_retries() -> None:
 
 
 def test_an_exclusive_put_that_finds_its_own_earlier_try_has_succeeded() -> None:
-    """The first try stored the object, and its answer was lost: the second finds the key taken, by us."""
-    below, result, _ = outcome(lambda d: d.put("fate", b"commit", exclusive=True), [DOWN("cut")], after=True)
+    """The first try stored the object, and its answer was lost: the second finds the key taken, by
+    us."""
+    below, result, _ = outcome(
+        lambda d: d.put("fate", b"commit", exclusive=True), [DOWN("cut")], after=True
+    )
     assert (result, [name for name, _ in below.tried]) == (None, ["put", "put", "get"])
 
 
@@ -278,14 +301,17 @@ def test_a_listing_that_breaks_goes_on_without_showing_anything_twice() -> None:
         below = Flaky()
         for n in range(2500):
             await below.inner.put(f"k{n:04}", b"")
-        below.script = iter([None] * 1500 + [DOWN("cut")] + [None] * 2100 + [DOWN("cut"), DOWN("cut")])
+        below.script = iter(
+            [None] * 1500 + [DOWN("cut")] + [None] * 2100 + [DOWN("cut"), DOWN("cut")]
+        )
         return await listed(RetryLayer(below, POLICY, chance=lambda: 0.1))
 
     assert run_virtual(run()) == [f"k{n:04}" for n in range(2500)]
 
 
 def test_waiting_for_a_turn_does_not_count() -> None:
-    """The deadline is the storage's: it stands still while a throttle or a limit of ours lets the operation wait."""
+    """The deadline is the storage's: it stands still while a throttle or a limit of ours lets the
+    operation wait."""
 
     async def run() -> tuple[float, int]:
         below = Flaky([20.0] * 8)
@@ -304,7 +330,9 @@ def test_a_deadline_holds_after_waiting_for_a_turn() -> None:
     async def run() -> float:
         below = Flaky([1.0, HANG])
         driver = RetryLayer(LimitLayer(below, 1), RetryPolicy(0, 30.0))
-        outcomes = await asyncio.gather(driver.put("a", b""), driver.put("b", b""), return_exceptions=True)
+        outcomes = await asyncio.gather(
+            driver.put("a", b""), driver.put("b", b""), return_exceptions=True
+        )
         assert [type(o) for o in outcomes] == [type(None), StorageDownError]
         return asyncio.get_running_loop().time()
 

@@ -1,4 +1,5 @@
-"""What all layers have in common: they forward everything, and stand in the order that is documented."""
+"""What all layers have in common: they forward everything, and stand in the order that is
+documented."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ EVERYTHING = "faults=seed:1&metrics=on&max_concurrency=4&max_bytes_per_s=1TB&ret
 class Recorder(Driver):
     """Writes down what reaches it."""
 
-    deviations = {"trial": "why"}  # noqa: RUF012
+    deviations = {"trial": "why"}
 
     def __init__(self) -> None:
         self.uri, self.traits = "recorder://", MemoryDriver().traits
@@ -104,7 +105,11 @@ class RecordedUpload(Upload):
 
 def methods(cls: type) -> set[str]:
     """The public methods of a class of the contract."""
-    return {name for name, member in inspect.getmembers(cls, inspect.isfunction) if not name.startswith("_")}
+    return {
+        name
+        for name, member in inspect.getmembers(cls, inspect.isfunction)
+        if not name.startswith("_")
+    }
 
 
 async def use(driver: Driver) -> list[Any]:
@@ -123,7 +128,8 @@ async def use(driver: Driver) -> list[Any]:
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_forwards_every_method(name: str) -> None:
-    """Each method of Driver and Upload reaches the driver below, once, with what it was given, and its result returns."""
+    """Each method of Driver and Upload reaches the driver below, once, with what it was given, and
+    its result returns."""
     plain, below = Recorder(), Recorder()
     expected = run_virtual(use(plain))
     returned = run_virtual(use(LAYERS[name](below)))
@@ -139,7 +145,8 @@ def test_the_base_overrides_every_method_of_the_contract() -> None:
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_shows_the_driver_below(name: str) -> None:
-    """Its URI, traits, deviations and whether it is remote are those of the driver; only a limit lowers the concurrency."""
+    """Its URI, traits, deviations and whether it is remote are those of the driver; only a limit
+    lowers the concurrency."""
     below = Recorder()
     layer = LAYERS[name](below)
     assert (layer.uri, layer.deviations, layer.remote) == (below.uri, below.deviations, True)
@@ -170,7 +177,9 @@ def test_the_order_is_the_documented_one() -> None:
         order.append(type(driver).__name__.removesuffix("Layer").lower())
         driver = driver.inner
     documented = re.findall(
-        r"^    (\w+) +(?:above|below|next|lowest)", holdfast.drivers.layers.__doc__ or "", re.MULTILINE
+        r"^    (\w+) +(?:above|below|next|lowest)",
+        holdfast.drivers.layers.__doc__ or "",
+        re.MULTILINE,
     )
     assert order == documented == ["hedge", "retry", "throttle", "limit", "metrics", "faults"]
 
@@ -184,13 +193,22 @@ def test_every_layer_can_be_asked_for_alone() -> None:
         driver = open_driver(f"memory://?{option}")
         assert type(driver) is kind
         assert type(bottom(driver)) is MemoryDriver
-    assert type(open_driver("memory://?retries=0&op_timeout_s=off&max_concurrency=off&metrics=off")) is MemoryDriver
+    assert (
+        type(open_driver("memory://?retries=0&op_timeout_s=off&max_concurrency=off&metrics=off"))
+        is MemoryDriver
+    )
 
 
 def test_remote_drivers_are_retried_by_default() -> None:
-    """Storage behind a network gets retries and a deadline, unless told otherwise; storage of this host does not."""
-    defaults = {remote: {n: o.default for n, o in common_options(remote=remote).items()} for remote in (True, False)}
-    assert {n: (defaults[True][n], d) for n, d in defaults[False].items() if d != defaults[True][n]} == {
+    """Storage behind a network gets retries and a deadline, unless told otherwise; storage of this
+    host does not."""
+    defaults = {
+        remote: {n: o.default for n, o in common_options(remote=remote).items()}
+        for remote in (True, False)
+    }
+    assert {
+        n: (defaults[True][n], d) for n, d in defaults[False].items() if d != defaults[True][n]
+    } == {
         "retries": (10, 0),
         "op_timeout_s": (120.0, None),
     }

@@ -1,4 +1,5 @@
-"""Lazy capture: what is copied beside training is what the state was at the call, or the save fails and says why."""
+"""Lazy capture: what is copied beside training is what the state was at the call, or the save fails
+and says why."""
 
 from __future__ import annotations
 
@@ -87,7 +88,9 @@ class Net(nn.Module):
 
 def backward(net: nn.Module, seed: int) -> None:
     """One forward and backward pass."""
-    net(torch.randn(16, 100, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+    net(
+        torch.randn(16, 100, generator=torch.Generator().manual_seed(seed))
+    ).square().mean().backward()
 
 
 KINDS: dict[str, Callable[[Any], list[torch.optim.Optimizer]]] = {
@@ -110,7 +113,8 @@ def snapshot(state: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_goes_on_and_the_save_is_of_the_call(kind: str, gate: Gate) -> None:
-    """Gradients accumulate, batch norm counts, and the optimizers' steps wait for the copies; whichever kind they are of."""
+    """Gradients accumulate, batch norm counts, and the optimizers' steps wait for the copies;
+    whichever kind they are of."""
     net = Net()
     optims = KINDS[kind](net)
     state = {"net": net, "step": 3, **{f"optim{i}": o for i, o in enumerate(optims)}}
@@ -150,7 +154,8 @@ def test_an_optimizer_that_is_not_in_the_state_waits_too(gate: Gate) -> None:
 
 
 def test_the_call_returns_before_anything_is_copied(gate: Gate) -> None:
-    """Nothing large, that is: buffers of modules, arrays and small tensors are copied at the call, and may change at once."""
+    """Nothing large, that is: buffers of modules, arrays and small tensors are copied at the call,
+    and may change at once."""
     state = {
         "norm": nn.BatchNorm1d(50_000),
         "array": np.arange(50_000),
@@ -182,7 +187,8 @@ def test_a_write_before_the_fence_fails_the_save_and_names_the_tensor(gate: Gate
     ema["shadow"].mul_(0.9)
     gate.open.set()
     with pytest.raises(
-        holdfast.SaveError, match=r"state\[.ema.\]\[.shadow.\] changed while it was being copied.*fence"
+        holdfast.SaveError,
+        match=r"state\[.ema.\]\[.shadow.\] changed while it was being copied.*fence",
     ):
         handle.wait(60)
     with pytest.raises(holdfast.NotACheckpointError):
@@ -191,7 +197,8 @@ def test_a_write_before_the_fence_fails_the_save_and_names_the_tensor(gate: Gate
 
 
 def test_a_write_to_what_is_copied_already_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One tensor is written to while the next one is copied. What is stored is the state of the call."""
+    """One tensor is written to while the next one is copied. What is stored is the state of the
+    call."""
     state = {"a": torch.zeros(6 << 20), "b": torch.zeros(6 << 20)}  # 24 MiB each: several chunks
     introduce(state)
     plain = ImageSource.copy
@@ -199,7 +206,9 @@ def test_a_write_to_what_is_copied_already_does_no_harm(monkeypatch: pytest.Monk
 
     def writing(self: ImageSource, start: int, stop: int, into: Any) -> None:
         plain(self, start, stop, into)
-        if start == 0 and not written.is_set():  # the first chunk: the header, and the beginning of ``a``
+        if (
+            start == 0 and not written.is_set()
+        ):  # the first chunk: the header, and the beginning of ``a``
             state["a"].view(-1)[:1000].add_(1)
             written.set()
 
@@ -236,7 +245,8 @@ def test_captured_is_told_when_the_last_copy_has_ended(monkeypatch: pytest.Monke
 
 
 def test_threads_take_short_turns_while_anything_is_copied(gate: Gate) -> None:
-    """Until the last of several captures has ended, well or not; then turns are as long as they were before."""
+    """Until the last of several captures has ended, well or not; then turns are as long as they
+    were before."""
     before_s, states = sys.getswitchinterval(), [{"x": torch.zeros(100_000)} for _ in range(2)]
     introduce(states[0])
     gate.close()
@@ -253,9 +263,12 @@ def test_threads_take_short_turns_while_anything_is_copied(gate: Gate) -> None:
     assert sys.getswitchinterval() == pytest.approx(before_s)
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")  # of Python 3.12 and newer
+@pytest.mark.filterwarnings(
+    "ignore:.*multi-threaded.*:DeprecationWarning"
+)  # of Python 3.12 and newer
 def test_a_forked_child_takes_turns_as_before(gate: Gate) -> None:
-    """It copies nothing: a worker of a data loader that is forked in the middle of a save keeps Python's own interval."""
+    """It copies nothing: a worker of a data loader that is forked in the middle of a save keeps
+    Python's own interval."""
     before_s = sys.getswitchinterval()
     state = {"x": torch.zeros(100_000)}
     introduce(state)
@@ -289,8 +302,11 @@ def test_a_write_after_the_copy_does_no_harm(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("how", ["fence", "wait", "done", "await"])
-def test_after_the_trainer_has_been_told_it_may_write(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the fence, or by the handle's ``captured``, in whichever way it is asked; though the commit is still to come."""
+def test_after_the_trainer_has_been_told_it_may_write(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the fence, or by the handle's ``captured``, in whichever way it is asked; though the
+    commit is still to come."""
     import asyncio
 
     from holdfast.storage.operations import save
@@ -349,7 +365,8 @@ def test_proof_of_a_state_that_did_not_change(gate: Gate) -> None:
 
 
 def test_a_learning_rate_that_is_a_tensor_may_change_at_once(gate: Gate) -> None:
-    """Its schedule writes to it between two steps of the optimizer; what is saved is what it was at the call."""
+    """Its schedule writes to it between two steps of the optimizer; what is saved is what it was at
+    the call."""
     net = nn.Linear(300, 300)
     optim = torch.optim.AdamW(net.parameters(), lr=torch.tensor(0.5), foreach=False)
     schedule = torch.optim.lr_scheduler.StepLR(optim, 1, 0.5)
@@ -367,7 +384,8 @@ def test_a_learning_rate_that_is_a_tensor_may_change_at_once(gate: Gate) -> None
 
 
 def test_offloaded_and_inference_tensors(gate: Gate) -> None:
-    """A master copy that an optimizer trains in place of the module's own; and a tensor whose writes torch never counts."""
+    """A master copy that an optimizer trains in place of the module's own; and a tensor whose
+    writes torch never counts."""
     net, master = nn.Linear(300, 300).bfloat16(), torch.randn(300, 300)
     optim = torch.optim.AdamW([master], fused=True)
     with torch.inference_mode():
@@ -445,9 +463,12 @@ def test_copies_of_optimizers_and_the_hook_go_together(gate: Gate) -> None:
     assert len(optim.state) == 6
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # torch's own
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"
+)  # torch's own
 def test_a_compiled_step_waits_too(gate: Gate) -> None:
-    """If it is compiled after the first lazy save, or the making of a Checkpointer: the hook is called, not compiled in."""
+    """If it is compiled after the first lazy save, or the making of a Checkpointer: the hook is
+    called, not compiled in."""
     hook_optimizers()
     net = Net()
     optim = torch.optim.AdamW(net.parameters())

@@ -1,4 +1,5 @@
-"""Ordinary training loops that write to their state between two steps of an optimizer: each lazy save stores its step."""
+"""Ordinary training loops that write to their state between two steps of an optimizer: each lazy
+save stores its step."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ from holdfast.storage.state.source import ImageSource
 from holdfast.storage.state.write_tracking import write_tracker
 
 pytestmark = pytest.mark.usefixtures("no_habits")
-needs_tracking = pytest.mark.skipif(write_tracker() is None, reason="writes cannot be tracked on this machine")
+needs_tracking = pytest.mark.skipif(
+    write_tracker() is None, reason="writes cannot be tracked on this machine"
+)
 SAVES = 3
 
 
@@ -134,7 +137,14 @@ class Offloaded:
         self.shard.copy_(torch.arange(300_000.0) + 1)
 
 
-LOOPS: list[Callable[[], Any]] = [Averaged, Fused, MaxNorm, PlainStatistics, Reinitialised, Offloaded]
+LOOPS: list[Callable[[], Any]] = [
+    Averaged,
+    Fused,
+    MaxNorm,
+    PlainStatistics,
+    Reinitialised,
+    Offloaded,
+]
 
 
 def bits(found: Any) -> dict[str, bytes]:
@@ -148,7 +158,8 @@ def bits(found: Any) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_each_save_is_of_its_step(loop: Callable[[], Any], may_copy: threading.Event) -> None:
-    """From the first one on, though nothing is copied in the background before the next forward pass is over."""
+    """From the first one on, though nothing is copied in the background before the next forward
+    pass is over."""
     training = loop()
     for _ in range(SAVES):
         state = training.state()
@@ -161,8 +172,11 @@ def test_each_save_is_of_its_step(loop: Callable[[], Any], may_copy: threading.E
         assert bits(holdfast.load(uri)) == expected
 
 
-def test_without_tracking_host_memory_is_copied_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Little of it by a copy of its own, much of it by waiting for the image. The state may be written to at once."""
+def test_without_tracking_host_memory_is_copied_at_the_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Little of it by a copy of its own, much of it by waiting for the image. The state may be
+    written to at once."""
     monkeypatch.setattr(lazy, "write_tracker", lambda: None)
     for numel in (100_000, 12 << 20):
         state = {"x": torch.zeros(numel)}
@@ -174,9 +188,14 @@ def test_without_tracking_host_memory_is_copied_at_the_call(monkeypatch: pytest.
 
 
 @needs_tracking
-@pytest.mark.parametrize("loop", [loop for loop in LOOPS if loop is not Offloaded])  # freed memory may stay as it was
-def test_who_begins_to_write_later_costs_one_save(loop: Callable[[], Any], may_copy: threading.Event) -> None:
-    """It fails, and names a tensor. All that was written to until the next fence is copied at the call from then on."""
+@pytest.mark.parametrize(
+    "loop", [loop for loop in LOOPS if loop is not Offloaded]
+)  # freed memory may stay as it was
+def test_who_begins_to_write_later_costs_one_save(
+    loop: Callable[[], Any], may_copy: threading.Event
+) -> None:
+    """It fails, and names a tensor. All that was written to until the next fence is copied at the
+    call from then on."""
     training = loop()
     may_copy.set()
     holdfast.async_save(fresh_uri(), training.state(), lazy=True).wait(60)
@@ -201,7 +220,8 @@ def test_who_begins_to_write_later_costs_one_save(loop: Callable[[], Any], may_c
 
 @needs_tracking
 def test_an_optimizers_step_is_no_haste(may_copy: threading.Event) -> None:
-    """After the hook has ended the watch, its writes are what was to be expected: the next save copies in the background."""
+    """After the hook has ended the watch, its writes are what was to be expected: the next save
+    copies in the background."""
     weight = nn.Parameter(torch.zeros(100_000))
     optim = torch.optim.SGD([weight], 1.0)
     weight.grad = torch.ones_like(weight)
@@ -213,7 +233,9 @@ def test_an_optimizers_step_is_no_haste(may_copy: threading.Event) -> None:
 
 
 @needs_tracking
-def test_what_is_learned_is_said_once(may_copy: threading.Event, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_learned_is_said_once(
+    may_copy: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
     """At level INFO, with the name of a tensor."""
     caplog.set_level(logging.INFO, "holdfast")
     may_copy.set()
@@ -222,7 +244,16 @@ def test_what_is_learned_is_said_once(may_copy: threading.Event, caplog: pytest.
         holdfast.async_save(fresh_uri(), state, lazy=True).captured._future.result(60)
         state["average"].add_(1)
     holdfast.fence()
-    assert len([r for r in caplog.records if "average" in r.message and "copied at the call" in r.message]) == 1
+    assert (
+        len(
+            [
+                r
+                for r in caplog.records
+                if "average" in r.message and "copied at the call" in r.message
+            ]
+        )
+        == 1
+    )
 
 
 FREED = """
@@ -248,9 +279,15 @@ else:
 def test_memory_that_is_freed_after_the_call_is_not_read(tmp_path: Any) -> None:
     """The save fails by name, or had copied it before. The process lives."""
     child = subprocess.run(
-        [sys.executable, "-c", FREED, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", FREED, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
-    assert (child.returncode, child.stdout.strip() in ("failed", "saved")) == (0, True), child.stderr
+    assert (child.returncode, child.stdout.strip() in ("failed", "saved")) == (0, True), (
+        child.stderr
+    )
 
 
 @pytest.mark.parametrize("how", [False, True, "prove"])
@@ -267,7 +304,8 @@ def test_a_handle_holds_nothing_of_the_state(how: Any) -> None:
 
 
 def test_a_handle_of_a_save_that_failed_holds_nothing_of_the_state(tmp_path: Any) -> None:
-    """Neither in the frames of the engine that the error came through, nor in those of the caller that caught it."""
+    """Neither in the frames of the engine that the error came through, nor in those of the caller
+    that caught it."""
     (tmp_path / "file").write_text("in the way")
 
     def save() -> tuple[holdfast.SaveHandle, weakref.ref[torch.Tensor]]:
@@ -294,4 +332,6 @@ def test_no_page_stays_marked_after_a_save() -> None:
         holdfast.async_save(fresh_uri(), state, lazy=True).wait(60)
         holdfast.fence()
     first = -(-state["x"].data_ptr() // 4096) * 4096
-    assert not any(tracker.is_clean(page, page + 4096) for page in range(first, first + 3_900_000, 4096))
+    assert not any(
+        tracker.is_clean(page, page + 4096) for page in range(first, first + 3_900_000, 4096)
+    )

@@ -41,7 +41,11 @@ def shared() -> nn.Module:
     """A module that is in two places, the first of them deeper."""
     inner = nn.Linear(3, 3)
     return nn.ModuleDict(
-        {"deep": nn.Sequential(nn.Sequential(inner), nn.ReLU()), "again": inner, "last": nn.Linear(3, 3)}
+        {
+            "deep": nn.Sequential(nn.Sequential(inner), nn.ReLU()),
+            "again": inner,
+            "last": nn.Linear(3, 3),
+        }
     )
 
 
@@ -66,10 +70,16 @@ def test_names_are_those_that_torch_gives(kind: str) -> None:
     optim.step()
     for _ in range(2):
         expected = get_model_state_dict(module)
-        assert walk(module) == [(f"{name}." if name else "", part) for name, part in module.named_modules()]
-        assert {k: str(v) for k, v in module_state(Walked(module)).items()} == {k: str(v) for k, v in expected.items()}
+        assert walk(module) == [
+            (f"{name}." if name else "", part) for name, part in module.named_modules()
+        ]
+        assert {k: str(v) for k, v in module_state(Walked(module)).items()} == {
+            k: str(v) for k, v in expected.items()
+        }
         assert list(module_state(Walked(module))) == list(expected)
-        assert str(optimizer_state(optim, [Walked(module)])) == str(get_optimizer_state_dict(module, optim))
+        assert str(optimizer_state(optim, [Walked(module)])) == str(
+            get_optimizer_state_dict(module, optim)
+        )
 
 
 @pytest.mark.filterwarnings(TORCHS_OWN)
@@ -115,8 +125,11 @@ class Sparing(nn.Linear):
 
 
 def incomplete() -> nn.Module:
-    """Parameters, buffers and modules that are declared, and not there; and a buffer that is not saved."""
-    net = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.BatchNorm1d(2, affine=False), "c": nn.Identity()})
+    """Parameters, buffers and modules that are declared, and not there; and a buffer that is not
+    saved."""
+    net = nn.ModuleDict(
+        {"a": nn.Linear(3, 3, bias=False), "b": nn.BatchNorm1d(2, affine=False), "c": nn.Identity()}
+    )
     net.add_module("none", None)
     net.register_buffer("empty", None)
     net.register_buffer("lost", torch.ones(2), persistent=False)
@@ -131,7 +144,9 @@ STATES: dict[str, Callable[[], nn.Module]] = {
     "replaced": replaced,
     "sparing": lambda: nn.Sequential(Sparing(3, 3), nn.Linear(3, 3)),
     "incomplete": incomplete,
-    "scripted": lambda: nn.Sequential(torch.jit.trace(nn.Linear(3, 3), torch.ones(1, 3)), nn.Linear(3, 3)),
+    "scripted": lambda: nn.Sequential(
+        torch.jit.trace(nn.Linear(3, 3), torch.ones(1, 3)), nn.Linear(3, 3)
+    ),
     "recurrent": lambda: nn.LSTM(2, 3, num_layers=2),
     **MODULES,
 }
@@ -140,10 +155,13 @@ STATES: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("kind", STATES)
 def test_a_modules_state_is_what_its_state_dict_says(kind: str) -> None:
-    """Also where it, or one of its modules, has hooks, or a way of its own to make it; detached, in the same memory."""
+    """Also where it, or one of its modules, has hooks, or a way of its own to make it; detached, in
+    the same memory."""
     module = STATES[kind]()
     found, expected = module_state(Walked(module)), module.state_dict()
-    names = [key.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "") for key in expected]
+    names = [
+        key.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "") for key in expected
+    ]
     assert sorted(found) == sorted(names)
     for name, value in zip(names, expected.values(), strict=True):
         if not isinstance(value, torch.Tensor):

@@ -1,4 +1,5 @@
-"""Nothing unpickles: neither by what modules import (see also test_house.py), nor while a checkpoint is saved and loaded."""
+"""Nothing unpickles: neither by what modules import (see also test_house.py), nor while a
+checkpoint is saved and loaded."""
 
 from __future__ import annotations
 
@@ -28,9 +29,14 @@ PEERS = {"bench"}  # peers are measured there as they are, torch.load among them
 
 
 def test_no_module_calls_what_unpickles() -> None:
-    """Also not by way of a library that would: of all modules that are shipped, but for the peers that are measured."""
+    """Also not by way of a library that would: of all modules that are shipped, but for the peers
+    that are measured."""
     others = {"tests", "docs", "build", *PEERS}
-    folders = [f for f in ROOT.iterdir() if f.is_dir() and not f.name.startswith(".") and f.name not in others]
+    folders = [
+        f
+        for f in ROOT.iterdir()
+        if f.is_dir() and not f.name.startswith(".") and f.name not in others
+    ]
     rooms = [path for folder in folders for path in folder.rglob("*.py")]
     assert len(rooms) > 100
     calls = [
@@ -44,8 +50,11 @@ def test_no_module_calls_what_unpickles() -> None:
     assert calls == []
 
 
-def test_nothing_is_unpickled_while_checkpoints_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Save, load, slices, copy, verify, list and the files that fsspec shows: with everything that unpickles out of order."""
+def test_nothing_is_unpickled_while_checkpoints_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Save, load, slices, copy, verify, list and the files that fsspec shows: with everything that
+    unpickles out of order."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("something is unpickled")
@@ -62,7 +71,13 @@ def test_nothing_is_unpickled_while_checkpoints_are_used(tmp_path: Path, monkeyp
     optim = torch.optim.AdamW(model.parameters())
     model(torch.ones(3)).sum().backward()
     optim.step()
-    state = {"model": model, "optim": optim, "rng": holdfast.RNGState(), "list": [1, (2, b"3")], "a": np.arange(3)}
+    state = {
+        "model": model,
+        "optim": optim,
+        "rng": holdfast.RNGState(),
+        "list": [1, (2, b"3")],
+        "a": np.arange(3),
+    }
     holdfast.save(tmp_path / "a", state)
     holdfast.copy(tmp_path / "a", tmp_path / "b")
     holdfast.load(tmp_path / "b", into=state)

@@ -34,7 +34,9 @@ def file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def write(file: Path, key: str) -> None:
     """As tools renew it: another file, by its name."""
     new = file.with_suffix(".new")
-    new.write_text(f"[default]\naws_access_key_id={key}\naws_secret_access_key=s\naws_session_token=t{key}\n")
+    new.write_text(
+        f"[default]\naws_access_key_id={key}\naws_secret_access_key=s\naws_session_token=t{key}\n"
+    )
     new.replace(file)
 
 
@@ -44,7 +46,10 @@ def only_fresh(code: str) -> Callable[[Request], Answer]:
     def answer(request: Request) -> Answer:
         if "Credential=FRESH/" in request.headers.get("authorization", ""):
             return s3_answer(request)
-        return Answer(403 if code == "InvalidAccessKeyId" else 400, f"<Error><Code>{code}</Code></Error>".encode())
+        return Answer(
+            403 if code == "InvalidAccessKeyId" else 400,
+            f"<Error><Code>{code}</Code></Error>".encode(),
+        )
 
     return answer
 
@@ -121,7 +126,8 @@ def test_a_renewed_file_is_read_by_a_driver_that_is_open(operation: str, file: P
 
 
 def test_what_is_refused_is_not_asked_for_ever(file: Path) -> None:
-    """Where the file has not changed, a driver looks for other credentials once, and then takes the refusal."""
+    """Where the file has not changed, a driver looks for other credentials once, and then takes the
+    refusal."""
 
     async def use(server: ScriptedServer) -> list[int]:
         driver = open_driver(uri(server))

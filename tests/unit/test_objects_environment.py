@@ -1,4 +1,5 @@
-"""What obstore would take from the environment by itself, and must not: each request is as the URI's options say."""
+"""What obstore would take from the environment by itself, and must not: each request is as the
+URI's options say."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ TIMEOUT_S = 60
 
 CREDENTIALS = {
     "s3": {"AWS_ACCESS_KEY_ID": "AKIDEXAMPLE", "AWS_SECRET_ACCESS_KEY": "x", "AWS_SESSION_TOKEN": "t"},
-    "gs": {"GOOGLE_SERVICE_ACCOUNT_KEY": '{"disable_oauth": true, "client_email": "", "private_key": "", '
+    "gs": {"GOOGLE_SERVICE_ACCOUNT_KEY": '{"disable_oauth": true, ' '"client_email": "", ' '"private_key": "", '
            '"private_key_id": ""}'},
     "az": {"AZURE_STORAGE_ACCOUNT_KEY": "c2VjcmV0", "AZURE_STORAGE_ACCOUNT_NAME": "account"},
 }  # fmt: skip
@@ -51,9 +52,16 @@ def known_variables(scheme: str) -> list[str]:
     file, prefix = {"s3": ("aws", "AWS"), "gs": ("gcs", "GOOGLE"), "az": ("azure", "AZURE")}[scheme]
     text = importlib.resources.files("obstore").joinpath("_store", f"_{file}.pyi").read_text()
     keys = re.findall(r"^    ([a-z][a-z0-9_]*): ", text, re.M)
-    names = {*re.findall(rf"\b{prefix}_[A-Z0-9_]+", text), *(f"{prefix}_{key.upper()}" for key in keys)}
+    names = {
+        *re.findall(rf"\b{prefix}_[A-Z0-9_]+", text),
+        *(f"{prefix}_{key.upper()}" for key in keys),
+    }
     names |= {f"{prefix}_{name}" for name in CLIENT}
-    return sorted(name for name in names if name not in CREDENTIALS[scheme] and not OTHER_CREDENTIALS.fullmatch(name))
+    return sorted(
+        name
+        for name in names
+        if name not in CREDENTIALS[scheme] and not OTHER_CREDENTIALS.fullmatch(name)
+    )
 
 
 async def use(driver: Driver) -> None:
@@ -97,7 +105,11 @@ def without_time(request: Request) -> tuple[object, ...]:
     body = request.body
     if boundary := re.search(r"boundary=([^\s;]+)", headers.get("content-type", "")):
         headers["content-type"] = "multipart"
-        body = re.sub(rb"(?i)\r\n(x-ms-date|date|authorization): [^\r]*", b"", body.replace(boundary[1].encode(), b""))
+        body = re.sub(
+            rb"(?i)\r\n(x-ms-date|date|authorization): [^\r]*",
+            b"",
+            body.replace(boundary[1].encode(), b""),
+        )
     if "comp=blocklist" in path:
         body = b""  # names of blocks are random
     return request.method, request.host, path, sorted(headers.items()), body
@@ -131,8 +143,8 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_no_variable_of_obstore_changes_a_request(
     scheme: str, options: str, value: str, clean: pytest.MonkeyPatch
 ) -> None:
-    """Endpoints, signatures, conditions, checksums, encryption, payers, time-outs, proxies: whatever is set, all requests
-    are the same, byte for byte."""
+    """Endpoints, signatures, conditions, checksums, encryption, payers, time-outs, proxies:
+    whatever is set, all requests are the same, byte for byte."""
     for name, secret in CREDENTIALS[scheme].items():
         clean.setenv(name, secret)
     region = "&region=us-east-1" if scheme == "s3" else ""
@@ -147,15 +159,26 @@ def test_no_variable_of_obstore_changes_a_request(
 
 def test_the_variables_are_those_that_the_client_reads() -> None:
     """The list that the tests above go by knows at least what is known to have leaked."""
-    leaked = {"AWS_ENDPOINT_URL_S3", "AWS_SKIP_SIGNATURE", "AWS_CHECKSUM_ALGORITHM", "AWS_CONDITIONAL_PUT"}
-    leaked |= {"AWS_S3_EXPRESS", "AWS_SERVER_SIDE_ENCRYPTION", "AWS_SSE_KMS_KEY_ID", "AWS_REQUEST_PAYER"}
+    leaked = {
+        "AWS_ENDPOINT_URL_S3",
+        "AWS_SKIP_SIGNATURE",
+        "AWS_CHECKSUM_ALGORITHM",
+        "AWS_CONDITIONAL_PUT",
+    }
+    leaked |= {
+        "AWS_S3_EXPRESS",
+        "AWS_SERVER_SIDE_ENCRYPTION",
+        "AWS_SSE_KMS_KEY_ID",
+        "AWS_REQUEST_PAYER",
+    }
     assert leaked <= set(known_variables("s3"))
     assert {"GOOGLE_BASE_URL", "GOOGLE_SKIP_SIGNATURE"} <= set(known_variables("gs"))
     assert {"AZURE_ENDPOINT", "AZURE_STORAGE_USE_EMULATOR"} <= set(known_variables("az"))
 
 
 def test_variables_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever happens meanwhile, the environment is as it was; and two threads do not put back each other's gaps."""
+    """Whatever happens meanwhile, the environment is as it was; and two threads do not put back
+    each other's gaps."""
     monkeypatch.setenv("HIDDEN_ONE", "1")
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_char_p

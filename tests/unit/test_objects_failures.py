@@ -1,4 +1,5 @@
-"""What object stores say when they refuse, and which of our errors that is. The texts are obstore's and the servers' own."""
+"""What object stores say when they refuse, and which of our errors that is. The texts are obstore's
+and the servers' own."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ exceptions = pytest.importorskip(
 )
 
 ANSWER = (
-    "Error performing {method} http://host/bucket/key in 4.8ms - Server returned non-2xx status code: {status}: "
+    "Error performing {method} http://host/bucket/key in 4.8ms - Server returned non-2xx status "
+    "code: {status}: "
     '<?xml version="1.0"?><Error><Code>{code}</Code><Message>{message}</Message></Error>'
 )
 
@@ -41,40 +43,82 @@ def answer(status: str, code: str, message: str = "", method: str = "PUT") -> st
     ("error", "kind", "advice"),
     [
         (exceptions.GenericError(answer("503 Slow Down", "SlowDown")), BusyError, "concurrency"),
-        (exceptions.GenericError(answer("429 Too Many Requests", "TooManyRequests")), BusyError, "concurrency"),
-        (exceptions.GenericError(answer("500 Internal Server Error", "InternalError")), StorageDownError, "endpoint"),
-        (exceptions.GenericError("HTTP error: error sending request"), StorageDownError, "endpoint"),
-        (exceptions.GenericError("operation timed out"), StorageDownError, "endpoint"),
-        (exceptions.PermissionDeniedError(answer("403 Forbidden", "AccessDenied")), AccessError, "policies"),
-        (exceptions.PermissionDeniedError(answer("403 Forbidden", "RequestTimeTooSkewed")), AccessError, "clock"),
-        (exceptions.PermissionDeniedError(answer("403 Forbidden", "QuotaExceeded")), FullError, "quota"),
-        (exceptions.GenericError(answer("507 Insufficient Storage", "X")), FullError, "quota"),
-        (exceptions.GenericError(answer("301 Moved", "PermanentRedirect")), StorageError, "region"),
-        (exceptions.GenericError(answer("400 Bad Request", "KeyTooLongError")), StorageError, None),
-        (exceptions.GenericError("Received non-partial response when range requested"), StorageError, "ranges"),
-        (exceptions.NotSupportedError("Range request not supported by run/x"), StorageError, "ranges"),
         (
-            exceptions.GenericError(OF_ONE.format(store="S3", request="DeleteObjects", code="AccessDenied")),
-            AccessError,
-            "policies",
-        ),
-        (
-            exceptions.GenericError(OF_ONE.format(store="S3", request="DeleteObjects", code="SlowDown")),
+            exceptions.GenericError(answer("429 Too Many Requests", "TooManyRequests")),
             BusyError,
             "concurrency",
         ),
         (
-            exceptions.GenericError(OF_ONE.format(store="S3", request="DeleteObjects", code="InternalError")),
+            exceptions.GenericError(answer("500 Internal Server Error", "InternalError")),
             StorageDownError,
             "endpoint",
         ),
         (
-            exceptions.GenericError(OF_ONE.format(store="MicrosoftAzure", request="Bulk delete", code="403")),
+            exceptions.GenericError("HTTP error: error sending request"),
+            StorageDownError,
+            "endpoint",
+        ),
+        (exceptions.GenericError("operation timed out"), StorageDownError, "endpoint"),
+        (
+            exceptions.PermissionDeniedError(answer("403 Forbidden", "AccessDenied")),
             AccessError,
             "policies",
         ),
         (
-            exceptions.GenericError(OF_ONE.format(store="MicrosoftAzure", request="Bulk delete", code="503")),
+            exceptions.PermissionDeniedError(answer("403 Forbidden", "RequestTimeTooSkewed")),
+            AccessError,
+            "clock",
+        ),
+        (
+            exceptions.PermissionDeniedError(answer("403 Forbidden", "QuotaExceeded")),
+            FullError,
+            "quota",
+        ),
+        (exceptions.GenericError(answer("507 Insufficient Storage", "X")), FullError, "quota"),
+        (exceptions.GenericError(answer("301 Moved", "PermanentRedirect")), StorageError, "region"),
+        (exceptions.GenericError(answer("400 Bad Request", "KeyTooLongError")), StorageError, None),
+        (
+            exceptions.GenericError("Received non-partial response when range requested"),
+            StorageError,
+            "ranges",
+        ),
+        (
+            exceptions.NotSupportedError("Range request not supported by run/x"),
+            StorageError,
+            "ranges",
+        ),
+        (
+            exceptions.GenericError(
+                OF_ONE.format(store="S3", request="DeleteObjects", code="AccessDenied")
+            ),
+            AccessError,
+            "policies",
+        ),
+        (
+            exceptions.GenericError(
+                OF_ONE.format(store="S3", request="DeleteObjects", code="SlowDown")
+            ),
+            BusyError,
+            "concurrency",
+        ),
+        (
+            exceptions.GenericError(
+                OF_ONE.format(store="S3", request="DeleteObjects", code="InternalError")
+            ),
+            StorageDownError,
+            "endpoint",
+        ),
+        (
+            exceptions.GenericError(
+                OF_ONE.format(store="MicrosoftAzure", request="Bulk delete", code="403")
+            ),
+            AccessError,
+            "policies",
+        ),
+        (
+            exceptions.GenericError(
+                OF_ONE.format(store="MicrosoftAzure", request="Bulk delete", code="503")
+            ),
             BusyError,
             "concurrency",
         ),
@@ -96,7 +140,8 @@ def test_each_refusal_is_the_error_that_a_handler_expects(
 
 
 def test_a_signature_in_a_url_reaches_nobody() -> None:
-    """Some stores carry credentials in the query of a URL: neither the error nor its cause shows them."""
+    """Some stores carry credentials in the query of a URL: neither the error nor its cause shows
+    them."""
     text = "error sending request for url (https://host/c/key?sv=2024&sig=s3cr3t)"
     with pytest.raises(StorageDownError) as caught, failures("get", "az://c", "key"):
         raise exceptions.GenericError(text)
@@ -108,7 +153,13 @@ def test_a_signature_in_a_url_reaches_nobody() -> None:
 
 @pytest.mark.parametrize(
     "said",
-    ["Authorization: AWS4 {}", "x-amz-security-token: {}", '"secret": {}', "<SecretKey>{}</SecretKey>", "cookie:{}"],
+    [
+        "Authorization: AWS4 {}",
+        "x-amz-security-token: {}",
+        '"secret": {}',
+        "<SecretKey>{}</SecretKey>",
+        "cookie:{}",
+    ],
 )
 def test_what_a_server_says_back_of_credentials_is_not_repeated(said: str) -> None:
     """Gateways in debug mode do; neither the error nor its cause passes it on."""
@@ -120,10 +171,14 @@ def test_what_a_server_says_back_of_credentials_is_not_repeated(said: str) -> No
 
 
 @pytest.mark.parametrize("base", [Exception, BaseException])
-@pytest.mark.parametrize("body", [lambda: failures("get", "s3://b", "k"), lambda: connecting("s3://b")])
-def test_a_panic_of_the_client_is_an_error_of_ours(base: type[BaseException], body: Callable[[], Any]) -> None:
-    """Rust code panics where its author saw no other way; the exception is of a class that no handler can name, and may not
-    even be an Exception. What is no panic passes."""
+@pytest.mark.parametrize(
+    "body", [lambda: failures("get", "s3://b", "k"), lambda: connecting("s3://b")]
+)
+def test_a_panic_of_the_client_is_an_error_of_ours(
+    base: type[BaseException], body: Callable[[], Any]
+) -> None:
+    """Rust code panics where its author saw no other way; the exception is of a class that no
+    handler can name, and may not even be an Exception. What is no panic passes."""
     panic = type("RustPanic" if base is Exception else "PanicException", (base,), {})
     with pytest.raises(StorageError, match="client panicked: called `unwrap`") as caught, body():
         raise panic("called `unwrap` on an Err value: InvalidUri")

@@ -1,4 +1,5 @@
-"""Google credentials: which kinds there are, whom they are asked from, and that nobody is asked without any."""
+"""Google credentials: which kinds there are, whom they are asked from, and that nobody is asked
+without any."""
 
 from __future__ import annotations
 
@@ -59,7 +60,12 @@ def google(request: Request) -> Answer:
         return _json({"access_token": "of-user", "token_type": "Bearer", "expires_in": 3600})
     if request.path.endswith(":generateAccessToken"):
         source = request.headers["authorization"].removeprefix("Bearer ")
-        return _json({"accessToken": f"{source}-as-trainer", "expireTime": later.strftime("%Y-%m-%dT%H:%M:%SZ")})
+        return _json(
+            {
+                "accessToken": f"{source}-as-trainer",
+                "expireTime": later.strftime("%Y-%m-%dT%H:%M:%SZ"),
+            }
+        )
     return s3_answer(request)
 
 
@@ -67,10 +73,14 @@ def _json(content: dict[str, Any], status: int = 200) -> Answer:
     return Answer(status, json.dumps(content).encode(), {"content-type": "application/json"})
 
 
-def federated(folder: Path, server: ScriptedServer, subject: str = "from-the-cluster", **more: Any) -> dict[str, Any]:
+def federated(
+    folder: Path, server: ScriptedServer, subject: str = "from-the-cluster", **more: Any
+) -> dict[str, Any]:
     """Workload identity federation, whose subject is a file."""
     (folder / "subject").write_text(subject)
-    audience = "//iam.googleapis.com/projects/1/locations/global/workloadIdentityPools/p/providers/k"
+    audience = (
+        "//iam.googleapis.com/projects/1/locations/global/workloadIdentityPools/p/providers/k"
+    )
     return {
         "type": "external_account",
         "audience": audience,
@@ -89,11 +99,16 @@ def use_file(path: Path, content: dict[str, Any], monkeypatch: pytest.MonkeyPatc
 
 def tokens(server: ScriptedServer) -> set[str | None]:
     """Of all requests for objects."""
-    return {request.headers.get("authorization") for request in server.log if request.path.startswith("/bucket/")}
+    return {
+        request.headers.get("authorization")
+        for request in server.log
+        if request.path.startswith("/bucket/")
+    }
 
 
 def test_federated_credentials_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The subject's token, which the cluster keeps in a file, is exchanged; objects are asked for with what comes back."""
+    """The subject's token, which the cluster keeps in a file, is exchanged; objects are asked for
+    with what comes back."""
     with ScriptedServer(google) as server:
         use_file(tmp_path / "adc.json", federated(tmp_path, server), monkeypatch)
         run(f"gs://bucket/run?endpoint={server.url}&retries=0&deadline=1s")
@@ -111,8 +126,8 @@ def test_credentials_that_gcloud_left_are_found(tmp_path: Path) -> None:
 
 
 def test_impersonated_credentials_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user's token is exchanged for one of a service account, at Google's host: by the proxy, and the authority, that the
-    URI names."""
+    """A user's token is exchanged for one of a service account, at Google's host: by the proxy, and
+    the authority, that the URI names."""
     authority = trustme.CA()
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
     account = "https://iamcredentials.googleapis.com/v1/projects/-/serviceAccounts/trainer@p.iam.gserviceaccount.com"
@@ -126,12 +141,17 @@ def test_impersonated_credentials_are_used(tmp_path: Path, monkeypatch: pytest.M
         use_file(tmp_path / "adc.json", content, monkeypatch)
         run(f"gs://bucket/run?proxy={proxy.url}&ca={tmp_path / 'ca.pem'}&retries=0&deadline=1s")
         objects = [request for request in proxy.log if request.path.startswith("/bucket/")]
-        assert {request.headers["authorization"] for request in objects} == {"Bearer of-user-as-trainer"}
+        assert {request.headers["authorization"] for request in objects} == {
+            "Bearer of-user-as-trainer"
+        }
         assert {request.host for request in objects} == {"storage.googleapis.com"}
 
 
-def test_a_refused_exchange_is_an_error_of_access(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It names the file, and what Google said; the subject's token is not repeated, and no object is asked for."""
+def test_a_refused_exchange_is_an_error_of_access(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names the file, and what Google said; the subject's token is not repeated, and no object
+    is asked for."""
     with ScriptedServer(google) as server:
         use_file(tmp_path / "adc.json", federated(tmp_path, server, "hunter2"), monkeypatch)
         with pytest.raises(AccessError, match=r"adc\.json.*no such subject") as caught:
@@ -151,7 +171,8 @@ def test_a_file_that_cannot_be_used_is_said(
 
 
 def test_without_credentials_nobody_is_asked_for_any() -> None:
-    """anonymous=on: objects are written, read and deleted, and the metadata server, which is not there, is not asked."""
+    """anonymous=on: objects are written, read and deleted, and the metadata server, which is not
+    there, is not asked."""
     with ScriptedServer(google) as server:
         run(f"gs://bucket/run?endpoint={server.url}&retries=0&deadline=1s&anonymous=on")
         assert [request.method for request in server.log] == ["PUT", "GET", "DELETE"]

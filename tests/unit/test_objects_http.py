@@ -1,4 +1,5 @@
-"""``http://``: a checkpoint that a web server hands out is loaded in ranges; nothing there can be changed."""
+"""``http://``: a checkpoint that a web server hands out is loaded in ranges; nothing there can be
+changed."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from holdfast.drivers.objects.http import HttpDriver
 from holdfast.drivers.uri import parse
 from holdfast.errors import DamagedError, NotACheckpointError, NotFoundError, StorageError
 
-pytest.importorskip("obstore", reason="obstore is not installed: pip install 'holdfast-checkpoint[s3]'")
+pytest.importorskip(
+    "obstore", reason="obstore is not installed: pip install 'holdfast-checkpoint[s3]'"
+)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -48,7 +51,9 @@ class _Handler(BaseHTTPRequestHandler):
         if start >= len(content):
             self._send(416, b"", 0, f"bytes */{len(content)}")
             return
-        self._send(206, content[start:stop], stop - start, f"bytes {start}-{stop - 1}/{len(content)}")
+        self._send(
+            206, content[start:stop], stop - start, f"bytes {start}-{stop - 1}/{len(content)}"
+        )
 
     def _send(self, status: int, body: bytes, nbytes: int, shown: str) -> None:
         self.send_response(status)
@@ -114,7 +119,11 @@ def test_nothing_on_a_web_server_can_be_changed_or_listed(site: str, tmp_path: P
     async def use() -> None:
         driver, into = HttpDriver.open(parse(site)), bytearray(4)
         await driver.read("x", 2, memoryview(into))
-        assert (bytes(into), (await driver.stat("x")).nbytes, await driver.get("x")) == (b"nten", 7, b"content")
+        assert (bytes(into), (await driver.stat("x")).nbytes, await driver.get("x")) == (
+            b"nten",
+            7,
+            b"content",
+        )
         for call in (driver.get("y"), driver.stat("y"), driver.read("y", 0, memoryview(into))):
             with pytest.raises(NotFoundError):
                 await call
@@ -138,10 +147,14 @@ def test_nothing_on_a_web_server_can_be_changed_or_listed(site: str, tmp_path: P
 
 
 def test_a_web_server_without_ranges_is_told_of(tmp_path: Path) -> None:
-    """It answers with all of an object. The error says what is wrong with the server, and what kind of server is wanted."""
+    """It answers with all of an object. The error says what is wrong with the server, and what kind
+    of server is wanted."""
     holdfast.save(tmp_path / "run", {"x": torch.arange(10)})
     with (
         _served(tmp_path, _WholeHandler) as url,
-        pytest.raises(StorageError, match=r"Range request not supported.*a server, or a gateway, that answers ranges"),
+        pytest.raises(
+            StorageError,
+            match=r"Range request not supported.*a server, or a gateway, that answers ranges",
+        ),
     ):
         holdfast.load(f"{url}/run")

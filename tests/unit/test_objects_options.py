@@ -29,10 +29,19 @@ def test_a_location_is_a_bucket_and_a_root(uri: str, expected: tuple[str, str]) 
 
 
 @pytest.mark.parametrize(
-    "uri", ["s3://", "s3:///run", "s3://bucket/a/../b", "s3://bucket/a//b", "s3://bucket/%ff", "gs://u@b/x"]
+    "uri",
+    [
+        "s3://",
+        "s3:///run",
+        "s3://bucket/a/../b",
+        "s3://bucket/a//b",
+        "s3://bucket/%ff",
+        "gs://u@b/x",
+    ],
 )
 def test_a_location_that_names_no_root_is_refused(uri: str) -> None:
-    """No bucket, steps upwards, empty names, what is no UTF-8, and a user, which a store would take for the bucket's name."""
+    """No bucket, steps upwards, empty names, what is no UTF-8, and a user, which a store would take
+    for the bucket's name."""
     with pytest.raises(UriError):
         split_location(parse(uri))
 
@@ -46,7 +55,9 @@ def test_ordinary_keys_are_stored_as_they_are() -> None:
     assert encoded("a%b\n\x7f") == "a%25b%0A%7F"
 
 
-@pytest.mark.parametrize("option", ["secret_access_key=x", "aws_session_token=x", "access_key_id=x", "sas=x"])
+@pytest.mark.parametrize(
+    "option", ["secret_access_key=x", "aws_session_token=x", "access_key_id=x", "sas=x"]
+)
 @pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
 def test_a_secret_in_a_uri_is_refused(scheme: str, option: str) -> None:
     """The error says where secrets go, and shows none."""
@@ -82,8 +93,12 @@ async def _get(uri: str) -> bytes:
         await driver.close()
 
 
-@pytest.mark.parametrize("endpoint", ["http://u:hunter2@127.0.0.1:1", "http://127.0.0.1:1/?sig=hunter2"])
-def test_an_endpoint_from_elsewhere_holds_no_secret_either(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "endpoint", ["http://u:hunter2@127.0.0.1:1", "http://127.0.0.1:1/?sig=hunter2"]
+)
+def test_an_endpoint_from_elsewhere_holds_no_secret_either(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What AWS's own variables say is refused, too, before anything is sent, and not repeated."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
     with pytest.raises(UriError, match=r"the endpoint.*without user, password, query") as caught:
@@ -94,7 +109,9 @@ def test_an_endpoint_from_elsewhere_holds_no_secret_either(endpoint: str, monkey
 def test_without_the_client_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheme is known; its library is an extra."""
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "obstore" else found(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "obstore" else found(name)
+    )
     with pytest.raises(UriError, match=r"pip install 'holdfast-checkpoint\[s3\]'"):
         open_driver("s3://bucket/run")
 

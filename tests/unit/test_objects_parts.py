@@ -24,7 +24,9 @@ MIB = 1 << 20
         (5 << 40, 5 * MIB, 525 * MIB),
     ],
 )
-def test_no_object_has_more_parts_than_a_store_takes(nbytes: int, preferred: int, expected: int) -> None:
+def test_no_object_has_more_parts_than_a_store_takes(
+    nbytes: int, preferred: int, expected: int
+) -> None:
     """Parts grow by whole multiples of the preferred size, and no sooner than they must."""
     assert part_nbytes_for(nbytes, preferred) == expected
     assert -(-nbytes // expected) <= PARTS_MAX
@@ -39,12 +41,14 @@ def test_parts_are_few_enough_and_no_larger_than_needed(nbytes: int, preferred: 
     assert part == preferred or -(-nbytes // (part - preferred)) > PARTS_MAX
 
 
-@given(st.integers(1, 500), st.integers(0, 100), st.integers(1, 60), st.randoms(use_true_random=False))
+@given(
+    st.integers(1, 500), st.integers(0, 100), st.integers(1, 60), st.randoms(use_true_random=False)
+)
 def test_whatever_is_written_comes_out_once_and_in_order(
     nbytes: int, spare_nbytes: int, part_nbytes: int, rnd: random.Random
 ) -> None:
-    """Pieces of any length make parts of the size asked for, the last one shorter. Nothing is kept back but the last part of
-    an object that ends before the size it was declared with."""
+    """Pieces of any length make parts of the size asked for, the last one shorter. Nothing is kept
+    back but the last part of an object that ends before the size it was declared with."""
     content = rnd.randbytes(nbytes)
     cutter, parts, at = Cutter(nbytes + spare_nbytes, part_nbytes), [], 0
     while at < nbytes:

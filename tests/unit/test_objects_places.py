@@ -1,4 +1,5 @@
-"""Where requests for a bucket go: one answer for both clients, from the URI, the environment and the profile, in this order."""
+"""Where requests for a bucket go: one answer for both clients, from the URI, the environment and
+the profile, in this order."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "config"
 
 
-def place(bucket: str = "bucket", region: str = "us-east-1", endpoint: str = "", style: str = "auto") -> Place:
+def place(
+    bucket: str = "bucket", region: str = "us-east-1", endpoint: str = "", style: str = "auto"
+) -> Place:
     """Where requests for ``bucket`` go, as things are now."""
     return place_of(session_for(""), bucket, region, endpoint, style, "s3://bucket")
 
@@ -86,7 +89,7 @@ def test_fips_and_dual_stack_are_as_the_environment_says(
         ("s3 =\n  use_accelerate_endpoint = true",
          Place("https://bucket.s3-accelerate.amazonaws.com", "us-east-1", "", "auto")),
         ("endpoint_url = https://h:1", Place("https://h:1/bucket", "us-east-1", "https://h:1", "path")),
-        ("endpoint_url = https://h:1\nservices = own\n[services own]\ns3 =\n  endpoint_url = https://i:1/",
+        ("endpoint_url = https://h:1\nservices = " "own\n[services " "own]\ns3 =\n  " "endpoint_url = " "https://i:1/",
          Place("https://i:1/bucket", "us-east-1", "https://i:1", "path")),
         ("endpoint_url = https://h.example\ns3 =\n  addressing_style = virtual",
          Place("https://bucket.h.example", "us-east-1", "https://h.example", "virtual")),
@@ -112,11 +115,15 @@ def test_the_uri_wins_over_the_environment_and_that_over_the_profile(
     assert place().bucket_url == "https://for-s3.example/below/bucket"
     assert place(style="virtual").bucket_url == "https://bucket.for-s3.example/below"
     assert place(endpoint="http://of-uri.example/").bucket_url == "http://of-uri.example/bucket"
-    assert place(endpoint="http://of-uri.example/", style="virtual").bucket_url == "http://bucket.of-uri.example"
+    assert (
+        place(endpoint="http://of-uri.example/", style="virtual").bucket_url
+        == "http://bucket.of-uri.example"
+    )
 
 
 def test_data_goes_where_the_uri_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With another endpoint in every variable that is known for one, both clients ask the URI's, and nobody the other."""
+    """With another endpoint in every variable that is known for one, both clients ask the URI's,
+    and nobody the other."""
 
     async def use(uri: str) -> None:
         driver = open_driver(uri)
@@ -127,7 +134,9 @@ def test_data_goes_where_the_uri_says(monkeypatch: pytest.MonkeyPatch) -> None:
     with ScriptedServer(s3_answer) as right, ScriptedServer(s3_answer) as wrong:
         for name in ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
             monkeypatch.setenv(name, wrong.url)
-        asyncio.run(asyncio.wait_for(use(f"s3://bucket/run?endpoint={right.url}&retries=0"), TIMEOUT_S))
+        asyncio.run(
+            asyncio.wait_for(use(f"s3://bucket/run?endpoint={right.url}&retries=0"), TIMEOUT_S)
+        )
         assert [request.method for request in right.log] == ["PUT", "GET"]
         assert wrong.log == []
 
@@ -148,7 +157,8 @@ def test_data_goes_where_the_uri_says(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_is_no_bucket_is_refused(bucket: str) -> None:
-    """Before anything is asked: kinds of access points that need other signatures, and names that no bucket can have."""
+    """Before anything is asked: kinds of access points that need other signatures, and names that
+    no bucket can have."""
     with pytest.raises(UriError, match=r"no name of a bucket.*accesspoint"):
         open_driver(f"s3://{bucket}/run")
 
@@ -158,5 +168,8 @@ def test_a_root_below_an_access_point(separator: str) -> None:
     """What follows the name of an access point is the root."""
     uri = f"s3://arn:aws:s3:us-west-2:123456789012:accesspoint{separator}my-ap/run/1"
     bucket, root = bucket_and_root(parse(uri))
-    assert (bucket, root) == (f"arn:aws:s3:us-west-2:123456789012:accesspoint{separator}my-ap", "run/1")
+    assert (bucket, root) == (
+        f"arn:aws:s3:us-west-2:123456789012:accesspoint{separator}my-ap",
+        "run/1",
+    )
     assert open_driver(uri).uri == uri

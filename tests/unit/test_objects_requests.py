@@ -1,4 +1,5 @@
-"""What drivers of object stores ask, how often, and what they make of the answers: of a server that says what a test wants."""
+"""What drivers of object stores ask, how often, and what they make of the answers: of a server that
+says what a test wants."""
 
 from __future__ import annotations
 
@@ -20,10 +21,21 @@ from holdfast.drivers.contract import Driver
 from holdfast.drivers.objects import dangling
 from holdfast.drivers.objects import driver as object_driver
 from holdfast.drivers.registry import open_driver
-from holdfast.errors import AccessError, ExistsError, HoldfastError, StorageDownError, StorageError, UriError
+from holdfast.errors import (
+    AccessError,
+    ExistsError,
+    HoldfastError,
+    StorageDownError,
+    StorageError,
+    UriError,
+)
 
-pytest.importorskip("obstore", reason="obstore is not installed: pip install 'holdfast-checkpoint[s3]'")
-pytest.importorskip("botocore", reason="botocore is not installed: pip install 'holdfast-checkpoint[s3]'")
+pytest.importorskip(
+    "obstore", reason="obstore is not installed: pip install 'holdfast-checkpoint[s3]'"
+)
+pytest.importorskip(
+    "botocore", reason="botocore is not installed: pip install 'holdfast-checkpoint[s3]'"
+)
 
 T = TypeVar("T")
 
@@ -31,7 +43,9 @@ MIB = 1 << 20
 CLOUDS = ["s3", "gs", "az"]
 BARE = "retries=0&op_timeout_s=off"
 """No layer that tries again."""
-NO_UPLOADS = Answer(body=b"<ListMultipartUploadsResult><IsTruncated>false</IsTruncated></ListMultipartUploadsResult>")
+NO_UPLOADS = Answer(
+    body=b"<ListMultipartUploadsResult><IsTruncated>false</IsTruncated></ListMultipartUploadsResult>"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +65,9 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def uri(server: ScriptedServer, cloud: str = "s3", options: str = "") -> str:
     """A root at this server."""
-    return f"{cloud}://bucket/run?endpoint={server.url}&deadline=5s{'&' if options else ''}{options}"
+    return (
+        f"{cloud}://bucket/run?endpoint={server.url}&deadline=5s{'&' if options else ''}{options}"
+    )
 
 
 def used(root: str, use: Callable[[Driver], Awaitable[T]]) -> T:
@@ -68,8 +84,8 @@ def used(root: str, use: Callable[[Driver], Awaitable[T]]) -> T:
 
 
 class Store:
-    """A store of objects as far as an exclusive put needs one. ``lost`` is how the answer to its first put is lost, if at
-    all; ``taken`` is what the key holds before."""
+    """A store of objects as far as an exclusive put needs one. ``lost`` is how the answer to its
+    first put is lost, if at all; ``taken`` is what the key holds before."""
 
     def __init__(self, lost: Answer | None = None, taken: bytes | None = None) -> None:
         self.lost = lost
@@ -108,17 +124,22 @@ def test_an_exclusive_put_whose_answer_is_lost_succeeds(cloud: str, lost: Answer
 
 @pytest.mark.parametrize("cloud", CLOUDS)
 def test_an_exclusive_put_is_one_request_of_the_driver(cloud: str) -> None:
-    """Its client repeats nothing in silence; what became of a put that was not answered is not known, and is temporary."""
+    """Its client repeats nothing in silence; what became of a put that was not answered is not
+    known, and is temporary."""
     with ScriptedServer(Store(Answer(cut=True))) as server:
         with pytest.raises(StorageDownError) as caught:
-            used(uri(server, cloud, BARE), lambda driver: driver.put("key", b"claim 1", exclusive=True))
+            used(
+                uri(server, cloud, BARE),
+                lambda driver: driver.put("key", b"claim 1", exclusive=True),
+            )
         assert caught.value.temporary
         assert server.methods == ["PUT"]
 
 
 @pytest.mark.parametrize("cloud", CLOUDS)
 def test_an_exclusive_put_does_not_take_the_object_of_another_for_its_own(cloud: str) -> None:
-    """Neither at the first try, whatever the bytes, nor where others are found after a try that failed."""
+    """Neither at the first try, whatever the bytes, nor where others are found after a try that
+    failed."""
     with ScriptedServer(Store(taken=b"claim 1")) as server, pytest.raises(ExistsError):
         used(uri(server, cloud), lambda driver: driver.put("key", b"claim 1", exclusive=True))
     store = Store()
@@ -149,12 +170,20 @@ def test_a_refusal_with_status_409_is_told_in_the_words_of_the_store() -> None:
         with pytest.raises(StorageError, match="BlobImmutableDueToPolicy") as caught:
             used(uri(server, "az"), lambda driver: driver.put("key", b"x"))
         assert type(caught.value) is StorageError
-    with ScriptedServer(lambda asked: refusal(409, "BlobAlreadyExists")) as server, pytest.raises(ExistsError):
+    with (
+        ScriptedServer(lambda asked: refusal(409, "BlobAlreadyExists")) as server,
+        pytest.raises(ExistsError),
+    ):
         used(uri(server, "az"), lambda driver: driver.put("key", b"x", exclusive=True))
 
 
 UNUSABLE = [
-    ("az://container/run", {"AZURE_STORAGE_ACCOUNT_NAME": None}, UriError, "AZURE_STORAGE_ACCOUNT_NAME"),
+    (
+        "az://container/run",
+        {"AZURE_STORAGE_ACCOUNT_NAME": None},
+        UriError,
+        "AZURE_STORAGE_ACCOUNT_NAME",
+    ),
     ("az://container/run", {"AZURE_STORAGE_ACCOUNT_KEY": "***"}, AccessError, "Invalid Access Key"),
     ("gs://bucket/run", {"GOOGLE_SERVICE_ACCOUNT": "/missing"}, UriError, None),
     (
@@ -175,8 +204,18 @@ UNUSABLE = [
         AccessError,
         "service account",
     ),
-    ("gs://bucket/run", {"GOOGLE_SERVICE_ACCOUNT_KEY": '{"private_key": "hunter2'}, AccessError, "service account"),
-    ("gs://bucket/run", {"GOOGLE_SERVICE_ACCOUNT_KEY": '"hunter2"'}, AccessError, "service account"),
+    (
+        "gs://bucket/run",
+        {"GOOGLE_SERVICE_ACCOUNT_KEY": '{"private_key": "hunter2'},
+        AccessError,
+        "service account",
+    ),
+    (
+        "gs://bucket/run",
+        {"GOOGLE_SERVICE_ACCOUNT_KEY": '"hunter2"'},
+        AccessError,
+        "service account",
+    ),
 ]
 
 
@@ -189,8 +228,8 @@ def test_what_no_client_can_be_made_of_is_an_error_of_the_user(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Options and variables that a client refuses: an error of ours that says where to look, and repeats no secret; the
-    command says the same, without a traceback."""
+    """Options and variables that a client refuses: an error of ours that says where to look, and
+    repeats no secret; the command says the same, without a traceback."""
     for name, value in environment.items():
         if value is None:
             monkeypatch.delenv(name)
@@ -209,16 +248,23 @@ def test_what_no_client_can_be_made_of_is_an_error_of_the_user(
     assert "hunter2" not in printed
 
 
-@pytest.mark.parametrize("bucket", ["arn:aws:s3:us-west-2:123456789012:accesspoint", "buck:et", "a b"])
+@pytest.mark.parametrize(
+    "bucket", ["arn:aws:s3:us-west-2:123456789012:accesspoint", "buck:et", "a b"]
+)
 def test_a_bucket_that_no_host_can_be_named_after_is_an_error_of_ours(bucket: str) -> None:
-    """An access point without its name, a colon, a space: an error, rather than an exception that no handler expects."""
+    """An access point without its name, a colon, a space: an error, rather than an exception that
+    no handler expects."""
     with pytest.raises(HoldfastError):
-        used(f"s3://{bucket}/run?region=us-west-2&{BARE}&deadline=0&timeout=1s", lambda driver: driver.get("key"))
+        used(
+            f"s3://{bucket}/run?region=us-west-2&{BARE}&deadline=0&timeout=1s",
+            lambda driver: driver.get("key"),
+        )
 
 
 @pytest.mark.parametrize("cloud", CLOUDS)
 def test_a_line_that_is_slow_is_only_slow(cloud: str) -> None:
-    """Sending takes longer than ``read_timeout``, and so does receiving: nothing is sent twice, and nothing fails."""
+    """Sending takes longer than ``read_timeout``, and so does receiving: nothing is sent twice, and
+    nothing fails."""
     content = bytes(MIB)
 
     def answer(asked: Request) -> Answer:
@@ -259,7 +305,12 @@ def test_a_store_that_falls_silent_is_given_up(cloud: str, options: str) -> None
 
 
 @pytest.mark.parametrize(
-    "refused", [refusal(501, "NotImplemented"), refusal(404, "NoSuchUpload"), refusal(405, "MethodNotAllowed")]
+    "refused",
+    [
+        refusal(501, "NotImplemented"),
+        refusal(404, "NoSuchUpload"),
+        refusal(405, "MethodNotAllowed"),
+    ],
 )
 def test_a_store_without_a_list_of_unfinished_uploads_has_none(
     refused: Answer, caplog: pytest.LogCaptureFixture
@@ -281,7 +332,9 @@ def test_a_store_without_a_list_of_unfinished_uploads_has_none(
         for _ in range(2):
             used(uri(server), use)
         assert len([asked for asked in server.log if "uploads" in asked.path]) == 1
-    (said,) = [record.message for record in caplog.records if "unfinished uploads" in record.message]
+    (said,) = [
+        record.message for record in caplog.records if "unfinished uploads" in record.message
+    ]
     assert "cannot list" in said
 
 
@@ -313,7 +366,9 @@ class Deleting:
             return Answer(404)
         one = "<Contents><Key>{}</Key><Size>1</Size><LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
         found = "".join(map(one.format, sorted(self.keys)))
-        return Answer(body=f"<ListBucketResult><IsTruncated>false</IsTruncated>{found}</ListBucketResult>".encode())
+        return Answer(
+            body=f"<ListBucketResult><IsTruncated>false</IsTruncated>{found}</ListBucketResult>".encode()
+        )
 
 
 REFUSED = [
@@ -327,8 +382,11 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("bulk", REFUSED, ids=["no key", "rubbish", "501", "405", "400", "403"])
-def test_a_store_that_refuses_bulk_deletes_is_found_out(bulk: Answer, caplog: pytest.LogCaptureFixture) -> None:
-    """What it refuses to delete in one request is deleted in several, by this call and by all later ones; said once."""
+def test_a_store_that_refuses_bulk_deletes_is_found_out(
+    bulk: Answer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it refuses to delete in one request is deleted in several, by this call and by all later
+    ones; said once."""
     store = Deleting(bulk)
     with ScriptedServer(store) as server:
         for _ in range(2):
@@ -343,7 +401,10 @@ def test_bulk_deletes_can_be_switched_off() -> None:
     """Then no such request is made; and one key never takes one."""
     store = Deleting(Answer(500))
     with ScriptedServer(store) as server:
-        used(uri(server, options="concurrency=1&bulk_delete=off"), lambda driver: driver.delete_all("data"))
+        used(
+            uri(server, options="concurrency=1&bulk_delete=off"),
+            lambda driver: driver.delete_all("data"),
+        )
         assert store.keys == set()
         used(uri(server), lambda driver: driver.delete("data/a"))
         assert server.methods.count("DELETE") == 3
@@ -369,8 +430,18 @@ def test_a_closed_driver_refuses_every_call(cloud: str) -> None:
     async def use(root: str) -> None:
         driver = open_driver(root)
         await driver.close()
-        calls: list[Awaitable[object]] = [driver.sweep("x"), driver.delete_all("x"), driver.get("x"), driver.stat("x")]
-        calls += [driver.put("x", b""), driver.put("x", b"", exclusive=True), driver.create("x", 1), driver.delete("x")]
+        calls: list[Awaitable[object]] = [
+            driver.sweep("x"),
+            driver.delete_all("x"),
+            driver.get("x"),
+            driver.stat("x"),
+        ]
+        calls += [
+            driver.put("x", b""),
+            driver.put("x", b"", exclusive=True),
+            driver.create("x", 1),
+            driver.delete("x"),
+        ]
         calls += [driver.fetch("x", 0, 1), driver.fetch("x", 0, 0), driver.create("x", 64 * MIB)]
         calls += [anext(aiter(driver.list())), anext(aiter(driver.list("x")))]
         for call in calls:

@@ -15,7 +15,8 @@ TASKS = Path("/proc/self/task")
 
 @pytest.mark.skipif(not TASKS.is_dir(), reason="threads are told apart by /proc")
 def test_the_end_waits_for_threads_that_may_want_the_lock() -> None:
-    """One of obstore's that is at work, without the interpreter's lock, gets it before the interpreter ends."""
+    """One of obstore's that is at work, without the interpreter's lock, gets it before the
+    interpreter ends."""
     runtime.use("s3://bucket")
     begun, ended = threading.Event(), threading.Event()
 

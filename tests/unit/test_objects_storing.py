@@ -47,7 +47,9 @@ async def store(uri: str, **options: str) -> None:
         await small.commit()
         large = await driver.create("large", len(LARGE))
         await large.write(0, LARGE)
-        with contextlib.suppress(StorageError):  # the server keeps three bytes of whatever it is given
+        with contextlib.suppress(
+            StorageError
+        ):  # the server keeps three bytes of whatever it is given
             await large.commit()
         assert await driver.get("plain") == b"abc"
         await driver.sweep("large")
@@ -78,7 +80,9 @@ def headers(server: ScriptedServer, kinds: list[str]) -> dict[str, dict[str, str
         told = {
             name: value
             for name, value in request.headers.items()
-            if name.startswith(("x-amz-server", "x-amz-storage", "x-amz-tagging", "x-amz-request-payer"))
+            if name.startswith(
+                ("x-amz-server", "x-amz-storage", "x-amz-tagging", "x-amz-request-payer")
+            )
         }
         found.setdefault(kind(request), told)
     return {kind: found[kind] for kind in kinds}
@@ -114,7 +118,8 @@ STORING = ["plain", "exclusive", "small", "begin"]
     ],
 )
 def test_every_object_is_stored_as_asked(options: str, expected: Mapping[str, str]) -> None:
-    """Small and large, exclusive or not: encryption, class, tags and payer are in the request that makes the object."""
+    """Small and large, exclusive or not: encryption, class, tags and payer are in the request that
+    makes the object."""
     with ScriptedServer(s3_answer) as server:
         run(f"s3://bucket/run?endpoint={server.url}&part_size=5MiB&retries=0&deadline=1s&{options}")
         told = headers(server, STORING)
@@ -127,13 +132,24 @@ def test_every_object_is_stored_as_asked(options: str, expected: Mapping[str, st
 def test_whoever_pays_says_so_in_every_request() -> None:
     """Also where an object is read, parts are sent, and both clients list."""
     with ScriptedServer(s3_answer) as server:
-        run(f"s3://bucket/run?endpoint={server.url}&part_size=5MiB&retries=0&deadline=1s&requester_pays=on")
-        assert {kind(request) for request in server.log} >= {"part", "complete", "GET", "HEAD", "list"}
-        assert all(request.headers.get("x-amz-request-payer") == "requester" for request in server.log)
+        run(
+            f"s3://bucket/run?endpoint={server.url}&part_size=5MiB&retries=0&deadline=1s&requester_pays=on"
+        )
+        assert {kind(request) for request in server.log} >= {
+            "part",
+            "complete",
+            "GET",
+            "HEAD",
+            "list",
+        }
+        assert all(
+            request.headers.get("x-amz-request-payer") == "requester" for request in server.log
+        )
 
 
 def test_a_key_of_the_customers_goes_with_everything_that_needs_it(tmp_path: Path) -> None:
-    """Objects, parts, reads and sizes, over TLS; the key comes from storage options, and is in no URI."""
+    """Objects, parts, reads and sizes, over TLS; the key comes from storage options, and is in no
+    URI."""
     authority = trustme.CA()
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
     with ScriptedServer(s3_answer, authority, tls=True) as server:
@@ -169,7 +185,9 @@ def test_a_key_is_not_sent_in_clear() -> None:
         ("express=on", {}, "--x-s3"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(query: str, options: dict[str, str], match: str) -> None:
+def test_options_that_do_not_go_together_are_refused(
+    query: str, options: dict[str, str], match: str
+) -> None:
     """Before anything is asked."""
     with pytest.raises(UriError, match=match):
         open_driver(f"s3://bucket/run?{query}", **options)
@@ -199,7 +217,8 @@ def express_answer(request: Request) -> Answer:
 
 
 def test_a_directory_bucket_is_used_by_sessions(tmp_path: Path) -> None:
-    """By its name alone: both clients ask its zone's host, with a session's token, and list by folders."""
+    """By its name alone: both clients ask its zone's host, with a session's token, and list by
+    folders."""
     authority = trustme.CA()
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
     host = "bucket--use1-az4--x-s3.s3express-use1-az4.us-east-1.amazonaws.com"

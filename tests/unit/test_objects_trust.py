@@ -24,7 +24,11 @@ TIMEOUT_S = 60
 def nothing_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nobody names certificates or proxies, and no server is trusted from another test."""
     for name in list(os.environ):
-        if name.startswith("AWS_") or name.upper().endswith("_PROXY") or name.startswith("SSL_CERT"):
+        if (
+            name.startswith("AWS_")
+            or name.upper().endswith("_PROXY")
+            or name.startswith("SSL_CERT")
+        ):
             monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
@@ -94,7 +98,8 @@ def test_one_name_of_a_private_authority_serves_both_clients(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An option, AWS_CA_BUNDLE, a profile's ca_bundle, or SSL_CERT_FILE: objects are put, and unfinished uploads found."""
+    """An option, AWS_CA_BUNDLE, a profile's ca_bundle, or SSL_CERT_FILE: objects are put, and
+    unfinished uploads found."""
     option = name(tmp_path / "ca.pem", monkeypatch)
     with ScriptedServer(s3_answer, authority, tls=True) as server:
         run(f"s3://bucket/run?endpoint={server.url}&retries=0&deadline=1s{option}")
@@ -102,7 +107,9 @@ def test_one_name_of_a_private_authority_serves_both_clients(
 
 
 @pytest.mark.parametrize("scheme", ["gs", "az", "https"])
-def test_other_stores_take_the_option_too(scheme: str, authority: trustme.CA, tmp_path: Path) -> None:
+def test_other_stores_take_the_option_too(
+    scheme: str, authority: trustme.CA, tmp_path: Path
+) -> None:
     """Google's, Azure's, and web servers."""
 
     async def get(uri: str) -> bytes:
@@ -114,17 +121,23 @@ def test_other_stores_take_the_option_too(scheme: str, authority: trustme.CA, tm
 
     with ScriptedServer(s3_answer, authority, tls=True) as server:
         own = {"gs": "&anonymous=on", "az": "&account=account", "https": ""}[scheme]
-        place = f"bucket?endpoint={server.url}" if scheme != "https" else f"localhost:{server.port}/run?retries=0"
+        place = (
+            f"bucket?endpoint={server.url}"
+            if scheme != "https"
+            else f"localhost:{server.port}/run?retries=0"
+        )
         uri = f"{scheme}://{place}{own}&ca={tmp_path / 'ca.pem'}"
         assert asyncio.run(asyncio.wait_for(get(uri), TIMEOUT_S)) == b"abc"
 
 
 def test_a_certificate_that_is_not_trusted_is_said_at_once(authority: trustme.CA) -> None:
-    """Far within the deadline for requests that fail for the moment: an error that is final, names the certificate, and
-    says how its authority is named. No object was sent."""
+    """Far within the deadline for requests that fail for the moment: an error that is final, names
+    the certificate, and says how its authority is named. No object was sent."""
     with ScriptedServer(s3_answer, authority, tls=True) as server:
         began_s = time.monotonic()
-        with pytest.raises(StorageError, match=r"certificate is not trusted: UnknownIssuer.*\?ca=") as caught:
+        with pytest.raises(
+            StorageError, match=r"certificate is not trusted: UnknownIssuer.*\?ca="
+        ) as caught:
             run(f"s3://bucket/run?endpoint={server.url}&deadline=1h")
         assert time.monotonic() - began_s < 30
         assert not caught.value.temporary
@@ -133,13 +146,19 @@ def test_a_certificate_that_is_not_trusted_is_said_at_once(authority: trustme.CA
 
 @pytest.mark.parametrize(
     ("endpoint", "match"),
-    [("https://127.0.0.1:{port}", "NotValidForName.*endpoint"), ("https://localhost:{clear}", "does not speak TLS")],
+    [
+        ("https://127.0.0.1:{port}", "NotValidForName.*endpoint"),
+        ("https://localhost:{clear}", "does not speak TLS"),
+    ],
 )
 def test_the_name_and_the_protocol_are_looked_at(
     endpoint: str, match: str, authority: trustme.CA, tmp_path: Path
 ) -> None:
     """A certificate for another host, and a server without TLS."""
-    with ScriptedServer(s3_answer, authority, tls=True) as server, ScriptedServer(s3_answer) as clear:
+    with (
+        ScriptedServer(s3_answer, authority, tls=True) as server,
+        ScriptedServer(s3_answer) as clear,
+    ):
         url = endpoint.format(port=server.port, clear=clear.port)
         with pytest.raises(StorageError, match=match):
             run(f"s3://bucket/run?endpoint={url}&deadline=1h&ca={tmp_path / 'ca.pem'}")
@@ -160,7 +179,9 @@ def test_a_file_without_certificates_is_refused(content: str | None, tmp_path: P
 def test_both_clients_go_through_the_proxy() -> None:
     """Requests for a host that does not exist reach the proxy, and it alone."""
     with ScriptedServer(s3_answer) as proxy:
-        run(f"s3://bucket/run?endpoint=http://store.example&proxy={proxy.url}&retries=0&deadline=1s")
+        run(
+            f"s3://bucket/run?endpoint=http://store.example&proxy={proxy.url}&retries=0&deadline=1s"
+        )
         assert [(request.method, request.host) for request in proxy.log] == [
             ("PUT", "store.example"),
             ("GET", "store.example"),
@@ -173,7 +194,9 @@ def in_region(region: str) -> Callable[[Request], Answer]:
     def answer(request: Request) -> Answer:
         scope = request.headers.get("authorization", "")
         if request.method == "HEAD" and request.path == "/":
-            return Answer(403 if f".{region}." in request.host else 301, b"", {"x-amz-bucket-region": region})
+            return Answer(
+                403 if f".{region}." in request.host else 301, b"", {"x-amz-bucket-region": region}
+            )
         if f"/{region}/s3/" not in scope and request.path != "/holdfast":
             code = "<Error><Code>AuthorizationHeaderMalformed</Code></Error>"
             return Answer(400, code.encode(), {"x-amz-bucket-region": region})
@@ -183,11 +206,14 @@ def in_region(region: str) -> Callable[[Request], Answer]:
 
 
 def test_the_region_of_a_bucket_is_found(authority: trustme.CA, tmp_path: Path) -> None:
-    """Nobody names it: AWS is asked, unsigned and once, and both clients then sign for it, at its own host."""
+    """Nobody names it: AWS is asked, unsigned and once, and both clients then sign for it, at its
+    own host."""
     with ScriptedServer(in_region("eu-west-3"), authority) as proxy:
         for _ in range(2):
             run(f"s3://bucket/run?proxy={proxy.url}&ca={tmp_path / 'ca.pem'}&retries=0&deadline=1s")
-        heads = [request for request in proxy.log if request.method == "HEAD" and request.path == "/"]
+        heads = [
+            request for request in proxy.log if request.method == "HEAD" and request.path == "/"
+        ]
         rest = [request for request in proxy.log if request.method in ("PUT", "GET")]
         assert not any("authorization" in request.headers for request in heads)
         assert heads[0].host == "bucket.s3.us-east-1.amazonaws.com"
@@ -227,11 +253,16 @@ def test_requests_reach_the_hosts_of_aws(
     with ScriptedServer(in_region(region), authority) as proxy:
         run(f"s3://{bucket}/run?proxy={proxy.url}&ca={tmp_path / 'ca.pem'}&retries=0&deadline=1s")
         rest = [request for request in proxy.log if request.method in ("PUT", "GET")]
-        assert [(request.method, request.host) for request in rest] == [("PUT", host), ("GET", host)]
+        assert [(request.method, request.host) for request in rest] == [
+            ("PUT", host),
+            ("GET", host),
+        ]
         assert all(f"/{region}/s3/" in request.headers["authorization"] for request in rest)
 
 
-def test_a_server_that_never_answers_does_not_hold_up_the_first_look(authority: trustme.CA, tmp_path: Path) -> None:
+def test_a_server_that_never_answers_does_not_hold_up_the_first_look(
+    authority: trustme.CA, tmp_path: Path
+) -> None:
     """The look at its certificate gives up soon, and leaves the rest to the first operation."""
     released = threading.Event()
 
@@ -242,13 +273,17 @@ def test_a_server_that_never_answers_does_not_hold_up_the_first_look(authority: 
 
     with ScriptedServer(slow_once, authority, tls=True) as server:
         began_s = time.monotonic()
-        run(f"s3://bucket/run?endpoint={server.url}&timeout=2s&deadline=1s&retries=0&ca={tmp_path / 'ca.pem'}")
+        run(
+            f"s3://bucket/run?endpoint={server.url}&timeout=2s&deadline=1s&retries=0&ca={tmp_path / 'ca.pem'}"
+        )
         released.set()
         assert time.monotonic() - began_s < 30
         assert asked(server) == ["PUT", "GET"]
 
 
-def test_certificates_of_the_environment_do_not_matter_without_tls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_certificates_of_the_environment_do_not_matter_without_tls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A variable that names a file which is not there, and a store in clear: nobody looks for it."""
     monkeypatch.setenv("AWS_CA_BUNDLE", "/nonexistent/ca.pem")
     with ScriptedServer(s3_answer) as server:

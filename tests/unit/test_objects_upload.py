@@ -1,4 +1,5 @@
-"""Uploads of objects to a store that is not to be believed. No store at hand loses what it acknowledges: this one does."""
+"""Uploads of objects to a store that is not to be believed. No store at hand loses what it
+acknowledges: this one does."""
 
 from __future__ import annotations
 
@@ -59,8 +60,8 @@ async def uploaded(store: Store, nbytes: int) -> None:
 
 @pytest.mark.parametrize("kept", [0, 3 * PART_NBYTES, 3 * PART_NBYTES + 6, 3 * PART_NBYTES + 8])
 def test_a_store_that_has_not_kept_what_it_acknowledged_is_found_out(kept: int) -> None:
-    """Before the commit returns, the store is asked for the size of what it has: a part that is lost, a byte that is missing
-    or one too many fails the upload."""
+    """Before the commit returns, the store is asked for the size of what it has: a part that is
+    lost, a byte that is missing or one too many fails the upload."""
     nbytes = 3 * PART_NBYTES + 7
     with pytest.raises(StorageError, match=f"keeps {kept} bytes of {nbytes} that it acknowledged"):
         asyncio.run(asyncio.wait_for(uploaded(Store(kept), nbytes), 60))
@@ -74,8 +75,8 @@ def test_a_store_is_asked_once_for_what_it_keeps() -> None:
 
 
 class Forgetful(Store):
-    """Completes the upload, or drops it, and says at the second request that it knows no such upload. ``age_s`` is how old
-    the object is then; None: there is none."""
+    """Completes the upload, or drops it, and says at the second request that it knows no such
+    upload. ``age_s`` is how old the object is then; None: there is none."""
 
     def __init__(self, age_s: float | None, kept: int | None = None) -> None:
         super().__init__(kept)
@@ -95,8 +96,8 @@ class Forgetful(Store):
 
 
 def test_a_completed_upload_whose_answer_was_lost_is_committed() -> None:
-    """The client asks again, and the store no longer knows the upload; but it has the object, as new and as long as it
-    should be."""
+    """The client asks again, and the store no longer knows the upload; but it has the object, as
+    new and as long as it should be."""
     store = Forgetful(age_s=0)
     asyncio.run(asyncio.wait_for(uploaded(store, 2 * PART_NBYTES + 7), 60))
     assert store.asked == 1
@@ -105,14 +106,17 @@ def test_a_completed_upload_whose_answer_was_lost_is_committed() -> None:
 @pytest.mark.parametrize(
     ("age_s", "kept"), [(None, None), (3600, None), (0, 17)], ids=["none", "old", "of another size"]
 )
-def test_an_upload_that_somebody_dropped_is_not_taken_for_committed(age_s: float | None, kept: int | None) -> None:
+def test_an_upload_that_somebody_dropped_is_not_taken_for_committed(
+    age_s: float | None, kept: int | None
+) -> None:
     """What is there instead, nothing, an older object or another one, is not what was uploaded."""
     with pytest.raises(NotFoundError):
         asyncio.run(asyncio.wait_for(uploaded(Forgetful(age_s, kept), 2 * PART_NBYTES + 7), 60))
 
 
 class Silent(Store):
-    """Takes parts, and is not heard of again. When it is given up, it lets go of the last part first, and of the others later."""
+    """Takes parts, and is not heard of again. When it is given up, it lets go of the last part
+    first, and of the others later."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +134,8 @@ class Silent(Store):
 
 
 async def written_side_by_side(limit_s: float, timeout_s: float) -> list[BaseException]:
-    """How two writes of one upload to a silent store fail, in the order in which they do: the first waits for ``timeout_s``."""
+    """How two writes of one upload to a silent store fail, in the order in which they do: the first
+    waits for ``timeout_s``."""
     upload = PartsUpload(Silent().target(2 * PART_NBYTES, limit_s))
     failures: list[BaseException] = []
 
@@ -157,8 +162,8 @@ async def written_side_by_side(limit_s: float, timeout_s: float) -> list[BaseExc
 def test_of_writes_side_by_side_the_one_that_knows_why_fails_first(
     limit_s: float, timeout_s: float, kind: type[Exception]
 ) -> None:
-    """Whoever takes the first failure for the cause is right: a deadline, or a store of which nothing is heard. The others
-    only know that the upload is over."""
+    """Whoever takes the first failure for the cause is right: a deadline, or a store of which
+    nothing is heard. The others only know that the upload is over."""
     failures = asyncio.run(asyncio.wait_for(written_side_by_side(limit_s, timeout_s), 60))
     assert isinstance(failures[0], kind)
     assert "the upload is over" in str(failures[1])

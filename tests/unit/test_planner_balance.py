@@ -11,13 +11,17 @@ def written(held, world):
     """What each member of each group writes, in bytes."""
     shares = balance(held, world)
     return {
-        group: [pytest.approx(held[group] * (b - a) / SHARE_UNIT, abs=1e-3) for a, b in itertools.pairwise(cuts)]
+        group: [
+            pytest.approx(held[group] * (b - a) / SHARE_UNIT, abs=1e-3)
+            for a, b in itertools.pairwise(cuts)
+        ]
         for group, cuts in shares.items()
     }
 
 
 def test_what_is_even_stays_as_it_is():
-    """One group, groups of no overlap, a mesh whose rows and columns hold alike, and what differs by a percent only."""
+    """One group, groups of no overlap, a mesh whose rows and columns hold alike, and what differs
+    by a percent only."""
     assert balance({}, 4) == {}
     assert balance({(0, 1): 0}, 2) == {}
     assert balance({(0, 1, 2): 1000, (0,): 9, (1,): 10, (2,): 10}, 3) == {}
@@ -40,7 +44,8 @@ def test_nothing_is_changed_where_nothing_helps():
 
 
 def test_a_smaller_group_is_filled_first():
-    """Stages of different size, and a tensor that all hold: it goes to the smaller stage, as far as it reaches."""
+    """Stages of different size, and a tensor that all hold: it goes to the smaller stage, as far as
+    it reaches."""
     assert written({(0, 1): 100, (2, 3): 20, (0, 1, 2, 3): 40}, 4) == {
         (0, 1): [50, 50],
         (2, 3): [10, 10],
@@ -49,7 +54,8 @@ def test_a_smaller_group_is_filled_first():
 
 
 def test_groups_that_cross_are_balanced_together():
-    """Bytes move along a chain of groups, through ranks that two of them have in common: all write 85."""
+    """Bytes move along a chain of groups, through ranks that two of them have in common: all write
+    85."""
     loads = [60.0, 0.0, 0.0, 0.0]
     for group, parts in written({(0,): 60, (0, 1): 40, (1, 2): 120, (2, 3): 120}, 4).items():
         for rank, part in zip(group, parts, strict=True):

@@ -76,8 +76,13 @@ def test_contiguous_range(box, lengths, expected):
 
 
 def test_flat_range_becomes_head_rows_and_tail():
-    """A range that begins and ends inside rows becomes the head's box, the whole rows and the tail's box."""
-    assert flat_to_boxes((4, 5), 3, 17) == [Box((0, 3), (1, 2)), Box((1, 0), (2, 5)), Box((3, 0), (1, 2))]
+    """A range that begins and ends inside rows becomes the head's box, the whole rows and the
+    tail's box."""
+    assert flat_to_boxes((4, 5), 3, 17) == [
+        Box((0, 3), (1, 2)),
+        Box((1, 0), (2, 5)),
+        Box((3, 0), (1, 2)),
+    ]
 
 
 @pytest.mark.parametrize("lengths", [(), (7,), (4, 5), (2, 3, 4), (2, 1, 3, 2), (3, 1), (1, 1, 1)])
@@ -88,7 +93,10 @@ def test_every_flat_range_of_small_arrays(lengths):
     for start in range(volume + 1):
         for stop in range(start, volume + 1):
             boxes = flat_to_boxes(lengths, start, stop)
-            slices = [tuple(slice(*pair) for pair in zip(box.offsets, box.stops, strict=True)) for box in boxes]
+            slices = [
+                tuple(slice(*pair) for pair in zip(box.offsets, box.stops, strict=True))
+                for box in boxes
+            ]
             elements = [element for part in slices for element in index[part].ravel().tolist()]
             assert elements == list(range(start, stop))
             assert all(box.volume for box in boxes)

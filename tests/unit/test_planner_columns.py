@@ -4,28 +4,53 @@ import numpy as np
 import pytest
 
 from holdfast.planner.box import Box, contiguous_range, row_strides
-from holdfast.planner.columns import contiguous, flat_starts, padded, ranges, round_up, strides, volumes, widen
+from holdfast.planner.columns import (
+    contiguous,
+    flat_starts,
+    padded,
+    ranges,
+    round_up,
+    strides,
+    volumes,
+    widen,
+)
 
 SHAPE = (3, 1, 4)
 
 
 def boxes():
     """All boxes of a small array."""
-    every = [(low, high - low) for size in SHAPE for low in range(size) for high in range(low + 1, size + 1)]
+    every = [
+        (low, high - low)
+        for size in SHAPE
+        for low in range(size)
+        for high in range(low + 1, size + 1)
+    ]
     per_dim = [[pair for pair in dict.fromkeys(every) if sum(pair) <= size] for size in SHAPE]
-    return [Box((a, c, e), (b, d, f)) for a, b in per_dim[0] for c, d in per_dim[1] for e, f in per_dim[2]]
+    return [
+        Box((a, c, e), (b, d, f))
+        for a, b in per_dim[0]
+        for c, d in per_dim[1]
+        for e, f in per_dim[2]
+    ]
 
 
 def test_columns_agree_with_boxes():
     """Volumes, strides, positions and contiguity of rows are those of the box in each row."""
     every = boxes()
-    offsets, lengths = (np.array([getattr(box, side) for box in every]) for side in ("offsets", "lengths"))
+    offsets, lengths = (
+        np.array([getattr(box, side) for box in every]) for side in ("offsets", "lengths")
+    )
     within = np.broadcast_to(np.array(SHAPE), offsets.shape)
     assert len(every) == 60
     assert volumes(lengths).tolist() == [box.volume for box in every]
     assert strides(lengths).tolist() == [list(row_strides(box.lengths)) for box in every]
-    assert contiguous(lengths, within).tolist() == [contiguous_range(box, SHAPE) is not None for box in every]
-    assert flat_starts(offsets, within).tolist() == [np.ravel_multi_index(box.offsets, SHAPE) for box in every]
+    assert contiguous(lengths, within).tolist() == [
+        contiguous_range(box, SHAPE) is not None for box in every
+    ]
+    assert flat_starts(offsets, within).tolist() == [
+        np.ravel_multi_index(box.offsets, SHAPE) for box in every
+    ]
 
 
 def test_no_rows_and_no_dimensions():
@@ -46,7 +71,8 @@ def test_ranges():
 
 
 def test_widen():
-    """Columns are padded on the right; those wide enough are returned as they are, wider ones refused."""
+    """Columns are padded on the right; those wide enough are returned as they are, wider ones
+    refused."""
     columns = np.array([[1, 2], [3, 4]])
     assert widen(columns, 3, 9).tolist() == [[1, 2, 9], [3, 4, 9]]
     assert widen(columns, 2, 9) is columns

@@ -10,7 +10,15 @@ from holdfast.planner import image
 from holdfast.planner.box import Box
 from holdfast.planner.image import blocks_of, lay_out, shard_name, shard_names
 
-ITEMSIZES = {"float32": 4, "bfloat16": 2, "int64": 8, "uint8": 1, "bool": 1, "complex64": 8, "float8_e8m0fnu": 1}
+ITEMSIZES = {
+    "float32": 4,
+    "bfloat16": 2,
+    "int64": 8,
+    "uint8": 1,
+    "bool": 1,
+    "complex64": 8,
+    "float8_e8m0fnu": 1,
+}
 
 
 def layout_of(shards, **sizes):
@@ -35,7 +43,11 @@ def test_header_of_one_tensor():
     assert header_of(layout) == {
         "__metadata__": {"format": "pt", "holdfast": "image/1"},
         "w": {"dtype": "F32", "shape": [3, 2], "data_offsets": [0, 24]},
-        "__holdfast_blocks__": {"dtype": "U8", "shape": [4072 + 16], "data_offsets": [24, 4096 + 16]},
+        "__holdfast_blocks__": {
+            "dtype": "U8",
+            "shape": [4072 + 16],
+            "data_offsets": [24, 4096 + 16],
+        },
     }
     assert struct.unpack("<Q", layout.header[:8]) == (len(layout.header) - 8,)
     assert len(layout.header) == 4096
@@ -44,8 +56,14 @@ def test_header_of_one_tensor():
 
 
 def test_pages_first_then_by_itemsize():
-    """Shards of whole pages come first, then wide elements before narrow ones, otherwise in the order given."""
-    shards = [("a", "bool", (3,)), ("b", "bfloat16", (5,)), ("c", "float32", (7,)), ("d", "bool", (8192,))]
+    """Shards of whole pages come first, then wide elements before narrow ones, otherwise in the
+    order given."""
+    shards = [
+        ("a", "bool", (3,)),
+        ("b", "bfloat16", (5,)),
+        ("c", "float32", (7,)),
+        ("d", "bool", (8192,)),
+    ]
     shards += [("e", "int64", (2,)), ("f", "float32", (1,)), ("g", "bfloat16", (2048,))]
     layout = layout_of(shards)
     assert layout.order.tolist() == [3, 6, 4, 2, 5, 1, 0]
@@ -57,7 +75,10 @@ def test_chunks_and_blocks_cover_the_hashed_part():
     """Chunks follow on each other up to hashed_end; there is a digest per block."""
     layout = layout_of([("w", "uint8", (100_000,))], chunk_nbytes=65536, block_nbytes=8192)
     assert layout.hashed_end == 106_496
-    assert [layout.chunk_range(index) for index in range(layout.chunks)] == [(0, 65536), (65536, 106_496)]
+    assert [layout.chunk_range(index) for index in range(layout.chunks)] == [
+        (0, 65536),
+        (65536, 106_496),
+    ]
     assert layout.blocks == 13
     assert layout.nbytes == 106_496 + 13 * 16
     for outside in (-1, 2):
@@ -68,13 +89,23 @@ def test_chunks_and_blocks_cover_the_hashed_part():
 def test_an_image_of_nothing():
     """A rank without shards still writes a valid image: one page of header and its digest."""
     layout = layout_of([])
-    assert (len(layout.start), layout.data_end, layout.hashed_end, layout.nbytes) == (0, 4096, 4096, 4112)
+    assert (len(layout.start), layout.data_end, layout.hashed_end, layout.nbytes) == (
+        0,
+        4096,
+        4096,
+        4112,
+    )
     assert list(header_of(layout)) == ["__metadata__", "__holdfast_blocks__"]
 
 
 def test_dtypes_unknown_to_readers_are_bytes():
-    """A dtype that some readers do not know is written as bytes, with a dimension for the bytes of an element."""
-    header = header_of(layout_of([("c", "complex64", (3, 2)), ("s", "complex64", ()), ("e", "float8_e8m0fnu", (5,))]))
+    """A dtype that some readers do not know is written as bytes, with a dimension for the bytes of
+    an element."""
+    header = header_of(
+        layout_of(
+            [("c", "complex64", (3, 2)), ("s", "complex64", ()), ("e", "float8_e8m0fnu", (5,))]
+        )
+    )
     assert {name: (header[name]["dtype"], header[name]["shape"]) for name in "cse"} == {
         "c": ("U8", [3, 2, 8]),
         "s": ("U8", [8]),
@@ -83,7 +114,8 @@ def test_dtypes_unknown_to_readers_are_bytes():
 
 
 def test_names_are_made_unique():
-    """Names that repeat, or that the format reserves, are numbered; numbered ones never collide either."""
+    """Names that repeat, or that the format reserves, are numbered; numbered ones never collide
+    either."""
     names = ["a", "a", "a#2", "a", "__metadata__", "__holdfast_blocks__"]
     header = header_of(layout_of([(name, "uint8", (1,)) for name in names]))
     expected = ["a", "a#2", "a#2#2", "a#3", "__metadata__#2", "__holdfast_blocks__#2"]
@@ -98,7 +130,8 @@ def test_names_are_escaped():
 
 
 def test_too_long_a_header_names_one_tensor(monkeypatch):
-    """When the header would exceed what readers accept, the data is one tensor and shards lie as before."""
+    """When the header would exceed what readers accept, the data is one tensor and shards lie as
+    before."""
     shards = [(f"w{index}", "float32", (5,)) for index in range(200)]
     full = layout_of(shards)
     monkeypatch.setattr(image, "HEADER_NBYTES_MAX", 8000)
@@ -115,10 +148,16 @@ def test_header_and_digests_agree_at_every_size(length):
     layout = layout_of([("n" * length, "uint8", (65536 * 9 - 4096,))], block_nbytes=4096)
     end = header_of(layout)["__holdfast_blocks__"]["data_offsets"][1]
     assert len(layout.header) % 4096 == 0
-    assert len(layout.header) + end == layout.nbytes == layout.hashed_end + 16 * (layout.hashed_end // 4096)
+    assert (
+        len(layout.header) + end
+        == layout.nbytes
+        == layout.hashed_end + 16 * (layout.hashed_end // 4096)
+    )
 
 
-@pytest.mark.parametrize(("chunk", "block"), [(65536, 6000), (10000, 8192), (4096, 0), (6144, 2048)])
+@pytest.mark.parametrize(
+    ("chunk", "block"), [(65536, 6000), (10000, 8192), (4096, 0), (6144, 2048)]
+)
 def test_sizes_that_do_not_fit_are_refused(chunk, block):
     """A chunk must be a whole number of blocks, a block of pages."""
     with pytest.raises(ValueError, match="blocks"):

@@ -15,12 +15,16 @@ def one_tensor(*shape, itemsize=1):
     column = np.zeros(1, dtype=np.int64)
     shape = np.array([shape], dtype=np.int64)
     dtype = column.astype(np.uint8)
-    return TensorTable(("w",), dtype, (("x", itemsize),), column + shape.shape[1], shape, column - 1, column - 1)
+    return TensorTable(
+        ("w",), dtype, (("x", itemsize),), column + shape.shape[1], shape, column - 1, column - 1
+    )
 
 
 def stored(*rows):
     """Shards of tensor 0 from rows (offsets, lengths, image, start)."""
-    offsets, lengths, image, start = (np.array(column, dtype=np.int64) for column in zip(*rows, strict=True))
+    offsets, lengths, image, start = (
+        np.array(column, dtype=np.int64) for column in zip(*rows, strict=True)
+    )
     return ShardTable(np.zeros(len(rows), dtype=np.int64), offsets, lengths, image, start)
 
 
@@ -33,7 +37,15 @@ def wanted(*boxes):
 
 def plan(tensors, shards, targets, hashed_end, **options):
     """A plan in small blocks and chunks."""
-    return plan_load(tensors, shards, targets, np.array(hashed_end), chunk_nbytes=CHUNK, block_nbytes=BLOCK, **options)
+    return plan_load(
+        tensors,
+        shards,
+        targets,
+        np.array(hashed_end),
+        chunk_nbytes=CHUNK,
+        block_nbytes=BLOCK,
+        **options,
+    )
 
 
 def reads(plan):
@@ -47,7 +59,8 @@ def copies(plan):
 
 
 def test_a_slice_is_read_in_blocks():
-    """A slice of a stored tensor is read from the block it begins in to the end of the block it ends in."""
+    """A slice of a stored tensor is read from the block it begins in to the end of the block it
+    ends in."""
     made = plan(one_tensor(1000), stored(((0,), (1000,), 0, 64)), wanted(((100,), (50,))), [1088])
     assert reads(made) == [(0, 128, 256)]
     assert copies(made) == [(164, 50, 0)]
@@ -70,7 +83,9 @@ def test_the_last_read_ends_with_the_hashed_part():
 
 def test_a_range_wanted_twice_is_read_once():
     """Two buffers that want the same elements share the read and get a copy each."""
-    made = plan(one_tensor(64), stored(((0,), (64,), 0, 0)), wanted(((0,), (40,)), ((30,), (20,))), [64])
+    made = plan(
+        one_tensor(64), stored(((0,), (64,), 0, 0)), wanted(((0,), (40,)), ((30,), (20,))), [64]
+    )
     assert reads(made) == [(0, 0, 64)]
     assert copies(made) == [(0, 40, 0), (30, 20, 0)]
     assert made.target[made.pair].tolist() == [0, 1]
@@ -94,9 +109,12 @@ def test_columns_close_together_are_read_as_one():
 
 def test_columns_far_apart_are_read_each():
     """Columns of long rows are read a block each, and nothing between them."""
-    made = plan(one_tensor(3, 200), stored(((0, 0), (3, 200), 0, 0)), wanted(((0, 10), (3, 5))), [640])
+    made = plan(
+        one_tensor(3, 200), stored(((0, 0), (3, 200), 0, 0)), wanted(((0, 10), (3, 5))), [640]
+    )
     assert reads(made) == [(0, 0, 64), (0, 192, 256), (0, 384, 448)]
-    # The second run is 210 to 215. Each copy's range is what its read holds of the span from the first run to the last.
+    # The second run is 210 to 215. Each copy's range is what its read holds of the span from the
+    # first run to the last.
     assert copies(made) == [(10, 54, -1), (192, 64, -1), (384, 31, -1)]
 
 
@@ -105,7 +123,10 @@ def test_gaps_are_bridged_when_asked():
     shards = stored(((0,), (1000,), 0, 0))
     both = wanted(((0,), (10,)), ((128,), (10,)))
     assert reads(plan(one_tensor(1000), shards, both, [1024])) == [(0, 0, 64), (0, 128, 192)]
-    assert reads(plan(one_tensor(1000), shards, both, [1024], gap_nbytes=63)) == [(0, 0, 64), (0, 128, 192)]
+    assert reads(plan(one_tensor(1000), shards, both, [1024], gap_nbytes=63)) == [
+        (0, 0, 64),
+        (0, 128, 192),
+    ]
     assert reads(plan(one_tensor(1000), shards, both, [1024], gap_nbytes=64)) == [(0, 0, 192)]
 
 
@@ -119,7 +140,9 @@ def test_gaps_are_not_bridged_between_images(gap):
 
 def test_a_strided_buffer_is_filled_by_a_strided_copy():
     """One run in the image that is several in the local tensor has no single destination."""
-    targets = Targets(*(np.array(column) for column in ([0], [[0, 0]], [[4, 4]], [[0, 2]], [[4, 8]], [0])))
+    targets = Targets(
+        *(np.array(column) for column in ([0], [[0, 0]], [[4, 4]], [[0, 2]], [[4, 8]], [0]))
+    )
     made = plan(one_tensor(4, 4), stored(((0, 0), (4, 4), 0, 0)), targets, [64])
     assert copies(made) == [(0, 16, -1)]
 
@@ -136,7 +159,9 @@ def test_planning_does_not_grow_with_the_tensor(width, nbytes):
     """A billion rows, or columns of them with small gaps, are one run: planned as fast as a few."""
     rows = 1 << 30
     shards, targets = stored(((0, 0), (rows, 16), 0, 0)), wanted(((0, 0), (rows, width)))
-    made = plan_load(one_tensor(rows, 16), shards, targets, np.array([1 << 34]), chunk_nbytes=1 << 34)
+    made = plan_load(
+        one_tensor(rows, 16), shards, targets, np.array([1 << 34]), chunk_nbytes=1 << 34
+    )
     assert reads(made) == [(0, 0, 1 << 34)]
     assert made.nbytes.tolist() == [nbytes]
 
@@ -186,7 +211,9 @@ def test_elements_that_a_read_would_tear_are_refused():
     shards = stored(((0, 0), (4, 4), 0, 2))
     with pytest.raises(ValueError, match="aligned"):
         plan(one_tensor(4, 4, itemsize=4), shards, wanted(((0, 0), (4, 2))), [128])
-    assert copies(plan(one_tensor(4, 4, itemsize=4), shards, wanted(((1, 0), (2, 4))), [128])) == [(18, 32, 0)]
+    assert copies(plan(one_tensor(4, 4, itemsize=4), shards, wanted(((1, 0), (2, 4))), [128])) == [
+        (18, 32, 0)
+    ]
 
 
 def test_sizes_that_do_not_fit_are_refused():
@@ -206,7 +233,10 @@ def test_strided_parts():
     """Of a flat range of the stored box, the parts that are wanted, in coordinates of the tensor."""
     stored_box, wanted_box = Box((10, 0), (4, 5)), Box((11, 1), (3, 2))
     assert strided_parts(stored_box, wanted_box, 0, 20) == [wanted_box]
-    assert strided_parts(stored_box, wanted_box, 7, 12) == [Box((11, 2), (1, 1)), Box((12, 1), (1, 1))]
+    assert strided_parts(stored_box, wanted_box, 7, 12) == [
+        Box((11, 2), (1, 1)),
+        Box((12, 1), (1, 1)),
+    ]
     assert strided_parts(stored_box, wanted_box, 0, 6) == []
 
 

@@ -29,7 +29,9 @@ def split_by_torch(tensor, mesh_shape, coordinate, placements):
     """The local tensor at ``coordinate``, cut from left to right by torch's own code."""
     for size, at, placement in zip(mesh_shape, coordinate, map(of_torch, placements), strict=True):
         if not isinstance(placement, Replicate):
-            tensor = placement._split_tensor(tensor, size, with_padding=False, contiguous=True)[0][at]
+            tensor = placement._split_tensor(tensor, size, with_padding=False, contiguous=True)[0][
+                at
+            ]
     return tensor
 
 
@@ -58,7 +60,8 @@ def choices(ndim, mesh_shape):
 
 @pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
 def test_plain_splits_agree_with_torch(mesh_shape):
-    """Any combination of Shard and Replicate, even or not, gives each rank the elements that torch gives it."""
+    """Any combination of Shard and Replicate, even or not, gives each rank the elements that torch
+    gives it."""
     for shape in SHAPES:
         for placements in choices(len(shape), mesh_shape):
             assert_like_torch(shape, mesh_shape, placements)
@@ -67,22 +70,32 @@ def test_plain_splits_agree_with_torch(mesh_shape):
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
 @pytest.mark.parametrize("dp", [1, 2, 3, 4])
 def test_fsdp_over_tensor_parallel_agrees_with_torch(dp, tp):
-    """The strided shards of FSDP2 over tensor parallelism hold torch's elements in torch's order, also uneven ones."""
+    """The strided shards of FSDP2 over tensor parallelism hold torch's elements in torch's order,
+    also uneven ones."""
     for nrows in [*range(20), 27, 38]:
         assert_like_torch((nrows, 2), (dp, tp), [Split(0, stride=tp), Split(0)])
 
 
 @pytest.mark.parametrize("mesh_shape", [(2, 2, 2), (2, 3, 2)], ids=str)
 def test_strided_splits_in_any_position_agree_with_torch(mesh_shape):
-    """Strided splits compose with what stands before and after them, on the same dimension or another."""
-    menu = [Replicated(), Split(0), Split(1), Split(0, stride=2), Split(0, stride=3), Split(1, stride=4)]
+    """Strided splits compose with what stands before and after them, on the same dimension or
+    another."""
+    menu = [
+        Replicated(),
+        Split(0),
+        Split(1),
+        Split(0, stride=2),
+        Split(0, stride=3),
+        Split(1, stride=4),
+    ]
     for placements in itertools.product(menu, repeat=3):
         for shape in ((13, 5), (8, 8)):
             assert_like_torch(shape, mesh_shape, placements)
 
 
 def test_even_strided_shards_are_one_box():
-    """FSDP2 over tensor parallelism with even sizes needs one box per rank: touching intervals are joined."""
+    """FSDP2 over tensor parallelism with even sizes needs one box per rank: touching intervals are
+    joined."""
     pieces = local_pieces((8, 8), (2, 2), (0, 1), [Split(0, stride=2), Split(0)])
     assert pieces == [Piece(Box((4, 0), (2, 8)), (0, 0))]
 
@@ -101,7 +114,8 @@ def test_scalars_and_empty_shards():
 
 
 def test_holders_are_the_replicas():
-    """Ranks that differ only along replicated mesh dimensions hold the same; they come in ascending order."""
+    """Ranks that differ only along replicated mesh dimensions hold the same; they come in ascending
+    order."""
     mesh = np.array([[[6, 7], [4, 5]], [[2, 3], [0, 1]]])
     assert holders(mesh, (0, 0, 1), [Replicated(), Split(0), Replicated()]) == (2, 3, 6, 7)
     assert holders(mesh, (0, 0, 1), [Split(0), Split(0), Split(1)]) == (7,)
@@ -113,7 +127,11 @@ def test_holders_hold_the_same_pieces():
     coordinates = list(itertools.product(range(2), range(3), range(2)))
     for mine in coordinates:
         pieces = local_pieces((9, 2), mesh.shape, mine, placements)
-        same = [int(mesh[at]) for at in coordinates if local_pieces((9, 2), mesh.shape, at, placements) == pieces]
+        same = [
+            int(mesh[at])
+            for at in coordinates
+            if local_pieces((9, 2), mesh.shape, at, placements) == pieces
+        ]
         assert holders(mesh, mine, placements) == tuple(same)
 
 

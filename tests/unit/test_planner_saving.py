@@ -37,7 +37,8 @@ def test_a_lone_holder_writes_everything():
 
 
 def test_a_large_tensor_is_cut_along_its_rows():
-    """Two holders of one tensor write half of its rows each; the second finds its part further down."""
+    """Two holders of one tensor write half of its rows each; the second finds its part further
+    down."""
     held = holdings([((100, 0), (1000, 8))], ((2, 5),))
     assert written(held, 2) == [(0, [100, 0], [500, 8], [0, 0])]
     assert written(held, 5) == [(0, [600, 0], [500, 8], [500, 0])]
@@ -46,7 +47,9 @@ def test_a_large_tensor_is_cut_along_its_rows():
 def test_cuts_fall_on_rows():
     """Where a share ends inside a row, the row goes to the next holder."""
     held = holdings([((0, 0), (1000, 8))], ((0, 1, 2),))
-    rows = [(offsets[0], lengths) for rank in range(3) for _, offsets, lengths, _ in written(held, rank)]
+    rows = [
+        (offsets[0], lengths) for rank in range(3) for _, offsets, lengths, _ in written(held, rank)
+    ]
     assert rows == [(0, [333, 8]), (333, [333, 8]), (666, [334, 8])]
 
 
@@ -54,7 +57,11 @@ def test_rows_are_cut_when_larger_than_a_hundredth_of_a_share():
     """A row of exactly 1% of a share stays whole; a row of more is cut at an element."""
     small, wide, wider = ((0, 0), (4, 1)), ((0, 0), (200, 8)), ((0, 0), (99, 17))
     assert [row[2] for row in written(holdings([small, wide], ((0, 1),)), 0)] == [[4, 1], [99, 8]]
-    assert [row[2] for row in written(holdings([small, wider], ((0, 1),)), 0)] == [[4, 1], [49, 17], [1, 6]]
+    assert [row[2] for row in written(holdings([small, wider], ((0, 1),)), 0)] == [
+        [4, 1],
+        [49, 17],
+        [1, 6],
+    ]
 
 
 def test_small_tensors_are_dealt_whole():
@@ -69,7 +76,10 @@ def test_few_huge_rows_are_cut_inside():
     """A tensor of fewer rows than holders is cut inside rows, into as many boxes as it takes."""
     held = holdings([((0, 0), (2, 3000))], ((0, 1, 2),))
     assert written(held, 0) == [(0, [0, 0], [1, 2000], [0, 0])]
-    assert written(held, 1) == [(0, [0, 2000], [1, 1000], [0, 2000]), (0, [1, 0], [1, 1000], [1, 0])]
+    assert written(held, 1) == [
+        (0, [0, 2000], [1, 1000], [0, 2000]),
+        (0, [1, 0], [1, 1000], [1, 0]),
+    ]
     assert written(held, 2) == [(0, [1, 1000], [1, 2000], [1, 1000])]
 
 
@@ -83,10 +93,13 @@ def test_order_decides_not_position():
 
 
 def test_boxes_that_share_an_order_go_by_offset():
-    """Several boxes of one tensor have one ``order``; holders agree on them whatever their sequence."""
+    """Several boxes of one tensor have one ``order``; holders agree on them whatever their
+    sequence."""
     boxes = [((4000, 0), (1000, 1)), ((0, 0), (1000, 1))]
     assert written(holdings(boxes, ((0, 1),), order=[1, 1]), 0) == [(1, [0, 0], [1000, 1], [0, 0])]
-    assert written(holdings(boxes[::-1], ((0, 1),), order=[1, 1]), 1) == [(1, [4000, 0], [1000, 1], [0, 0])]
+    assert written(holdings(boxes[::-1], ((0, 1),), order=[1, 1]), 1) == [
+        (1, [4000, 0], [1000, 1], [0, 0])
+    ]
 
 
 def test_each_group_is_divided_by_itself():

@@ -29,7 +29,10 @@ def tensor_table(shapes, *, owner=None, alias=None, names=None):
 
 def shard_table(rows, ndim=2):
     """Shards from rows (tensor, offsets, lengths)."""
-    offsets, lengths = np.zeros((len(rows), ndim), dtype=np.int64), np.ones((len(rows), ndim), dtype=np.int64)
+    offsets, lengths = (
+        np.zeros((len(rows), ndim), dtype=np.int64),
+        np.ones((len(rows), ndim), dtype=np.int64),
+    )
     for index, (_, offset, length) in enumerate(rows):
         offsets[index, : len(offset)], lengths[index, : len(length)] = offset, length
     tensor = np.array([row for row, _, _ in rows], dtype=np.int64)
@@ -52,7 +55,8 @@ def test_find_by_name():
 
 
 def test_find_prefers_the_ranks_own_row():
-    """Among rows owned by ranks, a rank finds its own, and a rank of a larger job is dealt one in turn."""
+    """Among rows owned by ranks, a rank finds its own, and a rank of a larger job is dealt one in
+    turn."""
     table = tensor_table([(1,)] * 4, names=["rng", "rng", "w", "rng"], owner=[4, 0, -1, 2])
     assert table.rows["rng"] == (0, 1, 3)
     assert [table.find("rng", rank) for rank in (0, 2, 4, 1, 3, 5)] == [1, 3, 0, 3, 1, 0]
@@ -86,7 +90,9 @@ def test_shards_sort_and_point():
 
 def test_concat_pads_and_sorts():
     """Tables of different width become one, padded with offset 0 and length 1."""
-    table = ShardTable.concat([shard_table([(1, (3, 4), (5, 6))]), shard_table([(0, (7,), (8,))], ndim=1)])
+    table = ShardTable.concat(
+        [shard_table([(1, (3, 4), (5, 6))]), shard_table([(0, (7,), (8,))], ndim=1)]
+    )
     assert table.tensor.tolist() == [0, 1]
     assert table.offsets.tolist() == [[7, 0], [3, 4]]
     assert table.lengths.tolist() == [[8, 1], [5, 6]]
@@ -98,9 +104,20 @@ GOOD = [
     [(0, (0, 0), (1, 6)), (0, (1, 0), (3, 6))],
     [(0, (2, 0), (2, 6)), (0, (0, 0), (2, 6))],  # any order
     [(0, (0, 0), (4, 2)), (0, (0, 2), (4, 4))],  # columns
-    [(0, (0, 0), (1, 4)), (0, (0, 4), (1, 2)), (0, (1, 0), (2, 6)), (0, (3, 0), (1, 6))],  # a flat range's boxes
+    [
+        (0, (0, 0), (1, 4)),
+        (0, (0, 4), (1, 2)),
+        (0, (1, 0), (2, 6)),
+        (0, (3, 0), (1, 6)),
+    ],  # a flat range's boxes
     # a pinwheel: no plane parts it
-    [(0, (0, 0), (1, 4)), (0, (0, 4), (3, 2)), (0, (3, 2), (1, 4)), (0, (1, 0), (3, 2)), (0, (1, 2), (2, 2))],
+    [
+        (0, (0, 0), (1, 4)),
+        (0, (0, 4), (3, 2)),
+        (0, (3, 2), (1, 4)),
+        (0, (1, 0), (3, 2)),
+        (0, (1, 2), (2, 2)),
+    ],
 ]
 
 
@@ -144,7 +161,8 @@ def test_any_box_stored_again_is_reported(rows):
     ],
 )
 def test_boxes_out_of_bounds_are_named(offsets, lengths):
-    """A box that leaves its tensor, or has no elements, is the example of all that do; adding must not overflow."""
+    """A box that leaves its tensor, or has no elements, is the example of all that do; adding must
+    not overflow."""
     rows = [(0, (0, 0), (4, 6)), (0, offsets, lengths), (0, (9, 9), (1, 1))]
     shown = Box(offsets, tuple(max(length, 0) for length in lengths))
     errors = coverage_errors(tensor_table([(4, 6)]), shard_table(rows))
@@ -154,7 +172,10 @@ def test_boxes_out_of_bounds_are_named(offsets, lengths):
 def test_a_box_out_of_bounds_in_a_padded_dimension():
     """A 1-d tensor with a shard two wide is out of bounds, and the padded dimension is shown."""
     errors = coverage_errors(tensor_table([(4,)]), shard_table([(0, (0, 0), (4, 2))]))
-    assert errors == ["t0: a shard [0:4,0:2] is out of bounds of shape [4], or empty", "t0: [0:4] is missing"]
+    assert errors == [
+        "t0: a shard [0:4,0:2] is out of bounds of shape [4], or empty",
+        "t0: [0:4] is missing",
+    ]
 
 
 def test_both_kinds_of_one_tensor_are_reported():
@@ -168,7 +189,10 @@ def test_scalars_and_empty_tensors():
     table = tensor_table([(), (0, 3)])
     assert coverage_errors(table, shard_table([(0, (), ())])) == []
     assert coverage_errors(table, shard_table([])) == ["t0: its only element is missing"]
-    assert "out of bounds" in coverage_errors(table, shard_table([(0, (), ()), (1, (0, 0), (1, 1))]))[0]
+    assert (
+        "out of bounds"
+        in coverage_errors(table, shard_table([(0, (), ()), (1, (0, 0), (1, 1))]))[0]
+    )
 
 
 def test_aliases_have_no_shards():
@@ -190,8 +214,12 @@ def test_tensors_of_one_rank_are_named_with_it():
 def test_unknown_tensors_and_the_limit():
     """A shard of no tensor is an error; there are never more sentences than the limit."""
     for unknown in (-1, 1, 7):
-        errors = coverage_errors(tensor_table([(1,)]), shard_table([(0, (), ()), (unknown, (), ())]))
-        assert errors == [f"a shard names tensor {unknown}, which is out of bounds: there are 1 tensors"]
+        errors = coverage_errors(
+            tensor_table([(1,)]), shard_table([(0, (), ()), (unknown, (), ())])
+        )
+        assert errors == [
+            f"a shard names tensor {unknown}, which is out of bounds: there are 1 tensors"
+        ]
     assert len(coverage_errors(tensor_table([(2,)] * 50), shard_table([]))) == 20
     assert len(coverage_errors(tensor_table([(2,)] * 50), shard_table([]), limit=3)) == 3
 
@@ -203,14 +231,23 @@ def test_errors_among_many_good_tensors():
     table = tensor_table([(4, 6)] * 600)
     assert coverage_errors(table, shard_table(rows)) == []
     wrong = [row for row in rows if row not in ((17, (0, 2), (4, 2)), (450, (2, 0), (2, 6)))]
-    assert coverage_errors(table, shard_table(wrong)) == ["t17: [0:4,2:4] is missing", "t450: [2:4,0:6] is missing"]
+    assert coverage_errors(table, shard_table(wrong)) == [
+        "t17: [0:4,2:4] is missing",
+        "t450: [2:4,0:6] is missing",
+    ]
 
 
 def test_only_what_no_plane_parts_is_counted_cell_by_cell(monkeypatch):
-    """Grids and flat ranges are judged without a look at single cells, which would be slow for many of them."""
+    """Grids and flat ranges are judged without a look at single cells, which would be slow for many
+    of them."""
     monkeypatch.setattr(coverage, "_cells", lambda *_: pytest.fail("counted cell by cell"))
     rows = [(row, (0, 3 * part), (4, 3)) for row in range(5) for part in (1, 0)]
-    rows += [(row, (2 * part, column), (2, 1)) for row in range(5, 9) for column in range(6) for part in range(2)]
+    rows += [
+        (row, (2 * part, column), (2, 1))
+        for row in range(5, 9)
+        for column in range(6)
+        for part in range(2)
+    ]
     rows += [(9, offsets, lengths) for _, offsets, lengths in GOOD[4]]
     assert coverage_errors(tensor_table([(4, 6)] * 10), shard_table(rows)) == []
     with pytest.raises(pytest.fail.Exception, match="cell by cell"):
@@ -219,13 +256,18 @@ def test_only_what_no_plane_parts_is_counted_cell_by_cell(monkeypatch):
 
 def test_a_gap_among_many_boxes_is_looked_at_first():
     """The search for an example goes where volumes do not add up, not through all boxes."""
-    low = np.array([(row, column) for row in range(30) for column in range(30) if (row, column) != (7, 23)])
-    (cell_low, cell_high, boxes), *_ = coverage._cells(np.zeros(2, dtype=int), np.full(2, 30), low, low + 1)
+    low = np.array(
+        [(row, column) for row in range(30) for column in range(30) if (row, column) != (7, 23)]
+    )
+    (cell_low, cell_high, boxes), *_ = coverage._cells(
+        np.zeros(2, dtype=int), np.full(2, 30), low, low + 1
+    )
     assert (cell_low.tolist(), cell_high.tolist(), boxes) == ([7, 23], [8, 24], 0)
 
 
 def test_the_search_for_a_second_kind_is_bounded(monkeypatch):
-    """Once a tensor is known to be flawed, only so many cells are looked at for another kind of flaw."""
+    """Once a tensor is known to be flawed, only so many cells are looked at for another kind of
+    flaw."""
     rows = [(0, (0,), (2,)), (0, (1,), (1,))]
     monkeypatch.setattr(coverage, "CELLS_AFTER_FIRST", 1)
     assert len(coverage_errors(tensor_table([(4,)]), shard_table(rows))) == 1

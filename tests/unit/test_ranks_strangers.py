@@ -1,4 +1,5 @@
-"""Who is at the other end of a connection between ranks: whoever is not that rank is turned away, and nothing is taken of it."""
+"""Who is at the other end of a connection between ranks: whoever is not that rank is turned away,
+and nothing is taken of it."""
 
 from __future__ import annotations
 
@@ -58,10 +59,17 @@ async def opened(arena: Arena, near: str = "") -> AsyncIterator[tuple[Door, dict
             line.close()
 
 
-def squatting(behave: Callable[[socket.socket], Any], family: int = socket.AF_UNIX) -> tuple[str, threading.Thread]:
-    """The address of a rank whose name, or port, is taken by another, who does this with its first visitor."""
+def squatting(
+    behave: Callable[[socket.socket], Any], family: int = socket.AF_UNIX
+) -> tuple[str, threading.Thread]:
+    """The address of a rank whose name, or port, is taken by another, who does this with its first
+    visitor."""
     door = socket.socket(family)
-    door.bind(f"\0holdfast-test-{os.getpid()}-{time.monotonic_ns()}" if family == socket.AF_UNIX else ("127.0.0.1", 0))
+    door.bind(
+        f"\0holdfast-test-{os.getpid()}-{time.monotonic_ns()}"
+        if family == socket.AF_UNIX
+        else ("127.0.0.1", 0)
+    )
     door.listen(1)
 
     def serve() -> None:
@@ -71,8 +79,16 @@ def squatting(behave: Callable[[socket.socket], Any], family: int = socket.AF_UN
 
     thread = threading.Thread(target=serve)
     thread.start()
-    told = {"host": host_key() if family == socket.AF_UNIX else "another", "token": "ab" * 32, "nbytes": 4096}
-    told |= {"unix": door.getsockname().decode()} if family == socket.AF_UNIX else {"tcp": door.getsockname()}
+    told = {
+        "host": host_key() if family == socket.AF_UNIX else "another",
+        "token": "ab" * 32,
+        "nbytes": 4096,
+    }
+    told |= (
+        {"unix": door.getsockname().decode()}
+        if family == socket.AF_UNIX
+        else {"tcp": door.getsockname()}
+    )
     return json.dumps(told), thread
 
 
@@ -110,12 +126,15 @@ STRANGERS = {
 }
 
 
-@pytest.mark.parametrize("family", [socket.AF_UNIX, socket.AF_INET], ids=["on this host", "over the network"])
+@pytest.mark.parametrize(
+    "family", [socket.AF_UNIX, socket.AF_INET], ids=["on this host", "over the network"]
+)
 @pytest.mark.parametrize("behave", STRANGERS.values(), ids=STRANGERS)
 def test_whoever_has_a_ranks_name_but_not_its_secret_is_refused(
     behave: Any, family: int, monkeypatch: pytest.MonkeyPatch, no_leaks: None
 ) -> None:
-    """Whatever it says, or does not say: within the time limit, an OSError, upon which a rank reads for itself."""
+    """Whatever it says, or does not say: within the time limit, an OSError, upon which a rank reads
+    for itself."""
     monkeypatch.setattr(transport, "KNOCK_S", 0.5)
     address, serving = squatting(behave, family)
     with pytest.raises(OSError):  # noqa: PT011 - which one depends on what was said
@@ -160,8 +179,8 @@ def test_a_process_of_another_user_is_refused_before_anything_is_said() -> None:
 def test_a_door_lets_in_those_who_know_its_secret(
     near: str, arena: Arena, monkeypatch: pytest.MonkeyPatch, no_leaks: None
 ) -> None:
-    """Strangers who say nothing, garbage, or the wrong proof are turned away, and keep no rank from coming in. The secret is
-    never sent."""
+    """Strangers who say nothing, garbage, or the wrong proof are turned away, and keep no rank from
+    coming in. The secret is never sent."""
     monkeypatch.setattr(transport, "GREET_S", 0.3)
 
     async def run() -> None:
@@ -175,7 +194,12 @@ def test_a_door_lets_in_those_who_know_its_secret(
                 stranger.sendall(said)
                 strangers.append(stranger)
             with pytest.raises(OSError):  # noqa: PT011
-                await knock(json.dumps(told | {"token": "00" * 32, "host": "another" if near else told["host"]}), 1)
+                await knock(
+                    json.dumps(
+                        told | {"token": "00" * 32, "host": "another" if near else told["host"]}
+                    ),
+                    1,
+                )
             assert lines == {}
             line = await knock(json.dumps(told | {"host": "another"}) if near else door.address, 1)
             while not lines:
@@ -194,7 +218,8 @@ def test_a_door_lets_in_those_who_know_its_secret(
 
 
 def test_a_conversation_cannot_be_repeated(arena: Arena) -> None:
-    """What a rank said to prove who it is proves nothing in another connection: the challenge is another one."""
+    """What a rank said to prove who it is proves nothing in another connection: the challenge is
+    another one."""
     said = bytearray()
 
     async def heard(line: Line, send: Callable[..., Awaitable[None]], *parts: Any) -> None:
@@ -226,14 +251,17 @@ def test_a_conversation_cannot_be_repeated(arena: Arena) -> None:
 
 @pytest.mark.parametrize("how", ["not sealed", "too small", "too large", "a file"])
 def test_memory_that_could_be_cut_off_is_not_looked_at(how: str, tmp_path: Path) -> None:
-    """To look beyond its end would kill this process with SIGBUS: it must be sealed, and of the size that was told."""
+    """To look beyond its end would kill this process with SIGBUS: it must be sealed, and of the
+    size that was told."""
     if how == "a file":
         fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     else:
         fd = os.memfd_create("theirs", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, {"too small": 100, "too large": 1 << 40}.get(how, 4096))
     if how.startswith("too"):
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        fcntl.fcntl(
+            fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        )
     with pytest.raises(OSError):  # noqa: PT011
         Window(fd, 4096)
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -279,7 +307,9 @@ def test_other_memory_than_the_doors_is_refused(arena: Arena, no_leaks: None) ->
         other.close()
 
 
-def test_ranks_read_for_themselves_where_a_stranger_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_read_for_themselves_where_a_stranger_has_a_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """All ranks get every bit, of the manifest and of the tensors, whoever answers at their doors."""
     state = {"t": torch.arange(9000.0)}
     driver = MemoryDriver(fresh_uri())
@@ -289,7 +319,9 @@ def test_ranks_read_for_themselves_where_a_stranger_has_a_name(monkeypatch: pyte
     async def astray(address: str, member: int) -> Line:
         squatted, serving = squatting(hands_over)
         strangers.append(serving)
-        return await knock(json.dumps(json.loads(address) | {"unix": json.loads(squatted)["unix"]}), member)
+        return await knock(
+            json.dumps(json.loads(address) | {"unix": json.loads(squatted)["unix"]}), member
+        )
 
     monkeypatch.setattr(exchange, "knock", astray)
     monkeypatch.setattr(broadcast, "knock", astray)
@@ -302,8 +334,11 @@ def test_ranks_read_for_themselves_where_a_stranger_has_a_name(monkeypatch: pyte
         serving.join(20)
 
 
-def test_a_manifest_that_is_not_what_was_told_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What lies in the memory that a rank hands over must have the checksum that it has told over the job's store."""
+def test_a_manifest_that_is_not_what_was_told_is_read_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What lies in the memory that a rank hands over must have the checksum that it has told over
+    the job's store."""
     state = {"t": torch.arange(9000.0)}
     driver = MemoryDriver(fresh_uri())
     save_as_ranks(driver, [state, state])
@@ -322,7 +357,8 @@ def test_a_manifest_that_is_not_what_was_told_is_read_again(monkeypatch: pytest.
 
 
 class Between:
-    """Passes on what two ranks say over TCP, and flips a bit of the byte at ``position`` of what the door says."""
+    """Passes on what two ranks say over TCP, and flips a bit of the byte at ``position`` of what
+    the door says."""
 
     def __init__(self, address: str, position: int) -> None:
         self._told, self._position = json.loads(address), position
@@ -359,9 +395,14 @@ _HANDSHAKE_NBYTES = 16 + 32 + 1
 _HEADER_NBYTES = struct.calcsize("<QQ16s")
 
 
-@pytest.mark.parametrize("position", [_HEADER_NBYTES, _HEADER_NBYTES + 5000, 20], ids=["first", "middle", "digest"])
-def test_bytes_that_were_changed_on_the_way_are_not_taken(position: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A single bit between two hosts, in the bytes or in their digest: an error that says so, on all ranks."""
+@pytest.mark.parametrize(
+    "position", [_HEADER_NBYTES, _HEADER_NBYTES + 5000, 20], ids=["first", "middle", "digest"]
+)
+def test_bytes_that_were_changed_on_the_way_are_not_taken(
+    position: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A single bit between two hosts, in the bytes or in their digest: an error that says so, on
+    all ranks."""
     state = {"t": torch.arange(9000.0)}
     driver = MemoryDriver(fresh_uri())
     save_as_ranks(driver, [state])

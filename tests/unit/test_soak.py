@@ -1,4 +1,5 @@
-"""The soak: it does the same with the same seed, and tells when something leaks, or is not what was saved."""
+"""The soak: it does the same with the same seed, and tells when something leaks, or is not what was
+saved."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def test_a_curve_is_flat_unless_it_rises(values: list[float], flat: bool) -> Non
 
 def test_the_seed_decides_what_is_done(world: World, tmp_path: Path) -> None:
     """Another world with the same seed goes the same way, to the same end."""
-    other = World([Ground("file", Uri("file", str(tmp_path / "other"), {}), FAULTS, shared=True)], 2, seed=5)
+    other = World(
+        [Ground("file", Uri("file", str(tmp_path / "other"), {}), FAULTS, shared=True)], 2, seed=5
+    )
     went = go(world, 40)
     assert go(other, 40) == went
     assert len(set(went)) > 5
@@ -60,7 +63,9 @@ def test_what_does_nothing_and_says_it_did_is_found_out(
     """A save or copy that stores nothing, a prune that deletes nothing of what it names."""
     if name == "prune":
         real = holdfast.prune
-        monkeypatch.setattr("holdfast.prune", lambda *args, **given: real(*args, **given, dry_run=True))
+        monkeypatch.setattr(
+            "holdfast.prune", lambda *args, **given: real(*args, **given, dry_run=True)
+        )
     else:
         monkeypatch.setattr(f"holdfast.{name}", lambda *args, **given: None)
     with pytest.raises(AssertionError, match=r"not|left"):

@@ -1,4 +1,5 @@
-"""A save commits whole, or leaves what was there untouched; what it leaves behind is collected by the next one."""
+"""A save commits whole, or leaves what was there untouched; what it leaves behind is collected by
+the next one."""
 
 from __future__ import annotations
 
@@ -110,9 +111,12 @@ N_ACCESSES = len(accesses(prepared()))
 @pytest.mark.parametrize("for_good", [False, True], ids=["once", "for good"])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("n", range(N_ACCESSES))
-def test_a_save_that_fails_at_any_access_leaves_a_whole_checkpoint(n: int, after: bool, for_good: bool) -> None:
-    """The error is raised, unless only clean-up failed; the checkpoint is the old one, or, if its manifest was put in
-    spite of the error or before it, the new one. The next save works, and collects all that no grace period protects."""
+def test_a_save_that_fails_at_any_access_leaves_a_whole_checkpoint(
+    n: int, after: bool, for_good: bool
+) -> None:
+    """The error is raised, unless only clean-up failed; the checkpoint is the old one, or, if its
+    manifest was put in spite of the error or before it, the new one. The next save works, and
+    collects all that no grace period protects."""
     storage = prepared()
     fault = Fault(n, after=after, for_good=for_good)
     failed: holdfast.HoldfastError | None = None
@@ -124,8 +128,12 @@ def test_a_save_that_fails_at_any_access_leaves_a_whole_checkpoint(n: int, after
     found = run(load(storage))["who"]
     if failed is None:
         assert found == "new"
-        refused = after and fault.hit[1].endswith("/attempt.json")  # the second put there ends with an error of its own
-        assert fault.hit[0] in ("delete", "delete_all", "stat", "sweep") or refused  # stat: that something is gone
+        refused = after and fault.hit[1].endswith(
+            "/attempt.json"
+        )  # the second put there ends with an error of its own
+        assert (
+            fault.hit[0] in ("delete", "delete_all", "stat", "sweep") or refused
+        )  # stat: that something is gone
     elif found == "new":
         looks = [("stat", "data/pruning"), ("stat", MANIFEST_KEY)]  # whether what was put stays
         assert fault.hit in looks or (fault.hit, after) == (("put", MANIFEST_KEY), True)
@@ -138,7 +146,9 @@ def test_a_save_that_fails_at_any_access_leaves_a_whole_checkpoint(n: int, after
     assert len(left) <= 2
 
 
-def test_what_died_after_its_claim_is_collected_when_its_grace_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_died_after_its_claim_is_collected_when_its_grace_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Until then its manifest may still be on its way."""
     storage = prepared()
 
@@ -156,8 +166,11 @@ def test_what_died_after_its_claim_is_collected_when_its_grace_is_over(monkeypat
     assert difference(LAST, run(load(storage))) is None
 
 
-def test_a_save_that_fails_does_not_wait_for_ever_to_clean_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Storage that is gone is not asked for long; the error of the save comes out, and what is left waits for the next one."""
+def test_a_save_that_fails_does_not_wait_for_ever_to_clean_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Storage that is gone is not asked for long; the error of the save comes out, and what is left
+    waits for the next one."""
     monkeypatch.setattr(commit, "CLEAN_UP_S", 0.1)
     storage = prepared()
 
@@ -178,7 +191,8 @@ def test_a_save_that_fails_does_not_wait_for_ever_to_clean_up(monkeypatch: pytes
 
 
 def test_a_save_that_fails_does_not_ask_again_where_its_storage_is_gone() -> None:
-    """Each question costs the time of a deadline: once the files of the attempt cannot be deleted, nothing is swept."""
+    """Each question costs the time of a deadline: once the files of the attempt cannot be deleted,
+    nothing is swept."""
     asked: list[str] = []
 
     async def go_away(operation: str, key: str) -> None:
@@ -192,7 +206,8 @@ def test_a_save_that_fails_does_not_ask_again_where_its_storage_is_gone() -> Non
 
 
 def test_a_first_save_that_fails_leaves_no_empty_folder(tmp_path: Path) -> None:
-    """On a local disk: not even the folder that it would have shared with others; where another is at work, its files stay."""
+    """On a local disk: not even the folder that it would have shared with others; where another is
+    at work, its files stay."""
 
     async def fail(operation: str, key: str) -> None:
         if operation == "create":
@@ -216,7 +231,8 @@ def test_a_first_save_that_fails_leaves_no_empty_folder(tmp_path: Path) -> None:
 
 
 def test_a_request_that_the_storage_did_twice_does_not_fail_a_save() -> None:
-    """It is told that its attempt, of which nobody else knows, is there already. It takes another, and leaves one."""
+    """It is told that its attempt, of which nobody else knows, is there already. It takes another,
+    and leaves one."""
     driver, done = MemoryDriver(), list[str]()
 
     async def twice(operation: str, key: str) -> None:
@@ -232,7 +248,8 @@ def test_a_request_that_the_storage_did_twice_does_not_fail_a_save() -> None:
 
 
 def test_a_save_does_not_wait_for_ever_to_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What others left can wait: where sweeping takes long, because storage hangs, the save goes on without."""
+    """What others left can wait: where sweeping takes long, because storage hangs, the save goes on
+    without."""
     monkeypatch.setattr(commit, "CLEAN_UP_S", 0.1)
 
     async def hang(operation: str, key: str) -> None:
@@ -251,7 +268,8 @@ def without_exclusion(storage: MemoryDriver) -> MemoryDriver:
 
 
 def test_without_exclusion_nobody_is_sentenced() -> None:
-    """Two savers that overlap both commit whole checkpoints; the last manifest wins; neither deletes the other's files."""
+    """Two savers that overlap both commit whole checkpoints; the last manifest wins; neither
+    deletes the other's files."""
     storage = without_exclusion(prepared())
 
     async def overtake(operation: str, key: str) -> None:
@@ -264,7 +282,9 @@ def test_without_exclusion_nobody_is_sentenced() -> None:
     assert len(attempts(run(contents(storage)))) == 1 + dead
 
 
-def test_without_exclusion_the_dead_are_collected_once_they_are_long_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_exclusion_the_dead_are_collected_once_they_are_long_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Until then they may live."""
     storage = without_exclusion(prepared())
     run(save(storage, NEW))
@@ -281,7 +301,9 @@ def test_a_save_that_was_overtaken_is_told_so_and_changes_nothing() -> None:
     for moment in ("create", "commit"):
         storage = prepared()
 
-        async def overtake(operation: str, key: str, moment: str = moment, storage: MemoryDriver = storage) -> None:
+        async def overtake(
+            operation: str, key: str, moment: str = moment, storage: MemoryDriver = storage
+        ) -> None:
             if operation == moment:
                 await save(storage, LAST)
 
@@ -343,8 +365,11 @@ def test_strange_files_below_data_are_left_alone(tmp_path: Path) -> None:
     assert [path.read_text() for path in strange] == ["keep"] * 4
 
 
-def halting(monkeypatch: pytest.MonkeyPatch, operation: str) -> tuple[threading.Event, threading.Event]:
-    """Makes every save halt before ``operation`` until the second event is set; the first says that one has come there."""
+def halting(
+    monkeypatch: pytest.MonkeyPatch, operation: str
+) -> tuple[threading.Event, threading.Event]:
+    """Makes every save halt before ``operation`` until the second event is set; the first says that
+    one has come there."""
     reached, go = threading.Event(), threading.Event()
 
     async def halt(doing: str, key: str) -> None:
@@ -354,7 +379,9 @@ def halting(monkeypatch: pytest.MonkeyPatch, operation: str) -> tuple[threading.
                 await asyncio.sleep(0.001)
 
     opened: Callable[..., Any] = start_save.open_driver
-    monkeypatch.setattr(start_save, "open_driver", lambda uri, *_: HookedDriver(opened(uri), before=halt))
+    monkeypatch.setattr(
+        start_save, "open_driver", lambda uri, *_: HookedDriver(opened(uri), before=halt)
+    )
     return reached, go
 
 
@@ -375,13 +402,17 @@ def test_after_an_async_save_returns_the_state_may_change(monkeypatch: pytest.Mo
     assert reached.is_set()
     monkeypatch.undo()
     assert (
-        difference({"x": torch.ones(100_000), "a": torch.ones(4).numpy(), "v": [1], "d": {"k": 2}}, holdfast.load(uri))
+        difference(
+            {"x": torch.ones(100_000), "a": torch.ones(4).numpy(), "v": [1], "d": {"k": 2}},
+            holdfast.load(uri),
+        )
         is None
     )
 
 
 def test_a_handle_tells_how_far_its_save_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captured, sealed, durable, in that order; a wait with a limit ends in time, and says what it waited for."""
+    """Captured, sealed, durable, in that order; a wait with a limit ends in time, and says what it
+    waited for."""
     reached, go = halting(monkeypatch, "commit")
     handle = holdfast.async_save(fresh_uri(), {"x": torch.ones(10)})
     assert reached.wait(30)
@@ -424,7 +455,9 @@ def test_what_fails_in_the_background_is_raised_by_wait(
 
     opened: Callable[..., Any] = start_save.open_driver
     with monkeypatch.context() as patch:
-        patch.setattr(start_save, "open_driver", lambda uri, *_: HookedDriver(opened(uri), before=fail))
+        patch.setattr(
+            start_save, "open_driver", lambda uri, *_: HookedDriver(opened(uri), before=fail)
+        )
         try:
             handle = holdfast.async_save(uri, NEW)
         except holdfast.FullError:
@@ -442,7 +475,8 @@ def test_what_fails_in_the_background_is_raised_by_wait(
 
 
 def test_a_failed_save_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No buffer is lost, so that a job which goes on after a hundred failures has as much memory as before."""
+    """No buffer is lost, so that a job which goes on after a hundred failures has as much memory as
+    before."""
     from holdfast.storage.runtime.buffers import HostBuffer, host_pool
 
     holdfast.release_memory()
@@ -454,9 +488,13 @@ def test_a_failed_save_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) ->
         if doing == "write":
             raise holdfast.FullError("injected")
 
-    monkeypatch.setattr(HostBuffer, "allocate", lambda nbytes: made.append(nbytes) or allocate(nbytes))
+    monkeypatch.setattr(
+        HostBuffer, "allocate", lambda nbytes: made.append(nbytes) or allocate(nbytes)
+    )
     opened: Callable[..., Any] = start_save.open_driver
-    monkeypatch.setattr(start_save, "open_driver", lambda uri, *_: HookedDriver(opened(uri), before=fail))
+    monkeypatch.setattr(
+        start_save, "open_driver", lambda uri, *_: HookedDriver(opened(uri), before=fail)
+    )
     for _ in range(3):
         with pytest.raises(holdfast.FullError):
             holdfast.save(fresh_uri(), {"x": torch.zeros(20 << 20, dtype=torch.uint8)})

@@ -1,4 +1,5 @@
-"""Boxes and bytes of shards that no save writes are damage, each for itself; and ties that not all ranks have."""
+"""Boxes and bytes of shards that no save writes are damage, each for itself; and ties that not all
+ranks have."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def in_two_shards() -> str:
     """A checkpoint of a tensor of 4 x 3, of which two ranks have stored two rows each."""
     uri = fresh_uri()
     boxes = {"w": [Box((0, 0), (2, 3)), Box((2, 0), (2, 3))]}
-    save_cut(MemoryDriver(uri.removeprefix("memory://")), {"w": np.arange(12.0).reshape(4, 3)}, boxes)
+    save_cut(
+        MemoryDriver(uri.removeprefix("memory://")), {"w": np.arange(12.0).reshape(4, 3)}, boxes
+    )
     return uri
 
 
@@ -47,7 +50,8 @@ def test_a_box_that_sticks_out_of_its_tensor_is_damage() -> None:
 
 
 def test_shards_of_a_wanted_tensor_that_overlap_are_damage() -> None:
-    """Though all are within it, and have as many elements as it has: a row would be left as it was in the target."""
+    """Though all are within it, and have as many elements as it has: a row would be left as it was
+    in the target."""
     uri = in_two_shards()
     forge(uri, moved(1, -1))
     into = {"w": torch.full((4, 3), -1.0, dtype=torch.float64)}
@@ -65,7 +69,8 @@ def test_a_shard_that_begins_within_an_element_is_damage() -> None:
     holdfast.save(uri, {"w": torch.arange(4.0), "x": torch.arange(4)})
 
     def shifted(columns: Columns, head: Head) -> None:
-        # The shorter element comes last. It has one dimension: half as long, it leaves room to move.
+        # The shorter element comes last. It has one dimension: half as long, it leaves room to
+        # move.
         row = int(np.argmax(columns["shard.start"]))
         columns["shard.start"] = columns["shard.start"].astype(np.uint64)
         columns["shard.start"][row] += 1
@@ -92,12 +97,15 @@ def replicated(state: dict[str, torch.Tensor]) -> FlatState:
 
 
 def test_what_is_tied_on_one_rank_and_stored_by_another_is_no_alias() -> None:
-    """The first rank has q as another name of p, and writes it under p alone; the second has two tensors, and it falls to
-    that to write q."""
+    """The first rank has q as another name of p, and writes it under p alone; the second has two
+    tensors, and it falls to that to write q."""
     uri = fresh_uri()
     a = torch.arange(3.0)
     p = torch.full((1,), 7.0)
-    flats = [replicated({"a": a, "p": p, "q": p}), replicated({"a": a, "p": p.clone(), "q": p.clone()})]
+    flats = [
+        replicated({"a": a, "p": p, "q": p}),
+        replicated({"a": a, "p": p.clone(), "q": p.clone()}),
+    ]
     save_flats(MemoryDriver(uri.removeprefix("memory://")), flats)
     assert difference({"a": a, "p": p, "q": p}, holdfast.load(uri)) is None
     with holdfast.open(uri) as checkpoint:

@@ -75,9 +75,13 @@ def test_a_slow_progress_callback_holds_up_no_save(uri: str, operate: Operation)
     assert not worker.is_alive()
 
 
-@pytest.mark.parametrize("error", [KeyError("mine"), SystemExit(3), holdfast.UsageError("mine")], ids=repr)
+@pytest.mark.parametrize(
+    "error", [KeyError("mine"), SystemExit(3), holdfast.UsageError("mine")], ids=repr
+)
 @pytest.mark.parametrize("operate", WITH_PROGRESS)
-def test_what_a_progress_callback_raises_ends_the_operation(uri: str, operate: Operation, error: BaseException) -> None:
+def test_what_a_progress_callback_raises_ends_the_operation(
+    uri: str, operate: Operation, error: BaseException
+) -> None:
     """The caller gets that very error, and the engine goes on."""
 
     def fail(done: int, total: int) -> None:
@@ -90,7 +94,8 @@ def test_what_a_progress_callback_raises_ends_the_operation(uri: str, operate: O
 
 
 def test_a_copy_whose_progress_callback_raises_is_not_committed(uri: str) -> None:
-    """Nor is it when the callback raises at the last call, which comes after the commit: then it is there, whole."""
+    """Nor is it when the callback raises at the last call, which comes after the commit: then it is
+    there, whole."""
     destination = fresh_uri()
 
     def fail(done: int, total: int) -> None:
@@ -103,7 +108,8 @@ def test_a_copy_whose_progress_callback_raises_is_not_committed(uri: str) -> Non
 
 
 def test_reports_arrive_in_order_seldom_and_the_last_one_always() -> None:
-    """A thousand reports within moments are few calls; the first comes at once, and the last is never dropped."""
+    """A thousand reports within moments are few calls; the first comes at once, and the last is
+    never dropped."""
     calls: Calls = []
     with ProgressReporter(lambda done, total: calls.append((done, total))) as reporter:
         for done in range(1001):
@@ -137,7 +143,8 @@ def test_calls_of_one_callback_do_not_overlap_and_end_with_the_operation() -> No
 
 
 def test_a_failed_operation_raises_its_own_error_and_delivers_no_last_report() -> None:
-    """The bar of a copy that failed does not jump; what the callback raised then does not hide why it failed."""
+    """The bar of a copy that failed does not jump; what the callback raised then does not hide why
+    it failed."""
     calls: Calls = []
     blocked = threading.Event()
 
@@ -160,8 +167,8 @@ def test_a_failed_operation_raises_its_own_error_and_delivers_no_last_report() -
 
 
 def test_a_reporter_serves_a_coroutine_of_the_engine_too() -> None:
-    """There it waits for the callback without standing in the loop's way; an exit that the callback asks for is a
-    UsageError, since the engine may not end."""
+    """There it waits for the callback without standing in the loop's way; an exit that the callback
+    asks for is a UsageError, since the engine may not end."""
     calls: Calls = []
 
     async def operation(callback: Callable[[int, int], None]) -> None:
@@ -209,11 +216,16 @@ WAITING = {
     "async_save": lambda uri: holdfast.async_save(fresh_uri(), {"x": 1}),
     "wait": lambda uri: holdfast.async_save(fresh_uri(), {"x": 1}, lazy=True).wait(),
     "load": holdfast.load,
-    "load into": lambda uri: holdfast.load(uri, into={"x": torch.zeros(40 << 20, dtype=torch.uint8)}),
+    "load into": lambda uri: holdfast.load(
+        uri, into={"x": torch.zeros(40 << 20, dtype=torch.uint8)}
+    ),
     "open": holdfast.open,
     "list": holdfast.list_checkpoints,
     "copy": lambda uri: holdfast.copy(uri, fresh_uri()),
-    "fence": lambda uri: (holdfast.async_save(fresh_uri(), {"x": torch.ones(10)}, lazy=True), holdfast.fence()),
+    "fence": lambda uri: (
+        holdfast.async_save(fresh_uri(), {"x": torch.ones(10)}, lazy=True),
+        holdfast.fence(),
+    ),
     "prune": lambda uri: holdfast.prune(uri, keep_last=1),
 }
 
@@ -297,5 +309,7 @@ def test_an_exit_within_a_progress_callback_of_a_script_exits() -> None:
         holdfast.save("memory://p/c", {"x": 1})
         holdfast.copy("memory://p/c", "memory://p/d", progress=lambda done, total: sys.exit(7))
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=False, timeout=100, cwd="/")
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], check=False, timeout=100, cwd="/"
+    )
     assert done.returncode == 7

@@ -1,4 +1,5 @@
-"""Who may commit an attempt: claims say whose they are, and what is claimed is neither deleted nor committed half."""
+"""Who may commit an attempt: claims say whose they are, and what is claimed is neither deleted nor
+committed half."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ class Flaky(MemoryDriver):
 
     remote = True  # type: ignore[misc]
 
-    def __init__(self, location: str, *, stored: bool, meanwhile: Callable[[], Awaitable[None]] | None = None) -> None:
+    def __init__(
+        self, location: str, *, stored: bool, meanwhile: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
         super().__init__(location)
         self.stored, self.meanwhile, self.failed = stored, meanwhile, False
 
@@ -71,7 +74,8 @@ async def with_images(storage: Driver, theirs: Driver) -> tuple[Attempt, Manifes
 
 @pytest.mark.parametrize("stored", [False, True])
 def test_of_two_copies_that_share_an_attempt_one_claims(stored: bool) -> None:
-    """Whichever of them has an answer that was lost: the claim of the other is never taken for its own."""
+    """Whichever of them has an answer that was lost: the claim of the other is never taken for its
+    own."""
     theirs, ours = checkpoint(), MemoryDriver(f"claims-{stored}")
     outcomes: list[object] = []
 
@@ -104,8 +108,11 @@ def test_a_claim_whose_answer_was_lost_is_found_again() -> None:
 
 
 @pytest.mark.parametrize("layer", [lambda driver: driver, retried], ids=["bare", "retried"])
-def test_a_claim_that_the_client_repeated_in_silence_is_found_again(layer: Callable[[Driver], Driver]) -> None:
-    """A client or a kernel may repeat a request whose answer was lost, and report the refusal of the second."""
+def test_a_claim_that_the_client_repeated_in_silence_is_found_again(
+    layer: Callable[[Driver], Driver],
+) -> None:
+    """A client or a kernel may repeat a request whose answer was lost, and report the refusal of
+    the second."""
     storage = MemoryDriver()
     refused = []
 
@@ -134,7 +141,8 @@ def test_a_sign_of_a_pruning_that_the_client_repeated_in_silence_is_found_again(
 
 
 def test_a_pruning_leaves_the_sign_of_another_that_took_its_place_over() -> None:
-    """Both found a sign of the dead. Whoever is done first does not take the other's sign away, for which savers wait."""
+    """Both found a sign of the dead. Whoever is done first does not take the other's sign away, for
+    which savers wait."""
     storage = MemoryDriver()
     run(save(storage, OLD))
     (attempt,) = attempts(storage)
@@ -151,7 +159,8 @@ def test_a_pruning_leaves_the_sign_of_another_that_took_its_place_over() -> None
 
 
 def test_every_claim_is_another_and_no_sentence() -> None:
-    """Two savers never write the same bytes; readers of earlier versions take what is no sentence for a claim."""
+    """Two savers never write the same bytes; readers of earlier versions take what is no sentence
+    for a claim."""
     storage = MemoryDriver()
     for name in ("a", "b"):
         run(fate.claim(storage, name))
@@ -161,10 +170,12 @@ def test_every_claim_is_another_and_no_sentence() -> None:
     assert run(fate.fate_of(storage, "c")) is None
 
 
-@pytest.mark.parametrize("old", [b"", b"claim 0123456789abcdef"], ids=["of earlier versions", "of this version"])
+@pytest.mark.parametrize(
+    "old", [b"", b"claim 0123456789abcdef"], ids=["of earlier versions", "of this version"]
+)
 def test_a_claim_is_respected_whatever_its_version(old: bytes) -> None:
-    """Collectors leave an attempt alone that is claimed, by an empty object or by one that says who; a late leader of the
-    same attempt is told that it was overtaken."""
+    """Collectors leave an attempt alone that is claimed, by an empty object or by one that says
+    who; a late leader of the same attempt is told that it was overtaken."""
     theirs, storage = checkpoint(), MemoryDriver()
     attempt, target = run(with_images(storage, theirs))
     run(storage.put(attempt.fate, old))
@@ -178,7 +189,8 @@ def test_a_claim_is_respected_whatever_its_version(old: bytes) -> None:
 
 
 def test_an_image_of_another_size_is_not_committed() -> None:
-    """As where the committing rank sees an older copy of the file: the save fails, and what was there stays."""
+    """As where the committing rank sees an older copy of the file: the save fails, and what was
+    there stays."""
     storage = MemoryDriver()
     run(save(storage, OLD))
 
@@ -201,7 +213,8 @@ def checkpoint_state() -> Any:
 
 
 def test_the_hour_of_an_unsettled_attempt_begins_with_its_claim() -> None:
-    """A save that took two hours has put its manifest a moment ago: whoever replaces it leaves its files alone."""
+    """A save that took two hours has put its manifest a moment ago: whoever replaces it leaves its
+    files alone."""
     storage = MemoryDriver()
     run(save(storage, OLD))
     (attempt,) = attempts(storage)
@@ -229,7 +242,11 @@ def test_an_attempt_is_as_young_as_its_newest_file() -> None:
     """In whatever order files are listed: a save that is writing is spared."""
     storage = MemoryDriver()
     attempt = "20200101T000000-00000000"
-    for name, age_s in (("0.safetensors", 1.0), ("1.safetensors", 2 * HOUR_S), ("attempt.json", 3 * HOUR_S)):
+    for name, age_s in (
+        ("0.safetensors", 1.0),
+        ("1.safetensors", 2 * HOUR_S),
+        ("attempt.json", 3 * HOUR_S),
+    ):
         run(storage.put(f"data/{attempt}/{name}", b""))
         aged(storage, f"data/{attempt}/{name}", age_s)
     run(commit.collect(storage, HOUR_S))
@@ -251,7 +268,8 @@ def test_a_copy_is_settled_only_where_nobody_else_can_have_claimed_it(exclusive:
 
 @pytest.mark.parametrize("moment", ["committed", "claimed"])
 def test_a_copy_that_meets_damage_deletes_nothing_that_another_has_claimed(moment: str) -> None:
-    """Both went on with one attempt. One commits it, or is about to; then the other reads a byte that was flipped."""
+    """Both went on with one attempt. One commits it, or is about to; then the other reads a byte
+    that was flipped."""
     theirs, ours, once = checkpoint(), MemoryDriver(), list[str]()
 
     async def meanwhile(operation: str, key: str) -> None:
@@ -264,7 +282,11 @@ def test_a_copy_that_meets_damage_deletes_nothing_that_another_has_claimed(momen
             (attempt,) = {key.split("/")[1] for key in ours._objects}
             await ours.put(f"data/{attempt}/0.safetensors", b"what the other has written")
             await fate.claim(ours, f"data/{attempt}/fate")
-        for damaged in [key for key in theirs._objects if key.startswith("data/") and key.endswith(".safetensors")]:
+        for damaged in [
+            key
+            for key in theirs._objects
+            if key.startswith("data/") and key.endswith(".safetensors")
+        ]:
             data = await theirs.get(damaged)
             await theirs.put(damaged, data[:300] + bytes([data[300] ^ 1]) + data[301:])
 

@@ -1,4 +1,5 @@
-"""A copy is the same checkpoint, to the bit, or it is not there: never damaged, never unasked over another one."""
+"""A copy is the same checkpoint, to the bit, or it is not there: never damaged, never unasked over
+another one."""
 
 from __future__ import annotations
 
@@ -20,9 +21,14 @@ from holdfast.storage.format.manifest import MANIFEST_KEY
 
 @pytest.mark.parametrize("destination", ["memory", "file"])
 def test_a_copy_is_the_same_checkpoint(destination: str, tmp_path: Path) -> None:
-    """To the bit, over any number of images and chunks, from memory to a disk and back; and verifies."""
+    """To the bit, over any number of images and chunks, from memory to a disk and back; and
+    verifies."""
     uri = fresh_uri()
-    state = {"x": torch.randn(5 << 20, dtype=torch.float64), "y": [torch.arange(7), "text"], "step": 12}
+    state = {
+        "x": torch.randn(5 << 20, dtype=torch.float64),
+        "y": [torch.arange(7), "text"],
+        "step": 12,
+    }
     holdfast.save(uri, state)
     there = str(tmp_path / "there") if destination == "file" else fresh_uri()
     report = holdfast.copy(uri, there)
@@ -49,7 +55,11 @@ def test_a_folder_is_copied_checkpoint_by_checkpoint(tmp_path: Path) -> None:
     holdfast.save(f"{root}/run/step-30", {"x": torch.ones(3), "step": 30})
     second = holdfast.copy(root, tmp_path, recursive=True)
     assert [c.sent_nbytes > 0 for c in second.checkpoints] == [False, False, True]
-    assert [c.path for c in holdfast.list_checkpoints(tmp_path)] == ["run/step-3", "run/step-20", "run/step-30"]
+    assert [c.path for c in holdfast.list_checkpoints(tmp_path)] == [
+        "run/step-3",
+        "run/step-20",
+        "run/step-30",
+    ]
     with pytest.raises(holdfast.NotACheckpointError):
         holdfast.copy(root, fresh_uri())
     with pytest.raises(holdfast.NotACheckpointError):
@@ -85,7 +95,8 @@ def test_a_damaged_manifest_at_the_destination_is_no_free_place() -> None:
 
 
 def test_the_same_checkpoint_is_left_alone_or_mended() -> None:
-    """Nothing is sent to where it is; with overwrite, nothing if every byte of it is whole, and else all."""
+    """Nothing is sent to where it is; with overwrite, nothing if every byte of it is whole, and
+    else all."""
     theirs, ours = checkpoint(), MemoryDriver()
     sent_nbytes = copied(theirs, ours)
     assert copied(theirs, ours) == 0
@@ -99,8 +110,8 @@ def test_the_same_checkpoint_is_left_alone_or_mended() -> None:
 
 @pytest.mark.parametrize("at", [0, 9000, -1])
 def test_a_damaged_source_is_never_copied_as_good(at: int) -> None:
-    """A flipped bit in data is an error that names file and offset, and leaves nothing; one in the checksums at the end of
-    an image is healed, since they are made anew."""
+    """A flipped bit in data is an error that names file and offset, and leaves nothing; one in the
+    checksums at the end of an image is healed, since they are made anew."""
     theirs, ours = checkpoint(), MemoryDriver()
     key = images(theirs)[2]
     flipped(theirs, key, at)
@@ -122,7 +133,9 @@ def test_a_damaged_block_is_named_with_its_tensor(tmp_path: Path) -> None:
     with image.open("r+b") as file:
         file.seek((4 << 20) + (2 << 20))
         file.write(b"\xff")
-    with pytest.raises(holdfast.DamagedError, match=r"bytes 6,291,456 to 6,356,992 are not .* of tensor 'b'"):
+    with pytest.raises(
+        holdfast.DamagedError, match=r"bytes 6,291,456 to 6,356,992 are not .* of tensor 'b'"
+    ):
         holdfast.copy(tmp_path, fresh_uri())
 
 
@@ -186,22 +199,30 @@ def test_progress_counts_every_byte_once() -> None:
     root, told = fresh_uri(), list[tuple[int, int]]()
     holdfast.save(f"{root}/a", {"x": torch.zeros(5 << 20)})
     holdfast.save(f"{root}/b", {"x": torch.zeros(100)})
-    report = holdfast.copy(root, fresh_uri(), recursive=True, progress=lambda done, total: told.append((done, total)))
+    report = holdfast.copy(
+        root, fresh_uri(), recursive=True, progress=lambda done, total: told.append((done, total))
+    )
     assert [done for done, _ in told] == sorted(done for done, _ in told)
     assert {total for _, total in told} == {report.nbytes} == {told[-1][0]}
 
 
 def test_what_is_damaged_counts_neither_as_copied_nor_as_there(tmp_path: Path) -> None:
-    """The sums are those of what is at the destination now; progress ends at its own total all the same."""
+    """The sums are those of what is at the destination now; progress ends at its own total all the
+    same."""
     root, seen = tmp_path / "from", list[tuple[int, int]]()
     for step in (1, 2, 3):
-        holdfast.save(root / f"step-{step}", {"x": torch.zeros(5 << 20, dtype=torch.uint8), "step": step})
+        holdfast.save(
+            root / f"step-{step}", {"x": torch.zeros(5 << 20, dtype=torch.uint8), "step": step}
+        )
     (image,) = (root / "step-2/data").glob("*/*.safetensors")
     content = bytearray(image.read_bytes())
     content[4 << 20] ^= 1
     image.write_bytes(content)
     report = holdfast.copy(
-        root, tmp_path / "to", recursive=True, progress=lambda done, total: seen.append((done, total))
+        root,
+        tmp_path / "to",
+        recursive=True,
+        progress=lambda done, total: seen.append((done, total)),
     )
     assert [c.step for c in report.copied] == [1, 3]
     assert (report.ok, report.checkpoints[1].problem is None) == (False, False)
@@ -215,7 +236,8 @@ def test_what_is_damaged_counts_neither_as_copied_nor_as_there(tmp_path: Path) -
 def test_copying_needs_no_torch() -> None:
     """A machine that only moves checkpoints need not import it."""
     code = (
-        "import sys, holdfast; holdfast.copy, holdfast.prune; import holdfast.cli.cp, holdfast.cli.prune;"
+        "import sys, holdfast; holdfast.copy, holdfast.prune; import holdfast.cli.cp, "
+        "holdfast.cli.prune;"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

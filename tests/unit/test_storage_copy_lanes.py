@@ -1,4 +1,5 @@
-"""How images are sent: in the order that a driver wants, within the budget, and ended by the first failure."""
+"""How images are sent: in the order that a driver wants, within the budget, and ended by the first
+failure."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ BUDGET_NBYTES = 64 << 20
 
 
 class Ordered(MemoryDriver):
-    """Memory whose uploads want their parts in an order, and note in which they came and how many at a time."""
+    """Memory whose uploads want their parts in an order, and note in which they came and how many
+    at a time."""
 
     def __init__(self, order: PartOrder, streams: int = 1) -> None:
         super().__init__()
@@ -66,8 +68,8 @@ def large() -> MemoryDriver:
 
 @pytest.mark.parametrize("order", ["any", "ascending", "serial"])
 def test_parts_arrive_in_the_order_asked_for(order: PartOrder, large: MemoryDriver) -> None:
-    """``ascending``: one after the other begun, overlapping; ``serial``: never two of an upload at once, but several
-    uploads."""
+    """``ascending``: one after the other begun, overlapping; ``serial``: never two of an upload at
+    once, but several uploads."""
     ours = Ordered(order)
     copied(large, ours, budget_nbytes=256 << 20)
     assert len(ours.begun) == RANKS
@@ -89,7 +91,9 @@ def test_segments_are_written_at_once(large: MemoryDriver) -> None:
 
 
 @pytest.mark.parametrize("order", ["any", "serial"])
-def test_memory_stays_within_the_budget(order: PartOrder, large: MemoryDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_stays_within_the_budget(
+    order: PartOrder, large: MemoryDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However slow the destination is; and all of it is given back, also after a failure."""
     pool = host_pool(16 << 20)
     pool.release()
@@ -143,7 +147,12 @@ def test_the_first_failure_ends_all_that_runs(large: MemoryDriver) -> None:
 
 @pytest.mark.parametrize(
     ("nbytes", "hands", "dealt"),
-    [([], 3, []), ([5], 3, [[0]]), ([1, 1, 1, 1], 2, [[0, 2], [1, 3]]), ([9, 1, 2, 3, 3], 2, [[0], [1, 2, 3, 4]])],
+    [
+        ([], 3, []),
+        ([5], 3, [[0]]),
+        ([1, 1, 1, 1], 2, [[0, 2], [1, 3]]),
+        ([9, 1, 2, 3, 3], 2, [[0], [1, 2, 3, 4]]),
+    ],
 )
 def test_images_are_dealt_evenly(nbytes: list[int], hands: int, dealt: list[list[int]]) -> None:
     """By bytes, each once, and nobody gets none."""

@@ -1,4 +1,5 @@
-"""A copy that fails, dies or meets another leaves a whole checkpoint or none, and goes on where it stopped."""
+"""A copy that fails, dies or meets another leaves a whole checkpoint or none, and goes on where it
+stopped."""
 
 from __future__ import annotations
 
@@ -9,7 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.copies import OLD, RANKS, attempts, checkpoint, copied, flipped, images, loaded, run, save
+from support.copies import (
+    OLD,
+    RANKS,
+    attempts,
+    checkpoint,
+    copied,
+    flipped,
+    images,
+    loaded,
+    run,
+    save,
+)
 from support.drivers import Fault, HookedDriver, contents
 
 import holdfast
@@ -47,9 +59,12 @@ N_ACCESSES = accesses()
 @pytest.mark.parametrize("for_good", [False, True], ids=["once", "for good"])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("n", range(N_ACCESSES))
-def test_a_copy_that_fails_at_any_access_leaves_a_whole_checkpoint(n: int, after: bool, for_good: bool) -> None:
-    """The old one, or, if its manifest was put in spite of the error, the new one. Called again it ends well, sends no
-    image again that was whole and undecided by then, and leaves nothing that no grace period protects."""
+def test_a_copy_that_fails_at_any_access_leaves_a_whole_checkpoint(
+    n: int, after: bool, for_good: bool
+) -> None:
+    """The old one, or, if its manifest was put in spite of the error, the new one. Called again it
+    ends well, sends no image again that was whole and undecided by then, and leaves nothing that no
+    grace period protects."""
     theirs, ours = checkpoint(), prepared()
     fault = Fault(n, after=after, for_good=for_good)
     failed = False
@@ -61,17 +76,35 @@ def test_a_copy_that_fails_at_any_access_leaves_a_whole_checkpoint(n: int, after
     found = loaded(ours)["who"]
     if not failed:
         assert found == "new"
-        refused = after and fault.hit[1].endswith("/attempt.json")  # the second put there ends with an error of its own
-        assert fault.hit[0] in ("delete", "delete_all", "stat", "sweep") or refused  # stat: that something is gone
+        refused = after and fault.hit[1].endswith(
+            "/attempt.json"
+        )  # the second put there ends with an error of its own
+        assert (
+            fault.hit[0] in ("delete", "delete_all", "stat", "sweep") or refused
+        )  # stat: that something is gone
     elif found == "new":
         looks = [("stat", "data/pruning"), ("stat", MANIFEST_KEY)]  # whether what was put stays
         assert fault.hit in looks or (fault.hit, after) == (("put", MANIFEST_KEY), True)
     objects = run(contents(ours))
-    undecided = {a for a in attempts(ours) if f"data/{a}/fate" not in objects and f"data/{a}/attempt.json" in objects}
-    whole = [key for key in images(ours) if key.split("/")[1] in undecided and "2020" not in key.split("/")[1][:4]]
-    nbytes = {key.split("/")[2]: len(data) for key, data in run(contents(theirs)).items() if key in images(theirs)}
+    undecided = {
+        a
+        for a in attempts(ours)
+        if f"data/{a}/fate" not in objects and f"data/{a}/attempt.json" in objects
+    }
+    whole = [
+        key
+        for key in images(ours)
+        if key.split("/")[1] in undecided and "2020" not in key.split("/")[1][:4]
+    ]
+    nbytes = {
+        key.split("/")[2]: len(data)
+        for key, data in run(contents(theirs)).items()
+        if key in images(theirs)
+    }
     sent_nbytes = copied(theirs, ours, overwrite=True)
-    assert sent_nbytes == (0 if found == "new" else sum(nbytes.values()) - sum(len(objects[key]) for key in whole))
+    assert sent_nbytes == (
+        0 if found == "new" else sum(nbytes.values()) - sum(len(objects[key]) for key in whole)
+    )
     assert loaded(ours)["who"] == "new"
     objects = run(contents(ours))
     left = attempts(ours) - {Manifest.decode(objects[MANIFEST_KEY]).attempt}
@@ -157,8 +190,8 @@ def test_half_a_copy_is_collected_by_a_save() -> None:
 @pytest.mark.parametrize("moment", ["create", "write", "commit", "put", "stat"])
 @pytest.mark.parametrize("exclusive", [True, False])
 def test_two_copies_of_one_checkpoint_to_one_place(moment: str, exclusive: bool) -> None:
-    """Whenever the second comes, the checkpoint is there in the end, whole, and nothing else is; whoever was too late is
-    told that it was overtaken, or finds nothing left to do."""
+    """Whenever the second comes, the checkpoint is there in the end, whole, and nothing else is;
+    whoever was too late is told that it was overtaken, or finds nothing left to do."""
     theirs, ours = checkpoint(), MemoryDriver()
     ours.traits = replace(ours.traits, exclusive_is_atomic=exclusive)
     once = []
@@ -178,7 +211,9 @@ def test_two_copies_of_one_checkpoint_to_one_place(moment: str, exclusive: bool)
     assert len(attempts(ours)) <= (1 if exclusive else 2)
 
 
-def test_without_exclusion_a_copy_that_was_idle_for_long_is_not_gone_on_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_exclusion_a_copy_that_was_idle_for_long_is_not_gone_on_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A collector that goes by age may be about to delete it."""
     theirs, ours = checkpoint(), MemoryDriver()
     ours.traits = replace(ours.traits, exclusive_is_atomic=False)
@@ -210,7 +245,12 @@ def test_a_save_that_commits_meanwhile_is_not_replaced_unasked() -> None:
 
 def test_an_interrupted_copy_cleans_up_first(tmp_path: Path, no_leaks: None) -> None:
     """No temporary file stays, and called again it goes on."""
-    large, ours, reached, cancelled = checkpoint(6 << 20), LocalDriver(tmp_path), threading.Event(), list[str]()
+    large, ours, reached, cancelled = (
+        checkpoint(6 << 20),
+        LocalDriver(tmp_path),
+        threading.Event(),
+        list[str](),
+    )
 
     async def halt(operation: str, key: str) -> None:
         if operation == "write":
@@ -221,7 +261,9 @@ def test_an_interrupted_copy_cleans_up_first(tmp_path: Path, no_leaks: None) -> 
                 cancelled.append(key)
                 raise
 
-    future = start(copy_checkpoint(large, HookedDriver(ours, before=halt), Orders(False, BUDGET_NBYTES)))
+    future = start(
+        copy_checkpoint(large, HookedDriver(ours, before=halt), Orders(False, BUDGET_NBYTES))
+    )
     assert reached.wait(30)
     future.cancel()
     while len(cancelled) < 1 or list(tmp_path.rglob("*.tmp")):

@@ -73,7 +73,8 @@ def test_every_flipped_byte_of_the_manifest_is_damage(storage: MemoryDriver) -> 
 
 
 def places(data: bytes) -> Iterator[int]:
-    """Bytes of the header, data, padding and checksums of an image. (The sweep in tests/property goes further.)"""
+    """Bytes of the header, data, padding and checksums of an image. (The sweep in tests/property
+    goes further.)"""
     n = 4096 + 40 * 4 + 7 * 2 + 8
     yield from range(0, 4096, 31)
     yield from range(4096, n, 3)
@@ -82,8 +83,8 @@ def places(data: bytes) -> Iterator[int]:
 
 
 def test_every_flipped_byte_of_an_image_is_damage(storage: MemoryDriver) -> None:
-    """A load of the whole raises DamagedError naming file and tensors, or, where the byte is not read, gives what was
-    saved; ``verify`` finds it in any case, and says where."""
+    """A load of the whole raises DamagedError naming file and tensors, or, where the byte is not
+    read, gives what was saved; ``verify`` finds it in any case, and says where."""
     key = image_of(storage)
 
     async def run() -> None:
@@ -122,13 +123,16 @@ def test_a_file_cut_short_anywhere_is_damage(which: str, storage: MemoryDriver) 
                 assert error.key == key
             report = await verify(storage)
             assert {d.key for d in report.damages} == {key}
-            assert (length, len(whole)) in [(d.start, d.stop) for d in report.damages if "bytes, not" in d.what]
+            assert (length, len(whole)) in [
+                (d.start, d.stop) for d in report.damages if "bytes, not" in d.what
+            ]
 
     run_inline(run())
 
 
 def test_a_file_that_grew_is_damage(storage: MemoryDriver) -> None:
-    """A longer manifest does not load; a longer image is found by ``verify``, and does not change what is loaded."""
+    """A longer manifest does not load; a longer image is found by ``verify``, and does not change
+    what is loaded."""
 
     async def run() -> None:
         key = next(key for key in await contents(storage) if key.endswith("0.safetensors"))
@@ -155,7 +159,11 @@ def test_an_image_that_is_gone_is_damage(storage: MemoryDriver) -> None:
             await load(storage)
         assert caught.value.key == key
         (damage,) = (await verify(storage)).damages
-        assert (damage.key, damage.what, set(damage.tensors)) == (key, "the file is missing", {"w", "b", "deep.0.t"})
+        assert (damage.key, damage.what, set(damage.tensors)) == (
+            key,
+            "the file is missing",
+            {"w", "b", "deep.0.t"},
+        )
 
     run_inline(run())
 
@@ -185,7 +193,9 @@ def test_two_images_that_changed_places_are_damage() -> None:
     assert [state["own"][0].item() for state in loaded] == [0, 1]
 
     async def run() -> None:
-        a, b = sorted(key for key in await contents(storage) if key.endswith(".safetensors") and "data" in key)
+        a, b = sorted(
+            key for key in await contents(storage) if key.endswith(".safetensors") and "data" in key
+        )
         first, second = await storage.get(a), await storage.get(b)
         await storage.put(a, second)
         await storage.put(b, first)
@@ -200,7 +210,9 @@ def test_two_images_that_changed_places_are_damage() -> None:
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of several chunks: tensors x (40 MB) and y."""
     path = tmp_path_factory.mktemp("large") / "c"
-    holdfast.save(path, {"x": torch.arange(10 << 20, dtype=torch.float32), "y": torch.arange(100_000)})
+    holdfast.save(
+        path, {"x": torch.arange(10 << 20, dtype=torch.float32), "y": torch.arange(100_000)}
+    )
     return path
 
 
@@ -215,10 +227,14 @@ def changed(path: Path, alter: Callable[[bytearray], None]) -> Callable[[], None
 
 
 @pytest.mark.parametrize(
-    "position", [4096, 4096 + (16 << 20) - 4097, (16 << 20) + 70_000, (32 << 20) + 5, 4096 + (40 << 20) - 1]
+    "position",
+    [4096, 4096 + (16 << 20) - 4097, (16 << 20) + 70_000, (32 << 20) + 5, 4096 + (40 << 20) - 1],
 )
-def test_a_slice_is_verified_on_its_own(position: int, large: Path, rng: np.random.Generator) -> None:
-    """A read that touches the damaged block raises and names its bytes; one that does not gives what was saved."""
+def test_a_slice_is_verified_on_its_own(
+    position: int, large: Path, rng: np.random.Generator
+) -> None:
+    """A read that touches the damaged block raises and names its bytes; one that does not gives
+    what was saved."""
 
     def damage(data: bytearray) -> None:
         data[position] ^= 0x10
@@ -234,7 +250,9 @@ def test_a_slice_is_verified_on_its_own(position: int, large: Path, rng: np.rand
                 if 4096 <= other < 4096 + (40 << 20):
                     assert c.read("x", (other - 4096) // 4).item() == (other - 4096) // 4
             report = c.verify()
-            assert [(d.start, d.stop, d.tensors[0]) for d in report.damages] == [(block, block + 65536, "x")]
+            assert [(d.start, d.stop, d.tensors[0]) for d in report.damages] == [
+                (block, block + 65536, "x")
+            ]
         with pytest.raises(holdfast.DamagedError, match="'x'"):
             holdfast.load(large)
     finally:
@@ -242,8 +260,8 @@ def test_a_slice_is_verified_on_its_own(position: int, large: Path, rng: np.rand
 
 
 def test_damage_to_the_checksums_does_not_pass_for_damage_to_the_data(large: Path) -> None:
-    """Whole chunks are checked against the manifest alone, so a load succeeds; a slice cannot be checked, and is refused;
-    ``verify`` says that it is the checksums."""
+    """Whole chunks are checked against the manifest alone, so a load succeeds; a slice cannot be
+    checked, and is refused; ``verify`` says that it is the checksums."""
 
     def damage(data: bytearray) -> None:
         data[-300] ^= 1

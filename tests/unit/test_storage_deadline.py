@@ -36,10 +36,13 @@ def store() -> Iterator[dict[str, Any]]:
 
 
 def test_a_save_that_takes_too_long_fails(store: dict[str, Any]) -> None:
-    """In time, by a DeadlineError that names the time, the URI and what to do; the checkpoint before is untouched."""
+    """In time, by a DeadlineError that names the time, the URI and what to do; the checkpoint
+    before is untouched."""
     holdfast.save(URI, OLD)
     before, began_s = dict(store), time.monotonic()
-    with pytest.raises(DeadlineError, match=r"not committed within 0\.3 s .*memory://deadline.* timeout_s") as caught:
+    with pytest.raises(
+        DeadlineError, match=r"not committed within 0\.3 s .*memory://deadline.* timeout_s"
+    ) as caught:
         holdfast.save(SLOWLY, NEW, timeout_s=0.3)
     assert (caught.value.uri, caught.value.rank) == (URI, 0)
     assert time.monotonic() - began_s < 60
@@ -47,7 +50,8 @@ def test_a_save_that_takes_too_long_fails(store: dict[str, Any]) -> None:
 
 
 def test_a_handle_tells(store: dict[str, Any]) -> None:
-    """An asynchronous save is let go at once, and ``wait()`` raises; the next save to the URI works."""
+    """An asynchronous save is let go at once, and ``wait()`` raises; the next save to the URI
+    works."""
     handle = holdfast.async_save(SLOWLY, NEW, lazy=True, timeout_s=0.3)
     with pytest.raises(DeadlineError, match="not committed"):
         handle.wait(60)
@@ -55,12 +59,14 @@ def test_a_handle_tells(store: dict[str, Any]) -> None:
     holdfast.save(URI, NEW, timeout_s=600)
     assert torch.equal(holdfast.load(URI)["x"], NEW["x"])
     with holdfast.open(URI) as checkpoint:
-        assert {key.split("/")[1] for key in store if key.startswith("data/")} == {checkpoint.attempt}
+        assert {key.split("/")[1] for key in store if key.startswith("data/")} == {
+            checkpoint.attempt
+        }
 
 
 def test_a_save_that_waits_for_another_has_its_time_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is queued behind a save to the same URI that does not end gives up when its own time is over; one that comes
-    after it waits for that save all the same, so they do not fight."""
+    """What is queued behind a save to the same URI that does not end gives up when its own time is
+    over; one that comes after it waits for that save all the same, so they do not fight."""
     gate, real = threading.Event(), MemoryDriver.put
 
     async def put(self: MemoryDriver, key: str, data: bytes, *, exclusive: bool = False) -> None:
@@ -90,8 +96,11 @@ def test_what_is_no_time_is_refused(timeout_s: float) -> None:
 
 
 def test_a_checkpointer_hands_it_on() -> None:
-    """Its saves fail in time, so that training is not left with one save that is under way for ever."""
-    checkpointer = holdfast.Checkpointer(SLOWLY, every=1, on_error="raise", timeout_s=0.2, grace_s=None)
+    """Its saves fail in time, so that training is not left with one save that is under way for
+    ever."""
+    checkpointer = holdfast.Checkpointer(
+        SLOWLY, every=1, on_error="raise", timeout_s=0.2, grace_s=None
+    )
     checkpointer.step(1, NEW)
     with pytest.raises(DeadlineError, match=r"within 0\.2 s"):
         checkpointer.close()
@@ -104,22 +113,26 @@ def test_an_error_of_the_storage_is_no_deadline() -> None:
 
     async def run() -> None:
         driver = Flaky([None, None, down])
-        await run_save(driver, Solo(), SaveJob(flatten(NEW), 1, BUDGET_NBYTES, deadline=Deadline.of(600)))
+        await run_save(
+            driver, Solo(), SaveJob(flatten(NEW), 1, BUDGET_NBYTES, deadline=Deadline.of(600))
+        )
 
     with pytest.raises(StorageDownError, match="no answer"):
         start(run()).result(60)
 
 
 def hangs_at(n: int, deadline: Deadline) -> Iterator[float | None]:
-    """All goes well, but for operation ``n`` (from 0), unless the time is over by then: nothing hangs that tidies up."""
+    """All goes well, but for operation ``n`` (from 0), unless the time is over by then: nothing
+    hangs that tidies up."""
     yield from [None] * n
     yield 600.0 if deadline.until_s is not None and time.monotonic() < deadline.until_s else None
 
 
 @pytest.mark.parametrize("n", range(20))
 def test_wherever_it_hangs_it_ends(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each operation of a save in turn takes ten minutes: the save fails, and leaves nothing; but where it was the put of the
-    manifest, which may turn out to be done, or the look whether somebody prunes, after it. What hangs then does not fail it."""
+    """Each operation of a save in turn takes ten minutes: the save fails, and leaves nothing; but
+    where it was the put of the manifest, which may turn out to be done, or the look whether
+    somebody prunes, after it. What hangs then does not fail it."""
     monkeypatch.setattr("holdfast.storage.operations.save.CLEAN_UP_S", 0.2)
 
     async def run() -> tuple[Any, list[str], str]:
@@ -156,7 +169,10 @@ def test_one_rank_that_is_late_ends_the_save_on_all() -> None:
         inner = Flaky()
         late = Flaky([600.0])
         late.inner = inner.inner
-        works = [run_save(driver, team, job) for driver, team, job in zip((inner, late), teams, jobs, strict=True)]
+        works = [
+            run_save(driver, team, job)
+            for driver, team, job in zip((inner, late), teams, jobs, strict=True)
+        ]
         return await asyncio.gather(*works, return_exceptions=True)
 
     first, second = start(run()).result(60)

@@ -1,4 +1,5 @@
-"""Ranks that read for each other: what happens when the checkpoint is replaced meanwhile, and how much memory they take."""
+"""Ranks that read for each other: what happens when the checkpoint is replaced meanwhile, and how
+much memory they take."""
 
 from __future__ import annotations
 
@@ -45,9 +46,11 @@ def state(value: float) -> dict[str, Any]:
     return {"t": torch.full((100_000,), value)}
 
 
-def test_a_rank_whose_mate_left_since_the_checkpoint_was_replaced_starts_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that reads finds its image gone; the one that waits for it sees only that its mate hangs up. Both load what is
-    there now."""
+def test_a_rank_whose_mate_left_since_the_checkpoint_was_replaced_starts_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The one that reads finds its image gone; the one that waits for it sees only that its mate
+    hangs up. Both load what is there now."""
     monkeypatch.setattr(exchange, "TOLD_S", 0.2)
     driver = Replaced()
     save_as_ranks(driver, [state(1.0)])
@@ -58,8 +61,8 @@ def test_a_rank_whose_mate_left_since_the_checkpoint_was_replaced_starts_over(mo
 
 @pytest.mark.parametrize("how", ["shared memory", "network"])
 def test_an_exchange_stays_within_the_budget(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a rank reads, what it receives and what it shares, all at once: here nothing is delivered fast, so all of it is
-    taken that may be."""
+    """What a rank reads, what it receives and what it shares, all at once: here nothing is
+    delivered fast, so all of it is taken that may be."""
     if how == "network":
         hosts = itertools.count()
         monkeypatch.setattr(transport, "host_key", lambda: f"host {next(hosts)}")
@@ -87,7 +90,11 @@ def test_an_exchange_stays_within_the_budget(how: str, monkeypatch: pytest.Monke
         time.sleep(0.005)
         plain_deliver(self, read, buffer)
 
-    plain_take, plain_give, plain_deliver = buffers.HostPool.take, buffers.HostPool.give, Scatter.deliver
+    plain_take, plain_give, plain_deliver = (
+        buffers.HostPool.take,
+        buffers.HostPool.give,
+        Scatter.deliver,
+    )
     monkeypatch.setattr(buffers.HostPool, "take", take)
     monkeypatch.setattr(buffers.HostPool, "give", give)
     monkeypatch.setattr(Scatter, "deliver", deliver)

@@ -1,4 +1,5 @@
-"""The shell around the scheduler: it performs what it is told, waits for what runs, and raises what failed first."""
+"""The shell around the scheduler: it performs what it is told, waits for what runs, and raises what
+failed first."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ STAGES = (Stage("read", "io"), Stage("hash", "cpu"), Stage("write", "io"))
 class Work:
     """Stages that take random times, and fail where told to; what happened is recorded."""
 
-    def __init__(self, rng: np.random.Generator, fail: dict[tuple[int, str], BaseException] | None = None) -> None:
+    def __init__(
+        self, rng: np.random.Generator, fail: dict[tuple[int, str], BaseException] | None = None
+    ) -> None:
         self.rng, self.fail = rng, fail or {}
         self.running: Counter[str] = Counter()
         self.most: Counter[str] = Counter()
@@ -72,9 +75,15 @@ def test_no_jobs_are_no_work(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("stage", ["read", "hash", "write"])
-def test_the_first_error_is_raised_after_what_runs_has_ended(stage: str, rng: np.random.Generator) -> None:
-    """Buffers are in use until then; each that was taken is given back, and nothing is begun any more."""
-    work = Work(rng, {(7, stage): OSError("7")} | {(job, "write"): OSError(f"{job}") for job in range(9, 20)})
+def test_the_first_error_is_raised_after_what_runs_has_ended(
+    stage: str, rng: np.random.Generator
+) -> None:
+    """Buffers are in use until then; each that was taken is given back, and nothing is begun any
+    more."""
+    work = Work(
+        rng,
+        {(7, stage): OSError("7")} | {(job, "write"): OSError(f"{job}") for job in range(9, 20)},
+    )
     with pytest.raises(OSError, match=r"\d+") as caught:
         asyncio.run(execute(scheduler(), [10] * 20, work.perform, work.release))
     assert caught.value is work.raised[0]
@@ -85,7 +94,8 @@ def test_the_first_error_is_raised_after_what_runs_has_ended(stage: str, rng: np
 
 @pytest.mark.parametrize("after", [0, 1, 5, 12])
 def test_cancelled_it_waits_for_what_runs(after: int, rng: np.random.Generator) -> None:
-    """Stages in worker threads cannot be interrupted: their buffers are released after they have ended, each once."""
+    """Stages in worker threads cannot be interrupted: their buffers are released after they have
+    ended, each once."""
     busy: set[int] = set()
     released: list[int] = []
     begun: set[int] = set()
@@ -133,7 +143,9 @@ def test_cancelled_twice_it_still_waits(rng: np.random.Generator) -> None:
         await offload(in_thread)
 
     async def run() -> None:
-        task = asyncio.ensure_future(execute(scheduler(), [1], perform, lambda job: released.append(ended.is_set())))
+        task = asyncio.ensure_future(
+            execute(scheduler(), [1], perform, lambda job: released.append(ended.is_set()))
+        )
         while not busy.is_set():
             await asyncio.sleep(0.001)
         for _ in range(3):

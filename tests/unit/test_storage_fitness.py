@@ -1,4 +1,5 @@
-"""A save finds out that its storage cannot keep what is promised, before it harms anybody, and says so."""
+"""A save finds out that its storage cannot keep what is promised, before it harms anybody, and says
+so."""
 
 from __future__ import annotations
 
@@ -38,17 +39,24 @@ class Ignoring(MemoryDriver):
 class IgnoringStore(Ignoring):
     """Likewise, with the option that object stores have."""
 
-    OPTIONS: ClassVar = {"conditional": Option(switch, True, "whether the store knows conditional puts")}
+    OPTIONS: ClassVar = {
+        "conditional": Option(switch, True, "whether the store knows conditional puts")
+    }
 
 
 class Whole(MemoryDriver):
-    """Refuses a range that is the whole object, as a client does that was answered 200 rather than 206."""
+    """Refuses a range that is the whole object, as a client does that was answered 200 rather than
+    206."""
 
-    refuses: Callable[[int, int, int], bool] = staticmethod(lambda start, stop, nbytes: (start, stop) == (0, nbytes))
+    refuses: Callable[[int, int, int], bool] = staticmethod(
+        lambda start, stop, nbytes: (start, stop) == (0, nbytes)
+    )
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
         if self.refuses(start, start + len(into), len(await self.get(key))):
-            raise holdfast.StorageError("received non-partial response when range requested", uri=self.uri, key=key)
+            raise holdfast.StorageError(
+                "received non-partial response when range requested", uri=self.uri, key=key
+            )
         await super().read(key, start, into)
 
 
@@ -92,7 +100,8 @@ def test_the_option_for_stores_without_conditional_puts_is_named() -> None:
 
 
 def test_on_such_a_storage_nobody_else_is_sentenced() -> None:
-    """A save in flight, which has claimed, is neither sentenced nor deleted by one that begins: its fate stays."""
+    """A save in flight, which has claimed, is neither sentenced nor deleted by one that begins: its
+    fate stays."""
     good, careless = MemoryDriver("fitness-others"), Ignoring("fitness-others")
     other = run(commit.begin(good))
     run(good.put(other.fate, b"claim 0123456789abcdef", exclusive=True))
@@ -123,7 +132,8 @@ def test_what_does_not_promise_exclusive_puts_is_not_asked() -> None:
 
 
 def test_a_marker_that_is_deleted_meanwhile_is_no_fault_of_the_storage() -> None:
-    """Another save has sentenced this one: that is what is said. What was stored in the marker's place is no marker."""
+    """Another save has sentenced this one: that is what is said. What was stored in the marker's
+    place is no marker."""
     storage = MemoryDriver()
     begun = itertools.count()
 
@@ -136,8 +146,8 @@ def test_a_marker_that_is_deleted_meanwhile_is_no_fault_of_the_storage() -> None
 
 
 def test_a_trial_that_comes_late_is_taken_for_no_marker() -> None:
-    """The attempt is being deleted, its marker first; then a put that had been on its way for long is done: whoever claims
-    now is still told that it was overtaken."""
+    """The attempt is being deleted, its marker first; then a put that had been on its way for long
+    is done: whoever claims now is still told that it was overtaken."""
     storage = MemoryDriver()
     attempt = run(commit.begin(storage))
     run(storage.delete(attempt.marker))
@@ -147,7 +157,9 @@ def test_a_trial_that_comes_late_is_taken_for_no_marker() -> None:
 
 
 @pytest.mark.parametrize("kind", [Whole, Shifted])
-def test_a_storage_that_cannot_answer_ranges_fails_the_save_and_not_the_load(kind: type[MemoryDriver]) -> None:
+def test_a_storage_that_cannot_answer_ranges_fails_the_save_and_not_the_load(
+    kind: type[MemoryDriver],
+) -> None:
     """What was there before stays the checkpoint, and nothing of the save is left."""
     name = f"fitness-{kind.__name__}"
     run(save(MemoryDriver(name), OLD))
@@ -196,7 +208,9 @@ def test_a_save_costs_one_put_and_two_reads_more(tmp_path: Path) -> None:
     run(hooked.inner.close())
     assert asked.count(("put", "attempt.json")) == 2
     assert asked.count(("read", "fate")) == 2
-    assert asked.index(("put", MANIFEST_KEY)) > max(n for n, one in enumerate(asked) if one == ("read", "fate"))
+    assert asked.index(("put", MANIFEST_KEY)) > max(
+        n for n, one in enumerate(asked) if one == ("read", "fate")
+    )
 
 
 def test_a_save_by_the_public_call_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:

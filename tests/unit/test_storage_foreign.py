@@ -1,4 +1,5 @@
-"""What is at a URI that is no checkpoint is said by name: other programs' folders and files, and checkpoints close by."""
+"""What is at a URI that is no checkpoint is said by name: other programs' folders and files, and
+checkpoints close by."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ def test_files_of_torch_save(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
     torch.save({"state_dict": {}}, tmp_path / "epoch=1.ckpt")
     assert "it is a file of torch.save (in" in said(tmp_path / "new.pt")
-    assert "it is a pickle, as older versions of torch.save" in said(tmp_path / "old.bin", holdfast.open)
+    assert "it is a pickle, as older versions of torch.save" in said(
+        tmp_path / "old.bin", holdfast.open
+    )
     assert "as Lightning's Trainer writes it" in said(tmp_path / "epoch=1.ckpt")
     assert "it looks like files of torch.save" in said(tmp_path)
     assert "it is a file of torch.save" in said(tmp_path / "new.pt", holdfast.list_checkpoints)
@@ -75,28 +78,45 @@ def test_safetensors(tmp_path: Path) -> None:
     [
         (("latest", "global_step10/mp_rank_00_model_states.pt"), "a DeepSpeed checkpoint"),
         (("zero_pp_rank_0_mp_rank_00_optim_states.pt",), "a DeepSpeed checkpoint"),
-        (("latest", "global_step10/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"), "a DeepSpeed checkpoint"),
+        (
+            ("latest", "global_step10/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+            "a DeepSpeed checkpoint",
+        ),
         (("meta.pt", ".metadata", "__0_0.distcp"), "a Lightning checkpoint"),
         (("checkpoint/meta.pt", "checkpoint/.metadata"), "a Lightning checkpoint"),
-        (("latest_checkpointed_iteration.txt", "iter_0000010/common.pt"), "a Megatron-LM checkpoint"),
+        (
+            ("latest_checkpointed_iteration.txt", "iter_0000010/common.pt"),
+            "a Megatron-LM checkpoint",
+        ),
         (
             ("iter_0000010/common.pt", "iter_0000010/metadata.json", "iter_0000010/.metadata"),
             "a Megatron-LM checkpoint",
         ),
-        (("step-10/.metadata", "step-10/__0_0.distcp"), "a checkpoint of torch.distributed.checkpoint"),
+        (
+            ("step-10/.metadata", "step-10/__0_0.distcp"),
+            "a checkpoint of torch.distributed.checkpoint",
+        ),
         (("__0_0.distcp",), "a checkpoint of torch.distributed.checkpoint"),
         (("100/default/manifest.ocdbt", "100/_CHECKPOINT_METADATA"), "an Orbax checkpoint"),
         (("params/w/.zarray",), "a TensorStore"),
-        (("model.safetensors.index.json", "model-00001-of-00002.safetensors"), "a model in Hugging Face's safetensors"),
+        (
+            ("model.safetensors.index.json", "model-00001-of-00002.safetensors"),
+            "a model in Hugging Face's safetensors",
+        ),
         (("adapter_config.json", "adapter_model.safetensors"), "an adapter of PEFT"),
-        (("trainer_state.json", "model.safetensors", "optimizer.pt"), "a checkpoint of Hugging Face's Trainer"),
+        (
+            ("trainer_state.json", "model.safetensors", "optimizer.pt"),
+            "a checkpoint of Hugging Face's Trainer",
+        ),
         (("random_states_0.pkl", "model.safetensors"), "a checkpoint of Accelerate"),
         (("pytorch_model-00001-of-00002.bin",), "a model of Hugging Face"),
         (("ckpt-1.index", "ckpt-1.data-00000-of-00001"), "a TensorFlow checkpoint"),
         ((".snapshot_metadata", "0/w"), "a torchsnapshot"),
     ],
 )
-def test_folders_are_known_by_their_names(names: tuple[str, ...], what: str, tmp_path: Path) -> None:
+def test_folders_are_known_by_their_names(
+    names: tuple[str, ...], what: str, tmp_path: Path
+) -> None:
     """No file in them is opened."""
     assert f"it looks like {what}" in said(touch(tmp_path / "c", *names))
 
@@ -156,12 +176,19 @@ def test_the_command_line_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[
         ("c", "it looks like a checkpoint of torch.distributed"),
     ):
         uri = str(tmp_path / name)
-        for command in (["ls", uri], ["show", uri], ["verify", uri], ["cp", uri, str(tmp_path / "copy")]):
+        for command in (
+            ["ls", uri],
+            ["show", uri],
+            ["verify", uri],
+            ["cp", uri, str(tmp_path / "copy")],
+        ):
             assert app.run(command) != 0
             assert what in capsys.readouterr().err
 
 
-def test_a_bounded_number_of_names_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bounded_number_of_names_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A bucket may have millions."""
     touch(tmp_path / "c", *(f"{i}.distcp" for i in range(50)))
     monkeypatch.setattr("holdfast.storage.operations.foreign.LOOKED_AT", 10)

@@ -1,4 +1,5 @@
-"""A checkpoint seen through fsspec: what numpy, safetensors, pandas and DuckDB find there, and what is read for it."""
+"""A checkpoint seen through fsspec: what numpy, safetensors, pandas and DuckDB find there, and what
+is read for it."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ register_implementation("holdfast", HoldfastFileSystem, clobber=True)
 
 
 def state(rng: np.random.Generator) -> dict[str, Any]:
-    """Tensors of several dtypes and shapes, an odd name, a tied tensor, and values of several kinds."""
+    """Tensors of several dtypes and shapes, an odd name, a tied tensor, and values of several
+    kinds."""
     w = torch.from_numpy(rng.standard_normal((300, 200)))
     return {
         "w": w,
@@ -66,7 +68,8 @@ def fs(saved: tuple[str, dict[str, Any]]) -> HoldfastFileSystem:
 
 
 def test_the_root_lists_a_file_per_tensor_and_format(fs: HoldfastFileSystem) -> None:
-    """By name, encoded where need be; without .npy where numpy lacks the dtype, without .safetensors where that does."""
+    """By name, encoded where need be; without .npy where numpy lacks the dtype, without
+    .safetensors where that does."""
     assert set(fs.ls("", detail=False)) == {
         *(f"{n}.{kind}" for n in ("w", "tied", "flags", "scalar", "empty", "array") for kind in ("npy", "safetensors")),
         "half.safetensors", "c.npy", "odd%2F%5Bname%5D%2A.npy", "odd%2F%5Bname%5D%2A.safetensors",
@@ -78,7 +81,9 @@ def test_the_root_lists_a_file_per_tensor_and_format(fs: HoldfastFileSystem) -> 
         fs.ls("nothing")
 
 
-def test_numpy_opens_every_tensor_that_it_can(fs: HoldfastFileSystem, saved: tuple[str, dict[str, Any]]) -> None:
+def test_numpy_opens_every_tensor_that_it_can(
+    fs: HoldfastFileSystem, saved: tuple[str, dict[str, Any]]
+) -> None:
     """Equal in dtype, shape and bits, by an open file and by its bytes."""
     for name in ("w", "tied", "c", "flags", "scalar", "empty", "array"):
         expected = np.asarray(saved[1][name])
@@ -89,16 +94,25 @@ def test_numpy_opens_every_tensor_that_it_can(fs: HoldfastFileSystem, saved: tup
         assert np.load(io.BytesIO(fs.cat_file(f"{name}.npy"))).tobytes() == expected.tobytes()
 
 
-def test_safetensors_opens_every_tensor_that_it_can(fs: HoldfastFileSystem, saved: tuple[str, dict[str, Any]]) -> None:
+def test_safetensors_opens_every_tensor_that_it_can(
+    fs: HoldfastFileSystem, saved: tuple[str, dict[str, Any]]
+) -> None:
     """Alone in its file, under its own name."""
-    for file, name in [("w", "w"), ("half", "half"), ("scalar", "scalar"), ("odd%2F%5Bname%5D%2A", "odd/[name]*")]:
+    for file, name in [
+        ("w", "w"),
+        ("half", "half"),
+        ("scalar", "scalar"),
+        ("odd%2F%5Bname%5D%2A", "odd/[name]*"),
+    ]:
         loaded = safetensors.torch.load(fs.cat_file(f"{file}.safetensors"))
         assert list(loaded) == [name]
         assert loaded[name].dtype == saved[1][name].dtype
         assert torch.equal(loaded[name], saved[1][name])
 
 
-def test_images_are_there_as_they_are(fs: HoldfastFileSystem, saved: tuple[str, dict[str, Any]]) -> None:
+def test_images_are_there_as_they_are(
+    fs: HoldfastFileSystem, saved: tuple[str, dict[str, Any]]
+) -> None:
     """What a rank wrote is a safetensors file of all that it holds."""
     loaded = safetensors.torch.load(fs.cat_file("images/0.safetensors"))
     assert torch.equal(loaded["tied"], saved[1]["w"])
@@ -110,7 +124,9 @@ def test_pandas_reads_tables_and_values(saved: tuple[str, dict[str, Any]]) -> No
     assert table.loc["w", "nbytes"] == 300 * 200 * 8
     assert table.loc["w", "shape"] == "300 200"
     assert table.loc["w", "alias_of"] == "tied"
-    values = pd.read_json(f"holdfast://values.json::{saved[0]}", dtype=False).set_index("path")["value"]
+    values = pd.read_json(f"holdfast://values.json::{saved[0]}", dtype=False).set_index("path")[
+        "value"
+    ]
     assert values['state["step"]'] == 12
 
 
@@ -119,7 +135,9 @@ def test_duckdb_reads_tables(fs: HoldfastFileSystem) -> None:
     duckdb = pytest.importorskip("duckdb", reason="needs duckdb")
     with duckdb.connect() as connection:
         connection.register_filesystem(fs)
-        rows = connection.sql("SELECT nbytes FROM read_csv('holdfast://tensors.csv') WHERE name = 'w'").fetchall()
+        rows = connection.sql(
+            "SELECT nbytes FROM read_csv('holdfast://tensors.csv') WHERE name = 'w'"
+        ).fetchall()
     assert rows == [(300 * 200 * 8,)]
 
 
@@ -130,9 +148,12 @@ def test_chained_urls_open_files(saved: tuple[str, dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("start", "end"), [(None, None), (0, 10), (-9, None), (120, 137), (100, 200), (5, 5), (0, 10**9)]
+    ("start", "end"),
+    [(None, None), (0, 10), (-9, None), (120, 137), (100, 200), (5, 5), (0, 10**9)],
 )
-def test_ranges_mean_what_slices_mean(fs: HoldfastFileSystem, start: int | None, end: int | None) -> None:
+def test_ranges_mean_what_slices_mean(
+    fs: HoldfastFileSystem, start: int | None, end: int | None
+) -> None:
     """Across the made-up header and the data, negative and beyond the end."""
     whole = fs.cat_file("array.npy")
     assert fs.cat_file("array.npy", start, end) == whole[start:end]
@@ -160,7 +181,9 @@ def test_a_range_reads_only_its_blocks(rng: np.random.Generator) -> None:
     assert read == []
 
 
-def test_damage_is_an_error_and_never_a_value(saved: tuple[str, dict[str, Any]], fs: HoldfastFileSystem) -> None:
+def test_damage_is_an_error_and_never_a_value(
+    saved: tuple[str, dict[str, Any]], fs: HoldfastFileSystem
+) -> None:
     """A flipped byte of a tensor is found when its file is read; other tensors can still be read."""
     (image,) = Path(saved[0].removeprefix("file://")).glob("data/*/0.safetensors")
     content = bytearray(image.read_bytes())
@@ -173,13 +196,18 @@ def test_damage_is_an_error_and_never_a_value(saved: tuple[str, dict[str, Any]],
         np.load(file)
 
 
-def test_a_replaced_checkpoint_says_so(saved: tuple[str, dict[str, Any]], fs: HoldfastFileSystem) -> None:
+def test_a_replaced_checkpoint_says_so(
+    saved: tuple[str, dict[str, Any]], fs: HoldfastFileSystem
+) -> None:
     """What was opened is not there any more; a new file system shows the new one."""
     assert fs.isfile("w.npy")
     holdfast.save(saved[0], {"w": torch.ones(2)})
     with pytest.raises(ReplacedError):
         fs.cat_file("w.npy")
-    assert np.load(io.BytesIO(HoldfastFileSystem(saved[0]).cat_file("w.npy"))).tolist() == [1.0, 1.0]
+    assert np.load(io.BytesIO(HoldfastFileSystem(saved[0]).cat_file("w.npy"))).tolist() == [
+        1.0,
+        1.0,
+    ]
 
 
 def test_it_is_read_only(fs: HoldfastFileSystem) -> None:
@@ -201,7 +229,8 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_no_torch_is_needed(saved: tuple[str, dict[str, Any]]) -> None:
     """A process that reads through the file system never imports torch."""
     code = (
-        "import sys, io, numpy; from holdfast.storage.integrations.fsspec import HoldfastFileSystem\n"
+        "import sys, io, numpy; from holdfast.storage.integrations.fsspec import "
+        "HoldfastFileSystem\n"
         "fs = HoldfastFileSystem(sys.argv[1]); fs.ls('')\n"
         "assert numpy.load(io.BytesIO(fs.cat_file('w.npy'))).shape == (300, 200)\n"
         "assert 'torch' not in sys.modules"
@@ -214,7 +243,8 @@ def test_no_torch_is_needed(saved: tuple[str, dict[str, Any]]) -> None:
 
 @pytest.fixture(scope="module")
 def sharded() -> Iterator[tuple[holdfast.Checkpoint, dict[str, np.ndarray]]]:
-    """A checkpoint whose tensors lie in boxes of four ranks, of uneven sizes and cut in either dimension."""
+    """A checkpoint whose tensors lie in boxes of four ranks, of uneven sizes and cut in either
+    dimension."""
     rng = np.random.default_rng(7)
     tensors = {
         "quarters": rng.standard_normal((37, 53)),
@@ -223,13 +253,21 @@ def sharded() -> Iterator[tuple[holdfast.Checkpoint, dict[str, np.ndarray]]]:
         "bytes": rng.integers(0, 255, 9, dtype=np.uint8),
     }
     cuts = {
-        "quarters": [(slice(a, b), slice(c, d)) for a, b in ((0, 20), (20, 37)) for c, d in ((0, 5), (5, 53))],
-        "last": [(slice(0, 5), slice(0, 7), slice(c, d)) for c, d in ((0, 3), (3, 6), (6, 9), (9, 11))],
-        "columns": [(slice(0, 1000), slice(c, d)) for c, d in ((0, 100), (100, 101), (101, 299), (299, 300))],
+        "quarters": [
+            (slice(a, b), slice(c, d)) for a, b in ((0, 20), (20, 37)) for c, d in ((0, 5), (5, 53))
+        ],
+        "last": [
+            (slice(0, 5), slice(0, 7), slice(c, d)) for c, d in ((0, 3), (3, 6), (6, 9), (9, 11))
+        ],
+        "columns": [
+            (slice(0, 1000), slice(c, d)) for c, d in ((0, 100), (100, 101), (101, 299), (299, 300))
+        ],
         "bytes": [(slice(c, d),) for c, d in ((0, 1), (1, 4), (4, 5), (5, 9))],
     }
     boxes = {
-        name: [Box(tuple(s.start for s in cut), tuple(s.stop - s.start for s in cut)) for cut in found]
+        name: [
+            Box(tuple(s.start for s in cut), tuple(s.stop - s.start for s in cut)) for cut in found
+        ]
         for name, found in cuts.items()
     }
     save_cut(open_driver("memory://sharded"), tensors, boxes)
@@ -241,7 +279,8 @@ def sharded() -> Iterator[tuple[holdfast.Checkpoint, dict[str, np.ndarray]]]:
 def test_any_range_of_a_sharded_tensor_is_read(
     sharded: tuple[holdfast.Checkpoint, dict[str, np.ndarray]], data: st.DataObject
 ) -> None:
-    """Bytes in row-major order, whatever boxes they lie in, also from within one element to within another."""
+    """Bytes in row-major order, whatever boxes they lie in, also from within one element to within
+    another."""
     checkpoint, expected = sharded
     name = data.draw(st.sampled_from(sorted(expected)))
     whole = expected[name].tobytes()

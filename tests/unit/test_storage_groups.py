@@ -23,7 +23,10 @@ class Net(nn.Module):
 
 
 Groups = list[tuple[list[str], dict[str, Any]]]
-DECAY: Groups = [(["a.weight", "b.weight"], {"lr": 1.0, "weight_decay": 0.1}), (["a.bias", "b.bias"], {"lr": 2.0})]
+DECAY: Groups = [
+    (["a.weight", "b.weight"], {"lr": 1.0, "weight_decay": 0.1}),
+    (["a.bias", "b.bias"], {"lr": 2.0}),
+]
 REST: Groups = [(["c.weight", "c.bias"], {"lr": 3.0, "betas": (0.5, 0.6)})]
 
 
@@ -67,16 +70,21 @@ def split(groups: Groups) -> Groups:
 @pytest.mark.parametrize(
     "arranged",
     [
-        pytest.param(lambda groups: [(names, {"lr": 7.0}) for names, _ in groups], id="as they were"),
+        pytest.param(
+            lambda groups: [(names, {"lr": 7.0}) for names, _ in groups], id="as they were"
+        ),
         pytest.param(lambda groups: groups[::-1], id="the other way round"),
         pytest.param(
-            lambda groups: [(names[::-1], h) for names, h in groups], id="their parameters the other way round"
+            lambda groups: [(names[::-1], h) for names, h in groups],
+            id="their parameters the other way round",
         ),
         pytest.param(split, id="split"),
         pytest.param(lambda groups: [([], {"lr": 8.0}), *groups[::-1]], id="with an empty one"),
     ],
 )
-def test_hyperparameters_are_given_back_by_the_names_of_parameters(arranged: Callable[[Groups], Groups]) -> None:
+def test_hyperparameters_are_given_back_by_the_names_of_parameters(
+    arranged: Callable[[Groups], Groups],
+) -> None:
     """In whatever order, and in how many parts, groups are made: each parameter has what it had."""
     net, optim = trained(DECAY + REST)
     uri = fresh_uri()
@@ -87,7 +95,8 @@ def test_hyperparameters_are_given_back_by_the_names_of_parameters(arranged: Cal
 
 
 def test_groups_that_agree_may_be_joined() -> None:
-    """Into one, which has the hyperparameters of both; groups that differ may not, and the error says in what."""
+    """Into one, which has the hyperparameters of both; groups that differ may not, and the error
+    says in what."""
     alike: Groups = [(["a.weight"], {"lr": 1.0}), (["a.bias"], {"lr": 1.0})]
     net, optim = trained(alike)
     uri = fresh_uri()
@@ -100,7 +109,9 @@ def test_groups_that_agree_may_be_joined() -> None:
     other, into = grouped([(["a.bias", "a.weight", "b.bias", "b.weight"], {})])
     before = hyperparameters_alone(into)
     for strict in (True, False):
-        with pytest.raises(holdfast.MismatchError, match="which differ in lr, weight_decay") as caught:
+        with pytest.raises(
+            holdfast.MismatchError, match="which differ in lr, weight_decay"
+        ) as caught:
             holdfast.load(uri, into={"net": other, "optim": into}, strict=strict)
         assert 'state["optim"]: parameter group 0 has parameters of groups' in str(caught.value)
     assert hyperparameters_alone(into) == before
@@ -112,13 +123,15 @@ def hyperparameters_alone(optim: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def test_a_group_that_is_not_stored_is_said_and_keeps_what_it_has() -> None:
-    """Strictly, a parameter that no stored group has is an error before anything is read; else its group stays as it is."""
+    """Strictly, a parameter that no stored group has is an error before anything is read; else its
+    group stays as it is."""
     net, optim = trained(DECAY)
     uri = fresh_uri()
     holdfast.save(uri, {"net": net, "optim": optim})
     other, into = grouped(REST + DECAY[::-1])
     with pytest.raises(
-        holdfast.MismatchError, match=r"group 0: no group of the checkpoint has .*'c\.weight', 'c\.bias'"
+        holdfast.MismatchError,
+        match=r"group 0: no group of the checkpoint has .*'c\.weight', 'c\.bias'",
     ):
         holdfast.load(uri, into={"net": other, "optim": into})
     holdfast.load(uri, into={"net": other, "optim": into}, strict=False)
@@ -159,11 +172,16 @@ def test_keys_of_the_users_own_and_of_schedulers_are_taken_over() -> None:
     holdfast.save(uri, {"net": net, "optim": optim})
     other, into = grouped(DECAY[::-1])
     into.defaults["of a later release"] = True
-    with pytest.raises(holdfast.MismatchError, match=r"it has name, and AdamW has of a later release"):
+    with pytest.raises(
+        holdfast.MismatchError, match=r"it has name, and AdamW has of a later release"
+    ):
         holdfast.load(uri, into={"net": other, "optim": into})
     del into.defaults["of a later release"]
     holdfast.load(uri, into={"net": other, "optim": into})
-    assert [(group["name"], "max_lr" in group) for group in into.param_groups] == [("2.0", True), ("1.0", True)]
+    assert [(group["name"], "max_lr" in group) for group in into.param_groups] == [
+        ("2.0", True),
+        ("1.0", True),
+    ]
 
 
 def test_names_that_torch_has_given_stay_those_of_the_job_that_loads() -> None:
@@ -195,7 +213,10 @@ def test_without_a_module_names_of_torch_tell_parameters_apart() -> None:
             [*DECAY[:1], (["a.bias"], {}), (["b.bias"], {})],
             r"in groups of \[2, 2\]; the optimizer's groups have \[2, 1, 1\]",
         ),
-        ([(["a.weight"], {}), (["b.weight", "a.bias", "b.bias"], {})], r"in groups of \[2, 2\]; .* have \[1, 3\]"),
+        (
+            [(["a.weight"], {}), (["b.weight", "a.bias", "b.bias"], {})],
+            r"in groups of \[2, 2\]; .* have \[1, 3\]",
+        ),
     ],
 )
 def test_a_state_by_number_wants_the_same_groups(groups: Groups, said: str) -> None:
@@ -233,7 +254,8 @@ def test_tied_parameters_are_found_by_any_of_their_names() -> None:
 
     nets = [Tied(("x", "y")), Tied(("y", "x"))]
     optim, into = [
-        torch.optim.SGD(net.parameters(), lr, momentum=0.9) for net, lr in zip(nets, (0.1, 0.2), strict=True)
+        torch.optim.SGD(net.parameters(), lr, momentum=0.9)
+        for net, lr in zip(nets, (0.1, 0.2), strict=True)
     ]
     optim.state[nets[0].x]["momentum_buffer"] = torch.full((2, 2), 4.0)
     uri = fresh_uri()
@@ -249,16 +271,21 @@ def test_another_kind_of_optimizer_is_said() -> None:
     uri = fresh_uri()
     holdfast.save(uri, {"net": net, "optim": optim})
     other = Net()
-    into = torch.optim.SGD([p for n, p in other.named_parameters() if n[0] != "c"], 0.1, momentum=0.9)
+    into = torch.optim.SGD(
+        [p for n, p in other.named_parameters() if n[0] != "c"], 0.1, momentum=0.9
+    )
     with pytest.raises(
-        holdfast.MismatchError, match=r"another kind of optimizer: it has .*betas.*and SGD has .*momentum"
+        holdfast.MismatchError,
+        match=r"another kind of optimizer: it has .*betas.*and SGD has .*momentum",
     ):
         holdfast.load(uri, into={"net": other, "optim": into})
 
 
 def test_a_learning_rate_that_is_a_tensor_follows_its_group() -> None:
     """Also where groups are in another order."""
-    rates: Groups = [(names, {"lr": torch.tensor(float(i + 1))}) for i, (names, _) in enumerate(DECAY + REST)]
+    rates: Groups = [
+        (names, {"lr": torch.tensor(float(i + 1))}) for i, (names, _) in enumerate(DECAY + REST)
+    ]
     net, optim = grouped(rates)
     uri = fresh_uri()
     holdfast.save(uri, {"net": net, "optim": optim})
@@ -285,10 +312,13 @@ def test_a_stored_parameter_that_the_optimizer_has_not_is_not_read() -> None:
     holdfast.save(uri, {"net": net, "optim": optim})
     other, into = grouped([(["a.weight"], {}), (["a.bias"], {})])
     with pytest.raises(
-        holdfast.MismatchError, match=r"tensor 'optim\.state\.b\.weight\.exp_avg' of the checkpoint: no place"
+        holdfast.MismatchError,
+        match=r"tensor 'optim\.state\.b\.weight\.exp_avg' of the checkpoint: no place",
     ):
         holdfast.load(uri, into={"net": other, "optim": into})
     reports: list[holdfast.LoadReport] = []
     holdfast.load(uri, into={"net": other, "optim": into}, strict="state", on_report=reports.append)
     assert reports[0].bytes_wanted == 4 * (18 + 2 * 6 + 2)
-    assert hyperparameters(other, into) == {k: v for k, v in hyperparameters(net, optim).items() if k[0] == "a"}
+    assert hyperparameters(other, into) == {
+        k: v for k, v in hyperparameters(net, optim).items() if k[0] == "a"
+    }

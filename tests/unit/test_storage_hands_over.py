@@ -1,4 +1,5 @@
-"""Storage whose library hands over memory of its own: it is used as it is, and what it holds counts."""
+"""Storage whose library hands over memory of its own: it is used as it is, and what it holds
+counts."""
 
 from __future__ import annotations
 
@@ -31,8 +32,9 @@ class _Handed(np.ndarray[Any, np.dtype[np.uint8]]):
 
 @dataclass
 class Library:
-    """How many bytes reads from ``memory://`` take, whenever one begins: a read twice what it reads, a fetch once what is
-    still held of it. ``offset``: how far from an aligned address fetched bytes are."""
+    """How many bytes reads from ``memory://`` take, whenever one begins: a read twice what it
+    reads, a fetch once what is still held of it. ``offset``: how far from an aligned address
+    fetched bytes are."""
 
     now: int = 0
     seen: list[int] = field(default_factory=list)
@@ -49,7 +51,8 @@ class Library:
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
-    """Drivers of ``memory://`` hand over what they fetch, at odd addresses and not to be written to."""
+    """Drivers of ``memory://`` hand over what they fetch, at odd addresses and not to be written
+    to."""
     init, read, library = MemoryDriver.__init__, MemoryDriver.read, Library()
 
     def made(self: MemoryDriver, location: str = "") -> None:
@@ -94,7 +97,8 @@ def _verify(uri: str) -> None:
 
 @pytest.mark.parametrize("use", [_load, _copy, _verify])
 def test_what_it_holds_is_within_the_budget(use: Callable[[str], None], library: Library) -> None:
-    """Loads, copies and verification have as many chunks in memory at once as the budget allows, and more than one."""
+    """Loads, copies and verification have as many chunks in memory at once as the budget allows,
+    and more than one."""
     uri = fresh_uri()
     holdfast.save(uri, {"w": torch.zeros(CHUNKS << 24, dtype=torch.uint8)})
     library.seen.clear()
@@ -118,7 +122,9 @@ def test_what_an_upload_holds_is_within_the_budget(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(MemoryDriver, "__init__", holding)
     monkeypatch.setattr(_MemoryUpload, "write", slow)
-    monkeypatch.setattr(HostBuffer, "allocate", lambda nbytes: made.append(nbytes) or allocate(nbytes))
+    monkeypatch.setattr(
+        HostBuffer, "allocate", lambda nbytes: made.append(nbytes) or allocate(nbytes)
+    )
     state = {"w": torch.zeros(CHUNKS << 24, dtype=torch.uint8)}
     for held_nbytes[0], at_most in ((0, 4), (32 << 20, 2), (1 << 30, 1)):
         uri = fresh_uri()
@@ -130,9 +136,12 @@ def test_what_an_upload_holds_is_within_the_budget(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_load_uses_it_as_it_is(library: Library) -> None:
-    """Whole tensors, slices, transposed and cast ones come back bit for bit from fetched memory, wherever it begins and
-    ends; all of the data was fetched, and none of it is held any more."""
-    uri, state = fresh_uri(), {"bytes": torch.arange(100_001) % 251, "floats": torch.randn(300, 701)}
+    """Whole tensors, slices, transposed and cast ones come back bit for bit from fetched memory,
+    wherever it begins and ends; all of the data was fetched, and none of it is held any more."""
+    uri, state = (
+        fresh_uri(),
+        {"bytes": torch.arange(100_001) % 251, "floats": torch.randn(300, 701)},
+    )
     state["bytes"] = state["bytes"].to(torch.uint8)
     holdfast.save(uri, state)
     into = {"bytes": torch.zeros_like(state["bytes"]), "floats": torch.zeros(701, 300).T}
@@ -144,7 +153,8 @@ def test_a_load_uses_it_as_it_is(library: Library) -> None:
     assert torch.equal(wide["floats"], state["floats"].double())
     with holdfast.open(uri) as checkpoint:
         assert torch.equal(
-            checkpoint.read("floats", (slice(17, 200, 3), slice(5, 600))), state["floats"][17:200:3, 5:600]
+            checkpoint.read("floats", (slice(17, 200, 3), slice(5, 600))),
+            state["floats"][17:200:3, 5:600],
         )
     assert library.now == 0
 

@@ -1,4 +1,5 @@
-"""Manifests that no save writes, with a checksum that is right: refused as errors of ours, at once, and in little memory."""
+"""Manifests that no save writes, with a checksum that is right: refused as errors of ours, at once,
+and in little memory."""
 
 from __future__ import annotations
 
@@ -67,8 +68,11 @@ def sharing(columns: Columns, fields: Head) -> None:
 
 
 def hollow(columns: Columns, fields: Head) -> None:
-    """Tensor "again", and what is tied to it, without elements, and of strides that nothing can hold."""
-    columns["tensor.shape"] = np.pad(columns["tensor.shape"].astype(np.uint64), ((0, 0), (0, 1)), constant_values=1)
+    """Tensor "again", and what is tied to it, without elements, and of strides that nothing can
+    hold."""
+    columns["tensor.shape"] = np.pad(
+        columns["tensor.shape"].astype(np.uint64), ((0, 0), (0, 1)), constant_values=1
+    )
     columns["tensor.shape"][:2] = [0, 1 << 40, 1 << 40]
     columns["tensor.ndim"][:2] = 3
     columns["tensor.shards"][1] = 0
@@ -151,13 +155,13 @@ FORGERIES: dict[str, Alter] = {
     **{
         f"value {text[:40]}": (lambda c, h, text=text: h["tree"]["values"][0].__setitem__(2, [[[0], json.loads(text)]]))
         for text in [
-            '{"$pickle": "gASVAAAA"}', '{"$int": "zz"}', '{"$int": 5}', '{"$float": "1e999x"}', '{"$float": [1]}', '{"$bytes": "*"}', '{"$bytes": 7}',
-            '{"$complex": ["1"]}', '{"$complex": "ab"}', '{"$numpy": ["O", "AAAAAAAAAAA="]}', '{"$numpy": ["<f4", ""]}', '{"$numpy": ["<U999999999", "AAAA"]}',
-            '{"$numpy": ["<f4"]}', '{"$numpy": [null, null]}', '{"$numpy": ["V8", "AAAAAAAAAAA="]}', '{"$numpy": ["f4,f4", "AAAAAAAAAAA="]}',
-            '{"$torch.dtype": "nn"}', '{"$torch.dtype": "os.system"}', '{"$torch.dtype": 5}', '{"$torch.device": "x:y"}', '{"$torch.device": -7}',
-            '{"$torch.Size": ["a"]}', '{"$torch.Size": 5}', '{"$torch.Size": [1e400]}', '{"a": 1, "b": 2}', '{}', '{"$numpy": {"a": 1}}',
-            '{"$numpy": ["(1,,2)f4,f4", "AAAA"]}', '{"$numpy": ["<f4", "AAAAAAAAAAA="]}', '{"$torch.dtype": "_dynamo"}', '{"$torch.device": 3}', '[1, 2]',
-            '{"$numpy": ["<U4294967296", "AAAA"]}', '{"$torch.Size": [100000000000000000000000]}', '{"$int": "' + "f" * 5000 + '"}',
+            '{"$pickle": "gASVAAAA"}', '{"$int": "zz"}', '{"$int": 5}', ('{"$float": ' '"1e999x"}'), '{"$float": [1]}', '{"$bytes": "*"}', '{"$bytes": 7}',
+            '{"$complex": ["1"]}', '{"$complex": "ab"}', ('{"$numpy": ["O", ' '"AAAAAAAAAAA="]}'), ('{"$numpy": ' '["<f4", ""]}'), ('{"$numpy": ' '["<U999999999", ' '"AAAA"]}'),
+            '{"$numpy": ["<f4"]}', ('{"$numpy": ' '[null, null]}'), ('{"$numpy": ["V8", ' '"AAAAAAAAAAA="]}'), ('{"$numpy": ' '["f4,f4", ' '"AAAAAAAAAAA="]}'),
+            '{"$torch.dtype": "nn"}', ('{"$torch.dtype": ' '"os.system"}'), '{"$torch.dtype": 5}', '{"$torch.device": "x:y"}', '{"$torch.device": -7}',
+            '{"$torch.Size": ["a"]}', '{"$torch.Size": 5}', ('{"$torch.Size": ' '[1e400]}'), ('{"a": ' '1, "b": 2}'), '{}', ('{"$numpy": ' '{"a": 1}}'),
+            '{"$numpy": ["(1,,2)f4,f4", "AAAA"]}', ('{"$numpy": ' '["<f4", ' '"AAAAAAAAAAA="]}'), ('{"$torch.dtype": ' '"_dynamo"}'), '{"$torch.device": 3}', '[1, 2]',
+            '{"$numpy": ["<U4294967296", "AAAA"]}', ('{"$torch.Size": ' '[100000000000000000000000]}'), '{"$int": "' + "f" * 5000 + '"}',
         ]
     },
 }  # fmt: skip
@@ -172,7 +176,11 @@ def test_a_forged_manifest_is_an_error_of_ours(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "alter", [dropped(name) for name in ("tensor.name", "tensor.shape", "shard.start", "image.rank", "chunk.digest")]
+    "alter",
+    [
+        dropped(name)
+        for name in ("tensor.name", "tensor.shape", "shard.start", "image.rank", "chunk.digest")
+    ],
 )
 def test_a_manifest_without_a_column_is_damage(alter: Alter) -> None:
     """Each of them is needed."""
@@ -183,19 +191,20 @@ def test_a_manifest_without_a_column_is_damage(alter: Alter) -> None:
 
 
 BREAKS = [
-    "huge tensor", "tensor beyond 63 bits", "fewer dimensions", "unknown dtype code", "aliases in a circle", "container that is not there",
-    "shard beyond the tensor", "shorter shard", "image that is not there", "start beyond the image", "huge image", "one digest more",
-    "names too short", "no UTF-8", "attempt outside", "containers in a circle", "value nowhere", "dtype of another size", "no shards",
-    "overlapping shards", "shards that share bytes", "all shards at one place", "start in the header", "alias of another size", "huge alias", "value nested too deeply",
-    "start not aligned", "blocks of 3 bytes", "tensors without elements, and of huge strides", "version true", "created at infinity", "step of 1.5",
-    "two tensors of one name", "run of 10^30", "run of two kinds", "run of no kind", "blocks by the million", "key of 5000 digits",
-    "image of another rank", "images in a square", "index in other digits", "two values at one key", "two containers at one key", "dtype that is a module", "value [1, 2]", 'value {"$torch.dtype": "_dynamo"}',
+    "huge tensor", "tensor beyond 63 bits", ("fewer " "dimensions"), ("unknown " "dtype code"), ("aliases in " "a circle"), ("container " "that is " "not there"),
+    "shard beyond the tensor", "shorter shard", ("image " "that is " "not there"), ("start beyond " "the image"), "huge image", "one digest more",
+    "names too short", "no UTF-8", "attempt outside", ("containers in " "a circle"), "value nowhere", ("dtype of " "another size"), "no shards",
+    "overlapping shards", "shards that share bytes", ("all shards at " "one place"), ("start in " "the header"), ("alias of " "another size"), "huge alias", ("value nested " "too deeply"),
+    "start not aligned", "blocks of 3 bytes", ("tensors " "without " "elements, and of " "huge strides"), "version true", ("created at " "infinity"), "step of 1.5",
+    "two tensors of one name", "run of 10^30", ("run of " "two kinds"), "run of no kind", ("blocks by " "the million"), ("key of " "5000 digits"),
+    "image of another rank", "images in a square", ("index in " "other digits"), ("two values " "at one key"), ("two containers " "at one key"), ("dtype " "that is " "a module"), "value [1, 2]", ('value ' '{"$torch.dtype": ' '"_dynamo"}'),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BREAKS)
 def test_what_a_forged_manifest_claims_is_not_loaded(name: str) -> None:
-    """These cannot be read in any sense: a load raises DamagedError, or UnsupportedFormatError for a dtype."""
+    """These cannot be read in any sense: a load raises DamagedError, or UnsupportedFormatError for
+    a dtype."""
     uri = stored()
     forge(uri, FORGERIES[name])
     with pytest.raises((holdfast.DamagedError, holdfast.UnsupportedFormatError)):
@@ -208,7 +217,8 @@ def test_what_a_forged_manifest_claims_is_not_loaded(name: str) -> None:
      "//other.host/share", "\\\\other.host\\share", "http://other.host/x", "s3://other-bucket/x", "user:word@other.host"],
 )  # fmt: skip
 def test_a_manifest_names_nothing_elsewhere(attempt: str) -> None:
-    """No other host, bucket, folder or device: the manifest is refused before a file of that name is looked for."""
+    """No other host, bucket, folder or device: the manifest is refused before a file of that name
+    is looked for."""
     uri = stored()
     forge(uri, head("attempt", attempt))
     with pytest.raises(holdfast.DamagedError) as caught:
@@ -217,8 +227,8 @@ def test_a_manifest_names_nothing_elsewhere(attempt: str) -> None:
 
 
 def test_shards_that_share_bytes_of_an_image_are_refused() -> None:
-    """By a single element, too, where there is room for all; the error names the tensor and the byte. As written, shards
-    touch, and tied tensors are stored once."""
+    """By a single element, too, where there is room for all; the error names the tensor and the
+    byte. As written, shards touch, and tied tensors are stored once."""
     uri = stored()
     assert not use(uri)
 
@@ -229,7 +239,8 @@ def test_shards_that_share_bytes_of_an_image_are_refused() -> None:
 
     forge(uri, shifted)
     with pytest.raises(
-        holdfast.DamagedError, match=r"a shard of 'list.0' begins inside another, at byte 4,1.. of data/"
+        holdfast.DamagedError,
+        match=r"a shard of 'list.0' begins inside another, at byte 4,1.. of data/",
     ):
         holdfast.open(uri)
 
@@ -238,7 +249,11 @@ def test_another_version_is_not_guessed_at() -> None:
     """It says which version it is, and which this release reads."""
     uri = stored()
     forge(uri, FORGERIES["version 3"])
-    for call in (lambda: holdfast.load(uri), lambda: holdfast.open(uri), lambda: holdfast.load(uri, into={})):
+    for call in (
+        lambda: holdfast.load(uri),
+        lambda: holdfast.open(uri),
+        lambda: holdfast.load(uri, into={}),
+    ):
         with pytest.raises(holdfast.UnsupportedFormatError, match=r"version 3.*versions 1 and 2"):
             call()
 
@@ -292,7 +307,9 @@ def bodies() -> dict[str, bytes]:
         return (len(text) if length is None else length).to_bytes(8, "little") + text + data
 
     def column(**fields: Any) -> Any:
-        return name | {"tensor.dtype": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]} | fields}
+        return name | {
+            "tensor.dtype": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]} | fields
+        }
 
     return {
         "nothing": b"", "header of 16 EB": file(b"{}", length=HUGE), "header longer than the file": file(b"{}", length=1 << 20),

@@ -1,4 +1,5 @@
-"""Kinds of dicts: what was a Counter is one again; what has no kind of its own is refused, or is a plain dict."""
+"""Kinds of dicts: what was a Counter is one again; what has no kind of its own is refused, or is a
+plain dict."""
 
 from __future__ import annotations
 
@@ -63,11 +64,16 @@ def test_kinds_of_dicts_come_back(other: dict[str, Any]) -> None:
 
 def test_kinds_come_back_from_a_save_that_is_laid_out_as_the_one_before() -> None:
     """Such a state is not flattened again."""
-    state = {"a": OrderedDict(b=1, c=OrderedDict()), "object": Given({"o": OrderedDict(t=torch.ones(2))})}
+    state = {
+        "a": OrderedDict(b=1, c=OrderedDict()),
+        "object": Given({"o": OrderedDict(t=torch.ones(2))}),
+    }
     for _ in range(3):
         uri = fresh_uri()
         holdfast.save(uri, state)
-        assert kinds(holdfast.load(uri)) == kinds({"a": state["a"], "object": state["object"].state})
+        assert kinds(holdfast.load(uri)) == kinds(
+            {"a": state["a"], "object": state["object"].state}
+        )
         assert sorted(flatten(state).tree.kinds.values()) == ["OrderedDict"] * 3
 
 
@@ -144,11 +150,15 @@ def test_a_resumed_schedule_of_milestones_has_its_closed_form() -> None:
 def without_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Save as releases did that knew nothing of kinds."""
     monkeypatch.setattr(
-        Tree, "to_json", lambda self, real=Tree.to_json: {k: v for k, v in real(self).items() if k != "kinds"}
+        Tree,
+        "to_json",
+        lambda self, real=Tree.to_json: {k: v for k, v in real(self).items() if k != "kinds"},
     )
 
 
-def test_a_checkpoint_without_kinds_takes_them_from_the_object(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_without_kinds_takes_them_from_the_object(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """An older checkpoint says nothing of Counters; the scheduler that is loaded into has one."""
     scheduler = schedules.MultiStepLR(optimizer(), [2, 4])
     uri = fresh_uri()
@@ -177,7 +187,8 @@ class OwnList(list[int]):
     ids=["dict", "list", "factory", "set", "namedtuple"],
 )
 def test_a_type_that_an_object_would_not_get_back_is_refused(value: Any) -> None:
-    """By its path, on the save; in the user's own containers, which a load fills, dicts and lists of any type may be."""
+    """By its path, on the save; in the user's own containers, which a load fills, dicts and lists
+    of any type may be."""
     with pytest.raises(holdfast.StateError, match=r'state\["object"\]\["deep"\]\[0\] is a '):
         holdfast.save(fresh_uri(), {"object": Given({"deep": [value]})})
     if isinstance(value, dict | list):
@@ -235,10 +246,14 @@ def test_a_kind_of_a_later_release_is_a_dict() -> None:
 
 def test_ranks_that_disagree_on_a_kind_cannot_save() -> None:
     """One of them would get back what it did not have; those that agree may have other containers."""
-    trees = [Tree([Container(-1, None, "dict"), Container(0, key, "dict")]) for key in ("a", "b", "b")]
+    trees = [
+        Tree([Container(-1, None, "dict"), Container(0, key, "dict")]) for key in ("a", "b", "b")
+    ]
     trees[1].kinds = {1: "Counter"}
     merged, _ = merge_trees(trees[:2])
     assert merged.kinds == {2: "Counter"}
     for order in (trees, trees[::-1]):
-        with pytest.raises(holdfast.SaveError, match=r'state\["b"\] is a (Counter and a dict|dict and a Counter)'):
+        with pytest.raises(
+            holdfast.SaveError, match=r'state\["b"\] is a (Counter and a dict|dict and a Counter)'
+        ):
             merge_trees(order)

@@ -40,8 +40,11 @@ class _Silent(MemoryDriver):
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("alike", [True, False])
-def test_every_rank_has_copied_its_state_before_the_storage_answers(world: int, alike: bool) -> None:
-    """The ranks agree on who writes what and copy while the storage is still silent; it answers, and they commit."""
+def test_every_rank_has_copied_its_state_before_the_storage_answers(
+    world: int, alike: bool
+) -> None:
+    """The ranks agree on who writes what and copy while the storage is still silent; it answers,
+    and they commit."""
     place = f"silent-{next(_numbers)}"
 
     async def run() -> None:
@@ -56,7 +59,12 @@ def test_every_rank_has_copied_its_state_before_the_storage_answers(world: int, 
         store = dist.HashStore()
         saves = []
         for rank in range(world):
-            flat = flatten({"w": torch.full((1000,), 0.0 if alike else float(rank)), "mine": torch.full((9,), rank)})
+            flat = flatten(
+                {
+                    "w": torch.full((1000,), 0.0 if alike else float(rank)),
+                    "mine": torch.full((9,), rank),
+                }
+            )
             job = SaveJob(flat, 7, 64 << 20)
             job.progress = Progress(lambda rank=rank: captured(rank), lambda: None)
             team = StoreTeam(store, rank, world, place, 20.0)
@@ -86,10 +94,13 @@ def rounds_of(save: Callable[[Driver], Coroutine[Any, Any, Any]], place: MemoryD
 
 
 @pytest.mark.parametrize(("bounded", "begins"), [(False, 2), (True, 4)])
-def test_requests_that_do_not_depend_on_each_other_are_under_way_at_once(bounded: bool, begins: int) -> None:
-    """A save begins with the attempt, then all looks; where room may run out, two sweeps come before the data. It ends with
-    the claim, the looks, the manifest, two looks at what became of it, and the end of the attempt. One that replaces another
-    also asks whether that is settled, and then deletes it."""
+def test_requests_that_do_not_depend_on_each_other_are_under_way_at_once(
+    bounded: bool, begins: int
+) -> None:
+    """A save begins with the attempt, then all looks; where room may run out, two sweeps come
+    before the data. It ends with the claim, the looks, the manifest, two looks at what became of
+    it, and the end of the attempt. One that replaces another also asks whether that is settled, and
+    then deletes it."""
     place = MemoryDriver(f"rounds-{next(_numbers)}")
     place.traits = replace(place.traits, bounded=bounded)
     uploads = 4  # begun, written twice, ended

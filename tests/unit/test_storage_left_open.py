@@ -1,4 +1,5 @@
-"""What a user forgets to close is closed when it is collected, with a warning; on whatever thread, and in no forked child."""
+"""What a user forgets to close is closed when it is collected, with a warning; on whatever thread,
+and in no forked child."""
 
 from __future__ import annotations
 
@@ -151,8 +152,17 @@ def test_a_driver_that_is_dropped_is_closed(tmp_path: Path, scheme: str) -> None
 
 def run(code: str, *args: object) -> subprocess.CompletedProcess[str]:
     """A Python of its own, in which unclosed things are reported."""
-    command = [sys.executable, "-W", "always::ResourceWarning", "-c", textwrap.dedent(code), *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, cwd="/")
+    command = [
+        sys.executable,
+        "-W",
+        "always::ResourceWarning",
+        "-c",
+        textwrap.dedent(code),
+        *map(str, args),
+    ]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=100, check=False, cwd="/"
+    )
 
 
 def test_a_forked_child_leaves_alone_what_it_has_inherited(uri: Path) -> None:

@@ -37,12 +37,17 @@ def full(value: float, *names: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("strict", ["state", False])
-def test_an_older_checkpoint_that_lacks_what_was_touched_is_refused(strict: Any, tmp_path: Path) -> None:
-    """A tensor that the damaged one may have filled, and the older one does not have, would be of another step than the
-    rest."""
+def test_an_older_checkpoint_that_lacks_what_was_touched_is_refused(
+    strict: Any, tmp_path: Path
+) -> None:
+    """A tensor that the damaged one may have filled, and the older one does not have, would be of
+    another step than the rest."""
     run_of(tmp_path, full(1.0, "a"), full(2.0, "a", "b"))
     into = full(0.0, "a", "b")
-    with holdfast.Checkpointer(tmp_path, grace_s=None) as checkpoints, pytest.raises(holdfast.MismatchError) as caught:
+    with (
+        holdfast.Checkpointer(tmp_path, grace_s=None) as checkpoints,
+        pytest.raises(holdfast.MismatchError) as caught,
+    ):
         checkpoints.resume(into, strict=strict)
     text = str(caught.value)
     assert "'b'" in text
@@ -58,7 +63,12 @@ def test_an_older_checkpoint_that_has_all_that_was_touched_is_loaded_whole(tmp_p
     into = full(0.0, "a", "b", "c", "d")
     with holdfast.Checkpointer(tmp_path, grace_s=None) as checkpoints:
         assert checkpoints.resume(into, strict=False) == 1
-    assert {name: t.unique().tolist() for name, t in into.items()} == {"a": [1.0], "b": [1.0], "c": [0.0], "d": [1.0]}
+    assert {name: t.unique().tolist() for name, t in into.items()} == {
+        "a": [1.0],
+        "b": [1.0],
+        "c": [0.0],
+        "d": [1.0],
+    }
 
 
 def test_two_damaged_checkpoints_touch_what_both_have(tmp_path: Path) -> None:
@@ -96,7 +106,10 @@ def test_what_an_object_was_given_in_place_counts(tmp_path: Path) -> None:
     old, new = Averages("x"), Averages("x", "y")
     new.of["y"].fill_(2.0)
     run_of(tmp_path, full(1.0, "a") | {"ema": old}, full(2.0, "a") | {"ema": new})
-    with holdfast.Checkpointer(tmp_path, grace_s=None) as checkpoints, pytest.raises(holdfast.MismatchError) as caught:
+    with (
+        holdfast.Checkpointer(tmp_path, grace_s=None) as checkpoints,
+        pytest.raises(holdfast.MismatchError) as caught,
+    ):
         checkpoints.resume(full(0.0, "a") | {"ema": Averages("x", "y")}, strict=False)
     assert "ema.y" in str(caught.value)
 

@@ -1,4 +1,5 @@
-"""Loading into a state: what must fit, what is replaced and what is filled, and what is said when it does not fit."""
+"""Loading into a state: what must fit, what is replaced and what is filled, and what is said when
+it does not fit."""
 
 from __future__ import annotations
 
@@ -41,13 +42,17 @@ def test_what_fits_is_loaded(uri: str) -> None:
     loaded = holdfast.load(uri, into=into)
     assert [loaded, loaded["w"], loaded["list"], loaded["list"][1], loaded["more"]] == objects
     assert all(
-        a is b for a, b in zip(objects, [loaded, into["w"], into["list"], into["list"][1], into["more"]], strict=True)
+        a is b
+        for a, b in zip(
+            objects, [loaded, into["w"], into["list"], into["list"][1], into["more"]], strict=True
+        )
     )
     assert difference(holdfast.load(uri), into) is None
 
 
 def test_every_difference_is_listed_at_once(uri: str) -> None:
-    """Missing, unexpected, and wrong in shape or dtype: one error names them all, and nothing is filled."""
+    """Missing, unexpected, and wrong in shape or dtype: one error names them all, and nothing is
+    filled."""
     into = target()
     del into["extra"], into["name"], into["more"]
     into |= {
@@ -87,16 +92,31 @@ def test_not_strict_loads_what_both_have(uri: str) -> None:
         "deep": {"t": torch.zeros(1)},
     }
     holdfast.load(uri, into=into, strict=False)
-    expected = {"w": torch.arange(12.0).reshape(3, 4), "new": torch.full((2,), 9.0), "lr": 0.5, "value": 1, "list": [1]}
+    expected = {
+        "w": torch.arange(12.0).reshape(3, 4),
+        "new": torch.full((2,), 9.0),
+        "lr": 0.5,
+        "value": 1,
+        "list": [1],
+    }
     assert difference(expected | {"deep": {"t": torch.zeros(1)}}, into) is None
 
 
 def test_not_strict_still_wants_shapes_and_dtypes_to_fit(uri: str) -> None:
-    """A tensor that both have, but that cannot be filled, is an error in any case; nothing is filled."""
-    into = {"w": torch.zeros(3, 4), "b": torch.zeros(4, dtype=torch.int64), "half": torch.zeros(2), "nowhere": 1}
+    """A tensor that both have, but that cannot be filled, is an error in any case; nothing is
+    filled."""
+    into = {
+        "w": torch.zeros(3, 4),
+        "b": torch.zeros(4, dtype=torch.int64),
+        "half": torch.zeros(2),
+        "nowhere": 1,
+    }
     with pytest.raises(holdfast.MismatchError) as caught:
         holdfast.load(uri, into=into, strict=False)
-    assert [text.partition(":")[0] for text in caught.value.differences] == ['state["b"]', 'state["half"]']
+    assert [text.partition(":")[0] for text in caught.value.differences] == [
+        'state["b"]',
+        'state["half"]',
+    ]
     assert torch.equal(into["w"], torch.zeros(3, 4))
 
 
@@ -131,7 +151,9 @@ def test_tuples_are_made_anew_and_put_in_their_place() -> None:
     inner, listed, only = torch.tensor(0), [0], (torch.tensor(0),)
     into = {"t": (0, (0, inner), listed), "only": only}
     holdfast.load(uri, into=into)
-    assert difference({"t": (1, (2, torch.tensor(3)), [4]), "only": (torch.tensor(5),)}, into) is None
+    assert (
+        difference({"t": (1, (2, torch.tensor(3)), [4]), "only": (torch.tensor(5),)}, into) is None
+    )
     assert into["t"][1][1] is inner
     assert into["t"][2] is listed
     assert into["only"] is only
@@ -161,7 +183,11 @@ def test_expanded_targets_are_refused() -> None:
     """Elements that share memory cannot be filled with elements that differ."""
     uri = fresh_uri()
     holdfast.save(uri, {"x": torch.arange(6.0).reshape(2, 3)})
-    for target in (torch.zeros(3).expand(2, 3), torch.zeros(1).expand(2, 3), torch.zeros(4).as_strided((2, 3), (1, 1))):
+    for target in (
+        torch.zeros(3).expand(2, 3),
+        torch.zeros(1).expand(2, 3),
+        torch.zeros(4).as_strided((2, 3), (1, 1)),
+    ):
         with pytest.raises(holdfast.MismatchError, match="share memory"):
             holdfast.load(uri, into={"x": target})
     fine = torch.zeros(1, 3).expand(1, 3)
@@ -171,7 +197,8 @@ def test_expanded_targets_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "array", [np.broadcast_to(np.float64(0), (3,)), np.zeros(3)[::-1], np.frombuffer(bytes(24), np.float64)]
+    "array",
+    [np.broadcast_to(np.float64(0), (3,)), np.zeros(3)[::-1], np.frombuffer(bytes(24), np.float64)],
 )
 def test_arrays_that_cannot_be_filled_are_refused(array: np.ndarray) -> None:
     """Read-only arrays, and those that run backwards."""
@@ -193,12 +220,24 @@ REALS = [
     torch.float32,
     torch.float64,
 ]
-OTHERS = [torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32]
+OTHERS = [
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.uint16,
+    torch.uint32,
+]
 
 
-@pytest.mark.parametrize(("stored", "wanted"), list(itertools.product(REALS + OTHERS, REALS + OTHERS)), ids=str)
-def test_cast_converts_as_torch_does_and_refuses_what_loses_a_kind(stored: torch.dtype, wanted: torch.dtype) -> None:
-    """cast=True converts like ``Tensor.copy_`` within integers, from integers to floats to complex, and never back."""
+@pytest.mark.parametrize(
+    ("stored", "wanted"), list(itertools.product(REALS + OTHERS, REALS + OTHERS)), ids=str
+)
+def test_cast_converts_as_torch_does_and_refuses_what_loses_a_kind(
+    stored: torch.dtype, wanted: torch.dtype
+) -> None:
+    """cast=True converts like ``Tensor.copy_`` within integers, from integers to floats to complex,
+    and never back."""
     source = torch.tensor([0, 1, 1, 0]).to(stored).reshape(2, 2)
     uri = fresh_uri()
     holdfast.save(uri, {"x": source, "y": source.t()})
@@ -220,7 +259,9 @@ def test_cast_does_not_make_complex_numbers_real() -> None:
     """The imaginary part would be lost."""
     uri = fresh_uri()
     holdfast.save(uri, {"x": torch.ones(2, dtype=torch.complex64)})
-    with pytest.raises(holdfast.MismatchError, match="complex64 in the checkpoint, float32 in the state"):
+    with pytest.raises(
+        holdfast.MismatchError, match="complex64 in the checkpoint, float32 in the state"
+    ):
         holdfast.load(uri, into={"x": torch.zeros(2)}, cast=True)
 
 
@@ -246,7 +287,8 @@ def test_a_target_of_another_size_is_never_filled_in_part(size: int) -> None:
 
 
 def test_a_path_that_does_not_exist_is_not_a_checkpoint(tmp_path: Path) -> None:
-    """Loading and opening say so, with an error that is a FileNotFoundError too, and create nothing."""
+    """Loading and opening say so, with an error that is a FileNotFoundError too, and create
+    nothing."""
     for call in (holdfast.load, holdfast.open, lambda uri: holdfast.load(uri, into={})):
         with pytest.raises(holdfast.NotACheckpointError) as caught:
             call(tmp_path / "nothing" / "here")

@@ -1,4 +1,5 @@
-"""Calls of ranks find each other by what they are: after errors, late ranks, slips and restarts the next one works."""
+"""Calls of ranks find each other by what they are: after errors, late ranks, slips and restarts the
+next one works."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def store() -> Any:
 def test_an_error_that_one_rank_alone_sees_is_told_at_once_and_the_next_call_works(
     failing: int, late_s: float, again: Call, store: Any
 ) -> None:
-    """Before it has joined the others, sooner or later than they come; whether the next call is the same or another."""
+    """Before it has joined the others, sooner or later than they come; whether the next call is the
+    same or another."""
 
     async def main() -> None:
         job = Job(store, 3)
@@ -47,7 +49,10 @@ def test_an_error_that_one_rank_alone_sees_is_told_at_once_and_the_next_call_wor
                 await job.fails(failing, SAVE)
 
             outcomes = await together(
-                *(fails() if rank == failing else job.calls(rank, SAVE, late_s=max(0.0, -late_s)) for rank in range(3))
+                *(
+                    fails() if rank == failing else job.calls(rank, SAVE, late_s=max(0.0, -late_s))
+                    for rank in range(3)
+                )
             )
             assert time.monotonic() - began_s < AT_ONCE_S
             own = outcomes.pop(failing)
@@ -65,7 +70,10 @@ def test_the_first_call_of_a_job_may_fail_on_one_rank(store: Any) -> None:
     async def main() -> None:
         for failing in (0, 1):
             job = Job(dist.HashStore(), 2)
-            works = [job.fails(rank, SAVE) if rank == failing else job.calls(rank, SAVE) for rank in range(2)]
+            works = [
+                job.fails(rank, SAVE) if rank == failing else job.calls(rank, SAVE)
+                for rank in range(2)
+            ]
             outcomes = await together(*works)
             assert kinds(outcomes)[1 - failing] == (errors.RankFailedError, failing)
             await job.all(SAVE)
@@ -89,9 +97,16 @@ def test_an_error_that_all_ranks_see_is_no_matter_of_the_next_call(store: Any) -
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_ranks_in_different_calls_learn_it_at_once_and_both_are_named(world: int, store: Any) -> None:
+def test_ranks_in_different_calls_learn_it_at_once_and_both_are_named(
+    world: int, store: Any
+) -> None:
     """Kinds, URIs or steps may differ; the leader may be in either of them; the next call works."""
-    pairs = [(SAVE, LOAD), (LOAD, SAVE), (SAVE, Call("save", "file:///a", 2)), (SAVE, Call("save", "file:///b", 1))]
+    pairs = [
+        (SAVE, LOAD),
+        (LOAD, SAVE),
+        (SAVE, Call("save", "file:///a", 2)),
+        (SAVE, Call("save", "file:///b", 1)),
+    ]
 
     async def main() -> None:
         job = Job(store, world)
@@ -109,10 +124,15 @@ def test_ranks_in_different_calls_learn_it_at_once_and_both_are_named(world: int
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("again", [SAVE, LOAD], ids=["the call of the leader", "the call of the other"])
+@pytest.mark.parametrize(
+    "again", [SAVE, LOAD], ids=["the call of the leader", "the call of the other"]
+)
 @pytest.mark.parametrize("late", [0, 1], ids=["leader late", "leader first"])
-def test_after_different_calls_either_can_be_made_again(late: int, again: Call, world: int, store: Any) -> None:
-    """Whichever rank comes first: what the leader had told of the failure is not taken for the next call."""
+def test_after_different_calls_either_can_be_made_again(
+    late: int, again: Call, world: int, store: Any
+) -> None:
+    """Whichever rank comes first: what the leader had told of the failure is not taken for the next
+    call."""
 
     async def main() -> None:
         job = Job(store, world)
@@ -122,7 +142,9 @@ def test_after_different_calls_either_can_be_made_again(late: int, again: Call, 
             outcomes = await together(*(job.calls(rank, call) for rank, call in enumerate(calls)))
             assert [type(error) for error in outcomes] == [holdfast.UsageError] * world
             delays = [0.0 if (rank == 0) == bool(late) else 0.5 for rank in range(world)]
-            done = await together(*(job.calls(rank, again, late_s=delays[rank]) for rank in range(world)))
+            done = await together(
+                *(job.calls(rank, again, late_s=delays[rank]) for rank in range(world))
+            )
             assert done == [[everybody("a", world), everybody("b", world)]] * world
 
     run(main)
@@ -161,8 +183,11 @@ def test_calls_that_go_on_side_by_side_match_in_whatever_order_they_come(store: 
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_a_rank_that_comes_after_the_others_gave_up_learns_it_at_once(late: int, store: Any) -> None:
-    """It does not wait for those who have gone; and the next call of all works, the same or another."""
+def test_a_rank_that_comes_after_the_others_gave_up_learns_it_at_once(
+    late: int, store: Any
+) -> None:
+    """It does not wait for those who have gone; and the next call of all works, the same or
+    another."""
 
     async def main() -> None:
         job = Job(store, 3, deadline_s=1.0)
@@ -180,7 +205,9 @@ def test_a_rank_that_comes_after_the_others_gave_up_learns_it_at_once(late: int,
 
 
 @pytest.mark.parametrize("absent", [0, 2])
-def test_a_call_that_one_rank_leaves_out_does_not_cost_the_next_one(absent: int, store: Any) -> None:
+def test_a_call_that_one_rank_leaves_out_does_not_cost_the_next_one(
+    absent: int, store: Any
+) -> None:
     """The others give up; then all make the same call again, in any order."""
 
     async def main() -> None:
@@ -188,7 +215,9 @@ def test_a_call_that_one_rank_leaves_out_does_not_cost_the_next_one(absent: int,
         for first in (0, 1, 2):
             await together(*(job.calls(rank, SAVE) for rank in range(3) if rank != absent))
             late = [0.0 if rank == first else 0.1 for rank in range(3)]
-            outcomes = await together(*(job.calls(rank, SAVE, late_s=late[rank]) for rank in range(3)))
+            outcomes = await together(
+                *(job.calls(rank, SAVE, late_s=late[rank]) for rank in range(3))
+            )
             assert outcomes == [[everybody("a", 3), everybody("b", 3)]] * 3
 
     run(main)
@@ -196,13 +225,17 @@ def test_a_call_that_one_rank_leaves_out_does_not_cost_the_next_one(absent: int,
 
 @pytest.mark.parametrize("cancelled", [0, 1])
 @pytest.mark.parametrize("after_s", [0.0, 0.02, 0.2])
-def test_a_call_that_is_cancelled_is_told_and_the_next_one_works(cancelled: int, after_s: float, store: Any) -> None:
+def test_a_call_that_is_cancelled_is_told_and_the_next_one_works(
+    cancelled: int, after_s: float, store: Any
+) -> None:
     """As by an interrupt, while it waits for others, or has just met them."""
 
     async def main() -> None:
         job = Job(store, 3)
         task = asyncio.ensure_future(job.calls(cancelled, SAVE))
-        others = [job.calls(rank, SAVE, late_s=0.1) for rank in range(3) if rank not in (cancelled, 2)]
+        others = [
+            job.calls(rank, SAVE, late_s=0.1) for rank in range(3) if rank not in (cancelled, 2)
+        ]
 
         async def cancels() -> None:
             await asyncio.sleep(after_s)
@@ -221,8 +254,11 @@ def test_a_call_that_is_cancelled_is_told_and_the_next_one_works(cancelled: int,
 
 
 @pytest.mark.parametrize("dead", ["in a call", "failed", "gave up"])
-def test_a_job_that_is_started_anew_over_the_same_store_begins_afresh(dead: str, store: Any) -> None:
-    """Whatever the dead have left there: calls that were never met, answers, failures. Ranks start at their own pace."""
+def test_a_job_that_is_started_anew_over_the_same_store_begins_afresh(
+    dead: str, store: Any
+) -> None:
+    """Whatever the dead have left there: calls that were never met, answers, failures. Ranks start
+    at their own pace."""
 
     async def main() -> None:
         for first in (0, 1, 2):
@@ -241,7 +277,9 @@ def test_a_job_that_is_started_anew_over_the_same_store_begins_afresh(dead: str,
                 await asyncio.wait(tasks)
             job = Job(store, 3)
             late = [0.0 if rank == first else 0.2 for rank in range(3)]
-            outcomes = await together(*(job.calls(rank, SAVE, late_s=late[rank]) for rank in range(3)))
+            outcomes = await together(
+                *(job.calls(rank, SAVE, late_s=late[rank]) for rank in range(3))
+            )
             assert outcomes == [[everybody("a", 3), everybody("b", 3)]] * 3
             await job.all(LOAD)
 
@@ -257,7 +295,9 @@ def test_a_rank_that_waits_for_a_leader_that_was_started_anew_says_so(store: Any
         waiting = asyncio.ensure_future(old.calls(1, LOAD))
         await asyncio.sleep(0.1)
         new = Member(Keys(store, "job"), 0, 2)
-        leads = asyncio.ensure_future(StoreTeam(store, 0, 2, "", 1.0, SAVE, new).fail(holdfast.StateError("x")))
+        leads = asyncio.ensure_future(
+            StoreTeam(store, 0, 2, "", 1.0, SAVE, new).fail(holdfast.StateError("x"))
+        )
         await leads
         await new.show()
         (outcome,) = await together(waiting)
@@ -293,5 +333,10 @@ def test_rosters_and_boards_come_back_as_they_were() -> None:
 def test_calls_have_one_name_wherever_they_come_from() -> None:
     """What they are about is in it; the thread is not."""
     assert Call("save", "file:///a", 1, "x").name == SAVE.name
-    others = [LOAD, Call("load", "file:///a", 1), Call("save", "file:///b", 1), Call("save", "file:///a")]
+    others = [
+        LOAD,
+        Call("load", "file:///a", 1),
+        Call("save", "file:///b", 1),
+        Call("save", "file:///a"),
+    ]
     assert len({call.name for call in (SAVE, *others)}) == 5

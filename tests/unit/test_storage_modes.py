@@ -1,4 +1,5 @@
-"""Saves and loads within modes of torch that change what tensors are made, and into tensors that were made in them."""
+"""Saves and loads within modes of torch that change what tensors are made, and into tensors that
+were made in them."""
 
 from __future__ import annotations
 
@@ -98,7 +99,9 @@ def stored() -> tuple[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_load_within_a_mode_gives_what_was_saved(mode: str, stored: tuple[str, dict[str, Any]]) -> None:
+def test_a_load_within_a_mode_gives_what_was_saved(
+    mode: str, stored: tuple[str, dict[str, Any]]
+) -> None:
     """And training goes on afterwards, as if the load had been outside."""
     uri, state = stored
     into = job(7.0)
@@ -111,7 +114,9 @@ def test_a_load_within_a_mode_gives_what_was_saved(mode: str, stored: tuple[str,
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_built_state_and_a_slice_have_data_in_every_mode(mode: str, stored: tuple[str, dict[str, Any]]) -> None:
+def test_a_built_state_and_a_slice_have_data_in_every_mode(
+    mode: str, stored: tuple[str, dict[str, Any]]
+) -> None:
     """On the CPU, whatever the default device is."""
     uri, state = stored
     with MODES[mode]():
@@ -124,7 +129,9 @@ def test_a_built_state_and_a_slice_have_data_in_every_mode(mode: str, stored: tu
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_save_within_a_mode_stores_what_is_there(mode: str, stored: tuple[str, dict[str, Any]]) -> None:
+def test_a_save_within_a_mode_stores_what_is_there(
+    mode: str, stored: tuple[str, dict[str, Any]]
+) -> None:
     """At once, or while training goes on."""
     _, state = stored
     uris = [fresh_uri() for _ in range(4)]
@@ -140,11 +147,18 @@ def test_a_save_within_a_mode_stores_what_is_there(mode: str, stored: tuple[str,
 
 @pytest.mark.parametrize("within", [True, False], ids=["within", "from outside"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_inference_tensors_are_filled(within: bool, dtype: torch.dtype, stored: tuple[str, dict[str, Any]]) -> None:
-    """In place or cast, whole or strided, in modules, objects and by themselves; and they can be saved."""
+def test_inference_tensors_are_filled(
+    within: bool, dtype: torch.dtype, stored: tuple[str, dict[str, Any]]
+) -> None:
+    """In place or cast, whole or strided, in modules, objects and by themselves; and they can be
+    saved."""
     uri, state = stored
     with torch.inference_mode():
-        into = {"net": job(7.0)["net"].to(dtype), "strided": torch.zeros(2, 3, dtype=dtype).t(), "held": Held(7.0)}
+        into = {
+            "net": job(7.0)["net"].to(dtype),
+            "strided": torch.zeros(2, 3, dtype=dtype).t(),
+            "held": Held(7.0),
+        }
     with torch.inference_mode(within):
         holdfast.load(uri, into=into, strict="state", cast=True)
     assert torch.equal(into["net"][0].weight, state["net"][0].weight.to(dtype))
@@ -277,7 +291,8 @@ class Keeps(Held):
 
 
 def test_tensors_of_an_object_are_filled_in_place() -> None:
-    """Those that have the stored shape and dtype, strided ones too; others are made with the stored dtype, where they were."""
+    """Those that have the stored shape and dtype, strided ones too; others are made with the stored
+    dtype, where they were."""
     uri = fresh_uri()
     holdfast.save(uri, [Held(2.0)])
     keeps = Keeps(1.0)

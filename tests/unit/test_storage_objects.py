@@ -1,4 +1,5 @@
-"""Objects with a state: modules, optimizers, schedulers, random generators, and whatever has a state_dict."""
+"""Objects with a state: modules, optimizers, schedulers, random generators, and whatever has a
+state_dict."""
 
 from __future__ import annotations
 
@@ -38,14 +39,19 @@ Optimizers = dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]]
 
 def groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
     """Two groups, of which one has hyperparameters of its own."""
-    return [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.003, "weight_decay": 0.2}]
+    return [
+        {"params": parameters[:2]},
+        {"params": parameters[2:], "lr": 0.003, "weight_decay": 0.2},
+    ]
 
 
 OPTIMIZERS: Optimizers = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
     "SGD momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
     "SGD dampened": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
-    "SGD nesterov, groups": lambda p: torch.optim.SGD(groups(p), lr=0.1, momentum=0.9, nesterov=True),
+    "SGD nesterov, groups": lambda p: torch.optim.SGD(
+        groups(p), lr=0.1, momentum=0.9, nesterov=True
+    ),
     "Adam": lambda p: torch.optim.Adam(p, lr=0.01, foreach=False),
     "Adam amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
     "Adam tensor lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), foreach=False),
@@ -62,7 +68,8 @@ OPTIMIZERS: Optimizers = {
 
 
 class Job:
-    """A training run: module, optimizer, scheduler and steps done. Batches follow from the step alone."""
+    """A training run: module, optimizer, scheduler and steps done. Batches follow from the step
+    alone."""
 
     def __init__(self, optimizer: str, seed: int) -> None:
         torch.manual_seed(seed)
@@ -91,7 +98,8 @@ class Job:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_goes_on_as_if_it_had_not_been_interrupted(name: str) -> None:
-    """Three steps, save, load into a new job that was made otherwise, three more: the bits are those of six steps."""
+    """Three steps, save, load into a new job that was made otherwise, three more: the bits are
+    those of six steps."""
     whole, before, after = Job(name, 1), Job(name, 1), Job(name, 2)
     whole.train(0, 6)
     before.train(0, 3)
@@ -105,7 +113,8 @@ def test_training_goes_on_as_if_it_had_not_been_interrupted(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_job_saved_before_its_first_step_goes_on_likewise(name: str) -> None:
-    """An optimizer that has never stepped has no momentum; nor has one that was loaded from such a checkpoint."""
+    """An optimizer that has never stepped has no momentum; nor has one that was loaded from such a
+    checkpoint."""
     whole, before, after = Job(name, 1), Job(name, 1), Job(name, 2)
     uri = fresh_uri()
     holdfast.save(uri, before.state)
@@ -117,7 +126,8 @@ def test_a_job_saved_before_its_first_step_goes_on_likewise(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_saving_leaves_a_fresh_optimizer_untouched(name: str) -> None:
-    """Neither the optimizer, nor the module, nor gradients, nor what training does next is changed by a save."""
+    """Neither the optimizer, nor the module, nor gradients, nor what training does next is changed
+    by a save."""
     job, other = Job(name, 1), Job(name, 1)
     job.net.frozen.grad = torch.ones(4)
     seen = job.snapshot()
@@ -184,11 +194,14 @@ def test_parameters_are_filled_in_place() -> None:
     holdfast.load(uri, into=after.state)
     assert [p.data_ptr() for p in after.net.parameters()] == addresses
     assert after.net.head.weight is after.net.embed.weight
-    assert {id(p) for g in after.optim.param_groups for p in g["params"]} <= {id(p) for p in after.net.parameters()}
+    assert {id(p) for g in after.optim.param_groups for p in g["params"]} <= {
+        id(p) for p in after.net.parameters()
+    }
 
 
 def test_an_optimizer_without_its_module_is_saved_by_number() -> None:
-    """Where no module of the state has its parameters, torch's own numbering is kept, and training goes on."""
+    """Where no module of the state has its parameters, torch's own numbering is kept, and training
+    goes on."""
     weights = [torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)]
     others = [torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)]
     optim, other = torch.optim.Adam(weights), torch.optim.Adam(others, lr=7.0)
@@ -234,14 +247,20 @@ class Counter:
         self.n = n
 
     def state_dict(self) -> dict[str, Any]:
-        return {"n": self.n, "t": torch.full((2,), self.n), "deep": [1, (2, {"x": np.float32(3)})], "none": None}
+        return {
+            "n": self.n,
+            "t": torch.full((2,), self.n),
+            "deep": [1, (2, {"x": np.float32(3)})],
+            "none": None,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.given = state
 
 
 def test_any_object_with_a_state_dict_gets_its_state_back() -> None:
-    """It is given the stored dict as it was, not its own shape of it: it may be of another size now."""
+    """It is given the stored dict as it was, not its own shape of it: it may be of another size
+    now."""
     uri = fresh_uri()
     holdfast.save(uri, {"deep": [Counter(5)], "c": Counter(6)})
     into = {"deep": [Counter(0)], "c": Counter(0)}
@@ -284,7 +303,8 @@ def generators(seed: int) -> dict[str, Any]:
 
 
 def test_random_generators_go_on_where_they_were() -> None:
-    """Global generators (RNGState) and generator objects draw the same numbers after a load as after the save."""
+    """Global generators (RNGState) and generator objects draw the same numbers after a load as
+    after the save."""
     state = generators(1)
     draws(state)  # leaves half a pair of normals in some of them
     uri = fresh_uri()
@@ -298,7 +318,11 @@ def test_random_generators_go_on_where_they_were() -> None:
 def test_raw_random_states_are_values_and_tensors() -> None:
     """What the libraries' own get_state functions return can be saved, and given back to them."""
     generators(3)
-    state = {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()}
+    state = {
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state(),
+        "python": random.getstate(),
+    }
     uri = fresh_uri()
     holdfast.save(uri, state)
     expected = [torch.rand(3).tolist(), np.random.random(3).tolist(), random.random()]
@@ -311,7 +335,8 @@ def test_raw_random_states_are_values_and_tensors() -> None:
 
 
 def test_a_generator_is_not_left_in_the_built_state() -> None:
-    """Without a target, objects come back as their states: nothing stored decides which class is made."""
+    """Without a target, objects come back as their states: nothing stored decides which class is
+    made."""
     uri = fresh_uri()
     holdfast.save(uri, {"g": np.random.default_rng(1), "c": Counter(3)})
     loaded = holdfast.load(uri)

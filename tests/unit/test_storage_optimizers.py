@@ -1,4 +1,5 @@
-"""Optimizers: what is stored comes back to the last bit, and to the parameters and groups that it belongs to."""
+"""Optimizers: what is stored comes back to the last bit, and to the parameters and groups that it
+belongs to."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ import holdfast
 
 
 class Rich(torch.optim.Optimizer):
-    """An optimizer with a state of every kind: of other dtypes than its parameters, nested, and no tensor at all."""
+    """An optimizer with a state of every kind: of other dtypes than its parameters, nested, and no
+    tensor at all."""
 
     def __init__(self, params: Any, lr: float = 1e-3) -> None:
         super().__init__(params, {"lr": lr})
@@ -35,7 +37,10 @@ class Rich(torch.optim.Optimizer):
                     "quantized": (exact * 255).to(torch.uint8),
                     "mask": exact > 0.5,
                     "row": exact.float().sum(-1),
-                    "nested": {"fp32": exact.float() / 3, "deep": [exact.float() / 7, (exact / 9,)]},
+                    "nested": {
+                        "fp32": exact.float() / 3,
+                        "deep": [exact.float() / 7, (exact / 9,)],
+                    },
                     "kind": "factored",
                     "raw": b"\x00\xff",
                     "counts": np.arange(5),
@@ -56,7 +61,9 @@ def by_name(net: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
     return {name: optim.state[p] for name, p in net.named_parameters() if p in optim.state}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64]
+)
 @pytest.mark.parametrize("stepped", [False, True])
 def test_a_state_comes_back_in_its_own_dtype(dtype: torch.dtype, stepped: bool) -> None:
     """Whatever the dtype of the parameter is, and whether the optimizer has a state already."""
@@ -86,7 +93,10 @@ def test_a_state_that_is_there_is_filled_in_place() -> None:
 
 def test_a_state_without_a_module_comes_back_in_its_own_dtype() -> None:
     """By number too."""
-    weights, others = [nn.Parameter(torch.ones(4).bfloat16())], [nn.Parameter(torch.ones(4).bfloat16())]
+    weights, others = (
+        [nn.Parameter(torch.ones(4).bfloat16())],
+        [nn.Parameter(torch.ones(4).bfloat16())],
+    )
     optim, into = Rich(weights), Rich(others)
     optim.fill()
     uri = fresh_uri()
@@ -116,7 +126,8 @@ class Apart(Rich):
 
 
 def test_what_an_optimizer_makes_of_its_state_itself_holds() -> None:
-    """A ``load_state_dict`` of its own, before and after torch's, or instead of it, has the last word."""
+    """A ``load_state_dict`` of its own, before and after torch's, or instead of it, has the last
+    word."""
     net, optim = pair(torch.bfloat16, Recasting)
     optim.fill()
     uri = fresh_uri()
@@ -158,11 +169,15 @@ def test_what_hooks_make_of_a_state_holds() -> None:
     loaded = by_name(other, into)["weight"]
     assert loaded["fp32"].dtype == torch.bfloat16
     assert loaded["half"].dtype == torch.float16
-    assert (len(into._optimizer_load_state_dict_pre_hooks), len(into._optimizer_load_state_dict_post_hooks)) == (1, 1)
+    assert (
+        len(into._optimizer_load_state_dict_pre_hooks),
+        len(into._optimizer_load_state_dict_post_hooks),
+    ) == (1, 1)
 
 
 def test_steps_are_what_the_kernels_want_that_count_them() -> None:
-    """Torch's fused optimizers count in fp32: an optimizer that becomes one by a hook gets such steps."""
+    """Torch's fused optimizers count in fp32: an optimizer that becomes one by a hook gets such
+    steps."""
     net, optim = pair(torch.float32)
     optim.fill()
     for entry in optim.state.values():
@@ -171,7 +186,9 @@ def test_steps_are_what_the_kernels_want_that_count_them() -> None:
     holdfast.save(uri, {"net": net, "optim": optim})
     for fused, dtype in ((False, torch.float64), (True, torch.float32)):
         other, into = pair(torch.float32)
-        into.register_load_state_dict_pre_hook(lambda o, state, on=fused: state["param_groups"][0].update(fused=on))
+        into.register_load_state_dict_pre_hook(
+            lambda o, state, on=fused: state["param_groups"][0].update(fused=on)
+        )
         holdfast.load(uri, into={"net": other, "optim": into})
         assert {entry["step"].dtype for entry in into.state.values()} == {dtype}
 
@@ -242,7 +259,9 @@ def test_an_optimizer_may_be_the_state() -> None:
     other, into = pair(torch.bfloat16)
     assert holdfast.load(uri, into=into) is into
     assert difference(by_name(net, optim), by_name(other, into)) is None
-    with pytest.raises(holdfast.MismatchError, match=r"in groups of \[2\]; the optimizer's groups have \[1\]"):
+    with pytest.raises(
+        holdfast.MismatchError, match=r"in groups of \[2\]; the optimizer's groups have \[1\]"
+    ):
         holdfast.load(uri, into=Rich([other.weight]))
 
 
@@ -285,10 +304,12 @@ def test_a_state_beside_that_of_parameters_comes_back(with_module: bool) -> None
 
 
 @pytest.mark.parametrize(
-    ("key", "said"), [(1, "number of a parameter"), (("a", 2), "key of type tuple"), ("weight", "'weight'")]
+    ("key", "said"),
+    [(1, "number of a parameter"), (("a", 2), "key of type tuple"), ("weight", "'weight'")],
 )
 def test_a_state_that_has_no_name_is_refused(key: Any, said: str) -> None:
-    """A key that is another's, or of a type that no key may have, is an error that names the optimizer."""
+    """A key that is another's, or of a type that no key may have, is an error that names the
+    optimizer."""
     net = nn.Linear(3, 3)
     optim = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
     net(torch.ones(1, 3)).sum().backward()
@@ -304,7 +325,9 @@ def test_the_state_of_a_parameter_that_no_group_has_is_refused() -> None:
     net = nn.Linear(3, 3)
     optim = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
     optim.state[torch.ones(2)] = {"momentum_buffer": torch.ones(2)}
-    with pytest.raises(holdfast.StateError, match=r'state\["optim"\] has a state of a tensor .* in none of its'):
+    with pytest.raises(
+        holdfast.StateError, match=r'state\["optim"\] has a state of a tensor .* in none of its'
+    ):
         holdfast.save(fresh_uri(), {"net": net, "optim": optim})
 
 
@@ -313,5 +336,8 @@ def test_state_values_of_unknown_types_are_refused() -> None:
     net = nn.Linear(2, 2)
     optim = torch.optim.SGD(net.parameters(), 0.1)
     optim.state[net.weight]["history"] = deque([1])
-    with pytest.raises(holdfast.StateError, match=r'state\["optim"\]\["state"\]\["weight"\]\["history"\] is a .*deque'):
+    with pytest.raises(
+        holdfast.StateError,
+        match=r'state\["optim"\]\["state"\]\["weight"\]\["history"\] is a .*deque',
+    ):
         holdfast.save(fresh_uri(), {"net": net, "optim": optim})

@@ -1,4 +1,5 @@
-"""Tensors of a state that share memory: what is stored of each agrees, or it is said, and never mixed."""
+"""Tensors of a state that share memory: what is stored of each agrees, or it is said, and never
+mixed."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ def test_tied_weights_of_which_two_values_are_stored_are_refused() -> None:
 
 
 @pytest.mark.parametrize("strict", ["state", False])
-def test_in_lenient_modes_the_last_one_is_loaded_whole(strict: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_in_lenient_modes_the_last_one_is_loaded_whole(
+    strict: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """As torch's load_state_dict does; each time, and a warning names both."""
     uri, _ = untied(1.0, 2.0)
     for _ in range(5):
@@ -64,7 +67,9 @@ def test_in_lenient_modes_the_last_one_is_loaded_whole(strict: Any, caplog: pyte
     assert "'model.emb.weight', 'model.head.weight' share memory" in caplog.text
 
 
-def test_tied_weights_that_are_stored_twice_with_equal_values_are_loaded(caplog: pytest.LogCaptureFixture) -> None:
+def test_tied_weights_that_are_stored_twice_with_equal_values_are_loaded(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """As a pipeline's first and last stage store them."""
     uri, _ = untied(5.0, 5.0)
     model, reports = LM(True), list[holdfast.LoadReport]()
@@ -97,7 +102,9 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_views_that_were_stored_as_they_are_come_back(layout: Any, rng: np.random.Generator) -> None:
+def test_views_that_were_stored_as_they_are_come_back(
+    layout: Any, rng: np.random.Generator
+) -> None:
     """What was consistent when it was saved is consistent when it is loaded, in every mode."""
     base = torch.from_numpy(rng.random(64, np.float32))
     uri = fresh_uri()
@@ -118,7 +125,13 @@ def test_views_that_contradict_each_other_are_refused_or_the_last_one_is_whole(l
     uri = fresh_uri()
     first, _ = layout(torch.full((64,), 7.0))
     _, second = layout(torch.full((64,), 9.0))
-    holdfast.save(uri, {"a": first.clone(), "b": second.copy() if isinstance(second, np.ndarray) else second.clone()})
+    holdfast.save(
+        uri,
+        {
+            "a": first.clone(),
+            "b": second.copy() if isinstance(second, np.ndarray) else second.clone(),
+        },
+    )
     into = torch.zeros(64)
     first, second = layout(into)
     with pytest.raises(holdfast.MismatchError, match="'a', 'b' share memory"):
@@ -131,12 +144,17 @@ def test_views_that_contradict_each_other_are_refused_or_the_last_one_is_whole(l
 
 
 @pytest.mark.parametrize("count", [3, 7])
-def test_neighbours_in_one_storage_are_filled_in_place(count: int, rng: np.random.Generator) -> None:
-    """Slices of one storage that do not overlap, also those whose rows take turns, are nobody's conflict."""
+def test_neighbours_in_one_storage_are_filled_in_place(
+    count: int, rng: np.random.Generator
+) -> None:
+    """Slices of one storage that do not overlap, also those whose rows take turns, are nobody's
+    conflict."""
     uri = fresh_uri()
     stored = torch.from_numpy(rng.random((count, 6 * count)))
     for dim in (0, 1):
-        holdfast.save(uri, {str(i): part.clone() for i, part in enumerate(stored.chunk(count, dim))})
+        holdfast.save(
+            uri, {str(i): part.clone() for i, part in enumerate(stored.chunk(count, dim))}
+        )
         into = torch.zeros_like(stored)
         holdfast.load(uri, into={str(i): part for i, part in enumerate(into.chunk(count, dim))})
         assert torch.equal(into, stored)
@@ -146,7 +164,9 @@ def test_one_tensor_under_many_names() -> None:
     """Three names, of which the last differs; then the middle one."""
     for values in ([4.0, 4.0, 6.0], [4.0, 6.0, 4.0]):
         uri, tied = fresh_uri(), torch.zeros(3)
-        holdfast.save(uri, {name: torch.full((3,), value) for name, value in zip("abc", values, strict=True)})
+        holdfast.save(
+            uri, {name: torch.full((3,), value) for name, value in zip("abc", values, strict=True)}
+        )
         with pytest.raises(holdfast.MismatchError, match="differ in 1 place"):
             holdfast.load(uri, into=dict.fromkeys("abc", tied))
         holdfast.load(uri, into=dict.fromkeys("abc", tied), strict=False)
@@ -168,7 +188,13 @@ def test_tied_weights_that_are_stored_as_one_are_read_once() -> None:
 def test_a_dict_at_two_places_gets_values_of_one_of_them() -> None:
     """The same holds for small values: refused, or the last."""
     uri = fresh_uri()
-    holdfast.save(uri, {"a": {"x": 1, "y": 5, "t": torch.ones(1)}, "b": {"x": 2, "y": 5, "t": torch.full((1,), 2.0)}})
+    holdfast.save(
+        uri,
+        {
+            "a": {"x": 1, "y": 5, "t": torch.ones(1)},
+            "b": {"x": 2, "y": 5, "t": torch.full((1,), 2.0)},
+        },
+    )
     both = {"x": 0, "y": 0, "t": torch.zeros(1)}
     with pytest.raises(holdfast.MismatchError, match=r"'a\.x' and 'b\.x'"):
         holdfast.load(uri, into={"a": both, "b": both})
@@ -179,7 +205,9 @@ def test_a_dict_at_two_places_gets_values_of_one_of_them() -> None:
 def test_what_is_damaged_of_shared_memory_is_said_before_anything_is_filled(tmp_path: Any) -> None:
     """It is read first."""
     uri = str(tmp_path / "c")
-    report = holdfast.save(uri, {"a": torch.ones(40_000), "b": torch.ones(40_000), "c": torch.ones(4)})
+    report = holdfast.save(
+        uri, {"a": torch.ones(40_000), "b": torch.ones(40_000), "c": torch.ones(4)}
+    )
     image = tmp_path / "c" / "data" / report.attempt / "0.safetensors"
     data = bytearray(image.read_bytes())
     data[len(data) // 2] ^= 1

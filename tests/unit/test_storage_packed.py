@@ -1,4 +1,5 @@
-"""Compressed checkpoints: what is asked for is what is stored, read, copied and shown; and what is hostile is refused."""
+"""Compressed checkpoints: what is asked for is what is stored, read, copied and shown; and what is
+hostile is refused."""
 
 from __future__ import annotations
 
@@ -74,9 +75,13 @@ def image_in(uri: str) -> Path:
 
 
 def test_what_is_saved_comes_back(uri: str, truth: dict[str, Any]) -> None:
-    """Built anew, and into tensors that are there; whole and in slices; and every byte is found right."""
+    """Built anew, and into tensors that are there; whole and in slices; and every byte is found
+    right."""
     assert difference(truth, holdfast.load(uri)) is None
-    into = {name: torch.full_like(t, 3) if isinstance(t, torch.Tensor) else None for name, t in truth.items()}
+    into = {
+        name: torch.full_like(t, 3) if isinstance(t, torch.Tensor) else None
+        for name, t in truth.items()
+    }
     assert difference(truth, holdfast.load(uri, into=into)) is None
     with holdfast.open(uri) as c:
         for rows in (slice(0, 1), slice(16_380, 16_390), slice(899_999, 900_000)):
@@ -93,7 +98,9 @@ def test_wherever_and_within_any_budget(
 ) -> None:
     """In memory, through the page cache and past it: the same file. Lazily, too."""
     to = fresh_uri() if where == "memory" else f"file://{tmp_path / 'c'}?direct={where}"
-    handle = holdfast.async_save(to, truth, compression="lz4", budget_nbytes=budget_nbytes, lazy=budget_nbytes is None)
+    handle = holdfast.async_save(
+        to, truth, compression="lz4", budget_nbytes=budget_nbytes, lazy=budget_nbytes is None
+    )
     handle.wait()
     assert difference(truth, holdfast.load(to, budget_nbytes=32 << 20)) is None
     assert handle.report is not None
@@ -106,7 +113,10 @@ def test_the_report_and_the_commands_tell_what_is_stored(uri: str, truth: dict[s
     """The size of the file beside that of the image; a plain save says that they are the same."""
     to = fresh_uri()
     report = holdfast.save(to, truth, compression="lz4")
-    stored_nbytes, manifest_nbytes = image_in(uri).stat().st_size, (Path(uri) / MANIFEST_KEY).stat().st_size
+    stored_nbytes, manifest_nbytes = (
+        image_in(uri).stat().st_size,
+        (Path(uri) / MANIFEST_KEY).stat().st_size,
+    )
     assert CHUNK_NBYTES < report.stored_nbytes == stored_nbytes < report.nbytes / 2
     plain = holdfast.save(to, truth)
     assert plain.nbytes == plain.stored_nbytes == report.nbytes
@@ -136,7 +146,9 @@ def test_a_plain_save_says_nothing_of_compression() -> None:
 
 
 @pytest.mark.parametrize("compression", ["zstd", "", 1, True, ["lz4"]], ids=repr)
-def test_an_unknown_compression_is_refused_before_anything_is_done(compression: Any, tmp_path: Path) -> None:
+def test_an_unknown_compression_is_refused_before_anything_is_done(
+    compression: Any, tmp_path: Path
+) -> None:
     """By all that save."""
     calls: list[Callable[[], Any]] = [
         lambda: holdfast.save(tmp_path / "c", {"w": torch.ones(3)}, compression=compression),
@@ -149,7 +161,9 @@ def test_an_unknown_compression_is_refused_before_anything_is_done(compression: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_lz4_both_ways_say_how_to_get_it(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_lz4_both_ways_say_how_to_get_it(
+    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Saving, before anything is written, and loading; and all else works without."""
     for name in ("lz4", "lz4.block"):
         monkeypatch.setitem(sys.modules, name, None)
@@ -196,7 +210,9 @@ def test_ranks_that_compress_differently_are_told_so() -> None:
     storage, store = MemoryDriver(), torch.distributed.HashStore()
 
     async def save(rank: int) -> Any:
-        job = SaveJob(flatten({"w": torch.ones(50)}), None, BUDGET_NBYTES, compression="lz4" if rank else None)
+        job = SaveJob(
+            flatten({"w": torch.ones(50)}), None, BUDGET_NBYTES, compression="lz4" if rank else None
+        )
         return await run_save(storage, StoreTeam(store, rank, 2, "differ", 20.0), job)
 
     async def save_all() -> list[Any]:
@@ -211,8 +227,8 @@ def test_ranks_that_compress_differently_are_told_so() -> None:
 def test_a_copy_has_the_same_bytes(
     uri: str, truth: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is packed anew: so whoever copies, with whatever lz4, makes the same checkpoint; and where it is already,
-    nothing is sent."""
+    """Nothing is packed anew: so whoever copies, with whatever lz4, makes the same checkpoint; and
+    where it is already, nothing is sent."""
     to = tmp_path / "copy"
 
     def never(*_: Any, **__: Any) -> bytes:
@@ -227,7 +243,8 @@ def test_a_copy_has_the_same_bytes(
 
 
 def test_a_copy_that_is_cut_off_goes_on() -> None:
-    """What is whole by then is recognised by the size of its file and its checksums, and not sent again."""
+    """What is whole by then is recognised by the size of its file and its checksums, and not sent
+    again."""
     tiny, there = Tiny("packed-resume", "lz4"), MemoryDriver("packed-resumed")
     theirs = MemoryDriver("packed-resume")
     sizes = {key: len(data) for key, data in tiny.files.items() if key != MANIFEST_KEY}
@@ -240,11 +257,15 @@ def test_a_copy_that_is_cut_off_goes_on() -> None:
                 raise holdfast.StorageDownError("cut off")
 
     with pytest.raises(holdfast.StorageDownError):
-        start(copy_checkpoint(theirs, HookedDriver(there, before=cut), Orders(False, BUDGET_NBYTES))).result(60)
+        start(
+            copy_checkpoint(theirs, HookedDriver(there, before=cut), Orders(False, BUDGET_NBYTES))
+        ).result(60)
     _, sent_nbytes = start(copy_checkpoint(theirs, there, Orders(False, BUDGET_NBYTES))).result(60)
     assert len(commits) == 2
     assert sent_nbytes == next(
-        nbytes for key, nbytes in sizes.items() if key.rpartition("/")[2] == commits[1].rpartition("/")[2]
+        nbytes
+        for key, nbytes in sizes.items()
+        if key.rpartition("/")[2] == commits[1].rpartition("/")[2]
     )
     with holdfast.open("memory://packed-resumed") as c:
         assert c.verify().ok
@@ -272,7 +293,9 @@ def test_images_are_shown_as_they_are_unpacked(uri: str, truth: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("operation", ["create", "write", "commit"])
-def test_a_save_that_fails_leaves_what_was_there(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_fails_leaves_what_was_there(
+    operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At the second write, say: nothing of it stays, nor does memory."""
     storage, before = MemoryDriver(), {"w": torch.ones(50)}
     left: list[int] = []
@@ -310,9 +333,18 @@ def test_an_unknown_version_or_compression_is_not_guessed() -> None:
         (lambda c, h: h.update(compression=None), holdfast.UnsupportedFormatError),
         (lambda c, h: h.pop("compression"), holdfast.DamagedError),
         (lambda c, h: c.pop("image.stored_nbytes"), holdfast.DamagedError),
-        (lambda c, h: c.update({"image.stored_nbytes": np.array([1 << 40], np.uint64)}), holdfast.DamagedError),
-        (lambda c, h: c.update({"image.stored_nbytes": np.array([1], np.uint8)}), holdfast.DamagedError),
-        (lambda c, h: c.update({"image.stored_nbytes": np.array([5000, 5000], np.uint16)}), holdfast.DamagedError),
+        (
+            lambda c, h: c.update({"image.stored_nbytes": np.array([1 << 40], np.uint64)}),
+            holdfast.DamagedError,
+        ),
+        (
+            lambda c, h: c.update({"image.stored_nbytes": np.array([1], np.uint8)}),
+            holdfast.DamagedError,
+        ),
+        (
+            lambda c, h: c.update({"image.stored_nbytes": np.array([5000, 5000], np.uint16)}),
+            holdfast.DamagedError,
+        ),
     ):
         to = fresh_uri()
         holdfast.save(to, {"w": torch.zeros(5000)}, compression="lz4")
@@ -355,8 +387,8 @@ def move(nbytes: int) -> Rewrite:
     ],
 )
 def test_an_index_that_lies_is_refused(rewrite: Rewrite, says: str) -> None:
-    """Sizes that no block can have, that do not add up to the file, or that are another block's; with a checksum that is
-    right."""
+    """Sizes that no block can have, that do not add up to the file, or that are another block's;
+    with a checksum that is right."""
     tiny = Tiny(fresh_uri().removeprefix("memory://"), "lz4")
     key, m = min(key for key in tiny.files if key != MANIFEST_KEY), tiny.manifest
     geometry = (int(m.images.hashed_nbytes[0]), m.chunk_nbytes, m.block_nbytes)
@@ -374,10 +406,14 @@ def test_an_index_that_lies_is_refused(rewrite: Rewrite, says: str) -> None:
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4097, 900_000])
 def test_a_block_of_another_size_is_refused(nbytes: int) -> None:
-    """One that unpacks to less, or to more: up to two hundred times as much, with checksums of the file that are right."""
+    """One that unpacks to less, or to more: up to two hundred times as much, with checksums of the
+    file that are right."""
     tiny = Tiny(fresh_uri().removeprefix("memory://"), "lz4")
     key, m = min(key for key in tiny.files if key != MANIFEST_KEY), tiny.manifest
-    geometry, whole = (int(m.images.hashed_nbytes[0]), m.chunk_nbytes, m.block_nbytes), tiny.files[key]
+    geometry, whole = (
+        (int(m.images.hashed_nbytes[0]), m.chunk_nbytes, m.block_nbytes),
+        tiny.files[key],
+    )
     cut = len(whole) - index_nbytes(*geometry)
     index = Index.decode(whole[cut:], *geometry)
     bomb = lz4.block.compress(bytes(nbytes), store_size=False)

@@ -1,4 +1,5 @@
-"""Failures of two ranks belong to the same call or not: each call ends as those of its own ranks make it end."""
+"""Failures of two ranks belong to the same call or not: each call ends as those of its own ranks
+make it end."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ DEAD_IN = {"failed": SAVE, "gave up": SAVE, "in another call": LOAD}
 
 
 async def one_round(job: Job, failing: set[int], late_s: dict[int, float]) -> None:
-    """All ranks make one call, which some fail in before it begins. Every other rank hears of one of those, at once."""
+    """All ranks make one call, which some fail in before it begins. Every other rank hears of one
+    of those, at once."""
 
     async def act(rank: int) -> Any:
         await asyncio.sleep(late_s.get(rank, 0.0))
@@ -58,7 +60,8 @@ def test_one_rank_fails_alone_after_all_have_failed(alone: int, before: int) -> 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_any_ranks_may_fail_in_any_call(world: int, rng: np.random.Generator) -> None:
-    """Whoever fails, in whatever order they come: those who do not fail hear of it, and a call that nobody fails in works."""
+    """Whoever fails, in whatever order they come: those who do not fail hear of it, and a call that
+    nobody fails in works."""
     rounds = []
     for _ in range(40):
         failing = {rank for rank in range(world) if rng.random() < 0.5}
@@ -75,7 +78,8 @@ def test_any_ranks_may_fail_in_any_call(world: int, rng: np.random.Generator) ->
 
 
 def test_a_rank_that_is_ahead_in_its_failures_fails_each_of_those_calls() -> None:
-    """It failed three times at once; the leader's three calls fail of that one by one, and the fourth works."""
+    """It failed three times at once; the leader's three calls fail of that one by one, and the
+    fourth works."""
 
     async def main() -> None:
         job = Job(dist.HashStore(), 2)
@@ -92,7 +96,8 @@ def test_a_rank_that_is_ahead_in_its_failures_fails_each_of_those_calls() -> Non
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_comes_after_the_deadline_is_not_in_a_different_call(late: int) -> None:
-    """The others have given up, and are in the next call: it hears of that, follows them, and the next call works."""
+    """The others have given up, and are in the next call: it hears of that, follows them, and the
+    next call works."""
     following = Call("save", "file:///a", 2)
 
     async def main() -> None:
@@ -115,14 +120,19 @@ def test_a_rank_that_comes_after_the_deadline_is_not_in_a_different_call(late: i
 
 @pytest.mark.parametrize("stage", DEAD_IN)
 def test_what_ranks_showed_to_a_leader_that_died_unfound_does_not_count(stage: str) -> None:
-    """The job begins anew over the same store; the new leader comes before the other rank, and finds the dead one's board."""
+    """The job begins anew over the same store; the new leader comes before the other rank, and
+    finds the dead one's board."""
 
     async def main() -> None:
         store = dist.HashStore()
         old = Job(store, 2, deadline_s=0.5)
-        task = asyncio.ensure_future(old.fails(1, SAVE) if stage == "failed" else old.calls(1, DEAD_IN[stage]))
+        task = asyncio.ensure_future(
+            old.fails(1, SAVE) if stage == "failed" else old.calls(1, DEAD_IN[stage])
+        )
         await asyncio.wait([task], timeout=0.2 if stage == "in another call" else 5)
-        old.members[1]._keys = Keys(dist.HashStore(), "nowhere")  # it is dead, and says nothing any more
+        old.members[1]._keys = Keys(
+            dist.HashStore(), "nowhere"
+        )  # it is dead, and says nothing any more
         task.cancel()
         await asyncio.wait([task])
         job = Job(store, 2)
@@ -150,8 +160,11 @@ def test_a_rank_that_failed_and_ended_before_it_found_the_leader_is_named() -> N
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
-def test_a_rank_that_failed_elsewhere_and_one_that_comes_late_hear_of_one_failure_once(first: int) -> None:
-    """Whoever comes first to the next call: what the leader has told of the last one is no matter of it."""
+def test_a_rank_that_failed_elsewhere_and_one_that_comes_late_hear_of_one_failure_once(
+    first: int,
+) -> None:
+    """Whoever comes first to the next call: what the leader has told of the last one is no matter
+    of it."""
 
     async def main() -> None:
         job = Job(dist.HashStore(), 3)
@@ -160,7 +173,9 @@ def test_a_rank_that_failed_elsewhere_and_one_that_comes_late_hear_of_one_failur
         assert kinds(outcomes)[:2] == [(errors.RankFailedError, 2)] * 2
         for call in (SAVE, LOAD):
             late_s = [0.0 if rank == first else 0.3 for rank in range(3)]
-            outcomes = await together(*(job.calls(rank, call, late_s=late_s[rank]) for rank in range(3)))
+            outcomes = await together(
+                *(job.calls(rank, call, late_s=late_s[rank]) for rank in range(3))
+            )
             assert all(isinstance(outcome, list) for outcome in outcomes), outcomes
 
     run(main)

@@ -32,12 +32,25 @@ TRAITS = Traits(
 
 
 class _Watched(Upload):
-    """Notes where writes begin, and how many overlap; they end in a random order, the first not before another runs."""
+    """Notes where writes begin, and how many overlap; they end in a random order, the first not
+    before another runs."""
 
     def __init__(
-        self, inner: Upload, rng: random.Random, begun: list[int], overlaps: list[int], *, alone: bool = True
+        self,
+        inner: Upload,
+        rng: random.Random,
+        begun: list[int],
+        overlaps: list[int],
+        *,
+        alone: bool = True,
     ) -> None:
-        self.inner, self.rng, self.begun, self.overlaps, self.running = inner, rng, begun, overlaps, 0
+        self.inner, self.rng, self.begun, self.overlaps, self.running = (
+            inner,
+            rng,
+            begun,
+            overlaps,
+            0,
+        )
         self.company = asyncio.Event()
         if alone:
             self.company.set()
@@ -66,8 +79,9 @@ class _Watched(Upload):
 def test_parts_arrive_in_the_order_asked_for(
     order: PartOrder, budget_nbytes: int | None, streams: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``ascending``: one after the other begun, overlapping; ``serial``: never two at once. Where segments are to be
-    written at once, each is ascending, and all are begun at the beginning. The state comes back."""
+    """``ascending``: one after the other begun, overlapping; ``serial``: never two at once. Where
+    segments are to be written at once, each is ascending, and all are begun at the beginning. The
+    state comes back."""
     begun: list[int] = []
     overlaps: list[int] = []
 
@@ -86,12 +100,16 @@ def test_parts_arrive_in_the_order_asked_for(
 
     for room in ("operations.start_save", "api"):  # to save, and to load
         name = f"holdfast.storage.{room}.open_driver"
-        monkeypatch.setattr(name, lambda uri, *_: Ordered(f"order-{order}-{budget_nbytes}-{streams}"))
+        monkeypatch.setattr(
+            name, lambda uri, *_: Ordered(f"order-{order}-{budget_nbytes}-{streams}")
+        )
     state = {"w": torch.from_numpy(np.random.default_rng(0).standard_normal(100 << 17))}
     holdfast.async_save("memory://x", state, budget_nbytes=budget_nbytes).wait(60)
     assert torch.equal(holdfast.load("memory://x")["w"], state["w"])
     assert len(begun) > 6
-    cut = segments(begun[-1] + 1, replace(TRAITS, part_nbytes=16 << 20, streams=streams))  # the trailer is written last
+    cut = segments(
+        begun[-1] + 1, replace(TRAITS, part_nbytes=16 << 20, streams=streams)
+    )  # the trailer is written last
     if order != "any":
         for start, stop in cut:
             within = [at for at in begun if start <= at < stop]
@@ -105,7 +123,8 @@ def test_parts_arrive_in_the_order_asked_for(
 
 @pytest.mark.parametrize("hops", range(8))
 def test_who_waits_for_an_upload_goes_before_who_comes_later(hops: int) -> None:
-    """Also who comes in the very moment in which it is there, when those who wait have not been woken yet."""
+    """Also who comes in the very moment in which it is there, when those who wait have not been
+    woken yet."""
 
     async def run() -> None:
         go, went = asyncio.Event(), list[int]()
@@ -145,16 +164,22 @@ def test_who_waits_for_an_upload_goes_before_who_comes_later(hops: int) -> None:
         (1000, 3, [(0, 336), (336, 672), (672, 1000)]),
     ],
 )
-def test_an_upload_is_cut_at_parts(nbytes: int, streams: int, expected: list[tuple[int, int]]) -> None:
-    """Segments follow each other, are as long as each other but for the last, and begin where a part does."""
+def test_an_upload_is_cut_at_parts(
+    nbytes: int, streams: int, expected: list[tuple[int, int]]
+) -> None:
+    """Segments follow each other, are as long as each other but for the last, and begin where a
+    part does."""
     assert segments(nbytes, replace(TRAITS, streams=streams)) == expected
 
 
 @pytest.mark.parametrize("nbytes", [1, 100, 1000])
 @pytest.mark.parametrize("streams", [1, 3, 4])
 @pytest.mark.parametrize("chunk_nbytes", [8, 16, 32])
-def test_chunks_are_written_in_turn_from_each_segment(nbytes: int, streams: int, chunk_nbytes: int) -> None:
-    """Every chunk once; ascending within each segment; also where chunks are larger or smaller than parts."""
+def test_chunks_are_written_in_turn_from_each_segment(
+    nbytes: int, streams: int, chunk_nbytes: int
+) -> None:
+    """Every chunk once; ascending within each segment; also where chunks are larger or smaller than
+    parts."""
     traits = replace(TRAITS, streams=streams)
     chunks = -(-nbytes // chunk_nbytes)
     order = writing_order(chunks, chunk_nbytes, nbytes, traits)
@@ -169,7 +194,8 @@ def test_chunks_are_written_in_turn_from_each_segment(nbytes: int, streams: int,
 
 
 def test_writes_that_wait_for_the_upload_are_not_overtaken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk that is ready at the very moment when the upload has begun waits its turn, whichever moment that is."""
+    """A chunk that is ready at the very moment when the upload has begun waits its turn, whichever
+    moment that is."""
     begun: list[int] = []
     may_begin = asyncio.Event()
 
@@ -182,8 +208,11 @@ def test_writes_that_wait_for_the_upload_are_not_overtaken(monkeypatch: pytest.M
             await may_begin.wait()
             return _Watched(await super().create(key, nbytes), random.Random(7), begun, [])
 
-    async def execute(scheduler: object, sizes: list[int], perform: Perform, release: object) -> None:
-        """Writes that are begun one after the other, in every step that the event loop takes around that moment."""
+    async def execute(
+        scheduler: object, sizes: list[int], perform: Perform, release: object
+    ) -> None:
+        """Writes that are begun one after the other, in every step that the event loop takes around
+        that moment."""
         for job in range(len(sizes)):
             await perform(job, "capture")
             await perform(job, "hash")
@@ -195,7 +224,9 @@ def test_writes_that_wait_for_the_upload_are_not_overtaken(monkeypatch: pytest.M
                 may_begin.set()
         await asyncio.gather(*writes)
 
-    monkeypatch.setattr("holdfast.storage.operations.start_save.open_driver", lambda uri, *_: Slow())
+    monkeypatch.setattr(
+        "holdfast.storage.operations.start_save.open_driver", lambda uri, *_: Slow()
+    )
     monkeypatch.setattr("holdfast.storage.pipeline.image_writer.execute", execute)
     holdfast.async_save("memory://x", {"w": torch.zeros(40 << 20)}).wait(60)
     assert len(begun) > 10

@@ -26,7 +26,9 @@ from holdfast.storage.runtime.engine import start
 def run(code: str, *args: object, timeout_s: float = 100) -> subprocess.CompletedProcess[str]:
     """A Python of its own that runs ``code``."""
     command = [sys.executable, "-c", textwrap.dedent(code), *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, cwd="/")
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout_s, check=False, cwd="/"
+    )
 
 
 @pytest.fixture
@@ -35,18 +37,26 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     holdfast.release_memory()
     sizes: list[int] = []
     allocate = HostBuffer.allocate
-    monkeypatch.setattr(HostBuffer, "allocate", lambda nbytes: sizes.append(nbytes) or allocate(nbytes))
+    monkeypatch.setattr(
+        HostBuffer, "allocate", lambda nbytes: sizes.append(nbytes) or allocate(nbytes)
+    )
     yield sizes
     holdfast.release_memory()
 
 
 def test_memory_stays_within_the_budget(tmp_path: Path, made: list[int]) -> None:
-    """Ten times as many bytes as the budget pass through it, on the way out and on the way in; afterwards all of it has
-    been given back to the pool."""
-    state = {"x": torch.arange(80 << 20, dtype=torch.uint8), "t": torch.arange(40 << 18).reshape(1024, -1).t()}
+    """Ten times as many bytes as the budget pass through it, on the way out and on the way in;
+    afterwards all of it has been given back to the pool."""
+    state = {
+        "x": torch.arange(80 << 20, dtype=torch.uint8),
+        "t": torch.arange(40 << 18).reshape(1024, -1).t(),
+    }
     holdfast.save(tmp_path, state, budget_nbytes=32 << 20)
     assert 0 < sum(made) <= 32 << 20
-    into = {"x": torch.zeros(80 << 20, dtype=torch.uint8), "t": torch.zeros(10240, 1024, dtype=torch.int64)}
+    into = {
+        "x": torch.zeros(80 << 20, dtype=torch.uint8),
+        "t": torch.zeros(10240, 1024, dtype=torch.int64),
+    }
     holdfast.load(tmp_path, into=into, budget_nbytes=32 << 20)
     assert sum(made) <= 32 << 20
     assert difference(state, into) is None
@@ -56,12 +66,14 @@ def test_memory_stays_within_the_budget(tmp_path: Path, made: list[int]) -> None
 def test_verification_holds_its_budget_and_few_stored_digests_beside_it(
     made: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of many chunks it has as many in memory as the budget allows; of the digests behind them it reads some at a time, and
-    forgets them when the chunks that they belong to have been read."""
+    """Of many chunks it has as many in memory as the budget allows; of the digests behind them it
+    reads some at a time, and forgets them when the chunks that they belong to have been read."""
     jobs, chunks, digests_nbytes = 4, 256, 2 * CHUNK_NBYTES // BLOCK_NBYTES * 16  # of two chunks
     driver = MemoryDriver(name := fresh_uri().removeprefix("memory://"))
     holdfast.save(f"memory://{name}", {"x": torch.zeros(chunks * CHUNK_NBYTES, dtype=torch.uint8)})
-    start(driver.put(MANIFEST_KEY, rechunked(driver, start(read_manifest(driver)).result()[0]))).result()
+    start(
+        driver.put(MANIFEST_KEY, rechunked(driver, start(read_manifest(driver)).result()[0]))
+    ).result()
     held: list[int] = []
     of = verify._StoredPages.of
 
@@ -114,7 +126,10 @@ def test_a_forked_child_can_save_and_load(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert difference({"x": torch.full((3,), 3.0)}, holdfast.load(tmp_path / "child")) is None
-    assert difference({"x": torch.full((30_000_000,), 2.0)}, holdfast.load(tmp_path / "parent")) is None
+    assert (
+        difference({"x": torch.full((30_000_000,), 2.0)}, holdfast.load(tmp_path / "parent"))
+        is None
+    )
 
 
 def test_a_save_in_flight_is_finished_before_the_interpreter_ends(tmp_path: Path) -> None:
@@ -131,7 +146,8 @@ def test_a_save_in_flight_is_finished_before_the_interpreter_ends(tmp_path: Path
 
 
 def test_a_save_that_fails_at_exit_is_logged(tmp_path: Path) -> None:
-    """Nobody is left to ask for it; it is not lost silently, and does not keep the interpreter from ending."""
+    """Nobody is left to ask for it; it is not lost silently, and does not keep the interpreter from
+    ending."""
     (tmp_path / "file").write_text("in the way")
     done = run(
         """

@@ -27,7 +27,11 @@ def rising(calls: list[tuple[int, int]], wanted_nbytes: int) -> bool:
     """Whether these are calls of one operation that has come to its end. Blocks are read whole."""
     done = [done for done, _ in calls]
     (total_nbytes,) = {total for _, total in calls}
-    return done == sorted(done) and done[-1] == total_nbytes and 0 <= total_nbytes - wanted_nbytes < 1 << 20
+    return (
+        done == sorted(done)
+        and done[-1] == total_nbytes
+        and 0 <= total_nbytes - wanted_nbytes < 1 << 20
+    )
 
 
 def test_a_load_says_how_far_it_is(uri: str) -> None:
@@ -54,7 +58,9 @@ def test_what_the_callback_raises_ends_the_load(uri: str) -> None:
         raise ZeroDivisionError("of the user")
 
     with pytest.raises(ZeroDivisionError, match="of the user"):
-        holdfast.load(uri, into={"w": torch.zeros(3 * CHUNK_NBYTES // 4), "x": 0}, progress=progress)
+        holdfast.load(
+            uri, into={"w": torch.zeros(3 * CHUNK_NBYTES // 4), "x": 0}, progress=progress
+        )
 
 
 def test_a_resume_says_how_far_it_is(tmp_path: Path) -> None:
@@ -107,7 +113,9 @@ def test_what_the_callback_of_a_save_raises_ends_it() -> None:
         holdfast.save(uri, state, progress=progress)
 
 
-def test_a_failure_that_is_raised_is_not_logged_as_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_that_is_raised_is_not_logged_as_well(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Whoever called is told; a Checkpointer, which goes on, logs it once."""
     (tmp_path / "file").touch()
     state = {"w": torch.ones(10)}
@@ -132,5 +140,8 @@ def test_a_handle_shows_how_far_it_is(tmp_path: Path) -> None:
     """When it is printed."""
     handle = holdfast.async_save(tmp_path / "c", {"w": torch.ones(3)})
     handle.wait()
-    assert repr(handle) == f"<SaveHandle file://{tmp_path}/c: captured reached, sealed reached, durable reached>"
+    assert (
+        repr(handle)
+        == f"<SaveHandle file://{tmp_path}/c: captured reached, sealed reached, durable reached>"
+    )
     assert repr(handle.durable) == "<StageHandle durable: reached>"

@@ -1,4 +1,5 @@
-"""Pruning deletes what is not to be kept, and what the dead have left; nothing else, and never half a checkpoint."""
+"""Pruning deletes what is not to be kept, and what the dead have left; nothing else, and never half
+a checkpoint."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def steps(root: str | Path) -> list[int | None]:
     return [c.step for c in listed]
 
 
-def listed(path: str, step: int | None, created_s: float = 0.0, problem: str | None = None) -> ListedCheckpoint:
+def listed(
+    path: str, step: int | None, created_s: float = 0.0, problem: str | None = None
+) -> ListedCheckpoint:
     """A line of a listing."""
     return ListedCheckpoint(path, step, 1, 1, 1, created_s, problem)
 
@@ -77,7 +80,11 @@ def test_what_neither_rule_keeps_goes(last: int | None, every: int | None, gone:
 
 def test_each_folder_is_a_run_of_its_own() -> None:
     """The newest of one is not old because another run has come further."""
-    both = [listed(f"{run}/{step}", step) for run, many in (("a", (1, 2)), ("b", (100, 200))) for step in many]
+    both = [
+        listed(f"{run}/{step}", step)
+        for run, many in (("a", (1, 2)), ("b", (100, 200)))
+        for step in many
+    ]
     assert [c.path for c in choose(both, 1, None)] == ["a/1", "b/100"]
 
 
@@ -88,14 +95,29 @@ def test_what_cannot_be_judged_is_kept() -> None:
 
 
 def test_what_has_the_latest_time_is_kept_besides() -> None:
-    """Also where its step is a low one: a run that was taken up again by hand. By no clock anything is deleted."""
-    again = [listed("s900", 900, 1.0), listed("s300", 300, 2.0), listed("s200", 200, 0.0), listed("", 1, 9.0)]
-    choice = run(chosen_by(location.Place.of(fresh_uri(), None), Rules(1, None, abandoned=False, verify=False), again))
+    """Also where its step is a low one: a run that was taken up again by hand. By no clock anything
+    is deleted."""
+    again = [
+        listed("s900", 900, 1.0),
+        listed("s300", 300, 2.0),
+        listed("s200", 200, 0.0),
+        listed("", 1, 9.0),
+    ]
+    choice = run(
+        chosen_by(
+            location.Place.of(fresh_uri(), None),
+            Rules(1, None, abandoned=False, verify=False),
+            again,
+        )
+    )
     assert [c.step for c in choice.gone] == [200]
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 30), st.floats(0, 9)), unique_by=lambda c: c[:2]),
+    st.lists(
+        st.tuples(st.sampled_from("ab"), st.integers(0, 30), st.floats(0, 9)),
+        unique_by=lambda c: c[:2],
+    ),
     st.integers(1, 5) | st.none(),
     st.integers(1, 7) | st.none(),
 )
@@ -103,13 +125,19 @@ def test_the_newest_of_a_folder_never_goes(
     members: list[tuple[str, int, float]], last: int | None, every: int | None
 ) -> None:
     """That of the highest step, whatever clocks say; and of the rest those go that no rule keeps."""
-    everything = [listed(f"{folder}/{step}", step, created_s) for folder, step, created_s in members]
+    everything = [
+        listed(f"{folder}/{step}", step, created_s) for folder, step, created_s in members
+    ]
     gone = choose(everything, last, every)
     for folder in {folder for folder, *_ in members}:
         mine = sorted((c for c in everything if c.path[0] == folder), key=lambda c: c.step or 0)
         kept = [c for c in mine if c not in gone]
         assert mine[-1] in kept
-        others = [c for c in kept if c not in mine[-(last or 1) :] and (every is None or (c.step or 0) % every)]
+        others = [
+            c
+            for c in kept
+            if c not in mine[-(last or 1) :] and (every is None or (c.step or 0) % every)
+        ]
         assert not others or last is every is None
         assert set(gone).isdisjoint(mine[-last:] if last else [])
 
@@ -150,11 +178,14 @@ def test_a_dry_run_deletes_nothing() -> None:
     done = holdfast.prune(root, keep_last=1, idle_s=0)
     assert replace(done, done=False) == plan
     after = run(contents(storage))
-    assert plan.nbytes == sum(len(data) for data in before.values()) - sum(len(data) for data in after.values())
+    assert plan.nbytes == sum(len(data) for data in before.values()) - sum(
+        len(data) for data in after.values()
+    )
 
 
 def test_leftovers_are_collected_once_they_are_idle() -> None:
-    """Not before: a save may be writing them. A claimed one stays for its period of grace however short the wait."""
+    """Not before: a save may be writing them. A claimed one stays for its period of grace however
+    short the wait."""
     root = saved(fresh_uri(), 1)
     storage = MemoryDriver(root.removeprefix("memory://"))
     for where in ("step-1", "step-2"):
@@ -163,7 +194,10 @@ def test_leftovers_are_collected_once_they_are_idle() -> None:
     run(storage.put("step-3/data/20200101T000000-11111111/fate", b""))
     assert holdfast.prune(root).leftovers == ()
     report = holdfast.prune(root, idle_s=0)
-    assert [(x.path, x.attempt, x.nbytes) for x in report.leftovers] == [("step-1", DEAD, 1002), ("step-2", DEAD, 1002)]
+    assert [(x.path, x.attempt, x.nbytes) for x in report.leftovers] == [
+        ("step-1", DEAD, 1002),
+        ("step-2", DEAD, 1002),
+    ]
     assert not [key for key in run(contents(storage)) if DEAD in key]
     assert steps(root) == [1]
     with pytest.MonkeyPatch.context() as patch:
@@ -174,7 +208,8 @@ def test_leftovers_are_collected_once_they_are_idle() -> None:
 
 
 def test_clocks_of_whole_seconds_keep_nothing_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where looking at one object tells an earlier time than a list does, as S3's do, what is a moment old is idle, too."""
+    """Where looking at one object tells an earlier time than a list does, as S3's do, what is a
+    moment old is idle, too."""
     root, whole = fresh_uri(), MemoryDriver.stat
 
     async def coarse(self: MemoryDriver, key: str) -> Any:
@@ -223,7 +258,9 @@ def hooked(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
     """Every driver that pruning opens fails as ``fault`` says."""
     opened: Callable[..., Any] = location.open_driver
     monkeypatch.setattr(
-        location, "open_driver", lambda uri, **options: HookedDriver(opened(uri), fault.on_before, fault.on_after)
+        location,
+        "open_driver",
+        lambda uri, **options: HookedDriver(opened(uri), fault.on_before, fault.on_after),
     )
 
 
@@ -247,8 +284,8 @@ def prepared() -> str:
 def test_a_pruning_that_dies_at_any_access_leaves_whole_checkpoints(
     after: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each is there whole, or not at all, the last one always; and the next pruning ends the work, but for what has been
-    claimed, or was about to be deleted, and stays for its period of grace."""
+    """Each is there whole, or not at all, the last one always; and the next pruning ends the work,
+    but for what has been claimed, or was about to be deleted, and stays for its period of grace."""
     for n in range(accesses()):
         root, fault = prepared(), Fault(n, after=after, for_good=True)
         with monkeypatch.context() as patch:
@@ -269,8 +306,11 @@ def test_a_pruning_that_dies_at_any_access_leaves_whole_checkpoints(
         assert {key.split("/")[0] for key in left} == {"step-3"}
 
 
-def test_the_sign_of_a_pruning_that_died_goes_once_it_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From a checkpoint that is kept, and from a place where nothing else is: there nobody would ever come upon it."""
+def test_the_sign_of_a_pruning_that_died_goes_once_it_is_old(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From a checkpoint that is kept, and from a place where nothing else is: there nobody would
+    ever come upon it."""
     root = saved(fresh_uri(), 1, 2)
     there = MemoryDriver(root.removeprefix("memory://"))
     signs = {"step-2/data/pruning", "step-7/data/pruning", "data/pruning"}
@@ -289,9 +329,12 @@ def test_the_sign_of_a_pruning_that_died_goes_once_it_is_old(monkeypatch: pytest
     assert steps(root) == [1, 2]
 
 
-def test_a_save_beside_a_pruning_that_died_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It writes nothing, and leaves the checkpoint alone: whoever prunes may only be slow, and about to delete what it finds.
-    An hour later, or where somebody who knows better has removed the sign, it goes on."""
+def test_a_save_beside_a_pruning_that_died_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It writes nothing, and leaves the checkpoint alone: whoever prunes may only be slow, and
+    about to delete what it finds. An hour later, or where somebody who knows better has removed the
+    sign, it goes on."""
     root = saved(fresh_uri(), 1)
     there = MemoryDriver(f"{root}/step-1".removeprefix("memory://"))
     run(there.put("data/pruning", b"by the dead"))
@@ -310,7 +353,9 @@ def test_a_save_beside_a_pruning_that_died_is_refused_at_once(monkeypatch: pytes
     assert steps(root) == [1]
 
 
-def test_a_pruning_that_fails_before_it_deletes_bars_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pruning_that_fails_before_it_deletes_bars_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It takes its sign away: nothing was deleted, or will be."""
     root, flagged = saved(fresh_uri(), 1, 2), list[bool]()
 
@@ -321,7 +366,9 @@ def test_a_pruning_that_fails_before_it_deletes_bars_nobody(monkeypatch: pytest.
 
     opened: Callable[..., Any] = location.open_driver
     with monkeypatch.context() as patch:
-        patch.setattr(location, "open_driver", lambda uri, **options: HookedDriver(opened(uri), before=fail))
+        patch.setattr(
+            location, "open_driver", lambda uri, **options: HookedDriver(opened(uri), before=fail)
+        )
         with pytest.raises(holdfast.StorageDownError, match="away"):
             holdfast.prune(root, keep_last=1)
     assert flagged
@@ -330,7 +377,8 @@ def test_a_pruning_that_fails_before_it_deletes_bars_nobody(monkeypatch: pytest.
 
 
 def test_the_manifest_goes_first() -> None:
-    """Durably, before any other file of its checkpoint: so nobody finds one whose data is on its way out."""
+    """Durably, before any other file of its checkpoint: so nobody finds one whose data is on its
+    way out."""
     root, seen = saved(fresh_uri(), 1, 2), list[str]()
 
     async def note(operation: str, key: str) -> None:
@@ -339,14 +387,18 @@ def test_the_manifest_goes_first() -> None:
 
     opened: Callable[..., Any] = location.open_driver
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(location, "open_driver", lambda uri, **options: HookedDriver(opened(uri), before=note))
+        patch.setattr(
+            location, "open_driver", lambda uri, **options: HookedDriver(opened(uri), before=note)
+        )
         holdfast.prune(root, keep_last=1)
     assert seen[0] == MANIFEST_KEY
     assert seen[1] == "data/pruning"
     assert seen[2].endswith("/attempt.json")
 
 
-@pytest.mark.parametrize("wrong", [{"keep_last": 0}, {"keep_every": 0}, {"keep_last": -1}, {"idle_s": -1.0}], ids=str)
+@pytest.mark.parametrize(
+    "wrong", [{"keep_last": 0}, {"keep_every": 0}, {"keep_last": -1}, {"idle_s": -1.0}], ids=str
+)
 def test_wrong_rules_are_refused(wrong: dict[str, Any]) -> None:
     """Before anything is looked at."""
     with pytest.raises(holdfast.UsageError, match=next(iter(wrong))):
@@ -387,7 +439,11 @@ LATER = {"old": 10, "good": 20, "gone": 30, "short": 40}
         (LATER, {"keep_every": 40}, ["gone", "good", "short"]),
         ({"good": 10, "flipped": 20}, {"keep_last": 1, "verify": True}, ["flipped", "good"]),
         ({"good": 10, "flipped": 20}, {"keep_every": 20, "verify": True}, ["flipped", "good"]),
-        ({"old": 5, "good": 10, "flipped": 20}, {"keep_last": 1, "verify": True}, ["flipped", "good"]),
+        (
+            {"old": 5, "good": 10, "flipped": 20},
+            {"keep_last": 1, "verify": True},
+            ["flipped", "good"],
+        ),
         ({"gone": 10, "short": 20}, {"keep_last": 1}, ["gone", "short"]),
         ({"gone": 10, "short": 20, "good": 30}, {"keep_last": 1}, ["good"]),
         ({"gone": 10, "short": 20, "good": 30}, {"keep_last": 2}, ["gone", "good", "short"]),
@@ -396,7 +452,8 @@ LATER = {"old": 10, "good": 20, "gone": 30, "short": 40}
 def test_what_is_damaged_does_not_count_as_kept(
     there: dict[str, int], options: dict[str, Any], kept: list[str], tmp_path: Path
 ) -> None:
-    """So the only whole one never goes. What is damaged goes once enough others are whole, if it is no newer."""
+    """So the only whole one never goes. What is damaged goes once enough others are whole, if it is
+    no newer."""
     damaged_folder(tmp_path, there)
     plan = holdfast.prune(tmp_path, dry_run=True, **options)
     assert sorted(plan.kept) == kept

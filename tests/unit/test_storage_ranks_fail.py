@@ -1,4 +1,5 @@
-"""What ranks of a save hear of each other's failures, what they keep from save to save, and what a forked child has."""
+"""What ranks of a save hear of each other's failures, what they keep from save to save, and what a
+forked child has."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def saved(drivers: list[Any]) -> list[Any]:
 
     async def run() -> list[Any]:
         store = dist.HashStore()
-        return await asyncio.gather(*(act(store, rank, driver) for rank, driver in enumerate(drivers)))
+        return await asyncio.gather(
+            *(act(store, rank, driver) for rank, driver in enumerate(drivers))
+        )
 
     return asyncio.run(run())
 
@@ -103,7 +106,9 @@ def test_what_was_agreed_on_holds_for_one_size_of_the_job() -> None:
             flat.kin = kin
             team = StoreTeam(store, rank, world, "agree", 20.0)
             async with team.session():
-                accord = await agree(team, "memory://", flat, lambda rows: fingerprints(flat, rows), memory)
+                accord = await agree(
+                    team, "memory://", flat, lambda rows: fingerprints(flat, rows), memory
+                )
             return next(iter(accord.agreed.holders.values()))
 
         async def run() -> list[Any]:
@@ -137,7 +142,9 @@ def test_a_forked_child_has_a_connection_of_its_own() -> None:
         child = os.fork()
         if child == 0:
             theirs = process_group._contact(5.0)
-            os._exit(0 if theirs.store is not ours.store and theirs.member is not ours.member else 1)
+            os._exit(
+                0 if theirs.store is not ours.store and theirs.member is not ours.member else 1
+            )
         assert os.waitpid(child, 0)[1] == 0
     finally:
         dist.destroy_process_group()

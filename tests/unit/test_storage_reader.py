@@ -44,7 +44,9 @@ def numpy_index(index: Any) -> Any:
 
 
 @pytest.mark.parametrize("index", INDICES, ids=str)
-def test_an_index_means_what_it_means_to_numpy(index: Any, stored: tuple[str, torch.Tensor]) -> None:
+def test_an_index_means_what_it_means_to_numpy(
+    index: Any, stored: tuple[str, torch.Tensor]
+) -> None:
     """Integers, slices with any step, and fewer of them than dimensions."""
     uri, tensor = stored
     expected = tensor.numpy()[numpy_index(index)]
@@ -55,9 +57,25 @@ def test_an_index_means_what_it_means_to_numpy(index: Any, stored: tuple[str, to
 
 
 @pytest.mark.parametrize(
-    "index", [5, -6, (0, 4), (0, 0, 0, 0), 1.0, "a", (None,), True, ..., [0], (slice(0, 1), np.ones(4, bool))], ids=str
+    "index",
+    [
+        5,
+        -6,
+        (0, 4),
+        (0, 0, 0, 0),
+        1.0,
+        "a",
+        (None,),
+        True,
+        ...,
+        [0],
+        (slice(0, 1), np.ones(4, bool)),
+    ],
+    ids=str,
 )
-def test_an_index_that_does_not_fit_is_refused(index: Any, stored: tuple[str, torch.Tensor]) -> None:
+def test_an_index_that_does_not_fit_is_refused(
+    index: Any, stored: tuple[str, torch.Tensor]
+) -> None:
     """Nothing is read, and the error is one of usage."""
     uri, _ = stored
     with holdfast.open(uri) as c, pytest.raises(holdfast.UsageError):
@@ -75,8 +93,11 @@ def test_rows_are_a_slice_of_the_first_dimension(stored: tuple[str, torch.Tensor
             c.read("y")
 
 
-def test_slices_of_tensors_that_span_blocks_and_chunks(tmp_path: Path, rng: np.random.Generator) -> None:
-    """Wherever a slice begins and ends: at, before and behind the boundaries of what is checked and read at once."""
+def test_slices_of_tensors_that_span_blocks_and_chunks(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """Wherever a slice begins and ends: at, before and behind the boundaries of what is checked and
+    read at once."""
     x = random_bits(rng, torch.int16, (4100, 4099))
     y = random_bits(rng, torch.uint8, (200_000,))
     holdfast.save(tmp_path, {"x": x, "y": y})
@@ -109,13 +130,19 @@ def test_a_small_slice_reads_little(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_tensors_are_described() -> None:
-    """Name, shape, dtype, bytes, shards, and what a tied tensor is an alias of, in the order of the state."""
+    """Name, shape, dtype, bytes, shards, and what a tied tensor is an alias of, in the order of the
+    state."""
     shared = torch.ones(2, 3, dtype=torch.bfloat16)
     uri = fresh_uri()
-    holdfast.save(uri, {"m": {"w": shared, "again": shared}, "empty": torch.zeros(0, 4), "s": torch.tensor(1)}, step=12)
+    holdfast.save(
+        uri,
+        {"m": {"w": shared, "again": shared}, "empty": torch.zeros(0, 4), "s": torch.tensor(1)},
+        step=12,
+    )
     with holdfast.open(uri) as c:
         described = [
-            (i.name, i.shape, i.dtype, i.nbytes, i.shards, i.ranks, i.owners, i.alias_of) for i in c.tensors.values()
+            (i.name, i.shape, i.dtype, i.nbytes, i.shards, i.ranks, i.owners, i.alias_of)
+            for i in c.tensors.values()
         ]
         assert described == [
             ("m.w", (2, 3), "bfloat16", 12, 1, (0,), (), "m.again"),
@@ -131,7 +158,9 @@ def test_tensors_are_described() -> None:
 def test_values_are_listed_by_path() -> None:
     """As a user would write them in Python."""
     uri = fresh_uri()
-    holdfast.save(uri, {"optim": {"lr": 0.5, "betas": (0.9, None)}, 3: {None: "x"}, "t": torch.ones(1)})
+    holdfast.save(
+        uri, {"optim": {"lr": 0.5, "betas": (0.9, None)}, 3: {None: "x"}, "t": torch.ones(1)}
+    )
     with holdfast.open(uri) as c:
         assert dict(c.values()) == {
             'state["optim"]["lr"]': 0.5, 'state["optim"]["betas"][0]': 0.9, 'state["optim"]["betas"][1]': None, "state[3][None]": "x",
@@ -164,14 +193,18 @@ def test_a_checkpoint_replaced_after_it_was_opened_says_so() -> None:
 
 
 def test_listing_finds_checkpoints_below(tmp_path: Path) -> None:
-    """By path, ordered by step; what cannot be opened is listed with the reason; other files are passed over."""
+    """By path, ordered by step; what cannot be opened is listed with the reason; other files are
+    passed over."""
     for step in (20, 3, 100):
         holdfast.save(tmp_path / "run" / f"step-{step}", {"x": torch.ones(step)}, step=step)
     holdfast.save(tmp_path / "final", {"x": torch.ones(1)})
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "manifest.safetensors").write_bytes(b"x" * 100)
     (tmp_path / "notes.txt").write_text("hello")
-    listed = {c.path: (c.step, c.tensors, c.nbytes, c.problem is None) for c in holdfast.list_checkpoints(tmp_path)}
+    listed = {
+        c.path: (c.step, c.tensors, c.nbytes, c.problem is None)
+        for c in holdfast.list_checkpoints(tmp_path)
+    }
     assert listed == {
         "run/step-3": (3, 1, 12, True), "run/step-20": (20, 1, 80, True), "run/step-100": (100, 1, 400, True),
         "final": (None, 1, 4, True), "broken": (None, 0, 0, False),
@@ -208,4 +241,6 @@ def test_opening_and_closing_leaves_nothing_open(tmp_path: Path, no_leaks: None)
     with pytest.raises(holdfast.NotACheckpointError):
         holdfast.open(tmp_path / "nothing")
     assert difference({"x": torch.ones(3)}, holdfast.load(tmp_path / "c")) is None
-    assert math.isclose(c.created_s, (tmp_path / "c" / "manifest.safetensors").stat().st_mtime, abs_tol=60)
+    assert math.isclose(
+        c.created_s, (tmp_path / "c" / "manifest.safetensors").stat().st_mtime, abs_tol=60
+    )

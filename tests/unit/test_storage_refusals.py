@@ -62,7 +62,9 @@ TENSORS: dict[str, Callable[[], Any]] = {
     "meta": lambda: torch.empty(2, device="meta"),
     "quantized": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
     "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
-    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "jagged": lambda: torch.nested.nested_tensor(
+        [torch.ones(2), torch.ones(3)], layout=torch.jagged
+    ),
     "subclass": lambda: torch.ones(2).as_subclass(Odd),
     "uninitialized parameter": lambda: torch.nn.LazyLinear(3).weight,
     "fake": lambda: torch._subclasses.FakeTensorMode().from_tensor(torch.ones(2)),
@@ -99,7 +101,9 @@ ARRAYS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor:UserWarning", "ignore:.*nested tensors:UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.*quantize_per_tensor:UserWarning", "ignore:.*nested tensors:UserWarning"
+)
 @pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning", "ignore:Sparse CSR:UserWarning")
 @pytest.mark.parametrize("name", [*TENSORS, *VALUES, *ARRAYS])
 def test_what_cannot_be_saved_is_refused_by_its_path(name: str, tmp_path: Path) -> None:
@@ -116,9 +120,13 @@ KEYS = [(1, 2), b"x", frozenset(), Color.RED, Text("t"), np.int64(3), 1j, torch.
 
 @pytest.mark.parametrize("key", KEYS, ids=repr)
 @pytest.mark.parametrize(
-    "item", [torch.ones(2), 1, [torch.ones(2)], np.ones(2)], ids=["tensor", "value", "list", "array"]
+    "item",
+    [torch.ones(2), 1, [torch.ones(2)], np.ones(2)],
+    ids=["tensor", "value", "list", "array"],
 )
-def test_a_key_that_is_no_text_number_or_none_is_refused(key: Any, item: Any, tmp_path: Path) -> None:
+def test_a_key_that_is_no_text_number_or_none_is_refused(
+    key: Any, item: Any, tmp_path: Path
+) -> None:
     """It would come back as something else."""
     with pytest.raises(holdfast.StateError, match=re.escape('state["model"]')):
         holdfast.save(tmp_path / "c", {"model": {key: item}})
@@ -127,7 +135,9 @@ def test_a_key_that_is_no_text_number_or_none_is_refused(key: Any, item: Any, tm
 
 def test_a_container_that_contains_itself_is_refused(tmp_path: Path) -> None:
     """At whatever remove; the path says where it begins again."""
-    with pytest.raises(holdfast.StateError, match=re.escape('state["x"][0]["again"][0] contains itself')):
+    with pytest.raises(
+        holdfast.StateError, match=re.escape('state["x"][0]["again"][0] contains itself')
+    ):
         holdfast.save(tmp_path / "c", {"x": cycle()})
     assert list(tmp_path.iterdir()) == []
 
@@ -151,8 +161,11 @@ def test_nesting_too_deep_is_refused(tmp_path: Path) -> None:
         ({"": {"": torch.ones(1)}, ".": torch.ones(1)}, 'state[""][""]', 'state["."]'),
     ],
 )
-def test_two_tensors_of_one_name_are_refused(state: Any, first: str, second: str, tmp_path: Path) -> None:
-    """Paths that differ but read the same would be one tensor in the checkpoint; the error names both."""
+def test_two_tensors_of_one_name_are_refused(
+    state: Any, first: str, second: str, tmp_path: Path
+) -> None:
+    """Paths that differ but read the same would be one tensor in the checkpoint; the error names
+    both."""
     with pytest.raises(holdfast.StateError) as caught:
         holdfast.save(tmp_path / "c", state)
     assert first in str(caught.value)
@@ -198,10 +211,16 @@ def test_a_budget_too_small_is_refused(budget: int, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("uri", ["", "s3:/bucket/x", "nosuch://x", "memory://x?a=1", "file://host/x", "memory://x#y"])
+@pytest.mark.parametrize(
+    "uri", ["", "s3:/bucket/x", "nosuch://x", "memory://x?a=1", "file://host/x", "memory://x#y"]
+)
 def test_a_uri_that_makes_no_sense_is_refused(uri: str) -> None:
     """By every function that takes one."""
-    for call in (lambda: holdfast.save(uri, {}), lambda: holdfast.load(uri), lambda: holdfast.open(uri)):
+    for call in (
+        lambda: holdfast.save(uri, {}),
+        lambda: holdfast.load(uri),
+        lambda: holdfast.open(uri),
+    ):
         with pytest.raises(holdfast.UriError):
             call()
 

@@ -1,4 +1,5 @@
-"""A manifest may be put twice: the first answer was lost. What it names is there also then, whoever came between the two."""
+"""A manifest may be put twice: the first answer was lost. What it names is there also then, whoever
+came between the two."""
 
 from __future__ import annotations
 
@@ -20,11 +21,14 @@ from holdfast.storage.protocol import commit
 from holdfast.storage.ranks.team import Solo
 from holdfast.storage.state.flatten import flatten
 
-OLD, NEW, LAST = ({"who": who, "x": torch.full((5,), float(i))} for i, who in enumerate(["old", "new", "last"]))
+OLD, NEW, LAST = (
+    {"who": who, "x": torch.full((5,), float(i))} for i, who in enumerate(["old", "new", "last"])
+)
 
 
 def putting_again(storage: MemoryDriver, meanwhile: Callable[[], Awaitable[Any]]) -> HookedDriver:
-    """A saver's way to ``storage``: its manifest is put, something else happens, and then it is put once more."""
+    """A saver's way to ``storage``: its manifest is put, something else happens, and then it is put
+    once more."""
 
     async def after(operation: str, key: str) -> None:
         if (operation, key) == ("put", MANIFEST_KEY):
@@ -57,8 +61,11 @@ def with_old() -> MemoryDriver:
     return storage
 
 
-def test_a_save_between_the_two_deletes_nothing_that_is_named_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of the two is whole whenever it is the checkpoint; the other one goes when its hour is over."""
+def test_a_save_between_the_two_deletes_nothing_that_is_named_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each of the two is whole whenever it is the checkpoint; the other one goes when its hour is
+    over."""
     storage = with_old()
 
     async def meanwhile() -> None:
@@ -73,7 +80,8 @@ def test_a_save_between_the_two_deletes_nothing_that_is_named_again(monkeypatch:
 
 
 def test_a_save_that_cleans_up_after_the_second_deletes_nothing_that_is_named_again() -> None:
-    """Whether the other's leader is done counts as it was before the own put: else that leader may have come after it."""
+    """Whether the other's leader is done counts as it was before the own put: else that leader may
+    have come after it."""
     storage = with_old()
 
     async def both() -> None:
@@ -100,7 +108,8 @@ def test_a_save_that_cleans_up_after_the_second_deletes_nothing_that_is_named_ag
 def test_a_pruning_between_the_two_deletes_nothing_that_is_named_again(
     grace_over: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It leaves the checkpoint alone until its saver is done; or until the hour is over in which a put must have ended."""
+    """It leaves the checkpoint alone until its saver is done; or until the hour is over in which a
+    put must have ended."""
     root, pruned = fresh_uri(), []
     storage = MemoryDriver(f"{root}/step-1".removeprefix("memory://"))
     if grace_over:
@@ -140,8 +149,9 @@ def test_who_dies_before_it_settles_counts_as_settled_an_hour_later(
 
 
 def test_a_copy_is_settled_and_another_one_of_the_same_leaves_it_alone() -> None:
-    """Two copies of one checkpoint work on one attempt. One commits it and is done; the other finds it so, and gives up what
-    is now the checkpoint. And the next one to replace it deletes it at once."""
+    """Two copies of one checkpoint work on one attempt. One commits it and is done; the other finds
+    it so, and gives up what is now the checkpoint. And the next one to replace it deletes it at
+    once."""
     theirs, ours, first = checkpoint(), MemoryDriver(), True
 
     async def overtaken(operation: str, key: str) -> None:

@@ -70,7 +70,8 @@ def test_a_model_alone_is_loaded_with_strict_state(run: tuple[str, nn.Module]) -
 
 
 def test_strict_state_wants_every_name_of_the_state(run: tuple[str, nn.Module]) -> None:
-    """A layer that is not stored is an error, and nothing is filled; the rest of the checkpoint is not listed."""
+    """A layer that is not stored is an error, and nothing is filled; the rest of the checkpoint is
+    not listed."""
     uri, _ = run
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     before = model[0].weight.detach().clone()
@@ -90,8 +91,11 @@ def test_the_default_names_the_mode_that_helps(run: tuple[str, nn.Module]) -> No
     assert "strict=False" not in text
 
 
-def test_not_strict_says_what_it_left(run: tuple[str, nn.Module], caplog: pytest.LogCaptureFixture) -> None:
-    """Names of the state that stay as they are: a warning, and the report. Names of the checkpoint alone: a line at INFO."""
+def test_not_strict_says_what_it_left(
+    run: tuple[str, nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Names of the state that stay as they are: a warning, and the report. Names of the checkpoint
+    alone: a line at INFO."""
     uri, model = run
     other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     with caplog.at_level(logging.INFO, logger="holdfast"):
@@ -105,7 +109,9 @@ def test_not_strict_says_what_it_left(run: tuple[str, nn.Module], caplog: pytest
     assert "not in the state and not loaded" in said["INFO"]
 
 
-def test_a_load_that_leaves_nothing_says_nothing(run: tuple[str, nn.Module], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_load_that_leaves_nothing_says_nothing(
+    run: tuple[str, nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
     """Whatever the mode."""
     uri, _ = run
     with caplog.at_level(logging.INFO, logger="holdfast"):
@@ -119,11 +125,15 @@ def test_a_load_that_leaves_nothing_says_nothing(run: tuple[str, nn.Module], cap
 
 @pytest.mark.parametrize("strict", [True, "state", False])
 @pytest.mark.parametrize("key", ["modell", "Model", "models"])
-def test_a_state_of_which_nothing_is_stored_is_an_error(run: tuple[str, nn.Module], strict: Any, key: str) -> None:
+def test_a_state_of_which_nothing_is_stored_is_an_error(
+    run: tuple[str, nn.Module], strict: Any, key: str
+) -> None:
     """A misspelled name loads nothing, and no mode takes that for a load."""
     text = refused(run[0], {key: net()}, strict)
     assert "nothing of the state is in the checkpoint" in text
-    assert f"the stored names have 'model.' where those of the state have '{key}.'" in text.replace("The", "the")
+    assert f"the stored names have 'model.' where those of the state have '{key}.'" in text.replace(
+        "The", "the"
+    )
     assert "strict=" not in text
 
 
@@ -179,7 +189,8 @@ def test_dtypes_that_differ_alone_need_cast_alone() -> None:
 
 
 def test_advice_that_is_followed_works() -> None:
-    """A dtype that differs, and a name that is missing: both options are named, and together they load."""
+    """A dtype that differs, and a name that is missing: both options are named, and together they
+    load."""
     uri = fresh_uri()
     holdfast.save(uri, {"w": torch.ones(2), "x": 1})
     into = {"w": torch.zeros(2, dtype=torch.float64), "new": 1}
@@ -191,13 +202,23 @@ def test_advice_that_is_followed_works() -> None:
 
 
 @pytest.mark.parametrize(
-    "prefix", ["module.", "_orig_mod.", "base_model.model.", "_forward_module.", "_fsdp_wrapped_module.", "net.inner."]
+    "prefix",
+    [
+        "module.",
+        "_orig_mod.",
+        "base_model.model.",
+        "_forward_module.",
+        "_fsdp_wrapped_module.",
+        "net.inner.",
+    ],
 )
 @pytest.mark.parametrize("strict", [True, "state", False])
 def test_words_that_wrappers_put_into_stored_names_are_said(prefix: str, strict: Any) -> None:
     """One line says what the names differ by, with an example, and how to get at them."""
     uri, model = fresh_uri(), net()
-    holdfast.save(uri, {"model": {prefix + name: tensor for name, tensor in model.state_dict().items()}})
+    holdfast.save(
+        uri, {"model": {prefix + name: tensor for name, tensor in model.state_dict().items()}}
+    )
     text = refused(uri, {"model": net()}, strict)
     assert f"The stored names have '{prefix}' after 'model.'" in text
     assert f"'model.{prefix}0.weight' in the checkpoint is 'model.0.weight' in the state" in text
@@ -224,9 +245,15 @@ def test_a_state_that_is_nested_as_is_advised_fits() -> None:
 
 def test_wrappers_deep_in_names_are_said() -> None:
     """As activation checkpointing leaves them: one in each block."""
-    uri, names = fresh_uri(), [f"blocks.{i}.{which}.w" for i in range(5) for which in ("up", "down")]
+    uri, names = (
+        fresh_uri(),
+        [f"blocks.{i}.{which}.w" for i in range(5) for which in ("up", "down")],
+    )
     deep = {name.replace("up", "_checkpoint_wrapped_module.up"): torch.zeros(1) for name in names}
-    deep = {name.replace("down", "_checkpoint_wrapped_module.down"): tensor for name, tensor in deep.items()}
+    deep = {
+        name.replace("down", "_checkpoint_wrapped_module.down"): tensor
+        for name, tensor in deep.items()
+    }
     holdfast.save(uri, {"model": deep})
     text = refused(uri, {"model": {name: torch.zeros(1) for name in names}})
     assert "The stored names have '_checkpoint_wrapped_module.' in them" in text

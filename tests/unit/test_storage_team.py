@@ -1,4 +1,5 @@
-"""Rounds over a store: what is stated arrives, what fails is told at once and by name, and no key is left."""
+"""Rounds over a store: what is stated arrives, what fails is told at once and by name, and no key
+is left."""
 
 from __future__ import annotations
 
@@ -37,7 +38,12 @@ def store(request: pytest.FixtureRequest) -> Iterator[Any]:
         yield dist.HashStore()
     else:
         yield dist.TCPStore(
-            "127.0.0.1", free_port(), None, True, datetime.timedelta(seconds=20), wait_for_workers=False
+            "127.0.0.1",
+            free_port(),
+            None,
+            True,
+            datetime.timedelta(seconds=20),
+            wait_for_workers=False,
         )
 
 
@@ -58,8 +64,8 @@ async def act(team: Team, what: Act) -> Any:
 
 
 def kept(world: int) -> int:
-    """Keys of a job of so many ranks that stay as long as it does, and never grow: a board for each rank, the leader's
-    name, and whom it has acknowledged."""
+    """Keys of a job of so many ranks that stay as long as it does, and never grow: a board for each
+    rank, the leader's name, and whom it has acknowledged."""
     return world + 2
 
 
@@ -72,9 +78,19 @@ class Job:
 
     def team(self, rank: int, call: Call | None = None) -> StoreTeam:
         """That of a rank, for its next call."""
-        return StoreTeam(self.store, rank, self.world, "", self.silence_s, call or Call("call"), self.members[rank])
+        return StoreTeam(
+            self.store,
+            rank,
+            self.world,
+            "",
+            self.silence_s,
+            call or Call("call"),
+            self.members[rank],
+        )
 
-    async def calls(self, acts: Sequence[Act], calls: Sequence[Call | None] | None = None) -> list[Any]:
+    async def calls(
+        self, acts: Sequence[Act], calls: Sequence[Call | None] | None = None
+    ) -> list[Any]:
         """One act per rank; their results or errors, in order of rank."""
         teams = [self.team(rank, calls and calls[rank]) for rank in range(len(acts))]
         tasks = [asyncio.ensure_future(act(t, a)) for t, a in zip(teams, acts, strict=True)]
@@ -86,7 +102,9 @@ def together(store: Any, acts: Sequence[Act], silence_s: float = 5.0) -> list[An
     return asyncio.run(Job(store, len(acts), silence_s).calls(acts))
 
 
-def repeatedly(store: Any, times: int, acts: Sequence[Act], silence_s: float = 5.0) -> list[list[Any]]:
+def repeatedly(
+    store: Any, times: int, acts: Sequence[Act], silence_s: float = 5.0
+) -> list[list[Any]]:
     """So many calls of a job, one after the other."""
 
     async def run() -> list[list[Any]]:
@@ -111,7 +129,8 @@ def stating(*names: str) -> Act:
 
 
 def test_every_rank_learns_what_the_leader_made_of_all_statements(store: Any) -> None:
-    """Statements reach the leader in order of rank; its verdict reaches all, round by round; then no key is left."""
+    """Statements reach the leader in order of rank; its verdict reaches all, round by round; then
+    no key is left."""
     keys = store.num_keys()
     assert together(store, [stating("a", "b")] * 4) == [[b"a0|a1|a2|a3", b"b0|b1|b2|b3"]] * 4
     assert store.num_keys() == keys + kept(4)
@@ -163,7 +182,9 @@ def test_an_error_of_the_decision_is_raised_on_every_rank_with_its_type(
     keys = store.num_keys()
     for raised in repeatedly(store, 10, [what] * 4):
         assert [(type(e), str(e)) for e in raised] == [(type(error), str(error))] * 4
-        assert [getattr(e, "differences", None) for e in raised] == [getattr(error, "differences", None)] * 4
+        assert [getattr(e, "differences", None) for e in raised] == [
+            getattr(error, "differences", None)
+        ] * 4
     assert store.num_keys() == keys + kept(4) + 1  # the last answer, for those who come late
 
 
@@ -179,13 +200,18 @@ def test_an_error_of_the_decision_that_is_not_ours_names_the_leader(store: Any) 
     first, *others = together(store, [what] * 3)
     assert isinstance(first, ZeroDivisionError)
     assert all(
-        type(e) is errors.RankFailedError and e.rank == 0 and "oh" in str(e) and "ZeroDivisionError" in str(e)
+        type(e) is errors.RankFailedError
+        and e.rank == 0
+        and "oh" in str(e)
+        and "ZeroDivisionError" in str(e)
         for e in others
     )
 
 
 @pytest.mark.parametrize("failing", [0, 2, 5])
-def test_a_rank_that_fails_makes_all_others_raise_at_once_and_by_its_name(failing: int, store: Any) -> None:
+def test_a_rank_that_fails_makes_all_others_raise_at_once_and_by_its_name(
+    failing: int, store: Any
+) -> None:
     """Not the name of a rank that only passed it on, and long before the deadline."""
 
     async def fails(team: Team) -> None:
@@ -222,8 +248,11 @@ def test_a_rank_that_fails_later_is_told_to_those_who_are_still_busy(store: Any)
 
 
 @pytest.mark.parametrize("silent", [0, 1, 3])
-def test_a_rank_without_a_sign_of_life_is_named_within_the_deadline(silent: int, plain_store: Any) -> None:
-    """The others raise DeadlineError, each naming the silent rank, soon after the time is over and not before."""
+def test_a_rank_without_a_sign_of_life_is_named_within_the_deadline(
+    silent: int, plain_store: Any
+) -> None:
+    """The others raise DeadlineError, each naming the silent rank, soon after the time is over and
+    not before."""
 
     async def run() -> tuple[list[Any], float]:
         teams = [StoreTeam(plain_store, rank, 4, "p", 0.5) for rank in range(4) if rank != silent]
@@ -258,7 +287,10 @@ def test_a_rank_that_stops_beating_is_named(dying: int, plain_store: Any) -> Non
     mute = Mute(plain_store)
 
     async def run() -> list[Any]:
-        teams = [StoreTeam(mute if rank == dying else plain_store, rank, 3, "p", 0.5) for rank in range(3)]
+        teams = [
+            StoreTeam(mute if rank == dying else plain_store, rank, 3, "p", 0.5)
+            for rank in range(3)
+        ]
 
         async def dies() -> None:
             async with teams[dying].session():
@@ -270,7 +302,9 @@ def test_a_rank_that_stops_beating_is_named(dying: int, plain_store: Any) -> Non
         return await asyncio.gather(*acts, return_exceptions=True)
 
     raised = asyncio.run(run())
-    assert [getattr(e, "rank", None) for e in raised] == [None if rank == dying else dying for rank in range(3)]
+    assert [getattr(e, "rank", None) for e in raised] == [
+        None if rank == dying else dying for rank in range(3)
+    ]
     assert all(isinstance(e, errors.DeadlineError) for e in raised if e is not None)
 
 
@@ -289,7 +323,10 @@ def working(seconds: float) -> Act:
 
 def test_a_slow_rank_where_something_moves_is_waited_for(plain_store: Any) -> None:
     """Three times as long as the deadline; also by those who wait for the leader, who waits for it."""
-    assert together(plain_store, [working(0), working(1.2), working(0)], silence_s=0.4) == [b"slow|slow|slow"] * 3
+    assert (
+        together(plain_store, [working(0), working(1.2), working(0)], silence_s=0.4)
+        == [b"slow|slow|slow"] * 3
+    )
 
 
 def test_a_leader_that_decides_slowly_is_waited_for_while_it_works(plain_store: Any) -> None:
@@ -309,7 +346,8 @@ def test_a_leader_that_decides_slowly_is_waited_for_while_it_works(plain_store: 
 
 @pytest.mark.parametrize("stuck", [0, 2])
 def test_a_rank_that_beats_and_where_nothing_moves_is_named(stuck: int, plain_store: Any) -> None:
-    """Its heart beats, and its storage stands still: the others raise in time, and say what they waited for."""
+    """Its heart beats, and its storage stands still: the others raise in time, and say what they
+    waited for."""
 
     async def stands_still(team: Team) -> None:
         await team.round("a", b"", joined)
@@ -345,7 +383,8 @@ def test_who_waits_for_a_third_is_not_blamed(plain_store: Any) -> None:
 
 
 class StrictStore:
-    """A store that is slow at random, and answers a request for a key that is not there at once with an error.
+    """A store that is slow at random, and answers a request for a key that is not there at once
+    with an error.
 
     torch's own would wait for its whole timeout.
     """
@@ -396,7 +435,8 @@ class StrictStore:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_a_verdict_goes_before_the_failure_of_its_rank(seed: int) -> None:
-    """However slowly a rank looks: an error of the decision arrives with its type, not as the leader's failure."""
+    """However slowly a rank looks: an error of the decision arrives with its type, not as the
+    leader's failure."""
     store = StrictStore(seed)
 
     async def decide(payloads: Sequence[bytes]) -> bytes:
@@ -411,7 +451,8 @@ def test_a_verdict_goes_before_the_failure_of_its_rank(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_no_rank_ever_waits_for_a_key_that_another_has_removed(seed: int) -> None:
-    """Looking at a rank, or taking what it said, while that rank leaves must not hang for the store's timeout."""
+    """Looking at a rank, or taking what it said, while that rank leaves must not hang for the
+    store's timeout."""
     store = StrictStore(seed)
 
     async def fails(team: Team) -> None:

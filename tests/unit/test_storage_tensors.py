@@ -35,7 +35,8 @@ def _quiet() -> object:
 
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
 def test_every_dtype_comes_back_bit_for_bit(dtype: torch.dtype, rng: np.random.Generator) -> None:
-    """Random bits of any dtype, in 0 to 3 dimensions, are the same after a save and both kinds of load."""
+    """Random bits of any dtype, in 0 to 3 dimensions, are the same after a save and both kinds of
+    load."""
     shapes = [(), (1,), (7,), (3, 5), (2, 3, 4), (0,), (3, 0, 2)]
     state = {str(i): random_bits(rng, dtype, shape) for i, shape in enumerate(shapes)}
     into = {name: random_bits(rng, dtype, tuple(t.shape)) for name, t in state.items()}
@@ -51,14 +52,32 @@ def test_every_dtype_comes_back_bit_for_bit(dtype: torch.dtype, rng: np.random.G
 def test_there_are_dtypes_to_test() -> None:
     """The list of dtypes is not empty by mistake: it has float8 kinds, complex32 and unsigned ones."""
     names = {str(d) for d in dtypes()}
-    assert names >= {"torch.float8_e4m3fn", "torch.float8_e5m2", "torch.complex32", "torch.uint64", "torch.bfloat16"}
+    assert names >= {
+        "torch.float8_e4m3fn",
+        "torch.float8_e5m2",
+        "torch.complex32",
+        "torch.uint64",
+        "torch.bfloat16",
+    }
 
 
 def test_payloads_of_nans_and_the_sign_of_zero_are_kept() -> None:
     """Quiet and signalling NaNs keep sign and payload, and -0.0 its sign, in rows and in columns."""
-    bits = [0x7FC00001, 0xFFC12345, 0x7F800001, 0xFF812345, 0x80000000, 0x00000000, 0x7F800000, 0x00000001]
+    bits = [
+        0x7FC00001,
+        0xFFC12345,
+        0x7F800001,
+        0xFF812345,
+        0x80000000,
+        0x00000000,
+        0x7F800000,
+        0x00000001,
+    ]
     data = b"".join(b.to_bytes(4, "little") for b in bits)
-    state = {"rows": from_bytes(data, torch.float32, (4, 2)), "columns": from_bytes(data, torch.float32, (4, 2)).t()}
+    state = {
+        "rows": from_bytes(data, torch.float32, (4, 2)),
+        "columns": from_bytes(data, torch.float32, (4, 2)).t(),
+    }
     uri = fresh_uri()
     holdfast.save(uri, state)
     loaded = holdfast.load(uri)
@@ -85,11 +104,16 @@ def views() -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.uint8, torch.complex128], ids=str
+    "dtype",
+    [torch.float32, torch.bfloat16, torch.complex64, torch.uint8, torch.complex128],
+    ids=str,
 )
 @pytest.mark.parametrize("name", views())
-def test_views_are_stored_as_what_they_show(name: str, dtype: torch.dtype, rng: np.random.Generator) -> None:
-    """A view that is not contiguous comes back with the same elements, loaded anew and into a view of its kind."""
+def test_views_are_stored_as_what_they_show(
+    name: str, dtype: torch.dtype, rng: np.random.Generator
+) -> None:
+    """A view that is not contiguous comes back with the same elements, loaded anew and into a view
+    of its kind."""
     view = views()[name]
     state = {"x": view(random_bits(rng, dtype, (4, 3, 5, 6)))}
     uri = fresh_uri()
@@ -127,10 +151,14 @@ def test_lazy_conjugates_and_negatives_are_stored_as_what_they_mean(
 
 
 def test_a_tied_tensor_is_stored_once_and_comes_back_as_one() -> None:
-    """One tensor at two paths takes space once; it is built as one object, and both targets of a load are filled."""
+    """One tensor at two paths takes space once; it is built as one object, and both targets of a
+    load are filled."""
     w = torch.arange(3000.0)
     uri, single = fresh_uri(), fresh_uri()
-    tied, alone = holdfast.save(uri, {"head": w, "embed": {"w": w}}), holdfast.save(single, {"head": w})
+    tied, alone = (
+        holdfast.save(uri, {"head": w, "embed": {"w": w}}),
+        holdfast.save(single, {"head": w}),
+    )
     assert tied.nbytes == alone.nbytes
     built = holdfast.load(uri)
     assert built["head"] is built["embed"]["w"]
@@ -144,7 +172,8 @@ def test_a_tied_tensor_is_stored_once_and_comes_back_as_one() -> None:
 
 
 def test_views_of_one_storage_that_show_different_elements_are_stored_each() -> None:
-    """Overlapping slices, another shape, stride or dtype over the same memory are tensors of their own."""
+    """Overlapping slices, another shape, stride or dtype over the same memory are tensors of their
+    own."""
     base = torch.arange(12.0)
     square = base.view(3, 4)
     state = {
@@ -166,7 +195,8 @@ def test_a_square_tensor_and_its_transpose_are_not_tied() -> None:
 
 
 def test_parameters_and_tensors_in_a_graph_are_stored_as_values() -> None:
-    """What requires a gradient is saved without one, and filled in place without disturbing autograd."""
+    """What requires a gradient is saved without one, and filled in place without disturbing
+    autograd."""
     parameter = torch.nn.Parameter(torch.arange(4.0))
     uri = fresh_uri()
     holdfast.save(uri, {"p": parameter, "y": parameter * 2})
@@ -180,13 +210,18 @@ def test_parameters_and_tensors_in_a_graph_are_stored_as_values() -> None:
     assert torch.equal(target.detach(), torch.arange(4.0))
 
 
-def test_a_state_larger_than_several_chunks_and_the_budget_comes_back(tmp_path: Path, rng: np.random.Generator) -> None:
-    """With the smallest budget, tensors that span chunks, and many small ones between, arrive unharmed."""
+def test_a_state_larger_than_several_chunks_and_the_budget_comes_back(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """With the smallest budget, tensors that span chunks, and many small ones between, arrive
+    unharmed."""
     state = {f"small {i}": random_bits(rng, torch.float16, (i % 7, 11)) for i in range(200)}
     state["wide"] = random_bits(rng, torch.float32, (3001, 3333))
     state["turned"] = random_bits(rng, torch.bfloat16, (4099, 2053)).t()
     report = holdfast.save(tmp_path / "c", state, budget_nbytes=32 << 20)
-    assert report.nbytes == (tmp_path / "c" / "data" / report.attempt / "0.safetensors").stat().st_size
+    assert (
+        report.nbytes == (tmp_path / "c" / "data" / report.attempt / "0.safetensors").stat().st_size
+    )
     assert difference(state, holdfast.load(tmp_path / "c", budget_nbytes=32 << 20)) is None
 
 
@@ -196,7 +231,9 @@ def test_a_tensor_of_more_than_two_to_the_31_elements_comes_back(tmp_path: Path)
     n = (1 << 31) + 5
     uri = tmp_path / "c"
     big = torch.zeros(n, dtype=torch.uint8)
-    marks = torch.tensor([0, 1, 4095, (1 << 24) - 1, 1 << 24, (1 << 30) + 7, (1 << 31) - 1, 1 << 31, n - 1])
+    marks = torch.tensor(
+        [0, 1, 4095, (1 << 24) - 1, 1 << 24, (1 << 30) + 7, (1 << 31) - 1, 1 << 31, n - 1]
+    )
     big[marks] = torch.arange(1, len(marks) + 1, dtype=torch.uint8)
     holdfast.save(uri, {"big": big})
     with holdfast.open(uri) as c:
@@ -213,11 +250,17 @@ def test_a_tensor_of_more_than_two_to_the_31_elements_comes_back(tmp_path: Path)
 def test_a_mesh_may_name_its_coordinate_in_either_way(
     kind: Callable[[list[int]], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Releases of torch differ in whether a mesh has it as a tuple or as a list: what a rank holds is the same."""
+    """Releases of torch differ in whether a mesh has it as a tuple or as a list: what a rank holds
+    is the same."""
     mesh = DeviceMesh("cpu", torch.arange(4).reshape(2, 2), _init_backend=False, _rank=1)
     monkeypatch.setattr(DeviceMesh, "get_coordinate", lambda _: kind([0, 1]))
     tensor = DTensor.from_local(
-        torch.zeros(2, 3), mesh, [Shard(0), Shard(1)], run_check=False, shape=torch.Size((4, 6)), stride=(6, 1)
+        torch.zeros(2, 3),
+        mesh,
+        [Shard(0), Shard(1)],
+        run_check=False,
+        shape=torch.Size((4, 6)),
+        stride=(6, 1),
     )
     (part,) = flatten({"w": tensor}).parts
     assert part is not None

@@ -1,4 +1,5 @@
-"""Names, keys, containers and small values come back equal and of the same type; see test_storage_tensors for tensors."""
+"""Names, keys, containers and small values come back equal and of the same type; see
+test_storage_tensors for tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def saved_and_loaded(state: Any) -> Any:
 VALUES = {
     "none": None, "true": True, "false": False, "zero": 0, "minus one": -1, "int64 max": 2**63 - 1, "uint64": 2**64 - 1,
     "beyond 64 bits": -(2**64), "1000 digits": 10**1000, "5000 digits": -(10**5000), "float": 0.1, "minus zero": -0.0,
-    "denormal": 5e-324, "nan": math.nan, "inf": math.inf, "minus inf": -math.inf, "text": "straße \U0001f600", "empty": "",
+    "denormal": 5e-324, "nan": math.nan, "inf": math.inf, "minus inf": -math.inf, "text": ("straße " "\U0001f600"), "empty": "",
     "nul": "a\0b", "line breaks": "\r\n\u2028\x85", "quotes": '"\\/', "lone high surrogate": "\ud800", "lone low": "x\udfffy",
     "both, not one character": "\ud83d\ude00", "bytes": bytes(range(256)), "no bytes": b"",
     "bytearray": bytearray(b"\xff\0"), "complex": complex(-0.0, math.inf), "complex nan": complex(math.nan, 1),
@@ -41,7 +42,8 @@ VALUES = {
 
 @pytest.mark.parametrize("name", VALUES)
 def test_a_value_comes_back_equal_and_of_its_type(name: str) -> None:
-    """Each kind of small value survives, in a dict, a list and a tuple, and loaded into another value's place."""
+    """Each kind of small value survives, in a dict, a list and a tuple, and loaded into another
+    value's place."""
     value = VALUES[name]
     state = {"a": value, "b": [value, (value,)]}
     assert difference(state, saved_and_loaded(state)) is None
@@ -85,7 +87,8 @@ NAMES = [
 
 
 def test_names_are_kept_whatever_they_are() -> None:
-    """Keys of tensors, values and containers may be any text, also such as mean something to paths and formats."""
+    """Keys of tensors, values and containers may be any text, also such as mean something to paths
+    and formats."""
     state = {
         "tensors": {name: torch.full((2,), i) for i, name in enumerate(NAMES)},
         "values": dict(zip(NAMES, range(len(NAMES)), strict=True)),
@@ -109,7 +112,7 @@ def test_keys_keep_their_type() -> None:
     keys = [0, 1, -7, 10**30, 1.5, -0.0 + 1e22, math.inf, None, "text"]
     state = {
         "tensors": {key: torch.tensor(i) for i, key in enumerate(keys)},
-        "values": {**dict(zip(keys, range(len(keys)), strict=True)), "0": "the text, not the number"},
+        "values": {**dict(zip(keys, range(len(keys)), strict=True)), "0": ("the text, not " "the number")},
         "containers": {key: {"t": torch.tensor(i), "v": i} for i, key in enumerate(keys)},
         "booleans": {True: torch.tensor(1), False: torch.tensor(0)}, "more": {True: 1, False: {}},
     }  # fmt: skip
@@ -119,7 +122,8 @@ def test_keys_keep_their_type() -> None:
 
 
 def test_containers_keep_their_kind() -> None:
-    """Dicts, lists and tuples come back as such, empty ones too, at any place; mappings of unknown types as dicts."""
+    """Dicts, lists and tuples come back as such, empty ones too, at any place; mappings of unknown
+    types as dicts."""
     state = {
         "list": [], "tuple": (), "dict": {}, "nested": [[], [()], {"a": ({},)}], "mixed": [torch.tensor(0), 1, [torch.tensor(2)], (3,)],
         "long": [torch.tensor(i) if i % 2 else i for i in range(25)], "ordered": OrderedDict(b=1, a=torch.tensor(1)),
@@ -137,7 +141,9 @@ def test_keys_come_back_in_their_order() -> None:
     assert list(saved_and_loaded(state)) == list(state)
 
 
-@pytest.mark.parametrize("state", [[torch.tensor(1), 2], (torch.tensor(1), {"a": 2}), {}, [], ()], ids=repr)
+@pytest.mark.parametrize(
+    "state", [[torch.tensor(1), 2], (torch.tensor(1), {"a": 2}), {}, [], ()], ids=repr
+)
 def test_the_root_may_be_a_list_or_a_tuple(state: Any) -> None:
     """A state need not be a dict, and may be empty."""
     assert difference(state, saved_and_loaded(state)) is None
@@ -160,7 +166,8 @@ def test_a_container_used_twice_comes_back_twice() -> None:
 
 
 def test_many_small_dicts_are_saved_and_loaded_in_seconds() -> None:
-    """Cost grows with the number of values and containers, not with its square: 8,000 dicts of a value and a tensor."""
+    """Cost grows with the number of values and containers, not with its square: 8,000 dicts of a
+    value and a tensor."""
     state = {f"layer{i}": {"step": i, "w": torch.tensor(float(i))} for i in range(8_000)}
     loaded = saved_and_loaded(state)
     assert loaded["layer777"] == {"step": 777, "w": torch.tensor(777.0)}

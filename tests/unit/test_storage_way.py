@@ -1,4 +1,5 @@
-"""The way to the leader: the ranks of a host tell it what they have written as one, and a layout once."""
+"""The way to the leader: the ranks of a host tell it what they have written as one, and a layout
+once."""
 
 from __future__ import annotations
 
@@ -27,7 +28,14 @@ from holdfast.storage.ranks.team import StoreTeam
 from holdfast.storage.state.flatten import flatten
 from holdfast.storage.state.kept import Kept
 
-HOSTS = [list("aabb"), list("abab"), list("abbcca"), list("aaa"), list("abc"), ["a", None, None, "b", "b"]]
+HOSTS = [
+    list("aabb"),
+    list("abab"),
+    list("abbcca"),
+    list("aaa"),
+    list("abc"),
+    ["a", None, None, "b", "b"],
+]
 RANK: ContextVar[int] = ContextVar("rank")
 _numbers = itertools.count()
 
@@ -40,7 +48,9 @@ class Listening:
         self.told: dict[str, int] = {}
 
     def set(self, key: str, value: bytes | str, /) -> None:
-        self.told[key.split("/", 3)[-1]] = len(value)  # below the job's prefix, its generation, and the call
+        self.told[key.split("/", 3)[-1]] = len(
+            value
+        )  # below the job's prefix, its generation, and the call
         self._inner.set(key, value)
 
     def __getattr__(self, name: str) -> Any:
@@ -48,23 +58,37 @@ class Listening:
 
     def ranks(self, name: str) -> list[int]:
         """Who has told something under ``name``."""
-        return sorted(int(key.split("/")[1]) for key in self.told if key.startswith(f"{name}/") and key.count("/") == 1)
+        return sorted(
+            int(key.split("/")[1])
+            for key in self.told
+            if key.startswith(f"{name}/") and key.count("/") == 1
+        )
 
     def nbytes(self, name: str) -> int:
         """How much has been told under ``name``."""
-        return sum(n for key, n in self.told.items() if key.startswith(f"{name}/") and "verdict" not in key)
+        return sum(
+            n for key, n in self.told.items() if key.startswith(f"{name}/") and "verdict" not in key
+        )
 
 
 def state_of(rank: int) -> dict[str, Any]:
     """Two kinds of ranks, that have something in common, and each something of its own."""
     stage = {f"layer {i} of stage {rank % 2}": torch.full((3,), float(i)) for i in range(50)}
-    return {"shared": torch.arange(1000.0), "own": torch.full((5,), float(rank)), "rank": rank} | stage
+    return {
+        "shared": torch.arange(1000.0),
+        "own": torch.full((5,), float(rank)),
+        "rank": rank,
+    } | stage
 
 
 def saved(
-    driver: MemoryDriver, hosts: Sequence[str | None], memory: Sequence[Accords], monkeypatch: pytest.MonkeyPatch
+    driver: MemoryDriver,
+    hosts: Sequence[str | None],
+    memory: Sequence[Accords],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> tuple[Listening, list[Any]]:
-    """Save as one rank per host named, which may be the same; return what they have told, and the outcomes."""
+    """Save as one rank per host named, which may be the same; return what they have told, and the
+    outcomes."""
     store, prefix = Listening(), f"way{next(_numbers)}"
     monkeypatch.setattr(global_plan, "host_key", lambda: hosts[RANK.get()])
 
@@ -92,16 +116,24 @@ def manifest(driver: MemoryDriver) -> Manifest:
 def whole(driver: MemoryDriver, world: int) -> bool:
     """Whether each rank gets back what it has saved."""
     into = [
-        {k: torch.zeros_like(v) if isinstance(v, torch.Tensor) else -1 for k, v in state_of(rank).items()}
+        {
+            k: torch.zeros_like(v) if isinstance(v, torch.Tensor) else -1
+            for k, v in state_of(rank).items()
+        }
         for rank in range(world)
     ]
-    return all(difference(state_of(rank), found) is None for rank, found in enumerate(load_as_ranks(driver, into)))
+    return all(
+        difference(state_of(rank), found) is None
+        for rank, found in enumerate(load_as_ranks(driver, into))
+    )
 
 
 @pytest.mark.parametrize("hosts", HOSTS, ids=lambda hosts: "".join(host or "-" for host in hosts))
-def test_a_host_tells_the_leader_once(hosts: list[str | None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its first rank does, for all; but the leader's own mates, and who does not know its host, tell it themselves. What is
-    committed is the same."""
+def test_a_host_tells_the_leader_once(
+    hosts: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first rank does, for all; but the leader's own mates, and who does not know its host,
+    tell it themselves. What is committed is the same."""
     driver, world = MemoryDriver(), len(hosts)
     store, outcomes = saved(driver, hosts, memories(world), monkeypatch)
     assert not [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
@@ -117,8 +149,8 @@ def test_a_host_tells_the_leader_once(hosts: list[str | None], monkeypatch: pyte
 
 
 def test_layouts_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the next save of the same they go by their names, on every part of the way; a rank that has forgotten what was
-    agreed on makes all tell all again."""
+    """At the next save of the same they go by their names, on every part of the way; a rank that
+    has forgotten what was agreed on makes all tell all again."""
     hosts = list("aabbb")
     driver, memory = MemoryDriver(), memories(len(hosts))
     first, *again = [saved(driver, hosts, memory, monkeypatch)[0] for _ in range(3)]
@@ -130,7 +162,10 @@ def test_layouts_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for rank in (0, 2, 4):
         memory[rank].clear()
         store, _ = saved(driver, hosts, memory, monkeypatch)
-        assert (store.nbytes("commit"), store.nbytes("written")) == (first.nbytes("commit"), first.nbytes("written"))
+        assert (store.nbytes("commit"), store.nbytes("written")) == (
+            first.nbytes("commit"),
+            first.nbytes("written"),
+        )
         assert whole(driver, len(hosts))
 
 
@@ -148,14 +183,20 @@ def test_what_a_save_has_told_that_failed_is_told_again(monkeypatch: pytest.Monk
         assert [type(outcome) for outcome in outcomes] == [holdfast.FullError] * 4
     store, outcomes = saved(driver, hosts, memory, monkeypatch)
     assert store.ranks("digests") == []
-    assert (store.nbytes("commit"), store.nbytes("written")) == (first.nbytes("commit"), first.nbytes("written"))
+    assert (store.nbytes("commit"), store.nbytes("written")) == (
+        first.nbytes("commit"),
+        first.nbytes("written"),
+    )
     assert whole(driver, len(hosts))
 
 
 @pytest.mark.parametrize("rank", [2, 3])
-def test_what_fails_on_the_way_is_told_to_all_by_name(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first rank of a host that cannot join what it hears, or a rank behind it: all raise, nothing is committed; and what
-    a rank may have written after the leader had given up is gone after the next save."""
+def test_what_fails_on_the_way_is_told_to_all_by_name(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank of a host that cannot join what it hears, or a rank behind it: all raise,
+    nothing is committed; and what a rank may have written after the leader had given up is gone
+    after the next save."""
     real = save._joined if rank == 2 else save._fragment
     driver = MemoryDriver()
 
@@ -185,8 +226,14 @@ def test_a_layout_that_was_never_told_is_damage() -> None:
     from holdfast.storage.state.plan import plan_save
 
     plan = plan_save(flat, 0, None)
-    images = ImageTable(np.array([0]), np.array([plan.layout.hashed_end]), np.zeros((plan.layout.chunks, 16), np.uint8))
-    fragment = fragment_of(("20260101T000000-00000000", 1, 1.0), 0, plan.told, plan.shards, images, flat.tree)
+    images = ImageTable(
+        np.array([0]),
+        np.array([plan.layout.hashed_end]),
+        np.zeros((plan.layout.chunks, 16), np.uint8),
+    )
+    fragment = fragment_of(
+        ("20260101T000000-00000000", 1, 1.0), 0, plan.told, plan.shards, images, flat.tree
+    )
     told = fragment.encode({plan.told.key})
     known = {plan.told.key: plan.told}
     assert len(told) < len(fragment.encode()) / 2

@@ -37,7 +37,9 @@ from holdfast.errors import UriError
         ("run/1", "file", None, {}),
     ],
 )  # fmt: skip
-def test_text_means_one_uri(text: str, scheme: str, location: str | None, options: dict[str, str]) -> None:
+def test_text_means_one_uri(
+    text: str, scheme: str, location: str | None, options: dict[str, str]
+) -> None:
     """A URI gives its parts, decoded; a bare path is taken verbatim, and made absolute."""
     uri = parse(text)
     expected = location if location is not None else f"{os.getcwd()}/{text.removeprefix('./')}"
@@ -76,8 +78,11 @@ def test_what_is_no_uri_is_an_error(text: str) -> None:
         parse(text)
 
 
-def test_a_leading_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a shell would have it, also where the shell did not see it; in a URI it is a name like others."""
+def test_a_leading_tilde_is_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a shell would have it, also where the shell did not see it; in a URI it is a name like
+    others."""
     monkeypatch.setenv("HOME", str(tmp_path))
     assert parse("~/run").location == f"{tmp_path}/run"
     assert parse(Path("~/run")).location == f"{tmp_path}/run"
@@ -97,9 +102,14 @@ def test_the_home_of_nobody_is_an_error(tmp_path: Path, monkeypatch: pytest.Monk
     assert parse("~nobody-of-this-name").location == str(tmp_path / "~nobody-of-this-name")
 
 
-@pytest.mark.parametrize("path", ["/a/b?threads=3", "b?direct=on&threads=2", "/a?secret_key=hunter2", "~/x?threads=3"])
-def test_options_on_a_bare_path_are_refused(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rather than a folder of that name, without a word; the error says how to give them, and how to mean such a folder."""
+@pytest.mark.parametrize(
+    "path", ["/a/b?threads=3", "b?direct=on&threads=2", "/a?secret_key=hunter2", "~/x?threads=3"]
+)
+def test_options_on_a_bare_path_are_refused(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rather than a folder of that name, without a word; the error says how to give them, and how
+    to mean such a folder."""
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(UriError) as caught:
         parse(path)
@@ -110,12 +120,15 @@ def test_options_on_a_bare_path_are_refused(path: str, tmp_path: Path, monkeypat
     assert parse("file:///a/b%3Fthreads=3").location == "/a/b?threads=3"
 
 
-@pytest.mark.parametrize("given", [{"w": 1}, [1], None, 5, torch.nn.Linear(1, 1), torch.zeros(1)], ids=type)
+@pytest.mark.parametrize(
+    "given", [{"w": 1}, [1], None, 5, torch.nn.Linear(1, 1), torch.zeros(1)], ids=type
+)
 def test_arguments_that_are_swapped_are_said(given: Any) -> None:
     """A state where the URI should be: its type, and the right order."""
     for call in (holdfast.save, holdfast.async_save, holdfast.load):
         with pytest.raises(
-            UriError, match=rf"the URI is an? {type(given).__name__}\. The URI comes first, then the state"
+            UriError,
+            match=rf"the URI is an? {type(given).__name__}\. The URI comes first, then the state",
         ):
             call(given, "/checkpoints/run")  # type: ignore[arg-type]
 
@@ -127,7 +140,8 @@ def test_bytes_are_no_uri() -> None:
 
 
 def test_pathlib_cannot_smuggle_a_uri_into_a_folder() -> None:
-    """``Path("s3://bucket")`` collapses to ``s3:/bucket``: an error that shows the URI, not a folder named "s3:"."""
+    """``Path("s3://bucket")`` collapses to ``s3:/bucket``: an error that shows the URI, not a
+    folder named "s3:"."""
     with pytest.raises(UriError, match=r"Write s3://bucket/run"):
         parse(Path("s3://bucket/run"))
 
@@ -173,9 +187,15 @@ SECRETS = [
     ("s3://tok@bucket/x", "s3://bucket/x"),
     ("http://host:8080/a@b", "http://host:8080/a@b"),
     ("s3://bucket/model@v2/x:y", "s3://bucket/model@v2/x:y"),
-    ("s3://b?access_key=A&secret_access_key=B&part_size=1", "s3://b?access_key=***&secret_access_key=***&part_size=1"),
+    (
+        "s3://b?access_key=A&secret_access_key=B&part_size=1",
+        "s3://b?access_key=***&secret_access_key=***&part_size=1",
+    ),
     ("az://c?sas=A&sv=2", "az://c?sas=***&sv=2"),
-    ("http://h/x?X-Amz-Signature=A&X-Amz-Credential=B", "http://h/x?X-Amz-Signature=***&X-Amz-Credential=***"),
+    (
+        "http://h/x?X-Amz-Signature=A&X-Amz-Credential=B",
+        "http://h/x?X-Amz-Signature=***&X-Amz-Credential=***",
+    ),
     ("s3://b?endpoint=http://u:p@host:1/", "s3://b?endpoint=http://host:1/"),
     ("s3://b?endpoint=http:%2F%2Fu:p@host", "s3://b?endpoint=http://host"),
     ("s3://b?%74oken=A", "s3://b?%74oken=***"),
@@ -221,7 +241,9 @@ def test_no_error_and_no_repr_shows_a_secret(text: str) -> None:
     assert "s3:" in shown
 
 
-@pytest.mark.parametrize("scheme", ["s3", "gs", "http", "hdfs", "memory", "file", "lustre", "fsspec+sftp", "nobody"])
+@pytest.mark.parametrize(
+    "scheme", ["s3", "gs", "http", "hdfs", "memory", "file", "lustre", "fsspec+sftp", "nobody"]
+)
 @pytest.mark.parametrize("user", ["u:hunter2", "u:/hunter2", "u%3Ahunter2", ":hunter2"])
 def test_a_password_is_no_part_of_a_uri(scheme: str, user: str) -> None:
     """Whatever the scheme: before anything is opened, and without repeating it."""

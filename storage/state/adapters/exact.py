@@ -1,8 +1,9 @@
 """A stored optimizer state, given back to the last bit.
 
-``Optimizer.load_state_dict`` of torch converts every floating-point tensor of a state to the dtype of its parameter: fp32
-moments of bf16 parameters lose half their bits. It also makes generators of strings and fails on arrays. This module
-undoes that, and only that: what hooks and subclasses do to the state before and after holds.
+``Optimizer.load_state_dict`` of torch converts every floating-point tensor of a state to the dtype
+of its parameter: fp32 moments of bf16 parameters lose half their bits. It also makes generators of
+strings and fails on arrays. This module undoes that, and only that: what hooks and subclasses do to
+the state before and after holds.
 """
 
 from __future__ import annotations
@@ -27,28 +28,38 @@ class _Opaque:
 
 @contextlib.contextmanager
 def exact_values(owner: object) -> Iterator[None]:
-    """Within this, no value is converted to another dtype by the ``load_state_dict`` of ``owner``, an optimizer, or of
-    optimizers that it has.
+    """Within this, no value is converted to another dtype by the ``load_state_dict`` of ``owner``,
+    an optimizer, or of optimizers that it has.
 
-    A hook of ours runs after all others that prepare the state, and one before all others that follow. So they stand right
-    around torch's own conversion. A subclass that loads without torch's method is not touched.
+    A hook of ours runs after all others that prepare the state, and one before all others that
+    follow. So they stand right around torch's own conversion. A subclass that loads without torch's
+    method is not touched.
     """
     with contextlib.ExitStack() as stack:
         for each in _torch_optimizers(owner, set()):
             around = _Around()
             stack.callback(each.register_load_state_dict_pre_hook(around.before).remove)
-            stack.callback(each.register_load_state_dict_post_hook(around.after, prepend=True).remove)
+            stack.callback(
+                each.register_load_state_dict_post_hook(around.after, prepend=True).remove
+            )
         yield
 
 
 def _torch_optimizers(owner: object, seen: set[int]) -> Iterator[torch.optim.Optimizer]:
-    """``owner``, and those that it has as attributes: wrappers hand their state on, and have no hooks of their own."""
+    """``owner``, and those that it has as attributes: wrappers hand their state on, and have no
+    hooks of their own."""
     seen.add(id(owner))
     held = getattr(owner, "__dict__", {})
     if isinstance(owner, torch.optim.Optimizer) and "_optimizer_load_state_dict_pre_hooks" in held:
         yield owner
     for value in list(held.values()):
-        inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [value]
+        inner = (
+            value.values()
+            if isinstance(value, Mapping)
+            else value
+            if isinstance(value, list | tuple)
+            else [value]
+        )
         for each in inner:
             if isinstance(each, torch.optim.Optimizer) and id(each) not in seen:
                 yield from _torch_optimizers(each, seen)
@@ -60,7 +71,9 @@ class _Around:
     def __init__(self) -> None:
         self._given: list[tuple[torch.Tensor, Any]] = []
 
-    def before(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+    def before(
+        self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
+    ) -> dict[str, Any] | None:
         """Keep what is given, and protect what torch would spoil."""
         stored = list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
         params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
@@ -76,7 +89,9 @@ class _Around:
         """Put back what torch has converted."""
         for parameter, given in self._given:
             if parameter in optimizer.state:
-                optimizer.state[parameter] = _restored(parameter, given, optimizer.state[parameter], None)
+                optimizer.state[parameter] = _restored(
+                    parameter, given, optimizer.state[parameter], None
+                )
         self._given = []
 
 
@@ -95,7 +110,8 @@ def _restored(parameter: torch.Tensor, given: Any, now: Any, key: Any) -> Any:
     if isinstance(now, _Opaque):
         return now.value
     if isinstance(given, torch.Tensor) and isinstance(now, torch.Tensor):
-        # Torch leaves the dtype of steps alone, unless the kernel that counts them needs another one.
+        # Torch leaves the dtype of steps alone, unless the kernel that counts them needs another
+        # one.
         converted = key != "step" and now.dtype != given.dtype and now.dtype == parameter.dtype
         return given.to(device=now.device) if converted else now
     if isinstance(given, Mapping) and isinstance(now, dict):

@@ -1,11 +1,14 @@
-"""Layouts of other frameworks that Holdfast does not know: recognised by what they leave on tensors and modules.
+"""Layouts of other frameworks that Holdfast does not know: recognised by what they leave on tensors
+and modules.
 
-Such a tensor is not what it seems. It is a placeholder whose elements are elsewhere, a piece of a flat buffer, or a copy
-that the next step of the optimizer overwrites from another one. Stored as it looks, it makes a checkpoint that is empty or
-wrong; loaded as it looks, it loses what was loaded. So it is refused by name, before any I/O.
+Such a tensor is not what it seems. It is a placeholder whose elements are elsewhere, a piece of a
+flat buffer, or a copy that the next step of the optimizer overwrites from another one. Stored as it
+looks, it makes a checkpoint that is empty or wrong; loaded as it looks, it loses what was loaded.
+So it is refused by name, before any I/O.
 
-Scope: recognises, and says what to do instead. No framework is imported: attributes and names of classes tell. Tensors that
-have lost their attributes (``module.state_dict()`` detaches them) are left to :mod:`..capture.hollow`.
+Scope: recognises, and says what to do instead. No framework is imported: attributes and names of
+classes tell. Tensors that have lost their attributes (``module.state_dict()`` detaches them) are
+left to :mod:`..capture.hollow`.
 """
 
 from __future__ import annotations
@@ -35,31 +38,41 @@ class _Layout:
 
 
 _FSDP1 = _Layout(
-    "is sharded by FSDP1 (torch's FullyShardedDataParallel), whose flat parameters this release does not know",
+    "is sharded by FSDP1 (torch's FullyShardedDataParallel), whose flat parameters this release "
+    "does not know",
     "Shard with fully_shard (FSDP2); or pass what get_state_dict(model, optimizer, "
-    "options=StateDictOptions(full_state_dict=True)) returns, and give it back with set_state_dict.",
+    "options=StateDictOptions(full_state_dict=True)) returns, and give it back with "
+    "set_state_dict.",
 )
 _FAIRSCALE = _Layout(
-    "is sharded by fairscale's FullyShardedDataParallel, whose flat parameters this release does not know",
+    "is sharded by fairscale's FullyShardedDataParallel, whose flat parameters this release does "
+    "not know",
     "Shard with torch's fully_shard (FSDP2), or pass its full state_dict().",
 )
 _SHARDED_TENSOR = _Layout(
-    "is a ShardedTensor, which only FSDP1 and torch's old sharding API make, and which this release does not know",
+    "is a ShardedTensor, which only FSDP1 and torch's old sharding API make, and which this "
+    "release does not know",
     "Use DTensors; of FSDP1, pass a full state dict (StateDictType.FULL_STATE_DICT).",
 )
 _ZERO3 = _Layout(
-    "is partitioned by DeepSpeed ZeRO-3: it is a placeholder, whose elements are in flat partitions that this release does "
+    "is partitioned by DeepSpeed ZeRO-3: it is a placeholder, whose elements are in flat "
+    "partitions that this release does "
     "not know",
-    "Save within deepspeed.zero.GatheredParameters(module.parameters()), or with engine.save_checkpoint.",
+    (
+        "Save within deepspeed.zero.GatheredParameters(module.parameters()), or with "
+        "engine.save_checkpoint."
+    ),
 )
 _ZERO3_LOADED = _Layout(
     "is partitioned by DeepSpeed ZeRO-3, in flat partitions that this release does not know",
     "Load into the module before deepspeed.initialize, or with engine.load_checkpoint.",
 )
 _MASTERS = _Layout(
-    "has a master copy in a DeepSpeed optimizer (ZeRO-1, ZeRO-2 or bf16), from which the next step would overwrite what is "
+    "has a master copy in a DeepSpeed optimizer (ZeRO-1, ZeRO-2 or bf16), from which the next "
+    "step would overwrite what is "
     "loaded",
-    "Load into the module before deepspeed.initialize; or load into engine.module.state_dict(), and call "
+    "Load into the module before deepspeed.initialize; or load into engine.module.state_dict(), "
+    "and call "
     "engine.optimizer.refresh_fp32_params() after that.",
 )
 _DEEPSPEED_OPTIMIZER = _Layout(
@@ -67,15 +80,21 @@ _DEEPSPEED_OPTIMIZER = _Layout(
     "Keep it with engine.save_checkpoint and engine.load_checkpoint.",
 )
 _MEGATRON_MASTERS = _Layout(
-    "has a master copy in an optimizer of Megatron, from which the next step would overwrite what is loaded",
+    "has a master copy in an optimizer of Megatron, from which the next step would overwrite what "
+    "is loaded",
     "Load into module.state_dict(), and call optimizer.reload_model_params() after that.",
 )
 _MEGATRON = _Layout(
-    "says how a part of a tensor lies in the whole, in Megatron's way, which this release does not know",
-    "Use Megatron's dist_checkpointing; or pass the module itself, whose tensors only the same layout gets back.",
+    "says how a part of a tensor lies in the whole, in Megatron's way, which this release does "
+    "not know",
+    (
+        "Use Megatron's dist_checkpointing; or pass the module itself, whose tensors only the same "
+        "layout gets back."
+    ),
 )
 _SHARD_HOOKS = _Layout(
-    "is a part of a larger tensor, as its hook __create_chunk_list__ tells, in a layout that this release does not know",
+    "is a part of a larger tensor, as its hook __create_chunk_list__ tells, in a layout that this "
+    "release does not know",
     "Pass it as a DTensor.",
 )
 
@@ -86,13 +105,14 @@ _MARKS = frozenset({*_OF_FSDP1, *_OF_ZERO3, "_hp_mapping", "main_param_sharded",
 
 
 def is_suspect(tensor: torch.Tensor) -> bool:
-    """Whether a framework has left its mark on ``tensor``, so that it has to be looked at closely. Cheap: a trainer waits
-    for this, once for each of its tensors."""
+    """Whether a framework has left its mark on ``tensor``, so that it has to be looked at closely.
+    Cheap: a trainer waits for this, once for each of its tensors."""
     return not _MARKS.isdisjoint(tensor.__dict__)
 
 
 def refuse_tensor(tensor: torch.Tensor, path: Callable[[], str], *, loading: bool) -> None:
-    """Raise StateError where ``tensor``, which is no local part of a DTensor, has a layout that is not known."""
+    """Raise StateError where ``tensor``, which is no local part of a DTensor, has a layout that is
+    not known."""
     layout = _of_tensor(tensor, loading)
     if layout is None and not isinstance(tensor, DTensor) and hooked(tensor):
         layout = _SHARD_HOOKS
@@ -101,7 +121,8 @@ def refuse_tensor(tensor: torch.Tensor, path: Callable[[], str], *, loading: boo
 
 
 def refuse_object(value: Any, modules: Iterable[Walked], path: str, *, loading: bool) -> None:
-    """Raise StateError where ``value``, an object with a state, or a parameter of it, has a layout that is not known.
+    """Raise StateError where ``value``, an object with a state, or a parameter of it, has a layout
+    that is not known.
 
     ``modules`` are those of the state, walked.
     """
@@ -109,20 +130,32 @@ def refuse_object(value: Any, modules: Iterable[Walked], path: str, *, loading: 
         walked = next((walked for walked in modules if walked.module is value), None)
         _refuse_module(walked or Walked(value), path, loading)
         return
-    for inner in (value, getattr(value, "optimizer", None)):  # Accelerate's, for example, wraps another
-        if _is_of(inner, "deepspeed") and not isinstance(inner, torch.nn.Module) and hasattr(inner, "state_dict"):
+    for inner in (
+        value,
+        getattr(value, "optimizer", None),
+    ):  # Accelerate's, for example, wraps another
+        if (
+            _is_of(inner, "deepspeed")
+            and not isinstance(inner, torch.nn.Module)
+            and hasattr(inner, "state_dict")
+        ):
             raise _refusal(path, _DEEPSPEED_OPTIMIZER)
     if isinstance(value, torch.optim.Optimizer):
         for group, parameters in enumerate(value.param_groups):
             for number, parameter in enumerate(parameters["params"]):
                 if _is_unusual(parameter):
-                    _refuse_parameter(parameter, f"parameter {number} of group {group} in {path}", loading)
+                    _refuse_parameter(
+                        parameter, f"parameter {number} of group {group} in {path}", loading
+                    )
 
 
 def refuse_stale(module: torch.nn.Module, beside: Iterable[Any], path: str) -> None:
-    """Raise StateError where a load into ``module`` would leave master copies of its parameters behind: an optimizer of
-    Megatron has them, and is not among ``beside``, the objects that are loaded too."""
-    if any(_is_of(other, "megatron") and not isinstance(other, torch.nn.Module) for other in beside):
+    """Raise StateError where a load into ``module`` would leave master copies of its parameters
+    behind: an optimizer of Megatron has them, and is not among ``beside``, the objects that are
+    loaded too."""
+    if any(
+        _is_of(other, "megatron") and not isinstance(other, torch.nn.Module) for other in beside
+    ):
         return
     for name, parameter in module.named_parameters():
         if parameter.__dict__.get("main_param") is not None:
@@ -130,7 +163,8 @@ def refuse_stale(module: torch.nn.Module, beside: Iterable[Any], path: str) -> N
 
 
 def refuse_value(value: Any, path: str) -> None:
-    """Raise StateError where ``value``, for which there is no codec, is a framework's word for a part of a tensor."""
+    """Raise StateError where ``value``, for which there is no codec, is a framework's word for a
+    part of a tensor."""
     if _is_of(value, "megatron"):
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         raise StateError(f"{path} is a {kind}, which {_MEGATRON.text}", advice=_MEGATRON.advice)
@@ -161,7 +195,8 @@ def _is_unusual(tensor: torch.Tensor) -> bool:
 
 def _refuse_parameter(tensor: torch.Tensor, path: str, loading: bool) -> None:
     if isinstance(tensor, DTensor):
-        # To detach it, as a state dict does, makes a new local tensor, without hooks. They have to be asked here.
+        # To detach it, as a state dict does, makes a new local tensor, without hooks. They have to
+        # be asked here.
         check_layout(tensor, tensor._local_tensor, lambda: path)
     refuse_tensor(tensor, lambda: path, loading=loading)
 
@@ -171,7 +206,11 @@ def _of_module(part: torch.nn.Module, loading: bool) -> _Layout | None:
         return _FSDP1
     if _is_of(part, "fairscale") and type(part).__name__ == "FullyShardedDataParallel":
         return _FAIRSCALE
-    if loading and _is_of(part, "deepspeed") and _is_of(getattr(part, "optimizer", None), "deepspeed"):
+    if (
+        loading
+        and _is_of(part, "deepspeed")
+        and _is_of(getattr(part, "optimizer", None), "deepspeed")
+    ):
         return _MASTERS  # an engine: also of the optimizers that leave no mark on parameters
     return None
 
@@ -190,7 +229,9 @@ def _of_tensor(tensor: torch.Tensor, loading: bool) -> _Layout | None:
     if loading and own.get("_hp_mapping") is not None:
         return _MASTERS
     if loading and own.get("main_param_sharded") and tensor.dtype in _SHORT:
-        return _MEGATRON_MASTERS  # by the distributed optimizer, whose state dict does not hold them
+        return (
+            _MEGATRON_MASTERS  # by the distributed optimizer, whose state dict does not hold them
+        )
     return None
 
 

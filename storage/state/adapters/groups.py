@@ -1,7 +1,7 @@
 """Parameter groups: which stored group each group of an optimizer takes its hyperparameters from.
 
-Groups are matched by the names of their parameters, never by position: code that is tidied up builds them in another
-order. Pure, but for the optimizer's own lists.
+Groups are matched by the names of their parameters, never by position: code that is tidied up
+builds them in another order. Pure, but for the optimizer's own lists.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ __all__ = ["Matched", "StoredGroup", "differing_kind", "match_groups"]
 _OF_THE_JOB = ("params", "param_names")
 """What a group has of the job that it is in."""
 
-_OF_SCHEDULERS = frozenset(("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"))
+_OF_SCHEDULERS = frozenset(
+    ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
+)
 """What schedulers of torch add to a group."""
 
 
 @dataclass
 class StoredGroup:
-    """A parameter group of a checkpoint. ``ranks``: by the key of each of its parameters (a name, or a number), those ranks
-    in whose optimizer it was in this group. ``names``: by number, the names that torch's ``param_names`` gives."""
+    """A parameter group of a checkpoint. ``ranks``: by the key of each of its parameters (a name,
+    or a number), those ranks in whose optimizer it was in this group. ``names``: by number, the
+    names that torch's ``param_names`` gives."""
 
     ranks: dict[Any, list[int]] = field(default_factory=dict)
     names: dict[Any, str] = field(default_factory=dict)
@@ -32,8 +35,9 @@ class StoredGroup:
 
 @dataclass
 class Matched:
-    """``keys``: by id of a parameter, its key in the checkpoint. ``hyperparameters``: of each group of the optimizer; None:
-    it keeps its own. ``new`` and ``conflicts`` say what does not fit, by the numbers of groups."""
+    """``keys``: by id of a parameter, its key in the checkpoint. ``hyperparameters``: of each group
+    of the optimizer; None: it keeps its own. ``new`` and ``conflicts`` say what does not fit, by
+    the numbers of groups."""
 
     keys: dict[int, Any] = field(default_factory=dict)
     hyperparameters: list[dict[str, Any] | None] = field(default_factory=list)
@@ -50,8 +54,8 @@ def match_groups(
 ) -> Matched:
     """Match the groups of ``optimizer`` with stored ones.
 
-    ``names``: by id of each parameter, the keys that it may have in the checkpoint, the likeliest first.
-    ``groups_of(rank)``: the groups that a rank saved, with their hyperparameters.
+    ``names``: by id of each parameter, the keys that it may have in the checkpoint, the likeliest
+    first. ``groups_of(rank)``: the groups that a rank saved, with their hyperparameters.
     """
     found = Matched()
     rank = _stands_for(stored, rank)
@@ -81,7 +85,8 @@ def match_groups(
 
 
 def _stands_for(stored: Sequence[StoredGroup], rank: int) -> int:
-    """The rank that saved whose values ``rank`` gets: itself, or the one that it falls on, counted round."""
+    """The rank that saved whose values ``rank`` gets: itself, or the one that it falls on, counted
+    round."""
     saved = sorted({r for group in stored for ranks in group.ranks.values() for r in ranks})
     return rank if rank in saved or not saved else saved[rank % len(saved)]
 
@@ -99,8 +104,8 @@ def _held(stored: Sequence[StoredGroup]) -> Held:
 
 
 def _place(keys: Sequence[Any], held: Held, rank: int) -> tuple[Any, tuple[int, int]] | None:
-    """The key under which a parameter is stored, the number of its group, and a rank that has it there: this one, if it has
-    saved the parameter at all."""
+    """The key under which a parameter is stored, the number of its group, and a rank that has it
+    there: this one, if it has saved the parameter at all."""
     for key in keys:
         places = held.get(key)
         if places:
@@ -120,7 +125,11 @@ def _said_of_new(number: int, missing: Sequence[Any], numbered: bool) -> str:
 
 
 def _check_numbers(
-    found: Matched, optimizer: torch.optim.Optimizer, stored: Sequence[StoredGroup], rank: int, numbered: bool
+    found: Matched,
+    optimizer: torch.optim.Optimizer,
+    stored: Sequence[StoredGroup],
+    rank: int,
+    numbered: bool,
 ) -> None:
     """Numbers say which parameter is which only if all groups are as they were."""
     if not numbered or found.new or any(group.names for group in stored):
@@ -129,15 +138,16 @@ def _check_numbers(
     ours = [len(group["params"]) for group in optimizer.param_groups]
     if theirs != ours:
         found.conflicts[0] = (
-            f"parameters are stored by number, in groups of {theirs}; the optimizer's groups have {ours} parameters"
+            f"parameters are stored by number, in groups of {theirs}; the optimizer's groups have "
+            f"{ours} parameters"
         )
 
 
 def _match_empty(
     sources: list[list[tuple[int, int]]], ours: list[int], stored: Sequence[StoredGroup], rank: int
 ) -> None:
-    """Groups without parameters have no names: they are matched by position if all others are where they were, else by
-    their order, if the checkpoint has as many. Else they keep what they have."""
+    """Groups without parameters have no names: they are matched by position if all others are where
+    they were, else by their order, if the checkpoint has as many. Else they keep what they have."""
     theirs = [number for number, group in enumerate(stored) if not group.ranks]
     in_place = all(where == number for number, places in enumerate(sources) for where, _ in places)
     if in_place and len(sources) == len(stored):
@@ -164,11 +174,14 @@ def _taken(
             taken, first = given, where
             continue
         differing = sorted(
-            str(key) for key in taken.keys() | given.keys() if not _same(taken.get(key), given.get(key), where == first)
+            str(key)
+            for key in taken.keys() | given.keys()
+            if not _same(taken.get(key), given.get(key), where == first)
         )
         if differing:
             found.conflicts[number] = (
-                f"parameter group {number} has parameters of groups {first} and {where} of the checkpoint, which differ "
+                f"parameter group {number} has parameters of groups {first} and {where} of the "
+                f"checkpoint, which differ "
                 f"in {', '.join(differing)}"
             )
     return taken
@@ -180,13 +193,20 @@ def _same(a: Any, b: Any, one_group: bool) -> bool:
     return repr(a) == repr(b)
 
 
-def differing_kind(optimizer: torch.optim.Optimizer, taken: Sequence[Mapping[str, Any] | None]) -> str | None:
-    """What shows that the checkpoint is of an optimizer of another kind, such as AdamW into SGD; None if nothing does.
+def differing_kind(
+    optimizer: torch.optim.Optimizer, taken: Sequence[Mapping[str, Any] | None]
+) -> str | None:
+    """What shows that the checkpoint is of an optimizer of another kind, such as AdamW into SGD;
+    None if nothing does.
 
     Releases of torch add hyperparameters, and users add their own; so either alone shows nothing.
     """
     stored = {key for group in taken if group is not None for key in group}
-    known = {key for group in optimizer.param_groups for key in group} | optimizer.defaults.keys() | _OF_SCHEDULERS
+    known = (
+        {key for group in optimizer.param_groups for key in group}
+        | optimizer.defaults.keys()
+        | _OF_SCHEDULERS
+    )
     extra = sorted(map(str, stored - known))
     absent = sorted(map(str, optimizer.defaults.keys() - stored))
     if not stored or not extra or not absent:

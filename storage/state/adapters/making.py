@@ -1,4 +1,5 @@
-"""Tensors for a state that is built from a checkpoint: on the device and in the layout that their owner works with.
+"""Tensors for a state that is built from a checkpoint: on the device and in the layout that their
+owner works with.
 
 Nothing here reads or communicates: an entry of a checkpoint goes in, an empty tensor comes out.
 """
@@ -22,8 +23,8 @@ __all__ = ["Entry", "Make", "empty_on", "fits", "found_in", "made_like"]
 class Entry:
     """A stored tensor. ``keys`` lead to it from the object whose state it is in.
 
-    ``placements``: how it was laid out as a DTensor; None where it was none, or nothing is said of that. ``own``: each
-    rank had one of its own under this name.
+    ``placements``: how it was laid out as a DTensor; None where it was none, or nothing is said of
+    that. ``own``: each rank had one of its own under this name.
     """
 
     keys: tuple[Any, ...]
@@ -62,15 +63,19 @@ def fits(present: Any, entry: Entry) -> bool:
 
 def _is_fillable(tensor: torch.Tensor) -> bool:
     """Whether no two elements share memory, as in an expanded tensor."""
-    return isinstance(tensor, DTensor) or tensor.is_contiguous() or torch._debug_has_internal_overlap(tensor) == 0
+    return (
+        isinstance(tensor, DTensor)
+        or tensor.is_contiguous()
+        or torch._debug_has_internal_overlap(tensor) == 0
+    )
 
 
 def made_like(reference: torch.Tensor, entry: Entry) -> torch.Tensor:
     """An empty tensor for ``entry``, which belongs to ``reference``, such as a parameter.
 
-    One of the same shape is laid out like it. One of another shape beside a DTensor is what it was when it was saved; or,
-    where that is not known, a replicated DTensor, for arithmetic with both takes no plain tensor. Numbers, and what each
-    rank had of its own, stay plain.
+    One of the same shape is laid out like it. One of another shape beside a DTensor is what it was
+    when it was saved; or, where that is not known, a replicated DTensor, for arithmetic with both
+    takes no plain tensor. Numbers, and what each rank had of its own, stay plain.
     """
     if tuple(reference.shape) == entry.shape:
         return torch.empty_like(reference, dtype=entry.dtype, requires_grad=False)
@@ -78,18 +83,28 @@ def made_like(reference: torch.Tensor, entry: Entry) -> torch.Tensor:
         device = reference.device if entry.shape else torch.device("cpu")
         return torch.empty(entry.shape, dtype=entry.dtype, device=device)
     local_shape = tuple(reference.to_local().shape)
-    plain = entry.placements is None and (not entry.shape or entry.own or entry.shape == local_shape)
+    plain = entry.placements is None and (
+        not entry.shape or entry.own or entry.shape == local_shape
+    )
     if plain:
-        return torch.empty(entry.shape, dtype=entry.dtype, device=reference.to_local().device if entry.shape else "cpu")
+        return torch.empty(
+            entry.shape,
+            dtype=entry.dtype,
+            device=reference.to_local().device if entry.shape else "cpu",
+        )
     return empty_on(reference.device_mesh, reference.to_local().device, entry)
 
 
 def empty_on(mesh: DeviceMesh, device: torch.device, entry: Entry) -> DTensor:
-    """An empty DTensor for ``entry``: placed as it was, if ``mesh`` has as many dimensions as that mesh had; else
-    replicated."""
+    """An empty DTensor for ``entry``: placed as it was, if ``mesh`` has as many dimensions as that
+    mesh had; else replicated."""
     told = entry.placements or ()
     same = len(told) == mesh.ndim
-    placements = [_placement(text, entry) for text in told] if same else [Replicate() for _ in range(mesh.ndim)]
+    placements = (
+        [_placement(text, entry) for text in told]
+        if same
+        else [Replicate() for _ in range(mesh.ndim)]
+    )
     local_shape, _ = compute_local_shape_and_global_offset(entry.shape, mesh, placements)
     return DTensor.from_local(
         torch.empty(tuple(local_shape), dtype=entry.dtype, device=device),
@@ -102,7 +117,8 @@ def empty_on(mesh: DeviceMesh, device: torch.device, entry: Entry) -> DTensor:
 
 
 def _placement(text: str, entry: Entry) -> Placement:
-    """What a text says. What this release does not know is replicated: that is a layout of anything."""
+    """What a text says. What this release does not know is replicated: that is a layout of
+    anything."""
     dim = text[1:]
     if text[:1] == "S" and dim.isdecimal() and int(dim) < len(entry.shape):
         return Shard(int(dim))

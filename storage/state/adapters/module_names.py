@@ -1,8 +1,9 @@
-"""What torch calls the parameters and buffers of a module: the names in a state dict without those of wrappers.
+"""What torch calls the parameters and buffers of a module: the names in a state dict without those
+of wrappers.
 
-Torch finds them by walking down from the module, name by name, each time it is asked. A training run asks at every save,
-while the trainer waits; so a save walks once, and the names are kept as long as the module consists of the same kinds of
-modules.
+Torch finds them by walking down from the module, name by name, each time it is asked. A training
+run asks at every save, while the trainer waits; so a save walks once, and the names are kept as
+long as the module consists of the same kinds of modules.
 """
 
 from __future__ import annotations
@@ -23,13 +24,18 @@ _MAKES_A_STATE = ("state_dict", "_save_to_state_dict", "get_extra_state")
 class Names(dict[str, str]):
     """By any name that a module has for a parameter or a buffer, the name to save it under.
 
-    ``kinds``: of all modules that it consists of. ``usual``: none of them has a way of its own to make a state dict.
+    ``kinds``: of all modules that it consists of. ``usual``: none of them has a way of its own to
+    make a state dict.
     """
 
     def __init__(self, module: torch.nn.Module, kinds: tuple[type, ...]) -> None:
         self.kinds = kinds
-        self.usual = not any(issubclass(kind, torch.jit.ScriptModule) for kind in set(kinds)) and all(
-            getattr(kind, name) is getattr(torch.nn.Module, name) for kind in set(kinds) for name in _MAKES_A_STATE
+        self.usual = not any(
+            issubclass(kind, torch.jit.ScriptModule) for kind in set(kinds)
+        ) and all(
+            getattr(kind, name) is getattr(torch.nn.Module, name)
+            for kind in set(kinds)
+            for name in _MAKES_A_STATE
         )
         self._module = ref(module)
 
@@ -65,7 +71,8 @@ class Walked:
 
     @cached_property
     def parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """All parameters by name, as torch's ``named_parameters``; but tied ones come under each of their names."""
+        """All parameters by name, as torch's ``named_parameters``; but tied ones come under each of
+        their names."""
         return [
             (prefix + name, parameter)
             for prefix, part in self.parts
@@ -75,15 +82,20 @@ class Walked:
         ]
 
     def registered(self) -> dict[str, Any] | None:
-        """What ``state_dict()`` returns, where nothing of it has hooks, or a way of its own: all that is registered, in
-        order; else None. Torch asks each module for its own, and that for its own, and a trainer waits."""
+        """What ``state_dict()`` returns, where nothing of it has hooks, or a way of its own: all
+        that is registered, in order; else None. Torch asks each module for its own, and that for
+        its own, and a trainer waits."""
         if not self.names.usual:
             return None
         state: dict[str, Any] = {}
         places = 1
         for prefix, part in self.parts:
             own = part.__dict__
-            if part._state_dict_hooks or part._state_dict_pre_hooks or not own.keys().isdisjoint(_MAKES_A_STATE):
+            if (
+                part._state_dict_hooks
+                or part._state_dict_pre_hooks
+                or not own.keys().isdisjoint(_MAKES_A_STATE)
+            ):
                 return None
             for name, parameter in part._parameters.items():
                 if parameter is not None:
@@ -92,12 +104,15 @@ class Walked:
                 if buffer is not None and name not in part._non_persistent_buffers_set:
                     state[prefix + name] = buffer.detach()
             places += sum(child is not None for child in part._modules.values())
-        return state if places == len(self.parts) else None  # else one of them is in two places, and under two names
+        return (
+            state if places == len(self.parts) else None
+        )  # else one of them is in two places, and under two names
 
 
 def walk(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """``module`` and all modules in it, once each, with the prefix of their tensors' names, in the order of torch's
-    ``named_modules``: that hands each of them up through generators of all levels above, and a trainer waits for it.
+    """``module`` and all modules in it, once each, with the prefix of their tensors' names, in the
+    order of torch's ``named_modules``: that hands each of them up through generators of all levels
+    above, and a trainer waits for it.
     """
     found: list[tuple[str, torch.nn.Module]] = []
     seen: set[int] = set()
@@ -108,7 +123,11 @@ def walk(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
             seen.add(id(here))
             found.append((prefix, here))
             if here._modules:
-                children = [(f"{prefix}{name}.", child) for name, child in here._modules.items() if child is not None]
+                children = [
+                    (f"{prefix}{name}.", child)
+                    for name, child in here._modules.items()
+                    if child is not None
+                ]
                 ahead += reversed(children)
     return found
 

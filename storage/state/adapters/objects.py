@@ -1,7 +1,8 @@
 """Objects with a state_dict of their own: which tensors are filled for them.
 
-Those of the state that an object has, in place, as torch's distributed checkpoints do. What it does not have yet, such as
-the moments of an optimizer that has never stepped, is made like the parameter that its name is of.
+Those of the state that an object has, in place, as torch's distributed checkpoints do. What it does
+not have yet, such as the moments of an optimizer that has never stepped, is made like the parameter
+that its name is of.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ _SEPARATORS = re.compile(r"[./:|]")
 
 
 class _Reach:
-    """The parameters that an object may have a state of: its own modules' and optimizers', and those of the state."""
+    """The parameters that an object may have a state of: its own modules' and optimizers', and
+    those of the state."""
 
     def __init__(self, owner: object, modules: Sequence[Walked]) -> None:
         held = list(_held(owner))
@@ -55,13 +57,16 @@ class _Reach:
         for walked in chain(own, modules):
             for name, parameter in walked.parameters:
                 self._by_name.setdefault(walked.names[name], parameter)
-        every = chain(self._by_name.values(), *(group["params"] for o in self._optimizers for group in o.param_groups))
+        every = chain(
+            self._by_name.values(),
+            *(group["params"] for o in self._optimizers for group in o.param_groups),
+        )
         self.example = next((p for p in every if isinstance(p, DTensor)), None)
         """Any DTensor among them: on its mesh are those of which nothing else is known."""
 
     def parameter_of(self, entry: Entry) -> torch.Tensor | None:
-        """The parameter whose name is a part of the entry's path, the longest such name; or that of its number, in the
-        state of an only optimizer."""
+        """The parameter whose name is a part of the entry's path, the longest such name; or that of
+        its number, in the state of an only optimizer."""
         words = _SEPARATORS.split(".".join(map(str, entry.keys)))
         for length in range(len(words), 0, -1):
             for start in range(len(words) - length + 1):
@@ -71,7 +76,11 @@ class _Reach:
         keys = entry.keys
         number = keys[keys.index("state") + 1] if "state" in keys[:-1] else None
         if len(self._optimizers) == 1 and type(number) is int:
-            every = list(dict.fromkeys(p for group in self._optimizers[0].param_groups for p in group["params"]))
+            every = list(
+                dict.fromkeys(
+                    p for group in self._optimizers[0].param_groups for p in group["params"]
+                )
+            )
             return every[number] if number < len(every) else None
         return None
 

@@ -1,7 +1,9 @@
-"""Optimizers: their state by the names of their parameters, so that it fits any job that has those parameters.
+"""Optimizers: their state by the names of their parameters, so that it fits any job that has those
+parameters.
 
-Saved as torch's ``get_optimizer_state_dict`` gives it. For a load nothing is asked of the optimizer's present state, which
-a new one does not have: the stored entries say what there is, and each is made like the parameter that it belongs to.
+Saved as torch's ``get_optimizer_state_dict`` gives it. For a load nothing is asked of the
+optimizer's present state, which a new one does not have: the stored entries say what there is, and
+each is made like the parameter that it belongs to.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ __all__ = [
 
 @dataclass(frozen=True)
 class StoredOptimizer:
-    """The state of an optimizer, built from a checkpoint, and how its groups match those of the optimizer that takes it.
-    ``stored`` are the groups of the checkpoint."""
+    """The state of an optimizer, built from a checkpoint, and how its groups match those of the
+    optimizer that takes it. ``stored`` are the groups of the checkpoint."""
 
     state: Mapping[str, Any]
     stored: list[StoredGroup]
@@ -43,11 +45,12 @@ class StoredOptimizer:
 def optimizer_state(
     optimizer: torch.optim.Optimizer, modules: Iterable[Walked], path: str = "the optimizer"
 ) -> dict[str, Any]:
-    """State and hyperparameters, by fqn where one of ``modules`` has all parameters, else by torch's numbering.
+    """State and hyperparameters, by fqn where one of ``modules`` has all parameters, else by
+    torch's numbering.
 
-    As torch's ``get_optimizer_state_dict`` gives it; but an optimizer that has never stepped has no state, and gets none:
-    torch's helper would take a step to make some. What an optimizer keeps beside the state of its parameters is taken as
-    it is. Raises StateError for what has no name.
+    As torch's ``get_optimizer_state_dict`` gives it; but an optimizer that has never stepped has no
+    state, and gets none: torch's helper would take a step to make some. What an optimizer keeps
+    beside the state of its parameters is taken as it is. Raises StateError for what has no name.
     """
     refuse_unknown(optimizer, path)
     owner, by_id = _module_of(optimizer, modules)
@@ -55,14 +58,19 @@ def optimizer_state(
     packed = plain_state_dict(optimizer)
     if owner is None or not _is_usual(packed):
         return packed
-    names = dict(enumerate(by_id[id(p)][0] for group in optimizer.param_groups for p in group["params"]))
+    names = dict(
+        enumerate(by_id[id(p)][0] for group in optimizer.param_groups for p in group["params"])
+    )
     state: dict[Any, Any] = {}
     for key, entry in packed["state"].items():
         name = names[key] if type(key) is int and key in names else key
         if name in state:
             raise StateError(f'{path}["state"] has two entries that would both be named {name!r}')
         state[name] = entry
-    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in packed["param_groups"]]
+    groups = [
+        {**group, "params": [names[number] for number in group["params"]]}
+        for group in packed["param_groups"]
+    ]
     return {**packed, "state": state, "param_groups": groups}
 
 
@@ -71,14 +79,19 @@ def refuse_unknown(optimizer: torch.optim.Optimizer, path: str) -> None:
     if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
         raise StateError(
             f"{path} is a ZeroRedundancyOptimizer, which gives its state to one rank alone, whole",
-            advice="Put the optimizer that it wraps into the state, as optimizer.optim, on every rank: each has a part.",
+            advice=(
+                "Put the optimizer that it wraps into the state, as optimizer.optim, on every "
+                "rank: each has a part."
+            ),
         )
 
 
 def present_layout(optimizer: torch.optim.Optimizer) -> Any:
-    """The state dict of an optimizer that has a form of its own, such as flat names; None for torch's form.
+    """The state dict of an optimizer that has a form of its own, such as flat names; None for
+    torch's form.
 
-    Of torch's own nothing is asked: a new optimizer has no state, and what is stored says what there is.
+    Of torch's own nothing is asked: a new optimizer has no state, and what is stored says what
+    there is.
     """
     if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
         return None
@@ -98,20 +111,28 @@ def _check_states(optimizer: torch.optim.Optimizer, path: str) -> None:
         if isinstance(key, torch.Tensor):
             if id(key) not in known:
                 raise StateError(
-                    f"{path} has a state of a tensor of shape {tuple(key.shape)} that is in none of its parameter groups",
+                    f"{path} has a state of a tensor of shape {tuple(key.shape)} that is in none "
+                    f"of its parameter groups",
                     advice="Delete it from optimizer.state, or add the tensor to a group.",
                 )
         elif type(key) is int and 0 <= key < len(every):
             raise StateError(
-                f"{path}: optimizer.state has the key {key}, which is also the number of a parameter",
+                f"{path}: optimizer.state has the key {key}, which is also the number of a "
+                f"parameter",
                 advice="Use a string as the key of what belongs to no parameter.",
             )
 
 
-def makes_for(optimizer: torch.optim.Optimizer, matched: Matched, stored: Iterable[StoredGroup]) -> Make:
-    """How to make the tensors of this optimizer's state: those it has, where they fit, else new ones like the parameter."""
+def makes_for(
+    optimizer: torch.optim.Optimizer, matched: Matched, stored: Iterable[StoredGroup]
+) -> Make:
+    """How to make the tensors of this optimizer's state: those it has, where they fit, else new
+    ones like the parameter."""
     parameters = {
-        matched.keys[id(p)]: p for group in optimizer.param_groups for p in group["params"] if id(p) in matched.keys
+        matched.keys[id(p)]: p
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if id(p) in matched.keys
     }
     of_parameters = {key for group in stored for key in group.ranks}
 
@@ -132,7 +153,9 @@ def makes_for(optimizer: torch.optim.Optimizer, matched: Matched, stored: Iterab
         reference = _first_parameter(optimizer) if parameter is None else parameter
         if isinstance(present, torch.Tensor) and present.ndim:
             reference = present
-        if reference is None or (entry.keys[-1] == "step" and not entry.shape):  # torch keeps steps on the CPU
+        if reference is None or (
+            entry.keys[-1] == "step" and not entry.shape
+        ):  # torch keeps steps on the CPU
             return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         return made_like(reference, entry)
 
@@ -144,10 +167,13 @@ def _first_parameter(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
 
 
 def makes_for_groups(optimizer: torch.optim.Optimizer) -> Make:
-    """How to make hyperparameters that are tensors, such as learning rates: on the device of those that it has."""
+    """How to make hyperparameters that are tensors, such as learning rates: on the device of those
+    that it has."""
 
     def make(entry: Entry) -> torch.Tensor:
-        return torch.empty(entry.shape, dtype=entry.dtype, device=_device_of(optimizer, entry.keys[1:]))
+        return torch.empty(
+            entry.shape, dtype=entry.dtype, device=_device_of(optimizer, entry.keys[1:])
+        )
 
     return make
 
@@ -161,8 +187,11 @@ def _device_of(optimizer: torch.optim.Optimizer, keys: tuple[Any, ...]) -> torch
     return torch.device("cpu")
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, given: StoredOptimizer | Mapping[str, Any]) -> None:
-    """Give the optimizer its stored state, bit for bit. Which parameters its groups have stays as it is."""
+def load_optimizer(
+    optimizer: torch.optim.Optimizer, given: StoredOptimizer | Mapping[str, Any]
+) -> None:
+    """Give the optimizer its stored state, bit for bit. Which parameters its groups have stays as
+    it is."""
     if not isinstance(given, StoredOptimizer):
         with exact_values(optimizer):
             optimizer.load_state_dict(dict(given))
@@ -171,7 +200,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, given: StoredOptimizer | Ma
     number = {id(p): i for i, p in enumerate(every)}
     of_parameters = {key for group in given.stored for key in group.ranks}
     entries = given.state.get("state", {})
-    state: dict[Any, Any] = {key: entry for key, entry in entries.items() if key not in of_parameters}
+    state: dict[Any, Any] = {
+        key: entry for key, entry in entries.items() if key not in of_parameters
+    }
     for p in every:
         key = given.matched.keys.get(id(p))
         if key is not None and key in entries:
@@ -180,7 +211,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, given: StoredOptimizer | Ma
         {**group, **(taken or {}), "params": [number[id(p)] for p in group["params"]]}
         for group, taken in zip(optimizer.param_groups, given.matched.hyperparameters, strict=True)
     ]
-    rest = {key: value for key, value in given.state.items() if key not in ("state", "param_groups")}
+    rest = {
+        key: value for key, value in given.state.items() if key not in ("state", "param_groups")
+    }
     plain = any(isinstance(p, torch.Tensor) and p.is_inference() for p in every)
     with exact_values(optimizer), torch.inference_mode(plain):
         optimizer.load_state_dict({**rest, "state": state, "param_groups": groups})
@@ -189,8 +222,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, given: StoredOptimizer | Ma
 def parameter_keys(
     optimizer: torch.optim.Optimizer, modules: Iterable[Walked], stored: Iterable[StoredGroup]
 ) -> dict[int, list[Any]]:
-    """By id of each parameter, the keys that it may have in a stored state: its fqns; or torch's number, unless torch's
-    ``param_names``, on both sides, says which number it had."""
+    """By id of each parameter, the keys that it may have in a stored state: its fqns; or torch's
+    number, unless torch's ``param_names``, on both sides, says which number it had."""
     owner, by_id = _module_of(optimizer, modules)
     if owner is not None:
         return by_id
@@ -211,8 +244,8 @@ def parameter_keys(
 def _module_of(
     optimizer: torch.optim.Optimizer, modules: Iterable[Walked]
 ) -> tuple[Walked | None, dict[int, list[Any]]]:
-    """The module all of whose parameters in ``optimizer`` are its own, and the fqns of its parameters, by id; None where no
-    single one is."""
+    """The module all of whose parameters in ``optimizer`` are its own, and the fqns of its
+    parameters, by id; None where no single one is."""
     wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for walked in modules:
         names = walked.names

@@ -1,6 +1,8 @@
-"""What each rank has of its own, such as where its data loader stands; and what becomes of it when their number changes.
+"""What each rank has of its own, such as where its data loader stands; and what becomes of it when
+their number changes.
 
-In the checkpoint a ``PerRank`` is a dict of its ranks: readers that know nothing of it see every rank's value by number.
+In the checkpoint a ``PerRank`` is a dict of its ranks: readers that know nothing of it see every
+rank's value by number.
 """
 
 from __future__ import annotations
@@ -18,18 +20,22 @@ from .stateful import expand, has_state, restore
 __all__ = ["PerRank", "Rule", "resharded"]
 
 Rule = Literal["keep", "broadcast", "split", "merge"] | Callable[[list[Any], int, int], Any]
-"""Called with the values of all ranks that saved one, in order of rank, this rank and the number of ranks."""
+"""Called with the values of all ranks that saved one, in order of rank, this rank and the number of
+ranks."""
 
 _NAMED = ("keep", "broadcast", "split", "merge")
 
 
 class PerRank:
-    """A part of a state that belongs to the rank: ``holdfast.save(uri, {"data": holdfast.PerRank(loader, "split")})``.
+    """A part of a state that belongs to the rank: ``holdfast.save(uri, {"data":
+    holdfast.PerRank(loader, "split")})``.
 
-    ``value`` is an object with a state (a data loader, a random generator), which gets its state back; or small values and
-    tensors, in dicts, lists and tuples: after a load, ``.value`` is what came back. Modules and optimizers need no rule.
+    ``value`` is an object with a state (a data loader, a random generator), which gets its state
+    back; or small values and tensors, in dicts, lists and tuples: after a load, ``.value`` is what
+    came back. Modules and optimizers need no rule.
 
-    As many ranks as have saved get each their own back. Otherwise, ``rule`` says who gets what; the one of the load counts:
+    As many ranks as have saved get each their own back. Otherwise, ``rule`` says who gets what; the
+    one of the load counts:
 
     ==============  =============================================================================================
     ``keep``        rank r gets the value of rank r mod n, of the n that saved
@@ -39,15 +45,19 @@ class PerRank:
     a function      ``rule(values, rank, world)`` returns this rank's
     ==============  =============================================================================================
 
-    Lists, tuples, arrays and tensors are joined along their first dimension, dicts key by key. What cannot be joined must be
-    the same on all ranks. Raises StateError where it is not.
+    Lists, tuples, arrays and tensors are joined along their first dimension, dicts key by key. What
+    cannot be joined must be the same on all ranks. Raises StateError where it is not.
     """
 
     def __init__(self, value: Any, rule: Rule = "keep") -> None:
         if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
-            raise UsageError(f"a {type(value).__name__} is no value of one rank", advice="Save it as it is.")
+            raise UsageError(
+                f"a {type(value).__name__} is no value of one rank", advice="Save it as it is."
+            )
         if not callable(rule) and rule not in _NAMED:
-            raise UsageError(f"rule {rule!r}", advice=f"Give a function, or one of: {', '.join(_NAMED)}.")
+            raise UsageError(
+                f"rule {rule!r}", advice=f"Give a function, or one of: {', '.join(_NAMED)}."
+            )
         self.value = value
         self.rule: Rule = rule
 
@@ -74,7 +84,8 @@ class PerRank:
 
 
 def resharded(values: list[Any], rule: Rule, rank: int, world: int) -> Any:
-    """What rank ``rank`` of ``world`` gets of the values of other ranks. Raises StateError where ``rule`` does not fit."""
+    """What rank ``rank`` of ``world`` gets of the values of other ranks. Raises StateError where
+    ``rule`` does not fit."""
     if callable(rule):
         return rule(values, rank, world)
     if rule in ("keep", "broadcast"):

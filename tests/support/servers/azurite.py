@@ -22,7 +22,8 @@ def find_azurite() -> Path | None:
 
 
 class Azurite:
-    """A server with one account, whose key is made up, and with an empty container, ``holdfast``. Its log lies in ``folder``."""
+    """A server with one account, whose key is made up, and with an empty container, ``holdfast``.
+    Its log lies in ``folder``."""
 
     def __init__(self, folder: Path) -> None:
         program = find_azurite()
@@ -34,10 +35,17 @@ class Azurite:
         self.endpoint = f"http://127.0.0.1:{port}/{ACCOUNT}"
         self.client = AzureClient(self.endpoint, ACCOUNT, key)
         # Clients are newer than Azurite, and name a later version of the interface than it knows.
-        options = ["--inMemoryPersistence", "--disableTelemetry", "--skipApiVersionCheck", "--silent"]
+        options = [
+            "--inMemoryPersistence",
+            "--disableTelemetry",
+            "--skipApiVersionCheck",
+            "--silent",
+        ]
         command = [program, "--blobHost", "127.0.0.1", "--blobPort", str(port), *options]
         environment = {"AZURITE_ACCOUNTS": f"{ACCOUNT}:{key}"}
-        self._daemon = Daemon(command, port=port, log=folder / "azurite.log", environment=environment)
+        self._daemon = Daemon(
+            command, port=port, log=folder / "azurite.log", environment=environment
+        )
 
     @property
     def uri(self) -> str:

@@ -1,4 +1,5 @@
-"""A server that is one program: started on a free port of the loopback, awaited until it listens, stopped by its id."""
+"""A server that is one program: started on a free port of the loopback, awaited until it listens,
+stopped by its id."""
 
 from __future__ import annotations
 
@@ -16,9 +17,11 @@ __all__ = ["INSTALLED", "Daemon"]
 INSTALLED = Path(os.environ.get("HOLDFAST_TEST_SERVERS", Path(__file__).parents[3] / ".servers"))
 """Where ``make test-servers`` puts servers."""
 START_S = 60.0
-# Some servers take their own users' keys from a client's variables: SeaweedFS makes an administrator of them.
+# Some servers take their own users' keys from a client's variables: SeaweedFS makes an
+# administrator of them.
 _CLIENTS_VARIABLES = ("AWS_", "AZURE_", "GOOGLE_")
-# The kernel ends the program when a test run is killed. setpriv runs the program in its own process.
+# The kernel ends the program when a test run is killed. setpriv runs the program in its own
+# process.
 _DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL") if shutil.which("setpriv") else ()
 
 
@@ -29,17 +32,27 @@ class Daemon:
     """
 
     def __init__(
-        self, command: Sequence[str | Path], *, port: int, log: Path, environment: Mapping[str, str] | None = None
+        self,
+        command: Sequence[str | Path],
+        *,
+        port: int,
+        log: Path,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.port = port
         self._command = [*_DIES_WITH_US, *map(str, command)]
         self._log = log
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(_CLIENTS_VARIABLES)}
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(_CLIENTS_VARIABLES)
+        }
         self._environment = inherited | dict(environment or {})
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it, and wait until it listens. Raises RuntimeError, with the end of its log, where it does not."""
+        """Start it, and wait until it listens. Raises RuntimeError, with the end of its log, where
+        it does not."""
         with open(self._log, "ab") as log:
             self._process = subprocess.Popen(
                 self._command,
@@ -54,7 +67,10 @@ class Daemon:
         while not listens(self.port):
             if self._process.poll() is not None or time.monotonic() > deadline_s:
                 self.stop()
-                raise RuntimeError(f"{self._command} does not listen:\n{self._log.read_text(errors='replace')[-2000:]}")
+                raise RuntimeError(
+                    f"{self._command} does not "
+                    f"listen:\n{self._log.read_text(errors='replace')[-2000:]}"
+                )
             time.sleep(0.05)
 
     def stop(self) -> None:

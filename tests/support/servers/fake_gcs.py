@@ -1,5 +1,5 @@
-"""fake-gcs-server: an emulator of Google Cloud Storage, with what it lacks of the XML interface before it. It keeps objects
-in memory."""
+"""fake-gcs-server: an emulator of Google Cloud Storage, with what it lacks of the XML interface
+before it. It keeps objects in memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def find_fake_gcs() -> Path | None:
 
 
 class FakeGcs:
-    """A server with an empty bucket, ``holdfast``. Its log lies in ``folder``. Anybody may do anything."""
+    """A server with an empty bucket, ``holdfast``. Its log lies in ``folder``. Anybody may do
+    anything."""
 
     def __init__(self, folder: Path) -> None:
         program = find_fake_gcs()
@@ -49,7 +50,10 @@ class FakeGcs:
         account = {"client_email": "", "private_key": "", "private_key_id": ""}
         account |= {"gcs_base_url": self.endpoint, "disable_oauth": True}  # type: ignore[dict-item]
         # Where the JSON interface is, for the probe.
-        return {"GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps(account), "STORAGE_EMULATOR_HOST": self.json_endpoint}
+        return {
+            "GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps(account),
+            "STORAGE_EMULATOR_HOST": self.json_endpoint,
+        }
 
     def start(self) -> None:
         """Start it, and make the bucket."""

@@ -1,13 +1,16 @@
-"""The part of Cloud Storage's XML interface that fake-gcs-server does not speak: puts, and uploads in parts.
+"""The part of Cloud Storage's XML interface that fake-gcs-server does not speak: puts, and uploads
+in parts.
 
     python gcs_front.py PORT UPSTREAM
 
-fake-gcs-server takes objects by the JSON interface only, and answers the XML one's reads, deletes and lists itself. The
-driver's client uses the XML one throughout. So this process listens in front: a put becomes an insertion by the JSON
-interface, with the condition that came with it, which fake-gcs-server judges; everything else is passed on as it is.
+fake-gcs-server takes objects by the JSON interface only, and answers the XML one's reads, deletes
+and lists itself. The driver's client uses the XML one throughout. So this process listens in front:
+a put becomes an insertion by the JSON interface, with the condition that came with it, which
+fake-gcs-server judges; everything else is passed on as it is.
 
-Uploads in parts are kept here, until they are complete. So what a test shows of them is that the driver's client makes the
-requests in a way that this file understands, and not that Google's servers do.
+Uploads in parts are kept here, until they are complete. So what a test shows of them is that the
+driver's client makes the requests in a way that this file understands, and not that Google's
+servers do.
 """
 
 from __future__ import annotations
@@ -29,7 +32,14 @@ from yarl import URL
 __all__: list[str] = []
 
 BODY_NBYTES_MAX = 1 << 30
-PASSED_ON = ("accept-ranges", "content-range", "content-type", "etag", "last-modified", "x-goog-generation")
+PASSED_ON = (
+    "accept-ranges",
+    "content-range",
+    "content-type",
+    "etag",
+    "last-modified",
+    "x-goog-generation",
+)
 """Headers of answers."""
 
 
@@ -117,27 +127,43 @@ class Front:
             return inserted
         del self._uploads[upload_id]
         etag = escape(inserted.headers["etag"])
-        return _xml(f"<CompleteMultipartUploadResult><ETag>{etag}</ETag></CompleteMultipartUploadResult>")
+        return _xml(
+            f"<CompleteMultipartUploadResult><ETag>{etag}</ETag></CompleteMultipartUploadResult>"
+        )
 
     def _list_uploads(self, bucket: str, prefix: str) -> web.Response:
         names = [upload.name for upload in self._uploads.values() if upload.bucket == bucket]
-        found = "".join(f"<Upload><Key>{escape(name)}</Key></Upload>" for name in names if name.startswith(prefix))
+        found = "".join(
+            f"<Upload><Key>{escape(name)}</Key></Upload>"
+            for name in names
+            if name.startswith(prefix)
+        )
         return _xml(f"<ListMultipartUploadsResult>{found}</ListMultipartUploadsResult>")
 
     async def _list(self, request: web.Request, bucket: str) -> web.StreamResponse:
         """As the server lists; but where there is no bucket it answers 500, and Google 404."""
-        async with self._client.get(f"{self._upstream}/storage/v1/b/{quote(bucket, safe='')}") as answer:
+        async with self._client.get(
+            f"{self._upstream}/storage/v1/b/{quote(bucket, safe='')}"
+        ) as answer:
             if answer.status == 404:
                 return _error("NoSuchBucket", 404)
         return await self._pass_on(request)
 
-    async def _insert(self, bucket: str, name: str, data: bytes, generation: str | None) -> web.Response:
-        """Store an object, if its generation is the one that is asked for; 0 is that of an object that does not exist."""
+    async def _insert(
+        self, bucket: str, name: str, data: bytes, generation: str | None
+    ) -> web.Response:
+        """Store an object, if its generation is the one that is asked for; 0 is that of an object
+        that does not exist."""
         mark = secrets.token_hex(16)
         about = json.dumps({"name": name})
-        head = f"--{mark}\r\nContent-Type: application/json\r\n\r\n{about}\r\n--{mark}\r\nContent-Type: application/octet-stream"
+        head = (
+            f"--{mark}\r\nContent-Type: "
+            f"application/json\r\n\r\n{about}\r\n--{mark}\r\nContent-Type: application/octet-stream"
+        )
         body = b"".join([head.encode(), b"\r\n\r\n", data, f"\r\n--{mark}--\r\n".encode()])
-        query = {"uploadType": "multipart"} | ({"ifGenerationMatch": generation} if generation is not None else {})
+        query = {"uploadType": "multipart"} | (
+            {"ifGenerationMatch": generation} if generation is not None else {}
+        )
         async with self._client.post(
             f"{self._upstream}/upload/storage/v1/b/{bucket}/o",
             params=query,
@@ -152,7 +178,9 @@ class Front:
         if answer.status != 200:
             return web.Response(status=answer.status, body=content)
         stored = json.loads(content)
-        return web.Response(headers={"etag": f'"{stored["etag"]}"', "x-goog-generation": str(stored["generation"])})
+        return web.Response(
+            headers={"etag": f'"{stored["etag"]}"', "x-goog-generation": str(stored["generation"])}
+        )
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         headers = {"Range": request.headers["Range"]} if "Range" in request.headers else {}
@@ -162,14 +190,18 @@ class Front:
             headers=headers,
             data=await request.read(),
         ) as answer:
-            kept = {name: value for name, value in answer.headers.items() if name.lower() in PASSED_ON}
+            kept = {
+                name: value for name, value in answer.headers.items() if name.lower() in PASSED_ON
+            }
             if request.method == "HEAD":
                 kept["content-length"] = answer.headers.get("content-length", "0")
             return web.Response(status=answer.status, headers=kept, body=await answer.read())
 
 
 def _xml(content: str, status: int = 200) -> web.Response:
-    return web.Response(text=f'<?xml version="1.0"?>{content}', status=status, content_type="application/xml")
+    return web.Response(
+        text=f'<?xml version="1.0"?>{content}', status=status, content_type="application/xml"
+    )
 
 
 def _error(code: str, status: int) -> web.Response:

@@ -1,8 +1,9 @@
-"""A real HDFS: one name node, or two of which one is active, and DataNodes, on free ports of the loopback.
+"""A real HDFS: one name node, or two of which one is active, and DataNodes, on free ports of the
+loopback.
 
-Found where ``make test-servers`` has put it (``.servers/hadoop``). Nothing is configured outside of its folder; its
-processes are stopped by their ids. As a program, ``hadoop.py [--datanodes N] [--dir FOLDER]``, it prints its URI as a line, and
-stops when its input ends.
+Found where ``make test-servers`` has put it (``.servers/hadoop``). Nothing is configured outside of
+its folder; its processes are stopped by their ids. As a program, ``hadoop.py [--datanodes N] [--dir
+FOLDER]``, it prints its URI as a line, and stops when its input ends.
 """
 
 from __future__ import annotations
@@ -55,12 +56,14 @@ def find_hadoop() -> Path | None:
 
 @dataclass
 class Hadoop:
-    """A file system below ``folder``. ``start`` it, ``stop`` it; in between its servers can be killed and started again."""
+    """A file system below ``folder``. ``start`` it, ``stop`` it; in between its servers can be
+    killed and started again."""
 
     folder: Path
     datanodes: int = 2
-    """Each file is on two of them, where there are two: a name node that would have no copy to spare closes a file only when
-    the DataNode has told it of the block, and clients look again after half a second."""
+    """Each file is on two of them, where there are two: a name node that would have no copy to
+    spare closes a file only when the DataNode has told it of the block, and clients look again
+    after half a second."""
     ha: bool = False
     """Two name nodes; the first is active."""
     extra: Mapping[str, object] = field(default_factory=dict)
@@ -106,8 +109,13 @@ class Hadoop:
             for name in self._names:
                 self.begin(name)
             for name in self._data_names:
-                anywhere = {f"dfs.datanode.{key}": "127.0.0.1:0" for key in ("address", "ipc.address", "http.address")}
-                self._write(name, {**anywhere, "dfs.datanode.data.dir": f"file://{self.folder}/{name}"})
+                anywhere = {
+                    f"dfs.datanode.{key}": "127.0.0.1:0"
+                    for key in ("address", "ipc.address", "http.address")
+                }
+                self._write(
+                    name, {**anywhere, "dfs.datanode.data.dir": f"file://{self.folder}/{name}"}
+                )
                 self.begin(name)
             if self.ha:
                 self.activate("nn0")
@@ -147,7 +155,9 @@ class Hadoop:
     def wait(self, name: str = "nn0", datanodes: int | None = None) -> None:
         """Until a name node has left safe mode and knows so many DataNodes, by default all."""
         count = self.datanodes if datanodes is None else datanodes
-        self._until(name, lambda: self._live(name) >= count and all(map(self._registered, self._data_names)))
+        self._until(
+            name, lambda: self._live(name) >= count and all(map(self._registered, self._data_names))
+        )
 
     def stop(self) -> None:
         """End all of its processes."""
@@ -159,7 +169,9 @@ class Hadoop:
 
     def admin(self, *words: str) -> str:
         """What ``hdfs dfsadmin`` prints."""
-        return self.run("client" if self.ha else "nn0", "org.apache.hadoop.hdfs.tools.DFSAdmin", *words)
+        return self.run(
+            "client" if self.ha else "nn0", "org.apache.hadoop.hdfs.tools.DFSAdmin", *words
+        )
 
     def _admin(self, name: str, *words: str) -> str:
         try:
@@ -169,12 +181,18 @@ class Hadoop:
 
     def wait_for_room(self, nbytes: int) -> None:
         """Until the DataNodes have told of so many free bytes: they do so every few seconds."""
-        self._until("nn0", lambda: self._bean("nn0", "FSNamesystemState")["CapacityRemaining"] >= nbytes)
+        self._until(
+            "nn0", lambda: self._bean("nn0", "FSNamesystemState")["CapacityRemaining"] >= nbytes
+        )
 
     def _registered(self, name: str) -> bool:
-        """Whether a DataNode that runs is known as such: the name node counts one that was killed for a while."""
+        """Whether a DataNode that runs is known as such: the name node counts one that was killed
+        for a while."""
         log = (self.folder / f"{name}.log").read_text(errors="replace")
-        return name not in self.running or log.count("successfully registered with NN") >= self._begun[name]
+        return (
+            name not in self.running
+            or log.count("successfully registered with NN") >= self._begun[name]
+        )
 
     def _live(self, name: str) -> int:
         try:
@@ -209,14 +227,22 @@ class Hadoop:
         every = self._properties() | dict(properties)
         if name.startswith("nn") and self.ha:
             every["dfs.ha.namenode.id"] = name
-        entries = [f"<property><name>{key}</name><value>{value}</value></property>" for key, value in every.items()]
-        for file in ("core-site.xml", "hdfs-site.xml"):  # both: the defaults of the second one would win over the first
+        entries = [
+            f"<property><name>{key}</name><value>{value}</value></property>"
+            for key, value in every.items()
+        ]
+        for file in (
+            "core-site.xml",
+            "hdfs-site.xml",
+        ):  # both: the defaults of the second one would win over the first
             (folder / file).write_text(f"<configuration>{''.join(entries)}</configuration>")
         (folder / "log4j.properties").write_text(LOGGING)
 
     def _properties(self) -> dict[str, object]:
         suffix = {name: f".{NAME_SERVICE}.{name}" if self.ha else "" for name in self._names}
-        found: dict[str, object] = {"fs.defaultFS": f"hdfs://{NAME_SERVICE}" if self.ha else f"hdfs://{self.address}"}
+        found: dict[str, object] = {
+            "fs.defaultFS": f"hdfs://{NAME_SERVICE}" if self.ha else f"hdfs://{self.address}"
+        }
         for name, (rpc, http) in self._ports.items():
             found[f"dfs.namenode.rpc-address{suffix[name]}"] = f"{self.host}:{rpc}"
             found[f"dfs.namenode.http-address{suffix[name]}"] = f"{self.host}:{http}"
@@ -230,7 +256,11 @@ class Hadoop:
                 "dfs.ha.fencing.methods": "shell(/bin/true)",
                 "dfs.ha.tail-edits.period": 1,
             }
-        found |= {"dfs.replication": min(2, self.datanodes), "hadoop.tmp.dir": f"{self.folder}/tmp", **self._secret()}
+        found |= {
+            "dfs.replication": min(2, self.datanodes),
+            "hadoop.tmp.dir": f"{self.folder}/tmp",
+            **self._secret(),
+        }
         return found | _QUICK | self.extra
 
     def _secret(self) -> dict[str, object]:
@@ -245,8 +275,11 @@ class Hadoop:
         path = [self._folder(name), root / "webroot", *sorted((root / "lib").glob("*.jar"))]
         return [*JAVA, *self.java, "-cp", os.pathsep.join(map(str, path)), program]
 
-    def run(self, name: str, program: str, *words: str, environment: Mapping[str, str] | None = None) -> str:
-        """What a Java program prints, with the configuration of ``name``. Raises RuntimeError if it fails."""
+    def run(
+        self, name: str, program: str, *words: str, environment: Mapping[str, str] | None = None
+    ) -> str:
+        """What a Java program prints, with the configuration of ``name``. Raises RuntimeError if it
+        fails."""
         done = subprocess.run(
             [*self._command(name, program), *words],
             env={**os.environ, **(environment or {})},
@@ -256,7 +289,9 @@ class Hadoop:
             check=False,
         )
         if done.returncode:
-            raise RuntimeError(f"{program} {words} failed:\n{done.stderr[-2000:]}{done.stdout[-500:]}")
+            raise RuntimeError(
+                f"{program} {words} failed:\n{done.stderr[-2000:]}{done.stdout[-500:]}"
+            )
         return done.stdout
 
 
@@ -265,12 +300,15 @@ _QUICK: dict[str, object] = {
     "dfs.namenode.safemode.extension": 0,
     "dfs.namenode.safemode.threshold-pct": 0,
     "dfs.namenode.heartbeat.recheck-interval": 1000,
-    "dfs.namenode.file.close.num-committed-allowed": 1,  # a file is closed at once, not when both DataNodes have reported
-    "dfs.blockreport.incremental.intervalMsec": 30,  # and then nobody can read it at first, unless the driver waits
+    # a file is closed at once, not when both DataNodes have reported
+    "dfs.namenode.file.close.num-committed-allowed": 1,
+    # and then nobody can read it at first, unless the driver waits
+    "dfs.blockreport.incremental.intervalMsec": 30,
     "dfs.namenode.fs-limits.min-block-size": 4096,
     "dfs.namenode.acls.enabled": "true",
     "dfs.datanode.du.reserved": 0,
-    "dfs.client.block.write.replace-datanode-on-failure.policy": "NEVER",  # there are hardly more than one
+    # there are hardly more than one
+    "dfs.client.block.write.replace-datanode-on-failure.policy": "NEVER",
 }
 
 
@@ -278,7 +316,9 @@ def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--datanodes", type=int, default=1)
-    parser.add_argument("--dir", type=Path, default=None, help="where to keep its data, in a new folder")
+    parser.add_argument(
+        "--dir", type=Path, default=None, help="where to keep its data, in a new folder"
+    )
     given = parser.parse_args()
     if find_hadoop() is None:
         sys.exit("Hadoop is not installed: make test-servers")

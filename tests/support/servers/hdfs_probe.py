@@ -32,10 +32,17 @@ class HdfsProbe:
     def list(self) -> list[str]:
         """See the kit's Probe."""
         try:
-            found = [status.path for status in self._client.list_status(self._root, True) if not status.isdir]
+            found = [
+                status.path
+                for status in self._client.list_status(self._root, True)
+                if not status.isdir
+            ]
         except FileNotFoundError:
             return []
-        return sorted(path.removeprefix(self._root + "/").replace("%3A", ":").replace("%25", "%") for path in found)
+        return sorted(
+            path.removeprefix(self._root + "/").replace("%3A", ":").replace("%25", "%")
+            for path in found
+        )
 
     def _path(self, key: str) -> str:
         return "/".join([self._root, *map(path_name, key.split("/"))])

@@ -1,7 +1,8 @@
 """A Kerberos realm on the loopback: a KDC, keytabs and tickets, all below one folder.
 
-The programs are those that ``make test-servers`` has unpacked into ``.servers/kerberos``. Nothing outside of the folder is
-configured: every process that is to use the realm is started with :meth:`Kdc.environment`.
+The programs are those that ``make test-servers`` has unpacked into ``.servers/kerberos``. Nothing
+outside of the folder is configured: every process that is to use the realm is started with
+:meth:`Kdc.environment`.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def find_kerberos() -> Path | None:
 
 @dataclass
 class Kdc:
-    """A realm whose files are below ``folder``. ``start`` it, add principals, get tickets, ``stop`` it."""
+    """A realm whose files are below ``folder``. ``start`` it, add principals, get tickets, ``stop``
+    it."""
 
     folder: Path
     _process: subprocess.Popen[bytes] | None = None
@@ -70,7 +72,8 @@ class Kdc:
         return self.folder / "krb5.conf"
 
     def environment(self, cache: Path | None = None) -> dict[str, str]:
-        """What a process needs to use the realm, with the tickets in ``cache``; without ``cache`` it has none."""
+        """What a process needs to use the realm, with the tickets in ``cache``; without ``cache``
+        it has none."""
         return {
             "KRB5_CONFIG": str(self.config),
             "KRB5CCNAME": f"FILE:{cache or self.folder / 'no-cache'}",
@@ -115,7 +118,17 @@ class Kdc:
     def ticket(self, principal: str, keytab: Path, *, lifetime_s: int = 3600) -> Path:
         """A cache with a ticket of ``principal``, who has been added."""
         cache = self.folder / f"{principal.replace('/', '_')}.{lifetime_s}.cache"
-        self._run("usr/bin/kinit", "-k", "-t", str(keytab), "-c", f"FILE:{cache}", "-l", f"{lifetime_s}s", principal)
+        self._run(
+            "usr/bin/kinit",
+            "-k",
+            "-t",
+            str(keytab),
+            "-c",
+            f"FILE:{cache}",
+            "-l",
+            f"{lifetime_s}s",
+            principal,
+        )
         return cache
 
     def wait_for_expiry(self, cache: Path) -> None:
@@ -150,10 +163,16 @@ class Kdc:
             check=False,
         )
         if done.returncode:
-            raise RuntimeError(f"{program} {words} failed:\n{done.stderr[-2000:]}{done.stdout[-500:]}")
+            raise RuntimeError(
+                f"{program} {words} failed:\n{done.stderr[-2000:]}{done.stdout[-500:]}"
+            )
 
     def _server_environment(self) -> dict[str, str]:
-        return {**os.environ, **self.environment(), "KRB5_KDC_PROFILE": str(self.folder / "kdc.conf")}
+        return {
+            **os.environ,
+            **self.environment(),
+            "KRB5_KDC_PROFILE": str(self.folder / "kdc.conf"),
+        }
 
     def _program(self, name: str) -> str:
         return str(self._root() / name)

@@ -1,4 +1,5 @@
-"""moto: a second S3 server, written independently of Ceph's. It keeps objects in memory and accepts any credentials."""
+"""moto: a second S3 server, written independently of Ceph's. It keeps objects in memory and accepts
+any credentials."""
 
 from __future__ import annotations
 

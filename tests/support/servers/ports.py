@@ -7,8 +7,8 @@ import socket
 
 __all__ = ["free_port", "listens"]
 
-# Below those that the kernel gives to whoever connects, or asks for any: between the look and the server's own
-# beginning, seconds later, one of those is easily taken by somebody else.
+# Below those that the kernel gives to whoever connects, or asks for any: between the look and the
+# server's own beginning, seconds later, one of those is easily taken by somebody else.
 _PORTS = range(20_000, 32_000)
 
 

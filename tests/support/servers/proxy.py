@@ -1,4 +1,5 @@
-"""A proxy that misbehaves when told to: slow, mute, busy, or cutting connections. In threads of this process.
+"""A proxy that misbehaves when told to: slow, mute, busy, or cutting connections. In threads of
+this process.
 
 Of TCP, but that it can answer for an HTTP server that asks for patience.
 """
@@ -16,7 +17,10 @@ __all__ = ["FaultProxy", "Faults"]
 
 _PIECE_NBYTES = 64 << 10
 _BUSY = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
-_BUSY_HEAD = b"HTTP/1.1 503 Slow Down\r\nRetry-After: 1\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(_BUSY)
+_BUSY_HEAD = (
+    b"HTTP/1.1 503 Slow Down\r\nRetry-After: 1\r\nContent-Length: %d\r\nConnection: close\r\n\r\n"
+    % len(_BUSY)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +49,8 @@ class FaultProxy:
         self.stall_s = 0.0
         """The next answer is held back for so long, once."""
         self.losing: re.Pattern[bytes] | None = None
-        """The answer to the next request whose beginning this matches is lost: the server has done it, and the connection is
-        cut. Set to None when it has happened."""
+        """The answer to the next request whose beginning this matches is lost: the server has done
+        it, and the connection is cut. Set to None when it has happened."""
         self.open = self.most_open = 0
         """Connections of clients, now and at most so far."""
         self._lock = threading.Lock()

@@ -1,7 +1,9 @@
-"""A real S3 server: Ceph's radosgw, on a monitor and an object store of one disk each, on free ports of the loopback.
+"""A real S3 server: Ceph's radosgw, on a monitor and an object store of one disk each, on free
+ports of the loopback.
 
-Found where ``make test-servers`` has put it (``.servers/ceph``), or installed on the host. Nothing is configured outside
-of its folder; all of its processes belong to this one and are stopped by their ids.
+Found where ``make test-servers`` has put it (``.servers/ceph``), or installed on the host. Nothing
+is configured outside of its folder; all of its processes belong to this one and are stopped by
+their ids.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ __all__ = ["Radosgw", "find_ceph"]
 
 ROOT = Path(__file__).parents[3]
 BOOT_S = 90.0
-# A test run that is killed stops nothing; so the kernel does. (The program runs the next one in its own place.)
+# A test run that is killed stops nothing; so the kernel does. (The program runs the next one in its
+# own place.)
 _DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL") if shutil.which("setpriv") else ()
 DISK_NBYTES = 12 << 30
 """A sparse file."""
@@ -118,11 +121,15 @@ class _Ceph:
 
 def find_ceph() -> _Ceph | None:
     """Ceph, if all that is needed of it is there."""
-    for root in (Path(os.environ.get("HOLDFAST_TEST_SERVERS", ROOT / ".servers"), "ceph"), Path("/")):
+    for root in (
+        Path(os.environ.get("HOLDFAST_TEST_SERVERS", ROOT / ".servers"), "ceph"),
+        Path("/"),
+    ):
         libraries = next(root.glob("usr/lib/*/ceph"), None)
         programs = root / "usr/bin"
         if libraries and all(
-            (programs / name).exists() for name in ("radosgw", "radosgw-admin", "ceph-mon", "ceph-osd")
+            (programs / name).exists()
+            for name in ("radosgw", "radosgw-admin", "ceph-mon", "ceph-osd")
         ):
             return _Ceph(programs, libraries.parent, root / "usr/lib/python3/dist-packages")
     return None
@@ -130,7 +137,8 @@ def find_ceph() -> _Ceph | None:
 
 @dataclass
 class Radosgw(S3Server):
-    """A server below ``folder``. ``start`` it, ``stop`` it; in between its gateway can be killed and started again."""
+    """A server below ``folder``. ``start`` it, ``stop`` it; in between its gateway can be killed
+    and started again."""
 
     folder: Path
     extra: str = ""
@@ -142,7 +150,8 @@ class Radosgw(S3Server):
     _running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def start(self) -> None:
-        """Boot it, with one user. Raises RuntimeError, with the end of its logs, where it does not come up."""
+        """Boot it, with one user. Raises RuntimeError, with the end of its logs, where it does not
+        come up."""
         for name in ("mon", "osd", "log", "run", "rgw"):
             (self.folder / name).mkdir(parents=True)
         try:
@@ -166,7 +175,16 @@ class Radosgw(S3Server):
             )
         )
         monmap = str(self.folder / "monmap")
-        self.run("monmaptool", "--create", "--fsid", fsid, "--addv", "a", f"[v2:127.0.0.1:{self._mon_port}]", monmap)
+        self.run(
+            "monmaptool",
+            "--create",
+            "--fsid",
+            fsid,
+            "--addv",
+            "a",
+            f"[v2:127.0.0.1:{self._mon_port}]",
+            monmap,
+        )
         self.run("ceph-mon", "-i", "a", "--mkfs", "--monmap", monmap)
         self._spawn("mon", "ceph-mon", "-i", "a", "-f")
         self.admin("osd", "new", osd)
@@ -195,11 +213,13 @@ class Radosgw(S3Server):
 
     def admin(self, *words: str) -> bytes:
         """What the cluster answers to a command. The program is a script for the host's own Python."""
-        return self.run(str(self._ceph.programs / "ceph"), "--connect-timeout", "20", *words, script=True)
+        return self.run(
+            str(self._ceph.programs / "ceph"), "--connect-timeout", "20", *words, script=True
+        )
 
     def count_as_full(self, near: float, backfill: float, full: float) -> None:
-        """How much of its disk may be in use before it counts as nearly full, and so on: a part of the whole. Beyond the last
-        one, writes hang. The greatest of them is what counts."""
+        """How much of its disk may be in use before it counts as nearly full, and so on: a part of
+        the whole. Beyond the last one, writes hang. The greatest of them is what counts."""
         for name, ratio in (("nearfull", near), ("backfillfull", backfill), ("full", full)):
             self.admin("osd", f"set-{name}-ratio", f"{ratio:f}")
 
@@ -209,10 +229,18 @@ class Radosgw(S3Server):
 
     def run(self, program: str, *words: str, script: bool = False) -> bytes:
         """The output of a program of Ceph's. Raises RuntimeError if it fails."""
-        command = [*(["/usr/bin/python3"] if script else []), program, "-c", str(self._config), *words]
+        command = [
+            *(["/usr/bin/python3"] if script else []),
+            program,
+            "-c",
+            str(self._config),
+            *words,
+        ]
         if program == "monmaptool":
             command = [program, *words]
-        done = subprocess.run(command, env=self._ceph.environment(), capture_output=True, timeout=BOOT_S, check=False)
+        done = subprocess.run(
+            command, env=self._ceph.environment(), capture_output=True, timeout=BOOT_S, check=False
+        )
         if done.returncode:
             raise RuntimeError(f"{command} failed:\n{done.stderr.decode()[-2000:]}")
         return done.stdout
@@ -260,13 +288,16 @@ class Radosgw(S3Server):
             time.sleep(0.1)
 
     def _logs(self) -> str:
-        texts = [(path.name, path.read_text(errors="replace")[-1500:]) for path in (self.folder / "log").glob("*.out")]
+        texts = [
+            (path.name, path.read_text(errors="replace")[-1500:])
+            for path in (self.folder / "log").glob("*.out")
+        ]
         return "\n".join(f"== {name}\n{text}" for name, text in texts)
 
 
 def main() -> int:
-    """Run a server for another process: say where it is, and what its clients need, then wait for the end of the input.
-    Ends with 3 where there is no Ceph."""
+    """Run a server for another process: say where it is, and what its clients need, then wait for
+    the end of the input. Ends with 3 where there is no Ceph."""
     if find_ceph() is None:
         return 3
     with tempfile.TemporaryDirectory(prefix="radosgw-", ignore_cleanup_errors=True) as folder:

@@ -1,4 +1,5 @@
-"""rclone's S3 server: it ignores the conditions of puts, and answers a range that is the whole object with status 200."""
+"""rclone's S3 server: it ignores the conditions of puts, and answers a range that is the whole
+object with status 200."""
 
 from __future__ import annotations
 
@@ -27,7 +28,12 @@ class Rclone(S3Program):
             raise RuntimeError("rclone is not installed: make test-servers")
         port = free_port()
         self.served = folder / "served"
-        address = ["--addr", f"127.0.0.1:{port}", "--auth-key", f"{self.access_key},{self.secret_key}"]
+        address = [
+            "--addr",
+            f"127.0.0.1:{port}",
+            "--auth-key",
+            f"{self.access_key},{self.secret_key}",
+        ]
         command = [program, "serve", "s3", "--config", os.devnull, *address, str(self.served)]
         super().__init__(Daemon(command, port=port, log=folder / "rclone.log"))
 

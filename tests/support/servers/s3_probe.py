@@ -20,9 +20,13 @@ def _client(endpoint: str | None) -> Any:
     import botocore.session
     from botocore.config import Config
 
-    config = Config(s3={"addressing_style": "path" if endpoint else "auto"}, retries={"total_max_attempts": 5})
+    config = Config(
+        s3={"addressing_style": "path" if endpoint else "auto"}, retries={"total_max_attempts": 5}
+    )
     session = botocore.session.Session()
-    return session.create_client("s3", region_name="us-east-1", endpoint_url=endpoint, config=config)
+    return session.create_client(
+        "s3", region_name="us-east-1", endpoint_url=endpoint, config=config
+    )
 
 
 class S3Probe:
@@ -32,8 +36,11 @@ class S3Probe:
         self._bucket, _, root = uri.location.partition("/")
         self._root = root.rstrip("/") + "/"
         self._endpoint = uri.options.get("endpoint") or uri.options.get("endpoint_url")
-        # fsspec's file system takes a key as it is; the driver for s3:// writes it as a listing can carry it.
-        self._encode, self._decode = (str, str) if uri.scheme.startswith("fsspec+") else (encoded, unquote)
+        # fsspec's file system takes a key as it is; the driver for s3:// writes it as a listing can
+        # carry it.
+        self._encode, self._decode = (
+            (str, str) if uri.scheme.startswith("fsspec+") else (encoded, unquote)
+        )
 
     def write(self, key: str, data: bytes) -> None:
         """See the kit's Probe."""
@@ -43,11 +50,14 @@ class S3Probe:
     def read(self, key: str) -> bytes:
         """See the kit's Probe."""
         with self._asking() as client:
-            found: bytes = client.get_object(Bucket=self._bucket, Key=self._root + self._encode(key))["Body"].read()
+            found: bytes = client.get_object(
+                Bucket=self._bucket, Key=self._root + self._encode(key)
+            )["Body"].read()
             return found
 
     def list(self) -> list[str]:
-        """See the kit's Probe. An unfinished upload has no name of its own: it is told by the key that it is to have."""
+        """See the kit's Probe. An unfinished upload has no name of its own: it is told by the key
+        that it is to have."""
         with self._asking() as client:
             found = self._found(client, "list_objects_v2", "Contents")
             parts = self._found(client, "list_multipart_uploads", "Uploads")
@@ -55,11 +65,16 @@ class S3Probe:
 
     def _found(self, client: Any, operation: str, what: str) -> list[str]:
         pages = client.get_paginator(operation).paginate(Bucket=self._bucket, Prefix=self._root)
-        return [self._decode(entry["Key"].removeprefix(self._root)) for page in pages for entry in page.get(what, ())]
+        return [
+            self._decode(entry["Key"].removeprefix(self._root))
+            for page in pages
+            for entry in page.get(what, ())
+        ]
 
     @contextmanager
     def _asking(self) -> Iterator[Any]:
-        """A client whose connections are closed afterwards: those of the driver under trial are counted."""
+        """A client whose connections are closed afterwards: those of the driver under trial are
+        counted."""
         client = _client(self._endpoint)
         try:
             yield client

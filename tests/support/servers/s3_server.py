@@ -1,4 +1,5 @@
-"""What all S3 servers of the tests have in common: how clients reach them, and with which credentials."""
+"""What all S3 servers of the tests have in common: how clients reach them, and with which
+credentials."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ class S3Server:
             region_name="us-east-1",
             aws_access_key_id=self.access_key,
             aws_secret_access_key=self.secret_key,
-            config=Config(s3={"addressing_style": "path"}, retries={"total_max_attempts": attempts}),
+            config=Config(
+                s3={"addressing_style": "path"}, retries={"total_max_attempts": attempts}
+            ),
         )
 
 

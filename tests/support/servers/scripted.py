@@ -1,4 +1,5 @@
-"""A web server that writes down what it is asked, and answers as a test says; also with TLS, and as a proxy to itself.
+"""A web server that writes down what it is asked, and answers as a test says; also with TLS, and as
+a proxy to itself.
 
 In threads of this process.
 """
@@ -35,7 +36,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """What is sent back. ``cut`` closes the connection instead; ``pause_s`` is between two pieces of 64 KiB of the body."""
+    """What is sent back. ``cut`` closes the connection instead; ``pause_s`` is between two pieces
+    of 64 KiB of the body."""
 
     status: int = 200
     body: bytes = b""
@@ -45,10 +47,12 @@ class Answer:
 
 
 class ScriptedServer:
-    """A server on a port of its own, while the ``with`` statement runs. ``log`` has what it was asked.
+    """A server on a port of its own, while the ``with`` statement runs. ``log`` has what it was
+    asked.
 
-    ``authority``, one of trustme's, lets it speak TLS: on its port, and, for a client that takes it for a proxy, in the name
-    of whichever host is asked for. ``pause_s`` is between two pieces of 64 KiB of what clients send.
+    ``authority``, one of trustme's, lets it speak TLS: on its port, and, for a client that takes it
+    for a proxy, in the name of whichever host is asked for. ``pause_s`` is between two pieces of 64
+    KiB of what clients send.
     """
 
     def __init__(
@@ -67,10 +71,14 @@ class ScriptedServer:
         self._server = _Server(("127.0.0.1", 0), _Handler)
         self._server.script = self
         if tls:
-            self._server.socket = self.context("localhost").wrap_socket(self._server.socket, server_side=True)
+            self._server.socket = self.context("localhost").wrap_socket(
+                self._server.socket, server_side=True
+            )
         self.port = self._server.server_address[1]
         self.url = f"https://localhost:{self.port}" if tls else f"http://127.0.0.1:{self.port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.02,), daemon=True
+        )
 
     @property
     def methods(self) -> list[str]:
@@ -111,7 +119,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.script.tunnels.append(self.path)
         self.send_response(200)
         self.end_headers()
-        self.connection = self.server.script.context(host).wrap_socket(self.connection, server_side=True)
+        self.connection = self.server.script.context(host).wrap_socket(
+            self.connection, server_side=True
+        )
         self.rfile = self.connection.makefile("rb")
         self.wfile = self.connection.makefile("wb", buffering=0)
         self.close_connection = False
@@ -138,7 +148,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, answer: Answer) -> None:
         self.send_response_only(answer.status)
-        usual = {"date": DATE, "last-modified": DATE, "etag": '"1"', "content-length": str(len(answer.body))}
+        usual = {
+            "date": DATE,
+            "last-modified": DATE,
+            "etag": '"1"',
+            "content-length": str(len(answer.body)),
+        }
         for name, value in {**usual, **answer.headers}.items():
             self.send_header(name, value)
         self.end_headers()
@@ -185,7 +200,9 @@ def s3_answer(request: Request) -> Answer:
     method, path = request.method, request.path
     xml = {"content-type": "application/xml"}
     if method == "POST" and "uploads" in path:
-        text = "<InitiateMultipartUploadResult><UploadId>u1</UploadId></InitiateMultipartUploadResult>"
+        text = (
+            "<InitiateMultipartUploadResult><UploadId>u1</UploadId></InitiateMultipartUploadResult>"
+        )
         return Answer(200, text.encode(), xml)
     if method == "POST" and "uploadId" in path:
         text = "<CompleteMultipartUploadResult><ETag>a</ETag></CompleteMultipartUploadResult>"
@@ -204,5 +221,9 @@ def s3_answer(request: Request) -> Answer:
     if method == "GET" and "range" in request.headers:
         start, _, last = request.headers["range"].removeprefix("bytes=").partition("-")
         piece = b"abc"[int(start) : int(last) + 1]
-        return Answer(206, piece, headers | {"content-range": f"bytes {start}-{int(start) + len(piece) - 1}/3"})
+        return Answer(
+            206,
+            piece,
+            headers | {"content-range": f"bytes {start}-{int(start) + len(piece) - 1}/3"},
+        )
     return Answer(200, b"abc" if method in ("GET", "HEAD") else b"", headers)

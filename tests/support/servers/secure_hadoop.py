@@ -1,4 +1,5 @@
-"""A real HDFS that asks for Kerberos tickets, with a realm of its own: see :mod:`hadoop` and :mod:`kerberos`."""
+"""A real HDFS that asks for Kerberos tickets, with a realm of its own: see :mod:`hadoop` and
+:mod:`kerberos`."""
 
 from __future__ import annotations
 
@@ -22,14 +23,19 @@ class _Servers(Hadoop):
     """Servers whose web pages ask for tickets, so that their logs must tell whether they are up."""
 
     def _live(self, name: str) -> int:
-        up = "Quota initialization completed" in (self.folder / f"{name}.log").read_text(errors="replace")
+        up = "Quota initialization completed" in (self.folder / f"{name}.log").read_text(
+            errors="replace"
+        )
         return self.datanodes if up else -1
 
 
 class SecureHadoop:
-    """A name node and DataNodes in secure mode. Users are ``alice``, who owns the root, and ``bob``."""
+    """A name node and DataNodes in secure mode. Users are ``alice``, who owns the root, and
+    ``bob``."""
 
-    def __init__(self, folder: Path, protection: Protection = "authentication", datanodes: int = 2) -> None:
+    def __init__(
+        self, folder: Path, protection: Protection = "authentication", datanodes: int = 2
+    ) -> None:
         """``protection``: of what is sent, to name node and DataNodes."""
         self.folder = folder
         self.kdc = Kdc(folder / "kdc")
@@ -71,7 +77,10 @@ class SecureHadoop:
     def _fetcher(self, *words: str) -> None:
         environment = {"KRB5CCNAME": str(self.ticket())}
         self.hadoop.run(
-            "client", "org.apache.hadoop.hdfs.tools.DelegationTokenFetcher", *words, environment=environment
+            "client",
+            "org.apache.hadoop.hdfs.tools.DelegationTokenFetcher",
+            *words,
+            environment=environment,
         )
 
     def start(self) -> None:
@@ -93,11 +102,18 @@ class SecureHadoop:
         self.kdc.stop()
 
     def _open_root(self) -> None:
-        """Everybody may make folders below the root, which belongs to the name node's own principal."""
+        """Everybody may make folders below the root, which belongs to the name node's own
+        principal."""
         cache = self.kdc.ticket(f"nn/{HOST}", self.kdc.folder / "servers.keytab")
-        program = f"import hdfs_native; hdfs_native.Client('hdfs://{self.hadoop.address}').set_permission('/', 0o1777)"
+        program = (
+            f"import hdfs_native; "
+            f"hdfs_native.Client('hdfs://{self.hadoop.address}').set_permission('/', 0o1777)"
+        )
         subprocess.run(
-            [sys.executable, "-c", program], env=os.environ | self.environment(cache), check=True, timeout=60
+            [sys.executable, "-c", program],
+            env=os.environ | self.environment(cache),
+            check=True,
+            timeout=60,
         )
 
     def _properties(self, protection: Protection) -> dict[str, object]:
@@ -108,7 +124,8 @@ class SecureHadoop:
             "hadoop.rpc.protection": protection,
             "dfs.data.transfer.protection": protection,
             "dfs.block.access.token.enable": "true",
-            "ignore.secure.ports.for.testing": "true",  # DataNodes otherwise want ports below 1024, or HTTPS
+            # DataNodes otherwise want ports below 1024, or HTTPS
+            "ignore.secure.ports.for.testing": "true",
             "dfs.permissions.superusergroup": "nobody-is-in-it",
             "dfs.cluster.administrators": "alice",
             "hadoop.http.authentication.type": "kerberos",

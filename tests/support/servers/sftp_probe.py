@@ -13,7 +13,8 @@ __all__ = ["SftpProbe"]
 
 
 class SftpProbe(FolderProbe):
-    """Files below the location of a URI that names the host. What it makes belongs to the server's account."""
+    """Files below the location of a URI that names the host. What it makes belongs to the server's
+    account."""
 
     def __init__(self, uri: Uri) -> None:
         super().__init__(Uri("file", "/" + uri.location.partition("/")[2]))

@@ -1,5 +1,6 @@
-"""A plugin of pytest: ``s3://`` sends objects of more than 64 KiB in parts, as it does from 16 MiB on. AWS takes none that
-small; radosgw does, when told so. With it the conformance kit, whose objects are small, tries uploads of several parts."""
+"""A plugin of pytest: ``s3://`` sends objects of more than 64 KiB in parts, as it does from 16 MiB
+on. AWS takes none that small; radosgw does, when told so. With it the conformance kit, whose
+objects are small, tries uploads of several parts."""
 
 from __future__ import annotations
 
@@ -17,5 +18,7 @@ RADOSGW = f"rgw_multipart_min_part_size = {PART_NBYTES}"
 
 def pytest_configure() -> None:
     """Before any driver is opened."""
-    option = replace(S3Driver.OPTIONS["part_size"], parse=size(PART_NBYTES, 5 << 30), default=PART_NBYTES)
+    option = replace(
+        S3Driver.OPTIONS["part_size"], parse=size(PART_NBYTES, 5 << 30), default=PART_NBYTES
+    )
     S3Driver.OPTIONS = {**S3Driver.OPTIONS, "part_size": option}

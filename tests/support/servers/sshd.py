@@ -1,8 +1,9 @@
 """A real SFTP server: OpenSSH's sshd on a free port of the loopback, with keys of its own.
 
-Found where ``make test-servers`` has put it (``.servers/openssh``), or installed on the host. It runs without privileges,
-and so lets one account in, its own: that of this process, or ``daemon`` where this process is root, because sshd run as
-root wants an account and a folder that only an installation makes. It offers sftp and nothing else.
+Found where ``make test-servers`` has put it (``.servers/openssh``), or installed on the host. It
+runs without privileges, and so lets one account in, its own: that of this process, or ``daemon``
+where this process is root, because sshd run as root wants an account and a folder that only an
+installation makes. It offers sftp and nothing else.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ ForceCommand internal-sftp
 
 @dataclass(frozen=True, slots=True)
 class _OpenSsh:
-    """Where OpenSSH's programs are, and the folder of libraries that this host lacks; None where it lacks none."""
+    """Where OpenSSH's programs are, and the folder of libraries that this host lacks; None where it
+    lacks none."""
 
     sshd: Path
     keygen: Path
@@ -65,7 +67,9 @@ def find_sshd() -> _OpenSsh | None:
     unpacked = Path(os.environ.get("HOLDFAST_TEST_SERVERS", ROOT / ".servers"), "openssh")
     for root in (unpacked, Path("/")):
         sshd = root / "usr/sbin/sshd"
-        keygen = next((path for path in (root, Path("/")) if (path / "usr/bin/ssh-keygen").exists()), None)
+        keygen = next(
+            (path for path in (root, Path("/")) if (path / "usr/bin/ssh-keygen").exists()), None
+        )
         if sshd.exists() and keygen is not None:
             libraries = None if root == Path("/") else next(root.glob("usr/lib/*-linux-gnu"), None)
             return _OpenSsh(sshd, keygen / "usr/bin/ssh-keygen", libraries)
@@ -74,10 +78,12 @@ def find_sshd() -> _OpenSsh | None:
 
 @dataclass
 class Sshd:
-    """A server. ``start`` it, and ``stop`` it for good; in between its sessions, or all of it, can be killed.
+    """A server. ``start`` it, and ``stop`` it for good; in between its sessions, or all of it, can
+    be killed.
 
-    Objects of tests belong below :attr:`root`. Its client's private key is :attr:`key`; the server's public one is in
-    :attr:`known_hosts`. Both are where OpenSSH, paramiko and asyncssh look for them, if :meth:`environment` is theirs.
+    Objects of tests belong below :attr:`root`. Its client's private key is :attr:`key`; the
+    server's public one is in :attr:`known_hosts`. Both are where OpenSSH, paramiko and asyncssh
+    look for them, if :meth:`environment` is theirs.
     """
 
     port: int = field(default_factory=free_port)
@@ -116,7 +122,8 @@ class Sshd:
         return {"HOME": str(self.home)}
 
     def start(self) -> None:
-        """Start it, and wait until it listens. Raises RuntimeError, with the end of its log, where it does not."""
+        """Start it, and wait until it listens. Raises RuntimeError, with the end of its log, where
+        it does not."""
         try:
             self._prepare()
             self.listen()
@@ -131,12 +138,27 @@ class Sshd:
         account = pwd.getpwnam(self.username)
         become = []
         if os.geteuid() == 0:
-            become = ["--reuid", str(account.pw_uid), "--regid", str(account.pw_gid), "--clear-groups"]
-        # sshd wants to be called by its whole path, because it runs itself anew for each connection.
+            become = [
+                "--reuid",
+                str(account.pw_uid),
+                "--regid",
+                str(account.pw_gid),
+                "--clear-groups",
+            ]
+        # sshd wants to be called by its whole path, because it runs itself anew for each
+        # connection.
         sshd = self._programs / openssh.sshd.name
         with open(self._log, "ab") as log:
             self._process = subprocess.Popen(
-                [*_DIES_WITH_US, *become, str(sshd), "-D", "-e", "-f", str(self._folder / "sshd_config")],
+                [
+                    *_DIES_WITH_US,
+                    *become,
+                    str(sshd),
+                    "-D",
+                    "-e",
+                    "-f",
+                    str(self._folder / "sshd_config"),
+                ],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -146,7 +168,8 @@ class Sshd:
         self._until_it_listens(self._process)
 
     def kill_sessions(self) -> int:
-        """Cut every connection, as the loss of a network would; return how many there were. It still listens."""
+        """Cut every connection, as the loss of a network would; return how many there were. It
+        still listens."""
         if self._process is None:
             return 0
         sessions = psutil.Process(self._process.pid).children(recursive=True)
@@ -179,7 +202,8 @@ class Sshd:
 
     @property
     def _programs(self) -> Path:
-        """Copies of the server and its libraries, which the account may read whoever owns the repository."""
+        """Copies of the server and its libraries, which the account may read whoever owns the
+        repository."""
         return self._folder / "programs"
 
     @property
@@ -195,12 +219,25 @@ class Sshd:
         for library in openssh.libraries.glob("*.so*") if openssh.libraries else ():
             shutil.copy(library, self._programs)
         for key in (self._folder / "host_key", self.key):
-            command = [str(openssh.keygen), "-q", "-t", "ed25519", "-N", "", "-C", "", "-f", str(key)]
+            command = [
+                str(openssh.keygen),
+                "-q",
+                "-t",
+                "ed25519",
+                "-N",
+                "",
+                "-C",
+                "",
+                "-f",
+                str(key),
+            ]
             subprocess.run(command, check=True, capture_output=True, timeout=BOOT_S)
         shutil.copy(f"{self.key}.pub", self._folder / "authorized_keys")
         host_key = Path(f"{self._folder}/host_key.pub").read_text()
         self.known_hosts.write_text(f"[{self.host}]:{self.port} {host_key}")
-        (self._folder / "sshd_config").write_text(CONFIG.format(port=self.port, folder=self._folder))
+        (self._folder / "sshd_config").write_text(
+            CONFIG.format(port=self.port, folder=self._folder)
+        )
         self._folder.chmod(0o711)
         if os.geteuid() == 0:
             for path in (self.root, self._folder / "host_key"):
@@ -213,5 +250,7 @@ class Sshd:
                 socket.create_connection((self.host, self.port), 1).close()
                 return
             if process.poll() is not None or time.monotonic() > deadline_s:
-                raise RuntimeError(f"sshd did not come up:\n{self._log.read_text(errors='replace')[-1500:]}")
+                raise RuntimeError(
+                    f"sshd did not come up:\n{self._log.read_text(errors='replace')[-1500:]}"
+                )
             time.sleep(0.05)

@@ -14,8 +14,8 @@ NBYTES = 5 << 20
 
 
 async def get_whole(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put an object; with a limit below its size ``get`` refuses it, time after time, and with one at its size does not.
-    Closes the driver."""
+    """Put an object; with a limit below its size ``get`` refuses it, time after time, and with one
+    at its size does not. Closes the driver."""
     content = bytes(NBYTES)
     await driver.put("a", content)
     with monkeypatch.context() as patch:

@@ -1,4 +1,5 @@
-"""The simulator: the real engine on simulated machines, clocks and storage, all of it decided by one seed.
+"""The simulator: the real engine on simulated machines, clocks and storage, all of it decided by
+one seed.
 
 ``loop``       virtual time, and processes that can pause and die
 ``schedule``   what a run does: storage, actors, faults, delays; made from a seed, and written down to be replayed

@@ -1,4 +1,5 @@
-"""Those who do something: jobs of several ranks, copies, pruning. Each ends, in time, with an outcome that is allowed."""
+"""Those who do something: jobs of several ranks, copies, pruning. Each ends, in time, with an
+outcome that is allowed."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ AGAIN_S = 5.0
 
 
 class Crew:
-    """All actors of a run. ``outcomes``: by actor and try, what each rank was told: a result, an error, or None where it
-    died."""
+    """All actors of a run. ``outcomes``: by actor and try, what each rank was told: a result, an
+    error, or None where it died."""
 
     def __init__(self, world: World, checker: Checker) -> None:
         self.world, self.checker = world, checker
@@ -64,23 +65,29 @@ class Crew:
             self.world.calm_s = max(self.world.calm_s, self.world.loop.now_s)
             ended = await self._try(plan, number)
             self.outcomes.append((plan, ended))
-            if all(not isinstance(outcome, BaseException) and outcome is not None for outcome in ended):
+            if all(
+                not isinstance(outcome, BaseException) and outcome is not None for outcome in ended
+            ):
                 break
             await asyncio.sleep(AGAIN_S)
 
     async def _try(self, plan: ActorPlan, number: int) -> list[Any]:
-        """Run all ranks until each has ended, or died. A job that is started again has the store that it had before: a
-        launcher keeps it, and ends the processes that are left."""
+        """Run all ranks until each has ended, or died. A job that is started again has the store
+        that it had before: a launcher keeps it, and ends the processes that are left."""
         store = self._stores.setdefault(plan.name, Store(self.world.loop))
         for former in self.world.processes:
             if former.alive and former.name.startswith(f"{plan.name}."):
                 self.world.kill(former)
         ranks = []
-        slipping = Slipping(self.world, plan, store, number) if plan.slip and plan.world > 1 else None
+        slipping = (
+            Slipping(self.world, plan, store, number) if plan.slip and plan.world > 1 else None
+        )
         for rank in range(plan.world):
             process = self.world.process(f"{plan.name}.{number}/{rank}", f"{plan.name}-{rank // 2}")
             process.store = store  # type: ignore[attr-defined]
-            team = Solo() if plan.world == 1 else StoreTeam(store, rank, plan.world, "job", SILENCE_S)
+            team = (
+                Solo() if plan.world == 1 else StoreTeam(store, rank, plan.world, "job", SILENCE_S)
+            )
             act: Callable[..., Coroutine[Any, Any, Any]] = getattr(self, f"_{plan.kind}")
             save = partial(self._act, act, plan)
             acting = save(team) if slipping is None else slipping.call(rank, process, save)
@@ -94,7 +101,9 @@ class Crew:
         pending = {task for process, task in ranks if not task.done() and process.alive}
         await asyncio.wait(pending, timeout=5.0, return_when=asyncio.FIRST_COMPLETED)
 
-    async def _act(self, act: Callable[..., Coroutine[Any, Any, Any]], plan: ActorPlan, team: Any) -> Any:
+    async def _act(
+        self, act: Callable[..., Coroutine[Any, Any, Any]], plan: ActorPlan, team: Any
+    ) -> Any:
         began_s = self.world.loop.now_s
         return await act(plan, team, began_s)
 
@@ -129,14 +138,18 @@ class Crew:
         elif plan.slip and isinstance(error, DeadlineError | UsageError) and not self.world.struck:
             excused = False  # no other job makes ranks lose each other
         else:
-            excused = bool(self.world.struck or tried or crowd or plan.odd) or isinstance(error, ReplacedError)
+            excused = bool(self.world.struck or tried or crowd or plan.odd) or isinstance(
+                error, ReplacedError
+            )
         if not excused:
             raise Violation(f"{process} failed for no reason: {error!r}") from error
 
     async def _save(self, plan: ActorPlan, team: Any, began_s: float) -> Any:
         driver = self.world.driver(MAIN)
         try:
-            job = (odd_job if plan.odd else save_job)(plan.state, team.rank, plan.world, self.world.schedule.chunks)
+            job = (odd_job if plan.odd else save_job)(
+                plan.state, team.rank, plan.world, self.world.schedule.chunks
+            )
             attempt, *_ = await run_save(driver, team, job)
         finally:
             await driver.close()

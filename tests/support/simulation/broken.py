@@ -1,4 +1,5 @@
-"""Engines that are wrong on purpose, each in one way. A simulator that does not catch them proves nothing."""
+"""Engines that are wrong on purpose, each in one way. A simulator that does not catch them proves
+nothing."""
 
 from __future__ import annotations
 
@@ -48,7 +49,11 @@ def _manifest_before_data() -> Iterator[Patch]:
     yield commit, "_see_all", _nothing
 
 
-@broken("the leader does not look whether all images are there, and a rank drops the error of its commit", 2)
+@broken(
+    "the leader does not look whether all images are there, and a rank drops the error of "
+    "its commit",
+    2,
+)
 def _dropped_error() -> Iterator[Patch]:
     class Careless:
         def __init__(self, inner: Any) -> None:
@@ -126,7 +131,9 @@ def _sync_again() -> Iterator[Patch]:
 
 @broken("files are written under their own name", 1, "posix")
 def _in_place() -> Iterator[Patch]:
-    def init(self: Any, tree: Any, key: str, nbytes: int, *, direct: str, create: Any = None) -> None:
+    def init(
+        self: Any, tree: Any, key: str, nbytes: int, *, direct: str, create: Any = None
+    ) -> None:
         real(self, tree, key, nbytes, direct=direct)
         self._temporary = self._name + ".new"
         if key != MANIFEST_KEY:
@@ -152,7 +159,9 @@ def _no_grace() -> Iterator[Patch]:
 
 @broken("the collector deletes without a sentence", 158)
 def _no_sentence() -> Iterator[Patch]:
-    async def collected(driver: Any, attempt: Any, decided: bool, now_s: float, grace_s: float) -> None:
+    async def collected(
+        driver: Any, attempt: Any, decided: bool, now_s: float, grace_s: float
+    ) -> None:
         if not decided:  # as the list had it, a while ago
             await commit.delete_attempt(driver, attempt)
         else:
@@ -186,7 +195,13 @@ def _claim_not_exclusive() -> Iterator[Patch]:
     async def committed(driver: Any, attempt: Any, manifest: Any, putting: Any) -> Any:
         class Lax:
             uri, traits = driver.uri, driver.traits
-            stat, get, delete, list, read = driver.stat, driver.get, driver.delete, driver.list, driver.read
+            stat, get, delete, list, read = (
+                driver.stat,
+                driver.get,
+                driver.delete,
+                driver.list,
+                driver.read,
+            )
 
             async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
                 await driver.put(key, data)
@@ -237,7 +252,11 @@ def _deletes_first() -> Iterator[Patch]:
     yield save, "commit", committed
 
 
-@broken("what was replaced is deleted at once, also while its own leader may try its put again", None, "objects")
+@broken(
+    "what was replaced is deleted at once, also while its own leader may try its put again",
+    None,
+    "objects",
+)
 def _replaced_goes_at_once() -> Iterator[Patch]:
     yield commit, "is_settled", _always
 
@@ -350,7 +369,9 @@ def _no_second_look() -> Iterator[Patch]:
 @broken("ranks that load do not compare their manifests", 149)
 def _no_comparing() -> Iterator[Patch]:
     async def judge(self: Any, statements: Any) -> bytes:
-        return b"\n".join([b"go", Differences().encode(), load._circles([json.loads(s) for s in statements])])
+        return b"\n".join(
+            [b"go", Differences().encode(), load._circles([json.loads(s) for s in statements])]
+        )
 
     async def any_of(votes: Any) -> bytes:
         return b"all"
@@ -426,9 +447,11 @@ async def _quietly(function: Any) -> None:
         await function()
 
 
-def seeds_until_caught(engine: Broken, most: int, first: int = 0) -> tuple[int, int, Failure | None]:
-    """How many schedules it takes until this engine is caught, the seed of the last, and what was seen: None if nothing
-    was seen in ``most`` schedules."""
+def seeds_until_caught(
+    engine: Broken, most: int, first: int = 0
+) -> tuple[int, int, Failure | None]:
+    """How many schedules it takes until this engine is caught, the seed of the last, and what was
+    seen: None if nothing was seen in ``most`` schedules."""
     tried, seed = 0, first
     with engine.engine():
         while True:

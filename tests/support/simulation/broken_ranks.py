@@ -76,7 +76,11 @@ def _all_belong_together() -> Iterator[Patch]:
     def paired(even: Any, leads: Any, others: Any) -> Any:
         even, theirs, ours = real(even, leads, others)
         last = max(map(abs, others), default=0)
-        return (rendezvous.Even(even.lead, last), theirs, []) if ours and leads else (even, theirs, ours)
+        return (
+            (rendezvous.Even(even.lead, last), theirs, [])
+            if ours and leads
+            else (even, theirs, ours)
+        )
 
     yield rendezvous, "paired", paired
 
@@ -87,7 +91,10 @@ def _heeds_strangers() -> Iterator[Patch]:
 
     async def check(self: Any, boards: Any, now_s: float) -> None:
         lead = self._member.nonce
-        heeded = {rank: board and replace(board, lead=board.lead or lead) for rank, board in boards.items()}
+        heeded = {
+            rank: board and replace(board, lead=board.lead or lead)
+            for rank, board in boards.items()
+        }
         await real(self, heeded, now_s)
 
     yield rendezvous.Assembly, "_check", check

@@ -1,4 +1,5 @@
-"""What must hold: at each moment, after each power cut, of whatever an actor was told, and of what is left at the end."""
+"""What must hold: at each moment, after each power cut, of whatever an actor was told, and of what
+is left at the end."""
 
 from __future__ import annotations
 
@@ -55,7 +56,11 @@ class Checker:
     def of(self, world: World) -> Checker:
         """One that knows the same, for what is left behind of this world in another."""
         other = Checker(world)
-        other.history, other.acknowledged, other.doomed = list(self.history), self.acknowledged, set(self.doomed)
+        other.history, other.acknowledged, other.doomed = (
+            list(self.history),
+            self.acknowledged,
+            set(self.doomed),
+        )
         other._manifest = self._manifest
         return other
 
@@ -91,7 +96,8 @@ class Checker:
         if not survived or survived[-1] < self.acknowledged:
             known = self.history[self.acknowledged]
             raise Violation(
-                f"after a power cut the checkpoint is {_named(found)}; somebody was told of {_named(known)} before"
+                f"after a power cut the checkpoint is {_named(found)}; somebody was told of "
+                f"{_named(known)} before"
             )
         self.history.append(Moment(self.world.loop.now_s, found.attempt, found.state))
         self.acknowledged = len(self.history) - 1  # it is durable now
@@ -122,7 +128,9 @@ class Checker:
         for state, world, chunks in self._possible():
             if identity_of(state, world, chunks) == told:
                 return attempt, expected(state, world, chunks)
-        raise Violation(f"the manifest names attempt {attempt}, and is none that any save would write")
+        raise Violation(
+            f"the manifest names attempt {attempt}, and is none that any save would write"
+        )
 
     def _possible(self) -> Iterator[tuple[int, int, int]]:
         """What may have been saved: state, ranks, chunks."""
@@ -132,7 +140,8 @@ class Checker:
         yield from ((0, 2, self.chunks), (OTHER_STATE, 1, self.chunks), (LAST, 1, FEW))
 
     def check_whole(self) -> tuple[int, int, int] | None:
-        """All that the manifest names is there, to the bit: of that state, so many ranks, and so many chunks."""
+        """All that the manifest names is there, to the bit: of that state, so many ranks, and so
+        many chunks."""
         self.looked += 1
         if self._manifest is None:
             return None
@@ -140,12 +149,17 @@ class Checker:
         for rank, data in told.images.items():
             found = self.world.file(f"{MAIN}/{image_key(attempt, rank, told.manifest.compression)}")
             if found != data:
-                what = "is missing" if found is None else f"has other bytes ({len(found)} of {len(data)})"
+                what = (
+                    "is missing"
+                    if found is None
+                    else f"has other bytes ({len(found)} of {len(data)})"
+                )
                 raise Violation(f"the manifest names attempt {attempt}, whose image {rank} {what}")
         return told.state, told.world, told.chunks
 
     def committing(self, root: str, attempt: str) -> None:
-        """Of those who go on with one attempt, one claims it: else somebody settles it while another puts its manifest."""
+        """Of those who go on with one attempt, one claims it: else somebody settles it while
+        another puts its manifest."""
         process = str(PROCESS.get())
         other = self._committing.setdefault((root, attempt), process)
         if other != process:
@@ -157,7 +171,9 @@ class Checker:
             raise Violation(f"{plan.name} returned, and its ranks do not agree on who holds what")
         at = [i for i, m in enumerate(self.history) if m.attempt == attempt]
         if not at or (plan.kind == "save" and self.history[at[-1]].state != plan.state):
-            raise Violation(f"{plan.name} returned, and its attempt {attempt} never was the checkpoint")
+            raise Violation(
+                f"{plan.name} returned, and its attempt {attempt} never was the checkpoint"
+            )
         self.acknowledged = max(self.acknowledged, at[-1])
         if self.history[-1].attempt is None:
             self._may_be_gone()

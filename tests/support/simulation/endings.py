@@ -1,8 +1,10 @@
-"""What is left when a run is over, or when everybody dies in the middle of it: it can be opened, and saved to.
+"""What is left when a run is over, or when everybody dies in the middle of it: it can be opened,
+and saved to.
 
-A schedule that ends early begins as its run does. So it is not run again: at some moments of a run what is stored is put
-aside, and what becomes of it is seen afterwards. On a local disk half of these endings are power cuts. In half of them the
-next save begins at once, in the others a day later.
+A schedule that ends early begins as its run does. So it is not run again: at some moments of a run
+what is stored is put aside, and what becomes of it is seen afterwards. On a local disk half of
+these endings are power cuts. In half of them the next save begins at once, in the others a day
+later.
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ class Ending:
         _next_save(self.world, self.checker, soon=soon, load=told or not self._was_opened())
 
     def _was_opened(self) -> bool:
-        """Whether the same bytes have been opened before, on such storage, in this process of ours: then they open again,
-        since here nothing fails. Says from now on that they were."""
+        """Whether the same bytes have been opened before, on such storage, in this process of ours:
+        then they open again, since here nothing fails. Says from now on that they were."""
         told = self.checker.check_whole()
         opened, key = remembered("opened"), (self.world.schedule.storage, told)
         return opened.setdefault(key, self) is not self
@@ -68,18 +70,27 @@ def _cut(world: World) -> None:
 
 
 def _next_save(world: World, checker: Checker, *, soon: bool, load: bool) -> None:
-    """What is there is what was acknowledged; it can be opened; the next save works, and, if it comes when all graces are
-    over, leaves nothing but itself."""
+    """What is there is what was acknowledged; it can be opened; the next save works, and, if it
+    comes when all graces are over, leaves nothing but itself."""
     world.loop.now_s += SOON_S if soon else LATER_S
-    task = world.loop.spawn(world.process("afterwards", "afterwards"), _afterwards(world, checker, load))
+    task = world.loop.spawn(
+        world.process("afterwards", "afterwards"), _afterwards(world, checker, load)
+    )
     world.loop.run_until(task.done)
     if world.loop.problems:
         raise Violation(world.loop.problems[0])
     barred, moment = task.result(), checker.history[-1]
     if barred and soon:
         return
-    keep = {f"{MAIN}/manifest.safetensors", PRUNING}  # a pruning's that died: for the next one to take over
-    left = [p for p in world.files() if p.startswith(MAIN) and p not in keep and f"/data/{moment.attempt}/" not in p]
+    keep = {
+        f"{MAIN}/manifest.safetensors",
+        PRUNING,
+    }  # a pruning's that died: for the next one to take over
+    left = [
+        p
+        for p in world.files()
+        if p.startswith(MAIN) and p not in keep and f"/data/{moment.attempt}/" not in p
+    ]
     if barred or moment.state != LAST or (left and not soon):
         raise Violation(f"the next save leaves {left} beside itself")
 

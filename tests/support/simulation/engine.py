@@ -1,9 +1,10 @@
 """The real engine, without threads, on virtual time, with chunks of one page.
 
-Replaced are: the clock, random names, the name of a host, the worker threads, the system calls of the local driver, and the
-pauses between two looks at the job's store (a look that could find nothing new is left out). Pure functions of bytes are
-remembered between runs: the plan of a rank, what to read of a checkpoint, and the way from a manifest to its bytes and back.
-All else is the product.
+Replaced are: the clock, random names, the name of a host, the worker threads, the system calls of
+the local driver, and the pauses between two looks at the job's store (a look that could find
+nothing new is left out). Pure functions of bytes are remembered between runs: the plan of a rank,
+what to read of a checkpoint, and the way from a manifest to its bytes and back. All else is the
+product.
 """
 
 from __future__ import annotations
@@ -24,7 +25,16 @@ from holdfast.drivers.local import tree as local_tree
 from holdfast.errors import StorageError
 from holdfast.planner import image
 from holdfast.storage.format import fragment, manifest, packed
-from holdfast.storage.operations import copy, global_plan, image_copier, load, prune, reader, save, verify
+from holdfast.storage.operations import (
+    copy,
+    global_plan,
+    image_copier,
+    load,
+    prune,
+    reader,
+    save,
+    verify,
+)
 from holdfast.storage.pipeline import image_reader, image_writer, unpacking
 from holdfast.storage.protocol import commit, fate
 from holdfast.storage.protocol import current as committed
@@ -60,7 +70,8 @@ class Host:
         raise NotImplementedError
 
     def committing(self, root: str, attempt: str) -> None:
-        """The process that asks has claimed this attempt, and found it there: it goes on to put its manifest."""
+        """The process that asks has claimed this attempt, and found it there: it goes on to put its
+        manifest."""
 
     def after(self, delay_s: float) -> Awaitable[None]:
         """Sleep."""
@@ -171,7 +182,11 @@ def _patches() -> Iterator[tuple[ModuleType | type, str, Any]]:
     for module in (commit, fate, local_tree):
         yield module, "secrets", names
     yield commit, "_see_all", _committing(commit._see_all)
-    yield plan, "lay_out", partial(image.lay_out, chunk_nbytes=CHUNK_NBYTES, block_nbytes=CHUNK_NBYTES)
+    yield (
+        plan,
+        "lay_out",
+        partial(image.lay_out, chunk_nbytes=CHUNK_NBYTES, block_nbytes=CHUNK_NBYTES),
+    )
     yield image_writer, "CHUNK_NBYTES", CHUNK_NBYTES
     yield packed, "PAGE_NBYTES", PACKED_PAGE_NBYTES
     yield local, "Threads", _NoThreads
@@ -216,7 +231,8 @@ def _committing(real: Any) -> Any:
 
 
 class _NoThreads:
-    """Stands in for ``drivers.threads.Threads``: a call waits for its turn, and is then done at one moment."""
+    """Stands in for ``drivers.threads.Threads``: a call waits for its turn, and is then done at one
+    moment."""
 
     def __init__(self, count: int, *, uri: str) -> None:
         self._uri, self._closed = uri, False
@@ -233,7 +249,8 @@ class _NoThreads:
 
 
 class _Patient:
-    """``asyncio`` for the modules where ranks wait for each other: short pauses last until something has changed in the job's store, or a second."""
+    """``asyncio`` for the modules where ranks wait for each other: short pauses last until
+    something has changed in the job's store, or a second."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(asyncio, name)
@@ -249,8 +266,8 @@ class _Patient:
 
 
 def _merged_once(real: Any) -> Any:
-    """What is known of layouts is the same, or they are told. Which ones were told is remembered with it: the same
-    process will know them in its next save."""
+    """What is known of layouts is the same, or they are told. Which ones were told is remembered
+    with it: the same process will know them in its next save."""
 
     def merged(told: Any, ranks: Any, known: Any, compression: Any) -> Any:
         remember, key = remembered("merged"), (*told, compression)
@@ -283,10 +300,15 @@ def _decode(real: Any) -> Any:
 
 
 def _encode(real: Any) -> Any:
-    """By what it is made of: tables are never changed, so an id tells them as long as they are held here."""
+    """By what it is made of: tables are never changed, so an id tells them as long as they are held
+    here."""
 
     def encode(self: Any) -> bytes:
-        known, held, i = remembered("encoded"), (self.tree, self.tensors, self.container, self.shards), self.images
+        known, held, i = (
+            remembered("encoded"),
+            (self.tree, self.tensors, self.container, self.shards),
+            self.images,
+        )
         stored = i.stored_nbytes
         parts = (
             i.rank.tobytes(),
@@ -294,7 +316,15 @@ def _encode(real: Any) -> Any:
             i.digests.tobytes(),
             stored is not None and stored.tobytes(),
         )
-        key = (self.compression, self.attempt, self.step, self.world, self.created_s, *map(id, held), *parts)
+        key = (
+            self.compression,
+            self.attempt,
+            self.step,
+            self.world,
+            self.created_s,
+            *map(id, held),
+            *parts,
+        )
         if key not in known:
             known[key] = held, real(self)
         return bytes(known[key][1])
@@ -316,7 +346,16 @@ def _told_once(real: Any) -> Any:
     def of(attempt: Any, job: Any, plan: Any, digests: Any, stored_nbytes: int, rank: int) -> Any:
         remember, key = (
             remembered("fragments"),
-            (attempt.id, job.step, job.created_s, job.compression, id(plan), digests.tobytes(), stored_nbytes, rank),
+            (
+                attempt.id,
+                job.step,
+                job.created_s,
+                job.compression,
+                id(plan),
+                digests.tobytes(),
+                stored_nbytes,
+                rank,
+            ),
         )
         if key not in remember:
             made = real(attempt, job, plan, digests, stored_nbytes, rank)

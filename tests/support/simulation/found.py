@@ -1,4 +1,5 @@
-"""Schedules that few seeds come upon, the shortest of each: the engine passes them for ever, and one that lacks a step fails.
+"""Schedules that few seeds come upon, the shortest of each: the engine passes them for ever, and
+one that lacks a step fails.
 
 The first has found that step: it was not there. So has the one of a pruning.
 """

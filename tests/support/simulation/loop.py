@@ -1,8 +1,9 @@
-"""An event loop whose time passes only when nothing else can happen, and processes that may pause, and die.
+"""An event loop whose time passes only when nothing else can happen, and processes that may pause,
+and die.
 
-What runs belongs to a *process*: whichever was current when its task, or timer, was made. Nothing of a dead process runs any
-more; what belongs to one that pauses runs when it goes on. No thread, no file descriptor, no wait: two runs that are given
-the same things to do, do the same.
+What runs belongs to a *process*: whichever was current when its task, or timer, was made. Nothing
+of a dead process runs any more; what belongs to one that pauses runs when it goes on. No thread, no
+file descriptor, no wait: two runs that are given the same things to do, do the same.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ PROCESS: ContextVar[Process | None] = ContextVar("simulated-process", default=No
 
 
 def check_alive() -> None:
-    """Raise Crashed where the current process has died, a moment ago: the rest of its step is not done."""
+    """Raise Crashed where the current process has died, a moment ago: the rest of its step is not
+    done."""
     process = PROCESS.get()
     if process is not None and not process.alive:
         raise Crashed
@@ -64,7 +66,9 @@ _Due = list[Any]
 class _Handle(_Due):
     __slots__ = ("when_s",)
 
-    def __init__(self, callback: Callable[..., Any], args: tuple[Any, ...], context: Context, when_s: float) -> None:
+    def __init__(
+        self, callback: Callable[..., Any], args: tuple[Any, ...], context: Context, when_s: float
+    ) -> None:
         super().__init__((callback, args, context))
         self.when_s = when_s
 
@@ -96,7 +100,8 @@ class SimLoop(WithoutThreads):
         return self.now_s
 
     def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> Any:  # type: ignore[override]
-        """See asyncio. In the order of calls. What tasks and futures call, with a context, nobody cancels: no handle."""
+        """See asyncio. In the order of calls. What tasks and futures call, with a context, nobody
+        cancels: no handle."""
         if context is not None:
             self._ready.append([callback, args, context])
             return None
@@ -104,11 +109,15 @@ class SimLoop(WithoutThreads):
         self._ready.append(handle)
         return handle
 
-    def call_later(self, delay: float, callback: Any, *args: Any, context: Context | None = None) -> Any:  # type: ignore[override]
+    def call_later(
+        self, delay: float, callback: Any, *args: Any, context: Context | None = None
+    ) -> Any:  # type: ignore[override]
         """See asyncio."""
         return self.call_at(self.now_s + delay, callback, *args, context=context)
 
-    def call_at(self, when: float, callback: Any, *args: Any, context: Context | None = None) -> Any:  # type: ignore[override]
+    def call_at(
+        self, when: float, callback: Any, *args: Any, context: Context | None = None
+    ) -> Any:  # type: ignore[override]
         """See asyncio. What is due at the same moment runs in the order of calls."""
         handle = _Handle(callback, args, copy_context() if context is None else context, when)
         heapq.heappush(self._timers, (when, next(self._count), handle))
@@ -124,7 +133,9 @@ class SimLoop(WithoutThreads):
         """See asyncio."""
         return asyncio.Future(loop=self)
 
-    def create_task(self, coro: Any, *, name: str | None = None, context: Context | None = None) -> Any:  # type: ignore[override]
+    def create_task(
+        self, coro: Any, *, name: str | None = None, context: Context | None = None
+    ) -> Any:  # type: ignore[override]
         """See asyncio."""
         task = asyncio.Task(coro, loop=self, name=name or "-", context=context)
         self._tasks.append(task)
@@ -158,7 +169,8 @@ class SimLoop(WithoutThreads):
         return [task for task in self._tasks if not task.done()]
 
     def run_until(self, done: Callable[[], bool]) -> None:
-        """Until ``done()``, which is asked whenever nothing is ready. Raises Deadlock where nothing can happen any more."""
+        """Until ``done()``, which is asked whenever nothing is ready. Raises Deadlock where nothing
+        can happen any more."""
         before = asyncio._get_running_loop()
         asyncio._set_running_loop(self)
         try:

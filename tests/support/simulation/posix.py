@@ -1,9 +1,10 @@
 """A file system with two sides: what system calls see, and what a power cut leaves.
 
-Names reach the disk by fsync of their folder, bytes by fsync of their file. What was not fsynced may be there after a cut or
-not, in any combination: a rename without its data, a later name without an earlier one, half of a write. A failed fsync
-leaves pages that are clean and lost: the next one succeeds and saves nothing. The real local driver runs on this, by way of
-:class:`SimOs`, which stands in for the module ``os``.
+Names reach the disk by fsync of their folder, bytes by fsync of their file. What was not fsynced
+may be there after a cut or not, in any combination: a rename without its data, a later name without
+an earlier one, half of a write. A failed fsync leaves pages that are clean and lost: the next one
+succeeds and saves nothing. The real local driver runs on this, by way of :class:`SimOs`, which
+stands in for the module ``os``.
 
 Scope: regular files and folders, one file system, no links but hard ones, no permissions.
 """
@@ -39,7 +40,8 @@ class Inode:
     pending: list[tuple[int, bytes]] = field(default_factory=list)
     """Writes since the last fsync."""
     spoiled: bool = False
-    """An fsync has failed: what was written by then never reaches the disk, whatever later ones say."""
+    """An fsync has failed: what was written by then never reaches the disk, whatever later ones
+    say."""
     links: int = 0
     lock: Any = None
 
@@ -59,7 +61,9 @@ class Inode:
         kept = bytearray(self.synced)
         mode = choose(3)
         for start, data in self.pending:
-            n = (0, len(data), choose(len(data) // SECTOR_NBYTES + 1) * SECTOR_NBYTES)[mode if mode < 2 else choose(3)]
+            n = (0, len(data), choose(len(data) // SECTOR_NBYTES + 1) * SECTOR_NBYTES)[
+                mode if mode < 2 else choose(3)
+            ]
             if n:
                 kept.extend(bytes(max(0, start + n - len(kept))))
                 kept[start : start + n] = data[:n]
@@ -70,7 +74,8 @@ class Inode:
 
 @dataclass(eq=False)
 class Folder:
-    """A folder. ``durable`` are the names on disk; ``pending`` what was done to names since: each entry at once or not."""
+    """A folder. ``durable`` are the names on disk; ``pending`` what was done to names since: each
+    entry at once or not."""
 
     number: int
     entries: dict[str, Inode | Folder] = field(default_factory=dict)
@@ -109,11 +114,14 @@ def _put(names: dict[str, Inode | Folder], name: str, node: Inode | Folder | Non
 
 
 class FileSystem:
-    """The tree. ``syscall(name, key)`` is called before each system call, and may raise; ``changed(key)`` after names
-    have changed."""
+    """The tree. ``syscall(name, key)`` is called before each system call, and may raise;
+    ``changed(key)`` after names have changed."""
 
     def __init__(
-        self, now_s: Callable[[], float], syscall: Callable[[str, str], None], changed: Callable[[str], None]
+        self,
+        now_s: Callable[[], float],
+        syscall: Callable[[str, str], None],
+        changed: Callable[[str], None],
     ) -> None:
         self.now_s, self.syscall, self.changed = now_s, syscall, changed
         self.root = Folder(1)
@@ -142,7 +150,8 @@ class FileSystem:
         return node
 
     def take_over(self, other: FileSystem) -> None:
-        """Be as ``other`` is now, for processes that begin now: nobody else has a file open, or holds a lock."""
+        """Be as ``other`` is now, for processes that begin now: nobody else has a file open, or
+        holds a lock."""
         copies: dict[Inode | Folder, Inode | Folder] = {}
         self.root, self.numbers = _copied(other.root, copies), other.numbers
 
@@ -160,7 +169,9 @@ class FileSystem:
                     seen.add(node)
                     node.survive(choose)
         for inode in seen:
-            inode.links = sum(node is inode for folder in folders for node in folder.entries.values())
+            inode.links = sum(
+                node is inode for folder in folders for node in folder.entries.values()
+            )
 
 
 N = TypeVar("N", Inode, Folder, Inode | Folder)
@@ -172,7 +183,13 @@ def _copied(node: N, copies: dict[Inode | Folder, Inode | Folder]) -> N:
         return copies[node]  # type: ignore[return-value]
     if isinstance(node, Inode):
         copies[node] = copy = Inode(
-            node.number, node.mtime_s, bytearray(node.data), node.synced, list(node.pending), node.spoiled, node.links
+            node.number,
+            node.mtime_s,
+            bytearray(node.data),
+            node.synced,
+            list(node.pending),
+            node.spoiled,
+            node.links,
         )
         return copy
     copies[node] = folder = Folder(node.number, links=node.links)
@@ -204,7 +221,11 @@ class _Status:
         if isinstance(node, Folder):
             self.st_mode, self.st_size, self.st_mtime = stat.S_IFDIR | 0o777, 0, 0.0
         else:
-            self.st_mode, self.st_size, self.st_mtime = stat.S_IFREG | 0o666, len(node.data), node.mtime_s
+            self.st_mode, self.st_size, self.st_mtime = (
+                stat.S_IFREG | 0o666,
+                len(node.data),
+                node.mtime_s,
+            )
 
 
 class _Entry:
@@ -225,7 +246,12 @@ class SimOs:
     def __init__(self, fs: FileSystem) -> None:
         self._fs = fs
         vars(self).update(_FLAGS)
-        self.path, self.strerror, self.fspath, self.fsencode = os.path, os.strerror, os.fspath, os.fsencode
+        self.path, self.strerror, self.fspath, self.fsencode = (
+            os.path,
+            os.strerror,
+            os.fspath,
+            os.fsencode,
+        )
         self.PathLike = os.PathLike
 
     def open(self, path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
@@ -295,7 +321,9 @@ class SimOs:
         folder.change((name, None), (new, node))
         self._fs.changed(where)
 
-    def link(self, src: str, dst: str, *, src_dir_fd: int, dst_dir_fd: int, follow_symlinks: bool = True) -> None:
+    def link(
+        self, src: str, dst: str, *, src_dir_fd: int, dst_dir_fd: int, follow_symlinks: bool = True
+    ) -> None:
         folder, name, _ = self._at(src, src_dir_fd)
         _, new, where = self._at(dst, dst_dir_fd)
         self._fs.syscall("link", where)
@@ -309,7 +337,9 @@ class SimOs:
     def fsync(self, fd: int) -> None:
         opened = self._opened(fd)
         try:
-            self._fs.syscall("fsync" if isinstance(opened.node, Inode) else "fsync folder", opened.path)
+            self._fs.syscall(
+                "fsync" if isinstance(opened.node, Inode) else "fsync folder", opened.path
+            )
         except OSError:
             if isinstance(opened.node, Inode):
                 opened.node.fail_sync()

@@ -1,10 +1,12 @@
-"""Storage behind a network: an object store, and HDFS. What is acknowledged is durable; what is not may have been done.
+"""Storage behind a network: an object store, and HDFS. What is acknowledged is durable; what is not
+may have been done.
 
-A request travels, takes effect at one moment, and its answer travels back. It may be refused; be done and its answer lost; be
-done *late*, after its sender has given up, unless the key was written since; be done *twice*; or never be answered. In an *outage*
-all requests of a host fail for a while, some of them done. A listing comes in pages, and may be behind, where the store's
-listings may. HDFS writes a temporary file, closes it, and renames it; what a writer leaves, whole or not, stays hidden under
-its temporary name.
+A request travels, takes effect at one moment, and its answer travels back. It may be refused; be
+done and its answer lost; be done *late*, after its sender has given up, unless the key was written
+since; be done *twice*; or never be answered. In an *outage* all requests of a host fail for a
+while, some of them done. A listing comes in pages, and may be behind, where the store's listings
+may. HDFS writes a temporary file, closes it, and renames it; what a writer leaves, whole or not,
+stays hidden under its temporary name.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ class Server:
     ``changed(key)`` is told after each change of what is visible.
     """
 
-    def __init__(self, now_s: Callable[[], float], changed: Callable[[str], None], *, behind: bool) -> None:
+    def __init__(
+        self, now_s: Callable[[], float], changed: Callable[[str], None], *, behind: bool
+    ) -> None:
         self.now_s, self.changed, self.behind = now_s, changed, behind
         self.objects: dict[str, tuple[bytes, float]] = {}
         self.before: dict[str, tuple[tuple[bytes, float] | None, float]] = {}
@@ -76,7 +80,8 @@ class Server:
         self.store(key, data)
 
     def listed(self, prefix: str, stale: bool) -> dict[str, tuple[bytes, float]]:
-        """What a listing shows now; ``stale``: what it showed before the changes of the last moments."""
+        """What a listing shows now; ``stale``: what it showed before the changes of the last
+        moments."""
         shown = dict(self.objects)
         if stale:
             for key, (was, at_s) in self.before.items():
@@ -163,7 +168,11 @@ class ObjectDriver(Driver):
 
     async def stat(self, key: str) -> ObjectInfo:
         def effect() -> ObjectInfo:
-            return ObjectInfo(key, len(self._found(key)), self._world.wall_s(self._server.objects[self._root + key][1]))
+            return ObjectInfo(
+                key,
+                len(self._found(key)),
+                self._world.wall_s(self._server.objects[self._root + key][1]),
+            )
 
         return await self.request("stat", check_key(key), effect)
 
@@ -185,11 +194,15 @@ class ObjectDriver(Driver):
 
         def effect() -> list[ObjectInfo]:
             shown = self._server.listed(self._root, stale)
-            keys = [key for key in shown if key.removeprefix(self._root) > last and HIDDEN not in key]
+            keys = [
+                key for key in shown if key.removeprefix(self._root) > last and HIDDEN not in key
+            ]
             wanted = [k.removeprefix(self._root) for k in keys]
             wanted = [k for k in wanted if not prefix or k == prefix or k.startswith(prefix + "/")]
             return [
-                ObjectInfo(k, len(shown[self._root + k][0]), self._world.wall_s(shown[self._root + k][1]))
+                ObjectInfo(
+                    k, len(shown[self._root + k][0]), self._world.wall_s(shown[self._root + k][1])
+                )
                 for k in wanted[:PAGE]
             ]
 
@@ -201,16 +214,25 @@ class ObjectDriver(Driver):
             last = page[-1].key
 
     async def delete(self, key: str) -> None:
-        await self.request("delete", check_key(key), lambda: self._server.store(self._root + key, None))
+        await self.request(
+            "delete", check_key(key), lambda: self._server.store(self._root + key, None)
+        )
 
     async def delete_all(self, prefix: str) -> None:
         below = f"{self._root}{check_key(prefix)}/"
-        shown = await self.request("list", prefix, lambda: list(self._server.listed(below, stale=False)))
+        shown = await self.request(
+            "list", prefix, lambda: list(self._server.listed(below, stale=False))
+        )
         for key in shown:
-            await self.request("delete", key.removeprefix(self._root), lambda key=key: self._server.store(key, None))
+            await self.request(
+                "delete",
+                key.removeprefix(self._root),
+                lambda key=key: self._server.store(key, None),
+            )
 
     async def sweep(self, prefix: str) -> None:
-        """See :meth:`Driver.sweep`. Dangling parts are none of the visible; nobody else's are touched."""
+        """See :meth:`Driver.sweep`. Dangling parts are none of the visible; nobody else's are
+        touched."""
 
     async def close(self) -> None:
         return None
@@ -223,7 +245,9 @@ class ObjectDriver(Driver):
             server.uploads[server.count] = {}
             return server.count
 
-        return _ObjectUpload(self, check_key(key), nbytes, await self.request("create", key, effect))
+        return _ObjectUpload(
+            self, check_key(key), nbytes, await self.request("create", key, effect)
+        )
 
     def _found(self, key: str) -> bytes:
         try:
@@ -240,7 +264,9 @@ class _ObjectUpload(Upload):
 
     async def write(self, start: int, data: Buffer) -> None:
         content = bytes(data)
-        await self._driver.request("write", self._key, lambda: self._parts().__setitem__(start, content))
+        await self._driver.request(
+            "write", self._key, lambda: self._parts().__setitem__(start, content)
+        )
 
     async def commit(self, nbytes: int | None = None) -> None:
         await self._driver.request("commit", self._key, lambda: self._complete(nbytes))
@@ -260,7 +286,9 @@ class _ObjectUpload(Upload):
         for start, data in parts.items():
             ranges.add(start, len(data))
         ranges.check_complete(nbytes)
-        self._server.store(self._driver._root + self._key, b"".join(parts[start] for start in sorted(parts)))
+        self._server.store(
+            self._driver._root + self._key, b"".join(parts[start] for start in sorted(parts))
+        )
         if not self._driver._world.answers_again:
             del self._server.uploads[self._number]
 
@@ -292,7 +320,8 @@ class HdfsDriver(ObjectDriver):
             raise ExistsError("the key is taken", uri=self.uri, key=key) from error
 
     async def rename(self, path: str, key: str, *, exclusive: bool) -> None:
-        """Give a closed temporary file its name. Raises KeyError where an exclusive one finds it taken."""
+        """Give a closed temporary file its name. Raises KeyError where an exclusive one finds it
+        taken."""
 
         def effect() -> None:
             if path not in self._server.objects:
@@ -359,7 +388,9 @@ class _HdfsUpload(Upload):
 
         nbytes = self._nbytes if nbytes is None else nbytes
         if await self._driver.request("close", self._key, seen) != nbytes:
-            raise StorageError("the file is not as long as what was written", uri=self._driver.uri, key=self._key)
+            raise StorageError(
+                "the file is not as long as what was written", uri=self._driver.uri, key=self._key
+            )
         await self._driver.rename(self._path, self._key, exclusive=False)
 
     async def abort(self) -> None:

@@ -17,9 +17,11 @@ from .world import World
 __all__ = ["Failure", "Tally", "explore", "run"]
 
 MOMENTS = 0.5
-"""Before which part of the operations that change what is stored everybody dies, in a copy of the world."""
+"""Before which part of the operations that change what is stored everybody dies, in a copy of the
+world."""
 PATIENCE_S = 400.0
-"""How long after the last disturbance everybody must have ended: the silence that is waited for, some tries, cleaning up."""
+"""How long after the last disturbance everybody must have ended: the silence that is waited for,
+some tries, cleaning up."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,13 @@ class Tally:
 
     def lines(self) -> list[str]:
         """For people."""
-        counted = [", ".join(f"{n:,} {name}" for name, n in c.most_common()) for c in (self.faults, self.outcomes)]
+        counted = [
+            ", ".join(f"{n:,} {name}" for name, n in c.most_common())
+            for c in (self.faults, self.outcomes)
+        ]
         return [
-            f"{self.schedules:,} schedules: {self.runs:,} runs, and {self.schedules - self.runs:,} that begin like one of them and "
+            f"{self.schedules:,} schedules: {self.runs:,} runs, and "
+            f"{self.schedules - self.runs:,} that begin like one of them and "
             f"end where everybody dies; {self.operations:,} operations of storage; "
             f"what was visible was checked {self.looks:,} times",
             f"faults: {counted[0]}",
@@ -65,7 +71,9 @@ class Tally:
         ]
 
 
-def run(schedule: Schedule, tally: Tally | None = None, log: Callable[[str], None] | None = None) -> Failure | None:
+def run(
+    schedule: Schedule, tally: Tally | None = None, log: Callable[[str], None] | None = None
+) -> Failure | None:
     """Run it, and each of its endings; None if all went as promised."""
     world = World(schedule, log)
     try:
@@ -115,7 +123,9 @@ def _run(world: World, tally: Tally | None) -> None:
         tally.operations += world.operations
         tally.looks += checker.looked
         tally.faults.update(world.struck)
-        tally.faults.update(f"slip: {plan.slip.kind}" for plan in world.schedule.actors if plan.slip)
+        tally.faults.update(
+            f"slip: {plan.slip.kind}" for plan in world.schedule.actors if plan.slip
+        )
         for plan, ended in crew.outcomes:
             tally.outcomes.update(f"{plan.kind}: {_short(outcome)}" for outcome in ended)
 
@@ -126,7 +136,9 @@ def _check_ending(ending: Ending) -> None:
     try:
         ending.check()
     except Exception as error:
-        raise Violation(f"{error!r}, where all have died before operation {ending.operation}") from error
+        raise Violation(
+            f"{error!r}, where all have died before operation {ending.operation}"
+        ) from error
     finally:
         _bury(ending.world)
 
@@ -144,7 +156,9 @@ def _short(outcome: object) -> str:
 
 def _bury(world: World) -> None:
     """Let every task that is left end: its process is dead, so nothing is done any more."""
-    for process in world.processes:  # so that its tasks run; whatever they touch says that they are dead
+    for (
+        process
+    ) in world.processes:  # so that its tasks run; whatever they touch says that they are dead
         process.alive, process.paused_until_s = True, 0.0
 
     def dead(name: str, path: str) -> None:

@@ -1,8 +1,9 @@
 """What a run does, as data: made from a seed, and small enough to be printed, edited and run again.
 
-Operations are counted as they happen: requests of remote storage, system calls of a local disk. A fault strikes at the n-th
-of them, or at the n-th that concerns a manifest, a fate, a marker or an image, or that changes what is visible. Delays are drawn as they are needed, and
-written down; a schedule that has them written down draws no more.
+Operations are counted as they happen: requests of remote storage, system calls of a local disk. A
+fault strikes at the n-th of them, or at the n-th that concerns a manifest, a fate, a marker or an
+image, or that changes what is visible. Delays are drawn as they are needed, and written down; a
+schedule that has them written down draws no more.
 """
 
 from __future__ import annotations
@@ -12,9 +13,27 @@ import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
-__all__ = ["FAULTS", "SLIPS", "STORAGES", "TARGETS", "ActorPlan", "Fault", "Schedule", "Slip", "drawn", "packed"]
+__all__ = [
+    "FAULTS",
+    "SLIPS",
+    "STORAGES",
+    "TARGETS",
+    "ActorPlan",
+    "Fault",
+    "Schedule",
+    "Slip",
+    "drawn",
+    "packed",
+]
 
-STORAGES = ("posix", "shared posix", "objects", "objects, late listing", "objects, no exclusive put", "hdfs")
+STORAGES = (
+    "posix",
+    "shared posix",
+    "objects",
+    "objects, late listing",
+    "objects, no exclusive put",
+    "hdfs",
+)
 TARGETS = (
     "any",
     "manifest",
@@ -29,8 +48,8 @@ TARGETS = (
     "commit",
     "claim",
 )
-"""``write``: of bytes, not yet visible. ``change``: what makes something visible, or takes it away. ``commit`` and ``claim``:
-what writes a manifest, or a fate."""
+"""``write``: of bytes, not yet visible. ``change``: what makes something visible, or takes it away.
+``commit`` and ``claim``: what writes a manifest, or a fate."""
 
 LOCAL = ("eio", "full", "fsync", "die", "die", "pause", "power", "power", "hang", "store")
 REMOTE = (
@@ -66,14 +85,17 @@ class Slip:
     late_s: float
     """How much later than the others the rank comes. Below 0: how much earlier."""
     meet: bool
-    """Whether the ranks meet before the next call, which then is of the same name; not where one has died."""
+    """Whether the ranks meet before the next call, which then is of the same name; not where one
+    has died."""
     failing: tuple[int, ...] = ()
-    """Calls of that name that follow the first, where the ranks meet: who fails in each before it begins, bit by bit."""
+    """Calls of that name that follow the first, where the ranks meet: who fails in each before it
+    begins, bit by bit."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActorPlan:
-    """Somebody who does something: a job of ``world`` ranks that saves ``state``, or loads; a copy; a pruning."""
+    """Somebody who does something: a job of ``world`` ranks that saves ``state``, or loads; a copy;
+    a pruning."""
 
     kind: str
     name: str
@@ -90,7 +112,8 @@ class ActorPlan:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """``kind`` strikes at the ``count``-th operation on ``target``. ``value``: for how long, in seconds, where it lasts."""
+    """``kind`` strikes at the ``count``-th operation on ``target``. ``value``: for how long, in
+    seconds, where it lasts."""
 
     kind: str
     target: str
@@ -100,7 +123,8 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """All that decides a run, but for the delays that are drawn from ``seed`` where ``delays`` is None."""
+    """All that decides a run, but for the delays that are drawn from ``seed`` where ``delays`` is
+    None."""
 
     seed: int
     storage: str
@@ -130,7 +154,9 @@ class Schedule:
         told["actors"] = tuple(ActorPlan(**a) for a in actors)
         told["faults"] = tuple(Fault(**f) for f in told["faults"])
         delays = told["delays"]
-        return cls(**told | {"delays": None if delays is None else {int(k): v for k, v in delays.items()}})
+        return cls(
+            **told | {"delays": None if delays is None else {int(k): v for k, v in delays.items()}}
+        )
 
     def lines(self) -> list[str]:
         """For people."""
@@ -148,7 +174,8 @@ class Schedule:
             for a in self.actors
         ]
         told += [
-            f"  fault: {f.kind} at operation {f.count} on {f.target}" + (f" for {f.value:g} s" if f.value else "")
+            f"  fault: {f.kind} at operation {f.count} on {f.target}"
+            + (f" for {f.value:g} s" if f.value else "")
             for f in self.faults
         ]
         if self.delays is not None:
@@ -179,7 +206,11 @@ def _slipping(rng: random.Random, schedule: Schedule) -> Schedule:
         return schedule
     job, alone = rng.choice(jobs), rng.random() < 0.5
     slips = replace(job, slip=_slip(rng, job.world))
-    actors = [slips if a is job else a for a in schedule.actors if a is job or a.kind == "load" or not alone]
+    actors = [
+        slips if a is job else a
+        for a in schedule.actors
+        if a is job or a.kind == "load" or not alone
+    ]
     return replace(schedule, actors=tuple(actors), faults=() if alone else schedule.faults)
 
 
@@ -194,7 +225,9 @@ def _slip(rng: random.Random, world: int) -> Slip:
     if kind == "death":
         return replace(slip, late_s=rng.choice((1, 1, -1)) * late_s)
     if kind == "local error" and slip.meet:
-        return replace(slip, failing=tuple(rng.randrange(1, 2**world) for _ in range(rng.randrange(6))))
+        return replace(
+            slip, failing=tuple(rng.randrange(1, 2**world) for _ in range(rng.randrange(6)))
+        )
     return slip
 
 
@@ -210,7 +243,10 @@ def _second_copy(rng: random.Random, actors: tuple[ActorPlan, ...]) -> tuple[Act
 def packed(schedule: Schedule, from_state: int) -> Schedule:
     """It, with every other save of a state that many further on."""
     saves = [actor.name for actor in schedule.actors if actor.kind == "save"]
-    actors = [replace(a, state=a.state + from_state) if a.name in saves[::2] else a for a in schedule.actors]
+    actors = [
+        replace(a, state=a.state + from_state) if a.name in saves[::2] else a
+        for a in schedule.actors
+    ]
     return replace(schedule, actors=tuple(actors))
 
 
@@ -220,7 +256,11 @@ def _actors(rng: random.Random) -> tuple[ActorPlan, ...]:
         world = rng.choice((1, 1, 2, 4)) if actors else rng.choice((1, 2, 4))
         world = min(world, ranks)
         ranks -= world
-        begin_s = 0.0 if not actors else rng.choice((0.0, 0.01, 0.05, 0.2, 1.0, 60.0, 4000.0)) * (0.5 + rng.random())
+        begin_s = (
+            0.0
+            if not actors
+            else rng.choice((0.0, 0.01, 0.05, 0.2, 1.0, 60.0, 4000.0)) * (0.5 + rng.random())
+        )
         actors.append(
             ActorPlan(
                 "save",
@@ -234,7 +274,13 @@ def _actors(rng: random.Random) -> tuple[ActorPlan, ...]:
         )
         if rng.random() < 0.4:
             break
-    for kind, likely in (("load", 0.5), ("load", 0.3), ("prune", 0.2), ("copy", 0.25), ("copy", 0.1)):
+    for kind, likely in (
+        ("load", 0.5),
+        ("load", 0.3),
+        ("prune", 0.2),
+        ("copy", 0.25),
+        ("copy", 0.1),
+    ):
         if rng.random() < likely:
             world = min(2, 1 + (kind == "load" and rng.random() < 0.4))
             begin_s = rng.choice((0.0, 0.01, 0.1, 1.0, 100.0)) * rng.random()

@@ -1,7 +1,9 @@
-"""From a schedule that fails to a short one that fails in the same way: fewer actors, faults, chunks, and delays.
+"""From a schedule that fails to a short one that fails in the same way: fewer actors, faults,
+chunks, and delays.
 
-Delta debugging: whole halves go first, then smaller parts, until nothing more can go. Each candidate is run; what still fails
-with the same kind of failure is kept. Deterministic, since a run is.
+Delta debugging: whole halves go first, then smaller parts, until nothing more can go. Each
+candidate is run; what still fails with the same kind of failure is kept. Deterministic, since a run
+is.
 """
 
 from __future__ import annotations

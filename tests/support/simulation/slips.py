@@ -1,6 +1,7 @@
 """A call in which one rank slips: it fails alone, comes late, calls something else, or dies.
 
-The call fails on all ranks, and soon: nobody waits longer than its deadline. The next call of all ranks works.
+The call fails on all ranks, and soon: nobody waits longer than its deadline. The next call of all
+ranks works.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ Save = Callable[[Any], Awaitable[Any]]
 
 
 class Slipping:
-    """A job of several ranks, one of which slips in its first call. Each process is one member in all its calls."""
+    """A job of several ranks, one of which slips in its first call. Each process is one member in
+    all its calls."""
 
     def __init__(self, world: World, plan: ActorPlan, store: Store, tried: int) -> None:
         """``tried``: how often the job was started before."""
@@ -50,7 +52,9 @@ class Slipping:
     async def call(self, rank: int, process: Process, save: Save) -> Any:
         """What the next call of this rank returns, when the first has failed."""
         self._processes[rank] = process
-        self._world.calm_s = max(self._world.calm_s, self._now_s + abs(self._slip.late_s) + SILENCE_S)
+        self._world.calm_s = max(
+            self._world.calm_s, self._now_s + abs(self._slip.late_s) + SILENCE_S
+        )
         is_late = (rank == self._rank) == (self._slip.late_s > 0)
         await asyncio.sleep(abs(self._slip.late_s) if is_late else 0.0)
         if not self._tried:
@@ -90,7 +94,10 @@ class Slipping:
             self._ended[rank] = error
             self._check(rank, error, self._now_s - began_s)
         self._passed[rank] = number + 1
-        while any(process.alive and self._passed.get(r, 0) <= number for r, process in self._processes.items()):
+        while any(
+            process.alive and self._passed.get(r, 0) <= number
+            for r, process in self._processes.items()
+        ):
             await asyncio.sleep(0.5)
 
     async def _slipped(self, team: StoreTeam, save: Save) -> None:
@@ -126,19 +133,28 @@ class Slipping:
         if error is None and slip.kind != "late":
             raise Violation(f"{process} returned from a call with a slip ({slip.kind})")
         most_s = SILENCE_S if slip.kind == "death" else min(abs(slip.late_s), SILENCE_S)
-        most_s += sum(self._world.delays.values())  # of operations: a save of many chunks on slow storage has many
+        most_s += sum(
+            self._world.delays.values()
+        )  # of operations: a save of many chunks on slow storage has many
         if calm and lasted_s > most_s + SOON_S:
-            raise Violation(f"{process} waited for {lasted_s:g} s in a call with a slip ({slip.kind}): {error!r}")
+            raise Violation(
+                f"{process} waited for {lasted_s:g} s in a call with a slip ({slip.kind}): "
+                f"{error!r}"
+            )
         all_returned = len(self._ended) == self._plan.world and not any(self._ended.values())
         if calm and all_returned and abs(slip.late_s) > SILENCE_S + SOON_S:
             raise Violation(f"{process} and all others waited longer than their deadline")
 
     def _missing(self) -> bool:
         """Whether a rank that lives has not come to the end of its first call."""
-        return any(process.alive and rank not in self._ended for rank, process in self._processes.items())
+        return any(
+            process.alive and rank not in self._ended for rank, process in self._processes.items()
+        )
 
     def _team(self, rank: int, call: Call) -> StoreTeam:
-        return StoreTeam(self._store, rank, self._plan.world, "job", SILENCE_S, call, self._members[rank])
+        return StoreTeam(
+            self._store, rank, self._plan.world, "job", SILENCE_S, call, self._members[rank]
+        )
 
     @property
     def _now_s(self) -> float:

@@ -1,4 +1,5 @@
-"""The states that simulated jobs save, and what a checkpoint of each is, to the byte. Made once, by a save without faults."""
+"""The states that simulated jobs save, and what a checkpoint of each is, to the byte. Made once, by
+a save without faults."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ class Torn(AssertionError):
 
 @dataclass(frozen=True)
 class Expected:
-    """The checkpoint of ``state`` by ``world`` ranks: its images by rank, and its manifest but for the attempt."""
+    """The checkpoint of ``state`` by ``world`` ranks: its images by rank, and its manifest but for
+    the attempt."""
 
     state: int
     world: int
@@ -126,7 +128,9 @@ class Store:
         """Until something but a heartbeat has been set, or for so many seconds."""
         future = self._loop.create_future()
         self._waiting.append(future)
-        timer = self._loop.call_later(most_s, lambda: None if future.done() else future.set_result(None))
+        timer = self._loop.call_later(
+            most_s, lambda: None if future.done() else future.set_result(None)
+        )
         try:
             await future
         finally:
@@ -136,7 +140,14 @@ class Store:
 def _shown(board: bytes) -> tuple[Any, ...]:
     """What others wait for to change on a board: not the beats, nor how long nothing has moved."""
     told = Board.decode(board)
-    return told.nonce, told.lead, [(s.number, s.met) for s in told.open], told.failed, told.logs, told.even
+    return (
+        told.nonce,
+        told.lead,
+        [(s.number, s.met) for s in told.open],
+        told.failed,
+        told.logs,
+        told.even,
+    )
 
 
 def whole(state: int, rank: int, world: int, chunks: int) -> dict[str, Any]:
@@ -153,15 +164,24 @@ def held(state: int, rank: int, world: int, chunks: int) -> FlatState:
 
 
 @functools.cache
-def _digests(state: int, rank: int, world: int, chunks: int, rows: tuple[int, ...]) -> dict[int, bytes]:
+def _digests(
+    state: int, rank: int, world: int, chunks: int, rows: tuple[int, ...]
+) -> dict[int, bytes]:
     return fingerprints(held(state, rank, world, chunks), rows)
 
 
 def save_job(state: int, rank: int, world: int, chunks: int) -> SaveJob:
-    """What the rank gives to ``run_save``. A simulated process keeps what was agreed on at its former saves."""
+    """What the rank gives to ``run_save``. A simulated process keeps what was agreed on at its
+    former saves."""
     step = OTHER_STATE if state == OTHER_STATE else 1
     packed: Compression | None = "lz4" if state >= PACKED else None
-    job = SaveJob(held(state, rank, world, chunks), step, BUDGET_NBYTES, created_s=1e9 + state, compression=packed)
+    job = SaveJob(
+        held(state, rank, world, chunks),
+        step,
+        BUDGET_NBYTES,
+        created_s=1e9 + state,
+        compression=packed,
+    )
     job.digests = lambda rows: _digests(state, rank, world, chunks, tuple(rows))
     process = PROCESS.get()
     if process is not None:
@@ -170,7 +190,8 @@ def save_job(state: int, rank: int, world: int, chunks: int) -> SaveJob:
 
 
 def odd_job(state: int, rank: int, world: int, chunks: int) -> SaveJob:
-    """Likewise, but that one rank does not know that others hold the same: what it stores is stored twice."""
+    """Likewise, but that one rank does not know that others hold the same: what it stores is stored
+    twice."""
     job = save_job(state, rank, world, chunks)
     if rank == world - 1:
         row = next(row for row, name in enumerate(job.flat.names) if "shared" in name)
@@ -205,7 +226,8 @@ _named: dict[bytes, tuple[str, str]] = {}
 
 
 def identity(data: bytes) -> tuple[str, str]:
-    """The attempt that a manifest names, and what is the same in all manifests of one state and world."""
+    """The attempt that a manifest names, and what is the same in all manifests of one state and
+    world."""
     if data not in _named:
         if len(_named) > 3000:
             _named.clear()
@@ -221,10 +243,13 @@ def identity_of(state: int, world: int, chunks: int) -> str:
 
 
 def target(world: int, rank: int, chunks: int, saved: int) -> tuple[LoadJob, dict[str, Any]]:
-    """An empty state of the shape that ``saved`` ranks saved, to be loaded into by ``rank`` of ``world``."""
+    """An empty state of the shape that ``saved`` ranks saved, to be loaded into by ``rank`` of
+    ``world``."""
     numel = max(1, chunks - 2) * saved * CHUNK_NBYTES // 4
     state = {"state": -1, "shared": [torch.empty(numel, dtype=torch.int32)]}
-    return LoadJob(flatten(state, loading=True), strict=False, cast=False, budget_nbytes=BUDGET_NBYTES), state
+    return LoadJob(
+        flatten(state, loading=True), strict=False, cast=False, budget_nbytes=BUDGET_NBYTES
+    ), state
 
 
 def same_as(found: Any) -> int:

@@ -1,6 +1,8 @@
-"""Saves and loads in turns: every access to storage is a step, and which actor steps next is the test's choice.
+"""Saves and loads in turns: every access to storage is a step, and which actor steps next is the
+test's choice.
 
-For all orders of a few actors, one after the other, where a seed would only find some. No faults but deaths.
+For all orders of a few actors, one after the other, where a seed would only find some. No faults
+but deaths.
 """
 
 from __future__ import annotations
@@ -100,7 +102,8 @@ class Simulation:
         await self.settle()
 
     async def run(self, choose: Choose, checked: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Until nobody can go on, by the choices of ``choose``; ``checked`` looks at the storage after each step."""
+        """Until nobody can go on, by the choices of ``choose``; ``checked`` looks at the storage
+        after each step."""
         await self.settle()
         while ready := await self._ready():
             await self.step(choose(ready))

@@ -29,20 +29,34 @@ DELAYS_S = (0.002, 0.003, 0.005, 0.005, 0.01, 0.01, 0.02, 0.05, 0.2, 1.0)
 RETRIES = 5
 OP_TIMEOUT_S = 120.0
 SLIPPING_CPU_S = 0.05
-"""A rank that is seen for a second in another call counts as lost, also where it is about to look."""
+"""A rank that is seen for a second in another call counts as lost, also where it is about to look.
+"""
 _CODES = {"eio": errno.EIO, "full": errno.ENOSPC}
 _KINDS = dict.fromkeys(("rename", "link", "unlink", "rmdir", "put", "commit", "delete"), "change")
 _KINDS |= dict.fromkeys(("list", "scandir"), "list") | dict.fromkeys(("pwrite", "write"), "write")
 _WRITES = {"creat", "pwrite", "fsync", "rename", "link", "put", "write", "close"}
-_CHANGING = {"rename", "link", "unlink", "rmdir", "put", "commit", "delete", "fsync", "fsync folder"}
+_CHANGING = {
+    "rename",
+    "link",
+    "unlink",
+    "rmdir",
+    "put",
+    "commit",
+    "delete",
+    "fsync",
+    "fsync folder",
+}
 _WRITING = {"manifest": "commit", "fate": "claim"}
 _GROWING = {"creat", "mkdir", "pwrite", "rename", "link"}
 
 
 class World(Host):
-    """The machines of one schedule. ``log`` gets a line for each thing that happens, if it is given."""
+    """The machines of one schedule. ``log`` gets a line for each thing that happens, if it is
+    given."""
 
-    def __init__(self, schedule: Schedule, log: Callable[[str], None] | None = None, *, chance: int = 1) -> None:
+    def __init__(
+        self, schedule: Schedule, log: Callable[[str], None] | None = None, *, chance: int = 1
+    ) -> None:
         """``chance``, with the schedule's seed, decides on all that is drawn."""
         self.schedule, self.log = schedule, log
         self.loop = SimLoop()
@@ -79,7 +93,9 @@ class World(Host):
 
     def left_behind(self) -> World:
         """Another world, with what is stored now, where nobody lives."""
-        other = _CalmWorld(replace(self.schedule, faults=(), delays={}), self.log, chance=self.operations)
+        other = _CalmWorld(
+            replace(self.schedule, faults=(), delays={}), self.log, chance=self.operations
+        )
         other.loop.now_s = self.loop.now_s
         other.fs.take_over(self.fs)
         other.server.take_over(self.server)
@@ -123,7 +139,11 @@ class World(Host):
     def cut_s(self) -> float:
         """How much longer the host of the current process does not reach the storage."""
         process = PROCESS.get()
-        return max(0.0, self._cuts.get(process.host, 0.0) - self.loop.now_s) if process and self._cuts else 0.0
+        return (
+            max(0.0, self._cuts.get(process.host, 0.0) - self.loop.now_s)
+            if process and self._cuts
+            else 0.0
+        )
 
     @property
     def is_out(self) -> bool:
@@ -168,7 +188,9 @@ class World(Host):
         if self.schedule.storage == "hdfs":
             inner: ObjectDriver = HdfsDriver(self, self.server, path + "/")
         else:
-            inner = ObjectDriver(self, self.server, path + "/", exclusive="no exclusive" not in self.schedule.storage)
+            inner = ObjectDriver(
+                self, self.server, path + "/", exclusive="no exclusive" not in self.schedule.storage
+            )
         return RetryLayer(inner, RetryPolicy(RETRIES, OP_TIMEOUT_S), chance=self.chance)
 
     def files(self) -> dict[str, bytes]:
@@ -215,7 +237,9 @@ class World(Host):
             if fault.kind == "fsync":
                 self._sync_fails = True
             elif fault.kind == "hang":
-                self._stalled_s += fault.value  # after what the same call of the driver has waited for before
+                self._stalled_s += (
+                    fault.value
+                )  # after what the same call of the driver has waited for before
                 self.calm_s = max(self.calm_s, self.loop.now_s + self._stalled_s)
             elif fault.kind in _CODES and (fault.kind != "full" or name in _GROWING):
                 raise OSError(_CODES[fault.kind], os.strerror(_CODES[fault.kind]), path)
@@ -303,10 +327,12 @@ class World(Host):
 
 
 class _CalmWorld(World):
-    """Where nothing fails, and nothing takes any time. Names are the same in all of them: so what follows of a name is
-    computed once, and remembered."""
+    """Where nothing fails, and nothing takes any time. Names are the same in all of them: so what
+    follows of a name is computed once, and remembered."""
 
-    def __init__(self, schedule: Schedule, log: Callable[[str], None] | None, *, chance: int) -> None:
+    def __init__(
+        self, schedule: Schedule, log: Callable[[str], None] | None, *, chance: int
+    ) -> None:
         super().__init__(schedule, log, chance=chance)
         self._tokens = _LATER_TOKENS
         if log is None:
