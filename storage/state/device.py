@@ -40,11 +40,9 @@ class Queued:
     def now(cls, devices: Iterable[torch.device]) -> Queued:
         """By the caller's current streams. Where CUDA is in use, its present device counts as well:
         tensors in host memory may be the target of a copy that has not ended."""
-        present = (
-            [torch.device("cuda", torch.cuda.current_device())]
-            if torch.cuda.is_initialized()
-            else []
-        )  # type: ignore[no-untyped-call]
+        present = []
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            present = [torch.device("cuda", torch.cuda.current_device())]
         events = []
         for device in dict.fromkeys([*devices, *present]):
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
