@@ -18,9 +18,9 @@ from functools import partial
 
 from ...drivers.contract import Driver
 from ...errors import NotACheckpointError, NotFoundError, UsageError
-from ..attempt import Attempt, attempts
 from ..format.lineage import LINEAGE_KEY
 from ..format.manifest import MANIFEST_KEY
+from ..protocol.attempt import Attempt, attempts
 from ..protocol.commit import GRACE_S, IDLE_S, clock_s, collect, delete_manifest, is_settled, sweep
 from ..protocol.current import read_manifest
 from ..protocol.fate import SENTENCE, fate_of

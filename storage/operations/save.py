@@ -22,13 +22,13 @@ from ...errors import (
     NotFoundError,
     StorageError,
 )
-from ..attempt import Attempt
 from ..format.fragment import Fragment, Layout, decode_fragment, fragment_of, join
 from ..format.lineage import ROOT
 from ..format.manifest import ImageTable, Manifest, image_key
 from ..format.merge import merge
 from ..format.packed import Compression
 from ..pipeline.image_writer import ImageWriter, Progress
+from ..protocol.attempt import Attempt
 from ..protocol.commit import (
     CLEAN_UP_S,
     begin,

@@ -73,10 +73,10 @@ from ...errors import (
     StorageError,
     SupersededError,
 )
-from ..attempt import Attempt, Trace, attempts
 from ..format.manifest import MANIFEST_KEY, Manifest, image_key
 from ..runtime.engine import offload
 from ..runtime.executor import at_most
+from .attempt import Attempt, Trace, attempts
 from .current import attempt_of
 from .fate import SENTENCE, claim, put_once, sentence
 from .fitness import TRIAL_NBYTES, answers_ranges, refuses_taken

@@ -17,10 +17,10 @@ import holdfast
 from holdfast.drivers.contract import Driver
 from holdfast.drivers.layers.retry import RetryLayer, RetryPolicy
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage.attempt import Attempt
 from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
 from holdfast.storage.operations.copy import Orders, copy_checkpoint
 from holdfast.storage.protocol import commit, fate, prune_lock
+from holdfast.storage.protocol.attempt import Attempt
 from holdfast.storage.protocol.current import read_manifest
 
 NEW = {"who": "new", "own": 1}

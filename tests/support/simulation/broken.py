@@ -16,12 +16,12 @@ from holdfast.drivers.layers.retry import RetryLayer
 from holdfast.drivers.local import files as local_files
 from holdfast.drivers.local import tree as local_tree
 from holdfast.errors import DeadlineError, ExistsError, NotFoundError, RankFailedError, StorageError
-from holdfast.storage.attempt import Attempt
 from holdfast.storage.format.manifest import MANIFEST_KEY
 from holdfast.storage.operations import load, prune, save
 from holdfast.storage.operations.differences import Differences
 from holdfast.storage.pipeline.image_writer import ImageWriter
 from holdfast.storage.protocol import commit, fate
+from holdfast.storage.protocol.attempt import Attempt
 from holdfast.storage.ranks import team, watch
 
 from . import broken_ranks

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..drivers.contract import Driver
+from ...drivers.contract import Driver
 
 __all__ = ["Attempt", "Trace", "attempts"]
 
