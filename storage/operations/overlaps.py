@@ -10,6 +10,7 @@ Scope: memory of one process. Tensors that are stored as one are none of this.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -138,21 +139,22 @@ def overlapping(wanted: Wanted) -> list[list[int]]:
     numbers = [number for number in wishes if buffers[number].numel()]
     if len(numbers) < 2:
         return []
-    codes = {
-        device: code for code, device in enumerate({buffers[number].device for number in numbers})
-    }
-    device = np.array([codes[buffers[number].device] for number in numbers])
-    start, stop = np.array([_span(buffers[number]) for number in numbers], np.int64).T
+    codes: dict[torch.device, int] = {}
+    device = np.array([codes.setdefault(buffers[number].device, len(codes)) for number in numbers])
+    spans = itertools.chain.from_iterable(_span(buffers[number]) for number in numbers)
+    start, stop = np.fromiter(spans, np.int64, 2 * len(numbers)).reshape(-1, 2).T
     found: list[list[int]] = []
     for code in codes.values():
         rows = np.flatnonzero(device == code)
         rows = rows[np.argsort(start[rows], kind="stable")]
         reach = np.maximum.accumulate(stop[rows])
         apart = np.flatnonzero(start[rows][1:] >= reach[:-1]) + 1
+        cuts = np.concatenate([[0], apart, [len(rows)]])
+        shared = np.flatnonzero(
+            np.diff(cuts) > 1
+        )  # of thousands of groups, nearly all are one buffer
         found += [
-            sorted(numbers[row] for row in group)
-            for group in np.split(rows, apart)
-            if len(group) > 1
+            sorted(numbers[row] for row in rows[cuts[g] : cuts[g + 1]]) for g in shared.tolist()
         ]
     # Two names of a tensor that is stored as one want the same into the same elements.
     return sorted(

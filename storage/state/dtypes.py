@@ -46,7 +46,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, name: str) -> torch.Tensor:
 
 def refusal(tensor: torch.Tensor) -> str | None:
     """Why this tensor has no bytes that could be stored, or None."""
-    if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+    if type(tensor) not in _PLAIN and isinstance(tensor, _UNINITIALIZED):
         return "not initialised yet: it has no shape"
     if tensor.layout is not torch.strided:
         return f"a sparse tensor ({tensor.layout})"
@@ -65,6 +65,7 @@ def refusal(tensor: torch.Tensor) -> str | None:
 
 
 _PLAIN: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_UNINITIALIZED = (UninitializedParameter, UninitializedBuffer)
 
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:

@@ -20,7 +20,7 @@ from ..format.kinds import kind_of
 from ..format.tree import ROOT, Container, Key, Tree, Value, format_path
 from ..format.values import encode_value
 from .adapters.dtensor import LocalPart, local_part, local_tensor, placement_texts
-from .adapters.foreign import refuse_object, refuse_stale, refuse_tensor, refuse_value
+from .adapters.foreign import is_suspect, refuse_object, refuse_stale, refuse_tensor, refuse_value
 from .adapters.module_names import Walked
 from .adapters.stateful import expand, fills_in_place, has_state, present_state
 from .dtypes import numpy_to_torch, refusal
@@ -383,9 +383,10 @@ class _Walker:
         part: LocalPart | None,
         origin: DTensor | None = None,
     ) -> None:
-        refuse_tensor(
-            item if origin is None else origin, lambda: self.path(key), loading=self.loading
-        )
+        if origin is not None:
+            refuse_tensor(origin, lambda: self.path(key), loading=self.loading)
+        elif type(item) not in _TENSORS or is_suspect(item):
+            refuse_tensor(item, lambda: self.path(key), loading=self.loading)
         self.check(item, key)
         name = f"{prefix}{key}"
         if type(key) is not str and self.tree.containers[number].kind == "dict":

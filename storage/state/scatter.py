@@ -32,10 +32,8 @@ class Scatter:
         self._buffers = buffers
         codes = tensors.dtype[targets.tensor].tolist()
         self._dtypes = {code: dtype_of(*tensors.dtypes[code]) for code in set(codes)}
-        self._address: list[int | None] = [
-            address_of(buffers[b]) if buffers[b].dtype == self._dtypes[code] else None
-            for b, code in zip(targets.buffer.tolist(), codes, strict=True)
-        ]
+        self._codes = codes
+        self._buffer_of = targets.buffer.tolist()
 
     def deliver(self, read: int, buffer: HostBuffer) -> None:
         """Copy everything that read number ``read`` holds to where it is wanted. Thread-safe for
@@ -46,11 +44,17 @@ class Scatter:
         pairs = plan.pair[rows]
         columns = (pairs, plan.target[pairs], plan.src[rows], plan.nbytes[rows], plan.dst[rows])
         for pair, target, src, nbytes, dst in zip(*(c.tolist() for c in columns), strict=True):
-            address = self._address[target]
+            address = self._address_of(target)
             if address is not None and dst >= 0:
                 copy_memory(address + dst, base + src, nbytes)
             else:
                 self._copy_strided(pair, target, src, nbytes, buffer, int(plan.start[read]))
+
+    def _address_of(self, target: int) -> int | None:
+        """Where a target's elements lie as they are stored; None where they lie otherwise. Asked
+        when its bytes are there: no read waits for the addresses of all others."""
+        buffer = self._buffers[self._buffer_of[target]]
+        return address_of(buffer) if buffer.dtype == self._dtypes[self._codes[target]] else None
 
     def _copy_strided(
         self, pair: int, target: int, src: int, nbytes: int, buffer: HostBuffer, read_start: int
