@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
+from ..drivers.contract import Driver
 from ..drivers.registry import open_driver
 from ..errors import UsageError
+from .format.manifest import Manifest
 from .format.packed import Compression, checked_compression
 from .operations.differences import Differences, Strict
 from .operations.foreign import explains
@@ -26,11 +30,12 @@ from .operations.start_save import (
     telling,
     telling_of,
 )
+from .protocol.current import read_manifest
 from .ranks.calls import Call
 from .ranks.process_group import current_rank, current_team
 from .ranks.team import Solo, Team
 from .runtime.buffers import release_pools
-from .runtime.engine import check_may_wait, run
+from .runtime.engine import check_may_wait, run, start
 from .runtime.progress import ProgressCallback, ProgressReporter
 from .state.flatten import flatten
 from .state.lazy import fence
@@ -286,7 +291,7 @@ def load_after(touched: set[str], uri: UriLike, into: Any, options: LoadOptions)
             building = run_build(driver, current_rank(), options.budget_nbytes, reporter.report)
             root, manifest, reader = run(closing(driver, building))
     else:
-        with telling(team, driver):
+        with telling(team, driver), _reading_early(driver, team) as early:
             flat = flatten(into, loading=True)
             job = LoadJob(
                 flat,
@@ -296,6 +301,7 @@ def load_after(touched: set[str], uri: UriLike, into: Any, options: LoadOptions)
                 exchange=options.exchange,
             )
             job.touched = touched
+            job.early = early
         with ProgressReporter(options.progress) as reporter:
             job.progress = reporter.report
             manifest, reader = run(closing(driver, run_load(driver, team, job)))
@@ -318,6 +324,21 @@ def load_after(touched: set[str], uri: UriLike, into: Any, options: LoadOptions)
         )
         options.on_report(report)
     return root
+
+
+@contextlib.contextmanager
+def _reading_early(driver: Driver, team: Team) -> Iterator[Future[tuple[Manifest, bytes]] | None]:
+    """The manifest, on its way while the body looks at the state; None where ranks read it once for
+    all of a host. Where the body raises, it is not read on."""
+    if team.world > 1:
+        yield None
+        return
+    early = start(read_manifest(driver))
+    try:
+        yield early
+    except BaseException:
+        early.cancel()
+        raise
 
 
 def release_memory() -> None:

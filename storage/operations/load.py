@@ -3,9 +3,11 @@ all arrived."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any, Literal
 
 import numpy as np
@@ -22,7 +24,7 @@ from ..format.tree import Key, dotted, format_path
 from ..format.vouched import Vouched
 from ..pipeline.image_reader import ImageReader, plan_reads
 from ..pipeline.unpacking import images_of
-from ..protocol.current import decoded, get_manifest, read_manifest
+from ..protocol.current import read_manifest
 from ..ranks.hosts import numbered, numbers_in, ranks_with
 from ..ranks.process_group import store_host
 from ..ranks.team import Team
@@ -69,6 +71,8 @@ class LoadJob:
         self.left = Differences()
         self.built: list[tuple[Subtree, Any]] = []
         self.progress: Report = lambda done_nbytes, total_nbytes: None
+        self.early: Future[tuple[Manifest, bytes]] | None = None
+        """The manifest and its bytes, where they are being read already."""
         self.touched: set[str] = set()
         """Names of the state that loads have begun to fill. One that did not end well is made good
         by filling them all."""
@@ -142,7 +146,9 @@ async def _load(
     driver: Driver, team: Team, job: LoadJob, attempt: int, mates: Sequence[int]
 ) -> tuple[Manifest, ImageReader] | None:
     """One try; None when the checkpoint was replaced meanwhile, on any rank."""
-    seen, checksum = await _seen(driver, team, f"manifest/{attempt}", mates)
+    early = job.early
+    job.early = None
+    seen, checksum = await _seen(driver, team, f"manifest/{attempt}", mates, early)
     manifest = seen.manifest if isinstance(seen, Vouched) else seen
     job.match, job.built = await offload(_matched, job, manifest, team.rank, team.world)
     overlaps = await _overlaps(driver, team, seen, job)
@@ -217,15 +223,21 @@ async def _overlaps(
 
 
 async def _seen(
-    driver: Driver, team: Team, name: str, mates: Sequence[int]
+    driver: Driver,
+    team: Team,
+    name: str,
+    mates: Sequence[int],
+    early: Future[tuple[Manifest, bytes]] | None,
 ) -> tuple[Manifest | Vouched, bytes]:
     """The manifest, and its checksum. Read and checked by one rank of the host: the others decode
     what they need of it."""
     mine: list[Manifest] = []
 
     async def read() -> bytes:
-        data = await get_manifest(driver)
-        mine.append(await decoded(driver, data))
+        manifest, data = await (
+            read_manifest(driver) if early is None else asyncio.wrap_future(early)
+        )
+        mine.append(manifest)
         return data
 
     data = await read_once(team, name, mates, read)

@@ -10,26 +10,26 @@ from ...errors import DamagedError, NotACheckpointError, NotFoundError, Unsuppor
 from ..format.manifest import MANIFEST_KEY, Manifest, attempt_in, check_complete
 from ..runtime.engine import offload
 
-__all__ = ["attempt_of", "decoded", "get_manifest", "read_manifest"]
+__all__ = ["attempt_of", "read_manifest"]
 
 
 async def read_manifest(driver: Driver) -> tuple[Manifest, bytes]:
     """The current manifest and its bytes. Raises NotACheckpointError, DamagedError,
     UnsupportedFormatError."""
-    data = await get_manifest(driver)
-    return await decoded(driver, data), data
+    data = await _got(driver)
+    return await _decoded(driver, data), data
 
 
 async def attempt_of(driver: Driver) -> str:
     """Which attempt the current manifest names. The manifest is checked against its checksum, and
     its tables are left alone: to decode those of a large state takes longer than to get them.
     Raises as :func:`read_manifest` does."""
-    data = await get_manifest(driver)
+    data = await _got(driver)
     with _told_where(driver):
         return await offload(attempt_in, data)
 
 
-async def get_manifest(driver: Driver) -> bytes:
+async def _got(driver: Driver) -> bytes:
     """The bytes of the current manifest, whatever they are. Raises NotACheckpointError."""
     try:
         return await driver.get(MANIFEST_KEY)
@@ -40,7 +40,7 @@ async def get_manifest(driver: Driver) -> bytes:
         ) from error
 
 
-async def decoded(driver: Driver, data: bytes) -> Manifest:
+async def _decoded(driver: Driver, data: bytes) -> Manifest:
     """The manifest in ``data``, which is that of ``driver``. Raises DamagedError,
     UnsupportedFormatError."""
     with _told_where(driver):
