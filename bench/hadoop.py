@@ -40,8 +40,12 @@ SERVER = Path(__file__).parents[1] / "tests/support/servers/hadoop.py"
 
 
 class _Streams:
-    """Four files, each written and read by a thread, with hdfs-native alone: no format, no
-    checksums of ours, no joining."""
+    """Four files, each written and read by a thread, with hdfs-native alone: no format, no checksums
+    of ours, no joining.
+
+    hdfs-native verifies HDFS's own checksums here, too. What is read is dropped into 4 MiB that each
+    thread uses again and again, and that stay in the processor's cache; a load keeps what it reads.
+    """
 
     def __init__(self, client: Client, folder: str, nbytes: int) -> None:
         self._client, self._folder = client, folder
