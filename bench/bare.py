@@ -24,7 +24,8 @@ from .states import State, flat_tensors, nbytes_of
 __all__ = ["BareReplicas"]
 
 CHUNK_NBYTES = 4 << 20
-READERS, COPIERS = 2, 1
+READERS = 2
+COPIERS = 1
 """Threads of each rank. More copiers were slower on two cores; larger chunks and smaller ones were
 not faster."""
 _COME = struct.Struct("<HH")  # rank, chunk; less than what a pipe takes at once
@@ -35,7 +36,8 @@ class BareReplicas:
     ``folder``."""
 
     def __init__(self, folder: Path, state: State) -> None:
-        self._rank, world = dist.get_rank(), dist.get_world_size()
+        self._rank = dist.get_rank()
+        world = dist.get_world_size()
         self.nbytes = -(-nbytes_of(state) // world // CHUNK_NBYTES) * CHUNK_NBYTES
         """What this rank reads."""
         self._raw = RawFile(folder / f"part-{self._rank}", self.nbytes, preallocate=True)
@@ -95,7 +97,8 @@ def _pieces(
             rank, start = divmod(at, part_nbytes)
             nbytes = min(tensor.nbytes - done, CHUNK_NBYTES - start % CHUNK_NBYTES)
             yield (rank, start // CHUNK_NBYTES), (start, tensor.data_ptr() + done, nbytes)
-            at, done = at + nbytes, done + nbytes
+            at = at + nbytes
+            done = done + nbytes
 
 
 def _mapped(path: str, nbytes: int) -> mmap.mmap:

@@ -62,7 +62,8 @@ def _timed(contestant: Contestant, series: Series) -> int:
 def busy(found: Sequence[Series], nbytes: int) -> list[str]:
     """One line per contestant: where client and servers share a machine, who is slower may only
     have more to do."""
-    gib, count = nbytes / GIB, os.cpu_count() or 1
+    gib = nbytes / GIB
+    count = os.cpu_count() or 1
     return [
         f"{s.name}: processor time per GiB: {median(s.own_processor_s) / gib:.2f} s its own, "
         f"{median(s.all_processor_s) / gib:.2f} s with servers and system, "
@@ -90,7 +91,8 @@ def rows(found: Sequence[Series], nbytes: int) -> list[list[str]]:
     """One line per contestant; "of the limit" and "faster by" are medians of the ratios within each
     round."""
     by_name = {series.name: series for series in found}
-    limit, ours = by_name.get(LIMIT), by_name.get(OURS)
+    limit = by_name.get(LIMIT)
+    ours = by_name.get(OURS)
     return [
         [
             s.name,

@@ -48,7 +48,8 @@ class _Streams:
     """
 
     def __init__(self, client: Client, folder: str, nbytes: int) -> None:
-        self._client, self._folder = client, folder
+        self._client = client
+        self._folder = folder
         self._nbytes = -(-nbytes // STREAMS)
         self._content = os.urandom(PIECE_NBYTES)
 
@@ -71,7 +72,8 @@ class _Streams:
                 file.write(self._content[: self._nbytes - start])
 
     def _read(self, number: int) -> None:
-        into, at = memoryview(bytearray(PIECE_NBYTES)), 0
+        into = memoryview(bytearray(PIECE_NBYTES))
+        at = 0
         for piece in self._client.read(f"{self._folder}/{number}").read_range_stream(
             0, self._nbytes
         ):
@@ -105,13 +107,15 @@ def _measure(uri: Uri, given: Options) -> tuple[int, list[Series], list[Series],
     from hdfs_native import Client
 
     authority, _, path = uri.location.partition("/")
-    client, saved = Client(f"hdfs://{authority}"), str(join(uri, "saved"))
+    client = Client(f"hdfs://{authority}")
+    saved = str(join(uri, "saved"))
     try:
         holdfast.save(
             saved, build(TINY_GIB)
         )  # everybody imports what they need, and the servers get warm
         state = build(given.gib)
-        nbytes, expected = nbytes_of(state), digests(state)
+        nbytes = nbytes_of(state)
+        expected = digests(state)
         streams = _Streams(client, f"/{path}/limit", nbytes)
         streams.write()
         saving = [

@@ -245,7 +245,8 @@ def _measure(name: str, given: Options, step_s: float) -> list[dict[str, Any]]:
                 "gloo", init_method=f"file://{folder}/store", rank=0, world_size=1
             )
         state = build(given.gib)
-        clocks, training = _Clocks(), _Training(state, step_s)
+        clocks = _Clocks()
+        training = _Training(state, step_s)
         saver = CONTESTANTS[name](folder)
         clocks.made_all()
         for step in (-1, 0):  # the first finds memory, and is not counted
@@ -269,17 +270,18 @@ class _Rounds:
     """Training with one saver."""
 
     def __init__(self, name: str, saver: Any, training: _Training, clocks: _Clocks) -> None:
-        self._name, self._saver, self._training, self._clocks = name, saver, training, clocks
+        self._name = name
+        self._saver = saver
+        self._training = training
+        self._clocks = clocks
         self._step = 2
 
     def beside(self, kind: str, state: State, runs: int) -> list[Series]:
         """Seconds standing still for saves of ``state``; of steps alone; of steps beside saves. One
         more round, at first, is not counted."""
-        still, plain, beside = (
-            Series(f"{self._name}, still"),
-            Series(f"{kind}, alone"),
-            Series(f"{kind}, beside"),
-        )
+        still = Series(f"{self._name}, still")
+        plain = Series(f"{kind}, alone")
+        beside = Series(f"{kind}, beside")
         for number in range(runs + 1):
             alone_s = self._training.step(kind)
             self._step += 1

@@ -44,7 +44,9 @@ class Model:
 
     def stage(self, index: int, stages: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Names and shapes of the parameters of one of ``stages`` pipeline stages."""
-        h, f, kv = self.hidden, self.ffn, self.kv
+        h = self.hidden
+        f = self.ffn
+        kv = self.kv
         if index == 0:
             yield "tok_embeddings.weight", (self.vocab, h)
         for layer in range(self.layers * index // stages, self.layers * (index + 1) // stages):

@@ -38,18 +38,19 @@ async def _timed(driver: Driver, count: int) -> dict[str, float]:
     async def look(key: str) -> None:
         await driver.stat(key)
 
-    keys, seconds, width = (
-        [f"many/{n % 100}/{n}" for n in range(count)],
-        {},
-        driver.traits.concurrency,
-    )
+    keys = [f"many/{n % 100}/{n}" for n in range(count)]
+    seconds = {}
+    width = driver.traits.concurrency
     began_s = time.perf_counter()
     await at_most(PUTS, (driver.put(key, bytes(NBYTES)) for key in keys))
-    seconds["put"], began_s = time.perf_counter() - began_s, time.perf_counter()
+    seconds["put"] = time.perf_counter() - began_s
+    began_s = time.perf_counter()
     found = {info.key async for info in driver.list("many")}
-    seconds["listed"], began_s = time.perf_counter() - began_s, time.perf_counter()
+    seconds["listed"] = time.perf_counter() - began_s
+    began_s = time.perf_counter()
     await at_most(width, (look(key) for key in keys))
-    seconds["statted"], began_s = time.perf_counter() - began_s, time.perf_counter()
+    seconds["statted"] = time.perf_counter() - began_s
+    began_s = time.perf_counter()
     await driver.delete_all("many")
     seconds["deleted"] = time.perf_counter() - began_s
     left = [info.key async for info in driver.list("many")]

@@ -66,7 +66,8 @@ class Bare:
     async def _read(self) -> None:
         import obstore
 
-        store, starts = self._store(), iter(range(0, self.nbytes, self.part_nbytes))
+        store = self._store()
+        starts = iter(range(0, self.nbytes, self.part_nbytes))
 
         async def reader() -> None:
             for start in starts:

@@ -96,7 +96,8 @@ def _moving(
 ) -> tuple[list[Series], int]:
     """The contest of saving, or of loading; and how many bytes that moves."""
     state = build(given.gib)
-    nbytes, reading = nbytes_of(state), kind == "load"
+    nbytes = nbytes_of(state)
+    reading = kind == "load"
     bare = best(
         below(uri, "bare"),
         nbytes,
@@ -122,7 +123,8 @@ def _able(uri: Uri, alone: bool) -> tuple[list[Peer], list[str]]:
     what they need, and starts their threads, outside the measured time."""
     state = build(TINY_GIB)
     expected = digests(state)
-    able, notes = [], []
+    able = []
+    notes = []
     for peer in peers(alone=alone):
         try:
             contestant = _loading(peer, below(uri, "warm-" + peer.name), state, expected)

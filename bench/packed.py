@@ -39,9 +39,11 @@ def _shrinking(gib: float) -> State:
 
 
 def _contestants(folder: Path, kind: str, state: State, stored: dict[str, int]) -> list[Contestant]:
-    expected, found = digests(state), list[Contestant]()
+    expected = digests(state)
+    found = list[Contestant]()
     for way in WAYS:
-        path, name = folder / str(way), f"{kind}, {way or 'plain'}"
+        path = folder / str(way)
+        name = f"{kind}, {way or 'plain'}"
 
         def save(path: Path = path, way: Any = way, name: str = name) -> None:
             stored[name] = holdfast.save(path, state, compression=way).stored_nbytes
@@ -82,7 +84,9 @@ def _rows(found: Sequence[Series], stored: dict[str, int], nbytes: int) -> list[
 
 
 def _measure(options: Options, folder: Path) -> Report:
-    found, stored, nbytes = list[Series](), dict[str, int](), 0
+    found = list[Series]()
+    stored = dict[str, int]()
+    nbytes = 0
     for kind, make in (("trained", build), ("shrinks", _shrinking)):
         state = make(options.gib)
         nbytes = nbytes_of(state)

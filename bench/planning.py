@@ -92,10 +92,8 @@ class _Found:
         return f"{self.job.kind}, {self.job.world:,} ranks"
 
     def row(self) -> list[str]:
-        stated, lead = (
-            (f"{n / 1e3:.1f}" for n in self.stated_nbytes),
-            (f"{s:.2f}" for s in self.lead_s),
-        )
+        stated = (f"{n / 1e3:.1f}" for n in self.stated_nbytes)
+        lead = (f"{s:.2f}" for s in self.lead_s)
         begun = [*stated, *lead] if any(self.stated_nbytes) else ["–"] * 4
         whole = [
             f"{self.host_nbytes / 1e3:.0f}",
@@ -151,7 +149,9 @@ def _sample(found: _Found, rank: int) -> bytes:
     """Plan for one rank, from its state to its fragment, for the first time and again; return the
     fragment."""
     job = found.job
-    kept, agreed, again_s = job.state(rank), Agreed({}, {}), list[float]()
+    kept = job.state(rank)
+    agreed = Agreed({}, {})
+    again_s = list[float]()
     for attempt in range(1 + REPEATS):
         state = _given(kept)
         began_s = time.process_time()
@@ -161,11 +161,9 @@ def _sample(found: _Found, rank: int) -> bytes:
         told = _told(plan_save(flat, rank, agreed), rank, flat)
         data = told.encode()
         again_s.append(time.process_time() - began_s)
-        tensors, shards, nbytes = (
-            len(flat.names),
-            len(told.groups[0].shards),
-            len(told.encode({told.groups[0].layout.key})),
-        )
+        tensors = len(flat.names)
+        shards = len(told.groups[0].shards)
+        nbytes = len(told.encode({told.groups[0].layout.key}))
         del (
             state,
             flat,
@@ -256,7 +254,8 @@ def _commit(found: _Found, fragments: Sequence[bytes]) -> bytes:
         merged = merge([decode_fragment(data, "a fragment", known) for data in fragments])
         data = merged.encode()
         found.merge_s = time.process_time() - began_s
-    found.merge_nbytes, found.manifest_nbytes = memory.nbytes, len(data)
+    found.merge_nbytes = memory.nbytes
+    found.manifest_nbytes = len(data)
     found.host_nbytes = max(map(len, fragments))
     return data
 
@@ -323,7 +322,8 @@ def _fragments_by_twins(job: Job) -> Iterator[Fragment]:
     """Those of all ranks of a job that is too large to plan for each: stages of as many layers
     differ in names alone, so what was planned for the first of them is taken for the others. There,
     bytes may lie a page off: a header is longer."""
-    size, known = job.tp * job.dp, dict[object, list[Group]]()
+    size = job.tp * job.dp
+    known = dict[object, list[Group]]()
     for first in range(0, job.world, size):
         stage = _Stage(job, first)
         one = stage.told(first, stage.at(first)).groups[0]
@@ -332,10 +332,8 @@ def _fragments_by_twins(job: Job) -> Iterator[Fragment]:
                 stage.told(first + i, stage.at(first + i)).groups[0] for i in range(size)
             ]
         for i, group in enumerate(known[stage.kind]):
-            ranks, values = (
-                np.array([first + i]),
-                [[([first + i], by[0][1])] for by in group.values],
-            )
+            ranks = np.array([first + i])
+            values = [[([first + i], by[0][1])] for by in group.values]
             images = replace(group.images, rank=ranks)
             yield Fragment(
                 HEAD, [replace(group, layout=one.layout, ranks=ranks, images=images, values=values)]
@@ -364,7 +362,8 @@ def _load(found: _Found, data: bytes, target: Job) -> None:
     began_s = time.process_time()
     whole = Manifest.decode(data)
     check_complete(whole, "the manifest")
-    found.decode_s, found.stored = time.process_time() - began_s, len(whole.shards)
+    found.decode_s = time.process_time() - began_s
+    found.stored = len(whole.shards)
     del whole
     for rank in _samples(target.world):
         state = target.state(rank)
@@ -393,7 +392,8 @@ def _samples(world: int) -> list[int]:
 
 
 def _measured(job: Job, target: Job, merged_max: int) -> _Found:
-    found, beginning = _Found(job), _Beginning(job)
+    found = _Found(job)
+    beginning = _Beginning(job)
     told = {rank: _sample(found, rank) for rank in _samples(job.world)}
     if job.world <= merged_max:
         by_rank = job.world <= APART_RANKS_MAX

@@ -39,7 +39,8 @@ def _measure(folder: Path, given: Options, runs: int) -> dict[str, Any]:
         mesh = init_device_mesh("cpu", (world,))
         holdfast.save(folder / "warm", split_evenly(build(TINY_GIB, seed=rank, share=world), mesh))
         share = build(given.gib, seed=rank, share=world)
-        state, expected = split_evenly(share, mesh), digests(share)
+        state = split_evenly(share, mesh)
+        expected = digests(share)
         found = [Series(name) for name in OPERATIONS]
         for number in range(runs):
             path = folder / f"{world}-{number}"

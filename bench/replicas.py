@@ -34,8 +34,11 @@ from .workers import joined, leave_findings, run_ranks
 __all__: list[str] = []
 
 WORLD = 4
-READS, ALONE, DCP = "quarters read, nothing copied", "holdfast, exchange=False", "DCP"
-OF_THE_LIMIT, TIMES_READ = 0.85, 1.01
+READS = "quarters read, nothing copied"
+ALONE = "holdfast, exchange=False"
+DCP = "DCP"
+OF_THE_LIMIT = 0.85
+TIMES_READ = 1.01
 
 
 def _measure(folder: Path, given: Options) -> dict[str, Any]:
@@ -43,7 +46,8 @@ def _measure(folder: Path, given: Options) -> dict[str, Any]:
     contestant and round."""
     with joined() as (rank, world):
         state = build(given.gib)
-        expected, nbytes = digests(state), nbytes_of(state)
+        expected = digests(state)
+        nbytes = nbytes_of(state)
         contestants = _contestants(folder, state, given, rank, world)
         found: dict[str, dict[str, list[float]]] = {name: {} for name in contestants}
         for number in range(given.runs + (not given.tiny)):
@@ -111,11 +115,9 @@ def _timed(
         drop_caches(folder)
     with PeakMemory() as memory:
         dist.barrier()
-        began_s, began_processor_s, fetched = (
-            time.perf_counter(),
-            time.process_time(),
-            read_from_device_nbytes(),
-        )
+        began_s = time.perf_counter()
+        began_processor_s = time.process_time()
+        fetched = read_from_device_nbytes()
         asked = load()
         processor_s = time.process_time() - began_processor_s
         dist.barrier()
@@ -129,7 +131,8 @@ def _joined(told: Sequence[dict[str, Any]]) -> tuple[list[Series], dict[str, tup
     """Series of the whole job, and how many times one replica each contestant asked for, and
     fetched from the device."""
     nbytes = told[0]["nbytes"]
-    found, times = [], {}
+    found = []
+    times = {}
     for name in told[0]["found"]:
         columns = {
             key: [rank["found"][name][key] for rank in told] for key in told[0]["found"][name]

@@ -134,7 +134,8 @@ def _draw(report: Report, file: Path) -> None:
     mpl.use("svg")
     from matplotlib import pyplot as plt
 
-    names, medians = [s.name for s in report.series], [s.median for s in report.series]
+    names = [s.name for s in report.series]
+    medians = [s.median for s in report.series]
     figure, axes = plt.subplots(figsize=(7, 0.6 + 0.4 * len(names)), layout="constrained")
     colours = [
         "tab:grey" if LIMIT in name else "tab:green" if name.startswith(OURS) else "tab:blue"

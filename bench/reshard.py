@@ -66,7 +66,8 @@ def _load_once(
     fetched = read_from_device_nbytes() - fetched
     if digests(_locals(state)) != expected:
         raise AssertionError("what was loaded is not what this layout should hold")
-    wanted, read = reports[0].bytes_wanted, reports[0].bytes_read
+    wanted = reports[0].bytes_wanted
+    read = reports[0].bytes_read
     return {
         "seconds": seconds,
         "wanted": wanted,
@@ -103,7 +104,8 @@ def _case(
         name,
         [max(r["seconds"] for r in runs) for runs in zip(*(t["runs"] for t in told), strict=True)],
     )
-    rows, worst = [], [0.0, 0.0]
+    rows = []
+    worst = [0.0, 0.0]
     for rank, runs in enumerate(t["runs"] for t in told):
         last = {key: max(run[key] for run in runs) for key in runs[0]}
         ratios = last["read"] / last["wanted"], last["fetched"] / last["wanted"]

@@ -89,7 +89,8 @@ def _soak(world: World, minutes: float) -> tuple[dict[str, _Tally], Probe]:
     left = Curve("bytes of no checkpoint", "MiB", 64)
     probe = Probe([*curves, left], [*sources, lambda: world.left_nbytes() / MIB])
     recent: collections.deque[str] = collections.deque(maxlen=20)
-    end_s, number = time.monotonic() + 60 * minutes, 0
+    end_s = time.monotonic() + 60 * minutes
+    number = 0
     while time.monotonic() < end_s:
         number += 1
         faulthandler.dump_traceback_later(LATE_S, exit=True)
@@ -115,7 +116,8 @@ def _soak(world: World, minutes: float) -> tuple[dict[str, _Tally], Probe]:
 
 
 def _report(world: World, tallies: dict[str, _Tally], probe: Probe, folder: Path) -> Report:
-    count, minutes = sum(len(t.seconds) for t in tallies.values()), probe.at_s[-1] / 60
+    count = sum(len(t.seconds) for t in tallies.values())
+    minutes = probe.at_s[-1] / 60
     where = " and ".join(ground.name for ground in world.grounds)
     notes = [
         f"{name}, medians of both halves, least and most: {', '.join(told)}"

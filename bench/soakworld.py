@@ -38,7 +38,8 @@ __all__ = ["GRACE_S", "OPERATIONS", "Ground", "Slot", "World", "content", "short
 GRACE_S = 15.0
 """Instead of the hour for which an attempt is spared that was about to be committed: else none
 would ever be collected here. Longer than any put of a manifest takes here."""
-SMALL_NBYTES, LARGE_NBYTES = 1 << 18, 8 << 20
+SMALL_NBYTES = 1 << 18
+LARGE_NBYTES = 8 << 20
 """Most that a tensor has. With large ones an image has several chunks, and is uploaded in several
 parts."""
 KILL_WITHIN_S = 0.4
@@ -151,7 +152,8 @@ class World:
         self.slots = [
             Slot(ground, f"step-{n}", {ABSENT}) for ground in grounds for n in range(slots)
         ]
-        self.grounds, self.seed = grounds, seed
+        self.grounds = grounds
+        self.seed = seed
         self.deaths: Counter[str] = Counter()
         """What became of the processes that were to be killed."""
         # The processes that are killed. All of them are copies of one that has imported what they
@@ -168,7 +170,9 @@ class World:
         Raises AssertionError where an invariant is broken, and any error that no fault explains."""
         random = Random(f"{self.seed}/{number}")
         name = random.choices(list(OPERATIONS), [weight for weight, _ in OPERATIONS.values()])[0]
-        slot, before, well = random.choice(self.slots), [s.allowed for s in self.slots], True
+        slot = random.choice(self.slots)
+        before = [s.allowed for s in self.slots]
+        well = True
         try:
             OPERATIONS[name][1](self, slot, random, number)
         except holdfast.HoldfastError as error:
@@ -286,14 +290,16 @@ def _copy(world: World, slot: Slot, random: Random, number: int) -> None:
     if source.holds is ABSENT:
         return
     slot.allowed = slot.allowed | {source.holds}
-    there, here = source.ground.options(random), slot.ground.options(random)
+    there = source.ground.options(random)
+    here = slot.ground.options(random)
     holdfast.copy(source.uri, slot.uri, overwrite=True, src_options=there, dst_options=here)
     slot.allowed = {source.holds}
 
 
 def _prune(world: World, slot: Slot, random: Random, number: int) -> None:
     """Sometimes with faults; without them nothing is left but what is spared for a while."""
-    ground, keep = slot.ground, random.choice((None, 1, 2, 3))
+    ground = slot.ground
+    keep = random.choice((None, 1, 2, 3))
     options = ground.options(random) if random.random() < 0.3 else {}
     here = {s.name: s for s in world.slots if s.ground is ground}
     there = sum(s.holds is not ABSENT for s in here.values())

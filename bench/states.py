@@ -42,7 +42,9 @@ class _Model:
 
     @property
     def layer(self) -> dict[str, tuple[int, ...]]:
-        h, f, kv = self.hidden, self.ffn, self.kv
+        h = self.hidden
+        f = self.ffn
+        kv = self.kv
         return {
             "attention.wq.weight": (h, h),
             "attention.wk.weight": (kv, h),

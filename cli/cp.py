@@ -57,7 +57,8 @@ def _line(c: CopiedCheckpoint, uri: str) -> str:
 
 
 def _summary(report: CopyReport) -> str:
-    count, copied = len(report.checkpoints), len(report.copied)
+    count = len(report.checkpoints)
+    copied = len(report.copied)
     if not copied:
         return f"none of {one_of(count, 'checkpoint')}"
     of = f"{copied:,} of " if copied < count else ""

@@ -61,7 +61,8 @@ class _Found:
 def run(scheme: str | None, *, json_output: bool) -> int:
     """Print all schemes, or all about one, or about one URI; 0 if they can be used, 1 if the one
     asked for cannot."""
-    known, served = schemes(), packages()
+    known = schemes()
+    served = packages()
     if scheme is None:
         found = [_look(name, _example(name), known, served) for name in sorted(known)]
         if json_output:
@@ -110,9 +111,12 @@ def _look(scheme: str, uri: Uri, known: Mapping[str, str], served: Mapping[str, 
             )
         driver = open_driver(uri)
     except UsageError as error:
-        found.problem, found.advice = error.message, error.advice
+        found.problem = error.message
+        found.advice = error.advice
         return found
-    found.uri, found.layers, found.traits = driver.uri, _layers(driver), asdict(driver.traits)
+    found.uri = driver.uri
+    found.layers = _layers(driver)
+    found.traits = asdict(driver.traits)
     asyncio.run(driver.close())
     return found
 

@@ -35,7 +35,9 @@ class Placed:
     """Describes the tensors of a manifest."""
 
     def __init__(self, manifest: Manifest) -> None:
-        m, t, s = manifest, manifest.tensors, manifest.shards
+        m = manifest
+        t = manifest.tensors
+        s = manifest.shards
         self._m = m
         self._pointers = s.pointers(len(t)).tolist()
         self._image_ranks = m.images.rank[s.image]
@@ -53,7 +55,8 @@ class Placed:
     def tensors(self) -> Iterator[tuple[int, PlacedTensor]]:
         """Every tensor with the number of its container, in the order of the state; per-rank ones
         as one."""
-        m, t = self._m, self._m.tensors
+        m = self._m
+        t = self._m.tensors
         columns = zip(
             t.names,
             m.container.tolist(),
@@ -67,7 +70,8 @@ class Placed:
         for row, (name, container, dtype, ndim, shape, owner) in enumerate(columns):
             kind = (container, name, dtype, tuple(shape[:ndim]), owner < 0)
             groups.setdefault(kind, []).append(row)
-        nbytes, owners = t.nbytes.tolist(), t.owner.tolist()
+        nbytes = t.nbytes.tolist()
+        owners = t.owner.tolist()
         for (container, name, dtype, shape, shared), rows in groups.items():
             owned = () if shared else tuple(sorted(owners[row] for row in rows))
             yield (
@@ -102,7 +106,8 @@ class Placed:
             return f"tied to {tied}"
         if tensor.owners:
             return f"per rank {runs_text(tensor.owners)}"
-        row, count = tensor.rows[0], self.shards(tensor)
+        row = tensor.rows[0]
+        count = self.shards(tensor)
         if not count:
             return "empty"
         where = ranks_text(self.ranks(tensor))

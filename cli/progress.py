@@ -51,7 +51,8 @@ def _lines(title: str) -> Callable[[int, int], None]:
         now_s = time.monotonic()
         first = done if first is None else first  # what was there before counts for no rate
         if now_s - said_s >= LINE_EVERY_S:
-            said_s, rate = now_s, (done - first) / (now_s - began_s) / 1e9
+            said_s = now_s
+            rate = (done - first) / (now_s - began_s) / 1e9
             print(
                 f"{title}: {size_text(done)} of {size_text(total)}, {rate:.2f} GB/s",
                 file=sys.stderr,

@@ -118,7 +118,8 @@ class _Outline:
         for value in self._m.tree.values:
             self._folders[value.container].values.append(value)
         for number in range(len(containers) - 1, -1, -1):  # parents have smaller numbers
-            folder, parent = self._folders[number], self._folders[containers[number].parent]
+            folder = self._folders[number]
+            parent = self._folders[containers[number].parent]
             folder.value_count += len(folder.values)
             folder.folders.reverse()
             if number:
@@ -154,7 +155,8 @@ class _Outline:
     def _leaves(self, number: int) -> list[str]:
         """The lines of a container's values and tensors. In lists they stand in order; in dicts
         values come first."""
-        folder, cut = self._folders[number], self._prefix[number]
+        folder = self._folders[number]
+        cut = self._prefix[number]
         rows: list[tuple[str, ...]] = [(_key_text(v.key), self._value(v)) for v in folder.values]
         rows += [(printable(tensor.name[cut:]), *self._fields(tensor)) for tensor in folder.tensors]
         if self._m.tree.containers[number].kind != "dict":

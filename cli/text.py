@@ -50,9 +50,11 @@ def printable(text: str) -> str:
 
 def size_text(nbytes: int) -> str:
     """Three digits and a unit: ``512 B``, ``1.21 GiB``, ``62.5 KiB``."""
-    size, unit = float(nbytes), 0
+    size = float(nbytes)
+    unit = 0
     while size >= 999.5 and unit + 1 < len(_UNITS):
-        size, unit = size / 1024, unit + 1
+        size = size / 1024
+        unit = unit + 1
     digits = 0 if unit == 0 else max(0, 2 - (size >= 9.995) - (size >= 99.95))
     return f"{size:.{digits}f} {_UNITS[unit]}"
 

@@ -25,7 +25,8 @@ def run(uri: str, *, json_output: bool) -> int:
     report = _verified(uri)
     seconds = time.perf_counter() - began_s
     damages = _joined(report.damages)
-    files, size = one_of(report.files, "file"), size_text(report.nbytes)
+    files = one_of(report.files, "file")
+    size = size_text(report.nbytes)
     if json_output:
         print_json(
             {

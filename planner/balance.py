@@ -29,7 +29,8 @@ SHARE_UNIT = 1 << 20
 WORTH = 0.01
 """Even shares stay as they are where the highest load could not be lower by more than this part of
 it."""
-ROUNDS_MAX, POURED_MAX = 200, 20_000
+ROUNDS_MAX = 200
+POURED_MAX = 20_000
 """Rounds over all groups; and, so that many groups take no longer than seconds, groups poured, all
 together."""
 

@@ -116,7 +116,9 @@ def _boxes(prefix: tuple[int, ...], lengths: tuple[int, ...], start: int, stop: 
     """Boxes of the non-empty range [start, stop) of an array of shape ``lengths`` that lies at
     index ``prefix``."""
     row = math.prod(lengths[1:])
-    head, tail = -(-start // row), stop // row  # the rows from head to tail are whole
+    # the rows from head to tail are whole
+    head = -(-start // row)
+    tail = stop // row
     if head > tail:
         return _boxes((*prefix, tail), lengths[1:], start - tail * row, stop - tail * row)
     boxes: list[Box] = []

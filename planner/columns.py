@@ -107,7 +107,8 @@ def union(start: Ints, stop: Ints, gap_nbytes: int) -> tuple[Ints, Ints]:
     if not len(start):
         return start, stop
     order = np.argsort(start, kind="stable")
-    start, reach = start[order], np.maximum.accumulate(stop[order])
+    start = start[order]
+    reach = np.maximum.accumulate(stop[order])
     begins = np.append(True, start[1:] > reach[:-1] + gap_nbytes)
     return start[begins], reach[np.append(begins[1:], True)]
 

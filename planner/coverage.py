@@ -58,7 +58,9 @@ def _in_bounds(within: Ints, offsets: Ints, lengths: Ints) -> Bools:
     # Subtracted, not added: offset + length of a hostile table could wrap around.
     fits = np.ones(len(offsets), dtype=np.bool_)
     for dim in range(offsets.shape[1]):
-        offset, length, limit = offsets[:, dim], lengths[:, dim], within[:, dim]
+        offset = offsets[:, dim]
+        length = lengths[:, dim]
+        limit = within[:, dim]
         fits &= (offset >= 0) & (length > 0) & (length <= limit - offset)
     return fits
 
@@ -73,14 +75,19 @@ def _flag_flat(flags: Bools, shape: Ints, tensor: Ints, offsets: Ints, lengths: 
     volume."""
     if not len(tensor):
         return
-    start, nelems, volume = flat_starts(offsets, shape[tensor]), volumes(lengths), volumes(shape)
+    start = flat_starts(offsets, shape[tensor])
+    nelems = volumes(lengths)
+    volume = volumes(shape)
     same = tensor[1:] == tensor[:-1]
     if not np.all((tensor[1:] > tensor[:-1]) | (same & (start[1:] > start[:-1]))):
         order = np.lexsort((start, tensor))
-        tensor, start, nelems = tensor[order], start[order], nelems[order]
+        tensor = tensor[order]
+        start = start[order]
+        nelems = nelems[order]
         same = tensor[1:] == tensor[:-1]
     stop = start + nelems
-    first, last = np.append(True, ~same), np.append(~same, True)
+    first = np.append(True, ~same)
+    last = np.append(~same, True)
     flags[tensor[first & (start != 0)]] = True
     flags[tensor[last & (stop != volume[tensor])]] = True
     flags[tensor[1:][same & (start[1:] != stop[:-1])]] = True
@@ -100,12 +107,10 @@ class _Groups:
     size_before: Ints  # per box: boxes in its group before this round of cuts
 
     def take(self, rows: Ints | Bools) -> _Groups:
-        tensor, low, high, group = (
-            self.tensor[rows],
-            self.low[rows],
-            self.high[rows],
-            self.group[rows],
-        )
+        tensor = self.tensor[rows]
+        low = self.low[rows]
+        high = self.high[rows]
+        group = self.group[rows]
         return _Groups(tensor, low, high, group, self.lows, self.highs, self.size_before[rows])
 
     @property
@@ -133,7 +138,8 @@ def _flag_cut(flags: Bools, shape: Ints, tensor: Ints, offsets: Ints, lengths: I
         for dim in range(shape.shape[1]):
             groups = _cut(flags, groups, dim)
         single = groups.sizes == 1
-        region_low, region_high = groups.lows[groups.group], groups.highs[groups.group]
+        region_low = groups.lows[groups.group]
+        region_high = groups.highs[groups.group]
         fills = np.all((groups.low == region_low) & (groups.high == region_high), axis=1)
         flags[groups.tensor[single & ~fills]] = True
         groups = groups.take(~single & ~flags[groups.tensor])
@@ -148,7 +154,8 @@ def _cut(flags: Bools, groups: _Groups, dim: int) -> _Groups:
     if not len(groups.tensor):
         return groups
     groups = groups.take(np.lexsort((groups.low[:, dim], groups.group)))
-    low, group = groups.low[:, dim], groups.group
+    low = groups.low[:, dim]
+    group = groups.group
     reach = _running_maximum(groups.high[:, dim], group)
     first = np.append(True, group[1:] != group[:-1])
     before = np.where(first, groups.lows[group, dim], np.append(0, reach[:-1]))
@@ -157,9 +164,13 @@ def _cut(flags: Bools, groups: _Groups, dim: int) -> _Groups:
     last = np.append(first[1:], True)
     flags[groups.tensor[begins & (low > before)]] = True
     flags[groups.tensor[last & (reach < groups.highs[group, dim])]] = True
-    lows, highs = groups.lows[group[begins]], groups.highs[group[begins]]
-    lows[:, dim], highs[:, dim] = low[begins], reach[ends]
-    groups.group, groups.lows, groups.highs = np.cumsum(begins) - 1, lows, highs
+    lows = groups.lows[group[begins]]
+    highs = groups.highs[group[begins]]
+    lows[:, dim] = low[begins]
+    highs[:, dim] = reach[ends]
+    groups.group = np.cumsum(begins) - 1
+    groups.lows = lows
+    groups.highs = highs
     return groups
 
 
@@ -181,7 +192,8 @@ def _flag_stuck(flags: Bools, groups: _Groups) -> None:
     for rows in np.split(order, firsts[1:]):
         if len(rows) and not flags[groups.tensor[rows[0]]]:
             region = groups.group[rows[0]]
-            low, high = groups.low[rows], groups.high[rows]
+            low = groups.low[rows]
+            high = groups.high[rows]
             flags[groups.tensor[rows[0]]] = not _tiles(
                 groups.lows[region], groups.highs[region], low, high
             )
@@ -211,7 +223,8 @@ def _cells(
             yield region_low, region_high, len(low)
             continue
         dim, at = cut
-        middle_low, middle_high = region_low.copy(), region_high.copy()
+        middle_low = region_low.copy()
+        middle_high = region_high.copy()
         middle_low[dim] = middle_high[dim] = at
         halves = [
             _clip(region_low, middle_high, low, high),
@@ -239,7 +252,8 @@ def _clip(
     region_low: Ints, region_high: Ints, low: Ints, high: Ints
 ) -> tuple[Ints, Ints, Ints, Ints]:
     """The region, and the parts of the boxes inside it."""
-    low, high = np.maximum(low, region_low), np.minimum(high, region_high)
+    low = np.maximum(low, region_low)
+    high = np.minimum(high, region_high)
     meets = np.all(low < high, axis=1)
     return region_low, region_high, low[meets], high[meets]
 
@@ -260,10 +274,12 @@ def flaws(shape: tuple[int, ...], offsets: Ints, lengths: Ints) -> list[Flaw]:
         np.broadcast_to(np.array(shape, dtype=np.int64), offsets.shape), offsets, lengths
     )
     found = [_out_of_bounds(offsets[row], lengths[row]) for row in np.flatnonzero(~inside)[:1]]
-    low, high = offsets[inside], (offsets + lengths)[inside]
+    low = offsets[inside]
+    high = (offsets + lengths)[inside]
     wanted = {0: "missing", 2: "stored twice"}
     left = CELLS_AFTER_FIRST
-    region_low, region_high = np.zeros(len(shape), dtype=np.int64), np.array(shape, dtype=np.int64)
+    region_low = np.zeros(len(shape), dtype=np.int64)
+    region_high = np.array(shape, dtype=np.int64)
     for cell_low, cell_high, count in (
         _cells(region_low, region_high, low, high) if 0 not in shape else ()
     ):

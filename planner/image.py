@@ -161,7 +161,8 @@ def lay_out(
     )
     stop = np.empty_like(nbytes)
     stop[order] = np.cumsum(nbytes[order])
-    start, data_nbytes = stop - nbytes, int(nbytes.sum())
+    start = stop - nbytes
+    data_nbytes = int(nbytes.sum())
     entries = _entries(_unique(names), dtypes, lengths, ndim, itemsize, start, stop)
     header = _header([entries[row] for row in order.tolist()], data_nbytes, block_nbytes)
     if len(header) - 8 > HEADER_NBYTES_MAX:
@@ -182,7 +183,8 @@ def _unique(names: Sequence[str]) -> list[str]:
     taken = {"__metadata__", BLOCKS_NAME}
     if len(taken.union(names)) == len(taken) + len(names):
         return list(names)
-    result, counts = [], dict.fromkeys(taken, 1)
+    result = []
+    counts = dict.fromkeys(taken, 1)
     for name in names:
         unique = name
         while unique in counts:

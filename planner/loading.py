@@ -163,7 +163,8 @@ def strided_parts(stored: Box, wanted: Box, e0: int, e1: int) -> list[Box]:
 def _same_ndim(shards: ShardTable, targets: Targets) -> tuple[ShardTable, Targets]:
     """Both with as many padded dimensions as the one that has more."""
     ndim = max(shards.offsets.shape[1], targets.offsets.shape[1])
-    offsets, lengths = widen(shards.offsets, ndim, 0), widen(shards.lengths, ndim, 1)
+    offsets = widen(shards.offsets, ndim, 0)
+    lengths = widen(shards.lengths, ndim, 1)
     wide = (
         widen(targets.offsets, ndim, 0),
         widen(targets.lengths, ndim, 1),
@@ -205,7 +206,8 @@ def _with_common_elements(
     """Those of the pairs whose boxes meet."""
     meets = np.ones(len(shard), dtype=np.bool_)
     for dim in range(shards.offsets.shape[1]):
-        stored, wanted = shards.offsets[shard, dim], targets.offsets[target, dim]
+        stored = shards.offsets[shard, dim]
+        wanted = targets.offsets[target, dim]
         meets &= np.minimum(
             stored + shards.lengths[shard, dim], wanted + targets.lengths[target, dim]
         ) > np.maximum(stored, wanted)
@@ -218,18 +220,18 @@ def _pairs(
     """What shards and targets have in common, and where it lies on both sides; images begin at
     ``base`` on the line."""
     shard, target = _meeting(shards, targets, len(tensors))
-    stored_offsets, stored, image = (
-        shards.offsets[shard],
-        shards.lengths[shard],
-        shards.image[shard],
-    )
-    wanted_offsets, local_shape = targets.offsets[target], targets.local_shape[target]
+    stored_offsets = shards.offsets[shard]
+    stored = shards.lengths[shard]
+    image = shards.image[shard]
+    wanted_offsets = targets.offsets[target]
+    local_shape = targets.local_shape[target]
     offsets = np.maximum(stored_offsets, wanted_offsets)
     lengths = (
         np.minimum(stored_offsets + stored, wanted_offsets + targets.lengths[target]) - offsets
     )
     itemsize = tensors.itemsize[shards.tensor[shard]]
-    start, within = base[image] + shards.start[shard], offsets - stored_offsets
+    start = base[image] + shards.start[shard]
+    within = offsets - stored_offsets
     local = (
         flat_starts(targets.local_offsets[target] + offsets - wanted_offsets, local_shape)
         * itemsize
@@ -255,7 +257,8 @@ def _check(
     """Raises ValueError when the tables cannot be right."""
     sums = np.append(0, np.cumsum(volumes(pairs.lengths)))
     first = np.searchsorted(pairs.target, np.arange(len(targets) + 1))
-    stored, wanted = sums[first[1:]] - sums[first[:-1]], volumes(targets.lengths)
+    stored = sums[first[1:]] - sums[first[:-1]]
+    wanted = volumes(targets.lengths)
     for row in np.flatnonzero(stored != wanted)[:1]:
         name = tensors.names[targets.tensor[row]]
         raise ValueError(f"{name}: of {wanted[row]} elements wanted the shards have {stored[row]}")
@@ -285,7 +288,8 @@ def _runs(pairs: _Pairs, block_nbytes: int) -> tuple[Ints, Ints, Ints]:
     pair, index = ranges(np.zeros_like(number), number)
     if len(pair) == len(number):
         return pair, pairs.start, pairs.start + nelems * pairs.itemsize
-    position, steps = np.zeros_like(pair), strides(pairs.stored)
+    position = np.zeros_like(pair)
+    steps = strides(pairs.stored)
     for dim in range(counts.shape[1] - 1, -1, -1):
         index, within = np.divmod(index, counts[pair, dim])
         position += within * steps[pair, dim]

@@ -157,7 +157,8 @@ def _slice(intervals: Intervals, start: int, stop: int) -> Intervals:
     """The intervals at positions [start, stop) of the concatenation of ``intervals``."""
     result = []
     for (first, last), position in zip(intervals, _local_starts(intervals), strict=True):
-        low, high = max(first, first + start - position), min(last, first + stop - position)
+        low = max(first, first + start - position)
+        high = min(last, first + stop - position)
         if low < high:
             result.append((low, high))
     return result

@@ -96,7 +96,8 @@ def divide(
     members = np.array([len(group) for group in holdings.groups], dtype=np.int64)
     position = np.array([_position(group, rank) for group in holdings.groups], dtype=np.int64)
     nelems = volumes(holdings.lengths)
-    begin, end = np.zeros_like(nelems), nelems.copy()
+    begin = np.zeros_like(nelems)
+    end = nelems.copy()
     shared = np.flatnonzero(members[holdings.group] > 1)
     if len(shared):
         begin[shared], end[shared] = _parts(holdings.take(shared), members, position, shares or {})
@@ -121,10 +122,12 @@ def _parts(
 ) -> tuple[Ints, Ints]:
     """Per box of groups of several ranks, the range of its elements, in row-major order, that this
     rank writes."""
-    begin, end = np.empty(len(shared), dtype=np.int64), np.empty(len(shared), dtype=np.int64)
+    begin = np.empty(len(shared), dtype=np.int64)
+    end = np.empty(len(shared), dtype=np.int64)
     order = _line_up(shared)
     boxes = shared.take(order)
-    nbytes, group = boxes.nbytes, boxes.group
+    nbytes = boxes.nbytes
+    group = boxes.group
     line = np.append(0, np.cumsum(nbytes))
     edges = np.searchsorted(group, np.arange(len(members) + 1))
     total = np.diff(line[edges])
@@ -144,7 +147,8 @@ def _parts(
 def _line_up(shared: Holdings) -> Ints:
     """The order in which boxes are laid end to end: by group, ``order`` and, where those are equal,
     offsets."""
-    group, order = shared.group, shared.order
+    group = shared.group
+    order = shared.order
     ties = (group[1:] == group[:-1]) & (order[1:] <= order[:-1])
     if not ties.any() and np.all(group[1:] >= group[:-1]):
         return np.arange(len(group), dtype=np.int64)
@@ -177,7 +181,8 @@ def _pieces(holdings: Holdings, cut: Ints, begin: Ints, end: Ints) -> tuple[Hold
     shift = np.array([box.offsets for _, box in found], dtype=np.int64).reshape(-1, ndim)
     lengths = np.array([box.lengths for _, box in found], dtype=np.int64).reshape(-1, ndim)
     parent = holdings.take(source)
-    offsets, local_offsets = parent.offsets + shift, parent.local_offsets + shift
+    offsets = parent.offsets + shift
+    local_offsets = parent.local_offsets + shift
     pieces = Holdings(
         parent.tensor,
         offsets,

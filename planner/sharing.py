@@ -133,7 +133,8 @@ def share(wishes: Sequence[Wish], unit_nbytes: int) -> Sharing:
     )
     member = np.repeat(np.arange(len(pairs), dtype=np.int64), [len(p[0]) for p in pairs])
     order = np.lexsort((member, unit))
-    unit, member = unit[order], member[order]
+    unit = unit[order]
+    member = member[order]
     first = np.searchsorted(unit, np.arange(len(start) + 1)).astype(np.int64, copy=False)
     image = start // room
     base = image * room
@@ -178,13 +179,15 @@ def _readers(first: Ints, member: Ints, nbytes: Ints, members: int) -> Ints:
     where a reader goes on where it was. Small groups of members come first, and large ones make up
     for what is uneven then."""
     groups: dict[tuple[int, ...], list[int]] = {}
-    wanting, edges = member.tolist(), first.tolist()
+    wanting = member.tolist()
+    edges = first.tolist()
     for unit, (low, high) in enumerate(itertools.pairwise(edges)):
         groups.setdefault(tuple(wanting[low:high]), []).append(unit)
     reader = np.empty(len(nbytes), np.int64)
     loads = np.zeros(members, np.int64)
     for group, units in sorted(groups.items(), key=lambda item: len(item[0])):
-        among, sizes = np.array(group), nbytes[units]
+        among = np.array(group)
+        sizes = nbytes[units]
         ends = np.cumsum(_shares(loads[among], int(sizes.sum())))
         chosen = among[np.searchsorted(ends[:-1], np.cumsum(sizes) - sizes / 2, side="right")]
         reader[units] = chosen

@@ -117,7 +117,8 @@ class ShardTable:
     @classmethod
     def empty(cls, ndim: int) -> ShardTable:
         """A table of no shards, of tensors of up to ``ndim`` dimensions."""
-        column, boxes = np.empty(0, dtype=np.int64), np.empty((0, ndim), dtype=np.int64)
+        column = np.empty(0, dtype=np.int64)
+        boxes = np.empty((0, ndim), dtype=np.int64)
         return cls(column, boxes, boxes, column, column)
 
     @classmethod
@@ -184,7 +185,8 @@ def coverage_errors(tensors: TensorTable, shards: ShardTable, limit: int = 20) -
 
 def _sentences(tensors: TensorTable, row: int, offsets: Ints, lengths: Ints) -> list[str]:
     """What is wrong with the shards of one tensor that has something wrong."""
-    name, ndim = tensors.names[row], int(tensors.ndim[row])
+    name = tensors.names[row]
+    ndim = int(tensors.ndim[row])
     if tensors.owner[row] >= 0:
         name += f" of rank {tensors.owner[row]}"
     if tensors.alias[row] >= 0:

@@ -88,7 +88,9 @@ class Bar:
     """Made by :meth:`Account.bar`."""
 
     def __init__(self, progress: Progress, record: Record, steps: int) -> None:
-        self._progress, self._record, self._steps = progress, record, steps
+        self._progress = progress
+        self._record = record
+        self._steps = steps
         self._task = progress.add_task("torchrun starts the ranks", total=steps)
 
     def look(self) -> None:

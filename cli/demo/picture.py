@@ -13,7 +13,11 @@ from .record import Record
 
 __all__ = ["draw"]
 
-_BEFORE, _AFTER, _REFERENCE, _KILL, _INK = "#1f6f8b", "#e07a1f", "#c9d3d8", "#c1121f", "#33414a"
+_BEFORE = "#1f6f8b"
+_AFTER = "#e07a1f"
+_REFERENCE = "#c9d3d8"
+_KILL = "#c1121f"
+_INK = "#33414a"
 _STYLE = {
     "svg.hashsalt": "holdfast",  # the same picture is the same file
     "svg.fonttype": "none",

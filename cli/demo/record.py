@@ -42,7 +42,8 @@ class Record:
         """Take note of an event."""
         told = event.told
         if event.kind == "ready":
-            self.parameters, self.text_nbytes = told["parameters"], told["text_nbytes"]
+            self.parameters = told["parameters"]
+            self.text_nbytes = told["text_nbytes"]
         elif event.kind == "step" and event.rank == 0:
             self.losses[told["step"]] = told["loss"]
             self.seconds[told["step"]], self.tokens[told["step"]] = told["seconds"], told["tokens"]

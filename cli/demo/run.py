@@ -61,7 +61,10 @@ def main(
 
 class _Demo:
     def __init__(self, plan: Plan, root: str, folder: Path, account: Account) -> None:
-        self.plan, self.root, self.folder, self.account = plan, root, folder, account
+        self.plan = plan
+        self.root = root
+        self.folder = folder
+        self.account = account
         self.before, self.after, self.reference = (
             Record(plan.before),
             Record(plan.after),
@@ -195,10 +198,8 @@ class _Demo:
 
     def _say_resumed(self, record: Record) -> None:
         wanted, read = record.loaded_nbytes()
-        name, seconds = (
-            name_of(record.loads[0]["uri"]),
-            max(load["seconds"] for load in record.loads),
-        )
+        name = name_of(record.loads[0]["uri"])
+        seconds = max(load["seconds"] for load in record.loads)
         figures = (
             f"wanted {size_text(wanted)} and read {size_text(read)} ({read / wanted:.1%}) "
             f"in {seconds:.2f} s"
@@ -209,10 +210,13 @@ class _Demo:
         )
 
     def _compare(self) -> None:
-        steps, after, reference = self.plan.steps, self.after, self.reference
+        steps = self.plan.steps
+        after = self.after
+        reference = self.reference
         self.account.chapter("As if nothing had happened?")
         self._job("reference", reference)
-        ours, theirs = after.losses[steps], reference.losses[steps]
+        ours = after.losses[steps]
+        theirs = reference.losses[steps]
         self.account.say(
             f"loss at step {steps}: {ours:.6f}; of a run that nobody interrupted: {theirs:.6f}"
         )

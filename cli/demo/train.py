@@ -36,7 +36,9 @@ from .torn import image_is_begun
 
 __all__ = ["Training", "main", "sharded_model"]
 
-RATE, RISING_STEPS = 2e-3, 8  # of learning
+# of learning
+RATE = 2e-3
+RISING_STEPS = 8
 DEADLINE_S = 6.0
 
 
@@ -44,8 +46,10 @@ class Training:
     """One rank's part of the job."""
 
     def __init__(self, job: argparse.Namespace, journal: Journal) -> None:
-        self._job, self._journal = job, journal
-        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._job = job
+        self._journal = journal
+        self._rank = dist.get_rank()
+        self._world = dist.get_world_size()
         self._text = read_text()
         self._model, self._optim = sharded_model(job.seed)
         self._state: dict[str, Any] = {
