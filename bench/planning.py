@@ -34,7 +34,8 @@ from ..storage.format.vouched import Vouched
 from ..storage.operations.global_plan import Accord, Held, Leader, Way
 from ..storage.runtime.engine import start
 from ..storage.state.adapters.dtensor import LocalPart
-from ..storage.state.flatten import FlatState, flatten
+from ..storage.state.flat_state import FlatState
+from ..storage.state.flatten import flatten
 from ..storage.state.plan import Agreed, ImagePlan, plan_image, plan_save
 from ..storage.state.targets import match
 from .llama import KINDS, RNG_NBYTES, TINY, Job, Model, placement_of
@@ -212,7 +213,7 @@ class _Stage:
         moved = replace(
             self._flat,
             parts=[None if kind is None else parts[kind] for kind in self._kind],
-            kin=None,
+            layout_id=None,
         )
         for value in moved.tree.values:
             if value.key == "position":

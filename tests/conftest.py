@@ -43,15 +43,15 @@ def rng(seed: int) -> np.random.Generator:
 
 
 @pytest.fixture
-def no_habits() -> Iterator[None]:
+def no_write_history() -> Iterator[None]:
     """What lazy saves have learned of tensors in other tests is forgotten."""
     import holdfast
-    from holdfast.storage.state.habits import habits
+    from holdfast.storage.state.write_history import write_history
 
-    habits.forget()
+    write_history.forget()
     yield
     holdfast.fence()
-    habits.forget()
+    write_history.forget()
 
 
 @pytest.fixture

@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ...core.lru import LruCache
 from ...errors import SaveError, UsageError
 from ...planner.balance import Group, balance
 from ..exchange.transport import host_key
@@ -39,11 +40,10 @@ from ..format.fragment import Layout
 from ..ranks.hosts import numbered, numbers_in, ranks_with
 from ..ranks.team import Team
 from ..runtime.engine import offload
-from ..state.apart import warn_of
+from ..state.divergence import warn_divergent
 from ..state.fingerprint import label, unsure_rows
-from ..state.flatten import FlatState
-from ..state.kept import Kept
-from ..state.placeholders import opinion, refuse_hollow
+from ..state.flat_state import FlatState
+from ..state.placeholders import refuse_placeholders, reported_placeholders
 from ..state.plan import Agreed
 
 __all__ = ["Accord", "Accords", "Digest", "Held", "Leader", "Way", "agree"]
@@ -164,7 +164,7 @@ class Accord:
         }
 
 
-Accords = Kept[Accord]
+Accords = LruCache[Accord]
 """Accords of one process, by what they follow from."""
 
 
@@ -185,8 +185,8 @@ async def agree(
     all hold less than it seems, SaveError where they hold different values of one part of a
     DTensor.
     """
-    key, leader = (flat.kin, team.rank, team.world), Leader()
-    accord = None if flat.kin is None else accords.get(key)
+    key, leader = (flat.layout_id, team.rank, team.world), Leader()
+    accord = None if flat.layout_id is None else accords.get(key)
     held: Held | None = None
     if accord is None:
         held = Held.of(flat, team.world)
@@ -196,7 +196,7 @@ async def agree(
     says: dict[str, Any] = {"uri": uri} | (
         {} if compression is None else {"compression": compression}
     )
-    hollow = opinion(flat)
+    hollow = reported_placeholders(flat)
     says |= {"hollow": hollow} if hollow or hollow is None else {}
     verdict = json.loads(await team.round("agree", _packed(says | told), leader.agree))
     if accord is None or "accord" not in verdict:
@@ -204,7 +204,7 @@ async def agree(
         if "ask" not in verdict:
             verdict = json.loads(await team.round("holds", _packed(_all_of(held)), leader.hear))
         accord = await _anew(team, flat, held.names, digests, set(verdict["ask"]), leader)
-        if flat.kin is not None:
+        if flat.layout_id is not None:
             accords.put(key, accord)
     return accord
 
@@ -236,7 +236,7 @@ async def _anew(
     verdict = json.loads(await team.round("digests", _packed(told), leader.compare))
     accord = _accord({names[i]: rows[i] for i in mine}, verdict, team)
     ours = {row: verdict["apart"][name] for name, row in accord.apart.items()}
-    warn_of(
+    warn_divergent(
         flat, {row: held for row, (first, held) in ours.items() if first == team.rank}, team.rank
     )
     return accord
@@ -286,7 +286,7 @@ class Leader:
                     f"rank {rank} saves with compression={theirs!r}, rank 0 with {ours!r}",
                     rank=rank,
                 )
-        refuse_hollow([other.get("hollow", {}) for other in told])
+        refuse_placeholders([other.get("hollow", {}) for other in told])
         if all("holds" in other for other in told):
             return await self.hear(statements)
         if not _still(told):

@@ -31,8 +31,8 @@ from ..ranks.team import Team
 from ..runtime.engine import offload
 from ..state.adapters.stateful import restore
 from ..state.build import build
-from ..state.flatten import FlatState, Subtree
-from ..state.restoring import build_for
+from ..state.flat_state import FlatState, Subtree
+from ..state.object_state import build_object_state
 from ..state.targets import Match, TypedPath, Wanted, match
 from .differences import Differences, Referee, Strict, statement_of
 from .driver_progress import counted
@@ -278,7 +278,7 @@ def _matched(
         if subtree.state is None:
             path = _path_of(job.flat, subtree)
             try:
-                made = build_for(
+                made = build_object_state(
                     subtree, job.flat.modules, manifest, rank, world, found.wanted, path
                 )
             except KeyError:

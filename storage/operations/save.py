@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from ...core.lru import LruCache
 from ...drivers.contract import Driver
 from ...errors import (
     CheckpointError,
@@ -44,8 +45,8 @@ from ..ranks.member import LEADER
 from ..ranks.team import Team
 from ..runtime.engine import offload
 from ..state.fingerprint import fingerprints
-from ..state.flatten import FlatState
-from ..state.kept import Kept
+from ..state.flat_state import FlatState
+from ..state.lazy import LazyCapture
 from ..state.plan import Agreed, SavePlan, plan_save
 from .deadline import Deadline
 from .driver_progress import counted
@@ -71,13 +72,15 @@ class SaveJob:
     step: int | None
     budget_nbytes: int | None
     """Host memory for chunks; None: room for the whole image."""
+    lazy: LazyCapture | None = None
+    """Set where training goes on while ``flat`` is copied."""
     progress: Progress = field(default=Progress(lambda: None, lambda: None))
     created_s: float = field(default_factory=time.time)
     after: Future[None] | None = None
     """Another save, for whose end the writing waits; copying does not."""
     digests: Digest | None = None
     """How to digest rows of the state; None: there is nothing about it."""
-    accords: Accords = field(default_factory=lambda: Kept(ACCORDS))
+    accords: Accords = field(default_factory=lambda: LruCache(ACCORDS))
     """What was agreed on at former saves of this process."""
     deadline: Deadline = field(default=Deadline())
     """When it is committed, or has failed."""
@@ -116,7 +119,7 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tu
     # Copying does not wait for the storage to answer: trainers wait for the copies.
     beginning = asyncio.ensure_future(leader.begin_for(team))
     try:
-        plan = await offload(plan_save, job.flat, team.rank, accord and accord.agreed)
+        plan = await offload(plan_save, job.flat, team.rank, accord and accord.agreed, job.lazy)
         writer = ImageWriter(
             driver, plan.layout, plan.source, job.budget_nbytes, job.progress, job.compression
         )
@@ -190,7 +193,7 @@ async def _agreed(driver: Driver, team: Team, job: SaveJob) -> Accord | None:
     """What the ranks have agreed on; None for a rank that is alone."""
     if team.world == 1:
         return None
-    digests = job.digests or partial(fingerprints, job.flat)
+    digests = job.digests or partial(fingerprints, job.flat, lazy=job.lazy)
     return await agree(team, driver.uri, job.flat, digests, job.accords, job.compression)
 
 

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 from ...core.forks.renewal import in_child, new_lock
+from ...core.lru import LruCache
 from ...drivers.contract import Driver
 from ...drivers.registry import open_driver
 from ...drivers.uri import Uri, join, parse, redact
@@ -29,10 +30,10 @@ from ..runtime.engine import offload, start
 from ..runtime.progress import ProgressCallback, ProgressReporter
 from ..state.device import Queued, beside, devices_of
 from ..state.fingerprint import fingerprints
-from ..state.flatten import FlatState, flatten
-from ..state.kept import Kept
+from ..state.flat_state import FlatState
+from ..state.flatten import flatten
 from ..state.lazy import LazyCapture
-from ..state.placeholders import opinion, refuse_hollow
+from ..state.placeholders import refuse_placeholders, reported_placeholders
 from .deadline import Deadline
 from .global_plan import Accords
 from .handle import SaveHandle, StageHandle
@@ -63,7 +64,7 @@ UriLike = str | os.PathLike[str]
 
 _log = logging.getLogger(__name__)
 _in_flight: dict[str, Future[None]] = {}
-_accords: Accords = Kept(ACCORDS)
+_accords: Accords = LruCache(ACCORDS)
 _in_flight_lock = new_lock()
 
 
@@ -125,15 +126,15 @@ def begin_save(
         step = None if step is None else _checked_step(step)
         flat = flatten(state)
         if allow_empty:
-            flat.hollow = {}
+            flat.placeholders = {}
         elif team.world == 1:
-            refuse_hollow([opinion(flat)])
-        if lazy:
-            flat.lazy = LazyCapture(flat, prove=lazy == "prove")
+            refuse_placeholders([reported_placeholders(flat)])
+        capture = LazyCapture(flat, prove=lazy == "prove") if lazy else None
         job = SaveJob(
             flat,
             step,
             budget_nbytes,
+            lazy=capture,
             after=after,
             accords=_accords,
             deadline=deadline,
@@ -141,14 +142,14 @@ def begin_save(
         )
         job.admit = admit
         save = _Save(
-            job, _handle(to.uri, flat), began_s, asks=asks, reporter=ProgressReporter(progress)
+            job, _handle(to.uri, capture), began_s, asks=asks, reporter=ProgressReporter(progress)
         )
         with _in_flight_lock:
             before = _in_flight.get(to.uri)
             future = _in_flight[to.uri] = start(_run(to, team, save, before))
     future.add_done_callback(lambda done: _forget(to.uri, done))
-    if flat.lazy is not None and flat.lazy.waits:
-        flat.lazy.wait_in_call()
+    if capture is not None and capture.waits:
+        capture.wait_in_call()
     return save.handle, future
 
 
@@ -156,10 +157,10 @@ def _opened(uri: UriLike | Uri, below: str, world: int, options: Mapping[str, ob
     return open_driver(join(uri, below) if below else uri, world, **options)
 
 
-def _handle(uri: str, flat: FlatState) -> SaveHandle:
-    if flat.lazy is None:
+def _handle(uri: str, lazy: LazyCapture | None) -> SaveHandle:
+    if lazy is None:
         return SaveHandle(uri)
-    seen = flat.lazy.seen
+    seen = lazy.seen
     return SaveHandle(
         uri, captured=StageHandle("captured", seen), durable=StageHandle("durable", seen)
     )
@@ -181,7 +182,7 @@ class _Save:
         self.handle = handle
         self._began_s = began_s
         self._deadline = job.deadline
-        self.lazy = job.flat.lazy
+        self.lazy = job.lazy
         self.devices = devices_of(job.flat.locals)
         self.queued = Queued.now(self.devices)
         self._reached: dict[str, float] = {}
@@ -237,7 +238,7 @@ class _Save:
 
     def _digests(self, rows: Sequence[int]) -> dict[int, bytes]:
         with beside(self.devices):
-            return fingerprints(self.taken().flat, rows)
+            return fingerprints(self.taken().flat, rows, self.lazy)
 
     def _captured(self) -> None:
         if self.lazy is not None:

@@ -13,7 +13,7 @@ from ...errors import DamagedError
 from ..format.kinds import as_kind
 from ..format.manifest import Manifest
 from ..format.tree import Key, Value
-from .adapters.making import Entry, Make
+from .adapters.allocation import Allocate, Entry
 from .dtypes import dtype_of, empty
 from .targets import TypedPath, Wanted, typed_paths
 
@@ -53,7 +53,9 @@ class Built:
     """A built state, whose tensors are yet to be filled. ``tensors`` and ``values`` are the rows
     that it uses."""
 
-    def __init__(self, manifest: Manifest, rank: int, wanted: Wanted, make: Make | None) -> None:
+    def __init__(
+        self, manifest: Manifest, rank: int, wanted: Wanted, make: Allocate | None
+    ) -> None:
         self._m = manifest
         self._rank = rank
         self._wanted = wanted
@@ -183,7 +185,11 @@ class Built:
 
 
 def build(
-    manifest: Manifest, rank: int, wanted: Wanted, path: TypedPath = (), make: Make | None = None
+    manifest: Manifest,
+    rank: int,
+    wanted: Wanted,
+    path: TypedPath = (),
+    make: Allocate | None = None,
 ) -> tuple[Any, set[int]]:
     """The state at ``path`` as ``rank`` saved it, its tensors empty and added to ``wanted``; and
     the rows it has.

@@ -8,17 +8,14 @@ memory speed that costs a few percent of a save.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import xxhash
 
 from .bits import address_of, as_bits
-from .flatten import FlatState
-
-if TYPE_CHECKING:
-    from .lazy import LazyCapture
+from .flat_state import FlatState
+from .lazy import LazyCapture
 
 __all__ = ["fingerprint", "fingerprints", "label", "unsure_rows"]
 
@@ -39,11 +36,13 @@ def unsure_rows(flat: FlatState, world: int) -> list[int]:
     ]
 
 
-def fingerprints(flat: FlatState, rows: Sequence[int]) -> dict[int, bytes]:
+def fingerprints(
+    flat: FlatState, rows: Sequence[int], lazy: LazyCapture | None = None
+) -> dict[int, bytes]:
     """Per row a 16-byte digest of the shape, dtype and bytes of what this rank holds; of a tensor
-    that is tied, of the name of the other too."""
+    that is tied, of the name of the other too. ``lazy`` reads tensors that may be written to meanwhile."""
     roots = {row: flat.alias[row] if flat.alias[row] >= 0 else row for row in rows}
-    digests = {root: fingerprint(flat, root) for root in dict.fromkeys(roots.values())}
+    digests = {root: fingerprint(flat, root, lazy) for root in dict.fromkeys(roots.values())}
     return {
         row: digests[root] if root == row else _tied(digests[root], flat.names[root])
         for row, root in roots.items()
@@ -62,14 +61,14 @@ def label(flat: FlatState, row: int) -> str:
     )
 
 
-def fingerprint(flat: FlatState, row: int) -> bytes:
+def fingerprint(flat: FlatState, row: int, lazy: LazyCapture | None = None) -> bytes:
     """A digest of dtype, shape and bytes of what this rank holds of the tensor in ``row``."""
     tensor = flat.locals[row]
     hasher = xxhash.xxh3_128(f"{flat.dtypes[row]}{list(flat.shapes[row])}".encode())
     if tensor.numel() == 0:
         return hasher.digest()
-    if flat.lazy is not None and flat.lazy.has_in_host_memory(row):
-        _update_carefully(hasher, flat.lazy, row, tensor.nbytes)
+    if lazy is not None and lazy.has_in_host_memory(row):
+        _update_carefully(hasher, lazy, row, tensor.nbytes)
         return hasher.digest()
     if address_of(tensor) is not None:
         hasher.update(_bytes_of(as_bits(tensor)))

@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Hashable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from ...core.lru import LruCache
 from ...errors import StateError
 from ..format.kinds import kind_of
 from ..format.tree import ROOT, Container, Key, Tree, Value, format_path
@@ -24,66 +24,16 @@ from .adapters.foreign import is_suspect, refuse_object, refuse_stale, refuse_te
 from .adapters.module_names import Walked
 from .adapters.stateful import expand, fills_in_place, has_state, present_state
 from .dtypes import numpy_to_torch, refusal
-from .kept import Kept
-from .placeholders import Hollow, hollow_of
-from .signature import Glance, UnusualError
+from .flat_state import FlatState, Subtree
+from .placeholders import find_placeholders
+from .signature import NoSignatureError, SignatureScan
 
-if TYPE_CHECKING:
-    from .lazy import LazyCapture
-
-__all__ = ["FlatState", "Subtree", "flatten"]
+__all__ = ["flatten"]
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _LEAVES = (*_TENSORS, DTensor, int, float, str, bool, type(None))
 """Where there are no modules."""
 _DEPTH_MAX = 200
-
-
-@dataclass(frozen=True, slots=True)
-class Subtree:
-    """An object with a state, at ``key`` of container ``parent``. ``state`` is its expansion, which
-    was flattened in its place; None when it was not expanded, and is to be given what is stored:
-    then ``present`` is the state that it has."""
-
-    parent: int
-    key: Key
-    owner: Any
-    state: Any
-    present: Any = None
-
-
-@dataclass(slots=True)
-class FlatState:
-    """Columns of tensors (one row each), and the tree. ``nodes`` are the container objects, by
-    number."""
-
-    names: list[str] = field(default_factory=list)
-    containers: list[int] = field(default_factory=list)
-    shapes: list[tuple[int, ...]] = field(default_factory=list)
-    dtypes: list[torch.dtype] = field(default_factory=list)
-    locals: list[torch.Tensor] = field(default_factory=list)
-    """What this rank holds of each, plain."""
-    origins: list[torch.Tensor] = field(default_factory=list)
-    """The tensors as they were found: a local tensor, or the DTensor that it is a part of."""
-    parts: list[LocalPart | None] = field(default_factory=list)
-    alias: list[int] = field(default_factory=list)
-    tree: Tree = field(default_factory=Tree)
-    nodes: list[Any] = field(default_factory=list)
-    subtrees: list[Subtree] = field(default_factory=list)
-    modules: list[Walked] = field(default_factory=list)
-    hollow: Hollow = field(default_factory=dict)
-    """What holds less than it seems to; not known where a state is loaded."""
-    lazy: LazyCapture | None = None
-    """Set where training goes on while this is being copied."""
-    kin: object | None = None
-    """The same object for states that a glance found to be laid out alike; None where that is not
-    known."""
-
-    def path(self, row: int) -> str:
-        """Where the tensor in ``row`` is, as a user would write it."""
-        c = self.containers[row]
-        text = self.names[row][len(self.tree.prefixes()[c]) :]
-        return format_path((*self.tree.paths()[c], self.tree.tensor_key(c, text)))
 
 
 def flatten(state: Any, *, loading: bool = False) -> FlatState:
@@ -93,10 +43,10 @@ def flatten(state: Any, *, loading: bool = False) -> FlatState:
     subtrees as they are. Raises StateError naming the path of what cannot be saved.
     """
     modules = functools.cache(lambda: [Walked(module) for module in _modules(state)])
-    glance = Glance(modules)
+    glance = SignatureScan(modules)
     trace: tuple[Hashable, ...] | None = None
     if not loading:
-        with contextlib.suppress(UnusualError):
+        with contextlib.suppress(NoSignatureError):
             glance.look(state)
             trace = tuple(glance.trace)
     known = None if trace is None else _known.get(trace)
@@ -106,9 +56,9 @@ def flatten(state: Any, *, loading: bool = False) -> FlatState:
     _walk(state, _Walker(flat, loading, glance.opened))
     if loading:
         _refuse_stale(flat)
-    flat.hollow = {} if loading else hollow_of(flat)
+    flat.placeholders = {} if loading else find_placeholders(flat)
     if trace is not None:
-        flat.kin, flat.parts = object(), glance.parts
+        flat.layout_id, flat.parts = object(), glance.parts
         _known.put(trace, _again(flat, None, []))
     return flat
 
@@ -125,11 +75,11 @@ def _refuse_stale(flat: FlatState) -> None:
             refuse_stale(subtree.owner, owners, path)
 
 
-_known: Kept[FlatState] = Kept(8)
+_known: LruCache[FlatState] = LruCache(8)
 """States flattened lately, without what is in them, by their trace."""
 
 
-def _again(known: FlatState, glance: Glance | None, modules: list[Walked]) -> FlatState:
+def _again(known: FlatState, glance: SignatureScan | None, modules: list[Walked]) -> FlatState:
     """A state that is laid out like a known one, with what a glance has seen; None: with nothing in
     it."""
     opened = glance.opened if glance else [(None, None)] * len(known.subtrees)
@@ -160,8 +110,8 @@ def _again(known: FlatState, glance: Glance | None, modules: list[Walked]) -> Fl
             Subtree(s.parent, s.key, *pair) for s, pair in zip(known.subtrees, opened, strict=True)
         ],
         modules=modules,
-        hollow=known.hollow,
-        kin=known.kin,
+        placeholders=known.placeholders,
+        layout_id=known.layout_id,
     )
 
 

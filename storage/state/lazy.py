@@ -13,7 +13,7 @@ for which neither works is copied at the call.
 What was written to before it was copied cannot be had back, so it is found out who does so. A
 tensor that is seen for the first time is copied at the call, and watched until the next fence
 (:mod:`.watch`). Where it was written to, it is copied at the call in later saves, too
-(:mod:`.habits`). The same happens after a save that failed.
+(:mod:`.write_history`). The same happens after a save that failed.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from ...errors import SaveError
 from ..runtime.engine import check_may_wait
 from .adapters.dtensor import local_tensor
 from .bits import copy_memory
-from .clones import HostClone
 from .device import Queued, devices_of
 from .device_snapshot import DeviceSnapshot, Doubt
-from .flatten import FlatState
-from .habits import Tensor, habits
+from .flat_state import FlatState
+from .host_clone import HostClone
+from .host_snapshot import SMALL_NBYTES, ChangedError, HostSnapshot, Region
 from .process_memory import GoneError, can_read
-from .snapshot import SMALL_NBYTES, ChangedError, HostSnapshot, Region
-from .turns import turns
-from .watch import Watch, Watched
+from .switch_interval import turns
+from .write_history import Tensor, write_history
 from .write_tracking import WriteTracker, write_tracker
+from .write_watch import Watch, Watched
 
 __all__ = ["LazyCapture", "fence", "hook_optimizers"]
 
@@ -122,7 +122,9 @@ class LazyCapture:
         if tracker is not None:
             regions = [self._region(flat, row, rows) for row in rows.host]
             self._host = HostSnapshot(regions, tracker, check_files=rows.new)
-            habits.learn([_known_as(flat, row) for row in self._host.untrackable], hasty=True)
+            write_history.learn(
+                [_known_as(flat, row) for row in self._host.untrackable], hasty=True
+            )
         watched = [row for row in rows.new if self._can_watch(row)]
         self._watched = {
             row: self._watch(row, originals.get(row, flat.locals[row])) for row in watched
@@ -270,7 +272,7 @@ class LazyCapture:
         turns.restore(self)
         with _lock:
             if watching:
-                _watches[id(self)] = Watch(self._watched, self._host, habits)
+                _watches[id(self)] = Watch(self._watched, self._host, write_history)
             elif self._host is not None:
                 self._host.close()
         self._watched = {}
@@ -283,7 +285,7 @@ class LazyCapture:
     def _error(self, row: int) -> SaveError:
         assert self._flat is not None
         self._changed = row
-        habits.learn([_known_as(self._flat, row)], hasty=True)
+        write_history.learn([_known_as(self._flat, row)], hasty=True)
         return SaveError(
             f"{self._flat.path(row)} changed while it was being copied",
             advice="From now on it is copied at the call. To have it copied in the background, "
@@ -318,7 +320,7 @@ def _sorted(flat: FlatState, tracker: WriteTracker | None) -> _Rows:
             continue
         plain = local.is_contiguous() and not local.is_conj() and not local.is_neg()
         small = nbytes[row] <= SMALL_NBYTES
-        hasty = habits.hasty((flat.names[row], nbytes[row]))
+        hasty = write_history.hasty((flat.names[row], nbytes[row]))
         if hasty is None and not small:
             rows.new.add(row)
         if hasty or local.is_inference():  # optimizers do not train these

@@ -16,17 +16,14 @@ unless the caller asks for it with ``allow_empty=True``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from ...errors import StateError
 from ..format.tree import format_path
+from .flat_state import FlatState
 
-if TYPE_CHECKING:
-    from .flatten import FlatState
+__all__ = ["Placeholders", "find_placeholders", "refuse_placeholders", "reported_placeholders"]
 
-__all__ = ["Hollow", "hollow_of", "opinion", "refuse_hollow"]
-
-Hollow = Mapping[str, str]
+Placeholders = Mapping[str, str]
 """What is hollow, by its path, and why."""
 
 _PLACEHOLDER = (0,)
@@ -34,7 +31,7 @@ _SHOWN = 8
 """So many parameters are told of at most, whose optimizer has more than they have."""
 
 
-def hollow_of(flat: FlatState) -> dict[str, str]:
+def find_placeholders(flat: FlatState) -> dict[str, str]:
     """What is hollow in ``flat``, as this rank sees it. Follows from names and shapes alone."""
     empty = [row for row, shape in enumerate(flat.shapes) if 0 in shape]
     if not empty:
@@ -53,13 +50,13 @@ def hollow_of(flat: FlatState) -> dict[str, str]:
     return found
 
 
-def opinion(flat: FlatState) -> Hollow | None:
+def reported_placeholders(flat: FlatState) -> Placeholders | None:
     """What this rank says of ``flat`` to the others; None where it has no tensors, and nothing to
     say."""
-    return flat.hollow if flat.names else None
+    return flat.placeholders if flat.names else None
 
 
-def refuse_hollow(opinions: Sequence[Hollow | None]) -> None:
+def refuse_placeholders(opinions: Sequence[Placeholders | None]) -> None:
     """Raise StateError for what is hollow on all ranks that have tensors."""
     told = [opinion for opinion in opinions if opinion is not None]
     hollow = set.intersection(*(set(opinion) for opinion in told)) if told else set[str]()

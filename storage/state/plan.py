@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ...core.lru import LruCache
 from ...planner.balance import Group
 from ...planner.columns import padded
 from ...planner.image import ImageLayout, lay_out, shard_names
@@ -15,8 +16,8 @@ from ...planner.saving import Holdings, divide
 from ...planner.table import ShardTable, TensorTable
 from ..format.fragment import Layout, layout_of
 from .dtypes import dtype_name
-from .flatten import FlatState
-from .kept import Kept
+from .flat_state import FlatState
+from .lazy import LazyCapture
 from .source import ImageSource
 
 __all__ = ["Agreed", "ImagePlan", "SavePlan", "plan_image", "plan_save"]
@@ -74,22 +75,24 @@ def _tensor_table(flat: FlatState, alias: Ints, owner: Ints) -> TensorTable:
     )
 
 
-def plan_save(flat: FlatState, rank: int, agreed: Agreed | None) -> SavePlan:
+def plan_save(
+    flat: FlatState, rank: int, agreed: Agreed | None, lazy: LazyCapture | None = None
+) -> SavePlan:
     """What :func:`plan_image` lays out, with the tensors of this time. What was laid out lately is
     looked up."""
-    key = (rank, flat.kin, agreed)  # a plan follows from these alone
-    plan = None if flat.kin is None else _known.get(key)
+    key = (rank, flat.layout_id, agreed)  # a plan follows from these alone
+    plan = None if flat.layout_id is None else _known.get(key)
     if plan is None:
         plan = plan_image(flat, rank, agreed)
-        if flat.kin is not None:
+        if flat.layout_id is not None:
             _known.put(key, plan)
     source = ImageSource(
-        plan.layout, plan.held, flat.locals, plan.tensors.ndim[plan.held.tensor], flat.lazy
+        plan.layout, plan.held, flat.locals, plan.tensors.ndim[plan.held.tensor], lazy
     )
     return SavePlan(plan.tensors, plan.shards, plan.layout, plan.held, plan.told, source)
 
 
-_known: Kept[ImagePlan] = Kept(8)
+_known: LruCache[ImagePlan] = LruCache(8)
 
 
 def plan_image(flat: FlatState, rank: int, agreed: Agreed | None) -> ImagePlan:

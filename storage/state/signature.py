@@ -28,7 +28,7 @@ from .adapters.module_names import Walked
 from .adapters.stateful import expand, has_state
 from .dtypes import numpy_to_torch
 
-__all__ = ["Glance", "UnusualError"]
+__all__ = ["NoSignatureError", "SignatureScan"]
 
 _DEPTH_MAX = 200
 _MAPPINGS = (dict, OrderedDict)
@@ -42,11 +42,11 @@ _KEYS = {
 _VALUES = (type(None), bool, int, float, str)
 
 
-class UnusualError(Exception):
+class NoSignatureError(Exception):
     """There is something in the state that a look does not know. Not seen outside of this package."""
 
 
-class Glance:
+class SignatureScan:
     """One look at a state. The lists are in the order in which flattening meets things."""
 
     def __init__(self, modules: Callable[[], Sequence[Walked]]) -> None:
@@ -67,7 +67,7 @@ class Glance:
         self._parts: dict[int, Parts] = {}  # by the ids of meshes, which the state keeps alive
 
     def look(self, state: Any) -> None:
-        """Look at all of ``state``. Raises UnusualError; what was opened until then is in
+        """Look at all of ``state``. Raises NoSignatureError; what was opened until then is in
         ``opened``."""
         try:
             with torch.no_grad():
@@ -77,7 +77,7 @@ class Glance:
             RecursionError,
             RuntimeError,
         ) as error:  # to be told by who knows where it is
-            raise UnusualError from error
+            raise NoSignatureError from error
 
     def _plain(self, item: Any) -> Any:
         """``item``, or its state where it has one."""
@@ -100,7 +100,7 @@ class Glance:
         elif known := kind is list or kind is tuple:
             self.trace.append((kind, len(node)))
         if not known or depth > _DEPTH_MAX:
-            raise UnusualError
+            raise NoSignatureError
         for item in items:
             self._item(item, depth)
 
@@ -108,14 +108,14 @@ class Glance:
         kind = type(item)
         if kind in _TENSORS:
             if is_suspect(item):
-                raise UnusualError
+                raise NoSignatureError
             self._tensor(item, item, None)
         elif kind is dict:
             self._container(item, depth + 1)
         elif kind is DTensor:
             local = local_tensor(item)
             if type(local) not in _TENSORS:
-                raise UnusualError
+                raise NoSignatureError
             mesh = item.device_mesh
             known = self._parts.get(id(mesh))
             if known is None:
@@ -128,7 +128,7 @@ class Glance:
             tensor = numpy_to_torch(item, "")
             self._tensor(tensor, tensor, None)
         elif isinstance(item, torch.Tensor | np.ndarray):
-            raise UnusualError
+            raise NoSignatureError
         elif has_state(item):
             self._item(self._plain(item), depth)
         elif isinstance(item, Mapping | list | tuple) and kind is not torch.Size:

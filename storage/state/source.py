@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +15,7 @@ from ..runtime.buffers import HostBuffer
 from .bits import address_of, as_bits, copy_memory, typed
 from .device import allocate_pinned, beside, devices_of
 from .device_snapshot import Doubt
-
-if TYPE_CHECKING:
-    from .lazy import LazyCapture
+from .lazy import LazyCapture
 
 __all__ = ["ImageSource"]
 

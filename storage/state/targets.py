@@ -18,7 +18,7 @@ from ..format.manifest import Manifest
 from ..format.tree import Key, Tree, dotted, format_path
 from .adapters.dtensor import local_part, local_tensor
 from .dtypes import dtype_name, dtype_of
-from .flatten import FlatState
+from .flat_state import FlatState
 
 __all__ = ["Match", "TypedPath", "Wanted", "match"]
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from support.effort import examples
 from support.writers import complaint
 
-from holdfast.storage.state import snapshot
-from holdfast.storage.state.snapshot import HostSnapshot
+from holdfast.storage.state import host_snapshot
+from holdfast.storage.state.host_snapshot import HostSnapshot
 from holdfast.storage.state.write_tracking import WriteTracker, write_tracker
 
 pytestmark = pytest.mark.skipif(
@@ -52,10 +52,10 @@ def _asks_before_it_reads(patch: pytest.MonkeyPatch) -> None:
     def early(self: HostSnapshot, i: int, start: int, stop: int, to: int, disarm: bool) -> None:
         address = self._regions[i].address
         first, last = address + start, address + stop
-        page = snapshot.PAGE_NBYTES
+        page = host_snapshot.PAGE_NBYTES
         if not self._tracker.is_clean(first // page * page, -(-last // page) * page):
             plain(self, i, start, stop, to, disarm)
-        snapshot.read(first, to, stop - start)
+        host_snapshot.read(first, to, stop - start)
 
     patch.setattr(HostSnapshot, "_copy_tracked", early)
 
@@ -81,7 +81,7 @@ def _edges_not_copied(patch: pytest.MonkeyPatch) -> None:
         if self._head[i] < self._tail[i]:
             for a, b in ((start, min(stop, self._head[i])), (max(start, self._tail[i]), stop)):
                 if a < b:
-                    snapshot.read(self._regions[i].address + a, to + a - start, b - a)
+                    host_snapshot.read(self._regions[i].address + a, to + a - start, b - a)
 
     patch.setattr(HostSnapshot, "copy", all_of_it)
 

@@ -17,14 +17,15 @@ from hypothesis import strategies as st
 from support.effort import examples
 
 import holdfast
+from holdfast.core.lru import LruCache
 from holdfast.planner.box import Box
 from holdfast.planner.placement import Piece
 from holdfast.storage.operations.global_plan import Accords, agree
 from holdfast.storage.ranks.team import StoreTeam
 from holdfast.storage.state.adapters.dtensor import LocalPart
 from holdfast.storage.state.fingerprint import fingerprints, unsure_rows
-from holdfast.storage.state.flatten import FlatState, flatten
-from holdfast.storage.state.kept import Kept
+from holdfast.storage.state.flat_state import FlatState
+from holdfast.storage.state.flatten import flatten
 from holdfast.storage.state.plan import Agreed
 
 WORLD = 3
@@ -48,7 +49,7 @@ def flat_of(state: State, rank: int) -> FlatState:
     for row, name in enumerate(flat.names):
         if name in "pq":
             flat.parts[row] = LocalPart((Piece(Box((0,), (2,)), (0,)),), (2,), mesh, len(mesh))
-    flat.kin = _kin.setdefault((rank, tuple(state)), object())
+    flat.layout_id = _kin.setdefault((rank, tuple(state)), object())
     return flat
 
 
@@ -131,7 +132,7 @@ def test_ranks_agree_on_what_they_hold_whatever_was_before(history: list[list[St
     """Names come and go, values are equal, differ, and are equal again, some ranks remember what
     others do not: what is agreed on at each save is what all states together tell. What cannot be
     saved is refused on all ranks."""
-    memory: list[Accords] = [Kept(2) for _ in range(WORLD)]
+    memory: list[Accords] = [LruCache(2) for _ in range(WORLD)]
     for job in history:
         flats = [flat_of(state, rank) for rank, state in enumerate(job)]
         expected = by_sight(job)
@@ -150,7 +151,7 @@ def test_what_is_as_before_takes_one_round_and_no_more_digests_than_needed() -> 
         {"a": 1, "b": rank, "p": 5} if rank < 2 else {"a": 1, "b": rank, "c": 7}
         for rank in range(WORLD)
     ]
-    memory: list[Accords] = [Kept(2) for _ in range(WORLD)]
+    memory: list[Accords] = [LruCache(2) for _ in range(WORLD)]
     seen = [agree_all([flat_of(s, rank) for rank, s in enumerate(job)], memory) for _ in range(3)]
     assert [rounds for _, rounds, _ in seen] == [2, 1, 1]
     assert [digested for _, _, digested in seen] == [[2, 2, 3], [2, 2, 2], [2, 2, 2]]
@@ -163,7 +164,7 @@ def test_what_is_as_before_takes_one_round_and_no_more_digests_than_needed() -> 
 
 def test_what_was_alike_and_is_not_is_found_out_anew() -> None:
     """And so is what differed, and does not any more; from then on one round will do again."""
-    memory: list[Accords] = [Kept(2) for _ in range(WORLD)]
+    memory: list[Accords] = [LruCache(2) for _ in range(WORLD)]
     rounds, holders = [], []
     for values_of_a in ((1, 1, 1), (1, 1, 2), (1, 2, 1), (1, 1, 1), (3, 3, 3)):
         flats = [flat_of({"a": value}, rank) for rank, value in enumerate(values_of_a)]
@@ -176,7 +177,7 @@ def test_what_was_alike_and_is_not_is_found_out_anew() -> None:
 
 def test_a_rank_that_remembers_nothing_has_all_say_all() -> None:
     """It was started anew, or holds something else now."""
-    memory: list[Accords] = [Kept(2) for _ in range(WORLD)]
+    memory: list[Accords] = [LruCache(2) for _ in range(WORLD)]
     flats = [flat_of({"a": 1}, rank) for rank in range(WORLD)]
     agree_all(flats, memory)
     memory[1].clear()
@@ -186,7 +187,7 @@ def test_a_rank_that_remembers_nothing_has_all_say_all() -> None:
 def test_layouts_that_were_never_together_are_not_taken_for_an_accord() -> None:
     """Each rank remembers its own; that all tensors were held by all does not tell that they are so
     in this mixture."""
-    memory: list[Accords] = [Kept(2) for _ in range(WORLD)]
+    memory: list[Accords] = [LruCache(2) for _ in range(WORLD)]
     for name in ("a", "b"):
         agree_all([flat_of({name: 1}, rank) for rank in range(WORLD)], memory)
     flats = [flat_of({name: 1}, rank) for rank, name in enumerate("aab")]

@@ -20,7 +20,8 @@ from holdfast.storage.operations.save import SaveJob, run_save
 from holdfast.storage.ranks.team import StoreTeam
 from holdfast.storage.runtime.engine import start
 from holdfast.storage.state.adapters.dtensor import LocalPart
-from holdfast.storage.state.flatten import FlatState, flatten
+from holdfast.storage.state.flat_state import FlatState
+from holdfast.storage.state.flatten import flatten
 
 __all__ = ["load_as_ranks", "save_as_ranks", "save_cut", "save_flats"]
 
@@ -39,7 +40,7 @@ def save_as_ranks(driver: Driver, states: Sequence[Any]) -> None:
 
     flats = [flatten(state) for state in states]
     for flat in flats:
-        flat.hollow = {}
+        flat.placeholders = {}
     save_flats(driver, flats)
 
 
@@ -58,7 +59,7 @@ def save_cut(
             piece = Piece(mine[name], (0,) * tensors[name].ndim)
             flat.shapes[row] = tensors[name].shape
             flat.parts[row] = LocalPart((piece,), mine[name].lengths, (rank,), len(boxes[name]))
-        flat.kin = None  # it is laid out as no other is now
+        flat.layout_id = None  # it is laid out as no other is now
         flats.append(flat)
     save_flats(driver, flats)
 

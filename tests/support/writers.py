@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.storage.state import snapshot
-from holdfast.storage.state.habits import habits
+from holdfast.storage.state import host_snapshot
+from holdfast.storage.state.write_history import write_history
 from support.bits import fresh_uri, raw
 
 __all__ = ["WRITERS", "Moments", "complaint", "state_of"]
@@ -55,7 +55,7 @@ class Moments:
 
 @contextmanager
 def _watched_reads(moments: Moments) -> Iterator[None]:
-    plain = snapshot.read
+    plain = host_snapshot.read
 
     def read(address: int, to: int, nbytes: int) -> None:
         moments.come()
@@ -63,7 +63,7 @@ def _watched_reads(moments: Moments) -> Iterator[None]:
         moments.come()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(snapshot, "read", read)
+        patch.setattr(host_snapshot, "read", read)
         yield
 
 
@@ -203,7 +203,7 @@ def complaint(
     """Save a random state while it is written to; in ``first_share`` of all cases, for the first
     time. What is wrong with what was stored; None where nothing is: it is the state of the call, or
     the save has failed and named a tensor."""
-    habits.forget()
+    write_history.forget()
     state = state_of(rng)
     if rng.random() >= first_share:
         holdfast.async_save(fresh_uri(), state, lazy=True).wait(60)

@@ -9,7 +9,7 @@ import torch
 
 from holdfast.storage.state.fingerprint import fingerprint
 from holdfast.storage.state.flatten import flatten
-from holdfast.storage.state.signature import Glance
+from holdfast.storage.state.signature import SignatureScan
 
 
 class One:
@@ -28,7 +28,7 @@ class Other(One):
 
 def trace(state: Any) -> list[Any]:
     """What a glance sees of how a state is laid out."""
-    glance = Glance(lambda: [])
+    glance = SignatureScan(lambda: [])
     glance.look(state)
     return glance.trace
 

@@ -138,6 +138,29 @@ def test_rooms_import_each_other_relatively() -> None:
     ] == []
 
 
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Modules have an order, in which each imports earlier ones alone: at its top, in a function,
+    or under TYPE_CHECKING."""
+    left = {at(path): set(modules_imported(path)) for path in shipped()}
+    while free := {name for name, imported in left.items() if not imported & left.keys()}:
+        left = {name: imported for name, imported in left.items() if name not in free}
+    needed = {name for imported in left.values() for name in imported}
+    assert sorted(left.keys() & needed) == []
+
+
+def modules_imported(path: Path) -> Iterator[str]:
+    """The modules of the package that a file imports relatively, wherever in it."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            folder = path.parents[node.level - 1]
+            for name in (node.module or "").split("."):
+                folder /= name
+            for alias in node.names:
+                places = (folder / alias.name, folder)
+                files = [f for p in places for f in (p.with_suffix(".py"), p / "__init__.py")]
+                yield next(at(file) for file in files if file.exists())
+
+
 def test_nothing_runs_text_as_code() -> None:
     """No ``eval``, no ``exec``, no shell, and no argument that lets numpy or torch unpickle; tests
     included."""

@@ -19,9 +19,9 @@ from torch import nn
 import holdfast
 from holdfast.storage.state.lazy import LazyCapture, hook_optimizers
 from holdfast.storage.state.source import ImageSource
-from holdfast.storage.state.turns import TURN_S
+from holdfast.storage.state.switch_interval import SWITCH_INTERVAL_S
 
-pytestmark = pytest.mark.usefixtures("no_habits")
+pytestmark = pytest.mark.usefixtures("no_write_history")
 
 
 class Gate:
@@ -252,8 +252,8 @@ def test_threads_take_short_turns_while_anything_is_copied(gate: Gate) -> None:
     gate.close()
     handles = [holdfast.async_save(fresh_uri(), state, lazy=True) for state in states]
     assert gate.reached.wait(60)
-    assert pytest.approx(sys.getswitchinterval()) == TURN_S
-    assert before_s > TURN_S
+    assert pytest.approx(sys.getswitchinterval()) == SWITCH_INTERVAL_S
+    assert before_s > SWITCH_INTERVAL_S
     states[0]["x"].add_(1)
     gate.open.set()
     with pytest.raises(holdfast.SaveError, match="changed while"):
@@ -278,7 +278,7 @@ def test_a_forked_child_takes_turns_as_before(gate: Gate) -> None:
     if not child:
         os._exit(0 if sys.getswitchinterval() == before_s else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert sys.getswitchinterval() == pytest.approx(TURN_S)
+    assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL_S)
     gate.open.set()
     handle.wait(60)
 

@@ -19,11 +19,11 @@ from torch import nn
 
 import holdfast
 from holdfast.storage.state import lazy
-from holdfast.storage.state.habits import habits
 from holdfast.storage.state.source import ImageSource
+from holdfast.storage.state.write_history import write_history
 from holdfast.storage.state.write_tracking import write_tracker
 
-pytestmark = pytest.mark.usefixtures("no_habits")
+pytestmark = pytest.mark.usefixtures("no_write_history")
 needs_tracking = pytest.mark.skipif(
     write_tracker() is None, reason="writes cannot be tracked on this machine"
 )
@@ -229,7 +229,7 @@ def test_an_optimizers_step_is_no_haste(may_copy: threading.Event) -> None:
     for _ in range(2):
         holdfast.async_save(fresh_uri(), {"weight": weight}, lazy=True).wait(60)
         optim.step()
-    assert habits.hasty(("weight", 400_000)) is False
+    assert write_history.hasty(("weight", 400_000)) is False
 
 
 @needs_tracking

@@ -17,7 +17,8 @@ from holdfast.drivers.memory import MemoryDriver
 from holdfast.planner.box import Box
 from holdfast.planner.placement import Piece
 from holdfast.storage.state.adapters.dtensor import LocalPart
-from holdfast.storage.state.flatten import FlatState, flatten
+from holdfast.storage.state.flat_state import FlatState
+from holdfast.storage.state.flatten import flatten
 
 
 def in_two_shards() -> str:
@@ -92,7 +93,7 @@ def replicated(state: dict[str, torch.Tensor]) -> FlatState:
     for row, shape in enumerate(flat.shapes):
         origin = (0,) * len(shape)
         flat.parts[row] = LocalPart((Piece(Box(origin, shape), origin),), shape, (0, 1), 2)
-    flat.kin = None
+    flat.layout_id = None
     return flat
 
 

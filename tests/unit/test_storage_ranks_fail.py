@@ -15,6 +15,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401 - register
 
 import holdfast
 from holdfast import errors
+from holdfast.core.lru import LruCache
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.operations.global_plan import Accord, Accords, Way, agree
 from holdfast.storage.operations.handle import SaveHandle
@@ -23,7 +24,6 @@ from holdfast.storage.ranks import process_group
 from holdfast.storage.ranks.team import StoreTeam
 from holdfast.storage.state.fingerprint import fingerprints
 from holdfast.storage.state.flatten import flatten
-from holdfast.storage.state.kept import Kept
 from holdfast.storage.state.plan import Agreed
 
 BUDGET_NBYTES = 64 << 20
@@ -98,12 +98,12 @@ def test_what_a_rank_says_of_tensors_that_were_alike_depends_on_each_of_them() -
 def test_what_was_agreed_on_holds_for_one_size_of_the_job() -> None:
     """A job of more ranks, with states that are laid out as before, agrees anew."""
     kin = object()
-    memory: Accords = Kept(8)
+    memory: Accords = LruCache(8)
 
     def holders(world: int) -> list[Any]:
         async def act(store: Any, rank: int) -> Any:
             flat = flatten({"x": torch.ones(3)})
-            flat.kin = kin
+            flat.layout_id = kin
             team = StoreTeam(store, rank, world, "agree", 20.0)
             async with team.session():
                 accord = await agree(

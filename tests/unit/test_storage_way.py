@@ -18,6 +18,7 @@ from support.bits import difference, plain
 from support.ranks import load_as_ranks
 
 import holdfast
+from holdfast.core.lru import LruCache
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
 from holdfast.storage.operations import global_plan, save
@@ -26,7 +27,6 @@ from holdfast.storage.operations.save import SaveJob, run_save
 from holdfast.storage.protocol.current import read_manifest
 from holdfast.storage.ranks.team import StoreTeam
 from holdfast.storage.state.flatten import flatten
-from holdfast.storage.state.kept import Kept
 
 HOSTS = [
     list("aabb"),
@@ -105,7 +105,7 @@ def saved(
 
 def memories(world: int) -> list[Accords]:
     """Nothing was agreed on before."""
-    return [Kept(2) for _ in range(world)]
+    return [LruCache(2) for _ in range(world)]
 
 
 def manifest(driver: MemoryDriver) -> Manifest:

@@ -8,7 +8,7 @@ So it is refused by name, before any I/O.
 
 Scope: recognises, and says what to do instead. No framework is imported: attributes and names of
 classes tell. Tensors that have lost their attributes (``module.state_dict()`` detaches them) are
-left to :mod:`..capture.hollow`.
+left to :mod:`..placeholders`.
 """
 
 from __future__ import annotations

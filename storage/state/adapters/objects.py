@@ -15,28 +15,28 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from .making import Entry, Make, empty_on, fits, found_in, made_like
+from .allocation import Allocate, Entry, empty_dtensor, empty_for, fits, value_at
 from .module_names import Walked
 
-__all__ = ["makes_for_object"]
+__all__ = ["object_allocator"]
 
 
-def makes_for_object(owner: object, present: Any, modules: Sequence[Walked]) -> Make:
+def object_allocator(owner: object, present: Any, modules: Sequence[Walked]) -> Allocate:
     """How to make the tensors of the state of ``owner``, whose state is ``present`` now."""
     reach = _Reach(owner, modules)
 
     def make(entry: Entry) -> torch.Tensor:
-        here = found_in(present, entry.keys)
+        here = value_at(present, entry.keys)
         if fits(here, entry):
             return here.detach()  # type: ignore[no-any-return]
         if isinstance(here, torch.Tensor) and not here.is_meta:
-            return made_like(here, entry)
+            return empty_for(here, entry)
         reference = reach.parameter_of(entry)
         if reference is not None:
-            return made_like(reference, entry)
+            return empty_for(reference, entry)
         if entry.placements is not None and reach.example is not None:
             local = reach.example.to_local()
-            return empty_on(reach.example.device_mesh, local.device, entry)
+            return empty_dtensor(reach.example.device_mesh, local.device, entry)
         return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
 
     return make

@@ -15,16 +15,16 @@ from typing import Any
 import torch
 
 from ....errors import StateError
-from .exact import exact_values
-from .groups import Matched, StoredGroup
-from .making import Entry, Make, fits, found_in, made_like
+from .allocation import Allocate, Entry, empty_for, fits, value_at
+from .exact_dtypes import exact_values
 from .module_names import Walked, plain_state_dict
+from .parameter_groups import Matched, StoredGroup
 
 __all__ = [
     "StoredOptimizer",
+    "group_allocator",
     "load_optimizer",
-    "makes_for",
-    "makes_for_groups",
+    "optimizer_allocator",
     "optimizer_state",
     "parameter_keys",
     "present_layout",
@@ -123,9 +123,9 @@ def _check_states(optimizer: torch.optim.Optimizer, path: str) -> None:
             )
 
 
-def makes_for(
+def optimizer_allocator(
     optimizer: torch.optim.Optimizer, matched: Matched, stored: Iterable[StoredGroup]
-) -> Make:
+) -> Allocate:
     """How to make the tensors of this optimizer's state: those it has, where they fit, else new
     ones like the parameter."""
     parameters = {
@@ -138,7 +138,7 @@ def makes_for(
 
     def make(entry: Entry) -> torch.Tensor | None:
         if entry.keys[0] == "param_groups":
-            return None  # made by makes_for_groups
+            return None  # made by group_allocator
         if entry.keys[0] != "state" or len(entry.keys) == 1:
             return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         key = entry.keys[1]
@@ -146,7 +146,7 @@ def makes_for(
         if parameter is None and key in of_parameters:
             return None
         holder = key if parameter is None else parameter
-        present = found_in(optimizer.state.get(holder), entry.keys[2:])
+        present = value_at(optimizer.state.get(holder), entry.keys[2:])
         if fits(present, entry):
             found: torch.Tensor = present.detach()
             return found
@@ -157,7 +157,7 @@ def makes_for(
             entry.keys[-1] == "step" and not entry.shape
         ):  # torch keeps steps on the CPU
             return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
-        return made_like(reference, entry)
+        return empty_for(reference, entry)
 
     return make
 
@@ -166,7 +166,7 @@ def _first_parameter(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
     return next((p for group in optimizer.param_groups for p in group["params"]), None)
 
 
-def makes_for_groups(optimizer: torch.optim.Optimizer) -> Make:
+def group_allocator(optimizer: torch.optim.Optimizer) -> Allocate:
     """How to make hyperparameters that are tensors, such as learning rates: on the device of those
     that it has."""
 
@@ -181,7 +181,7 @@ def makes_for_groups(optimizer: torch.optim.Optimizer) -> Make:
 def _device_of(optimizer: torch.optim.Optimizer, keys: tuple[Any, ...]) -> torch.device | None:
     """Where the optimizer has this hyperparameter, such as a learning rate that is a tensor."""
     for group in optimizer.param_groups:
-        present = found_in(group, keys)
+        present = value_at(group, keys)
         if isinstance(present, torch.Tensor) and not present.is_meta:
             return present.device
     return torch.device("cpu")

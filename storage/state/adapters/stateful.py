@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.utils.data import DataLoader
 
 from ....errors import StateError
-from .exact import exact_values
+from .exact_dtypes import exact_values
 from .foreign import refuse_object
 from .module_names import Walked, module_state
 from .optimizer import load_optimizer, optimizer_state, present_layout, refuse_unknown

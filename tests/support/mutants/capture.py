@@ -17,8 +17,8 @@ MUTANTS = [
     Mutant(
         says="plan kept by layout only, not by what was agreed on",
         file="storage/state/plan.py",
-        old="    key = (rank, flat.kin, agreed)\n",
-        new="    key = (rank, flat.kin)\n",
+        old="    key = (rank, flat.layout_id, agreed)\n",
+        new="    key = (rank, flat.layout_id)\n",
         tests="tests/unit/test_storage_way.py::test_a_host_tells_the_leader_once",
     ),
     Mutant(
@@ -33,7 +33,7 @@ MUTANTS = [
         file="storage/state/signature.py",
         old="        self.trace.append((id(part), row - first, item.shape, strides, item.dtype, item.device, item.is_conj(), item.is_neg()))\n",
         new="        self.trace.append((id(part), item.shape, strides, item.dtype, item.device, item.is_conj(), item.is_neg()))\n",
-        tests="tests/property/test_storage_glance.py::test_no_two_leaves_are_taken_for_each_other",
+        tests="tests/property/test_storage_signature.py::test_no_two_leaves_are_taken_for_each_other",
     ),
     Mutant(
         says="a negated view is filled bit by bit",

@@ -65,7 +65,7 @@ MUTANTS = [
     ),
     Mutant(
         says="buffers of modules that differ are warned of",
-        file="storage/state/apart.py",
+        file="storage/state/divergence.py",
         old="        if container in parameters and text not in parameters[container]:\n",
         new="        if False:\n",
         tests="tests/distributed/test_foreign.py",

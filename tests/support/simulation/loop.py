@@ -16,9 +16,9 @@ from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar, copy_context
 from typing import Any
 
+from holdfast.core.lru import LruCache
 from holdfast.storage.operations.global_plan import Accords
 from holdfast.storage.operations.save import ACCORDS
-from holdfast.storage.state.kept import Kept
 
 from ..clock import WithoutThreads
 
@@ -42,7 +42,7 @@ class Process:
         self.paused_until_s = 0.0
         self.skew_s = 0.0
         """How far its clock is ahead of the storage's."""
-        self.accords: Accords = Kept(ACCORDS)
+        self.accords: Accords = LruCache(ACCORDS)
 
     def __repr__(self) -> str:
         return self.name

@@ -23,7 +23,8 @@ from holdfast.storage.ranks.calls import Board
 from holdfast.storage.ranks.team import Solo, StoreTeam
 from holdfast.storage.state.adapters.dtensor import LocalPart
 from holdfast.storage.state.fingerprint import fingerprints
-from holdfast.storage.state.flatten import FlatState, flatten
+from holdfast.storage.state.flat_state import FlatState
+from holdfast.storage.state.flatten import flatten
 
 from .engine import CHUNK_NBYTES, aside
 from .loop import PROCESS, SimLoop

@@ -13,21 +13,26 @@ from ..format.kinds import like
 from ..format.manifest import Manifest
 from ..format.tree import dotted, format_path
 from ..format.values import decode_value
-from .adapters.groups import StoredGroup, differing_kind, match_groups
 from .adapters.module_names import Walked
-from .adapters.objects import makes_for_object
-from .adapters.optimizer import StoredOptimizer, makes_for, makes_for_groups, parameter_keys
+from .adapters.objects import object_allocator
+from .adapters.optimizer import (
+    StoredOptimizer,
+    group_allocator,
+    optimizer_allocator,
+    parameter_keys,
+)
+from .adapters.parameter_groups import StoredGroup, differing_kind, match_groups
 from .adapters.per_rank import PerRank
 from .adapters.stateful import RNGState
 from .build import build
-from .flatten import Subtree
+from .flat_state import Subtree
 from .targets import TypedPath, Wanted, typed_paths
 
-__all__ = ["Restored", "build_for"]
+__all__ = ["ObjectState", "build_object_state"]
 
 
 @dataclass
-class Restored:
+class ObjectState:
     """A built state, and the rows of the checkpoint that it has.
 
     By name, with a text for people: ``missing`` is what the object has and the checkpoint has not;
@@ -52,7 +57,7 @@ class _Source:
     wanted: Wanted
 
 
-def build_for(
+def build_object_state(
     subtree: Subtree,
     modules: Sequence[Walked],
     manifest: Manifest,
@@ -60,7 +65,7 @@ def build_for(
     world: int,
     wanted: Wanted,
     path: TypedPath,
-) -> Restored:
+) -> ObjectState:
     """The state at ``path`` for the object of ``subtree``, its tensors empty and added to
     ``wanted``.
 
@@ -72,9 +77,9 @@ def build_for(
         return _optimizer(owner, modules, source, path)
     if isinstance(owner, PerRank):
         return _per_rank(source, path)
-    make = None if subtree.present is None else makes_for_object(owner, subtree.present, modules)
+    make = None if subtree.present is None else object_allocator(owner, subtree.present, modules)
     state, rows = build(manifest, rank, wanted, path, make)
-    restored = Restored(like(subtree.present, state), rows)
+    restored = ObjectState(like(subtree.present, state), rows)
     if not isinstance(owner, RNGState) and hasattr(owner, "state_dict"):
         restored.dealt = _dealt(source, path)
     return restored
@@ -82,15 +87,15 @@ def build_for(
 
 def _optimizer(
     optimizer: torch.optim.Optimizer, modules: Sequence[Walked], source: _Source, path: TypedPath
-) -> Restored:
+) -> ObjectState:
     m, rank, wanted = source.manifest, source.rank, source.wanted
     stored = _stored_groups(m, path)
     if stored is None:
         state, rows = build(m, rank, wanted, path)
-        return Restored(state, rows)
+        return ObjectState(state, rows)
 
     taken = set[int]()
-    make_group = makes_for_groups(optimizer)
+    make_group = group_allocator(optimizer)
 
     @functools.cache
     def groups_of(of_rank: int) -> Sequence[Mapping[str, Any]]:
@@ -102,10 +107,10 @@ def _optimizer(
     matched = match_groups(
         optimizer, parameter_keys(optimizer, modules, stored), stored, rank, groups_of
     )
-    state, rows = build(m, rank, wanted, path, makes_for(optimizer, matched, stored))
+    state, rows = build(m, rank, wanted, path, optimizer_allocator(optimizer, matched, stored))
     keys = [key for _, key in path]
     name, where = dotted([*keys, "param_groups"]), format_path(keys)
-    restored = Restored(StoredOptimizer(state, stored, matched), rows | taken)
+    restored = ObjectState(StoredOptimizer(state, stored, matched), rows | taken)
     for number, text in matched.conflicts.items():
         restored.mismatched[f"{name}.{number}"] = f"{where}: {text}"
     for number, text in matched.new.items():
@@ -153,19 +158,19 @@ def _stored_groups(m: Manifest, path: TypedPath) -> list[StoredGroup] | None:
     return [groups[number] for number in sorted(groups)]
 
 
-def _per_rank(source: _Source, path: TypedPath) -> Restored:
+def _per_rank(source: _Source, path: TypedPath) -> ObjectState:
     """Of all ranks that saved. What was saved without a PerRank is what each of them had."""
     m = source.manifest
     paths = typed_paths(m.tree)
     if (*path, ("str", "of")) in paths and (*path, ("str", "world")) in _value_paths(m, paths):
-        return Restored(*build(m, source.rank, source.wanted, path))
+        return ObjectState(*build(m, source.rank, source.wanted, path))
     ranks = range(m.world) if m.world != source.world else [source.rank]
     rows = set[int]()
     states = {}
     for rank in ranks:
         states[str(rank)], used = build(m, rank, source.wanted, path)
         rows |= used
-    return Restored({"world": m.world, "of": states}, rows)
+    return ObjectState({"world": m.world, "of": states}, rows)
 
 
 def _value_paths(m: Manifest, paths: Sequence[TypedPath]) -> set[TypedPath]:

@@ -1,4 +1,4 @@
-"""What is kept of former saves, so that the next one of the same state need not find it out again."""
+"""A cache of the last few values, by key: the least recently used one goes first."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from ...core.forks.renewal import new_lock
+from .forks.renewal import new_lock
 
-__all__ = ["Kept"]
+__all__ = ["LruCache"]
 
 V = TypeVar("V")
 
@@ -17,20 +17,21 @@ V = TypeVar("V")
 @dataclass(slots=True)
 class _Entry(Generic[V]):
     value: V
-    asked: int  # when it was last asked for
+    used: int
+    """When it was last used, counted in uses of the cache."""
 
 
-class Kept(Generic[V]):
-    """The last ``count`` values, by key; the one that was not asked for the longest goes first. For
-    any thread.
+class LruCache(Generic[V]):
+    """At most ``count`` values, by key. Thread-safe.
 
-    A look hashes its key once: that of a large state takes longer than all else about it.
+    A lookup hashes its key once. An ``OrderedDict`` would do so twice, and to hash the signature of
+    a large state takes longer than all else about the lookup.
     """
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._entries: dict[Hashable, _Entry[V]] = {}
-        self._now = itertools.count()
+        self._clock = itertools.count()
         self._lock = new_lock()
 
     def get(self, key: Hashable) -> V | None:
@@ -39,17 +40,18 @@ class Kept(Generic[V]):
             entry = self._entries.get(key)
             if entry is None:
                 return None
-            entry.asked = next(self._now)
+            entry.used = next(self._clock)
             return entry.value
 
     def put(self, key: Hashable, value: V) -> None:
-        """Keep ``value``."""
+        """Set the value of ``key``; drop the least recently used one where there are too many."""
         with self._lock:
-            self._entries[key] = _Entry(value, next(self._now))
+            self._entries[key] = _Entry(value, next(self._clock))
             while len(self._entries) > self._count:
-                del self._entries[min(self._entries.items(), key=lambda item: item[1].asked)[0]]
+                oldest, _ = min(self._entries.items(), key=lambda item: item[1].used)
+                del self._entries[oldest]
 
     def clear(self) -> None:
-        """Keep nothing."""
+        """Drop all values."""
         with self._lock:
             self._entries.clear()

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["Entry", "Make", "empty_on", "fits", "found_in", "made_like"]
+__all__ = ["Allocate", "Entry", "empty_dtensor", "empty_for", "fits", "value_at"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ class Entry:
     own: bool = False
 
 
-Make = Callable[[Entry], torch.Tensor | None]
+Allocate = Callable[[Entry], torch.Tensor | None]
 """The tensor to be filled with an entry; None for what this rank has no place for."""
 
 
-def found_in(present: Any, keys: Sequence[Any]) -> Any:
+def value_at(present: Any, keys: Sequence[Any]) -> Any:
     """What ``present``, a nested state, has under ``keys``; None where there is nothing."""
     for key in keys:
         if isinstance(present, Mapping):
@@ -70,7 +70,7 @@ def _is_fillable(tensor: torch.Tensor) -> bool:
     )
 
 
-def made_like(reference: torch.Tensor, entry: Entry) -> torch.Tensor:
+def empty_for(reference: torch.Tensor, entry: Entry) -> torch.Tensor:
     """An empty tensor for ``entry``, which belongs to ``reference``, such as a parameter.
 
     One of the same shape is laid out like it. One of another shape beside a DTensor is what it was
@@ -92,10 +92,10 @@ def made_like(reference: torch.Tensor, entry: Entry) -> torch.Tensor:
             dtype=entry.dtype,
             device=reference.to_local().device if entry.shape else "cpu",
         )
-    return empty_on(reference.device_mesh, reference.to_local().device, entry)
+    return empty_dtensor(reference.device_mesh, reference.to_local().device, entry)
 
 
-def empty_on(mesh: DeviceMesh, device: torch.device, entry: Entry) -> DTensor:
+def empty_dtensor(mesh: DeviceMesh, device: torch.device, entry: Entry) -> DTensor:
     """An empty DTensor for ``entry``: placed as it was, if ``mesh`` has as many dimensions as that
     mesh had; else replicated."""
     told = entry.placements or ()

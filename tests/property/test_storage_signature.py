@@ -15,10 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import holdfast
+from holdfast.core.lru import LruCache
 from holdfast.storage.state import flatten as capture
 from holdfast.storage.state.adapters.dtensor import parts_of
-from holdfast.storage.state.flatten import FlatState, flatten
-from holdfast.storage.state.kept import Kept
+from holdfast.storage.state.flat_state import FlatState
+from holdfast.storage.state.flatten import flatten
 from holdfast.storage.state.plan import Agreed, plan_save
 
 MESHES = [
@@ -169,7 +170,7 @@ def test_what_is_planned_once_is_planned_alike(state: Any) -> None:
         return
     agreed = Agreed({row: () for row, part in enumerate(flats[0].parts) if part is None}, {})
     plans = [plan_save(flat, 1, agreed) for flat in flats]
-    assert flats[0].kin is None or plans[0].layout is plans[1].layout
+    assert flats[0].layout_id is None or plans[0].layout is plans[1].layout
     assert plans[0].source is not plans[1].source
     assert plans[0].layout.header == plans[1].layout.header
 
@@ -182,7 +183,7 @@ def test_no_two_leaves_are_taken_for_each_other(monkeypatch: pytest.MonkeyPatch)
         {"s": BASE[:4], "t": BASE[:4].reshape(2, 2), "x": x, "y": y} for x in pool for y in pool
     ]
     expected = [anew(state) for state in states]
-    monkeypatch.setattr(capture, "_known", Kept(len(states)))
+    monkeypatch.setattr(capture, "_known", LruCache(len(states)))
     for state in states:
         flatten(state)
     assert [outcome(state) for state in states] == expected

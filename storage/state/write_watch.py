@@ -17,8 +17,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .block_sums import BlockSums
-from .habits import Habits, Tensor
-from .snapshot import HostSnapshot
+from .host_snapshot import HostSnapshot
+from .write_history import Tensor, WriteHistory
 
 __all__ = ["Watch", "Watched"]
 
@@ -69,7 +69,7 @@ class Watch:
 
     rows: Mapping[int, Watched]
     host: HostSnapshot | None
-    habits: Habits
+    write_history: WriteHistory
 
     def end(self) -> None:
         """Learn what was written to, and watch no more."""
@@ -81,8 +81,8 @@ class Watch:
         if self.host is not None:
             self.host.close()
         calm = [watched.known_as for row, watched in self.rows.items() if row not in hasty]
-        self.habits.learn(calm, hasty=False)
-        news = self.habits.learn([self.rows[row].known_as for row in hasty], hasty=True)
+        self.write_history.learn(calm, hasty=False)
+        news = self.write_history.learn([self.rows[row].known_as for row in hasty], hasty=True)
         if news:
             _log.info(
                 "%d tensors (%s, ...) are written to before an optimizer steps: they are copied "

@@ -10,9 +10,9 @@ import sys
 
 from ...core.forks.renewal import in_child, new_lock
 
-__all__ = ["TURN_S", "turns"]
+__all__ = ["SWITCH_INTERVAL_S", "turns"]
 
-TURN_S = 0.0005
+SWITCH_INTERVAL_S = 0.0005
 """While something is copied: how long a thread of Python's may keep the interpreter's lock from one
 that waits for it."""
 
@@ -28,7 +28,7 @@ class _Turns:
         with self._lock:
             if not self._for:
                 self._before_s = sys.getswitchinterval()
-                sys.setswitchinterval(min(TURN_S, self._before_s))
+                sys.setswitchinterval(min(SWITCH_INTERVAL_S, self._before_s))
             self._for.add(id(capture))
 
     def restore(self, capture: object) -> None:

@@ -11,14 +11,14 @@ from collections.abc import Iterable
 
 from ...core.forks.renewal import new_lock
 
-__all__ = ["Habits", "Tensor", "habits"]
+__all__ = ["Tensor", "WriteHistory", "write_history"]
 
 Tensor = tuple[str, int]
 """A tensor's name in the state, and how many bytes of it this rank holds."""
 COUNT_MAX = 1 << 18
 
 
-class Habits:
+class WriteHistory:
     """Thread-safe."""
 
     def __init__(self) -> None:
@@ -46,5 +46,5 @@ class Habits:
             self._hasty.clear()
 
 
-habits = Habits()
+write_history = WriteHistory()
 """Of this process."""

@@ -16,9 +16,9 @@ import torch
 from ...core.forks.renewal import new_lock
 from ..format.tree import Key
 from .dtypes import dtype_name
-from .flatten import FlatState
+from .flat_state import FlatState
 
-__all__ = ["surprising", "warn_of"]
+__all__ = ["unexpected_rows", "warn_divergent"]
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ _warned: set[str] = set()
 _lock = new_lock()
 
 
-def surprising(flat: FlatState, rows: Iterable[int]) -> list[int]:
+def unexpected_rows(flat: FlatState, rows: Iterable[int]) -> list[int]:
     """Those of ``rows``, of plain tensors, that are not expected to differ between ranks:
     parameters, the state of optimizers, and tensors that stand in the state by themselves. Not
     buffers, nor the state of other objects."""
@@ -53,10 +53,10 @@ def surprising(flat: FlatState, rows: Iterable[int]) -> list[int]:
     return found
 
 
-def warn_of(flat: FlatState, ranks: Mapping[int, int], rank: int) -> None:
+def warn_divergent(flat: FlatState, ranks: Mapping[int, int], rank: int) -> None:
     """Log a warning that names the surprising ones among the rows in ``ranks``, which says how many
     ranks hold each. A process names each tensor once."""
-    rows = surprising(flat, ranks)
+    rows = unexpected_rows(flat, ranks)
     with _lock:
         new = [row for row in rows if flat.names[row] not in _warned]
         if len(_warned) > _WARNED_MAX:
