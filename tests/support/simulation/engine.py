@@ -387,10 +387,10 @@ def _reads_planned(real: Any) -> Any:
     return plan_reads
 
 
-def _planned(flat: Any, rank: int, agreed: Any) -> Any:
+def _planned(flat: Any, rank: int, agreed: Any, lazy: Any) -> Any:
     known = remembered("planned")
     told = agreed and (tuple(sorted(agreed.holders.items())), tuple(sorted(agreed.shares.items())))
     key = (id(flat), rank, told)
     if key not in known:
-        known[key] = flat, plan.plan_save(flat, rank, agreed)
+        known[key] = flat, plan.plan_save(flat, rank, agreed, lazy)
     return known[key][1]
