@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from ..core.units import ceil_div, round_up
 from .limits import RawFile
 from .states import State, flat_tensors, nbytes_of
 
@@ -38,7 +39,7 @@ class BareReplicas:
     def __init__(self, folder: Path, state: State) -> None:
         self._rank = dist.get_rank()
         world = dist.get_world_size()
-        self.nbytes = -(-nbytes_of(state) // world // CHUNK_NBYTES) * CHUNK_NBYTES
+        self.nbytes = round_up(ceil_div(nbytes_of(state), world), CHUNK_NBYTES)
         """What this rank reads."""
         self._raw = RawFile(folder / f"part-{self._rank}", self.nbytes, preallocate=True)
         self._raw.write()

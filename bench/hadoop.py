@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import holdfast
 
+from ..core.units import ceil_div
 from ..drivers.uri import Uri, join, parse
 from .contest import Contestant, busy, contest, header, rows
 from .machine import describe
@@ -50,7 +51,7 @@ class _Streams:
     def __init__(self, client: Client, folder: str, nbytes: int) -> None:
         self._client = client
         self._folder = folder
-        self._nbytes = -(-nbytes // STREAMS)
+        self._nbytes = ceil_div(nbytes, STREAMS)
         self._content = os.urandom(PIECE_NBYTES)
 
     def write(self) -> None:

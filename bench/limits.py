@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ..core.units import round_up
 from ..storage.runtime.buffers import HostBuffer
 from .contest import Contestant, contest, header, rows
 from .machine import describe, drop_caches, flush, sync_tree
@@ -49,7 +50,7 @@ class RawFile:
     def __post_init__(self) -> None:
         self._buffers = _random_chunks(_SOURCES)
         self._ranges = [
-            (start, min(CHUNK_NBYTES, -(-(self.nbytes - start) // 4096) * 4096))
+            (start, min(CHUNK_NBYTES, round_up(self.nbytes - start, 4096)))
             for start in range(0, self.nbytes, CHUNK_NBYTES)
         ]
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import time
 
+from ..core.aio import at_most
 from ..drivers.contract import Driver
 from ..drivers.registry import open_driver
 from ..drivers.uri import Uri
-from ..storage.runtime.executor import at_most
 
 __all__ = ["many_objects"]
 

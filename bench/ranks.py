@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import holdfast
 
+from ..core.units import ceil_div
 from .contest import header, rows
 from .machine import PeakMemory, describe, drop_caches, flush
 from .meshes import split_evenly
@@ -82,7 +83,7 @@ def _contest(given: Options, folder: Path) -> tuple[dict[str, list[Series]], int
         for op in OPERATIONS
     }
     nbytes = 0
-    for launch in range(-(-given.runs // RUNS_A_LAUNCH)):
+    for launch in range(ceil_div(given.runs, RUNS_A_LAUNCH)):
         for world in (1, 2):
             with work_folder(folder) as inner:
                 told = run_ranks("ranks", world, [*given.arguments(inner), "--worker"])

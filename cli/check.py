@@ -8,13 +8,14 @@ from collections.abc import Callable
 from dataclasses import asdict
 from importlib.util import find_spec
 
+from ..core.units import size_text
 from ..drivers.checks.course import check
 from ..drivers.checks.findings import Finding, Report
 from ..drivers.registry import schemes
 from ..drivers.uri import Uri, parse
 from ..errors import UsageError
 from .commands import complain, print_json
-from .text import is_terminal, one_of, paint, printable, size_text
+from .text import is_terminal, one_of, paint, printable
 
 __all__ = ["run"]
 

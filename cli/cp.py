@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+from ..core.units import size_text
 from ..storage.operations.copy import CopiedCheckpoint, CopyReport, copy
 from .commands import complain, print_json
 from .progress import progress_bar
-from .text import one_of, paint, printable, size_text
+from .text import one_of, paint, printable
 
 __all__ = ["run"]
 

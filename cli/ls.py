@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from ..core.units import size_text
 from ..drivers.uri import join, parse
 from ..storage.operations.foreign import found_at
 from ..storage.operations.listing import ListedCheckpoint, list_checkpoints
 from ..storage.operations.location import Place
 from ..storage.runtime import engine
 from .commands import complain, print_json
-from .text import age_text, paint, printable, size_text, time_text
+from .text import age_text, paint, printable, time_text
 
 __all__ = ["run"]
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
-from .text import size_text
+from ..core.units import size_text
 
 __all__ = ["progress_bar"]
 

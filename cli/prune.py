@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 
+from ..core.units import size_text
 from ..errors import UsageError
 from ..storage.operations.prune import PruneReport, prune
 from .commands import complain, print_json
-from .text import one_of, paint, printable, size_text
+from .text import one_of, paint, printable
 
 __all__ = ["run"]
 

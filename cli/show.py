@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from ..core.units import size_text
 from ..drivers.registry import open_driver
 from ..storage.format.manifest import Manifest
 from ..storage.format.tree import Key, Value, format_path
@@ -18,7 +19,7 @@ from ..storage.protocol.current import read_manifest
 from ..storage.runtime.engine import start
 from .commands import print_json
 from .placed import Placed, PlacedTensor
-from .text import is_terminal, one_of, paint, printable, shape_text, size_text, time_text
+from .text import is_terminal, one_of, paint, printable, shape_text, time_text
 from .valued import value_text
 
 __all__ = ["run"]

@@ -1,4 +1,4 @@
-"""Words for figures: sizes, times, ranks, shapes; and text that is safe to print. No rich, no
+"""Words for figures: times, ranks, shapes; and text that is safe to print. No rich, no
 numpy."""
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ __all__ = [
     "ranks_text",
     "runs_text",
     "shape_text",
-    "size_text",
     "time_text",
 ]
 
 RUNS_SHOWN = 4
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _AGES = ((86400.0, "day"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 _COLOURS = {"bold": "1", "dim": "2", "red": "31", "green": "32"}
 
@@ -46,17 +44,6 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def size_text(nbytes: int) -> str:
-    """Three digits and a unit: ``512 B``, ``1.21 GiB``, ``62.5 KiB``."""
-    size = float(nbytes)
-    unit = 0
-    while size >= 999.5 and unit + 1 < len(_UNITS):
-        size = size / 1024
-        unit = unit + 1
-    digits = 0 if unit == 0 else max(0, 2 - (size >= 9.995) - (size >= 99.95))
-    return f"{size:.{digits}f} {_UNITS[unit]}"
 
 
 def time_text(seconds: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 
+from ..core.units import size_text
 from ..drivers.uri import parse
 from ..errors import DamagedError
 from ..storage.format.manifest import MANIFEST_KEY
@@ -12,7 +13,7 @@ from ..storage.operations.reader import open as open_checkpoint
 from ..storage.operations.verify import Damage, VerifyReport
 from .commands import print_json
 from .progress import progress_bar
-from .text import one_of, paint, printable, size_text
+from .text import one_of, paint, printable
 
 __all__ = ["run"]
 

@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from ..core.units import ceil_div
 from ..errors import DamagedError, UriError
 
 __all__ = [
@@ -99,8 +100,8 @@ def segments(nbytes: int, traits: Traits) -> list[tuple[int, int]]:
     equally long, cut at multiples of ``traits.part_nbytes``; (0, 0) alone where there are no bytes.
     ``nbytes`` is the size that is declared: an upload that ends before it fills the first of them,
     and never begins those behind its end."""
-    parts = -(-nbytes // traits.part_nbytes)
-    step = max(1, -(-parts // traits.streams)) * traits.part_nbytes
+    parts = ceil_div(nbytes, traits.part_nbytes)
+    step = max(1, ceil_div(parts, traits.streams)) * traits.part_nbytes
     return [(start, min(start + step, nbytes)) for start in range(0, nbytes, step)] or [(0, 0)]
 
 

@@ -9,12 +9,12 @@ none of the same name.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
+from ..core.units import duration_text, exact_size_text, parse_duration, parse_size
 from ..errors import UriError
 from .uri import Uri
 
@@ -32,9 +32,6 @@ __all__ = [
 
 T = TypeVar("T")
 
-_SIZE = re.compile(r"(\d+)\s*(?:([kmgt]?)(i?)b?)?", re.IGNORECASE | re.ASCII)
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|min|m|h)?", re.ASCII)
-_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, None: 1.0}
 _SWITCH = {
     "on": True,
     "true": True,
@@ -109,12 +106,11 @@ class _Size:
     most: int
 
     def __call__(self, text: str) -> int:
-        match = _SIZE.fullmatch(text.strip())
-        value = -1
-        if match is not None:
-            prefix, binary = (match[2] or "").lower(), bool(match[3])
-            value = int(match[1]) * (1024 if binary else 1000) ** " kmgt".index(prefix or " ")
-        if match is None or (binary and not prefix) or not self.least <= value <= self.most:
+        try:
+            value = parse_size(text)
+        except ValueError:
+            value = -1
+        if not self.least <= value <= self.most:
             raise ValueError(
                 f"is a size from {self.text(self.least)} to {self.text(self.most)}, such as 32MiB"
             )
@@ -122,8 +118,7 @@ class _Size:
 
     @staticmethod
     def text(value: int) -> str:
-        units = next((n for n in (4, 3, 2, 1) if value and value % 1024**n == 0), 0)
-        return f"{value // 1024**units}{('B', 'KiB', 'MiB', 'GiB', 'TiB')[units]}"
+        return exact_size_text(value)
 
 
 def size(least: int, most: int) -> Callable[[str], int]:
@@ -137,8 +132,10 @@ class _Duration:
     most_s: float
 
     def __call__(self, text: str) -> float:
-        match = _DURATION.fullmatch(text.strip())
-        value = float(match[1]) * _SECONDS[match[2]] if match else math.nan
+        try:
+            value = parse_duration(text)
+        except ValueError:
+            value = math.nan
         if not self.least_s <= value <= self.most_s:
             raise ValueError(
                 f"is a time from {self.text(self.least_s)} to {self.text(self.most_s)}, such as 30s"
@@ -147,7 +144,7 @@ class _Duration:
 
     @staticmethod
     def text(value: float) -> str:
-        return f"{value:g}s"
+        return duration_text(value)
 
 
 def duration(least_s: float, most_s: float) -> Callable[[str], float]:

@@ -9,14 +9,15 @@ return before its call has ended.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
+from ..core.aio import to_the_end
 from ..errors import StorageDownError, StorageError
 from .contract import check_key
 
-__all__ = ["Tasks", "side_by_side", "to_the_end"]
+__all__ = ["Tasks", "to_the_end"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -24,53 +25,6 @@ T = TypeVar("T")
 GRACE_S = 10.0
 """How long a call may go on after whoever waits for it was cancelled. Then the call itself is
 cancelled."""
-
-
-async def to_the_end(work: Awaitable[T], *, grace_s: float | None = None) -> T:
-    """Return what ``work`` returns, or raise what it raises.
-
-    Cancelled, it waits until ``work`` has ended, and raises CancelledError only then: the outcome
-    is known, and nobody uses the caller's memory any more. What ``work`` raised is then the cause.
-    After ``grace_s`` seconds ``work`` is cancelled, and waited for again; None: never, so ``work``
-    has a deadline of its own.
-    """
-    task = asyncio.ensure_future(work)
-    cancelled: asyncio.CancelledError | None = None
-    timer: asyncio.TimerHandle | None = None
-    while not task.done():
-        try:
-            await asyncio.wait(
-                [task]
-            )  # unlike awaiting it, this leaves it alone when the caller is cancelled
-        except asyncio.CancelledError as error:
-            cancelled = error
-            if timer is None and grace_s is not None:
-                timer = asyncio.get_running_loop().call_later(grace_s, task.cancel)
-    if timer is not None:
-        timer.cancel()
-    if cancelled is not None:
-        raise cancelled from (None if task.cancelled() else task.exception())
-    return task.result()
-
-
-async def side_by_side(*coroutines: Coroutine[Any, Any, Any]) -> list[Any]:
-    """Run all of them at the same time; return what they return, in order.
-
-    Where some fail, the others are waited for, and the failure of the first in order is raised.
-    Cancelled, all are cancelled, and waited for likewise.
-    """
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        await asyncio.wait(tasks)
-    except asyncio.CancelledError:
-        for task in tasks:
-            task.cancel()
-        await to_the_end(asyncio.gather(*tasks, return_exceptions=True))
-        raise
-    for task in tasks:
-        if not task.cancelled() and task.exception() is not None:
-            task.result()
-    return [task.result() for task in tasks]
 
 
 class Tasks:

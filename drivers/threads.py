@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
+from ..core.aio import wait_out
 from ..errors import StorageDownError, StorageError
 
 __all__ = ["Threads"]
@@ -42,18 +43,12 @@ class Threads:
         self._running.add(work)
         work.add_done_callback(self._running.discard)
         waiter = asyncio.wrap_future(work)
-        cancelled: asyncio.CancelledError | None = None
-        while not waiter.done():
-            try:
-                await asyncio.wait(
-                    [waiter]
-                )  # unlike awaiting it, this leaves it alone when the task is cancelled
-            except asyncio.CancelledError as error:
-                cancelled = error
-                work.cancel()
-        if cancelled is not None:
-            raise cancelled from (None if waiter.cancelled() else waiter.exception())
-        return waiter.result()
+        cancelled = await wait_out([waiter], on_cancel=work.cancel)
+        if cancelled is None:
+            return waiter.result()
+        if waiter.cancelled():
+            raise cancelled from None
+        raise cancelled from waiter.exception()
 
     async def close(self, timeout_s: float) -> None:
         """Take no more calls, and wait for those that run. Safe to call twice.
@@ -63,11 +58,12 @@ class Threads:
         """
         self._closed = True
         self._pool.shutdown(wait=False)
-        if running := [
-            asyncio.wrap_future(work) for work in tuple(self._running)
-        ]:  # threads take from it
-            _, stuck = await asyncio.wait(running, timeout=timeout_s)
-            if stuck:
-                raise StorageDownError(
-                    f"{len(stuck)} operations still run {timeout_s:g} s after close", uri=self._uri
-                )
+        # A copy: threads remove their own calls meanwhile.
+        running = [asyncio.wrap_future(work) for work in tuple(self._running)]
+        if not running:
+            return
+        _, stuck = await asyncio.wait(running, timeout=timeout_s)
+        if stuck:
+            raise StorageDownError(
+                f"{len(stuck)} operations still run {timeout_s:g} s after close", uri=self._uri
+            )

@@ -7,6 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..core.units import ceil_div
+
 __all__ = ["Box", "contiguous_range", "flat_to_boxes", "intersect", "row_strides"]
 
 
@@ -117,7 +119,7 @@ def _boxes(prefix: tuple[int, ...], lengths: tuple[int, ...], start: int, stop: 
     index ``prefix``."""
     row = math.prod(lengths[1:])
     # the rows from head to tail are whole
-    head = -(-start // row)
+    head = ceil_div(start, row)
     tail = stop // row
     if head > tail:
         return _boxes((*prefix, tail), lengths[1:], start - tail * row, stop - tail * row)

@@ -13,18 +13,15 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
+from ..core.units import ceil_div
+
 __all__ = [
-    "Bools", "Ints", "contiguous", "cut", "flat_starts", "padded", "ranges", "round_up", "strides", "union", "volumes",
+    "Bools", "Ints", "contiguous", "cut", "flat_starts", "padded", "ranges", "strides", "union", "volumes",
     "widen",
 ]  # fmt: skip
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
-
-
-def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is not below ``value``."""
-    return -(-value // multiple) * multiple
 
 
 def volumes(lengths: Ints) -> Ints:
@@ -116,7 +113,7 @@ def union(start: Ints, stop: Ints, gap_nbytes: int) -> tuple[Ints, Ints]:
 def cut(start: Ints, stop: Ints, chunk_nbytes: int) -> tuple[Ints, Ints]:
     """The intervals, cut at multiples of ``chunk_nbytes``."""
     first = start // chunk_nbytes
-    interval, chunk = ranges(first, -(-stop // chunk_nbytes) - first)
+    interval, chunk = ranges(first, ceil_div(stop, chunk_nbytes) - first)
     return (
         np.maximum(start[interval], chunk * chunk_nbytes),
         np.minimum(stop[interval], (chunk + 1) * chunk_nbytes),

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..core.units import ceil_div, round_up
 from .box import Box
-from .columns import Ints, round_up, volumes
+from .columns import Ints, volumes
 
 __all__ = [
     "BLOCKS_NAME",
@@ -107,7 +108,7 @@ class ImageLayout:
 
 def blocks_of(nbytes: int, block_nbytes: int) -> int:
     """How many blocks cover ``nbytes`` bytes."""
-    return -(-nbytes // block_nbytes)
+    return ceil_div(nbytes, block_nbytes)
 
 
 def shard_name(fqn: str, shape: Sequence[int], box: Box) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..core.units import round_up
 from .box import Box, flat_to_boxes, intersect
 from .columns import Ints, contiguous, cut, flat_starts, ranges, strides, union, volumes, widen
 from .image import BLOCK_NBYTES, CHUNK_NBYTES
@@ -136,14 +137,14 @@ def plan_load(
         )
     # All images on one line, each from a chunk boundary on, too far apart to be merged: from here
     # on ranges are 1-D.
-    room = -(-(hashed_end + gap_nbytes + 1) // chunk_nbytes) * chunk_nbytes
+    room = round_up(hashed_end + gap_nbytes + 1, chunk_nbytes)
     base = np.cumsum(room) - room
     shards, targets = _same_ndim(shards, targets)
     pairs = _pairs(tensors, shards, targets, base, hashed_end)
     _check(tensors, shards, targets, pairs, block_nbytes)
     run_pair, run_start, run_stop = _runs(pairs, block_nbytes)
     start = run_start // block_nbytes * block_nbytes
-    stop = np.minimum(-(-run_stop // block_nbytes) * block_nbytes, pairs.end[run_pair])
+    stop = np.minimum(round_up(run_stop, block_nbytes), pairs.end[run_pair])
     start, stop = cut(*union(start, stop, gap_nbytes), chunk_nbytes)
     pair, read = _overlaps(run_pair, run_start, run_stop, start, stop)
     return _plan(pairs, base, start, stop, pair, read)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..core.units import ceil_div
 from .box import Box
 from .columns import Ints
 
@@ -144,7 +145,7 @@ def _local_starts(intervals: Intervals) -> list[int]:
 def _chunk(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
     """The ``index``-th of ``parts`` chunks of [start, stop), cut as torch.chunk does; empty ones at
     the end."""
-    step = -(-(stop - start) // parts)
+    step = ceil_div(stop - start, parts)
     return min(start + step * index, stop), min(start + step * (index + 1), stop)
 
 

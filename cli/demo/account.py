@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
-from ..text import printable, size_text
+from ...core.units import size_text
+from ..text import printable
 from .journal import Event
 from .record import Record, Saved
 from .torn import Found

@@ -12,11 +12,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ...core.units import size_text
 from ...drivers.uri import redact
 from ...errors import SaveError
 from ...storage.operations.listing import list_checkpoints
 from .. import show
-from ..text import one_of, size_text
+from ..text import one_of
 from .account import Account
 from .folder import checkpoint_uri, checkpoints_uri, name_of, prepare
 from .jobs import Job

@@ -20,6 +20,7 @@ from urllib.parse import unquote
 
 from fsspec import AbstractFileSystem, get_filesystem_class
 
+from ...core.aio import side_by_side
 from ...core.forks.renewal import new_lock
 from ...errors import DamagedError, ExistsError, StorageError, UriError
 from ..contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_key, check_small
@@ -166,10 +167,7 @@ class FsspecDriver(Driver):
         """See :meth:`Driver.delete_all`. As many files at a time as there are threads."""
         found = await self._run("delete", self._checked(prefix), self._find, prefix)
         files = [path for path, info in found if info["type"] != "directory"]
-        removed = (self._run("delete", prefix, self._remove, path) for path in files)
-        for outcome in await asyncio.gather(*removed, return_exceptions=True):
-            if outcome is not None:
-                raise outcome
+        await side_by_side(*(self._run("delete", prefix, self._remove, path) for path in files))
         folders = [path for path, info in found if info["type"] == "directory"]
         await self._run("delete", prefix, self._remove_empty, folders)
 

@@ -12,10 +12,11 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ...core.aio import side_by_side
 from ...errors import StorageDownError, StorageError
 from ..contract import Buffer, Upload
 from ..ranges import Ranges
@@ -216,7 +217,7 @@ class HdfsUpload(Upload):
             self._files[1:] = [
                 file for file, (start, _), at in reached if at > start > 0
             ]  # of others there is no file
-            await _all(file.close() for file in self._files)
+            await side_by_side(*(file.close() for file in self._files))
             await self._join()
             await self._publish(overwrite)
             del self._files[0]  # it has the key now; abort deletes what was copied into it
@@ -231,7 +232,7 @@ class HdfsUpload(Upload):
             StorageError, TimeoutError
         ):  # who goes on finds out; what is left is swept
             async with asyncio.timeout(ABORT_S):
-                await _all(self._delete(file) for file in tuple(self._files))
+                await side_by_side(*(self._delete(file) for file in self._files))
         self._tell(self)
 
     async def _delete(self, file: _File) -> None:
@@ -353,10 +354,3 @@ def _say_once(uri: str, addresses: tuple[str, ...], reason: str) -> None:
     if addresses not in _said_of:
         _said_of.add(addresses)
         _log.warning("%s: parts are joined by copying: %s; ?streams=1 avoids it", uri, reason)
-
-
-async def _all(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run all at once; when all have ended, raise the first error if there was one."""
-    for outcome in await asyncio.gather(*coroutines, return_exceptions=True):
-        if isinstance(outcome, BaseException):
-            raise outcome

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from ...core.aio import wait_out
 from ..contract import Buffer, Driver
 from .layer import Layer
 
@@ -140,11 +141,6 @@ async def _put_away(reads: Iterable[asyncio.Future[T]]) -> None:
     running = [read for read in reads if not read.done()]
     for read in running:
         read.cancel()
-    cancelled: asyncio.CancelledError | None = None
-    while not all(read.done() for read in running):
-        try:
-            await asyncio.wait(running)
-        except asyncio.CancelledError as error:
-            cancelled = error
+    cancelled = await wait_out(running)
     if cancelled is not None:
         raise cancelled

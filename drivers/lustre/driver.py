@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar
 
+from ...core.units import round_up
 from ..local.driver import LocalDriver
 from ..options import Option, integer, option_values, size
 from ..uri import Uri
@@ -83,7 +84,7 @@ class LustreDriver(LocalDriver):
         )
         # Parts of whole stripes: no two writes share one, so none waits for another's lock.
         stripe_nbytes = stripe_size or STRIPE_NBYTES
-        part_nbytes = -(-self.traits.part_nbytes // stripe_nbytes) * stripe_nbytes
+        part_nbytes = round_up(self.traits.part_nbytes, stripe_nbytes)
         self.traits = dataclasses.replace(self.traits, part_nbytes=part_nbytes)
 
     @classmethod

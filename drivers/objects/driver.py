@@ -21,6 +21,8 @@ from weakref import WeakSet
 
 import numpy as np
 
+from ...core.aio import side_by_side, to_the_end
+from ...core.units import ceil_div
 from ...errors import (
     DamagedError,
     ExistsError,
@@ -30,7 +32,6 @@ from ...errors import (
     UriError,
 )
 from ..contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_key, check_small
-from ..tasks import side_by_side, to_the_end
 from ..threads import Threads
 from ..uri import Uri
 from . import runtime
@@ -295,18 +296,14 @@ class ObjectDriver(Driver):
         path = self._path(prefix)
         keys = [info.key async for info in self.list(prefix)]
         lanes = self._settings.concurrency
-        step = min(_BATCH, max(1, -(-len(keys) // lanes)))
+        step = min(_BATCH, max(1, ceil_div(len(keys), lanes)))
         batches = iter([keys[begin : begin + step] for begin in range(0, len(keys), step)])
 
         async def lane() -> None:
             for batch in batches:
                 await self._delete_batch(prefix, batch)
 
-        for outcome in await asyncio.gather(
-            *(lane() for _ in range(lanes)), return_exceptions=True
-        ):
-            if outcome is not None:
-                raise outcome
+        await side_by_side(*(lane() for _ in range(lanes)))
         await self._drop_unfinished(path, whole_key=False, quiet_s=0, began_within_s=float("inf"))
 
     async def _delete_batch(self, prefix: str, keys: Sequence[str]) -> None:

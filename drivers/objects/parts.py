@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ...core.units import ceil_div
 from ..contract import Buffer
 
 __all__ = ["PARTS_MAX", "Cutter", "Part", "part_nbytes_for"]
@@ -29,7 +30,7 @@ class Part(np.ndarray[Any, np.dtype[np.uint8]]):
 def part_nbytes_for(nbytes: int, preferred_nbytes: int) -> int:
     """The size of all parts but the last of an object: a multiple of ``preferred_nbytes``, so that
     there are at most :data:`PARTS_MAX`."""
-    multiple = -(-nbytes // (PARTS_MAX * preferred_nbytes))
+    multiple = ceil_div(nbytes, PARTS_MAX * preferred_nbytes)
     return max(1, multiple) * preferred_nbytes
 
 

@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
+from ...core.aio import to_the_end
 from ...errors import NotFoundError, StorageDownError, StorageError
 from ..contract import Buffer, ObjectInfo, Upload
 from ..ranges import Ranges
-from ..tasks import to_the_end
 from .errors import failures
 from .parts import Cutter, Part, part_nbytes_for
 

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...core.forks.cached import cached_property
+from ...core.units import ceil_div
 from ...errors import DamagedError, SaveError, UnsupportedFormatError
 from ...planner.columns import volumes
 from ...planner.image import BLOCK_NBYTES, CHUNK_NBYTES, DIGEST_NBYTES, PAGE_NBYTES
@@ -80,11 +81,11 @@ class ImageTable:
 
     def chunks(self, chunk_nbytes: int) -> Ints:
         """Number of chunks per image."""
-        return -(-self.hashed_nbytes // chunk_nbytes)
+        return ceil_div(self.hashed_nbytes, chunk_nbytes)
 
     def nbytes(self, block_nbytes: int) -> Ints:
         """Size per image: what is hashed, and then a digest per block."""
-        return self.hashed_nbytes + DIGEST_NBYTES * -(-self.hashed_nbytes // block_nbytes)
+        return self.hashed_nbytes + DIGEST_NBYTES * ceil_div(self.hashed_nbytes, block_nbytes)
 
     def file_nbytes(self, block_nbytes: int) -> Ints:
         """File size per image: that of the image, unless it is compressed."""

@@ -25,8 +25,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ...core.forks.cached import cached_property
+from ...core.units import round_up
 from ...errors import UsageError
-from ...planner.columns import Ints, round_up
+from ...planner.columns import Ints
 from ...planner.image import DIGEST_NBYTES, PAGE_NBYTES, blocks_of
 from .digest import digest
 
@@ -159,9 +160,7 @@ class Index:
         """(C + 1,): where in the file each chunk begins, and where the last one ends."""
         firsts = np.arange(0, len(self.sizes), self.chunk_nbytes // self.block_nbytes)
         used = np.add.reduceat(self.sizes, firsts) if len(firsts) else self.sizes
-        return np.concatenate([[0], np.cumsum(-(-used // PAGE_NBYTES) * PAGE_NBYTES)]).astype(
-            np.int64
-        )
+        return np.concatenate([[0], np.cumsum(round_up(used, PAGE_NBYTES))]).astype(np.int64)
 
     def sizes_of(self, start: int, stop: int) -> list[int]:
         """Of the blocks that hold [start, stop) of the image."""

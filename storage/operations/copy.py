@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ...core.aio import at_most
 from ...drivers.contract import Driver
 from ...errors import (
     CheckpointError,
@@ -34,7 +35,6 @@ from ..pipeline.unpacking import images_of
 from ..protocol.commit import abandon, begin_copy, commit, delete_attempt, settle, still_there
 from ..protocol.current import read_manifest
 from ..runtime.engine import offload, run
-from ..runtime.executor import at_most
 from ..runtime.progress import ProgressCallback, ProgressReporter
 from .foreign import explains
 from .image_copier import ImageCopier

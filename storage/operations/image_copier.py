@@ -15,6 +15,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from ...core.aio import at_most
+from ...core.units import ceil_div
 from ...drivers.contract import Driver, Upload
 from ...errors import DamagedError, NotFoundError
 from ..format.damage import damaged
@@ -26,7 +28,7 @@ from ..pipeline.unpacking import Stored, images_of
 from ..pipeline.upload import Opening, write_pages, writing_order
 from ..runtime.buffers import HostBuffer, host_pool
 from ..runtime.engine import CPU_THREADS, offload
-from ..runtime.executor import at_most, execute
+from ..runtime.executor import execute
 from ..runtime.scheduler import Budget, Scheduler, Stage
 from .verify import Chunk, chunks_of
 
@@ -125,7 +127,7 @@ class ImageCopier:
 
     def _scheduler(self, lines: int) -> Scheduler:
         ours = self.destination.traits
-        reads, writes = (-(-t.concurrency // lines) for t in (self.source.driver.traits, ours))
+        reads, writes = (ceil_div(t.concurrency, lines) for t in (self.source.driver.traits, ours))
         lanes = {
             "read": reads,
             "cpu": CPU_THREADS,

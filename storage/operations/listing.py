@@ -7,13 +7,13 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ...core.aio import at_most
 from ...drivers.contract import Driver
 from ...drivers.registry import open_driver
 from ...errors import DamagedError, HoldfastError, NotFoundError
 from ..format.lineage import LINEAGE_KEY, ROOT, Lineage
 from ..format.manifest import MANIFEST_KEY, Manifest
 from ..runtime.engine import check_may_wait, offload, start
-from ..runtime.executor import at_most
 from .foreign import explains
 
 __all__ = ["ListedCheckpoint", "Listing", "list_checkpoints", "manifest_keys", "read_lineage"]

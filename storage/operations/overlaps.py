@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from ...core.units import round_up
 from ...drivers.contract import Driver
 from ...errors import StateError
 from ..format.digest import digest
@@ -102,7 +103,7 @@ class _Twin:
     def __init__(self, targets: Sequence[torch.Tensor]) -> None:
         spans = [_span(target) for target in targets]
         first = min(start for start, _ in spans) // _ALIGNED * _ALIGNED
-        nbytes = -(-(max(stop for _, stop in spans) - first) // _ALIGNED) * _ALIGNED
+        nbytes = round_up(max(stop for _, stop in spans) - first, _ALIGNED)
         if any(
             (start - first) % target.itemsize
             for target, (start, _) in zip(targets, spans, strict=True)

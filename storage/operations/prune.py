@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from ...core.aio import at_most
 from ...drivers.contract import Driver
 from ...errors import NotACheckpointError, NotFoundError, UsageError
 from ..format.lineage import LINEAGE_KEY
@@ -26,7 +27,6 @@ from ..protocol.current import read_manifest
 from ..protocol.fate import SENTENCE, fate_of
 from ..protocol.prune_lock import PRUNING_KEY, is_sign
 from ..runtime.engine import run
-from ..runtime.executor import at_most
 from .choice import Choice, Rules, chosen_by
 from .listing import ListedCheckpoint, Listing
 from .location import Place

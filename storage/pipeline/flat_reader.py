@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import numpy.typing as npt
 
+from ...core.units import ceil_div
 from ...drivers.contract import Driver
 from ...planner.box import Box, flat_to_boxes, row_strides
 from ...planner.columns import padded
@@ -35,7 +36,7 @@ async def read_flat(
     tensors = manifest.tensors
     itemsize = int(tensors.itemsize[row])
     first = start // itemsize
-    boxes = flat_to_boxes(tensors.shape_of(row), first, -(-stop // itemsize))
+    boxes = flat_to_boxes(tensors.shape_of(row), first, ceil_div(stop, itemsize))
     flat = _Flat(manifest, boxes, itemsize)
     targets = _targets(row, boxes, tensors.shape.shape[1])
     plan = await offload(plan_reads, driver, manifest, targets)

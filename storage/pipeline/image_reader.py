@@ -9,6 +9,7 @@ from itertools import groupby
 
 import numpy as np
 
+from ...core.aio import at_most
 from ...drivers.contract import Driver
 from ...errors import DamagedError, NotFoundError
 from ...planner.coverage import flawed
@@ -19,7 +20,7 @@ from ..format.digest import damaged_blocks, digest, page_of
 from ..format.manifest import MANIFEST_KEY, Manifest
 from ..runtime.buffers import HostBuffer
 from ..runtime.engine import CPU_THREADS, offload
-from ..runtime.executor import at_most, execute
+from ..runtime.executor import execute
 from ..runtime.inbox import Inbox
 from ..runtime.scheduler import Budget, Scheduler, Stage
 from .unpacking import Stored, Unpacked

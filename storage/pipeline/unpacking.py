@@ -7,10 +7,10 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
+from ...core.units import round_up
 from ...drivers.contract import Buffer, Driver, Traits
 from ...drivers.layers.layer import Layer
 from ...errors import DamagedError
-from ...planner.columns import round_up
 from ...planner.image import DIGEST_NBYTES, blocks_of
 from ..format.digest import digest
 from ..format.manifest import Manifest

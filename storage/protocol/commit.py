@@ -60,8 +60,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from ...core.aio import at_most, side_by_side
 from ...drivers.contract import Driver, ObjectInfo
-from ...drivers.tasks import side_by_side
 from ...errors import (
     CheckpointError,
     DamagedError,
@@ -75,7 +75,6 @@ from ...errors import (
 )
 from ..format.manifest import MANIFEST_KEY, Manifest, image_key
 from ..runtime.engine import offload
-from ..runtime.executor import at_most
 from .attempt import Attempt, Trace, attempts
 from .current import attempt_of
 from .fate import SENTENCE, claim, put_once, sentence

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ...core.aio import side_by_side
 from ...drivers.contract import Driver
 from ...drivers.layers.layer import bottom
-from ...drivers.tasks import side_by_side
 from ...errors import CheckpointError, ExistsError, NotFoundError, StorageError
 
 __all__ = ["TRIAL_NBYTES", "answers_ranges", "refuses_taken"]

@@ -11,7 +11,6 @@ for itself. That is a UsageError.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import threading
@@ -19,6 +18,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
+from ...core.aio import to_the_end
 from ...core.forks.renewal import in_child, new_lock, new_rlock
 from ...errors import HoldfastError, UsageError
 
@@ -202,16 +202,7 @@ async def offload(function: Callable[..., T], *args: Any) -> T:
     reused under it.
     """
     work = asyncio.get_running_loop().run_in_executor(None, function, *args)
-    try:
-        return await asyncio.shield(work)
-    except asyncio.CancelledError:
-        while not work.done():
-            with contextlib.suppress(asyncio.CancelledError):  # also when cancelled again
-                await asyncio.wait([work])
-        if not work.cancelled():
-            # who cancelled it does not ask: else asyncio would complain that nobody did
-            work.exception()
-        raise
+    return await to_the_end(work)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop:

@@ -4,13 +4,12 @@ Nothing else."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
+from ...core.aio import wait_out
 from .scheduler import Instruction, Release, Scheduler, Start
 
-__all__ = ["at_most", "execute"]
+__all__ = ["execute"]
 
 
 async def execute(
@@ -98,30 +97,9 @@ class _Run:
             self.ended.set_result(None)
 
 
-async def at_most(limit: int, coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run all of them, at most ``limit`` at a time; when all have ended, raise the first error if
-    there was one."""
-    gate = asyncio.Semaphore(limit)
-
-    async def gated(coroutine: Coroutine[Any, Any, None]) -> None:
-        async with gate:
-            await coroutine
-
-    given = list(coroutines)
-    try:
-        outcomes = await asyncio.gather(*map(gated, given), return_exceptions=True)
-    finally:
-        for coroutine in given:
-            coroutine.close()  # cancelled, it may never have had its turn
-    for outcome in outcomes:
-        if outcome is not None:
-            raise outcome
-
-
 async def _cancel(tasks: set[asyncio.Task[None]]) -> None:
-    """Cancel them, and wait until all have left the set."""
+    """Cancel them, and wait until all have left the set; further cancellations change nothing."""
     for task in tasks:
         task.cancel()
     while tasks:
-        with contextlib.suppress(asyncio.CancelledError):  # once is enough
-            await asyncio.wait(tasks)
+        await wait_out(tasks)

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ...core.units import round_up
+
 __all__ = ["BLOCK_NBYTES", "ROW_NBYTES", "BlockSums", "as_bytes"]
 
 ROW_NBYTES = 4096
@@ -52,9 +54,7 @@ class BlockSums:
 
     def span(self, start: int, stop: int) -> tuple[int, int]:
         """The whole blocks that hold bytes [start, stop); the last one ends with the tensor."""
-        return start // BLOCK_NBYTES * BLOCK_NBYTES, min(
-            self.nbytes, -(-stop // BLOCK_NBYTES) * BLOCK_NBYTES
-        )
+        return start // BLOCK_NBYTES * BLOCK_NBYTES, min(self.nbytes, round_up(stop, BLOCK_NBYTES))
 
     def same(self, start: int, copied: torch.Tensor) -> torch.Tensor:
         """Whether ``copied`` is what the tensor held from byte ``start`` on: a scalar on the

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ...core.units import round_up
 from ..runtime.buffers import HostBuffer, host_pool
 from .bits import copy_memory
 from .process_memory import GoneError, gather, read
@@ -134,11 +135,11 @@ class HostSnapshot:
         except GoneError:
             raise ChangedError(region.row) from None
         if not self._tracker.is_clean(
-            first // PAGE_NBYTES * PAGE_NBYTES, -(-last // PAGE_NBYTES) * PAGE_NBYTES
+            first // PAGE_NBYTES * PAGE_NBYTES, round_up(last, PAGE_NBYTES)
         ):
             raise ChangedError(region.row)
         if disarm and self._alone[i] and not region.watch:
-            self._disarm(-(-first // HUGE_NBYTES) * HUGE_NBYTES, last // HUGE_NBYTES * HUGE_NBYTES)
+            self._disarm(round_up(first, HUGE_NBYTES), last // HUGE_NBYTES * HUGE_NBYTES)
 
     def tracks(self, row: int) -> bool:
         """Whether writes to ``row`` are seen, but for its first and last bytes."""
@@ -183,7 +184,7 @@ class HostSnapshot:
         others are copied to."""
         address = np.array([region.address for region in self._regions], np.int64)
         nbytes = np.array([region.nbytes for region in self._regions], np.int64)
-        first = -(-address // PAGE_NBYTES) * PAGE_NBYTES
+        first = round_up(address, PAGE_NBYTES)
         last = np.maximum(first, (address + nbytes) // PAGE_NBYTES * PAGE_NBYTES)
         small = nbytes <= SMALL_NBYTES
         head = np.where(small, nbytes, first - address)

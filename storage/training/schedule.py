@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 
+from ...core.units import parse_duration
 from ...errors import UsageError
 from .decisions import Agreement, Word
 
 __all__ = ["Cadence", "cadence_of"]
 
-_UNITS = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0}
-_TIME = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)\s*")
 LOOK_S = 5.0
 """How often, at most, ranks ask whether it is time."""
 
@@ -106,9 +105,11 @@ def cadence_of(every: int | str | None) -> Cadence:
         return _Never()
     if isinstance(every, int) and not isinstance(every, bool) and every > 0:
         return _Steps(every)
-    match = _TIME.fullmatch(every) if isinstance(every, str) else None
-    if match and match[2] in _UNITS and float(match[1]) > 0:
-        return _Time(float(match[1]) * _UNITS[match[2]])
+    if isinstance(every, str):
+        with suppress(ValueError):
+            every_s = parse_duration(every, needs_unit=True)
+            if every_s > 0:
+                return _Time(every_s)
     raise UsageError(
         f"every is {every!r}",
         advice='Give a number of steps, such as 500, or a time, such as "10min", "90s" or "2h".',

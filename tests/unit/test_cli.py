@@ -508,25 +508,6 @@ def test_a_reader_that_leaves_is_no_failure(stored: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "expected"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "0.98 KiB"),
-        (1024, "1.00 KiB"),
-        (10 << 10, "10.0 KiB"),
-        (100 << 20, "100 MiB"),
-        (1023 << 20, "1.00 GiB"),
-        (5 << 30, "5.00 GiB"),
-        (3 << 70, "3072 EiB"),
-    ],
-)
-def test_sizes_have_three_digits(nbytes: int, expected: str) -> None:
-    """And the unit in which they are at most 999."""
-    assert text.size_text(nbytes) == expected
-
-
-@pytest.mark.parametrize(
     ("seconds", "expected"),
     [
         (-5, "now"),

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from holdfast.drivers.tasks import Tasks, side_by_side, to_the_end
+from holdfast.drivers.tasks import Tasks
 from holdfast.errors import NotFoundError, StorageDownError, StorageError, UriError
 
 URI = "sftp://host/x"
@@ -67,34 +67,6 @@ def test_an_unsafe_key_is_refused_before_the_call(no_leaks: None) -> None:
 
     asyncio.run(main())
     assert made == [None]
-
-
-def test_a_cancelled_caller_returns_only_after_its_call(no_leaks: None) -> None:
-    """However often it is cancelled: the client uses the caller's buffer until the call has ended.
-    An error of the call is then the cause of the CancelledError."""
-
-    async def main() -> None:
-        inside, go_on, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
-
-        async def work() -> None:
-            inside.set()
-            await go_on.wait()
-            ended.set()
-            raise OSError(5, "Input/output error")
-
-        caller = asyncio.create_task(to_the_end(work()))
-        await inside.wait()
-        for _ in range(3):
-            caller.cancel()
-            await asyncio.sleep(0)
-        assert not caller.done()
-        go_on.set()
-        with pytest.raises(asyncio.CancelledError) as caught:
-            await caller
-        assert ended.is_set()
-        assert isinstance(caught.value.__cause__, OSError)
-
-    asyncio.run(main())
 
 
 def test_a_call_that_does_not_end_is_cancelled_after_the_grace(no_leaks: None) -> None:
@@ -170,39 +142,5 @@ def test_close_cancels_what_does_not_end(no_leaks: None) -> None:
         with pytest.raises(StorageDownError, match="read failed: the driver was closed"):
             await caller
         assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(main())
-
-
-def test_what_runs_side_by_side_returns_in_order_and_fails_as_the_first_in_order(
-    no_leaks: None,
-) -> None:
-    """Whichever ends first. Nothing is left running, also where the caller is cancelled."""
-
-    async def main() -> None:
-        ended: list[str] = []
-
-        async def work(name: str, pause_s: float, error: type[Exception] | None = None) -> str:
-            try:
-                await asyncio.sleep(pause_s)
-            finally:
-                ended.append(name)
-            if error is not None:
-                raise error(name)
-            return name
-
-        assert await side_by_side(work("a", 0.02), work("b", 0.01)) == ["a", "b"]
-        assert ended == ["b", "a"]
-        with pytest.raises(KeyError, match="c"):
-            await side_by_side(
-                work("c", 0.02, KeyError), work("d", 0.01, ValueError), work("e", 0.03)
-            )
-        assert ended[2:] == ["d", "c", "e"]
-        caller = asyncio.create_task(side_by_side(work("f", 60), work("g", 60)))
-        await asyncio.sleep(0.01)
-        caller.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await caller
-        assert sorted(ended[5:]) == ["f", "g"]
 
     asyncio.run(main())

@@ -9,7 +9,6 @@ from holdfast.planner.columns import (
     flat_starts,
     padded,
     ranges,
-    round_up,
     strides,
     volumes,
     widen,
@@ -87,8 +86,3 @@ def test_padded():
     assert padded([()], 0, 0).shape == (1, 0)
     with pytest.raises(ValueError, match="longer than 1"):
         padded([(1, 2), ()], 1, 0)
-
-
-def test_round_up():
-    """Up to the next multiple; a multiple stays."""
-    assert [round_up(value, 8) for value in (0, 1, 8, 9)] == [0, 8, 8, 16]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from holdfast.storage.runtime.engine import offload, start
-from holdfast.storage.runtime.executor import at_most, execute
+from holdfast.storage.runtime.executor import execute
 from holdfast.storage.runtime.scheduler import Budget, Scheduler, Stage
 
 STAGES = (Stage("read", "io"), Stage("hash", "cpu"), Stage("write", "io"))
@@ -164,26 +164,6 @@ def test_an_error_of_any_type_is_raised(rng: np.random.Generator) -> None:
     with pytest.raises(MemoryError):
         asyncio.run(execute(scheduler(), [10] * 10, work.perform, work.release))
     assert sorted(work.released) == sorted(work.held)
-
-
-def test_at_most_runs_all_and_raises_the_first_error_at_the_end() -> None:
-    """The others are not abandoned."""
-    running, most, done = 0, 0, []
-
-    async def one(i: int) -> None:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        await asyncio.sleep(0.001)
-        running -= 1
-        done.append(i)
-        if i in (3, 5):
-            raise OSError(f"number {i}")
-
-    with pytest.raises(OSError, match="number 3"):
-        asyncio.run(at_most(4, (one(i) for i in range(20))))
-    assert sorted(done) == list(range(20))
-    assert most == 4
 
 
 def test_offload_returns_what_its_function_does() -> None:

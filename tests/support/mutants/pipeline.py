@@ -24,11 +24,7 @@ MUTANTS = [
     Mutant(
         says="cancelled, what runs is not waited for (buffers in use)",
         file="storage/runtime/executor.py",
-        old=(
-            "    while tasks:\n"
-            "        with contextlib.suppress(asyncio.CancelledError):\n"
-            "            await asyncio.wait(tasks)\n"
-        ),
+        old=("    while tasks:\n        await wait_out(tasks)\n"),
         new="",
         tests="tests/unit/test_storage_executor.py::test_cancelled_it_waits_for_what_runs",
     ),

@@ -17,15 +17,15 @@ MUTANTS = [
     Mutant(
         says="images on the line touch each other",
         file="planner/loading.py",
-        old="    room = -(-(hashed_end + gap_nbytes + 1) // chunk_nbytes) * chunk_nbytes\n",
-        new="    room = -(-hashed_end // chunk_nbytes) * chunk_nbytes\n",
+        old="    room = round_up(hashed_end + gap_nbytes + 1, chunk_nbytes)\n",
+        new="    room = round_up(hashed_end, chunk_nbytes)\n",
         tests="tests/unit/test_planner_loading.py::test_gaps_are_not_bridged_between_images",
     ),
     Mutant(
         says="reads past hashed_end",
         file="planner/loading.py",
-        old="    stop = np.minimum(-(-run_stop // block_nbytes) * block_nbytes, pairs.end[run_pair])\n",
-        new="    stop = -(-run_stop // block_nbytes) * block_nbytes\n",
+        old="    stop = np.minimum(round_up(run_stop, block_nbytes), pairs.end[run_pair])\n",
+        new="    stop = round_up(run_stop, block_nbytes)\n",
         tests="tests/unit/test_planner_loading.py::test_the_last_read_ends_with_the_hashed_part",
     ),
     Mutant(

@@ -1,0 +1,105 @@
+"""What asyncio lacks: to wait out a cancellation, and to run coroutines of which none is left behind.
+
+A task that is cancelled must often not return at once: a thread, or a request that was sent, still
+uses memory that the caller gets back when the task returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
+from typing import Any, TypeVar
+
+__all__ = ["at_most", "side_by_side", "to_the_end", "wait_out"]
+
+T = TypeVar("T")
+
+
+async def wait_out(
+    futures: Collection[asyncio.Future[Any]],
+    *,
+    on_cancel: Callable[[], object] | None = None,
+) -> asyncio.CancelledError | None:
+    """Wait until all ``futures`` are done, also when this task is cancelled meanwhile.
+
+    ``on_cancel`` is called for each cancellation. Returns the last one, which the caller has to
+    raise once it has cleaned up; None where there was none.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    while not all(future.done() for future in futures):
+        try:
+            # Unlike awaiting the futures, this does not cancel them when the task is cancelled.
+            await asyncio.wait(futures)
+        except asyncio.CancelledError as error:
+            cancelled = error
+            if on_cancel is not None:
+                on_cancel()
+    return cancelled
+
+
+async def to_the_end(work: Awaitable[T], *, grace_s: float | None = None) -> T:
+    """Return what ``work`` returns, or raise what it raises.
+
+    If the caller is cancelled, this waits until ``work`` has ended and raises CancelledError only
+    then: the outcome is known, and nothing uses the caller's memory any more. What ``work`` raised
+    becomes the cause. After ``grace_s`` seconds ``work`` is cancelled, and waited for again. Where
+    ``grace_s`` is None it never is, so ``work`` needs a deadline of its own.
+    """
+    task = asyncio.ensure_future(work)
+    timer: asyncio.TimerHandle | None = None
+
+    def begin_grace() -> None:
+        nonlocal timer
+        if timer is None and grace_s is not None:
+            timer = asyncio.get_running_loop().call_later(grace_s, task.cancel)
+
+    cancelled = await wait_out([task], on_cancel=begin_grace)
+    if timer is not None:
+        timer.cancel()
+    if cancelled is None:
+        return task.result()
+    if task.cancelled():
+        raise cancelled from None
+    raise cancelled from task.exception()
+
+
+async def side_by_side(*coroutines: Coroutine[Any, Any, Any]) -> list[Any]:
+    """Run all of them at the same time; return what they return, in order.
+
+    Where some fail, the others are waited for, and the failure of the first in order is raised. If
+    the caller is cancelled, all are cancelled, and waited for likewise.
+    """
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    asked_to_end = False
+
+    def cancel_all() -> None:
+        nonlocal asked_to_end
+        if not asked_to_end:
+            asked_to_end = True
+            for task in tasks:
+                task.cancel()
+
+    cancelled = await wait_out(tasks, on_cancel=cancel_all)
+    errors = [task.exception() for task in tasks if not task.cancelled()]
+    if cancelled is not None:
+        raise cancelled
+    for error in errors:
+        if error is not None:
+            raise error
+    return [task.result() for task in tasks]
+
+
+async def at_most(limit: int, coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run all of them, at most ``limit`` at a time; otherwise as :func:`side_by_side`."""
+    gate = asyncio.Semaphore(limit)
+
+    async def gated(coroutine: Coroutine[Any, Any, None]) -> None:
+        async with gate:
+            await coroutine
+
+    given = list(coroutines)
+    try:
+        await side_by_side(*map(gated, given))
+    finally:
+        for coroutine in given:
+            coroutine.close()  # one that never had its turn, because this was cancelled

@@ -1,0 +1,115 @@
+"""Sizes and durations, from text and as text; division that rounds up."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, overload
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+__all__ = [
+    "GIB",
+    "KIB",
+    "MIB",
+    "ceil_div",
+    "duration_text",
+    "exact_size_text",
+    "parse_duration",
+    "parse_size",
+    "round_up",
+    "size_text",
+]
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_SIZE = re.compile(r"(\d+)\s*(?:([kmgt]?)(i?)b?)?", re.IGNORECASE | re.ASCII)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.ASCII)
+_SECONDS = {"ms": 0.001, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+
+
+@overload
+def ceil_div(value: int, divisor: int) -> int: ...
+
+
+@overload
+def ceil_div(value: npt.NDArray[np.int64], divisor: int) -> npt.NDArray[np.int64]: ...
+
+
+def ceil_div(value: int | npt.NDArray[np.int64], divisor: int) -> int | npt.NDArray[np.int64]:
+    """``value / divisor``, rounded up: how many groups of ``divisor`` hold ``value`` things."""
+    return -(-value // divisor)
+
+
+@overload
+def round_up(value: int, multiple: int) -> int: ...
+
+
+@overload
+def round_up(value: npt.NDArray[np.int64], multiple: int) -> npt.NDArray[np.int64]: ...
+
+
+def round_up(value: int | npt.NDArray[np.int64], multiple: int) -> int | npt.NDArray[np.int64]:
+    """The smallest multiple of ``multiple`` that is not below ``value``."""
+    return -(-value // multiple) * multiple
+
+
+def parse_size(text: str) -> int:
+    """The bytes that ``32MiB``, ``500 MB``, ``4k`` or ``4096`` mean. Raises ValueError."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is no size")
+    prefix = (match[2] or "").lower()
+    is_binary = bool(match[3])
+    if is_binary and not prefix:
+        raise ValueError(f"{text!r} is no size")
+    base = 1024 if is_binary else 1000
+    nbytes: int = int(match[1]) * base ** _POWERS[prefix]
+    return nbytes
+
+
+def exact_size_text(nbytes: int) -> str:
+    """A text that :func:`parse_size` takes for exactly ``nbytes``: ``32MiB``, ``4097B``."""
+    power = 0
+    while nbytes and nbytes % 1024 == 0 and power < 4:
+        nbytes //= 1024
+        power += 1
+    return f"{nbytes}{_UNITS[power]}"
+
+
+def size_text(nbytes: int) -> str:
+    """Three digits and a unit, for people: ``512 B``, ``1.21 GiB``, ``62.5 KiB``."""
+    size = float(nbytes)
+    power = 0
+    while size >= 999.5 and power + 1 < len(_UNITS):
+        size /= 1024
+        power += 1
+    if power == 0 or size >= 99.95:
+        return f"{size:.0f} {_UNITS[power]}"
+    if size >= 9.995:
+        return f"{size:.1f} {_UNITS[power]}"
+    return f"{size:.2f} {_UNITS[power]}"
+
+
+def parse_duration(text: str, *, needs_unit: bool = False) -> float:
+    """The seconds that ``90s``, ``500ms``, ``2min``, ``1.5h`` or ``30`` mean. Raises ValueError;
+    also for a number without a unit where ``needs_unit``."""
+    match = _DURATION.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is no duration")
+    unit = match[2]
+    if not unit and not needs_unit:
+        unit = "s"
+    if unit not in _SECONDS:
+        raise ValueError(f"{text!r} is no duration")
+    return float(match[1]) * _SECONDS[unit]
+
+
+def duration_text(seconds: float) -> str:
+    """A text that :func:`parse_duration` takes for ``seconds``: ``1.5s``."""
+    return f"{seconds:g}s"

@@ -1,0 +1,116 @@
+"""What is waited for to its end, and what runs side by side: nothing is left behind, whoever is cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from holdfast.core.aio import at_most, side_by_side, to_the_end
+
+
+def test_a_cancelled_caller_returns_only_after_its_call(no_leaks: None) -> None:
+    """However often it is cancelled: the client uses the caller's buffer until the call has ended.
+    An error of the call is then the cause of the CancelledError."""
+
+    async def main() -> None:
+        inside, go_on, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        async def work() -> None:
+            inside.set()
+            await go_on.wait()
+            ended.set()
+            raise OSError(5, "Input/output error")
+
+        caller = asyncio.create_task(to_the_end(work()))
+        await inside.wait()
+        for _ in range(3):
+            caller.cancel()
+            await asyncio.sleep(0)
+        assert not caller.done()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError) as caught:
+            await caller
+        assert ended.is_set()
+        assert isinstance(caught.value.__cause__, OSError)
+
+    asyncio.run(main())
+
+
+def test_what_runs_side_by_side_returns_in_order_and_fails_as_the_first_in_order(
+    no_leaks: None,
+) -> None:
+    """Whichever ends first. Nothing is left running, also where the caller is cancelled."""
+
+    async def main() -> None:
+        ended: list[str] = []
+
+        async def work(name: str, pause_s: float, error: type[Exception] | None = None) -> str:
+            try:
+                await asyncio.sleep(pause_s)
+            finally:
+                ended.append(name)
+            if error is not None:
+                raise error(name)
+            return name
+
+        assert await side_by_side(work("a", 0.02), work("b", 0.01)) == ["a", "b"]
+        assert ended == ["b", "a"]
+        with pytest.raises(KeyError, match="c"):
+            await side_by_side(
+                work("c", 0.02, KeyError), work("d", 0.01, ValueError), work("e", 0.03)
+            )
+        assert ended[2:] == ["d", "c", "e"]
+        caller = asyncio.create_task(side_by_side(work("f", 60), work("g", 60)))
+        await asyncio.sleep(0.01)
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+        assert sorted(ended[5:]) == ["f", "g"]
+
+    asyncio.run(main())
+
+
+def test_at_most_runs_all_and_raises_the_first_error_at_the_end() -> None:
+    """The others are not abandoned."""
+    running, most, done = 0, 0, []
+
+    async def one(i: int) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.001)
+        running -= 1
+        done.append(i)
+        if i in (3, 5):
+            raise OSError(f"number {i}")
+
+    with pytest.raises(OSError, match="number 3"):
+        asyncio.run(at_most(4, (one(i) for i in range(20))))
+    assert sorted(done) == list(range(20))
+    assert most == 4
+
+
+def test_at_most_closes_what_never_had_its_turn(no_leaks: None) -> None:
+    """A coroutine that is dropped without having been awaited would be warned of."""
+
+    async def main() -> None:
+        begun: list[int] = []
+
+        async def work(number: int) -> None:
+            begun.append(number)
+            await asyncio.sleep(60)
+
+        caller = asyncio.create_task(at_most(2, (work(number) for number in range(5))))
+        await asyncio.sleep(0.01)
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+        assert begun == [0, 1]
+
+    asyncio.run(main())
+
+
+def test_nothing_side_by_side_is_nothing() -> None:
+    """No coroutine, no result."""
+    assert asyncio.run(side_by_side()) == []

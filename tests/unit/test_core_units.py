@@ -1,0 +1,80 @@
+"""Sizes and durations, from text and as text; division that rounds up."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from holdfast.core.units import (
+    ceil_div,
+    duration_text,
+    exact_size_text,
+    parse_duration,
+    parse_size,
+    round_up,
+    size_text,
+)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "expected"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "0.98 KiB"),
+        (1024, "1.00 KiB"),
+        (10 << 10, "10.0 KiB"),
+        (100 << 20, "100 MiB"),
+        (1023 << 20, "1.00 GiB"),
+        (5 << 30, "5.00 GiB"),
+        (3 << 70, "3072 EiB"),
+    ],
+)
+def test_sizes_have_three_digits(nbytes: int, expected: str) -> None:
+    """And the unit in which they are at most 999."""
+    assert size_text(nbytes) == expected
+
+
+def test_round_up() -> None:
+    """Up to the next multiple; a multiple stays. Columns are rounded row by row."""
+    assert [round_up(value, 8) for value in (0, 1, 8, 9)] == [0, 8, 8, 16]
+    assert [ceil_div(value, 8) for value in (0, 1, 8, 9)] == [0, 1, 1, 2]
+    assert round_up(np.array([0, 1, 9]), 8).tolist() == [0, 8, 16]
+    assert ceil_div(np.array([0, 1, 9]), 8).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 1023, 1024, 4097, 3 << 20, 5 << 40, 7 << 50])
+def test_an_exact_size_is_read_back(nbytes: int) -> None:
+    """To the byte."""
+    assert parse_size(exact_size_text(nbytes)) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "x", "1.5GiB", "-1", "12iB", "12 parsecs", "٣"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    """So are digits of other scripts."""
+    with pytest.raises(ValueError, match="is no size"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90s", 90), ("90sec", 90), ("2min", 120), ("2 m", 120), (" 1.5h ", 5400), ("500ms", 0.5)],
+)
+def test_a_duration_has_a_unit(text: str, seconds: float) -> None:
+    """The units are the same wherever a duration is given."""
+    assert parse_duration(text) == parse_duration(text, needs_unit=True) == seconds
+    assert parse_duration(duration_text(seconds)) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "min", "10 parsecs", "-3min", "1.s", "1,5s"])
+def test_what_is_no_duration_is_refused(text: str) -> None:
+    """With what it was."""
+    with pytest.raises(ValueError, match="is no duration"):
+        parse_duration(text)
+
+
+def test_a_number_alone_is_in_seconds_unless_a_unit_is_needed() -> None:
+    """Elsewhere it is a number of steps."""
+    assert parse_duration("30") == 30
+    with pytest.raises(ValueError, match="is no duration"):
+        parse_duration("30", needs_unit=True)
