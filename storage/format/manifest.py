@@ -33,6 +33,7 @@ from .packed import COMPRESSIONS, Compression, index_nbytes
 from .tree import Tree
 
 __all__ = [
+    "ATTEMPT_PATTERN",
     "MANIFEST_KEY",
     "ImageTable",
     "Manifest",
@@ -49,8 +50,10 @@ __all__ = [
 ]
 
 MANIFEST_KEY = "manifest.safetensors"
+ATTEMPT_PATTERN = r"[0-9]{8}T[0-9]{6}-[0-9a-f]{8}"
+"""A regular expression of the ids of attempts."""
 _PLAIN, _COMPRESSED = 1, 2  # versions of the format
-_ATTEMPT = re.compile(r"[0-9]{8}T[0-9]{6}-[0-9a-f]{8}")
+_ATTEMPT = re.compile(ATTEMPT_PATTERN)
 _INDEX = re.compile(r"[0-9]{1,10}")
 _CHUNK_NBYTES_MAX = 256 << 20
 _BLOCKS_PER_CHUNK_MAX = 1 << 12

@@ -32,7 +32,8 @@ from ..format.lineage import LINEAGE_KEY
 from ..format.manifest import MANIFEST_KEY, Manifest
 from ..pipeline.image_reader import ImageReader
 from ..pipeline.unpacking import images_of
-from ..protocol.commit import abandon, begin_copy, commit, delete_attempt, settle, still_there
+from ..protocol.attempt import check_marker, delete_attempt
+from ..protocol.commit import abandon, begin_copy, commit, settle
 from ..protocol.current import read_manifest
 from ..runtime.engine import offload, run
 from ..runtime.progress import ProgressCallback, ProgressReporter
@@ -363,7 +364,7 @@ async def _send(
         raise
     except (NotFoundError, SaveError):
         try:
-            await still_there(
+            await check_marker(
                 ours, attempt
             )  # whoever deletes what we are writing has overtaken us: that is to be said
         finally:

@@ -21,7 +21,7 @@ from typing import Any, ParamSpec, TypeVar
 from ...drivers.contract import Driver
 from ...drivers.uri import Uri, join
 from ...errors import HoldfastError, NotACheckpointError, StorageError
-from ..format.manifest import MANIFEST_KEY
+from ..format.manifest import ATTEMPT_PATTERN, MANIFEST_KEY
 from ..runtime.engine import run
 from .location import Place
 
@@ -79,7 +79,7 @@ _FOLDERS = (
 _TORCH_MEMBERS = (b"/data.pkl", b"/.format_version", b"/byteorder")
 """Names of which one is the first in the zip file that torch.save writes."""
 _PICKLES = (b"\x02", b"\x03", b"\x04", b"\x05")
-_UNFINISHED = re.compile(r"^data/[^/]+/(?:attempt\.json|\d+\.safetensors)")
+_UNFINISHED = re.compile(rf"^data/{ATTEMPT_PATTERN}/(?:attempt\.json|\d+\.safetensors)")
 _MANIFEST = re.compile(rf"^(.+)/{re.escape(MANIFEST_KEY)}$")
 
 

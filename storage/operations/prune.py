@@ -1,10 +1,10 @@
-"""Deleting checkpoints that are not to be kept, and what dead attempts left behind.
+"""Deletes checkpoints that are not to be kept, and what dead attempts have left.
 
-The manifest goes first, durably, and then the data: a reader finds a whole checkpoint or none. What
-a crash leaves in between is an attempt that no manifest names, which the next pruning collects.
+The manifest is deleted first, durably, and then the data: a reader finds a whole checkpoint or
+none. A crash in between leaves an attempt that no manifest names, which the next pruning collects.
 
-Unlike a save, pruning takes nothing over. So it spares what may be alive: attempts that were
-written to lately.
+Unlike a save, a pruning does not take over the URI. Therefore it spares attempts that may be alive:
+those to which something was written lately.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ...core.aio import at_most
@@ -21,11 +21,19 @@ from ...drivers.contract import Driver
 from ...errors import NotACheckpointError, NotFoundError, UsageError
 from ..format.lineage import LINEAGE_KEY
 from ..format.manifest import MANIFEST_KEY
-from ..protocol.attempt import Attempt, attempts
-from ..protocol.commit import GRACE_S, IDLE_S, clock_s, collect, delete_manifest, is_settled, sweep
+from ..protocol import limits
+from ..protocol.attempt import (
+    ATTEMPT_KEY_PATTERN,
+    Attempt,
+    AttemptFiles,
+    list_attempts,
+    storage_time_s,
+)
+from ..protocol.collect import collect, sweep
+from ..protocol.commit import is_settled
 from ..protocol.current import read_manifest
-from ..protocol.fate import SENTENCE, fate_of
-from ..protocol.prune_lock import PRUNING_KEY, is_sign
+from ..protocol.prune_lock import PRUNING_KEY, delete_manifest, is_lock
+from ..protocol.records import ABORT_RECORD, read_record
 from ..runtime.engine import run
 from .choice import Choice, Rules, chosen_by
 from .listing import ListedCheckpoint, Listing
@@ -35,9 +43,11 @@ __all__ = ["Leftover", "PruneReport", "PrunedCheckpoint", "prune", "prune_here"]
 
 _FOLDERS = 8
 """Folders that are worked on at a time."""
+_MANIFEST = ""
+"""The part of a folder that is the manifest; see :class:`_Survey`."""
 _OURS = re.compile(
     r"(?:(?P<folder>.+)/)?"
-    rf"(?:{re.escape(MANIFEST_KEY)}|data/(?P<attempt>[0-9]{{8}}T[0-9]{{6}}-[0-9a-f]{{8}})/.+|(?P<sign>{PRUNING_KEY}))"
+    rf"(?:{re.escape(MANIFEST_KEY)}|{ATTEMPT_KEY_PATTERN}|(?P<lock>{PRUNING_KEY}))"
 )
 
 UriLike = str | os.PathLike[str]
@@ -94,7 +104,7 @@ def prune(
     keep_every: int | None = None,
     abandoned: bool = False,
     verify: bool = False,
-    idle_s: float = IDLE_S,
+    idle_s: float = limits.IDLE_S,
     dry_run: bool = False,
     storage_options: Mapping[str, object] | None = None,
     confirm: Callable[[PruneReport], bool] = lambda report: True,
@@ -120,13 +130,9 @@ def prune(
     run's branches cannot be read.
     """
     root = Place.of(uri, storage_options)
-    for name, value, least in (
-        ("keep_last", keep_last, 1),
-        ("keep_every", keep_every, 1),
-        ("idle_s", idle_s, 0),
-    ):
-        if value is not None and value < least:
-            raise UsageError(f"{name} is at least {least}, not {value}")
+    _check_at_least("keep_last", keep_last, 1)
+    _check_at_least("keep_every", keep_every, 1)
+    _check_at_least("idle_s", idle_s, 0)
     rules = Rules(keep_last, keep_every, abandoned, verify)
     plan = run(_plan(root, partial(chosen_by, root, rules), idle_s))
     if dry_run or not confirm(plan.report):
@@ -134,11 +140,16 @@ def prune(
     return run(_carry_out(root, plan, idle_s))
 
 
+def _check_at_least(name: str, value: float | None, least: int) -> None:
+    if value is not None and value < least:
+        raise UsageError(f"{name} is at least {least}, not {value}")
+
+
 async def prune_here(
     root: Place,
     chosen: Callable[[Sequence[ListedCheckpoint]], Sequence[ListedCheckpoint]],
     only: Callable[[str], bool],
-    idle_s: float = IDLE_S,
+    idle_s: float = limits.IDLE_S,
 ) -> PruneReport:
     """As :func:`prune`, on the engine's loop, by another rule: of the checkpoints whose path is
     ``only``, those that are ``chosen`` go, and what dead attempts left at such paths."""
@@ -153,9 +164,9 @@ async def prune_here(
 class _Plan:
     report: PruneReport
     folders: tuple[str, ...]
-    """Wherever something of ours lies."""
-    signs: frozenset[str]
-    """Where somebody prunes, or died doing it."""
+    """Every folder with files of a checkpoint or an attempt."""
+    locked: frozenset[str]
+    """The folders with a prune lock: a pruning is under way there, or has died."""
 
 
 async def _plan(
@@ -166,87 +177,119 @@ async def _plan(
 ) -> _Plan:
     async with root.opened() as driver:
         survey = await _survey(driver)
-        folders = {path: files for path, files in survey.folders.items() if only(path)}
-        listed = await Listing(driver, survey.files).checkpoints(
-            [path for path, files in folders.items() if "" in files]
-        )
+        folders = {path: nbytes for path, nbytes in survey.folders.items() if only(path)}
+        with_manifest = [path for path, nbytes in folders.items() if _MANIFEST in nbytes]
+        listed = await Listing(driver, survey.files).checkpoints(with_manifest)
     choice = await chosen(listed)
-    gone = choice.gone
     checkpoints = [
         PrunedCheckpoint(
-            *(c.path, c.step, c.attempt, sum(folders[c.path].get(a, 0) for a in ("", c.attempt))),
+            path=c.path,
+            step=c.step,
+            attempt=c.attempt,
+            nbytes=sum(folders[c.path].get(part, 0) for part in (_MANIFEST, c.attempt)),
             abandoned=c.abandoned,
             damage=choice.damaged.get(c.path),
         )
-        for c in gone
+        for c in choice.gone
     ]
     current = {c.path: c for c in listed}
-    leftovers: list[Leftover] = []
-
-    async def look(path: str) -> None:
-        async with root.opened(path) as driver:
-            leftovers.extend(await _leftovers(driver, path, current.get(path), idle_s))
-
-    # A checkpoint without leftovers, the common case, has one attempt.
-    usual = {"", PRUNING_KEY}
-    suspects = [
-        p
-        for p, files in folders.items()
-        if set(files) - usual - {current[p].attempt if p in current else ""}
-    ]
-    await at_most(_FOLDERS, map(look, suspects))
-    leftovers.sort(key=lambda x: (x.path, x.attempt))
-    kept = sorted(set(current) - {c.path for c in gone})
-    signs = frozenset(path for path, files in folders.items() if PRUNING_KEY in files)
-    damaged = {path: what for path, what in choice.damaged.items() if path in kept}
+    leftovers = await _all_leftovers(root, folders, current, idle_s)
+    kept = sorted(set(current) - {c.path for c in choice.gone})
     report = PruneReport(
-        root.uri.redacted, tuple(checkpoints), tuple(leftovers), tuple(kept), damaged=damaged
+        root.uri.redacted,
+        tuple(checkpoints),
+        tuple(leftovers),
+        tuple(kept),
+        damaged={path: what for path, what in choice.damaged.items() if path in kept},
     )
-    return _Plan(report, tuple(folders), signs)
+    locked = frozenset(path for path, nbytes in folders.items() if PRUNING_KEY in nbytes)
+    return _Plan(report, tuple(folders), locked)
 
 
 @dataclass(frozen=True, slots=True)
 class _Survey:
     folders: dict[str, dict[str, int]]
-    """By folder and attempt, the bytes that lie there; those of the manifest under ``""``, of a
-    pruning under its key."""
+    """By folder, the bytes of each part of it: of the manifest under ``_MANIFEST``, of a prune lock
+    under its key, and of each attempt under its id."""
     files: dict[str, int]
-    """The size of every file that a listing of checkpoints may want to know of."""
+    """The size of every file that a listing of checkpoints may ask about."""
 
 
 async def _survey(driver: Driver) -> _Survey:
-    found = _Survey({}, {})
+    survey = _Survey({}, {})
     async for info in driver.list():
         match = _OURS.fullmatch(info.key)
         if match or info.key.rpartition("/")[2] == LINEAGE_KEY:
-            found.files[info.key] = info.nbytes
-        if match and (not match["sign"] or await is_sign(driver, info)):
-            files, part = (
-                found.folders.setdefault(match["folder"] or "", {}),
-                match["attempt"] or match["sign"] or "",
-            )
-            files[part] = files.get(part, 0) + info.nbytes
-    return found
+            survey.files[info.key] = info.nbytes
+        if match is None or (match["lock"] and not await is_lock(driver, info)):
+            continue
+        folder = survey.folders.setdefault(match["folder"] or "", {})
+        part = match["attempt"] or match["lock"] or _MANIFEST
+        folder[part] = folder.get(part, 0) + info.nbytes
+    return survey
+
+
+async def _all_leftovers(
+    root: Place,
+    folders: Mapping[str, Mapping[str, int]],
+    current: Mapping[str, ListedCheckpoint],
+    idle_s: float,
+) -> list[Leftover]:
+    found: list[Leftover] = []
+
+    async def look(path: str) -> None:
+        async with root.opened(path) as driver:
+            found.extend(await _leftovers(driver, path, current.get(path), idle_s))
+
+    # A checkpoint without leftovers, the common case, has one attempt and need not be looked at.
+    suspects = []
+    for path, nbytes in folders.items():
+        expected = {_MANIFEST, PRUNING_KEY}
+        if path in current:
+            expected.add(current[path].attempt)
+        if nbytes.keys() - expected:
+            suspects.append(path)
+    await at_most(_FOLDERS, map(look, suspects))
+    return sorted(found, key=_by_path)
+
+
+def _by_path(leftover: Leftover) -> tuple[str, str]:
+    return leftover.path, leftover.attempt
 
 
 async def _leftovers(
     driver: Driver, path: str, current: ListedCheckpoint | None, idle_s: float
 ) -> list[Leftover]:
-    """What :func:`collect` would delete, were it now; by the clock of this host."""
-    now_s, found = time.time(), []
-    for attempt, trace in (await attempts(driver)).items():
-        claimed = trace.decided and await fate_of(driver, attempt.fate) not in (None, SENTENCE)
-        salvage = claimed and current is not None and current.problem is not None
-        least_s = max(
-            idle_s, GRACE_S if claimed else 0, 0 if driver.traits.exclusive_is_atomic else IDLE_S
-        )
-        if (
-            attempt.id != (current and current.attempt)
-            and not salvage
-            and max(0.0, now_s - trace.written_s) >= least_s
-        ):
-            found.append(Leftover(path, attempt.id, trace.nbytes))
+    """What :func:`collect` would delete if it ran now, by the clock of this host."""
+    now_s = time.time()
+    found: list[Leftover] = []
+    for attempt, files in (await list_attempts(driver)).items():
+        if current is not None and attempt.id == current.attempt:
+            continue
+        silent_s = max(0.0, now_s - files.written_s)
+        if silent_s >= await _spared_s(driver, attempt, files, current, idle_s):
+            found.append(Leftover(path, attempt.id, files.nbytes))
     return found
+
+
+async def _spared_s(
+    driver: Driver,
+    attempt: Attempt,
+    files: AttemptFiles,
+    current: ListedCheckpoint | None,
+    idle_s: float,
+) -> float:
+    """For how long after its last write an attempt is spared that is not the checkpoint."""
+    spared_s = idle_s
+    if not driver.traits.exclusive_is_atomic:
+        spared_s = max(spared_s, limits.IDLE_S)
+    if not files.has_record:
+        return spared_s
+    if await read_record(driver, attempt.record_key) in (None, ABORT_RECORD):
+        return spared_s
+    if current is not None and current.problem is not None:
+        return float("inf")  # it may be what the damaged manifest named
+    return max(spared_s, limits.GRACE_S)
 
 
 async def _carry_out(root: Place, plan: _Plan, idle_s: float) -> PruneReport:
@@ -258,34 +301,43 @@ async def _carry_out(root: Place, plan: _Plan, idle_s: float) -> PruneReport:
                 deleted.append(checkpoint)
             elif await _is_checkpoint(driver):
                 kept.add(checkpoint.path)
-    left = {x.path for x in plan.report.leftovers} | plan.signs
+    collected = await _collect_all(root, plan, idle_s)
+    emptied = {x.path for x in deleted} | {x.path for x in collected} | plan.locked
+    async with root.opened() as driver:
+        for path in emptied - {""}:
+            await _delete_if_empty(driver, path)
+    return replace(
+        plan.report,
+        checkpoints=tuple(deleted),
+        leftovers=tuple(collected),
+        kept=tuple(sorted(kept)),
+        done=True,
+    )
+
+
+async def _collect_all(root: Place, plan: _Plan, idle_s: float) -> list[Leftover]:
+    """Collect the leftovers of the plan, and sweep every folder; return those that are gone."""
+    collectable = {x.path for x in plan.report.leftovers} | plan.locked
     collected: list[Leftover] = []
 
     async def tidy(path: str) -> None:
         async with root.opened(path) as driver:
-            if path not in left:
+            if path not in collectable:
                 await sweep(driver)
                 return
             await collect(driver, idle_s)
-            still = {attempt.id for attempt in await attempts(driver)}
-            collected.extend(
-                x for x in plan.report.leftovers if x.path == path and x.attempt not in still
-            )
+            remaining = {attempt.id for attempt in await list_attempts(driver)}
+        for leftover in plan.report.leftovers:
+            if leftover.path == path and leftover.attempt not in remaining:
+                collected.append(leftover)
 
     await at_most(_FOLDERS, map(tidy, plan.folders))
-    async with root.opened() as driver:
-        for path in ({x.path for x in deleted} | {x.path for x in collected} | plan.signs) - {""}:
-            await _delete_if_empty(driver, path)
-    collected.sort(key=lambda x: (x.path, x.attempt))
-    report = plan.report
-    return PruneReport(
-        report.uri, tuple(deleted), tuple(collected), tuple(sorted(kept)), True, report.damaged
-    )
+    return sorted(collected, key=_by_path)
 
 
 async def _delete(driver: Driver, checkpoint: PrunedCheckpoint) -> bool:
-    """Delete a checkpoint; not if it has become another one since it was looked at, or whoever
-    saved it may yet put its manifest again."""
+    """Delete a checkpoint, unless it was replaced since it was looked at, or its saver may put its
+    manifest again."""
     try:
         manifest, _ = await read_manifest(driver)
     except NotACheckpointError:
@@ -293,11 +345,11 @@ async def _delete(driver: Driver, checkpoint: PrunedCheckpoint) -> bool:
     if manifest.attempt != checkpoint.attempt:
         return False
     attempt = Attempt(checkpoint.attempt)
-    if not await is_settled(driver, attempt, partial(clock_s, driver)):
+    if not await is_settled(driver, attempt, partial(storage_time_s, driver)):
         return False
     if not await delete_manifest(driver, attempt):  # durable on return: only now may the data go
         return False
-    await driver.delete(attempt.marker)
+    await driver.delete(attempt.marker_key)
     await driver.delete_all(attempt.prefix)
     return True
 
@@ -311,8 +363,9 @@ async def _is_checkpoint(driver: Driver) -> bool:
 
 
 async def _delete_if_empty(driver: Driver, path: str) -> None:
-    """Delete the folder of a checkpoint, unless something is in it: not ours, or a save that has
-    just begun; or begins now, so this is for the sweep, which harms nobody alive."""
+    """Delete the folder of a checkpoint, unless there is an object in it: of other data, or of a
+    save that has just begun. A save may also begin now, so the folder is left to the sweep, which
+    harms no live saver."""
     async for _ in driver.list(path):
         return
     await driver.sweep(path)

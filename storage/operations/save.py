@@ -29,17 +29,10 @@ from ..format.manifest import ImageTable, Manifest, image_key
 from ..format.merge import merge
 from ..format.packed import Compression
 from ..pipeline.image_writer import ImageWriter, Progress
-from ..protocol.attempt import Attempt
-from ..protocol.commit import (
-    CLEAN_UP_S,
-    begin,
-    commit,
-    delete_attempt,
-    give_up,
-    settle,
-    still_there,
-    sweep,
-)
+from ..protocol import limits
+from ..protocol.attempt import Attempt, check_marker, delete_attempt
+from ..protocol.collect import give_up, sweep
+from ..protocol.commit import begin, commit, settle
 from ..protocol.current import read_manifest
 from ..ranks.member import LEADER
 from ..ranks.team import Team
@@ -135,7 +128,7 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tu
         ):
             # Somebody has deleted what was half written. If it was a later save, that is what is to
             # be said.
-            await still_there(driver, Attempt(beginning.result()))
+            await check_marker(driver, Attempt(beginning.result()))
         raise
     fragment = _fragment(attempt, job, plan, digests, writer.stored_nbytes, team.rank)
     try:
@@ -201,13 +194,13 @@ async def _settle(leader: _Leader, job: SaveJob, uri: str) -> None:
     """It is committed: where the save has a deadline, what is left to do must not hold it up for
     long."""
     try:
-        async with asyncio.timeout(None if job.deadline.timeout_s is None else CLEAN_UP_S):
+        async with asyncio.timeout(None if job.deadline.timeout_s is None else limits.CLEAN_UP_S):
             await leader.settle()
     except TimeoutError:
         _log.warning(
             "what was replaced stays at %s until a later save: %g s were not enough",
             uri,
-            CLEAN_UP_S,
+            limits.CLEAN_UP_S,
         )
 
 
@@ -233,7 +226,7 @@ class _Leader:
             self._branch = await self._job.admit()
         self._attempt = self._dead = await begin(self._driver)
         if not self._driver.traits.bounded:
-            self._sweeping = asyncio.ensure_future(sweep(self._driver, CLEAN_UP_S))
+            self._sweeping = asyncio.ensure_future(sweep(self._driver, limits.CLEAN_UP_S))
         return self._attempt.id.encode()
 
     async def commit(

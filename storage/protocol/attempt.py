@@ -1,59 +1,178 @@
-"""An attempt at writing a checkpoint: where its files are, and what attempts have left behind."""
+"""An attempt at writing a checkpoint: its keys, its marker, and its deletion.
+
+The keys below a checkpoint's root are listed in :mod:`.commit`.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import logging
 import re
-from collections.abc import Mapping
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from ...drivers.contract import Driver
+from ...drivers.contract import Driver, ObjectInfo
+from ...errors import ExistsError, HoldfastError, NotFoundError, StorageError, SupersededError
+from ..format.manifest import ATTEMPT_PATTERN
+from .preflight import TRIAL_NBYTES, refuses_taken
 
-__all__ = ["Attempt", "Trace", "attempts"]
+__all__ = [
+    "ATTEMPT_KEY_PATTERN",
+    "Attempt",
+    "AttemptFiles",
+    "announce",
+    "check_exclusive_puts",
+    "check_marker",
+    "delete_attempt",
+    "list_attempts",
+    "probe",
+    "storage_time_s",
+    "superseded",
+    "time_of_marker_s",
+]
 
-_IN_DATA = re.compile(r"data/([0-9]{8}T[0-9]{6}-[0-9a-f]{8})/(.+)")
+ATTEMPT_KEY_PATTERN = rf"data/(?P<attempt>{ATTEMPT_PATTERN})/.+"
+"""A regular expression of every key that belongs to an attempt."""
+_ATTEMPT_KEY = re.compile(ATTEMPT_KEY_PATTERN)
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One try at writing a checkpoint."""
+    """One attempt at writing a checkpoint."""
 
     id: str
 
+    @classmethod
+    def new(cls) -> Attempt:
+        """An attempt whose id no other attempt has: the time, and four random bytes."""
+        began = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+        return cls(f"{began}-{secrets.token_hex(4)}")
+
     @property
     def prefix(self) -> str:
-        """Where its files are."""
+        """The folder of its files."""
         return f"data/{self.id}"
 
     @property
-    def marker(self) -> str:
-        """The key that is there until the attempt is settled, or being deleted."""
+    def marker_key(self) -> str:
+        """The key that exists until the attempt is settled or is being deleted."""
         return f"data/{self.id}/attempt.json"
 
     @property
-    def fate(self) -> str:
-        """The key that decides between commit and abort."""
+    def record_key(self) -> str:
+        """The key of the commit record or the abort record, whichever was put first."""
         return f"data/{self.id}/fate"
 
 
 @dataclass(slots=True)
-class Trace:
-    """What an attempt has left: whether somebody has said its fate, when its last file was written,
-    and how much it is."""
+class AttemptFiles:
+    """What the files of an attempt tell: whether it has a commit or abort record, when its last
+    file was written, and how many bytes they have."""
 
-    decided: bool = False
+    has_record: bool = False
     written_s: float = float("-inf")
     nbytes: int = 0
 
 
-async def attempts(driver: Driver) -> Mapping[Attempt, Trace]:
-    """Every attempt that has left a file."""
-    found: dict[Attempt, Trace] = {}
+async def list_attempts(driver: Driver) -> Mapping[Attempt, AttemptFiles]:
+    """Every attempt that has at least one file."""
+    found: dict[Attempt, AttemptFiles] = {}
     async for info in driver.list("data"):
-        match = _IN_DATA.fullmatch(info.key)
-        if match:
-            attempt = Attempt(match[1])
-            trace = found.setdefault(attempt, Trace())
-            trace.decided |= info.key == attempt.fate
-            trace.written_s = max(trace.written_s, info.modified_s)
-            trace.nbytes += info.nbytes
+        match = _ATTEMPT_KEY.fullmatch(info.key)
+        if match is None:
+            continue
+        attempt = Attempt(match["attempt"])
+        files = found.setdefault(attempt, AttemptFiles())
+        files.has_record |= info.key == attempt.record_key
+        files.written_s = max(files.written_s, info.modified_s)
+        files.nbytes += info.nbytes
     return found
+
+
+async def announce(driver: Driver, contents: Mapping[str, Any] | None = None) -> Attempt:
+    """Put the marker of a new attempt, with ``contents`` as JSON, or empty."""
+    data = json.dumps(contents).encode() if contents else b""
+    try:
+        return await _put_marker(driver, data)
+    except ExistsError:
+        # Ids are unique, so the storage or its client has sent the request twice, and this is the
+        # answer to the second. The marker of the first is collected like that of a dead attempt.
+        return await _put_marker(driver, data)
+
+
+async def _put_marker(driver: Driver, data: bytes) -> Attempt:
+    attempt = Attempt.new()
+    await driver.put(attempt.marker_key, data, exclusive=True)
+    return attempt
+
+
+async def check_marker(driver: Driver, attempt: Attempt) -> ObjectInfo:
+    """The marker's ``stat``. Raises SupersededError where the marker is gone, because another save
+    is deleting this attempt. The marker is also gone if an object of ``TRIAL_NBYTES`` has taken its
+    place: a late put of :func:`check_exclusive_puts`, which the storage accepted after the
+    deletion."""
+    try:
+        info = await driver.stat(attempt.marker_key)
+    except NotFoundError as error:
+        raise superseded(driver) from error
+    if info.nbytes == TRIAL_NBYTES:
+        raise superseded(driver)
+    return info
+
+
+async def time_of_marker_s(driver: Driver, attempt: Attempt) -> float:
+    """When the marker of a live attempt was put, by the storage's clock."""
+    return (await check_marker(driver, attempt)).modified_s
+
+
+async def check_exclusive_puts(driver: Driver, attempt: Attempt) -> None:
+    """Check that the storage refuses an exclusive put of a key that is taken, before this process
+    puts any abort record. Raises StorageError where it does not, SupersededError where another save
+    has deleted the marker."""
+    if not await refuses_taken(driver, attempt.marker_key):
+        raise superseded(driver)
+
+
+def superseded(driver: Driver) -> HoldfastError:
+    """The error of an attempt that a later save has aborted."""
+    return SupersededError(
+        "another save to this URI began later and took over",
+        uri=driver.uri,
+        advice="Give every job, and every save in flight, a URI of its own.",
+    )
+
+
+@contextlib.asynccontextmanager
+async def probe(driver: Driver) -> AsyncIterator[Attempt]:
+    """An attempt that exists for the length of a block and is never committed. The times of its
+    files are the storage's time."""
+    attempt = await announce(driver)
+    try:
+        await check_exclusive_puts(driver, attempt)
+        yield attempt
+    finally:
+        await delete_attempt(driver, attempt)
+
+
+async def storage_time_s(driver: Driver) -> float:
+    """The time by the storage's clock. Raises StorageError, SupersededError."""
+    async with probe(driver) as attempt:
+        return await time_of_marker_s(driver, attempt)
+
+
+async def delete_attempt(driver: Driver, attempt: Attempt) -> bool:
+    """Delete an attempt that no manifest names or ever will; return whether that worked. Does not
+    raise StorageError: the next save collects what is left."""
+    try:
+        await driver.delete(attempt.marker_key)  # first: see step 4 of the protocol
+        await driver.delete_all(attempt.prefix)
+    except StorageError as error:
+        _log.warning("leftovers of attempt %s stay until the next save: %s", attempt.id, error)
+        return False
+    return True

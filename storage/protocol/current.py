@@ -1,4 +1,4 @@
-"""What is committed at a URI now: the manifest that is there, got, decoded and checked."""
+"""The current checkpoint at a URI: its manifest, fetched, decoded and checked."""
 
 from __future__ import annotations
 
@@ -10,50 +10,59 @@ from ...errors import DamagedError, NotACheckpointError, NotFoundError, Unsuppor
 from ..format.manifest import MANIFEST_KEY, Manifest, attempt_in, check_complete
 from ..runtime.engine import offload
 
-__all__ = ["attempt_of", "read_manifest"]
+__all__ = ["current_attempt", "read_manifest"]
 
 
 async def read_manifest(driver: Driver) -> tuple[Manifest, bytes]:
     """The current manifest and its bytes. Raises NotACheckpointError, DamagedError,
     UnsupportedFormatError."""
-    data = await _got(driver)
-    return await _decoded(driver, data), data
+    data = await _get_manifest(driver)
+    return await _decode_manifest(driver, data), data
 
 
-async def attempt_of(driver: Driver) -> str:
-    """Which attempt the current manifest names. The manifest is checked against its checksum, and
-    its tables are left alone: to decode those of a large state takes longer than to get them.
-    Raises as :func:`read_manifest` does."""
-    data = await _got(driver)
-    with _told_where(driver):
+async def current_attempt(driver: Driver) -> str | None:
+    """The id of the attempt that the current manifest names; None where there is no manifest.
+
+    The manifest is checked against its checksum, but its tables are not decoded: for a large state
+    that takes longer than fetching them. Raises DamagedError, and UnsupportedFormatError: a
+    manifest of a newer release must not be overwritten.
+    """
+    try:
+        data = await _get_manifest(driver)
+    except NotACheckpointError:
+        return None
+    with _location_added(driver):
         return await offload(attempt_in, data)
 
 
-async def _got(driver: Driver) -> bytes:
-    """The bytes of the current manifest, whatever they are. Raises NotACheckpointError."""
+async def _get_manifest(driver: Driver) -> bytes:
+    """The bytes of the current manifest, unchecked. Raises NotACheckpointError."""
     try:
         return await driver.get(MANIFEST_KEY)
     except NotFoundError as error:
-        advice = "Is the URI that of one checkpoint? `holdfast ls` lists them."
         raise NotACheckpointError(
-            "nothing is committed here", uri=driver.uri, key=MANIFEST_KEY, advice=advice
+            "nothing is committed here",
+            uri=driver.uri,
+            key=MANIFEST_KEY,
+            advice="Is the URI that of one checkpoint? `holdfast ls` lists them.",
         ) from error
 
 
-async def _decoded(driver: Driver, data: bytes) -> Manifest:
-    """The manifest in ``data``, which is that of ``driver``. Raises DamagedError,
+async def _decode_manifest(driver: Driver, data: bytes) -> Manifest:
+    """The manifest in ``data``, which was read from ``driver``. Raises DamagedError,
     UnsupportedFormatError."""
-    with _told_where(driver):
+    with _location_added(driver):
         manifest = await offload(Manifest.decode, data)
         check_complete(manifest, "the manifest")
         return manifest
 
 
 @contextmanager
-def _told_where(driver: Driver) -> Iterator[None]:
-    """What is wrong with the manifest says where that lies."""
+def _location_added(driver: Driver) -> Iterator[None]:
+    """Add the location of the manifest to errors about its contents."""
     try:
         yield
     except (DamagedError, UnsupportedFormatError) as error:
-        error.uri, error.key = driver.uri, MANIFEST_KEY
+        error.uri = driver.uri
+        error.key = MANIFEST_KEY
         raise

@@ -1,9 +1,9 @@
-"""The sign that somebody deletes a checkpoint: there before its last look at the manifest, and gone
-after the deletion.
+"""The prune lock: an object that exists while a process deletes a checkpoint, from before its last
+look at the manifest until after the deletion.
 
-No storage that is common deletes an object only if it is still the one that was looked at. So
-whoever puts a manifest waits where this sign is: what stands behind it is argued in
-``docs/explanation/consistency.md``.
+No common storage can delete an object on the condition that it is still the one that was read.
+Therefore a process that puts a manifest waits while the lock is there;
+``docs/explanation/consistency.md`` argues why that is enough.
 """
 
 from __future__ import annotations
@@ -14,41 +14,45 @@ import secrets
 from collections.abc import Awaitable, Callable
 
 from ...drivers.contract import Driver, ObjectInfo
-from ...errors import NotFoundError, StorageDownError
+from ...errors import ExistsError, NotFoundError, StorageDownError
+from ..format.manifest import MANIFEST_KEY
+from . import limits
+from .attempt import Attempt, storage_time_s
+from .current import current_attempt
+from .records import put_once
 
-__all__ = ["PRUNING_KEY", "is_sign", "new_sign", "pruned_since_s", "pruning_over", "take_away"]
+__all__ = [
+    "PRUNING_KEY",
+    "delete_manifest",
+    "is_lock",
+    "locked_since_s",
+    "new_lock",
+    "wait_for_prunings",
+]
 
 PRUNING_KEY = "data/pruning"
-_SIGN = re.compile(rb"[0-9a-f]{16}")
+_LOCK = re.compile(rb"[0-9a-f]{16}")
+_LOCK_NBYTES = 16
 
 
-def new_sign() -> bytes:
-    """What is put there: nobody else's file looks like it."""
-    return secrets.token_hex(8).encode()
+def new_lock() -> bytes:
+    """The contents of a new lock, which no other object has."""
+    return secrets.token_hex(_LOCK_NBYTES // 2).encode()
 
 
-async def take_away(driver: Driver, sign: bytes, *, alone: bool) -> None:
-    """Delete ``sign``. Unless it was put ``alone``, where no other was, another pruning may have
-    replaced it meanwhile: then that one's stays, since savers are to wait for it. Raises
-    StorageError."""
+async def is_lock(driver: Driver, info: ObjectInfo) -> bool:
+    """Whether that object is a lock. Below a folder of other data may be a file of the same name
+    and of any size, which is not read to find out. Raises StorageError."""
+    if info.nbytes != _LOCK_NBYTES:
+        return False
     try:
-        if alone or await driver.get(PRUNING_KEY) == sign:
-            await driver.delete(PRUNING_KEY)
-    except NotFoundError:
-        return
-
-
-async def is_sign(driver: Driver, info: ObjectInfo) -> bool:
-    """Whether that is one; below a folder of others may be a file of the same name, of any size,
-    which is not fetched to find out. Raises StorageError."""
-    try:
-        return info.nbytes == 16 and _SIGN.fullmatch(await driver.get(info.key)) is not None
+        return _LOCK.fullmatch(await driver.get(info.key)) is not None
     except NotFoundError:
         return False
 
 
-async def pruned_since_s(driver: Driver) -> float | None:
-    """Since when the sign has been there, by the storage's clock; None where it is not. Raises
+async def locked_since_s(driver: Driver) -> float | None:
+    """When the lock was put, by the storage's clock; None where there is none. Raises
     StorageError."""
     try:
         return (await driver.stat(PRUNING_KEY)).modified_s
@@ -56,22 +60,22 @@ async def pruned_since_s(driver: Driver) -> float | None:
         return None
 
 
-async def pruning_over(
-    driver: Driver, now_s: Callable[[], Awaitable[float]], patience_s: float, grace_s: float
-) -> None:
-    """Wait until nobody is about to delete the manifest: the sign is gone, or older than
-    ``grace_s`` at ``now_s()``, which is the storage's time. Raises StorageDownError after
-    ``patience_s``, and StorageError.
+async def wait_for_prunings(driver: Driver, now_s: Callable[[], Awaitable[float]]) -> None:
+    """Wait until no pruning is about to delete the manifest: the lock is gone, or older than the
+    grace period at ``now_s()``, which is the storage's time. Raises StorageDownError after
+    ``CLEAN_UP_S``, and StorageError.
 
-    Asked twice: by a save that begins, which is better refused before it has written anything; and,
-    since a pruning may begin later than that, by one that has put its manifest.
+    A save does this twice: when it begins, so that it is refused before it has written anything;
+    and after it has put its manifest, since a pruning may begin in between.
     """
-    deadline_s = asyncio.get_running_loop().time() + patience_s
+    loop = asyncio.get_running_loop()
+    patience_s = limits.CLEAN_UP_S
+    deadline_s = loop.time() + patience_s
     pause_s = 0.01
-    while (flagged_s := await pruned_since_s(driver)) is not None:
-        if await now_s() - flagged_s > grace_s:
-            return  # it has died
-        if asyncio.get_running_loop().time() > deadline_s:
+    while (since_s := await locked_since_s(driver)) is not None:
+        if await now_s() - since_s > limits.GRACE_S:
+            return  # the pruning has died
+        if loop.time() > deadline_s:
             raise StorageDownError(
                 f"somebody has been deleting the checkpoint that was here for {patience_s:g} s, "
                 f"or died doing it",
@@ -83,3 +87,47 @@ async def pruning_over(
             )
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, 1.0)
+
+
+async def delete_manifest(driver: Driver, attempt: Attempt) -> bool:
+    """Delete the manifest, durably, if it is that of ``attempt``, which is settled, and not one
+    that a save puts meanwhile. Returns False where it is another, or where another pruning is about to
+    delete it. If the outcome of the deletion is unknown, the lock stays, and no process may delete
+    the manifest or save here for an hour.
+
+    Raises StorageError, DamagedError, UnsupportedFormatError.
+    """
+    since_s = await locked_since_s(driver)
+    if since_s is not None and await storage_time_s(driver) - since_s <= limits.GRACE_S:
+        return False
+    lock = new_lock()
+    replaces_stale = since_s is not None
+    try:
+        if replaces_stale:
+            await driver.put(PRUNING_KEY, lock)
+        else:
+            await put_once(driver, PRUNING_KEY, lock)
+    except ExistsError:
+        return False
+    is_current = False
+    try:
+        is_current = await current_attempt(driver) == attempt.id
+    finally:
+        if not is_current:  # nothing will be deleted that a save would have to wait for
+            await _release(driver, lock, replaces_stale)
+    if is_current:
+        await driver.delete(MANIFEST_KEY)
+        await _release(driver, lock, replaces_stale)
+    return is_current
+
+
+async def _release(driver: Driver, lock: bytes, replaces_stale: bool) -> None:
+    """Delete ``lock``. Where it took the place of a stale lock, another pruning may have replaced
+    it in the same way: then that one's lock stays, since savers must wait for it. Raises
+    StorageError."""
+    try:
+        if replaces_stale and await driver.get(PRUNING_KEY) != lock:
+            return
+        await driver.delete(PRUNING_KEY)
+    except NotFoundError:
+        return

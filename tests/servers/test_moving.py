@@ -166,7 +166,7 @@ def test_a_copy_that_is_killed_while_it_commits_leaves_an_attempt_for_an_hour(
     writes there next collects it."""
     src = source(tmp_path, 1 << 20)
     dies = (
-        "import os, sys, holdfast, holdfast.storage.protocol.commit as c; c._see_all = lambda "
+        "import os, sys, holdfast, holdfast.storage.protocol.commit as c; c._check_images = lambda "
         "*_: os.kill(os.getpid(), 9); "
     )
     done = subprocess.run(
@@ -184,7 +184,7 @@ def test_a_copy_that_is_killed_while_it_commits_leaves_an_attempt_for_an_hour(
     assert len(attempts()) == 2
     assert killed in attempts()
     monkeypatch.setattr(
-        "holdfast.storage.protocol.commit.GRACE_S", -3600.0
+        "holdfast.storage.protocol.limits.GRACE_S", -3600.0
     )  # servers' clocks may differ
     last = holdfast.save(server, {"step": 5}).attempt
     assert attempts() == {last}

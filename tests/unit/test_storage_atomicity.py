@@ -23,7 +23,7 @@ from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
 from holdfast.storage.operations import start_save
 from holdfast.storage.operations.load import run_build
 from holdfast.storage.operations.save import SaveJob, run_save
-from holdfast.storage.protocol import commit
+from holdfast.storage.protocol import limits
 from holdfast.storage.ranks.team import Solo
 from holdfast.storage.runtime.engine import start
 from holdfast.storage.state.flatten import flatten
@@ -160,7 +160,7 @@ def test_what_died_after_its_claim_is_collected_when_its_grace_is_over(
         run(save(HookedDriver(storage, before=die), NEW))
     run(save(storage, LAST))
     assert len(attempts(run(contents(storage)))) == 2
-    monkeypatch.setattr(commit, "GRACE_S", -1.0)
+    monkeypatch.setattr(limits, "GRACE_S", -1.0)
     run(save(storage, LAST))
     assert len(attempts(run(contents(storage)))) == 1
     assert difference(LAST, run(load(storage))) is None
@@ -171,7 +171,7 @@ def test_a_save_that_fails_does_not_wait_for_ever_to_clean_up(
 ) -> None:
     """Storage that is gone is not asked for long; the error of the save comes out, and what is left
     waits for the next one."""
-    monkeypatch.setattr(commit, "CLEAN_UP_S", 0.1)
+    monkeypatch.setattr(limits, "CLEAN_UP_S", 0.1)
     storage = prepared()
 
     async def go_away(operation: str, key: str) -> None:
@@ -250,7 +250,7 @@ def test_a_request_that_the_storage_did_twice_does_not_fail_a_save() -> None:
 def test_a_save_does_not_wait_for_ever_to_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     """What others left can wait: where sweeping takes long, because storage hangs, the save goes on
     without."""
-    monkeypatch.setattr(commit, "CLEAN_UP_S", 0.1)
+    monkeypatch.setattr(limits, "CLEAN_UP_S", 0.1)
 
     async def hang(operation: str, key: str) -> None:
         if operation == "sweep":
@@ -289,8 +289,8 @@ def test_without_exclusion_the_dead_are_collected_once_they_are_long_idle(
     storage = without_exclusion(prepared())
     run(save(storage, NEW))
     assert len(attempts(run(contents(storage)))) == 2
-    monkeypatch.setattr(commit, "GRACE_S", -1.0)
-    monkeypatch.setattr(commit, "IDLE_S", -1.0)
+    monkeypatch.setattr(limits, "GRACE_S", -1.0)
+    monkeypatch.setattr(limits, "IDLE_S", -1.0)
     run(save(storage, LAST))
     assert len(attempts(run(contents(storage)))) == 1
     assert difference(LAST, run(load(storage))) is None

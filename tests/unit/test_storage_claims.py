@@ -19,7 +19,7 @@ from holdfast.drivers.layers.retry import RetryLayer, RetryPolicy
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
 from holdfast.storage.operations.copy import Orders, copy_checkpoint
-from holdfast.storage.protocol import commit, fate, prune_lock
+from holdfast.storage.protocol import collect, commit, prune_lock, records
 from holdfast.storage.protocol.attempt import Attempt
 from holdfast.storage.protocol.current import read_manifest
 
@@ -136,7 +136,7 @@ def test_a_sign_of_a_pruning_that_the_client_repeated_in_silence_is_found_again(
         if (operation, key) == ("put", prune_lock.PRUNING_KEY):
             raise holdfast.ExistsError("412 precondition failed", uri=storage.uri, key=key)
 
-    assert run(commit.delete_manifest(HookedDriver(storage, after=twice), Attempt(attempt)))
+    assert run(prune_lock.delete_manifest(HookedDriver(storage, after=twice), Attempt(attempt)))
     assert prune_lock.PRUNING_KEY not in run(contents(storage))
 
 
@@ -146,15 +146,15 @@ def test_a_pruning_leaves_the_sign_of_another_that_took_its_place_over() -> None
     storage = MemoryDriver()
     run(save(storage, OLD))
     (attempt,) = attempts(storage)
-    run(storage.put(prune_lock.PRUNING_KEY, prune_lock.new_sign()))
+    run(storage.put(prune_lock.PRUNING_KEY, prune_lock.new_lock()))
     aged(storage, prune_lock.PRUNING_KEY, 2 * HOUR_S)
-    other = prune_lock.new_sign()
+    other = prune_lock.new_lock()
 
     async def overtake(operation: str, key: str) -> None:
         if (operation, key) == ("delete", MANIFEST_KEY):
             await storage.put(prune_lock.PRUNING_KEY, other)
 
-    assert run(commit.delete_manifest(HookedDriver(storage, before=overtake), Attempt(attempt)))
+    assert run(prune_lock.delete_manifest(HookedDriver(storage, before=overtake), Attempt(attempt)))
     assert run(contents(storage))[prune_lock.PRUNING_KEY] == other
 
 
@@ -163,11 +163,11 @@ def test_every_claim_is_another_and_no_sentence() -> None:
     for a claim."""
     storage = MemoryDriver()
     for name in ("a", "b"):
-        run(fate.claim(storage, name))
-    first, second = (run(fate.fate_of(storage, name)) for name in ("a", "b"))
+        run(records.put_commit_record(storage, name))
+    first, second = (run(records.read_record(storage, name)) for name in ("a", "b"))
     assert first != second
-    assert fate.SENTENCE not in (first, second)
-    assert run(fate.fate_of(storage, "c")) is None
+    assert records.ABORT_RECORD not in (first, second)
+    assert run(records.read_record(storage, "c")) is None
 
 
 @pytest.mark.parametrize(
@@ -178,12 +178,12 @@ def test_a_claim_is_respected_whatever_its_version(old: bytes) -> None:
     who; a late leader of the same attempt is told that it was overtaken."""
     theirs, storage = checkpoint(), MemoryDriver()
     attempt, target = run(with_images(storage, theirs))
-    run(storage.put(attempt.fate, old))
+    run(storage.put(attempt.record_key, old))
     with pytest.raises(holdfast.SupersededError):
         run(commit.commit(storage, attempt, target))
     run(save(storage, OLD))
     assert attempt.id in attempts(storage)
-    aged(storage, attempt.fate, 2 * HOUR_S)
+    aged(storage, attempt.record_key, 2 * HOUR_S)
     run(save(storage, OLD))
     assert attempt.id not in attempts(storage)
 
@@ -249,10 +249,10 @@ def test_an_attempt_is_as_young_as_its_newest_file() -> None:
     ):
         run(storage.put(f"data/{attempt}/{name}", b""))
         aged(storage, f"data/{attempt}/{name}", age_s)
-    run(commit.collect(storage, HOUR_S))
+    run(collect.collect(storage, HOUR_S))
     assert attempts(storage) == {attempt}
     aged(storage, f"data/{attempt}/0.safetensors", 2 * HOUR_S)
-    run(commit.collect(storage, HOUR_S))
+    run(collect.collect(storage, HOUR_S))
     assert attempts(storage) == set()
 
 
@@ -281,7 +281,7 @@ def test_a_copy_that_meets_damage_deletes_nothing_that_another_has_claimed(momen
         else:
             (attempt,) = {key.split("/")[1] for key in ours._objects}
             await ours.put(f"data/{attempt}/0.safetensors", b"what the other has written")
-            await fate.claim(ours, f"data/{attempt}/fate")
+            await records.put_commit_record(ours, f"data/{attempt}/fate")
         for damaged in [
             key
             for key in theirs._objects

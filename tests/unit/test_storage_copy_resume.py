@@ -31,7 +31,7 @@ from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
 from holdfast.storage.operations.copy import Orders, copy_checkpoint
 from holdfast.storage.operations.load import run_build
-from holdfast.storage.protocol import commit
+from holdfast.storage.protocol import limits
 from holdfast.storage.runtime.engine import start
 
 BUDGET_NBYTES = 64 << 20
@@ -219,8 +219,8 @@ def test_without_exclusion_a_copy_that_was_idle_for_long_is_not_gone_on_with(
     ours.traits = replace(ours.traits, exclusive_is_atomic=False)
     stopped(theirs, ours, 2)
     half = attempts(ours)
-    monkeypatch.setattr(commit, "IDLE_S", 0.0)
-    monkeypatch.setattr(commit, "GRACE_S", 1e9)
+    monkeypatch.setattr(limits, "IDLE_S", 0.0)
+    monkeypatch.setattr(limits, "GRACE_S", 1e9)
     copied(theirs, ours)
     assert attempts(ours) > half
     assert len(attempts(ours)) == 2

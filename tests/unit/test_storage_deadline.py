@@ -133,7 +133,7 @@ def test_wherever_it_hangs_it_ends(n: int, monkeypatch: pytest.MonkeyPatch) -> N
     """Each operation of a save in turn takes ten minutes: the save fails, and leaves nothing; but
     where it was the put of the manifest, which may turn out to be done, or the look whether
     somebody prunes, after it. What hangs then does not fail it."""
-    monkeypatch.setattr("holdfast.storage.operations.save.CLEAN_UP_S", 0.2)
+    monkeypatch.setattr("holdfast.storage.protocol.limits.CLEAN_UP_S", 0.2)
 
     async def run() -> tuple[Any, list[str], str]:
         deadline = Deadline.of(0.2)
@@ -152,7 +152,9 @@ def test_wherever_it_hangs_it_ends(n: int, monkeypatch: pytest.MonkeyPatch) -> N
     if "manifest.safetensors" in keys:
         assert hung == "stat"
     elif hung == "put" and keys:
-        assert [key.partition("/")[0] for key in keys] == ["data"] * 3  # marker, fate, image
+        assert [key.partition("/")[0] for key in keys] == [
+            "data"
+        ] * 3  # marker, commit record, image
     else:
         assert keys == []
 

@@ -25,6 +25,8 @@ from holdfast.drivers.options import Option, switch
 from holdfast.drivers.registry import GROUP
 from holdfast.storage.format.manifest import MANIFEST_KEY
 from holdfast.storage.protocol import commit
+from holdfast.storage.protocol.attempt import check_marker
+from holdfast.storage.protocol.collect import collect
 
 NEW = {"who": "new", "x": torch.full((7,), 2.0)}
 
@@ -104,13 +106,13 @@ def test_on_such_a_storage_nobody_else_is_sentenced() -> None:
     fate stays."""
     good, careless = MemoryDriver("fitness-others"), Ignoring("fitness-others")
     other = run(commit.begin(good))
-    run(good.put(other.fate, b"claim 0123456789abcdef", exclusive=True))
+    run(good.put(other.record_key, b"claim 0123456789abcdef", exclusive=True))
     undecided = run(commit.begin(good))
     before = run(contents(good))
     with pytest.raises(holdfast.StorageError, match="although its key is taken"):
         run(save(careless, OLD))
     assert run(contents(good)) == before
-    assert undecided.marker in before
+    assert undecided.marker_key in before
 
 
 def test_a_copy_and_a_pruning_ask_the_storage_likewise() -> None:
@@ -120,7 +122,7 @@ def test_a_copy_and_a_pruning_ask_the_storage_likewise() -> None:
         copied(checkpoint(), ours)
     assert run(contents(ours)) == {}
     with pytest.raises(holdfast.StorageError, match="although its key is taken"):
-        run(commit.collect(ours, 0.0))
+        run(collect(ours, 0.0))
 
 
 def test_what_does_not_promise_exclusive_puts_is_not_asked() -> None:
@@ -150,10 +152,10 @@ def test_a_trial_that_comes_late_is_taken_for_no_marker() -> None:
     is done: whoever claims now is still told that it was overtaken."""
     storage = MemoryDriver()
     attempt = run(commit.begin(storage))
-    run(storage.delete(attempt.marker))
-    run(storage.put(attempt.marker, b"0", exclusive=True))
+    run(storage.delete(attempt.marker_key))
+    run(storage.put(attempt.marker_key, b"0", exclusive=True))
     with pytest.raises(holdfast.SupersededError):
-        run(commit.still_there(storage, attempt))
+        run(check_marker(storage, attempt))
 
 
 @pytest.mark.parametrize("kind", [Whole, Shifted])

@@ -22,8 +22,8 @@ from holdfast.storage.format.manifest import MANIFEST_KEY
 from holdfast.storage.operations import location
 from holdfast.storage.operations.choice import Rules, choose, chosen_by
 from holdfast.storage.operations.listing import ListedCheckpoint
-from holdfast.storage.protocol import commit
-from holdfast.storage.protocol.prune_lock import new_sign
+from holdfast.storage.protocol import collect, limits
+from holdfast.storage.protocol.prune_lock import new_lock
 
 DEAD = "20200101T000000-00000000"
 
@@ -201,8 +201,7 @@ def test_leftovers_are_collected_once_they_are_idle() -> None:
     assert not [key for key in run(contents(storage)) if DEAD in key]
     assert steps(root) == [1]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commit, "GRACE_S", -1.0)
-        patch.setattr("holdfast.storage.operations.prune.GRACE_S", -1.0)
+        patch.setattr(limits, "GRACE_S", -1.0)
         assert [x.path for x in holdfast.prune(root, idle_s=0).leftovers] == ["step-3"]
     assert [key for key in run(contents(storage)) if not key.startswith("step-1")] == []
 
@@ -227,7 +226,7 @@ def test_a_save_under_way_is_spared() -> None:
 
     async def prune_meanwhile(operation: str, key: str) -> None:
         if operation == "commit":
-            await commit.collect(storage, idle_s)
+            await collect.collect(storage, idle_s)
 
     run(save(HookedDriver(storage, before=prune_meanwhile), state(1)))
     idle_s = 0.0
@@ -298,8 +297,7 @@ def test_a_pruning_that_dies_at_any_access_leaves_whole_checkpoints(
         holdfast.prune(root, keep_last=1, idle_s=0)
         assert steps(root) in ([1, 3], [2, 3], [3])
         with monkeypatch.context() as patch:
-            patch.setattr(commit, "GRACE_S", -1.0)
-            patch.setattr("holdfast.storage.operations.prune.GRACE_S", -1.0)
+            patch.setattr(limits, "GRACE_S", -1.0)
             holdfast.prune(root, keep_last=1, idle_s=0)
         assert steps(root) == [3]
         left = run(contents(MemoryDriver(root.removeprefix("memory://"))))
@@ -315,13 +313,13 @@ def test_the_sign_of_a_pruning_that_died_goes_once_it_is_old(
     there = MemoryDriver(root.removeprefix("memory://"))
     signs = {"step-2/data/pruning", "step-7/data/pruning", "data/pruning"}
     for key in signs:
-        run(there.put(key, new_sign()))
+        run(there.put(key, new_lock()))
     run(there.put("mine/data/pruning", b"cut back in May"))
-    run(there.put("mine/data/trees/pruning", new_sign()))
+    run(there.put("mine/data/trees/pruning", new_lock()))
     before = run(contents(there))
     holdfast.prune(root, keep_last=2, idle_s=0)
     assert run(contents(there)) == before  # whoever put it may only be slow
-    monkeypatch.setattr(commit, "GRACE_S", -1.0)
+    monkeypatch.setattr(limits, "GRACE_S", -1.0)
     assert holdfast.prune(root, dry_run=True).nbytes == 0
     assert run(contents(there)) == before
     holdfast.prune(root)
@@ -340,13 +338,13 @@ def test_a_save_beside_a_pruning_that_died_is_refused_at_once(
     run(there.put("data/pruning", b"by the dead"))
     before = run(contents(there))
     with monkeypatch.context() as patch:
-        patch.setattr(commit, "CLEAN_UP_S", 0.05)
+        patch.setattr(limits, "CLEAN_UP_S", 0.05)
         with pytest.raises(holdfast.StorageDownError, match="died doing it") as caught:
             holdfast.save(f"{root}/step-1", state(1))
     assert caught.value.key == "data/pruning"
     assert run(contents(there)) == before
     with monkeypatch.context() as patch:
-        patch.setattr(commit, "GRACE_S", -1.0)
+        patch.setattr(limits, "GRACE_S", -1.0)
         holdfast.save(f"{root}/step-1", state(1))
     run(there.delete("data/pruning"))
     saved(root, 1)

@@ -17,7 +17,7 @@ import holdfast
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.format.manifest import MANIFEST_KEY
 from holdfast.storage.operations.save import SaveJob, run_save
-from holdfast.storage.protocol import commit
+from holdfast.storage.protocol import limits
 from holdfast.storage.ranks.team import Solo
 from holdfast.storage.state.flatten import flatten
 
@@ -74,7 +74,7 @@ def test_a_save_between_the_two_deletes_nothing_that_is_named_again(
     run(save(putting_again(storage, meanwhile), NEW))
     assert difference(NEW, loaded(storage)) is None
     assert len(attempts(storage)) == 2
-    monkeypatch.setattr(commit, "GRACE_S", -1.0)
+    monkeypatch.setattr(limits, "GRACE_S", -1.0)
     run(save(storage, LAST))
     assert len(attempts(storage)) == 1
 
@@ -113,7 +113,7 @@ def test_a_pruning_between_the_two_deletes_nothing_that_is_named_again(
     root, pruned = fresh_uri(), []
     storage = MemoryDriver(f"{root}/step-1".removeprefix("memory://"))
     if grace_over:
-        monkeypatch.setattr(commit, "GRACE_S", -1.0)
+        monkeypatch.setattr(limits, "GRACE_S", -1.0)
 
     def others() -> None:
         holdfast.save(f"{root}/step-2", LAST, step=2)
@@ -143,7 +143,7 @@ def test_who_dies_before_it_settles_counts_as_settled_an_hour_later(
     assert difference(NEW, loaded(storage)) is None
     assert len(attempts(storage)) == 2
     if grace_over:
-        monkeypatch.setattr(commit, "GRACE_S", -1.0)
+        monkeypatch.setattr(limits, "GRACE_S", -1.0)
     run(save(storage, LAST))
     assert len(attempts(storage)) == (1 if grace_over else 3)
 

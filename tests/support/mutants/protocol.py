@@ -10,36 +10,36 @@ MUTANTS = [
     Mutant(
         says="begin: the storage is not asked whether it ignores exclusive puts",
         file="storage/protocol/commit.py",
-        old="        *_, found = await side_by_side(_see_exclusive(driver, attempt), pruning_over(driver, partial(_time_s, driver, attempt), CLEAN_UP_S, GRACE_S), _look(driver, attempt))\n",
-        new="        *_, found = await side_by_side(pruning_over(driver, partial(_time_s, driver, attempt), CLEAN_UP_S, GRACE_S), _look(driver, attempt))\n",
+        old="        *_, survey = await side_by_side(check_exclusive_puts(driver, attempt), wait_for_prunings(driver, partial(time_of_marker_s, driver, attempt)), survey_attempts(driver, attempt))\n",
+        new="        *_, survey = await side_by_side(wait_for_prunings(driver, partial(time_of_marker_s, driver, attempt)), survey_attempts(driver, attempt))\n",
         tests="tests/unit/test_storage_fitness.py::test_a_storage_that_ignores_exclusive_puts_is_refused_before_anything_is_written",
     ),
     Mutant(
         says="copies and prunings do not ask the storage",
-        file="storage/protocol/commit.py",
-        old="        await _see_exclusive(driver, attempt)\n",
+        file="storage/protocol/attempt.py",
+        old="        await check_exclusive_puts(driver, attempt)\n",
         new="",
         tests="tests/unit/test_storage_fitness.py::test_a_copy_and_a_pruning_ask_the_storage_likewise",
     ),
     Mutant(
         says="a trial that came late counts as a marker",
-        file="storage/protocol/commit.py",
-        old=("    if found.nbytes == TRIAL_NBYTES:\n        raise _superseded(driver)\n"),
+        file="storage/protocol/attempt.py",
+        old=("    if info.nbytes == TRIAL_NBYTES:\n        raise superseded(driver)\n"),
         new="",
         tests="tests/unit/test_storage_fitness.py::test_a_trial_that_comes_late_is_taken_for_no_marker",
     ),
     Mutant(
-        says="fitness: one put that is accepted condemns the storage",
-        file="storage/protocol/fitness.py",
+        says="preflight: one put that is accepted condemns the storage",
+        file="storage/protocol/preflight.py",
         old="_TRIES = 3\n",
         new="_TRIES = 1\n",
         tests="tests/unit/test_storage_fitness.py::test_a_marker_that_is_deleted_meanwhile_is_no_fault_of_the_storage",
     ),
     Mutant(
-        says="commit: the claim is not read back",
+        says="commit: the commit record is not read back",
         file="storage/protocol/commit.py",
-        old="    *_, obsolete = await side_by_side(still_there(driver, attempt), _see_all(driver, manifest), answers_ranges(driver, attempt.fate, claimed), _obsolete(driver, attempt, now_s))\n",
-        new="    *_, obsolete = await side_by_side(still_there(driver, attempt), _see_all(driver, manifest), _obsolete(driver, attempt, now_s))\n",
+        old="    *_, obsolete = await side_by_side(check_marker(driver, attempt), _check_images(driver, manifest), check_range_reads(driver, attempt.record_key, record), _obsolete(driver, attempt, now_s))\n",
+        new="    *_, obsolete = await side_by_side(check_marker(driver, attempt), _check_images(driver, manifest), _obsolete(driver, attempt, now_s))\n",
         tests="tests/unit/test_storage_fitness.py::test_a_storage_that_cannot_answer_ranges_fails_the_save_and_not_the_load",
     ),
     Mutant(
@@ -50,24 +50,24 @@ MUTANTS = [
         tests="tests/unit/test_storage_atomicity.py::test_a_save_that_fails_at_any_access_leaves_a_whole_checkpoint",
     ),
     Mutant(
-        says="commit: no look for attempt.json after the claim",
+        says="commit: no check of the marker after the commit record",
         file="storage/protocol/commit.py",
-        old="    *_, obsolete = await side_by_side(still_there(driver, attempt), _see_all(driver, manifest), answers_ranges(driver, attempt.fate, claimed), _obsolete(driver, attempt, now_s))\n",
-        new="    *_, obsolete = await side_by_side(_see_all(driver, manifest), answers_ranges(driver, attempt.fate, claimed), _obsolete(driver, attempt, now_s))\n",
+        old="    *_, obsolete = await side_by_side(check_marker(driver, attempt), _check_images(driver, manifest), check_range_reads(driver, attempt.record_key, record), _obsolete(driver, attempt, now_s))\n",
+        new="    *_, obsolete = await side_by_side(_check_images(driver, manifest), check_range_reads(driver, attempt.record_key, record), _obsolete(driver, attempt, now_s))\n",
         tests="tests/unit/test_storage_atomicity.py::test_a_save_that_was_overtaken_is_told_so_and_changes_nothing",
     ),
     Mutant(
         says="announce: marker not put exclusively",
-        file="storage/protocol/commit.py",
-        old="        await driver.put(attempt.marker, json.dumps(told).encode() if told else b'', exclusive=True)\n",
-        new="        await driver.put(attempt.marker, json.dumps(told).encode() if told else b'')\n",
+        file="storage/protocol/attempt.py",
+        old="    await driver.put(attempt.marker_key, data, exclusive=True)\n",
+        new="    await driver.put(attempt.marker_key, data)\n",
         tests="tests/unit/test_storage_atomicity.py::test_a_request_that_the_storage_did_twice_does_not_fail_a_save",
     ),
     Mutant(
         says="abandon: deletes an attempt that was settled by another owner, though it is the checkpoint",
         file="storage/protocol/commit.py",
         old=(
-            "            if await _current_attempt(driver) != attempt.id:\n"
+            "            if await current_attempt(driver) != attempt.id:\n"
             "                await delete_attempt(driver, attempt)\n"
         ),
         new="            await delete_attempt(driver, attempt)\n",
@@ -77,21 +77,21 @@ MUTANTS = [
         says="commit: manifest gone by a pruning is not put again",
         file="storage/protocol/commit.py",
         old=(
-            "    if not await _stays(driver, now_s):\n"
+            "    if not await _is_kept(driver, now_s):\n"
             "        await driver.put(MANIFEST_KEY, data)\n"
         ),
-        new="    await _stays(driver, now_s)\n",
+        new="    await _is_kept(driver, now_s)\n",
         tests="tests/simulation/test_turns.py::test_a_save_is_not_deleted_by_a_pruning_that_began_before_it",
     ),
     Mutant(
-        says="delete_manifest: no second look after the sign",
-        file="storage/protocol/commit.py",
+        says="delete_manifest: no second look after the lock",
+        file="storage/protocol/prune_lock.py",
         old=(
-            "    ours = False\n"
+            "    is_current = False\n"
             "    try:\n"
-            "        ours = await _current_attempt(driver) == attempt.id\n"
+            "        is_current = await current_attempt(driver) == attempt.id\n"
         ),
-        new=("    ours = True\n    try:\n        pass\n"),
+        new=("    is_current = True\n    try:\n        pass\n"),
         tests="tests/simulation/test_turns.py::test_a_save_is_not_deleted_by_a_pruning_that_began_before_it",
     ),
     Mutant(
@@ -106,14 +106,14 @@ MUTANTS = [
     ),
     Mutant(
         says="delete_attempt: marker last",
-        file="storage/protocol/commit.py",
+        file="storage/protocol/attempt.py",
         old=(
-            "        await driver.delete(attempt.marker)\n"
+            "        await driver.delete(attempt.marker_key)\n"
             "        await driver.delete_all(attempt.prefix)\n"
         ),
         new=(
             "        await driver.delete_all(attempt.prefix)\n"
-            "        await driver.delete(attempt.marker)\n"
+            "        await driver.delete(attempt.marker_key)\n"
         ),
         tests="tests/simulation/test_turns.py::test_two_saves_that_take_turns_leave_one_whole_checkpoint",
     ),
@@ -140,20 +140,20 @@ MUTANTS = [
         old=(
             "    if not await delete_manifest(driver, attempt):\n"
             "        return False\n"
-            "    await driver.delete(attempt.marker)\n"
+            "    await driver.delete(attempt.marker_key)\n"
         ),
         new=(
-            "    await driver.delete(attempt.marker)\n"
+            "    await driver.delete(attempt.marker_key)\n"
             "    if not await delete_manifest(driver, attempt):\n"
             "        return False\n"
         ),
         tests="tests/unit/test_storage_prune.py::test_the_manifest_goes_first",
     ),
     Mutant(
-        says="pruning_over: never waits",
+        says="wait_for_prunings: never waits",
         file="storage/protocol/prune_lock.py",
-        old="        if await now_s() - flagged_s > grace_s:\n",
-        new="        if await now_s() - flagged_s >= 0:\n",
+        old="        if await now_s() - since_s > limits.GRACE_S:\n",
+        new="        if await now_s() - since_s >= 0:\n",
         tests="tests/simulation/test_found.py::test_a_schedule_catches_the_engine_that_it_was_found_for",
     ),
     Mutant(
@@ -185,17 +185,17 @@ MUTANTS = [
         tests="tests/unit/test_storage_copy_resume.py::test_what_is_no_whole_image_is_sent_again",
     ),
     Mutant(
-        says="a copy goes on with an attempt whose fate is decided",
+        says="a copy resumes an attempt that has a commit or abort record",
         file="storage/protocol/commit.py",
-        old="        is_open = not trace.decided and now_s - trace.written_s < idle_s\n",
-        new="        is_open = now_s - trace.written_s < idle_s\n",
+        old="        is_open = not files.has_record and now_s - files.written_s < idle_s\n",
+        new="        is_open = now_s - files.written_s < idle_s\n",
         tests="tests/unit/test_storage_copy_resume.py::test_a_copy_that_fails_at_any_access_leaves_a_whole_checkpoint",
     ),
     Mutant(
         says="pruning does not ask whether the attempt is settled",
         file="storage/operations/prune.py",
         old=(
-            "    if not await is_settled(driver, attempt, partial(clock_s, driver)):\n"
+            "    if not await is_settled(driver, attempt, partial(storage_time_s, driver)):\n"
             "        return False\n"
         ),
         new="",

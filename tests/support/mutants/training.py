@@ -31,8 +31,8 @@ MUTANTS = [
     Mutant(
         says="dry run lists live attempts as leftovers",
         file="storage/operations/prune.py",
-        old="        if attempt.id != (current and current.attempt) and (not salvage) and (max(0.0, now_s - trace.written_s) >= least_s):\n",
-        new="        if attempt.id != (current and current.attempt) and (not salvage):\n",
+        old="        if silent_s >= await _spared_s(driver, attempt, files, current, idle_s):\n",
+        new="        if await _spared_s(driver, attempt, files, current, idle_s) < float('inf'):\n",
         tests="tests/unit/test_storage_prune.py::test_a_dry_run_lists_no_attempt_that_may_be_alive",
     ),
     Mutant(

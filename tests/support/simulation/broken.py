@@ -15,13 +15,22 @@ from typing import Any
 from holdfast.drivers.layers.retry import RetryLayer
 from holdfast.drivers.local import files as local_files
 from holdfast.drivers.local import tree as local_tree
-from holdfast.errors import DeadlineError, ExistsError, NotFoundError, RankFailedError, StorageError
+from holdfast.errors import (
+    DeadlineError,
+    ExistsError,
+    NotFoundError,
+    RankFailedError,
+    StorageError,
+    SupersededError,
+)
 from holdfast.storage.format.manifest import MANIFEST_KEY
 from holdfast.storage.operations import load, prune, save
 from holdfast.storage.operations.differences import Differences
 from holdfast.storage.pipeline.image_writer import ImageWriter
-from holdfast.storage.protocol import commit, fate
+from holdfast.storage.protocol import attempt as attempts
+from holdfast.storage.protocol import collect, commit, limits, records
 from holdfast.storage.protocol.attempt import Attempt
+from holdfast.storage.protocol.current import current_attempt
 from holdfast.storage.ranks import team, watch
 
 from . import broken_ranks
@@ -46,7 +55,7 @@ def _manifest_before_data() -> Iterator[Patch]:
         return Hasty(await self._driver.create(await key(), self._layout.nbytes))
 
     yield ImageWriter, "_open", opened
-    yield commit, "_see_all", _nothing
+    yield commit, "_check_images", _nothing
 
 
 @broken(
@@ -72,7 +81,7 @@ def _dropped_error() -> Iterator[Patch]:
         return Careless(await self._driver.create(await key(), self._layout.nbytes))
 
     yield ImageWriter, "_open", opened
-    yield commit, "_see_all", _nothing
+    yield commit, "_check_images", _nothing
 
 
 @broken("an error of the manifest's put is dropped", 123)
@@ -154,43 +163,45 @@ def _in_place() -> Iterator[Patch]:
 
 @broken("the collector knows no grace", 59)
 def _no_grace() -> Iterator[Patch]:
-    yield commit, "GRACE_S", 0.0
+    yield limits, "GRACE_S", 0.0
 
 
-@broken("the collector deletes without a sentence", 158)
-def _no_sentence() -> Iterator[Patch]:
+@broken("the collector deletes without an abort record", 158)
+def _no_abort_record() -> Iterator[Patch]:
     async def collected(
-        driver: Any, attempt: Any, decided: bool, now_s: float, grace_s: float
+        driver: Any, attempt: Any, has_record: bool, now_s: float, grace_s: float
     ) -> None:
-        if not decided:  # as the list had it, a while ago
-            await commit.delete_attempt(driver, attempt)
+        if not has_record:  # as the list had it, a while ago
+            await attempts.delete_attempt(driver, attempt)
         else:
-            await real(driver, attempt, decided, now_s, grace_s)
+            await real(driver, attempt, has_record, now_s, grace_s)
 
-    real = commit._collect
-    yield commit, "_collect", collected
+    real = collect.abort_and_delete
+    yield collect, "abort_and_delete", collected
+    yield commit, "abort_and_delete", collected
 
 
 @broken("the collector does not ask which attempt is current", 0)
 def _collects_current() -> Iterator[Patch]:
-    async def nobody(driver: Any) -> None:
+    async def none(driver: Any) -> None:
         return None
 
-    yield commit, "_current_attempt", nobody
-    yield commit, "GRACE_S", 60.0
+    yield collect, "current_attempt", none
+    yield commit, "current_attempt", none
+    yield limits, "GRACE_S", 60.0
 
 
-@broken("the commit does not claim", 25)
+@broken("the commit puts no commit record", 25)
 def _no_claim() -> Iterator[Patch]:
     async def committed(driver: Any, attempt: Any, manifest: Any, putting: Any) -> Any:
-        data, before = manifest.encode(), await commit._current_attempt(driver)
+        data, before = manifest.encode(), await current_attempt(driver)
         await driver.put(MANIFEST_KEY, data)
         return None if before in (None, attempt.id) else Attempt(before)
 
     yield save, "commit", committed
 
 
-@broken("the claim is not exclusive", 31)
+@broken("the commit record is not put exclusively", 31)
 def _claim_not_exclusive() -> Iterator[Patch]:
     async def committed(driver: Any, attempt: Any, manifest: Any, putting: Any) -> Any:
         class Lax:
@@ -213,18 +224,19 @@ def _claim_not_exclusive() -> Iterator[Patch]:
     yield save, "commit", committed
 
 
-@broken("nobody looks for the marker after the claim", 63)
+@broken("the marker is not checked after the commit record", 63)
 def _no_look() -> Iterator[Patch]:
-    real = commit.still_there
+    real = attempts.check_marker
 
     async def trusted(driver: Any, attempt: Any) -> Any:
         try:
             return await real(driver, attempt)
-        except commit.SupersededError:
-            return SimpleNamespace(modified_s=commit.time.time())
+        except SupersededError:
+            return SimpleNamespace(modified_s=attempts.time.time())
 
-    yield commit, "still_there", trusted
-    yield commit, "_see_all", _nothing
+    for module in (attempts, collect, commit):
+        yield module, "check_marker", trusted
+    yield commit, "_check_images", _nothing
 
 
 @broken("the marker is deleted last, and nobody looks for the images", 0)
@@ -232,20 +244,20 @@ def _marker_last() -> Iterator[Patch]:
     async def deleted(driver: Any, attempt: Any) -> None:
         with contextlib.suppress(StorageError):
             keys = [info.key async for info in driver.list(attempt.prefix)]
-            for key in sorted(keys, key=lambda k: (k == attempt.marker, "safetensors" in k)):
+            for key in sorted(keys, key=lambda k: (k == attempt.marker_key, "safetensors" in k)):
                 await driver.delete(key)
 
-    yield commit, "delete_attempt", deleted
-    yield save, "delete_attempt", deleted
-    yield commit, "_see_all", _nothing
+    for module in (attempts, collect, commit, save):
+        yield module, "delete_attempt", deleted
+    yield commit, "_check_images", _nothing
 
 
 @broken("the old attempt is deleted before the manifest is put", 0)
 def _deletes_first() -> Iterator[Patch]:
     async def committed(driver: Any, attempt: Any, manifest: Any, putting: Any) -> Any:
-        before = await commit._current_attempt(driver)
+        before = await current_attempt(driver)
         if before is not None and before != attempt.id:
-            await commit.delete_attempt(driver, Attempt(before))
+            await attempts.delete_attempt(driver, Attempt(before))
         return await real(driver, attempt, manifest, putting)
 
     real = commit.commit
@@ -267,7 +279,7 @@ def _asked_late() -> Iterator[Patch]:
         obsolete = await real(driver, attempt, manifest, putting)
 
         async def now_s() -> float:
-            return float((await driver.stat(attempt.fate)).modified_s)
+            return float((await driver.stat(attempt.record_key)).modified_s)
 
         return obsolete if obsolete and await is_settled(driver, obsolete, now_s) else None
 
@@ -291,14 +303,15 @@ def _put_not_done() -> Iterator[Patch]:
 
 @broken("attempts share one id", 0)
 def _one_id() -> Iterator[Patch]:
-    async def announce(driver: Any, told: Any = None) -> Any:
+    async def announce(driver: Any, contents: Any = None) -> Any:
         attempt = Attempt("20260101T000000-00000000")
-        await driver.put(attempt.marker, b"{}")
+        await driver.put(attempt.marker_key, b"{}")
         with contextlib.suppress(NotFoundError):
-            await driver.delete(attempt.fate)
+            await driver.delete(attempt.record_key)
         return attempt
 
-    yield commit, "_announce", announce
+    yield attempts, "announce", announce
+    yield commit, "announce", announce
 
 
 @broken("the commit does not check coverage", 40)
@@ -350,12 +363,12 @@ def _not_its_own() -> Iterator[Patch]:
         return True
 
     yield RetryLayer, "_is_ours", nobodys
-    yield commit, "answers_ranges", _nothing  # it would read what another has put
+    yield commit, "check_range_reads", _nothing  # it would read what another has put
 
 
-@broken("a claim does not say whose it is", 349)
-def _nameless_claims() -> Iterator[Patch]:
-    yield fate, "_new_claim", lambda: b""
+@broken("all commit records are alike", 349)
+def _nameless_records() -> Iterator[Patch]:
+    yield records, "_new_commit_record", lambda: b""
 
 
 @broken("a reader takes what is missing for damage", 23)
@@ -393,7 +406,7 @@ def _prunes_data_first() -> Iterator[Patch]:
     yield prune, "_delete", deleted
 
 
-@broken("a pruning does not tell that it is about to delete the manifest", None, "objects")
+@broken("a pruning puts no prune lock", None, "objects")
 def _prunes_untold() -> Iterator[Patch]:
     async def deleted(driver: Any, attempt: Any) -> bool:
         manifest, _ = await prune.read_manifest(driver)
@@ -406,18 +419,18 @@ def _prunes_untold() -> Iterator[Patch]:
 
 @broken("a save that a pruning bars does not hear of it before it has put its manifest", 10)
 def _barred_too_late() -> Iterator[Patch]:
-    real = commit.pruning_over
+    real = commit.wait_for_prunings
 
-    async def over(driver: Any, now_s: Any, *limits: float) -> None:
+    async def wait(driver: Any, now_s: Any) -> None:
         if not isinstance(now_s, partial):  # of a save that begins
-            await real(driver, now_s, *limits)
+            await real(driver, now_s)
 
-    yield commit, "pruning_over", over
+    yield commit, "wait_for_prunings", wait
 
 
 @broken("a failed save leaves everything, and nobody collects", 2)
 def _nobody_collects() -> Iterator[Patch]:
-    yield commit, "_collect_others", _nothing
+    yield commit, "collect_others", _nothing
 
 
 @broken("the error of a chunk's write is dropped", None)

@@ -36,7 +36,7 @@ from holdfast.storage.operations import (
     verify,
 )
 from holdfast.storage.pipeline import image_reader, image_writer, unpacking
-from holdfast.storage.protocol import commit, fate
+from holdfast.storage.protocol import attempt, commit, records
 from holdfast.storage.protocol import current as committed
 from holdfast.storage.ranks import member, rendezvous, team
 from holdfast.storage.state import plan
@@ -176,12 +176,12 @@ def _patches() -> Iterator[tuple[ModuleType | type, str, Any]]:
         gmtime=lambda: real_time.gmtime(_here().wall_s() // 3600 * 3600),
         strftime=real_time.strftime,
     )
-    for module in (commit, prune, local_tree):
+    for module in (attempt, prune, local_tree):
         yield module, "time", clock
     names = SimpleNamespace(token_hex=lambda n: f"{_here().token():0{2 * n}x}")
-    for module in (commit, fate, local_tree):
+    for module in (attempt, records, local_tree):
         yield module, "secrets", names
-    yield commit, "_see_all", _committing(commit._see_all)
+    yield commit, "_check_images", _committing(commit._check_images)
     yield (
         plan,
         "lay_out",

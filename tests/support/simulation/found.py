@@ -42,7 +42,7 @@ SCHEDULES = {
     "an exclusive put that is tried again takes every taken key for its own": Schedule(
         14, "objects", 2, True, then(0.0688659778434676), (Fault("refused", "claim", 1),), delays={16: 0.01, 20: 0.02}
     ),
-    "a pruning does not tell that it is about to delete the manifest": Schedule(
+    "a pruning puts no prune lock": Schedule(
         13, "objects", 2, True, (*ONE, ActorPlan("prune", "prune1", 1, 0.0)), (Fault("hang", "manifest", 5, 0.1),), delays={}
     ),
     "the marker is deleted last, and nobody looks for the images": Schedule(

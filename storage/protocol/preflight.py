@@ -1,12 +1,12 @@
-"""What a save tries of its storage, on small objects of its own: that it keeps what the commit
-rests on, and can be read.
+"""Checks of the storage, made by every save on small objects of its own: that the storage keeps
+what the commit depends on, and that what it stores can be read.
 
-Some S3 gateways ignore the condition of a conditional put, and store the object all the same. Then
-claim and sentence both succeed, and a collector may delete the data of a save that is about to
-commit. Some answer a range that is all of an object with status 200, which clients refuse. Then a
-save succeeds and its load fails.
+Some S3 gateways ignore the condition of a conditional put and store the object all the same. Then a
+commit record and an abort record both succeed, and a collector may delete the data of a save that
+is about to commit. Some answer a range that covers the whole object with status 200, which clients
+refuse. Then a save succeeds and its load fails.
 
-Scope: what every save must know, for a request or two. ``holdfast drivers --check`` tries
+Scope: what every save must know, for a request or two. ``holdfast drivers --check`` checks
 everything else.
 """
 
@@ -19,27 +19,28 @@ from ...drivers.contract import Driver
 from ...drivers.layers.layer import bottom
 from ...errors import CheckpointError, ExistsError, NotFoundError, StorageError
 
-__all__ = ["TRIAL_NBYTES", "answers_ranges", "refuses_taken"]
+__all__ = ["TRIAL_NBYTES", "check_range_reads", "refuses_taken"]
 
 TRIAL_NBYTES = 1
-"""The size of what :func:`refuses_taken` puts. Nothing else that is put to such a key has it."""
+"""The size of the objects that :func:`refuses_taken` puts. No other object with such a key has
+it."""
 _TRIES = 3
 
 
 async def refuses_taken(driver: Driver, key: str) -> bool:
-    """Put exclusively to ``key``, where this process has just put something, and see that this is
-    refused.
+    """Put an object exclusively to ``key``, where this process has just put one, and check that the
+    storage refuses it.
 
-    True where it is. False where the key was free, because somebody has deleted the object: then
-    there is one of ``TRIAL_NBYTES`` now. Raises StorageError where the storage ignores that the key
-    is taken. Does nothing, and returns True, where the driver does not promise an atomic exclusive
-    put.
+    True where it is refused. False where the key was free because another process has deleted the
+    object: then it holds one of ``TRIAL_NBYTES`` now. Raises StorageError where the storage ignores
+    that the key is taken. Does nothing, and returns True, where the driver does not promise an
+    atomic exclusive put.
     """
     if not driver.traits.exclusive_is_atomic:
         return True
     for n in range(_TRIES):
         try:
-            # Other bytes each time: the retry layer takes equal ones for its own.
+            # Other bytes each time: the retry layer takes equal ones for its own earlier put.
             await driver.put(key, b"%d" % n, exclusive=True)
         except ExistsError:
             return n == 0
@@ -59,9 +60,8 @@ def _advice(driver: Driver) -> str:
     if "conditional" in options:
         return (
             "It ignores conditional puts: add ?conditional=off to the URI, and let no two jobs "
-            "save to one "
-            "URI at the same time; or use a store that has them. holdfast drivers --check URI "
-            "tells more."
+            "save to one URI at the same time; or use a store that has them. "
+            "holdfast drivers --check URI tells more."
         )
     return (
         "Use other storage, or a driver whose traits say that exclusive puts are not atomic. "
@@ -69,12 +69,12 @@ def _advice(driver: Driver) -> str:
     )
 
 
-async def answers_ranges(driver: Driver, key: str, data: bytes) -> None:
-    """Read ``data``, which is what ``key`` holds, as one range that is all of it, and as one that
-    is not.
+async def check_range_reads(driver: Driver, key: str, data: bytes) -> None:
+    """Read ``data``, which is the whole object ``key``, as one range that covers it and as one that
+    does not.
 
-    Raises StorageError where that fails, or gives anything else. Does nothing where there is no
-    such object any more.
+    Raises StorageError where a read fails or returns other bytes. Does nothing where the object no
+    longer exists.
     """
 
     async def read(start: int, stop: int) -> None:

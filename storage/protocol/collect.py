@@ -1,0 +1,160 @@
+"""Garbage collection: deleting the attempts that can never be the checkpoint, and what killed
+savers left unfinished."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ...core.aio import side_by_side
+from ...drivers.contract import Driver
+from ...errors import DamagedError, NotFoundError, StorageError
+from ..format.manifest import MANIFEST_KEY
+from . import limits
+from .attempt import (
+    Attempt,
+    AttemptFiles,
+    check_marker,
+    delete_attempt,
+    list_attempts,
+    probe,
+    time_of_marker_s,
+)
+from .current import current_attempt
+from .prune_lock import PRUNING_KEY, locked_since_s
+from .records import ABORT_RECORD, put_abort_record
+
+__all__ = [
+    "Survey",
+    "abort_and_delete",
+    "collect",
+    "collect_others",
+    "give_up",
+    "survey_attempts",
+    "sweep",
+]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """All attempts as they were seen once.
+
+    ``now_s``: the storage's time. ``current``: the id of the attempt that is the checkpoint.
+    ``grace_s``: how long an attempt with a commit record is spared.
+    """
+
+    now_s: float
+    current: str | None
+    grace_s: float
+    files: Mapping[Attempt, AttemptFiles]
+
+
+async def survey_attempts(driver: Driver, attempt: Attempt) -> Survey:
+    """Look at all attempts, on behalf of ``attempt``, which is alive. The answers may come in any
+    order: an attempt that has changed between them has a record, which is read again before
+    anything is deleted, or is too young to be deleted."""
+    now_s, (current, grace_s), files = await side_by_side(
+        time_of_marker_s(driver, attempt), _current_and_grace_s(driver), list_attempts(driver)
+    )
+    return Survey(now_s, current, grace_s, files)
+
+
+async def _current_and_grace_s(driver: Driver) -> tuple[str | None, float]:
+    try:
+        return await current_attempt(driver), limits.GRACE_S
+    except DamagedError:
+        # Any attempt with a commit record may be the one that the manifest named, and its data may
+        # still be salvaged: all of them are kept.
+        return None, float("inf")
+
+
+async def collect_others(
+    driver: Driver,
+    attempt: Attempt,
+    survey: Survey,
+    *,
+    spare: Attempt | None = None,
+    idle_s: float = float("-inf"),
+) -> None:
+    """Delete every attempt that is neither ``attempt`` nor ``spare`` nor the checkpoint, and to
+    which nothing was written for ``idle_s``."""
+    for other, files in survey.files.items():
+        if other in (attempt, spare) or other.id == survey.current:
+            continue
+        silent_s = survey.now_s - files.written_s
+        # Some storages give whole seconds for one object and fractions in a list: not below zero.
+        if max(0.0, silent_s) < idle_s:
+            continue
+        if not driver.traits.exclusive_is_atomic:
+            if silent_s > max(survey.grace_s, limits.IDLE_S):
+                await delete_attempt(driver, other)
+            continue
+        await abort_and_delete(driver, other, files.has_record, survey.now_s, survey.grace_s)
+
+
+async def abort_and_delete(
+    driver: Driver, attempt: Attempt, has_record: bool, now_s: float, grace_s: float
+) -> None:
+    """Delete an attempt that is not the checkpoint, if it certainly never will be: it is aborted,
+    or its commit record is older than ``grace_s``. ``has_record``: no abort record need be put."""
+    if not has_record:
+        await put_abort_record(driver, attempt.record_key)
+    try:
+        is_aborted = await driver.get(attempt.record_key) == ABORT_RECORD
+        age_s = now_s - (await driver.stat(attempt.record_key)).modified_s
+    except NotFoundError:
+        return  # another collector was faster
+    if is_aborted or age_s > grace_s:
+        await delete_attempt(driver, attempt)
+
+
+async def collect(driver: Driver, idle_s: float) -> None:
+    """Collect what a new save would collect, without a save to follow: live attempts are spared. An
+    attempt counts as dead when nothing was written to it for ``idle_s`` seconds. Raises
+    StorageError, SupersededError, UnsupportedFormatError."""
+    async with probe(driver) as attempt:
+        survey = await survey_attempts(driver, attempt)
+        await collect_others(driver, attempt, survey, idle_s=idle_s)
+        await _delete_stale_lock(driver, attempt)
+        await sweep(driver)
+
+
+async def _delete_stale_lock(driver: Driver, attempt: Attempt) -> None:
+    """Delete the prune lock of a pruning that has died."""
+    since_s = await locked_since_s(driver)
+    if since_s is None:
+        return
+    now_s = (await check_marker(driver, attempt)).modified_s
+    if now_s - since_s > limits.GRACE_S:
+        await driver.delete(PRUNING_KEY)
+
+
+async def give_up(driver: Driver, attempt: Attempt) -> None:
+    """Delete an attempt that has failed, for a limited time: the storage may be gone, and the
+    caller waits to learn of the failure."""
+    try:
+        async with asyncio.timeout(limits.CLEAN_UP_S):
+            if await delete_attempt(driver, attempt):
+                await sweep(driver)  # the folder of all attempts, where this was the only one
+    except TimeoutError:
+        _log.warning(
+            "leftovers of attempt %s stay until the next save: %g s were not enough",
+            attempt.id,
+            limits.CLEAN_UP_S,
+        )
+
+
+async def sweep(driver: Driver, limit_s: float | None = None) -> None:
+    """Collect what killed savers left unfinished, for at most ``limit_s``. Does not raise."""
+    try:
+        async with asyncio.timeout(limit_s):
+            await driver.sweep("data")
+            await driver.sweep(MANIFEST_KEY)
+    except StorageError as error:
+        _log.warning("unfinished files stay until the next save: %s", error)
+    except TimeoutError:
+        _log.warning("unfinished files stay until the next save: %s s were not enough", limit_s)

@@ -1,0 +1,64 @@
+"""The commit record and the abort record of an attempt: one object, which is put once and
+exclusively, and so decides between commit and abort.
+
+A *commit record* holds random bytes of the process that put it. A process that is told that the key
+is taken can therefore see whether it holds its own earlier put, whose answer was lost; and of two
+copies that work on one attempt, only one takes the record for its own. Commit records of earlier
+versions are empty. An *abort record* is the same for every process: it does not matter who put it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+
+from ...drivers.contract import Driver
+from ...errors import ExistsError, NotFoundError
+
+__all__ = ["ABORT_RECORD", "put_abort_record", "put_commit_record", "put_once", "read_record"]
+
+ABORT_RECORD = b"abort"
+_COMMIT_RECORD = b"claim "
+
+
+async def put_commit_record(driver: Driver, key: str) -> bytes:
+    """Put a commit record at ``key``, the attempt's ``record_key``; return its bytes. Raises
+    ExistsError where another process has put a commit or abort record; NotFoundError where the
+    attempt is being deleted; StorageError."""
+    data = _new_commit_record()
+    await put_once(driver, key, data)
+    return data
+
+
+def _new_commit_record() -> bytes:
+    return _COMMIT_RECORD + secrets.token_hex(8).encode()
+
+
+async def put_abort_record(driver: Driver, key: str) -> None:
+    """Put an abort record at ``key``, the attempt's ``record_key``, unless it has a record already
+    or is gone. Raises StorageError."""
+    with contextlib.suppress(ExistsError, NotFoundError):
+        await driver.put(key, ABORT_RECORD, exclusive=True)
+
+
+async def read_record(driver: Driver, key: str) -> bytes | None:
+    """The record at ``key``: ``ABORT_RECORD``, or any other bytes for a commit record; None where
+    there is neither. Raises StorageError."""
+    try:
+        return await driver.get(key)
+    except NotFoundError:
+        return None
+
+
+async def put_once(driver: Driver, key: str, data: bytes) -> None:
+    """Put ``data``, which no other process would put, exclusively. Succeeds also where the key
+    turns out to hold these bytes.
+
+    A client may silently repeat a request whose answer was lost, and receive the refusal of the
+    second request. Raises ExistsError where the key holds something else; StorageError.
+    """
+    try:
+        await driver.put(key, data, exclusive=True)
+    except ExistsError:
+        if await read_record(driver, key) != data:
+            raise
