@@ -10,7 +10,7 @@ from ..drivers.uri import parse
 from ..errors import DamagedError
 from ..storage.format.manifest import MANIFEST_KEY
 from ..storage.operations.reader import open as open_checkpoint
-from ..storage.operations.verify import Damage, VerifyReport
+from ..storage.pipeline.verifier import Damage, VerifyReport
 from .commands import print_json
 from .progress import progress_bar
 from .text import one_of, paint, printable

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 from ...errors import CheckpointError
 from ..pipeline.unpacking import images_of
+from ..pipeline.verifier import verify_images
 from ..protocol.current import read_manifest
 from .listing import ListedCheckpoint
 from .location import Place
-from .verify import verify_images
 
 __all__ = ["Choice", "Rules", "choose", "chosen_by"]
 

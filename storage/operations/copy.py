@@ -30,18 +30,18 @@ from ...errors import (
 from ..format.digest import digest
 from ..format.lineage import LINEAGE_KEY
 from ..format.manifest import MANIFEST_KEY, Manifest
+from ..pipeline.image_copier import ImageCopier
 from ..pipeline.image_reader import ImageReader
 from ..pipeline.unpacking import images_of
+from ..pipeline.verifier import verify_images
 from ..protocol.attempt import check_marker, delete_attempt
 from ..protocol.commit import abandon, begin_copy, commit, settle
 from ..protocol.current import read_manifest
 from ..runtime.engine import offload, run
 from ..runtime.progress import ProgressCallback, ProgressReporter
 from .foreign import explains
-from .image_copier import ImageCopier
 from .listing import manifest_keys, read_lineage
 from .location import Place
-from .verify import verify_images
 
 _log = logging.getLogger(__name__)
 

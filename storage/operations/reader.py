@@ -23,12 +23,12 @@ from ..format.manifest import Manifest, image_key
 from ..format.tree import format_path
 from ..pipeline.flat_reader import read_flat
 from ..pipeline.unpacking import images_of
+from ..pipeline.verifier import VerifyReport, verify_images
 from ..protocol.current import read_manifest
 from ..runtime.buffers import memory_for
 from ..runtime.engine import check_may_wait, close_later, on_engine, run, start
 from ..runtime.progress import ProgressCallback, ProgressReporter
 from .foreign import explains
-from .verify import VerifyReport, verify_images
 
 if TYPE_CHECKING:
     from collections.abc import Callable

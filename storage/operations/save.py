@@ -28,6 +28,7 @@ from ..format.lineage import ROOT
 from ..format.manifest import ImageTable, Manifest, image_key
 from ..format.merge import merge
 from ..format.packed import Compression
+from ..pipeline.capture import TensorChunks
 from ..pipeline.image_writer import ImageWriter, Progress
 from ..protocol import limits
 from ..protocol.attempt import Attempt, check_marker, delete_attempt
@@ -113,8 +114,9 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tu
     beginning = asyncio.ensure_future(leader.begin_for(team))
     try:
         plan = await offload(plan_save, job.flat, team.rank, accord and accord.agreed, job.lazy)
+        chunks = TensorChunks(plan.layout, plan.source)
         writer = ImageWriter(
-            driver, plan.layout, plan.source, job.budget_nbytes, job.progress, job.compression
+            driver, plan.layout, chunks, job.budget_nbytes, job.progress, job.compression
         )
         digests = await _written(writer, beginning, team, job)
         attempt = Attempt(await beginning)

@@ -1,4 +1,4 @@
-"""Reading planned ranges of images, verified, and handing each on: all at once, within a budget."""
+"""Reads planned ranges of images, verifies them, and delivers each: all at once, within a budget."""
 
 from __future__ import annotations
 
@@ -13,69 +13,73 @@ from ...core.aio import at_most
 from ...drivers.contract import Driver
 from ...errors import DamagedError, NotFoundError
 from ...planner.coverage import flawed
-from ...planner.image import DIGEST_NBYTES, blocks_of
+from ...planner.image import DIGEST_NBYTES
 from ...planner.loading import LoadPlan, Targets, plan_load
+from ..format.chunks import Chunk, chunk_at, damaged_ranges, page_range
 from ..format.damage import damaged
-from ..format.digest import damaged_blocks, digest, page_of
+from ..format.digest import digest, page_of
 from ..format.manifest import MANIFEST_KEY, Manifest
 from ..runtime.buffers import HostBuffer
 from ..runtime.engine import CPU_THREADS, offload
-from ..runtime.executor import execute
-from ..runtime.inbox import Inbox
-from ..runtime.scheduler import Budget, Scheduler, Stage
+from ..runtime.executor import Pipeline, Stage
+from ..runtime.read_buffers import ReadBuffers
+from ..runtime.scheduler import Budget
 from .unpacking import Stored, Unpacked
 
 __all__ = ["Deliver", "HandOn", "ImageReader", "plan_reads"]
 
-STAGES = (Stage("read", "io"), Stage("deliver", "cpu"))
-HAND_ON = Stage("hand on", "others")
-
 Deliver = Callable[[int, HostBuffer], None]
-"""Called in a worker thread with the number of a read, and its verified bytes at the beginning of
-the buffer."""
+"""Called in a worker thread with the number of a read and the buffer that begins with its verified
+bytes."""
 
 HandOn = Callable[[int, HostBuffer], Awaitable[None]]
-"""Called with the same, when it was delivered; the buffer is free when this has returned."""
+"""Called with the same arguments after the delivery; the buffer is free when this has returned."""
+
+NOT_WHAT_WAS_WRITTEN = "are not what was written"
 
 
 def plan_reads(
     driver: Driver, manifest: Manifest, targets: Targets, read_nbytes: int | None = None
 ) -> LoadPlan:
-    """What to read of a checkpoint to fill ``targets``, at most ``read_nbytes`` at a time, which
+    """Plan what to read of a checkpoint to fill ``targets``: at most ``read_nbytes`` at a time, which
     divide a chunk (None: a chunk). Raises DamagedError where the manifest contradicts itself."""
     m = manifest
     _check_coverage(m, targets)
     return plan_load(
-        m.tensors, m.shards, targets, m.images.hashed_nbytes,
-        chunk_nbytes=read_nbytes or m.chunk_nbytes, block_nbytes=m.block_nbytes, gap_nbytes=driver.traits.coalesce_nbytes,
-    )  # fmt: skip
+        m.tensors,
+        m.shards,
+        targets,
+        m.images.hashed_nbytes,
+        chunk_nbytes=read_nbytes or m.chunk_nbytes,
+        block_nbytes=m.block_nbytes,
+        gap_nbytes=driver.traits.coalesce_nbytes,
+    )
 
 
 def _check_coverage(m: Manifest, targets: Targets) -> None:
-    """Raise DamagedError where shards of a wanted tensor overlap: something of it would be left as
-    it is."""
+    """Raise DamagedError where shards of a wanted tensor overlap: then some other part of it would
+    not be filled."""
     wanted = np.zeros(len(m.tensors), bool)
     wanted[targets.tensor] = True
-    rows = np.flatnonzero(wanted[m.shards.tensor])
-    number = np.cumsum(wanted) - 1
     s = m.shards
-    if flawed(
+    rows = np.flatnonzero(wanted[s.tensor])
+    number = np.cumsum(wanted) - 1
+    overlapping = flawed(
         m.tensors.shape[wanted], number[s.tensor[rows]], s.offsets[rows], s.lengths[rows]
-    ).any():
+    )
+    if overlapping.any():
         raise DamagedError(
             "the manifest contradicts itself: shards of a tensor overlap", key=MANIFEST_KEY
         )
 
 
-def _budget(jobs: int) -> Budget:
-    return Budget(jobs, {"io": max(1, jobs - CPU_THREADS), "cpu": CPU_THREADS, "others": jobs})
-
-
 @dataclass
 class ImageReader:
-    """Reads of one checkpoint, with the driver of its images (``images_of``). ``bytes_read`` counts
-    what was asked of that, checksums included; ``bytes_received`` what other ranks have read and
-    handed on."""
+    """Reads the images of one checkpoint; ``driver`` is the one for its images (``images_of``).
+
+    ``bytes_read`` counts what was requested of the driver, checksums included; ``bytes_received``
+    what other ranks have read and sent here.
+    """
 
     driver: Driver
     manifest: Manifest
@@ -95,38 +99,43 @@ class ImageReader:
         """Perform all reads of ``plan``. Raises DamagedError before a damaged byte is delivered,
         and StorageError.
 
-        ``jobs``: so many are at work at a time; by default what :meth:`jobs` says of all reads that
-        the driver takes.
+        ``jobs`` is the number of reads under way at a time; by default, what :meth:`jobs` allows of
+        the reads that the driver takes.
         """
         self.bytes_wanted = plan.bytes_wanted
         pages = await self._pages(plan)
-        inbox = Inbox(self.driver, self.manifest.chunk_nbytes)
+        buffers = ReadBuffers(self.driver, self.manifest.chunk_nbytes)
+        images = plan.image.tolist()
+        starts = plan.start.tolist()
         sizes = (plan.stop - plan.start).tolist()
-        images, starts, stops = plan.image.tolist(), plan.start.tolist(), plan.stop.tolist()
+
+        async def read(job: int) -> None:
+            with self._reading(images[job], starts[job], sizes[job]) as key:
+                await buffers.read(job, key, starts[job], sizes[job])
 
         def check_and_deliver(job: int) -> None:
-            self._verify(images[job], starts[job], stops[job], inbox[job].view[: sizes[job]], pages)
-            deliver(job, inbox[job])
+            view = buffers[job].view[: sizes[job]]
+            self._verify(images[job], starts[job], view, pages)
+            deliver(job, buffers[job])
 
-        async def perform(job: int, stage: str) -> None:
-            if stage == "read":
-                with self._reading(images[job], starts[job], sizes[job]) as key:
-                    await inbox.receive(job, key, starts[job], sizes[job])
-            elif stage == "deliver":
-                await offload(check_and_deliver, job)
-            elif hand_on is not None:
-                await hand_on(job, inbox[job])
+        async def deliver_verified(job: int) -> None:
+            await offload(check_and_deliver, job)
 
-        stages = (*STAGES, HAND_ON) if hand_on else STAGES
+        stages = [Stage("read", "io", read), Stage("deliver", "cpu", deliver_verified)]
+        if hand_on is not None:
+            to_others = hand_on
+            stages.append(Stage("hand on", "others", lambda job: to_others(job, buffers[job])))
+        budget = _budget(jobs or self.jobs(self.driver.traits.concurrency))
         # Jobs are counted, not bytes: buffers are of one size, however short the read.
-        scheduler = Scheduler(stages, _budget(jobs or self.jobs(self.driver.traits.concurrency)))
-        await execute(scheduler, [1] * len(sizes), perform, inbox.release)
+        counts = [1] * len(sizes)
+        await Pipeline(stages, budget, release=buffers.release).run(range(len(sizes)), counts)
 
     def jobs(self, reads: int, besides_nbytes: int = 0) -> int:
-        """How many jobs the budget allows, each with so much memory besides: at most so many
-        ``reads``, and what is looked at meanwhile."""
-        job_nbytes = Inbox(self.driver, self.manifest.chunk_nbytes).job_nbytes + besides_nbytes
-        return min(max(1, self.budget_nbytes // job_nbytes), reads + CPU_THREADS)
+        """How many jobs the budget allows where each takes ``besides_nbytes`` besides its buffer: at
+        most ``reads``, and as many more as can be verified meanwhile."""
+        buffer_nbytes = ReadBuffers(self.driver, self.manifest.chunk_nbytes).job_nbytes
+        allowed = max(1, self.budget_nbytes // (buffer_nbytes + besides_nbytes))
+        return min(allowed, reads + CPU_THREADS)
 
     async def read(self, image: int, start: int, into: memoryview) -> None:
         """Fill ``into`` from byte ``start`` of an image, unverified. Raises DamagedError where the
@@ -134,92 +143,80 @@ class ImageReader:
         with self._reading(image, start, len(into)) as key:
             await self.driver.read(key, start, into)
 
-    async def read_stored(self, image: int, start: int, stop: int, into: memoryview) -> Stored:
-        """Fill the beginning of ``into`` with what is stored of the chunk [start, stop); it is the
-        chunk, unless images are compressed. Raises as :meth:`read` does."""
+    async def read_stored(self, chunk: Chunk, into: memoryview) -> Stored:
+        """Fill the beginning of ``into`` with what is stored of a chunk: the chunk itself, unless
+        images are compressed. Raises as :meth:`read` does."""
         if not isinstance(self.driver, Unpacked):
-            await self.read(image, start, into[: stop - start])
-            return Stored(start, stop - start)
-        with self._reading(image, start, stop - start):
-            return await self.driver.read_stored(image, start, stop, into)
+            nbytes = chunk.stop - chunk.start
+            await self.read(chunk.image, chunk.start, into[:nbytes])
+            return Stored(chunk.start, nbytes)
+        with self._reading(chunk.image, chunk.start, chunk.stop - chunk.start):
+            return await self.driver.read_stored(chunk.image, chunk.start, chunk.stop, into)
 
     async def stored_index(self, image: int) -> bytes:
-        """The end of a compressed image's file; nothing of one that is not. Raises as :meth:`read`
-        does."""
-        return (
-            (await self.driver.index(image)).encode() if isinstance(self.driver, Unpacked) else b""
-        )
+        """The index at the end of a compressed image's file; empty where images are not compressed.
+        Raises as :meth:`read` does."""
+        if not isinstance(self.driver, Unpacked):
+            return b""
+        return (await self.driver.index(image)).encode()
+
+    async def read_pages(self, image: int, starts: Sequence[int]) -> dict[tuple[int, int], bytes]:
+        """The verified pages of the chunks that begin at ``starts``, which ascend: in one read, with
+        what lies between them. By image and start of the chunk.
+
+        Raises DamagedError.
+        """
+        m = self.manifest
+        chunks = [chunk_at(m, image, start) for start in starts]
+        first, _ = page_range(m, chunks[0])
+        _, last = page_range(m, chunks[-1])
+        data = bytearray(last - first)
+        await self.read(image, first, memoryview(data))
+        pages: dict[tuple[int, int], bytes] = {}
+        for chunk in chunks:
+            begin, end = page_range(m, chunk)
+            page = bytes(data[begin - first : end - first])
+            if digest(page) != chunk.digest:
+                what = f"(checksums of the chunk at {chunk.start:,}) {NOT_WHAT_WAS_WRITTEN}"
+                raise damaged(m, self.driver.uri, image, begin, end, what)
+            pages[image, chunk.start] = page
+        return pages
 
     @contextmanager
     def _reading(self, image: int, start: int, nbytes: int) -> Iterator[str]:
-        """The key to read from. Counts the read, and says of bytes that are not there which they
-        are."""
+        """The key to read from. Counts the read; an error for bytes that are not there names them."""
         self.bytes_read += nbytes
         where = (self.manifest, self.driver.uri, image, start, start + nbytes)
         try:
             yield self.manifest.image_key(image)
         except DamagedError as error:
-            # Else all that a driver can find wrong is that the file ends too early.
-            what = (
-                "are beyond the end of the file"
-                if self.manifest.compression is None
-                else error.message
-            )
-            raise damaged(*where, what) from error
+            if self.manifest.compression is None:
+                # All that a driver can find wrong is that the file ends too early.
+                raise damaged(*where, "are beyond the end of the file") from error
+            raise damaged(*where, error.message) from error
         except NotFoundError as error:
             raise damaged(*where, "are lost with their whole file") from error
 
-    def _chunk(self, image: int, start: int) -> tuple[int, int, bytes]:
-        """The chunk around ``start``: its range in the file, and its digest."""
-        m = self.manifest
-        index = start // m.chunk_nbytes
-        stop = min((index + 1) * m.chunk_nbytes, int(m.images.hashed_nbytes[image]))
-        return (
-            index * m.chunk_nbytes,
-            stop,
-            m.images.digests[int(m.first_chunk[image]) + index].tobytes(),
-        )
-
     def _verify(
-        self,
-        image: int,
-        start: int,
-        stop: int,
-        view: memoryview,
-        pages: dict[tuple[int, int], bytes],
+        self, image: int, start: int, view: memoryview, pages: dict[tuple[int, int], bytes]
     ) -> None:
-        page, block_nbytes = page_of(view, self.manifest.block_nbytes), self.manifest.block_nbytes
-        chunk_start, chunk_stop, expected = self._chunk(image, start)
-        if (start, stop) == (chunk_start, chunk_stop):
-            if digest(page) != expected:
-                raise damaged(
-                    self.manifest, self.driver.uri, image, start, stop, "are not what was written"
-                )
-            return
-        first = (start - chunk_start) // block_nbytes * DIGEST_NBYTES
-        bad = damaged_blocks(page, pages[image, chunk_start][first : first + len(page)])
+        m = self.manifest
+        chunk = chunk_at(m, image, start)
+        page = page_of(view, m.block_nbytes)
+        stored_page = pages.get((image, chunk.start))
+        bad = damaged_ranges(chunk, start, page, m.block_nbytes, stored_page)
         if bad:
-            a = start + bad[0] * block_nbytes
-            raise damaged(
-                self.manifest,
-                self.driver.uri,
-                image,
-                a,
-                min(a + block_nbytes, stop),
-                "are not what was written",
-            )
+            raise damaged(m, self.driver.uri, image, *bad[0], NOT_WHAT_WAS_WRITTEN)
 
     async def _pages(self, plan: LoadPlan) -> dict[tuple[int, int], bytes]:
         """The verified pages of the chunks that are read in part, by image and start of the chunk."""
-        partial: list[tuple[int, int]] = []
-        for image, start, stop in zip(
-            plan.image.tolist(), plan.start.tolist(), plan.stop.tolist(), strict=True
-        ):
-            chunk_start, chunk_stop, _ = self._chunk(image, start)
-            if (start, stop) != (chunk_start, chunk_stop) and (
-                not partial or partial[-1] != (image, chunk_start)
-            ):
-                partial.append((image, chunk_start))
+        partial: list[Chunk] = []
+        columns = (plan.image.tolist(), plan.start.tolist(), plan.stop.tolist())
+        for image, start, stop in zip(*columns, strict=True):
+            chunk = chunk_at(self.manifest, image, start)
+            is_whole = (start, stop) == (chunk.start, chunk.stop)
+            if not is_whole and (not partial or partial[-1] != chunk):
+                partial.append(chunk)
         pages: dict[tuple[int, int], bytes] = {}
 
         async def fetch(image: int, starts: Sequence[int]) -> None:
@@ -230,44 +227,21 @@ class ImageReader:
         )
         return pages
 
-    def _together(self, partial: Sequence[tuple[int, int]]) -> Iterator[tuple[int, list[int]]]:
-        """Pages that lie close enough to each other in a file to be read as one."""
+    def _together(self, partial: Sequence[Chunk]) -> Iterator[tuple[int, list[int]]]:
+        """Groups of chunks whose pages lie close enough to each other to be read as one."""
         m = self.manifest
         page_nbytes = m.chunk_nbytes // m.block_nbytes * DIGEST_NBYTES
         gap = self.driver.traits.coalesce_nbytes // page_nbytes
-        for image, members in groupby(partial, key=lambda p: p[0]):
+        for image, chunks in groupby(partial, key=lambda chunk: chunk.image):
             run: list[int] = []
-            for _, start in members:
-                if run and start // m.chunk_nbytes - run[-1] // m.chunk_nbytes > gap + 1:
+            for chunk in chunks:
+                index = chunk.start // m.chunk_nbytes
+                if run and index - run[-1] // m.chunk_nbytes > gap + 1:
                     yield image, run
                     run = []
-                run.append(start)
+                run.append(chunk.start)
             yield image, run
 
-    async def read_pages(self, image: int, starts: Sequence[int]) -> dict[tuple[int, int], bytes]:
-        """The verified pages of the chunks that begin at ``starts``, ascending: read as one, with
-        what lies between.
 
-        Raises DamagedError.
-        """
-        m = self.manifest
-        _, last_stop, _ = self._chunk(image, starts[-1])
-        first, last = blocks_of(starts[0], m.block_nbytes), blocks_of(last_stop, m.block_nbytes)
-        data = bytearray((last - first) * DIGEST_NBYTES)
-        position = int(m.images.hashed_nbytes[image]) + first * DIGEST_NBYTES
-        await self.read(image, position, memoryview(data))
-        pages = {}
-        for start in starts:
-            _, stop, expected = self._chunk(image, start)
-            a, b = ((blocks_of(x, m.block_nbytes) - first) * DIGEST_NBYTES for x in (start, stop))
-            pages[image, start] = page = bytes(data[a:b])
-            if digest(page) != expected:
-                raise damaged(
-                    m,
-                    self.driver.uri,
-                    image,
-                    position + a,
-                    position + b,
-                    f"(checksums of the chunk at {start:,}) are not what was written",
-                )
-        return pages
+def _budget(jobs: int) -> Budget:
+    return Budget(jobs, {"io": max(1, jobs - CPU_THREADS), "cpu": CPU_THREADS, "others": jobs})

@@ -1,4 +1,4 @@
-"""Where the chunks of a compressed image go in its file, while that is written."""
+"""Places the chunks of a compressed image in its file while the image is written."""
 
 from __future__ import annotations
 
@@ -11,35 +11,41 @@ __all__ = ["Packing"]
 
 
 class Packing:
-    """One image being packed. ``nbytes_max`` is what its file takes at most, ``end`` how far its
-    chunks reach by now.
+    """One image that is being packed. ``nbytes_max`` is the most that its file can take; ``end`` is
+    how far its chunks reach by now.
 
-    Chunks are packed in any order, on worker threads; how much is before a chunk is known when all
+    Chunks are packed in any order, on worker threads. Where a chunk begins is known once all chunks
     before it are packed.
     """
 
     def __init__(self, layout: ImageLayout) -> None:
         self._layout = layout
         self._chunks: dict[int, PackedChunk] = {}
-        sizes = (layout.hashed_end, layout.chunk_nbytes, layout.block_nbytes)
-        self.nbytes_max = layout.nbytes + int(index_nbytes(*sizes))
+        index = index_nbytes(layout.hashed_end, layout.chunk_nbytes, layout.block_nbytes)
+        self.nbytes_max = layout.nbytes + int(index)
         self.end = 0
 
     def pack(self, chunk: int, data: memoryview) -> None:
-        """Pack the bytes of a chunk, in place. Thread-safe for distinct chunks."""
+        """Pack the bytes of a chunk in place. Thread-safe for distinct chunks."""
         self._chunks[chunk] = pack(data, self._layout.block_nbytes)
 
     def place(self, chunk: int) -> tuple[int, int]:
         """Where in the file a packed chunk begins, and its size. Chunks are placed in order."""
-        start, nbytes = self.end, self._chunks[chunk].nbytes
+        start = self.end
+        nbytes = self._chunks[chunk].nbytes
         self.end += nbytes
         return start, nbytes
 
     def index(self) -> bytes:
         """The end of the file, when all chunks are placed."""
-        at, chunks = self._layout, [self._chunks[chunk] for chunk in sorted(self._chunks)]
+        layout = self._layout
+        chunks = [self._chunks[number] for number in sorted(self._chunks)]
         sizes = np.array([size for chunk in chunks for size in chunk.sizes], np.int64)
-        digests = np.frombuffer(b"".join(chunk.digest for chunk in chunks), np.uint8).reshape(
-            -1, DIGEST_NBYTES
-        )
-        return Index(at.hashed_end, at.chunk_nbytes, at.block_nbytes, sizes, digests).encode()
+        digests = np.frombuffer(b"".join(chunk.digest for chunk in chunks), np.uint8)
+        return Index(
+            layout.hashed_end,
+            layout.chunk_nbytes,
+            layout.block_nbytes,
+            sizes,
+            digests.reshape(-1, DIGEST_NBYTES),
+        ).encode()

@@ -1,5 +1,5 @@
-"""What all who write images have in common: opening an upload while there is other work, the order
-of chunks, the pages at the end, and dropping what failed."""
+"""What everything that writes images shares: opening an upload while there is other work, the order
+of chunks, the pages at the end of an image, and dropping an upload that failed."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ class Opening:
     def __init__(self, create: Coroutine[Any, Any, Upload]) -> None:
         self._upload = asyncio.ensure_future(create)
         self._turn = asyncio.Lock()
-        self._asking = 0
+        self._waiting = 0
 
     async def upload(self) -> Upload:
-        """The upload. Those who ask before it is there go on in the order of asking, and before any
-        who ask later: drivers may want their parts in order."""
-        if self._upload.done() and not self._asking:
+        """Wait for the upload. Callers that wait go on in the order in which they asked, and before
+        any that ask later, because a driver may want its parts in order."""
+        if self._upload.done() and not self._waiting:
             return self._upload.result()
-        self._asking += 1
+        self._waiting += 1
         try:
             async with self._turn:
                 return await asyncio.shield(self._upload)
         finally:
-            self._asking -= 1
+            self._waiting -= 1
 
     async def drop(self) -> None:
-        """Abort the upload, however far it came. After its commit this does nothing."""
+        """Abort the upload, however far it has come. After its commit this does nothing."""
         if not self._upload.done():
             self._upload.cancel()
             await asyncio.wait([self._upload])
@@ -43,11 +43,11 @@ class Opening:
 
 
 def writing_order(chunks: int, chunk_nbytes: int, nbytes: int, traits: Traits) -> list[int]:
-    """The chunks of an upload of ``nbytes``, in the order in which to write them: in turn from each
-    of its segments.
+    """The chunks of an upload of ``nbytes`` in the order in which to write them: one of each of its
+    segments in turn.
 
-    Where a segment begins within a chunk they stay in order: what comes next is then also next in
-    its segment.
+    They stay in ascending order where a segment begins within a chunk: then the next chunk also
+    continues its segment.
     """
     starts = [start for start, _ in segments(nbytes, traits)]
     if any(start % chunk_nbytes for start in starts):
@@ -57,8 +57,8 @@ def writing_order(chunks: int, chunk_nbytes: int, nbytes: int, traits: Traits) -
 
 
 async def write_pages(upload: Upload, pages: bytes, start: int, buffer: HostBuffer) -> None:
-    """Write the digests of all blocks to their place, by way of ``buffer``: after all that they
-    vouch for."""
+    """Write the digests of all blocks at ``start``, copied through ``buffer``. To be called after
+    the chunks that they cover are written."""
     for offset in range(0, len(pages), len(buffer.view)):
         part = memoryview(pages)[offset : offset + len(buffer.view)]
         buffer.view[: len(part)] = part

@@ -1,105 +1,137 @@
-"""The asyncio shell around the scheduler: it performs instructions and reports how they ended.
-Nothing else."""
+"""Runs pipelines: the asyncio shell around the scheduler. It performs the scheduler's instructions
+and reports how they ended, nothing else.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from ...core.aio import wait_out
-from .scheduler import Instruction, Release, Scheduler, Start
+from .scheduler import Budget, Instruction, Release, Scheduler, StageSpec, Start
 
-__all__ = ["execute"]
+__all__ = ["Pipeline", "Stage"]
+
+T = TypeVar("T")
 
 
-async def execute(
-    scheduler: Scheduler,
-    nbytes: Sequence[int],
-    perform: Callable[[int, str], Awaitable[None]],
-    release: Callable[[int], None] = lambda job: None,
-) -> None:
-    """Run one job per entry of ``nbytes`` through the scheduler's stages.
+@dataclass(frozen=True, slots=True)
+class Stage(StageSpec, Generic[T]):
+    """One stage of a pipeline; ``run(job)`` performs it for one job."""
 
-    ``perform(job, stage_name)`` does one stage; ``release(job)`` is called exactly once for every
-    job that was started, after its last stage has ended. After a failure nothing new starts, what
-    runs is waited for (its buffers are in use), and the first error is raised. Cancelled: what runs
-    is cancelled, and waited for likewise.
+    run: Callable[[T], Awaitable[None]]
+
+
+class Pipeline(Generic[T]):
+    """Stages that every job passes through in order, within a budget; see :mod:`.scheduler`.
+
+    ``release(job)`` is called exactly once for every job that was started, after its last stage has
+    ended.
     """
-    run = _Run(scheduler, perform, release)
-    run.begin(scheduler.submit(nbytes))
-    try:
-        if run.tasks:
-            await run.ended
-    except asyncio.CancelledError as cancelled:
-        run.error = cancelled
-        await _cancel(run.tasks)
-    if run.error is not None:
-        raise run.error
-
-
-class _Run:
-    """One call of :func:`execute`. A task that has ended a stage goes on with what may start then:
-    a task for each stage would cost more than the stage, where chunks are small."""
 
     def __init__(
         self,
-        scheduler: Scheduler,
-        perform: Callable[[int, str], Awaitable[None]],
-        release: Callable[[int], None],
+        stages: Sequence[Stage[T]],
+        budget: Budget,
+        *,
+        drain: bool = True,
+        release: Callable[[T], None] = lambda job: None,
     ) -> None:
-        self._scheduler, self._perform, self._release = scheduler, perform, release
+        self.stages = stages
+        self.budget = budget
+        self.drain = drain
+        self.release = release
+
+    async def run(self, jobs: Sequence[T], nbytes: Sequence[int]) -> None:
+        """Run all ``jobs``; ``nbytes`` is what each takes of the budget.
+
+        After a failure nothing new starts. The stages that are running still use their buffers, so
+        they are waited for; then the first error is raised. A cancellation cancels the running
+        stages, and waits for them likewise.
+        """
+        run = _Run(self, jobs)
+        run.begin(run.scheduler.submit(nbytes))
+        if not run.tasks:
+            return
+        cancelled = await wait_out([run.ended], on_cancel=run.cancel)
+        if cancelled is not None:
+            raise cancelled
+        if run.error is not None:
+            raise run.error
+
+
+class _Run(Generic[T]):
+    """One run of a pipeline. A task that has ended a stage goes on with the next stage that may
+    start: where chunks are small, a task for each stage would cost more than the stage."""
+
+    def __init__(self, pipeline: Pipeline[T], jobs: Sequence[T]) -> None:
+        self.scheduler = Scheduler(pipeline.stages, pipeline.budget, drain=pipeline.drain)
         self.tasks: set[asyncio.Task[None]] = set()
         self.error: BaseException | None = None
         self.ended = asyncio.get_running_loop().create_future()
-        self._given: dict[
-            asyncio.Task[None], Start
-        ] = {}  # what tasks were made for that have not begun
+        self._cancelled = False
+        self._stages = pipeline.stages
+        self._jobs = jobs
+        self._release = pipeline.release
+        # Tasks that have not had their first step yet, and what they were created for.
+        self._pending: dict[asyncio.Task[None], Start] = {}
 
     def begin(self, instructions: Iterable[Instruction]) -> None:
-        """Obey, each start with a task of its own."""
-        for todo in instructions:
-            if isinstance(todo, Release):
-                self._release(todo.job)
+        """Follow the instructions; each start gets a task of its own."""
+        for instruction in instructions:
+            if isinstance(instruction, Release):
+                self._release(self._jobs[instruction.job])
             else:
-                task = asyncio.ensure_future(self._go_on(todo))
-                task.add_done_callback(self._over)
+                task = asyncio.ensure_future(self._perform(instruction))
+                task.add_done_callback(self._task_ended)
                 self.tasks.add(task)
-                self._given[task] = todo
+                self._pending[task] = instruction
 
-    async def _go_on(self, start: Start | None) -> None:
-        me = asyncio.current_task()
-        assert me is not None
-        del self._given[me]
+    def cancel(self) -> None:
+        """Begin nothing new, and cancel what runs; once, so that it can clean up undisturbed."""
+        if self._cancelled:
+            return
+        self._cancelled = True
+        self._keep_first(asyncio.CancelledError())
+        for task in self.tasks:
+            task.cancel()
+
+    async def _perform(self, start: Start | None) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        del self._pending[task]
         while start is not None:
             try:
-                await self._perform(start.job, self._scheduler.stages[start.stage].name)
+                await self._stages[start.stage].run(self._jobs[start.job])
             except BaseException as error:
-                self.error = self.error or error
-            start = self._after(start.job)
+                self._keep_first(error)
+            start = self._stage_ended(start.job)
 
-    def _after(self, job: int) -> Start | None:
-        """Obey what follows the end of a stage of ``job``, but for the first start, which is
-        returned; not where another has not begun yet that was started before: stages may have to
-        begin in order."""
-        # Cancelled, a stage may end well all the same; what comes after it is not begun any more.
-        todo = self._scheduler.done(job) if self.error is None else self._scheduler.fail(job)
-        first = None if self._given else next((t for t in todo if isinstance(t, Start)), None)
-        self.begin(t for t in todo if t is not first)
+    def _stage_ended(self, job: int) -> Start | None:
+        """Follow the scheduler's instructions at the end of a stage of ``job``. The first start
+        among them is returned instead, for the calling task to go on with; but not while a task of
+        an earlier start is pending, because stages may have to begin in order."""
+        if self.error is None:
+            instructions = self.scheduler.done(job)
+        else:  # also where this stage has succeeded: after a cancellation nothing new starts
+            instructions = self.scheduler.fail(job)
+        first = None
+        if not self._pending:
+            first = next((i for i in instructions if isinstance(i, Start)), None)
+        self.begin(i for i in instructions if i is not first)
         return first
 
-    def _over(self, task: asyncio.Task[None]) -> None:
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
         self.tasks.discard(task)
-        never = self._given.pop(task, None)
-        if never is not None:  # cancelled before its first step
-            self.error = self.error or asyncio.CancelledError()
-            self._after(never.job)
+        never_begun = self._pending.pop(task, None)
+        if never_begun is not None:  # cancelled before its first step
+            self._keep_first(asyncio.CancelledError())
+            self._stage_ended(never_begun.job)
         if not self.tasks and not self.ended.done():
             self.ended.set_result(None)
 
-
-async def _cancel(tasks: set[asyncio.Task[None]]) -> None:
-    """Cancel them, and wait until all have left the set; further cancellations change nothing."""
-    for task in tasks:
-        task.cancel()
-    while tasks:
-        await wait_out(tasks)
+    def _keep_first(self, error: BaseException) -> None:
+        if self.error is None:
+            self.error = error

@@ -1,23 +1,26 @@
-"""Which step of which job runs next, within budgets: a pure state machine.
+"""Decides which stage of which job runs next, within a budget: a pure state machine.
 
 A *job* is one chunk on its way through an ordered list of *stages* (capture, hash, write; or read,
 scatter). A stage runs in a *lane* (``cpu``, ``io``) of limited width. A job holds its bytes of host
 memory from the start of its first stage to the end of its last.
 
-Events come in as method calls, instructions go out as return values. No I/O, no threads, no clock,
-no asyncio: every order of completion can be played in a test. ``executor.py`` is the shell that
-performs what is said here.
+Events come in as method calls, instructions go out as return values. There is no I/O here, no
+thread, no clock and no asyncio, so a test can play every order of completion. ``executor.py`` is
+the shell that performs the instructions. The split follows the worker state machine of Dask's
+``distributed``.
 
 Rules, in this order:
 
-1. Nothing starts after a failure; the machine is finished when what was running has ended.
-2. A lane never runs more than its width; memory in use never exceeds the budget, except that one
-   job larger than the whole budget runs when nothing else holds memory (so nothing deadlocks).
-3. Jobs are admitted in the order of submission. A job that does not fit holds back those behind it
-   (none starves). So is a stage that is ``in_order`` begun: a job that is early waits, without a
-   place in the lane, for those before it.
-4. Between stages waiting for one lane, ``drain=True`` prefers the later stage (memory is freed
-   soonest), ``drain=False`` the earlier one (the trainer is freed soonest).
+1. Nothing starts after a failure. The machine is finished when everything that was running has
+   ended.
+2. A lane never runs more stages than its width. Memory in use never exceeds the budget, with one
+   exception: a job larger than the whole budget runs when no other job holds memory, since it
+   could never run otherwise.
+3. Jobs are admitted in the order of submission. A job that does not fit holds back the jobs behind
+   it, so none starves. A stage with ``in_order`` begins in the order of submission too: a job that
+   arrives early waits for the jobs before it, and occupies no place in the lane meanwhile.
+4. Among stages that wait for one lane, ``drain=True`` prefers the later stage, which frees memory
+   soonest; ``drain=False`` prefers the earlier one, which frees the trainer soonest.
 """
 
 from __future__ import annotations
@@ -25,15 +28,15 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-__all__ = ["Budget", "Instruction", "Release", "Scheduler", "Stage", "Start"]
+__all__ = ["Budget", "Instruction", "Release", "Scheduler", "StageSpec", "Start"]
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a pipeline may use: ``memory_nbytes`` of host memory, and per lane so many stages at a
-    time."""
+    """What a pipeline may use: ``memory_nbytes`` of host memory, and for each lane the number of
+    stages that it may run at a time."""
 
     memory_nbytes: int
     lanes: Mapping[str, int]
@@ -44,18 +47,18 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """One step of every job; ``lane`` names the resource that it occupies. ``in_order``: jobs begin
-    it in the order of submission, though they may overlap in it."""
+class StageSpec:
+    """What the scheduler knows of one stage. ``lane`` names the resource that it occupies. With
+    ``in_order``, jobs begin the stage in the order of submission, though they may overlap in it."""
 
     name: str
     lane: str
-    in_order: bool = False
+    in_order: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Begin stage ``stage`` (an index) of ``job``; report its end with ``done`` or ``failed``."""
+    """Begin stage ``stage`` (an index) of ``job``; report its end with ``done`` or ``fail``."""
 
     job: int
     stage: int
@@ -63,7 +66,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """``job`` holds no memory any more."""
+    """``job`` no longer holds memory."""
 
     job: int
 
@@ -74,7 +77,7 @@ Instruction = Start | Release
 class Scheduler:
     """The state of one pipeline run. Jobs are numbered in the order of submission, from 0."""
 
-    def __init__(self, stages: Sequence[Stage], budget: Budget, *, drain: bool = True) -> None:
+    def __init__(self, stages: Sequence[StageSpec], budget: Budget, *, drain: bool = True) -> None:
         if not stages:
             raise ValueError("a pipeline has at least one stage")
         self.stages = tuple(stages)
@@ -82,7 +85,7 @@ class Scheduler:
         self.memory_in_use_nbytes = 0
         self.failed = False
         self._nbytes: list[int] = []
-        self._holding: dict[int, int] = {}  # job -> the stage that it runs, or waits for
+        self._holding: dict[int, int] = {}  # job -> the stage that it runs or waits for
         self._running: set[int] = set()
         self._lane_use = dict.fromkeys(budget.lanes, 0)
         self._waiting: list[deque[int]] = [deque() for _ in stages]
@@ -91,18 +94,18 @@ class Scheduler:
 
     @property
     def finished(self) -> bool:
-        """Nothing runs, and nothing can start without another event."""
+        """Whether nothing runs, and nothing can start without another event."""
         return not self._running and (self.failed or not any(self._waiting))
 
     def submit(self, nbytes: Sequence[int]) -> list[Instruction]:
-        """Add one job per entry, of that many bytes each."""
+        """Add one job per entry of ``nbytes``, of that many bytes."""
         first = len(self._nbytes)
         self._nbytes.extend(nbytes)
         self._waiting[0].extend(range(first, len(self._nbytes)))
         return self._next()
 
     def done(self, job: int) -> list[Instruction]:
-        """The stage that ``job`` was running has ended well."""
+        """The stage that ``job`` was running has succeeded."""
         stage = self._end(job)
         if stage + 1 < len(self.stages) and not self.failed:
             self._holding[job] = stage + 1
@@ -111,7 +114,7 @@ class Scheduler:
         return [self._release(job), *self._next()]
 
     def fail(self, job: int) -> list[Instruction]:
-        """The stage that ``job`` was running has failed: nothing new starts."""
+        """The stage that ``job`` was running has failed: from now on nothing starts."""
         self._end(job)
         self.failed = True
         waiting = [j for stage in self._waiting[1:] for j in stage]
@@ -137,12 +140,13 @@ class Scheduler:
         return Release(job)
 
     def _next(self) -> list[Instruction]:
-        out: list[Instruction] = []
-        if not self.failed:
-            for stage in self._order:
-                while self._waiting[stage] and self._may_start(stage):
-                    out.append(self._start(stage))
-        return out
+        if self.failed:
+            return []
+        instructions: list[Instruction] = []
+        for stage in self._order:
+            while self._waiting[stage] and self._may_start(stage):
+                instructions.append(self._start(stage))
+        return instructions
 
     def _may_start(self, stage: int) -> bool:
         lane = self.stages[stage].lane

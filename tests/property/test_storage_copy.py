@@ -21,7 +21,7 @@ from holdfast.storage.format.digest import digest, page_of
 from holdfast.storage.format.manifest import ImageTable, Manifest
 from holdfast.storage.operations.copy import Orders, copy_checkpoint
 from holdfast.storage.operations.load import run_build
-from holdfast.storage.operations.verify import verify_images
+from holdfast.storage.pipeline.verifier import verify_images
 
 BUDGET_NBYTES = 64 << 20
 OLD = {"who": "old", "x": torch.full((3,), 1.0)}

@@ -29,7 +29,7 @@ from holdfast.storage.pipeline.image_reader import ImageReader
 from holdfast.storage.pipeline.unpacking import images_of
 from holdfast.storage.protocol.current import read_manifest
 from holdfast.storage.runtime.engine import start
-from holdfast.storage.runtime.inbox import Inbox
+from holdfast.storage.runtime.read_buffers import ReadBuffers
 
 
 class Counting(MemoryDriver):
@@ -145,7 +145,7 @@ def test_shared_memory_is_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> 
     async def run(
         self: ImageReader, plan: Any, deliver: Any, *, jobs: Any = None, hand_on: Any = None
     ) -> None:
-        buffers.append(jobs * Inbox(self.driver, manifest.chunk_nbytes).job_nbytes)
+        buffers.append(jobs * ReadBuffers(self.driver, manifest.chunk_nbytes).job_nbytes)
         await plain_run(self, plan, deliver, jobs=jobs, hand_on=hand_on)
 
     monkeypatch.setattr(ranks, "BUDGET_NBYTES", budget_nbytes)

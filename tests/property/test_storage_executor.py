@@ -6,14 +6,15 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 
 from hypothesis import given
 from hypothesis import strategies as st
 from support.clock import run_virtual
 from support.effort import examples
 
-from holdfast.storage.runtime.executor import execute
-from holdfast.storage.runtime.scheduler import Budget, Scheduler, Stage
+from holdfast.storage.runtime.executor import Pipeline, Stage
+from holdfast.storage.runtime.scheduler import Budget, StageSpec
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,9 @@ class Step:
 class Workshop:
     """Performs steps in virtual time, and looks at every moment at what is in use."""
 
-    scheduler: Scheduler
+    stages: list[StageSpec]
+    budget: Budget
+    drain: bool
     sizes: list[int]
     steps: dict[tuple[int, int], Step]
     held: set[int] = field(default_factory=set)
@@ -42,14 +45,22 @@ class Workshop:
     stopped_s: float = float("inf")
     turns: Counter[int] = field(default_factory=Counter)
 
-    async def perform(self, job: int, name: str) -> None:
-        stage = int(name)
+    async def run(self) -> None:
+        """All jobs."""
+        stages = [
+            Stage(spec.name, spec.lane, partial(self.perform, i), in_order=spec.in_order)
+            for i, spec in enumerate(self.stages)
+        ]
+        pipeline = Pipeline(stages, self.budget, drain=self.drain, release=self.release)
+        await pipeline.run(range(len(self.sizes)), self.sizes)
+
+    async def perform(self, stage: int, job: int) -> None:
         # What has been begun by the executor at this very moment may get its turn a little later.
         assert asyncio.get_running_loop().time() <= self.stopped_s, (
             "nothing begins after a failure or a cancellation"
         )
         assert job not in self.running
-        if self.scheduler.stages[stage].in_order:
+        if self.stages[stage].in_order:
             assert job == self.turns[stage], "jobs begin in order"
             self.turns[stage] += 1
         self.held.add(job)
@@ -88,12 +99,10 @@ class Workshop:
         self.released.append(job)
 
     def check(self) -> None:
-        budget = self.scheduler.budget
-        assert (
-            sum(self.sizes[job] for job in self.held) <= budget.memory_nbytes or len(self.held) == 1
-        )
-        lanes = [self.scheduler.stages[stage].lane for stage in self.running.values()]
-        assert all(lanes.count(lane) <= width for lane, width in budget.lanes.items())
+        held_nbytes = sum(self.sizes[job] for job in self.held)
+        assert held_nbytes <= self.budget.memory_nbytes or len(self.held) == 1
+        lanes = [self.stages[stage].lane for stage in self.running.values()]
+        assert all(lanes.count(lane) <= width for lane, width in self.budget.lanes.items())
 
 
 @st.composite
@@ -103,7 +112,7 @@ def workshops(draw: st.DrawFn, fragile: bool) -> Workshop:
     order = draw(st.sampled_from(["any", "ascending", "serial"]))
     kinds = [*draw(st.lists(st.sampled_from(["cpu", "io"]), max_size=2)), "write"]
     stages = [
-        Stage(f"{i}", lane, in_order=lane == "write" and order != "any")
+        StageSpec(f"{i}", lane, in_order=lane == "write" and order != "any")
         for i, lane in enumerate(kinds)
     ]
     lanes = {
@@ -116,7 +125,9 @@ def workshops(draw: st.DrawFn, fragile: bool) -> Workshop:
     steps = st.builds(Step, st.integers(0, 4), failing, st.integers(0, 3), st.booleans())
     taken = {(job, stage): draw(steps) for job in range(len(sizes)) for stage in range(len(stages))}
     return Workshop(
-        Scheduler(stages, Budget(draw(st.integers(1, 40)), lanes), drain=draw(st.booleans())),
+        stages,
+        Budget(draw(st.integers(1, 40)), lanes),
+        draw(st.booleans()),
         sizes,
         taken,
     )
@@ -137,7 +148,7 @@ def test_everything_runs_or_the_first_failure_is_raised(shop: Workshop) -> None:
     async def run() -> tuple[BaseException | None, float]:
         error = None
         try:
-            await execute(shop.scheduler, shop.sizes, shop.perform, shop.release)
+            await shop.run()
         except OSError as raised:
             error = raised
         assert pending() == set()
@@ -167,9 +178,7 @@ def test_cancelled_it_begins_nothing_and_waits_for_what_runs(
     ends at that moment."""
 
     async def run() -> None:
-        task = asyncio.ensure_future(
-            execute(shop.scheduler, shop.sizes, shop.perform, shop.release)
-        )
+        task = asyncio.ensure_future(shop.run())
         for at_s in sorted(cancels_s):
             await asyncio.sleep(at_s - asyncio.get_running_loop().time())
             if (

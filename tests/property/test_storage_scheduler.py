@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.effort import examples
 
-from holdfast.storage.runtime.scheduler import Budget, Instruction, Release, Scheduler, Stage, Start
+from holdfast.storage.runtime.scheduler import (
+    Budget,
+    Instruction,
+    Release,
+    Scheduler,
+    StageSpec,
+    Start,
+)
 
 
 @dataclass
@@ -128,11 +135,11 @@ class Pipeline(RuleBasedStateMachine):
         """Stages as savers and copiers have them: the writes come last, in the order that storage
         asks for. And, ``early``, one more stage behind it. Nothing fails before ``calm`` stages
         have ended; with None, ever."""
-        write = Stage("write", "write" if order == "serial" else "io", in_order=order != "any")
+        write = StageSpec("write", "write" if order == "serial" else "io", in_order=order != "any")
         stages = [
-            *(Stage(f"s{i}", lane) for i, lane in enumerate(lanes)),
+            *(StageSpec(f"s{i}", lane) for i, lane in enumerate(lanes)),
             write,
-            *[Stage("last", "cpu")] * early,
+            *[StageSpec("last", "cpu")] * early,
         ]
         self.left = float("inf") if calm is None else calm
         self.world = World(
@@ -200,7 +207,7 @@ TestPipeline.__doc__ = """In no order of events a budget is exceeded, a job star
 def test_drain_decides_which_stage_goes_first(drain: bool, jobs: int) -> None:
     """With one lane for both stages: drained job by job, or all first stages before any second one."""
     scheduler = Scheduler(
-        [Stage("a", "cpu"), Stage("b", "cpu")], Budget(jobs, {"cpu": 1}), drain=drain
+        [StageSpec("a", "cpu"), StageSpec("b", "cpu")], Budget(jobs, {"cpu": 1}), drain=drain
     )
     order = []
     todo = scheduler.submit([1] * jobs)
@@ -215,7 +222,9 @@ def test_drain_decides_which_stage_goes_first(drain: bool, jobs: int) -> None:
 def test_a_failure_frees_the_memory_of_jobs_that_wait() -> None:
     """Those between two stages will not go on, and hold nothing any more; one that runs holds its
     memory until it ends."""
-    scheduler = Scheduler([Stage("a", "io"), Stage("b", "cpu")], Budget(9, {"io": 3, "cpu": 1}))
+    scheduler = Scheduler(
+        [StageSpec("a", "io"), StageSpec("b", "cpu")], Budget(9, {"io": 3, "cpu": 1})
+    )
     assert scheduler.submit([1, 1, 1]) == [Start(0, 0), Start(1, 0), Start(2, 0)]
     assert scheduler.done(0) == [Start(0, 1)]
     assert scheduler.done(1) == []
@@ -226,7 +235,7 @@ def test_a_failure_frees_the_memory_of_jobs_that_wait() -> None:
 
 def test_an_oversize_job_runs_alone_and_holds_back_those_behind_it() -> None:
     """It is admitted when nothing else holds memory; what would fit beside it does not overtake it."""
-    scheduler = Scheduler([Stage("a", "io")], Budget(10, {"io": 9}))
+    scheduler = Scheduler([StageSpec("a", "io")], Budget(10, {"io": 9}))
     assert scheduler.submit([4, 100, 1]) == [Start(0, 0)]
     assert scheduler.done(0) == [Release(0), Start(1, 0)]
     assert scheduler.done(1) == [Release(1), Start(2, 0)]

@@ -14,8 +14,8 @@ from support.drivers import HookedDriver
 import holdfast
 from holdfast.drivers.contract import Buffer, PartOrder, Upload
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage.operations.image_copier import deal
 from holdfast.storage.operations.load import run_build
+from holdfast.storage.pipeline.image_copier import balanced
 from holdfast.storage.runtime.buffers import HostBuffer, host_pool
 
 BUDGET_NBYTES = 64 << 20
@@ -156,4 +156,4 @@ def test_the_first_failure_ends_all_that_runs(large: MemoryDriver) -> None:
 )
 def test_images_are_dealt_evenly(nbytes: list[int], hands: int, dealt: list[list[int]]) -> None:
     """By bytes, each once, and nobody gets none."""
-    assert deal(nbytes, hands) == dealt
+    assert balanced(nbytes, hands) == dealt

@@ -18,7 +18,7 @@ import holdfast
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.format.manifest import MANIFEST_KEY
 from holdfast.storage.operations.load import run_build
-from holdfast.storage.operations.verify import VerifyReport, verify_images
+from holdfast.storage.pipeline.verifier import VerifyReport, verify_images
 from holdfast.storage.protocol.current import read_manifest
 
 STATE = {

@@ -8,16 +8,19 @@ import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 
 from holdfast.storage.runtime.engine import offload, start
-from holdfast.storage.runtime.executor import execute
-from holdfast.storage.runtime.scheduler import Budget, Scheduler, Stage
+from holdfast.storage.runtime.executor import Pipeline, Stage
+from holdfast.storage.runtime.scheduler import Budget
 
-STAGES = (Stage("read", "io"), Stage("hash", "cpu"), Stage("write", "io"))
+STAGES = (("read", "io"), ("hash", "cpu"), ("write", "io"))
+Perform = Callable[[str, int], Awaitable[None]]
 
 
 class Work:
@@ -34,7 +37,7 @@ class Work:
         self.raised: list[BaseException] = []
         self.held: set[int] = set()
 
-    async def perform(self, job: int, stage: str) -> None:
+    async def perform(self, stage: str, job: int) -> None:
         self.held.add(job)
         self.running[stage] += 1
         self.most[stage] = max(self.most[stage], self.running[stage])
@@ -52,16 +55,22 @@ class Work:
         self.released.append(job)
 
 
-def scheduler(memory_nbytes: int = 40, io: int = 3, cpu: int = 2) -> Scheduler:
-    """Three stages over two lanes."""
-    return Scheduler(STAGES, Budget(memory_nbytes, {"io": io, "cpu": cpu}))
+def pipeline(perform: Perform, release: Callable[[int], None]) -> Pipeline[int]:
+    """Three stages over two lanes, with memory for four jobs of 10 bytes."""
+    stages = [Stage(name, lane, partial(perform, name)) for name, lane in STAGES]
+    return Pipeline(stages, Budget(40, {"io": 3, "cpu": 2}), release=release)
+
+
+def run(perform: Perform, release: Callable[[int], None], jobs: int) -> Coroutine[Any, Any, None]:
+    """That pipeline, with so many jobs of 10 bytes."""
+    return pipeline(perform, release).run(range(jobs), [10] * jobs)
 
 
 def test_everything_is_performed_and_released(rng: np.random.Generator) -> None:
     """Each stage of each job once, in order; each job released once."""
     work = Work(rng)
-    asyncio.run(execute(scheduler(), [10] * 20, work.perform, work.release))
-    assert sorted(work.done) == sorted((job, s.name) for job in range(20) for s in STAGES)
+    asyncio.run(run(work.perform, work.release, 20))
+    assert sorted(work.done) == sorted((job, name) for job in range(20) for name, _lane in STAGES)
     assert sorted(work.released) == list(range(20))
     assert work.most["read"] <= 3
     assert work.most["hash"] <= 2
@@ -70,7 +79,7 @@ def test_everything_is_performed_and_released(rng: np.random.Generator) -> None:
 def test_no_jobs_are_no_work(rng: np.random.Generator) -> None:
     """It returns at once."""
     work = Work(rng)
-    asyncio.run(execute(scheduler(), [], work.perform, work.release))
+    asyncio.run(run(work.perform, work.release, 0))
     assert work.done == []
 
 
@@ -85,7 +94,7 @@ def test_the_first_error_is_raised_after_what_runs_has_ended(
         {(7, stage): OSError("7")} | {(job, "write"): OSError(f"{job}") for job in range(9, 20)},
     )
     with pytest.raises(OSError, match=r"\d+") as caught:
-        asyncio.run(execute(scheduler(), [10] * 20, work.perform, work.release))
+        asyncio.run(run(work.perform, work.release, 20))
     assert caught.value is work.raised[0]
     assert sum(work.running.values()) == 0
     assert sorted(work.released) == sorted(work.held)
@@ -100,7 +109,7 @@ def test_cancelled_it_waits_for_what_runs(after: int, rng: np.random.Generator) 
     released: list[int] = []
     begun: set[int] = set()
 
-    async def perform(job: int, stage: str) -> None:
+    async def perform(stage: str, job: int) -> None:
         begun.add(job)
         await offload(in_thread, job)
 
@@ -113,8 +122,8 @@ def test_cancelled_it_waits_for_what_runs(after: int, rng: np.random.Generator) 
         assert job not in busy
         released.append(job)
 
-    async def run() -> None:
-        task = asyncio.ensure_future(execute(scheduler(), [10] * 30, perform, release))
+    async def cancelled() -> None:
+        task = asyncio.ensure_future(run(perform, release, 30))
         while len(begun) < after:
             await asyncio.sleep(0)
         task.cancel()
@@ -124,7 +133,7 @@ def test_cancelled_it_waits_for_what_runs(after: int, rng: np.random.Generator) 
         assert sorted(released) == sorted(begun)
         assert len(begun) < 30
 
-    asyncio.run(run())
+    asyncio.run(cancelled())
 
 
 def test_cancelled_twice_it_still_waits(rng: np.random.Generator) -> None:
@@ -139,13 +148,11 @@ def test_cancelled_twice_it_still_waits(rng: np.random.Generator) -> None:
 
     released: list[bool] = []
 
-    async def perform(job: int, stage: str) -> None:
+    async def perform(stage: str, job: int) -> None:
         await offload(in_thread)
 
-    async def run() -> None:
-        task = asyncio.ensure_future(
-            execute(scheduler(), [1], perform, lambda job: released.append(ended.is_set()))
-        )
+    async def cancelled() -> None:
+        task = asyncio.ensure_future(run(perform, lambda job: released.append(ended.is_set()), 1))
         while not busy.is_set():
             await asyncio.sleep(0.001)
         for _ in range(3):
@@ -154,15 +161,30 @@ def test_cancelled_twice_it_still_waits(rng: np.random.Generator) -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    asyncio.run(run())
+    asyncio.run(cancelled())
     assert released == [True]
+
+
+def test_it_may_be_cancelled_at_the_moment_when_its_last_stage_ends() -> None:
+    """It has not been told of that end yet, and waits for it without holding up the event loop."""
+
+    async def cancelled() -> None:
+        async def perform(stage: str, job: int) -> None:
+            if stage == "write":
+                task.cancel()
+
+        task = asyncio.ensure_future(run(perform, lambda job: None, 1))
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled())
 
 
 def test_an_error_of_any_type_is_raised(rng: np.random.Generator) -> None:
     """A lack of memory ends the pipeline as an I/O error does."""
     work = Work(rng, {(3, "hash"): MemoryError("none left")})
     with pytest.raises(MemoryError):
-        asyncio.run(execute(scheduler(), [10] * 10, work.perform, work.release))
+        asyncio.run(run(work.perform, work.release, 10))
     assert sorted(work.released) == sorted(work.held)
 
 
@@ -172,27 +194,30 @@ def test_offload_returns_what_its_function_does() -> None:
     def fails() -> None:
         raise KeyError("x")
 
-    async def run(work: Callable[[], Awaitable[object]]) -> object:
-        return await work()
-
-    assert start(run(lambda: offload(divmod, 7, 3))).result() == (2, 1)
+    assert start(offload(divmod, 7, 3)).result() == (2, 1)
     with pytest.raises(KeyError):
-        start(run(lambda: offload(fails))).result()
+        start(offload(fails)).result()
 
 
 @pytest.mark.parametrize("jobs", range(2, 9))
 @pytest.mark.parametrize("drain", [False, True])
 def test_jobs_begin_a_stage_in_order_where_it_asks_for_that(jobs: int, drain: bool) -> None:
     """Also where several stages end at one moment, and whoever ended one goes on with the next."""
-    stages = (Stage("capture", "cpu"), Stage("hash", "cpu"), Stage("write", "io", in_order=True))
     for cpu, io in itertools.product((1, 2, 3), (1, 2, 3)):
         begun: list[int] = []
 
-        async def perform(job: int, stage: str, begun: list[int] = begun) -> None:
-            if stage == "write":
-                begun.append(job)
+        async def work(job: int) -> None:
             await asyncio.sleep(0)
 
+        async def write(job: int, begun: list[int] = begun) -> None:
+            begun.append(job)
+            await asyncio.sleep(0)
+
+        stages = [
+            Stage("capture", "cpu", work),
+            Stage("hash", "cpu", work),
+            Stage("write", "io", write, in_order=True),
+        ]
         budget = Budget(100, {"cpu": cpu, "io": io})
-        asyncio.run(execute(Scheduler(stages, budget, drain=drain), [10] * jobs, perform))
+        asyncio.run(Pipeline(stages, budget, drain=drain).run(range(jobs), [10] * jobs))
         assert begun == list(range(jobs))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,8 +16,7 @@ from holdfast.drivers.contract import Buffer, PartOrder, Traits, Upload, segment
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.drivers.uri import Uri
 from holdfast.storage.pipeline.upload import Opening, writing_order
-
-Perform = Callable[[int, str], Awaitable[None]]
+from holdfast.storage.runtime.executor import Pipeline, Stage
 
 TRAITS = Traits(
     part_nbytes=16,
@@ -193,6 +192,10 @@ def test_chunks_are_written_in_turn_from_each_segment(
         assert order[:4] == [0, 21, 42, 1]
 
 
+async def _finished(stage: Stage[int], job: int) -> None:
+    await stage.run(job)
+
+
 def test_writes_that_wait_for_the_upload_are_not_overtaken(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk that is ready at the very moment when the upload has begun waits its turn, whichever
     moment that is."""
@@ -208,26 +211,25 @@ def test_writes_that_wait_for_the_upload_are_not_overtaken(monkeypatch: pytest.M
             await may_begin.wait()
             return _Watched(await super().create(key, nbytes), random.Random(7), begun, [])
 
-    async def execute(
-        scheduler: object, sizes: list[int], perform: Perform, release: object
-    ) -> None:
+    async def run(self: Pipeline[int], jobs: Sequence[int], nbytes: Sequence[int]) -> None:
         """Writes that are begun one after the other, in every step that the event loop takes around
         that moment."""
-        for job in range(len(sizes)):
-            await perform(job, "capture")
-            await perform(job, "hash")
+        *before, write = self.stages
+        for stage in before:
+            for job in jobs:
+                await stage.run(job)
         writes = []
-        for job in range(len(sizes)):
-            writes.append(asyncio.ensure_future(perform(job, "write")))
+        for job in jobs:
+            writes.append(asyncio.ensure_future(_finished(write, job)))
             await asyncio.sleep(0)
-            if job == 1:
+            if len(writes) == 2:
                 may_begin.set()
         await asyncio.gather(*writes)
 
     monkeypatch.setattr(
         "holdfast.storage.operations.start_save.open_driver", lambda uri, *_: Slow()
     )
-    monkeypatch.setattr("holdfast.storage.pipeline.image_writer.execute", execute)
+    monkeypatch.setattr(Pipeline, "run", run)
     holdfast.async_save("memory://x", {"w": torch.zeros(40 << 20)}).wait(60)
     assert len(begun) > 10
     assert begun == sorted(begun)

@@ -16,8 +16,9 @@ from support.tiny import BLOCK_NBYTES, CHUNK_NBYTES, rechunked
 
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
+from holdfast.storage.format.chunks import Chunk
 from holdfast.storage.format.manifest import MANIFEST_KEY
-from holdfast.storage.operations import verify
+from holdfast.storage.pipeline import verifier
 from holdfast.storage.protocol.current import read_manifest
 from holdfast.storage.runtime.buffers import HostBuffer, host_pool
 from holdfast.storage.runtime.engine import start
@@ -75,16 +76,16 @@ def test_verification_holds_its_budget_and_few_stored_digests_beside_it(
         driver.put(MANIFEST_KEY, rechunked(driver, start(read_manifest(driver)).result()[0]))
     ).result()
     held: list[int] = []
-    of = verify._StoredPages.of
+    of = verifier._StoredPages.of
 
-    async def watched(self: verify._StoredPages, chunk: verify.Chunk) -> bytes:
+    async def watched(self: verifier._StoredPages, chunk: Chunk) -> bytes:
         page = await of(self, chunk)
         held.append(sum(map(len, self._read.values())))
         return page
 
     monkeypatch.setattr("holdfast.storage.operations.reader._BUDGET_NBYTES", jobs * CHUNK_NBYTES)
-    monkeypatch.setattr(verify, "_PAGES_NBYTES", digests_nbytes)
-    monkeypatch.setattr(verify._StoredPages, "of", watched)
+    monkeypatch.setattr(verifier, "PAGES_NBYTES", digests_nbytes)
+    monkeypatch.setattr(verifier._StoredPages, "of", watched)
     holdfast.release_memory()
     made.clear()
     with holdfast.open(f"memory://{name}") as checkpoint:

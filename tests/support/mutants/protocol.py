@@ -179,7 +179,7 @@ MUTANTS = [
     ),
     Mutant(
         says="resumed copy: size alone tells that an image is whole",
-        file="storage/operations/image_copier.py",
+        file="storage/pipeline/image_copier.py",
         old="                    await reader.read_pages(image, starts)\n",
         new="",
         tests="tests/unit/test_storage_copy_resume.py::test_what_is_no_whole_image_is_sent_again",

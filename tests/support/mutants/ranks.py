@@ -65,9 +65,9 @@ MUTANTS = [
     ),
     Mutant(
         says="copies that a driver holds of what it reads do not count",
-        file="storage/runtime/inbox.py",
-        old="        self.job_nbytes = chunk_nbytes * (traits.read_copies if self._pool else 1)\n",
-        new="        self.job_nbytes = chunk_nbytes\n",
+        file="storage/runtime/read_buffers.py",
+        old="            copies = traits.read_copies\n",
+        new="            copies = 1\n",
         tests="tests/property/test_storage_exchange.py -k budget",
     ),
     Mutant(

@@ -25,17 +25,15 @@ from holdfast.drivers.local import tree as local_tree
 from holdfast.errors import StorageError
 from holdfast.planner import image
 from holdfast.storage.format import fragment, manifest, packed
-from holdfast.storage.operations import (
-    copy,
-    global_plan,
+from holdfast.storage.operations import copy, global_plan, load, prune, reader, save
+from holdfast.storage.pipeline import (
+    capture,
     image_copier,
-    load,
-    prune,
-    reader,
-    save,
-    verify,
+    image_reader,
+    image_writer,
+    unpacking,
+    verifier,
 )
-from holdfast.storage.pipeline import image_reader, image_writer, unpacking
 from holdfast.storage.protocol import attempt, commit, records
 from holdfast.storage.protocol import current as committed
 from holdfast.storage.ranks import member, rendezvous, team
@@ -153,6 +151,7 @@ def installed() -> Iterator[None]:
 
 def _patches() -> Iterator[tuple[ModuleType | type, str, Any]]:
     engine = (
+        capture,
         global_plan,
         committed,
         copy,
@@ -165,7 +164,7 @@ def _patches() -> Iterator[tuple[ModuleType | type, str, Any]]:
         save,
         team,
         unpacking,
-        verify,
+        verifier,
     )
     for module in engine:
         if hasattr(module, "offload"):
@@ -187,7 +186,6 @@ def _patches() -> Iterator[tuple[ModuleType | type, str, Any]]:
         "lay_out",
         partial(image.lay_out, chunk_nbytes=CHUNK_NBYTES, block_nbytes=CHUNK_NBYTES),
     )
-    yield image_writer, "CHUNK_NBYTES", CHUNK_NBYTES
     yield packed, "PAGE_NBYTES", PACKED_PAGE_NBYTES
     yield local, "Threads", _NoThreads
     for module in (member, rendezvous, team):

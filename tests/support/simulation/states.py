@@ -199,7 +199,7 @@ def odd_job(state: int, rank: int, world: int, chunks: int) -> SaveJob:
         shape, parts = job.flat.shapes[row], list(job.flat.parts)
         origin = (0,) * len(shape)
         parts[row] = LocalPart((Piece(Box(origin, shape), origin),), shape, (rank,), world)
-        job.flat = replace(job.flat, parts=parts, kin=None)
+        job.flat = replace(job.flat, parts=parts, layout_id=None)
     return job
 
 

@@ -1,0 +1,250 @@
+"""Copies images from one storage to another: read, verified and written chunk by chunk, with all
+stages at work at once.
+
+Every byte that is written has been verified against the manifest: data by the digest of its chunk,
+and the pages at the end of an image are computed anew. So an image that arrives whole is what was
+saved, whatever the source holds.
+
+Compressed images are copied as they are stored, and unpacked only to be verified; so all copies of a
+checkpoint are equal byte by byte.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from ...core.aio import at_most
+from ...core.units import ceil_div
+from ...drivers.contract import Driver, Upload
+from ...errors import DamagedError, NotFoundError
+from ..format.chunks import Chunk, chunks_of, damaged_ranges
+from ..format.damage import damaged
+from ..format.digest import page_of
+from ..format.manifest import Manifest
+from ..format.packed import page_of_packed
+from ..runtime.buffers import HostBuffer, host_pool
+from ..runtime.engine import CPU_THREADS, offload
+from ..runtime.executor import Pipeline, Stage
+from ..runtime.scheduler import Budget
+from .image_reader import NOT_WHAT_WAS_WRITTEN, ImageReader
+from .unpacking import Stored, images_of
+from .upload import Opening, write_pages, writing_order
+
+__all__ = ["ImageCopier", "balanced"]
+
+
+@dataclass
+class ImageCopier:
+    """Copies of one checkpoint's images. ``destination`` gets them under the name of ``attempt``.
+
+    ``sent(nbytes)`` is called when so many more bytes of an image have been written.
+    """
+
+    source: ImageReader
+    destination: Driver
+    attempt: str
+    budget_nbytes: int
+    sent: Callable[[int], None]
+
+    def __post_init__(self) -> None:
+        self.target: Manifest = replace(self.source.manifest, attempt=self.attempt)
+        self.sizes: list[int] = self.target.images.file_nbytes(self.target.block_nbytes).tolist()
+
+    async def whole(self) -> list[int]:
+        """The images that the destination already has: of full size, and with the digests of all
+        their blocks. Their data is not read again, because a driver whose upload was committed holds
+        all of it."""
+        found: list[int] = []
+        images = images_of(self.destination, self.target)
+        reader = ImageReader(images, self.target, self.budget_nbytes)
+
+        async def look(image: int) -> None:
+            starts = [chunk.start for chunk in chunks_of(self.target, image)]
+            try:
+                stat = await self.destination.stat(self.target.image_key(image))
+                if stat.nbytes == self.sizes[image]:
+                    await reader.read_pages(image, starts)
+                    found.append(image)
+            except (NotFoundError, DamagedError):
+                return  # it will be written, or replaced
+
+        await at_most(self.destination.traits.concurrency, map(look, range(len(self.sizes))))
+        return sorted(found)
+
+    def chunks(self, image: int) -> list[Chunk]:
+        """The chunks of an image, in the order in which the destination wants them."""
+        chunks = chunks_of(self.target, image)
+        if self.target.compression is not None:  # where their parts of the file end is not known
+            return chunks
+        traits = self.destination.traits
+        order = writing_order(len(chunks), self.target.chunk_nbytes, self.sizes[image], traits)
+        return [chunks[i] for i in order]
+
+    async def run(self, images: Sequence[int]) -> None:
+        """Copy these images; each is durable and visible when this returns. After an error, the
+        images that were committed before it stay, and nothing is left of the others. Raises
+        DamagedError, with file, bytes and tensors; StorageError."""
+        groups = balanced([self.sizes[i] for i in images], self._pipelines())
+        failed: BaseException | None = None
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for group in groups:
+                    copies = _Copies(self, [images[i] for i in group])
+                    tasks.create_task(copies.run(len(groups)))
+        except BaseExceptionGroup as errors:
+            failed = errors.exceptions[0]
+        if failed is not None:
+            raise failed
+
+    def _pipelines(self) -> int:
+        """How many pipelines run side by side. Where the parts of one upload go in parallel, one
+        pipeline keeps all lanes busy; where they go one after the other, that takes several
+        uploads."""
+        traits = self.destination.traits
+        if traits.part_order != "serial":
+            return 1
+        return max(1, min(traits.concurrency, self.budget_nbytes // self._job_nbytes))
+
+    def budget(self, pipelines: int) -> Budget:
+        """What each of the pipelines may use."""
+        source = self.source.driver.traits
+        destination = self.destination.traits
+        writes = ceil_div(destination.concurrency, pipelines)
+        lanes = {
+            "read": ceil_div(source.concurrency, pipelines),
+            "cpu": CPU_THREADS,
+            "write": 1 if destination.part_order == "serial" else writes,
+        }
+        memory_nbytes = self.budget_nbytes // pipelines - destination.upload_nbytes
+        jobs = min(max(1, memory_nbytes // self._job_nbytes), sum(lanes.values()))
+        return Budget(jobs * self.target.chunk_nbytes, lanes)
+
+    @property
+    def _job_nbytes(self) -> int:
+        """What a chunk takes of the budget: its buffer, which is one of ours, because the writer may
+        want it aligned, and what the source holds besides."""
+        return self.target.chunk_nbytes * self.source.driver.traits.read_copies
+
+
+class _Copies:
+    """The chunks of some images, in order, in one pipeline."""
+
+    def __init__(self, copier: ImageCopier, images: Sequence[int]) -> None:
+        self._copier = copier
+        self._reader = copier.source
+        self._m = copier.source.manifest
+        self._pool = host_pool(self._m.chunk_nbytes)
+        self._buffers: dict[Chunk, HostBuffer] = {}
+        self._stored: dict[Chunk, Stored] = {}
+        self._uploads: dict[int, Opening] = {}
+        self._chunks: list[Chunk] = []
+        self._pages: dict[int, list[bytes]] = {}
+        self._left: dict[int, int] = {}
+        for image in images:
+            chunks = copier.chunks(image)
+            self._chunks += chunks
+            self._pages[image] = [b""] * len(chunks)
+            self._left[image] = len(chunks)
+
+    async def run(self, pipelines: int) -> None:
+        """Copy them; on an error, drop the uploads that are not committed."""
+        in_order = self._copier.destination.traits.part_order != "any"
+        pipeline = Pipeline(
+            [
+                Stage("read", "read", self._read),
+                Stage("check", "cpu", self._check),
+                Stage("write", "write", self._write, in_order=in_order),
+            ],
+            self._copier.budget(pipelines),
+            release=self._release,
+        )
+        sizes = [self._m.chunk_nbytes] * len(self._chunks)  # buffers are whole chunks
+        try:
+            await pipeline.run(self._chunks, sizes)
+        except BaseException:
+            for opening in self._uploads.values():
+                await opening.drop()
+            raise
+
+    async def _read(self, chunk: Chunk) -> None:
+        buffer = self._pool.take()
+        self._buffers[chunk] = buffer
+        self._stored[chunk] = await self._reader.read_stored(chunk, buffer.view)
+
+    async def _check(self, chunk: Chunk) -> None:
+        m = self._m
+        page = await self._page_of(chunk)
+        if damaged_ranges(chunk, chunk.start, page, m.block_nbytes, None):
+            pages = await self._reader.read_pages(chunk.image, [chunk.start])
+            stored_page = pages[chunk.image, chunk.start]
+            bad = damaged_ranges(chunk, chunk.start, page, m.block_nbytes, stored_page)
+            uri = self._reader.driver.uri
+            raise damaged(m, uri, chunk.image, *bad[0], NOT_WHAT_WAS_WRITTEN)
+        self._pages[chunk.image][chunk.start // m.chunk_nbytes] = page
+
+    async def _write(self, chunk: Chunk) -> None:
+        upload = await self._upload(chunk.image)
+        stored = self._stored[chunk]
+        await upload.write(stored.start, self._view(chunk))
+        self._copier.sent(stored.nbytes)
+        self._left[chunk.image] -= 1
+        if not self._left[chunk.image]:
+            await self._finish(chunk.image, upload, self._buffers[chunk])
+
+    def _release(self, chunk: Chunk) -> None:
+        buffer = self._buffers.pop(chunk, None)
+        self._stored.pop(chunk, None)
+        if buffer is not None:
+            self._pool.give(buffer)
+
+    def _view(self, chunk: Chunk) -> memoryview:
+        return self._buffers[chunk].view[: self._stored[chunk].nbytes]
+
+    async def _page_of(self, chunk: Chunk) -> bytes:
+        m = self._m
+        view = self._view(chunk)
+        sizes = self._stored[chunk].sizes
+        if sizes is None:
+            return await offload(page_of, view, m.block_nbytes)
+        nbytes = chunk.stop - chunk.start
+        try:
+            return await offload(page_of_packed, view, sizes, nbytes, m.block_nbytes)
+        except ValueError as error:
+            what = f"cannot be unpacked: {error}"
+            uri = self._reader.driver.uri
+            raise damaged(m, uri, chunk.image, chunk.start, chunk.stop, what) from error
+
+    async def _upload(self, image: int) -> Upload:
+        """The image's upload, opened for the first chunk that asks."""
+        if image not in self._uploads:
+            key = self._copier.target.image_key(image)
+            create = self._copier.destination.create(key, self._copier.sizes[image])
+            self._uploads[image] = Opening(create)
+        return await self._uploads[image].upload()
+
+    async def _finish(self, image: int, upload: Upload, buffer: HostBuffer) -> None:
+        """Write the pages, and the index if there is one, after the chunks that they cover; then
+        commit. ``buffer`` is free by now."""
+        trailer = b"".join(self._pages.pop(image)) + await self._reader.stored_index(image)
+        await write_pages(upload, trailer, self._copier.sizes[image] - len(trailer), buffer)
+        self._copier.sent(len(trailer))
+        await upload.commit()
+        del self._uploads[image]
+
+
+def balanced(sizes: Sequence[int], groups: int) -> list[list[int]]:
+    """Indices of ``sizes`` in at most ``groups`` groups of about equal sums, each in ascending order;
+    none is empty.
+
+    The longest-processing-time rule (R. L. Graham, "Bounds on Multiprocessing Timing Anomalies",
+    1969): the largest first, each to the group with the smallest sum.
+    """
+    found: list[list[int]] = [[] for _ in range(min(groups, len(sizes)))]
+    sums = [0] * len(found)
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        smallest = sums.index(min(sums))
+        found[smallest].append(index)
+        sums[smallest] += sizes[index]
+    return [sorted(group) for group in found]

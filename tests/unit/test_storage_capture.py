@@ -1,0 +1,167 @@
+"""An image is captured into host memory at one time, and hashed and written at another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from support.bits import difference
+
+import holdfast
+from holdfast.drivers.contract import Driver
+from holdfast.drivers.memory import MemoryDriver
+from holdfast.planner.image import CHUNK_NBYTES
+from holdfast.storage.format.packed import Compression
+from holdfast.storage.pipeline.capture import ChunkSource, TensorChunks, capture_image
+from holdfast.storage.pipeline.image_writer import ImageWriter, Progress
+from holdfast.storage.runtime.buffers import HostBuffer, HostPool
+from holdfast.storage.runtime.engine import start
+from holdfast.storage.state.flatten import flatten
+from holdfast.storage.state.plan import SavePlan, plan_save
+
+
+def state() -> dict[str, torch.Tensor]:
+    """An image of three chunks, the last of which is short."""
+    return {"w": torch.arange(2 * CHUNK_NBYTES // 4 + 99, dtype=torch.int32), "b": torch.ones(300)}
+
+
+def planned(tensors: dict[str, torch.Tensor]) -> SavePlan:
+    """The image of a lone rank."""
+    return plan_save(flatten(tensors), 0, None)
+
+
+async def write(
+    driver: Driver,
+    plan: SavePlan,
+    chunks: ChunkSource,
+    compression: Compression | None = None,
+    budget_nbytes: int | None = None,
+    reached: Any = lambda what: None,
+) -> npt.NDArray[np.uint8]:
+    """Write the image to the key "image"; return the digests of its chunks."""
+
+    async def key() -> str:
+        return "image"
+
+    progress = Progress(lambda: reached("captured"), lambda: reached("sealed"))
+    writer = ImageWriter(driver, plan.layout, chunks, budget_nbytes, progress, compression)
+    return await writer.write(key)
+
+
+class Counted(HostPool):
+    """Counts the buffers that are in use."""
+
+    used = 0
+
+    def take(self) -> HostBuffer:
+        self.used += 1
+        return super().take()
+
+    def give(self, buffer: HostBuffer) -> None:
+        self.used -= 1
+        super().give(buffer)
+
+
+def counted(plan: SavePlan) -> tuple[TensorChunks, Counted]:
+    """The chunks of the image, in buffers of a pool of their own."""
+    chunks = TensorChunks(plan.layout, plan.source)
+    pool = Counted(CHUNK_NBYTES)
+    chunks.pool = pool
+    return chunks, pool
+
+
+@pytest.mark.parametrize("budget_nbytes", [None, CHUNK_NBYTES])
+@pytest.mark.parametrize("compression", [None, "lz4"])
+def test_an_image_captured_first_is_written_with_the_same_bytes(
+    compression: Compression | None, budget_nbytes: int | None
+) -> None:
+    """As one that is written while it is captured; though the state has changed in between."""
+    driver = MemoryDriver()
+    plan = planned(state())
+    direct = TensorChunks(plan.layout, plan.source)
+    expected = start(write(driver, plan, direct, compression)).result(60)
+    image = start(driver.get("image")).result(60)
+    start(driver.delete("image")).result(60)
+
+    tensors = state()
+    plan = planned(tensors)
+    chunks, pool = counted(plan)
+    captured = start(capture_image(plan.layout, chunks)).result(60)
+    assert pool.used == 3
+    for tensor in tensors.values():
+        tensor.zero_()
+    reached: list[str] = []
+    digests = start(
+        write(driver, plan, captured, compression, budget_nbytes, reached.append)
+    ).result(60)
+
+    assert start(driver.get("image")).result(60) == image
+    assert (digests == expected).all()
+    assert reached == ["captured", "sealed"]
+    assert pool.used == 0
+
+
+def test_a_capture_lets_go_of_the_tensors() -> None:
+    """They may be freed while the image waits in memory."""
+    plan = planned(state())
+    chunks, _pool = counted(plan)
+    start(capture_image(plan.layout, chunks)).result(60)
+    assert chunks._source is None
+
+
+def test_of_a_capture_that_fails_nothing_stays_in_memory() -> None:
+    """Here the second chunk cannot be copied."""
+
+    class Broken(TensorChunks):
+        async def take(self, chunk: int) -> HostBuffer:
+            if chunk == 1:
+                raise MemoryError("none left")
+            return await super().take(chunk)
+
+    plan = planned(state())
+    chunks = Broken(plan.layout, plan.source)
+    pool = Counted(CHUNK_NBYTES)
+    chunks.pool = pool
+    with pytest.raises(MemoryError):
+        start(capture_image(plan.layout, chunks)).result(60)
+    assert pool.used == 0
+    assert chunks._source is None
+
+
+def test_of_a_write_that_fails_nothing_stays_in_memory() -> None:
+    """Nor anything of the image that was captured for it and not written."""
+
+    class Full(MemoryDriver):
+        async def create(self, key: str, nbytes: int) -> Any:
+            raise holdfast.FullError("no room")
+
+    plan = planned(state())
+    chunks, pool = counted(plan)
+    captured = start(capture_image(plan.layout, chunks)).result(60)
+    with pytest.raises(holdfast.FullError):
+        start(write(Full(), plan, captured, None, CHUNK_NBYTES)).result(60)
+    assert pool.used == 0
+
+
+def test_a_rank_without_a_shard_captures_nothing_and_writes_no_file() -> None:
+    """And is told at once that its state may change."""
+    driver = MemoryDriver()
+    plan = planned({})
+    reached: list[str] = []
+    captured = start(capture_image(plan.layout, TensorChunks(plan.layout, plan.source))).result(60)
+    digests = start(write(driver, plan, captured, reached=reached.append)).result(60)
+    assert digests.shape == (0, 16)
+    assert reached == ["captured", "sealed"]
+    with pytest.raises(holdfast.NotFoundError):
+        start(driver.get("image")).result(60)
+
+
+def test_a_state_that_is_saved_after_a_capture_is_still_its_own() -> None:
+    """Capturing changes nothing of the tensors."""
+    tensors = state()
+    plan = planned(tensors)
+    start(capture_image(plan.layout, TensorChunks(plan.layout, plan.source))).result(60)
+    assert difference(state(), tensors) is None
