@@ -18,7 +18,7 @@ import numpy as np
 
 import holdfast
 
-from ..drivers.objects.common import Requests
+from ..drivers.objects.options import Requests
 from ..drivers.objects.s3 import S3Driver
 from ..drivers.uri import Uri, join
 from .states import State

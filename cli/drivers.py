@@ -23,20 +23,13 @@ from ..drivers.registry import (
     schemes,
     serving,
 )
+from ..drivers.schemes import scheme_of
 from ..drivers.uri import Uri, is_secret, parse, redact
 from ..errors import UsageError
 from .commands import print_json
 from .text import paint, printable
 
 __all__ = ["run"]
-
-_EXAMPLES = {
-    "file": "file:///",
-    "lustre": "lustre:///",
-    "hdfs": "hdfs://example:8020/",
-    "fsspec": "fsspec+memory://example",
-}
-"""What to ask a scheme about, where "example" as a location will not do."""
 
 
 @dataclass
@@ -83,7 +76,10 @@ def run(scheme: str | None, *, json_output: bool) -> int:
 
 
 def _example(scheme: str) -> Uri:
-    return parse(_EXAMPLES.get(scheme, f"{scheme}://example"))
+    row = scheme_of(scheme)
+    if row is not None and row.example:
+        return parse(row.example)
+    return parse(f"{scheme}://example")
 
 
 def _look(scheme: str, uri: Uri, known: Mapping[str, str], served: Mapping[str, str]) -> _Found:

@@ -1,4 +1,4 @@
-"""From a URI to its driver. Built-in schemes first, then the entry points of group
+"""From a URI to its driver. Built-in schemes (:mod:`.schemes`) first, then the entry points of group
 ``holdfast.drivers``.
 
 A third party registers ``scheme = "module:Driver"``; it cannot take a built-in scheme. The class
@@ -16,8 +16,9 @@ from ..errors import UriError
 from .configuration.resolution import Resolved, resolve
 from .contract import Driver
 from .layers.stack import common_options, stacked
-from .local.mounts import LUSTRE_TYPES, fs_type
+from .local.mounts import fs_type
 from .options import Option
+from .schemes import SCHEMES, check_installed
 from .uri import Uri, parse, redact
 
 __all__ = [
@@ -33,21 +34,6 @@ __all__ = [
 
 GROUP = "holdfast.drivers"
 """The entry point group."""
-
-# Not read from our own metadata: that is stale in a checkout that was installed before a driver was
-# added.
-_BUILT_IN = {
-    "file": "holdfast.drivers.local.driver:LocalDriver",
-    "lustre": "holdfast.drivers.lustre.driver:LustreDriver",
-    "fsspec": "holdfast.drivers.fsspec.driver:FsspecDriver",  # of fsspec+X, for any X
-    "hdfs": "holdfast.drivers.hdfs.driver:HdfsDriver",
-    "memory": "holdfast.drivers.memory:MemoryDriver",
-    "s3": "holdfast.drivers.objects.s3:S3Driver",
-    "gs": "holdfast.drivers.objects.clouds:GcsDriver",
-    "az": "holdfast.drivers.objects.clouds:AzureDriver",
-    "http": "holdfast.drivers.objects.http:HttpDriver",
-    "https": "holdfast.drivers.objects.http:HttpDriver",
-}
 
 
 class DriverClass(Protocol):
@@ -103,10 +89,13 @@ def _resolved(cls: DriverClass, uri: Uri, options: Mapping[str, object]) -> dict
 
 
 def serving(uri: Uri, fs_type: Callable[[str], str] = fs_type) -> str:
-    """The scheme whose driver serves ``uri``: its own; but ``lustre`` for a ``file`` URI of a
-    folder on Lustre. ``fs_type`` tells the type of the file system that holds a path."""
-    on_lustre = uri.scheme == "file" and fs_type(uri.location) in LUSTRE_TYPES
-    return "lustre" if on_lustre else uri.scheme
+    """The scheme whose driver serves ``uri``: its own; but for a ``file`` URI of a folder on Lustre
+    it is ``lustre``. ``fs_type`` tells the type of the file system that holds a path."""
+    if uri.scheme != "file":
+        return uri.scheme
+    found = fs_type(uri.location)
+    claiming = (name for name, scheme in SCHEMES.items() if found in scheme.fs_types)
+    return next(claiming, uri.scheme)
 
 
 def driver_class(scheme: str) -> DriverClass:
@@ -114,7 +103,8 @@ def driver_class(scheme: str) -> DriverClass:
     imported."""
     if scheme.startswith("fsspec+"):
         return _fsspec_class(scheme)
-    target = _BUILT_IN.get(scheme) or schemes().get(scheme)
+    built_in = SCHEMES.get(scheme)
+    target = schemes().get(scheme) if built_in is None else built_in.driver
     if target is None:
         raise UriError(
             f"no driver for {scheme}://", advice=f"Known schemes: {', '.join(sorted(schemes()))}."
@@ -142,23 +132,20 @@ def driver_class(scheme: str) -> DriverClass:
 
 
 def _fsspec_class(scheme: str) -> DriverClass:
-    try:
-        from .fsspec.driver import driver_class_of
-    except ImportError as error:
-        raise UriError(
-            f"{scheme}:// needs fsspec: {error}",
-            advice="pip install 'holdfast-checkpoint[fsspec]'.",
-        ) from error
+    check_installed("fsspec", f"{scheme}://")
+    from .fsspec.driver import driver_class_of
+
     return cast(DriverClass, driver_class_of(scheme.removeprefix("fsspec+")))
 
 
 def schemes() -> dict[str, str]:
     """Every scheme that can be opened, with the ``module:Class`` that serves it."""
-    from importlib.metadata import (
-        entry_points,
-    )  # slow to import, and not needed for a built-in scheme
+    # Our own metadata is not relied on: in a checkout it is as old as the last installation. And it
+    # is slow to import, and not needed to open a built-in scheme.
+    from importlib.metadata import entry_points
 
-    return {entry.name: entry.value for entry in entry_points(group=GROUP)} | _BUILT_IN
+    registered = {entry.name: entry.value for entry in entry_points(group=GROUP)}
+    return registered | {name: scheme.driver for name, scheme in SCHEMES.items()}
 
 
 def packages() -> dict[str, str]:
@@ -170,4 +157,4 @@ def packages() -> dict[str, str]:
         e.name: f"{e.dist.name} {e.dist.version}" if e.dist else ""
         for e in entry_points(group=GROUP)
     }
-    return found | dict.fromkeys(_BUILT_IN, "holdfast")
+    return found | dict.fromkeys(SCHEMES, "holdfast")

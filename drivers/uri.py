@@ -20,6 +20,7 @@ from urllib.parse import quote, unquote, unquote_to_bytes
 
 from ..errors import UriError
 from .contract import check_key
+from .schemes import SCHEMES
 
 __all__ = ["WHERE_SECRETS_GO", "Uri", "has_password", "is_secret", "join", "parse", "redact"]
 
@@ -46,7 +47,7 @@ WHERE_SECRETS_GO = (
 )
 """Advice for who wrote one into a URI."""
 
-_PATHS = {"file", "lustre"}
+_PATHS = {name for name, scheme in SCHEMES.items() if scheme.is_path}
 _PATH_SAFE = "/:@,;=+$!*'()~"
 _VALUE_SAFE = "/:@,;$!*'()~"
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ...drivers.local.tree import is_temporary
+from ...drivers.local.names import is_temporary
 from ...drivers.registry import open_driver
 from ...drivers.uri import parse
 

@@ -10,6 +10,7 @@ from typing import Protocol, cast
 
 from ...errors import UriError
 from .. import memory
+from ..schemes import SCHEMES
 from ..uri import Uri
 
 __all__ = ["FolderProbe", "MemoryProbe", "Probe", "ProbeClass", "probe_class"]
@@ -79,13 +80,6 @@ class MemoryProbe:
         )
 
 
-_BUILT_IN: dict[str, ProbeClass] = {
-    "file": FolderProbe,
-    "lustre": FolderProbe,
-    "memory": MemoryProbe,
-}
-
-
 def probe_class(scheme: str, name: str | None) -> ProbeClass | None:
     """The class that ``module:Class`` names; without a name the built-in one for ``scheme``, if
     there is one.
@@ -93,7 +87,10 @@ def probe_class(scheme: str, name: str | None) -> ProbeClass | None:
     Raises UriError where the name leads nowhere.
     """
     if name is None:
-        return _BUILT_IN.get(scheme)
+        built_in = SCHEMES.get(scheme)
+        if built_in is None or not built_in.probe:
+            return None
+        name = built_in.probe
     module, _, attribute = name.partition(":")
     try:
         return cast(ProbeClass, getattr(importlib.import_module(module), attribute))

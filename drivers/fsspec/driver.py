@@ -25,14 +25,16 @@ from ...core.forks.renewal import new_lock
 from ...errors import DamagedError, ExistsError, StorageError, UriError
 from ..contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_key, check_small
 from ..layers.stack import common_options
-from ..local.tree import is_temporary, sync_folder, temporary_name
+from ..local.names import is_temporary, temporary_name
+from ..local.tree import sync_folder
 from ..options import Option, integer, option_values, size
 from ..ranges import Ranges
 from ..threads import Threads
 from ..uri import Uri, redact
 from .connections import connected, let_go
 from .errors import fsspec_errors
-from .kinds import check_no_secrets, kind_of, modified_s, options_of
+from .kinds import kind_of, modified_s
+from .options import check_no_secrets, options_of
 
 __all__ = ["FsspecDriver", "driver_class_of"]
 

@@ -19,7 +19,7 @@ from ...errors import (
     StorageDownError,
     StorageError,
 )
-from ..oserrors import storage_errors
+from ..local.errors import storage_errors
 from ..uri import redact
 from .http_answers import answer_of, causes
 

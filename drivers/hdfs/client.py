@@ -66,14 +66,8 @@ class Client:
         self._authentication = authentication
         self._checked = False
         self._gate = asyncio.Semaphore(THREADS)
-        try:
-            from hdfs_native import Client as Inner
-        except ImportError as error:
-            raise UriError(
-                "hdfs:// needs hdfs-native",
-                uri=uri,
-                advice="pip install 'holdfast-checkpoint[hdfs]'",
-            ) from error
+        from hdfs_native import Client as Inner
+
         try:
             self._inner: hdfs_native.Client | None = Inner(
                 url, {**_patience(timeout_s), **config}, conf_dir

@@ -29,6 +29,7 @@ from ...errors import (
 )
 from ..contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_small, segments
 from ..options import Option, duration, integer, option_values, size, switch
+from ..schemes import check_installed
 from ..uri import Uri
 from .calls import Call
 from .client import Client, pieces, whole_reader
@@ -132,6 +133,7 @@ class HdfsDriver(Driver):
                 uri=uri.redacted,
                 advice="Set HADOOP_USER_NAME, or use Kerberos.",
             )
+        check_installed(uri.scheme, uri.redacted)
         return cls(
             authority,
             "/" + unquote(path),

@@ -25,15 +25,16 @@ from typing import ClassVar, ParamSpec, Self, TypeVar
 from ...errors import DamagedError, StorageError, UriError
 from ..contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_key, check_small
 from ..options import Option, choice, integer, option_values
-from ..oserrors import storage_errors
 from ..ranges import Ranges
 from ..threads import Threads
 from ..uri import Uri
+from .errors import storage_errors
 from .files import CreateFile, NewFile, OpenFiles, create_file
 from .io import ALIGN_NBYTES, read_at
 from .mounts import fs_type, is_shared, may_be_stale
+from .names import is_reserved
 from .room import take_room_on
-from .tree import Tree, is_reserved
+from .tree import Tree
 
 __all__ = ["LocalDriver"]
 

@@ -19,8 +19,9 @@ from contextlib import contextmanager, suppress
 from ...core.forks.renewal import new_lock
 from ..contract import AtMost, Buffer
 from .io import DIRECT_MIN_NBYTES, OpenFile, write_at
+from .names import split, temporary_name
 from .room import ASKED_MIN_NBYTES, TakeRoom
-from .tree import NO_LOCKS, Tree, lock, split, sync_folder, temporary_name
+from .tree import NO_LOCKS, Tree, lock, sync_folder
 
 __all__ = ["CreateFile", "NewFile", "OpenFiles", "create_file"]
 

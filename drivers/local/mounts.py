@@ -7,9 +7,7 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
-__all__ = ["LUSTRE_TYPES", "Mount", "fs_type", "is_shared", "may_be_stale", "mount_of"]
-
-LUSTRE_TYPES = {"lustre", "lustre_lite"}
+__all__ = ["Mount", "fs_type", "is_shared", "may_be_stale", "mount_of"]
 
 _LOCAL = {
     "apfs", "aufs", "bcachefs", "btrfs", "devtmpfs", "erofs", "exfat", "ext2", "ext3", "ext4", "f2fs", "fuseblk", "hfs",
@@ -18,7 +16,7 @@ _LOCAL = {
 }  # fmt: skip
 """File systems that, by their nature, one host mounts at a time."""
 
-_COHERENT = LUSTRE_TYPES | {"ceph", "gfs2", "gpfs", "ocfs2"}
+_COHERENT = {"ceph", "gfs2", "gpfs", "lustre", "lustre_lite", "ocfs2"}
 """Shared file systems whose attributes are under locks: what one host changes, all see at once."""
 
 

@@ -35,10 +35,11 @@ from ..contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_key, ch
 from ..threads import Threads
 from ..uri import Uri
 from . import runtime
-from .common import Requests, Settings, encoded
 from .errors import connecting, failures, missing_container
+from .names import encoded
+from .options import Requests, Settings
 from .trust import certificates, check_trusted
-from .upload import PartsUpload, Target, WholeUpload
+from .uploads import PartsUpload, Target, WholeUpload
 
 __all__ = ["ObjectDriver"]
 

@@ -13,9 +13,11 @@ from typing import Any, ClassVar, NoReturn
 from ...errors import StorageError
 from ..contract import ObjectInfo, Upload, check_key
 from ..options import Option, option_values
+from ..schemes import check_installed
 from ..uri import Uri
-from .common import COMMON_OPTIONS, Requests, needs, settings, split_location
 from .driver import ObjectDriver
+from .names import split_location
+from .options import COMMON_OPTIONS, Requests, settings
 
 __all__ = ["HttpDriver"]
 
@@ -38,7 +40,7 @@ class HttpDriver(ObjectDriver):
         """The driver for ``uri``. Raises UriError for what OPTIONS does not know, and where obstore
         is not installed."""
         values = option_values(cls.OPTIONS, uri)
-        needs(uri, "s3", "obstore")
+        check_installed(uri.scheme, uri.redacted)
         return cls(uri, values)
 
     @property

@@ -18,8 +18,13 @@ from ...core.forks.cached import cached_property
 from ...errors import AccessError, ExistsError, NotFoundError, UriError
 from ..contract import Upload
 from ..options import Option, choice, option_values, switch, url
+from ..schemes import check_installed
 from ..uri import Uri
-from .aws import (
+from .driver import ObjectDriver
+from .environment import made_without
+from .options import COMMON_OPTIONS, Requests, settings
+from .s3_options import STORING_OPTIONS, check_storing, is_express, labels, store_config
+from .s3_place import (
     Place,
     bucket_and_root,
     bucket_region,
@@ -29,11 +34,7 @@ from .aws import (
     place_of,
     session_for,
 )
-from .common import COMMON_OPTIONS, Requests, needs, settings
-from .dangling import Unfinished
-from .driver import ObjectDriver
-from .environment import made_without
-from .s3_objects import STORING_OPTIONS, check_storing, is_express, labels, store_config
+from .s3_unfinished import Unfinished
 from .trust import system_certificates
 
 __all__ = ["S3Driver"]
@@ -98,7 +99,7 @@ class S3Driver(ObjectDriver):
         """The driver for ``uri``. Raises UriError for what OPTIONS does not know, and where obstore
         is not installed."""
         values = option_values(cls.OPTIONS, uri)
-        needs(uri, "s3", "obstore", "botocore")
+        check_installed(uri.scheme, uri.redacted)
         driver = cls(uri, values)
         check_storing(driver._bucket, values, uri)
         return driver

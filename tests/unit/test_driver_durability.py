@@ -18,7 +18,7 @@ import pytest
 
 from holdfast import errors
 from holdfast.drivers.local.driver import LocalDriver
-from holdfast.drivers.oserrors import storage_errors
+from holdfast.drivers.local.errors import storage_errors
 from holdfast.errors import (
     AccessError,
     ExistsError,

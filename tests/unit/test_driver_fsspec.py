@@ -25,8 +25,9 @@ from support.drivers import contents
 
 import holdfast
 from holdfast.drivers.fsspec.driver import FsspecDriver
-from holdfast.drivers.fsspec.kinds import modified_s, options_of
-from holdfast.drivers.local.tree import temporary_name
+from holdfast.drivers.fsspec.kinds import modified_s
+from holdfast.drivers.fsspec.options import options_of
+from holdfast.drivers.local.names import temporary_name
 from holdfast.drivers.registry import driver_class, open_driver
 from holdfast.drivers.uri import parse
 from holdfast.errors import (

@@ -19,7 +19,7 @@ import pytest
 
 from holdfast.drivers.local import driver as local
 from holdfast.drivers.local.driver import LocalDriver
-from holdfast.drivers.local.tree import temporary_name
+from holdfast.drivers.local.names import temporary_name
 from holdfast.errors import ExistsError, StorageDownError, StorageError
 
 

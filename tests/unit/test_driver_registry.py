@@ -14,6 +14,7 @@ from holdfast.drivers.local.driver import LocalDriver
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.drivers.options import Option, choice, integer, option_values
 from holdfast.drivers.registry import GROUP, driver_class, open_driver, schemes
+from holdfast.drivers.schemes import SCHEMES, check_installed
 from holdfast.drivers.uri import Uri, parse
 from holdfast.errors import UriError
 
@@ -122,8 +123,25 @@ def test_our_own_metadata_lists_the_built_in_drivers() -> None:
     """What pyproject.toml registers is what the table says, so tools that read entry points see our
     schemes too."""
     listed = {entry.name: entry.value for entry in importlib.metadata.entry_points(group=GROUP)}
-    for scheme in ("file", "memory"):
-        assert listed[scheme] == schemes()[scheme]
+    table = {name: scheme.driver for name, scheme in SCHEMES.items()}
+    assert {name: listed.get(name) for name in table} == table
+
+
+def test_every_built_in_scheme_is_in_the_readme() -> None:
+    """With the storage that it is for."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    named = {"http": "https", "fsspec": "fsspec+X"}
+    missing = [name for name in SCHEMES if f"{named.get(name, name)}://" not in readme]
+    assert missing == []
+
+
+def test_what_an_extra_brings_may_be_missing_with_its_package(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python raises an error when the package that a module lies in is not there."""
+    check_installed("memory", "memory://x", "json.decoder")
+    with pytest.raises(UriError, match=r"needs no_such_package\.module"):
+        check_installed("memory", "memory://x", "no_such_package.module")
 
 
 def test_importing_the_registry_is_cheap() -> None:

@@ -12,7 +12,7 @@ from support.servers.scripted import Answer, Request, ScriptedServer, s3_answer
 
 from holdfast.drivers.contract import Driver
 from holdfast.drivers.objects import s3
-from holdfast.drivers.objects.aws import Place
+from holdfast.drivers.objects.s3_place import Place
 from holdfast.drivers.registry import open_driver
 from holdfast.errors import AccessError, StorageError, UriError
 

@@ -7,7 +7,7 @@ import importlib.util
 
 import pytest
 
-from holdfast.drivers.objects.common import encoded, split_location
+from holdfast.drivers.objects.names import encoded, split_location
 from holdfast.drivers.registry import open_driver, schemes
 from holdfast.drivers.uri import parse
 from holdfast.errors import UriError

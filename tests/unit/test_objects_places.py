@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.servers.scripted import ScriptedServer, s3_answer
 
-from holdfast.drivers.objects.aws import Place, bucket_and_root, place_of, session_for
+from holdfast.drivers.objects.s3_place import Place, bucket_and_root, place_of, session_for
 from holdfast.drivers.registry import open_driver
 from holdfast.drivers.uri import parse
 from holdfast.errors import UriError

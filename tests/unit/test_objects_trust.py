@@ -13,7 +13,7 @@ import pytest
 import trustme
 from support.servers.scripted import Answer, Request, ScriptedServer, s3_answer
 
-from holdfast.drivers.objects import aws, trust
+from holdfast.drivers.objects import s3_place, trust
 from holdfast.drivers.registry import open_driver
 from holdfast.errors import StorageError, UriError
 
@@ -37,7 +37,7 @@ def nothing_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "c2VjcmV0")
     monkeypatch.setattr(trust, "_trusted", set())
-    monkeypatch.setattr(aws, "_regions", {})
+    monkeypatch.setattr(s3_place, "_regions", {})
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from holdfast.drivers.contract import ObjectInfo
-from holdfast.drivers.objects.upload import PartsUpload, Target
+from holdfast.drivers.objects.uploads import PartsUpload, Target
 from holdfast.errors import NotFoundError, StorageDownError, StorageError
 
 PART_NBYTES = 5 << 20

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from urllib.parse import unquote
 
-from holdfast.drivers.objects.common import encoded
+from holdfast.drivers.objects.names import encoded
 from holdfast.drivers.uri import Uri
 from support.servers.azure_client import AzureClient
 

@@ -9,7 +9,7 @@ import urllib.request
 from urllib.error import HTTPError
 from urllib.parse import quote, unquote, urlencode
 
-from holdfast.drivers.objects.common import encoded
+from holdfast.drivers.objects.names import encoded
 from holdfast.drivers.uri import Uri
 
 __all__ = ["GcsProbe"]

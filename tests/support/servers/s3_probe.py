@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
 
-from holdfast.drivers.objects.common import encoded
+from holdfast.drivers.objects.names import encoded
 from holdfast.drivers.uri import Uri
 
 __all__ = ["S3Probe"]

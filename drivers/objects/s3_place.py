@@ -22,7 +22,7 @@ from ...core.forks.renewal import new_lock
 from ...errors import UriError
 from ..options import url
 from ..uri import Uri
-from .common import split_location
+from .names import split_location
 
 __all__ = [
     "DIRECTORY_BUCKET",

@@ -1,30 +1,16 @@
-"""What all object stores share that needs no store: options, settings, and how locations and keys
-are written."""
+"""The options that all object stores share, and the settings that they make."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
 from typing import Any
-from urllib.parse import quote, unquote
 
-from ...errors import UriError
-from ..contract import check_key
 from ..options import Option, duration, integer, size, switch, url
-from ..uri import WHERE_SECRETS_GO, Uri
 
-__all__ = [
-    "COMMON_OPTIONS",
-    "Requests",
-    "Settings",
-    "encoded",
-    "needs",
-    "settings",
-    "split_location",
-]
+__all__ = ["COMMON_OPTIONS", "Requests", "Settings", "settings"]
 
 COMMON_OPTIONS: Mapping[str, Option] = {
     "part_size": Option(
@@ -138,42 +124,6 @@ class Settings:
 
 def _milliseconds(seconds: float) -> str:
     return f"{round(seconds * 1000)}ms"
-
-
-def split_location(uri: Uri) -> tuple[str, str]:
-    """(bucket, root): the root without slashes at its ends, decoded. Raises UriError."""
-    bucket, _, path = uri.location.partition("/")
-    if not bucket:
-        raise UriError(
-            f"{uri.scheme}:// names no bucket",
-            uri=uri.redacted,
-            advice=f"Write {uri.scheme}://bucket/run.",
-        )
-    if "@" in bucket:
-        raise UriError("a URI is no place for a user", uri=uri.redacted, advice=WHERE_SECRETS_GO)
-    try:
-        root = unquote(path.strip("/"), errors="strict")
-    except UnicodeDecodeError as error:
-        raise UriError("the path is no UTF-8", uri=uri.redacted) from error
-    return bucket, encoded(check_key(root, uri=uri.redacted)) if root else ""
-
-
-def encoded(key: str) -> str:
-    """``key`` with what cannot be printed percent-encoded, and so "%" too: listings, which are XML,
-    could not carry it. The backslash likewise: some stores take it for a slash. Raises
-    UnicodeEncodeError for what is no text."""
-    return "".join(c if c.isprintable() and c not in "%\\" else quote(c, safe="") for c in key)
-
-
-def needs(uri: Uri, extra: str, *modules: str) -> None:
-    """Raise UriError where one of ``modules`` is not installed; ``extra`` brings it."""
-    missing = [module for module in modules if importlib.util.find_spec(module) is None]
-    if missing:
-        raise UriError(
-            f"{uri.scheme}:// needs {' and '.join(missing)}",
-            uri=uri.redacted,
-            advice=f"pip install 'holdfast-checkpoint[{extra}]'",
-        )
 
 
 def settings(values: Mapping[str, Any]) -> Settings:

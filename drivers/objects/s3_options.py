@@ -12,7 +12,7 @@ from typing import Any
 from ...errors import UriError
 from ..options import Option, choice, switch
 from ..uri import Uri
-from .aws import DIRECTORY_BUCKET
+from .s3_place import DIRECTORY_BUCKET
 
 __all__ = ["STORING_OPTIONS", "check_storing", "is_express", "labels", "store_config"]
 

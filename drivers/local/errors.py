@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 
-from ..errors import (
+from ...errors import (
     AccessError,
     ExistsError,
     FullError,

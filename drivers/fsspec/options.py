@@ -1,0 +1,92 @@
+"""The options of fsspec's file systems: the arguments of their constructors."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from ...errors import UriError
+from ..options import Option, integer, switch
+from ..uri import is_secret
+
+__all__ = ["check_no_secrets", "options_of"]
+
+# What a file system takes and its signature does not show.
+_SSH: dict[str, Option] = {
+    "port": Option(integer(1, 65535), 22, "the server's port"),
+    "username": Option(str, None, "whose account; default: yours"),
+    "key_filename": Option(
+        str, None, "a file with a private key, besides the agent's and the usual ones"
+    ),
+    "timeout": Option(integer(1, 3600), 30, "seconds to wait for a connection"),
+    "compress": Option(switch, False, "compress what is sent"),
+}
+_MORE = {"sftp": _SSH, "ssh": _SSH}
+
+# Arguments of every file system that are ours to set, or mean nothing here.
+_OURS = {
+    "self", "args", "kwargs", "storage_options", "asynchronous", "loop", "batch_size", "auto_mkdir", "host", "session",
+    "use_listings_cache", "listings_expiry_time", "max_paths", "skip_instance_cache", "fs", "fo", "target_protocol",
+    "default_cache_type", "default_fill_cache", "cache_regions", "version_aware", "ssh_kwargs",
+}  # fmt: skip
+
+
+def options_of(protocol: str, cls: type) -> dict[str, Option]:
+    """The options of a file system: the named arguments of its constructor, typed by their
+    defaults."""
+    found = dict(_MORE.get(protocol, {}))
+    for parameter in inspect.signature(cls.__init__).parameters.values():  # type: ignore[misc]
+        named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if named and parameter.name not in _OURS:
+            default = None if parameter.default is parameter.empty else parameter.default
+            found[parameter.name] = Option(
+                _parser(default), default, f"of fsspec's {protocol} file system"
+            )
+    return found
+
+
+def _parser(default: Any) -> Callable[[str], Any]:
+    if isinstance(default, bool):
+        return switch
+    if isinstance(default, int):
+        return integer(0, 1 << 62)
+    return str if isinstance(default, str) else _guessed
+
+
+def _guessed(text: str) -> Any:
+    """A value whose type is not known: true, false, and JSON objects and lists are what they look
+    like; all else is text."""
+    if text in ("true", "false"):
+        return text == "true"
+    if text[:1] in ("{", "["):
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"is no proper JSON: {error}") from error
+    return text
+
+
+def check_no_secrets(where: str, located: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise UriError for a secret before the host, and for one inside of an option's value, where
+    nothing would hide it when it is printed. ``where`` is fit to be printed."""
+    for options in (located, *_inner(list(given.values()))):
+        for name in filter(is_secret, options):
+            raise UriError(
+                f"{name!r} is a secret, and this is no place for one",
+                uri=where,
+                advice=(
+                    "Put it where the library looks for it: its own environment variables or files."
+                ),
+            )
+
+
+def _inner(values: list[Any]) -> Iterator[Mapping[str, Any]]:
+    """Every mapping in ``values``, however deep."""
+    for value in values:
+        if isinstance(value, Mapping):
+            yield value
+            yield from _inner(list(value.values()))
+        elif isinstance(value, list):
+            yield from _inner(value)

@@ -1,0 +1,84 @@
+"""``az://container/root``: Azure Blob Storage.
+
+Credentials come from Azure's own chain, as obstore follows it: environment, managed identities. Only
+credentials and the account come from the environment; options alone say where requests go, and how.
+
+Unfinished uploads are left to the store, which forgets uncommitted blocks after a week; obstore
+cannot have it forget them earlier.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from ...errors import UriError
+from ..options import Option, option_values, url
+from ..schemes import check_installed
+from ..uri import Uri
+from .driver import ObjectDriver
+from .environment import made_without
+from .names import split_location
+from .options import COMMON_OPTIONS, Requests, settings
+
+__all__ = ["AzureDriver"]
+
+_ACCOUNT = "AZURE_STORAGE_ACCOUNT_NAME"
+_NEVER_SET = ("AZURE_ENCRYPTION_KEY", "AZURE_STORAGE_ENCRYPTION_KEY")
+"""Variables of obstore for whose settings no value means "not set"."""
+
+
+class AzureDriver(ObjectDriver):
+    """Objects of one container of Azure Blob Storage. The account is an option, or
+    AZURE_STORAGE_ACCOUNT_NAME."""
+
+    OPTIONS: ClassVar[Mapping[str, Option]] = {
+        **COMMON_OPTIONS,
+        "endpoint": Option(url, "", "URL of another server that speaks this protocol"),
+        "account": Option(str, "", "the storage account; else AZURE_STORAGE_ACCOUNT_NAME"),
+    }
+
+    def __init__(self, uri: Uri, values: Mapping[str, Any]) -> None:
+        self._bucket, root = split_location(uri)
+        super().__init__(uri, root, settings(values))
+        self._values = values
+
+    @classmethod
+    def open(cls, uri: Uri) -> AzureDriver:
+        """The driver for ``uri``. Raises UriError for what OPTIONS does not know, and where obstore
+        is not installed."""
+        values = option_values(cls.OPTIONS, uri)
+        check_installed(uri.scheme, uri.redacted)
+        return cls(uri, values)
+
+    @property
+    def _container(self) -> tuple[str, ...]:
+        return "az", self._values["endpoint"], self._account, self._bucket
+
+    @property
+    def _account(self) -> str:
+        account = self._values["account"] or os.environ.get(_ACCOUNT)
+        if not account:
+            raise UriError(
+                "az:// needs the name of a storage account",
+                uri=self.uri,
+                advice=f"Write ?account=…, or set {_ACCOUNT}.",
+            )
+        return str(account)
+
+    def _connect(self, requests: Requests) -> Any:
+        from obstore.store import AzureStore
+
+        config = {
+            "account_name": self._account,
+            "endpoint": self._values["endpoint"]
+            or f"https://{self._account}.blob.core.windows.net",
+            "skip_signature": self._values["anonymous"],
+            "use_emulator": False,
+            "use_fabric_endpoint": False,
+            "disable_tagging": False,
+        }
+        make: Any = AzureStore  # typed by dicts of literals, which options cannot be
+        http = self._http(requests, config["endpoint"])
+        return made_without(_NEVER_SET, make, self._bucket, config=config, **http)

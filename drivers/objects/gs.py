@@ -1,0 +1,81 @@
+"""``gs://bucket/root``: Google Cloud Storage.
+
+Credentials come from Google's own chain: environment, application default credentials, the metadata
+server. Only credentials come from the environment; options alone say where requests go, and how.
+
+Unfinished uploads are left to the store, which drops them by a life-cycle rule
+(``AbortIncompleteMultipartUpload``); obstore cannot have it forget them earlier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from ...core.forks.cached import cached_property
+from ..options import Option, option_values, url
+from ..schemes import check_installed
+from ..uri import Uri
+from .driver import ObjectDriver
+from .gs_credentials import credentials_file, token_provider
+from .names import split_location
+from .options import COMMON_OPTIONS, Requests, settings
+from .trust import system_certificates
+
+__all__ = ["GcsDriver"]
+
+
+class GcsDriver(ObjectDriver):
+    """Objects of one bucket of Google Cloud Storage."""
+
+    OPTIONS: ClassVar[Mapping[str, Option]] = {
+        **COMMON_OPTIONS,
+        "endpoint": Option(url, "", "URL of another server that speaks this protocol"),
+    }
+
+    def __init__(self, uri: Uri, values: Mapping[str, Any]) -> None:
+        self._bucket, root = split_location(uri)
+        super().__init__(uri, root, settings(values))
+        self._values = values
+
+    @classmethod
+    def open(cls, uri: Uri) -> GcsDriver:
+        """The driver for ``uri``. Raises UriError for what OPTIONS does not know, and where obstore
+        is not installed."""
+        values = option_values(cls.OPTIONS, uri)
+        check_installed(uri.scheme, uri.redacted)
+        return cls(uri, values)
+
+    @property
+    def _container(self) -> tuple[str, ...]:
+        return "gs", self._values["endpoint"], self._bucket
+
+    def _connect(self, requests: Requests) -> Any:
+        from obstore.store import GCSStore
+
+        config = {
+            "base_url": self._values["endpoint"] or "https://storage.googleapis.com",
+            "skip_signature": self._values["anonymous"],
+        }
+        make: Any = GCSStore  # typed by dicts of literals, which options cannot be
+        http = self._http(requests, config["base_url"])
+        return make(self._bucket, config=config, credential_provider=self._token_provider, **http)
+
+    @cached_property
+    def _token_provider(self) -> Callable[[], dict[str, Any]] | None:
+        """What obstore asks for tokens; None where it finds them itself."""
+        if self._values["anonymous"]:
+            return _nobody
+        file = credentials_file()
+        if file is None:
+            return None
+        check_installed("gs", self.uri, "google.auth", "requests")
+        return token_provider(
+            file, self._ca or system_certificates(), self._settings.proxy, self.uri
+        )
+
+
+def _nobody() -> dict[str, Any]:
+    """A token for requests that need none. Without any, obstore would ask the metadata server
+    before it writes."""
+    return {"token": "", "expires_at": None}
