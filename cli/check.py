@@ -34,7 +34,7 @@ def run(uri: str | None, *, json_output: bool) -> int:
     else:
         report = _watched(place)
         print("\n".join(_text(report)))
-    return 0 if report.ok else 1
+    return int(not report.ok)
 
 
 def _place(uri: str | None) -> Uri:
@@ -58,10 +58,10 @@ def _watched(place: Uri) -> Report:
 
     with Console(stderr=True).status("trying the storage …") as status:
 
-        def told(finding: Finding) -> None:
+        def show(finding: Finding) -> None:
             status.update(f"{finding.title}: {_WORDS[finding.outcome]}")
 
-        return asyncio.run(check(place, told=told, warn=_warn))
+        return asyncio.run(check(place, told=show, warn=_warn))
 
 
 def _warn(report: Report) -> None:
@@ -84,28 +84,29 @@ def _document(report: Report) -> dict[str, object]:
 
 
 def _text(report: Report) -> list[str]:
-    lines = (
-        _rich_table(report)
-        if is_terminal() and find_spec("rich") is not None
-        else _plain_table(report)
-    )
-    said = set()
+    if is_terminal() and find_spec("rich") is not None:
+        lines = _rich_table(report)
+    else:
+        lines = _plain_table(report)
+    explained = set()
     for finding in report.findings:
-        if finding.detail not in said or finding.outcome == "broken":
+        if finding.detail not in explained or finding.outcome == "broken":
             lines += _explained(finding)
-        said.add(finding.detail)
+        explained.add(finding.detail)
     return [*lines, "", _verdict(report)]
 
 
 def _cells(finding: Finding) -> tuple[str, ...]:
-    tried = finding.outcome != "not tried"
-    return (
-        finding.title,
-        _WORDS[finding.outcome],
-        f"{finding.seconds * 1000:,.0f} ms" if tried else "",
-        f"{size_text(int(finding.nbytes_per_s))}/s" if finding.nbytes_per_s else "",
-        "" if finding.outcome in ("broken", "not promised") else printable(finding.detail),
-    )
+    time = ""
+    rate = ""
+    detail = ""
+    if finding.outcome != "not tried":
+        time = f"{finding.seconds * 1000:,.0f} ms"
+    if finding.nbytes_per_s:
+        rate = f"{size_text(int(finding.nbytes_per_s))}/s"
+    if finding.outcome not in ("broken", "not promised"):  # those are explained below the table
+        detail = printable(finding.detail)
+    return finding.title, _WORDS[finding.outcome], time, rate, detail
 
 
 def _plain_table(report: Report) -> list[str]:
@@ -120,8 +121,11 @@ def _rich_table(report: Report) -> list[str]:
     from rich.text import Text
 
     table = Table(box=None, header_style="dim", pad_edge=False)
-    for title in _TITLES:
-        table.add_column(title, justify="right" if title in ("time", "rate") else "left")
+    for title in ("what", "result"):
+        table.add_column(title)
+    for title in ("time", "rate"):
+        table.add_column(title, justify="right")
+    table.add_column("detail")
     for finding in report.findings:
         what, result, *others = _cells(finding)
         style = _COLOURS[finding.outcome]
@@ -161,9 +165,7 @@ def _verdict(report: Report) -> str:
     problems = one_of(len(report.problems), "problem")
     if report.left is not None:
         problems += f", and something is left at {printable(report.left)}"
-    told = (
-        "can hold checkpoints, with what is said above"
-        if report.may_save
-        else "is not fit for checkpoints"
-    )
-    return paint(f"{problems}: {where} {told} ({took})", "red")
+    verdict = "is not fit for checkpoints"
+    if report.may_save:
+        verdict = "can hold checkpoints, with the limits named above"
+    return paint(f"{problems}: {where} {verdict} ({took})", "red")

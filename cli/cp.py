@@ -30,7 +30,7 @@ def run(src: str, dst: str, *, recursive: bool, overwrite: bool, json_output: bo
         print("\n".join(_line(c, report.uri) for c in report.checkpoints))
         if len(report.checkpoints) > 1:
             print(_summary(report))
-    return 0 if report.ok else 1
+    return int(not report.ok)
 
 
 def _document(report: CopyReport) -> dict[str, object]:
@@ -62,12 +62,16 @@ def _summary(report: CopyReport) -> str:
     copied = len(report.copied)
     if not copied:
         return f"none of {one_of(count, 'checkpoint')}"
-    of = f"{copied:,} of " if copied < count else ""
-    return f"{of}{one_of(count, 'checkpoint')}, {_figures(report)}"
+    checkpoints = one_of(count, "checkpoint")
+    if copied < count:
+        checkpoints = f"{copied:,} of {checkpoints}"
+    return f"{checkpoints}, {_figures(report)}"
 
 
 def _figures(what: CopiedCheckpoint | CopyReport) -> str:
     """How much, and how fast: the rate is that of what was sent."""
     before = what.nbytes - what.sent_nbytes
-    there = f", {size_text(before)} of it were there" if before else ""
-    return f"{size_text(what.nbytes)}{there}, {what.sent_nbytes / what.seconds / 1e9:.2f} GB/s"
+    size = size_text(what.nbytes)
+    if before:
+        size += f", {size_text(before)} of it were there"
+    return f"{size}, {what.sent_nbytes / what.seconds / 1e9:.2f} GB/s"

@@ -63,8 +63,11 @@ def run(scheme: str | None, *, json_output: bool) -> int:
         else:
             print("\n".join(_table([_line(one) for one in found])))
         return 0
-    uri = parse(scheme) if "://" in scheme or os.sep in scheme else _example(scheme)
-    entry = "fsspec" if uri.scheme.startswith("fsspec+") else serving(uri)
+    is_uri = "://" in scheme or os.sep in scheme
+    uri = parse(scheme) if is_uri else _example(scheme)
+    entry = serving(uri)
+    if uri.scheme.startswith("fsspec+"):
+        entry = "fsspec"
     if entry not in known:
         driver_class(entry)  # raises, and names the known ones
     one = _look(entry, uri, known, served)
@@ -72,7 +75,7 @@ def run(scheme: str | None, *, json_output: bool) -> int:
         print_json(asdict(one))
     else:
         print("\n".join(_details(one)))
-    return 0 if one.problem is None else 1
+    return int(one.problem is not None)
 
 
 def _example(scheme: str) -> Uri:
@@ -93,14 +96,16 @@ def _look(scheme: str, uri: Uri, known: Mapping[str, str], served: Mapping[str, 
         known_options = {**cls.OPTIONS, **common}
         for name, resolved in resolved_options(uri).items():
             option = known_options[name]
+            if resolved.text is None:
+                value = _text(name, option, resolved.value)
+            else:
+                value = _safe(name, resolved.text)
             found.options.append(
                 {
                     "name": name,
                     "help": option.help,
                     "default": _text(name, option, option.default),
-                    "value": _text(name, option, resolved.value)
-                    if resolved.text is None
-                    else _safe(name, resolved.text),
+                    "value": value,
                     "source": resolved.source,
                     "common": name in common,
                 }
@@ -118,7 +123,9 @@ def _look(scheme: str, uri: Uri, known: Mapping[str, str], served: Mapping[str, 
 
 
 def _text_of_path(path: Path | None) -> str | None:
-    return None if path is None else str(path)
+    if path is None:
+        return None
+    return str(path)
 
 
 def _layers(driver: Driver) -> list[str]:
@@ -132,26 +139,35 @@ def _layers(driver: Driver) -> list[str]:
 
 def _text(name: str, option: Option, value: object) -> str | None:
     """A value as it could be written; None where there is none."""
-    return None if value is None or value == "" else _safe(name, option.text(value))
+    if value is None or value == "":
+        return None
+    return _safe(name, option.text(value))
 
 
 def _safe(name: str, text: str) -> str:
     """What was written for an option; a secret hidden."""
-    return "***" if is_secret(name) else redact(text)
+    if is_secret(name):
+        return "***"
+    return redact(text)
 
 
 def _line(found: _Found) -> tuple[str, ...]:
-    state = (
-        "ready"
-        if found.problem is None
-        else paint(printable(f"{found.problem}. {found.advice or ''}".strip()), "red")
-    )
+    scheme = f"{found.scheme}://"
+    if found.scheme == "fsspec":
+        scheme = "fsspec+X://"
+    state = "ready"
+    if found.problem is not None:
+        state = _problem_text(found)
     return (
-        f"{found.scheme}+X://" if found.scheme == "fsspec" else f"{found.scheme}://",
+        scheme,
         printable(found.package) or "?",
         printable(found.driver),
         state,
     )
+
+
+def _problem_text(found: _Found) -> str:
+    return paint(printable(f"{found.problem}. {found.advice or ''}".strip()), "red")
 
 
 def _details(found: _Found) -> list[str]:
@@ -168,9 +184,7 @@ def _details(found: _Found) -> list[str]:
     if found.config_ignored is not None:
         lines.append(("not read", printable(found.config_ignored)))
     if found.problem is not None:
-        lines.append(
-            ("problem", paint(printable(f"{found.problem}. {found.advice or ''}".strip()), "red"))
-        )
+        lines.append(("problem", _problem_text(found)))
     if found.uri is not None:
         lines += [("uri", printable(found.uri)), ("layers", ", ".join(found.layers) or "none")]
         lines += [

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from ..core.units import size_text
-from ..drivers.uri import join, parse
+from ..drivers.uri import Uri, join, parse
 from ..storage.operations.foreign import found_at
 from ..storage.operations.listing import ListedCheckpoint, list_checkpoints
 from ..storage.operations.location import Place
@@ -25,34 +25,40 @@ def run(uri: str, *, json_output: bool) -> int:
     root = parse(uri)
     found = list_checkpoints(uri)
     if json_output:
-        lines = [
-            _entry(c, (join(root, *c.path.split("/")) if c.path else root).redacted) for c in found
-        ]
-        print_json({"uri": root.redacted, "checkpoints": lines})
+        print_json({"uri": root.redacted, "checkpoints": [_entry(c, root) for c in found]})
     elif found:
         print("\n".join(_table([_cells(c, time.time()) for c in found])))
     if not found:
         complain(f"no checkpoint at or below {root.redacted}{_instead(uri)}")
-    return 0 if found else 1
+    return int(not found)
 
 
 def _instead(uri: str) -> str:
     """What is there instead, where that is known."""
     finding = engine.run(found_at(Place.of(uri, None)))
-    return "" if finding is None else f": {finding.what}. {finding.advice}"
+    if finding is None:
+        return ""
+    return f": {finding.what}. {finding.advice}"
 
 
-def _entry(c: ListedCheckpoint, uri: str) -> dict[str, Any]:
-    known = c.problem is None
+def _entry(c: ListedCheckpoint, root: Uri) -> dict[str, Any]:
+    uri = root
+    if c.path:
+        uri = join(root, *c.path.split("/"))
+    figures = {
+        "created_s": c.created_s,
+        "saved": time_text(c.created_s),
+        "world": c.world,
+        "tensors": c.tensors,
+        "nbytes": c.nbytes,
+    }
+    if c.problem is not None:  # it could not be read: nothing of this is known
+        figures = dict.fromkeys(figures)
     return {
         "path": c.path,
-        "uri": uri,
+        "uri": uri.redacted,
         "step": c.step,
-        "created_s": c.created_s if known else None,
-        "saved": time_text(c.created_s) if known else None,
-        "world": c.world if known else None,
-        "tensors": c.tensors if known else None,
-        "nbytes": c.nbytes if known else None,
+        **figures,
         "problem": c.problem,
         "abandoned": c.abandoned,
         "damage": c.damage,

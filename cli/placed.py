@@ -73,16 +73,21 @@ class Placed:
         nbytes = t.nbytes.tolist()
         owners = t.owner.tolist()
         for (container, name, dtype, shape, shared), rows in groups.items():
-            owned = () if shared else tuple(sorted(owners[row] for row in rows))
+            owned: tuple[int, ...] = ()
+            if not shared:
+                owned = tuple(sorted(owners[row] for row in rows))
+            text = t.dtypes[dtype][0]
             yield (
                 container,
-                PlacedTensor(name, t.dtypes[dtype][0], shape, nbytes[rows[0]], tuple(rows), owned),
+                PlacedTensor(name, text, shape, nbytes[rows[0]], tuple(rows), owned),
             )
 
     def alias_of(self, tensor: PlacedTensor) -> str | None:
         """The name of the tensor that it is tied to."""
         alias = int(self._m.tensors.alias[tensor.rows[0]])
-        return None if alias < 0 else self._m.tensors.names[alias]
+        if alias < 0:
+            return None
+        return self._m.tensors.names[alias]
 
     def shards(self, tensor: PlacedTensor) -> int:
         """In how many boxes it is stored; those of all owners together."""
@@ -113,7 +118,7 @@ class Placed:
         where = ranks_text(self.ranks(tensor))
         if count == 1:
             return f"whole, {where}"
-        largest = shape_text(self._largest[row, : len(tensor.shape)].tolist())
-        return (
-            f"{one_of(count, 'shard')} {'' if self._alike[row] else 'up to '}{largest} on {where}"
-        )
+        size = shape_text(self._largest[row, : len(tensor.shape)].tolist())
+        if not self._alike[row]:
+            size = f"up to {size}"
+        return f"{one_of(count, 'shard')} {size} on {where}"

@@ -1,4 +1,4 @@
-"""How far long work is, on stderr: a bar with a rate on a terminal; elsewhere, if asked for, a line
+"""Progress of long work on stderr: a bar with a rate on a terminal; elsewhere, if asked for, a line
 now and then."""
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ LINE_EVERY_S = 10.0
 
 @contextlib.contextmanager
 def progress_bar(title: str, *, lines: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """Call what this yields with the bytes done, and those there are in all. ``lines``: for a log,
-    say so every ten seconds where there is no terminal. Without rich there is no bar."""
+    """Yields a function to call with the bytes done and the bytes in all. With ``lines``, a line is
+    printed every ten seconds where there is no terminal. Without rich there is no bar."""
     if not sys.stderr.isatty() or find_spec("rich") is None:
-        yield _lines(title) if lines else lambda done, total: None
+        if lines:
+            yield _lines(title)
+        else:
+            yield lambda done, total: None
         return
     from rich.console import Console
     from rich.progress import (
@@ -43,13 +46,15 @@ def progress_bar(title: str, *, lines: bool = False) -> Iterator[Callable[[int, 
 
 
 def _lines(title: str) -> Callable[[int, int], None]:
-    began_s = said_s = time.monotonic()
+    began_s = time.monotonic()
+    said_s = began_s
     first: int | None = None
 
     def say(done: int, total: int) -> None:
         nonlocal said_s, first
         now_s = time.monotonic()
-        first = done if first is None else first  # what was there before counts for no rate
+        if first is None:  # what was there before counts for no rate
+            first = done
         if now_s - said_s >= LINE_EVERY_S:
             said_s = now_s
             rate = (done - first) / (now_s - began_s) / 1e9

@@ -55,11 +55,11 @@ def run(
         print("nothing was deleted")
     elif not _is_nothing(report):
         print(f"{paint('deleted', 'green')}: {_sum(report)}")
-    return 1 if refused else 0
+    return int(refused)
 
 
 def _ask(plan: PruneReport) -> bool:
-    """Whether whoever sits there says yes. Raises UsageError where nobody does."""
+    """Whether the user at the terminal agrees. Raises UsageError where there is no terminal."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise UsageError(
             "nothing was deleted: there is no terminal to ask",
@@ -75,7 +75,9 @@ def _is_nothing(report: PruneReport) -> bool:
 
 def _print_plan(plan: PruneReport) -> None:
     for c in plan.checkpoints:
-        notes = ["abandoned"] if c.abandoned else []
+        notes = []
+        if c.abandoned:
+            notes.append("abandoned")
         if c.damage is not None:
             notes.append(f"damaged: {printable(c.damage)}")
         print("  ".join([f"step {c.step}  {size_text(c.nbytes)}  {printable(c.path)}", *notes]))

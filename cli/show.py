@@ -57,6 +57,9 @@ def _stored_nbytes(m: Manifest, manifest_nbytes: int) -> int:
 
 
 def _header(uri: str, m: Manifest, manifest_nbytes: int) -> list[str]:
+    written = f"version {m.version}, attempt {m.attempt}"
+    if m.compression:
+        written = f"version {m.version}, {m.compression}, attempt {m.attempt}"
     facts = {
         "uri": printable(uri),
         "step": "-" if m.step is None else str(m.step),
@@ -64,10 +67,7 @@ def _header(uri: str, m: Manifest, manifest_nbytes: int) -> list[str]:
         "ranks": str(m.world),
         "tensors": f"{len(m.tensors.rows):,}, {size_text(m.tensor_nbytes)}",
         "files": f"{len(m.images) + 1:,}, {size_text(_stored_nbytes(m, manifest_nbytes))}",
-        "format": (
-            f"version {m.version}, {f'{m.compression}, ' if m.compression else ''}attempt "
-            f"{m.attempt}"
-        ),
+        "format": written,
     }
     return [f"{paint(f'{name:<9}', 'dim')}{fact}" for name, fact in facts.items()]
 
@@ -85,11 +85,12 @@ class _Folder:
     value_count: int = 0
 
     def summary(self) -> str:
-        parts = [one_of(self.count, "tensor"), size_text(self.nbytes)] if self.count else []
-        return (
-            ", ".join(parts + ([one_of(self.value_count, "value")] if self.value_count else []))
-            or "empty"
-        )
+        parts = []
+        if self.count:
+            parts += [one_of(self.count, "tensor"), size_text(self.nbytes)]
+        if self.value_count:
+            parts.append(one_of(self.value_count, "value"))
+        return ", ".join(parts) or "empty"
 
 
 class _Outline:
@@ -113,9 +114,8 @@ class _Outline:
             folder = self._folders[container]
             folder.tensors.append(tensor)
             folder.count += 1
-            folder.nbytes += (
-                0 if self._placed.alias_of(tensor) else tensor.nbytes * len(tensor.rows)
-            )
+            if not self._placed.alias_of(tensor):
+                folder.nbytes += tensor.nbytes * len(tensor.rows)
         for value in self._m.tree.values:
             self._folders[value.container].values.append(value)
         for number in range(len(containers) - 1, -1, -1):  # parents have smaller numbers
@@ -151,7 +151,9 @@ class _Outline:
         """What stands before a line, and before the lines below it."""
         if not self._pretty:
             return inner + "  ", inner + "  "
-        return (inner + "└── ", inner + "    ") if last else (inner + "├── ", inner + "│   ")
+        if last:
+            return inner + "└── ", inner + "    "
+        return inner + "├── ", inner + "│   "
 
     def _leaves(self, number: int) -> list[str]:
         """The lines of a container's values and tensors. In lists they stand in order; in dicts
@@ -181,15 +183,17 @@ class _Outline:
 
 def _aligned(row: tuple[str, ...], widths: list[int]) -> str:
     """Cells in columns. A value has a name and its text; a tensor's last cell is its layout."""
-    *cells, last = (
-        *(cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=False)),
-        row[-1],
-    )
-    return "  ".join([*cells, paint(last, "dim") if len(row) > 2 else last])
+    cells = [cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=False)]
+    last = row[-1]
+    if len(row) > 2:
+        last = paint(last, "dim")
+    return "  ".join([*cells, last])
 
 
 def _key_text(key: Key) -> str:
-    return printable(key if isinstance(key, str) else repr(key))
+    if isinstance(key, str):
+        return printable(key)
+    return printable(repr(key))
 
 
 def _document(uri: str, m: Manifest, manifest_nbytes: int) -> dict[str, object]:

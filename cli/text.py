@@ -35,7 +35,9 @@ def is_terminal() -> bool:
 
 def paint(text: str, colour: str) -> str:
     """``text`` in a colour where stdout is a terminal, else as it is."""
-    return f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m" if is_terminal() else text
+    if not is_terminal():
+        return text
+    return f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m"
 
 
 def printable(text: str) -> str:
@@ -59,13 +61,17 @@ def age_text(seconds: float) -> str:
     for unit_s, name in _AGES:
         if seconds >= unit_s:
             count = int(seconds // unit_s)
-            return f"{count:,} {name}{'s' if name == 'day' and count > 1 else ''} ago"
+            if name == "day":
+                return f"{one_of(count, name)} ago"
+            return f"{count:,} {name} ago"
     return "now"
 
 
 def one_of(count: int, noun: str) -> str:
     """``1 file``, ``2 files``."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count:,} {noun}s"
 
 
 def shape_text(shape: Sequence[int]) -> str:
@@ -77,7 +83,11 @@ def ranks_text(ranks: Iterable[int]) -> str:
     """``rank 0``, ``ranks 0–3, 8``; of many runs the first few, and how many ranks there are in
     all."""
     known = set(ranks)
-    return f"rank{'' if len(known) == 1 else 's'} {runs_text(known)}" if known else "no rank"
+    if not known:
+        return "no rank"
+    if len(known) == 1:
+        return f"rank {known.pop()}"
+    return f"ranks {runs_text(known)}"
 
 
 def runs_text(numbers: Iterable[int]) -> str:
@@ -89,5 +99,7 @@ def runs_text(numbers: Iterable[int]) -> str:
         else:
             runs.append([number, number])
     shown = ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in runs[:RUNS_SHOWN])
-    total = sum(b - a + 1 for a, b in runs)
-    return shown + (f", … ({total:,} in all)" if len(runs) > RUNS_SHOWN else "")
+    if len(runs) > RUNS_SHOWN:
+        total = sum(b - a + 1 for a, b in runs)
+        shown += f", … ({total:,} in all)"
+    return shown

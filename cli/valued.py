@@ -19,7 +19,9 @@ _GROUPS_MAX = 3
 def value_text(value: Value, world: int, *, whole: bool) -> str:
     """``0.1``; where ranks differ, ``0.1 (ranks 0–3); 0.2 (ranks 4–7)``. One line, unless
     ``whole``: then all of it."""
-    groups = value.by_rank if whole else value.by_rank[:_GROUPS_MAX]
+    groups = value.by_rank
+    if not whole:
+        groups = groups[:_GROUPS_MAX]
     if len(groups) == 1 == len(value.by_rank) and len(set(groups[0][0])) == world:
         return _shortened(encoded_text(groups[0][1]), whole)
     texts = [
@@ -27,17 +29,19 @@ def value_text(value: Value, world: int, *, whole: bool) -> str:
         for ranks, encoded in groups
     ]
     rest = len(value.by_rank) - len(groups)
-    return "; ".join(texts + ([f"and {rest} more"] if rest else []))
+    if rest:
+        texts.append(f"and {rest} more")
+    return "; ".join(texts)
 
 
 def encoded_text(encoded: Any) -> str:
     """An encoded value as Python would write it; one of no known form as JSON."""
     if isinstance(encoded, dict) and len(encoded) == 1:
         ((name, content),) = encoded.items()
-        if name in ("$torch.dtype", "$torch.device", "$torch.Size"):
-            return printable(
-                f"torch.{content}" if name == "$torch.dtype" else f"{name[1:]}({content!r})"
-            )
+        if name == "$torch.dtype":
+            return printable(f"torch.{content}")
+        if name in ("$torch.device", "$torch.Size"):
+            return printable(f"{name[1:]}({content!r})")
     try:
         value = decode_value(encoded)
     except DamagedError:
@@ -49,8 +53,6 @@ def encoded_text(encoded: Any) -> str:
 
 
 def _shortened(text: str, whole: bool) -> str:
-    return (
-        text
-        if whole or len(text) <= _CHARS_MAX
-        else f"{text[: _CHARS_MAX - 1]}… ({len(text):,} characters)"
-    )
+    if whole or len(text) <= _CHARS_MAX:
+        return text
+    return f"{text[: _CHARS_MAX - 1]}… ({len(text):,} characters)"

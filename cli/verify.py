@@ -46,7 +46,7 @@ def run(uri: str, *, json_output: bool) -> int:
         places = one_of(len(damages), "place")
         print(f"{paint('damaged', 'red')}: {places}; {files}, {size} read")
         print("\n".join(map(_line, damages)))
-    return 0 if report.ok else 1
+    return int(not report.ok)
 
 
 def _verified(uri: str) -> VerifyReport:
@@ -66,8 +66,7 @@ def _joined(damages: list[Damage]) -> list[Damage]:
     """Damages of one kind that touch each other, as one."""
     groups: list[list[Damage]] = []
     for d in damages:
-        last = groups[-1][-1] if groups else None
-        if last is not None and (last.key, last.stop, last.what) == (d.key, d.start, d.what):
+        if groups and _continues(d, groups[-1][-1]):
             groups[-1].append(d)
         else:
             groups.append([d])
@@ -83,10 +82,18 @@ def _joined(damages: list[Damage]) -> list[Damage]:
     ]
 
 
+def _continues(d: Damage, last: Damage) -> bool:
+    return (last.key, last.stop, last.what) == (d.key, d.start, d.what)
+
+
 def _line(d: Damage) -> str:
-    where = f"{d.key}: bytes {d.start:,} to {d.stop:,}: " if d.stop else f"{d.key}: "
+    line = f"  {d.key}: "
+    if d.stop:
+        line += f"bytes {d.start:,} to {d.stop:,}: "
+    line += printable(d.what)
     names = ", ".join(map(printable, d.tensors[:_TENSORS_SHOWN]))
-    more = (
-        f" and {len(d.tensors) - _TENSORS_SHOWN:,} more" if len(d.tensors) > _TENSORS_SHOWN else ""
-    )
-    return f"  {where}{printable(d.what)}" + (f"; tensors: {names}{more}" if names else "")
+    if names:
+        line += f"; tensors: {names}"
+    if len(d.tensors) > _TENSORS_SHOWN:
+        line += f" and {len(d.tensors) - _TENSORS_SHOWN:,} more"
+    return line

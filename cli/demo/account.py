@@ -58,10 +58,11 @@ class Account:
         """What a torn save left."""
         width = max((len(f.key) for f in files), default=0)
         for f in files:
-            state = "whole" if f.finished else f"unfinished, {f.stored_nbytes:,} stored"
-            self.say(
-                f"  {f.key:<{width}} {f.nbytes:>12,} bytes  {state}", "" if f.finished else "yellow"
-            )
+            line = f"  {f.key:<{width}} {f.nbytes:>12,} bytes"
+            if f.finished:
+                self.say(f"{line}  whole")
+            else:
+                self.say(f"{line}  unfinished, {f.stored_nbytes:,} stored", "yellow")
 
     def failures(self, failures: Sequence[Event]) -> None:
         """What the other ranks had to say: the first word of torch, and the first of ours."""

@@ -53,11 +53,12 @@ def main(
     HoldfastError."""
     plan = Plan(steps, kill_at, every, ranks_before, ranks_after, seed)
     root = checkpoints_uri(uri, Path(out).absolute())
-    demo = _Demo(plan, root, prepare(out), Account(sys.stderr if json_output else sys.stdout))
+    stream = sys.stderr if json_output else sys.stdout
+    demo = _Demo(plan, root, prepare(out), Account(stream))
     demo.run()
     if json_output:
         print(json.dumps(demo.summary()))
-    return 0 if demo.difference() <= DIFFERENCE_MAX else 1
+    return int(demo.difference() > DIFFERENCE_MAX)
 
 
 class _Demo:
@@ -66,11 +67,9 @@ class _Demo:
         self.root = root
         self.folder = folder
         self.account = account
-        self.before, self.after, self.reference = (
-            Record(plan.before),
-            Record(plan.after),
-            Record(plan.before),
-        )
+        self.before = Record(plan.before)
+        self.after = Record(plan.after)
+        self.reference = Record(plan.before)
         self.killed_at = plan.kill_at
         self.torn: list[Found] = []
         self.missed = True
@@ -190,11 +189,9 @@ class _Demo:
         self.account.chapter(f"Start again, on {one_of(self.plan.after, 'rank')}")
         self._job("after", self.after, "--uri", self.root)
         left = {f.key for f in self.torn} & {f.key for f in find(self._torn_uri())}
-        rest = (
-            f"{one_of(len(left), 'file')} of the torn attempt stay"
-            if left
-            else "nothing of the torn attempt is left"
-        )
+        rest = "nothing of the torn attempt is left"
+        if left:
+            rest = f"{one_of(len(left), 'file')} of the torn attempt stay"
         self.account.say(f"step {self.killed_at} is whole now, and {rest}")
 
     def _say_resumed(self, record: Record) -> None:
@@ -221,14 +218,15 @@ class _Demo:
         self.account.say(
             f"loss at step {steps}: {ours:.6f}; of a run that nobody interrupted: {theirs:.6f}"
         )
-        fine = self.difference() <= DIFFERENCE_MAX
         before, since = (f"{record.difference(reference):.1e}" for record in (self.before, after))
         found = (
             f"on the way, losses differ by {before} at most before the kill, and by {since} "
             f"after it"
         )
-        why = "other ranks add in another order" if fine else "that is more than rounding"
-        self.account.say(f"{'yes' if fine else 'no'}: {found} ({why})", "green" if fine else "red")
+        if self.difference() <= DIFFERENCE_MAX:
+            self.account.say(f"yes: {found} (other ranks add in another order)", "green")
+        else:
+            self.account.say(f"no: {found} (that is more than rounding)", "red")
 
     def _write_down(self) -> list[tuple[Path, str]]:
         svg, png = draw(

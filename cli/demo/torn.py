@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ...drivers.local.names import is_temporary
@@ -33,7 +33,11 @@ def find(uri: str) -> list[Found]:
     """Every file under ``uri``, by key. A folder that does not exist is empty. Raises a
     StorageError."""
     where = parse(uri)
-    found = _on_disk(where.location) if where.scheme == "file" else asyncio.run(_listed(uri))
+    found: Iterable[Found]
+    if where.scheme == "file":
+        found = _on_disk(where.location)
+    else:
+        found = asyncio.run(_listed(uri))
     return sorted(found, key=lambda f: f.key)
 
 

@@ -88,7 +88,9 @@ class Training:
         self.end_save()
 
     def _resume(self) -> None:
-        found = holdfast.list_checkpoints(self._job.uri) if self._job.uri else []
+        if not self._job.uri:
+            return
+        found = holdfast.list_checkpoints(self._job.uri)
         if found:
             uri = str(join(self._job.uri, found[-1].path))  # listed by step: the last is the newest
             holdfast.load(uri, into=self._state, deadline_s=DEADLINE_S, on_report=self._tell_loaded)
