@@ -49,7 +49,7 @@ def printable(text: str) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Seconds since the epoch as ``2031-02-03 04:05:06Z``; ``?`` where no calendar has such a time."""
+    """Seconds since the epoch as ``2031-02-03 04:05:06Z``; ``?`` beyond what a calendar has."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(seconds))
     except (OverflowError, ValueError, OSError):

@@ -1,4 +1,4 @@
-"""Small values as text. Decoded here only where that imports nothing: torch alone takes a second."""
+"""Small values as text. A value is decoded only where that does not import torch, which is slow."""
 
 from __future__ import annotations
 

@@ -4,15 +4,15 @@
     ├── UsageError (ValueError)         fix the call; nothing was read or written
     │   ├── UriError                        the URI: unknown scheme, unknown option, unsafe key
     │   ├── StateError (TypeError)          the state holds what cannot be saved; names its path
-    │   └── MismatchError                   the target does not fit the checkpoint; lists every difference
+    │   └── MismatchError                   target and checkpoint differ; lists every difference
     ├── CheckpointError                 choose another checkpoint
     │   ├── NotACheckpointError (FileNotFoundError)   nothing is committed under this URI
-    │   ├── DamagedError                    bytes are not what was written; names file, offset, tensor
+    │   ├── DamagedError                    bytes changed; names file, offset and tensor
     │   ├── UnsupportedFormatError          written by a newer version; this reader refuses to guess
     │   └── ReplacedError                   another save replaced it while it was being read
     ├── SaveError                       save again; the previous checkpoint is untouched
-    │   ├── CoverageError                   the ranks' shards do not cover every element exactly once
-    │   ├── InvisibleFilesError             ranks do not see each other's files: the storage is not shared
+    │   ├── CoverageError                   shards do not cover every element exactly once
+    │   ├── InvisibleFilesError             ranks do not see each other's files
     │   └── SupersededError                 another save to the same URI took over
     ├── CoordinationError               look at the rank that is named
     │   ├── RankFailedError                 another rank reported a failure; carries its message
@@ -22,7 +22,7 @@
         ├── ExistsError (FileExistsError)             exclusive create, and the key is there
         ├── AccessError (PermissionError)             refused, or a symbolic link where none may be
         ├── FullError                                 no space, quota or file size limit
-        └── StorageDownError (ConnectionError)        unreachable, no answer in time, or an I/O error of the device
+        └── StorageDownError (ConnectionError)        unreachable, no answer in time, I/O error
             └── BusyError                                 it asks to be left alone for a while
 
 Each error carries ``uri`` (redacted), ``key``, ``rank`` and ``advice`` where they are known, and
@@ -102,8 +102,12 @@ class HoldfastError(Exception):
             for name, value in (("rank", self.rank), ("key", self.key), ("in", self.uri))
             if value not in (None, "")
         ]
-        text = self.message + (f" ({', '.join(where)})" if where else "")
-        return f"{text}. {self.advice}" if self.advice else text
+        text = self.message
+        if where:
+            text += f" ({', '.join(where)})"
+        if self.advice:
+            text += f". {self.advice}"
+        return text
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(self), (self.message,), dict(self.__dict__))
@@ -139,7 +143,7 @@ class NotACheckpointError(CheckpointError, FileNotFoundError):
 
 
 class DamagedError(CheckpointError):
-    """Stored bytes differ from what was written. Nothing of them was handed out as a value."""
+    """Stored bytes differ from those that were written. None of them was returned as a value."""
 
 
 class UnsupportedFormatError(CheckpointError):
@@ -177,7 +181,7 @@ class RankFailedError(CoordinationError):
 
 
 class DeadlineError(CoordinationError, TimeoutError):
-    """Nothing was heard in time; the message says of whom, or of what."""
+    """A rank or an operation did not answer in time; the message names it."""
 
 
 class StorageError(HoldfastError, OSError):

@@ -1,11 +1,11 @@
-"""Even load over a whole job, in which tensors have different holders: how much of what a group
-holds each of it writes.
+"""Balances a whole job in which tensors have different holders: decides which share of the bytes of
+a group each of its members writes.
 
-Divided evenly among its holders, each group is balanced by itself. Where some ranks hold more that
-nobody else has, the job is not: then what they share with others is better written by the others.
-Here each group in turn is poured over its members like water over steps, until nothing moves. That
-is descent, group by group, on the sum of the squares of all loads, whose minimum has the least
-highest load, too.
+Even shares balance each group by itself, but not the job: where some ranks hold more bytes that no
+other rank has, the bytes that they share are better written by the others. So each group in turn is
+distributed over its members by water-filling (Cover and Thomas, Elements of Information Theory,
+section 9.4), until no share changes any more. This is block coordinate descent on the sum of the
+squares of all loads, and the minimum of that sum also has the lowest highest load.
 """
 
 from __future__ import annotations
@@ -25,19 +25,18 @@ Group = tuple[int, ...]
 Loads = npt.NDArray[np.float64]
 
 SHARE_UNIT = 1 << 20
-"""Shares are told in parts of this."""
+"""Shares are expressed in parts of this."""
 WORTH = 0.01
-"""Even shares stay as they are where the highest load could not be lower by more than this part of
-it."""
+"""Even shares are kept where balancing would lower the highest load by less than this part."""
 ROUNDS_MAX = 200
 POURED_MAX = 20_000
-"""Rounds over all groups; and, so that many groups take no longer than seconds, groups poured, all
-together."""
+"""Bounds on the rounds over all groups, and on the groups that all rounds fill together, so that
+many groups take no longer than seconds."""
 
 
 @dataclass(slots=True)
 class _Pool:
-    """What one group holds, and what each member writes of it."""
+    """The bytes that one group holds, and how many of them each member writes."""
 
     members: Ints
     nbytes: float
@@ -45,12 +44,12 @@ class _Pool:
 
 
 def balance(held: Mapping[Group, int], world: int) -> dict[Group, tuple[int, ...]]:
-    """Shares of the groups that are not to be divided evenly: of n members, n + 1 ascending cuts
-    from 0 to SHARE_UNIT.
+    """Shares of the groups that are not divided evenly: for n members, n + 1 ascending cuts from 0
+    to SHARE_UNIT.
 
-    ``held`` tells the bytes that each group holds together. {} where even shares are as good,
-    within 1%. The highest load is then as low as the holders allow, within 1%, up to several
-    thousand groups; beyond that it comes as close as time allows.
+    ``held`` maps each group to the bytes that its members hold in common. Returns {} where even
+    shares are as good, within 1%. With up to several thousand groups, the highest load is as low as
+    the holders allow, within 1%; with more, the bounds above may end the search earlier.
     """
     load = np.zeros(world)
     for group, nbytes in held.items():
@@ -59,7 +58,7 @@ def balance(held: Mapping[Group, int], world: int) -> dict[Group, tuple[int, ...
     for group, nbytes in held.items():
         if len(group) == 1:
             alone[group[0]] += nbytes
-    least = max(load.mean(), alone.max(initial=0.0)) if world else 0.0
+    least = max(load.sum() / max(world, 1), alone.max(initial=0.0))
     if load.max(initial=0.0) <= least * (1 + WORTH):
         return {}
     pools = [
@@ -75,8 +74,8 @@ def balance(held: Mapping[Group, int], world: int) -> dict[Group, tuple[int, ...
 
 
 def _pour(pools: Sequence[_Pool], load: Loads, least: float) -> None:
-    """Change what members write, and ``load`` with it, until the highest load is ``least``, or
-    nothing moves any more."""
+    """Update what members write, and ``load`` with it, until the highest load is ``least`` or no
+    share changes any more."""
     for _ in range(min(ROUNDS_MAX, 2 + POURED_MAX // max(len(pools), 1))):
         before = load.copy()
         for pool in pools:
@@ -91,8 +90,8 @@ def _pour(pools: Sequence[_Pool], load: Loads, least: float) -> None:
 
 
 def _poured(others: Loads, nbytes: float) -> Loads:
-    """What each writes where the least loaded are filled up to one level: (n,) that sum up to
-    ``nbytes``."""
+    """The bytes that each member writes when the least loaded are filled up to one level: (n,), with
+    the sum ``nbytes``."""
     steps = np.sort(others)
     levels = (np.cumsum(steps) + nbytes) / np.arange(1, len(steps) + 1)
     filled = int(np.flatnonzero(steps < levels)[-1])  # steps below their level are the first ones

@@ -16,9 +16,18 @@ import numpy.typing as npt
 from ..core.units import ceil_div
 
 __all__ = [
-    "Bools", "Ints", "contiguous", "cut", "flat_starts", "padded", "ranges", "strides", "union", "volumes",
+    "Bools",
+    "Ints",
+    "contiguous",
+    "cut",
+    "flat_starts",
+    "padded",
+    "ranges",
+    "strides",
+    "union",
+    "volumes",
     "widen",
-]  # fmt: skip
+]
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]

@@ -66,8 +66,10 @@ def _in_bounds(within: Ints, offsets: Ints, lengths: Ints) -> Bools:
 
 
 def _where(mask: Bools) -> Ints | slice:
-    """The rows of a mask, to index with; a slice, which copies nothing, where that is all of them."""
-    return slice(None) if mask.all() else np.flatnonzero(mask)
+    """The rows of a mask, as an index; where the mask has all, a slice, which copies nothing."""
+    if mask.all():
+        return slice(None)
+    return np.flatnonzero(mask)
 
 
 def _flag_flat(flags: Bools, shape: Ints, tensor: Ints, offsets: Ints, lengths: Ints) -> None:

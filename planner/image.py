@@ -1,9 +1,8 @@
-"""Where it lies: the layout of an image, which is a safetensors file with the digests of its blocks
-at the end.
+"""The layout of an image, which is a safetensors file with the digests of its blocks at the end.
 
     0             header: 8 bytes length, JSON, padded with spaces to a multiple of 4096
-    header end    tensors, without holes: those of whole pages first, then by itemsize, so that each is aligned to
-                  its elements and large ones to pages
+    header end    tensors, without holes: those of whole pages first, then by itemsize, so that
+                  each is aligned to its elements, and large ones to pages
     data_end      zeros up to
     hashed_end    a 16-byte xxh3-128 digest of each block of [0, hashed_end), in order
     nbytes        end of file
@@ -72,7 +71,7 @@ SAFETENSORS_DTYPES = {
 class ImageLayout:
     """Where the n shards of an image lie. All offsets and sizes are bytes of the image's file.
 
-    ``header``       the file's first bytes, a multiple of 4096 of them; tensor data starts right behind
+    ``header``       the file's first bytes, a multiple of 4096; tensor data starts right behind
     ``start``        (n,) offset of each shard, in the order in which shards were given
     ``order``        (n,) shards by ascending ``start``
     ``data_end``     end of the last shard

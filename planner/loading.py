@@ -67,9 +67,9 @@ class LoadPlan:
     ``pair``      (C,) row of the pair columns
     ``src``       (C,) offset in the image's file, in bytes, of the first byte to copy
     ``nbytes``    (C,) bytes from there on
-    ``dst``       (C,) offset, in bytes, in the C-contiguous local tensor; or -1 when the elements are not one run on
-                  both sides: then ``src`` and ``nbytes`` are a range of the stored box, whole elements, of which
-                  ``strided_parts`` says what to copy
+    ``dst``       (C,) offset, in bytes, in the C-contiguous local tensor; or -1 when the elements
+                  are not one run on both sides: then ``src`` and ``nbytes`` are a range of the
+                  stored box, whole elements, and ``strided_parts`` returns what to copy of it
 
     A pair; the box is what shard and target have in common, in elements of the global tensor:
 
@@ -101,7 +101,7 @@ class LoadPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Pairs:
-    """Pairs, and where they lie. Bytes are counted on the line of all images, one after the other."""
+    """Pairs, and where they lie. Byte offsets run through all images, one after the other."""
 
     shard: Ints
     target: Ints
@@ -204,7 +204,7 @@ def _candidates(pointers: Ints, tensor: Ints) -> Iterator[tuple[Ints, Ints]]:
 def _with_common_elements(
     shards: ShardTable, targets: Targets, shard: Ints, target: Ints
 ) -> tuple[Ints, Ints]:
-    """Those of the pairs whose boxes meet."""
+    """The pairs whose boxes intersect."""
     meets = np.ones(len(shard), dtype=np.bool_)
     for dim in range(shards.offsets.shape[1]):
         stored = shards.offsets[shard, dim]

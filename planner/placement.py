@@ -170,8 +170,11 @@ def _joined(intervals: Iterable[tuple[int, int]]) -> Intervals:
     needed."""
     result: Intervals = []
     for start, stop in intervals:
-        joins = bool(result) and result[-1][1] == start
-        result.append((result.pop()[0] if joins else start, stop))
+        if result and result[-1][1] == start:
+            first, _ = result.pop()
+            result.append((first, stop))
+        else:
+            result.append((start, stop))
     return result
 
 

@@ -30,8 +30,8 @@ class Holdings:
     ``itemsize``        (n,) bytes per element
     ``group``           (n,) index into ``groups``
     ``groups``          ranks, ascending, that hold the same bytes
-    ``order``           (n,) sort key, the same on every holder of a box; boxes of a group that share it have different
-                        offsets
+    ``order``           (n,) sort key, the same on every holder of a box; boxes of a group that
+                        share it have different offsets
     """
 
     tensor: Ints

@@ -1,7 +1,7 @@
-"""Who reads what for whom: of ranks that want the same bytes, one reads them, and hands them to the
-others.
+"""Decides, for bytes that several ranks want, which rank reads them and sends them to the others.
 
-All ranks of a circle know each other's wishes, and work this out alike, without a word.
+Every rank of a group knows what all of its ranks want, so each computes the same decision without
+further messages.
 """
 
 from __future__ import annotations
@@ -55,22 +55,22 @@ class Wish:
 
 @dataclass(frozen=True, eq=False)
 class Sharing:
-    """U units, all cut at the same multiples of bytes, each read by one member; and the W pairs of
-    a unit and a member that wants of it.
+    """U units, all cut at multiples of the same number of bytes, each read by one member; and W
+    pairs of a unit and a member that wants a part of it.
 
-    A unit, ascending by image and start, disjoint; all that is wanted lies in one:
+    Units ascend by image and start, are disjoint, and contain every byte that is wanted:
 
     ``image``    (U,)
     ``start``    (U,) bytes of the image's file
     ``stop``     (U,)
-    ``reader``   (U,) one of the members that want of it
+    ``reader``   (U,) one of the members that want a part of it
 
-    A pair; those of unit u are the rows from ``first[u]`` to ``first[u + 1]``, ascending by member:
+    The pairs of unit u are the rows from ``first[u]`` to ``first[u + 1]``, ascending by member:
 
     ``first``    (U + 1,)
     ``member``   (W,)
-    ``low``      (W,) first, and past the last, byte that this member wants of the unit, as above
-    ``high``     (W,)
+    ``low``      (W,) the first byte of the unit that this member wants, in the image's file
+    ``high``     (W,) past the last one
     """
 
     image: Ints
@@ -88,49 +88,43 @@ class Sharing:
         return int((self.stop - self.start)[np.diff(self.first) > 1].sum())
 
     def takers(self, unit: int) -> list[tuple[int, int, int]]:
-        """``(member, low, high)`` of those that want of ``unit`` what another reads."""
+        """``(member, low, high)`` of each member that wants a part of ``unit`` and does not read it
+        itself."""
         rows = range(int(self.first[unit]), int(self.first[unit + 1]))
-        told = [(int(self.member[row]), int(self.low[row]), int(self.high[row])) for row in rows]
-        return [taker for taker in told if taker[0] != self.reader[unit]]
+        return [
+            (int(self.member[row]), int(self.low[row]), int(self.high[row]))
+            for row in rows
+            if self.member[row] != self.reader[unit]
+        ]
 
     def hull(self, unit: int, member: int) -> tuple[int, int]:
-        """First, and past the last, byte that ``member``, who wants something of it, wants of
-        ``unit``."""
+        """The first byte that ``member`` wants of ``unit``, and the end of the last. It must want a
+        part of it."""
         row = int(self.first[unit])
         row += int(np.searchsorted(self.member[row : int(self.first[unit + 1])], member))
         return int(self.low[row]), int(self.high[row])
 
     def handed_nbytes(self, member: int) -> int:
-        """What ``member`` is handed by others, in bytes."""
+        """The bytes that other members send to ``member``."""
         units = np.repeat(np.arange(len(self.reader)), np.diff(self.first))
         rows = (self.member == member) & (self.reader[units] != member)
         return int((self.high - self.low)[rows].sum())
 
 
 def share(wishes: Sequence[Wish], unit_nbytes: int) -> Sharing:
-    """Give every byte that is wished for one reader; wish m is that of member m. Units are cut at
-    multiples of ``unit_nbytes``, as reads of members are; bytes per reader are as even as units
-    are.
+    """Assign every byte that is wanted to one reader; wish m is that of member m. Units are cut at
+    multiples of ``unit_nbytes``, as the reads of members are; readers get as even a number of bytes
+    as whole units allow.
 
-    What is wanted by overlapping wishes is read in one go, so a reader may read more than it wants
-    itself.
+    The union of overlapping wishes is read at once, so a reader may read more than it wants itself.
     """
     last = max((int(wish.stop.max(initial=0)) for wish in wishes), default=0)
     room = (last // unit_nbytes + 1) * unit_nbytes  # of one image, on the line of all images
     lines = [(w.image * room + w.start, w.image * room + w.stop) for w in wishes]
-    none = np.empty(0, np.int64)
-    starts, stops = (
-        (np.concatenate([none, *side]) for side in zip(*lines, strict=True))
-        if lines
-        else (none, none)
-    )
+    starts, stops = _concatenated(lines, 2)
     start, stop = cut(*union(starts, stops, -1), unit_nbytes)
     pairs = [_hulls(*line, start, unit_nbytes) for line in lines]
-    unit, low, high = (
-        (np.concatenate([none, *column]) for column in zip(*pairs, strict=True))
-        if pairs
-        else (none,) * 3
-    )
+    unit, low, high = _concatenated(pairs, 3)
     member = np.repeat(np.arange(len(pairs), dtype=np.int64), [len(p[0]) for p in pairs])
     order = np.lexsort((member, unit))
     unit = unit[order]
@@ -144,9 +138,15 @@ def share(wishes: Sequence[Wish], unit_nbytes: int) -> Sharing:
     )  # fmt: skip
 
 
+def _concatenated(parts: Sequence[tuple[Ints, ...]], columns: int) -> list[Ints]:
+    """Each of so many columns of all ``parts``, one after the other."""
+    none = np.empty(0, np.int64)
+    return [np.concatenate([none, *(part[column] for part in parts)]) for column in range(columns)]
+
+
 def regrouped(plan: LoadPlan, sharing: Sharing) -> tuple[LoadPlan, Ints]:
-    """``plan`` with the units that it takes part in for its reads, and which ones these are.
-    ``sharing`` has its wish."""
+    """``plan`` with whole units as its reads, and the indices of these units. The wish of ``plan``
+    must be one of those that made ``sharing``."""
     room = int(max(sharing.stop.max(initial=0), plan.stop.max(initial=0))) + 1
     units = sharing.image * room + sharing.start
     of = np.searchsorted(units, plan.image * room + plan.start, side="right") - 1
@@ -163,21 +163,19 @@ def regrouped(plan: LoadPlan, sharing: Sharing) -> tuple[LoadPlan, Ints]:
 
 
 def _hulls(start: Ints, stop: Ints, units: Ints, unit_nbytes: int) -> tuple[Ints, Ints, Ints]:
-    """One member's units, ascending, and the first byte, and past the last one, that it wants of
-    each."""
+    """The units that one member wants parts of, ascending, with the first byte that it wants of
+    each and the end of the last."""
     start, stop = cut(start, stop, unit_nbytes)
     unit, at = np.unique(np.searchsorted(units, start, side="right") - 1, return_index=True)
-    return (
-        unit.astype(np.int64),
-        start[at],
-        stop[np.append(at[1:], len(stop)) - 1] if len(at) else stop,
-    )
+    if len(at):
+        stop = stop[np.append(at[1:], len(stop)) - 1]
+    return unit.astype(np.int64), start[at], stop
 
 
 def _readers(first: Ints, member: Ints, nbytes: Ints, members: int) -> Ints:
-    """Per unit, who reads it. Of what the same members want, each reads one run: storage is fastest
-    where a reader goes on where it was. Small groups of members come first, and large ones make up
-    for what is uneven then."""
+    """The reader of each unit. Each member reads one run of the units that the same members want:
+    storage is fastest where a reader continues where it was. Small groups of members come first, so
+    that large groups can even out what these leave uneven."""
     groups: dict[tuple[int, ...], list[int]] = {}
     wanting = member.tolist()
     edges = first.tolist()

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..core.forks.cached import cached_property
+from .box import Box
 from .columns import Ints, volumes, widen
 from .coverage import Flaw, flawed, flaws
 
@@ -79,18 +80,21 @@ class TensorTable:
         owners = [int(self.owner[row]) for row in candidates]
         if owners[0] == -1:
             return candidates[0]
-        return candidates[owners.index(rank) if rank in owners else rank % len(owners)]
+        if rank in owners:
+            return candidates[owners.index(rank)]
+        return candidates[rank % len(owners)]
 
     def find_all(self, names: Sequence[str], rank: int = 0) -> Ints:
         """(n,) rows of ``names`` as ``find`` gives them, -1 where there is no such name."""
         if (self.owner < 0).all():
             row_of = dict(zip(self.names, range(len(self)), strict=True))
             return np.fromiter((row_of.get(name, -1) for name in names), np.int64, len(names))
-        found = {
-            name: self.find(name, rank) for name in dict.fromkeys(names)
-        }  # each once: a name may have many owners
-        rows = (found[name] for name in names)
-        return np.fromiter((-1 if row is None else row for row in rows), np.int64, len(names))
+        found: dict[str, int] = {}
+        for name in dict.fromkeys(names):  # each once: a name may have many owners
+            row = self.find(name, rank)
+            if row is not None:
+                found[name] = row
+        return np.fromiter((found.get(name, -1) for name in names), np.int64, len(names))
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,11 +173,15 @@ def coverage_errors(tensors: TensorTable, shards: ShardTable, limit: int = 20) -
     ]
     ndim = max(tensors.shape.shape[1], shards.offsets.shape[1])
     shape = widen(tensors.shape, ndim, 1)
-    tensor = shards.tensor if known.all() else shards.tensor[known]
-    offsets, lengths = (
-        widen(column if known.all() else column[known], ndim, fill)
-        for column, fill in ((shards.offsets, 0), (shards.lengths, 1))
-    )
+    tensor = shards.tensor
+    offsets = shards.offsets
+    lengths = shards.lengths
+    if not known.all():
+        tensor = tensor[known]
+        offsets = offsets[known]
+        lengths = lengths[known]
+    offsets = widen(offsets, ndim, 0)
+    lengths = widen(lengths, ndim, 1)
     flags = flawed(shape, tensor, offsets, lengths)
     aliases = tensors.alias >= 0
     flags[aliases] = np.bincount(tensor, minlength=len(tensors))[aliases] > 0
@@ -190,13 +198,8 @@ def _sentences(tensors: TensorTable, row: int, offsets: Ints, lengths: Ints) -> 
     if tensors.owner[row] >= 0:
         name += f" of rank {tensors.owner[row]}"
     if tensors.alias[row] >= 0:
-        return [
-            (
-                f"{name}: stored twice, since it is an alias of "
-                f"{tensors.names[tensors.alias[row]]} "
-                f"and has shards too"
-            )
-        ]
+        original = tensors.names[tensors.alias[row]]
+        return [f"{name}: stored twice, since it is an alias of {original} and has shards too"]
     padded = tuple(tensors.shape[row].tolist()) + (1,) * (offsets.shape[1] - tensors.shape.shape[1])
     return [
         f"{name}: {_text(flaw, tensors.shape_of(row), ndim)}"
@@ -207,10 +210,12 @@ def _sentences(tensors: TensorTable, row: int, offsets: Ints, lengths: Ints) -> 
 def _text(flaw: Flaw, shape: tuple[int, ...], ndim: int) -> str:
     # A box that sticks out in a padded dimension is shown with it.
     plain = math.prod(flaw.box.lengths[ndim:]) == 1 and not any(flaw.box.offsets[ndim:])
-    shown = (
-        flaw.box if not plain else type(flaw.box)(flaw.box.offsets[:ndim], flaw.box.lengths[:ndim])
-    )
-    where = str(shown) if shown.ndim else "its only element"
+    shown = flaw.box
+    if plain:
+        shown = Box(flaw.box.offsets[:ndim], flaw.box.lengths[:ndim])
+    where = str(shown)
+    if not shown.ndim:
+        where = "its only element"
     if flaw.kind == "out of bounds":
         return f"a shard {where} is out of bounds of shape {list(shape)}, or empty"
     return f"{where} is {flaw.kind}"

@@ -35,7 +35,7 @@ class Journal:
         self._file = (folder / f"rank-{rank}.jsonl").open("ab", buffering=0)
 
     def write(self, kind: str, **told: Any) -> None:
-        """Add a line, at once: with a single call to the system, so that none is ever seen in part."""
+        """Append a line with a single system call, so that no reader sees a part of it."""
         line = {"kind": kind, "rank": self._rank, "time_s": time.time(), "told": told}
         self._file.write(json.dumps(line).encode() + b"\n")
 

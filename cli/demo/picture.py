@@ -58,7 +58,9 @@ def _draw_curves(axes: Axes, before: Record, after: Record, reference: Record) -
         (before, _BEFORE, 2.2, f"{before.ranks} ranks, until one was killed"),
         (after, _AFTER, 1.6, f"{after.ranks} ranks, resumed from step {min(after.losses) - 1}"),
     ):
-        marker = "o" if record is after else ""
+        marker = ""
+        if record is after:
+            marker = "o"
         axes.plot(
             *zip(*sorted(record.losses.items()), strict=True), color=colour, linewidth=width, label=label,
             marker=marker, markersize=3, solid_capstyle="round",
@@ -79,7 +81,7 @@ def _draw_kill(axes: Axes, loss: float, step: int, victim: int) -> None:
 
 
 def _draw_checkpoints(axes: Axes, before: Record, after: Record, killed_at: int) -> None:
-    """In a row of their own: dots where one was committed, a cross where the kill left a torn one."""
+    """In their own row: a dot where one was committed, a cross where the kill left a torn one."""
     for height, record, colour in ((1, before, _BEFORE), (0, after, _AFTER)):
         axes.plot(
             [saved.step for saved in record.saves],

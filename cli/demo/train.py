@@ -1,7 +1,8 @@
 """The training job: what torchrun starts on every rank. Written as a user of Holdfast would write
 it.
 
-    torchrun --nproc-per-node=4 -m holdfast.cli.demo.train --journal FOLDER --uri URI --steps 40 --every 8
+    torchrun --nproc-per-node=4 -m holdfast.cli.demo.train \
+        --journal FOLDER --uri URI --steps 40 --every 8
 
 It resumes from the newest checkpoint below the URI, on however many ranks it finds itself. With
 ``--kill-at 24 --victim 2`` rank 2 kills itself in the middle of saving step 24. Without a URI

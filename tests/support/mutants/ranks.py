@@ -71,10 +71,10 @@ MUTANTS = [
         tests="tests/property/test_storage_exchange.py -k budget",
     ),
     Mutant(
-        says="of a unit, a member is handed its first range only",
+        says="of a unit, a member gets its first range only",
         file="planner/sharing.py",
-        old="    return (unit.astype(np.int64), start[at], stop[np.append(at[1:], len(stop)) - 1] if len(at) else stop)\n",
-        new="    return (unit.astype(np.int64), start[at], stop[at] if len(at) else stop)\n",
+        old="        stop = stop[np.append(at[1:], len(stop)) - 1]\n",
+        new="        stop = stop[at]\n",
         tests="tests/property/test_storage_exchange.py -k handed_all",
     ),
     Mutant(
