@@ -30,7 +30,7 @@ from ..storage.format.digest import digest
 from ..storage.format.fragment import Fragment, Group, Layout, decode_fragment, fragment_of, join
 from ..storage.format.manifest import ImageTable, Manifest, check_complete
 from ..storage.format.merge import merge
-from ..storage.format.vouched import Vouched
+from ..storage.format.verified import VerifiedManifest
 from ..storage.operations.global_plan import Accord, Held, Leader, Way
 from ..storage.runtime.engine import start
 from ..storage.state.adapters.dtensor import LocalPart
@@ -81,9 +81,9 @@ class _Found:
     merge_nbytes: int = 0
     decode_s: float = 0.0
     """To decode and check it: one rank of a host does."""
-    vouched_s: list[float] = field(default_factory=list)
+    verified_s: list[float] = field(default_factory=list)
     """To decode of it what a rank wants: the others do."""
-    vouched_nbytes: int = 0
+    verified_nbytes: int = 0
     manifest_nbytes: int = 0
     stored: int = 0
     """Shards of all ranks."""
@@ -102,7 +102,10 @@ class _Found:
             f"{self.merge_nbytes / MIB:,.0f}",
         ]
         whole += [f"{self.manifest_nbytes / 1e6:.1f}", f"{self.decode_s:.2f}"]
-        whole += [f"{max(self.vouched_s, default=0) * 1e3:.0f}", f"{self.vouched_nbytes / MIB:.0f}"]
+        whole += [
+            f"{max(self.verified_s, default=0) * 1e3:.0f}",
+            f"{self.verified_nbytes / MIB:.0f}",
+        ]
         whole += [f"{max(self.load_s, default=0) * 1e3:.0f}"]
         return [
             self.name,
@@ -369,23 +372,23 @@ def _load(found: _Found, data: bytes, target: Job) -> None:
     for rank in _samples(target.world):
         state = target.state(rank)
         began_s = time.process_time()
-        seen = Vouched.decode(data)
+        seen = VerifiedManifest.decode(data)
         seen_s = time.process_time()
         matched = match(flatten(state, loading=True), seen.manifest, rank, cast=False)
         wanted = matched.wanted.targets(seen.manifest.tensors.shape)
         matched_s = time.process_time()
-        manifest = seen.of(wanted.tensor)
+        manifest = seen.with_shards_of(wanted.tensor)
         of_s = time.process_time()
         plan_load(manifest.tensors, manifest.shards, wanted, manifest.images.hashed_nbytes)
         found.load_s.append(time.process_time() - of_s + matched_s - seen_s)
-        found.vouched_s.append(seen_s - began_s + of_s - matched_s)
+        found.verified_s.append(seen_s - began_s + of_s - matched_s)
         if matched.missing or matched.mismatched:
             raise AssertionError(
                 f"the other layout does not fit: {[*matched.missing, *matched.mismatched][:3]}"
             )
     with PeakMemory() as memory:
-        Vouched.decode(data).of(wanted.tensor)
-    found.vouched_nbytes = memory.nbytes
+        VerifiedManifest.decode(data).with_shards_of(wanted.tensor)
+    found.verified_nbytes = memory.nbytes
 
 
 def _samples(world: int) -> list[int]:

@@ -13,12 +13,12 @@ For a safetensors reader, what follows ``data_end`` is one more tensor, ``__hold
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from ..core import safetensors
 from ..core.units import ceil_div, round_up
 from .box import Box
 from .columns import Ints, volumes
@@ -44,27 +44,6 @@ BLOCKS_NAME = "__holdfast_blocks__"
 
 # Readers of safetensors refuse longer headers.
 HEADER_NBYTES_MAX = 100_000_000
-
-# What every reader since safetensors 0.4.3 knows. One unknown name makes a reader refuse the whole
-# file, so dtypes that came later (C64, F8_E8M0) are not used: such tensors are written as bytes,
-# like all others that are not listed.
-SAFETENSORS_DTYPES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int16": "I16",
-    "uint16": "U16",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int32": "I32",
-    "uint32": "U32",
-    "float32": "F32",
-    "float64": "F64",
-    "int64": "I64",
-    "uint64": "U64",
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,9 +199,10 @@ def _entries(
 
 def _fragment(dtype: str, ndim: int, itemsize: int, lengths: tuple[int, ...]) -> str:
     """What the entries of all shards of one dtype and shape have in common."""
-    name = SAFETENSORS_DTYPES.get(dtype)
-    shape = [*lengths[:ndim]] if name else [*lengths[:ndim], itemsize]
-    return f'{{"dtype":"{name or "U8"}","shape":[{",".join(map(str, shape))}],"data_offsets":'
+    code = safetensors.DTYPES.get(dtype)
+    if code is None:
+        return safetensors.entry_prefix("U8", (*lengths[:ndim], itemsize))
+    return safetensors.entry_prefix(code, lengths[:ndim])
 
 
 def _header(entries: Sequence[str], data_nbytes: int, block_nbytes: int) -> bytes:
@@ -234,9 +214,9 @@ def _header(entries: Sequence[str], data_nbytes: int, block_nbytes: int) -> byte
         # until both agree.
         hashed_end = round_up(size + data_nbytes, PAGE_NBYTES)
         end = hashed_end - size + DIGEST_NBYTES * blocks_of(hashed_end, block_nbytes)
-        shape = f'"shape":[{end - data_nbytes}],"data_offsets":[{data_nbytes},{end}]'
-        tail = f',"{BLOCKS_NAME}":{{"dtype":"U8",{shape}}}}}'
-        needed = round_up(8 + len(text) + len(tail), PAGE_NBYTES)
+        digests = safetensors.entry("U8", (end - data_nbytes,), data_nbytes, end)
+        tail = f',"{BLOCKS_NAME}":{digests}}}'
+        needed = safetensors.framed_nbytes(len(text) + len(tail), PAGE_NBYTES)
         if needed <= size:
-            return struct.pack("<Q", size - 8) + (text + tail).ljust(size - 8).encode("ascii")
+            return safetensors.framed((text + tail).encode("ascii"), size)
         size = needed

@@ -31,9 +31,9 @@ from urllib.parse import quote
 import numpy as np
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
+from ...core import safetensors
 from ...core.forks.cached import cached_property
 from ...errors import UsageError
-from ...planner.image import SAFETENSORS_DTYPES
 from ..format.values import encode_value
 from ..operations.reader import Checkpoint, TensorInfo
 from ..operations.reader import open as open_checkpoint
@@ -217,7 +217,7 @@ def _files_of(checkpoint: Checkpoint, info: TensorInfo) -> Iterator[tuple[str, _
 
         if info.dtype in _NUMPY_DTYPES:
             yield f"{name}.npy", _File(_npy_header(info), info.nbytes, read)
-        if info.dtype in SAFETENSORS_DTYPES:
+        if info.dtype in safetensors.DTYPES:
             yield f"{name}.safetensors", _File(_safetensors_header(info), info.nbytes, read)
 
 
@@ -231,12 +231,9 @@ def _npy_header(info: TensorInfo) -> bytes:
 
 
 def _safetensors_header(info: TensorInfo) -> bytes:
-    dtype, ends = SAFETENSORS_DTYPES[info.dtype], [0, info.nbytes]
-    text = json.dumps(
-        {info.name: {"dtype": dtype, "shape": list(info.shape), "data_offsets": ends}}
-    ).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    entry = safetensors.entry(safetensors.DTYPES[info.dtype], info.shape, 0, info.nbytes)
+    text = f"{{{json.dumps(info.name)}:{entry}}}".encode()
+    return safetensors.framed(text, safetensors.framed_nbytes(len(text), 8))
 
 
 def _table(checkpoint: Checkpoint) -> bytes:

@@ -21,7 +21,7 @@ from ..exchange.setup import LEAST_NBYTES, begin_exchange
 from ..exchange.transport import host_key
 from ..format.manifest import Manifest
 from ..format.tree import Key, dotted, format_path
-from ..format.vouched import Vouched
+from ..format.verified import VerifiedManifest
 from ..pipeline.image_reader import ImageReader, plan_reads
 from ..pipeline.unpacking import images_of
 from ..protocol.current import read_manifest
@@ -149,7 +149,7 @@ async def _load(
     early = job.early
     job.early = None
     seen, checksum = await _seen(driver, team, f"manifest/{attempt}", mates, early)
-    manifest = seen.manifest if isinstance(seen, Vouched) else seen
+    manifest = seen.manifest if isinstance(seen, VerifiedManifest) else seen
     job.match, job.built = await offload(_matched, job, manifest, team.rank, team.world)
     overlaps = await _overlaps(driver, team, seen, job)
     if overlaps is None:
@@ -162,8 +162,8 @@ async def _load(
     job.left = Differences.decode(left)
     job.touched |= job.match.filled
     targets = job.match.wanted.targets(manifest.tensors.shape)
-    if isinstance(seen, Vouched):
-        manifest = await offload(seen.of, targets.tensor)
+    if isinstance(seen, VerifiedManifest):
+        manifest = await offload(seen.with_shards_of, targets.tensor)
     circle = _circle(team, f"exchange/{attempt}", circles, job.exchange, mates)
     budget_nbytes = job.budget_nbytes // (
         2 if circle and circle.near else 1
@@ -196,7 +196,7 @@ async def _load(
 
 
 async def _overlaps(
-    driver: Driver, team: Team, seen: Manifest | Vouched, job: LoadJob
+    driver: Driver, team: Team, seen: Manifest | VerifiedManifest, job: LoadJob
 ) -> Overlaps | None:
     """What goes into memory that tensors of the state share is read before the ranks judge what
     fits; it is not read again. None when the checkpoint was replaced meanwhile."""
@@ -208,7 +208,9 @@ async def _overlaps(
     found.wanted = wanted.without(numbers)
     wishes = wanted.wishes()
     rows = np.unique([wishes[number][0] for number in numbers])
-    manifest = await offload(seen.of, rows) if isinstance(seen, Vouched) else seen
+    manifest = (
+        await offload(seen.with_shards_of, rows) if isinstance(seen, VerifiedManifest) else seen
+    )
     try:
         images = images_of(driver, manifest)
         overlaps = await read_overlaps(
@@ -228,7 +230,7 @@ async def _seen(
     name: str,
     mates: Sequence[int],
     early: Future[tuple[Manifest, bytes]] | None,
-) -> tuple[Manifest | Vouched, bytes]:
+) -> tuple[Manifest | VerifiedManifest, bytes]:
     """The manifest, and its checksum. Read and checked by one rank of the host: the others decode
     what they need of it."""
     mine: list[Manifest] = []
@@ -241,7 +243,9 @@ async def _seen(
         return data
 
     data = await read_once(team, name, mates, read)
-    return mine[0] if mine else await offload(Vouched.decode, data), bytes(data[-DIGEST_NBYTES:])
+    return mine[0] if mine else await offload(VerifiedManifest.decode, data), bytes(
+        data[-DIGEST_NBYTES:]
+    )
 
 
 def _circle(

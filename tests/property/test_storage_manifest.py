@@ -27,7 +27,7 @@ from holdfast.storage.format.columns import decode_columns, encode_columns, narr
 from holdfast.storage.format.digest import digest
 from holdfast.storage.format.manifest import ImageTable, Manifest, check_complete
 from holdfast.storage.format.tree import Container, Tree, Value
-from holdfast.storage.format.vouched import Vouched
+from holdfast.storage.format.verified import VerifiedManifest
 
 ATTEMPT = "20200101T000000-00000000"
 DTYPES = (("float32", 4), ("uint8", 1), ("complex128", 16), ("bfloat16", 2))
@@ -171,9 +171,9 @@ def test_who_takes_a_manifest_as_checked_sees_of_wanted_tensors_what_is_in_it(
     shards, mine = manifest.shards, np.isin(manifest.shards.tensor, wanted)
     columns = (shards.tensor, shards.offsets, shards.lengths, shards.image, shards.start)
     expected = replace(manifest, shards=ShardTable(*(column[mine] for column in columns)))
-    seen = Vouched.decode(memoryview(encoded))
+    seen = VerifiedManifest.decode(memoryview(encoded))
     assert len(seen.manifest.shards) == 0
-    assert plain(seen.of(wanted)) == plain(expected)
+    assert plain(seen.with_shards_of(wanted)) == plain(expected)
 
 
 def fits(columns: Columns, head: dict[str, Any]) -> bool:

@@ -88,7 +88,7 @@ def test_what_no_reader_would_accept_is_not_saved(monkeypatch: pytest.MonkeyPatc
     state = {"k" * (1 << 20): {str(n): {"x": 1} for n in range(100)}}
     with pytest.raises(holdfast.SaveError, match="shorter keys"):
         holdfast.save("memory://too-long", state)
-    monkeypatch.setattr(columns, "_HEADER_NBYTES_MAX", 1 << 20)
+    monkeypatch.setattr(columns, "HEADER_NBYTES_MAX", 1 << 20)
     with pytest.raises(holdfast.SaveError, match="as JSON"):
         holdfast.save("memory://too-large", {"x": "x" * (1 << 20)})
 

@@ -29,8 +29,8 @@ MUTANTS = [
         tests="tests/unit/test_storage_damage.py::test_a_slice_is_verified_on_its_own",
     ),
     Mutant(
-        says="vouched: a tensor that is wanted twice has its shards twice",
-        file="storage/format/vouched.py",
+        says="verified manifest: a tensor that is wanted twice has its shards twice",
+        file="storage/format/verified.py",
         old="        rows = np.unique(tensors)\n",
         new="        rows = np.sort(tensors)\n",
         tests="tests/property/test_storage_manifest.py::test_who_takes_a_manifest_as_checked_sees_of_wanted_tensors_what_is_in_it",
