@@ -2,59 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, overload
 
-from ..drivers.contract import Driver
-from ..drivers.registry import open_driver
-from ..errors import UsageError
-from .format.manifest import Manifest
 from .format.packed import Compression, checked_compression
-from .operations.differences import Differences, Strict
+from .operations.call_errors import announcing_errors_of_call
+from .operations.differences import Strict
 from .operations.foreign import explains
 from .operations.handle import SaveHandle
-from .operations.load import Exchanging, LoadJob, finish, run_build, run_load
-from .operations.report import LoadReport, SaveReport
-from .operations.start_save import (
-    Destination,
+from .operations.load import Exchanging
+from .operations.options import (
+    BUDGET_NBYTES,
+    DEADLINE_S,
     Lazy,
+    LoadOptions,
+    SaveOptions,
     UriLike,
-    begin_save,
-    closing,
-    named,
-    step_of_state,
-    telling,
-    telling_of,
+    check_budget,
 )
-from .protocol.current import read_manifest
-from .ranks.calls import Call
-from .ranks.process_group import current_rank, current_team
-from .ranks.team import Solo, Team
+from .operations.report import LoadReport, SaveReport
+from .operations.start_load import load_state
+from .operations.start_save import Destination, begin_save, step_of_state
 from .runtime.buffers import release_pools
-from .runtime.engine import check_may_wait, run, start
-from .runtime.progress import ProgressCallback, ProgressReporter
-from .state.flatten import flatten
+from .runtime.engine import check_may_wait
+from .runtime.progress import ProgressCallback
 from .state.lazy import fence
 
-__all__ = [
-    "BUDGET_NBYTES",
-    "DEADLINE_S",
-    "LoadOptions",
-    "async_save",
-    "fence",
-    "load",
-    "load_after",
-    "release_memory",
-    "save",
-]
-
-BUDGET_NBYTES = 512 << 20
-DEADLINE_S = 300.0
-_BUDGET_MIN_NBYTES = 32 << 20
+__all__ = ["async_save", "fence", "load", "release_memory", "save"]
 
 T = TypeVar("T")
 
@@ -101,14 +75,20 @@ def save(
     life for ``deadline_s`` seconds, or ``timeout_s`` are over.
     """
     check_may_wait()
-    with telling_of("save", uri, step_of_state(state) if step is None else step, deadline_s):
-        _checked_budget(budget_nbytes)
-        compression = checked_compression(compression)
+    if step is None:
+        step = step_of_state(state)
+    with announcing_errors_of_call("save", uri, step, deadline_s):
+        check_budget(budget_nbytes)
+        options = SaveOptions(
+            budget_nbytes=budget_nbytes,
+            deadline_s=deadline_s,
+            timeout_s=timeout_s,
+            compression=checked_compression(compression),
+            allow_empty=allow_empty,
+            progress=progress,
+        )
         to = Destination(uri, storage_options)
-    handle, future = begin_save(
-        to, state, step, budget_nbytes, deadline_s, lazy=False, timeout_s=timeout_s, compression=compression,
-        allow_empty=allow_empty, asks=True, progress=progress,
-    )  # fmt: skip
+    handle, future = begin_save(to, state, step, options, logs_failure=False)
     try:
         handle.wait()
     except KeyboardInterrupt:
@@ -149,15 +129,22 @@ def async_save(
     """
     if not lazy:
         check_may_wait()
-    with telling_of("save", uri, step_of_state(state) if step is None else step, deadline_s):
+    if step is None:
+        step = step_of_state(state)
+    with announcing_errors_of_call("save", uri, step, deadline_s):
         if budget_nbytes is not None:
-            _checked_budget(budget_nbytes)
-        compression = checked_compression(compression)
+            check_budget(budget_nbytes)
+        options = SaveOptions(
+            lazy=lazy,
+            budget_nbytes=budget_nbytes,
+            deadline_s=deadline_s,
+            timeout_s=timeout_s,
+            compression=checked_compression(compression),
+            allow_empty=allow_empty,
+            progress=progress,
+        )
         to = Destination(uri, storage_options)
-    handle, future = begin_save(
-        to, state, step, budget_nbytes, deadline_s, lazy=lazy, timeout_s=timeout_s, compression=compression,
-        allow_empty=allow_empty, progress=progress,
-    )  # fmt: skip
+    handle, future = begin_save(to, state, step, options)
     if not lazy:
         try:
             handle.captured.wait()
@@ -246,110 +233,9 @@ def load(
         on_report=on_report,
         progress=progress,
     )
-    return load_after(set(), uri, into, options)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadOptions:
-    """What :func:`load` can be told besides the checkpoint and the state; see there."""
-
-    strict: Strict = True
-    cast: bool = False
-    budget_nbytes: int = BUDGET_NBYTES
-    deadline_s: float = DEADLINE_S
-    storage_options: Mapping[str, object] | None = None
-    exchange: Exchanging = "auto"
-    on_report: Callable[[LoadReport], None] | None = None
-    progress: ProgressCallback | None = None
-
-    def check(self) -> None:
-        """Raises UsageError for values that are none of those that are known."""
-        _checked_budget(self.budget_nbytes)
-        if self.exchange not in (True, False, "auto"):
-            raise UsageError(f"exchange={self.exchange!r}", advice='Give "auto", True or False.')
-        if self.strict not in (True, False, "state"):
-            raise UsageError(f"strict={self.strict!r}", advice='Give True, "state" or False.')
-
-
-def load_after(touched: set[str], uri: UriLike, into: Any, options: LoadOptions) -> Any:
-    """As :func:`load`, for a state that earlier loads, which failed, have filled in part:
-    ``touched`` are the names that they began to fill. Raises MismatchError, before anything is
-    read, where the checkpoint does not have all of them, in every mode. This load adds those that
-    it begins to fill itself."""
-    began_s = time.perf_counter()
-    check_may_wait()
-    team: Team = Solo()
-    if into is not None:
-        team = current_team(Call("load", named(uri)), options.deadline_s, saving=False)
-    left = Differences()
-    with telling(team):
-        options.check()
-        fence()
-        driver = open_driver(uri, **(options.storage_options or {}))
-    if into is None:
-        with ProgressReporter(options.progress) as reporter:
-            building = run_build(driver, current_rank(), options.budget_nbytes, reporter.report)
-            root, manifest, reader = run(closing(driver, building))
-    else:
-        with telling(team, driver), _reading_early(driver, team) as early:
-            flat = flatten(into, loading=True)
-            job = LoadJob(
-                flat,
-                strict=options.strict,
-                cast=options.cast,
-                budget_nbytes=options.budget_nbytes,
-                exchange=options.exchange,
-            )
-            job.touched = touched
-            job.early = early
-        with ProgressReporter(options.progress) as reporter:
-            job.progress = reporter.report
-            manifest, reader = run(closing(driver, run_load(driver, team, job)))
-        root = finish(job, manifest, team.rank)
-        left = job.left
-        if any(subtree.parent < 0 for subtree in flat.subtrees):
-            root = into  # it is itself an object with a state
-    if options.on_report is not None:
-        report = LoadReport(
-            uri=driver.uri,
-            attempt=manifest.attempt,
-            bytes_wanted=reader.bytes_wanted,
-            bytes_read=reader.bytes_read,
-            seconds=time.perf_counter() - began_s,
-            bytes_received=reader.bytes_received,
-            missing=left.missing,
-            unexpected=left.unexpected,
-            missing_count=left.missing_count,
-            unexpected_count=left.unexpected_count,
-        )
-        options.on_report(report)
-    return root
-
-
-@contextlib.contextmanager
-def _reading_early(driver: Driver, team: Team) -> Iterator[Future[tuple[Manifest, bytes]] | None]:
-    """The manifest, on its way while the body looks at the state; None where ranks read it once for
-    all of a host. Where the body raises, it is not read on."""
-    if team.world > 1:
-        yield None
-        return
-    early = start(read_manifest(driver))
-    try:
-        yield early
-    except BaseException:
-        early.cancel()
-        raise
+    return load_state(uri, into, options)
 
 
 def release_memory() -> None:
     """Give back the host memory that asynchronous saves keep for the next one."""
     release_pools()
-
-
-def _checked_budget(budget_nbytes: int) -> int:
-    if budget_nbytes < _BUDGET_MIN_NBYTES:
-        raise UsageError(
-            f"a budget of {budget_nbytes:,} bytes is too small",
-            advice=f"Give at least {_BUDGET_MIN_NBYTES:,}.",
-        )
-    return budget_nbytes

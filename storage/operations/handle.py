@@ -1,4 +1,4 @@
-"""What an asynchronous save gives back: stages that can be asked, waited for, and awaited."""
+"""The handle of an asynchronous save: stages that can be queried, waited for, and awaited."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class StageHandle:
     """A point in the life of a save. Fails if the save fails before it is reached."""
 
     def __init__(self, name: str, seen: Callable[[], None] = lambda: None) -> None:
-        """``seen()`` is called whenever somebody learns that the stage is reached."""
+        """``seen()`` is called whenever a caller learns that the stage is reached."""
         self._name = name
         self._seen = seen
         self._future = EngineFuture[None]()
@@ -63,7 +63,8 @@ class StageHandle:
         self._seen()
 
     async def reached(self) -> None:
-        """For the engine: as to await it, but nobody who writes to the state learns of it."""
+        """For the engine: as awaiting it, but without calling ``seen``, since no code that writes to
+        the state learns of it."""
         self._future.done()  # raises UsageError in a forked child
         ended = asyncio.wrap_future(self._future)
         await asyncio.wait([ended])
@@ -83,8 +84,8 @@ class StageHandle:
 
 
 def _copy_of(error: BaseException) -> BaseException:
-    """``error``, to be raised: an exception keeps the frames that it was raised through, with all
-    that is in them, and the handle keeps ``error``."""
+    """A copy of ``error``, to be raised: an exception keeps the frames that it was raised through
+    and their variables, and the handle keeps ``error``."""
     copied = copy.copy(error)
     copied.__cause__ = error.__cause__
     copied.__context__ = error.__context__
@@ -110,10 +111,8 @@ class SaveHandle:
 
     def __repr__(self) -> str:
         stages = {"captured": self.captured, "sealed": self.sealed, "durable": self.durable}
-        return (
-            f"<SaveHandle {self.uri}: "
-            f"{', '.join(f'{name} {stage.status}' for name, stage in stages.items())}>"
-        )
+        statuses = ", ".join(f"{name} {stage.status}" for name, stage in stages.items())
+        return f"<SaveHandle {self.uri}: {statuses}>"
 
     def done(self) -> bool:
         """Whether the save has ended, well or not."""
@@ -126,10 +125,6 @@ class SaveHandle:
 
     def __await__(self) -> Generator[Any, None, None]:
         return self.durable.__await__()
-
-    def reach(self, name: str) -> None:
-        """For the engine: stage ``name`` is reached."""
-        getattr(self, name).reach()
 
     def fail(self, error: BaseException) -> None:
         """For the engine: no further stage will be reached."""

@@ -61,21 +61,24 @@ class LoadJob:
         cast: bool,
         budget_nbytes: int,
         exchange: Exchanging = False,
+        progress: Report = lambda done_nbytes, total_nbytes: None,
+        touched: set[str] | None = None,
+        early: Future[tuple[Manifest, bytes]] | None = None,
     ) -> None:
+        """``touched``: the names of the state that earlier, failed loads have begun to fill; this
+        one adds those that it begins to fill. A load that fills all of them makes good a failed
+        one. ``early``: the manifest and its bytes, where they are being read already."""
         self.flat = flat
         self.exchange = exchange
         self.strict = strict
         self.cast = cast
         self.budget_nbytes = budget_nbytes
+        self.progress = progress
+        self.touched = set[str]() if touched is None else touched
+        self.early = early
         self.match = Match()
         self.left = Differences()
         self.built: list[tuple[Subtree, Any]] = []
-        self.progress: Report = lambda done_nbytes, total_nbytes: None
-        self.early: Future[tuple[Manifest, bytes]] | None = None
-        """The manifest and its bytes, where they are being read already."""
-        self.touched: set[str] = set()
-        """Names of the state that loads have begun to fill. One that did not end well is made good
-        by filling them all."""
 
 
 async def run_load(driver: Driver, team: Team, job: LoadJob) -> tuple[Manifest, ImageReader]:

@@ -84,6 +84,11 @@ class SaveJob:
     """Asked by the leader before anything is written: raises where the run may not be saved at this
     step; returns the branch that the manifest records."""
 
+    def release_state(self) -> None:
+        """Keep no reference to the state. Frames of a failed save may keep the job."""
+        self.flat = FlatState()
+        self.digests = None
+
 
 async def run_save(driver: Driver, team: Team, job: SaveJob) -> tuple[str, int, int]:
     """Save; return the attempt, and the bytes of this rank's image and of its file. Every rank of
@@ -94,7 +99,6 @@ async def run_save(driver: Driver, team: Team, job: SaveJob) -> tuple[str, int, 
     the manifest and word of it: what is there is a whole checkpoint in any case.
     """
     driver = counted(driver, team)
-    job.progress = replace(job.progress, moved=team.worked)
     leader = _Leader(driver, job)
     async with team.session(), contextlib.aclosing(leader):
         try:
@@ -114,9 +118,10 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tu
     beginning = asyncio.ensure_future(leader.begin_for(team))
     try:
         plan = await offload(plan_save, job.flat, team.rank, accord and accord.agreed, job.lazy)
+        progress = replace(job.progress, moved=team.worked)
         chunks = TensorChunks(plan.layout, plan.source)
         writer = ImageWriter(
-            driver, plan.layout, chunks, job.budget_nbytes, job.progress, job.compression
+            driver, plan.layout, chunks, job.budget_nbytes, progress, job.compression
         )
         digests = await _written(writer, beginning, team, job)
         attempt = Attempt(await beginning)

@@ -1,66 +1,51 @@
-"""How a save begins: in the caller's thread what touches the state's objects, all else on the
+"""How a save begins: objects of the state are touched on the calling thread, all else runs on the
 engine's."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import operator
-import os
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any
+
+import torch
 
 from ...core.forks.renewal import in_child, new_lock
 from ...core.lru import LruCache
 from ...drivers.contract import Driver
 from ...drivers.registry import open_driver
-from ...drivers.uri import Uri, join, parse, redact
-from ...errors import HoldfastError, UsageError
-from ..format.packed import Compression
+from ...drivers.uri import Uri, join
+from ...errors import UsageError
 from ..pipeline.image_writer import Progress
 from ..ranks.calls import Call
 from ..ranks.process_group import current_team, current_world
 from ..ranks.team import Team
 from ..runtime.engine import offload, start
-from ..runtime.progress import ProgressCallback, ProgressReporter
+from ..runtime.progress import ProgressReporter
 from ..state.device import Queued, beside, devices_of
 from ..state.fingerprint import fingerprints
 from ..state.flat_state import FlatState
 from ..state.flatten import flatten
 from ..state.lazy import LazyCapture
 from ..state.placeholders import refuse_placeholders, reported_placeholders
+from .call_errors import announcing_errors, printed_step
 from .deadline import Deadline
 from .global_plan import Accords
 from .handle import SaveHandle, StageHandle
+from .options import SaveOptions, UriLike
 from .report import SaveReport
 from .save import ACCORDS, SaveJob, run_save
 
-__all__ = [
-    "Destination",
-    "Lazy",
-    "UriLike",
-    "begin_save",
-    "closing",
-    "named",
-    "step_of_state",
-    "telling",
-    "telling_of",
-]
+__all__ = ["Destination", "begin_save", "step_of_state"]
 
-OUT_OF_THE_CALL_S = 0.002
-"""How long a lazy save lies still at first. What it does in Python would keep the trainer, on its
-way out of the call, waiting for the GIL, up to 5 ms each time."""
-
-T = TypeVar("T")
-Lazy = bool | Literal["prove"]
-"""Whether training goes on while the state is copied; ``prove``: and digests tell that nothing
-changed meanwhile."""
-UriLike = str | os.PathLike[str]
+LAZY_PAUSE_S = 0.002
+"""How long a lazy save pauses first. Its Python code would make the trainer, which is returning
+from the call, wait for the GIL, up to 5 ms each time."""
 
 _log = logging.getLogger(__name__)
 _in_flight: dict[str, Future[None]] = {}
@@ -69,7 +54,7 @@ _in_flight_lock = new_lock()
 
 
 class Destination:
-    """Where a save goes: a driver, which is closed when the save has ended."""
+    """The destination of a save: a driver, which is closed when the save has ended."""
 
     def __init__(
         self,
@@ -78,18 +63,22 @@ class Destination:
         below: str = "",
         known: str = "",
     ) -> None:
-        """``below``: the key of what is meant below ``uri``. ``known``: the URI of that as the
-        driver prints it, where that is known, and the URI to be right. Then it is opened on the
-        engine's thread: to put a URI together, and to open it, takes some milliseconds, for which
-        training would wait. Else now; raises as :func:`join` and :func:`open_driver`."""
-        self._opens = partial(_opened, uri, below, current_world(), storage_options or {})
-        self._driver = None if known else self._opens()
-        self.uri = self._driver.uri if self._driver else known
+        """``below``: the key of the checkpoint below ``uri``. ``known``: the checkpoint's URI as the
+        driver prints it, where that is known and the URI is known to be valid. Then the driver is
+        opened on the engine's thread, since composing and opening a URI takes some milliseconds,
+        for which training would wait. Otherwise it is opened now; raises as :func:`join` and
+        :func:`open_driver`."""
+        self._open = partial(_open, uri, below, current_world(), storage_options or {})
+        self._driver = None
+        self.uri = known
+        if not known:
+            self._driver = self._open()
+            self.uri = self._driver.uri
 
     def driver(self) -> Driver:
         """The driver."""
         if self._driver is None:
-            self._driver = self._opens()
+            self._driver = self._open()
         return self._driver
 
     async def close(self) -> None:
@@ -102,185 +91,223 @@ def begin_save(
     to: Destination,
     state: Any,
     step: int | None,
-    budget_nbytes: int | None,
-    deadline_s: float,
+    options: SaveOptions,
     *,
-    lazy: Lazy,
-    timeout_s: float | None,
     after: Future[None] | None = None,
-    compression: Compression | None = None,
-    allow_empty: bool = False,
     admit: Callable[[], Awaitable[str]] | None = None,
-    asks: bool = False,
-    progress: ProgressCallback | None = None,
+    logs_failure: bool = True,
 ) -> tuple[SaveHandle, Future[None]]:
-    """Begin a save, and wait for nothing; return its handle, and a future that is done when it has
-    ended, well or not. The writing of it waits for the end of ``after``; ``admit``: see
-    :class:`SaveJob`. ``asks``: the caller asks the handle what has become of it, so that a failure
-    is not logged."""
+    """Begin a save, and return at once: its handle, and a future that is done when the save has
+    ended, well or not. Writing waits for the end of ``after``; ``admit``: see :class:`SaveJob`.
+    ``logs_failure``: the caller may never ask the handle for the outcome, so a failure is
+    logged."""
     began_s = time.perf_counter()
-    step = step_of_state(state) if step is None else step
-    team = current_team(Call("save", to.uri, shown_step(step)), deadline_s, saving=True)
-    with telling(team, to):
-        deadline = Deadline.of(timeout_s)
-        step = None if step is None else _checked_step(step)
+    if step is None:
+        step = step_of_state(state)
+    call = Call("save", to.uri, printed_step(step))
+    team = current_team(call, options.deadline_s, saving=True)
+    with announcing_errors(team, to):
+        deadline = Deadline.of(options.timeout_s)
+        if step is not None:
+            step = _checked_step(step)
         flat = flatten(state)
-        if allow_empty:
+        if options.allow_empty:
             flat.placeholders = {}
         elif team.world == 1:
             refuse_placeholders([reported_placeholders(flat)])
-        capture = LazyCapture(flat, prove=lazy == "prove") if lazy else None
+        lazy = None
+        if options.lazy:
+            lazy = LazyCapture(flat, prove=options.lazy == "prove")
+        reporter = ProgressReporter(options.progress)
+        devices = devices_of(flat.locals)
+        stages = _Stages(_handle(to.uri, lazy), began_s, lazy)
         job = SaveJob(
             flat,
             step,
-            budget_nbytes,
-            lazy=capture,
+            options.budget_nbytes,
+            lazy=lazy,
+            progress=Progress(stages.captured, stages.sealed, wrote=reporter.report),
             after=after,
+            digests=partial(_digests, flat, lazy, devices),
             accords=_accords,
             deadline=deadline,
-            compression=compression,
+            compression=options.compression,
+            admit=admit,
         )
-        job.admit = admit
-        save = _Save(
-            job, _handle(to.uri, capture), began_s, asks=asks, reporter=ProgressReporter(progress)
-        )
+        save = _RunningSave(job, stages, Queued.now(devices), reporter, logs_failure)
         with _in_flight_lock:
             before = _in_flight.get(to.uri)
             future = _in_flight[to.uri] = start(_run(to, team, save, before))
     future.add_done_callback(lambda done: _forget(to.uri, done))
-    if capture is not None and capture.waits:
-        capture.wait_in_call()
-    return save.handle, future
+    if lazy is not None and lazy.waits:
+        lazy.wait_in_call()
+    return stages.handle, future
 
 
-def _opened(uri: UriLike | Uri, below: str, world: int, options: Mapping[str, object]) -> Driver:
+def _open(uri: UriLike | Uri, below: str, world: int, options: Mapping[str, object]) -> Driver:
     return open_driver(join(uri, below) if below else uri, world, **options)
 
 
 def _handle(uri: str, lazy: LazyCapture | None) -> SaveHandle:
     if lazy is None:
         return SaveHandle(uri)
-    seen = lazy.seen
     return SaveHandle(
-        uri, captured=StageHandle("captured", seen), durable=StageHandle("durable", seen)
+        uri,
+        captured=StageHandle("captured", lazy.seen),
+        durable=StageHandle("durable", lazy.seen),
     )
 
 
-class _Save:
-    """One save on its way. ``queued``: what devices had to do when it was called."""
+def _digests(
+    flat: FlatState,
+    lazy: LazyCapture | None,
+    devices: Sequence[torch.device],
+    rows: Sequence[int],
+) -> dict[int, bytes]:
+    with beside(devices):
+        return fingerprints(flat, rows, lazy)
+
+
+class _Stages:
+    """The stages that a save has reached, and when. Callbacks of the engine."""
+
+    def __init__(self, handle: SaveHandle, began_s: float, lazy: LazyCapture | None) -> None:
+        self.handle = handle
+        self._began_s = began_s
+        self._lazy = lazy
+        self._captured_s = 0.0
+        self._sealed_s = 0.0
+
+    def captured(self) -> None:
+        """Every byte of the state is copied."""
+        if self._lazy is not None:
+            self._lazy.copied()
+        self._captured_s = self._elapsed_s()
+        self.handle.captured.reach()
+
+    def sealed(self) -> None:
+        """Every byte of the image is checksummed."""
+        self._sealed_s = self._elapsed_s()
+        self.handle.sealed.reach()
+
+    def report(self, attempt: str, nbytes: int, stored_nbytes: int) -> SaveReport:
+        """The report of a save that is committed now."""
+        return SaveReport(
+            self.handle.uri,
+            attempt,
+            nbytes,
+            captured_s=self._captured_s,
+            sealed_s=self._sealed_s,
+            durable_s=self._elapsed_s(),
+            fenced_s=0.0 if self._lazy is None else self._lazy.waited_s,
+            stored_nbytes=stored_nbytes,
+        )
+
+    def _elapsed_s(self) -> float:
+        return time.perf_counter() - self._began_s
+
+
+class _RunningSave:
+    """A save from its beginning to its end. ``queued``: the work that devices had to do when it was
+    called."""
 
     def __init__(
         self,
         job: SaveJob,
-        handle: SaveHandle,
-        began_s: float,
-        *,
-        asks: bool,
+        stages: _Stages,
+        queued: Queued,
         reporter: ProgressReporter,
+        logs_failure: bool,
     ) -> None:
         self._job: SaveJob | None = job
-        self.handle = handle
-        self._began_s = began_s
+        self._stages = stages
+        self._queued = queued
+        self._lazy = job.lazy
         self._deadline = job.deadline
-        self.lazy = job.lazy
-        self.devices = devices_of(job.flat.locals)
-        self.queued = Queued.now(self.devices)
-        self._reached: dict[str, float] = {}
-        self.asks = asks
+        self._logs_failure = logs_failure
+        self.handle = stages.handle
         self.reporter = reporter
-        job.progress = Progress(
-            self._captured, lambda: self._reach("sealed"), wrote=reporter.report
-        )
-        job.digests = self._digests
 
-    async def begins(self, to: Destination, before: Future[None] | None, team: Team) -> Driver:
-        """The driver, when ``before``, to the same URI, has ended, and what is to be done before a
-        byte is copied has been."""
+    async def prepare(self, to: Destination, before: Future[None] | None, team: Team) -> Driver:
+        """Wait until a byte may be copied, which includes the end of ``before``, a save to the same
+        URI; return the driver."""
         async with self._deadline.holds(self.handle.uri, team.rank):
-            if self.lazy is not None and not self.lazy.waits:
-                await asyncio.sleep(OUT_OF_THE_CALL_S)
+            if self._lazy is not None and not self._lazy.waits:
+                await asyncio.sleep(LAZY_PAUSE_S)
             if before is not None:
                 await asyncio.wait([asyncio.wrap_future(before)])
-            if self.queued.events:
-                await offload(self.queued.wait)
+            if self._queued.events:
+                await offload(self._queued.wait)
         return to.driver()
 
-    def taken(self) -> SaveJob:
-        """What is to be saved. Whoever has it holds the state."""
+    @property
+    def job(self) -> SaveJob:
+        """What is to be saved."""
         assert self._job is not None
         return self._job
 
-    def let_go(self, error: BaseException | None = None) -> None:
-        """Hold nothing of the state any more, though the handle be kept: nor in the frames that
-        ``error`` came through."""
+    def succeed(self, attempt: str, nbytes: int, stored_nbytes: int) -> None:
+        """The save is committed."""
+        self.handle.report = self._stages.report(attempt, nbytes, stored_nbytes)
+        self._release_state()
+        self.handle.durable.reach()
+
+    def fail(self, error: BaseException) -> None:
+        """The save has failed."""
+        caller_went_on = self._lazy is not None or self.handle.captured.done()
+        try:
+            if self._logs_failure and caller_went_on:
+                _log.error("the save to %s failed: %s", self.handle.uri, error)
+        finally:  # also where a log handler of the user's raises
+            self.end_capture()
+            self._release_state()
+            _clear_frames(error)
+            self.handle.fail(error)
+
+    def end_capture(self) -> None:
+        """Nothing is copied any more."""
+        if self._lazy is not None:
+            self._lazy.end()
+
+    def _release_state(self) -> None:
+        """Keep no reference to the state, even if the caller keeps the handle."""
         if self._job is not None:
-            self._job.flat = FlatState()
+            self._job.release_state()
             self._job = None
-        seen = set[int]()
-        while error is not None and id(error) not in seen:
-            seen.add(id(error))
-            traceback.clear_frames(error.__traceback__)
-            error = error.__cause__ or error.__context__
-
-    def durable(self, attempt: str, nbytes: int, stored_nbytes: int) -> None:
-        """It is committed."""
-        times = (
-            self._reached["captured"],
-            self._reached["sealed"],
-            time.perf_counter() - self._began_s,
-        )
-        fenced_s = 0.0 if self.lazy is None else self.lazy.waited_s
-        self.handle.report = SaveReport(
-            self.handle.uri, attempt, nbytes, *times, fenced_s, stored_nbytes
-        )
-        self.let_go()
-        self._reach("durable")
-
-    def _digests(self, rows: Sequence[int]) -> dict[int, bytes]:
-        with beside(self.devices):
-            return fingerprints(self.taken().flat, rows, self.lazy)
-
-    def _captured(self) -> None:
-        if self.lazy is not None:
-            self.lazy.copied()
-        self._reach("captured")
-
-    def _reach(self, name: str) -> None:
-        self._reached[name] = time.perf_counter() - self._began_s
-        self.handle.reach(name)
 
 
-async def _run(to: Destination, team: Team, save: _Save, before: Future[None] | None) -> None:
+def _clear_frames(error: BaseException) -> None:
+    """Drop the references that the frames hold through which ``error`` came."""
+    seen = set[int]()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        traceback.clear_frames(current.__traceback__)
+        current = current.__cause__ or current.__context__
+
+
+async def _run(
+    to: Destination, team: Team, save: _RunningSave, before: Future[None] | None
+) -> None:
     """Perform a save; its outcome, good or bad, goes to the handle."""
-    handle = save.handle
     try:
         try:
-            driver = await save.begins(to, before, team)
+            driver = await save.prepare(to, before, team)
         except BaseException as error:
             await team.fail(error)
             raise
         async with save.reporter:
-            saved = await run_save(driver, team, save.taken())
-        save.durable(*saved)
+            saved = await run_save(driver, team, save.job)
+        save.succeed(*saved)
     except BaseException as error:
-        let_go = save.lazy is not None or handle.captured.done()
-        try:
-            if let_go and not save.asks:  # the caller may have gone on, and never ask
-                _log.error("the save to %s failed: %s", handle.uri, error)
-        finally:  # also where a handler of the user's raises
-            if save.lazy is not None:
-                save.lazy.end()
-            save.let_go(error)
-            handle.fail(error)
+        save.fail(error)
         if not isinstance(error, Exception):
             raise
     finally:
-        if save.lazy is not None:
-            save.lazy.end()
+        save.end_capture()
         await to.close()
-        if (
-            before is not None
-        ):  # it may be late: whoever comes next waits for this one, and so for that one
+        if before is not None:
+            # It may end later: a save that waits for this one must wait for that one, too.
             await asyncio.wait([asyncio.wrap_future(before)])
 
 
@@ -290,63 +317,6 @@ def _forget(uri: str, future: Future[None]) -> None:
             del _in_flight[uri]
 
 
-@contextlib.contextmanager
-def telling(team: Team, to: Driver | Destination | None = None) -> Iterator[None]:
-    """Where the body raises, tell the other ranks at once rather than let them wait for this one,
-    and close ``to``."""
-    try:
-        yield
-    except BaseException as error:
-        start(_give_up(team, error, to)).result()
-        raise
-
-
-@contextlib.contextmanager
-def telling_of(kind: str, uri: UriLike, step: Any, deadline_s: float) -> Iterator[None]:
-    """:func:`telling`, for what comes before a call has a team: an error that only this rank sees
-    must not make the others wait, nor any rank miss the next call."""
-    try:
-        yield
-    except BaseException as error:
-        with contextlib.suppress(UsageError):
-            team = current_team(Call(kind, named(uri), shown_step(step)), deadline_s, saving=True)
-            start(team.fail(error)).result()
-        raise
-
-
-def named(uri: UriLike | Uri) -> str:
-    """``uri`` as its driver prints it, whether there is such a driver or not."""
-    try:
-        parsed = uri if isinstance(uri, Uri) else parse(uri)
-        return Uri(parsed.scheme, parsed.location).redacted
-    except (HoldfastError, TypeError, ValueError):
-        return redact(str(uri))
-
-
-def shown_step(step: Any) -> int | None:
-    """The step that a call is about, where it is a number at all."""
-    try:
-        return None if step is None else operator.index(step)
-    except TypeError:
-        return None
-
-
-async def _give_up(team: Team, error: BaseException, to: Driver | Destination | None) -> None:
-    try:
-        await team.fail(error)
-    finally:
-        if to is not None:
-            await to.close()
-
-
-async def closing(to: Driver | Destination, work: Coroutine[Any, Any, T]) -> T:
-    """What ``work`` returns; then ``to`` is closed."""
-    try:
-        return await work
-    finally:
-        await to.close()
-
-
 def _checked_step(step: Any) -> int:
     if isinstance(step, bool) or not hasattr(step, "__index__"):
         raise UsageError(f"step is {step!r}, which is no whole number")
@@ -354,7 +324,8 @@ def _checked_step(step: Any) -> int:
 
 
 def step_of_state(state: Any) -> int | None:
-    """What is recorded where the caller names no step: ``state["step"]``, if that is an int."""
+    """The step that is recorded where the caller names none: ``state["step"]``, if that is an
+    int."""
     step = state.get("step") if isinstance(state, Mapping) else None
     return step if type(step) is int else None
 

@@ -24,13 +24,13 @@ from typing import Any, Literal, Self, SupportsFloat
 from ...drivers.registry import open_driver
 from ...drivers.uri import join
 from ...errors import CoordinationError, UsageError
-from ..api import BUDGET_NBYTES, DEADLINE_S
 from ..format.packed import Compression, checked_compression
 from ..operations.deadline import Deadline
 from ..operations.differences import Strict
 from ..operations.handle import SaveHandle
 from ..operations.location import Place
-from ..operations.start_save import Destination, Lazy, UriLike, begin_save
+from ..operations.options import BUDGET_NBYTES, DEADLINE_S, Lazy, SaveOptions, UriLike
+from ..operations.start_save import Destination, begin_save
 from ..runtime.engine import start
 from ..runtime.progress import ProgressCallback
 from ..state.lazy import fence, hook_optimizers
@@ -100,8 +100,6 @@ class Checkpointer:
         _one_of("when_busy", when_busy, ("skip", "wait", "queue"))
         _one_of("on_error", on_error, ("warn", "raise"))
         _one_of("lazy", lazy, (True, False, "prove"))
-        self._compression = checked_compression(compression)
-        self._allow_empty = allow_empty
         self._root = Place.of(uri, storage_options)
         driver = open_driver(
             join(self._root.uri, "0"), **self._root.options
@@ -112,11 +110,15 @@ class Checkpointer:
         Deadline.of(timeout_s)  # likewise
         keep = Keep(last=keep) if isinstance(keep, int) else keep
         self._retention = None if keep is None else Retention(self._root, keep)
-        self._when_busy, self._on_error, self._lazy = when_busy, on_error, lazy
-        self._deadline_s, self._timeout_s, self._budget_nbytes = (
-            deadline_s,
-            timeout_s,
-            budget_nbytes,
+        self._when_busy = when_busy
+        self._on_error = on_error
+        self._save_options = SaveOptions(
+            lazy=lazy,
+            budget_nbytes=budget_nbytes,
+            deadline_s=deadline_s,
+            timeout_s=timeout_s,
+            compression=checked_compression(compression),
+            allow_empty=allow_empty,
         )
         self._agreement = Agreement(deadline_s, self._printed)
         self._ledger = Ledger()
@@ -177,11 +179,11 @@ class Checkpointer:
             "strict": strict,
             "cast": cast,
             "progress": progress,
-            "deadline_s": self._deadline_s,
+            "deadline_s": self._save_options.deadline_s,
             "storage_options": self._root.options,
-            "budget_nbytes": self._budget_nbytes or BUDGET_NBYTES,
+            "budget_nbytes": self._save_options.budget_nbytes or BUDGET_NBYTES,
         }
-        found = resumed(self._line, self._root, back, state, options, self._deadline_s)
+        found = resumed(self._line, self._root, back, state, options, self._save_options.deadline_s)
         self._cadence.begin_at(found or 0)
         self._agreement.begin_run()
         self._last = found or None
@@ -327,17 +329,12 @@ class Checkpointer:
                 Destination(self._root.uri, self._root.options, name, self._printed + name),
                 state,
                 step,
-                self._budget_nbytes,
-                self._deadline_s,
-                lazy=self._lazy,
-                timeout_s=self._timeout_s,
+                self._save_options,
                 after=after,
-                asks=True,
-                compression=self._compression,
-                allow_empty=self._allow_empty,
                 admit=partial(self._line.admit, step),
+                logs_failure=False,
             )
-            if not self._lazy:
+            if not self._save_options.lazy:
                 handle.captured.wait()
         except Exception as error:
             self._ledger.failed(step, error)

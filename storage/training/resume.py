@@ -18,9 +18,10 @@ from ...errors import (
     RankFailedError,
     UsageError,
 )
-from ..api import LoadOptions, load_after
 from ..operations.listing import ListedCheckpoint
 from ..operations.location import Place
+from ..operations.options import LoadOptions
+from ..operations.start_load import load_state
 from ..ranks.calls import Call
 from ..ranks.process_group import current_team
 from ..ranks.team import Decide
@@ -201,7 +202,7 @@ def _try(
     uri: str, state: Any, load_options: Mapping[str, Any], touched: set[str]
 ) -> Exception | None:
     try:
-        load_after(touched, uri, state, LoadOptions(**load_options))
+        load_state(uri, state, LoadOptions(**load_options), touched)
     except Exception as error:
         return error
     return None

@@ -97,7 +97,7 @@ def test_parts_arrive_in_the_order_asked_for(
             inner = await super().create(key, nbytes)
             return _Watched(inner, random.Random(7), begun, overlaps, alone=order == "serial")
 
-    for room in ("operations.start_save", "api"):  # to save, and to load
+    for room in ("operations.start_save", "operations.start_load"):  # to save, and to load
         name = f"holdfast.storage.{room}.open_driver"
         monkeypatch.setattr(
             name, lambda uri, *_: Ordered(f"order-{order}-{budget_nbytes}-{streams}")

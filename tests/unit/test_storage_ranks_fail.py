@@ -124,7 +124,7 @@ def test_what_was_agreed_on_holds_for_one_size_of_the_job() -> None:
 def test_no_stage_of_a_save_that_fails_is_waited_for_in_vain() -> None:
     """Each that was not reached raises what the save failed with."""
     handle = SaveHandle("memory://")
-    handle.reach("captured")
+    handle.captured.reach()
     handle.fail(holdfast.FullError("no room"))
     handle.captured.wait(1)
     for stage in (handle.sealed, handle.durable):

@@ -181,9 +181,9 @@ def save_job(state: int, rank: int, world: int, chunks: int) -> SaveJob:
         step,
         BUDGET_NBYTES,
         created_s=1e9 + state,
+        digests=lambda rows: _digests(state, rank, world, chunks, tuple(rows)),
         compression=packed,
     )
-    job.digests = lambda rows: _digests(state, rank, world, chunks, tuple(rows))
     process = PROCESS.get()
     if process is not None:
         job.accords = process.accords

@@ -1,0 +1,94 @@
+"""Errors that one rank alone sees as it enters a call: they are announced to the other ranks, which
+would otherwise wait for this one until their deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, Protocol
+
+from ...drivers.uri import Uri, parse, redact
+from ...errors import HoldfastError, UsageError
+from ..ranks.calls import Call
+from ..ranks.process_group import current_team
+from ..ranks.team import Team
+from ..runtime.engine import start
+from .options import UriLike
+
+__all__ = [
+    "Closable",
+    "announcing_errors",
+    "announcing_errors_of_call",
+    "closing",
+    "printed_step",
+    "printed_uri",
+]
+
+
+class Closable(Protocol):
+    """A driver, or what holds one."""
+
+    async def close(self) -> None:
+        """Close it."""
+        ...
+
+
+@contextlib.contextmanager
+def announcing_errors(team: Team, opened: Closable | None = None) -> Iterator[None]:
+    """Where the body raises, announce the error to the other ranks at once, and close ``opened``."""
+    try:
+        yield
+    except BaseException as error:
+        start(_give_up(team, error, opened)).result()
+        raise
+
+
+async def _give_up(team: Team, error: BaseException, opened: Closable | None) -> None:
+    try:
+        await team.fail(error)
+    finally:
+        if opened is not None:
+            await opened.close()
+
+
+@contextlib.contextmanager
+def announcing_errors_of_call(
+    kind: str, uri: UriLike, step: Any, deadline_s: float
+) -> Iterator[None]:
+    """:func:`announcing_errors`, for code that runs before the call has a team: an error that only
+    this rank sees must neither make the others wait nor make any rank miss the next call."""
+    try:
+        yield
+    except BaseException as error:
+        with contextlib.suppress(UsageError):
+            call = Call(kind, printed_uri(uri), printed_step(step))
+            team = current_team(call, deadline_s, saving=True)
+            start(team.fail(error)).result()
+        raise
+
+
+@contextlib.asynccontextmanager
+async def closing(opened: Closable) -> AsyncIterator[None]:
+    """Close ``opened`` at the end of the block."""
+    try:
+        yield
+    finally:
+        await opened.close()
+
+
+def printed_uri(uri: UriLike | Uri) -> str:
+    """``uri`` as its driver prints it, whether there is such a driver or not."""
+    try:
+        parsed = uri if isinstance(uri, Uri) else parse(uri)
+        return Uri(parsed.scheme, parsed.location).redacted
+    except (HoldfastError, TypeError, ValueError):
+        return redact(str(uri))
+
+
+def printed_step(step: Any) -> int | None:
+    """The step that a call is about; None where it is no whole number."""
+    try:
+        return None if step is None else operator.index(step)
+    except TypeError:
+        return None

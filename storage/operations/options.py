@@ -1,0 +1,78 @@
+"""Options of saves and loads, as the public verbs document them, and their checks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from ...errors import UsageError
+from ..format.packed import Compression
+from ..runtime.progress import ProgressCallback
+from .differences import Strict
+from .load import Exchanging
+from .report import LoadReport
+
+__all__ = [
+    "BUDGET_NBYTES",
+    "DEADLINE_S",
+    "Lazy",
+    "LoadOptions",
+    "SaveOptions",
+    "UriLike",
+    "check_budget",
+]
+
+BUDGET_NBYTES = 512 << 20
+DEADLINE_S = 300.0
+_BUDGET_MIN_NBYTES = 32 << 20
+
+UriLike = str | os.PathLike[str]
+Lazy = bool | Literal["prove"]
+"""Whether training goes on while the state is copied; ``prove``: digests also check that nothing
+changed meanwhile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOptions:
+    """Options of :func:`~holdfast.async_save`; see there."""
+
+    lazy: Lazy = False
+    budget_nbytes: int | None = None
+    deadline_s: float = DEADLINE_S
+    timeout_s: float | None = None
+    compression: Compression | None = None
+    allow_empty: bool = False
+    progress: ProgressCallback | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """Options of :func:`~holdfast.load`; see there."""
+
+    strict: Strict = True
+    cast: bool = False
+    budget_nbytes: int = BUDGET_NBYTES
+    deadline_s: float = DEADLINE_S
+    storage_options: Mapping[str, object] | None = None
+    exchange: Exchanging = "auto"
+    on_report: Callable[[LoadReport], None] | None = None
+    progress: ProgressCallback | None = None
+
+    def check(self) -> None:
+        """Raises UsageError for unknown values."""
+        check_budget(self.budget_nbytes)
+        if self.exchange not in (True, False, "auto"):
+            raise UsageError(f"exchange={self.exchange!r}", advice='Give "auto", True or False.')
+        if self.strict not in (True, False, "state"):
+            raise UsageError(f"strict={self.strict!r}", advice='Give True, "state" or False.')
+
+
+def check_budget(budget_nbytes: int) -> None:
+    """Raises UsageError for a budget that is too small to make progress."""
+    if budget_nbytes < _BUDGET_MIN_NBYTES:
+        raise UsageError(
+            f"a budget of {budget_nbytes:,} bytes is too small",
+            advice=f"Give at least {_BUDGET_MIN_NBYTES:,}.",
+        )

@@ -1,0 +1,133 @@
+"""How a load runs: objects of the state are touched on the calling thread, all else runs on the
+engine's."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+from ...drivers.contract import Driver
+from ...drivers.registry import open_driver
+from ..format.manifest import Manifest
+from ..pipeline.image_reader import ImageReader
+from ..protocol.current import read_manifest
+from ..ranks.calls import Call
+from ..ranks.process_group import current_rank, current_team
+from ..ranks.team import Solo, Team
+from ..runtime.engine import check_may_wait, run, start
+from ..runtime.progress import ProgressReporter
+from ..state.flatten import flatten
+from ..state.lazy import fence
+from .call_errors import announcing_errors, closing, printed_uri
+from .differences import Differences
+from .load import LoadJob, finish, run_build, run_load
+from .options import LoadOptions, UriLike
+from .report import LoadReport
+
+__all__ = ["load_state"]
+
+
+def load_state(
+    uri: UriLike, into: Any, options: LoadOptions, touched: set[str] | None = None
+) -> Any:
+    """Load as :func:`~holdfast.load` does; return the state.
+
+    ``touched``: the names that earlier, failed loads into the same state have begun to fill; those
+    that this load begins to fill are added. Raises MismatchError, in every mode and before anything
+    is read, where the checkpoint does not have all of them.
+    """
+    began_s = time.perf_counter()
+    check_may_wait()
+    team: Team = Solo()
+    if into is not None:
+        team = current_team(Call("load", printed_uri(uri)), options.deadline_s, saving=False)
+    with announcing_errors(team):
+        options.check()
+        fence()
+        driver = open_driver(uri, **(options.storage_options or {}))
+    if into is None:
+        loaded = _load_new(driver, options)
+    else:
+        loaded = _load_into(driver, team, into, options, touched)
+    if options.on_report is not None:
+        report = LoadReport(
+            uri=driver.uri,
+            attempt=loaded.manifest.attempt,
+            bytes_wanted=loaded.reader.bytes_wanted,
+            bytes_read=loaded.reader.bytes_read,
+            seconds=time.perf_counter() - began_s,
+            bytes_received=loaded.reader.bytes_received,
+            missing=loaded.left.missing,
+            unexpected=loaded.left.unexpected,
+            missing_count=loaded.left.missing_count,
+            unexpected_count=loaded.left.unexpected_count,
+        )
+        options.on_report(report)
+    return loaded.state
+
+
+class _Loaded(NamedTuple):
+    state: Any
+    manifest: Manifest
+    reader: ImageReader
+    left: Differences
+    """The names that were left out."""
+
+
+def _load_new(driver: Driver, options: LoadOptions) -> _Loaded:
+    """Build the whole state anew."""
+    rank = current_rank()
+
+    async def build(reporter: ProgressReporter) -> tuple[Any, Manifest, ImageReader]:
+        async with closing(driver):
+            return await run_build(driver, rank, options.budget_nbytes, reporter.report)
+
+    with ProgressReporter(options.progress) as reporter:
+        state, manifest, reader = run(build(reporter))
+    return _Loaded(state, manifest, reader, Differences())
+
+
+def _load_into(
+    driver: Driver, team: Team, into: Any, options: LoadOptions, touched: set[str] | None
+) -> _Loaded:
+    """Fill the state ``into``, on every rank of the team."""
+
+    async def fill(job: LoadJob) -> tuple[Manifest, ImageReader]:
+        async with closing(driver):
+            return await run_load(driver, team, job)
+
+    with ProgressReporter(options.progress) as reporter:
+        with announcing_errors(team, driver), _reading_early(driver, team) as early:
+            job = LoadJob(
+                flatten(into, loading=True),
+                strict=options.strict,
+                cast=options.cast,
+                budget_nbytes=options.budget_nbytes,
+                exchange=options.exchange,
+                progress=reporter.report,
+                touched=touched,
+                early=early,
+            )
+        manifest, reader = run(fill(job))
+    state = finish(job, manifest, team.rank)
+    if any(subtree.parent < 0 for subtree in job.flat.subtrees):
+        state = into  # it is itself an object with a state
+    return _Loaded(state, manifest, reader, job.left)
+
+
+@contextlib.contextmanager
+def _reading_early(driver: Driver, team: Team) -> Iterator[Future[tuple[Manifest, bytes]] | None]:
+    """Read the manifest while the body flattens the state; None where one rank reads it for all of
+    its host. If the body raises, reading is cancelled."""
+    if team.world > 1:
+        yield None
+        return
+    early = start(read_manifest(driver))
+    try:
+        yield early
+    except BaseException:
+        early.cancel()
+        raise
