@@ -208,9 +208,8 @@ class AsyncUpload(Upload):
 
     async def abort(self) -> None:
         self._over = True
-        with suppress(
-            StorageError
-        ):  # closed, and dropped by that; or out of reach, and left to a sweep
+        # Either the driver is closed, which has dropped it, or a sweep will find what is left.
+        with suppress(StorageError):
             await self._made_by.tasks.run("abort", self.key, self.end)
 
     async def _finish(self, nbytes: int | None, exclusive: bool) -> None:

@@ -49,7 +49,10 @@ class MemoryDriver(Driver):
             exclusive_is_atomic=True,
             shared=False,
         )
-        self._prefix = prefix.rstrip("/") + "/" if prefix.strip("/") else ""
+        if prefix.strip("/"):
+            self._prefix = prefix.rstrip("/") + "/"
+        else:
+            self._prefix = ""
         self._objects: _Store = STORES.setdefault(name, {}) if name else {}
         self._closed = False
 
@@ -137,7 +140,8 @@ class MemoryDriver(Driver):
 
 class _MemoryUpload(Upload):
     def __init__(self, driver: MemoryDriver, key: str, nbytes: int) -> None:
-        self._driver, self._key = driver, key
+        self._driver = driver
+        self._key = key
         self._written = Ranges(nbytes, uri=driver.uri, key=key)
         self._content: bytearray | None = bytearray(nbytes)
 

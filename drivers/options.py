@@ -57,8 +57,13 @@ class Option:
         """A text that ``parse`` takes for ``value``: with its unit, where it has one."""
         if isinstance(value, bool):
             return "on" if value else "off"
-        parse = self.parse.parse if isinstance(self.parse, _OrOff) else self.parse
-        return parse.text(value) if isinstance(parse, _Size | _Duration) else str(value)
+        if isinstance(self.parse, _OrOff):
+            parse = self.parse.parse
+        else:
+            parse = self.parse
+        if isinstance(parse, _Size | _Duration):
+            return parse.text(value)
+        return str(value)
 
 
 def option_values(known: Mapping[str, Option], uri: Uri) -> dict[str, Any]:

@@ -13,7 +13,9 @@ class Ranges:
 
     def __init__(self, nbytes: int, *, uri: str, key: str) -> None:
         """Raises StorageError for a negative size."""
-        self.nbytes, self._uri, self._key = nbytes, uri, key
+        self.nbytes = nbytes
+        self._uri = uri
+        self._key = key
         self._written: list[tuple[int, int]] = []
         if nbytes < 0:
             raise self._error(f"an object cannot have {nbytes} bytes")

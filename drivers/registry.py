@@ -104,7 +104,10 @@ def driver_class(scheme: str) -> DriverClass:
     if scheme.startswith("fsspec+"):
         return _fsspec_class(scheme)
     built_in = SCHEMES.get(scheme)
-    target = schemes().get(scheme) if built_in is None else built_in.driver
+    if built_in is None:
+        target = schemes().get(scheme)
+    else:
+        target = built_in.driver
     if target is None:
         raise UriError(
             f"no driver for {scheme}://", advice=f"Known schemes: {', '.join(sorted(schemes()))}."

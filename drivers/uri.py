@@ -85,7 +85,10 @@ class Uri:
         return redact(str(Uri(self.scheme, self.location)))
 
     def __str__(self) -> str:
-        location = _quoted(self.location, _PATH_SAFE) if self.scheme in _PATHS else self.location
+        if self.scheme in _PATHS:
+            location = _quoted(self.location, _PATH_SAFE)
+        else:
+            location = self.location
         options = "&".join(
             f"{_quoted(name, '')}={_quoted(value, _VALUE_SAFE)}"
             for name, value in self.options.items()
@@ -109,7 +112,8 @@ def parse(text: str | os.PathLike[str]) -> Uri:
     match = _URI.fullmatch(text)
     if match is None:
         return Uri("file", _bare_path(text))
-    scheme, rest = match[1].lower(), match[2]
+    scheme = match[1].lower()
+    rest = match[2]
     if "#" in rest:
         raise UriError(
             "a fragment means nothing here", uri=redact(text), advice="Write '#' in a name as %23."

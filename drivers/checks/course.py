@@ -61,7 +61,10 @@ async def check(
     report = Report(driver.uri)
     began_s = time.perf_counter()
     private = not uri.location.strip("/") and not driver.traits.shared
-    other = driver if private else Counted(open_driver(uri, **chosen))
+    if private:
+        other = driver
+    else:
+        other = Counted(open_driver(uri, **chosen))
     ground = Ground(
         driver,
         other,
@@ -102,11 +105,10 @@ async def _try_all(
     for probe in probes:
         if not why and time.perf_counter() > end_s:
             why = f"{TOTAL_S:g} s were over"
-        finding = (
-            Finding(probe.name, probe.title, "not tried", why)
-            if why
-            else await _tried(ground, probe)
-        )
+        if why:
+            finding = Finding(probe.name, probe.title, "not tried", why)
+        else:
+            finding = await _tried(ground, probe)
         report.findings.append(finding)
         told(finding)
         if probe is PUT_AND_GET and finding.outcome == "broken":
@@ -133,13 +135,25 @@ async def _tried(ground: Ground, probe: Probe) -> Finding:
     said = tuple(warnings.texts)
     if broken is None:
         return Finding(
-            probe.name, probe.title, kept.outcome, kept.detail,
-            seconds=seconds, nbytes_per_s=kept.nbytes_per_s, warnings=said,
-        )  # fmt: skip
+            probe.name,
+            probe.title,
+            kept.outcome,
+            kept.detail,
+            seconds=seconds,
+            nbytes_per_s=kept.nbytes_per_s,
+            warnings=said,
+        )
     return Finding(
-        probe.name, probe.title, "broken", broken, probe.effect, probe.follows,
-        " ".join(filter(None, [advice, probe.advice])), seconds, warnings=said,
-    )  # fmt: skip
+        probe.name,
+        probe.title,
+        "broken",
+        broken,
+        probe.effect,
+        probe.follows,
+        " ".join(filter(None, [advice, probe.advice])),
+        seconds,
+        warnings=said,
+    )
 
 
 @asynccontextmanager
@@ -189,7 +203,9 @@ async def _remove_once(driver: Driver, scratch: str) -> str:
         left = await _listed(driver, scratch)
     except HoldfastError as error:
         return why or error.message
-    return (why or f"{len(left)} objects are still listed") if left else ""
+    if left:
+        return why or f"{len(left)} objects are still listed"
+    return ""
 
 
 async def _listed(driver: Driver, prefix: str) -> list[str]:

@@ -108,11 +108,9 @@ class Ground:
                 raise UnkeptError(f"{when}, the list of {who} {told}: {[*missing, *extra][:3]}")
 
     def _drivers(self) -> list[tuple[Driver, str]]:
-        return (
-            [(self.driver, "the writer")]
-            if self.private
-            else [(self.driver, "the writer"), (self.other, "a reader")]
-        )
+        if self.private:
+            return [(self.driver, "the writer")]
+        return [(self.driver, "the writer"), (self.other, "a reader")]
 
 
 @dataclass(frozen=True, slots=True)

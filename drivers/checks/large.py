@@ -23,7 +23,8 @@ _RANGE_NBYTES = 1000
 
 async def _unfinished(ground: Ground) -> Kept:
     """An upload that nobody ends: what finds it?"""
-    key, content = ground.key("unfinished/upload"), bytes_of(ground.part_nbytes + _ODD_NBYTES, 1)
+    key = ground.key("unfinished/upload")
+    content = bytes_of(ground.part_nbytes + _ODD_NBYTES, 1)
     upload = await ground.driver.create(key, len(content))
     try:
         first = parts_of(len(content), ground.part_nbytes, ground.traits)
@@ -68,7 +69,8 @@ def _one_error() -> Iterator[None]:
 
 
 async def _aborted(ground: Ground) -> Kept:
-    key, content = ground.key("large/aborted"), bytes_of(ground.part_nbytes + _ODD_NBYTES, 2)
+    key = ground.key("large/aborted")
+    content = bytes_of(ground.part_nbytes + _ODD_NBYTES, 2)
     upload = await ground.driver.create(key, len(content))
     await upload.write(0, memoryview(content)[: ground.part_nbytes])
     await upload.abort()
@@ -78,7 +80,8 @@ async def _aborted(ground: Ground) -> Kept:
 
 async def _committed(ground: Ground) -> Kept:
     """Upload an object of several parts, over another one, and see when it appears."""
-    key, content = ground.key("large/committed"), bytes_of(2 * ground.part_nbytes + _ODD_NBYTES, 3)
+    key = ground.key("large/committed")
+    content = bytes_of(2 * ground.part_nbytes + _ODD_NBYTES, 3)
     await ground.driver.put(key, b"before")
     began_s = time.perf_counter()
     upload = await ground.driver.create(key, len(content))
@@ -112,7 +115,8 @@ async def _write(upload: Upload, content: bytes, ground: Ground) -> None:
 
 async def _shorter(ground: Ground) -> Kept:
     """Compressed images end before the size that was declared."""
-    key, content = ground.key("large/shorter"), bytes_of(ground.part_nbytes + _ODD_NBYTES, 4)
+    key = ground.key("large/shorter")
+    content = bytes_of(ground.part_nbytes + _ODD_NBYTES, 4)
     upload = await ground.driver.create(key, 3 * ground.part_nbytes)
     try:
         await _write(upload, content, ground)
@@ -125,7 +129,8 @@ async def _shorter(ground: Ground) -> Kept:
 
 async def _ranges(ground: Ground) -> Kept:
     """Ranges of a small object, and of the large one, by ``read`` and by ``fetch``."""
-    small, content = ground.key("large/small"), bytes_of(_SMALL_NBYTES, 5)
+    small = ground.key("large/small")
+    content = bytes_of(_SMALL_NBYTES, 5)
     upload = await ground.driver.create(small, len(content))
     try:
         await upload.write(0, memoryview(content))
@@ -146,7 +151,8 @@ async def _ranges(ground: Ground) -> Kept:
 
 
 async def _read_ranges(ground: Ground, key: str, content: bytes) -> None:
-    n, whole = _RANGE_NBYTES, len(content)
+    n = _RANGE_NBYTES
+    whole = len(content)
     middle = (whole - n) // 2
     for start, stop, what in (
         (0, whole, "that is the whole object"),
@@ -158,7 +164,10 @@ async def _read_ranges(ground: Ground, key: str, content: bytes) -> None:
         await _expect_range(ground.other, key, content, start, stop, what)
     error = await outcome_of(ground.other.read(key, whole - 10, memoryview(bytearray(20))))
     if not isinstance(error, DamagedError):
-        told = "succeeds" if error is None else f"fails otherwise than it should: {error.message}"
+        if error is None:
+            told = "succeeds"
+        else:
+            told = f"fails otherwise than it should: {error.message}"
         raise UnkeptError(f"a range beyond the end of the object {told}") from error
 
 
@@ -176,26 +185,48 @@ async def _expect_range(
 
 
 UNFINISHED = Probe(
-    "unfinished", "unfinished uploads are found", "leftovers",
+    "unfinished",
+    "unfinished uploads are found",
+    "leftovers",
     "what dead saves leave is not removed, is not visible, and costs money",
-    ("Set a life-cycle rule in the store that drops " "unfinished " "uploads " "after a " "few days."), _unfinished,
-)  # fmt: skip
+    "Set a life-cycle rule in the store that drops unfinished uploads after a few days.",
+    _unfinished,
+)
 
 LARGE = (
     Probe(
-        "aborted", "an aborted upload leaves nothing", "leftovers", ("failed " "saves leave " "files behind"),
-        "Look at the store after failed saves; holdfast prune removes what it finds.", _aborted,
+        "aborted",
+        "an aborted upload leaves nothing",
+        "leftovers",
+        "failed saves leave files behind",
+        "Look at the store after failed saves; holdfast prune removes what it finds.",
+        _aborted,
     ),
     Probe(
-        "committed", "an upload of several parts", "unsafe", ("large " "images are " "not saved " "as they " "should be"),
-        "Use other storage, or a larger ?part_size= where the option is there.", _committed,
+        "committed",
+        "an upload of several parts",
+        "unsafe",
+        "large images are not saved as they should be",
+        "Use other storage, or a larger ?part_size= where the option is there.",
+        _committed,
     ),
     Probe(
-        "shorter", "an upload that ends early", "unusable", "saves with compression fail",
-        "Save without compression.", _shorter,
+        "shorter",
+        "an upload that ends early",
+        "unusable",
+        "saves with compression fail",
+        "Save without compression.",
+        _shorter,
     ),
     Probe(
-        "ranges", "ranges of objects", "unreadable", ("what was saved " "cannot be " "loaded, so " "Holdfast " "refuses to save"),
-        ("Use a store, or a gateway, that answers " "ranges with " "status 206, " "also one " "that is the " "whole object."), _ranges,
+        "ranges",
+        "ranges of objects",
+        "unreadable",
+        "what was saved cannot be loaded, so Holdfast refuses to save",
+        (
+            "Use a store, or a gateway, that answers ranges with status 206, also "
+            "one that is the whole object."
+        ),
+        _ranges,
     ),
-)  # fmt: skip
+)

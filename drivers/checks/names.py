@@ -69,17 +69,31 @@ async def _odd_names(ground: Ground) -> Kept:
 
 NAMES = (
     Probe(
-        "list", "list at and below a prefix", "leftovers",
-        ("checkpoints are missing in lists, and what " "dead saves " "leave is " "not found. " "Saves and " "loads need " "no lists"),
-        "Expect ls, prune and the clean-up of dead saves to lag, or to miss files.", _list,
+        "list",
+        "list at and below a prefix",
+        "leftovers",
+        (
+            "checkpoints are missing in lists, and what dead saves leave is not "
+            "found. Saves and loads need no lists"
+        ),
+        "Expect ls, prune and the clean-up of dead saves to lag, or to miss files.",
+        _list,
     ),
     Probe(
-        "bulk", "delete many objects at once", "leftovers", ("checkpoints " "cannot be " "pruned, and " "failed saves " "cost money"),
-        "Does the server know DeleteObjects? Use the " "option of the " "driver that " "switches " "it off, " "if it " "has one "
-        "(holdfast drivers URI lists options).", _delete_all,
+        "bulk",
+        "delete many objects at once",
+        "leftovers",
+        "checkpoints cannot be pruned, and failed saves cost money",
+        "Does the server know DeleteObjects? Use the option of the driver that "
+        "switches it off, if it has one (holdfast drivers URI lists options).",
+        _delete_all,
     ),
     Probe(
-        "odd", "keys with odd characters", "names", ("two checkpoints whose " "names differ " "in such a " "character " "may be one"),
-        "Name checkpoints with letters, digits, '-', '_' and '.' only.", _odd_names,
+        "odd",
+        "keys with odd characters",
+        "names",
+        "two checkpoints whose names differ in such a character may be one",
+        "Name checkpoints with letters, digits, '-', '_' and '.' only.",
+        _odd_names,
     ),
-)  # fmt: skip
+)

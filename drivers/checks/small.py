@@ -37,7 +37,8 @@ _ROOM_NBYTES = 100_000
 
 
 async def _put_and_get(ground: Ground) -> Kept:
-    key, content = ground.key("small/put"), bytes_of(1000)
+    key = ground.key("small/put")
+    content = bytes_of(1000)
     await ground.expect_gone(key, "before it was put")
     await ground.driver.put(key, content)
     await ground.expect(key, content, "right after the put")
@@ -175,9 +176,8 @@ async def _clock(ground: Ground) -> Kept:
     listed_s = [info.modified_s async for info in ground.other.list(key)]
     if not listed_s or abs(listed_s[0] - told_s) > 1.0:
         raise UnkeptError("a list tells another time of an object than a look at it")
-    skew_s = told_s - min(
-        max(told_s, before_s - 1), after_s + 1
-    )  # some storage tells whole seconds
+    # Some storage tells the time in whole seconds.
+    skew_s = told_s - min(max(told_s, before_s - 1), after_s + 1)
     if abs(skew_s) > SKEW_MAX_S:
         raise UnkeptError(f"the storage's clock and this host's differ by {abs(skew_s):,.0f} s")
     if abs(skew_s) > SKEW_S:
@@ -201,24 +201,50 @@ PUT_AND_GET = Probe(
 )
 
 SMALL = (
-    Probe("replace", "replace", "unsafe", ("readers " "may load " "what was " "replaced"), ("Use other " "storage."), _replace),
     Probe(
-        "delete", "delete", "leftovers", "what was deleted may stay, or seem to",
-        "May this user delete objects? Does a cache stand in between?", _delete,
+        "replace",
+        "replace",
+        "unsafe",
+        "readers may load what was replaced",
+        "Use other storage.",
+        _replace,
     ),
     Probe(
-        "atomic", "readers see whole objects", "unsafe", "a load may read a half-written manifest",
-        "Use other storage, or the driver that was made for it.", _atomic,
-    ),
-    Probe("exclusive", "exclusive put, twice", "unsafe", _UNSAFE_EXCLUSIVE, _CONDITIONAL, _exclusive),
-    Probe("race", "exclusive puts at the same time", "unsafe", _UNSAFE_EXCLUSIVE, _CONDITIONAL, _race),
-    Probe(
-        "again", "exclusive put after a delete", "unusable", ("a save " "may fail " "where an " "earlier " "one was deleted"),
-        "Use other storage. Are objects locked, or deletions delayed?", _exclusive_again,
+        "delete",
+        "delete",
+        "leftovers",
+        "what was deleted may stay, or seem to",
+        "May this user delete objects? Does a cache stand in between?",
+        _delete,
     ),
     Probe(
-        "clock", "the storage's clock", "leftovers",
+        "atomic",
+        "readers see whole objects",
+        "unsafe",
+        "a load may read a half-written manifest",
+        "Use other storage, or the driver that was made for it.",
+        _atomic,
+    ),
+    Probe(
+        "exclusive", "exclusive put, twice", "unsafe", _UNSAFE_EXCLUSIVE, _CONDITIONAL, _exclusive
+    ),
+    Probe(
+        "race", "exclusive puts at the same time", "unsafe", _UNSAFE_EXCLUSIVE, _CONDITIONAL, _race
+    ),
+    Probe(
+        "again",
+        "exclusive put after a delete",
+        "unusable",
+        "a save may fail where an earlier one was deleted",
+        "Use other storage. Are objects locked, or deletions delayed?",
+        _exclusive_again,
+    ),
+    Probe(
+        "clock",
+        "the storage's clock",
+        "leftovers",
         "what dead saves leave is collected too late, and object stores may refuse requests",
-        "Set the clocks (NTP) of this host and of the servers.", _clock,
+        "Set the clocks (NTP) of this host and of the servers.",
+        _clock,
     ),
-)  # fmt: skip
+)

@@ -75,7 +75,9 @@ def config_file(environment: Mapping[str, str]) -> Path | None:
     named = environment.get(CONFIG_VARIABLE)
     if named is None:
         file = file_of_user()
-        return file if file is not None and os.path.isfile(file) else None
+        if file is not None and os.path.isfile(file):
+            return file
+        return None
     if not named:
         return None
     if named.startswith("~/"):
@@ -99,7 +101,9 @@ def ignored_config_file(environment: Mapping[str, str]) -> Path | None:
     try:
         here = Path(FILE_NAME).absolute()
         applies = config_file(environment)
-        return None if applies is not None and os.path.samefile(here, applies) else here
+        if applies is not None and os.path.samefile(here, applies):
+            return None
+        return here
     except OSError:  # the working directory, or the file, has gone
         return None
 

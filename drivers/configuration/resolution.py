@@ -60,7 +60,8 @@ def resolve(
     with a password before a host, and for a secret in the URI; UsageError for a ``holdfast.toml``
     that cannot be used.
     """
-    environment = os.environ if environment is None else environment
+    if environment is None:
+        environment = os.environ
     _refuse_secrets(uri)
     said = {name: Setting(text, "the URI") for name, text in uri.options.items()}
     said = {
@@ -144,14 +145,20 @@ def _resolved(uri: Uri, name: str, option: Option, setting: Setting | None) -> R
             raise ValueError("is no place for a password")
         return Resolved(option.parse(setting.text), setting.text, setting.source)
     except ValueError as error:
-        source = "" if setting.source == "the URI" else f", which {setting.source} sets,"
+        if setting.source == "the URI":
+            source = ""
+        else:
+            source = f", which {setting.source} sets,"
         raise UriError(f"option {name!r}{source} {error}", uri=uri.redacted) from error
 
 
 def _unknown(
     uri: Uri, name: str, source: str, own: Mapping[str, Option], common: Mapping[str, Option]
 ) -> UriError:
-    said = "" if source == "the URI" else f", which {source} sets"
+    if source == "the URI":
+        said = ""
+    else:
+        said = f", which {source} sets"
     return UriError(
         f"{uri.scheme}:// has no option {name!r}{said}",
         uri=uri.redacted,

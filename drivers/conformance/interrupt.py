@@ -24,7 +24,8 @@ class Interrupt:
     ``delay_s``."""
 
     def __init__(self, at: int, delay_s: float) -> None:
-        self.at, self.delay_s = at, delay_s
+        self.at = at
+        self.delay_s = delay_s
         self.reached = False
         """Whether any call suspended that often."""
 
@@ -47,15 +48,20 @@ class Interrupt:
 
 class _Suspended(Awaitable[Any]):
     def __init__(self, interrupt: Interrupt, work: Coroutine[Any, Any, Any]) -> None:
-        self.interrupt, self.work = interrupt, work
+        self.interrupt = interrupt
+        self.work = work
         self.timer: asyncio.TimerHandle | None = None
         self.struck = False
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        inner, error = self.work.__await__(), None
+        inner = self.work.__await__()
+        error = None
         for n in itertools.count(1):
             try:
-                waited_for = inner.throw(error) if error is not None else inner.send(None)
+                if error is not None:
+                    waited_for = inner.throw(error)
+                else:
+                    waited_for = inner.send(None)
             except StopIteration as stop:
                 return stop.value
             if n == self.interrupt.at:

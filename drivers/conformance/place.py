@@ -37,7 +37,8 @@ class Place:
     it."""
 
     def __init__(self, uri: Uri, probe: ProbeClass | None, traits: Traits) -> None:
-        self.uri, self.traits = uri, traits
+        self.uri = uri
+        self.traits = traits
         self.probe: Probe | None = probe(uri) if probe else None
         self._probe_class = probe
         self._runner = asyncio.Runner()
@@ -73,7 +74,8 @@ class Place:
         self._count += 1
         place = Place(join(self.uri, f"below-{self._count}"), self._probe_class, self.traits)
         place._runner.close()
-        place._runner, place._opened = self._runner, self._opened
+        place._runner = self._runner
+        place._opened = self._opened
         return place
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:

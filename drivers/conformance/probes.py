@@ -66,7 +66,8 @@ class MemoryProbe:
 
     def __init__(self, uri: Uri) -> None:
         name, _, prefix = uri.location.partition("/")
-        self._objects, self._prefix = memory.STORES.setdefault(name, {}), prefix + "/"
+        self._objects = memory.STORES.setdefault(name, {})
+        self._prefix = prefix + "/"
 
     def write(self, key: str, data: bytes) -> None:
         self._objects[self._prefix + key] = (data, time.time())

@@ -61,9 +61,13 @@ class Session:
         self._worker = worker
         self._probe = probe_class(parsed.scheme, probe)
         self._name = f"conformance-{secrets.token_hex(4)}"
-        self._root, self._below, self._places = parsed, join(parsed, self._name), 0
+        self._root = parsed
+        self._below = join(parsed, self._name)
+        self._places = 0
         driver = open_driver(parsed, **BARE)
-        self.driver, self.uri, self.traits = _name_of(parsed), driver.uri, driver.traits
+        self.driver = _name_of(parsed)
+        self.uri = driver.uri
+        self.traits = driver.traits
         self.deviations = dict(driver.deviations)
         self._outcomes: dict[str, Counter[str]] = defaultdict(Counter)
         self._not_applicable: Counter[str] = Counter()
@@ -234,10 +238,12 @@ def _trial_called(name: str) -> str:
 
 def _reason_of(report: pytest.TestReport) -> str:
     """Why a trial does not apply."""
-    where = (
-        report.longrepr
-    )  # a path, a line and a reason; a list, once it has passed through pytest-xdist
-    reason = str(where[2]) if isinstance(where, tuple | list) else str(where)
+    # A tuple of path, line and reason, which pytest-xdist makes a list.
+    where = report.longrepr
+    if isinstance(where, tuple | list):
+        reason = str(where[2])
+    else:
+        reason = str(where)
     return reason.removeprefix("Skipped: ").removeprefix("not applicable: ")
 
 

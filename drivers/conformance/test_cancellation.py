@@ -128,10 +128,12 @@ async def test_a_cancelled_create_shows_nothing(place: Place) -> None:
 async def test_a_cancelled_write_can_only_be_aborted(place: Place) -> None:
     """The caller may reuse its memory at once; abort leaves nothing; another upload to the key is
     not disturbed."""
-    driver, part_nbytes = place.open(), place.part_nbytes
+    driver = place.open()
+    part_nbytes = place.part_nbytes
 
     async def attempt(interrupt: Interrupt, key: str) -> None:
-        upload, content = await driver.create(key, 2 * part_nbytes), aligned(part_nbytes)
+        upload = await driver.create(key, 2 * part_nbytes)
+        content = aligned(part_nbytes)
         await upload.write(0, content)
         await interrupt(upload.write(part_nbytes, content))
         content[:] = b"\xaa" * part_nbytes

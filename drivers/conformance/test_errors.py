@@ -20,7 +20,8 @@ from holdfast.errors import (
 @trial()
 async def test_errors_say_where(place: Place) -> None:
     """Every error carries URI and key, and shows both."""
-    driver, into = place.open(), memoryview(bytearray(1))
+    driver = place.open()
+    into = memoryview(bytearray(1))
     errors: list[HoldfastError] = []
     errors += await refused(
         NotFoundError, driver.read("a/x", 0, into), driver.get("a/x"), driver.stat("a/x")
@@ -101,7 +102,8 @@ async def test_a_closed_driver_says_so(place: Place) -> None:
 async def test_calls_that_make_no_sense_are_refused(place: Place) -> None:
     """Ranges before the beginning or far beyond any object, and negative sizes: an error of
     Holdfast's, no other kind."""
-    driver, into = place.open(), memoryview(bytearray(10))
+    driver = place.open()
+    into = memoryview(bytearray(10))
     await driver.put("x", bytes_of(100))
     starts = (-1, -10, -50, 1 << 40, 1 << 70)
     await refused(

@@ -28,7 +28,8 @@ RANGES = [
 async def test_any_range_can_be_fetched(place: Place) -> None:
     """Odd starts and lengths, also at once: exactly the bytes that were asked for, one-dimensional
     and contiguous."""
-    driver, content = place.open(), bytes_of(NBYTES)
+    driver = place.open()
+    content = bytes_of(NBYTES)
     await driver.put("x", content)
     found = await asyncio.gather(*(driver.fetch("x", start, nbytes) for start, nbytes in RANGES))
     assert [bytes(data) for data in found] == [
@@ -43,7 +44,9 @@ async def test_any_range_can_be_fetched(place: Place) -> None:
 async def test_fetched_memory_stays_as_it_is(place: Place) -> None:
     """Whoever holds it sees the same bytes after other reads and fetches, after the object was
     replaced and deleted, and after the driver was closed."""
-    driver, content, other = place.open(), bytes_of(NBYTES), bytes_of(NBYTES, seed=1)
+    driver = place.open()
+    content = bytes_of(NBYTES)
+    other = bytes_of(NBYTES, seed=1)
     await driver.put("x", content)
     held = [await driver.fetch("x", start, NBYTES - start) for start in (0, 4096)]
     await driver.put("x", other)

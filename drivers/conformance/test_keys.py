@@ -50,7 +50,8 @@ STRANGE = [
 async def test_an_unsafe_key_is_refused_everywhere(place: Place, key: str) -> None:
     """No method takes a key that could leave the root, or that is no plain path; nothing is
     touched."""
-    driver, into = place.open(), memoryview(bytearray(1))
+    driver = place.open()
+    into = memoryview(bytearray(1))
     calls: list[Awaitable[object]] = [
         driver.read(key, 0, into),
         driver.create(key, 1),
@@ -70,7 +71,8 @@ async def test_an_unsafe_key_is_refused_everywhere(place: Place, key: str) -> No
 async def test_plain_keys_are_stored(place: Place) -> None:
     """Letters, digits, dots, dashes and underscores, hidden names too: what Holdfast itself uses
     can always be stored."""
-    driver, keys = place.open(), [f"{n}/{key}" for n, key in enumerate(PLAIN)]
+    driver = place.open()
+    keys = [f"{n}/{key}" for n, key in enumerate(PLAIN)]
     for key in keys:
         await driver.put(key, key.encode())
     for key in keys:
@@ -84,7 +86,8 @@ async def test_plain_keys_are_stored(place: Place) -> None:
 async def test_strange_keys_are_stored_faithfully_or_refused(place: Place) -> None:
     """Each comes back under exactly its own name, also beside all the others; or an error says that
     it cannot."""
-    driver, stored = place.open(), []
+    driver = place.open()
+    stored = []
     for n, key in enumerate(STRANGE):
         try:
             await driver.put(f"d/{key}", b"%d" % n)
@@ -106,7 +109,8 @@ async def test_strange_keys_are_stored_faithfully_or_refused(place: Place) -> No
 async def test_strange_keys_can_be_uploaded_to_or_are_refused(place: Place) -> None:
     """An upload takes the keys that put takes, and nothing but the object stays. A refusal shows
     nothing."""
-    driver, stored = place.open(), []
+    driver = place.open()
+    stored = []
     for key in STRANGE:
         try:
             await store(driver, key, b"upl")
@@ -129,14 +133,14 @@ async def test_names_of_unfinished_uploads_lead_nowhere(place: Place) -> None:
     """Whatever an upload keeps in the storage meanwhile can neither be read by its name nor be put
     in its place."""
     assert place.probe is not None
-    driver, content = place.open(), bytes_of(100_000)
+    driver = place.open()
+    content = bytes_of(100_000)
     upload = await driver.create("a/x", len(content))
     await upload.write(0, memoryview(content))
     for name in place.probe.list():
         await refused(HoldfastError, driver.get(name), driver.stat(name))
-        with contextlib.suppress(
-            HoldfastError
-        ):  # refused, or something else that happens to have that name
+        # It may be refused, or something else may happen to have that name.
+        with contextlib.suppress(HoldfastError):
             await driver.put(name, b"in its place")
             await driver.delete(name)
     await upload.commit()

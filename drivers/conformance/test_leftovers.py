@@ -16,13 +16,15 @@ from holdfast.errors import NotFoundError, StorageError
 
 async def use(place: Place) -> None:
     """Everything that may keep something, also by failing; then close."""
-    driver, nbytes = place.open(), place.part_nbytes + 1000
+    driver = place.open()
+    nbytes = place.part_nbytes + 1000
     await store(driver, "a/x", bytes_of(nbytes))
     await driver.read("a/x", 0, aligned(nbytes))
     for call in (driver.get("missing"), driver.read("a/x", nbytes, aligned(100))):
         with contextlib.suppress(Exception):
             await call
-    forgotten, aborted = await driver.create("a/y", nbytes), await driver.create("a/z", nbytes)
+    forgotten = await driver.create("a/y", nbytes)
+    aborted = await driver.create("a/z", nbytes)
     for upload in (forgotten, aborted):
         await upload.write(0, aligned(place.part_nbytes))
     await aborted.abort()
@@ -52,7 +54,8 @@ async def test_nothing_outlives_close(place: Place) -> None:
 async def test_close_drops_unfinished_uploads(place: Place) -> None:
     """What was neither committed nor aborted takes no room once the driver is closed; using it is
     an error."""
-    driver, nbytes = place.open(), place.part_nbytes + 1000
+    driver = place.open()
+    nbytes = place.part_nbytes + 1000
     upload = await driver.create("x", nbytes)
     await upload.write(0, aligned(place.part_nbytes))
     await driver.create("y", nbytes)
@@ -66,7 +69,8 @@ async def test_close_drops_unfinished_uploads(place: Place) -> None:
 @trial()
 async def test_an_upload_may_be_aborted_twice_at_once(place: Place) -> None:
     """As when the driver is closed while a task still cleans up: neither fails, nothing is left."""
-    driver, nbytes = place.open(), place.part_nbytes + 1000
+    driver = place.open()
+    nbytes = place.part_nbytes + 1000
     upload = await driver.create("x", nbytes)
     await upload.write(0, aligned(place.part_nbytes))
     await asyncio.gather(upload.abort(), upload.abort(), driver.close())

@@ -40,7 +40,8 @@ async def test_a_listing_goes_by_whole_names(place: Place) -> None:
 @trial()
 async def test_a_listing_of_many_objects_is_complete(place: Place) -> None:
     """More objects than one answer of a server holds: each is there once."""
-    driver, keys = place.open(), [f"n/{n:04d}" for n in range(1100)]
+    driver = place.open()
+    keys = [f"n/{n:04d}" for n in range(1100)]
     limit = asyncio.Semaphore(place.traits.concurrency)
 
     async def put(key: str) -> None:
@@ -75,7 +76,9 @@ async def test_a_listing_may_be_left_early_and_disturbed(place: Place) -> None:
 async def test_a_listing_while_objects_come_and_go_shows_what_stays(place: Place) -> None:
     """Objects that are there all the time are listed, once each; unfinished ones never; sizes are
     never of half a write."""
-    driver, writer, stay = place.open(), place.open(), [f"a/stay/{n}" for n in range(20)]
+    driver = place.open()
+    writer = place.open()
+    stay = [f"a/stay/{n}" for n in range(20)]
     for key in stay:
         await driver.put(key, b"stays")
     done = asyncio.Event()
@@ -127,7 +130,8 @@ async def test_deleting_all_takes_what_lies_below_and_no_more(place: Place) -> N
 async def test_deleting_all_takes_unfinished_uploads(place: Place) -> None:
     """What an upload had written below the prefix is gone; whatever becomes of that upload, it
     shows no half object."""
-    driver, content = place.open(), bytes_of(100_000)
+    driver = place.open()
+    content = bytes_of(100_000)
     upload = await driver.create("a/b/unfinished", len(content))
     await upload.write(0, memoryview(content))
     await driver.delete_all("a/b")
@@ -144,7 +148,9 @@ async def test_deleting_all_takes_unfinished_uploads(place: Place) -> None:
 async def test_a_sweep_harms_nobody_alive(place: Place) -> None:
     """Objects stay, and uploads that are under way, of this driver and of another, go on and
     commit."""
-    driver, other, nbytes = place.open(), place.open(), place.part_nbytes + 1000
+    driver = place.open()
+    other = place.open()
+    nbytes = place.part_nbytes + 1000
     await driver.put("a/x", b"object")
     uploads = [await who.create(f"a/{n}/y", nbytes) for n, who in enumerate((driver, other))]
     uploads.append(await other.create("a/x", nbytes))

@@ -64,7 +64,9 @@ async def test_stored_bytes_are_what_was_written(place: Place) -> None:
     """Once put or commit has returned, whoever looks at the storage by other means finds the bytes,
     and all of them."""
     assert place.probe is not None
-    driver, small, large = place.open(), bytes_of(1000), bytes_of(2 * place.part_nbytes + 1001)
+    driver = place.open()
+    small = bytes_of(1000)
+    large = bytes_of(2 * place.part_nbytes + 1001)
     await driver.put("a/put", small)
     assert place.probe.read("a/put") == small
     await store(driver, "a/upload", large)
@@ -78,7 +80,8 @@ async def test_objects_made_by_other_means_are_read(place: Place) -> None:
     assert place.probe is not None
     content = bytes_of(100_003)
     place.probe.write("a/x", content)
-    driver, into = place.open(), aligned(50_000, 1)
+    driver = place.open()
+    into = aligned(50_000, 1)
     assert await driver.get("a/x") == content
     assert (await driver.stat("a/x")).nbytes == 100_003
     await driver.read("a/x", 1, into)
@@ -92,8 +95,10 @@ async def test_what_is_not_small_is_not_got(place: Place, monkeypatch: pytest.Mo
     """Get raises DamagedError for an object beyond the limit, lowered here for whoever calls
     ``check_small``, and has not read it by then. Up to the limit it is got; read and stat know
     none."""
-    nbytes, driver = 8 << 20, place.open()
-    content, into = bytes_of(nbytes), aligned(1)
+    nbytes = 8 << 20
+    driver = place.open()
+    content = bytes_of(nbytes)
+    into = aligned(1)
     await store(driver, "a/x", content)
     monkeypatch.setattr(contract, "SMALL_NBYTES_MAX", nbytes - 1)
     tracemalloc.start()
@@ -131,7 +136,9 @@ async def test_a_put_replaces_what_was_there(place: Place) -> None:
 async def test_a_replaced_or_deleted_object_is_not_read_again(place: Place) -> None:
     """A read after another driver replaced the object shows the new one; after a delete it finds
     nothing."""
-    driver, other, into = place.open(), place.open(), bytearray(3)
+    driver = place.open()
+    other = place.open()
+    into = bytearray(3)
     for content in (b"old", b"new"):
         await driver.put("x", content)
         await other.read("x", 0, memoryview(into))

@@ -24,7 +24,8 @@ from holdfast.errors import ExistsError, NotFoundError
 async def test_a_reader_sees_the_old_or_the_new_object(place: Place) -> None:
     """While an object is replaced again and again, whoever gets or reads it finds one version,
     whole."""
-    driver, other = place.open(), place.open()
+    driver = place.open()
+    other = place.open()
     versions = [bytes([n]) * 80_000 for n in range(40)]
     await driver.put("x", versions[0])
     done = asyncio.Event()
@@ -53,7 +54,9 @@ async def test_a_reader_sees_the_old_or_the_new_object(place: Place) -> None:
 @trial()
 async def test_a_new_object_appears_whole(place: Place) -> None:
     """Who waits for an object, by stat, list or get, sees all of it at its first sight."""
-    driver, other, content = place.open(), place.open(), bytes_of(300_000)
+    driver = place.open()
+    other = place.open()
+    content = bytes_of(300_000)
 
     async def wait_for(key: str) -> None:
         while True:
@@ -107,11 +110,9 @@ async def test_an_exclusive_put_has_one_winner_among_processes(place: Place) -> 
 async def test_many_tasks_share_a_driver(place: Place) -> None:
     """Uploads, reads, listings and deletions of far more tasks than the useful concurrency do not
     disturb each other."""
-    driver, traits, many = (
-        place.open(),
-        place.traits,
-        min(100, max(40, 4 * place.traits.concurrency)),
-    )
+    driver = place.open()
+    traits = place.traits
+    many = min(100, max(40, 4 * place.traits.concurrency))
     content = bytes_of(150_000)
 
     async def work(n: int) -> None:
@@ -135,7 +136,8 @@ async def test_many_tasks_share_a_driver(place: Place) -> None:
 async def test_reads_beyond_the_concurrency_all_end(place: Place) -> None:
     """Four times as many reads at once as the traits call useful: each gets its own bytes, and none
     starves."""
-    driver, content = place.open(), bytes_of(1 << 20)
+    driver = place.open()
+    content = bytes_of(1 << 20)
     await store(driver, "x", content)
 
     async def read(n: int) -> None:
@@ -151,11 +153,9 @@ async def test_reads_beyond_the_concurrency_all_end(place: Place) -> None:
 async def test_uploads_beyond_the_concurrency_all_end(place: Place) -> None:
     """Many uploads are open at once, each with its parts in flight; some are given up; the others
     commit."""
-    driver, nbytes, many = (
-        place.open(),
-        place.part_nbytes + 1000,
-        min(64, 2 * place.traits.concurrency),
-    )
+    driver = place.open()
+    nbytes = place.part_nbytes + 1000
+    many = min(64, 2 * place.traits.concurrency)
 
     async def work(n: int) -> None:
         content = memoryview(bytes_of(nbytes, n))

@@ -12,8 +12,15 @@ from holdfast.errors import DamagedError, NotFoundError
 
 NBYTES = (1 << 20) + 77
 RANGES = [
-    (0, NBYTES), (1, NBYTES - 1), (4096, 200_000), (4097, 131_072), (5, 3), (NBYTES - 1, 1), (0, 0), (NBYTES, 0),
-]  # fmt: skip
+    (0, NBYTES),
+    (1, NBYTES - 1),
+    (4096, 200_000),
+    (4097, 131_072),
+    (5, 3),
+    (NBYTES - 1, 1),
+    (0, 0),
+    (NBYTES, 0),
+]
 
 
 @pytest.mark.parametrize("offset", [0, 1, 4095])
@@ -21,7 +28,8 @@ RANGES = [
 async def test_any_range_can_be_read(place: Place, offset: int) -> None:
     """Odd starts and lengths, into memory at odd addresses: exactly the bytes that were asked for,
     none beside them."""
-    driver, content = place.open(), bytes_of(NBYTES)
+    driver = place.open()
+    content = bytes_of(NBYTES)
     await driver.put("x", content)
     for start, length in RANGES:
         into = aligned(length + 2, offset)
@@ -34,7 +42,8 @@ async def test_any_range_can_be_read(place: Place, offset: int) -> None:
 @trial()
 async def test_many_small_ranges_are_read_at_once(place: Place) -> None:
     """Neighbouring, overlapping and far ranges of one object do not disturb each other."""
-    driver, content = place.open(), bytes_of(NBYTES)
+    driver = place.open()
+    content = bytes_of(NBYTES)
     await driver.put("x", content)
     ranges = [(n * 7919 % (NBYTES - 600), n % 600) for n in range(100)]
     buffers = [bytearray(length) for _, length in ranges]
@@ -62,7 +71,8 @@ async def test_a_read_past_the_end_is_damage(place: Place, start: int, nbytes: i
 async def test_an_object_that_became_shorter_is_damage(place: Place) -> None:
     """Whoever still expects the old size is told, also by a driver that has read the old object
     before."""
-    driver, other = place.open(), place.open()
+    driver = place.open()
+    other = place.open()
     await driver.put("x", bytes_of(100_000))
     await driver.read("x", 0, aligned(100_000))
     await other.put("x", b"short")

@@ -32,7 +32,8 @@ async def test_parts_from_any_address_make_the_object(
 ) -> None:
     """Parts of any size, from aligned memory or not, at once and in random order where the traits
     allow it."""
-    driver, part_nbytes = place.open(), max(part_nbytes, place.traits.part_min_nbytes)
+    driver = place.open()
+    part_nbytes = max(part_nbytes, place.traits.part_min_nbytes)
     nbytes = min(part_nbytes * 9, max(3 << 20, 2 * part_nbytes)) + 5
     content = aligned(nbytes, offset)
     content[:] = bytes_of(nbytes, offset)
@@ -49,7 +50,8 @@ async def test_parts_from_any_address_make_the_object(
 async def test_an_object_of_preferred_parts_comes_back(place: Place) -> None:
     """Two whole parts of the preferred size and a small one, written as the traits ask, read as a
     whole and in pieces."""
-    driver, part_nbytes = place.open(), place.traits.part_nbytes
+    driver = place.open()
+    part_nbytes = place.traits.part_nbytes
     content = bytes_of(2 * part_nbytes + 12_345)
     await store(driver, "large", content)
     into = aligned(len(content))
@@ -64,7 +66,8 @@ async def test_an_object_of_preferred_parts_comes_back(place: Place) -> None:
 async def test_segments_are_written_at_once(place: Place) -> None:
     """As many contiguous segments as the traits name, each in its own order, make the object;
     nothing else stays."""
-    driver, traits = place.open(), place.traits
+    driver = place.open()
+    traits = place.traits
     content = bytes_of(2 * traits.streams * traits.part_nbytes - 12_345)
     upload = await driver.create("a/x", len(content))
 
@@ -89,7 +92,8 @@ async def test_segments_are_written_at_once(place: Place) -> None:
 async def test_every_size_can_be_stored(place: Place, nbytes: int) -> None:
     """Sizes around a page and around the least direct write, empty ones too, by upload and by put.
     An upload that says where it was declared to end is like one that does not say."""
-    driver, content = place.open(), bytes_of(nbytes)
+    driver = place.open()
+    content = bytes_of(nbytes)
     for end in (None, nbytes):
         upload = await driver.create("upload", nbytes)
         if nbytes:
@@ -105,7 +109,8 @@ async def test_every_size_can_be_stored(place: Place, nbytes: int) -> None:
 async def test_an_upload_is_invisible_until_it_commits(place: Place) -> None:
     """Until then neither get, stat, read nor list shows anything of it, to nobody; nor does an
     exclusive put."""
-    driver, nbytes = place.open(), place.part_nbytes + 1000
+    driver = place.open()
+    nbytes = place.part_nbytes + 1000
     upload = await driver.create("a/x", nbytes)
     await upload.write(0, memoryview(bytes(place.part_nbytes)))
     for other in (driver, place.open()):
@@ -125,7 +130,8 @@ async def test_an_upload_is_invisible_until_it_commits(place: Place) -> None:
 @trial()
 async def test_a_whole_upload_is_invisible_until_it_commits(place: Place) -> None:
     """Also with every byte written; commit shows it to everybody at once."""
-    driver, content = place.open(), bytes_of(100_000)
+    driver = place.open()
+    content = bytes_of(100_000)
     upload = await driver.create("a/x", len(content))
     await upload.write(0, memoryview(content))
     assert await place.keys() == []
@@ -139,7 +145,8 @@ async def test_a_whole_upload_is_invisible_until_it_commits(place: Place) -> Non
 @trial()
 async def test_an_aborted_upload_leaves_nothing(place: Place) -> None:
     """Abort drops what was written, may be called again, and is harmless after a commit."""
-    driver, nbytes = place.open(), place.part_nbytes + 1000
+    driver = place.open()
+    nbytes = place.part_nbytes + 1000
     upload = await driver.create("x", nbytes)
     await upload.write(0, memoryview(bytes(place.part_nbytes)))
     await upload.abort()
@@ -199,7 +206,11 @@ ENDS: dict[str, Callable[[int], int]] = {
 async def test_an_upload_may_end_early(place: Place, preferred: bool, end: str) -> None:
     """Where its commit says so: invisible before, it is then whole, of that size, and there is
     nothing behind its end."""
-    driver, part_nbytes = place.open(), place.traits.part_nbytes if preferred else place.part_nbytes
+    driver = place.open()
+    if preferred:
+        part_nbytes = place.traits.part_nbytes
+    else:
+        part_nbytes = place.part_nbytes
     content = bytes_of(ENDS[end](part_nbytes))
     await driver.put("x", b"old")
     upload = await driver.create("x", 2 * part_nbytes + 12_345)
@@ -226,7 +237,8 @@ async def test_an_upload_that_lacks_its_end_does_not_commit(
 ) -> None:
     """With no part, or without the last one, wherever it is to end: an error; nothing becomes
     visible, nothing stays."""
-    driver, nbytes = place.open(), place.part_nbytes + 1000
+    driver = place.open()
+    nbytes = place.part_nbytes + 1000
     await driver.put("x", b"old")
     upload = await driver.create("x", nbytes)
     for _ in range(written):
@@ -257,11 +269,10 @@ async def test_a_part_outside_the_object_is_refused(place: Place, start: int, nb
 @trial()
 async def test_two_uploads_to_one_key_do_not_disturb_each_other(place: Place) -> None:
     """Both can be written in turns, from two drivers; the last commit wins, whole."""
-    driver, part_nbytes = place.open(), place.part_nbytes
-    first, second = (
-        await driver.create("x", 2 * part_nbytes),
-        await place.open().create("x", part_nbytes + 500),
-    )
+    driver = place.open()
+    part_nbytes = place.part_nbytes
+    first = await driver.create("x", 2 * part_nbytes)
+    second = await place.open().create("x", part_nbytes + 500)
     for start, nbytes in ((0, part_nbytes), (part_nbytes, 500)):
         await second.write(start, memoryview(b"2" * nbytes))
         await first.write(start, memoryview(b"1" * part_nbytes))
@@ -276,7 +287,8 @@ async def test_two_uploads_to_one_key_do_not_disturb_each_other(place: Place) ->
 async def test_aborting_one_upload_spares_the_other(place: Place) -> None:
     """An abort takes away what that upload wrote, and nothing of another one to the same key."""
     driver = place.open()
-    first, second = await driver.create("x", 1000), await driver.create("x", 1000)
+    first = await driver.create("x", 1000)
+    second = await driver.create("x", 1000)
     await first.write(0, memoryview(b"1" * 1000))
     await second.write(0, memoryview(b"2" * 1000))
     await first.abort()
@@ -289,7 +301,8 @@ async def test_aborting_one_upload_spares_the_other(place: Place) -> None:
 @trial()
 async def test_a_written_part_belongs_to_the_upload(place: Place) -> None:
     """Once write has returned, the caller may reuse its memory."""
-    driver, part_nbytes = place.open(), place.part_nbytes
+    driver = place.open()
+    part_nbytes = place.part_nbytes
     content = aligned(part_nbytes)
     upload = await driver.create("x", 2 * part_nbytes)
     for part, letter in enumerate((b"a", b"b")):

@@ -20,7 +20,10 @@ def connected(
 ) -> AbstractFileSystem:
     """A file system that nobody shares, and that caches no listings. Raises whatever its library
     raises."""
-    uncached = {"use_listings_cache": False} if kind.listings else {}
+    if kind.listings:
+        uncached = {"use_listings_cache": False}
+    else:
+        uncached = {}
     fs = cls(skip_instance_cache=True, **uncached, **arguments)
     if _is_sftp(fs):
         # paramiko waits for the answer to each 32 KiB that it writes. With Nagle's algorithm the

@@ -183,7 +183,8 @@ class FsspecDriver(Driver):
         await self._threads.close(_CLOSE_TIMEOUT_S)
         for upload in tuple(self._uploads):
             upload.drop()
-        fs, self._fs_made = self._fs_made, None
+        fs = self._fs_made
+        self._fs_made = None
         if fs is not None:
             await asyncio.to_thread(let_go, fs)
 
@@ -219,7 +220,9 @@ class FsspecDriver(Driver):
             return self._fs_made
 
     def _path(self, key: str) -> str:
-        return f"{self._root}/{key}" if key else self._root or "/"
+        if key:
+            return f"{self._root}/{key}"
+        return self._root or "/"
 
     def _info(self, key: str) -> dict[str, Any]:
         """What the file system says of a file. FileNotFoundError also for a folder."""
@@ -292,7 +295,10 @@ class FsspecDriver(Driver):
         """Every file and, where these exist by themselves, every folder at or below ``prefix``;
         folders come before what is in them."""
         path = self._path(prefix)
-        below = self._walk(path) if self._kind.folders else self._fs.find(path, detail=True).items()
+        if self._kind.folders:
+            below = self._walk(path)
+        else:
+            below = self._fs.find(path, detail=True).items()
         found = {name: info for name, info in below if self._is_at(name, path)}
         if prefix and path not in found:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -323,7 +329,10 @@ class FsspecDriver(Driver):
             return  # what is unfinished has no name there
         folder, _, name = prefix.rpartition("/")
         own = f".{name[:48]}."
-        beside = self._fs.ls(self._path(folder), detail=True) if self._exists(folder) else ()
+        if self._exists(folder):
+            beside = self._fs.ls(self._path(folder), detail=True)
+        else:
+            beside = ()
         found = (
             *((i["name"], i) for i in beside if i["name"].rpartition("/")[2].startswith(own)),
             *self._find(prefix),
@@ -357,13 +366,18 @@ class _Upload(Upload):
     """One file being written, under a temporary name where the store would show it."""
 
     def __init__(self, driver: FsspecDriver, key: str, nbytes: int) -> None:
-        self._driver, self._key = driver, key
+        self._driver = driver
+        self._key = key
         self._written = Ranges(nbytes, uri=driver.uri, key=key)
         self._target = driver._path(key)
         folder, _, name = self._target.rpartition("/")
         staged = driver._kind.appears != "closed"
-        self._path = f"{folder}/{temporary_name(name)}" if staged else self._target
-        self._folder, self._staged = folder, staged
+        if staged:
+            self._path = f"{folder}/{temporary_name(name)}"
+        else:
+            self._path = self._target
+        self._folder = folder
+        self._staged = staged
         self._position = 0
         self._file: Any = None
 
@@ -416,7 +430,8 @@ class _Upload(Upload):
 
     def publish(self) -> None:
         """Make the file visible, whole and durable."""
-        file, driver = self._file, self._driver
+        file = self._file
+        driver = self._driver
         if file is None:
             raise self._wrong("the upload is over: committed, failed or aborted")
         file.close()
@@ -439,7 +454,9 @@ class _Upload(Upload):
 
     def drop(self) -> None:
         """Forget the file, unless it is published. Raises nothing."""
-        driver, file, self._file = self._driver, self._file, None
+        driver = self._driver
+        file = self._file
+        self._file = None
         driver._uploads.discard(self)
         if file is not None:
             _discard(file, staged=self._staged)

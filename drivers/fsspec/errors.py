@@ -59,7 +59,10 @@ def fsspec_errors(doing: str, uri: str, key: str) -> Iterator[None]:
             yield
     except StorageError as error:
         cause = error.__cause__
-        kind = _kind_of(cause) if type(error) in _VAGUE and isinstance(cause, OSError) else None
+        if type(error) in _VAGUE and isinstance(cause, OSError):
+            kind = _kind_of(cause)
+        else:
+            kind = None
         if cause is None or kind in (None, type(error)):
             raise
         raise _made(kind or StorageError, doing, uri, key, cause) from cause
@@ -85,7 +88,11 @@ def _of_status(status: int) -> type[StorageError] | None:
         return AccessError
     if status in (429, 503):
         return BusyError
-    return FullError if status == 507 else StorageDownError if status >= 500 else None
+    if status == 507:
+        return FullError
+    if status >= 500:
+        return StorageDownError
+    return None
 
 
 def _by_kind(error: BaseException) -> type[StorageError] | None:

@@ -39,9 +39,8 @@ _KINDS = {
     "file": Kind("renamed", folders=True, shared=False),
     "local": Kind("renamed", folders=True, shared=False),
     "memory": Kind("copied", folders=False, shared=False),
-    "sftp": Kind(
-        "renamed", folders=True, threads=False, listings=False
-    ),  # paramiko mixes up the answers
+    # paramiko mixes up the answers to calls that are made at the same time.
+    "sftp": Kind("renamed", folders=True, threads=False, listings=False),
     "ssh": Kind("renamed", folders=True, threads=False, listings=False),
     "hdfs": Kind("unknown", folders=True),
     **dict.fromkeys(("abfs", "abfss", "az", "gcs", "gs", "oci", "oss", "s3", "s3a"), _OBJECTS),

@@ -40,7 +40,10 @@ def options_of(protocol: str, cls: type) -> dict[str, Option]:
     for parameter in inspect.signature(cls.__init__).parameters.values():  # type: ignore[misc]
         named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         if named and parameter.name not in _OURS:
-            default = None if parameter.default is parameter.empty else parameter.default
+            if parameter.default is parameter.empty:
+                default = None
+            else:
+                default = parameter.default
             found[parameter.name] = Option(
                 _parser(default), default, f"of fsspec's {protocol} file system"
             )

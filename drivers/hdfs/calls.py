@@ -64,7 +64,8 @@ async def run(function: Callable[[Call], T], timeout_s: float) -> T:
     Then, and when cancelled, it returns at once: the thread goes on alone, and what it returns is
     dropped.
     """
-    call, loop = Call(), asyncio.get_running_loop()
+    call = Call()
+    loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
     def body() -> None:

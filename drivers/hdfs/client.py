@@ -51,9 +51,16 @@ class Client:
     """Calls to one file system. ``uri``, redacted, is for messages."""
 
     def __init__(
-        self, url: str | None, config: Mapping[str, str], conf_dir: str | None, *, uri: str, timeout_s: float,
-        namenodes: Sequence[str] = (), authentication: str = "simple",
-    ) -> None:  # fmt: skip
+        self,
+        url: str | None,
+        config: Mapping[str, str],
+        conf_dir: str | None,
+        *,
+        uri: str,
+        timeout_s: float,
+        namenodes: Sequence[str] = (),
+        authentication: str = "simple",
+    ) -> None:
         """Connects at its first call. Raises UriError where hdfs-native is missing, or cannot use
         what it is given.
 
@@ -61,7 +68,8 @@ class Client:
         ``authentication``, which is ``hadoop.security.authentication`` of the configuration, will
         do.
         """
-        self.uri, self.timeout_s = uri, timeout_s
+        self.uri = uri
+        self.timeout_s = timeout_s
         self._namenodes = namenodes
         self._authentication = authentication
         self._checked = False
@@ -202,7 +210,9 @@ def appending(inner: hdfs_native.Client, path: str) -> RawFileWriter:
 def pieces(reader: hdfs_native.FileReader, start: int, nbytes: int) -> Iterator[bytes]:
     """``nbytes`` of a file from ``start``, in pieces of 64 KiB or so: the fastest way, and the one
     that copies least."""
-    return reader.read_range_stream(start, nbytes) if nbytes else iter(())
+    if nbytes:
+        return reader.read_range_stream(start, nbytes)
+    return iter(())
 
 
 def whole_reader(
@@ -215,7 +225,8 @@ def whole_reader(
     told the name node of its last block, and readers do not see that block until then: so this
     waits. Raises OSError when nobody tells.
     """
-    stop_s, wait_s = time.monotonic() + _BLOCKS_S, 0.01
+    stop_s = time.monotonic() + _BLOCKS_S
+    wait_s = 0.01
     while True:
         reader = inner.read(path)
         if nbytes is not None and len(reader) >= nbytes:

@@ -39,7 +39,8 @@ def site(conf_dir: str | None) -> dict[str, str]:
         file = Path(folder, name) if folder else None
         if file is not None and file.is_file():
             for entry in ElementTree.parse(file).iter("property"):
-                key, value = entry.findtext("name"), entry.findtext("value")
+                key = entry.findtext("name")
+                value = entry.findtext("value")
                 if key and value:
                     found[key.strip()] = value.strip()
     return found
@@ -66,7 +67,9 @@ def served(authority: str, root: str, properties: Mapping[str, str]) -> Served |
     default = urlsplit(properties.get("fs.defaultFS", ""))
     if default.scheme == "viewfs":
         return _mounted(default.netloc, root, properties)
-    return Served(default.netloc, root) if default.scheme == "hdfs" and default.netloc else None
+    if default.scheme == "hdfs" and default.netloc:
+        return Served(default.netloc, root)
+    return None
 
 
 def _mounted(table: str, root: str, properties: Mapping[str, str]) -> Served | None:
@@ -111,7 +114,10 @@ def web_addresses(authority: str, properties: Mapping[str, str]) -> list[str]:
         rpc = properties.get(_RPC_ADDRESS + suffix, authority)
         host, _, port = rpc.rpartition(":")
         host = host or rpc
-        ports = _ROUTER_WEB_PORTS if port == _ROUTER_PORT else _WEB_PORTS
+        if port == _ROUTER_PORT:
+            ports = _ROUTER_WEB_PORTS
+        else:
+            ports = _WEB_PORTS
         configured = properties.get(
             f"dfs.namenode.{scheme}-address{suffix}", f"{host}:{ports[scheme]}"
         )
@@ -143,4 +149,6 @@ def _words(text: str) -> list[str]:
 
 def _reachable(address: str, host: str) -> str:
     """``0.0.0.0`` is where a server listens; it is reached at its host."""
-    return address.replace("0.0.0.0", host, 1) if address.startswith("0.0.0.0:") else address
+    if address.startswith("0.0.0.0:"):
+        return address.replace("0.0.0.0", host, 1)
+    return address

@@ -91,12 +91,18 @@ class HdfsDriver(Driver):
         """``options``: a value for each of OPTIONS. Raises UriError where they name no file system."""
         self.uri = uri
         namenodes = [address for address in options["namenodes"].split(",") if address]
-        config = name_service(authority, namenodes) if namenodes else {}
+        if namenodes:
+            config = name_service(authority, namenodes)
+        else:
+            config = {}
         properties = _properties(config, options, uri)
         found = _tokens(uri)
         authority = service_address(authority, found)
         place = served(authority, root, properties)
-        token = token_of(place.authority, found) if place else None
+        if place:
+            token = token_of(place.authority, found)
+        else:
+            token = None
         self._webhdfs = _webhdfs(place, root, properties, options, token)
         self.traits = Traits(
             part_nbytes=16 << 20,
@@ -142,7 +148,8 @@ class HdfsDriver(Driver):
         )
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
-        path, inner = self._names.path(key), self._client.inner
+        path = self._names.path(key)
+        inner = self._client.inner
 
         def read(call: Call) -> None:
             reader = whole_reader(inner, path, start + len(into))
@@ -165,9 +172,8 @@ class HdfsDriver(Driver):
                 return
             except (NotFoundError, AccessError):
                 raise
-            except (
-                StorageError
-            ) as error:  # the blocks of an object that is replaced go away under its readers
+            except StorageError as error:
+                # The blocks of an object that is replaced go away under its readers: read again.
                 if attempt + 1 == _READ_ATTEMPTS or isinstance(error.__cause__, TimeoutError):
                     raise
 
@@ -178,15 +184,15 @@ class HdfsDriver(Driver):
         return await self._begin(key, path, segments(nbytes, self.traits))
 
     async def get(self, key: str) -> bytes:
-        path, inner = self._names.path(key), self._client.inner
+        path = self._names.path(key)
+        inner = self._client.inner
 
         def get(call: Call) -> bytes:
             reader = whole_reader(inner, path)
             check_small(len(reader), self.uri, key)
             data = b"".join(pieces(reader, 0, len(reader)))
-            if len(data) < len(
-                reader
-            ):  # no DataNode has told the name node of its blocks yet, after a restart, say
+            # After a restart, say, no DataNode has told the name node of its blocks yet.
+            if len(data) < len(reader):
                 raise StorageDownError(
                     f"get: {len(data)} of {len(reader)} bytes arrived", uri=self.uri, key=key
                 )
@@ -221,7 +227,10 @@ class HdfsDriver(Driver):
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         async for status in walk(self._client, self._names.folder(prefix), prefix):
-            key = None if status.isdir else self._names.key(status.path)
+            if status.isdir:
+                key = None
+            else:
+                key = self._names.key(status.path)
             if key is not None:
                 yield ObjectInfo(key, status.length, status.modification_time / 1000)
 
@@ -286,7 +295,9 @@ def _authentication(properties: Mapping[str, str], token: Token | None) -> str:
     """``hadoop.security.authentication``; where that is ``kerberos``, a ``token`` for this file
     system does."""
     configured = properties.get("hadoop.security.authentication", "simple").lower()
-    return "token" if token and configured == "kerberos" else configured
+    if token and configured == "kerberos":
+        return "token"
+    return configured
 
 
 def _webhdfs(
@@ -307,7 +318,10 @@ def _webhdfs(
         addresses = web_addresses(place.authority, properties)
     else:
         return None
-    moved = (root.rstrip("/"), place.root.rstrip("/")) if place else ("", "")
+    if place:
+        moved = (root.rstrip("/"), place.root.rstrip("/"))
+    else:
+        moved = ("", "")
     return WebHdfs(
         addresses, options["timeout"], moved=moved, delegation=url_form(token) if token else None
     )

@@ -126,7 +126,10 @@ def storage_error(error: BaseException, doing: str, uri: str, key: str) -> Stora
     text = str(error)
     kind = _kind(error, text)
     if any(sign in text for sign in _PARENT_IS_A_FILE):
-        kind = StorageError if doing in ("create", "rename") else NotFoundError
+        if doing in ("create", "rename"):
+            kind = StorageError
+        else:
+            kind = NotFoundError
         return kind(
             f"{doing} failed: a part of the key names a file; nothing lies below it",
             uri=uri,
@@ -151,7 +154,9 @@ def _kind(error: BaseException, text: str) -> type[StorageError]:
     known = [_KIND_OF[name] for name in names if name in _KIND_OF]
     if known:
         return known[0]
-    return StorageDownError if isinstance(error, OSError | TimeoutError) else StorageError
+    if isinstance(error, OSError | TimeoutError):
+        return StorageDownError
+    return StorageError
 
 
 def _first_line(text: str) -> str:

@@ -54,7 +54,8 @@ class Names:
 
     def __init__(self, root: str, uri: str) -> None:
         """``root``: an absolute path, decoded; "/" is the whole file system."""
-        self.root, self._uri = root.rstrip("/"), uri
+        self.root = root.rstrip("/")
+        self._uri = uri
 
     def path(self, key: str) -> str:
         """The path of an object. Raises UriError for a key that is unsafe, of temporary form, or no
@@ -83,4 +84,6 @@ class Names:
         key."""
         names = path.removeprefix(self.root + "/").split("/")
         parts = [None if is_temporary(name) else key_name(name) for name in names]
-        return None if None in parts else "/".join(filter(None, parts))
+        if None in parts:
+            return None
+        return "/".join(filter(None, parts))

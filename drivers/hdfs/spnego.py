@@ -50,9 +50,20 @@ def negotiate_token(host: str) -> bytes:
     mechanism = _Oid(len(_SPNEGO), _SPNEGO)
     try:
         major = gss.gss_init_sec_context(
-            ctypes.byref(minor), None, ctypes.byref(context), name, ctypes.byref(mechanism),
-            ctypes.c_uint32(0), ctypes.c_uint32(0), None, None, None, ctypes.byref(token), None, None,
-        )  # fmt: skip
+            ctypes.byref(minor),
+            None,
+            ctypes.byref(context),
+            name,
+            ctypes.byref(mechanism),
+            ctypes.c_uint32(0),
+            ctypes.c_uint32(0),
+            None,
+            None,
+            None,
+            ctypes.byref(token),
+            None,
+            None,
+        )
         if major not in (_COMPLETE, _CONTINUE_NEEDED):
             raise NoTicket(_message(gss, major, minor.value))
         return _taken(gss, token)
@@ -107,6 +118,9 @@ def _message(gss: Any, major: int, minor: int) -> str:
 
 def _taken(gss: Any, buffer: _Buffer) -> bytes:
     """The content of a buffer, which is released."""
-    content = ctypes.string_at(buffer.value, buffer.length) if buffer.value else b""
+    if buffer.value:
+        content = ctypes.string_at(buffer.value, buffer.length)
+    else:
+        content = b""
     gss.gss_release_buffer(ctypes.byref(ctypes.c_uint32()), ctypes.byref(buffer))
     return content

@@ -36,11 +36,10 @@ async def sweep(client: Client, path: str, key: str, quiet_s: float) -> None:
     """
     above, _, name = path.rpartition("/")
     beside = [status async for status in client.entries(above or "/", key)]
-    below = (
-        [status async for status in walk(client, path, key)]
-        if any(s.path == path for s in beside)
-        else []
-    )
+    if any(s.path == path for s in beside):
+        below = [status async for status in walk(client, path, key)]
+    else:
+        below = []
     newest_ms = max((status.modification_time for status in beside + below), default=0)
     uploads = [s for s in beside if belongs_to(_name(s), name)] + [
         s for s in below if is_temporary(_name(s))

@@ -70,7 +70,9 @@ class _File:
         self, client: Client, path: str, key: str, start: int, options: FileOptions
     ) -> None:
         self.path = path
-        self._client, self._key, self._options = client, key, options
+        self._client = client
+        self._key = key
+        self._options = options
         self._start = self._at = start
         self._turns: dict[int, asyncio.Future[None]] = {}
         """Who waits for the bytes before their own, by where these begin."""
@@ -104,7 +106,8 @@ class _File:
 
     async def close(self) -> None:
         """Complete the file: as many DataNodes hold it as the name node asks for."""
-        writer, sync = await self.opened(), self._options.sync
+        writer = await self.opened()
+        sync = self._options.sync
 
         def close(call: Call) -> None:
             if sync:
@@ -127,7 +130,8 @@ class _File:
         """Make the file, and the folders above it, if that has not been done."""
         self._check()
         if self._writer is None:
-            inner, options = self._client.inner, write_options(self._options)
+            inner = self._client.inner
+            options = write_options(self._options)
             self._writer = await self._client.call(
                 "create", self._key, lambda call: creating(inner, self.path, options)
             )
@@ -165,13 +169,22 @@ class HdfsUpload(Upload):
     at once."""
 
     def __init__(
-        self, client: Client, webhdfs: WebHdfs | None, path: str, key: str, cuts: Sequence[tuple[int, int]],
-        options: FileOptions, over: Callable[[HdfsUpload], None],
-    ) -> None:  # fmt: skip
+        self,
+        client: Client,
+        webhdfs: WebHdfs | None,
+        path: str,
+        key: str,
+        cuts: Sequence[tuple[int, int]],
+        options: FileOptions,
+        over: Callable[[HdfsUpload], None],
+    ) -> None:
         """``cuts``: (start, stop) of each segment. ``over`` is told when nothing is left to drop."""
         folder, _, name = path.rpartition("/")
         temporary = f"{folder}/{temporary_name(name)}"
-        self._client, self._webhdfs, self._path, self._key = client, webhdfs, path, key
+        self._client = client
+        self._webhdfs = webhdfs
+        self._path = path
+        self._key = key
         self._cuts = cuts
         self._next = [start for start, _ in cuts]
         self._files = [
@@ -179,7 +192,8 @@ class HdfsUpload(Upload):
             for n, (start, _) in enumerate(cuts)
         ]
         self._written = Ranges(cuts[-1][1], uri=client.uri, key=key)
-        self._over, self._tell = False, over
+        self._over = False
+        self._tell = over
         self._touched_s = time.monotonic()
 
     async def begin(self) -> None:
@@ -191,9 +205,8 @@ class HdfsUpload(Upload):
         segment."""
         self._check_open()
         self._written.check(start, len(data))
-        pieces = list(
-            self._pieces(start, data)
-        )  # before the first await: writes keep the order in which they began
+        # Before the first await, so that writes keep the order in which they began.
+        pieces = list(self._pieces(start, data))
         try:
             for file, at, piece in pieces:
                 await file.write(at, piece)
@@ -214,9 +227,8 @@ class HdfsUpload(Upload):
         try:
             self._written.check_complete(nbytes)
             reached = zip(self._files, self._cuts, self._next, strict=True)
-            self._files[1:] = [
-                file for file, (start, _), at in reached if at > start > 0
-            ]  # of others there is no file
+            # Segments that were never begun have no file.
+            self._files[1:] = [file for file, (start, _), at in reached if at > start > 0]
             await side_by_side(*(file.close() for file in self._files))
             await self._join()
             await self._publish(overwrite)
@@ -228,25 +240,24 @@ class HdfsUpload(Upload):
         self._over = True
         for file in self._files:
             file.spoil(self._error("the upload is over", StorageError))
-        with contextlib.suppress(
-            StorageError, TimeoutError
-        ):  # who goes on finds out; what is left is swept
+        # Whatever uses the storage next finds out what is wrong; what is left is swept.
+        with contextlib.suppress(StorageError, TimeoutError):
             async with asyncio.timeout(ABORT_S):
                 await side_by_side(*(self._delete(file) for file in self._files))
         self._tell(self)
 
     async def _delete(self, file: _File) -> None:
         await self._client.delete(file.path, self._key)
-        with contextlib.suppress(
-            ValueError
-        ):  # the driver's close may abort what is aborting already
+        # The driver's close may abort an upload that is being aborted already.
+        with contextlib.suppress(ValueError):
             self._files.remove(file)
 
     def _pieces(self, start: int, data: Buffer) -> Iterator[tuple[_File, int, Buffer]]:
         """The files that ``data`` goes to, and what goes there, from where."""
         stop = start + len(data)
         for n, (begin, end) in enumerate(self._cuts):
-            first, last = max(start, begin), min(stop, end)
+            first = max(start, begin)
+            last = min(stop, end)
             if first >= last:
                 continue
             if self._next[n] != first:
@@ -331,7 +342,8 @@ class HdfsUpload(Upload):
         now_s = time.monotonic()
         if now_s - self._touched_s < TOUCH_S:
             return
-        self._touched_s, inner = now_s, self._client.inner
+        self._touched_s = now_s
+        inner = self._client.inner
         at_ms = int(time.time() * 1000)
 
         def touch(call: Call) -> None:

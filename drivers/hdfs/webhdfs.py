@@ -111,7 +111,10 @@ class _Answer:
 async def _post(address: str, path: str, headers: str = "") -> _Answer:
     """Raises OSError, and ValueError for what is no HTTP."""
     parts = urlsplit(address)
-    secure = ssl.create_default_context() if parts.scheme == "https" else None
+    if parts.scheme == "https":
+        secure = ssl.create_default_context()
+    else:
+        secure = None
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port, ssl=secure)
     try:
         fixed = "Content-Length: 0\r\nConnection: close\r\n"

@@ -58,11 +58,10 @@ def fault_plan(text: str) -> FaultPlan:
         try:
             if name not in names or name in given:
                 raise ValueError
-            given[name] = (
-                int(value)
-                if name == "seed"
-                else duration(0, 3600 if name == "delay_s" else 1)(value)
-            )
+            if name == "seed":
+                given[name] = int(value)
+            else:
+                given[name] = duration(0, 3600 if name == "delay_s" else 1)(value)
         except ValueError as error:
             raise ValueError(
                 f"is pairs of {', '.join(names)} and a number, such as seed:7,error:0.01"
@@ -83,7 +82,8 @@ class FaultsLayer(Layer):
         """See :meth:`Layer.around`. An abort goes well: it has nobody to tell."""
         if operation.name == "abort":
             return await call()
-        late, is_write = self.happens("delay"), operation.name == "write"
+        late = self.happens("delay")
+        is_write = operation.name == "write"
         if late and not is_write:
             await asyncio.sleep(self._plan.delay_s)
         if self.happens("busy"):
@@ -93,9 +93,9 @@ class FaultsLayer(Layer):
         if self.happens("error"):
             raise self._error("the operation was not begun", operation.key)
         result = await call()
-        if (
-            late and is_write
-        ):  # held back before, parts would overtake each other, which a driver may not allow
+        # If writes were held back before they begin, parts would overtake each other, which a
+        # driver may not allow.
+        if late and is_write:
             await asyncio.sleep(self._plan.delay_s)
         if self.happens("unsure"):
             raise self._error("the operation was done, and its answer lost", operation.key)
@@ -163,7 +163,8 @@ class FaultsLayer(Layer):
 
 class _LosingUpload(Upload):
     def __init__(self, layer: FaultsLayer, inner: Upload) -> None:
-        self._layer, self._inner = layer, inner
+        self._layer = layer
+        self._inner = inner
 
     async def write(self, start: int, data: Buffer) -> None:
         lost = self._layer.happens("lost")

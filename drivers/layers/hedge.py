@@ -101,7 +101,8 @@ class HedgeLayer(Layer):
     ) -> T:
         """What ``first`` gives; or ``second``, which is only begun where the first is slow."""
         loop = asyncio.get_running_loop()
-        began_s, threshold_s = loop.time(), self._slowness.threshold_s(nbytes)
+        began_s = loop.time()
+        threshold_s = self._slowness.threshold_s(nbytes)
         if threshold_s is None:
             data = await first()
         else:

@@ -28,7 +28,9 @@ class Operation:
     nbytes: int = 0
 
     def __str__(self) -> str:
-        return f"{self.name} of {self.key}" if self.key else self.name
+        if self.key:
+            return f"{self.name} of {self.key}"
+        return self.name
 
 
 class Layer(Driver):
@@ -108,7 +110,9 @@ class LayeredUpload(Upload):
     """An upload whose methods pass through the layer's :meth:`Layer.around`."""
 
     def __init__(self, layer: Layer, key: str, inner: Upload) -> None:
-        self._layer, self._key, self._inner = layer, key, inner
+        self._layer = layer
+        self._key = key
+        self._inner = inner
 
     async def write(self, start: int, data: Buffer) -> None:
         operation = Operation("write", self._key, len(data))

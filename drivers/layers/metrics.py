@@ -41,7 +41,8 @@ class OperationMetrics:
     def quantile_s(self, part: float) -> float:
         """So long took ``part`` (0 to 1) of them, or less: the end of its bucket, so at most twice
         too much; 0 if none."""
-        wanted, seen = part * self.count, 0
+        wanted = part * self.count
+        seen = 0
         for index, count in enumerate(self.histogram):
             seen += count
             if count and seen >= wanted:
@@ -127,7 +128,10 @@ class MetricsLayer(Layer):
         except BaseException as error:
             self.meter.count(operation.name, 0, loop.time() - began_s, type(error).__name__)
             raise
-        nbytes = len(result) if isinstance(result, bytes) else operation.nbytes
+        if isinstance(result, bytes):
+            nbytes = len(result)
+        else:
+            nbytes = operation.nbytes
         self.meter.count(operation.name, nbytes, loop.time() - began_s, None)
         return result
 

@@ -66,7 +66,10 @@ def pause_s(
     ``chance`` returns a random number in [0, 1).
     """
     longest_s = min(policy.pause_max_s, policy.first_pause_s * 2.0 ** min(tries - 1, 60))
-    asked_s = (error.retry_after_s or 0.0) if isinstance(error, BusyError) else 0.0
+    if isinstance(error, BusyError):
+        asked_s = error.retry_after_s or 0.0
+    else:
+        asked_s = 0.0
     return max(0.0, asked_s) + longest_s * chance()
 
 
@@ -135,7 +138,8 @@ class RetryLayer(Layer):
             await end(entries)
 
     async def _tried(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
-        began_s, tries = asyncio.get_running_loop().time(), 0
+        began_s = asyncio.get_running_loop().time()
+        tries = 0
         last: HoldfastError | None = None
         try:
             async with deadline(self._timeout_s(operation)) as timeout:
@@ -155,11 +159,9 @@ class RetryLayer(Layer):
 
     def _timeout_s(self, operation: Operation) -> float | None:
         timeout_s = self._policy.op_timeout_s
-        return (
-            timeout_s * MANY_FOLD
-            if timeout_s is not None and operation.name in _OF_MANY
-            else timeout_s
-        )
+        if timeout_s is not None and operation.name in _OF_MANY:
+            return timeout_s * MANY_FOLD
+        return timeout_s
 
     def _may_repeat(self, operation: Operation, tries: int) -> bool:
         return operation.name in self._again and tries <= self._policy.retries
@@ -168,7 +170,8 @@ class RetryLayer(Layer):
         self, operation: Operation, tries: int, last: HoldfastError, running: asyncio.Timeout
     ) -> None:
         """Raises the error of an operation that is late where there is no time left for the pause."""
-        wait_s, when_s = pause_s(self._policy, tries, last, self._chance), running.when()
+        wait_s = pause_s(self._policy, tries, last, self._chance)
+        when_s = running.when()
         late = when_s is not None and asyncio.get_running_loop().time() + wait_s >= when_s
         if late or running.expired():
             raise self._late(operation, tries, last) from last
@@ -198,11 +201,10 @@ class RetryLayer(Layer):
         self, operation: Operation, tries: int, last: HoldfastError | None
     ) -> StorageDownError:
         waited = f"waited for {operation.name} for {self._timeout_s(operation):g} s"
-        why = (
-            f", in {_times(tries)}; the last failure: {last.message}"
-            if last is not None
-            else ", without an answer"
-        )
+        if last is not None:
+            why = f", in {_times(tries)}; the last failure: {last.message}"
+        else:
+            why = ", without an answer"
         advice = (
             last.advice if last is not None else None
         ) or "Look at the storage and the way to it."

@@ -99,7 +99,8 @@ class LocalDriver(Driver):
             exclusive_is_atomic=True,
             shared=is_shared(kind),
         )
-        self._direct, self._create_file = direct, create
+        self._direct = direct
+        self._create_file = create
         self._take_room = take_room_on(kind)
         self._tree = Tree(uri.location)
         self._open_files = OpenFiles(self._tree, direct=direct, look_up=may_be_stale(kind))
@@ -214,9 +215,8 @@ class LocalDriver(Driver):
     def _read(self, key: str, start: int, into: Buffer) -> None:
         stop = start + len(into)
         with self._open_files.use(key) as file:
-            beyond = (
-                not len(into) and stop > os.fstat(file.plain).st_size
-            )  # of nothing, read_at does not ask
+            # read_at asks nothing of the file where there is nothing to read.
+            beyond = not len(into) and stop > os.fstat(file.plain).st_size
             if beyond or not 0 <= start <= stop < _OFFSET_MAX:
                 raise DamagedError(f"no object has bytes {start}:{stop}", uri=self.uri, key=key)
             try:
@@ -271,7 +271,8 @@ def _let_go(process: int, tree: Tree, open_files: OpenFiles) -> None:
 
 class _LocalUpload(Upload):
     def __init__(self, driver: LocalDriver, key: str, nbytes: int) -> None:
-        self._driver, self._key = driver, key
+        self._driver = driver
+        self._key = key
         self._written = Ranges(nbytes, uri=driver.uri, key=key)
         self._file = driver._new_file(key, nbytes)
 

@@ -62,7 +62,9 @@ class storage_errors:
     __slots__ = ("_doing", "_key", "_uri")
 
     def __init__(self, doing: str, uri: str, key: str) -> None:
-        self._doing, self._uri, self._key = doing, uri, key
+        self._doing = doing
+        self._uri = uri
+        self._key = key
 
     def __enter__(self) -> None:
         return None

@@ -57,13 +57,17 @@ class NewFile:
         """``direct``: "auto", "off", or "on" (that O_DIRECT is refused is an error). ``take_room``:
         asked when the file is opened. Touches nothing yet."""
         self._create_file = create
-        self._take_room = (
-            None if nbytes < ASKED_MIN_NBYTES or isinstance(nbytes, AtMost) else take_room
-        )
-        self._tree, self._nbytes, self._direct = tree, nbytes, direct
+        if nbytes < ASKED_MIN_NBYTES or isinstance(nbytes, AtMost):
+            self._take_room = None
+        else:
+            self._take_room = take_room
+        self._tree = tree
+        self._nbytes = nbytes
+        self._direct = direct
         self._above, self._name = split(key)
         self._temporary = temporary_name(self._name)
-        self._folder, self._reserved_nbytes = -1, 0
+        self._folder = -1
+        self._reserved_nbytes = 0
         self._file: OpenFile | None = None  # None before open() and after drop()
         self._lock = new_lock()
 
@@ -153,7 +157,8 @@ class NewFile:
         """Remove the temporary file, if it still has that name. Safe at any time, and again; raises
         nothing."""
         with self._lock:
-            file, self._file = self._file, None
+            file = self._file
+            self._file = None
         if file is not None:
             self._unlink_temporary()
             file.close()
@@ -287,7 +292,10 @@ class OpenFiles:
 
     def __init__(self, tree: Tree, *, direct: str, look_up: bool = False, most: int = 64) -> None:
         """``direct``: see :class:`NewFile`. ``look_up``: the name, before each use."""
-        self._tree, self._direct, self._look_up, self._most = tree, direct, look_up, most
+        self._tree = tree
+        self._direct = direct
+        self._look_up = look_up
+        self._most = most
         self._files: OrderedDict[str, OpenFile] = OrderedDict()
         self._lock = new_lock()
 
@@ -345,9 +353,8 @@ class OpenFiles:
                 file.open_direct(
                     split(key)[1], os.O_RDONLY, folder=folder, must=self._direct == "on"
                 )
-            if (
-                file.direct is not None
-            ):  # what still goes through the cache are a few pages here and there
+            # Only a few pages here and there still go through the cache.
+            if file.direct is not None:
                 os.posix_fadvise(plain, 0, 0, os.POSIX_FADV_RANDOM)
         except BaseException:
             file.close()
@@ -360,7 +367,10 @@ class OpenFiles:
 
     def _keep(self, key: str, file: OpenFile) -> None:
         with self._lock:
-            surplus = [older] if (older := self._files.pop(key, None)) else []
+            if older := self._files.pop(key, None):
+                surplus = [older]
+            else:
+                surplus = []
             self._files[key] = file
             while len(self._files) > self._most:
                 surplus.append(self._files.popitem(last=False)[1])

@@ -79,9 +79,8 @@ class OpenFile:
             return
         self._fds.append(fd)
         self._must_be_direct = must
-        if os.path.sameopenfile(
-            fd, self.plain
-        ):  # else it has just been replaced, and we keep to the one we have
+        # Otherwise it has just been replaced, and the one that is open stays in use.
+        if os.path.sameopenfile(fd, self.plain):
             self.direct = fd
 
     def __enter__(self) -> OpenFile:
@@ -125,7 +124,8 @@ class OpenFile:
         with self._lock:
             self._users -= users
             if self._closing and not self._users:
-                fds, self._fds = self._fds, []
+                fds = self._fds
+                self._fds = []
         for fd in fds:
             try:
                 os.close(fd)
@@ -138,9 +138,8 @@ def status_of(fd: int) -> os.stat_result:
     system has forgotten it."""
     try:
         return os.fstat(fd)
-    except (
-        FileNotFoundError
-    ) as error:  # as FUSE has it; it is not to be taken for something that was never there
+    except FileNotFoundError as error:
+        # FUSE says so; it must not be taken for a file that was never there.
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE)) from error
 
 
@@ -175,7 +174,9 @@ def _direct_part(file: OpenFile, start: int, nbytes: int) -> tuple[int, int]:
     """Where in the range the direct part begins, and its length, in bytes."""
     head = -start % ALIGN_NBYTES
     body = (nbytes - head) // ALIGN_NBYTES * ALIGN_NBYTES
-    return (head, body) if file.direct is not None and body >= DIRECT_MIN_NBYTES else (0, 0)
+    if file.direct is not None and body >= DIRECT_MIN_NBYTES:
+        return (head, body)
+    return (0, 0)
 
 
 def _write_plain(fd: int, data: Buffer, start: int) -> None:
@@ -203,15 +204,17 @@ def _write_direct(file: OpenFile, data: Buffer, start: int) -> int:
     aligned = source.ctypes.data % ALIGN_NBYTES == 0
     done = 0
     while done < len(data):
-        piece: Any = data[done:] if aligned else _bounce_memory()[: len(data) - done]
+        piece: Any
+        if aligned:
+            piece = data[done:]
+        else:
+            piece = _bounce_memory()[: len(data) - done]
         if not aligned:
-            np.copyto(
-                piece, source[done : done + len(piece)]
-            )  # without the GIL, unlike a memoryview
+            # Unlike an assignment to a memoryview, this releases the GIL.
+            np.copyto(piece, source[done : done + len(piece)])
         count = _direct(file, os.pwrite, piece, start + done)
-        done += (
-            count - count % ALIGN_NBYTES
-        )  # after a short write, go on at a boundary: the same bytes once more
+        # After a short write it goes on at a boundary, and writes some bytes again.
+        done += count - count % ALIGN_NBYTES
         if count < ALIGN_NBYTES:
             break  # the page cache will do, or will know why not
     return done
@@ -226,7 +229,11 @@ def _read_direct(file: OpenFile, into: Buffer, start: int) -> int:
     aligned = target.ctypes.data % ALIGN_NBYTES == 0
     done = 0
     while done < len(into):
-        piece: Any = into[done:] if aligned else _bounce_memory()[: len(into) - done]
+        piece: Any
+        if aligned:
+            piece = into[done:]
+        else:
+            piece = _bounce_memory()[: len(into) - done]
         count = _direct(
             file, lambda fd, memory, at: os.preadv(fd, [memory], at), piece, start + done
         )

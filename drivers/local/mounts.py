@@ -40,20 +40,20 @@ def mount_of(path: str, mountinfo: str | None = None) -> Mount:
     ``/proc/self/mountinfo``."""
     if mountinfo is None:
         try:
-            with open(
-                "/proc/self/mountinfo", "rb", buffering=0
-            ) as file:  # plainly: a save waits for it
+            # Unbuffered, because a save waits for it.
+            with open("/proc/self/mountinfo", "rb", buffering=0) as file:
                 mountinfo = file.read().decode(errors="surrogateescape")
         except OSError:  # no /proc here: nothing is known, and nothing depends on it but a hint
             return Mount("", "", "")
     path = os.path.realpath(path)
-    found, depth = Mount("", "", ""), -1
+    found = Mount("", "", "")
+    depth = -1
     for mount in _mounts(mountinfo):
         inside = path == mount.point or path.startswith(mount.point.rstrip("/") + "/")
-        if (
-            inside and len(mount.point) >= depth
-        ):  # of two mounts on one folder, the later one covers the earlier
-            found, depth = mount, len(mount.point)
+        # Of two mounts on one folder, the later one covers the earlier.
+        if inside and len(mount.point) >= depth:
+            found = mount
+            depth = len(mount.point)
     return found
 
 

@@ -35,9 +35,8 @@ def sync_folder(fd: int) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        if (
-            error.errno != errno.EINVAL
-        ):  # some network file systems know no fsync of a folder: their names are durable
+        # Some network file systems have no fsync of a folder: there names are always durable.
+        if error.errno != errno.EINVAL:
             raise
     # XFS that has shut down, since it could not write its log, has forgotten the names, and calls
     # this fsync of a folder, though of no file, a success. It does not answer this.
@@ -75,15 +74,15 @@ class Tree:
             root = self._opened_root(make)
             # Not a duplicate of the root: that would share the position at which a folder is being
             # listed.
-            fd = (
-                self._descend(root, reached, reached, make)
-                if key
-                else os.open(".", _FOLDER, dir_fd=root)
-            )
+            if key:
+                fd = self._descend(root, reached, reached, make)
+            else:
+                fd = os.open(".", _FOLDER, dir_fd=root)
         try:
             for name in below:
                 reached = f"{reached}/{name}"
-                above, fd = fd, self._descend(fd, name, reached, make)
+                above = fd
+                fd = self._descend(fd, name, reached, make)
                 os.close(above)
         except BaseException:
             os.close(fd)
@@ -247,9 +246,8 @@ class Tree:
         if make and key not in self._durable:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(name, dir_fd=above)
-            sync_folder(
-                above
-            )  # also of one that is there: another process may have made it a moment ago
+            # Also where the folder is there: another process may have made it a moment ago.
+            sync_folder(above)
             self._durable.add(key)
         try:
             return os.open(name, _FOLDER, dir_fd=above)

@@ -26,7 +26,9 @@ __all__ = ["LustreDriver"]
 
 
 def _stripe_count(text: str) -> int:
-    return ALL_OSTS if text in ("all", "-1") else integer(1, STRIPE_COUNT_MAX)(text)
+    if text in ("all", "-1"):
+        return ALL_OSTS
+    return integer(1, STRIPE_COUNT_MAX)(text)
 
 
 def _stripe_size(text: str) -> int:

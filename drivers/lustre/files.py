@@ -64,8 +64,11 @@ class Striper:
         facts: Callable[[], Facts],
     ) -> None:
         """``uri`` is redacted, for messages. ``facts`` is called once, when they are first needed."""
-        self._uri, self._writers, self._find_facts = uri, writers, facts
-        self._stripe_count, self._stripe_nbytes = stripe_count, stripe_nbytes
+        self._uri = uri
+        self._writers = writers
+        self._find_facts = facts
+        self._stripe_count = stripe_count
+        self._stripe_nbytes = stripe_nbytes
         self._asked = stripe_count is not None or stripe_nbytes is not None
         self._lock = new_lock()
         self._facts: Facts | None = None
@@ -74,7 +77,10 @@ class Striper:
     def create(self, folder: int, name: str, nbytes: int) -> int:
         """A :data:`CreateFile`. Raises OSError; StorageError where a layout that was asked for is
         refused."""
-        wanted = self._wanted(folder, nbytes) if nbytes >= STRIPED_MIN_NBYTES else None
+        if nbytes >= STRIPED_MIN_NBYTES:
+            wanted = self._wanted(folder, nbytes)
+        else:
+            wanted = None
         if wanted is None:
             return create_file(folder, name, nbytes)
         fd = os.open(name, _CREATE, 0o666, dir_fd=folder)
@@ -128,7 +134,10 @@ class Striper:
         """Lustre ignores a layout that comes too late, and says nothing."""
         if found is None:
             return  # what could not be set, has been told; or it cannot be read
-        count = found.stripe_count if wanted.stripe_count == ALL_OSTS else wanted.stripe_count
+        if wanted.stripe_count == ALL_OSTS:
+            count = found.stripe_count
+        else:
+            count = wanted.stripe_count
         if found != dataclasses.replace(wanted, stripe_count=count):
             self._tell(
                 f"a file has {found}, not {wanted}: it was ignored, or there are not so "
@@ -180,7 +189,8 @@ def count_osts(path: str, parameters: Sequence[Path] = _PARAMETERS) -> int:
 def _set_by_lfs(folder: int, name: str, wanted: Layout) -> bool:
     """Whether `lfs` is here, and has given a file that has no objects yet its layout."""
     pool = ["--pool", wanted.pool] if wanted.pool else []
-    count, size = str(wanted.stripe_count), str(wanted.stripe_nbytes)
+    count = str(wanted.stripe_count)
+    size = str(wanted.stripe_nbytes)
     path = f"/proc/{os.getpid()}/fd/{folder}/{name}"
     return (
         _lfs("setstripe", "--stripe-count", count, "--stripe-size", size, *pool, path) is not None

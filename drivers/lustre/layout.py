@@ -37,7 +37,8 @@ _ALONE_COUNT_MAX = 32
 # struct lov_user_md_v1: magic, pattern, object id (two words), stripe size, stripe count, first
 # OST.
 _V1 = struct.Struct("<IIQQIHH")
-_MAGIC_V1, _MAGIC_V3 = 0x0BD10BD0, 0x0BD30BD0
+_MAGIC_V1 = 0x0BD10BD0
+_MAGIC_V3 = 0x0BD30BD0
 _POOL_NBYTES = 16  # version 3 has the name of a pool of OSTs behind it
 _ANY_OST = 0xFFFF
 
@@ -56,10 +57,16 @@ class Layout:
     def __str__(self) -> str:
         if self.composite:
             return "a composite layout"
-        count = (
-            "all" if self.stripe_count == ALL_OSTS else self.stripe_count or "the default number of"
-        )
-        size = f"{self.stripe_nbytes >> 10:,} KiB" if self.stripe_nbytes else "the default size"
+        if self.stripe_count == ALL_OSTS:
+            count = "all"
+        elif self.stripe_count:
+            count = str(self.stripe_count)
+        else:
+            count = "the default number of"
+        if self.stripe_nbytes:
+            size = f"{self.stripe_nbytes >> 10:,} KiB"
+        else:
+            size = "the default size"
         return f"{count} stripes of {size}" + (f" in pool {self.pool}" if self.pool else "")
 
 
@@ -78,7 +85,10 @@ def decode(value: bytes) -> Layout:
     magic, _, _, _, stripe_nbytes, count, _ = _V1.unpack_from(value)
     if magic not in (_MAGIC_V1, _MAGIC_V3):
         return Layout(composite=True)
-    name = value[_V1.size : _V1.size + _POOL_NBYTES] if magic == _MAGIC_V3 else b""
+    if magic == _MAGIC_V3:
+        name = value[_V1.size : _V1.size + _POOL_NBYTES]
+    else:
+        name = b""
     pool = name.partition(b"\0")[0].decode("ascii", "replace")
     return Layout(ALL_OSTS if count == 0xFFFF else count, stripe_nbytes, pool)
 
@@ -95,6 +105,11 @@ def choose(nbytes: int, *, ost_count: int, writers: int | None, shared_file: boo
     if shared_file:
         return max(1, min(ost_count, writers or ost_count, STRIPE_COUNT_MAX))
     if writers is None or writers >= ost_count:
-        by_size = 1 if nbytes < _LARGE_NBYTES else 2 if nbytes < _HUGE_NBYTES else 4
+        if nbytes < _LARGE_NBYTES:
+            by_size = 1
+        elif nbytes < _HUGE_NBYTES:
+            by_size = 2
+        else:
+            by_size = 4
         return max(1, min(by_size, ost_count))
     return max(1, min(ost_count // writers, nbytes // _PER_STRIPE_NBYTES, _ALONE_COUNT_MAX))

@@ -83,7 +83,8 @@ class ObjectDriver(Driver):
             bounded=False,
             upload_nbytes=settings.part_nbytes,
         )
-        self._root, self._settings = root, settings
+        self._root = root
+        self._settings = settings
         self._threads = Threads(4, uri=self.uri)
         self._connecting = asyncio.Lock()
         self._connected: dict[Requests, Any] = {}
@@ -193,7 +194,11 @@ class ObjectDriver(Driver):
             stat,
             drop_unfinished,
         )
-        upload = PartsUpload(target) if nbytes > s.part_nbytes else WholeUpload(target)
+        upload: PartsUpload | WholeUpload
+        if nbytes > s.part_nbytes:
+            upload = PartsUpload(target)
+        else:
+            upload = WholeUpload(target)
         self._uploads.add(upload)
         await upload.begin()
         return upload
@@ -219,9 +224,11 @@ class ObjectDriver(Driver):
         if exclusive and not conditional:
             await self._look(key)
         if exclusive and conditional:
-            mode, requests = "create", Requests.ONCE
+            mode = "create"
+            requests = Requests.ONCE
         else:
-            mode, requests = "overwrite", Requests.SENDING
+            mode = "overwrite"
+            requests = Requests.SENDING
         how: dict[str, Any] = {
             **self._labels,
             "mode": mode,
@@ -244,9 +251,8 @@ class ObjectDriver(Driver):
         try:
             found = await self._call("stat", key, "head_async", path)
         except NotFoundError as error:
-            await self._check_container(
-                key
-            )  # the answer to HEAD has no body that would say which is missing
+            # The answer to HEAD has no body that would say which of the two is missing.
+            await self._check_container(key)
             raise error from error.__cause__
         return ObjectInfo(key, found["size"], found["last_modified"].timestamp())
 

@@ -69,6 +69,7 @@ _REGION = {
 }
 _DOWN = ("timed out", "timeout", "error sending request", "connect", "connection", "reset", "broken pipe", "incomplete",
          "error decoding response", "request error", "http error", "deadline")  # fmt: skip
+_NOT_IMPLEMENTED = "This store does not know such requests."
 _INVALID_ANSWER = "Got invalid DeleteObjects response"
 _WHOLE = ("Range request not supported", "Received non-partial response")
 """What obstore says where a range was asked for, and the server has answered with all of the
@@ -149,7 +150,8 @@ def _panicked(error: BaseException, doing: str, uri: str, key: str | None) -> St
 
 def translated(error: BaseException, doing: str, uri: str, key: str) -> StorageError:
     """The error of ours for ``error``, which obstore raised. Its cause is left to the caller."""
-    text, name = str(error), type(error).__name__
+    text = str(error)
+    name = type(error).__name__
     code, status = _answer(text)
     where: dict[str, Any] = {"uri": uri, "key": key}
     if code in _MISSING:
@@ -169,7 +171,10 @@ def translated(error: BaseException, doing: str, uri: str, key: str) -> StorageE
 def _answer(text: str) -> tuple[str, int]:
     """(code, status) of what the store answered; "" and 0 where it did not say."""
     code = match[1] if (match := _CODE.search(text)) else ""
-    status = int(match[1]) if (match := _STATUS.search(text)) else 0
+    if match := _STATUS.search(text):
+        status = int(match[1])
+    else:
+        status = 0
     if not code and not status and (match := _OF_ONE.search(text)):
         if match[1].isdigit():
             status = int(match[1])
@@ -199,6 +204,8 @@ def _refusal(
         return StorageError(
             message, **where, advice="The bucket is in another region: name it, ?region=…."
         )
+    if code == "NotImplemented":
+        return StorageError(message, **where, advice=_NOT_IMPLEMENTED)
     if code in _BUSY or status in (429, 503):
         return BusyError(
             message, **where, advice="The store asks for fewer requests: lower ?concurrency=…."
@@ -212,10 +219,16 @@ def _refusal(
             code, "Which credentials were used, and what do the store's policies allow them?"
         )
         return AccessError(message, **where, advice=advice)
-    if not status and (refusal := untrusted(text, where["uri"], where["key"])) is not None:
+    return _failure(message, text, status, where)
+
+
+def _failure(message: str, text: str, status: int, where: dict[str, Any]) -> StorageError:
+    """Of a request that was not refused: the connection, the server, or the client failed."""
+    refusal = untrusted(text, where["uri"], where["key"])
+    if not status and refusal is not None:
         return refusal
-    if status == 501 or code == "NotImplemented":
-        return StorageError(message, **where, advice="This store does not know such requests.")
+    if status == 501:
+        return StorageError(message, **where, advice=_NOT_IMPLEMENTED)
     if _INVALID_ANSWER in text:
         return StorageError(message, **where)
     if any(sign in text for sign in _WHOLE):
@@ -235,7 +248,10 @@ def _refusal(
 
 def _reason(text: str, code: str, status: int) -> str:
     """In a few words, from the store's own where it has sent some."""
-    said = match[1].strip() if (match := _MESSAGE.search(text)) else ""
+    if match := _MESSAGE.search(text):
+        said = match[1].strip()
+    else:
+        said = ""
     told = ", ".join(filter(None, [code, f"status {status}" if status else "", said]))
     reason = told or _QUERY.sub(r"\1", text.partition("Debug source:")[0])
     return " ".join(_QUOTED.sub(r"\1…", _TOLD.sub(r"\1…", reason)).split())[:300]

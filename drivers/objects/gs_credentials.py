@@ -44,8 +44,13 @@ def credentials_file() -> str | None:
         content = json.loads(path.read_text())
     except (OSError, ValueError):  # obstore says what is wrong with it
         return None
-    kind = content.get("type") if isinstance(content, dict) else None
-    return str(path) if isinstance(kind, str) and kind not in _KNOWN_TO_OBSTORE else None
+    if isinstance(content, dict):
+        kind = content.get("type")
+    else:
+        kind = None
+    if isinstance(kind, str) and kind not in _KNOWN_TO_OBSTORE:
+        return str(path)
+    return None
 
 
 def token_provider(

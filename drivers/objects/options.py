@@ -107,9 +107,8 @@ class Settings:
             return {"max_retries": 0}
         limit_s = self.deadline_s
         if requests is Requests.SENDING and limit_s:
-            limit_s += (
-                self.timeout_s
-            )  # one whose connection went dead has taken that long before it fails
+            # A request whose connection went dead takes that long before it fails.
+            limit_s += self.timeout_s
         backoff = {
             "init_backoff": timedelta(seconds=0.1),
             "max_backoff": timedelta(seconds=5),

@@ -65,8 +65,11 @@ class Cutter:
     def rest(self) -> Part | None:
         """What was cut and not given, of an object that ends here, before ``nbytes``: its last
         part."""
-        rest, self._gathered = self._gathered, None
-        return None if rest is None else rest[: self.reached % self.part_nbytes].view(Part)
+        rest = self._gathered
+        self._gathered = None
+        if rest is None:
+            return None
+        return rest[: self.reached % self.part_nbytes].view(Part)
 
     def _add(
         self, piece: npt.NDArray[np.uint8], offset: int, room: int
@@ -81,5 +84,6 @@ class Cutter:
         np.copyto(self._gathered[offset : offset + len(piece)], piece)
         if len(piece) < room:
             return None
-        whole, self._gathered = self._gathered, None
+        whole = self._gathered
+        self._gathered = None
         return whole

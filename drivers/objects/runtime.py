@@ -72,7 +72,8 @@ def settle() -> None:
     """
     if _pid != os.getpid():
         return
-    deadline_s, asleep = time.monotonic() + _SETTLE_S, 0
+    deadline_s = time.monotonic() + _SETTLE_S
+    asleep = 0
     while asleep < 2 and time.monotonic() < deadline_s:
         time.sleep(_LOOK_S if _TASKS.is_dir() else 20 * _LOOK_S)
         asleep = asleep + 1 if _all_sleep() else 0

@@ -70,20 +70,29 @@ class S3Driver(ObjectDriver):
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         **COMMON_OPTIONS,
-        "endpoint": Option(url, "", ("URL of a store other " "than AWS; " "http:// sends " "data, not " "secrets, " "in clear")),
-        "region": Option(str, "", ("where the bucket is; " "else from " "environment or " "profile, else " "us-east-1")),
+        "endpoint": Option(
+            url, "", ("URL of a store other than AWS; http:// sends data, not secrets, in clear")
+        ),
+        "region": Option(
+            str, "", ("where the bucket is; else from environment or profile, else us-east-1")
+        ),
         "profile": Option(str, "", "which of the shared profiles to use"),
         "style": Option(
-            choice("auto", "path", "virtual"), "auto", "the bucket in the " "path, or in " "the host's " "name; auto: " "path where "
-            "an endpoint is given",
+            choice("auto", "path", "virtual"),
+            "auto",
+            "the bucket in the path, or in the host's name; auto: path where an endpoint is given",
         ),
         "checksum": Option(
-            choice("auto", "signed", "sha256", "crc64nvme", "none"), "auto", "of what " "is sent, " "for the store " "to check; "
-            "auto: crc64nvme at AWS, TLS alone elsewhere, signed over http://",
+            choice("auto", "signed", "sha256", "crc64nvme", "none"),
+            "auto",
+            "of what is sent, for the store to check; auto: crc64nvme at AWS, "
+            "TLS alone elsewhere, signed over http://",
         ),
         **STORING_OPTIONS,
-        "bulk_delete": Option(switch, True, ("delete many " "objects " "with one " "request, " "where the " "store can")),
-    }  # fmt: skip
+        "bulk_delete": Option(
+            switch, True, ("delete many objects with one request, where the store can")
+        ),
+    }
 
     def __init__(self, uri: Uri, values: Mapping[str, Any]) -> None:
         self._bucket, root = bucket_and_root(uri)
@@ -188,9 +197,12 @@ class S3Driver(ObjectDriver):
     def _checksum(self) -> dict[str, Any]:
         chosen = self._values["checksum"]
         if chosen == "auto":
-            chosen = (
-                "signed" if self._place.clear else "none" if self._place.endpoint else "crc64nvme"
-            )
+            if self._place.clear:
+                chosen = "signed"
+            elif self._place.endpoint:
+                chosen = "none"
+            else:
+                chosen = "crc64nvme"
         if chosen in _CHECKSUMS:
             return {"checksum_algorithm": _CHECKSUMS[chosen], "unsigned_payload": True}
         return {"unsigned_payload": chosen == "none"}

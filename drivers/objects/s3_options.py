@@ -47,19 +47,28 @@ def _tags(text: str) -> str:
 
 STORING_OPTIONS: Mapping[str, Option] = {
     "sse": Option(
-        choice("bucket", "AES256", *_KMS, "customer"), "bucket", "how the store " "encrypts " "what it " "keeps; " "bucket: as the "
-        "bucket says",
+        choice("bucket", "AES256", *_KMS, "customer"),
+        "bucket",
+        "how the store encrypts what it keeps; bucket: as the bucket says",
     ),
     "kms": Option(str, "", "the key of AWS KMS, by id, alias or ARN; for sse=aws:kms"),
-    "bucket_kms": Option(choice("bucket", "on", "off"), "bucket", ("for sse=aws:kms: one " "data key " "for many objects")),
+    "bucket_kms": Option(
+        choice("bucket", "on", "off"), "bucket", ("for sse=aws:kms: one data key for many objects")
+    ),
     "sse_customer_key": Option(str, "", "for sse=customer: 32 bytes in base64; never in a URI"),
-    "storage_class": Option(_matching(_WORD, ("the name of a " "storage class")), "", ("of each " "object, " "such as " "STANDARD_IA")),
+    "storage_class": Option(
+        _matching(_WORD, "the name of a storage class"),
+        "",
+        "of each object, such as STANDARD_IA",
+    ),
     "tags": Option(_tags, "", "of each object: team=ml,run=7"),
     "requester_pays": Option(switch, False, "pay for requests to a bucket of somebody else"),
     "express": Option(
-        choice("auto", "on", "off"), "auto", ("whether " "it is a " "directory " "bucket of S3 " "Express; " "auto: by " "its name"),
+        choice("auto", "on", "off"),
+        "auto",
+        "whether it is a directory bucket of S3 Express; auto: by its name",
     ),
-}  # fmt: skip
+}
 """What ``s3://`` takes besides."""
 
 
@@ -139,7 +148,10 @@ def store_config(bucket: str, values: Mapping[str, Any]) -> dict[str, Any]:
     }
     sse = values["sse"]
     if sse != "bucket":
-        config["server_side_encryption"] = "sse-c" if sse == "customer" else sse
+        if sse == "customer":
+            config["server_side_encryption"] = "sse-c"
+        else:
+            config["server_side_encryption"] = sse
     if values["sse_customer_key"]:
         config["sse_customer_key_base64"] = values["sse_customer_key"]
     if values["kms"]:

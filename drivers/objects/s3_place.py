@@ -184,7 +184,9 @@ def _named_endpoint(session: Any, region: str) -> str:
 def _profile_style(session: Any) -> str:
     """How the profile wants buckets to be named, or nothing."""
     chosen = session.get_scoped_config().get("s3")
-    return str(chosen.get("addressing_style", "")) if isinstance(chosen, dict) else ""
+    if isinstance(chosen, dict):
+        return str(chosen.get("addressing_style", ""))
+    return ""
 
 
 def _first_request(client: Any, bucket: str) -> tuple[str, Mapping[str, Any]]:
@@ -241,7 +243,8 @@ def bucket_and_root(uri: Uri) -> tuple[str, str]:
     if match is None:
         bucket, root = split_location(uri)
     else:
-        bucket, root = match[1], split_location(Uri(uri.scheme, f"bucket{match[2]}"))[1]
+        bucket = match[1]
+        root = split_location(Uri(uri.scheme, f"bucket{match[2]}"))[1]
     if match is None and not _BUCKET.fullmatch(bucket):
         raise UriError(
             f"{bucket!r} is no name of a bucket",

@@ -53,7 +53,8 @@ class Unfinished:
         """Drop those to ``path``, or, unless ``whole_key``, also below it: if nothing came for
         ``quiet_s`` and they began in the last ``began_within_s`` seconds, by the store's clock.
         Gives how many. Raises StorageError."""
-        deadline_s, dropped = time.monotonic() + self.limit_s, 0
+        deadline_s = time.monotonic() + self.limit_s
+        dropped = 0
         if self._place in _without_list:
             return 0
         with self._failures(path):
@@ -96,7 +97,10 @@ class Unfinished:
         """A part of the list; None where the server keeps none."""
         from botocore.exceptions import ClientError
 
-        prefix = path[: path.rfind("/") + 1] if self.by_folder else path
+        if self.by_folder:
+            prefix = path[: path.rfind("/") + 1]
+        else:
+            prefix = path
         try:
             page: dict[str, Any] = self.client.list_multipart_uploads(
                 Bucket=self.bucket, Prefix=prefix, **more
@@ -169,7 +173,9 @@ def _server_time_s(page: dict[str, Any]) -> float:
     from email.utils import parsedate_to_datetime
 
     date = page["ResponseMetadata"]["HTTPHeaders"].get("date")
-    return parsedate_to_datetime(date).timestamp() if date else time.time()
+    if date:
+        return parsedate_to_datetime(date).timestamp()
+    return time.time()
 
 
 def _seconds(moment: datetime) -> float:

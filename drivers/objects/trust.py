@@ -38,11 +38,16 @@ TRUST = (
 )
 _ADVICE = {
     "UnknownIssuer": TRUST,
-    "CaUsedAsEndEntity": ("The server shows an authority's " "certificate as its " "own. It " "needs one " "that the " "authority signed."),
+    "CaUsedAsEndEntity": (
+        "The server shows an authority's certificate as its own. It needs one that "
+        "the authority signed."
+    ),
     "Expired": "Renew it; or is the clock of this host wrong?",
     "NotValidYet": "Is the clock of this host wrong?",
-    "NotValidForName": ("It is for another host: write the " "endpoint with " "the name " "that the " "certificate has."),
-}  # fmt: skip
+    "NotValidForName": (
+        "It is for another host: write the endpoint with the name that the certificate has."
+    ),
+}
 
 _trusted: set[tuple[str, ...]] = set()
 

@@ -92,7 +92,8 @@ class WholeUpload(Upload):
     async def commit(self, nbytes: int | None = None) -> None:
         """See :meth:`Upload.commit`. Cancelled while it runs, it ends first: the object may be
         visible afterwards."""
-        content, target = self._open_content(), self._target
+        content = self._open_content()
+        target = self._target
         self._content = None
         self._written.check_complete(nbytes)
         with failures("upload", target.uri, target.key):

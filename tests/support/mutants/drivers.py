@@ -73,8 +73,8 @@ MUTANTS = [
     Mutant(
         says="a bound is taken for a size",
         file="drivers/local/files.py",
-        old="        self._take_room = None if nbytes < ASKED_MIN_NBYTES or isinstance(nbytes, AtMost) else take_room\n",
-        new="        self._take_room = None if nbytes < ASKED_MIN_NBYTES else take_room\n",
+        old="        if nbytes < ASKED_MIN_NBYTES or isinstance(nbytes, AtMost):\n",
+        new="        if nbytes < ASKED_MIN_NBYTES:\n",
         tests="tests/unit/test_driver_local_direct.py::test_a_file_that_ends_early_is_cut_before_it_is_durable",
     ),
     Mutant(
