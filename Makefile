@@ -21,7 +21,7 @@ export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test properties sim sim-broken mutants crash damage fuzz test-servers drills lint format bench bench-names clean
+.PHONY: help setup demo test properties sim sim-broken mutants crash damage fuzz test-servers drills lint format bench bench-names bench-server soak clean
 
 help:  ## this list
 	@echo "usage: make TARGET"
@@ -59,6 +59,9 @@ crash: $(READY)  ## kill saves and cut their power at every point, not at some; 
 damage: $(READY)  ## every byte and every length of a small checkpoint, before every reader; half an hour, or PART=0-2000 of them
 	@HOLDFAST_TEST_DAMAGE=$(or $(PART),all) $(BIN)/pytest tests/property/test_damage.py -o faulthandler_timeout=14400 $(TEST_ARGS)
 
+soak: $(READY)  ## everything at once, at random, on storage that fails: make soak [MINUTES=60] [SEED=n] [URI=s3://bucket/path]
+	@$(BIN)/python tests/soak/run.py --minutes $(or $(MINUTES),60) $(if $(SEED),--seed $(SEED)) $(if $(URI),--uri '$(URI)') $(SOAK_ARGS)
+
 fuzz: $(READY)  ## fuzz manifests, headers, URIs and configuration files with atheris: make fuzz [SECONDS=60] [TARGET=all] [FOUND=folder]
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(PIP) -e '.[fuzz]'
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || { \
@@ -82,6 +85,13 @@ bench:  ## how to run the benchmarks
 	@echo "All of them, as one table:   $(BIN)/python -m holdfast.bench --markdown FILE"
 	@echo "One by one, each with --help, and --tiny for a run of seconds:"
 	@for name in $$($(MAKE) -s bench-names); do echo "  $(BIN)/python -m holdfast.bench.$$name"; done
+	@echo "objects and hadoop want --uri; make bench-server starts a server for them."
+
+bench-server: $(READY)  ## one benchmark on a server of the tests: make bench-server PROGRAM=objects SERVER=s3 [SERVER_ARGS="…"] [BENCH_ARGS="…"]
+	@test -n "$(PROGRAM)" && test -n "$(SERVER)" || { \
+		echo "usage: make bench-server PROGRAM=objects SERVER=s3, or PROGRAM=hadoop SERVER=hdfs" >&2; exit 2; }
+	@$(BIN)/python tests/servers/with_server.py $(SERVER_ARGS) $(SERVER) \
+		$(BIN)/python -m holdfast.bench.$(PROGRAM) --uri {uri} $(BENCH_ARGS)
 
 # A file below bench/ that has a main() is a program.
 bench-names:

@@ -1,22 +1,19 @@
 """Save and load over HDFS by one process, beside four parallel hdfs-native streams of as many
-bytes, which are the limit; and ten thousand small objects, see ``many``.
+bytes, which are the limit; then ten thousand small objects, see ``many``.
 
-Against the file system that --uri or HOLDFAST_TEST_HDFS_URL names (host and port), else against a
-Hadoop on this machine, which then shares processors and disk with its client; where that is not
-installed (make test-servers) nothing is measured.
+``--uri`` names a file system, in which one folder is made and deleted again. ``make bench-server
+PROGRAM=hadoop SERVER=hdfs`` starts a Hadoop first, which then shares processors and disk with its
+client.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import holdfast
@@ -26,7 +23,7 @@ from ..drivers.uri import Uri, join, parse
 from .contest import Contestant, busy, contest, header, rows
 from .machine import describe
 from .many import many_objects
-from .options import TINY_GIB, Options, options, parser, work_folder
+from .options import TINY_GIB, Options, options, parser
 from .report import Report, Series, Target, ratio
 from .states import State, build, digests, nbytes_of, zero
 
@@ -37,7 +34,6 @@ __all__: list[str] = []
 
 STREAMS = 4
 PIECE_NBYTES = 4 << 20
-SERVER = Path(__file__).parents[1] / "tests/support/servers/hadoop.py"
 
 
 class _Streams:
@@ -78,42 +74,23 @@ class _Streams:
         for piece in self._client.read(f"{self._folder}/{number}").read_range_stream(
             0, self._nbytes
         ):
-            at = 0 if at + len(piece) > PIECE_NBYTES else at
+            if at + len(piece) > PIECE_NBYTES:
+                at = 0
             into[at : at + len(piece)] = piece
             at += len(piece)
 
 
-@contextmanager
-def _server(given: str | None, folder: Path, datanodes: int) -> Iterator[str | None]:
-    """The URI of a file system; None where none is to be had."""
-    given = given or os.environ.get("HOLDFAST_TEST_HDFS_URL")
-    if given is not None or not SERVER.exists():
-        yield given
-        return
-    command = [sys.executable, str(SERVER), "--dir", str(folder), "--datanodes", str(datanodes)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            yield process.stdout.readline().strip() or None
-        finally:
-            process.stdin.close()
-
-
 def _measure(uri: Uri, given: Options) -> tuple[int, list[Series], list[Series], str]:
-    """The size of the state, then the times of saving and of loading it; and what came of many
-    small objects."""
+    """The size of the state, the times of saving and of loading it, and a sentence about many small
+    objects."""
     from hdfs_native import Client
 
     authority, _, path = uri.location.partition("/")
     client = Client(f"hdfs://{authority}")
     saved = str(join(uri, "saved"))
     try:
-        holdfast.save(
-            saved, build(TINY_GIB)
-        )  # everybody imports what they need, and the servers get warm
+        # The first save imports what is needed, and warms up the servers.
+        holdfast.save(saved, build(TINY_GIB))
         state = build(given.gib)
         nbytes = nbytes_of(state)
         expected = digests(state)
@@ -155,46 +132,33 @@ def _check(state: State, expected: dict[str, bytes]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; raises AssertionError where a state does not come back as it was."""
     arguments = parser("hadoop", __doc__, gib=2.0)
-    arguments.add_argument(
-        "--datanodes", type=int, default=1, help="of the server that is started (default: 1)"
-    )
-    arguments.add_argument("--uri", help="hdfs://host:port/folder of a file system of one's own")
+    arguments.add_argument("--uri", required=True, help="hdfs://host:port/folder to use")
     parsed = arguments.parse_args(argv)
     given = options(parsed)
-    with work_folder(given.folder) as folder, _server(parsed.uri, folder, parsed.datanodes) as root:
-        if root is None:
-            print("No Hadoop here, nothing measured: make test-servers, or --uri.", flush=True)
-            return 0
-        nbytes, saving, loading, many = _measure(
-            join(parse(root), f"bench-{uuid.uuid4().hex}"), given
-        )
-        sides = (("save", saving), ("load", loading))
-        series = [replace(s, name=f"{what}: {s.name}") for what, found in sides for s in found]
-        table = [
-            [f"{what}: {row[0]}", *row[1:]] for what, found in sides for row in rows(found, nbytes)
-        ]
-        judged = [
-            Target(f"{what}, as a share of four streams", ratio(*found), 0.9, at_least=True)
-            for what, found in sides
-        ]
-        title = (
-            f"HDFS: {nbytes / 1e9:.2f} GB, one process, {given.runs} rounds; the limit is "
-            f"{STREAMS} parallel streams"
-        )
-        if given.tiny:
-            judged = []
-        report = Report(
-            "hadoop",
-            title,
-            describe(folder),
-            header(),
-            table,
-            judged,
-            [*busy(series, nbytes), many],
-            series,
-        )
-        report.emit(given.json, given.svg)
+    root = join(parse(parsed.uri), f"bench-{uuid.uuid4().hex}")
+    _report(given, *_measure(root, given)).emit(given.json, given.svg)
     return 0
+
+
+def _report(
+    given: Options, nbytes: int, saving: list[Series], loading: list[Series], many: str
+) -> Report:
+    series: list[Series] = []
+    table: list[list[str]] = []
+    targets: list[Target] = []
+    for what, found in (("save", saving), ("load", loading)):
+        series += [replace(s, name=f"{what}: {s.name}") for s in found]
+        table += [[f"{what}: {row[0]}", *row[1:]] for row in rows(found, nbytes)]
+        share = ratio(*found)
+        targets.append(Target(f"{what}, as a share of four streams", share, 0.9, at_least=True))
+    if given.tiny:
+        targets = []
+    title = (
+        f"HDFS: {nbytes / 1e9:.2f} GB, one process, {given.runs} rounds; the limit is "
+        f"{STREAMS} parallel streams"
+    )
+    notes = [*busy(series, nbytes), many]
+    return Report("hadoop", title, describe(given.folder), header(), table, targets, notes, series)
 
 
 if __name__ == "__main__":

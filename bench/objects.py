@@ -1,20 +1,16 @@
 """Saves and loads of a whole state over S3: this library, its peers, and the bare client at its
-best setting.
+best setting; then ten thousand small objects, see ``many``.
 
-And ten thousand small objects, see ``many``.
-Without --uri a server is started, where the tests have one; both then share this machine.
+``--uri`` names an S3 root, under which everything is deleted again. ``make bench-server
+PROGRAM=objects`` starts a server first, which then shares this machine with its clients.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import subprocess
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,38 +26,7 @@ from .options import TINY_GIB, Options, options, parser
 from .report import Report, Series, Target, ratio
 from .states import State, build, digests, nbytes_of, zero
 
-__all__ = ["s3_server"]
-
-SERVER = Path(__file__).parents[1] / "tests/support/servers/radosgw.py"
-NO_SERVER = 3
-
-
-@contextmanager
-def s3_server(uri: str | None) -> Iterator[Uri | None]:
-    """A root of its own, below ``uri`` or on a server that lives as long as this; None where there
-    is none."""
-    if uri is not None:
-        yield join(uri, uuid.uuid4().hex)
-        return
-    if not SERVER.exists():
-        yield None
-        return
-    process = subprocess.Popen(
-        [sys.executable, str(SERVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        told = process.stdout.readline()
-        if told:
-            os.environ.update(json.loads(told)["environment"])
-        elif process.wait(30) != NO_SERVER:
-            raise RuntimeError("the server did not start")
-        yield parse(json.loads(told)["uri"]) if told else None
-    finally:
-        process.stdin.close()
-        process.wait(60)
-        process.stdout.close()
+__all__: list[str] = []
 
 
 def _clear(uri: Uri) -> None:
@@ -119,8 +84,8 @@ def _moving(
 
 
 def _able(uri: Uri, alone: bool) -> tuple[list[Peer], list[str]]:
-    """Who can save to this server and load from it, and why the others cannot. Everybody imports
-    what they need, and starts their threads, outside the measured time."""
+    """The peers that can save to this server and load from it, and why the others cannot. Each
+    imports what it needs, and starts its threads, here: outside the measured time."""
     state = build(TINY_GIB)
     expected = digests(state)
     able = []
@@ -185,14 +150,11 @@ def _report(uri: Uri, given: Options) -> Report:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; raises AssertionError where a state does not come back as it was."""
     arguments = parser("objects", __doc__, gib=1.0, runs=5)
-    arguments.add_argument("--uri", help="an S3 root to use (default: start a server)")
+    arguments.add_argument("--uri", required=True, help="an S3 root to use: s3://bucket/path")
     parsed = arguments.parse_args(argv)
     given = options(parsed)
-    with s3_server(parsed.uri) as uri:
-        if uri is None:
-            print("no S3 server here: make test-servers, or give one: --uri s3://bucket/path")
-            return 0
-        _report(uri, given).emit(given.json, given.svg)
+    root = join(parse(parsed.uri), f"bench-{uuid.uuid4().hex}")
+    _report(root, given).emit(given.json, given.svg)
     return 0
 
 

@@ -223,6 +223,24 @@ def unsafe_at_forks(path: Path) -> Iterator[int]:
             yield statement.lineno
 
 
+def test_the_package_does_without_its_tests() -> None:
+    """No module of the package, a benchmark included, imports or starts what lies in tests/: users
+    do not have it."""
+    reaching = [
+        at(path, node.lineno)
+        for path in shipped()
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Constant) and re.match(r"tests(/|$)", str(node.value))
+    ]
+    importing = [
+        at(path, line)
+        for path in shipped()
+        for line, name in imports(path)
+        if name.split(".")[0] in {"support", "tests"}
+    ]
+    assert reaching + importing == []
+
+
 def test_modules_are_short() -> None:
     """A module of the package that is too long to be read to its end is split in two."""
     lengths = {at(path): len(path.read_text().splitlines()) for path in shipped()}

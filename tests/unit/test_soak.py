@@ -7,21 +7,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.soak.curves import Curve
+from support.soak.world import OPERATIONS, Ground, World, content, number_of
 
 import holdfast
-from holdfast.bench import soakworld
-from holdfast.bench.curves import Curve
-from holdfast.bench.soakworld import Ground, World, content, number_of
 from holdfast.drivers.uri import Uri
 
 FAULTS = "error:0.01,unsure:0.01,short:0.01"
 
 
+def world_in(folder: Path) -> World:
+    """A folder with two places for checkpoints; no process is killed."""
+    ground = Ground("file", Uri("file", str(folder), {}), FAULTS, shared=True)
+    operations = {name: how for name, how in OPERATIONS.items() if name != "kill -9"}
+    return World([ground], 2, seed=5, operations=operations)
+
+
 @pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    """A folder with two places for checkpoints; nobody is killed."""
-    monkeypatch.delitem(soakworld.OPERATIONS, "kill -9")  # type: ignore[attr-defined]
-    return World([Ground("file", Uri("file", str(tmp_path), {}), FAULTS, shared=True)], 2, seed=5)
+def world(tmp_path: Path) -> World:
+    """The world that most tests use."""
+    return world_in(tmp_path)
 
 
 def go(world: World, count: int) -> list[str]:
@@ -48,9 +53,7 @@ def test_a_curve_is_flat_unless_it_rises(values: list[float], flat: bool) -> Non
 
 def test_the_seed_decides_what_is_done(world: World, tmp_path: Path) -> None:
     """Another world with the same seed goes the same way, to the same end."""
-    other = World(
-        [Ground("file", Uri("file", str(tmp_path / "other"), {}), FAULTS, shared=True)], 2, seed=5
-    )
+    other = world_in(tmp_path / "other")
     went = go(world, 40)
     assert go(other, 40) == went
     assert len(set(went)) > 5

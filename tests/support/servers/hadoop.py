@@ -2,28 +2,22 @@
 loopback.
 
 Found where ``make test-servers`` has put it (``.servers/hadoop``). Nothing is configured outside of
-its folder; its processes are stopped by their ids. As a program, ``hadoop.py [--datanodes N] [--dir
-FOLDER]``, it prints its URI as a line, and stops when its input ends.
+its folder; its processes are stopped by their ids.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
 import signal
 import subprocess
-import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[2]))  # as a script, too
 
 from support.servers.ports import free_port
 
@@ -310,27 +304,3 @@ _QUICK: dict[str, object] = {
     # there are hardly more than one
     "dfs.client.block.write.replace-datanode-on-failure.policy": "NEVER",
 }
-
-
-def main() -> None:
-    """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--datanodes", type=int, default=1)
-    parser.add_argument(
-        "--dir", type=Path, default=None, help="where to keep its data, in a new folder"
-    )
-    given = parser.parse_args()
-    if find_hadoop() is None:
-        sys.exit("Hadoop is not installed: make test-servers")
-    with tempfile.TemporaryDirectory(prefix="hadoop-", dir=given.dir) as folder:
-        server = Hadoop(Path(folder), datanodes=given.datanodes)
-        try:
-            server.start()
-            print(server.uri, flush=True)
-            sys.stdin.read()
-        finally:
-            server.stop()
-
-
-if __name__ == "__main__":
-    main()

@@ -8,19 +8,14 @@ their ids.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
 import subprocess
-import sys
-import tempfile
 import time
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2]))  # as a script, too
 
 from support.servers.ports import free_port, listens
 from support.servers.s3_server import S3Server
@@ -293,25 +288,3 @@ class Radosgw(S3Server):
             for path in (self.folder / "log").glob("*.out")
         ]
         return "\n".join(f"== {name}\n{text}" for name, text in texts)
-
-
-def main() -> int:
-    """Run a server for another process: say where it is, and what its clients need, then wait for
-    the end of the input. Ends with 3 where there is no Ceph."""
-    if find_ceph() is None:
-        return 3
-    with tempfile.TemporaryDirectory(prefix="radosgw-", ignore_cleanup_errors=True) as folder:
-        server = Radosgw(Path(folder))
-        server.start()
-        try:
-            server.client().create_bucket(Bucket="holdfast")
-            uri = f"s3://holdfast?endpoint={server.endpoint}"
-            print(json.dumps({"uri": uri, "environment": server.environment()}), flush=True)
-            sys.stdin.read()
-        finally:
-            server.stop()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

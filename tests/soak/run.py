@@ -1,11 +1,14 @@
-"""An hour of everything at once: saves, overwrites, loads, copies, deletions and kills at random,
-on storage that fails.
+"""An hour of everything at once: saves, overwrites, loads, copies, deletions and kills at random, on
+storage that fails.
 
-After each operation every checkpoint is loaded again: exactly one that may be there, whole, bit for
-bit. Memory, handles, threads, and bytes that belong to no checkpoint must not rise. The seed
-decides what is done, in which order: give it again, and it is done again. Runs on a local folder
-and on S3 (--uri, HOLDFAST_TEST_S3_URL, or a server of its own); without S3 in this process's memory
-instead. A minute with --tiny.
+make soak                        an hour on a local folder and on an S3 server of its own
+make soak MINUTES=1              a minute
+make soak URI=s3://bucket/path   on your own S3
+make soak SEED=n                 what was done with that seed, in the same order
+
+After each operation every checkpoint that it has touched is loaded again: it must be one that may
+be there, bit for bit. Memory, handles, threads, and bytes that belong to no checkpoint must not
+rise. Where there is no S3 server, this process's memory takes its place.
 """
 
 from __future__ import annotations
@@ -19,22 +22,23 @@ import os
 import secrets
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from ..drivers.uri import Uri, join, parse
-from .curves import Curve, Probe, draw, process_curves
-from .machine import describe, share_heap
-from .objects import s3_server
-from .options import bare_parser, work_folder
-from .report import Report
-from .soakworld import OPERATIONS, Ground, World, shorten_grace
+sys.path.insert(0, str(Path(__file__).parents[1]))  # where tests find what they share
 
-__all__: list[str] = []
+from support.servers.start import FINDERS, started
+from support.soak.curves import Curve, Probe, draw, process_curves
+from support.soak.world import OPERATIONS, Ground, World, shorten_grace
 
-TINY_MINUTES = 1.0
+from holdfast.bench.machine import describe, share_heap
+from holdfast.bench.options import work_folder
+from holdfast.bench.report import Report
+from holdfast.drivers.uri import Uri, join, parse
+
 SLOTS = 3
 LOOK_EVERY = 10
 LATE_S = 300.0
@@ -65,20 +69,34 @@ class _Tally:
 @contextlib.contextmanager
 def _grounds(folder: Path, uri: str | None) -> Iterator[list[Ground]]:
     local = Ground("file", Uri("file", str(folder / "local"), {}), LOCAL_FAULTS, shared=True)
-    with s3_server(uri or os.environ.get("HOLDFAST_TEST_S3_URL")) as root:
-        if root is None:
+    name = f"soak-{secrets.token_hex(4)}"
+    with _s3_root(uri) as root:
+        if root is not None:
+            other = Ground("s3", join(root, name), REMOTE_FAULTS, shared=True)
+        else:
             print(
-                "No S3 server here: local and memory only (make test-servers, or --uri).",
+                "No S3 server here: local and memory only (make test-servers, or URI=…).",
                 flush=True,
             )
-            other = Ground(
-                "memory", parse(f"memory://soak-{secrets.token_hex(4)}"), LOCAL_FAULTS, shared=False
-            )
-        else:
-            other = Ground(
-                "s3", join(root, f"soak-{secrets.token_hex(4)}"), REMOTE_FAULTS, shared=True
-            )
+            other = Ground("memory", parse(f"memory://{name}"), LOCAL_FAULTS, shared=False)
         yield [local, other]
+
+
+@contextlib.contextmanager
+def _s3_root(uri: str | None) -> Iterator[Uri | None]:
+    """Where S3 can be used: at ``uri``, else on a server that runs as long as this; None where
+    neither is to be had."""
+    if uri is not None:
+        yield parse(uri)
+    elif FINDERS["s3"]() is None:
+        yield None
+    else:
+        with (
+            tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+            started("s3", Path(folder)) as (root, environment),
+        ):
+            os.environ.update(environment)
+            yield parse(root)
 
 
 def _soak(world: World, minutes: float) -> tuple[dict[str, _Tally], Probe]:
@@ -138,35 +156,53 @@ def _report(world: World, tallies: dict[str, _Tally], probe: Probe, folder: Path
     )
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    out = bare_parser("soak", __doc__, tiny="a minute")
-    out.add_argument("--minutes", type=float, default=60.0, help="how long (default: 60)")
-    out.add_argument("--seed", type=int, help="repeat what was done with it (default: a new one)")
-    out.add_argument("--uri", help="an S3 root to use (default: start a server)")
-    return out.parse_args(argv)
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=60.0, help="how long (default: 60)")
+    parser.add_argument(
+        "--seed", type=int, help="repeat what was done with it (default: a new one)"
+    )
+    parser.add_argument(
+        "--uri",
+        default=os.environ.get("HOLDFAST_TEST_S3_URL"),
+        help="an S3 root to use (default: HOLDFAST_TEST_S3_URL, else a server is started)",
+    )
+    parser.add_argument(
+        "--dir",
+        type=Path,
+        default=Path(),
+        help="where to write; removed afterwards (default: here)",
+    )
+    parser.add_argument("--json", type=Path, help="also write all figures to this file")
+    parser.add_argument("--svg", type=Path, help="also draw the curves (needs matplotlib)")
+    return parser.parse_args()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Work, and print; 1 if a curve rises. Raises AssertionError where a checkpoint is not what it
     must be."""
-    given = _arguments(argv)
-    seed = secrets.randbelow(1 << 32) if given.seed is None else given.seed
+    given = _arguments()
+    seed = given.seed
+    if seed is None:
+        seed = secrets.randbelow(1 << 32)
     print(f"--seed {seed}", flush=True)
     shorten_grace()
     share_heap()
     with work_folder(given.dir) as folder, _grounds(folder, given.uri) as grounds:
         world = World(grounds, SLOTS, seed)
-        tallies, probe = _soak(world, TINY_MINUTES if given.tiny else given.minutes)
+        tallies, probe = _soak(world, given.minutes)
         report = _report(world, tallies, probe, folder)
-        report.emit(None)
-        if given.json is not None:
-            figures = asdict(report) | {
-                "at_s": probe.at_s,
-                "curves": [asdict(c) for c in probe.curves],
-            }
-            given.json.write_text(json.dumps(figures, indent=1))
-        if given.svg is not None:
-            draw(report.title, probe.at_s, probe.curves, given.svg)
+    report.emit(None)
+    if given.json is not None:
+        figures = asdict(report) | {
+            "at_s": probe.at_s,
+            "curves": [asdict(curve) for curve in probe.curves],
+        }
+        given.json.write_text(json.dumps(figures, indent=1))
+    if given.svg is not None:
+        draw(report.title, probe.at_s, probe.curves, given.svg)
     return int(any(not target.met for target in report.targets))
 
 

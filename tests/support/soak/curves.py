@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..storage.runtime.buffers import release_pools
-from .machine import trim_heap
-from .report import Target
+from holdfast.bench.machine import trim_heap
+from holdfast.bench.report import Target
+from holdfast.storage.runtime.buffers import release_pools
 
 __all__ = ["Curve", "Probe", "draw", "process_curves"]
 

@@ -23,15 +23,14 @@ from typing import Any
 import torch
 
 import holdfast
-
-from ..drivers.contract import ObjectInfo
-from ..drivers.uri import Uri, join
-from ..storage.operations.location import Place
-from ..storage.protocol import limits
-from ..storage.protocol.prune_lock import PRUNING_KEY
-from ..storage.protocol.records import ABORT_RECORD
-from ..storage.runtime.engine import run
-from .states import State, digests, flat_tensors, zero
+from holdfast.bench.states import State, digests, flat_tensors, zero
+from holdfast.drivers.contract import ObjectInfo
+from holdfast.drivers.uri import Uri, join
+from holdfast.storage.operations.location import Place
+from holdfast.storage.protocol import limits
+from holdfast.storage.protocol.prune_lock import PRUNING_KEY
+from holdfast.storage.protocol.records import ABORT_RECORD
+from holdfast.storage.runtime.engine import run
 
 __all__ = ["GRACE_S", "OPERATIONS", "Ground", "Slot", "World", "content", "shorten_grace"]
 
@@ -148,19 +147,33 @@ class World:
     """All grounds and their slots. ``perform`` does one operation to them and checks what came of
     it."""
 
-    def __init__(self, grounds: list[Ground], slots: int, seed: int) -> None:
+    def __init__(
+        self,
+        grounds: list[Ground],
+        slots: int,
+        seed: int,
+        operations: Mapping[str, Operation] | None = None,
+    ) -> None:
         self.slots = [
             Slot(ground, f"step-{n}", {ABSENT}) for ground in grounds for n in range(slots)
         ]
         self.grounds = grounds
         self.seed = seed
+        self._operations = OPERATIONS if operations is None else operations
         self.deaths: Counter[str] = Counter()
         """What became of the processes that were to be killed."""
         # The processes that are killed. All of them are copies of one that has imported what they
         # need.
         self.processes = multiprocessing.get_context("forkserver")
+        # The server finds this module only once the main program has told it where tests lie.
         self.processes.set_forkserver_preload(
-            ["torch", "holdfast.storage.api", "holdfast.storage.operations.copy", __name__]
+            [
+                "torch",
+                "holdfast.storage.api",
+                "holdfast.storage.operations.copy",
+                "__main__",
+                __name__,
+            ]
         )
 
     def perform(self, number: int) -> tuple[str, bool]:
@@ -169,12 +182,14 @@ class World:
 
         Raises AssertionError where an invariant is broken, and any error that no fault explains."""
         random = Random(f"{self.seed}/{number}")
-        name = random.choices(list(OPERATIONS), [weight for weight, _ in OPERATIONS.values()])[0]
+        weights = [weight for weight, _ in self._operations.values()]
+        name = random.choices(list(self._operations), weights)[0]
         slot = random.choice(self.slots)
         before = [s.allowed for s in self.slots]
         well = True
         try:
-            OPERATIONS[name][1](self, slot, random, number)
+            _, operation = self._operations[name]
+            operation(self, slot, random, number)
         except holdfast.HoldfastError as error:
             if not _on_purpose(error):
                 raise
@@ -402,7 +417,9 @@ def _expect(expected: object, found: object) -> None:
         raise AssertionError(f"found {found}, not {expected}")
 
 
-OPERATIONS: Mapping[str, tuple[int, Callable[[World, Slot, Random, int], None]]] = {
+Operation = tuple[int, Callable[[World, Slot, Random, int], None]]
+"""How often, in proportion to the others, and what."""
+OPERATIONS: Mapping[str, Operation] = {
     "save": (20, _save),
     "async_save": (12, _async_save),
     "load": (12, _load),
@@ -413,4 +430,3 @@ OPERATIONS: Mapping[str, tuple[int, Callable[[World, Slot, Random, int], None]]]
     "prune": (6, _prune),
     "kill -9": (8, _kill),
 }
-"""By name: how often, in proportion, and what."""

@@ -1,0 +1,56 @@
+"""Starts one of the servers by name, makes what it stores in, and stops it at the end."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from .azurite import Azurite, find_azurite
+from .fake_gcs import FakeGcs, find_fake_gcs
+from .hadoop import Hadoop, find_hadoop
+from .radosgw import Radosgw, find_ceph
+
+__all__ = ["FINDERS", "Served", "started"]
+
+Served = tuple[str, Mapping[str, str]]
+"""A URI, and the environment in which clients can use it."""
+
+FINDERS: Mapping[str, Callable[[], object]] = {
+    "s3": find_ceph,
+    "hdfs": find_hadoop,
+    "az": find_azurite,
+    "gs": find_fake_gcs,
+}
+"""Each returns None where its server is not installed."""
+
+
+@contextlib.contextmanager
+def started(name: str, folder: Path, *, datanodes: int = 2) -> Iterator[Served]:
+    """Run a server that keeps its data below ``folder``, with an empty bucket or container.
+
+    ``datanodes`` is for HDFS alone. Raises RuntimeError where the server is not installed or does
+    not come up.
+    """
+    if name == "s3":
+        radosgw = Radosgw(folder)
+        try:
+            radosgw.start()
+            radosgw.client().create_bucket(Bucket="holdfast")
+            yield f"s3://holdfast?endpoint={radosgw.endpoint}", radosgw.environment()
+        finally:
+            radosgw.stop()
+    elif name == "hdfs":
+        hadoop = Hadoop(folder, datanodes=datanodes)
+        try:
+            hadoop.start()
+            yield hadoop.uri, {}
+        finally:
+            hadoop.stop()
+    else:
+        server = Azurite(folder) if name == "az" else FakeGcs(folder)
+        try:
+            server.start()
+            yield server.uri, server.environment()
+        finally:
+            server.stop()
