@@ -9,11 +9,9 @@ without what else the machine does meanwhile.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import gc
 import itertools
-import json
 import statistics
 import sys
 import time
@@ -32,6 +30,8 @@ from ..storage.format.manifest import ImageTable, Manifest, check_complete
 from ..storage.format.merge import merge
 from ..storage.format.verified import VerifiedManifest
 from ..storage.operations.global_plan import Accord, Held, Leader, Way
+from ..storage.operations.rounds import Findings, SaveStatement
+from ..storage.ranks.messages import codec
 from ..storage.runtime.engine import start
 from ..storage.state.adapters.dtensor import LocalPart
 from ..storage.state.flat_state import FlatState
@@ -46,6 +46,7 @@ from .report import Report, Series, Target
 __all__: list[str] = []
 
 HEAD = ("20260101T000000-00000000", 100, 0.0)
+URI = "s3://bucket/run/step-100"
 DATA_PARALLEL = (8, 70, 128, 781)
 """Times TP 8 and PP 16: 1,024, 8,960, 16,384 and 99,968 ranks."""
 TARGETS = 8960
@@ -290,34 +291,31 @@ class _Beginning:
         self.first: list[bytes] = []
         self._compared: list[bytes] = []
         self.again: list[bytes] = []
+        self._statement = codec(SaveStatement)
+        self._findings = codec(Findings)
 
     def state(self, rank: int, flat: FlatState) -> None:
         """At a first save, and at the next one. All but the random state lies on one mesh each."""
         held = Held.of(flat, self._job.world)
         row = int(np.flatnonzero(held.mesh < 0)[0])
         fingerprint = digest(b"%d" % rank)
-        accord = Accord("0" * 32, Agreed({}, {}), {}, {held.names[row]: row}, Way([rank], [rank]))
-        told = {
-            "of": [row],
-            "digests": base64.b64encode(fingerprint).decode(),
-            "nbytes": [RNG_NBYTES],
-            "parts": {},
-        }
-        for said, what in (
-            (self.first, {"holds": held.encode(), "host": f"host {rank // HOST_RANKS}"}),
-            (self._compared, told),
-            (self.again, accord.tell({row: fingerprint})),
-        ):
-            said.append(json.dumps({"uri": "s3://bucket/run/step-100"} | what).encode())
+        accord = Accord(b"0" * 16, Agreed({}, {}), {}, {held.names[row]: row}, Way([rank], [rank]))
+        findings = Findings((row,), fingerprint, (RNG_NBYTES,), {})
+        holdings = replace(held.encode(), host=f"host {rank // HOST_RANKS}")
+        self.first.append(self._statement.encode(SaveStatement(URI, holdings=holdings)))
+        self._compared.append(self._findings.encode(findings))
+        followed = accord.tell({row: fingerprint})
+        self.again.append(self._statement.encode(SaveStatement(URI, followed)))
 
     async def lead(self) -> tuple[float, float]:
         """Seconds of the leader, at a first save and at the next."""
         leader = Leader()
         began_s = time.process_time()
-        await leader.agree(self.first)
-        await leader.compare(self._compared)
+        await leader.agree([self._statement.decode(data, "a statement") for data in self.first])
+        await leader.compare([self._findings.decode(data, "findings") for data in self._compared])
         between_s = time.process_time()
-        if b"accord" not in await leader.agree(self.again):
+        again = [self._statement.decode(data, "a statement") for data in self.again]
+        if not (await leader.agree(again)).plan:
             raise AssertionError("the ranks do not go by their accord")
         return between_s - began_s, time.process_time() - between_s
 

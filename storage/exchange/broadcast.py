@@ -8,21 +8,37 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 from ..format.digest import digest
+from ..ranks.messages import Nothing, codec
 from ..ranks.team import Team
 from ..runtime.buffers import HostBuffer
 from ..runtime.engine import offload
-from .transport import Door, Line, knock, open_door
+from .transport import Address, Door, Line, knock, open_door
 
 __all__ = ["read_once"]
 
 JOIN_S = 30.0
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedObject:
+    """Where the other ranks of the host find what one of them has read."""
+
+    address: Address
+    nbytes: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What the reading rank announces; ``shared`` None: each rank reads for itself."""
+
+    shared: SharedObject | None = None
 
 
 async def read_once(
@@ -34,29 +50,30 @@ async def read_once(
     if len(ranks) == 1:
         return await read()
     if team.rank != ranks[0]:
-        told = json.loads((await team.among(name, ranks, b"{}"))[0])
-        handed = await _taken(told, team.rank) if told else None
-        if told:
-            await team.tell(f"{name}/taken", ranks, b"")
+        offers = await team.all_gather(name, codec(Offer), ranks, Offer())
+        shared = offers[0].shared
+        if shared is None:
+            return await read()
+        handed = await _taken(shared, team.rank)
+        await team.gather(f"{name}/taken", codec(Nothing), ranks, Nothing())
         return await read() if handed is None else handed
     try:
         data = await read()
     except BaseException:
-        await team.among(name, ranks, b"{}")  # the others see for themselves
+        await team.all_gather(name, codec(Offer), ranks, Offer())  # each of the others reads
         raise
     with contextlib.ExitStack() as mine:
         arena, door = open_door(mine, len(data), 1)
         if arena:
             arena.fill(0, HostBuffer.over(memoryview(data)), len(data))
         checksum = await offload(digest, data)
-        told = {"door": door.address, "nbytes": len(data), "digest": checksum.hex()} if door else {}
-        await team.among(name, ranks, json.dumps(told).encode())
+        offer = Offer(SharedObject(door.address, len(data), checksum)) if door else Offer()
+        await team.all_gather(name, codec(Offer), ranks, offer)
         if door:
             admitting = asyncio.ensure_future(_admit(door, ranks[1:]))
             try:
-                await team.tell(
-                    f"{name}/taken", ranks, b""
-                )  # also by those who have not found the door
+                # Also from ranks that could not connect.
+                await team.gather(f"{name}/taken", codec(Nothing), ranks, Nothing())
             finally:
                 admitting.cancel()
                 await asyncio.wait([admitting])
@@ -74,22 +91,22 @@ async def _admit(door: Door, ranks: Sequence[int]) -> None:
             line.close()
 
 
-async def _taken(told: dict[str, Any], me: int) -> memoryview | None:
+async def _taken(shared: SharedObject, me: int) -> memoryview | None:
     """What is behind a door; None where it cannot be reached, or is not what was told over the
     job's store."""
     try:
         async with asyncio.timeout(JOIN_S):
-            line = await knock(told["door"], me)
+            line = await knock(shared.address, me)
     except (OSError, TimeoutError) as error:
         _log.warning("what another rank has read is read again: %s", error)
         return None
     try:
         if line.window is None:
             return None
-        data = line.window.first(told["nbytes"])
+        data = line.window.first(shared.nbytes)
     finally:
         line.close()
-    if (await offload(digest, data)).hex() != told["digest"]:
+    if await offload(digest, data) != shared.digest:
         _log.warning(
             "what another rank has read is read again: it is not what that rank has told of it"
         )

@@ -31,6 +31,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -38,13 +39,16 @@ from ...errors import CoordinationError, RankFailedError
 from ...planner.loading import LoadPlan
 from ...planner.sharing import Sharing, regrouped
 from ..pipeline.image_reader import Deliver, ImageReader
+from ..ranks.messages import Codec
 from ..ranks.team import Team
 from ..runtime.buffers import HostBuffer, host_pool
 from ..runtime.engine import CPU_THREADS, offload
 from .shared_memory import Arena
-from .transport import DIGEST_NBYTES, Door, Line, knock
+from .transport import DIGEST_NBYTES, Address, Door, Line, knock
 
 __all__ = ["Circle", "Exchange"]
+
+T = TypeVar("T")
 
 JOIN_S = 30.0
 TOLD_S = 5.0
@@ -76,9 +80,9 @@ class Circle:
         """This rank's number among the members."""
         return self.ranks.index(self.team.rank)
 
-    async def tell(self, what: str, statement: bytes) -> list[bytes]:
-        """Each member's statement."""
-        return await self.team.among(f"{self.name}/{what}", self.ranks, statement)
+    async def all_gather(self, what: str, kind: Codec[T], message: T) -> list[T]:
+        """The messages of all members."""
+        return await self.team.all_gather(f"{self.name}/{what}", kind, self.ranks, message)
 
 
 @dataclass
@@ -142,7 +146,7 @@ class Exchange:
             self._copiers + 1, thread_name_prefix="holdfast-exchange"
         )
 
-    async def join(self, door: Door, addresses: Sequence[str]) -> bool:
+    async def join(self, door: Door, addresses: Sequence[Address]) -> bool:
         """Meet those that this rank reads for, and those that read for it. False where that cannot
         be."""
 

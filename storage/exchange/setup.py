@@ -4,19 +4,19 @@ out alike whether reading it once pays, and meet.
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import json
 import logging
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ...planner.loading import Targets
 from ...planner.sharing import Sharing, Wish, share
 from ..pipeline.image_reader import ImageReader, plan_reads
+from ..ranks.messages import codec
 from ..runtime.engine import offload
 from .exchange import Circle, Exchange
-from .transport import open_door
+from .transport import Address, open_door
 
 __all__ = ["LEAST_NBYTES", "begin_exchange"]
 
@@ -34,6 +34,23 @@ to ask."""
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a rank wants to have read: a compressed ``planner.sharing.Wish``, in units of
+    ``unit_nbytes``; and where others find the rank, if they can."""
+
+    address: Address | None
+    wish: bytes
+    unit_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """Whether a rank is connected with all that it exchanges with."""
+
+    connected: bool
+
+
 async def begin_exchange(circle: Circle, reader: ImageReader, targets: Targets) -> Exchange | None:
     """Meet the other members, who all call this, each with what it wants. None, for all alike,
     where little would be shared, or somebody cannot be reached."""
@@ -43,21 +60,21 @@ async def begin_exchange(circle: Circle, reader: ImageReader, targets: Targets) 
         arena, door = open_door(mine, unit_nbytes, min(SLOTS, jobs), circle.near)
         plan = await offload(plan_reads, reader.driver, reader.manifest, targets, unit_nbytes)
         wish = zlib.compress(await offload(Wish.of(plan).to_bytes), 1)
-        said = {
-            "door": door.address if door else "",
-            "wish": base64.b64encode(wish).decode(),
-            "unit": unit_nbytes,
-        }
-        told = [json.loads(t) for t in await circle.tell("wishes", json.dumps(said).encode())]
-        sharing = await offload(_shared, [t["wish"] for t in told], unit_nbytes)
-        if sharing.shared_nbytes < circle.least_nbytes or len({t["unit"] for t in told}) > 1:
+        request = Request(door.address if door else None, wish, unit_nbytes)
+        requests = await circle.all_gather("wishes", codec(Request), request)
+        sharing = await offload(_shared, [r.wish for r in requests], unit_nbytes)
+        if sharing.shared_nbytes < circle.least_nbytes:
+            return None
+        if any(r.unit_nbytes != unit_nbytes for r in requests):
             return None
         joined = False
-        if arena and door and all(t["door"] for t in told):
+        addresses = [r.address for r in requests if r.address is not None]
+        if arena and door and len(addresses) == len(requests):
             exchange = Exchange(circle, reader, arena, sharing, plan, jobs)
             mine.callback(exchange.close)
-            joined = await exchange.join(door, [t["door"] for t in told])
-        if not all(await circle.tell("joined", b"yes" if joined else b"")):
+            joined = await exchange.join(door, addresses)
+        answers = await circle.all_gather("joined", codec(Connected), Connected(joined))
+        if not all(answer.connected for answer in answers):
             _log.warning(
                 "ranks that want the same bytes cannot reach each other: each reads them for itself"
             )
@@ -89,7 +106,5 @@ def _jobs(circle: Circle, reader: ImageReader, unit_nbytes: int) -> int:
     return reader.jobs(reads, unit_nbytes)  # each has a buffer, and at most one slot
 
 
-def _shared(wishes: Sequence[str], unit_nbytes: int) -> Sharing:
-    return share(
-        [Wish.from_bytes(zlib.decompress(base64.b64decode(wish))) for wish in wishes], unit_nbytes
-    )
+def _shared(wishes: Sequence[bytes], unit_nbytes: int) -> Sharing:
+    return share([Wish.from_bytes(zlib.decompress(wish)) for wish in wishes], unit_nbytes)

@@ -21,7 +21,6 @@ import asyncio
 import contextlib
 import errno
 import hmac
-import json
 import logging
 import os
 import secrets
@@ -30,14 +29,14 @@ import socket
 import struct
 import weakref
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ...core.forks.renewal import in_child
 from .handshake import NONCE_NBYTES, PROOF_NBYTES, Handshake
 from .shared_memory import Arena, Window, identity_of
 
-__all__ = ["DIGEST_NBYTES", "Door", "Line", "host_key", "knock", "open_door"]
+__all__ = ["DIGEST_NBYTES", "Address", "Door", "Line", "host_key", "knock", "open_door"]
 
 DIGEST_NBYTES = 16
 GREET_S = 10.0
@@ -55,6 +54,19 @@ _BY_WIRE = b"w"
 
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where other ranks reach a rank, and the secret that both sides prove to know. ``host``: see
+    :func:`host_key`; ``unix``: the name of its unix socket; ``nbytes``: of the memory that it
+    shares; ``tcp``: host and port, where ranks of other hosts may come."""
+
+    host: str | None
+    unix: str
+    secret: bytes
+    nbytes: int
+    tcp: tuple[str, int] | None = None
 
 
 def host_key() -> str | None:
@@ -169,17 +181,11 @@ class Door:
         self._secret = secrets.token_bytes(_SECRET_NBYTES)
         name = f"\0holdfast-{secrets.token_hex(16)}"
         self._sockets = [_listening(socket.AF_UNIX, name)]
-        told: dict[str, Any] = {
-            "host": host_key(),
-            "unix": name,
-            "token": self._secret.hex(),
-            "tcp": None,
-        }
-        told["nbytes"] = os.fstat(fd).st_size
+        tcp: tuple[str, int] | None = None
         if near:
             self._sockets.append(_listening(socket.AF_INET, (_own_address(near), 0)))
-            told["tcp"] = self._sockets[1].getsockname()
-        self.address = json.dumps(told)
+            tcp = self._sockets[1].getsockname()
+        self.address = Address(host_key(), name, self._secret, os.fstat(fd).st_size, tcp)
 
     async def admit(self, members: Collection[int], lines: dict[int, Line]) -> None:
         """Until all of ``members`` have come: to ``lines``. Turned away are visitors of another
@@ -254,28 +260,26 @@ def open_door(
     return arena, door
 
 
-async def knock(address: str, member: int) -> Line:
+async def knock(address: Address, member: int) -> Line:
     """A line to the rank whose door this is, for member number ``member``. Raises OSError: where
     nobody answers in time, where whoever answers is not that rank, and where its memory is not what
     it ought to be."""
-    told = json.loads(address)
-    here = told["host"] == host_key()
-    if not here and told["tcp"] is None:
+    here = address.host == host_key()
+    target = address.unix if here else address.tcp
+    if target is None:
         raise ConnectionRefusedError("that rank is on another host, and has no door to the network")
     sock = socket.socket(socket.AF_UNIX if here else socket.AF_INET, socket.SOCK_STREAM)
     line = Line(sock)
     try:
         async with asyncio.timeout(KNOCK_S):
-            await asyncio.get_running_loop().sock_connect(
-                sock, told["unix"] if here else tuple(told["tcp"])
-            )
+            await asyncio.get_running_loop().sock_connect(sock, target)
             if here and line.user() != os.getuid():
                 raise ConnectionRefusedError(
                     f"a process of another user, {line.user()}, has that rank's name"
                 )
-            await _introduce(line, bytes.fromhex(told["token"]), member)
+            await _introduce(line, address.secret, member)
             if here:
-                line.window = await _window(line, told)
+                line.window = await _window(line, address.nbytes)
             elif await line.receive(1) != _BY_WIRE:
                 raise ConnectionRefusedError("that rank speaks another language")
     except BaseException:
@@ -298,7 +302,7 @@ async def _introduce(line: Line, secret: bytes, member: int) -> None:
     await line.send(hands.of_visitor)
 
 
-async def _window(line: Line, told: dict[str, Any]) -> Window:
+async def _window(line: Line, nbytes: int) -> Window:
     """The memory that the other side hands over. Raises OSError."""
     proof, fd = await line.receive_descriptor(DIGEST_NBYTES)
     if fd is None:
@@ -306,7 +310,7 @@ async def _window(line: Line, told: dict[str, Any]) -> Window:
     if not hmac.compare_digest(proof, line.digest(b"memory", identity_of(fd))):
         os.close(fd)
         raise OSError(errno.EBADMSG, "the memory that was handed over is not that rank's")
-    return Window(fd, int(told["nbytes"]))
+    return Window(fd, nbytes)
 
 
 def _listening(family: socket.AddressFamily, address: str | tuple[str, int]) -> socket.socket:

@@ -6,11 +6,8 @@ Scope: names, shapes and dtypes. Which tensor goes where is ``capture.targets``.
 
 from __future__ import annotations
 
-import base64
-import json
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -20,8 +17,9 @@ from ..format.manifest import Manifest
 from ..format.tree import Key, dotted, format_path
 from ..state.targets import Match
 from .renames import Renaming, find_renaming
+from .rounds import Differences, FitReport
 
-__all__ = ["Differences", "Referee", "Strict", "counted", "statement_of"]
+__all__ = ["Referee", "Strict", "counted", "report_of"]
 
 Strict = bool | Literal["state"]
 """Which names must be on both sides: True: all; "state": those of the state; False: none, what both
@@ -35,46 +33,24 @@ LOGGED = 5
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Differences:
-    """What a load has left: names that only the state has (``missing``), or only the checkpoint
-    (``unexpected``); of all ranks together, ``REPORTED`` at most of each, and how many there are.
-    """
-
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    missing_count: int = 0
-    unexpected_count: int = 0
-
-    def encode(self) -> bytes:
-        """As bytes without a newline."""
-        return json.dumps(
-            [self.missing, self.unexpected, self.missing_count, self.unexpected_count]
-        ).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> Differences:
-        """The inverse of :meth:`encode`."""
-        missing, unexpected, missing_count, unexpected_count = json.loads(data)
-        return cls(tuple(missing), tuple(unexpected), missing_count, unexpected_count)
-
-
-def statement_of(match: Match, manifest: Manifest) -> dict[str, Any]:
+def report_of(match: Match, manifest: Manifest, checksum: bytes, peers: str | None) -> FitReport:
     """What a rank states before anything is read: what does not fit, and what of the checkpoint it
     has a place for."""
     rows = np.zeros(len(manifest.tensors), bool)
     rows[list(match.tensors)] = True
     values = np.zeros(len(manifest.tree.values), bool)
     values[list(match.values)] = True
-    return {
-        "missing": match.missing,
-        "mismatched": match.mismatched,
-        "castable": match.castable,
-        "shared": match.shared,
-        "left": match.left,
-        "tensors": base64.b64encode(np.packbits(rows).tobytes()).decode(),
-        "values": base64.b64encode(np.packbits(values).tobytes()).decode(),
-    }
+    return FitReport(
+        checksum,
+        peers,
+        match.missing,
+        match.mismatched,
+        match.castable,
+        match.shared,
+        match.left,
+        np.packbits(rows).tobytes(),
+        np.packbits(values).tobytes(),
+    )
 
 
 class Referee:
@@ -85,11 +61,14 @@ class Referee:
         self._strict = strict
         self._uri = uri
 
-    def judge(self, told: Sequence[Mapping[str, Any]]) -> Differences:
+    def judge(self, told: Sequence[FitReport]) -> Differences:
         """What is left by a load that may go on; logs it. Raises MismatchError where it may not."""
         found = {
-            kind: _once(told, kind)
-            for kind in ("left", "mismatched", "castable", "shared", "missing")
+            "left": _once([report.left for report in told]),
+            "mismatched": _once([report.mismatched for report in told]),
+            "castable": _once([report.castable for report in told]),
+            "shared": _once([report.shared for report in told]),
+            "missing": _once([report.missing for report in told]),
         }
         found["unexpected"] = self._unexpected(told)
         missing, unexpected = ([*dict(found[kind])] for kind in ("missing", "unexpected"))
@@ -147,21 +126,22 @@ class Referee:
                 counted(left.unexpected_count, "name"), self._uri, _are(left.unexpected_count), names,
             )  # fmt: skip
 
-    def _nothing(self, told: Sequence[Mapping[str, Any]]) -> bool:
+    def _nothing(self, told: Sequence[FitReport]) -> bool:
         """Whether the checkpoint holds something, and the state has a place for nothing of it."""
         m = self._manifest
         if not len(m.tensors) and not m.tree.values:
-            return any(t["missing"] for t in told)
+            return any(report.missing for report in told)
         tensors, values = self._places(told)
         return not tensors.any() and not values.any()
 
     def _places(
-        self, told: Sequence[Mapping[str, Any]]
+        self, told: Sequence[FitReport]
     ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         m = self._manifest
-        return _union(told, "tensors", len(m.tensors)), _union(told, "values", len(m.tree.values))
+        tensors = _union([report.tensors for report in told], len(m.tensors))
+        return tensors, _union([report.values for report in told], len(m.tree.values))
 
-    def _unexpected(self, told: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    def _unexpected(self, told: Sequence[FitReport]) -> list[tuple[str, str]]:
         """What only the checkpoint has: (name, text)."""
         m = self._manifest
         tensors, values = self._places(told)
@@ -224,19 +204,17 @@ def _listed(names: Sequence[str], count: int) -> str:
     return f"{shown} and {count - LOGGED:,} more" if count > LOGGED else shown
 
 
-def _union(
-    told: Sequence[Mapping[str, Any]], name: str, n: int
-) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    bits = [np.frombuffer(base64.b64decode(t[name]), np.uint8) for t in told]
+def _union(masks: Sequence[bytes], n: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    bits = [np.frombuffer(mask, np.uint8) for mask in masks]
     return np.unpackbits(np.bitwise_or.reduce(bits), count=n).astype(bool)
 
 
-def _once(told: Sequence[Mapping[str, Any]], kind: str) -> list[tuple[str, str]]:
+def _once(told: Sequence[dict[str, str]]) -> list[tuple[str, str]]:
     """All ranks' entries (name, text) in order, each once, with the rank where not all ranks have
     it."""
     ranks: dict[tuple[str, str], list[int]] = {}
-    for rank, t in enumerate(told):
-        for entry in t[kind].items():
+    for rank, texts in enumerate(told):
+        for entry in texts.items():
             ranks.setdefault(entry, []).append(rank)
     return [
         (name, text if len(on) == len(told) else f"{text} (rank {', '.join(map(str, on))})")

@@ -21,12 +21,9 @@ is a few bytes. Else it asks all to say all. Nor are layouts told again, see ``A
 
 from __future__ import annotations
 
-import base64
-import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +35,7 @@ from ..exchange.transport import host_key
 from ..format.digest import digest
 from ..format.fragment import Layout
 from ..ranks.hosts import numbered, numbers_in, ranks_with
+from ..ranks.messages import codec
 from ..ranks.team import Team
 from ..runtime.engine import offload
 from ..state.divergence import warn_divergent
@@ -45,6 +43,18 @@ from ..state.fingerprint import label, unsure_rows
 from ..state.flat_state import FlatState
 from ..state.placeholders import refuse_placeholders, reported_placeholders
 from ..state.plan import Agreed
+from .rounds import (
+    AGREE,
+    DIGESTS,
+    HOLDS,
+    AgreeVerdict,
+    Comparison,
+    Findings,
+    Holdings,
+    PlanDecision,
+    PlanFollowed,
+    SaveStatement,
+)
 
 __all__ = ["Accord", "Accords", "Digest", "Held", "Leader", "Way", "agree"]
 
@@ -98,15 +108,15 @@ class Held:
         """The labels in hexadecimal digits."""
         return _names(self.labels)
 
-    def encode(self) -> dict[str, Any]:
-        """As JSON."""
-        return {"labels": _text(self.labels), "mesh": _text(self.mesh), "groups": self.groups}
+    def encode(self) -> Holdings:
+        """The message for the leader."""
+        return Holdings(self.labels.tobytes(), self.mesh.tobytes(), self.groups, host_key())
 
     @classmethod
-    def decode(cls, told: Mapping[str, Any]) -> Held:
-        """What :meth:`encode` has told."""
-        mesh = np.frombuffer(base64.b64decode(told["mesh"]), np.int16)
-        return cls(_digests(base64.b64decode(told["labels"])), mesh, told["groups"])
+    def decode(cls, message: Holdings) -> Held:
+        """What :meth:`encode` has sent."""
+        mesh = np.frombuffer(message.mesh, np.int16)
+        return cls(_digests(message.labels), mesh, message.groups)
 
 
 @dataclass(frozen=True)
@@ -138,7 +148,7 @@ class Accord:
     in this accord ever since, or it were another.
     """
 
-    id: str
+    id: bytes
     agreed: Agreed
     alike: Mapping[str, Sequence[int]]
     apart: Mapping[str, int]
@@ -151,17 +161,15 @@ class Accord:
         """Those that have to be digested."""
         return [*(row for rows in self.alike.values() for row in rows), *self.apart.values()]
 
-    def tell(self, digests: Mapping[int, bytes]) -> dict[str, Any]:
+    def tell(self, digests: Mapping[int, bytes]) -> PlanFollowed:
         """What a rank that goes by it says."""
         alike = {
-            name: digest(b"".join(digests[row] for row in rows)).hex()
+            name: digest(b"".join(digests[row] for row in rows))
             for name, rows in self.alike.items()
         }
-        return {
-            "accord": self.id,
-            "alike": alike,
-            "apart": {name: digests[row].hex() for name, row in self.apart.items()},
-        }
+        return PlanFollowed(
+            self.id, alike, {name: digests[row] for name, row in self.apart.items()}
+        )
 
 
 Accords = LruCache[Accord]
@@ -188,30 +196,30 @@ async def agree(
     key, leader = (flat.layout_id, team.rank, team.world), Leader()
     accord = None if flat.layout_id is None else accords.get(key)
     held: Held | None = None
+    followed: PlanFollowed | None = None
     if accord is None:
         held = Held.of(flat, team.world)
-        told = _all_of(held)
     else:
-        told = accord.tell(await offload(digests, accord.rows))
-    says: dict[str, Any] = {"uri": uri} | (
-        {} if compression is None else {"compression": compression}
+        followed = accord.tell(await offload(digests, accord.rows))
+    holdings = None if held is None else held.encode()
+    placeholders = reported_placeholders(flat)
+    statement = SaveStatement(
+        uri,
+        followed,
+        holdings,
+        compression,
+        None if placeholders is None else dict(placeholders),
     )
-    hollow = reported_placeholders(flat)
-    says |= {"hollow": hollow} if hollow or hollow is None else {}
-    verdict = json.loads(await team.round("agree", _packed(says | told), leader.agree))
-    if accord is None or "accord" not in verdict:
+    verdict = await team.round(AGREE, statement, leader.agree)
+    if accord is None or not verdict.plan:
         held = held or Held.of(flat, team.world)
-        if "ask" not in verdict:
-            verdict = json.loads(await team.round("holds", _packed(_all_of(held)), leader.hear))
-        accord = await _anew(team, flat, held.names, digests, set(verdict["ask"]), leader)
+        comparison = verdict.comparison
+        if comparison is None:
+            comparison = await team.round(HOLDS, held.encode(), leader.hear)
+        accord = await _anew(team, flat, held.names, digests, set(comparison.labels), leader)
         if flat.layout_id is not None:
             accords.put(key, accord)
     return accord
-
-
-def _all_of(held: Held) -> dict[str, Any]:
-    """What a rank says that goes by no accord."""
-    return {"holds": held.encode(), "host": host_key()}
 
 
 async def _anew(
@@ -227,40 +235,37 @@ async def _anew(
     rows = unsure_rows(flat, team.world)
     mine = [i for i, row in enumerate(rows) if flat.parts[row] is None or names[i] in asked]
     found = await offload(digests, [rows[i] for i in mine])
-    told = {
-        "of": mine,
-        "digests": _text(_digests(b"".join(found[rows[i]] for i in mine))),
-        "nbytes": [_nbytes(flat, rows[i]) for i in mine],
-        "parts": {names[i]: label(flat, rows[i]) for i in mine if names[i] in asked},
-    }
-    verdict = json.loads(await team.round("digests", _packed(told), leader.compare))
+    findings = Findings(
+        tuple(mine),
+        b"".join(found[rows[i]] for i in mine),
+        tuple(_nbytes(flat, rows[i]) for i in mine),
+        {names[i]: label(flat, rows[i]) for i in mine if names[i] in asked},
+    )
+    verdict = await team.round(DIGESTS, findings, leader.compare)
     accord = _accord({names[i]: rows[i] for i in mine}, verdict, team)
-    ours = {row: verdict["apart"][name] for name, row in accord.apart.items()}
+    ours = {row: verdict.apart[name] for name, row in accord.apart.items()}
     warn_divergent(
         flat, {row: held for row, (first, held) in ours.items() if first == team.rank}, team.rank
     )
     return accord
 
 
-def _accord(asked: Mapping[str, int], verdict: Mapping[str, Any], team: Team) -> Accord:
+def _accord(asked: Mapping[str, int], verdict: PlanDecision, team: Team) -> Accord:
     """What the verdict means for the rows that were asked about, by label."""
-    groups = [tuple(ranks) for ranks in verdict["groups"]] + [
-        tuple(range(team.world))
-    ]  # the last is EVERYBODY
+    groups = [*verdict.groups, tuple(range(team.world))]  # the last is EVERYBODY
     holders: dict[int, Group] = {}
     alike, apart = defaultdict[str, list[int]](list), dict[str, int]()
     for name, row in sorted(
         asked.items()
     ):  # so that all who hold the same go through it in one order
-        number = verdict["labels"].get(name, EVERYBODY)
+        number = verdict.labels.get(name, EVERYBODY)
         holders[row] = () if number is None else groups[number]
         if number is None:
             apart[name] = row
         elif len(groups[number]) > 1:
             alike[str(number)].append(row)
-    shares = {tuple(ranks): tuple(cuts) for ranks, cuts in verdict["shares"]}
-    way = Way.of(team.rank, numbers_in(base64.b64decode(verdict["hosts"])))
-    return Accord(verdict["accord"], Agreed(holders, shares), alike, apart, way)
+    way = Way.of(team.rank, numbers_in(verdict.hosts))
+    return Accord(verdict.id, Agreed(holders, dict(verdict.shares)), alike, apart, way)
 
 
 class Leader:
@@ -268,56 +273,64 @@ class Leader:
 
     def __init__(self) -> None:
         self._held: list[Held] = []
-        self._hosts = ""
-        self._seal = ""
+        self._hosts = b""
+        self._seal = b""
 
-    async def agree(self, statements: Sequence[bytes]) -> bytes:
+    async def agree(self, statements: Sequence[SaveStatement]) -> AgreeVerdict:
         """All go by one accord, and what was the same still is: that is all. Else what to digest,
         or to say first."""
-        told = [json.loads(s) for s in statements]
-        for rank, other in enumerate(told):
-            if other["uri"] != told[0]["uri"]:
+        ours = statements[0]
+        for rank, theirs in enumerate(statements):
+            if theirs.uri != ours.uri:
                 raise UsageError(
-                    f"rank {rank} saves to {other['uri']}, rank 0 to {told[0]['uri']}", rank=rank
+                    f"rank {rank} saves to {theirs.uri}, rank 0 to {ours.uri}", rank=rank
                 )
-            theirs, ours = other.get("compression"), told[0].get("compression")
-            if theirs != ours:
+            if theirs.compression != ours.compression:
                 raise UsageError(
-                    f"rank {rank} saves with compression={theirs!r}, rank 0 with {ours!r}",
+                    f"rank {rank} saves with compression={theirs.compression!r}, "
+                    f"rank 0 with {ours.compression!r}",
                     rank=rank,
                 )
-        refuse_placeholders([other.get("hollow", {}) for other in told])
-        if all("holds" in other for other in told):
-            return await self.hear(statements)
-        if not _still(told):
-            return b"{}"
-        return _packed({"accord": told[0]["accord"]})
+        refuse_placeholders([theirs.placeholders for theirs in statements])
+        holdings = [theirs.holdings for theirs in statements if theirs.holdings is not None]
+        if len(holdings) == len(statements):
+            return AgreeVerdict(comparison=await self.hear(holdings))
+        followed = [theirs.plan for theirs in statements if theirs.plan is not None]
+        if len(followed) < len(statements) or not _still(followed):
+            return AgreeVerdict()
+        return AgreeVerdict(followed[0].id)
 
-    async def hear(self, statements: Sequence[bytes]) -> bytes:
+    async def hear(self, statements: Sequence[Holdings]) -> Comparison:
         """Which parts of DTensors lie on several meshes, by labels. Plain tensors are digested in
         any case."""
-        told = await offload(lambda: [json.loads(s) for s in statements])
-        self._held = await offload(lambda: [Held.decode(other["holds"]) for other in told])
-        self._hosts = base64.b64encode(numbered([other["host"] for other in told])).decode()
-        self._seal = digest(b"".join(map(digest, statements))).hex()
-        return _packed({"ask": await offload(_several, self._held)})
+        self._held = await offload(lambda: [Held.decode(holdings) for holdings in statements])
+        self._hosts = numbered([holdings.host for holdings in statements])
+        self._seal = await offload(_seal_of, statements)
+        return Comparison(tuple(await offload(_several, self._held)))
 
-    async def compare(self, statements: Sequence[bytes]) -> bytes:
+    async def compare(self, statements: Sequence[Findings]) -> PlanDecision:
         """The accord. Raises SaveError where ranks hold different values of one part of a DTensor."""
-        body = await offload(_agreed, self._held, [json.loads(s) for s in statements])
-        body["hosts"] = self._hosts
-        return _packed(body | {"accord": digest(_packed(body | {"seal": self._seal})).hex()})
+        decision = replace(await offload(_agreed, self._held, statements), hosts=self._hosts)
+        id_ = digest(codec(PlanDecision).encode(decision) + self._seal)
+        return replace(decision, id=id_)
 
 
-def _still(told: Sequence[Mapping[str, Any]]) -> bool:
+def _seal_of(statements: Sequence[Holdings]) -> bytes:
+    """A digest of what all ranks hold."""
+    return digest(b"".join(digest(codec(Holdings).encode(holdings)) for holdings in statements))
+
+
+def _still(followed: Sequence[PlanFollowed]) -> bool:
     """Whether all ranks go by one accord, what was the same is the same, and what differed differs."""
-    if len({other.get("accord") for other in told}) > 1:
+    if len({plan.id for plan in followed}) > 1:
         return False
-    alike, apart = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
-    for other in told:
-        for seen, key in ((alike, "alike"), (apart, "apart")):
-            for name, value in other[key].items():
-                seen[name].add(value)
+    alike: defaultdict[str, set[bytes]] = defaultdict(set)
+    apart: defaultdict[str, set[bytes]] = defaultdict(set)
+    for plan in followed:
+        for name, value in plan.alike.items():
+            alike[name].add(value)
+        for name, value in plan.apart.items():
+            apart[name].add(value)
     return all(len(seen) == 1 for seen in alike.values()) and all(
         len(seen) > 1 for seen in apart.values()
     )
@@ -346,12 +359,12 @@ def _equal(labels: Digests) -> tuple[Ints, Ints]:
     return order[new], equal
 
 
-def _agreed(held: Sequence[Held], told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _agreed(held: Sequence[Held], told: Sequence[Findings]) -> PlanDecision:
     """Who holds what of that which was asked about, and the shares in which all is written."""
-    labels = np.concatenate([of.labels[t["of"]] for of, t in zip(held, told, strict=True)])
-    found = np.concatenate([_digests(base64.b64decode(t["digests"])) for t in told])
-    nbytes = [n for t in told for n in t["nbytes"]]
-    ranks = np.repeat(np.arange(len(held)), [len(t["of"]) for t in told])
+    labels = np.concatenate([of.labels[list(t.of)] for of, t in zip(held, told, strict=True)])
+    found = np.concatenate([_digests(t.digests) for t in told])
+    nbytes = [n for t in told for n in t.nbytes]
+    ranks = np.repeat(np.arange(len(held)), [len(t.of) for t in told])
     first, equal = _equal(labels)
     same = np.ones(len(first), bool)
     same[equal[(found != found[first][equal]).any(axis=1)]] = False
@@ -373,28 +386,28 @@ def _agreed(held: Sequence[Held], told: Sequence[Mapping[str, Any]]) -> dict[str
             apart[name] = (group[0], len(group))
         for row in rows[:1].tolist() if alike else rows.tolist():
             loads[group if alike else (int(ranks[row]),)] += nbytes[row]
-    shares = list(balance(loads, len(held)).items())
-    return {"groups": list(groups)[1:], "labels": numbers, "apart": apart, "shares": shares}
+    shares = tuple((group, tuple(cuts)) for group, cuts in balance(loads, len(held)).items())
+    return PlanDecision(tuple(groups)[1:], numbers, apart, shares)
 
 
-def _refuse(told: Sequence[Mapping[str, Any]], different: Set[str]) -> None:
+def _refuse(told: Sequence[Findings], different: Set[str]) -> None:
     """Raise SaveError where a part of a DTensor is among ``different``."""
-    texts = {text: name for t in told for name, text in t["parts"].items() if name in different}
+    texts = {text: name for t in told for name, text in t.parts.items() if name in different}
     if texts:
         text = min(texts)
-        ranks = [rank for rank, t in enumerate(told) if texts[text] in t["parts"]]
+        ranks = [rank for rank, t in enumerate(told) if texts[text] in t.parts]
         raise SaveError(
             f"ranks {ranks} hold different values of {text!r}, on different meshes",
             advice="Give the tensors names of their own, or make them equal.",
         )
 
 
-def _on_meshes(held: Sequence[Held], told: Sequence[Mapping[str, Any]]) -> Counter[Group]:
+def _on_meshes(held: Sequence[Held], told: Sequence[Findings]) -> Counter[Group]:
     """The bytes that each group of ranks holds together, as far as meshes alone tell it."""
     ranks, nbytes = defaultdict[str, list[int]](list), dict[str, int]()
     for rank, (of, t) in enumerate(zip(held, told, strict=True)):
         left, names = dict(of.groups), list(of.groups)
-        for mesh, n in zip(of.mesh[t["of"]].tolist(), t["nbytes"], strict=True):
+        for mesh, n in zip(of.mesh[list(t.of)].tolist(), t.nbytes, strict=True):
             if mesh >= 0:
                 left[names[mesh]] -= n
         for name, n in left.items():
@@ -415,11 +428,3 @@ def _names(labels: Digests) -> list[str]:
 
 def _digests(joined: bytes) -> Digests:
     return np.frombuffer(joined, np.uint8).reshape(-1, WIDTH)
-
-
-def _text(column: npt.NDArray[Any]) -> str:
-    return base64.b64encode(column.tobytes()).decode()
-
-
-def _packed(told: Mapping[str, Any]) -> bytes:
-    return json.dumps(told).encode()

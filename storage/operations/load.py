@@ -4,7 +4,6 @@ all arrived."""
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -34,16 +33,29 @@ from ..state.build import build
 from ..state.flat_state import FlatState, Subtree
 from ..state.object_state import build_object_state
 from ..state.targets import Match, TypedPath, Wanted, match
-from .differences import Differences, Referee, Strict, statement_of
+from .differences import Referee, Strict, report_of
 from .driver_progress import counted
 from .fill import Report, fill, reporting, scatter_of
 from .overlaps import Overlaps, overlapping, read_overlaps
+from .rounds import (
+    ARRIVED,
+    FITS,
+    HOSTS,
+    Arrived,
+    Differences,
+    Fit,
+    FitReport,
+    Hosts,
+    OnHost,
+)
 
 __all__ = ["Exchanging", "LoadJob", "finish", "run_build", "run_load"]
 
 _log = logging.getLogger(__name__)
 
 RETRIES = 3
+EVERYWHERE = "*"
+"""In place of a host: the rank exchanges with all ranks of the job."""
 
 Exchanging = bool | Literal["auto"]
 """Whether ranks that want the same bytes read them once and exchange them; auto: those of one host
@@ -136,13 +148,13 @@ async def _mates(team: Team, exchange: Exchanging) -> list[int]:
     wanted, or not known."""
     if team.world == 1:
         return [team.rank]
-    told = json.dumps({"circle": exchange and host_key()}).encode()
-    verdict = await team.round("hosts", told, _hosts)
-    return ranks_with(team.rank, numbers_in(verdict))
+    host = host_key() if exchange else None
+    verdict = await team.round(HOSTS, OnHost(host), _hosts)
+    return ranks_with(team.rank, numbers_in(verdict.numbers))
 
 
-async def _hosts(statements: Sequence[bytes]) -> bytes:
-    return _circles([json.loads(s) for s in statements])
+async def _hosts(statements: Sequence[OnHost]) -> Hosts:
+    return Hosts(numbered([statement.host for statement in statements]))
 
 
 async def _load(
@@ -158,16 +170,15 @@ async def _load(
     if overlaps is None:
         checksum = b""
     judge = _Judge(Referee(manifest, job.strict, driver.uri)).judge
-    fits = await team.round(f"fits/{attempt}", _fitting(job, manifest, checksum), judge)
-    if fits == b"again":
+    fit = await team.round(FITS.numbered(attempt), _fitting(job, manifest, checksum), judge)
+    if fit.left is None:
         return None
-    _go, left, circles = fits.split(b"\n", 2)
-    job.left = Differences.decode(left)
+    job.left = fit.left
     job.touched |= job.match.filled
     targets = job.match.wanted.targets(manifest.tensors.shape)
     if isinstance(seen, VerifiedManifest):
         manifest = await offload(seen.with_shards_of, targets.tensor)
-    circle = _circle(team, f"exchange/{attempt}", circles, job.exchange, mates)
+    circle = _circle(team, f"exchange/{attempt}", fit.peers, job.exchange, mates)
     budget_nbytes = job.budget_nbytes // (
         2 if circle and circle.near else 1
     )  # as much to receive into
@@ -180,7 +191,7 @@ async def _load(
         job.progress(done_nbytes, total_nbytes)
 
     deliver = reporting(scatter_of(manifest, job.match.wanted, targets, plan).deliver, plan, report)
-    outcome = b"all"
+    complete = True
     try:
         await (exchange.run(deliver) if exchange else reader.run(plan, deliver))
         if overlaps:
@@ -193,9 +204,9 @@ async def _load(
     ):  # of another rank that, perhaps, saw that it was replaced, and left
         if not await _replaced(driver, manifest):
             raise
-        outcome = b"replaced"
-    arrived = await team.round(f"arrived/{attempt}", outcome, _unanimous)
-    return (manifest, reader) if outcome == arrived == b"all" else None
+        complete = False
+    arrived = await team.round(ARRIVED.numbered(attempt), Arrived(complete), _unanimous)
+    return (manifest, reader) if complete and arrived.complete else None
 
 
 async def _overlaps(
@@ -263,17 +274,12 @@ def _circle(
     return Circle(team, name, ranks, len(mates), near, 1 if everywhere else LEAST_NBYTES)
 
 
-def _circles(told: Sequence[dict[str, Any]]) -> bytes:
-    """Which ranks exchange what they read, as numbers; those that do not have one of their own."""
-    return numbered([t["circle"] or None for t in told])
-
-
 async def _replaced(driver: Driver, manifest: Manifest) -> bool:
     return (await read_manifest(driver))[0].attempt != manifest.attempt
 
 
-async def _unanimous(votes: Sequence[bytes]) -> bytes:
-    return b"all" if all(vote == b"all" for vote in votes) else b"replaced"
+async def _unanimous(statements: Sequence[Arrived]) -> Arrived:
+    return Arrived(all(statement.complete for statement in statements))
 
 
 def _matched(
@@ -319,15 +325,15 @@ def _path_of(flat: FlatState, subtree: Subtree) -> TypedPath:
     return tuple((type(key).__name__, key) for key in keys)
 
 
-def _fitting(job: LoadJob, manifest: Manifest, checksum: bytes) -> bytes:
+def _fitting(job: LoadJob, manifest: Manifest, checksum: bytes) -> FitReport:
     """What a rank states before reading: which manifest it has, what does not fit, and what it has
     a place for."""
-    told = {
-        "manifest": checksum.hex(),
-        "circle": "*" if job.exchange is True else job.exchange and host_key(),
-        **statement_of(job.match, manifest),
-    }
-    return json.dumps(told).encode()
+    peers: str | None = None
+    if job.exchange is True:
+        peers = EVERYWHERE
+    elif job.exchange:
+        peers = host_key()
+    return report_of(job.match, manifest, checksum, peers)
 
 
 class _Judge:
@@ -336,13 +342,12 @@ class _Judge:
     def __init__(self, referee: Referee) -> None:
         self._referee = referee
 
-    async def judge(self, statements: Sequence[bytes]) -> bytes:
-        told = [json.loads(s) for s in statements]
-        manifests = {t["manifest"] for t in told}
-        if len(manifests) > 1 or "" in manifests:
-            return b"again"  # a save came between: some ranks read the manifest before, some after
-        left = await offload(self._referee.judge, told)
-        return b"\n".join([b"go", left.encode(), _circles(told)])
+    async def judge(self, reports: Sequence[FitReport]) -> Fit:
+        manifests = {report.manifest for report in reports}
+        if len(manifests) > 1 or b"" in manifests:
+            return Fit(None)  # a save came between: some ranks read the manifest before, some after
+        left = await offload(self._referee.judge, reports)
+        return Fit(left, numbered([report.peers for report in reports]))
 
 
 def finish(job: LoadJob, manifest: Manifest, rank: int) -> Any:

@@ -23,7 +23,7 @@ from ...errors import (
     NotFoundError,
     StorageError,
 )
-from ..format.fragment import Fragment, Layout, decode_fragment, fragment_of, join
+from ..format.fragment import Fragment, fragment_of, join
 from ..format.lineage import ROOT
 from ..format.manifest import ImageTable, Manifest, image_key
 from ..format.merge import merge
@@ -36,6 +36,7 @@ from ..protocol.collect import give_up, sweep
 from ..protocol.commit import begin, commit, settle
 from ..protocol.current import read_manifest
 from ..ranks.member import LEADER
+from ..ranks.messages import Nothing
 from ..ranks.team import Team
 from ..runtime.engine import offload
 from ..state.fingerprint import fingerprints
@@ -45,6 +46,7 @@ from ..state.plan import Agreed, SavePlan, plan_save
 from .deadline import Deadline
 from .driver_progress import counted
 from .global_plan import Accord, Accords, Digest, Way, agree
+from .rounds import BEGIN, Begun, FragmentCodec, commit_round
 
 __all__ = ["SaveJob", "run_save"]
 
@@ -157,13 +159,14 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tu
 
 async def _told(team: Team, fragment: Fragment, accord: Accord | None, leader: _Leader) -> None:
     """Tell the leader what was written, by way of this rank's host; returns when it is committed."""
-    accord = accord or Accord("", Agreed({}, {}), {}, {}, Way([team.rank], [team.rank]))
-    way, heard = accord.way, accord.heard
-    data = await offload(fragment.encode, accord.told)
-    if len(way.mates) > 1 and (told := await team.tell("written", way.mates, data)):
-        fragment = await offload(_joined, told, way.mates, heard)
-        data = await offload(fragment.encode, accord.told)
-    await team.round("commit", data, partial(leader.commit, way.tellers, heard), way.tellers)
+    accord = accord or Accord(b"", Agreed({}, {}), {}, {}, Way([team.rank], [team.rank]))
+    way = accord.way
+    fragments = FragmentCodec(accord.told, accord.heard)
+    if len(way.mates) > 1:
+        told = await team.gather("written", fragments, way.mates, fragment)
+        if told:
+            fragment = await offload(_joined, told)
+    await team.round(commit_round(fragments), fragment, leader.commit, way.tellers)
     accord.told.update(group.layout.key for group in fragment.groups)
 
 
@@ -181,12 +184,9 @@ async def _is_committed(driver: Driver, attempt: Attempt) -> bool:
         await asyncio.sleep(COMMITTED_PAUSE_S)
 
 
-def _joined(told: Sequence[bytes], ranks: Sequence[int], known: dict[bytes, Layout]) -> Fragment:
-    """What ``ranks`` have told, as one."""
-    pairs = zip(ranks, told, strict=True)
-    return join(
-        [decode_fragment(data, f"the fragment of rank {rank}", known) for rank, data in pairs]
-    )
+def _joined(fragments: Sequence[Fragment]) -> Fragment:
+    """What several ranks have written, as one."""
+    return join(fragments)
 
 
 async def _agreed(driver: Driver, team: Team, job: SaveJob) -> Accord | None:
@@ -226,26 +226,23 @@ class _Leader:
 
     async def begin_for(self, team: Team) -> str:
         """The attempt that rank 0 begins, on every rank. Called by all, side by side with copying."""
-        return (await team.round("begin", b"", self._begin, [0])).decode()
+        return (await team.round(BEGIN, Nothing(), self._begin, [LEADER])).attempt
 
-    async def _begin(self, statements: Sequence[bytes]) -> bytes:
+    async def _begin(self, statements: Sequence[Nothing]) -> Begun:
         if self._job.admit is not None:
             self._branch = await self._job.admit()
         self._attempt = self._dead = await begin(self._driver)
         if not self._driver.traits.bounded:
             self._sweeping = asyncio.ensure_future(sweep(self._driver, limits.CLEAN_UP_S))
-        return self._attempt.id.encode()
+        return Begun(self._attempt.id)
 
-    async def commit(
-        self, ranks: Sequence[int], known: dict[bytes, Layout], fragments: Sequence[bytes]
-    ) -> bytes:
-        """Of ``ranks``, one for each host that is not this one. ``known``: layouts that they do not
-        tell again."""
+    async def commit(self, fragments: Sequence[Fragment]) -> Nothing:
+        """Commit what ``fragments`` tell of, one for each host that is not this one."""
         assert self._attempt is not None
-        manifest = await offload(_merged, fragments, ranks, known, self._job.compression)
+        manifest = await offload(_merged, fragments, self._job.compression)
         manifest = replace(manifest, branch=self._branch)
         self._obsolete = await commit(self._driver, self._attempt, manifest, self._putting)
-        return self._attempt.id.encode()
+        return Nothing()
 
     def _putting(self) -> None:
         """From here on the manifest may turn out to have been stored, whatever is raised."""
@@ -291,13 +288,8 @@ async def _written(
         raise
 
 
-def _merged(
-    told: Sequence[bytes],
-    ranks: Sequence[int],
-    known: dict[bytes, Layout],
-    compression: Compression | None,
-) -> Manifest:
-    return merge([_joined(told, ranks, known)], compression)
+def _merged(fragments: Sequence[Fragment], compression: Compression | None) -> Manifest:
+    return merge([_joined(fragments)], compression)
 
 
 def _fragment(

@@ -22,10 +22,10 @@ from ..runtime.progress import ProgressReporter
 from ..state.flatten import flatten
 from ..state.lazy import fence
 from .call_errors import announcing_errors, closing, printed_uri
-from .differences import Differences
 from .load import LoadJob, finish, run_build, run_load
 from .options import LoadOptions, UriLike
 from .report import LoadReport
+from .rounds import Differences
 
 __all__ = ["load_state"]
 

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from ...errors import DeadlineError
 from ..format.digest import digest
-from .pairing import Even, Log
+from .failures import Failure
+from .messages import codec
+from .pairing import Even
 
-__all__ = ["Board", "Call", "Failed", "Shown", "decoded_roster", "encoded_roster", "waited_in_vain"]
+__all__ = ["Board", "Call", "Failed", "Shown", "decoded_roster", "encoded_roster"]
 
 MAIN = "main"
 
@@ -71,13 +72,13 @@ class Shown:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A call that a rank has failed in before the leader took it. ``error`` is the packed error."""
+    """A call that a rank has failed in before the leader took it."""
 
     name: str
     number: int
     text: str
     thread: str
-    error: str
+    failure: Failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,30 +92,17 @@ class Board:
     beats: int
     open: tuple[Shown, ...] = ()
     failed: tuple[Failed, ...] = ()
-    logs: Mapping[str, Log] = field(default_factory=dict)
-    even: Mapping[str, Even] = field(default_factory=dict)
+    logs: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    even: dict[str, Even] = field(default_factory=dict)
 
     def encode(self) -> bytes:
-        """As JSON."""
-        calls = [
-            [s.name, s.number, s.text, s.thread, s.met, s.idle_s, s.waits_for, s.what]
-            for s in self.open
-        ]
-        failed = [[f.name, f.number, f.text, f.thread, f.error] for f in self.failed]
-        told: dict[str, Any] = {"nonce": self.nonce, "lead": self.lead, "beats": self.beats}
-        told |= {"open": calls, "failed": failed}
-        told["logs"] = {name: list(log) for name, log in self.logs.items()}
-        told["even"] = {name: [even.lead, even.other] for name, even in self.even.items()}
-        return json.dumps(told).encode()
+        """The message that other ranks read."""
+        return codec(Board).encode(self)
 
     @classmethod
-    def decode(cls, data: bytes) -> Board:
-        """What :meth:`encode` has made."""
-        told = json.loads(data)
-        calls = tuple(Shown(*shown) for shown in told["open"])
-        failed = tuple(Failed(*entry) for entry in told["failed"])
-        even = {name: Even(*numbers) for name, numbers in told["even"].items()}
-        return cls(told["nonce"], told["lead"], told["beats"], calls, failed, told["logs"], even)
+    def decode(cls, data: bytes, rank: int) -> Board:
+        """The board of ``rank``."""
+        return codec(Board).decode(data, f"the board of rank {rank}")
 
     def shown(self, name: str) -> Shown | None:
         """The call of that name that the rank is in."""
@@ -123,11 +111,6 @@ class Board:
     def failure(self, name: str, after: int) -> Failed | None:
         """The last failure in a call of that name, with a number above ``after``."""
         return next((f for f in reversed(self.failed) if f.name == name and f.number > after), None)
-
-
-def waited_in_vain(packed: bytes | str) -> bool:
-    """Whether this packed error says only that somebody did not come in time."""
-    return bool(json.loads(packed)["type"] == DeadlineError.__name__)
 
 
 def encoded_roster(numbers: Sequence[int]) -> str:

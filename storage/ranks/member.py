@@ -24,7 +24,8 @@ from typing import Any
 from ...core.forks.renewal import new_lock
 from ...errors import CoordinationError
 from ..runtime.engine import offload
-from .calls import Board, Call, Failed, waited_in_vain
+from .calls import Board, Call, Failed
+from .failures import Failure
 from .keys import Keys
 from .pairing import Even, Pairs, logged
 from .watch import Attendance, Watch
@@ -36,7 +37,6 @@ BLOCK = 256
 FAILURES_KEPT = 8
 NAMES_KEPT = 32
 GREET_PAUSE_S = 0.25
-ERROR_CHARS = 4000
 
 
 class Member:
@@ -113,7 +113,7 @@ class Member:
     def board(self, rank: int) -> Board | None:
         """What another rank shows. Blocks."""
         data = self._keys.value(f"board/{rank}")
-        return None if data is None else Board.decode(data)
+        return None if data is None else Board.decode(data, rank)
 
     def boards(self, ranks: Iterable[int]) -> dict[int, Board | None]:
         """What they show. Blocks."""
@@ -136,20 +136,23 @@ class Member:
         """Show what this rank is in. Blocks."""
         self._beats += 1
         calls = tuple(attendance.shown(now_s) for attendance in list(self._open))
-        failed, logs, even = tuple(self._failed), dict(self.logs), dict(self._even)
-        board = Board(self.nonce, self.lead, self._beats, calls, failed, logs, even)
+        logs = {name: tuple(log) for name, log in self.logs.items()}
+        board = Board(
+            self.nonce,
+            self.lead,
+            self._beats,
+            calls,
+            tuple(self._failed),
+            logs,
+            dict(self._even),
+        )
         self._keys.set(f"board/{self.rank}", board.encode())
 
-    def failed(self, call: Call, number: int | None, packed: bytes) -> None:
+    def failed(self, call: Call, number: int | None, failure: Failure) -> None:
         """Note that this rank has failed in ``call``, for the next :meth:`post` to show."""
-        text = packed.decode()
-        if len(text) > ERROR_CHARS:
-            told = json.loads(packed)
-            told |= {"message": str(told["message"])[: ERROR_CHARS // 2], "differences": []}
-            text = json.dumps(told)
         number = self.next_number() if number is None else number
-        self._failed.append(Failed(call.name, number, str(call), call.thread, text))
-        self.log_failure(call.name, number, waited_in_vain(packed))
+        self._failed.append(Failed(call.name, number, str(call), call.thread, failure.shortened()))
+        self.log_failure(call.name, number, failure.timed_out)
 
     def log_failure(self, name: str, number: int, waited: bool) -> list[str]:
         """This rank has failed in its call ``number`` of that name. Return the names that are

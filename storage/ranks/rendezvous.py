@@ -22,19 +22,18 @@ name. From both lists either side finds alike which failures belong together: se
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from ... import errors
-from ...errors import CoordinationError, DeadlineError, HoldfastError, RankFailedError, UsageError
-from .calls import Board, Call, Shown, decoded_roster, encoded_roster, waited_in_vain
+from ...errors import CoordinationError, RankFailedError, UsageError
+from .calls import Board, Call, Shown, decoded_roster, encoded_roster
+from .failures import Failure
 from .member import LEADER, Member
+from .messages import codec
 from .pairing import Even, Log, paired
 from .watch import Attendance, Watch
 
-__all__ = ["Answer", "Arrival", "Assembly", "opened", "packed", "raised_failure"]
+__all__ = ["Answer", "Arrival", "Assembly", "Verdict"]
 
 SETTLE_S = 1.0
 """How long a rank may be seen in another call, or to have given up, before that counts: it may be
@@ -46,8 +45,35 @@ PAUSE_MAX_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the leader has decided in a round, encoded; or the failure that ends the round for all
+    ranks."""
+
+    decision: bytes = b""
+    failure: Failure | None = None
+
+    def opened(self) -> bytes:
+        """The decision. Raises the failure."""
+        if self.failure is not None:
+            self.failure.raise_alike()
+        return self.decision
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerMessage:
+    """An :class:`Answer` as it is sent: rosters as text."""
+
+    number: int
+    roster: str
+    verdict: Verdict
+    failures: tuple[int, ...] = ()
+    even: str = ""
+    instead: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
-    """What the leader has answered. ``verdict`` is opened by :func:`opened`.
+    """What the leader has answered.
 
     ``failures``: the leader's in calls of this name; ``even``: by rank, up to which of those it has
     heard of.
@@ -59,7 +85,7 @@ class Answer:
 
     number: int
     roster: Sequence[int]
-    verdict: bytes
+    verdict: Verdict
     failures: Log = ()
     even: Sequence[int] = ()
     instead: Sequence[tuple[str, int]] = ()
@@ -67,30 +93,32 @@ class Answer:
     @property
     def failed(self) -> bool:
         """Whether it is an error."""
-        return self.verdict[:1] == b"-"
+        return self.verdict.failure is not None
 
     def encode(self) -> bytes:
-        """As bytes."""
-        told: dict[str, Any] = {"number": self.number, "roster": encoded_roster(self.roster)}
-        if self.failed:
-            told |= {
-                "failures": list(self.failures),
-                "even": encoded_roster(self.even),
-                "instead": list(self.instead),
-            }
-        return json.dumps(told).encode() + b"\n" + self.verdict
+        """The message that other ranks read."""
+        message = AnswerMessage(
+            self.number,
+            encoded_roster(self.roster),
+            self.verdict,
+            tuple(self.failures),
+            encoded_roster(self.even) if self.even else "",
+            tuple(self.instead),
+        )
+        return codec(AnswerMessage).encode(message)
 
     @classmethod
     def decode(cls, data: bytes, world: int) -> Answer:
-        """What :meth:`encode` has made."""
-        head, _, verdict = data.partition(b"\n")
-        told = json.loads(head)
-        roster = decoded_roster(told["roster"], world)
-        if "failures" not in told:
-            return cls(told["number"], roster, verdict)
-        instead = [(name, number) for name, number in told["instead"]]
-        even = decoded_roster(told["even"], world)
-        return cls(told["number"], roster, verdict, told["failures"], even, instead)
+        """The answer to ranks of a job of that size."""
+        message = codec(AnswerMessage).decode(data, f"the answer of rank {LEADER}")
+        return cls(
+            message.number,
+            decoded_roster(message.roster, world),
+            message.verdict,
+            message.failures,
+            decoded_roster(message.even, world) if message.even else (),
+            message.instead,
+        )
 
     def even_with(self, rank: int) -> Even:
         """Up to where the leader and ``rank`` were even, as far as the leader knew."""
@@ -139,18 +167,22 @@ class Assembly:
         self._attendance.waited()
         return [found[rank] for rank in range(self._member.world)]
 
-    def answer(self, verdict: bytes) -> Answer:
+    def answer(self, verdict: Verdict) -> Answer:
         """To all who have come."""
         return Answer(self.number, self.roster, verdict)
 
-    def post(self, verdict: bytes) -> None:
+    def post(self, verdict: Verdict) -> None:
         """Answer. Blocks."""
-        keys, name = self._member.keys, self._call.name
-        answer, forgotten = self.answer(verdict), list[str]()
-        if answer.failed:
-            answer, forgotten = self._failed(name, self.number, self.roster, verdict, self._instead)
-        else:
+        keys = self._member.keys
+        name = self._call.name
+        forgotten: list[str] = []
+        if verdict.failure is None:
+            answer = self.answer(verdict)
             self._member.all_met(name)
+        else:
+            answer, forgotten = self._failed(
+                name, self.number, self.roster, verdict.failure, self._instead
+            )
         keys.put(f"answer/{name}", answer.encode())
         keys.delete([f"gone/{name}"])
         for old in forgotten:
@@ -161,7 +193,7 @@ class Assembly:
         name: str,
         number: int,
         roster: Sequence[int],
-        verdict: bytes,
+        failure: Failure,
         instead: Sequence[tuple[str, int]],
     ) -> tuple[Answer, list[str]]:
         """The answer to a call that has failed, and the names of calls whose answers are no longer
@@ -170,8 +202,9 @@ class Assembly:
         for rank, taken in enumerate(roster):
             if taken > 0 or taken == NOT_MEANT:
                 pairs.even[rank] = number
-        forgotten = member.log_failure(name, number, waited_in_vain(verdict[1:]))
+        forgotten = member.log_failure(name, number, failure.timed_out)
         even = [pairs.even.get(rank, 0) for rank in range(member.world)]
+        verdict = Verdict(failure=failure)
         return Answer(number, roster, verdict, member.log(name), even, instead), forgotten
 
     def _look(self, missing: Sequence[int]) -> tuple[dict[int, bytes], dict[int, Board | None]]:
@@ -197,7 +230,7 @@ class Assembly:
         board = self._member.board(rank) if self.roster[rank] == number else None
         failed = None if board is None else board.failure(self._call.name, number - 1)
         if failed is not None and failed.number == number:
-            raise raised_failure(failed.error.encode())
+            raise failed.failure.as_error()
 
     def _take(self, rank: int, number: int) -> None:
         """Of this rank the leader has taken that call, or knows that it failed."""
@@ -233,7 +266,7 @@ class Assembly:
             return
         since_s = self._strangers.setdefault((rank, board.nonce), now_s)
         if now_s - since_s >= self._silence_s / 4:
-            raise raised_failure(failed.error.encode())
+            raise failed.failure.as_error()
 
     def _left_over(self, rank: int, board: Board) -> list[int]:
         """The failures of a rank in calls of this name that do not belong to failures of the
@@ -261,7 +294,7 @@ class Assembly:
         )
         if failed is None:  # so many are remembered by their numbers alone
             raise RankFailedError(f"rank {rank} failed in an earlier {self._call}", rank=rank)
-        raise raised_failure(failed.error.encode())
+        raise failed.failure.as_error()
 
     def _check_other_failure(self, rank: int, board: Board, now_s: float) -> None:
         """Raise where a rank failed in another call of the same thread, instead of coming here."""
@@ -272,10 +305,9 @@ class Assembly:
                 self._member.joined[rank] = failed.number
                 self._member.pairs(failed.name).taken[rank] = failed.number
                 self.roster[rank] = NOT_MEANT  # it has had its error
-                told = json.loads(failed.error)
                 raise RankFailedError(
                     f"rank {rank} failed in {failed.text}, while rank {LEADER} is in "
-                    f"{self._call}: {told['message']}",
+                    f"{self._call}: {failed.failure.message}",
                     rank=rank,
                 )
 
@@ -308,7 +340,7 @@ class Assembly:
             ),
         )
         self.refused = error
-        verdict = b"-" + packed(error, LEADER)
+        failure = Failure.of(error, LEADER)
         self._instead = [(name, self._member.next_number()) for name in by_name]
         here = (self._call.name, self.number)
         for name, number in self._instead:
@@ -321,7 +353,7 @@ class Assembly:
                 roster[stray] = taken[stray] = elsewhere[stray].number
                 self.roster[stray] = NOT_MEANT
             others = [other for other in self._instead if other[0] != name]
-            answer, _ = self._failed(name, number, roster, verdict, [here, *others])
+            answer, _ = self._failed(name, number, roster, failure, [here, *others])
             await self._member.ask(self._member.keys.put, f"answer/{name}", answer.encode())
         await self._heard(elsewhere)
         raise error
@@ -432,44 +464,3 @@ def _stray(board: Board, call: Call, member: Member) -> Shown | None:
         (s for s in board.open if not s.met and s.thread == call.thread and s.name not in ours),
         None,
     )
-
-
-def packed(error: BaseException, rank: int) -> bytes:
-    """An error of ``rank``, to be told."""
-    told: dict[str, Any] = {"teller": rank, "rank": None, "type": type(error).__name__}
-    told["message"] = f"{type(error).__name__}: {error}"[:10_000]
-    if isinstance(error, asyncio.CancelledError | KeyboardInterrupt):
-        told["message"] = "the call was interrupted"
-    if isinstance(error, HoldfastError):
-        told |= {name: getattr(error, name) for name in ("rank", "uri", "key", "advice")}
-        told |= {
-            "message": error.message[:10_000],
-            "differences": list(getattr(error, "differences", ())),
-        }
-    return json.dumps(told).encode()
-
-
-def opened(verdict: bytes) -> bytes:
-    """A verdict; or raises the error that it is, which concerns all ranks alike."""
-    if verdict[:1] == b"+":
-        return verdict[1:]
-    told = json.loads(verdict[1:])
-    kind = getattr(errors, told["type"], None)
-    if kind is None:
-        raise RankFailedError(
-            f"rank {told['teller']} failed: {told['message']}", rank=told["teller"]
-        )
-    where = {name: told.get(name) for name in ("rank", "uri", "key", "advice")}
-    if issubclass(kind, errors.MismatchError):
-        where["differences"] = tuple(told["differences"])
-    raise kind(told["message"], **where)
-
-
-def raised_failure(failure: bytes) -> CoordinationError:
-    """What another rank's failure is to those who hear of it."""
-    told = json.loads(failure)
-    if told["type"] == DeadlineError.__name__:
-        return DeadlineError(told["message"], rank=told["rank"], advice=told["advice"])
-    if told["type"] == RankFailedError.__name__:
-        return RankFailedError(told["message"], rank=told["rank"])
-    return RankFailedError(f"rank {told['teller']} failed: {told['message']}", rank=told["teller"])

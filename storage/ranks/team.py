@@ -22,27 +22,32 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any, NoReturn, TypeVar
 
 from ...errors import CoordinationError, RankFailedError
+from ..runtime.engine import offload
 from .calls import Board, Call
+from .failures import Failure
 from .keys import Keys, StoreLike
 from .member import LEADER, Member
-from .rendezvous import (
-    PAUSE_MAX_S,
-    PAUSE_S,
-    Answer,
-    Arrival,
-    Assembly,
-    opened,
-    packed,
-    raised_failure,
-)
+from .messages import Codec, Nothing, Round, codec
+from .rendezvous import PAUSE_MAX_S, PAUSE_S, Answer, Arrival, Assembly, Verdict
 from .watch import Attendance, Watch
 
 __all__ = ["Decide", "Solo", "StoreLike", "StoreTeam", "Team"]
 
-Decide = Callable[[Sequence[bytes]], Awaitable[bytes]]
+T = TypeVar("T")
+S = TypeVar("S")
+V = TypeVar("V")
+Decide = Callable[[Sequence[S]], Awaitable[V]]
+"""Makes the leader's decision of the statements of all ranks, in order of rank."""
+DecideEncoded = Callable[[Sequence[bytes]], Awaitable[bytes]]
+
+_MEET = Round.of("meet", Nothing, Nothing)
+"""The first round of a session that begins with something else than a round of all ranks."""
+INLINE_NBYTES = 256 << 10
+"""Messages of more bytes than this are decoded in a thread."""
 LINGER_S = 5.0
 """How long the leader stays at most until all have read its last verdict: its process may serve the
 store."""
@@ -57,27 +62,33 @@ class Team(ABC):
 
     @abstractmethod
     async def round(
-        self, name: str, payload: bytes, decide: Decide, tellers: Sequence[int] | None = None
-    ) -> bytes:
-        """State ``payload``; return what the leader's ``decide`` made of all ranks' payloads (in
-        order of rank).
+        self,
+        round: Round[S, V],
+        statement: S,
+        decide: Decide[S, V],
+        speakers: Sequence[int] | None = None,
+    ) -> V:
+        """State ``statement``; return what the leader's ``decide`` made of the statements of all
+        ranks.
 
-        ``tellers``: the ranks that state something, the leader first; None: all of them. The others
-        learn the verdict. An error raised by ``decide`` is raised on every rank. Raises
+        ``speakers``: the ranks that state something, the leader first; None: all ranks. The other
+        ranks only get the verdict. An error raised by ``decide`` is raised on every rank. Raises
         DeadlineError and RankFailedError.
         """
 
     @abstractmethod
-    async def tell(self, name: str, ranks: Sequence[int], payload: bytes) -> list[bytes]:
-        """State ``payload`` to the first of ``ranks``. That one gets what each has stated, in
-        order, the others nothing. All of them call this alike. Raises DeadlineError and
+    async def gather(self, name: str, kind: Codec[T], ranks: Sequence[int], message: T) -> list[T]:
+        """Send ``message`` to the first of ``ranks``. That rank gets the messages of all of them,
+        in order; the others get nothing. All of ``ranks`` call this. Raises DeadlineError and
         RankFailedError."""
 
     @abstractmethod
-    async def among(self, name: str, ranks: Sequence[int], payload: bytes) -> list[bytes]:
-        """State ``payload``; return what each of ``ranks``, this one among them, has stated. All of
-        them call this alike. Nobody decides, and no other rank hears of it. Raises DeadlineError
-        and RankFailedError."""
+    async def all_gather(
+        self, name: str, kind: Codec[T], ranks: Sequence[int], message: T
+    ) -> list[T]:
+        """Send ``message`` to ``ranks``, which include this one; return the messages of all of
+        them, in order. All of ``ranks`` call this, and no other rank takes part. Raises
+        DeadlineError and RankFailedError."""
 
     @abstractmethod
     async def watch(self, ranks: Sequence[int], what: str) -> NoReturn:
@@ -114,21 +125,27 @@ class Team(ABC):
 
 
 class Solo(Team):
-    """A team of one."""
+    """A team of one rank, which hands its messages to itself as they are."""
 
     rank = 0
     world = 1
 
     async def round(
-        self, name: str, payload: bytes, decide: Decide, tellers: Sequence[int] | None = None
-    ) -> bytes:
-        return await decide([payload])
+        self,
+        round: Round[S, V],
+        statement: S,
+        decide: Decide[S, V],
+        speakers: Sequence[int] | None = None,
+    ) -> V:
+        return await decide([statement])
 
-    async def tell(self, name: str, ranks: Sequence[int], payload: bytes) -> list[bytes]:
-        return [payload]
+    async def gather(self, name: str, kind: Codec[T], ranks: Sequence[int], message: T) -> list[T]:
+        return [message]
 
-    async def among(self, name: str, ranks: Sequence[int], payload: bytes) -> list[bytes]:
-        return [payload]
+    async def all_gather(
+        self, name: str, kind: Codec[T], ranks: Sequence[int], message: T
+    ) -> list[T]:
+        return [message]
 
     async def watch(self, ranks: Sequence[int], what: str) -> NoReturn:
         await asyncio.Event().wait()
@@ -209,48 +226,53 @@ class StoreTeam(Team):
                 attendance.worked()
 
     async def round(
-        self, name: str, payload: bytes, decide: Decide, tellers: Sequence[int] | None = None
-    ) -> bytes:
+        self,
+        round: Round[S, V],
+        statement: S,
+        decide: Decide[S, V],
+        speakers: Sequence[int] | None = None,
+    ) -> V:
         """See :class:`Team`."""
-        if self._answer is None:
-            if tellers is None:
-                return await self._first(name, payload, decide)
-            await self._first("meet", b"", _agreed)
-        self._rounds.append(name)
-        tellers = range(self.world) if tellers is None else tellers
-        if self.rank != LEADER:
-            if self.rank in tellers:
-                await self._state(name, payload)
-            (verdict,) = await self._gather(
-                f"{name}/verdict", [LEADER], f"the verdict of round {name!r}"
-            )
-            return opened(verdict)
-        payloads = [payload, *await self._gather(name, tellers[1:], f"round {name!r}")]
-        try:
-            verdict = b"+" + await decide(payloads)
-        except Exception as error:
-            await self._ask(
-                self._keys.put, f"{name}/verdict/{LEADER}", b"-" + packed(error, self.rank)
-            )
-            raise
-        await self._ask(self._keys.put, f"{name}/verdict/{LEADER}", verdict)
-        return verdict[1:]
+        if self._answer is None and speakers is not None:
+            await self._meet()
+        senders = range(self.world) if speakers is None else speakers
+        what = f"round {round.name!r}"
 
-    async def tell(self, name: str, ranks: Sequence[int], payload: bytes) -> list[bytes]:
+        async def decide_encoded(statements: Sequence[bytes]) -> bytes:
+            decoded = await _decoded(round.statement, statements, senders, what)
+            return await _encoded(round.verdict, await decide(decoded))
+
+        data = b""
+        if self.rank in senders:
+            data = await _encoded(round.statement, statement)
+        if self._answer is None:
+            decision = await self._first(round.name, data, decide_encoded)
+        else:
+            decision = await self._later(round.name, data, decide_encoded, senders)
+        (verdict,) = await _decoded(round.verdict, [decision], [LEADER], what)
+        return verdict
+
+    async def gather(self, name: str, kind: Codec[T], ranks: Sequence[int], message: T) -> list[T]:
         """See :class:`Team`."""
         await self._meet()
         if self.rank != ranks[0]:
-            await self._state(name, payload)
+            await self._state(name, await _encoded(kind, message))
             return []
-        return [payload, *await self._gather(name, ranks[1:], name)]
+        others = ranks[1:]
+        received = await self._gather(name, others, name)
+        return [message, *await _decoded(kind, received, others, f"{name!r}")]
 
-    async def among(self, name: str, ranks: Sequence[int], payload: bytes) -> list[bytes]:
+    async def all_gather(
+        self, name: str, kind: Codec[T], ranks: Sequence[int], message: T
+    ) -> list[T]:
         """See :class:`Team`."""
         await self._meet()
-        await self._state(name, payload)
+        await self._state(name, await _encoded(kind, message))
         others = [rank for rank in ranks if rank != self.rank]
-        told = dict(zip(others, await self._gather(name, others, name), strict=True))
-        return [told.get(rank, payload) for rank in ranks]
+        received = await self._gather(name, others, name)
+        decoded = await _decoded(kind, received, others, f"{name!r}")
+        by_rank = dict(zip(others, decoded, strict=True))
+        return [by_rank.get(rank, message) for rank in ranks]
 
     async def watch(self, ranks: Sequence[int], what: str) -> NoReturn:
         """See :class:`Team`."""
@@ -267,13 +289,14 @@ class StoreTeam(Team):
         if self._over or (isinstance(error, RankFailedError) and self.rank != LEADER):
             return
         with contextlib.suppress(CoordinationError):
+            failure = Failure.of(error, self.rank)
             if self._answer is not None:
-                await self._ask(self._fail_in_session, packed(error, self.rank))
+                await self._ask(self._fail_in_session, failure)
             elif self.rank == LEADER:
                 await self._refuse(error)
             else:
                 number = None if self._attendance is None else self._attendance.number
-                self._member.failed(self._call, number, packed(error, self.rank))
+                self._member.failed(self._call, number, failure)
                 await self._member.show()
                 await self._make_it_count()
                 if self._stated:
@@ -290,8 +313,10 @@ class StoreTeam(Team):
 
     async def failure(self) -> CoordinationError | None:
         """See :class:`Team`."""
-        told = None if self._answer is None else await self._ask(self._keys.value, "failed")
-        return None if told is None else raised_failure(told)
+        if self._answer is None:
+            return None
+        failure: Failure | None = await self._ask(self._failed_in_session)
+        return None if failure is None else failure.as_error()
 
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator[None]:
@@ -314,9 +339,9 @@ class StoreTeam(Team):
 
     async def _meet(self) -> None:
         if self._answer is None:
-            await self._first("meet", b"", _agreed)
+            await self.round(_MEET, Nothing(), _agreed)
 
-    async def _first(self, name: str, payload: bytes, decide: Decide) -> bytes:
+    async def _first(self, name: str, payload: bytes, decide: DecideEncoded) -> bytes:
         assert self._attendance is not None
         what = f"round {name!r}"
         if self.rank != LEADER:
@@ -325,20 +350,21 @@ class StoreTeam(Team):
             self._stated = True
             answer = await arrival.answer(payload, what)
             self._over = answer.failed
-            verdict = opened(answer.verdict)
+            decision = answer.verdict.opened()
             self._enter(answer)
-            return verdict
+            return decision
         self._assembly = Assembly(self._member, self._call, self._attendance, self._silence_s)
         payloads = await self._assembly.gather(payload, what)
         try:
-            verdict = await decide(payloads)
+            decision = await decide(payloads)
         except Exception as error:
             self._over = True
-            await self._ask(self._assembly.post, b"-" + packed(error, self.rank))
+            failure = Failure.of(error, self.rank)
+            await self._ask(self._assembly.post, Verdict(failure=failure))
             raise
-        await self._ask(self._assembly.post, b"+" + verdict)
-        self._enter(self._assembly.answer(b""))
-        return verdict
+        await self._ask(self._assembly.post, Verdict(decision))
+        self._enter(self._assembly.answer(Verdict()))
+        return decision
 
     def _enter(self, answer: Answer) -> None:
         """From here on all ranks have a session."""
@@ -353,16 +379,35 @@ class StoreTeam(Team):
         assembly = self._assembly or Assembly(
             self._member, self._call, self._attendance, self._silence_s
         )
-        told = error
+        failure = Failure.of(error, self.rank)
         if not isinstance(error, CoordinationError) and error is not assembly.refused:
-            told = RankFailedError(
-                f"rank {self.rank} failed: {json.loads(packed(error, 0))['message']}",
-                rank=self.rank,
-            )
-        await self._ask(assembly.post, b"-" + packed(told, self.rank))
+            failure = Failure.of(failure.as_error(), self.rank)
+        await self._ask(assembly.post, Verdict(failure=failure))
         self._member.spawn(self._member.greet(self._silence_s))
 
     # Later rounds.
+
+    async def _later(
+        self, name: str, payload: bytes, decide: DecideEncoded, senders: Sequence[int]
+    ) -> bytes:
+        self._rounds.append(name)
+        if self.rank != LEADER:
+            if self.rank in senders:
+                await self._state(name, payload)
+            what = f"the verdict of round {name!r}"
+            (data,) = await self._gather(f"{name}/verdict", [LEADER], what)
+            return codec(Verdict).decode(data, what).opened()
+        payloads = [payload, *await self._gather(name, senders[1:], f"round {name!r}")]
+        try:
+            verdict = Verdict(await decide(payloads))
+        except Exception as error:
+            await self._post(name, Verdict(failure=Failure.of(error, self.rank)))
+            raise
+        await self._post(name, verdict)
+        return verdict.decision
+
+    async def _post(self, name: str, verdict: Verdict) -> None:
+        await self._ask(self._keys.put, f"{name}/verdict/{LEADER}", codec(Verdict).encode(verdict))
 
     @property
     def _keys(self) -> Keys:
@@ -399,12 +444,12 @@ class StoreTeam(Team):
         """Raise what a rank has told of its failure, or DeadlineError where nothing moves at one."""
         assert self._answer is not None
         if seen.failure is not None:
-            raise raised_failure(seen.failure)
+            raise seen.failure.as_error()
         for rank, board in seen.boards.items():
             # It left before it could know of the session.
             left = board and board.failure(self._call.name, self._answer.roster[rank] - 1)
             if left and left.number == self._answer.roster[rank]:
-                raise raised_failure(left.error.encode())
+                raise left.failure.as_error()
         if not seen.boards:  # nobody is waited for
             return
         now_s = asyncio.get_running_loop().time()
@@ -430,15 +475,20 @@ class StoreTeam(Team):
         """What some ranks have told under ``name``, and how the others do."""
         # Asked first: who fails has said before what it had to say, and that goes before its
         # failure.
-        failure = self._keys.value("failed")
+        failure = self._failed_in_session()
         told = {} if name is None else {rank: self._keys.told(f"{name}/{rank}") for rank in ranks}
         there = {rank: value for rank, value in told.items() if value is not None}
         return _Seen(
             failure, there, self._member.boards(rank for rank in ranks if rank not in there)
         )
 
-    def _fail_in_session(self, failure: bytes) -> None:
-        self._keys.swap("failed", None, failure)
+    def _fail_in_session(self, failure: Failure) -> None:
+        self._keys.swap("failed", None, codec(Failure).encode(failure))
+
+    def _failed_in_session(self) -> Failure | None:
+        """The first failure of a rank since the ranks have met."""
+        data = self._keys.value("failed")
+        return None if data is None else codec(Failure).decode(data, "the failure of a rank")
 
     def _leave(self) -> None:
         """Remove this rank's keys; the last to leave removes what others may have looked at until
@@ -483,11 +533,34 @@ class _Seen:
     """At one look at the store: the failure of a rank, if there is one; what ranks have told; the
     boards of the others."""
 
-    failure: bytes | None
+    failure: Failure | None
     told: dict[int, bytes]
     boards: dict[int, Board | None]
 
 
-async def _agreed(statements: Sequence[bytes]) -> bytes:
-    """All have come; there is nothing to be decided."""
-    return b""
+async def _agreed(statements: Sequence[Nothing]) -> Nothing:
+    """All ranks have come; there is nothing to be decided."""
+    return Nothing()
+
+
+async def _encoded(kind: Codec[T], message: T) -> bytes:
+    return await offload(kind.encode, message) if kind.slow else kind.encode(message)
+
+
+async def _decoded(
+    kind: Codec[T], received: Sequence[bytes], ranks: Sequence[int], where: str
+) -> list[T]:
+    """The messages that ``ranks`` have sent."""
+    work = partial(_decode_all, kind, received, ranks, where)
+    if kind.slow or sum(map(len, received)) > INLINE_NBYTES:
+        return await offload(work)
+    return work()
+
+
+def _decode_all(
+    kind: Codec[T], received: Sequence[bytes], ranks: Sequence[int], where: str
+) -> list[T]:
+    return [
+        kind.decode(data, f"what rank {rank} sent in {where}")
+        for rank, data in zip(ranks, received, strict=True)
+    ]

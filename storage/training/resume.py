@@ -3,11 +3,11 @@ one on all ranks."""
 
 from __future__ import annotations
 
-import json
+import enum
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ...drivers.uri import join
 from ...errors import (
@@ -23,6 +23,7 @@ from ..operations.location import Place
 from ..operations.options import LoadOptions
 from ..operations.start_load import load_state
 from ..ranks.calls import Call
+from ..ranks.messages import Nothing, Round
 from ..ranks.process_group import current_team
 from ..ranks.team import Decide
 from ..runtime.engine import run
@@ -34,6 +35,53 @@ _DAMAGE = (DamagedError, NotACheckpointError, NotFoundError)
 _NAMED = 10
 """So many steps, or paths, are named in a message."""
 _log = logging.getLogger(__name__)
+
+S = TypeVar("S")
+V = TypeVar("V")
+
+
+class Outcome(enum.Enum):
+    """How the load of one checkpoint went on one rank, or on all. ``FAILED_ELSEWHERE``: another rank
+    says for itself what it found."""
+
+    WHOLE = "whole"
+    MISFIT = "misfit"
+    DAMAGED = "damaged"
+    FAILED_ELSEWHERE = "failed elsewhere"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A checkpoint to try; ``own``: this run's Checkpointer has named it."""
+
+    path: str
+    step: int | None
+    own: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """What all ranks are to know of the run's folder. ``broken``: how many checkpoints cannot be
+    opened. ``refused``: why there is nothing to go on from."""
+
+    tried: tuple[Candidate, ...]
+    broken: int
+    refused: str | None = None
+    advice: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Attempted:
+    """The outcome on one rank; ``error`` says how it has failed."""
+
+    outcome: Outcome
+    error: str = ""
+
+
+LOOK = Round.of("resume", Nothing, Candidates)
+TRY = Round.of("resume", Attempted, Attempted)
+TAKE_UP = Round.of("resume", Nothing, Nothing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,29 +142,28 @@ def resumed(
     """
     found: list[_Found] = []  # on the leader
 
-    async def look(_: Sequence[bytes]) -> bytes:
+    async def look(_: Sequence[Nothing]) -> Candidates:
         survey = await line.survey()
         found.append(_Found(survey, back.among(survey)))
-        return json.dumps(_told(back, root, survey, found[0].tried)).encode()
+        return _told(back, root, survey, found[0].tried)
 
-    told = json.loads(_round(Call("resume", root.uri.redacted, back.step), deadline_s, b"", look))
-    if told["refused"] is not None:
-        raise UsageError(told["refused"], uri=root.uri.redacted, advice=told["advice"])
-    chosen = _load_first(root, told["tried"], told["broken"], state, load_options, deadline_s, back)
+    call = Call("resume", root.uri.redacted, back.step)
+    told = _round(LOOK, call, deadline_s, Nothing(), look)
+    if told.refused is not None:
+        raise UsageError(told.refused, uri=root.uri.redacted, advice=told.advice)
+    chosen = _load_first(root, told, state, load_options, deadline_s, back)
 
-    async def take_up(_: Sequence[bytes]) -> bytes:
+    async def take_up(_: Sequence[Nothing]) -> Nothing:
         gone_on_from = None if chosen is None else found[0].tried[chosen]
         await line.take_up(gone_on_from, found[0].survey, record=back.asked)
-        return b""
+        return Nothing()
 
-    step: int | None = None if chosen is None else told["tried"][chosen]["step"]
-    _round(Call("resume", root.uri.redacted, step), deadline_s, b"", take_up)
+    step = None if chosen is None else told.tried[chosen].step
+    _round(TAKE_UP, Call("resume", root.uri.redacted, step), deadline_s, Nothing(), take_up)
     return step
 
 
-def _told(
-    back: Back, root: Place, survey: Survey, tried: Sequence[ListedCheckpoint]
-) -> dict[str, Any]:
+def _told(back: Back, root: Place, survey: Survey, tried: Sequence[ListedCheckpoint]) -> Candidates:
     """What all ranks are to know of the run's folder."""
     for c in survey.broken:
         _log.warning("the checkpoint %s cannot be opened: %s", c.path, c.problem)
@@ -136,18 +183,13 @@ def _told(
             "have no step: %s",
             *(root.uri.redacted, ", ".join(path or "." for path in survey.others[:_NAMED])),
         )
-    return {
-        "tried": [{"path": c.path, "step": c.step, "own": is_own(c)} for c in tried],
-        "broken": len(survey.broken),
-        "refused": refused,
-        "advice": advice,
-    }
+    candidates = tuple(Candidate(c.path, c.step, is_own(c)) for c in tried)
+    return Candidates(candidates, len(survey.broken), refused, advice)
 
 
 def _load_first(
     root: Place,
-    tried: Sequence[Mapping[str, Any]],
-    broken: int,
+    told: Candidates,
     state: Any,
     load_options: Mapping[str, Any],
     deadline_s: float,
@@ -155,29 +197,29 @@ def _load_first(
 ) -> int | None:
     """Load the first of ``tried`` that is whole and fits; its place among them. None where there is
     nothing to try."""
-    if not tried and not broken:
+    if not told.tried and not told.broken:
         return None
     misfit: Exception | None = None
     touched: set[str] = set()
-    for place, candidate in enumerate(tried):
-        may_misfit = not candidate["own"] and back.step is None
-        error = _try(str(join(root.uri, candidate["path"])), state, load_options, touched)
+    for place, candidate in enumerate(told.tried):
+        may_misfit = not candidate.own and back.step is None
+        error = _try(str(join(root.uri, candidate.path)), state, load_options, touched)
         try:
-            call = Call("resume", root.uri.redacted, candidate["step"])
-            verdict = _round(call, deadline_s, _outcome(error, may_misfit), _verdict)
-        except RankFailedError as told:
+            call = Call("resume", root.uri.redacted, candidate.step)
+            verdict = _round(TRY, call, deadline_s, _outcome(error, may_misfit), _verdict)
+        except RankFailedError as failure:
             if error is None or isinstance(error, (*_DAMAGE, RankFailedError)):
-                raise told from error
+                raise failure from error
             raise error from None
-        if verdict == b"whole":
+        if verdict.outcome is Outcome.WHOLE:
             return place
-        if verdict == b"misfit":
+        if verdict.outcome is Outcome.MISFIT:
             misfit = misfit or error
-            _log.warning("the checkpoint %s does not fit, trying the one before", candidate["path"])
+            _log.warning("the checkpoint %s does not fit, trying the one before", candidate.path)
         else:
             _log.warning(
                 "the checkpoint of step %d is damaged, trying the one before: %s",
-                candidate["step"],
+                candidate.step,
                 error,
             )
     if misfit is not None:
@@ -192,7 +234,7 @@ def _load_first(
             ),
         )
     raise DamagedError(
-        f"none of the {len(tried) + broken} checkpoints of this run is whole",
+        f"none of the {len(told.tried) + told.broken} checkpoints of this run is whole",
         uri=root.uri.redacted,
         advice="`holdfast verify` says what is wrong with each. To start anew, use another folder.",
     )
@@ -208,14 +250,16 @@ def _try(
     return None
 
 
-def _round(call: Call, deadline_s: float, statement: bytes, decide: Decide) -> bytes:
+def _round(
+    round: Round[S, V], call: Call, deadline_s: float, statement: S, decide: Decide[S, V]
+) -> V:
     """What the leader makes of all ranks' statements."""
     team = current_team(call, deadline_s, saving=False)
 
-    async def held() -> bytes:
+    async def held() -> V:
         async with team.session():
             try:
-                return await team.round("resume", statement, decide)
+                return await team.round(round, statement, decide)
             except BaseException as error:
                 await team.fail(error)
                 raise
@@ -223,22 +267,26 @@ def _round(call: Call, deadline_s: float, statement: bytes, decide: Decide) -> b
     return run(held())
 
 
-def _outcome(error: Exception | None, may_misfit: bool) -> bytes:
+def _outcome(error: Exception | None, may_misfit: bool) -> Attempted:
     if error is None:
-        return b"whole"
+        return Attempted(Outcome.WHOLE)
     if isinstance(error, RankFailedError):
-        return b"told"  # by a rank that says for itself what it found
+        return Attempted(Outcome.FAILED_ELSEWHERE)
     if may_misfit and isinstance(error, MismatchError):
-        return b"misfit"
-    return b"damaged" if isinstance(error, _DAMAGE) else f"{type(error).__name__}: {error}".encode()
+        return Attempted(Outcome.MISFIT)
+    if isinstance(error, _DAMAGE):
+        return Attempted(Outcome.DAMAGED)
+    return Attempted(Outcome.FAILED, f"{type(error).__name__}: {error}")
 
 
-async def _verdict(outcomes: Sequence[bytes]) -> bytes:
-    known = {b"whole", b"damaged", b"misfit", b"told"}
-    for rank, outcome in enumerate(outcomes):
-        if outcome not in known:
-            raise RankFailedError(f"rank {rank} failed: {outcome.decode()}", rank=rank)
-    for verdict in (b"damaged", b"misfit"):
-        if verdict in outcomes:
-            return verdict
-    return b"whole" if all(outcome == b"whole" for outcome in outcomes) else b"damaged"
+async def _verdict(attempts: Sequence[Attempted]) -> Attempted:
+    for rank, attempt in enumerate(attempts):
+        if attempt.outcome is Outcome.FAILED:
+            raise RankFailedError(f"rank {rank} failed: {attempt.error}", rank=rank)
+    outcomes = {attempt.outcome for attempt in attempts}
+    for outcome in (Outcome.DAMAGED, Outcome.MISFIT):
+        if outcome in outcomes:
+            return Attempted(outcome)
+    if outcomes == {Outcome.WHOLE}:
+        return Attempted(Outcome.WHOLE)
+    return Attempted(Outcome.DAMAGED)

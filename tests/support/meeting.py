@@ -11,13 +11,46 @@ import holdfast
 from holdfast.storage.ranks.calls import Call
 from holdfast.storage.ranks.keys import Keys
 from holdfast.storage.ranks.member import Member
+from holdfast.storage.ranks.messages import Round
 from holdfast.storage.ranks.team import StoreTeam
 
-__all__ = ["DEADLINE_S", "LOAD", "SAVE", "Job", "everybody", "joined", "kinds", "run", "together"]
+__all__ = [
+    "DEADLINE_S",
+    "LOAD",
+    "RAW",
+    "SAVE",
+    "Job",
+    "everybody",
+    "joined",
+    "kinds",
+    "raw",
+    "run",
+    "together",
+]
 
 SAVE = Call("save", "file:///a", 1)
 LOAD = Call("load", "file:///b")
 DEADLINE_S = 20.0
+
+
+class _Raw:
+    """Bytes are sent as they are."""
+
+    slow = False
+
+    def encode(self, message: bytes, /) -> bytes:
+        return message
+
+    def decode(self, data: bytes, what: str, /) -> bytes:
+        return data
+
+
+RAW = _Raw()
+
+
+def raw(name: str) -> Round[bytes, bytes]:
+    """A round whose statements and verdict are bytes."""
+    return Round(name, RAW, RAW)
 
 
 class Job:
@@ -41,7 +74,9 @@ class Job:
         team = self.team(rank, call)
         async with team.session():
             try:
-                return [await team.round(name, f"{name}{rank}".encode(), joined) for name in rounds]
+                return [
+                    await team.round(raw(name), f"{name}{rank}".encode(), joined) for name in rounds
+                ]
             except BaseException as error:
                 await team.fail(error)
                 raise

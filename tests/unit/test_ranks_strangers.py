@@ -6,13 +6,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
-import json
 import os
 import socket
 import struct
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import holdfast
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.exchange import broadcast, exchange, transport
 from holdfast.storage.exchange.shared_memory import Arena, Window, identity_of
-from holdfast.storage.exchange.transport import Door, Line, host_key, knock
+from holdfast.storage.exchange.transport import Address, Door, Line, host_key, knock
 from holdfast.storage.operations import load
 from holdfast.storage.runtime.buffers import HostBuffer
 
@@ -61,7 +61,7 @@ async def opened(arena: Arena, near: str = "") -> AsyncIterator[tuple[Door, dict
 
 def squatting(
     behave: Callable[[socket.socket], Any], family: int = socket.AF_UNIX
-) -> tuple[str, threading.Thread]:
+) -> tuple[Address, threading.Thread]:
     """The address of a rank whose name, or port, is taken by another, who does this with its first
     visitor."""
     door = socket.socket(family)
@@ -79,17 +79,11 @@ def squatting(
 
     thread = threading.Thread(target=serve)
     thread.start()
-    told = {
-        "host": host_key() if family == socket.AF_UNIX else "another",
-        "token": "ab" * 32,
-        "nbytes": 4096,
-    }
-    told |= (
-        {"unix": door.getsockname().decode()}
-        if family == socket.AF_UNIX
-        else {"tcp": door.getsockname()}
-    )
-    return json.dumps(told), thread
+    secret = b"\xab" * 32
+    if family == socket.AF_UNIX:
+        name = door.getsockname().decode()
+        return Address(host_key(), name, secret, 4096), thread
+    return Address("another", "", secret, 4096, door.getsockname()), thread
 
 
 def says(data: bytes) -> Callable[[socket.socket], None]:
@@ -166,9 +160,9 @@ def test_a_process_of_another_user_is_refused_before_anything_is_said() -> None:
     thread.start()
     os.read(reading, 1)
     ready.set()
-    told = {"host": host_key(), "unix": name, "token": "ab" * 32, "nbytes": 4096}
+    address = Address(host_key(), name, b"\xab" * 32, 4096)
     with pytest.raises(ConnectionRefusedError, match="another user, 65534"):
-        asyncio.run(knock(json.dumps(told), 1))
+        asyncio.run(knock(address, 1))
     thread.join()
     os.close(reading)
     os.close(writing)
@@ -185,23 +179,19 @@ def test_a_door_lets_in_those_who_know_its_secret(
 
     async def run() -> None:
         async with opened(arena, near) as (door, lines):
-            told = json.loads(door.address)
-            to = (socket.AF_INET, tuple(told["tcp"])) if near else (socket.AF_UNIX, told["unix"])
+            address = door.address
+            to = (socket.AF_INET, address.tcp) if near else (socket.AF_UNIX, address.unix)
             strangers = []
             for said in (b"", b"x", bytes(20), os.urandom(200)):
                 stranger = socket.socket(to[0])
                 await asyncio.to_thread(stranger.connect, to[1])
                 stranger.sendall(said)
                 strangers.append(stranger)
+            host = "another" if near else address.host
             with pytest.raises(OSError):  # noqa: PT011
-                await knock(
-                    json.dumps(
-                        told | {"token": "00" * 32, "host": "another" if near else told["host"]}
-                    ),
-                    1,
-                )
+                await knock(replace(address, secret=bytes(32), host=host), 1)
             assert lines == {}
-            line = await knock(json.dumps(told | {"host": "another"}) if near else door.address, 1)
+            line = await knock(replace(address, host="another") if near else address, 1)
             while not lines:
                 await asyncio.sleep(0.01)
             assert line.digest(b"n", DATA) == lines[1].digest(b"n", DATA)
@@ -211,7 +201,7 @@ def test_a_door_lets_in_those_who_know_its_secret(
                 stranger.settimeout(20)
                 with contextlib.suppress(ConnectionResetError):
                     while heard := await asyncio.to_thread(stranger.recv, 1000):
-                        assert bytes.fromhex(told["token"]) not in heard
+                        assert address.secret not in heard
                 stranger.close()
 
     asyncio.run(run())
@@ -239,7 +229,7 @@ def test_a_conversation_cannot_be_repeated(arena: Arena) -> None:
             door._secret = b"s" * 32
             stranger = socket.socket(socket.AF_UNIX)
             stranger.settimeout(20)
-            await asyncio.to_thread(stranger.connect, json.loads(door.address)["unix"])
+            await asyncio.to_thread(stranger.connect, door.address.unix)
             stranger.sendall(nonce_and_number + visitors_proof)
             while await asyncio.to_thread(stranger.recv, 100):
                 pass
@@ -282,11 +272,10 @@ def test_other_memory_than_the_doors_is_refused(arena: Arena, no_leaks: None) ->
 
     async def run() -> None:
         async with opened(arena) as (door, _):
-            told = json.loads(door.address)
 
             def relay(visitor: socket.socket) -> None:
                 with socket.socket(socket.AF_UNIX) as rank:
-                    rank.connect(told["unix"])
+                    rank.connect(door.address.unix)
                     rank.sendall(visitor.recv(100))
                     visitor.sendall(rank.recv(100))
                     rank.sendall(visitor.recv(100))
@@ -297,7 +286,7 @@ def test_other_memory_than_the_doors_is_refused(arena: Arena, no_leaks: None) ->
 
             squatted, serving = squatting(relay)
             with pytest.raises(OSError, match="not that rank's"):
-                await knock(json.dumps(told | {"unix": json.loads(squatted)["unix"]}), 1)
+                await knock(replace(door.address, unix=squatted.unix), 1)
             await asyncio.to_thread(serving.join, 20)
 
     try:
@@ -316,12 +305,10 @@ def test_ranks_read_for_themselves_where_a_stranger_has_a_name(
     save_as_ranks(driver, [state, state])
     strangers = []
 
-    async def astray(address: str, member: int) -> Line:
+    async def astray(address: Address, member: int) -> Line:
         squatted, serving = squatting(hands_over)
         strangers.append(serving)
-        return await knock(
-            json.dumps(json.loads(address) | {"unix": json.loads(squatted)["unix"]}), member
-        )
+        return await knock(replace(address, unix=squatted.unix), member)
 
     monkeypatch.setattr(exchange, "knock", astray)
     monkeypatch.setattr(broadcast, "knock", astray)
@@ -360,17 +347,17 @@ class Between:
     """Passes on what two ranks say over TCP, and flips a bit of the byte at ``position`` of what
     the door says."""
 
-    def __init__(self, address: str, position: int) -> None:
-        self._told, self._position = json.loads(address), position
+    def __init__(self, address: Address, position: int) -> None:
+        self._tcp, self._position = address.tcp, position
         self._door = socket.create_server(("127.0.0.1", 0))
         self.threads = [threading.Thread(target=self._serve)]
-        self.address = json.dumps(self._told | {"tcp": self._door.getsockname()})
+        self.address = replace(address, tcp=self._door.getsockname())
         self.threads[0].start()
 
     def _serve(self) -> None:
         with self._door:
             visitor, _ = self._door.accept()
-        rank = socket.create_connection(tuple(self._told["tcp"]))
+        rank = socket.create_connection(self._tcp)
         back = threading.Thread(target=self._pass, args=(rank, visitor, self._position))
         back.start()
         self._pass(visitor, rank, -1)
@@ -410,7 +397,7 @@ def test_bytes_that_were_changed_on_the_way_are_not_taken(
     monkeypatch.setattr(transport, "host_key", lambda: f"host {next(hosts)}")
     monkeypatch.setattr(load, "store_host", lambda: "127.0.0.1")
 
-    async def by_another_way(address: str, member: int) -> Line:
+    async def by_another_way(address: Address, member: int) -> Line:
         betweens.append(Between(address, _HANDSHAKE_NBYTES + position))
         return await knock(betweens[-1].address, member)
 

@@ -326,8 +326,8 @@ def test_rosters_and_boards_come_back_as_they_were() -> None:
     for roster in ([5], [5, 5, 5], [-3, 0, 7, 7, 7, -(1 << 60)]):
         assert list(decoded_roster(encoded_roster(roster), len(roster))) == roster
     assert len(encoded_roster([7] * 100_000)) < 10
-    board = Board("n", "l", 3, logs={"x": [1, -2]}, even={"x": Even(1, 2)})
-    assert Board.decode(board.encode()) == board
+    board = Board("n", "l", 3, logs={"x": (1, -2)}, even={"x": Even(1, 2)})
+    assert Board.decode(board.encode(), 1) == board
 
 
 def test_calls_have_one_name_wherever_they_come_from() -> None:

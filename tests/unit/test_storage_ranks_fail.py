@@ -88,7 +88,7 @@ def test_a_rank_whose_files_vanish_since_another_failed_raises_that_failure() ->
 
 def test_what_a_rank_says_of_tensors_that_were_alike_depends_on_each_of_them() -> None:
     """One that changes is seen, whichever it is."""
-    accord = Accord("id", Agreed({}, {}), {"0": [3, 5, 8]}, {}, Way([0], [0]))
+    accord = Accord(b"id", Agreed({}, {}), {"0": [3, 5, 8]}, {}, Way([0], [0]))
     digests = {3: b"a" * 16, 5: b"b" * 16, 8: b"c" * 16}
     told = accord.tell(digests)
     for row in digests:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from support.meeting import RAW, raw
 
 import holdfast
 from holdfast import errors
@@ -123,7 +124,9 @@ def stating(*names: str) -> Act:
     """A rank that holds these rounds, one after the other."""
 
     async def what(team: Team) -> list[bytes]:
-        return [await team.round(name, f"{name}{team.rank}".encode(), joined) for name in names]
+        return [
+            await team.round(raw(name), f"{name}{team.rank}".encode(), joined) for name in names
+        ]
 
     return what
 
@@ -147,7 +150,7 @@ def test_statements_and_verdicts_may_be_of_any_size(store: Any, nbytes: int) -> 
     keys = store.num_keys()
 
     async def what(team: Team) -> bytes:
-        return await team.round("r", bytes([team.rank]) * nbytes, joined)
+        return await team.round(raw("r"), bytes([team.rank]) * nbytes, joined)
 
     expected = b"|".join(bytes([rank]) * nbytes for rank in range(2))
     assert together(store, [what] * 2) == [expected] * 2
@@ -177,7 +180,7 @@ def test_an_error_of_the_decision_is_raised_on_every_rank_with_its_type(
         raise error
 
     async def what(team: Team) -> bytes:
-        return await team.round("r", b"", decide)
+        return await team.round(raw("r"), b"", decide)
 
     keys = store.num_keys()
     for raised in repeatedly(store, 10, [what] * 4):
@@ -195,7 +198,7 @@ def test_an_error_of_the_decision_that_is_not_ours_names_the_leader(store: Any) 
         raise ZeroDivisionError("oh")
 
     async def what(team: Team) -> bytes:
-        return await team.round("r", b"", decide)
+        return await team.round(raw("r"), b"", decide)
 
     first, *others = together(store, [what] * 3)
     assert isinstance(first, ZeroDivisionError)
@@ -232,14 +235,14 @@ def test_a_rank_that_fails_later_is_told_to_those_who_are_still_busy(store: Any)
     """Who comes to the round afterwards learns it there, still under the right name."""
 
     async def fails(team: Team) -> None:
-        await team.round("a", b"", joined)
+        await team.round(raw("a"), b"", joined)
         raise holdfast.FullError("no room")
 
     def late(delay_s: float) -> Act:
         async def what(team: Team) -> None:
-            await team.round("a", b"", joined)
+            await team.round(raw("a"), b"", joined)
             await asyncio.sleep(delay_s)
-            await team.round("b", b"", joined)
+            await team.round(raw("b"), b"", joined)
 
         return what
 
@@ -316,7 +319,7 @@ def working(seconds: float) -> Act:
         while time.monotonic() < end_s:
             await asyncio.sleep(0.05)
             team.worked()
-        return await team.round("r", b"slow", joined)
+        return await team.round(raw("r"), b"slow", joined)
 
     return what
 
@@ -339,7 +342,7 @@ def test_a_leader_that_decides_slowly_is_waited_for_while_it_works(plain_store: 
                 team.worked()
             return b"done"
 
-        return await team.round("r", b"", decide)
+        return await team.round(raw("r"), b"", decide)
 
     assert together(plain_store, [what] * 3, silence_s=0.4) == [b"done"] * 3
 
@@ -350,7 +353,7 @@ def test_a_rank_that_beats_and_where_nothing_moves_is_named(stuck: int, plain_st
     waited for."""
 
     async def stands_still(team: Team) -> None:
-        await team.round("a", b"", joined)
+        await team.round(raw("a"), b"", joined)
         await asyncio.sleep(3)
 
     acts = [stands_still if rank == stuck else stating("a", "b") for rank in range(3)]
@@ -366,16 +369,16 @@ def test_who_waits_for_a_third_is_not_blamed(plain_store: Any) -> None:
     """Rank 1 waits for rank 2, which stands still; the leader waits for rank 1, and names rank 2."""
 
     async def first(team: Team) -> Any:
-        await team.round("a", b"", joined)
-        return await team.tell("host", [0, 1], b"")
+        await team.round(raw("a"), b"", joined)
+        return await team.gather("host", RAW, [0, 1], b"")
 
     async def second(team: Team) -> Any:
-        await team.round("a", b"", joined)
-        await team.tell("pair", [1, 2], b"")
-        return await team.tell("host", [0, 1], b"")
+        await team.round(raw("a"), b"", joined)
+        await team.gather("pair", RAW, [1, 2], b"")
+        return await team.gather("host", RAW, [0, 1], b"")
 
     async def third(team: Team) -> None:
-        await team.round("a", b"", joined)
+        await team.round(raw("a"), b"", joined)
         await asyncio.sleep(3)
 
     raised = together(plain_store, [first, second, third], silence_s=0.5)
@@ -443,7 +446,7 @@ def test_a_verdict_goes_before_the_failure_of_its_rank(seed: int) -> None:
         raise holdfast.CoverageError("hole")
 
     async def what(team: Team) -> bytes:
-        return await team.round("r", b"", decide)
+        return await team.round(raw("r"), b"", decide)
 
     for raised in repeatedly(store, 20, [what] * 3):
         assert [type(e) for e in raised] == [holdfast.CoverageError] * 3
@@ -456,7 +459,7 @@ def test_no_rank_ever_waits_for_a_key_that_another_has_removed(seed: int) -> Non
     store = StrictStore(seed)
 
     async def fails(team: Team) -> None:
-        await team.round("a", b"", joined)
+        await team.round(raw("a"), b"", joined)
         raise holdfast.FullError("no room")
 
     async def run() -> None:

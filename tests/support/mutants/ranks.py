@@ -45,7 +45,7 @@ MUTANTS = [
     Mutant(
         says="a manifest that was handed on is not compared with its checksum",
         file="storage/exchange/broadcast.py",
-        old="    if (await offload(digest, data)).hex() != told['digest']:\n",
+        old="    if await offload(digest, data) != shared.digest:\n",
         new="    if False:\n",
         tests="tests/unit/test_ranks_strangers.py -k manifest",
     ),
@@ -101,15 +101,15 @@ MUTANTS = [
     Mutant(
         says="accords of different ids are taken for one",
         file="storage/operations/global_plan.py",
-        old=("    if len({other.get('accord') for other in told}) > 1:\n        return False\n"),
+        old=("    if len({plan.id for plan in followed}) > 1:\n        return False\n"),
         new="",
         tests="tests/property/test_storage_accord.py::test_ranks_agree_on_what_they_hold_whatever_was_before",
     ),
     Mutant(
-        says="accord id without seal and attempt: equal verdicts of other layouts share an id",
+        says="accord id without seal: equal verdicts of other layouts share an id",
         file="storage/operations/global_plan.py",
-        old="        return _packed(body | {'accord': digest(_packed(body | {'seal': self._seal})).hex()})\n",
-        new="        return _packed(body | {'accord': digest(_packed({k: v for k, v in body.items() if k != 'attempt'})).hex()})\n",
+        old="        id_ = digest(codec(PlanDecision).encode(decision) + self._seal)\n",
+        new="        id_ = digest(codec(PlanDecision).encode(decision))\n",
         tests="tests/property/test_storage_accord.py::test_layouts_that_were_never_together_are_not_taken_for_an_accord",
     ),
     Mutant(
@@ -123,8 +123,8 @@ MUTANTS = [
         says="ranks may compress differently",
         file="storage/operations/global_plan.py",
         old=(
-            "            if theirs != ours:\n"
-            "                raise UsageError(f'rank {rank} saves with compression={theirs!r}, rank 0 with {ours!r}', rank=rank)\n"
+            "            if theirs.compression != ours.compression:\n"
+            "                raise UsageError(f'rank {rank} saves with compression={theirs.compression!r}, rank 0 with {ours.compression!r}', rank=rank)\n"
         ),
         new="",
         tests="tests/unit/test_storage_packed.py::test_ranks_that_compress_differently_are_told_so",
@@ -172,8 +172,8 @@ MUTANTS = [
     Mutant(
         says="commit before the last rank has reported",
         file="storage/ranks/team.py",
-        old="        payloads = [payload, *await self._gather(name, tellers[1:], f'round {name!r}')]\n",
-        new="        payloads = [payload, *await self._gather(name, tellers[1:-1] if name == 'commit' else tellers[1:], f'round {name!r}')]\n",
+        old="        payloads = [payload, *await self._gather(name, senders[1:], f'round {name!r}')]\n        try:\n",
+        new="        payloads = [payload, *await self._gather(name, senders[1:-1] if name == 'commit' else senders[1:], f'round {name!r}')]\n        try:\n",
         tests="tests/unit/test_storage_settled.py::test_a_copy_is_settled_and_another_one_of_the_same_leaves_it_alone",
     ),
     Mutant(

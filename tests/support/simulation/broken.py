@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import json
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -25,13 +24,14 @@ from holdfast.errors import (
 )
 from holdfast.storage.format.manifest import MANIFEST_KEY
 from holdfast.storage.operations import load, prune, save
-from holdfast.storage.operations.differences import Differences
+from holdfast.storage.operations.rounds import Arrived, Differences, Fit
 from holdfast.storage.pipeline.image_writer import ImageWriter
 from holdfast.storage.protocol import attempt as attempts
 from holdfast.storage.protocol import collect, commit, limits, records
 from holdfast.storage.protocol.attempt import Attempt
 from holdfast.storage.protocol.current import current_attempt
 from holdfast.storage.ranks import team, watch
+from holdfast.storage.ranks.hosts import numbered
 
 from . import broken_ranks
 from .breaking import BROKEN, Broken, Patch, broken
@@ -332,7 +332,7 @@ def _tells_what_it_has() -> Iterator[Patch]:
 
 
 def _takes_what_there_is(of: str) -> Iterator[Patch]:
-    from holdfast.storage.format import fragment, merge
+    from holdfast.storage.format import merge
 
     async def gathered(self: Any, name: str, ranks: Any, what: str) -> Any:
         try:
@@ -343,12 +343,12 @@ def _takes_what_there_is(of: str) -> Iterator[Patch]:
             found = [self._keys.told(f"{name}/{r}") for r in ranks]
             return [told for told in found if told is not None]
 
-    def joined(told: Any, ranks: Any, known: Any) -> Any:
-        return fragment.join([fragment.decode_fragment(data, "a fragment", known) for data in told])
+    def decoded(kind: Any, received: Any, ranks: Any, where: str) -> Any:
+        return [kind.decode(data, where) for data in received]
 
     real = team.StoreTeam._gather
     yield team.StoreTeam, "_gather", gathered
-    yield save, "_joined", joined
+    yield team, "_decode_all", decoded
     yield merge, "coverage_errors", lambda tensors, shards: []
 
 
@@ -381,13 +381,11 @@ def _no_second_look() -> Iterator[Patch]:
 
 @broken("ranks that load do not compare their manifests", 149)
 def _no_comparing() -> Iterator[Patch]:
-    async def judge(self: Any, statements: Any) -> bytes:
-        return b"\n".join(
-            [b"go", Differences().encode(), load._circles([json.loads(s) for s in statements])]
-        )
+    async def judge(self: Any, reports: Any) -> Fit:
+        return Fit(Differences(), numbered([report.peers for report in reports]))
 
-    async def any_of(votes: Any) -> bytes:
-        return b"all"
+    async def any_of(statements: Any) -> Arrived:
+        return Arrived(complete=True)
 
     yield load._Judge, "judge", judge
     yield load, "_unanimous", any_of

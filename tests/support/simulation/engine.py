@@ -25,7 +25,7 @@ from holdfast.drivers.local import tree as local_tree
 from holdfast.errors import StorageError
 from holdfast.planner import image
 from holdfast.storage.format import fragment, manifest, packed
-from holdfast.storage.operations import copy, global_plan, load, prune, reader, save
+from holdfast.storage.operations import copy, global_plan, load, prune, reader, rounds, save
 from holdfast.storage.pipeline import (
     capture,
     image_copier,
@@ -193,6 +193,7 @@ def _patches() -> Iterator[tuple[ModuleType | type, str, Any]]:
     yield save, "plan_save", _planned
     yield save, "_fragment", _told_once(save._fragment)
     yield save, "_merged", _merged_once(save._merged)
+    yield rounds, "decode_fragment", _decoded_once(rounds.decode_fragment)
     yield global_plan, "host_key", lambda: getattr(PROCESS.get(), "host", None)
     yield committed, "check_complete", _checked_once(committed.check_complete)
     yield load, "plan_reads", _reads_planned(load.plan_reads)
@@ -263,17 +264,30 @@ class _Patient:
             await store.changed(1.0)
 
 
-def _merged_once(real: Any) -> Any:
-    """What is known of layouts is the same, or they are told. Which ones were told is remembered
-    with it: the same process will know them in its next save."""
+def _decoded_once(real: Any) -> Any:
+    """What is known of layouts is the same, or they are sent. Those that were sent are added to the
+    known ones, as if they were decoded."""
 
-    def merged(told: Any, ranks: Any, known: Any, compression: Any) -> Any:
-        remember, key = remembered("merged"), (*told, compression)
-        found = remember.get(key)
+    def decode(data: bytes, what: str, known: Any) -> Any:
+        remember = remembered("fragments received")
+        found = remember.get(data)
         if found is None:
-            found = remember[key] = real(told, ranks, known, compression), dict(known)
-        known.update(found[1])
-        return found[0]
+            found = remember[data] = real(data, what, known)
+        known.update({group.layout.key: group.layout for group in found.groups})
+        return found
+
+    return decode
+
+
+def _merged_once(real: Any) -> Any:
+    """By the fragments, which are never changed: an id tells them as long as they are held here."""
+
+    def merged(fragments: Any, compression: Any) -> Any:
+        remember = remembered("merged")
+        key = (*map(id, fragments), compression)
+        if key not in remember:
+            remember[key] = list(fragments), real(fragments, compression)
+        return remember[key][1]
 
     return merged
 

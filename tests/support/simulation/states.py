@@ -140,7 +140,7 @@ class Store:
 
 def _shown(board: bytes) -> tuple[Any, ...]:
     """What others wait for to change on a board: not the beats, nor how long nothing has moved."""
-    told = Board.decode(board)
+    told = Board.decode(board, 0)
     return (
         told.nonce,
         told.lead,

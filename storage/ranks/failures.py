@@ -1,0 +1,83 @@
+"""How the failure of one rank reaches the others, and what they raise."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+from ... import errors
+from ...errors import CoordinationError, DeadlineError, HoldfastError, RankFailedError
+
+__all__ = ["Failure"]
+
+MESSAGE_CHARS = 10_000
+SHORT_MESSAGE_CHARS = 3000
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error of rank ``reporter``. ``rank`` is the rank that the error itself names."""
+
+    reporter: int
+    type: str
+    message: str
+    rank: int | None = None
+    uri: str | None = None
+    key: str | None = None
+    advice: str | None = None
+    differences: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, error: BaseException, reporter: int) -> Failure:
+        """What ``reporter`` says of ``error``."""
+        kind = type(error).__name__
+        if isinstance(error, HoldfastError):
+            return cls(
+                reporter,
+                kind,
+                error.message[:MESSAGE_CHARS],
+                error.rank,
+                error.uri,
+                error.key,
+                error.advice,
+                tuple(getattr(error, "differences", ())),
+            )
+        if isinstance(error, asyncio.CancelledError | KeyboardInterrupt):
+            return cls(reporter, kind, "the call was interrupted")
+        return cls(reporter, kind, f"{kind}: {error}"[:MESSAGE_CHARS])
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether the rank failed only because another rank did not come in time."""
+        return self.type == DeadlineError.__name__
+
+    def shortened(self) -> Failure:
+        """This failure without what may be long."""
+        return replace(self, message=self.message[:SHORT_MESSAGE_CHARS], differences=())
+
+    def raise_alike(self) -> NoReturn:
+        """Raise the same error as the leader did: its decision concerns all ranks alike."""
+        kind = getattr(errors, self.type, None)
+        if kind is None:
+            raise self._rank_failed()
+        where: dict[str, Any] = {
+            "rank": self.rank,
+            "uri": self.uri,
+            "key": self.key,
+            "advice": self.advice,
+        }
+        if issubclass(kind, errors.MismatchError):
+            where["differences"] = self.differences
+        raise kind(self.message, **where)
+
+    def as_error(self) -> CoordinationError:
+        """What other ranks raise when this rank fails."""
+        if self.timed_out:
+            return DeadlineError(self.message, rank=self.rank, advice=self.advice)
+        if self.type == RankFailedError.__name__:
+            return RankFailedError(self.message, rank=self.rank)
+        return self._rank_failed()
+
+    def _rank_failed(self) -> RankFailedError:
+        return RankFailedError(f"rank {self.reporter} failed: {self.message}", rank=self.reporter)

@@ -1,0 +1,303 @@
+"""Messages between ranks: dataclasses, and the one encoding that all of them share.
+
+The wire format is a line of JSON, an array: the name of the message's class, then its fields in
+their order, of which the last ones are left out where they have their default values. A field of
+bytes is its length in that line, and its contents follow the line, so that digests and columns
+travel as they are.
+
+The type of each field says what is read back: ``bool``, ``int``, ``float``, ``str``, ``bytes``,
+``None``, enumerations, tuples, dicts with keys of str, and dataclasses of such fields. Whatever does
+not have the form of the expected message is refused with a CoordinationError, so ranks that run
+different versions of Holdfast fail by name.
+
+Scope: pure functions. How messages travel is the subject of ``team``.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import json
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from ...errors import CoordinationError
+
+__all__ = ["Codec", "Nothing", "Round", "codec"]
+
+T = TypeVar("T")
+S = TypeVar("S")
+V = TypeVar("V")
+
+
+class Codec(Protocol[T]):
+    """Turns values of one type into bytes and back. ``slow``: too slow for the event loop."""
+
+    @property
+    def slow(self) -> bool: ...
+
+    def encode(self, message: T, /) -> bytes: ...
+
+    def decode(self, data: bytes, what: str, /) -> T:
+        """The inverse of :meth:`encode`. ``what`` names the data in an error."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Nothing:
+    """A message without contents."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round(Generic[S, V]):
+    """A round of a team: its name, what each rank states, and what the leader decides."""
+
+    name: str
+    statement: Codec[S]
+    verdict: Codec[V]
+
+    @classmethod
+    def of(cls, name: str, statement: type[S], verdict: type[V]) -> Round[S, V]:
+        """A round whose statements and verdict are messages of these classes."""
+        return Round(name, codec(statement), codec(verdict))
+
+    def numbered(self, number: int) -> Round[S, V]:
+        """This round, when it is held several times in one session."""
+        return Round(f"{self.name}/{number}", self.statement, self.verdict)
+
+
+class _Blobs:
+    """The contents of the bytes fields of a message, in their order."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._position = 0
+
+    def take(self, nbytes: int) -> bytes:
+        end = self._position + nbytes
+        if nbytes < 0 or end > len(self._data):
+            raise ValueError("a field of bytes is cut short")
+        taken = self._data[self._position : end]
+        self._position = end
+        return taken
+
+    def finish(self) -> None:
+        if self._position != len(self._data):
+            raise ValueError(f"{len(self._data) - self._position} bytes belong to no field")
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How values of one type are written as JSON. ``scalars``: the types that they have, where
+    JSON has these; such values are written as they are."""
+
+    write: Callable[[Any, list[bytes]], Any]
+    read: Callable[[Any, _Blobs], Any]
+    scalars: frozenset[type] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    name: str
+    form: _Form
+    default: Any
+
+
+class _MessageCodec(Generic[T]):
+    """The codec of one class of messages."""
+
+    slow = False
+
+    def __init__(self, kind: type[T]) -> None:
+        self._kind = kind
+        self._name = kind.__name__
+        self._fields = _fields_of(kind)
+
+    def encode(self, message: T, /) -> bytes:
+        blobs: list[bytes] = []
+        values = _write_fields(self._fields, message, blobs)
+        line = json.dumps([self._name, *values], separators=(",", ":")).encode()
+        if not blobs:
+            return line
+        return b"\n".join([line, b"".join(blobs)])
+
+    def decode(self, data: bytes, what: str, /) -> T:
+        line, _, rest = data.partition(b"\n")
+        blobs = _Blobs(rest)
+        try:
+            values = json.loads(line)
+            if type(values) is not list or not values or values[0] != self._name:
+                raise ValueError(f"it is no {self._name}")
+            message = _read_fields(self._kind, self._fields, values[1:], blobs)
+            blobs.finish()
+        except (ValueError, TypeError, RecursionError) as error:
+            raise CoordinationError(
+                f"{what} cannot be understood: {error}",
+                advice="Do all ranks run the same version of Holdfast?",
+            ) from error
+        return message
+
+
+_codecs: dict[type, Any] = {}
+
+
+def codec(kind: type[T]) -> Codec[T]:
+    """The codec of messages of this dataclass."""
+    made: Codec[T] | None = _codecs.get(kind)
+    if made is None:
+        made = _codecs[kind] = _MessageCodec(kind)
+    return made
+
+
+def _fields_of(kind: type) -> list[_Field]:
+    types_of = typing.get_type_hints(kind)
+    return [_Field(f.name, _form_of(types_of[f.name]), _default_of(f)) for f in fields(kind)]
+
+
+def _default_of(field: Any) -> Any:
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _write_fields(known: list[_Field], message: object, blobs: list[bytes]) -> list[Any]:
+    values = [getattr(message, field.name) for field in known]
+    while values and values[-1] == known[len(values) - 1].default:
+        values.pop()
+    return [field.form.write(value, blobs) for field, value in zip(known, values, strict=False)]
+
+
+def _read_fields(kind: type[T], known: list[_Field], values: list[Any], blobs: _Blobs) -> T:
+    if type(values) is not list or len(values) > len(known):
+        raise ValueError(f"a {kind.__name__} has {len(known)} fields")
+    for field in known[len(values) :]:
+        if field.default is MISSING:
+            raise ValueError(f"a {kind.__name__} without its field {field.name!r}")
+    return kind(*[f.form.read(value, blobs) for f, value in zip(known, values, strict=False)])
+
+
+@functools.cache
+def _form_of(kind: Any) -> _Form:
+    """How a field of this type is written."""
+    if kind in (bool, int, str, float, type(None)):
+        return _scalar({float, int} if kind is float else {kind})
+    if kind is bytes:
+        return _Form(_write_blob, _read_blob)
+    origin = typing.get_origin(kind)
+    arguments = typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return _optional([_form_of(argument) for argument in arguments], arguments)
+    if origin is tuple and arguments[1:] == (Ellipsis,):
+        return _sequence(_form_of(arguments[0]))
+    if origin is tuple:
+        return _record([_form_of(argument) for argument in arguments])
+    if origin is not None and issubclass(origin, Mapping) and arguments[0] is str:
+        return _mapping(_form_of(arguments[1]))
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return _Form(lambda value, blobs: value.value, lambda value, blobs: kind(value))
+    if is_dataclass(kind):
+        return _nested(typing.cast(type, kind))
+    raise TypeError(f"a message cannot have a field of the type {kind}")
+
+
+def _scalar(kinds: set[type]) -> _Form:
+    allowed = frozenset(kinds)
+
+    def read(value: Any, blobs: _Blobs) -> Any:
+        if type(value) not in allowed:
+            raise ValueError(f"{value!r:.100} is not {_names(allowed)}")
+        return value
+
+    return _Form(lambda value, blobs: value, read, allowed)
+
+
+def _write_blob(value: Any, blobs: list[bytes]) -> int:
+    blobs.append(value)
+    return len(value)
+
+
+def _read_blob(value: Any, blobs: _Blobs) -> bytes:
+    if type(value) is not int:
+        raise ValueError(f"{value!r:.100} is no length")
+    return blobs.take(value)
+
+
+def _optional(forms: list[_Form], kinds: tuple[Any, ...]) -> _Form:
+    """One of several types of JSON, or None and one other type."""
+    if all(form.scalars for form in forms):
+        return _scalar(set().union(*(form.scalars for form in forms)))
+    others = [form for form, kind in zip(forms, kinds, strict=True) if kind is not type(None)]
+    if len(others) != 1 or len(forms) != 2:
+        raise TypeError("a field of a message has one type, or that and None")
+    (other,) = others
+    return _Form(
+        lambda value, blobs: None if value is None else other.write(value, blobs),
+        lambda value, blobs: None if value is None else other.read(value, blobs),
+    )
+
+
+def _sequence(item: _Form) -> _Form:
+    scalars = item.scalars
+
+    def write(values: Any, blobs: list[bytes]) -> Any:
+        if scalars:
+            return values
+        return [item.write(value, blobs) for value in values]
+
+    def read(values: Any, blobs: _Blobs) -> tuple[Any, ...]:
+        if type(values) is not list:
+            raise ValueError(f"{values!r:.100} is no list")
+        if not scalars:
+            return tuple([item.read(value, blobs) for value in values])
+        if not scalars.issuperset(map(type, values)):
+            raise ValueError(f"a list has items that are not {_names(scalars)}")
+        return tuple(values)
+
+    return _Form(write, read)
+
+
+def _record(forms: list[_Form]) -> _Form:
+    def write(values: Any, blobs: list[bytes]) -> Any:
+        return [form.write(value, blobs) for form, value in zip(forms, values, strict=True)]
+
+    def read(values: Any, blobs: _Blobs) -> tuple[Any, ...]:
+        if type(values) is not list or len(values) != len(forms):
+            raise ValueError(f"{values!r:.100} is no list of {len(forms)}")
+        return tuple([form.read(value, blobs) for form, value in zip(forms, values, strict=True)])
+
+    return _Form(write, read)
+
+
+def _mapping(item: _Form) -> _Form:
+    scalars = item.scalars
+
+    def write(values: Any, blobs: list[bytes]) -> Any:
+        if scalars:
+            return values
+        return {key: item.write(value, blobs) for key, value in values.items()}
+
+    def read(values: Any, blobs: _Blobs) -> dict[str, Any]:
+        if type(values) is not dict:
+            raise ValueError(f"{values!r:.100} is no object")
+        if not scalars:
+            return {key: item.read(value, blobs) for key, value in values.items()}
+        if not scalars.issuperset(map(type, values.values())):
+            raise ValueError(f"an object has values that are not {_names(scalars)}")
+        return values
+
+    return _Form(write, read)
+
+
+def _nested(kind: type) -> _Form:
+    known = _fields_of(kind)
+    return _Form(
+        lambda message, blobs: _write_fields(known, message, blobs),
+        lambda values, blobs: _read_fields(kind, known, values, blobs),
+    )
+
+
+def _names(kinds: frozenset[type]) -> str:
+    return " or ".join(sorted(kind.__name__ for kind in kinds))
