@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from ..planner.layout import MeshLayout
 from ..planner.loading import plan_load
 from ..planner.placement import Replicated, Split, holders, local_pieces, local_shape
 from ..storage.format.digest import digest
@@ -33,7 +34,6 @@ from ..storage.operations.global_plan import Accord, Held, Leader, Way
 from ..storage.operations.rounds import Findings, SaveStatement
 from ..storage.ranks.messages import codec
 from ..storage.runtime.engine import start
-from ..storage.state.adapters.dtensor import LocalPart
 from ..storage.state.flat_state import FlatState
 from ..storage.state.flatten import flatten
 from ..storage.state.plan import Agreed, ImagePlan, plan_image, plan_save
@@ -145,9 +145,7 @@ def _told(plan: ImagePlan, rank: int, flat: FlatState) -> Fragment:
 def _agreed(flat: FlatState) -> Agreed:
     """What ranks agree on in such a job: all tensors lie as their mesh says, and the random state
     is each rank's own."""
-    return Agreed(
-        {row: () if part is None else part.holders for row, part in enumerate(flat.parts)}, {}
-    )
+    return Agreed({row: layout.holders or () for row, layout in enumerate(flat.layouts)}, {})
 
 
 def _sample(found: _Found, rank: int) -> bytes:
@@ -197,7 +195,7 @@ class _Stage:
         first = rank // (job.tp * job.dp) * job.tp * job.dp
         self._ranks = np.arange(first, first + job.tp * job.dp).reshape(job.shape)
         self._layout: Layout | None = None
-        self._parts = dict[object, LocalPart]()
+        self._parts = dict[object, MeshLayout]()
         self._kinds = dict[_Kind, int]()  # layers repeat: of what is laid out alike, there are few
         self._kind = [self._kind_of(row) for row in range(len(self._flat.names))]
         self.kind = (tuple(self._kinds), tuple(self._kind))
@@ -205,7 +203,7 @@ class _Stage:
 
     def _kind_of(self, row: int) -> int | None:
         flat = self._flat
-        if flat.parts[row] is None:
+        if flat.layouts[row].holders is None:
             return None
         placements = tuple(placement_of(p) for p in flat.origins[row].placements)  # type: ignore[attr-defined]
         return self._kinds.setdefault((flat.shapes[row], placements), len(self._kinds))
@@ -213,10 +211,13 @@ class _Stage:
     def at(self, rank: int) -> FlatState:
         """What ``rank`` has flattened."""
         at = tuple(int(n) for n in np.argwhere(self._ranks == rank)[0])
-        parts = [self._located(shape, at, placements) for shape, placements in self._kinds]
+        layouts = [self._located(shape, at, placements) for shape, placements in self._kinds]
         moved = replace(
             self._flat,
-            parts=[None if kind is None else parts[kind] for kind in self._kind],
+            layouts=[
+                known if kind is None else layouts[kind]
+                for kind, known in zip(self._kind, self._flat.layouts, strict=True)
+            ],
             layout_id=None,
         )
         for value in moved.tree.values:
@@ -229,7 +230,7 @@ class _Stage:
         shape: tuple[int, ...],
         at: tuple[int, ...],
         placements: tuple[Replicated | Split, ...],
-    ) -> LocalPart:
+    ) -> MeshLayout:
         """Where along an axis that replicates does not matter."""
         at = tuple(
             0 if isinstance(p, Replicated) else n for n, p in zip(at, placements, strict=True)
@@ -238,7 +239,9 @@ class _Stage:
         if part is None:
             pieces = tuple(local_pieces(shape, self._ranks.shape, at, placements))
             local = local_shape(shape, self._ranks.shape, at, placements)
-            part = LocalPart(pieces, local, holders(self._ranks, at, placements), self._ranks.size)
+            part = MeshLayout(
+                shape, pieces, local, holders(self._ranks, at, placements), self._ranks.size
+            )
             self._parts[shape, at, placements] = part
         return part
 

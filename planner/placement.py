@@ -12,8 +12,9 @@ import numpy as np
 from ..core.units import ceil_div
 from .box import Box
 from .columns import Ints
+from .layout import Piece
 
-__all__ = ["Piece", "Placement", "Replicated", "Split", "holders", "local_pieces", "local_shape"]
+__all__ = ["Placement", "Replicated", "Split", "holders", "local_pieces", "local_shape"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +44,6 @@ Placement = Split | Replicated
 # Index intervals [start, stop) along one dimension, ascending and disjoint; a local tensor's
 # dimension is their concatenation.
 Intervals = list[tuple[int, int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A box of the global tensor, and the offsets in the rank's local tensor at which it lies."""
-
-    box: Box
-    local_offsets: tuple[int, ...]
 
 
 def local_pieces(

@@ -87,18 +87,18 @@ class Held:
         rows = unsure_rows(flat, world)
         names: dict[int, str] = {}  # by ids of tuples of ranks, which thousands of tensors share
         groups = Counter[str]()
-        for row, part in enumerate(flat.parts):
-            if part is not None and part.pieces:
+        for row, layout in enumerate(flat.layouts):
+            if layout.holders is not None and layout.pieces:
                 name = (
-                    names.get(id(part.holders))
-                    or digest(np.array(part.holders, np.int64).data).hex()
+                    names.get(id(layout.holders))
+                    or digest(np.array(layout.holders, np.int64).data).hex()
                 )
-                names[id(part.holders)] = name
+                names[id(layout.holders)] = name
                 groups[name] += _nbytes(flat, row)
         number = {name: i for i, name in enumerate(groups)}
-        parts = [flat.parts[row] for row in rows]
-        mesh = [-1 if part is None else number[names[id(part.holders)]] for part in parts]
-        kinds = ("plain " if part is None else "part " for part in parts)
+        held = [flat.layouts[row].holders for row in rows]
+        mesh = [-1 if ranks is None else number[names[id(ranks)]] for ranks in held]
+        kinds = ("plain " if ranks is None else "part " for ranks in held)
         texts = (kind + label(flat, row) for kind, row in zip(kinds, rows, strict=True))
         labels = b"".join(digest(text.encode("utf-8", "surrogatepass")) for text in texts)
         return cls(_digests(labels), np.array(mesh, np.int16), dict(groups))
@@ -233,7 +233,9 @@ async def _anew(
     """Digest what is asked about; return the accord that comes of it. ``names``: the labels of what
     is held."""
     rows = unsure_rows(flat, team.world)
-    mine = [i for i, row in enumerate(rows) if flat.parts[row] is None or names[i] in asked]
+    mine = [
+        i for i, row in enumerate(rows) if flat.layouts[row].holders is None or names[i] in asked
+    ]
     found = await offload(digests, [rows[i] for i in mine])
     findings = Findings(
         tuple(mine),

@@ -43,7 +43,11 @@ def unexpected_rows(flat: FlatState, rows: Iterable[int]) -> list[int]:
     for row in sorted(rows):
         container = flat.containers[row]
         text = flat.names[row].removeprefix(prefixes[container])
-        if flat.parts[row] is not None or own[container] or text.rpartition(".")[2] in _OF_A_RANK:
+        if (
+            flat.layouts[row].holders is not None
+            or own[container]
+            or text.rpartition(".")[2] in _OF_A_RANK
+        ):
             continue
         if (container, flat.tree.tensor_key(container, text)) in expected:
             continue  # a generator, whose state is a tensor

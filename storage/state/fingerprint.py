@@ -31,8 +31,8 @@ def unsure_rows(flat: FlatState, world: int) -> list[int]:
     """
     return [
         row
-        for row, part in enumerate(flat.parts)
-        if part is None or (part.pieces and part.mesh_size < world)
+        for row, layout in enumerate(flat.layouts)
+        if layout.holders is None or (layout.pieces and layout.ranks < world)
     ]
 
 
@@ -55,10 +55,10 @@ def _tied(fingerprint: bytes, name: str) -> bytes:
 
 def label(flat: FlatState, row: int) -> str:
     """What ranks that hold the same part of a tensor call it alike: its name, and the boxes of it."""
-    part = flat.parts[row]
-    return flat.names[row] + (
-        "" if part is None else "".join(str(piece.box) for piece in part.pieces)
-    )
+    layout = flat.layouts[row]
+    if layout.holders is None:
+        return flat.names[row]
+    return flat.names[row] + "".join(str(piece.box) for piece in layout.pieces)
 
 
 def fingerprint(flat: FlatState, row: int, lazy: LazyCapture | None = None) -> bytes:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from ...planner.layout import Layout
 from ..format.tree import Key, Tree, format_path
-from .adapters.dtensor import LocalPart
 from .adapters.module_names import Walked
 
 __all__ = ["FlatState", "Subtree"]
@@ -45,8 +45,8 @@ class FlatState:
     locals: list[torch.Tensor] = field(default_factory=list)
     """What this rank holds of each, plain."""
     origins: list[torch.Tensor] = field(default_factory=list)
-    """The tensors as they were found: a local tensor, or the DTensor that it is a part of."""
-    parts: list[LocalPart | None] = field(default_factory=list)
+    """The tensors as they were found, such as the DTensors that the local ones are parts of."""
+    layouts: list[Layout] = field(default_factory=list)
     alias: list[int] = field(default_factory=list)
     tree: Tree = field(default_factory=Tree)
     nodes: list[Any] = field(default_factory=list)

@@ -5,24 +5,24 @@ Flattening reads no tensor data and does no I/O. What cannot be saved is refused
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Hashable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from ...core.lru import LruCache
 from ...errors import StateError
+from ...planner.layout import Layout, local_layout
 from ..format.kinds import kind_of
 from ..format.tree import ROOT, Container, Key, Tree, Value, format_path
 from ..format.values import encode_value
-from .adapters.dtensor import LocalPart, local_part, local_tensor, placement_texts
 from .adapters.foreign import is_suspect, refuse_object, refuse_stale, refuse_tensor, refuse_value
 from .adapters.module_names import Walked
 from .adapters.stateful import expand, fills_in_place, has_state, present_state
+from .adapters.tensors import PLAIN_TYPES, TENSOR_TYPES, Adapters
 from .dtypes import numpy_to_torch, refusal
 from .flat_state import FlatState, Subtree
 from .placeholders import find_placeholders
@@ -30,8 +30,7 @@ from .signature import NoSignatureError, SignatureScan
 
 __all__ = ["flatten"]
 
-_TENSORS = (torch.Tensor, torch.nn.Parameter)
-_LEAVES = (*_TENSORS, DTensor, int, float, str, bool, type(None))
+_LEAVES = (*TENSOR_TYPES, int, float, str, bool, type(None))
 """Where there are no modules."""
 _DEPTH_MAX = 200
 
@@ -43,76 +42,103 @@ def flatten(state: Any, *, loading: bool = False) -> FlatState:
     subtrees as they are. Raises StateError naming the path of what cannot be saved.
     """
     modules = functools.cache(lambda: [Walked(module) for module in _modules(state)])
-    glance = SignatureScan(modules)
-    trace: tuple[Hashable, ...] | None = None
-    if not loading:
-        with contextlib.suppress(NoSignatureError):
-            glance.look(state)
-            trace = tuple(glance.trace)
-    known = None if trace is None else _known.get(trace)
-    if known is not None:
-        return _again(known, glance, modules() if glance.opened else [])
+    scan = SignatureScan(modules)
+    signature = None if loading else _signature(scan, state)
+    if signature is not None:
+        known = _known.get(signature)
+        if known is not None:
+            return _filled(known, scan, modules() if scan.opened else [])
     flat = FlatState(modules=modules())
-    _walk(state, _Walker(flat, loading, glance.opened))
+    _walk(state, _Walker(flat, loading, scan.opened))
     if loading:
         _refuse_stale(flat)
-    flat.placeholders = {} if loading else find_placeholders(flat)
-    if trace is not None:
-        flat.layout_id, flat.parts = object(), glance.parts
-        _known.put(trace, _again(flat, None, []))
+    else:
+        flat.placeholders = find_placeholders(flat)
+    if signature is not None:
+        flat.layout_id = _LayoutId(scan.layouts)
+        _known.put(signature, _emptied(flat))
     return flat
+
+
+def _signature(scan: SignatureScan, state: Any) -> Hashable | None:
+    try:
+        return scan.signature_of(state)
+    except NoSignatureError:
+        return None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _LayoutId:
+    """Stands for a signature. It keeps alive the layouts that this names by their ids."""
+
+    layouts: list[Layout]
+
+
+_known: LruCache[FlatState] = LruCache(8)
+"""States flattened lately, without what was in them, by their signatures."""
+
+
+def _emptied(flat: FlatState) -> FlatState:
+    """What follows from the signature of ``flat`` alone: no tensors, values or objects."""
+    return FlatState(
+        names=list(flat.names),
+        containers=list(flat.containers),
+        shapes=list(flat.shapes),
+        dtypes=list(flat.dtypes),
+        layouts=list(flat.layouts),
+        alias=list(flat.alias),
+        tree=_with_values(flat.tree, [None] * len(flat.tree.values)),
+        subtrees=[Subtree(s.parent, s.key, None, None) for s in flat.subtrees],
+        placeholders=flat.placeholders,
+        layout_id=flat.layout_id,
+    )
+
+
+def _filled(known: FlatState, scan: SignatureScan, modules: list[Walked]) -> FlatState:
+    """A state with the signature of ``known``, and with what ``scan`` has found in it."""
+    opened = zip(known.subtrees, scan.opened, strict=True)
+    return FlatState(
+        names=list(known.names),
+        containers=list(known.containers),
+        shapes=list(known.shapes),
+        dtypes=list(known.dtypes),
+        locals=scan.locals,
+        origins=scan.origins,
+        layouts=list(known.layouts),
+        alias=list(known.alias),
+        tree=_with_values(known.tree, scan.values),
+        nodes=scan.nodes,
+        subtrees=[Subtree(s.parent, s.key, owner, state) for s, (owner, state) in opened],
+        modules=modules,
+        placeholders=known.placeholders,
+        layout_id=known.layout_id,
+    )
+
+
+def _with_values(tree: Tree, values: Sequence[Any]) -> Tree:
+    """A copy of ``tree`` with other values, encoded, in the same places."""
+    copied = Tree()
+    copied.containers = list(tree.containers)
+    copied.tensor_keys = {c: dict(keys) for c, keys in tree.tensor_keys.items()}
+    copied.arrays = set(tree.arrays)
+    copied.orders = {c: list(runs) for c, runs in tree.orders.items()}
+    copied.kinds = dict(tree.kinds)
+    copied.placements = dict(tree.placements)
+    copied.values = [
+        Value(value.container, value.key, [([ROOT], encoded)])
+        for value, encoded in zip(tree.values, values, strict=True)
+    ]
+    return copied
 
 
 def _refuse_stale(flat: FlatState) -> None:
     owners = [subtree.owner for subtree in flat.subtrees]
     for subtree in flat.subtrees:
         if isinstance(subtree.owner, torch.nn.Module):
-            path = (
-                "the state"
-                if subtree.parent < 0
-                else format_path((*flat.tree.paths()[subtree.parent], subtree.key))
-            )
+            path = "the state"
+            if subtree.parent >= 0:
+                path = format_path((*flat.tree.paths()[subtree.parent], subtree.key))
             refuse_stale(subtree.owner, owners, path)
-
-
-_known: LruCache[FlatState] = LruCache(8)
-"""States flattened lately, without what is in them, by their trace."""
-
-
-def _again(known: FlatState, glance: SignatureScan | None, modules: list[Walked]) -> FlatState:
-    """A state that is laid out like a known one, with what a glance has seen; None: with nothing in
-    it."""
-    opened = glance.opened if glance else [(None, None)] * len(known.subtrees)
-    values = glance.values if glance else [None] * len(known.tree.values)
-    tree, t = Tree(), known.tree
-    tree.containers, tree.tensor_keys = (
-        list(t.containers),
-        {c: dict(keys) for c, keys in t.tensor_keys.items()},
-    )
-    tree.arrays, tree.orders = set(t.arrays), {c: list(runs) for c, runs in t.orders.items()}
-    tree.kinds, tree.placements = dict(t.kinds), dict(t.placements)
-    tree.values = [
-        Value(v.container, v.key, [([ROOT], encoded)])
-        for v, encoded in zip(t.values, values, strict=True)
-    ]
-    return FlatState(
-        names=list(known.names),
-        containers=list(known.containers),
-        shapes=list(known.shapes),
-        dtypes=list(known.dtypes),
-        locals=glance.locals if glance else [],
-        origins=glance.origins if glance else [],
-        parts=list(known.parts),
-        alias=list(known.alias),
-        tree=tree,
-        nodes=glance.nodes if glance else [],
-        subtrees=[
-            Subtree(s.parent, s.key, *pair) for s, pair in zip(known.subtrees, opened, strict=True)
-        ],
-        modules=modules,
-        placeholders=known.placeholders,
-        layout_id=known.layout_id,
-    )
 
 
 def _walk(state: Any, walker: _Walker) -> None:
@@ -176,6 +202,7 @@ class _Walker:
         known."""
         self.already = iter(opened)
         self.flat = flat
+        self.adapters = Adapters()
         self.loading = loading
         self.tree = flat.tree
         self.tree.containers = []
@@ -203,8 +230,8 @@ class _Walker:
         self.open_ids.add(id(node))
         runs: list[tuple[str, int]] = []
         for child, item in node.items() if kind == "dict" else enumerate(node):
-            if type(item) in _TENSORS:
-                self.tensor(item, number, child, prefix, None)
+            if type(item) in PLAIN_TYPES:
+                self.plain_tensor(item, number, child, prefix)
                 emitted = "t"
             else:
                 emitted = self.other(item, number, child, prefix)
@@ -271,15 +298,8 @@ class _Walker:
 
     def stateless(self, item: Any, number: int, key: Key, prefix: str) -> str:
         """As :meth:`other`, for what is no object with a state."""
-        if isinstance(item, DTensor):
-            local = local_tensor(item)
-            self.check(local, key)  # first: a wrapper around other tensors has a shape of its own
-            part = local_part(item, local, lambda: self.path(key))
-            if self.inside == "object":
-                self.tree.placements.setdefault(number, {})[str(key)] = placement_texts(item)
-            self.tensor(local, number, key, prefix, part, item)
-        elif isinstance(item, torch.Tensor):
-            self.tensor(item, number, key, prefix, None)
+        if isinstance(item, torch.Tensor):
+            self.tensor(item, number, key, prefix)
         elif isinstance(item, np.ndarray):
             self.array(item, number, key, prefix)
         elif isinstance(item, Mapping | list | tuple) and not isinstance(item, torch.Size):
@@ -309,7 +329,7 @@ class _Walker:
                 f"{path} is an array that cannot be filled: it is read-only, or runs backwards"
             )
         self.tree.arrays.add(f"{prefix}{key}")
-        self.tensor(numpy_to_torch(item, path), number, key, prefix, None)
+        self.plain_tensor(numpy_to_torch(item, path), number, key, prefix)
 
     def opened(self, item: Any, number: int, key: Key) -> Any:
         owner, state = next(self.already, (None, None))
@@ -324,36 +344,53 @@ class _Walker:
             return key  # type: ignore[no-any-return]
         raise StateError(f"{self.path(key)}: a key of type {type(key).__name__} cannot be saved")
 
-    def tensor(
+    def plain_tensor(self, item: torch.Tensor, number: int, key: Key, prefix: str) -> None:
+        """Add a tensor that is its own memory. Most are, and none needs an adapter."""
+        if is_suspect(item):
+            refuse_tensor(item, lambda: self.path(key), loading=self.loading)
+        self.check(item, key)
+        self.add(item, local_layout(item.shape), item, number, key, prefix)
+
+    def tensor(self, item: torch.Tensor, number: int, key: Key, prefix: str) -> None:
+        """Add a tensor of any type."""
+        refuse_tensor(item, lambda: self.path(key), loading=self.loading)
+        adapter = self.adapters.of(item)
+        local = adapter.local(item)
+        self.check(local, key)  # first: a wrapper around other tensors has a shape of its own
+        layout = adapter.layout(item, local, lambda: self.path(key))
+        if self.inside == "object":
+            recorded = adapter.recorded(item)
+            if recorded is not None:
+                self.tree.placements.setdefault(number, {})[str(key)] = recorded
+        self.add(local, layout, item, number, key, prefix)
+
+    def add(
         self,
-        item: torch.Tensor,
+        local: torch.Tensor,
+        layout: Layout,
+        origin: torch.Tensor,
         number: int,
         key: Key,
         prefix: str,
-        part: LocalPart | None,
-        origin: DTensor | None = None,
     ) -> None:
-        if origin is not None:
-            refuse_tensor(origin, lambda: self.path(key), loading=self.loading)
-        elif type(item) not in _TENSORS or is_suspect(item):
-            refuse_tensor(item, lambda: self.path(key), loading=self.loading)
-        self.check(item, key)
+        """Add a row."""
         name = f"{prefix}{key}"
         if type(key) is not str and self.tree.containers[number].kind == "dict":
             self.tree.tensor_keys.setdefault(number, {})[str(key)] = self.key(key)
-        flat, row = self.flat, len(self.rows)
+        flat = self.flat
+        row = len(self.rows)
         if self.rows.setdefault(name, row) != row:
             raise StateError(
                 f"{self.path(key)} and {flat.path(self.rows[name])} have the same name, {name!r}"
             )
         flat.names.append(name)
         flat.containers.append(number)
-        flat.shapes.append(tuple((item if origin is None else origin).shape))
-        flat.dtypes.append(item.dtype)
-        flat.locals.append(item.detach() if item.requires_grad else item)
-        flat.origins.append(item if origin is None else origin)
-        flat.parts.append(part)
-        flat.alias.append(self.alias_of(item, part, row))
+        flat.shapes.append(layout.shape)
+        flat.dtypes.append(local.dtype)
+        flat.locals.append(local.detach() if local.requires_grad else local)
+        flat.origins.append(origin)
+        flat.layouts.append(layout)
+        flat.alias.append(self.alias_of(local, layout, row))
 
     def check(self, item: torch.Tensor, key: Key) -> None:
         """Raise the StateError for a tensor that has no bytes of its own."""
@@ -373,7 +410,7 @@ class _Walker:
         verb = "filled" if self.loading else "saved"
         raise StateError(f"{self.path(key)} is {reason}, which cannot be {verb}", advice=advice)
 
-    def alias_of(self, item: torch.Tensor, part: LocalPart | None, row: int) -> int:
+    def alias_of(self, item: torch.Tensor, layout: Layout, row: int) -> int:
         """The earlier row with the very same bytes in memory, laid out the same way; -1 if there is
         none."""
         address = item.data_ptr()
@@ -386,7 +423,7 @@ class _Walker:
         same = (
             r
             for r in rows
-            if self.flat.parts[r] == part
+            if self.flat.layouts[r] == layout
             and self.flat.shapes[r] == self.flat.shapes[row]
             and _same_bytes(self.flat.locals[r], item)
         )

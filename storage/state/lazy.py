@@ -24,13 +24,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...core.forks.renewal import in_child, new_lock
 from ...errors import SaveError
 from ..runtime.engine import check_may_wait
-from .adapters.dtensor import local_tensor
+from .adapters.tensors import local_of
 from .bits import copy_memory
 from .device import Queued, devices_of
 from .device_snapshot import DeviceSnapshot, Doubt
@@ -379,17 +378,13 @@ def _buffers_and_arrays(flat: FlatState) -> set[int]:
     found = set[int]()
     parts = [part for walked in flat.modules for _, part in walked.parts if part._buffers]
     buffers = {
-        _storage(_plain(b)) for part in parts for b in part._buffers.values() if b is not None
+        _storage(local_of(b)) for part in parts for b in part._buffers.values() if b is not None
     }
     if buffers:
         found |= {row for row, local in enumerate(flat.locals) if _storage(local) in buffers}
     if flat.tree.arrays:
         found |= {row for row, name in enumerate(flat.names) if name in flat.tree.arrays}
     return found
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -12,6 +12,7 @@ from ...core.lru import LruCache
 from ...planner.balance import Group
 from ...planner.columns import padded
 from ...planner.image import ImageLayout, lay_out, shard_names
+from ...planner.layout import Piece
 from ...planner.saving import Holdings, divide
 from ...planner.table import ShardTable, TensorTable
 from ..format.fragment import Layout, layout_of
@@ -124,36 +125,26 @@ def plan_image(flat: FlatState, rank: int, agreed: Agreed | None) -> ImagePlan:
 def _holdings(
     flat: FlatState, tensors: TensorTable, rank: int, agreed: Mapping[int, tuple[int, ...]]
 ) -> Holdings:
-    """Everything this rank holds: plain tensors as they are, DTensors piece by piece; aliases and
-    empty ones left out."""
+    """Everything this rank holds, piece by piece; aliases left out."""
     width = tensors.shape.shape[1]
     alone = (rank,)
     groups = _Groups()
     groups.number(alone)
-    stored = [(row, part) for row, part in enumerate(flat.parts) if tensors.alias[row] < 0]
-    whole = [row for row, part in stored if part is None]
-    group = [groups.number(agreed.get(row) or alone) for row in whole]
-    pieces = [
-        (row, piece, groups.number(agreed.get(row) or part.holders))
-        for row, part in stored
-        if part is not None
-        for piece in part.pieces
-    ]
-    row = np.array([*whole, *(r for r, _, _ in pieces)], np.int64)
-    zeros = np.zeros((len(whole), width), np.int64)
+    held: list[tuple[int, Piece, int]] = []
+    for row in np.flatnonzero(tensors.alias < 0).tolist():
+        layout = flat.layouts[row]
+        group = groups.number(agreed.get(row) or layout.holders or alone)
+        held.extend((row, piece, group) for piece in layout.pieces)
+    of_row = np.array([row for row, _, _ in held], np.int64)
     return Holdings(
-        tensor=row,
-        offsets=np.concatenate([zeros, padded([p.box.offsets for _, p, _ in pieces], width, 0)]),
-        lengths=np.concatenate(
-            [tensors.shape[whole], padded([p.box.lengths for _, p, _ in pieces], width, 1)]
-        ),
-        local_offsets=np.concatenate(
-            [zeros, padded([p.local_offsets for _, p, _ in pieces], width, 0)]
-        ),
-        itemsize=tensors.itemsize[row],
-        group=np.array([*group, *(g for _, _, g in pieces)], np.int64),
+        tensor=of_row,
+        offsets=padded([piece.box.offsets for _, piece, _ in held], width, 0),
+        lengths=padded([piece.box.lengths for _, piece, _ in held], width, 1),
+        local_offsets=padded([piece.local_offsets for _, piece, _ in held], width, 0),
+        itemsize=tensors.itemsize[of_row],
+        group=np.array([group for _, _, group in held], np.int64),
         groups=tuple(groups.numbers),
-        order=_order(flat.names, row, len(groups.numbers)),
+        order=_order(flat.names, of_row, len(groups.numbers)),
     )
 
 

@@ -18,21 +18,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from ...errors import StateError
+from ...planner.layout import Layout
 from ..format.values import encode_value
-from .adapters.dtensor import LocalPart, Parts, local_part, local_tensor, parts_of
 from .adapters.foreign import is_suspect
 from .adapters.module_names import Walked
 from .adapters.stateful import expand, has_state
+from .adapters.tensors import PLAIN_TYPES, Adapters
 from .dtypes import numpy_to_torch
 
 __all__ = ["NoSignatureError", "SignatureScan"]
 
 _DEPTH_MAX = 200
 _MAPPINGS = (dict, OrderedDict)
-_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _KEYS = {
     str,
     int,
@@ -51,23 +50,23 @@ class SignatureScan:
 
     def __init__(self, modules: Callable[[], Sequence[Walked]]) -> None:
         """``modules()`` are all that the state has; asked for if there is an object with a state."""
-        self.trace: list[Hashable] = []
+        self._trace: list[Hashable] = []
         self.nodes: list[Any] = []
         self.locals: list[torch.Tensor] = []
         self.origins: list[torch.Tensor] = []
-        self.parts: list[LocalPart | None] = []
-        """Each is the same object as long as mesh, placements and shape are the same. They are in
-        the trace by their ids: who keeps that keeps these."""
+        self.layouts: list[Layout] = []
+        """Of tensors that are not plain. Each is the same object as long as the layout is the same.
+        They are in the trace by their ids, so whatever keeps the trace has to keep these."""
         self.values: list[Any] = []
         """Encoded."""
         self.opened: list[tuple[Any, Any]] = []
         """Objects with a state, and that state."""
         self._modules = modules
         self._first: dict[int, int] = {}  # address -> the first that begins there
-        self._parts: dict[int, Parts] = {}  # by the ids of meshes, which the state keeps alive
+        self._adapters = Adapters()
 
-    def look(self, state: Any) -> None:
-        """Look at all of ``state``. Raises NoSignatureError; what was opened until then is in
+    def signature_of(self, state: Any) -> tuple[Hashable, ...]:
+        """Scan all of ``state``, once. Raises NoSignatureError; what was opened until then is in
         ``opened``."""
         try:
             with torch.no_grad():
@@ -78,12 +77,13 @@ class SignatureScan:
             RuntimeError,
         ) as error:  # to be told by who knows where it is
             raise NoSignatureError from error
+        return tuple(self._trace)
 
     def _plain(self, item: Any) -> Any:
         """``item``, or its state where it has one."""
         if not has_state(item):
             return item
-        self.trace.append(("opened", type(item)))
+        self._trace.append(("opened", type(item)))
         state = expand(item, self._modules(), "the state")
         self.opened.append((item, state))
         return state
@@ -95,10 +95,10 @@ class SignatureScan:
         if kind in _MAPPINGS:
             keys = tuple(node)
             types = tuple(map(type, keys))
-            self.trace.append((kind, keys, types))
+            self._trace.append((kind, keys, types))
             items, known = node.values(), _KEYS.issuperset(types)
         elif known := kind is list or kind is tuple:
-            self.trace.append((kind, len(node)))
+            self._trace.append((kind, len(node)))
         if not known or depth > _DEPTH_MAX:
             raise NoSignatureError
         for item in items:
@@ -106,25 +106,23 @@ class SignatureScan:
 
     def _item(self, item: Any, depth: int) -> None:
         kind = type(item)
-        if kind in _TENSORS:
+        if kind in PLAIN_TYPES:
             if is_suspect(item):
                 raise NoSignatureError
             self._tensor(item, item, None)
         elif kind is dict:
             self._container(item, depth + 1)
-        elif kind is DTensor:
-            local = local_tensor(item)
-            if type(local) not in _TENSORS:
+        elif (adapter := self._adapters.of_type(kind)) is not None:
+            local = adapter.local(item)
+            if type(local) not in PLAIN_TYPES:
                 raise NoSignatureError
-            mesh = item.device_mesh
-            known = self._parts.get(id(mesh))
-            if known is None:
-                known = self._parts[id(mesh)] = parts_of(mesh)
-            self._tensor(local, item, local_part(item, local, str, known))
+            layout = adapter.layout(item, local, str)
+            self.layouts.append(layout)
+            self._tensor(local, item, layout)
         elif kind in _VALUES:
             self._value(item)
         elif kind is np.ndarray:
-            self.trace.append("array")
+            self._trace.append("array")
             tensor = numpy_to_torch(item, "")
             self._tensor(tensor, tensor, None)
         elif isinstance(item, torch.Tensor | np.ndarray):
@@ -137,18 +135,18 @@ class SignatureScan:
             self._value(item)
 
     def _value(self, item: Any) -> None:
-        self.trace.append("value")
+        self._trace.append("value")
         self.values.append(encode_value(item, ""))
 
-    def _tensor(self, item: torch.Tensor, origin: torch.Tensor, part: LocalPart | None) -> None:
+    def _tensor(self, item: torch.Tensor, origin: torch.Tensor, layout: Layout | None) -> None:
         # What is sparse, or of another layout, has no address, and what is nested no shape:
         # RuntimeError.
         row, address = len(self.locals), item.data_ptr()
         first = self._first.setdefault(address, row) if address else row
         strides = None if item.is_contiguous() else item.stride()
-        self.trace.append(
+        self._trace.append(
             (
-                id(part),
+                id(layout),
                 row - first,
                 item.shape,
                 strides,
@@ -160,4 +158,3 @@ class SignatureScan:
         )
         self.locals.append(item.detach() if item.requires_grad else item)
         self.origins.append(origin)
-        self.parts.append(part)

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.distributed.tensor import DTensor
 
 from ...planner.columns import padded, widen
+from ...planner.layout import Layout
 from ...planner.loading import Targets
 from ...planner.table import TensorTable
 from ..format.manifest import Manifest
 from ..format.tree import Key, Tree, dotted, format_path
-from .adapters.dtensor import local_part, local_tensor
+from .adapters.tensors import layout_of
 from .dtypes import dtype_name, dtype_of
 from .flat_state import FlatState
 
@@ -62,13 +62,19 @@ class Wanted:
         self.buffers.append(buffer)
 
     def add_tensor(self, row: int, tensor: torch.Tensor, name: str) -> None:
-        """Want all that this rank holds of a tensor, be it a DTensor or a plain one."""
-        if isinstance(tensor, DTensor):
-            local = local_tensor(tensor)
-            pieces = local_part(tensor, local, lambda: name).pieces
-            self.add(row, local, [(p.box.offsets, p.box.lengths, p.local_offsets) for p in pieces])
+        """Want all that this rank holds of a tensor, of whatever type it is."""
+        local, layout = layout_of(tensor, lambda: name)
+        self.add_held(row, local, layout)
+
+    def add_held(
+        self, row: int, local: torch.Tensor, layout: Layout, name: str | None = None
+    ) -> None:
+        """Want what ``layout`` says that this rank holds of a tensor, in ``local``."""
+        if layout.local_shape == layout.shape:
+            self.add_whole(row, local, name)
         else:
-            self.add_whole(row, tensor)
+            boxes = [(p.box.offsets, p.box.lengths, p.local_offsets) for p in layout.pieces]
+            self.add(row, local, boxes, name)
 
     def _named(self, name: str | None) -> None:
         if name is not None:
@@ -173,8 +179,8 @@ def _match_tensors(
         else (r for name in flat.names for r in stored.rows.get(name, ()))
     )
     alias = np.where(stored.alias < 0, np.arange(len(stored)), stored.alias)[sources]
-    for row, (source, root, fit, local, part) in enumerate(
-        zip(sources.tolist(), alias.tolist(), fits.tolist(), flat.locals, flat.parts, strict=True)
+    for row, (source, root, fit, local, layout) in enumerate(
+        zip(sources.tolist(), alias.tolist(), fits.tolist(), flat.locals, flat.layouts, strict=True)
     ):
         if source < 0:
             found.missing[flat.names[row]] = _missing(flat, row)
@@ -186,11 +192,8 @@ def _match_tensors(
         if problem:
             kind = found.castable if problem.endswith(_CASTABLE) else found.mismatched
             kind[flat.names[row]] = f"{flat.path(row)}: {problem}"
-        elif part is None:
-            found.wanted.add_whole(root, local, flat.names[row])
         else:
-            boxes = [(p.box.offsets, p.box.lengths, p.local_offsets) for p in part.pieces]
-            found.wanted.add(root, local, boxes, flat.names[row])
+            found.wanted.add_held(root, local, layout, flat.names[row])
 
 
 def _missing(flat: FlatState, row: int) -> str:

@@ -19,10 +19,9 @@ from support.effort import examples
 import holdfast
 from holdfast.core.lru import LruCache
 from holdfast.planner.box import Box
-from holdfast.planner.placement import Piece
+from holdfast.planner.layout import MeshLayout, Piece
 from holdfast.storage.operations.global_plan import Accords, agree
 from holdfast.storage.ranks.team import StoreTeam
-from holdfast.storage.state.adapters.dtensor import LocalPart
 from holdfast.storage.state.fingerprint import fingerprints, unsure_rows
 from holdfast.storage.state.flat_state import FlatState
 from holdfast.storage.state.flatten import flatten
@@ -48,7 +47,8 @@ def flat_of(state: State, rank: int) -> FlatState:
     mesh = next(mesh for mesh in MESHES if rank in mesh)
     for row, name in enumerate(flat.names):
         if name in "pq":
-            flat.parts[row] = LocalPart((Piece(Box((0,), (2,)), (0,)),), (2,), mesh, len(mesh))
+            piece = Piece(Box((0,), (2,)), (0,))
+            flat.layouts[row] = MeshLayout((2,), (piece,), (2,), mesh, len(mesh))
     flat.layout_id = _kin.setdefault((rank, tuple(state)), object())
     return flat
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import holdfast
 from holdfast.core.lru import LruCache
 from holdfast.storage.state import flatten as capture
-from holdfast.storage.state.adapters.dtensor import parts_of
+from holdfast.storage.state.adapters.dtensor import layouts_on
 from holdfast.storage.state.flat_state import FlatState
 from holdfast.storage.state.flatten import flatten
 from holdfast.storage.state.plan import Agreed, plan_save
@@ -122,7 +122,7 @@ def described(flat: FlatState) -> list[Any]:
     tensors = [(t.data_ptr(), t.shape, t.stride(), t.dtype, t.is_conj()) for t in flat.locals]
     origins = [id(origin) if isinstance(origin, DTensor) else 0 for origin in flat.origins]
     subtrees = [(s.parent, repr(s.key), id(s.owner), repr(s.state)) for s in flat.subtrees]
-    columns = (flat.names, flat.containers, flat.shapes, flat.dtypes, flat.parts, flat.alias)
+    columns = (flat.names, flat.containers, flat.shapes, flat.dtypes, flat.layouts, flat.alias)
     return [
         *columns,
         repr(flat.tree.to_json()),
@@ -168,7 +168,9 @@ def test_what_is_planned_once_is_planned_alike(state: Any) -> None:
         flats = [flatten(state), flatten(state)]
     except holdfast.StateError:
         return
-    agreed = Agreed({row: () for row, part in enumerate(flats[0].parts) if part is None}, {})
+    agreed = Agreed(
+        {row: () for row, part in enumerate(flats[0].layouts) if part.holders is None}, {}
+    )
     plans = [plan_save(flat, 1, agreed) for flat in flats]
     assert flats[0].layout_id is None or plans[0].layout is plans[1].layout
     assert plans[0].source is not plans[1].source
@@ -198,7 +200,7 @@ def test_placements_are_told_apart_though_they_come_and_go() -> None:
         (Replicate(), Shard(1), (4, 2)),
     ]
     expected = [
-        [piece.box for piece in flatten({"x": on_mesh(MESHES[0], *split)}).parts[0].pieces]
+        [piece.box for piece in flatten({"x": on_mesh(MESHES[0], *split)}).layouts[0].pieces]
         for split in splits
     ]
     assert expected[0] != expected[1] != expected[2]
@@ -207,8 +209,8 @@ def test_placements_are_told_apart_though_they_come_and_go() -> None:
         tensor = on_mesh(MESHES[0], *splits[i])
         places.add(id(tensor.placements))
         for seen in (tensor, tensor.detach()):
-            assert [piece.box for piece in flatten({"x": seen}).parts[0].pieces] == expected[i]
-        parts_of(MESHES[0]).by_tuple.clear() if len(places) % 5 == 0 else None
+            assert [piece.box for piece in flatten({"x": seen}).layouts[0].pieces] == expected[i]
+        layouts_on(MESHES[0]).by_tuple.clear() if len(places) % 5 == 0 else None
         del tensor, seen
     assert len(places) < len(order)  # some were at the place of one before
 

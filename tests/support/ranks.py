@@ -13,13 +13,12 @@ import torch.distributed as dist
 
 from holdfast.drivers.contract import Driver
 from holdfast.planner.box import Box
-from holdfast.planner.placement import Piece
+from holdfast.planner.layout import MeshLayout, Piece
 from holdfast.storage.operations.differences import Strict
 from holdfast.storage.operations.load import Exchanging, LoadJob, finish, run_load
 from holdfast.storage.operations.save import SaveJob, run_save
 from holdfast.storage.ranks.team import StoreTeam
 from holdfast.storage.runtime.engine import start
-from holdfast.storage.state.adapters.dtensor import LocalPart
 from holdfast.storage.state.flat_state import FlatState
 from holdfast.storage.state.flatten import flatten
 
@@ -57,8 +56,9 @@ def save_cut(
         )
         for row, name in enumerate(flat.names):
             piece = Piece(mine[name], (0,) * tensors[name].ndim)
-            flat.shapes[row] = tensors[name].shape
-            flat.parts[row] = LocalPart((piece,), mine[name].lengths, (rank,), len(boxes[name]))
+            shape = flat.shapes[row] = tensors[name].shape
+            lengths = mine[name].lengths
+            flat.layouts[row] = MeshLayout(shape, (piece,), lengths, (rank,), len(boxes[name]))
         flat.layout_id = None  # it is laid out as no other is now
         flats.append(flat)
     save_flats(driver, flats)

@@ -10,7 +10,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from holdfast.planner.box import Box
-from holdfast.planner.placement import Piece, Replicated, Split, holders, local_pieces, local_shape
+from holdfast.planner.layout import Piece
+from holdfast.planner.placement import Replicated, Split, holders, local_pieces, local_shape
 
 MESHES = [(1,), (2,), (3,), (4,), (7,), (2, 2), (2, 3), (4, 2), (3, 4), (2, 2, 2)]
 SHAPES = [(0,), (1,), (5,), (8,), (9,), (27,), (6, 4), (7, 5), (1, 9), (3, 0), (4, 3, 5)]

@@ -15,8 +15,7 @@ from support.ranks import save_cut, save_flats
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.planner.box import Box
-from holdfast.planner.placement import Piece
-from holdfast.storage.state.adapters.dtensor import LocalPart
+from holdfast.planner.layout import MeshLayout, Piece
 from holdfast.storage.state.flat_state import FlatState
 from holdfast.storage.state.flatten import flatten
 
@@ -92,7 +91,8 @@ def replicated(state: dict[str, torch.Tensor]) -> FlatState:
     flat = flatten(state)
     for row, shape in enumerate(flat.shapes):
         origin = (0,) * len(shape)
-        flat.parts[row] = LocalPart((Piece(Box(origin, shape), origin),), shape, (0, 1), 2)
+        piece = Piece(Box(origin, shape), origin)
+        flat.layouts[row] = MeshLayout(shape, (piece,), shape, (0, 1), 2)
     flat.layout_id = None
     return flat
 

@@ -262,6 +262,5 @@ def test_a_mesh_may_name_its_coordinate_in_either_way(
         shape=torch.Size((4, 6)),
         stride=(6, 1),
     )
-    (part,) = flatten({"w": tensor}).parts
-    assert part is not None
-    assert part.pieces[0].box == Box((0, 3), (2, 3))
+    (layout,) = flatten({"w": tensor}).layouts
+    assert layout.pieces[0].box == Box((0, 3), (2, 3))

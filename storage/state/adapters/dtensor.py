@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ....errors import StateError
+from ....planner.layout import MeshLayout
 from ....planner.placement import (
-    Piece,
     Placement,
     Replicated,
     Split,
@@ -23,108 +23,84 @@ from ....planner.placement import (
     local_shape,
 )
 
-__all__ = [
-    "LocalPart",
-    "Parts",
-    "check_layout",
-    "hooked",
-    "local_part",
-    "local_tensor",
-    "parts_of",
-    "placement_texts",
-]
-
-
-@dataclass(frozen=True, slots=True)
-class LocalPart:
-    """What this rank holds of one DTensor, and the sorted global ranks of its mesh that hold the
-    very same."""
-
-    pieces: tuple[Piece, ...]
-    local_shape: tuple[int, ...]
-    holders: tuple[int, ...]
-    mesh_size: int
-    _hash: int = field(init=False, compare=False, repr=False)
-
-    def __post_init__(
-        self,
-    ) -> None:  # not of all ranks that hold it, of which there may be thousands; once, not per use
-        object.__setattr__(self, "_hash", hash((self.pieces, self.mesh_size)))
-
-    def __hash__(self) -> int:
-        return self._hash
+__all__ = ["DTensorAdapter", "MeshLayouts", "check_layout", "hooked", "layouts_on"]
 
 
 @dataclass(slots=True)
-class Parts:
-    """What is known of tensors on one mesh: layers repeat, a model has few of these. To look up
-    placements takes torch longer than all else about a tensor; so what was found is also kept by
-    which tuple they were. A tensor keeps its own, also when it is detached, and a tuple that is
-    kept is no other."""
+class MeshLayouts:
+    """The layouts of tensors on one mesh, each made once: layers repeat, so a model has few.
 
-    by_value: dict[Hashable, LocalPart] = field(default_factory=dict)
-    by_tuple: dict[Hashable, tuple[Hashable, LocalPart]] = field(default_factory=dict)
+    To look up placements takes torch longer than all else about a tensor. So a layout is also kept
+    by the identity of the tuple of placements: a tensor keeps its tuple, also when it is detached,
+    and this keeps it alive, so that no other tuple gets its id.
+    """
 
-    def of(self, tensor: DTensor, path: Callable[[], str]) -> LocalPart:
-        """What this rank holds of ``tensor``. Raises StateError, see :func:`local_part`."""
-        placements, shape = tensor.placements, tensor.shape
+    by_value: dict[Hashable, MeshLayout] = field(default_factory=dict)
+    by_tuple: dict[Hashable, tuple[Hashable, MeshLayout]] = field(default_factory=dict)
+
+    def of(self, tensor: DTensor, path: Callable[[], str]) -> MeshLayout:
+        """What this rank holds of ``tensor``. Raises StateError for a placement that is not a
+        layout (Partial), or one that this release does not know."""
+        placements = tensor.placements
+        shape = tensor.shape
         known = self.by_tuple.get((id(placements), shape))
         if known is not None:
             return known[1]
-        part = self.by_value.get((placements, shape))
-        if part is None:
+        layout = self.by_value.get((placements, shape))
+        if layout is None:
             _make_room(self.by_value)
-            part = self.by_value[placements, shape] = _part(tensor, path)
+            layout = self.by_value[placements, shape] = _mesh_layout(tensor, path)
         _make_room(self.by_tuple)
-        self.by_tuple[id(placements), shape] = (placements, part)
-        return part
+        self.by_tuple[id(placements), shape] = (placements, layout)
+        return layout
 
 
-def placement_texts(tensor: DTensor) -> tuple[str, ...]:
-    """How ``tensor`` is laid out, a text for each dimension of its mesh: ``R`` for Replicate,
-    ``S0`` for Shard(0)."""
-    return tuple(
-        ["R" if isinstance(p, Replicate) else f"S{getattr(p, 'dim', 0)}" for p in tensor.placements]
-    )
+class DTensorAdapter:
+    """Reads DTensors, see :class:`.tensors.TensorAdapter`."""
+
+    def __init__(self) -> None:
+        self._layouts: dict[int, MeshLayouts] = {}  # by the ids of meshes
+
+    def local(self, tensor: DTensor) -> torch.Tensor:
+        """This rank's local tensor, without a node in the autograd graph."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.local(tensor)
+        local = tensor.to_local()
+        return local.wait() if hasattr(local, "wait") else local
+
+    def layout(self, tensor: DTensor, local: torch.Tensor, path: Callable[[], str]) -> MeshLayout:
+        """What ``local`` is of the whole. Raises StateError for a placement that is not a layout
+        (Partial), and for a local tensor that is not what the placements imply."""
+        mesh = tensor.device_mesh
+        layouts = self._layouts.get(id(mesh))
+        if layouts is None:
+            layouts = self._layouts[id(mesh)] = layouts_on(mesh)
+        layout = layouts.of(tensor, path)
+        if local.shape != layout.local_shape and (layout.pieces or local.numel()):
+            raise StateError(
+                f"{path()} holds a local tensor of shape {tuple(local.shape)}, but "
+                f"{tensor.placements} of shape {tuple(tensor.shape)} imply {layout.local_shape}",
+                advice=(
+                    "This release does not know how this tensor is laid out. Redistribute it "
+                    "evenly."
+                ),
+            )
+        if hooked(tensor, local):
+            _check_hooks(tensor, local, layout, path)
+        return layout
+
+    def recorded(self, tensor: DTensor) -> tuple[str, ...]:
+        """A text for each dimension of the mesh: ``R`` for Replicate, ``S0`` for Shard(0)."""
+        return tuple(
+            "R" if isinstance(placement, Replicate) else f"S{getattr(placement, 'dim', 0)}"
+            for placement in tensor.placements
+        )
 
 
 def _make_room(known: dict[Hashable, Any]) -> None:
-    if len(known) >= _PARTS_MAX:
+    if len(known) >= _LAYOUTS_MAX:
         known.clear()
-
-
-def local_tensor(tensor: DTensor) -> torch.Tensor:
-    """This rank's local tensor, without a node in the autograd graph."""
-    if torch.is_grad_enabled():
-        with torch.no_grad():
-            return local_tensor(tensor)
-    local = tensor.to_local()
-    return local.wait() if hasattr(local, "wait") else local
-
-
-def local_part(
-    tensor: DTensor, local: torch.Tensor, path: Callable[[], str], known: Parts | None = None
-) -> LocalPart:
-    """What ``local``, this rank's part of ``tensor``, is of the whole. ``known``: the ``parts_of``
-    its mesh, if at hand.
-
-    Raises StateError for a placement that is not a layout (Partial), or one this release does not
-    know.
-    """
-    if known is None:
-        known = parts_of(tensor.device_mesh)
-    part = known.of(tensor, path)
-    if local.shape != part.local_shape and (part.pieces or local.numel()):
-        raise StateError(
-            f"{path()} holds a local tensor of shape {tuple(local.shape)}, "
-            f"but {tensor.placements} of shape {tuple(tensor.shape)} imply {part.local_shape}",
-            advice=(
-                "This release does not know how this tensor is laid out. Redistribute it evenly."
-            ),
-        )
-    if hooked(tensor, local):
-        _check_hooks(tensor, local, part, path)
-    return part
 
 
 def hooked(tensor: torch.Tensor, local: torch.Tensor | None = None) -> bool:
@@ -151,13 +127,13 @@ def check_layout(tensor: DTensor, local: torch.Tensor, path: Callable[[], str]) 
     """Raise StateError where hooks of ``tensor``, or of its part ``local``, tell another layout
     than its placements."""
     if hooked(tensor, local):
-        _check_hooks(tensor, local, parts_of(tensor.device_mesh).of(tensor, path), path)
+        _check_hooks(tensor, local, layouts_on(tensor.device_mesh).of(tensor, path), path)
 
 
 def _check_hooks(
-    tensor: DTensor, local: torch.Tensor, part: LocalPart, path: Callable[[], str]
+    tensor: DTensor, local: torch.Tensor, layout: MeshLayout, path: Callable[[], str]
 ) -> None:
-    implied = sorted((tuple(p.box.offsets), tuple(p.box.lengths)) for p in part.pieces)
+    implied = sorted((tuple(p.box.offsets), tuple(p.box.lengths)) for p in layout.pieces)
     told = _told_boxes(tensor, local)
     if told != implied:
         tells = "do not say where it lies" if told is None else f"say that it holds {_text(told)}"
@@ -189,14 +165,14 @@ def _text(boxes: list[Box]) -> str:
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-_PARTS_MAX = 4096
-_parts: WeakKeyDictionary[DeviceMesh, dict[Hashable, Parts]] = WeakKeyDictionary()
+_LAYOUTS_MAX = 4096
+_layouts: WeakKeyDictionary[DeviceMesh, dict[Hashable, MeshLayouts]] = WeakKeyDictionary()
 
 
-def parts_of(mesh: DeviceMesh) -> Parts:
-    """What is known of tensors on ``mesh``. Kept, since to list the ranks of a mesh takes longer
-    the more there are."""
-    return _parts.setdefault(mesh, {}).setdefault(_coordinate(mesh), Parts())
+def layouts_on(mesh: DeviceMesh) -> MeshLayouts:
+    """The known layouts of tensors on ``mesh``. They are kept, since it takes longer to list the
+    ranks of a mesh the more there are."""
+    return _layouts.setdefault(mesh, {}).setdefault(_coordinate(mesh), MeshLayouts())
 
 
 def _coordinate(mesh: DeviceMesh) -> tuple[int, ...] | None:
@@ -206,14 +182,16 @@ def _coordinate(mesh: DeviceMesh) -> tuple[int, ...] | None:
     return None if at is None else tuple(at)
 
 
-def _part(tensor: DTensor, path: Callable[[], str]) -> LocalPart:
+def _mesh_layout(tensor: DTensor, path: Callable[[], str]) -> MeshLayout:
     mesh = tensor.device_mesh
+    shape = tuple(tensor.shape)
     coordinate = _coordinate(mesh)
     if coordinate is None:
-        return LocalPart((), (0,) * tensor.ndim, (), mesh.size())
+        return MeshLayout(shape, (), (0,) * tensor.ndim, (), mesh.size())
     placements = tuple(_placement(p, path) for p in tensor.placements)
-    ranks, shape = mesh.mesh.numpy(), tuple(tensor.shape)
-    return LocalPart(
+    ranks = mesh.mesh.numpy()
+    return MeshLayout(
+        shape,
         tuple(local_pieces(shape, ranks.shape, coordinate, placements)),
         local_shape(shape, ranks.shape, coordinate, placements),
         holders(ranks, coordinate, placements),

@@ -31,8 +31,8 @@ MUTANTS = [
     Mutant(
         says="trace without ties",
         file="storage/state/signature.py",
-        old="        self.trace.append((id(part), row - first, item.shape, strides, item.dtype, item.device, item.is_conj(), item.is_neg()))\n",
-        new="        self.trace.append((id(part), item.shape, strides, item.dtype, item.device, item.is_conj(), item.is_neg()))\n",
+        old="        self._trace.append((id(layout), row - first, item.shape, strides, item.dtype, item.device, item.is_conj(), item.is_neg()))\n",
+        new="        self._trace.append((id(layout), item.shape, strides, item.dtype, item.device, item.is_conj(), item.is_neg()))\n",
         tests="tests/property/test_storage_signature.py::test_no_two_leaves_are_taken_for_each_other",
     ),
     Mutant(

@@ -38,8 +38,8 @@ MUTANTS = [
     Mutant(
         says="a local tensor of another shape than its placements imply is taken",
         file="storage/state/adapters/dtensor.py",
-        old="    if local.shape != part.local_shape and (part.pieces or local.numel()):\n",
-        new="    if False:\n",
+        old="        if local.shape != layout.local_shape and (layout.pieces or local.numel()):\n",
+        new="        if False:\n",
         tests="tests/distributed/test_foreign.py",
     ),
     Mutant(

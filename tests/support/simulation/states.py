@@ -13,7 +13,7 @@ import torch
 
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.planner.box import Box
-from holdfast.planner.placement import Piece
+from holdfast.planner.layout import MeshLayout, Piece
 from holdfast.storage.format.digest import digest
 from holdfast.storage.format.manifest import Manifest
 from holdfast.storage.format.packed import Compression
@@ -21,7 +21,6 @@ from holdfast.storage.operations.load import LoadJob
 from holdfast.storage.operations.save import SaveJob, run_save
 from holdfast.storage.ranks.calls import Board
 from holdfast.storage.ranks.team import Solo, StoreTeam
-from holdfast.storage.state.adapters.dtensor import LocalPart
 from holdfast.storage.state.fingerprint import fingerprints
 from holdfast.storage.state.flat_state import FlatState
 from holdfast.storage.state.flatten import flatten
@@ -196,10 +195,12 @@ def odd_job(state: int, rank: int, world: int, chunks: int) -> SaveJob:
     job = save_job(state, rank, world, chunks)
     if rank == world - 1:
         row = next(row for row, name in enumerate(job.flat.names) if "shared" in name)
-        shape, parts = job.flat.shapes[row], list(job.flat.parts)
+        shape = job.flat.shapes[row]
+        layouts = list(job.flat.layouts)
         origin = (0,) * len(shape)
-        parts[row] = LocalPart((Piece(Box(origin, shape), origin),), shape, (rank,), world)
-        job.flat = replace(job.flat, parts=parts, layout_id=None)
+        piece = Piece(Box(origin, shape), origin)
+        layouts[row] = MeshLayout(shape, (piece,), shape, (rank,), world)
+        job.flat = replace(job.flat, layouts=layouts, layout_id=None)
     return job
 
 

@@ -1,0 +1,97 @@
+"""Adapters: from each type of tensor to the memory that this rank has of it, and its layout.
+
+A new way to cut tensors up is one more file with an adapter, and one row in ``_ADAPTERS``. Nothing
+outside of this package asks what type a tensor is of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ....planner.layout import Layout, local_layout
+from .dtensor import DTensorAdapter
+
+__all__ = ["PLAIN_TYPES", "TENSOR_TYPES", "Adapters", "TensorAdapter", "layout_of", "local_of"]
+
+T_contra = TypeVar("T_contra", bound=torch.Tensor, contravariant=True)
+
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+"""Tensors that are their own memory, and nothing else."""
+
+
+class TensorAdapter(Protocol[T_contra]):
+    """Reads tensors of one type. Serves one walk over a state, which keeps all tensors alive; so it
+    may keep what it learns by their ids."""
+
+    def local(self, tensor: T_contra) -> torch.Tensor:
+        """The part in this rank's memory, as a plain tensor without a node in the autograd
+        graph."""
+
+    def layout(self, tensor: T_contra, local: torch.Tensor, path: Callable[[], str]) -> Layout:
+        """What ``local`` is of the whole. Raises StateError, which names ``path()``, for a layout
+        that cannot be saved."""
+
+    def recorded(self, tensor: T_contra) -> tuple[str, ...] | None:
+        """How a manifest records the layout, so that a load can make such a tensor; None where
+        there is nothing to record."""
+
+
+class _PlainAdapter:
+    def local(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def layout(self, tensor: torch.Tensor, local: torch.Tensor, path: Callable[[], str]) -> Layout:
+        return local_layout(tensor.shape)
+
+    def recorded(self, tensor: torch.Tensor) -> None:
+        return None
+
+
+_PLAIN = _PlainAdapter()
+_ADAPTERS: dict[type[torch.Tensor], Callable[[], TensorAdapter[Any]]] = {DTensor: DTensorAdapter}
+"""By type. What is of none of these, nor of a type that inherits from one, is plain."""
+
+TENSOR_TYPES: tuple[type, ...] = (*PLAIN_TYPES, *_ADAPTERS)
+"""All that are known by their type alone."""
+
+
+class Adapters:
+    """The adapters of one walk."""
+
+    def __init__(self) -> None:
+        self._by_type: dict[type, TensorAdapter[Any]] = dict.fromkeys(PLAIN_TYPES, _PLAIN)
+
+    def of(self, tensor: torch.Tensor) -> TensorAdapter[Any]:
+        """The adapter for ``tensor``."""
+        kind = type(tensor)
+        adapter = self._by_type.get(kind)
+        if adapter is None:
+            known = (_ADAPTERS[base] for base in kind.__mro__ if base in _ADAPTERS)
+            adapter = self._by_type[kind] = next(known, _PlainAdapter)()
+        return adapter
+
+    def of_type(self, kind: type) -> TensorAdapter[Any] | None:
+        """The adapter for exactly this type; None for others, also for those that inherit from
+        it."""
+        if kind not in _ADAPTERS:
+            return None
+        adapter = self._by_type.get(kind)
+        if adapter is None:
+            adapter = self._by_type[kind] = _ADAPTERS[kind]()
+        return adapter
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of one tensor of any type."""
+    return Adapters().of(tensor).local(tensor)
+
+
+def layout_of(tensor: torch.Tensor, path: Callable[[], str]) -> tuple[torch.Tensor, Layout]:
+    """The same, and its layout. Raises StateError, which names ``path()``."""
+    adapter = Adapters().of(tensor)
+    local = adapter.local(tensor)
+    return local, adapter.layout(tensor, local, path)
