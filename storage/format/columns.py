@@ -22,6 +22,7 @@ from ...planner.image import DIGEST_NBYTES
 from .digest import digest
 
 __all__ = [
+    "Column",
     "Columns",
     "decode_columns",
     "encode_columns",

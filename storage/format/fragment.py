@@ -1,10 +1,10 @@
-"""Fragments: what ranks tell the leader at commit, as columns, and many of them as one.
+"""Fragments: what ranks send to the leader for the manifest, as columns; and many of them joined.
 
 Ranks of one kind (the data-parallel and tensor-parallel ranks of a pipeline stage, say) know the
 same tensors and the same containers: they have a *layout* in common. So a fragment is a list of
-groups of ranks, each with its layout, and of what ranks have of their own, the columns of their
-shards and images and their values. To join fragments is to lay the columns of groups with the same
-layout end to end; no tensor is looked at. How the manifest is made of it says ``merge``.
+groups of ranks, each with its layout, and with what differs between ranks: the columns of their
+shards and images, and their values. Joining fragments concatenates the columns of groups with the
+same layout; no tensor is looked at. ``merge`` makes the manifest of them.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _LENGTH = struct.Struct("<Q")
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """What ranks of one kind have in common. ``own``: (T,) whether each of them has the tensor for
-    itself. The values in ``tree`` are places, without a value."""
+    """What ranks of one kind have in common. ``own``: (T,) whether each of them has a tensor of its
+    own under that name. ``tree`` has the places of values, without the values."""
 
     tensors: TensorTable
     own: Bools
@@ -53,11 +53,12 @@ class Layout:
 
     @cached_property
     def encoded(self) -> bytes:
-        """As bytes, which are equal where layouts are. Raises SaveError for what no reader would
+        """As bytes: equal layouts have equal bytes. Raises SaveError for what no reader would
         accept."""
         t = self.tensors
         check_readable(t, self.tree)
-        columns = tensor_columns(t, self.container) | {"tensor.own": self.own.astype(np.uint8)}
+        columns = tensor_columns(t, self.container)
+        columns["tensor.own"] = self.own.astype(np.uint8)
         places = [[v.container, encode_value(v.key, "")] for v in self.tree.values]
         head = {
             "dtypes": t.dtypes,
@@ -69,14 +70,14 @@ class Layout:
 
     @property
     def key(self) -> bytes:
-        """A digest of it."""
+        """A digest that identifies it."""
         return self.encoded[-DIGEST_NBYTES:]
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
     """Ranks of one layout, and what each has. ``shards.tensor`` are rows of the layout,
-    ``shards.image`` of ``images``; ``values`` are those of the layout's places, in order."""
+    ``shards.image`` rows of ``images``; ``values`` belong to the layout's places, in order."""
 
     layout: Layout
     ranks: Ints
@@ -85,44 +86,44 @@ class Group:
     values: list[ByRank]
 
     def encode(self) -> bytes:
-        """All but the layout, as bytes."""
-        columns = {"rank": self.ranks, "shard.tensor": self.shards.tensor} | shard_columns(
-            self.shards, self.images
-        )
+        """Everything except the layout, as bytes."""
+        columns = shard_columns(self.shards, self.images)
+        columns["rank"] = self.ranks
+        columns["shard.tensor"] = self.shards.tensor
         narrow = {name: narrowed(column) for name, column in columns.items()}
         return encode_columns(narrow, {"values": json.dumps(self.values, separators=(",", ":"))})
 
 
 @dataclass(frozen=True, eq=False)
 class Fragment:
-    """What some ranks tell of one save. ``head``: attempt, step and time of the save, as in the
+    """What some ranks report of one save. ``head``: attempt, step and time of the save, as in the
     manifest."""
 
     head: tuple[str, int | None, float]
     groups: list[Group]
 
     def encode(self, known: Collection[bytes] = ()) -> bytes:
-        """As bytes; each layout once, and of one whose key is in ``known`` the key alone. Raises
-        SaveError for what is too large for any reader."""
+        """As bytes. Each layout is encoded once; one whose key is in ``known`` as its key alone.
+        Raises SaveError for what is too large for any reader."""
         layouts = {group.layout.key: group.layout.encoded for group in self.groups}
         row = {key: i for i, key in enumerate(layouts)}
-        told = json.dumps(
-            {"head": self.head, "layouts": [row[group.layout.key] for group in self.groups]}
-        ).encode()
-        blobs = [told, *(key if key in known else encoded for key, encoded in layouts.items())]
+        rows = [row[group.layout.key] for group in self.groups]
+        head = json.dumps({"head": self.head, "layouts": rows}).encode()
+        blobs = [head]
+        blobs += [key if key in known else encoded for key, encoded in layouts.items()]
         blobs += [group.encode() for group in self.groups]
-        body = b"".join(
-            [_LENGTH.pack(len(blobs)), *(_LENGTH.pack(len(blob)) for blob in blobs), *blobs]
-        )
+        lengths = [_LENGTH.pack(len(blob)) for blob in blobs]
+        body = b"".join([_LENGTH.pack(len(blobs)), *lengths, *blobs])
         return body + digest(body)
 
 
 def layout_of(tensors: TensorTable, container: Ints, tree: Tree) -> Layout:
-    """What a rank that knows of these has in common with others of its kind. ``tensors.owner``: -1,
-    or this rank."""
+    """What a rank with these tensors and containers has in common with others of its kind.
+    ``tensors.owner``: -1, or this rank."""
     places = replace(tree, values=[Value(v.container, v.key, []) for v in tree.values])
     own = tensors.owner >= 0
-    return Layout(replace(tensors, owner=np.full(len(own), -1, np.int64)), own, container, places)
+    shared = replace(tensors, owner=np.full(len(own), -1, np.int64))
+    return Layout(shared, own, container, places)
 
 
 def fragment_of(
@@ -133,20 +134,20 @@ def fragment_of(
     images: ImageTable,
     tree: Tree,
 ) -> Fragment:
-    """What one rank tells: its part alone. The values are those in ``tree``."""
+    """The fragment of one rank, with the values in ``tree``."""
     values: list[ByRank] = [[([rank], v.by_rank[0][1])] for v in tree.values]
     return Fragment(head, [Group(layout, np.array([rank]), shards, images, values)])
 
 
 def decode_fragment(data: bytes, what: str, known: MutableMapping[bytes, Layout]) -> Fragment:
     """The fragment in ``data``. Layouts are looked up in ``known``, and added to it. Raises
-    DamagedError, also for a layout of which there is but a key that is not known."""
+    DamagedError, also where a layout is given by a key that is not known."""
     body = data[:-DIGEST_NBYTES]
     if digest(body) != data[-DIGEST_NBYTES:]:
         raise DamagedError(f"{what} does not match its own checksum")
     try:
-        told, *rest = _blobs(body)
-        head = json.loads(told)
+        text, *rest = _blobs(body)
+        head = json.loads(text)
         rows = head["layouts"]
         n = len(rest) - len(rows)
         layouts = [_known_layout(blob, what, known) for blob in rest[:n]]
@@ -166,7 +167,7 @@ def _blobs(data: bytes) -> list[bytes]:
     cuts = np.cumsum([begin, *lengths]).tolist()
     if len(lengths) != count or cuts[-1] != len(data):
         raise ValueError("lengths disagree")
-    return [data[a:b] for a, b in pairwise(cuts)]
+    return [data[begin:end] for begin, end in pairwise(cuts)]
 
 
 def _known_layout(blob: bytes, what: str, known: MutableMapping[bytes, Layout]) -> Layout:
@@ -176,30 +177,34 @@ def _known_layout(blob: bytes, what: str, known: MutableMapping[bytes, Layout]) 
         head = json.loads(metadata["layout"])
         tree = Tree.from_json(head["tree"])
         tree.values = [Value(int(c), decode_value(key), []) for c, key in head["places"]]
-        container, own = (
-            ints_of(columns, "tensor.container"),
-            columns["tensor.own"].astype(np.bool_),
+        known[key] = Layout(
+            tensors=tensor_table(columns, head["dtypes"]),
+            own=columns["tensor.own"].astype(np.bool_),
+            container=ints_of(columns, "tensor.container"),
+            tree=tree,
         )
-        known[key] = Layout(tensor_table(columns, head["dtypes"]), own, container, tree)
     return known[key]
 
 
 def _group(layout: Layout, blob: bytes, what: str) -> Group:
     columns, metadata = decode_columns(blob, what)
-
-    def ints(name: str) -> Ints:
-        return ints_of(columns, name)
-
-    names = ("shard.tensor", "shard.offsets", "shard.lengths", "shard.image", "shard.start")
+    shards = ShardTable(
+        tensor=ints_of(columns, "shard.tensor"),
+        offsets=ints_of(columns, "shard.offsets"),
+        lengths=ints_of(columns, "shard.lengths"),
+        image=ints_of(columns, "shard.image"),
+        start=ints_of(columns, "shard.start"),
+    )
     images = image_table(columns, compressed="image.stored_nbytes" in columns)
     values: list[ByRank] = [
-        [(ranks, encoded) for ranks, encoded in by] for by in json.loads(metadata["values"])
+        [(ranks, encoded) for ranks, encoded in by_rank]
+        for by_rank in json.loads(metadata["values"])
     ]
-    return Group(layout, ints("rank"), ShardTable(*map(ints, names)), images, values)
+    return Group(layout, ints_of(columns, "rank"), shards, images, values)
 
 
 def join(fragments: Sequence[Fragment]) -> Fragment:
-    """All of them as one, with a group per layout. They are given in order of their first ranks."""
+    """All fragments as one, with a group per layout. They come in order of their first ranks."""
     by_layout: dict[bytes, list[Group]] = {}
     for fragment in fragments:
         for group in fragment.groups:

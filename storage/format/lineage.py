@@ -75,9 +75,8 @@ class Lineage:
         branches = {
             name: {"from": parent, "step": step} for name, (parent, step) in self.parents.items()
         }
-        return json.dumps(
-            {"version": _VERSION, "current": self.current, "branches": branches}
-        ).encode()
+        record = {"version": _VERSION, "current": self.current, "branches": branches}
+        return json.dumps(record).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Lineage:
@@ -94,15 +93,15 @@ class Lineage:
             ) from error
 
     @classmethod
-    def _checked(cls, told: Any) -> Lineage:
-        if not isinstance(told, dict) or told["version"] != _VERSION:
+    def _checked(cls, record: Any) -> Lineage:
+        if not isinstance(record, dict) or record["version"] != _VERSION:
             raise ValueError("it is no record of version 1")
         parents: dict[str, tuple[str, int]] = {}
-        for name, left in told["branches"].items():
+        for name, left in record["branches"].items():
             if not is_branch(name) or name == ROOT or type(left["step"]) is not int:
                 raise ValueError("a branch is malformed")
             parents[name] = (left["from"], left["step"])
-        lineage = cls(told["current"], parents)
+        lineage = cls(record["current"], parents)
         lineage._check_ends_at_root()
         return lineage
 

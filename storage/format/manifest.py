@@ -3,7 +3,7 @@ commit.
 
 It is a safetensors file of columns (``columns.py``) with a JSON header;
 ``docs/reference/format.md`` documents it so that a reader can be written from that page. What a
-rank tells the committing one is a *fragment* (``fragment.py``). No path is stored: an image's key
+rank sends to the committing one is a *fragment* (``fragment.py``). No path is stored: an image's key
 follows from the attempt and the rank.
 """
 
@@ -13,7 +13,7 @@ import json
 import math
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -27,7 +27,7 @@ from ...errors import DamagedError, SaveError, UnsupportedFormatError
 from ...planner.columns import volumes
 from ...planner.image import BLOCK_NBYTES, CHUNK_NBYTES, DIGEST_NBYTES, PAGE_NBYTES
 from ...planner.table import ShardTable, TensorTable
-from .columns import decode_columns, encode_columns, narrowed, parse_header
+from .columns import Column, Columns, decode_columns, encode_columns, narrowed, parse_header
 from .lineage import ROOT, is_branch
 from .packed import COMPRESSIONS, Compression, index_nbytes
 from .tree import Tree
@@ -52,7 +52,9 @@ __all__ = [
 MANIFEST_KEY = "manifest.safetensors"
 ATTEMPT_PATTERN = r"[0-9]{8}T[0-9]{6}-[0-9a-f]{8}"
 """A regular expression of the ids of attempts."""
-_PLAIN, _COMPRESSED = 1, 2  # versions of the format
+# Versions of the format.
+_PLAIN = 1
+_COMPRESSED = 2
 _ATTEMPT = re.compile(ATTEMPT_PATTERN)
 _INDEX = re.compile(r"[0-9]{1,10}")
 _CHUNK_NBYTES_MAX = 256 << 20
@@ -64,9 +66,10 @@ Ints = npt.NDArray[np.int64]
 
 
 def image_key(attempt: str, rank: int, compression: Compression | None = None) -> str:
-    """Where the image of ``rank`` lies, as a key. A compressed one is no safetensors file, and is
-    not named like one."""
-    return f"data/{attempt}/{rank}.safetensors" + (f".{compression}" if compression else "")
+    """The key of the image of ``rank``. A compressed image is no safetensors file, and is not named
+    like one."""
+    suffix = f".{compression}" if compression else ""
+    return f"data/{attempt}/{rank}.safetensors{suffix}"
 
 
 @dataclass(frozen=True)
@@ -92,11 +95,13 @@ class ImageTable:
 
     def file_nbytes(self, block_nbytes: int) -> Ints:
         """File size per image: that of the image, unless it is compressed."""
-        return self.nbytes(block_nbytes) if self.stored_nbytes is None else self.stored_nbytes
+        if self.stored_nbytes is None:
+            return self.nbytes(block_nbytes)
+        return self.stored_nbytes
 
     @classmethod
     def joined(cls, tables: Sequence[ImageTable]) -> ImageTable:
-        """The images of all of these, in order. All are compressed, or none is."""
+        """The images of all tables, in order. All are compressed, or none is."""
         stored = [table.stored_nbytes for table in tables if table.stored_nbytes is not None]
         return cls(
             np.concatenate([table.rank for table in tables]),
@@ -128,16 +133,15 @@ class Manifest:
 
     @property
     def version(self) -> int:
-        """That of its format: 2 if it is compressed, else 1."""
+        """The version of its format: 2 if it is compressed, else 1."""
         return _PLAIN if self.compression is None else _COMPRESSED
 
     @cached_property
     def first_chunk(self) -> Ints:
         """(I + 1,): the row in ``images.digests`` of each image's first chunk, and the number of
         rows."""
-        return np.concatenate([[0], np.cumsum(self.images.chunks(self.chunk_nbytes))]).astype(
-            np.int64
-        )
+        counts = self.images.chunks(self.chunk_nbytes)
+        return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
     @cached_property
     def tensor_nbytes(self) -> int:
@@ -151,7 +155,7 @@ class Manifest:
     def encode(self) -> bytes:
         """The file's bytes. Raises SaveError for what no reader would accept."""
         check_readable(self.tensors, self.tree)
-        head = {
+        head: dict[str, Any] = {
             "version": self.version,
             "attempt": self.attempt,
             "step": self.step,
@@ -161,17 +165,20 @@ class Manifest:
             "chunk_nbytes": self.chunk_nbytes,
             "block_nbytes": self.block_nbytes,
             "tree": self.tree.to_json(),
-        } | ({} if self.compression is None else {"compression": self.compression})
+        }
+        if self.compression is not None:
+            head["compression"] = self.compression
         if self.branch != ROOT:
             head["branch"] = self.branch
-        return encode_columns(
-            self._columns(), {"holdfast": json.dumps(head, separators=(",", ":"))}
-        )
+        text = json.dumps(head, separators=(",", ":"))
+        return encode_columns(self._columns(), {"holdfast": text})
 
-    def _columns(self) -> dict[str, npt.NDArray[Any]]:
-        t, s = self.tensors, self.shards
-        columns = tensor_columns(t, self.container) | {"tensor.shards": np.diff(s.pointers(len(t)))}
-        columns |= shard_columns(s, self.images)
+    def _columns(self) -> Columns:
+        columns = {
+            **tensor_columns(self.tensors, self.container),
+            "tensor.shards": np.diff(self.shards.pointers(len(self.tensors))),
+            **shard_columns(self.shards, self.images),
+        }
         return {name: narrowed(column) for name, column in columns.items()}
 
     @classmethod
@@ -183,10 +190,8 @@ class Manifest:
         return made
 
     @classmethod
-    def of_columns(
-        cls, columns: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, str], what: str
-    ) -> Manifest:
-        """The manifest that has these columns, unchecked. Raises as :meth:`decode` does."""
+    def of_columns(cls, columns: Columns, metadata: Mapping[str, str], what: str) -> Manifest:
+        """The manifest with these columns, unchecked. Raises as :meth:`decode` does."""
         head = _head(metadata, what)
         try:
             return _from_columns(columns, head)
@@ -195,9 +200,8 @@ class Manifest:
 
 
 def attempt_in(data: bytes, what: str = "the manifest") -> str:
-    """The attempt that the manifest in ``data`` names. Its checksum is checked, and that this
-    release knows its version; what its tables say is not. Raises DamagedError,
-    UnsupportedFormatError."""
+    """The attempt that the manifest in ``data`` names. Its checksum and version are checked, what
+    its tables say is not. Raises DamagedError, UnsupportedFormatError."""
     _columns, metadata = decode_columns(data, what)
     attempt = _head(metadata, what).get("attempt")
     if not isinstance(attempt, str) or not _ATTEMPT.fullmatch(attempt):
@@ -206,7 +210,7 @@ def attempt_in(data: bytes, what: str = "the manifest") -> str:
 
 
 def check_readable(tensors: TensorTable, tree: Tree) -> None:
-    """Raises SaveError for what no reader would accept."""
+    """Raise SaveError for what no reader would accept."""
     if tensors.shape.shape[1] > _NDIM_MAX:
         raise SaveError(f"a tensor has more than {_NDIM_MAX} dimensions")
     if tree.paths_too_long:
@@ -216,10 +220,11 @@ def check_readable(tensors: TensorTable, tree: Tree) -> None:
         )
 
 
-def tensor_columns(tensors: TensorTable, container: Ints) -> dict[str, npt.NDArray[Any]]:
+def tensor_columns(tensors: TensorTable, container: Ints) -> dict[str, Column]:
     """The columns of tensors and of their containers, by name."""
-    t, names = tensors, [name.encode("utf-8", "surrogatepass") for name in tensors.names]
-    columns: dict[str, npt.NDArray[Any]] = {
+    t = tensors
+    names = [name.encode("utf-8", "surrogatepass") for name in t.names]
+    columns: dict[str, Column] = {
         "tensor.name": np.frombuffer(b"".join(names), np.uint8),
         "tensor.name_nbytes": np.fromiter(map(len, names), np.int64, len(names)),
         "tensor.dtype": t.dtype,
@@ -234,17 +239,17 @@ def tensor_columns(tensors: TensorTable, container: Ints) -> dict[str, npt.NDArr
     return columns
 
 
-def ints_of(columns: Mapping[str, npt.NDArray[Any]], name: str) -> Ints:
-    """A stored column. Raises KeyError, and ValueError where it does not fit."""
+def ints_of(columns: Columns, name: str) -> Ints:
+    """A stored column of integers. Raises KeyError, and ValueError where it does not fit."""
     column = columns[name]
     if column.dtype == np.uint64 and len(column) and column.max() > np.iinfo(np.int64).max:
         raise ValueError(f"column {name} overflows")
     return column.astype(np.int64)
 
 
-def shard_columns(shards: ShardTable, images: ImageTable) -> dict[str, npt.NDArray[Any]]:
-    """The columns of shards, but for their tensors, and those of images."""
-    columns: dict[str, npt.NDArray[Any]] = {
+def shard_columns(shards: ShardTable, images: ImageTable) -> dict[str, Column]:
+    """The columns of shards, except for their tensors, and those of images."""
+    columns: dict[str, Column] = {
         "shard.image": shards.image,
         "shard.start": shards.start,
         "shard.offsets": shards.offsets,
@@ -258,23 +263,24 @@ def shard_columns(shards: ShardTable, images: ImageTable) -> dict[str, npt.NDArr
     return columns
 
 
-def image_table(columns: Mapping[str, npt.NDArray[Any]], *, compressed: bool) -> ImageTable:
+def image_table(columns: Columns, *, compressed: bool) -> ImageTable:
     """The images in columns that :func:`shard_columns` made. Raises KeyError and ValueError."""
-    rank, hashed = (ints_of(columns, f"image.{name}") for name in ("rank", "hashed_nbytes"))
-    stored = ints_of(columns, "image.stored_nbytes") if compressed else None
-    return ImageTable(rank, hashed, columns["chunk.digest"], stored)
+    return ImageTable(
+        rank=ints_of(columns, "image.rank"),
+        hashed_nbytes=ints_of(columns, "image.hashed_nbytes"),
+        digests=columns["chunk.digest"],
+        stored_nbytes=ints_of(columns, "image.stored_nbytes") if compressed else None,
+    )
 
 
-def tensor_table(columns: Mapping[str, npt.NDArray[Any]], dtypes: Any) -> TensorTable:
-    """The tensors in columns that :func:`tensor_columns` made, and the header's dtypes. Raises
-    KeyError and ValueError."""
+def tensor_table(columns: Columns, dtypes: Any) -> TensorTable:
+    """The tensors in columns that :func:`tensor_columns` made; ``dtypes`` as the header has them.
+    Raises KeyError, TypeError and ValueError."""
 
     def optional(name: str) -> Ints:
-        return (
-            ints_of(columns, name)
-            if name in columns
-            else np.zeros(len(columns["tensor.dtype"]), np.int64)
-        )
+        if name in columns:
+            return ints_of(columns, name)
+        return np.zeros(len(columns["tensor.dtype"]), np.int64)
 
     return TensorTable(
         names=_names(columns["tensor.name"].tobytes(), ints_of(columns, "tensor.name_nbytes")),
@@ -323,21 +329,19 @@ def _whole(value: Any) -> int:
     return value
 
 
-def _from_columns(columns: Mapping[str, npt.NDArray[Any]], head: Mapping[str, Any]) -> Manifest:
-    def ints(name: str) -> Ints:
-        return ints_of(columns, name)
-
+def _from_columns(columns: Columns, head: Mapping[str, Any]) -> Manifest:
     tensors = tensor_table(columns, head["dtypes"])
-    counts, rows = ints("tensor.shards"), len(columns["shard.start"])
-    # None is larger than the sum, so that has not wrapped round.
+    counts = ints_of(columns, "tensor.shards")
+    rows = len(columns["shard.start"])
+    # No count is larger than the expected sum, so the sum has not wrapped round.
     if counts.shape != tensors.dtype.shape or counts.max(initial=0) > rows or counts.sum() != rows:
         raise ValueError("numbers of shards disagree")
     shards = ShardTable(
         tensor=np.repeat(np.arange(len(counts)), counts),
-        offsets=ints("shard.offsets"),
-        lengths=ints("shard.lengths"),
-        image=ints("shard.image"),
-        start=ints("shard.start"),
+        offsets=ints_of(columns, "shard.offsets"),
+        lengths=ints_of(columns, "shard.lengths"),
+        image=ints_of(columns, "shard.image"),
+        start=ints_of(columns, "shard.start"),
     )
     compression = _compression(head)
     images = image_table(columns, compressed=compression is not None)
@@ -348,7 +352,7 @@ def _from_columns(columns: Mapping[str, npt.NDArray[Any]], head: Mapping[str, An
         created_s=float(head["created_s"]),
         tree=Tree.from_json(head["tree"]),
         tensors=tensors,
-        container=ints("tensor.container"),
+        container=ints_of(columns, "tensor.container"),
         shards=shards,
         images=images,
         chunk_nbytes=_whole(head["chunk_nbytes"]),
@@ -359,14 +363,13 @@ def _from_columns(columns: Mapping[str, npt.NDArray[Any]], head: Mapping[str, An
 
 
 def _names(blob: bytes, nbytes: Ints) -> tuple[str, ...]:
-    ends = np.cumsum(nbytes)
-    fits = nbytes.ndim == 1 and nbytes.max(initial=0) <= len(
-        blob
-    )  # so the sums have not wrapped round
-    if not fits or (ends[-1] if len(ends) else 0) != len(blob):
+    # No name is longer than all names together, so the sums have not wrapped round.
+    if nbytes.ndim != 1 or nbytes.max(initial=0) > len(blob):
         raise ValueError("lengths of names disagree")
-    cuts = [0, *ends.tolist()]
-    return tuple(blob[a:b].decode("utf-8", "surrogatepass") for a, b in pairwise(cuts))
+    ends = [0, *np.cumsum(nbytes).tolist()]
+    if ends[-1] != len(blob):
+        raise ValueError("lengths of names disagree")
+    return tuple(blob[begin:end].decode("utf-8", "surrogatepass") for begin, end in pairwise(ends))
 
 
 def check(m: Manifest, what: str) -> None:
@@ -377,97 +380,109 @@ def check(m: Manifest, what: str) -> None:
             raise DamagedError(f"{what} contradicts itself: {problem}")
 
 
-def _conditions(m: Manifest) -> Any:
-    t, s, i = m.tensors, m.shards, m.images
-    n, width = len(t), t.shape.shape[1] if t.shape.ndim == 2 else -1
+def _conditions(m: Manifest) -> Iterator[tuple[bool, str]]:
+    """Pairs of what must hold, and what is wrong if it does not. In order: a condition may rely on
+    those before it."""
+    yield from _header_conditions(m)
+    yield from _shape_conditions(m)
+    yield from _tensor_conditions(m)
+    yield from _shard_conditions(m)
+    yield from _image_conditions(m)
+    yield from _name_conditions(m)
+
+
+def _header_conditions(m: Manifest) -> Iterator[tuple[bool, str]]:
     yield _ATTEMPT.fullmatch(m.attempt) is not None, "the attempt's name"
     yield is_branch(m.branch), "the branch's name"
-    yield (
-        m.world > 0
-        and math.isfinite(m.created_s)
-        and 0
-        < m.block_nbytes
-        <= m.chunk_nbytes
-        <= min(_CHUNK_NBYTES_MAX, m.block_nbytes * _BLOCKS_PER_CHUNK_MAX)
-        and m.chunk_nbytes % m.block_nbytes == m.block_nbytes % PAGE_NBYTES == 0,
-        "numbers of the header",
-    )
-    yield (
-        0 <= width <= _NDIM_MAX and s.offsets.shape == s.lengths.shape == (len(s.tensor), width),
-        "widths of columns",
-    )
-    yield (
-        all(len(c) == n for c in (t.names, t.ndim, t.shape, m.container)),
-        "lengths of tensor columns",
-    )
-    yield all(c.shape == (len(s.tensor),) for c in (s.image, s.start)), "lengths of shard columns"
-    yield (
-        all(c.shape == (n,) for c in (t.ndim, t.alias, t.owner, t.dtype, m.container)),
-        "shapes of tensor columns",
-    )
-    yield (
-        all(c.shape == (len(i),) for c in (i.rank, i.hashed_nbytes))
-        and len(np.unique(i.rank)) == len(i),
-        "images",
-    )
-    yield bool((i.rank < m.world).all()), "ranks of images"
-    yield (
-        bool((t.dtype < len(t.dtypes)).all()) and all(0 < size <= 64 for _, size in t.dtypes),
-        "dtypes",
-    )
+    what = "numbers of the header"
+    yield m.world > 0 and math.isfinite(m.created_s), what
+    yield 0 < m.block_nbytes <= m.chunk_nbytes <= _CHUNK_NBYTES_MAX, what
+    yield m.chunk_nbytes <= m.block_nbytes * _BLOCKS_PER_CHUNK_MAX, what
+    yield m.chunk_nbytes % m.block_nbytes == m.block_nbytes % PAGE_NBYTES == 0, what
+
+
+def _shape_conditions(m: Manifest) -> Iterator[tuple[bool, str]]:
+    """Columns of one table have as many rows."""
+    t = m.tensors
+    s = m.shards
+    i = m.images
+    n = len(t)
+    width = t.shape.shape[1] if t.shape.ndim == 2 else -1
+    box_shape = (len(s.tensor), width)
+    yield 0 <= width <= _NDIM_MAX, "widths of columns"
+    yield s.offsets.shape == s.lengths.shape == box_shape, "widths of columns"
+    whole = all(len(column) == n for column in (t.names, t.ndim, t.shape, m.container))
+    yield whole, "lengths of tensor columns"
+    whole = all(column.shape == (len(s.tensor),) for column in (s.image, s.start))
+    yield whole, "lengths of shard columns"
+    flat = (t.ndim, t.alias, t.owner, t.dtype, m.container)
+    yield all(column.shape == (n,) for column in flat), "shapes of tensor columns"
+    yield all(column.shape == (len(i),) for column in (i.rank, i.hashed_nbytes)), "images"
+
+
+def _tensor_conditions(m: Manifest) -> Iterator[tuple[bool, str]]:
+    t = m.tensors
+    n = len(t)
+    width = t.shape.shape[1]
+    yield bool((t.dtype < len(t.dtypes)).all()), "dtypes"
+    yield all(0 < size <= 64 for _, size in t.dtypes), "dtypes"
     yield bool((t.ndim <= width).all()) and _product_fits(t), "shapes of tensors"
-    yield bool(((t.shape == 1) | (np.arange(width) < t.ndim[:, None])).all()), "padding of shapes"
+    is_padding = np.arange(width) >= t.ndim[:, None]
+    yield bool((t.shape[is_padding] == 1).all()), "padding of shapes"
     yield bool(((t.alias < n) & (t.owner < m.world)).all()), "aliases"
-    tied, root = t.alias >= 0, t.alias[t.alias >= 0]
+    tied = t.alias >= 0
+    root = t.alias[tied]
     yield bool((t.alias[root] < 0).all() and (t.dtype[tied] == t.dtype[root]).all()), "aliases"
-    yield (
-        bool((t.ndim[tied] == t.ndim[root]).all() and (t.shape[tied] == t.shape[root]).all()),
-        "shapes of aliases",
-    )
+    yield bool((t.ndim[tied] == t.ndim[root]).all()), "shapes of aliases"
+    yield bool((t.shape[tied] == t.shape[root]).all()), "shapes of aliases"
     yield bool((m.container < len(m.tree.containers)).all()), "containers"
+
+
+def _shard_conditions(m: Manifest) -> Iterator[tuple[bool, str]]:
+    t = m.tensors
+    s = m.shards
+    i = m.images
     yield bool((s.image < len(i)).all()), "images of shards"
-    yield (
-        bool(
-            (
-                (s.lengths > 0)
-                & (s.lengths <= t.shape[s.tensor])
-                & (s.offsets <= t.shape[s.tensor] - s.lengths)
-            ).all()
-        ),
-        "boxes",
-    )
-    inside = (s.start >= PAGE_NBYTES) & (
-        s.start <= i.hashed_nbytes[s.image] - s.nbytes(t)
-    )  # behind the header
+    shape = t.shape[s.tensor]
+    inside = (s.lengths > 0) & (s.lengths <= shape) & (s.offsets <= shape - s.lengths)
+    yield bool(inside.all()), "boxes"
+    behind_header = s.start >= PAGE_NBYTES
+    inside = behind_header & (s.start <= i.hashed_nbytes[s.image] - s.nbytes(t))
     yield bool(inside.all()), "bytes of shards"
     yield bool((s.start % t.itemsize[s.tensor] == 0).all()), "alignment of shards"
+
+
+def _image_conditions(m: Manifest) -> Iterator[tuple[bool, str]]:
+    i = m.images
+    yield len(np.unique(i.rank)) == len(i), "images"
+    yield bool((i.rank < m.world).all()), "ranks of images"
     yield i.digests.dtype == np.uint8 and i.digests.ndim == 2, "digests"
+    # No image has more chunks than there are digests, so the sum of chunks has not wrapped round.
     yield bool((i.hashed_nbytes <= len(i.digests) * m.chunk_nbytes).all()), "chunks"
-    yield (
-        i.digests.shape == (int(m.first_chunk[-1]), DIGEST_NBYTES),
-        "chunks",
-    )  # whose sum has not wrapped round
+    yield i.digests.shape == (int(m.first_chunk[-1]), DIGEST_NBYTES), "chunks"
     yield _files_fit(m), "sizes of files"
+
+
+def _name_conditions(m: Manifest) -> Iterator[tuple[bool, str]]:
+    t = m.tensors
+    n = len(t)
     yield _names_have_prefixes(m), "names"
-    yield (
-        len(t.rows) == n or len(set(zip(t.names, t.owner.tolist(), strict=True))) == n,
-        "names that occur twice",
-    )
+    is_unique = len(t.rows) == n or len(set(zip(t.names, t.owner.tolist(), strict=True))) == n
+    yield is_unique, "names that occur twice"
 
 
 def check_complete(m: Manifest, what: str) -> None:
-    """Raise DamagedError unless there are as many elements as the tensors have, and no byte of an
-    image is two shards'.
+    """Raise DamagedError unless shards have as many elements as the tensors, and no two shards share
+    a byte of an image.
 
-    So what a load allocates is bounded by files that must be there. (A fragment is not complete.)
+    So what a load allocates is bounded by the files that must be there. (A fragment is not complete.)
     """
-    t, s = m.tensors, m.shards
+    t = m.tensors
+    s = m.shards
     volume = volumes(s.lengths)
-    sums = np.append(0, np.cumsum(volume))[s.pointers(len(t))]
-    if (
-        float(volume.sum(dtype=np.float64)) >= 2.0**62
-        or (np.diff(sums) != np.where(t.alias < 0, volumes(t.shape), 0)).any()
-    ):
+    wraps = float(volume.sum(dtype=np.float64)) >= 2.0**62
+    stored = np.diff(np.append(0, np.cumsum(volume))[s.pointers(len(t))])
+    if wraps or (stored != np.where(t.alias < 0, volumes(t.shape), 0)).any():
         raise DamagedError(f"{what} contradicts itself: shards do not make tensors")
     _check_disjoint(m, what)
 
@@ -475,21 +490,21 @@ def check_complete(m: Manifest, what: str) -> None:
 def _check_disjoint(m: Manifest, what: str) -> None:
     """Raise DamagedError where two shards share bytes.
 
-    Images are laid end to end, which their digests keep far below 63 bits. Then the starts are
-    sorted, and so are the ends: runs that are not empty are apart exactly if the n-th of them has
-    ended where the next one starts.
+    Images are laid end to end; their digests bound their sizes, so positions stay far below 63 bits.
+    Then starts and ends are sorted, each by itself: runs that are not empty are disjoint exactly if
+    the n-th end is not beyond the start after the n-th.
     """
     s = m.shards
     base = np.cumsum(m.images.hashed_nbytes) - m.images.hashed_nbytes
     start = base[s.image] + s.start
-    starts, ends = np.sort(start), np.sort(start + s.nbytes(m.tensors))
+    starts = np.sort(start)
+    ends = np.sort(start + s.nbytes(m.tensors))
     shared = np.flatnonzero(starts[1:] < ends[:-1])
     if len(shared):
         row = int(np.flatnonzero(start == starts[shared[0] + 1])[-1])
         raise DamagedError(
             f"{what} contradicts itself: a shard of {m.tensors.names[s.tensor[row]]!r} begins "
-            f"inside another, at byte "
-            f"{s.start[row]:,} of {m.image_key(int(s.image[row]))}"
+            f"inside another, at byte {s.start[row]:,} of {m.image_key(int(s.image[row]))}"
         )
 
 
@@ -500,16 +515,13 @@ def _product_fits(t: TensorTable) -> bool:
 
 
 def _files_fit(m: Manifest) -> bool:
-    """Whether no compressed image is larger than it could be as it is, or smaller than what is
-    never compressed."""
+    """Whether every compressed image has a possible size: at least that of its parts that are never
+    compressed, at most what it takes where no block is."""
     i = m.images
     if m.compression is None or i.stored_nbytes is None:
         return m.compression is None and i.stored_nbytes is None
-    least = (
-        i.nbytes(m.block_nbytes)
-        - i.hashed_nbytes
-        + index_nbytes(i.hashed_nbytes, m.chunk_nbytes, m.block_nbytes)
-    )
+    pages_nbytes = i.nbytes(m.block_nbytes) - i.hashed_nbytes
+    least = pages_nbytes + index_nbytes(i.hashed_nbytes, m.chunk_nbytes, m.block_nbytes)
     if i.stored_nbytes.shape != least.shape:
         return False
     packed = i.stored_nbytes - least

@@ -1,5 +1,5 @@
-"""A range of one tensor's bytes, in row-major order, however its shards lie: what files over
-tensors are read with.
+"""Reads a range of one tensor's bytes, in row-major order, however its shards lie. Files over tensors
+are read this way.
 
 Verified as every read is, and without torch: numpy copies.
 """
@@ -37,12 +37,11 @@ async def read_flat(
     itemsize = int(tensors.itemsize[row])
     first = start // itemsize
     boxes = flat_to_boxes(tensors.shape_of(row), first, ceil_div(stop, itemsize))
-    flat = _Flat(manifest, boxes, itemsize)
+    flat = _FlatRange(manifest, boxes, itemsize)
     targets = _targets(row, boxes, tensors.shape.shape[1])
     plan = await offload(plan_reads, driver, manifest, targets)
-    await ImageReader(driver, manifest, budget_nbytes).run(
-        plan, lambda read, buffer: flat.deliver(plan, read, buffer)
-    )
+    reader = ImageReader(driver, manifest, budget_nbytes)
+    await reader.run(plan, lambda read, buffer: flat.deliver(plan, read, buffer))
     return flat.content.data[start - first * itemsize : stop - first * itemsize]
 
 
@@ -59,58 +58,58 @@ def _targets(row: int, boxes: list[Box], width: int) -> Targets:
     )
 
 
-class _Flat:
-    """Where the boxes of a flat range go: one after the other."""
+class _FlatRange:
+    """The memory that the boxes of a flat range go to, one after the other."""
 
     def __init__(self, manifest: Manifest, boxes: list[Box], itemsize: int) -> None:
-        self._shards, self._boxes, self._itemsize = manifest.shards, boxes, itemsize
-        ends = list(accumulate((math.prod(box.lengths) * itemsize for box in boxes), initial=0))
+        self._shards = manifest.shards
+        self._boxes = boxes
+        self._itemsize = itemsize
+        sizes = (math.prod(box.lengths) * itemsize for box in boxes)
+        ends = list(accumulate(sizes, initial=0))
         with memory_for(f"{ends[-1]:,} bytes of a tensor"):
             self.content = np.empty(ends[-1], np.uint8)
-        self._parts = [self.content[a:b] for a, b in pairwise(ends)]
+        self._parts = [self.content[begin:end] for begin, end in pairwise(ends)]
 
     def deliver(self, plan: LoadPlan, read: int, buffer: HostBuffer) -> None:
         """Copy everything that read number ``read`` holds to where it is wanted. Thread-safe for
         distinct reads."""
-        data, base = np.frombuffer(buffer.view, np.uint8), int(plan.start[read])
+        data = np.frombuffer(buffer.view, np.uint8)
+        base = int(plan.start[read])
         for copy in range(int(plan.first[read]), int(plan.first[read + 1])):
-            src, nbytes, dst = int(plan.src[copy]), int(plan.nbytes[copy]), int(plan.dst[copy])
+            src = int(plan.src[copy])
+            nbytes = int(plan.nbytes[copy])
+            dst = int(plan.dst[copy])
             pair = int(plan.pair[copy])
             if dst >= 0:
-                self._parts[int(plan.target[pair])][dst : dst + nbytes] = data[
-                    src - base : src - base + nbytes
-                ]
+                part = self._parts[int(plan.target[pair])]
+                part[dst : dst + nbytes] = data[src - base : src - base + nbytes]
             else:
                 self._copy_strided(plan, pair, src, nbytes, buffer, base)
 
     def _copy_strided(
         self, plan: LoadPlan, pair: int, src: int, nbytes: int, buffer: HostBuffer, base: int
     ) -> None:
-        shard, target = int(plan.shard[pair]), int(plan.target[pair])
-        box, itemsize = self._boxes[target], self._itemsize
-        stored = _box(self._shards.offsets[shard], self._shards.lengths[shard], box.ndim)
-        wanted = _box(plan.offsets[pair], plan.lengths[pair], box.ndim)
-        first, strides = int(self._shards.start[shard]), row_strides(stored.lengths)
+        """Copy bytes [src, src + nbytes) of the image, which ``buffer`` holds from byte ``base`` on,
+        where they are no single run of the wanted box."""
+        shard = int(plan.shard[pair])
+        target = int(plan.target[pair])
+        box = self._boxes[target]
+        itemsize = self._itemsize
         element = np.dtype((np.void, itemsize))
         into = self._parts[target].view(element).reshape(box.lengths)
-        for part in strided_parts(
-            stored, wanted, (src - first) // itemsize, (src + nbytes - first) // itemsize
-        ):
-            at = sum(
-                (o - s) * stride
-                for o, s, stride in zip(part.offsets, stored.offsets, strides, strict=True)
-            )
-            window = tuple(
-                slice(o - b, o - b + n)
-                for o, b, n in zip(part.offsets, box.offsets, part.lengths, strict=True)
-            )
-            into[window] = np.ndarray(
-                part.lengths,
-                element,
-                buffer.view,
-                first - base + at * itemsize,
-                [s * itemsize for s in strides],
-            )
+        stored = _box(self._shards.offsets[shard], self._shards.lengths[shard], box.ndim)
+        wanted = _box(plan.offsets[pair], plan.lengths[pair], box.ndim)
+        shard_start = int(self._shards.start[shard])
+        strides = [stride * itemsize for stride in row_strides(stored.lengths)]
+        first = (src - shard_start) // itemsize
+        last = (src + nbytes - shard_start) // itemsize
+        for part in strided_parts(stored, wanted, first, last):
+            steps = zip(part.offsets, stored.offsets, strides, strict=True)
+            at = shard_start - base + sum((a - b) * stride for a, b, stride in steps)
+            ranges = zip(part.offsets, box.offsets, part.lengths, strict=True)
+            window = tuple(slice(a - b, a - b + n) for a, b, n in ranges)
+            into[window] = np.ndarray(part.lengths, element, buffer.view, at, strides)
 
 
 def _box(offsets: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], ndim: int) -> Box:

@@ -1,5 +1,5 @@
-"""A compressed checkpoint's images as if they were stored plain: what reads images need not know
-that they are not."""
+"""Presents the images of a compressed checkpoint as if they were stored plain, so that readers of
+images need not know about compression."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ __all__ = ["Stored", "Unpacked", "images_of"]
 
 
 def images_of(driver: Driver, manifest: Manifest) -> Driver:
-    """What to read the images of ``manifest`` with: ``driver``, unless they are compressed. Raises
-    UsageError where lz4 is not installed."""
+    """The driver to read the images of ``manifest`` with: ``driver`` itself, unless they are
+    compressed. Raises UsageError where lz4 is not installed."""
     if manifest.compression is None:
         return driver
     checked_compression(manifest.compression)
@@ -32,16 +32,16 @@ def images_of(driver: Driver, manifest: Manifest) -> Driver:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A chunk as it lies in its file: where, how much, and what its blocks take; that is None where
-    nothing is packed."""
+    """A chunk as it lies in its file: where, how large, and the sizes of its blocks there; None
+    where nothing is packed."""
 
     start: int
     nbytes: int
     sizes: list[int] | None = None
 
 
-class _CopiedTraits(Traits):
-    """Those of a driver that hands over what it reads, where that is copied."""
+class _CopyingTraits(Traits):
+    """The traits of a driver that hands over what it reads, where that is copied."""
 
     __slots__ = ()
 
@@ -51,11 +51,12 @@ class _CopiedTraits(Traits):
 
 
 class Unpacked(Layer):
-    """Reads of an image are of its own bytes; all else is the driver's. Unpacks in the memory that
-    is read into, so it takes no other. Indexes of images are read once, and kept.
+    """Reads of an image get its unpacked bytes; everything else goes to the inner driver. Blocks are
+    unpacked in the memory that is read into, so no other memory is needed. The index of an image is
+    read once, and kept.
 
-    Raises DamagedError for what cannot be unpacked; its message tells why. What can be is not
-    verified: blocks have their digests.
+    Raises DamagedError for what cannot be unpacked; its message says why. What can be unpacked is
+    not verified here: blocks have their digests.
     """
 
     def __init__(self, inner: Driver, manifest: Manifest) -> None:
@@ -63,25 +64,25 @@ class Unpacked(Layer):
         self._m = manifest
         self._image = {manifest.image_key(image): image for image in range(len(manifest.images))}
         self._indexes: dict[int, Index] = {}
-        self._lost: dict[int, str] = {}  # of those that are damaged, what is wrong
-        self._gates: dict[int, asyncio.Lock] = {}
+        self._damaged_indexes: dict[int, str] = {}  # by image, what is wrong with its index
+        self._locks: dict[int, asyncio.Lock] = {}
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
-        """As below, but that nothing is handed over."""
-        below = self.inner.traits
-        if not below.hands_over:
-            return below
-        return _CopiedTraits(
-            **{f.name: getattr(below, f.name) for f in fields(below)} | {"hands_over": False}
-        )
+        """Those of the inner driver, except that no memory is handed over."""
+        inner = self.inner.traits
+        if not inner.hands_over:
+            return inner
+        values = {f.name: getattr(inner, f.name) for f in fields(inner)}
+        return _CopyingTraits(**values | {"hands_over": False})
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
         """See :meth:`Driver.read`."""
-        image, at = self._image[key], start
-        for stop in self._cuts(image, start, start + len(into)):
-            await self._read_piece(image, at, into[at - start : stop - start])
-            at = stop
+        image = self._image[key]
+        position = start
+        for stop in self._piece_ends(image, start, start + len(into)):
+            await self._read_piece(image, position, into[position - start : stop - start])
+            position = stop
 
     async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
         """See :meth:`Driver.fetch`."""
@@ -89,47 +90,47 @@ class Unpacked(Layer):
 
     async def read_stored(self, image: int, start: int, stop: int, into: Buffer) -> Stored:
         """Fill the beginning of ``into`` with what is stored of the chunk [start, stop), and verify
-        that."""
+        it."""
         index = await self.index(image)
         chunk = start // self._m.chunk_nbytes
         begin, end = index.chunk_start[chunk : chunk + 2].tolist()
-        await self._receive(image, begin, into[: end - begin])
+        await self._read_file(image, begin, into[: end - begin])
         if await offload(digest, into[: end - begin]) != index.digests[chunk].tobytes():
             raise self._damaged(image, "are not what was written")
         return Stored(begin, end - begin, index.sizes_of(start, stop))
 
     async def index(self, image: int) -> Index:
         """Where the blocks of an image lie."""
-        async with self._gates.setdefault(image, asyncio.Lock()):
-            if image in self._lost:
-                raise self._damaged(image, self._lost[image])
+        async with self._locks.setdefault(image, asyncio.Lock()):
+            if image in self._damaged_indexes:
+                raise self._damaged(image, self._damaged_indexes[image])
             if image not in self._indexes:
                 try:
                     self._indexes[image] = await self._read_index(image)
                 except DamagedError as error:
-                    self._lost[image] = error.message
+                    self._damaged_indexes[image] = error.message
                     raise
             return self._indexes[image]
 
-    def _cuts(self, image: int, start: int, stop: int) -> Iterator[int]:
-        """Where pieces of [start, stop) end: with a chunk, with the last of them, and with all of
-        it."""
-        hashed, step = int(self._m.images.hashed_nbytes[image]), self._m.chunk_nbytes
+    def _piece_ends(self, image: int, start: int, stop: int) -> Iterator[int]:
+        """Where [start, stop) is cut: at the end of each chunk, at the end of the last of them, and
+        at ``stop``."""
+        hashed = int(self._m.images.hashed_nbytes[image])
+        step = self._m.chunk_nbytes
         yield from range(start // step * step + step, min(stop, hashed), step)
         if start < hashed < stop:
             yield hashed
         yield stop
 
     async def _read_piece(self, image: int, start: int, into: Buffer) -> None:
-        m, stop = self._m, start + len(into)
-        hashed = int(m.images.hashed_nbytes[image])
+        stop = start + len(into)
+        hashed = int(self._m.images.hashed_nbytes[image])
         if start >= hashed:
-            await self._receive(image, self._pages_start(image) + start - hashed, into)
+            await self._read_file(image, self._pages_start(image) + start - hashed, into)
             return
-        first, last = (
-            start // m.block_nbytes * m.block_nbytes,
-            min(round_up(stop, m.block_nbytes), hashed),
-        )
+        block_nbytes = self._m.block_nbytes
+        first = start // block_nbytes * block_nbytes
+        last = min(round_up(stop, block_nbytes), hashed)
         if (first, last) == (start, stop):
             await self._read_blocks(image, start, into)
         else:
@@ -138,31 +139,36 @@ class Unpacked(Layer):
             into[:] = whole[start - first : stop - first]
 
     async def _read_blocks(self, image: int, start: int, into: Buffer) -> None:
-        """Whole blocks of one chunk."""
-        m, stop = self._m, start + len(into)
-        if start % m.chunk_nbytes == 0 and stop in (
-            start + m.chunk_nbytes,
-            int(m.images.hashed_nbytes[image]),
-        ):
-            sizes = (await self.read_stored(image, start, stop, into)).sizes
-        else:
-            index = await self.index(image)
-            sizes = index.sizes_of(start, stop)
-            await self._receive(image, index.begin_of(start), into[: sum(sizes)])
+        """Read whole blocks of one chunk."""
+        stop = start + len(into)
+        sizes = await self._receive_blocks(image, start, stop, into)
         try:
-            await offload(unpack, into, sizes, m.block_nbytes)
+            await offload(unpack, into, sizes, self._m.block_nbytes)
         except ValueError as error:
             raise self._damaged(image, f"cannot be unpacked: {error}") from error
 
+    async def _receive_blocks(self, image: int, start: int, stop: int, into: Buffer) -> list[int]:
+        """Fill the beginning of ``into`` with what is stored of the blocks in [start, stop); return
+        the size of each there."""
+        index = await self.index(image)
+        chunk_nbytes = self._m.chunk_nbytes
+        chunk_stop = min(start + chunk_nbytes, int(self._m.images.hashed_nbytes[image]))
+        if start % chunk_nbytes == 0 and stop == chunk_stop:
+            await self.read_stored(image, start, stop, into)
+            return index.sizes_of(start, stop)
+        sizes = index.sizes_of(start, stop)
+        await self._read_file(image, index.begin_of(start), into[: sum(sizes)])
+        return sizes
+
     async def _read_index(self, image: int) -> Index:
         m = self._m
-        geometry = (int(m.images.hashed_nbytes[image]), m.chunk_nbytes, m.block_nbytes)
-        nbytes = int(index_nbytes(*geometry))
+        hashed_nbytes = int(m.images.hashed_nbytes[image])
+        nbytes = self._index_nbytes(image)
         with memory_for(f"the index of an image, of {nbytes:,} bytes"):
             data = memoryview(bytearray(nbytes))
-        await self._receive(image, self._file_nbytes(image) - len(data), data)
+        await self._read_file(image, self._file_nbytes(image) - nbytes, data)
         try:
-            index = await offload(Index.decode, data, *geometry)
+            index = await offload(Index.decode, data, hashed_nbytes, m.chunk_nbytes, m.block_nbytes)
             if index.chunk_start[-1] != self._pages_start(image):
                 raise ValueError("chunks do not take what the file has for them")
         except ValueError as error:
@@ -174,23 +180,23 @@ class Unpacked(Layer):
     def _file_nbytes(self, image: int) -> int:
         return int(self._m.images.file_nbytes(self._m.block_nbytes)[image])
 
-    def _pages_start(self, image: int) -> int:
-        """Where in the file the pages are, which are as they are in the image."""
-        m = self._m
-        hashed = int(m.images.hashed_nbytes[image])
-        pages_nbytes = DIGEST_NBYTES * blocks_of(hashed, m.block_nbytes)
-        return (
-            self._file_nbytes(image)
-            - pages_nbytes
-            - int(index_nbytes(hashed, m.chunk_nbytes, m.block_nbytes))
-        )
+    def _index_nbytes(self, image: int) -> int:
+        hashed_nbytes = int(self._m.images.hashed_nbytes[image])
+        return int(index_nbytes(hashed_nbytes, self._m.chunk_nbytes, self._m.block_nbytes))
 
-    async def _receive(self, image: int, start: int, into: Buffer) -> None:
+    def _pages_start(self, image: int) -> int:
+        """Where in the file the pages begin; they are stored as they are in the image."""
+        hashed_nbytes = int(self._m.images.hashed_nbytes[image])
+        pages_nbytes = DIGEST_NBYTES * blocks_of(hashed_nbytes, self._m.block_nbytes)
+        return self._file_nbytes(image) - self._index_nbytes(image) - pages_nbytes
+
+    async def _read_file(self, image: int, start: int, into: Buffer) -> None:
+        """Fill ``into`` from byte ``start`` of the file, as it is stored."""
         try:
             await self.inner.read(self._m.image_key(image), start, into)
         except DamagedError as error:
             raise self._damaged(image, "are beyond the end of the file") from error
 
     def _damaged(self, image: int, what: str) -> DamagedError:
-        """``what`` says of some bytes, which the caller knows, what is wrong with them."""
+        """``what`` completes a sentence about some bytes; the caller knows which they are."""
         return DamagedError(what, uri=self.uri, key=self._m.image_key(image))
