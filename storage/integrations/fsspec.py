@@ -75,9 +75,14 @@ class _File:
 
     def range(self, begin: int, end: int) -> bytes:
         """Bytes [begin, end), as far as there are any."""
-        begin, end = max(0, min(begin, self.size)), max(0, min(end, self.size))
-        start, stop = (max(0, at - len(self.head)) for at in (begin, end))
-        return self.head[begin:end] + (self.read(start, stop) if start < stop else b"")
+        begin = max(0, min(begin, self.size))
+        end = max(0, min(end, self.size))
+        start = max(0, begin - len(self.head))
+        stop = max(0, end - len(self.head))
+        data = self.head[begin:end]
+        if start < stop:
+            data += self.read(start, stop)
+        return data
 
 
 class HoldfastFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
@@ -106,7 +111,9 @@ class HoldfastFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ha
                     "holdfast://model.wq.npy::s3://bucket/run/step-500, or HoldfastFileSystem(uri)."
                 ),
             )
-        self._uri = f"{target_protocol}://{fo}" if target_protocol and "://" not in fo else fo
+        self._uri = fo
+        if target_protocol and "://" not in fo:
+            self._uri = f"{target_protocol}://{fo}"
         self._options = dict(target_options or {})
 
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
@@ -116,10 +123,13 @@ class HoldfastFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ha
             names = [path]
         elif path in ("", _IMAGES):
             names = [name for name in self._files if posixpath.dirname(name) == path]
-            names += [_IMAGES] if path == "" else []
+            if path == "":
+                names.append(_IMAGES)
         else:
             raise FileNotFoundError(path)
-        return [self.info(name) for name in names] if detail else names
+        if not detail:
+            return names
+        return [self.info(name) for name in names]
 
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
         path = self._strip_protocol(path)
@@ -208,9 +218,9 @@ class _OpenFile(AbstractBufferedFile):  # type: ignore[misc]
 def _files_of(checkpoint: Checkpoint, info: TensorInfo) -> Iterator[tuple[str, _File]]:
     """The files of one tensor, by name; of one that ranks have of their own, those of each."""
     for owner in info.owners or (None,):
-        name = quote(info.name, safe="", errors="surrogatepass") + (
-            "" if owner is None else f"@{owner}"
-        )
+        name = quote(info.name, safe="", errors="surrogatepass")
+        if owner is not None:
+            name += f"@{owner}"
 
         def read(start: int, stop: int, rank: int = owner or 0) -> bytes:
             return checkpoint.read_bytes(info.name, start, stop, rank=rank)

@@ -1,10 +1,10 @@
-"""The Checkpointer: saves a training run as it goes, and goes on from where it was.
+"""The Checkpointer: saves a training run as it goes, and resumes it where it was.
 
-It decides when to save and what to keep, begins saves that training hardly notices, and says what
-became of them. All ranks of a job use it alike, and come to the same decisions, without asking each
-other at every step.
+It decides when to save and what to keep, begins saves that training hardly notices, and reports
+their outcome. All ranks of a job use it alike and come to the same decisions, without a message at
+every step.
 
-Scope: it knows nothing of the loop it is called from, but for the number of the step.
+Scope: it knows nothing of the loop that calls it, except the number of the step.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from ..operations.start_save import Destination, begin_save
 from ..runtime.engine import start
 from ..runtime.progress import ProgressCallback
 from ..state.lazy import fence, hook_optimizers
-from .decisions import Agreement, Word
-from .follower import Flight, follow
+from .decisions import Decision, Decisions
+from .follower import PendingSave, follow
 from .line import Line, below
 from .naming import checkpoint_name
 from .preemption import Preemption
 from .resume import Back, resumed
 from .retention import Keep, Retention
-from .schedule import cadence_of
-from .stats import Counters, Ledger
+from .schedule import schedule_of
+from .stats import Counters, Stats
 
 __all__ = ["GRACE_S", "Checkpointer"]
 
@@ -101,14 +101,14 @@ class Checkpointer:
         _one_of("on_error", on_error, ("warn", "raise"))
         _one_of("lazy", lazy, (True, False, "prove"))
         self._root = Place.of(uri, storage_options)
-        driver = open_driver(
-            join(self._root.uri, "0"), **self._root.options
-        )  # what is misspelled is said here
+        # Opened to find misspelled options and the printed URI now, rather than at the first save.
+        driver = open_driver(join(self._root.uri, "0"), **self._root.options)
         start(driver.close()).result()
         self._printed = driver.uri.removesuffix("0")
-        self._cadence = cadence_of(every)
-        Deadline.of(timeout_s)  # likewise
-        keep = Keep(last=keep) if isinstance(keep, int) else keep
+        Deadline.of(timeout_s)
+        self._schedule = schedule_of(every)
+        if isinstance(keep, int):
+            keep = Keep(last=keep)
         self._retention = None if keep is None else Retention(self._root, keep)
         self._when_busy = when_busy
         self._on_error = on_error
@@ -120,14 +120,14 @@ class Checkpointer:
             compression=checked_compression(compression),
             allow_empty=allow_empty,
         )
-        self._agreement = Agreement(deadline_s, self._printed)
-        self._ledger = Ledger()
+        self._decisions = Decisions(deadline_s, self._printed)
+        self._stats = Stats()
         self._line = Line(self._root)
-        self._flights: list[Flight] = []
-        self._last: int | None = (
-            None  # the step that was last to be saved, or that training goes on from
-        )
-        self._newest: int | None = None  # the same, but for saves that could not begin
+        self._pending: list[PendingSave] = []
+        self._last: int | None = None
+        """The step that was saved last, or that training continues from."""
+        self._newest: int | None = None
+        """The same, without saves that could not begin."""
         self._stop_at: int | None = None
         self._closed = False
         self._pid = os.getpid()
@@ -140,7 +140,7 @@ class Checkpointer:
     @property
     def counters(self) -> Counters:
         """What became of all saves so far, on this rank."""
-        return self._ledger.counters
+        return self._stats.counters
 
     @property
     def preempted(self) -> bool:
@@ -184,8 +184,8 @@ class Checkpointer:
             "budget_nbytes": self._save_options.budget_nbytes or BUDGET_NBYTES,
         }
         found = resumed(self._line, self._root, back, state, options, self._save_options.deadline_s)
-        self._cadence.begin_at(found or 0)
-        self._agreement.begin_run()
+        self._schedule.begin_at(found or 0)
+        self._decisions.begin_run()
         self._last = found or None
         self._newest = found
         if found is None:
@@ -209,7 +209,7 @@ class Checkpointer:
         self._check_open()
         self._check_step(step)
         _check_metric(metric)
-        self._ledger.raise_first(self._on_error)
+        self._stats.raise_first(self._on_error)
         if (
             self._preemption is not None
             and self._preemption.pending
@@ -217,13 +217,14 @@ class Checkpointer:
         ):
             return None
         try:
-            due = self._cadence.due(step, self._agreement) and step != self._last
+            due = self._schedule.due(step, self._decisions) and step != self._last
             if due:
-                self._ledger.due(step)
-            return self._due(step, state, metric) if due else None
+                self._stats.due(step)
+                return self._due(step, state, metric)
+            return None
         except CoordinationError as error:  # the ranks have not come to a decision
-            self._ledger.undecided(step, error)
-            self._ledger.raise_first(self._on_error)
+            self._stats.undecided(step, error)
+            self._stats.raise_first(self._on_error)
             return None
 
     def save(
@@ -235,8 +236,8 @@ class Checkpointer:
         self._check_open()
         self._check_step(step)
         number = _number_of(metric)
-        self._ledger.raise_first(self._on_error)
-        self._ledger.due(step)
+        self._stats.raise_first(self._on_error)
+        self._stats.due(step)
         self._wait_for_room()
         return self._begin(step, state, number)
 
@@ -250,7 +251,7 @@ class Checkpointer:
         """Return when no save is under way any more. Their deadlines bound the wait; raises as
         :meth:`step` does."""
         self._settle()
-        self._ledger.raise_first(self._on_error)
+        self._stats.raise_first(self._on_error)
 
     def close(self) -> None:
         """Finish what is under way, and handle SIGTERM no more. Safe to call twice. Raises as
@@ -262,7 +263,10 @@ class Checkpointer:
             self.wait()
         finally:
             if self._preemption is not None:
-                self._preemption.hand_over() if self._preemption.pending else self._preemption.restore()
+                if self._preemption.pending:
+                    self._preemption.hand_over()
+                else:
+                    self._preemption.restore()
 
     def __enter__(self) -> Self:
         return self
@@ -282,24 +286,24 @@ class Checkpointer:
 
     def _due(self, step: int, state: Any, metric: SupportsFloat | None) -> SaveHandle | None:
         if self._when_busy == "skip" and self._is_busy(step):
-            self._ledger.skipped(step)
+            self._stats.skipped(step)
             return None
         number = _number_of(metric)
         if self._when_busy != "skip":
             self._wait_for_room()
         return self._begin(step, state, number)
 
-    def _under_way(self) -> list[Flight]:
+    def _under_way(self) -> list[PendingSave]:
         """Saves that have not ended. Those that nothing follows any more are forgotten."""
-        self._flights = [flight for flight in self._flights if not flight.followed.done()]
-        return [flight for flight in self._flights if not flight.ended.done()]
+        self._pending = [save for save in self._pending if not save.followed.done()]
+        return [save for save in self._pending if not save.ended.done()]
 
     def _is_busy(self, step: int) -> bool:
-        """Whether, by the leader's word, a save is under way that this one is left out for."""
-        word = self._agreement.ask(
-            "busy", step, lambda: Word(step, int(bool(self._under_way())), step + 1)
+        """Whether, by the leader's decision, this save is skipped because another is under way."""
+        decision = self._decisions.ask(
+            "busy", step, lambda: Decision(step, int(bool(self._under_way())), step + 1)
         )
-        return word is None or bool(word.decision)
+        return decision is None or bool(decision.value)
 
     def _wait_for_room(self) -> None:
         """Return when no save is under way but this one, or, with a queue, one besides."""
@@ -308,21 +312,24 @@ class Checkpointer:
         if len(under_way) <= room:
             return
         began_s = time.perf_counter()
-        for flight in under_way[: len(under_way) - room]:
-            _settled(flight.ended)
-        self._ledger.waited(time.perf_counter() - began_s)
+        for save in under_way[: len(under_way) - room]:
+            _settled(save.ended)
+        self._stats.waited(time.perf_counter() - began_s)
 
     def _settle(self) -> None:
         """Return when no save is under way, and nothing follows one any more."""
-        for flight in self._flights:
-            _settled(flight.ended)
-            _settled(flight.followed)
-        self._flights.clear()
+        for save in self._pending:
+            _settled(save.ended)
+            _settled(save.followed)
+        self._pending.clear()
 
     def _begin(self, step: int, state: Any, metric: float | None) -> SaveHandle | None:
-        began_s, name = time.perf_counter(), checkpoint_name(step)
+        began_s = time.perf_counter()
+        name = checkpoint_name(step)
         under_way = self._under_way()
-        after = under_way[-1].ended if under_way and self._when_busy == "queue" else None
+        after = None
+        if under_way and self._when_busy == "queue":
+            after = under_way[-1].ended
         self._last = step
         try:
             handle, ended = begin_save(
@@ -337,21 +344,23 @@ class Checkpointer:
             if not self._save_options.lazy:
                 handle.captured.wait()
         except Exception as error:
-            self._ledger.failed(step, error)
-            self._ledger.raise_first(self._on_error)
+            self._stats.failed(step, error)
+            self._stats.raise_first(self._on_error)
             return None
         self._newest = step
-        self._ledger.begun(step, time.perf_counter() - began_s, queued=after is not None)
-        retention = self._retention if self._agreement.leads else None
+        self._stats.begun(step, time.perf_counter() - began_s, queued=after is not None)
+        retention = None
+        if self._decisions.leads:
+            retention = self._retention
         followed = start(
-            follow(step, handle, metric, self._ledger, retention, self._steps_under_way)
+            follow(step, handle, metric, self._stats, retention, self._steps_under_way)
         )
-        self._flights.append(Flight(step, handle, ended, followed))
+        self._pending.append(PendingSave(step, handle, ended, followed))
         return handle
 
     def _steps_under_way(self) -> list[int]:
         """From any thread."""
-        return [flight.step for flight in list(self._flights) if not flight.ended.done()]
+        return [save.step for save in list(self._pending) if not save.ended.done()]
 
     def _stops(self, step: int, state: Any, metric: SupportsFloat | None) -> bool:
         """SIGTERM has come: save the step that the last of the ranks has come to, and end. False
@@ -363,19 +372,19 @@ class Checkpointer:
             return True
         if self._stop_at is None:
             _log.warning("SIGTERM: saving, and ending within %.0f s", self._preemption.left_s)
-            self._stop_at = self._agreement.highest("stop", step, self._preemption.left_s)
+            self._stop_at = self._decisions.highest("stop", step, self._preemption.left_s)
             if self._stop_at is None:
                 _log.error("not all ranks were told to stop: only what is under way is finished")
         if self._stop_at is not None and step < self._stop_at:
             return False
         if self._stop_at is not None and step != self._last:
-            self._ledger.due(step)
+            self._stats.due(step)
             self._begin(step, state, _number_of(metric))
-        for flight in self._flights:
-            _settled(flight.ended, self._preemption.left_s)
+        for save in self._pending:
+            _settled(save.ended, self._preemption.left_s)
         # The leader's process may serve the job's store, so it is the last to go.
-        self._agreement.highest(
-            "stopped", step, self._preemption.left_s if self._agreement.leads else 0.0
+        self._decisions.highest(
+            "stopped", step, self._preemption.left_s if self._decisions.leads else 0.0
         )
         self._preemption.hand_over()
         return True

@@ -1,15 +1,14 @@
-"""What all ranks of a job do alike, though each decides for itself when: the leader's word, in the
-trainer's own thread.
+"""Decisions that are the same on all ranks of a job, made by the leader, in the trainer's own thread.
 
-Ranks come to the same points of their loops, one sooner and one later. At such a point the leader
-(rank 0) decides, and the others do as it did. It costs a call to the job's store, and the time
-until the leader has come that far; so it is asked rarely: where a save is due, and now and then to
-learn whether it is.
+Ranks come to the same points of their loops, some sooner and some later. At such a point the leader
+(rank 0) decides, and the others follow. That costs a call to the job's store, and the time until
+the leader has come to that point; so a question is asked rarely: where a save is due, and now and
+then to learn whether one is.
 
-A *question* is asked step after step. Its words are kept by step in one key, which also says up to
-which step others have given up on the leader: such a step is *void*. Whoever writes first wins, by
-an atomic exchange of the key's value. So a leader that comes late finds that the others have gone
-on, and does as they did; what was missed is asked anew at the next step, by all.
+A *question* is asked step after step. Its decisions are kept by step in one key, which also says up
+to which step other ranks have given up on the leader: such a step is *void*. The first to write
+wins, by an atomic exchange of the key's value. So a leader that comes late finds that the others
+have gone on, and follows them; what was missed is decided at the next step, by all.
 
 Scope: small decisions. Saves and loads have a :class:`Team`, with heartbeats and failures.
 """
@@ -22,70 +21,80 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 from ...errors import CoordinationError, DeadlineError
 from ..format.digest import digest
 from ..ranks.member import LEADER, Member
 from ..ranks.process_group import current_member
 
-__all__ = ["Agreement", "Word"]
+__all__ = ["Decision", "Decisions"]
 
-WORDS_KEPT = 16
+DECISIONS_KEPT = 16
 PAUSE_S = 0.0005
 PAUSE_MAX_S = 0.02
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
-class Word:
-    """What the leader has decided at ``step``; it is asked again at step ``again_at``, and at none
-    between."""
+class Decision:
+    """What the leader has decided at ``step``; the question is asked again at step ``again_at``,
+    and at none between."""
 
     step: int
-    decision: int
+    value: int
     again_at: int
 
 
 @dataclass(frozen=True, slots=True)
-class _Page:
+class _Record:
     """All that is known of one question. ``run`` names the leader's loop: steps grow within it.
-    ``leader_at``: the step of the leader's last question. ``void``: up to this step, what has no
-    word has none; ``void_next``: likewise in the loop after this one."""
+    ``leader_at``: the step of the leader's last question. ``void``: up to this step, a step without
+    a decision stays without one; ``void_next``: likewise in the loop after this one."""
 
     run: str = ""
-    words: tuple[Word, ...] = ()
+    decisions: tuple[Decision, ...] = ()
     leader_at: int = -1
     void: int = -1
     void_next: int = -1
 
     def encode(self) -> bytes:
-        words = [[w.step, w.decision, w.again_at] for w in self.words]
-        return json.dumps([self.run, words, self.leader_at, self.void, self.void_next]).encode()
+        decisions = [[d.step, d.value, d.again_at] for d in self.decisions]
+        record = [self.run, decisions, self.leader_at, self.void, self.void_next]
+        return json.dumps(record).encode()
 
     @classmethod
-    def decode(cls, data: bytes | None) -> _Page:
+    def decode(cls, data: bytes | None) -> _Record:
         if data is None:
             return cls()
-        run, words, *numbers = json.loads(data)
-        return cls(run, tuple(Word(*word) for word in words), *numbers)
+        run, decisions, *numbers = json.loads(data)
+        return cls(run, tuple(Decision(*decision) for decision in decisions), *numbers)
 
-    def in_run(self, run: str) -> _Page:
-        """This page, or an empty one where another loop has begun."""
-        return self if self.run == run else _Page(run, void=self.void_next)
+    def in_run(self, run: str) -> _Record:
+        """This record, or an empty one where another loop has begun."""
+        return self if self.run == run else _Record(run, void=self.void_next)
 
-    def word(self, step: int) -> Word | None:
-        """The word that holds at ``step``: said there; or before, and none is due between."""
-        for word in reversed(self.words):
-            if word.step == step:
-                return word
-            if word.step < step < word.again_at:
-                return Word(step, 0, word.again_at)
+    def at(self, step: int) -> Decision | None:
+        """The decision that holds at ``step``: made there; or made before, with no other due in
+        between."""
+        for decision in reversed(self.decisions):
+            if decision.step == step:
+                return decision
+            if decision.step < step < decision.again_at:
+                return Decision(step, 0, decision.again_at)
         return None
 
+    def voided(self, step: int, *, in_next_run: bool) -> _Record:
+        """This record with ``step`` made void, in this loop or in the next."""
+        if in_next_run:
+            return replace(self, void_next=max(step, self.void_next))
+        return replace(self, void=max(step, self.void))
 
-class Agreement:
-    """The ranks of a job, or a process that is alone. ``about`` tells one agreement of a job from
-    others: it is the same on all ranks.
+
+class Decisions:
+    """The decisions of a job's ranks, or of a process that is alone. ``about`` distinguishes several
+    of a job, and is the same on all ranks.
 
     Joins the job at the first question, so it may be made before torch.distributed is initialised.
     """
@@ -95,14 +104,14 @@ class Agreement:
         self._about = digest(about.encode("utf-8", "surrogatepass")).hex()
         self._joined = False
         self._member: Member | None = None
-        self._pages: dict[str, bytes | None] = {}
+        self._records: dict[str, bytes | None] = {}
         """By question: the value of its key as this rank saw it last."""
         self._left_at: dict[str, tuple[str, int]] = {}
         """By question: where the leader was when this rank gave up on it."""
         self.begin_run()
 
     def begin_run(self) -> None:
-        """Steps begin anew from here, perhaps at one that was before. All ranks call this alike."""
+        """Steps begin anew from here, perhaps at one that was before. All ranks call this."""
         self._run = secrets.token_hex(8)
 
     @property
@@ -111,31 +120,29 @@ class Agreement:
         member = self._join()
         return member is None or member.rank == LEADER
 
-    def ask(self, question: str, step: int, decide: Callable[[], Word]) -> Word | None:
-        """The leader's word on ``question`` at ``step``; ``decide()`` is called on the leader only.
-        None where the leader has passed this step without a word.
+    def ask(self, question: str, step: int, decide: Callable[[], Decision]) -> Decision | None:
+        """The leader's decision on ``question`` at ``step``; ``decide()`` is called on the leader
+        only. None where the leader has passed this step without asking.
 
         Raises DeadlineError where the leader does not come in time, or came when others had given
-        up: then no rank has a word at this step. Raises CoordinationError where the store cannot be
-        reached.
+        up: then no rank has a decision at this step. Raises CoordinationError where the store
+        cannot be reached.
         """
         member = self._join()
         if member is None:
             return decide()
         try:
-            return (
-                self._say(member, question, step, decide)
-                if self.leads
-                else self._hear(member, question, step)
-            )
-        except RuntimeError as error:  # what torch's stores raise, whatever went wrong
+            if self.leads:
+                return self._decide(member, question, step, decide)
+            return self._follow(member, question, step)
+        except RuntimeError as error:  # torch's stores raise it, whatever went wrong
             raise CoordinationError(
                 f"the job's store cannot be reached: {str(error).splitlines()[0]}", rank=member.rank
             ) from error
 
     def highest(self, name: str, value: int, timeout_s: float) -> int | None:
-        """The highest ``value`` of all ranks, once every one has told its own under ``name``; None
-        if within ``timeout_s`` they have not, or the store is gone. A name serves once."""
+        """The highest ``value`` of all ranks, once each has sent its own under ``name``; None if
+        within ``timeout_s`` they have not, or the store is gone. A name can be used once."""
         member = self._join()
         if member is None:
             return value
@@ -144,83 +151,83 @@ class Agreement:
             self._find_leader(member, until_s)
             keys = member.keys.below(f"{self._key(name)}")
             keys.set(str(member.rank), str(value))
-            told = [
+            values = [
                 self._await(partial(keys.value, str(rank)), rank, until_s)
                 for rank in range(member.world)
             ]
-            return max(map(int, told))
+            return max(map(int, values))
         except (RuntimeError, DeadlineError):
             return None
 
-    def _say(self, member: Member, question: str, step: int, decide: Callable[[], Word]) -> Word:
-        """The leader's part: say a word, unless others have given up on it."""
+    def _decide(
+        self, member: Member, question: str, step: int, decide: Callable[[], Decision]
+    ) -> Decision:
+        """The leader's part: publish a decision, unless other ranks have given up on it."""
         key = self._key(question)
         if not member.all_found:
             member.introduce(self._deadline_s)
-        known = self._pages.get(question)
-        word: Word | None = None
+        known = self._records.get(question)
+        decision: Decision | None = None
         while True:
-            page = _Page.decode(known).in_run(self._run)
-            void = step <= page.void
-            if void:
-                after = replace(page, leader_at=step)
-            else:
-                word = word or decide()
-                after = replace(page, words=(*page.words, word)[-WORDS_KEPT:], leader_at=step)
-            found = member.keys.swap(key, known, after.encode())
-            if found == after.encode():
-                self._pages[question] = found
+            record = _Record.decode(known).in_run(self._run)
+            is_void = step <= record.void
+            decisions = record.decisions
+            if not is_void:
+                if decision is None:
+                    decision = decide()
+                decisions = (*decisions, decision)[-DECISIONS_KEPT:]
+            after = replace(record, decisions=decisions, leader_at=step).encode()
+            found = member.keys.swap(key, known, after)
+            if found == after:
+                self._records[question] = found
                 break
             known = found
-        if void or word is None:
+        if is_void or decision is None:
             raise DeadlineError(
                 f"rank {member.rank} came to step {step} when others had given up waiting for it",
                 rank=member.rank,
                 advice="It is asked anew at the next step.",
             )
-        return word
+        return decision
 
-    def _hear(self, member: Member, question: str, step: int) -> Word | None:
-        """Any other rank's part: wait for the leader's word, or give up for all."""
+    def _follow(self, member: Member, question: str, step: int) -> Decision | None:
+        """Any other rank's part: wait for the leader's decision, or give up for all."""
         until_s = time.monotonic() + self._deadline_s
         self._find_leader(member, until_s)
         key = self._key(question)
         pause_s = PAUSE_S
         while True:
-            data = self._pages[question] = member.keys.value(key)
-            page = _Page.decode(data)
-            ours = member.follows(page.run, self._run)  # else the leader has not come to this loop
-            if ours and (word := page.word(step)) is not None:
-                self._left_at.pop(question, None)
-                return word
-            if ours and page.leader_at > step:
-                return None
-            void = page.void if ours else page.void_next
-            absent = self._left_at.get(question) == (page.run, page.leader_at)
-            if step <= void or absent or time.monotonic() > until_s:
-                self._give_up(member, question, step, data, ours)
-            # Asked again and again: a call that blocks would hold up the saves that use the same
-            # connection.
+            data = self._records[question] = member.keys.value(key)
+            record = _Record.decode(data)
+            # Otherwise the leader has not come to this loop.
+            in_this_run = member.follows(record.run, self._run)
+            if in_this_run:
+                decision = record.at(step)
+                if decision is not None:
+                    self._left_at.pop(question, None)
+                    return decision
+                if record.leader_at > step:
+                    return None
+            void = record.void if in_this_run else record.void_next
+            is_absent = self._left_at.get(question) == (record.run, record.leader_at)
+            if step <= void or is_absent or time.monotonic() > until_s:
+                self._give_up(member, question, step, data, in_this_run)
+            # Polled: a blocking call would hold up the saves that use the same connection.
             time.sleep(pause_s)
             pause_s = min(pause_s * 2, PAUSE_MAX_S)
 
     def _give_up(
-        self, member: Member, question: str, step: int, known: bytes | None, ours: bool
+        self, member: Member, question: str, step: int, known: bytes | None, in_this_run: bool
     ) -> None:
-        """Make ``step`` void for all, and raise DeadlineError; or return, since something was
+        """Make ``step`` void for all, and raise DeadlineError; or return, because another rank has
         written meanwhile."""
-        page = _Page.decode(known)
-        after = (
-            replace(page, void=max(step, page.void))
-            if ours
-            else replace(page, void_next=max(step, page.void_next))
-        )
-        if (
-            after != page
-            and member.keys.swap(self._key(question), known, after.encode()) != after.encode()
-        ):
-            return
-        self._left_at[question] = (page.run, page.leader_at)
+        record = _Record.decode(known)
+        after = record.voided(step, in_next_run=not in_this_run)
+        if after != record:
+            encoded = after.encode()
+            if member.keys.swap(self._key(question), known, encoded) != encoded:
+                return
+        self._left_at[question] = (record.run, record.leader_at)
         raise DeadlineError(
             f"rank {LEADER} has not come to step {step}, where the others are",
             rank=LEADER,
@@ -232,7 +239,7 @@ class Agreement:
             self._await(lambda: member.find_leader() or None, LEADER, until_s)
             member.introduce(0.0)
 
-    def _await(self, look: Callable[[], Any], rank: int, until_s: float) -> Any:
+    def _await(self, look: Callable[[], T | None], rank: int, until_s: float) -> T:
         """What ``look`` returns, when that is not None."""
         pause_s = PAUSE_S
         while (found := look()) is None:

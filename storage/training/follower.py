@@ -1,8 +1,8 @@
-"""What comes after a save: its outcome is counted, its metric noted, and old checkpoints are
-deleted. In the background.
+"""The work after a save, in the background: its outcome is counted, its metric is noted, and old
+checkpoints are deleted.
 
-Nothing that goes wrong here is lost: a save that fails, however it fails, is counted and logged; so
-is what keeps old checkpoints from being deleted.
+No error here is lost: a save that fails, however it fails, is counted and logged, and so is an
+error that keeps old checkpoints from being deleted.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from ...errors import HoldfastError
 from ..operations.handle import SaveHandle
 from .retention import Retention
-from .stats import Ledger
+from .stats import Stats
 
-__all__ = ["Flight", "follow"]
+__all__ = ["PendingSave", "follow"]
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
-    """A save under way; ``followed`` is done when old checkpoints are deleted, too."""
+class PendingSave:
+    """A save under way. ``followed``: done when :func:`follow` has ended too."""
 
     step: int
     handle: SaveHandle
@@ -37,7 +37,7 @@ async def follow(
     step: int,
     handle: SaveHandle,
     metric: float | None,
-    ledger: Ledger,
+    stats: Stats,
     retention: Retention | None,
     under_way: Callable[[], Collection[int]],
 ) -> None:
@@ -50,34 +50,36 @@ async def follow(
         await handle.durable.reached()
         assert handle.report is not None
     except BaseException as error:
-        _tell(ledger.failed, step, error)
+        _log_safely(stats.failed, step, error)
         return
-    _tell(ledger.saved, step, handle.report)
+    _log_safely(stats.saved, step, handle.report)
     if retention is None:
         return
     try:
         await retention.note(step, metric)
     except BaseException as error:
-        _tell(_warn, "step %d: its metric could not be kept: %s", step, error)
+        _log_safely(_warn, "step %d: its metric could not be kept: %s", step, error)
     try:
         report = await retention.apply(step, [other for other in under_way() if other != step])
     except BaseException as error:
-        _tell(_warn, "step %d: old checkpoints could not be deleted: %s", step, error)
+        _log_safely(_warn, "step %d: old checkpoints could not be deleted: %s", step, error)
     else:
-        _tell(ledger.pruned, report)
+        _log_safely(stats.pruned, report)
 
 
-def _tell(say: Callable[..., None], *what: object) -> None:
-    """Count and log something. A log handler of the user's that raises keeps nothing from being
-    done after it."""
+def _log_safely(log: Callable[..., None], *args: object) -> None:
+    """Count and log an event. A log handler of the user's that raises does not prevent what comes
+    after it."""
     try:
-        say(*what)
+        log(*args)
     except BaseException:
         traceback.print_exc()
 
 
 def _warn(text: str, step: int, error: BaseException) -> None:
-    """With the traceback of what is not an error of ours: that is a defect, which somebody must be
-    able to find."""
-    said = error if isinstance(error, HoldfastError) else repr(error)
-    _log.warning(text, step, said, exc_info=None if isinstance(error, HoldfastError) else error)
+    """Log a warning, with the traceback of an error that is not one of Holdfast's: that is a
+    defect, and has to be found."""
+    if isinstance(error, HoldfastError):
+        _log.warning(text, step, error)
+    else:
+        _log.warning(text, step, repr(error), exc_info=error)

@@ -112,8 +112,8 @@ def below(step: int, newest: int, uri: str) -> UsageError:
         f"step {step} is below step {newest}, the newest of this run, and training did not go back",
         uri=uri,
         advice="To go back, call resume(state, step=…) or resume(state, before=…), rather than "
-        "load a checkpoint by hand: "
-        "later ones are then set aside. For another run, use another folder.",
+        "load a checkpoint by hand: later ones are then set aside. "
+        "For another run, use another folder.",
     )
 
 
@@ -123,6 +123,8 @@ def is_own(c: ListedCheckpoint) -> bool:
 
 
 def _step(c: ListedCheckpoint) -> int:
-    step = step_of(c.path) if c.step is None else c.step
+    step = c.step
+    if step is None:
+        step = step_of(c.path)
     assert step is not None
     return step

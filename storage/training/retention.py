@@ -15,7 +15,6 @@ import logging
 import math
 from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ...drivers.contract import Driver
 from ...errors import NotFoundError, UsageError
@@ -108,7 +107,9 @@ class Retention:
         ``under_way``. Raises StorageError, DamagedError."""
         async with self._turn:
             async with self._root.opened() as driver:
-                metrics = {} if self._keep.best is None else await self._known(driver)
+                metrics: dict[int, float] = {}
+                if self._keep.best is not None:
+                    metrics = await self._known(driver)
 
             def chosen(listed: Sequence[ListedCheckpoint]) -> list[ListedCheckpoint]:
                 return self._chosen([c for c in listed if is_own(c)], saved, metrics)
@@ -128,7 +129,9 @@ class Retention:
             del metrics[deleted]
         best = self._keep.best_of(metrics, steps)
         kept = {saved, *(best or ())}
-        last = self._keep.last or (None if best is None else 1)
+        last = self._keep.last
+        if last is None and best is not None:
+            last = 1
         damaged = [c.path for c in live if c.damage is not None]
         gone = choose(
             live, last, self._keep.every, [c.path for c in live if c.step in kept], damaged
@@ -147,12 +150,14 @@ class Retention:
 
 
 def _decoded(data: bytes) -> dict[int, float]:
-    """What :meth:`Retention.note` has written; of what is not, nothing."""
+    """The metrics that :meth:`Retention.note` has written; none if the data is damaged."""
     try:
-        told: Any = json.loads(data) if len(data) <= _METRICS_NBYTES_MAX else None
-        if not isinstance(told, dict) or not all(type(m) in (int, float) for m in told.values()):
+        if len(data) > _METRICS_NBYTES_MAX:
             raise ValueError("no table of metrics")
-        return {int(step): float(metric) for step, metric in told.items() if math.isfinite(metric)}
+        table = json.loads(data)
+        if not isinstance(table, dict) or not all(type(m) in (int, float) for m in table.values()):
+            raise ValueError("no table of metrics")
+        return {int(step): float(metric) for step, metric in table.items() if math.isfinite(metric)}
     except (ValueError, OverflowError, RecursionError) as error:
         _log.warning(
             "%s is damaged: which checkpoints were the best so far is not known: %s",

@@ -9,32 +9,32 @@ from contextlib import suppress
 
 from ...core.units import parse_duration
 from ...errors import UsageError
-from .decisions import Agreement, Word
+from .decisions import Decision, Decisions
 
-__all__ = ["Cadence", "cadence_of"]
+__all__ = ["Schedule", "schedule_of"]
 
 LOOK_S = 5.0
 """How often, at most, ranks ask whether it is time."""
 
 
-class Cadence(ABC):
+class Schedule(ABC):
     """Asked once per step, in the order of steps."""
 
     @abstractmethod
-    def due(self, step: int, agreement: Agreement) -> bool:
-        """Whether a save is due at ``step``: the same on all ranks. May raise what ``agreement``
+    def due(self, step: int, decisions: Decisions) -> bool:
+        """Whether a save is due at ``step``: the same on all ranks. May raise what ``decisions``
         raises."""
 
-    def begin_at(self, step: int) -> None:  # noqa: B027 - time and never do not care
+    def begin_at(self, step: int) -> None:  # noqa: B027 - most schedules do not depend on it
         """``step`` is what the checkpoint holds that training goes on from."""
 
 
-class _Never(Cadence):
-    def due(self, step: int, agreement: Agreement) -> bool:
+class _Never(Schedule):
+    def due(self, step: int, decisions: Decisions) -> bool:
         return False
 
 
-class _Steps(Cadence):
+class _Steps(Schedule):
     """Whenever a multiple of ``every`` is reached, or passed: steps may be counted in larger
     strides."""
 
@@ -42,8 +42,9 @@ class _Steps(Cadence):
         self._every = every
         self._last: int | None = None
 
-    def due(self, step: int, agreement: Agreement) -> bool:
-        last, self._last = self._last, step
+    def due(self, step: int, decisions: Decisions) -> bool:
+        last = self._last
+        self._last = step
         if last is None:
             return step % self._every == 0
         return step // self._every > last // self._every
@@ -52,53 +53,63 @@ class _Steps(Cadence):
         self._last = step
 
 
-class _Time(Cadence):
+class _Time(Schedule):
     """By the leader's clock. The leader says at which step to ask again: after a small part of the
-    time that is left, by the pace of the steps so far. So most steps ask nobody anything."""
+    time that is left, by the pace of the steps so far. So most steps need no question."""
 
     def __init__(self, every_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._every_s = every_s
         self._clock = clock
         self._saved_s = clock()
-        self._asked: tuple[int, float] | None = None  # at which step, when
+        self._asked: tuple[int, float] | None = None  # the step and the time
         self._next: int | None = None
 
     def begin_at(self, step: int) -> None:
-        self._asked = self._next = None
+        self._asked = None
+        self._next = None
 
-    def due(self, step: int, agreement: Agreement) -> bool:
+    def due(self, step: int, decisions: Decisions) -> bool:
         if self._next is not None and step < self._next:
             return False
-        before = (self._saved_s, self._asked)
+        saved_s = self._saved_s
+        asked = self._asked
         try:
-            word = agreement.ask("due", step, lambda: self._look(step))
+            decision = decisions.ask("due", step, lambda: self._look(step))
         except BaseException:
-            self._saved_s, self._asked = (
-                before  # it did not come to a save: the next step asks anew
-            )
+            # There was no save: the next step asks again.
+            self._saved_s = saved_s
+            self._asked = asked
             raise
-        if word is None:
+        if decision is None:
             return False
-        self._next = word.again_at
-        return bool(word.decision)
+        self._next = decision.again_at
+        return bool(decision.value)
 
-    def _look(self, step: int) -> Word:
+    def _look(self, step: int) -> Decision:
         """On the leader: whether a save is due, and at which step it is asked again."""
         now_s = self._clock()
         due = now_s - self._saved_s >= self._every_s
         if due:
             self._saved_s = now_s
-        ahead = 1
-        if self._asked is not None and step > self._asked[0]:
-            step_s = max(1e-6, (now_s - self._asked[1]) / (step - self._asked[0]))
-            left_s = self._saved_s + self._every_s - now_s
-            wait_s = min(LOOK_S, max(left_s / 2, self._every_s / 100))
-            ahead = min(max(1, int(wait_s / step_s)), 2 * (step - self._asked[0]))
+        decision = Decision(step, int(due), step + self._steps_ahead(step, now_s))
         self._asked = (step, now_s)
-        return Word(step, int(due), step + ahead)
+        return decision
+
+    def _steps_ahead(self, step: int, now_s: float) -> int:
+        """After how many steps the question is asked again."""
+        if self._asked is None:
+            return 1
+        asked_step, asked_s = self._asked
+        steps = step - asked_step
+        if steps <= 0:
+            return 1
+        step_s = max(1e-6, (now_s - asked_s) / steps)
+        left_s = self._saved_s + self._every_s - now_s
+        wait_s = min(LOOK_S, max(left_s / 2, self._every_s / 100))
+        return min(max(1, int(wait_s / step_s)), 2 * steps)
 
 
-def cadence_of(every: int | str | None) -> Cadence:
+def schedule_of(every: int | str | None) -> Schedule:
     """``500``: steps. ``"10min"``, ``"90s"``, ``"1.5h"``: time. None: never by itself. Raises
     UsageError."""
     if every is None:

@@ -1,4 +1,4 @@
-"""What became of a checkpointer's saves: counted, and logged, one line each."""
+"""The outcomes of a Checkpointer's saves: counted, and logged in one line each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...core.forks.renewal import new_lock
 from ..operations.prune import PruneReport
 from ..operations.report import SaveReport
 
-__all__ = ["Counters", "Ledger"]
+__all__ = ["Counters", "Stats"]
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Counters:
         return self.due - self.saved - self.failed - self.skipped
 
 
-class Ledger:
+class Stats:
     """Counts, from any thread."""
 
     def __init__(self) -> None:
@@ -79,7 +79,11 @@ class Ledger:
         rate = report.nbytes / max(report.durable_s, 1e-9)
         _log.info(
             "step %d: saved, %s from this rank in %.2f s (%s/s); fences waited %.1f ms",
-            *(step, _amount(report.nbytes), report.durable_s, _amount(rate), report.fenced_s * 1e3),
+            step,
+            _amount(report.nbytes),
+            report.durable_s,
+            _amount(rate),
+            report.fenced_s * 1e3,
         )
 
     def failed(self, step: int, error: BaseException) -> None:
@@ -92,9 +96,10 @@ class Ledger:
 
     def _fail(self, step: int, error: BaseException, *, is_save: bool) -> None:
         with self._lock:
-            self._error = self._error or error
-            if is_save and self.counters.saved == 0:
-                self._first_error = self._first_error or error
+            if self._error is None:
+                self._error = error
+            if is_save and self.counters.saved == 0 and self._first_error is None:
+                self._first_error = error
         self._add(failed=1)
         _log.warning("step %d: not saved (%d failed so far): %s", step, self.counters.failed, error)
 
@@ -108,10 +113,13 @@ class Ledger:
         """Raise what a save has failed with, once: with ``raise``; and as long as none was ever
         saved, also with ``warn``, which otherwise forgets it."""
         with self._lock:
-            error = self._error if on_error == "raise" else None
-            if self.counters.saved == 0:
-                error = error or self._first_error
-            self._error = self._first_error = None
+            error: BaseException | None = None
+            if on_error == "raise":
+                error = self._error
+            if error is None and self.counters.saved == 0:
+                error = self._first_error
+            self._error = None
+            self._first_error = None
         if error is not None:
             raise error
 

@@ -24,8 +24,8 @@ from holdfast.storage.operations import save as saving
 from holdfast.storage.operations.choice import choose
 from holdfast.storage.operations.listing import ListedCheckpoint
 from holdfast.storage.state.source import ImageSource
-from holdfast.storage.training.decisions import Agreement
-from holdfast.storage.training.schedule import _Time, cadence_of
+from holdfast.storage.training.decisions import Decisions
+from holdfast.storage.training.schedule import _Time, schedule_of
 
 
 def state(step: int) -> dict[str, Any]:
@@ -332,7 +332,7 @@ def test_equal_metrics_keep_the_later() -> None:
     assert [c.step for c in choose(listed, 1, None, ["s2"])] == [1]
 
 
-class Ranks(Agreement):
+class Ranks(Decisions):
     """Counts how often all ranks were asked."""
 
     asked = 0
@@ -346,14 +346,14 @@ def test_steps_are_due_at_multiples_or_when_one_is_passed() -> None:
     """Steps may be counted in strides that never meet a multiple; a run that goes on does not save
     at once."""
     ranks = Ranks(1.0)
-    every = cadence_of(10)
+    every = schedule_of(10)
     assert [s for s in range(1, 41) if every.due(s, ranks)] == [10, 20, 30, 40]
-    every = cadence_of(10)
+    every = schedule_of(10)
     assert [s for s in range(7, 60, 7) if every.due(s, ranks)] == [14, 21, 35, 42, 56]
-    every = cadence_of(10)
+    every = schedule_of(10)
     every.begin_at(12)
     assert [s for s in range(13, 25) if every.due(s, ranks)] == [20]
-    assert [cadence_of(None).due(s, ranks) for s in (0, 1, 10)] == [False] * 3
+    assert [schedule_of(None).due(s, ranks) for s in (0, 1, 10)] == [False] * 3
     assert ranks.asked == 0
 
 
@@ -374,7 +374,7 @@ def test_time_is_due_within_a_step_or_a_few_seconds_and_seldom_asked(step_s: flo
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True, "10", "min", "10 parsecs", "0s", "-3min"])
-def test_what_is_no_cadence_is_said_at_once(every: Any) -> None:
+def test_what_is_no_schedule_is_said_at_once(every: Any) -> None:
     """With what would be one."""
     with pytest.raises(holdfast.UsageError, match="10min"):
         holdfast.Checkpointer(fresh_uri(), every=every)
@@ -385,9 +385,9 @@ def test_what_is_no_cadence_is_said_at_once(every: Any) -> None:
 )
 def test_times_are_read(every: str, seconds: float) -> None:
     """In the units that people write."""
-    cadence = cadence_of(every)
-    assert isinstance(cadence, _Time)
-    assert cadence._every_s == seconds
+    schedule = schedule_of(every)
+    assert isinstance(schedule, _Time)
+    assert schedule._every_s == seconds
 
 
 @pytest.mark.parametrize(

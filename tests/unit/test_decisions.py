@@ -19,8 +19,8 @@ from holdfast.storage.ranks.keys import Keys
 from holdfast.storage.ranks.member import Member
 from holdfast.storage.runtime.engine import start
 from holdfast.storage.training import decisions
-from holdfast.storage.training.decisions import Agreement, Word
-from holdfast.storage.training.resume import _verdict
+from holdfast.storage.training.decisions import Decision, Decisions
+from holdfast.storage.training.resume import Attempted, Outcome, _verdict
 from holdfast.storage.training.schedule import _Time
 
 DEADLINE_S = 1.0
@@ -51,9 +51,9 @@ class Ranks:
 
         return [f.result(30) for f in [self.pool.submit(run, rank) for rank in range(WORLD)]]
 
-    def make(self, about: str = "run") -> list[Agreement]:
+    def make(self, about: str = "run") -> list[Decisions]:
         """One agreement for each rank."""
-        return [Agreement(DEADLINE_S, about) for _ in range(WORLD)]
+        return [Decisions(DEADLINE_S, about) for _ in range(WORLD)]
 
 
 @pytest.fixture
@@ -66,9 +66,9 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
 
 def asked(
     ranks: Ranks,
-    made: list[Agreement],
+    made: list[Decisions],
     step: int,
-    decision: int,
+    value: int,
     late: int = -1,
     late_s: float = 0.0,
 ) -> list[Any]:
@@ -77,13 +77,13 @@ def asked(
     def act(rank: int) -> Any:
         if rank == late:
             time.sleep(late_s)
-        word = made[rank].ask("busy", step, lambda: Word(step, decision, step + 1))
-        return word and word.decision
+        decision = made[rank].ask("busy", step, lambda: Decision(step, value, step + 1))
+        return decision and decision.value
 
     return ranks.each(act)
 
 
-def test_all_ranks_hear_the_leaders_word_step_by_step(ranks: Ranks) -> None:
+def test_all_ranks_hear_the_leaders_decision_step_by_step(ranks: Ranks) -> None:
     """Whoever comes first; and the store does not grow."""
     made = ranks.make()
     for step in range(1, 30):
@@ -118,7 +118,7 @@ def test_ranks_wait_but_once_for_a_leader_that_stays_away(ranks: Ranks) -> None:
         for step in (2, 3, 4):
             began_s = time.monotonic()
             with pytest.raises(errors.DeadlineError):
-                made[rank].ask("busy", step, partial(Word, step, 1, step + 1))
+                made[rank].ask("busy", step, partial(Decision, step, 1, step + 1))
             waited.append(time.monotonic() - began_s)
         return waited
 
@@ -130,7 +130,7 @@ def test_ranks_wait_but_once_for_a_leader_that_stays_away(ranks: Ranks) -> None:
             return None
         for step in (2, 3, 4):
             with pytest.raises(errors.DeadlineError):
-                made[0].ask("busy", step, partial(Word, step, 1, step + 1))
+                made[0].ask("busy", step, partial(Decision, step, 1, step + 1))
         return None
 
     ranks.each(back)
@@ -154,16 +154,16 @@ def test_another_loop_over_the_same_steps_hears_nothing_of_the_one_before(ranks:
 
 
 def test_a_rank_that_asks_where_the_leader_does_not_is_told_when_it_will(ranks: Ranks) -> None:
-    """It missed the last word, as by an interrupt: it does not wait for one that never comes."""
+    """It missed the last decision, as by an interrupt: it does not wait for one that never comes."""
     made = ranks.make()
 
     def act(rank: int) -> Any:
         if rank == 2:
             time.sleep(0.1)
-            word = made[2].ask("due", 12, lambda: Word(12, 1, 13))
+            decision = made[2].ask("due", 12, lambda: Decision(12, 1, 13))
         else:
-            word = made[rank].ask("due", 10, lambda: Word(10, 1, 20))
-        return word and (word.decision, word.again_at)
+            decision = made[rank].ask("due", 10, lambda: Decision(10, 1, 20))
+        return decision and (decision.value, decision.again_at)
 
     assert ranks.each(act) == [(1, 20), (1, 20), (0, 20)]
 
@@ -172,12 +172,12 @@ def test_time_is_asked_anew_after_a_step_that_was_void(ranks: Ranks) -> None:
     """The save that was due is due at the next step, on all ranks."""
     now = [0.0]
     made = ranks.make()
-    cadences = [_Time(10.0, lambda: now[0]) for _ in range(WORLD)]
+    schedules = [_Time(10.0, lambda: now[0]) for _ in range(WORLD)]
 
     def due(step: int, late_s: float = 0.0) -> list[Any]:
         def act(rank: int) -> Any:
             time.sleep(late_s if rank == 0 else 0.0)
-            return cadences[rank].due(step, made[rank])
+            return schedules[rank].due(step, made[rank])
 
         return ranks.each(act)
 
@@ -189,9 +189,15 @@ def test_time_is_asked_anew_after_a_step_that_was_void(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    "outcomes", [[b"whole", b"damaged"], [b"whole", b"told"], [b"damaged", b"whole"]]
+    "outcomes",
+    [
+        [Outcome.WHOLE, Outcome.DAMAGED],
+        [Outcome.WHOLE, Outcome.FAILED_ELSEWHERE],
+        [Outcome.DAMAGED, Outcome.WHOLE],
+    ],
 )
-def test_a_checkpoint_is_whole_only_where_every_rank_says_so(outcomes: list[bytes]) -> None:
+def test_a_checkpoint_is_whole_only_where_every_rank_says_so(outcomes: list[Outcome]) -> None:
     """Not where the first does."""
-    assert asyncio.run(_verdict(outcomes)) == b"damaged"
-    assert asyncio.run(_verdict([b"whole", b"whole"])) == b"whole"
+    assert asyncio.run(_verdict([Attempted(o) for o in outcomes])).outcome is Outcome.DAMAGED
+    whole = [Attempted(Outcome.WHOLE)] * 2
+    assert asyncio.run(_verdict(whole)).outcome is Outcome.WHOLE
