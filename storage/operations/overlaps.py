@@ -25,6 +25,7 @@ from ..format.manifest import Manifest
 from ..runtime.buffers import memory_for
 from ..runtime.engine import offload
 from ..state.bits import writable
+from ..state.compat import neg_view
 from ..state.targets import Wanted
 from .fill import Report, fill
 
@@ -130,7 +131,7 @@ def _view(memory: torch.Tensor, target: torch.Tensor, offset: int) -> torch.Tens
     typed = memory.view(target.dtype)
     view = typed.as_strided(target.shape, target.stride(), offset // target.itemsize)
     view = view.conj() if target.is_conj() else view
-    return torch._neg_view(view) if target.is_neg() else view
+    return neg_view(view) if target.is_neg() else view
 
 
 def overlapping(wanted: Wanted) -> list[list[int]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from .compat import neg_view
 from .process_memory import GoneError, read
 
 __all__ = ["HostClone"]
@@ -45,5 +46,5 @@ def _laid_out_like(tensor: torch.Tensor, span: torch.Tensor) -> torch.Tensor:
     if tensor.is_conj():
         view = view.conj()
     if tensor.is_neg():
-        view = torch._neg_view(view)
+        view = neg_view(view)
     return view.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)

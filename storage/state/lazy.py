@@ -31,6 +31,7 @@ from ...errors import SaveError
 from ..runtime.engine import check_may_wait
 from .adapters.tensors import local_of
 from .bits import copy_memory
+from .compat import buffers_of, never_compiled
 from .device import Queued, devices_of
 from .device_snapshot import DeviceSnapshot, Doubt
 from .flat_state import FlatState
@@ -376,9 +377,9 @@ def _clone(flat: FlatState, rows: Sequence[int]) -> dict[int, HostClone]:
 def _buffers_and_arrays(flat: FlatState) -> set[int]:
     """Rows that a forward pass, or numpy, may write to."""
     found = set[int]()
-    parts = [part for walked in flat.modules for _, part in walked.parts if part._buffers]
+    parts = [part for walked in flat.modules for _, part in walked.parts if buffers_of(part)]
     buffers = {
-        _storage(local_of(b)) for part in parts for b in part._buffers.values() if b is not None
+        _storage(local_of(b)) for part in parts for b in buffers_of(part).values() if b is not None
     }
     if buffers:
         found |= {row for row, local in enumerate(flat.locals) if _storage(local) in buffers}
@@ -412,11 +413,9 @@ def hook_optimizers() -> None:
         register_optimizer_step_pre_hook(_before_step)
 
 
+@never_compiled
 def _before_step(*_: object) -> None:
     fence()
-
-
-_before_step._torchdynamo_disable = True  # type: ignore[attr-defined]  # called from compiled code, not compiled into it
 
 
 def _forget_parent() -> None:

@@ -11,12 +11,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from .block_sums import BlockSums
+from .compat import WeakStorage
 from .host_snapshot import HostSnapshot
 from .write_history import Tensor, WriteHistory
 
@@ -32,7 +31,7 @@ class Watched:
     def __init__(self, known_as: Tensor, local: torch.Tensor, sums: BlockSums | None) -> None:
         self.known_as = known_as
         self.sums = sums
-        self._storage: Any = StorageWeakRef(local.untyped_storage())  # type: ignore[no-untyped-call]
+        self._storage = WeakStorage(local.untyped_storage())
         self._address = local.untyped_storage().data_ptr()
         self._offset_nbytes = local.storage_offset() * local.itemsize
         self._nbytes = local.nbytes
@@ -40,23 +39,17 @@ class Watched:
     @property
     def gone(self) -> bool:
         """Whether nobody has its memory any more, so that nobody writes there."""
-        return bool(self._storage.expired())
+        return self._storage.expired
 
     @property
     def moved(self) -> bool:
         """Whether its storage was given other memory."""
-        storage = self._get()
+        storage = self._storage.get()
         return storage is not None and storage.data_ptr() != self._address
-
-    def _get(self) -> torch.UntypedStorage | None:
-        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(
-            self._storage.cdata
-        )
-        return storage
 
     def bytes(self) -> torch.Tensor | None:
         """What is in it now; None where its memory is gone, or has become smaller."""
-        storage = self._get()
+        storage = self._storage.get()
         if storage is None or storage.nbytes() < self._offset_nbytes + self._nbytes:
             return None
         empty = torch.empty(0, dtype=torch.uint8, device=storage.device)

@@ -161,6 +161,41 @@ def modules_imported(path: Path) -> Iterator[str]:
                 yield next(at(file) for file in files if file.exists())
 
 
+def test_private_names_of_torch_have_one_place() -> None:
+    """A new release of torch is checked against ``storage/state/compat.py`` alone."""
+    modules = [path for path in shipped() if not at(path).startswith(("bench/", COMPAT))]
+    assert [at(path, line) for path in modules for line in private_torch(path)] == []
+
+
+COMPAT = "storage/state/compat.py"
+
+
+@functools.cache
+def private_attributes() -> set[str]:
+    """The private attributes of torch's objects that are in use."""
+    nodes = ast.walk(tree_of(ROOT / COMPAT))
+    return {n.attr for n in nodes if isinstance(n, ast.Attribute) and is_private(n.attr)}
+
+
+def is_private(name: str) -> bool:
+    """Whether a name begins with one underscore."""
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_torch(path: Path) -> Iterator[int]:
+    """The lines with a name of torch that is private, or with an attribute of its objects."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            if any(map(is_private, names)):
+                yield node.lineno
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            owner = ast.unparse(node.value)
+            ours = owner in ("self", "cls") or owner.startswith(("self._", "other"))
+            if owner.split(".")[0] == "torch" or (node.attr in private_attributes() and not ours):
+                yield node.lineno
+
+
 def test_nothing_runs_text_as_code() -> None:
     """No ``eval``, no ``exec``, no shell, and no argument that lets numpy or torch unpickle; tests
     included."""

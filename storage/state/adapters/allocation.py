@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
+
+from ..compat import overlaps_itself
+from .dtensor import mesh_layout
 
 __all__ = ["Allocate", "Entry", "empty_dtensor", "empty_for", "fits", "value_at"]
 
@@ -57,16 +59,7 @@ def fits(present: Any, entry: Entry) -> bool:
         and tuple(present.shape) == entry.shape
         and present.dtype == entry.dtype
         and not present.is_meta
-        and _is_fillable(present)
-    )
-
-
-def _is_fillable(tensor: torch.Tensor) -> bool:
-    """Whether no two elements share memory, as in an expanded tensor."""
-    return (
-        isinstance(tensor, DTensor)
-        or tensor.is_contiguous()
-        or torch._debug_has_internal_overlap(tensor) == 0
+        and (isinstance(present, DTensor) or not overlaps_itself(present))
     )
 
 
@@ -98,16 +91,13 @@ def empty_for(reference: torch.Tensor, entry: Entry) -> torch.Tensor:
 def empty_dtensor(mesh: DeviceMesh, device: torch.device, entry: Entry) -> DTensor:
     """An empty DTensor for ``entry``: placed as it was, if ``mesh`` has as many dimensions as that
     mesh had; else replicated."""
-    told = entry.placements or ()
-    same = len(told) == mesh.ndim
-    placements = (
-        [_placement(text, entry) for text in told]
-        if same
-        else [Replicate() for _ in range(mesh.ndim)]
-    )
-    local_shape, _ = compute_local_shape_and_global_offset(entry.shape, mesh, placements)
+    recorded = entry.placements or ()
+    placements: list[Placement] = [Replicate() for _ in range(mesh.ndim)]
+    if len(recorded) == mesh.ndim:
+        placements = [_placement(text, entry) for text in recorded]
+    layout = mesh_layout(mesh, entry.shape, placements, lambda: ".".join(map(str, entry.keys)))
     return DTensor.from_local(
-        torch.empty(tuple(local_shape), dtype=entry.dtype, device=device),
+        torch.empty(layout.local_shape, dtype=entry.dtype, device=device),
         mesh,
         placements,
         run_check=False,

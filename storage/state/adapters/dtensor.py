@@ -3,7 +3,7 @@ knows torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from ....errors import StateError
 from ....planner.layout import MeshLayout
@@ -23,7 +24,7 @@ from ....planner.placement import (
     local_shape,
 )
 
-__all__ = ["DTensorAdapter", "MeshLayouts", "check_layout", "hooked", "layouts_on"]
+__all__ = ["DTensorAdapter", "MeshLayouts", "check_layout", "hooked", "layouts_on", "mesh_layout"]
 
 
 @dataclass(slots=True)
@@ -49,7 +50,8 @@ class MeshLayouts:
         layout = self.by_value.get((placements, shape))
         if layout is None:
             _make_room(self.by_value)
-            layout = self.by_value[placements, shape] = _mesh_layout(tensor, path)
+            layout = mesh_layout(tensor.device_mesh, tuple(shape), placements, path)
+            self.by_value[placements, shape] = layout
         _make_room(self.by_tuple)
         self.by_tuple[id(placements), shape] = (placements, layout)
         return layout
@@ -182,19 +184,24 @@ def _coordinate(mesh: DeviceMesh) -> tuple[int, ...] | None:
     return None if at is None else tuple(at)
 
 
-def _mesh_layout(tensor: DTensor, path: Callable[[], str]) -> MeshLayout:
-    mesh = tensor.device_mesh
-    shape = tuple(tensor.shape)
+def mesh_layout(
+    mesh: DeviceMesh,
+    shape: tuple[int, ...],
+    placements: Sequence[TorchPlacement],
+    path: Callable[[], str],
+) -> MeshLayout:
+    """What this rank holds of a tensor of ``shape`` on ``mesh``. Raises StateError for a placement
+    that is no layout."""
     coordinate = _coordinate(mesh)
     if coordinate is None:
-        return MeshLayout(shape, (), (0,) * tensor.ndim, (), mesh.size())
-    placements = tuple(_placement(p, path) for p in tensor.placements)
+        return MeshLayout(shape, (), (0,) * len(shape), (), mesh.size())
+    splits = tuple(_placement(p, path) for p in placements)
     ranks = mesh.mesh.numpy()
     return MeshLayout(
         shape,
-        tuple(local_pieces(shape, ranks.shape, coordinate, placements)),
-        local_shape(shape, ranks.shape, coordinate, placements),
-        holders(ranks, coordinate, placements),
+        tuple(local_pieces(shape, ranks.shape, coordinate, splits)),
+        local_shape(shape, ranks.shape, coordinate, splits),
+        holders(ranks, coordinate, splits),
         ranks.size,
     )
 

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from ..compat import is_initialized
+
 __all__ = ["exact_values"]
 
 
@@ -50,7 +52,7 @@ def _torch_optimizers(owner: object, seen: set[int]) -> Iterator[torch.optim.Opt
     hooks of their own."""
     seen.add(id(owner))
     held = getattr(owner, "__dict__", {})
-    if isinstance(owner, torch.optim.Optimizer) and "_optimizer_load_state_dict_pre_hooks" in held:
+    if isinstance(owner, torch.optim.Optimizer) and is_initialized(owner):
         yield owner
     for value in list(held.values()):
         inner = (

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from ....errors import StateError
+from ..compat import FLAT_PARAMETER_MARKS, ShardedTensor, buffers_of, parameters_of, stored_local
 from .dtensor import check_layout, hooked
 from .module_names import Walked
 
@@ -98,10 +98,11 @@ _SHARD_HOOKS = _Layout(
     "Pass it as a DTensor.",
 )
 
-_OF_FSDP1 = ("_fsdp_flattened", "_is_flat_param")
 _OF_ZERO3 = ("ds_id", "ds_tensor")
 _OF_HOOKS = ("__create_chunk_list__", "__create_write_items__")
-_MARKS = frozenset({*_OF_FSDP1, *_OF_ZERO3, "_hp_mapping", "main_param_sharded", *_OF_HOOKS})
+_MARKS = frozenset(
+    {*FLAT_PARAMETER_MARKS, *_OF_ZERO3, "_hp_mapping", "main_param_sharded", *_OF_HOOKS}
+)
 
 
 def is_suspect(tensor: torch.Tensor) -> bool:
@@ -176,7 +177,7 @@ def _refuse_module(walked: Walked, path: str, loading: bool) -> None:
         if layout is not None:
             inner = f'"{prefix[:-1]}" in {path}' if prefix else path
             raise _refusal(inner, layout)
-        for tensors in (part._parameters, part._buffers):
+        for tensors in (parameters_of(part), buffers_of(part)):
             for name, tensor in tensors.items():
                 if tensor is not None and _is_unusual(tensor):
                     _refuse_parameter(tensor, f'{path}["{prefix}{name}"]', loading)
@@ -188,7 +189,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 def _is_unusual(tensor: torch.Tensor) -> bool:
     """Whether a parameter or a buffer has to be looked at closely."""
     if type(tensor) is DTensor:
-        local = tensor._local_tensor
+        local = stored_local(tensor)
         return type(local) not in _PLAIN or is_suspect(local) or is_suspect(tensor)
     return type(tensor) not in _PLAIN or is_suspect(tensor)
 
@@ -197,7 +198,7 @@ def _refuse_parameter(tensor: torch.Tensor, path: str, loading: bool) -> None:
     if isinstance(tensor, DTensor):
         # To detach it, as a state dict does, makes a new local tensor, without hooks. They have to
         # be asked here.
-        check_layout(tensor, tensor._local_tensor, lambda: path)
+        check_layout(tensor, stored_local(tensor), lambda: path)
     refuse_tensor(tensor, lambda: path, loading=loading)
 
 
@@ -219,7 +220,7 @@ def _of_tensor(tensor: torch.Tensor, loading: bool) -> _Layout | None:
     if isinstance(tensor, ShardedTensor):
         return _SHARDED_TENSOR
     own = tensor.__dict__
-    if any(mark in own for mark in _OF_FSDP1):
+    if any(mark in own for mark in FLAT_PARAMETER_MARKS):
         return _FSDP1
     if any(mark in own for mark in _OF_ZERO3):
         if loading:

@@ -12,13 +12,20 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch.distributed.checkpoint.state_dict import _get_fqns, _state_dict_fn
 
 from ....core.forks.cached import cached_property
+from ..compat import (
+    STATE_METHODS,
+    buffers_of,
+    children_of,
+    fqn_of,
+    has_state_hooks,
+    non_persistent_of,
+    parameters_of,
+    plain_state_dict,
+)
 
-__all__ = ["Names", "Walked", "module_state", "plain_state_dict", "walk"]
-
-_MAKES_A_STATE = ("state_dict", "_save_to_state_dict", "get_extra_state")
+__all__ = ["Names", "Walked", "module_state", "walk"]
 
 
 class Names(dict[str, str]):
@@ -35,14 +42,14 @@ class Names(dict[str, str]):
         ) and all(
             getattr(kind, name) is getattr(torch.nn.Module, name)
             for kind in set(kinds)
-            for name in _MAKES_A_STATE
+            for name in STATE_METHODS
         )
         self._module = ref(module)
 
     def __missing__(self, name: str) -> str:
         module = self._module()
         assert module is not None
-        self[name] = fqn = str(next(iter(_get_fqns(module, name))))
+        self[name] = fqn = fqn_of(module, name)
         return fqn
 
 
@@ -76,8 +83,7 @@ class Walked:
         return [
             (prefix + name, parameter)
             for prefix, part in self.parts
-            if part._parameters
-            for name, parameter in part._parameters.items()
+            for name, parameter in parameters_of(part).items()
             if parameter is not None
         ]
 
@@ -91,19 +97,15 @@ class Walked:
         places = 1
         for prefix, part in self.parts:
             own = part.__dict__
-            if (
-                part._state_dict_hooks
-                or part._state_dict_pre_hooks
-                or not own.keys().isdisjoint(_MAKES_A_STATE)
-            ):
+            if has_state_hooks(part) or not own.keys().isdisjoint(STATE_METHODS):
                 return None
-            for name, parameter in part._parameters.items():
+            for name, parameter in parameters_of(part).items():
                 if parameter is not None:
                     state[prefix + name] = parameter.detach()
-            for name, buffer in part._buffers.items():
-                if buffer is not None and name not in part._non_persistent_buffers_set:
+            for name, buffer in buffers_of(part).items():
+                if buffer is not None and name not in non_persistent_of(part):
                     state[prefix + name] = buffer.detach()
-            places += sum(child is not None for child in part._modules.values())
+            places += sum(child is not None for child in children_of(part).values())
         return (
             state if places == len(self.parts) else None
         )  # else one of them is in two places, and under two names
@@ -122,20 +124,13 @@ def walk(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
         if id(here) not in seen:
             seen.add(id(here))
             found.append((prefix, here))
-            if here._modules:
-                children = [
-                    (f"{prefix}{name}.", child)
-                    for name, child in here._modules.items()
-                    if child is not None
-                ]
-                ahead += reversed(children)
+            children = [
+                (f"{prefix}{name}.", child)
+                for name, child in children_of(here).items()
+                if child is not None
+            ]
+            ahead += reversed(children)
     return found
-
-
-def plain_state_dict(owner: Any) -> dict[str, Any]:
-    """``owner.state_dict()``; of one that torch has patched for checkpoints, what it was before."""
-    state: dict[str, Any] = _state_dict_fn(owner, "state_dict")()
-    return state
 
 
 def module_state(walked: Walked) -> dict[str, Any]:

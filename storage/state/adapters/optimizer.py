@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from ....errors import StateError
+from ..compat import plain_state_dict
 from .allocation import Allocate, Entry, empty_for, fits, value_at
 from .exact_dtypes import exact_values
-from .module_names import Walked, plain_state_dict
+from .module_names import Walked
 from .parameter_groups import Matched, StoredGroup
 
 __all__ = [

@@ -1,0 +1,131 @@
+"""All that is used of torch beside its public interface, each with what it is for.
+
+Every name here was looked up in the sources of torch 2.6.0, the oldest release that is promised,
+and is exercised by the tests with 2.13.0. No other module uses a private name of torch, so a new
+release is checked against this file alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.state_dict import _get_fqns, _state_dict_fn
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+__all__ = [
+    "FLAT_PARAMETER_MARKS",
+    "STATE_METHODS",
+    "ShardedTensor",
+    "WeakStorage",
+    "buffers_of",
+    "children_of",
+    "fqn_of",
+    "has_state_hooks",
+    "is_initialized",
+    "neg_view",
+    "never_compiled",
+    "non_persistent_of",
+    "overlaps_itself",
+    "parameters_of",
+    "plain_state_dict",
+    "stored_local",
+]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+FLAT_PARAMETER_MARKS = ("_fsdp_flattened", "_is_flat_param")
+"""Attributes that FSDP1 leaves on its flat parameters. 2.6.0: see ``torch.distributed.fsdp``."""
+
+STATE_METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
+"""Methods of a module, by one of which it may have a way of its own to make its state dict."""
+
+
+def parameters_of(module: torch.nn.Module) -> Mapping[str, torch.nn.Parameter | None]:
+    """The parameters of the module itself. ``named_parameters(recurse=False)`` leaves out tied
+    ones, and costs a generator for each module."""
+    return module._parameters
+
+
+def buffers_of(module: torch.nn.Module) -> Mapping[str, torch.Tensor | None]:
+    """The buffers of the module itself, likewise."""
+    return module._buffers
+
+
+def children_of(module: torch.nn.Module) -> Mapping[str, torch.nn.Module | None]:
+    """The modules right below; one that is there under two names comes under both, unlike in
+    ``named_children``."""
+    return module._modules
+
+
+def non_persistent_of(module: torch.nn.Module) -> Set[str]:
+    """Names of the module's buffers that are no part of its state dict."""
+    return module._non_persistent_buffers_set
+
+
+def has_state_hooks(module: torch.nn.Module) -> bool:
+    """Whether something was registered that changes what ``state_dict()`` returns."""
+    return bool(module._state_dict_hooks or module._state_dict_pre_hooks)
+
+
+def fqn_of(module: torch.nn.Module, name: str) -> str:
+    """What torch's distributed checkpoints call a parameter or a buffer: its name without those of
+    wrappers."""
+    return str(next(iter(_get_fqns(module, name))))
+
+
+def plain_state_dict(owner: torch.nn.Module | torch.optim.Optimizer) -> dict[str, Any]:
+    """``owner.state_dict()``; of one that torch has patched for checkpoints, what it was before."""
+    state: dict[str, Any] = _state_dict_fn(owner, "state_dict")()
+    return state
+
+
+def is_initialized(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the constructor of ``torch.optim.Optimizer`` ran, so that hooks can be registered.
+    Wrappers that inherit from it may leave that out, and hand their state on."""
+    return "_optimizer_load_state_dict_pre_hooks" in vars(optimizer)
+
+
+def stored_local(tensor: DTensor) -> torch.Tensor:
+    """The very local tensor of a DTensor, with all attributes. ``to_local()`` returns a view."""
+    return tensor._local_tensor
+
+
+def neg_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The negation of ``tensor`` as a view of its memory."""
+    return torch._neg_view(tensor)
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements may share memory, as in an expanded tensor."""
+    return not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) != 0
+
+
+def never_compiled(function: Function) -> Function:
+    """Mark a hook that compiled code calls, and does not compile into itself. The public
+    ``torch.compiler.disable`` imports the compiler."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
+
+class WeakStorage:
+    """A storage that this does not keep alive. ``UntypedStorage`` itself has no weak references
+    that live as long as the memory does."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._ref: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+    @property
+    def expired(self) -> bool:
+        """Whether nothing has the memory any more."""
+        return bool(self._ref.expired())
+
+    def get(self) -> torch.UntypedStorage | None:
+        """The storage, or None."""
+        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(
+            self._ref.cdata
+        )
+        return found
