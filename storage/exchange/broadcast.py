@@ -1,7 +1,7 @@
-"""What all ranks of a host want whole, such as a manifest, one of them reads, and hands it to the
-others in shared memory.
+"""What all ranks of a host need as a whole, such as a manifest, is read by one of them, and handed
+to the others in shared memory.
 
-Where that cannot be, each reads for itself: nobody depends on it.
+Where that is impossible, each rank reads for itself: none depends on another.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from ..ranks.messages import Nothing, codec
 from ..ranks.team import Team
 from ..runtime.buffers import HostBuffer
 from ..runtime.engine import offload
-from .transport import Address, Door, Line, knock, open_door
+from .connection import Connection
+from .transport import Address, Listener, connect, open_listener
 
 __all__ = ["read_once"]
 
-JOIN_S = 30.0
+CONNECT_ALL_TIMEOUT_S = 30.0
 _log = logging.getLogger(__name__)
 
 
@@ -44,71 +45,83 @@ class Offer:
 async def read_once(
     team: Team, name: str, ranks: Sequence[int], read: Callable[[], Awaitable[bytes]]
 ) -> bytes | memoryview:
-    """What ``read`` returns: here, or on the first of ``ranks``, which are those of this host; all
-    of them call this alike. What was handed on is a view of the memory that it lies in. ``name`` is
-    used once in the team's life. Raises what ``read`` raises, DeadlineError and RankFailedError."""
+    """What ``read`` returns, on this rank or on the first of ``ranks``, which are the ranks of this
+    host; all of them call this. What another rank has read is returned as a view of shared memory.
+    ``name`` is used once in the team's life. Raises what ``read`` raises, DeadlineError and
+    RankFailedError."""
     if len(ranks) == 1:
         return await read()
-    if team.rank != ranks[0]:
-        offers = await team.all_gather(name, codec(Offer), ranks, Offer())
-        shared = offers[0].shared
-        if shared is None:
-            return await read()
-        handed = await _taken(shared, team.rank)
-        await team.gather(f"{name}/taken", codec(Nothing), ranks, Nothing())
-        return await read() if handed is None else handed
+    if team.rank == ranks[0]:
+        return await _read_and_offer(team, name, ranks, read)
+    offers = await team.all_gather(name, codec(Offer), ranks, Offer())
+    shared = offers[0].shared
+    if shared is None:
+        return await read()
+    received = await _received(shared, team.rank)
+    await team.gather(f"{name}/taken", codec(Nothing), ranks, Nothing())
+    return await read() if received is None else received
+
+
+async def _read_and_offer(
+    team: Team, name: str, ranks: Sequence[int], read: Callable[[], Awaitable[bytes]]
+) -> bytes:
     try:
         data = await read()
     except BaseException:
         await team.all_gather(name, codec(Offer), ranks, Offer())  # each of the others reads
         raise
-    with contextlib.ExitStack() as mine:
-        arena, door = open_door(mine, len(data), 1)
-        if arena:
+    with contextlib.ExitStack() as resources:
+        arena, listener = open_listener(resources, len(data), 1)
+        if arena is not None:
             arena.fill(0, HostBuffer.over(memoryview(data)), len(data))
         checksum = await offload(digest, data)
-        offer = Offer(SharedObject(door.address, len(data), checksum)) if door else Offer()
+        offer = Offer()
+        if listener is not None:
+            offer = Offer(SharedObject(listener.address, len(data), checksum))
         await team.all_gather(name, codec(Offer), ranks, offer)
-        if door:
-            admitting = asyncio.ensure_future(_admit(door, ranks[1:]))
-            try:
-                # Also from ranks that could not connect.
-                await team.gather(f"{name}/taken", codec(Nothing), ranks, Nothing())
-            finally:
-                admitting.cancel()
-                await asyncio.wait([admitting])
-                if not admitting.cancelled() and admitting.exception() is not None:
-                    _log.warning("what was read could not be handed on: %s", admitting.exception())
+        if listener is not None:
+            await _serve(team, name, ranks, listener)
     return data
 
 
-async def _admit(door: Door, ranks: Sequence[int]) -> None:
-    lines: dict[int, Line] = {}
+async def _serve(team: Team, name: str, ranks: Sequence[int], listener: Listener) -> None:
+    """Give the other ranks access, until all of them report that they are done."""
+    accepting = asyncio.ensure_future(_accept(listener, ranks[1:]))
     try:
-        await door.admit(ranks, lines)
+        # Also ranks that could not connect report.
+        await team.gather(f"{name}/taken", codec(Nothing), ranks, Nothing())
     finally:
-        for line in lines.values():
-            line.close()
+        accepting.cancel()
+        await asyncio.wait([accepting])
+        if not accepting.cancelled() and accepting.exception() is not None:
+            _log.warning("what was read could not be handed on: %s", accepting.exception())
 
 
-async def _taken(shared: SharedObject, me: int) -> memoryview | None:
-    """What is behind a door; None where it cannot be reached, or is not what was told over the
+async def _accept(listener: Listener, ranks: Sequence[int]) -> None:
+    connections: dict[int, Connection] = {}
+    try:
+        await listener.accept(ranks, connections)
+    finally:
+        for connection in connections.values():
+            connection.close()
+
+
+async def _received(shared: SharedObject, rank: int) -> memoryview | None:
+    """The shared object; None where it cannot be reached, or is not what was announced through the
     job's store."""
     try:
-        async with asyncio.timeout(JOIN_S):
-            line = await knock(shared.address, me)
+        async with asyncio.timeout(CONNECT_ALL_TIMEOUT_S):
+            connection = await connect(shared.address, rank)
     except (OSError, TimeoutError) as error:
         _log.warning("what another rank has read is read again: %s", error)
         return None
     try:
-        if line.window is None:
+        if connection.window is None:
             return None
-        data = line.window.first(shared.nbytes)
+        data = connection.window.first(shared.nbytes)
     finally:
-        line.close()
+        connection.close()
     if await offload(digest, data) != shared.digest:
-        _log.warning(
-            "what another rank has read is read again: it is not what that rank has told of it"
-        )
+        _log.warning("what another rank has read is read again: it is not what was announced")
         return None
     return data

@@ -1,8 +1,8 @@
-"""How two ranks prove to each other that they are ranks of one job: by a secret that neither sends.
+"""Mutual authentication of two ranks of one job, by a secret that neither sends.
 
-Each side sends a challenge, which it uses once, and gets an HMAC of both challenges under the
-secret. The two sides' proofs differ, so that neither can be sent back; and a key for this one
-connection follows from the same challenges.
+A challenge-response protocol: each side sends a nonce that it uses once, and gets an HMAC of both
+nonces under the secret. The proofs of the two sides differ, so that neither can be reflected; and a
+key for this one connection is derived from the same nonces.
 """
 
 from __future__ import annotations
@@ -19,31 +19,30 @@ PROOF_NBYTES = 32
 
 @dataclass(frozen=True)
 class Handshake:
-    """The challenges of a visitor and of a door, and what follows from them for those who know the
-    secret."""
+    """The nonces of a client and of a server, and what can be derived from them with the secret.
+    ``member``: the number under which the client connects."""
 
     secret: bytes
-    visitor_nonce: bytes
-    door_nonce: bytes
+    client_nonce: bytes
+    server_nonce: bytes
     member: int
 
-    def derived(self, purpose: bytes) -> bytes:
-        """32 bytes for one purpose. What one side sends proves nothing for the other, nor in
-        another connection."""
-        challenges = self.visitor_nonce + self.door_nonce + struct.pack("<I", self.member)
-        return hmac.digest(self.secret, challenges + purpose, "sha256")
+    @property
+    def server_proof(self) -> bytes:
+        """What the server sends to prove that it knows the secret."""
+        return self._derived(b"server")
 
     @property
-    def of_door(self) -> bytes:
-        """The door's proof."""
-        return self.derived(b"door")
-
-    @property
-    def of_visitor(self) -> bytes:
-        """The visitor's proof."""
-        return self.derived(b"visitor")
+    def client_proof(self) -> bytes:
+        """What the client sends to prove that it knows the secret."""
+        return self._derived(b"client")
 
     @property
     def key(self) -> bytes:
-        """What digests of this connection are made with."""
-        return self.derived(b"digests")
+        """The key of the digests of this connection."""
+        return self._derived(b"digests")
+
+    def _derived(self, purpose: bytes) -> bytes:
+        """32 bytes for one purpose, of no use for another one or in another connection."""
+        nonces = self.client_nonce + self.server_nonce + struct.pack("<I", self.member)
+        return hmac.digest(self.secret, nonces + purpose, "sha256")

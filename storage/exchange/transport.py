@@ -1,15 +1,14 @@
-"""Connections between ranks that hand each other what they have read: meeting, and messages. Who
-sends what is ``exchange``.
+"""Listeners and connections between ranks that exchange what they have read. Which rank sends what
+is decided in ``exchange``.
 
-Ranks of one host meet at a unix socket that has no name in any folder; the kernel vouches for the
-user at the other end. What is handed on stays where it was read, in memory that is shared
-(``arena``), and only where it lies is said. Ranks of different hosts meet over TCP, and the bytes
-follow.
+Ranks of one host connect over a unix socket in the abstract namespace; the kernel reports the user
+at the other end. What is exchanged stays in memory that is shared (``shared_memory``), and only its
+position is sent. Ranks of different hosts connect over TCP, and the bytes follow.
 
-Both sides prove that they know the door's secret, which was told over the job's store alone, and is
-never sent over the connection: each answers a fresh challenge of the other (HMAC). What follows
-over TCP carries a digest under a key of this connection. So neither a process that has got hold of
-a rank's name or port, nor one in between, can pass for a rank.
+Both sides prove that they know the listener's secret (``handshake``), which was sent through the
+job's store alone, and never over the connection. What follows over TCP carries a digest under a key
+of this connection. So neither a process that has taken a rank's name or port, nor one in between,
+can pass for a rank.
 
 Scope: nothing is encrypted. Whoever can read the job's store, or is the same user on one of its
 hosts and can look into its processes, is trusted.
@@ -24,43 +23,39 @@ import hmac
 import logging
 import os
 import secrets
-import select
 import socket
 import struct
-import weakref
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...core.forks.renewal import in_child
+from .connection import DIGEST_NBYTES, Connection, closed_in_child
 from .handshake import NONCE_NBYTES, PROOF_NBYTES, Handshake
 from .shared_memory import Arena, Window, identity_of
 
-__all__ = ["DIGEST_NBYTES", "Address", "Door", "Line", "host_key", "knock", "open_door"]
+__all__ = ["Address", "Listener", "connect", "host_key", "open_listener"]
 
-DIGEST_NBYTES = 16
-GREET_S = 10.0
-"""How long a visitor may take to prove who it is."""
-KNOCK_S = 30.0
-"""How long to wait for the answer: the rank may not have come to its door yet."""
-STRANGERS = 64
-"""So many visitors are heard at a time, besides members."""
+HANDSHAKE_TIMEOUT_S = 10.0
+"""How long a client may take to authenticate itself."""
+CONNECT_TIMEOUT_S = 30.0
+"""How long to wait for a server's answer: the rank may not accept connections yet."""
+STRANGERS_MAX = 64
+"""So many unauthenticated clients are served at a time, besides members."""
+BACKLOG = 1024
 
 _SECRET_NBYTES = 32
-_HELLO = struct.Struct(f"<{NONCE_NBYTES}sI")  # the visitor's challenge, and its number
-_ANSWER = struct.Struct(f"<{NONCE_NBYTES}s{PROOF_NBYTES}s")  # the door's challenge, and its proof
-_CREDENTIALS = struct.Struct("3i")
-_BY_WIRE = b"w"
+_CLIENT_HELLO = struct.Struct(f"<{NONCE_NBYTES}sI")  # nonce, and number of the member
+_SERVER_HELLO = struct.Struct(f"<{NONCE_NBYTES}s{PROOF_NBYTES}s")  # nonce, and proof
+_OVER_NETWORK = b"w"
 
-_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
     """Where other ranks reach a rank, and the secret that both sides prove to know. ``host``: see
-    :func:`host_key`; ``unix``: the name of its unix socket; ``nbytes``: of the memory that it
-    shares; ``tcp``: host and port, where ranks of other hosts may come."""
+    :func:`host_key`; ``unix``: the name of its unix socket; ``nbytes``: the size of the memory that
+    it shares; ``tcp``: host and port, where ranks of other hosts may connect."""
 
     host: str | None
     unix: str
@@ -71,7 +66,7 @@ class Address:
 
 def host_key() -> str | None:
     """What ranks have in common that can share memory: one boot of one host, one network namespace,
-    one user. None where this cannot be told."""
+    one user. None where the system does not say."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.stat("/proc/self/ns/net").st_ino
@@ -80,245 +75,161 @@ def host_key() -> str | None:
     return f"{boot}/{namespace}/{os.getuid()}"
 
 
-class Line:
-    """A connection to another rank. Raises ConnectionError when that rank is gone. ``window``: its
-    memory, if shared. ``key``: of :meth:`digest`, once both sides have proved who they are."""
+class Listener:
+    """Accepts connections of other members of a group. Raises OSError where it cannot listen."""
 
-    def __init__(self, sock: socket.socket, window: Window | None = None) -> None:
-        _sockets.add(sock)
-        self.key = b""
-        sock.setblocking(False)
-        self.window = window
-        self.by_wire = sock.family != socket.AF_UNIX
-        self._socket = sock
-        self._turn = asyncio.Lock()
-
-    async def send(self, *parts: bytes | memoryview) -> None:
-        """Send all parts, one after the other. Several tasks may call this at once."""
-        async with self._turn:
-            for part in parts:
-                await asyncio.get_running_loop().sock_sendall(self._socket, part)
-
-    async def fill(self, into: memoryview) -> None:
-        """Receive exactly ``len(into)`` bytes."""
-        while into:
-            got = await asyncio.get_running_loop().sock_recv_into(self._socket, into)
-            if not got:
-                raise ConnectionResetError("closed by the other side")
-            into = into[got:]
-
-    async def receive(self, nbytes: int) -> bytes:
-        """The next ``nbytes`` bytes."""
-        data = bytearray(nbytes)
-        await self.fill(memoryview(data))
-        return bytes(data)
-
-    def digest(self, about: bytes, data: bytes | memoryview) -> bytes:
-        """16 bytes that only the two ends of this line can make: of ``data``, and what it is, such
-        as its number."""
-        made = hmac.new(self.key, struct.pack("<I", len(about)) + about, "sha256")
-        made.update(data)
-        return made.digest()[:DIGEST_NBYTES]
-
-    def watched_by(self, poll: select.poll) -> int:
-        """Have ``poll`` tell when :meth:`receive_now` has something to do; the number it says then."""
-        poll.register(self._socket, select.POLLIN)
-        return self._socket.fileno()
-
-    def receive_now(self, nbytes: int) -> bytes:
-        """:meth:`receive` for a thread, that ``poll`` has sent here: of a message, all bytes come
-        at once."""
-        if len(data := self._socket.recv(nbytes)) != nbytes:
-            raise ConnectionResetError("closed by the other side")
-        return data
-
-    def send_now(self, data: bytes) -> None:
-        """:meth:`send` for a thread, to one who listens: there is room for what is as short as
-        this."""
-        self._socket.sendall(data)
-
-    def hang_up(self) -> None:
-        """Have a thread that waits for this line see that nothing comes any more."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-
-    async def receive_descriptor(self, nbytes: int) -> tuple[bytes, int | None]:
-        """The next message, of at most ``nbytes``, and the file descriptor that came with it."""
-        readable = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        loop.add_reader(self._socket, readable.set)
-        try:
-            await readable.wait()
-        finally:
-            loop.remove_reader(self._socket)
-        data, descriptors, *_ = socket.recv_fds(self._socket, nbytes, 1)
-        return data, next(iter(descriptors), None)
-
-    def send_descriptor(self, data: bytes, fd: int) -> None:
-        """Send a short message, and a file descriptor with it. Little was sent before: there is
-        room for it."""
-        socket.send_fds(self._socket, [data], [fd])
-
-    def user(self) -> int:
-        """Who is at the other end of a unix socket."""
-        told = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        return int(_CREDENTIALS.unpack(told)[1])
-
-    def close(self) -> None:
-        """Safe to call twice. What was taken of the window keeps it."""
-        self._socket.close()
-        self.window = None
-
-
-class Door:
-    """Where other members of a circle find this rank. Raises OSError where it cannot be opened."""
-
-    def __init__(self, fd: int, near: str) -> None:
-        """``fd``: the memory that members on this host are let in to. ``near``: a host of the job,
-        to find the address that this host has on the way there; "" where nobody comes over the
-        network."""
+    def __init__(self, fd: int, job_host: str) -> None:
+        """``fd``: the memory that members on this host get access to. ``job_host``: a host of the
+        job, to find the address of this host on the way there; "" where all members are on this
+        host."""
         self._fd = fd
         self._secret = secrets.token_bytes(_SECRET_NBYTES)
         name = f"\0holdfast-{secrets.token_hex(16)}"
         self._sockets = [_listening(socket.AF_UNIX, name)]
         tcp: tuple[str, int] | None = None
-        if near:
-            self._sockets.append(_listening(socket.AF_INET, (_own_address(near), 0)))
+        if job_host:
+            self._sockets.append(_listening(socket.AF_INET, (_own_address(job_host), 0)))
             tcp = self._sockets[1].getsockname()
         self.address = Address(host_key(), name, self._secret, os.fstat(fd).st_size, tcp)
 
-    async def admit(self, members: Collection[int], lines: dict[int, Line]) -> None:
-        """Until all of ``members`` have come: to ``lines``. Turned away are visitors of another
-        user, those who do not know the secret, and those who say nothing."""
+    async def accept(self, members: Collection[int], connections: dict[int, Connection]) -> None:
+        """Accept connections until all of ``members`` have connected, and add them to
+        ``connections``. Clients of another user are refused, and clients that do not know the
+        secret, or send nothing."""
+        if not members:
+            return
         complete = asyncio.Event()
-        room = asyncio.Semaphore(STRANGERS + len(members))
+        room = asyncio.Semaphore(STRANGERS_MAX + len(members))
         tasks: list[asyncio.Task[None]] = []
 
-        async def greet(sock: socket.socket) -> None:
-            line = Line(sock)
+        async def serve(sock: socket.socket) -> None:
+            connection = Connection(sock)
             try:
-                async with asyncio.timeout(GREET_S):
-                    member = await self._member(line)
-                if member is not None and member in members and member not in lines:
-                    lines[member] = line
-                    complete.set() if len(lines) == len(members) else None
+                async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                    member = await self._authenticate(connection)
+                if member is not None and member in members and member not in connections:
+                    connections[member] = connection
+                    if len(connections) == len(members):
+                        complete.set()
             except OSError as error:  # a timeout, too
-                _log.info("a visitor was turned away: %s", str(error) or type(error).__name__)
+                _log.info("a client was refused: %s", str(error) or type(error).__name__)
             finally:
                 room.release()
-                if line not in lines.values():
-                    line.close()
+                if connection not in connections.values():
+                    connection.close()
 
-        async def listen(door: socket.socket) -> None:
+        async def listen(listening: socket.socket) -> None:
             while True:
                 await room.acquire()
-                sock, _ = await asyncio.get_running_loop().sock_accept(door)
-                tasks.append(group.create_task(greet(sock)))
+                sock, _ = await asyncio.get_running_loop().sock_accept(listening)
+                tasks.append(group.create_task(serve(sock)))
 
-        if members:
-            async with asyncio.TaskGroup() as group:
-                tasks += [group.create_task(listen(door)) for door in self._sockets]
-                await complete.wait()
-                for task in tasks:  # also those that greet strangers
-                    task.cancel()
+        async with asyncio.TaskGroup() as group:
+            tasks += [group.create_task(listen(listening)) for listening in self._sockets]
+            await complete.wait()
+            for task in tasks:  # also those that serve strangers
+                task.cancel()
 
-    async def _member(self, line: Line) -> int | None:
-        """Who has knocked, told where to look; None for a stranger. Raises OSError."""
-        if not line.by_wire and line.user() != os.getuid():
+    async def _authenticate(self, connection: Connection) -> int | None:
+        """The member at the other end, which has been given access to the memory; None for a
+        stranger. Raises OSError."""
+        if not connection.over_network and connection.peer_uid() != os.getuid():
             return None
-        nonce, member = _HELLO.unpack(await line.receive(_HELLO.size))
-        hands = Handshake(self._secret, nonce, secrets.token_bytes(NONCE_NBYTES), member)
-        await line.send(_ANSWER.pack(hands.door_nonce, hands.of_door))
-        if not hmac.compare_digest(await line.receive(PROOF_NBYTES), hands.of_visitor):
+        nonce, member = _CLIENT_HELLO.unpack(await connection.receive(_CLIENT_HELLO.size))
+        handshake = Handshake(self._secret, nonce, secrets.token_bytes(NONCE_NBYTES), member)
+        await connection.send(_SERVER_HELLO.pack(handshake.server_nonce, handshake.server_proof))
+        if not hmac.compare_digest(await connection.receive(PROOF_NBYTES), handshake.client_proof):
             return None
-        line.key = hands.key
-        if line.by_wire:
-            await line.send(_BY_WIRE)
+        connection.key = handshake.key
+        if connection.over_network:
+            await connection.send(_OVER_NETWORK)
         else:
-            line.send_descriptor(line.digest(b"memory", identity_of(self._fd)), self._fd)
+            proof = connection.digest(b"memory", identity_of(self._fd))
+            connection.send_descriptor(proof, self._fd)
         return int(member)
 
     def close(self) -> None:
-        """No more knocking. Lines stay."""
+        """Accept nothing more. Connections stay open."""
         for sock in self._sockets:
             sock.close()
 
 
-def open_door(
-    mine: contextlib.ExitStack, slot_nbytes: int, slots: int, near: str = ""
-) -> tuple[Arena, Door] | tuple[None, None]:
-    """Memory for other members, and the door to it, which ``mine`` closes. Where there can be none,
-    that is logged."""
+def open_listener(
+    resources: contextlib.ExitStack, slot_nbytes: int, slots: int, job_host: str = ""
+) -> tuple[Arena, Listener] | tuple[None, None]:
+    """Memory for other members, and a listener that gives access to it; ``resources`` closes both.
+    Where that is impossible, it is logged."""
     try:
         arena = Arena(slot_nbytes, slots)
-        mine.callback(arena.close)
-        door = Door(arena.fd, near)
-        mine.callback(door.close)
+        resources.callback(arena.close)
+        listener = Listener(arena.fd, job_host)
+        resources.callback(listener.close)
     except OSError as error:
         _log.warning("no memory can be shared with other ranks here: %s", error)
         return None, None
-    return arena, door
+    return arena, listener
 
 
-async def knock(address: Address, member: int) -> Line:
-    """A line to the rank whose door this is, for member number ``member``. Raises OSError: where
-    nobody answers in time, where whoever answers is not that rank, and where its memory is not what
-    it ought to be."""
-    here = address.host == host_key()
-    target = address.unix if here else address.tcp
+async def connect(address: Address, member: int) -> Connection:
+    """Connect to the rank at ``address``, as member number ``member``. Raises OSError: where nothing
+    answers in time, where what answers is not that rank, and where its memory is not what it
+    should be."""
+    is_local = address.host == host_key()
+    target = address.unix if is_local else address.tcp
     if target is None:
-        raise ConnectionRefusedError("that rank is on another host, and has no door to the network")
-    sock = socket.socket(socket.AF_UNIX if here else socket.AF_INET, socket.SOCK_STREAM)
-    line = Line(sock)
+        raise ConnectionRefusedError(
+            "that rank is on another host, and does not listen on the network"
+        )
+    sock = socket.socket(socket.AF_UNIX if is_local else socket.AF_INET, socket.SOCK_STREAM)
+    connection = Connection(sock)
     try:
-        async with asyncio.timeout(KNOCK_S):
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
             await asyncio.get_running_loop().sock_connect(sock, target)
-            if here and line.user() != os.getuid():
+            if is_local and connection.peer_uid() != os.getuid():
                 raise ConnectionRefusedError(
-                    f"a process of another user, {line.user()}, has that rank's name"
+                    f"a process of another user, {connection.peer_uid()}, has that rank's name"
                 )
-            await _introduce(line, address.secret, member)
-            if here:
-                line.window = await _window(line, address.nbytes)
-            elif await line.receive(1) != _BY_WIRE:
-                raise ConnectionRefusedError("that rank speaks another language")
+            await _introduce(connection, address.secret, member)
+            if is_local:
+                connection.window = await _window(connection, address.nbytes)
+            elif await connection.receive(1) != _OVER_NETWORK:
+                raise ConnectionRefusedError("that rank speaks another protocol")
     except BaseException:
-        line.close()
+        connection.close()
         raise
-    return line
+    return connection
 
 
-async def _introduce(line: Line, secret: bytes, member: int) -> None:
-    """Have the other side prove who it is, and then prove it likewise."""
+async def _introduce(connection: Connection, secret: bytes, member: int) -> None:
+    """Have the server authenticate itself, and then authenticate this rank."""
     nonce = secrets.token_bytes(NONCE_NBYTES)
-    await line.send(_HELLO.pack(nonce, member))
-    door_nonce, proof = _ANSWER.unpack(await line.receive(_ANSWER.size))
-    hands = Handshake(secret, nonce, door_nonce, member)
-    if not hmac.compare_digest(proof, hands.of_door):
+    await connection.send(_CLIENT_HELLO.pack(nonce, member))
+    server_nonce, proof = _SERVER_HELLO.unpack(await connection.receive(_SERVER_HELLO.size))
+    handshake = Handshake(secret, nonce, server_nonce, member)
+    if not hmac.compare_digest(proof, handshake.server_proof):
         raise ConnectionRefusedError(
             "what answers there is not that rank: it does not know the secret"
         )
-    line.key = hands.key
-    await line.send(hands.of_visitor)
+    connection.key = handshake.key
+    await connection.send(handshake.client_proof)
 
 
-async def _window(line: Line, nbytes: int) -> Window:
-    """The memory that the other side hands over. Raises OSError."""
-    proof, fd = await line.receive_descriptor(DIGEST_NBYTES)
+async def _window(connection: Connection, nbytes: int) -> Window:
+    """The memory that the other side gives access to. Raises OSError."""
+    proof, fd = await connection.receive_descriptor(DIGEST_NBYTES)
     if fd is None:
-        raise ConnectionRefusedError("that rank let nobody in")
-    if not hmac.compare_digest(proof, line.digest(b"memory", identity_of(fd))):
+        raise ConnectionRefusedError("that rank has refused the connection")
+    if not hmac.compare_digest(proof, connection.digest(b"memory", identity_of(fd))):
         os.close(fd)
         raise OSError(errno.EBADMSG, "the memory that was handed over is not that rank's")
     return Window(fd, nbytes)
 
 
 def _listening(family: socket.AddressFamily, address: str | tuple[str, int]) -> socket.socket:
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    _sockets.add(sock)
+    sock = closed_in_child(socket.socket(family, socket.SOCK_STREAM))
     try:
         sock.bind(address)
-        sock.listen(1024)
+        sock.listen(BACKLOG)
         sock.setblocking(False)
     except OSError:
         sock.close()
@@ -326,18 +237,8 @@ def _listening(family: socket.AddressFamily, address: str | tuple[str, int]) -> 
     return sock
 
 
-def _own_address(near: str) -> str:
-    """The address that this host has on the way to ``near``. No packet is sent."""
+def _own_address(job_host: str) -> str:
+    """The address of this host on the way to ``job_host``. No packet is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((near, 1))
+        probe.connect((job_host, 1))
         return str(probe.getsockname()[0])
-
-
-def _hang_up_in_child() -> None:
-    """A forked child lets go of its parent's lines: who is at their other end is to see when the
-    parent dies."""
-    for sock in list(_sockets):
-        sock.close()
-
-
-in_child(_hang_up_in_child)

@@ -15,7 +15,7 @@ from ...drivers.contract import Driver
 from ...errors import DamagedError, RankFailedError, ReplacedError
 from ...planner.image import DIGEST_NBYTES
 from ..exchange.broadcast import read_once
-from ..exchange.exchange import Circle
+from ..exchange.group import ExchangeGroup
 from ..exchange.setup import LEAST_NBYTES, begin_exchange
 from ..exchange.transport import host_key
 from ..format.manifest import Manifest
@@ -180,7 +180,7 @@ async def _load(
         manifest = await offload(seen.with_shards_of, targets.tensor)
     circle = _circle(team, f"exchange/{attempt}", fit.peers, job.exchange, mates)
     budget_nbytes = job.budget_nbytes // (
-        2 if circle and circle.near else 1
+        2 if circle and circle.job_host else 1
     )  # as much to receive into
     reader = ImageReader(images_of(driver, manifest), manifest, budget_nbytes)
     exchange = await begin_exchange(circle, reader, targets) if circle else None
@@ -264,14 +264,14 @@ async def _seen(
 
 def _circle(
     team: Team, name: str, verdict: bytes, exchange: Exchanging, mates: Sequence[int]
-) -> Circle | None:
+) -> ExchangeGroup | None:
     """The ranks that this one exchanges with, by the leader's verdict; None without any."""
     ranks = ranks_with(team.rank, numbers_in(verdict))
     if len(ranks) == 1:
         return None
     everywhere = exchange is True
     near = store_host() if everywhere else ""
-    return Circle(team, name, ranks, len(mates), near, 1 if everywhere else LEAST_NBYTES)
+    return ExchangeGroup(team, name, ranks, len(mates), near, 1 if everywhere else LEAST_NBYTES)
 
 
 async def _replaced(driver: Driver, manifest: Manifest) -> bool:

@@ -136,7 +136,7 @@ def test_shared_memory_is_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> 
     driver, manifest = checkpoint([state])
     budget_nbytes = 4 * manifest.chunk_nbytes
     shared, buffers = list[int](), list[int]()
-    plain_run, plain_open = ImageReader.run, meeting.open_door
+    plain_run, plain_open = ImageReader.run, meeting.open_listener
 
     def opened(mine: Any, slot_nbytes: int, slots: int, near: str = "") -> Any:
         shared.append(slot_nbytes * slots)
@@ -149,7 +149,7 @@ def test_shared_memory_is_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> 
         await plain_run(self, plan, deliver, jobs=jobs, hand_on=hand_on)
 
     monkeypatch.setattr(ranks, "BUDGET_NBYTES", budget_nbytes)
-    monkeypatch.setattr(meeting, "open_door", opened)
+    monkeypatch.setattr(meeting, "open_listener", opened)
     monkeypatch.setattr(ImageReader, "run", run)
     for found in load_as_ranks(
         driver, [{"t": torch.zeros(40_000)} for _ in range(2)], exchange=True

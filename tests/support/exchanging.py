@@ -58,7 +58,7 @@ def exchanging_load(
     into = {name: torch.full_like(t, -1) for name, t in expected.items()}
     reports: list[holdfast.LoadReport] = []
     before, get, manifests = (transport.host_key, os.memfd_create), LocalDriver.get, list[str]()
-    meeting = ranks_exchange.knock, ranks_exchange.JOIN_S
+    meeting = ranks_exchange.connect, ranks_exchange.CONNECT_ALL_TIMEOUT_S
     check, checked = committed.check_complete, list[str]()
 
     async def counted(self: Any, key: str) -> bytes:
@@ -75,14 +75,14 @@ def exchanging_load(
     if rank in cannot:
         os.memfd_create = _refused
     if strangers:
-        ranks_exchange.JOIN_S = 3.0  # the others wait so long for them
+        ranks_exchange.CONNECT_ALL_TIMEOUT_S = 3.0  # the others wait so long for them
     if rank in strangers:
-        ranks_exchange.knock = _unanswered
+        ranks_exchange.connect = _unanswered
     try:
         holdfast.load(uri, into=into, exchange=exchange, on_report=reports.append)
     finally:
         transport.host_key, os.memfd_create = before
-        ranks_exchange.knock, ranks_exchange.JOIN_S = meeting
+        ranks_exchange.connect, ranks_exchange.CONNECT_ALL_TIMEOUT_S = meeting
         load.host_key, LocalDriver.get, committed.check_complete = before[0], get, check  # type: ignore[method-assign]
     return {
         "manifests": len(manifests),

@@ -25,8 +25,9 @@ from support.ranks import load_as_ranks, save_as_ranks
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.exchange import broadcast, exchange, transport
+from holdfast.storage.exchange.connection import Connection
 from holdfast.storage.exchange.shared_memory import Arena, Window, identity_of
-from holdfast.storage.exchange.transport import Address, Door, Line, host_key, knock
+from holdfast.storage.exchange.transport import Address, Listener, connect, host_key
 from holdfast.storage.operations import load
 from holdfast.storage.runtime.buffers import HostBuffer
 
@@ -45,76 +46,78 @@ def arena() -> Iterator[Arena]:
 
 
 @contextlib.asynccontextmanager
-async def opened(arena: Arena, near: str = "") -> AsyncIterator[tuple[Door, dict[int, Line]]]:
-    """A door that admits member 1, and those that it has admitted."""
-    door, lines = Door(arena.fd, near), dict[int, Line]()
-    admitting = asyncio.ensure_future(door.admit([1], lines))
+async def opened(
+    arena: Arena, near: str = ""
+) -> AsyncIterator[tuple[Listener, dict[int, Connection]]]:
+    """A listener that admits member 1, and those that it has admitted."""
+    listener, connections = Listener(arena.fd, near), dict[int, Connection]()
+    accepting = asyncio.ensure_future(listener.accept([1], connections))
     try:
-        yield door, lines
+        yield listener, connections
     finally:
-        admitting.cancel()
-        await asyncio.wait([admitting])
-        door.close()
-        for line in lines.values():
-            line.close()
+        accepting.cancel()
+        await asyncio.wait([accepting])
+        listener.close()
+        for connection in connections.values():
+            connection.close()
 
 
 def squatting(
     behave: Callable[[socket.socket], Any], family: int = socket.AF_UNIX
 ) -> tuple[Address, threading.Thread]:
     """The address of a rank whose name, or port, is taken by another, who does this with its first
-    visitor."""
-    door = socket.socket(family)
-    door.bind(
+    client."""
+    listener = socket.socket(family)
+    listener.bind(
         f"\0holdfast-test-{os.getpid()}-{time.monotonic_ns()}"
         if family == socket.AF_UNIX
         else ("127.0.0.1", 0)
     )
-    door.listen(1)
+    listener.listen(1)
 
     def serve() -> None:
-        with door, door.accept()[0] as visitor, contextlib.suppress(OSError):
-            visitor.settimeout(20)
-            behave(visitor)
+        with listener, listener.accept()[0] as client, contextlib.suppress(OSError):
+            client.settimeout(20)
+            behave(client)
 
     thread = threading.Thread(target=serve)
     thread.start()
     secret = b"\xab" * 32
     if family == socket.AF_UNIX:
-        name = door.getsockname().decode()
+        name = listener.getsockname().decode()
         return Address(host_key(), name, secret, 4096), thread
-    return Address("another", "", secret, 4096, door.getsockname()), thread
+    return Address("another", "", secret, 4096, listener.getsockname()), thread
 
 
 def says(data: bytes) -> Callable[[socket.socket], None]:
     """A stranger that answers so, and listens on."""
 
-    def behave(visitor: socket.socket) -> None:
-        visitor.recv(100)
-        visitor.sendall(data)
-        while visitor.recv(1 << 16):
+    def behave(client: socket.socket) -> None:
+        client.recv(100)
+        client.sendall(data)
+        while client.recv(1 << 16):
             pass
 
     return behave
 
 
-def hands_over(visitor: socket.socket) -> None:
+def hands_over(client: socket.socket) -> None:
     """A stranger that hands over memory of its own, without a proof."""
-    visitor.recv(100)
+    client.recv(100)
     fd = os.memfd_create("forged")
     os.write(fd, b"forged" + bytes(4090))
-    socket.send_fds(visitor, [b"m"], [fd])
+    socket.send_fds(client, [b"m"], [fd])
     os.close(fd)
-    while visitor.recv(1 << 16):
+    while client.recv(1 << 16):
         pass
 
 
 STRANGERS = {
     "garbage": says(os.urandom(48)),
     "what could be an answer": says(os.urandom(48) + b"w"),
-    "too little": lambda visitor: visitor.sendall(b"ab"),
+    "too little": lambda client: client.sendall(b"ab"),
     "too much": says(bytes(1 << 20)),
-    "nothing": lambda visitor: visitor.recv(1),
+    "nothing": lambda client: client.recv(1),
     "silence": says(b""),
     "memory of its own": hands_over,
 }
@@ -129,10 +132,10 @@ def test_whoever_has_a_ranks_name_but_not_its_secret_is_refused(
 ) -> None:
     """Whatever it says, or does not say: within the time limit, an OSError, upon which a rank reads
     for itself."""
-    monkeypatch.setattr(transport, "KNOCK_S", 0.5)
+    monkeypatch.setattr(transport, "CONNECT_TIMEOUT_S", 0.5)
     address, serving = squatting(behave, family)
     with pytest.raises(OSError):  # noqa: PT011 - which one depends on what was said
-        asyncio.run(knock(address, 1))
+        asyncio.run(connect(address, 1))
     serving.join(20)
     assert not serving.is_alive()
 
@@ -148,13 +151,13 @@ def test_a_process_of_another_user_is_refused_before_anything_is_said() -> None:
     def other_user() -> None:
         os.setgid(65534)
         os.setuid(65534)
-        door = socket.socket(socket.AF_UNIX)
-        door.bind(name)
-        door.listen(1)
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(name)
+        listener.listen(1)
         os.write(writing, b"r")
-        visitor, _ = door.accept()
-        visitor.settimeout(20)
-        assert visitor.recv(100) == b""
+        client, _ = listener.accept()
+        client.settimeout(20)
+        assert client.recv(100) == b""
 
     thread = threading.Thread(target=lambda: outcome.append(in_a_fork(other_user)))
     thread.start()
@@ -162,7 +165,7 @@ def test_a_process_of_another_user_is_refused_before_anything_is_said() -> None:
     ready.set()
     address = Address(host_key(), name, b"\xab" * 32, 4096)
     with pytest.raises(ConnectionRefusedError, match="another user, 65534"):
-        asyncio.run(knock(address, 1))
+        asyncio.run(connect(address, 1))
     thread.join()
     os.close(reading)
     os.close(writing)
@@ -175,11 +178,11 @@ def test_a_door_lets_in_those_who_know_its_secret(
 ) -> None:
     """Strangers who say nothing, garbage, or the wrong proof are turned away, and keep no rank from
     coming in. The secret is never sent."""
-    monkeypatch.setattr(transport, "GREET_S", 0.3)
+    monkeypatch.setattr(transport, "HANDSHAKE_TIMEOUT_S", 0.3)
 
     async def run() -> None:
-        async with opened(arena, near) as (door, lines):
-            address = door.address
+        async with opened(arena, near) as (listener, connections):
+            address = listener.address
             to = (socket.AF_INET, address.tcp) if near else (socket.AF_UNIX, address.unix)
             strangers = []
             for said in (b"", b"x", bytes(20), os.urandom(200)):
@@ -189,14 +192,18 @@ def test_a_door_lets_in_those_who_know_its_secret(
                 strangers.append(stranger)
             host = "another" if near else address.host
             with pytest.raises(OSError):  # noqa: PT011
-                await knock(replace(address, secret=bytes(32), host=host), 1)
-            assert lines == {}
-            line = await knock(replace(address, host="another") if near else address, 1)
-            while not lines:
+                await connect(replace(address, secret=bytes(32), host=host), 1)
+            assert connections == {}
+            connection = await connect(replace(address, host="another") if near else address, 1)
+            while not connections:
                 await asyncio.sleep(0.01)
-            assert line.digest(b"n", DATA) == lines[1].digest(b"n", DATA)
-            assert line.window is None if near else bytes(line.window.first(len(DATA))) == DATA  # type: ignore[union-attr]
-            line.close()
+            assert connection.digest(b"n", DATA) == connections[1].digest(b"n", DATA)
+            assert (
+                connection.window is None
+                if near
+                else bytes(connection.window.first(len(DATA))) == DATA
+            )  # type: ignore[union-attr]
+            connection.close()
             for stranger in strangers:
                 stranger.settimeout(20)
                 with contextlib.suppress(ConnectionResetError):
@@ -212,29 +219,33 @@ def test_a_conversation_cannot_be_repeated(arena: Arena) -> None:
     another one."""
     said = bytearray()
 
-    async def heard(line: Line, send: Callable[..., Awaitable[None]], *parts: Any) -> None:
+    async def heard(
+        connection: Connection, send: Callable[..., Awaitable[None]], *parts: Any
+    ) -> None:
         said.extend(b"".join(parts))
-        await send(line, *parts)
+        await send(connection, *parts)
 
     async def run() -> None:
-        plain = Line.send
-        async with opened(arena) as (door, lines):
+        plain = Connection.send
+        async with opened(arena) as (listener, connections):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(Line, "send", lambda line, *parts: heard(line, plain, *parts))
-                (await knock(door.address, 1)).close()
-            while not lines:
+                patch.setattr(
+                    Connection, "send", lambda connection, *parts: heard(connection, plain, *parts)
+                )
+                (await connect(listener.address, 1)).close()
+            while not connections:
                 await asyncio.sleep(0.01)
-            nonce_and_number, visitors_proof = bytes(said[:20]), bytes(said[-32:])
-        async with opened(arena) as (door, lines):
-            door._secret = b"s" * 32
+            nonce_and_number, client_proof = bytes(said[:20]), bytes(said[-32:])
+        async with opened(arena) as (listener, connections):
+            listener._secret = b"s" * 32
             stranger = socket.socket(socket.AF_UNIX)
             stranger.settimeout(20)
-            await asyncio.to_thread(stranger.connect, door.address.unix)
-            stranger.sendall(nonce_and_number + visitors_proof)
+            await asyncio.to_thread(stranger.connect, listener.address.unix)
+            stranger.sendall(nonce_and_number + client_proof)
             while await asyncio.to_thread(stranger.recv, 100):
                 pass
             stranger.close()
-            assert lines == {}
+            assert connections == {}
 
     asyncio.run(run())
 
@@ -271,22 +282,22 @@ def test_other_memory_than_the_doors_is_refused(arena: Arena, no_leaks: None) ->
     other = Arena(4096, 1)
 
     async def run() -> None:
-        async with opened(arena) as (door, _):
+        async with opened(arena) as (listener, _):
 
-            def relay(visitor: socket.socket) -> None:
+            def relay(client: socket.socket) -> None:
                 with socket.socket(socket.AF_UNIX) as rank:
-                    rank.connect(door.address.unix)
-                    rank.sendall(visitor.recv(100))
-                    visitor.sendall(rank.recv(100))
-                    rank.sendall(visitor.recv(100))
+                    rank.connect(listener.address.unix)
+                    rank.sendall(client.recv(100))
+                    client.sendall(rank.recv(100))
+                    rank.sendall(client.recv(100))
                     proof, fds, *_ = socket.recv_fds(rank, 100, 1)
                     os.close(fds[0])
-                    socket.send_fds(visitor, [proof], [other.fd])
-                    visitor.recv(1)
+                    socket.send_fds(client, [proof], [other.fd])
+                    client.recv(1)
 
             squatted, serving = squatting(relay)
             with pytest.raises(OSError, match="not that rank's"):
-                await knock(replace(door.address, unix=squatted.unix), 1)
+                await connect(replace(listener.address, unix=squatted.unix), 1)
             await asyncio.to_thread(serving.join, 20)
 
     try:
@@ -299,21 +310,21 @@ def test_other_memory_than_the_doors_is_refused(arena: Arena, no_leaks: None) ->
 def test_ranks_read_for_themselves_where_a_stranger_has_a_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All ranks get every bit, of the manifest and of the tensors, whoever answers at their doors."""
+    """All ranks get every bit, of the manifest and of the tensors, whoever answers at their listeners."""
     state = {"t": torch.arange(9000.0)}
     driver = MemoryDriver(fresh_uri())
     save_as_ranks(driver, [state, state])
     strangers = []
 
-    async def astray(address: Address, member: int) -> Line:
+    async def astray(address: Address, member: int) -> Connection:
         squatted, serving = squatting(hands_over)
         strangers.append(serving)
-        return await knock(replace(address, unix=squatted.unix), member)
+        return await connect(replace(address, unix=squatted.unix), member)
 
-    monkeypatch.setattr(exchange, "knock", astray)
-    monkeypatch.setattr(broadcast, "knock", astray)
-    monkeypatch.setattr(transport, "KNOCK_S", 0.5)
-    monkeypatch.setattr(exchange, "JOIN_S", 1.0)
+    monkeypatch.setattr(exchange, "connect", astray)
+    monkeypatch.setattr(broadcast, "connect", astray)
+    monkeypatch.setattr(transport, "CONNECT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(exchange, "CONNECT_ALL_TIMEOUT_S", 1.0)
     for found in load_as_ranks(driver, [{"t": torch.zeros(9000)} for _ in range(2)], exchange=True):
         assert difference(state, found) is None
     assert len(strangers) >= 2
@@ -345,7 +356,7 @@ def test_a_manifest_that_is_not_what_was_told_is_read_again(
 
 class Between:
     """Passes on what two ranks say over TCP, and flips a bit of the byte at ``position`` of what
-    the door says."""
+    the listener says."""
 
     def __init__(self, address: Address, position: int) -> None:
         self._tcp, self._position = address.tcp, position
@@ -356,13 +367,13 @@ class Between:
 
     def _serve(self) -> None:
         with self._door:
-            visitor, _ = self._door.accept()
+            client, _ = self._door.accept()
         rank = socket.create_connection(self._tcp)
-        back = threading.Thread(target=self._pass, args=(rank, visitor, self._position))
+        back = threading.Thread(target=self._pass, args=(rank, client, self._position))
         back.start()
-        self._pass(visitor, rank, -1)
+        self._pass(client, rank, -1)
         back.join()
-        visitor.close()
+        client.close()
         rank.close()
 
     @staticmethod
@@ -397,11 +408,11 @@ def test_bytes_that_were_changed_on_the_way_are_not_taken(
     monkeypatch.setattr(transport, "host_key", lambda: f"host {next(hosts)}")
     monkeypatch.setattr(load, "store_host", lambda: "127.0.0.1")
 
-    async def by_another_way(address: Address, member: int) -> Line:
+    async def by_another_way(address: Address, member: int) -> Connection:
         betweens.append(Between(address, _HANDSHAKE_NBYTES + position))
-        return await knock(betweens[-1].address, member)
+        return await connect(betweens[-1].address, member)
 
-    monkeypatch.setattr(exchange, "knock", by_another_way)
+    monkeypatch.setattr(exchange, "connect", by_another_way)
     into = [{"t": torch.zeros(9000)} for _ in range(2)]
     with pytest.raises(holdfast.CoordinationError, match="has changed on the way"):
         load_as_ranks(driver, into, exchange=True)

@@ -16,7 +16,7 @@ from support.tiny import CHUNK_NBYTES, rechunked
 
 from holdfast.drivers.contract import Buffer
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage.exchange import exchange, transport
+from holdfast.storage.exchange import group, transport
 from holdfast.storage.exchange import setup as meeting
 from holdfast.storage.format.manifest import MANIFEST_KEY
 from holdfast.storage.operations import load
@@ -51,7 +51,7 @@ def test_a_rank_whose_mate_left_since_the_checkpoint_was_replaced_starts_over(
 ) -> None:
     """The one that reads finds its image gone; the one that waits for it sees only that its mate
     hangs up. Both load what is there now."""
-    monkeypatch.setattr(exchange, "TOLD_S", 0.2)
+    monkeypatch.setattr(group, "FAILURE_REPORT_S", 0.2)
     driver = Replaced()
     save_as_ranks(driver, [state(1.0)])
     driver.new = state(2.0)

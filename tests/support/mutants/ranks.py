@@ -8,30 +8,30 @@ __all__ = ["MUTANTS"]
 
 MUTANTS = [
     Mutant(
-        says="a visitor takes whatever answers for the rank",
+        says="a client takes whatever answers for the rank",
         file="storage/exchange/transport.py",
-        old="    if not hmac.compare_digest(proof, hands.of_door):\n",
+        old="    if not hmac.compare_digest(proof, handshake.server_proof):\n",
         new="    if False:\n",
         tests="tests/unit/test_ranks_strangers.py -k refused",
     ),
     Mutant(
-        says="a door lets in those who do not know its secret",
+        says="a listener accepts clients that do not know its secret",
         file="storage/exchange/transport.py",
-        old="        if not hmac.compare_digest(await line.receive(PROOF_NBYTES), hands.of_visitor):\n",
-        new="        if not await line.receive(PROOF_NBYTES):\n",
+        old="        if not hmac.compare_digest(await connection.receive(PROOF_NBYTES), handshake.client_proof):\n",
+        new="        if not await connection.receive(PROOF_NBYTES):\n",
         tests="tests/unit/test_ranks_strangers.py -k repeated",
     ),
     Mutant(
         says="a process of another user is spoken to",
         file="storage/exchange/transport.py",
-        old="            if here and line.user() != os.getuid():\n",
+        old="            if is_local and connection.peer_uid() != os.getuid():\n",
         new="            if False:\n",
         tests="tests/unit/test_ranks_strangers.py -k another_user",
     ),
     Mutant(
         says="memory that is handed over may be anybody's",
         file="storage/exchange/transport.py",
-        old="    if not hmac.compare_digest(proof, line.digest(b'memory', identity_of(fd))):\n",
+        old="    if not hmac.compare_digest(proof, connection.digest(b'memory', identity_of(fd))):\n",
         new="    if False:\n",
         tests="tests/unit/test_ranks_strangers.py -k other_memory",
     ),
@@ -51,8 +51,8 @@ MUTANTS = [
     ),
     Mutant(
         says="what came over a network is not compared with its digest",
-        file="storage/exchange/exchange.py",
-        old="            if not hmac.compare_digest(digest, told):\n",
+        file="storage/exchange/receiving.py",
+        old="            if not hmac.compare_digest(found, digest):\n",
         new="            if False:\n",
         tests="tests/unit/test_ranks_strangers.py -k changed_on_the_way",
     ),
@@ -131,41 +131,41 @@ MUTANTS = [
     ),
     Mutant(
         says="others are told of a slot before it is filled",
-        file="storage/exchange/exchange.py",
+        file="storage/exchange/sending.py",
         old=(
-            "        self._arena.fill(start, buffer, int(self.plan.stop[job] - self.plan.start[job]))\n"
-            "        untaken = self._untaken[unit]\n"
-            "        untaken.start = start\n"
-            "        for member in untaken.near:\n"
-            "            with _told_of(member):\n"
-            "                self._takers[member].send_now(_HANDED.pack(unit, start, _NO_DIGEST))\n"
+            "        self._arena.fill(start, buffer, int(self._plan.stop[job] - self._plan.start[job]))\n"
+            "        pending = self._pending[unit]\n"
+            "        pending.start = start\n"
+            "        for member in pending.local:\n"
+            "            with naming_member(member):\n"
+            "                self.connections[member].send_now(HANDOVER.pack(unit, start, NO_DIGEST))\n"
         ),
         new=(
-            "        untaken = self._untaken[unit]\n"
-            "        untaken.start = start\n"
-            "        for member in untaken.near:\n"
-            "            with _told_of(member):\n"
-            "                self._takers[member].send_now(_HANDED.pack(unit, start, _NO_DIGEST))\n"
-            "        self._arena.fill(start, buffer, int(self.plan.stop[job] - self.plan.start[job]))\n"
+            "        pending = self._pending[unit]\n"
+            "        pending.start = start\n"
+            "        for member in pending.local:\n"
+            "            with naming_member(member):\n"
+            "                self.connections[member].send_now(HANDOVER.pack(unit, start, NO_DIGEST))\n"
+            "        self._arena.fill(start, buffer, int(self._plan.stop[job] - self._plan.start[job]))\n"
         ),
         tests="tests/property/test_storage_exchange.py::test_each_wanted_byte_is_read_once",
     ),
     Mutant(
         says="slot of shared memory is freed before others have copied",
-        file="storage/exchange/exchange.py",
+        file="storage/exchange/sending.py",
         old=(
-            "        await untaken.taken\n"
-            "        del self._untaken[unit]\n"
-            "        if untaken.start is not None:\n"
-            "            self._arena.free(untaken.start)\n"
-            "            self._freed.set()\n"
+            "        await pending.confirmed\n"
+            "        del self._pending[unit]\n"
+            "        if pending.start is not None:\n"
+            "            self._arena.free(pending.start)\n"
+            "            self._slot_freed.set()\n"
         ),
         new=(
-            "        if untaken.start is not None:\n"
-            "            self._arena.free(untaken.start)\n"
-            "            self._freed.set()\n"
-            "        await untaken.taken\n"
-            "        del self._untaken[unit]\n"
+            "        if pending.start is not None:\n"
+            "            self._arena.free(pending.start)\n"
+            "            self._slot_freed.set()\n"
+            "        await pending.confirmed\n"
+            "        del self._pending[unit]\n"
         ),
         tests="tests/property/test_storage_exchange.py::test_each_wanted_byte_is_read_once",
     ),

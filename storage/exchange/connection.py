@@ -1,0 +1,127 @@
+"""A connection between two ranks: a socket, used by coroutines and by threads that poll."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import select
+import socket
+import struct
+import weakref
+
+from ...core.forks.renewal import in_child
+from .shared_memory import Window
+
+__all__ = ["DIGEST_NBYTES", "Connection", "closed_in_child"]
+
+DIGEST_NBYTES = 16
+
+_CREDENTIALS = struct.Struct("3i")
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def closed_in_child(sock: socket.socket) -> socket.socket:
+    """``sock``, which a forked child closes: its peer is to notice when this process dies."""
+    _sockets.add(sock)
+    return sock
+
+
+class Connection:
+    """A connection to another rank. Raises ConnectionError when that rank is gone. ``window``: its
+    memory, if that is shared. ``key``: the key of :meth:`digest`, set after the handshake."""
+
+    def __init__(self, sock: socket.socket, window: Window | None = None) -> None:
+        closed_in_child(sock)
+        sock.setblocking(False)
+        self.key = b""
+        self.window = window
+        self.over_network = sock.family != socket.AF_UNIX
+        self._socket = sock
+        self._sending = asyncio.Lock()
+
+    async def send(self, *parts: bytes | memoryview) -> None:
+        """Send all parts, one after the other. Several tasks may call this at once."""
+        async with self._sending:
+            for part in parts:
+                await asyncio.get_running_loop().sock_sendall(self._socket, part)
+
+    async def receive_into(self, buffer: memoryview) -> None:
+        """Receive exactly ``len(buffer)`` bytes."""
+        while buffer:
+            nbytes = await asyncio.get_running_loop().sock_recv_into(self._socket, buffer)
+            if not nbytes:
+                raise ConnectionResetError("closed by the other side")
+            buffer = buffer[nbytes:]
+
+    async def receive(self, nbytes: int) -> bytes:
+        """The next ``nbytes`` bytes."""
+        data = bytearray(nbytes)
+        await self.receive_into(memoryview(data))
+        return bytes(data)
+
+    def digest(self, context: bytes, data: bytes | memoryview) -> bytes:
+        """16 bytes that only the two ends of this connection can compute: of ``data``, and of what
+        it is, such as its number."""
+        mac = hmac.new(self.key, struct.pack("<I", len(context)) + context, "sha256")
+        mac.update(data)
+        return mac.digest()[:DIGEST_NBYTES]
+
+    def register(self, poll: select.poll) -> int:
+        """Have ``poll`` report when :meth:`receive_now` would return; the number that it reports
+        then."""
+        poll.register(self._socket, select.POLLIN)
+        return self._socket.fileno()
+
+    def receive_now(self, nbytes: int) -> bytes:
+        """:meth:`receive` for a thread, after ``poll`` has reported this connection. Messages are
+        so short that each arrives as a whole."""
+        data = self._socket.recv(nbytes)
+        if len(data) != nbytes:
+            raise ConnectionResetError("closed by the other side")
+        return data
+
+    def send_now(self, data: bytes) -> None:
+        """:meth:`send` for a thread. Short messages always fit into the socket's buffer, since the
+        other side keeps reading."""
+        self._socket.sendall(data)
+
+    def shut_down(self) -> None:
+        """Wake up a thread that polls this connection: it sees the end of the stream."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    async def receive_descriptor(self, nbytes: int) -> tuple[bytes, int | None]:
+        """The next message, of at most ``nbytes``, and the file descriptor that came with it."""
+        readable = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._socket, readable.set)
+        try:
+            await readable.wait()
+        finally:
+            loop.remove_reader(self._socket)
+        data, descriptors, *_ = socket.recv_fds(self._socket, nbytes, 1)
+        return data, next(iter(descriptors), None)
+
+    def send_descriptor(self, data: bytes, fd: int) -> None:
+        """Send a short message, and a file descriptor with it. So little was sent before that it
+        fits into the socket's buffer."""
+        socket.send_fds(self._socket, [data], [fd])
+
+    def peer_uid(self) -> int:
+        """The user of the process at the other end of a unix socket."""
+        data = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        return int(_CREDENTIALS.unpack(data)[1])
+
+    def close(self) -> None:
+        """Safe to call twice. Views of the window stay valid."""
+        self._socket.close()
+        self.window = None
+
+
+def _close_in_child() -> None:
+    for sock in list(_sockets):
+        sock.close()
+
+
+in_child(_close_in_child)
