@@ -21,7 +21,7 @@ export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test properties sim sim-broken mutants crash damage fuzz test-servers drills lint format bench bench-names bench-server soak clean
+.PHONY: help setup demo unit test properties sim sim-broken mutants crash damage fuzz test-servers drills lint format bench bench-names bench-server soak clean
 
 help:  ## this list
 	@echo "usage: make TARGET"
@@ -32,6 +32,10 @@ setup: $(READY)  ## install everything into .venv (the targets below do it by th
 demo: $(READY)  ## see it work: make demo [URI=s3://bucket/run | SERVER=s3|hdfs|az|gs] [DEMO_ARGS="…"]
 	@$(if $(SERVER),$(BIN)/python tests/servers/with_server.py $(SERVER)) \
 		$(BIN)/holdfast demo $(if $(SERVER),{uri},$(if $(URI),'$(URI)')) $(DEMO_ARGS)
+
+# The light tests come first on CI, too: what they find is found within a minute.
+unit: $(READY)  ## the tests that need no torch, no process and no server: under a minute
+	@$(BIN)/pytest --light -n $(JOBS) --max-worker-restart 0 tests/unit tests/property $(TEST_ARGS)
 
 # `pytest`, not `python -m pytest`: the latter would put this folder on the path, and every room would be there twice,
 # as holdfast.planner and as planner.

@@ -80,6 +80,7 @@ def test_a_check_without_a_storage_is_a_wrong_call(
     assert printed.out == ""
 
 
+@pytest.mark.heavy
 def test_a_check_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
     """Ctrl-C in the middle of it: status 130, and the folder is as it was."""
     # What starts a process in the background may have it ignore the signal.

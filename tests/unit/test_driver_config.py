@@ -490,6 +490,7 @@ def test_opening_a_driver_looks_everywhere(file: Path, monkeypatch: pytest.Monke
     assert resolved_options(parse("/scratch"))["threads"].source == "HOLDFAST_FILE_THREADS"
 
 
+@pytest.mark.heavy
 def test_storage_options_reach_the_driver_of_every_call(tmp_path: Path) -> None:
     """save, async_save, load, open and list_checkpoints take them; what they do not know is an
     error before any I/O."""
@@ -514,6 +515,7 @@ def test_storage_options_reach_the_driver_of_every_call(tmp_path: Path) -> None:
     assert holdfast.load(uri) == {"a": 2}
 
 
+@pytest.mark.heavy
 def test_nothing_is_read_at_import(tmp_path: Path) -> None:
     """A broken file breaks no import and no other command, only what opens a driver."""
     (folder := tmp_path / "holdfast").mkdir()
@@ -536,6 +538,7 @@ def test_nothing_is_read_at_import(tmp_path: Path) -> None:
     assert f"{tmp_path}/holdfast/holdfast.toml cannot be used" in done.stdout
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("way", ["library", "command"])
 def test_a_folder_from_elsewhere_sends_nothing_elsewhere(tmp_path: Path, way: str) -> None:
     """An endpoint in holdfast.toml of the working directory gets no request: no token, no

@@ -370,6 +370,7 @@ asyncio.run(main(sys.argv[1]))
 """
 
 
+@pytest.mark.heavy
 def test_a_file_size_limit_is_no_room(tmp_path: Path) -> None:
     """``ulimit -f`` ends a put and an upload with FullError and advice; the old object stays, and
     nothing else does."""
@@ -403,6 +404,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=60)
 
 
+@pytest.mark.heavy
 @asynchronous
 async def test_a_full_disk_is_an_error_and_nothing_else(small_disk: Path, no_leaks: None) -> None:
     """ENOSPC while writing, by put or upload, is FullError; the old object stays, and the space is

@@ -473,6 +473,7 @@ class BusyAtFirst(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
+@pytest.mark.heavy
 def test_a_busy_web_server_is_asked_again_when_it_says() -> None:
     """For real, through fsspec's own ``http``: a second after a 503 that asks for one, and then the
     object is read."""
@@ -514,6 +515,7 @@ def test_times_are_read_whatever_they_are_called(info: dict[str, Any], expected:
 # Through the public API
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("where", ["memory", "file", "shelf"])
 def test_a_checkpoint_is_saved_loaded_and_replaced(
     where: str, tmp_path: Path, shelf: type[Shelf], rng: np.random.Generator

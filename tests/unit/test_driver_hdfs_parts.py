@@ -341,6 +341,7 @@ def test_errors_say_what_to_do(text: str, kind: type[StorageError], advice: str)
     assert "GssMajorCodes" not in str(found)
 
 
+@pytest.mark.heavy
 def test_who_is_asked_for_a_ticket_and_configured_without_is_told() -> None:
     """By what a name node offers; one that says nothing, or is not there, is left to the library."""
     simple = b"\x00\x00\x00\x08\x0a\x06SIMPLE"
@@ -382,6 +383,7 @@ def _address(server: asyncio.Server) -> str:
     return f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
+@pytest.mark.heavy
 def test_concat_asks_one_name_node_after_the_other() -> None:
     """A standby refuses, a dead one does not answer; the request names every source, encoded."""
 
@@ -402,6 +404,7 @@ def test_concat_asks_one_name_node_after_the_other() -> None:
     asyncio.run(ask())
 
 
+@pytest.mark.heavy
 def test_what_is_no_http_is_refused_in_time() -> None:
     """Another protocol on that port, or silence: concat is refused, with the reason."""
 

@@ -349,6 +349,7 @@ def test_the_file_system_of_a_path_is_found(path: str, expected: str, shared: bo
     assert is_shared(expected) is shared
 
 
+@pytest.mark.heavy
 def test_traits_tell_a_network_file_system(tmp_path: Path) -> None:
     """A folder on Lustre is shared; one on this machine's disk is not."""
     assert LocalDriver(tmp_path, fs_type=lambda path: "lustre").traits.shared is True

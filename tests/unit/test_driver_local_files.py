@@ -213,6 +213,7 @@ asyncio.run(main(sys.argv[1], sys.argv[2], float(sys.argv[3])))
 """
 
 
+@pytest.mark.heavy
 def test_exclusive_puts_of_two_processes_have_one_winner(root: Path) -> None:
     """Every key goes to exactly one process, and holds what that one wrote."""
     start = str(time.time() + 1.0)

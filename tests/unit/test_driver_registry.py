@@ -144,6 +144,7 @@ def test_what_an_extra_brings_may_be_missing_with_its_package(
         check_installed("memory", "memory://x", "no_such_package.module")
 
 
+@pytest.mark.heavy
 def test_importing_the_registry_is_cheap() -> None:
     """It loads no driver, no numpy and no importlib.metadata; opening a built-in scheme needs no
     metadata either."""

@@ -111,6 +111,7 @@ def test_the_bytes_of_a_get_count_when_they_are_there() -> None:
     assert run_virtual(run()) == pytest.approx(10 - BURST_S)
 
 
+@pytest.mark.heavy
 def test_drivers_with_the_same_rate_share_one_bucket() -> None:
     """Two saves in flight get the rate together, not each; another rate is another bucket, and a
     child process begins anew."""
@@ -439,6 +440,7 @@ def test_parts_that_are_late_do_not_overtake_each_other() -> None:
     assert run_virtual(run()) == list(range(1, 20))
 
 
+@pytest.mark.heavy
 def test_a_drill_by_option_is_survived_or_told(tmp_path: Any) -> None:
     """With retries, a save through a storage that fails one time in ten succeeds, and loads back
     the same."""

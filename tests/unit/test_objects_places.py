@@ -121,6 +121,7 @@ def test_the_uri_wins_over_the_environment_and_that_over_the_profile(
     )
 
 
+@pytest.mark.heavy
 def test_data_goes_where_the_uri_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """With another endpoint in every variable that is known for one, both clients ask the URI's,
     and nobody the other."""
