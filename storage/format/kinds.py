@@ -1,6 +1,7 @@
-"""Kinds of dicts: what a dict of a state was when it was saved, where it was no plain one.
+"""Kinds of dicts: what a dict of a state was when it was saved, if no plain one.
 
-Only the kinds listed here are stored, by name; nothing stored decides which class is imported.
+Only the kinds listed here are stored, by name; nothing that is stored decides which class is
+imported.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _KINDS.update(
 
 
 def kind_of(node: Mapping[Any, Any]) -> str | None:
-    """The name of what ``node`` is beyond a dict; empty for a plain dict, None for a type that has
-    no name here."""
+    """The name of the kind of ``node``; empty for a plain dict, None for a type that has no name
+    here."""
     if type(node) is dict:
         return ""
     if type(node) in (Counter, OrderedDict):
@@ -41,35 +42,40 @@ def kind_of(node: Mapping[Any, Any]) -> str | None:
 
 
 def as_kind(kind: str, items: dict[Any, Any]) -> dict[Any, Any]:
-    """A dict of the kind with this name. A name of a later release is no reason to refuse the rest:
-    it stays a dict."""
+    """A dict of the kind with this name. A kind that only a later release knows stays a plain dict,
+    since that is no reason to refuse the rest."""
     make = _KINDS.get(kind)
-    return items if make is None else make(items)
+    if make is None:
+        return items
+    return make(items)
 
 
 def like(present: object, stored: Any) -> Any:
     """``stored``, with every plain dict made of the type that ``present`` has at the same place.
 
-    For checkpoints in which kinds of dicts are not stored: the object that takes the state back
+    This is for checkpoints that do not store kinds of dicts: the object that takes the state back
     knows what it had.
     """
     if type(stored) in (list, tuple):
-        known = present if isinstance(present, list | tuple) else ()
-        return type(stored)(like(a, b) for a, b in zip_longest(known[: len(stored)], stored))
+        present_items = present[: len(stored)] if isinstance(present, list | tuple) else ()
+        pairs = zip_longest(present_items, stored)
+        return type(stored)(like(here, item) for here, item in pairs)
     if not isinstance(stored, dict):
         return stored
-    held = present if isinstance(present, Mapping) else {}
+    by_key = present if isinstance(present, Mapping) else {}
     for key, item in stored.items():
-        stored[key] = like(held.get(key), item)
+        stored[key] = like(by_key.get(key), item)
     if type(stored) is dict and isinstance(present, dict) and type(present) is not dict:
         return _refilled(present, stored)
     return stored
 
 
 def _refilled(present: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
-    """A dict of the type of ``present``, with these items. Only types that are known: others have
-    rules of their own."""
+    """A dict of the type of ``present``, with these items. Plain where that type is not known, since
+    it may have rules of its own."""
     if isinstance(present, defaultdict):
         return defaultdict(present.default_factory, items)
     kind = kind_of(present)
-    return as_kind(kind, items) if kind else items
+    if not kind:
+        return items
+    return as_kind(kind, items)

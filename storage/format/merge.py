@@ -1,7 +1,7 @@
-"""Many fragments, one manifest: the leader's work at commit. Pure.
+"""Makes one manifest of many fragments: the leader's work at commit. Pure.
 
-Tensors and containers are merged once per layout, of which a job has few; shards, of which it has
-millions, as columns.
+Tensors and containers are merged once per layout, of which a job has few. Shards, of which it has
+millions, are merged as columns.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import CoverageError, DamagedError, SaveError
-from ...planner.columns import ranges, widen
+from ...planner.columns import Ints, ranges, widen
 from ...planner.table import ShardTable, TensorTable, coverage_errors
 from .fragment import Fragment, Group, join
 from .manifest import ImageTable, Manifest, check
@@ -22,15 +22,13 @@ from .tree import Tree, Value, merge_trees
 
 __all__ = ["merge"]
 
-Ints = npt.NDArray[np.int64]
-
 
 def merge(fragments: Sequence[Fragment], compression: Compression | None = None) -> Manifest:
     """The job's manifest, from the fragments of its ranks, or of its hosts, in order of their first
     ranks; ``compression`` is that of all images.
 
-    Raises SaveError where ranks disagree on a tensor, CoverageError where some element is stored
-    never or twice.
+    Raises SaveError where ranks disagree on a tensor, CoverageError where an element is stored
+    twice or not at all.
     """
     whole = join(fragments)
     tree, containers = merge_trees([_tree(group) for group in whole.groups])
@@ -52,15 +50,15 @@ def merge(fragments: Sequence[Fragment], compression: Compression | None = None)
     world = sum(len(group.ranks) for group in whole.groups)
     attempt, step, created_s = whole.head
     manifest = Manifest(
-        attempt,
-        step,
-        world,
-        created_s,
-        tree,
-        tensors,
-        container,
-        shards,
-        images,
+        attempt=attempt,
+        step=step,
+        world=world,
+        created_s=created_s,
+        tree=tree,
+        tensors=tensors,
+        container=container,
+        shards=shards,
+        images=images,
         compression=compression,
     )
     try:
@@ -79,87 +77,131 @@ def _tree(group: Group) -> Tree:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Where a group's tensors are in the manifest: row t of the layout at ``base[t]``, or, one that
-    ranks have for themselves, there and below, in the group's order of ranks."""
+    """Where a group's tensors are in the manifest. Row t of the layout is at ``base[t]``; of a tensor
+    that each rank has for itself, the first rank's is there, and those of the others follow, in the
+    group's order of ranks."""
 
     base: Ints
     group: Group
 
     def of(self, tensor: Ints, image: Ints) -> Ints:
         """The rows of tensors, as seen by the ranks of these images."""
-        order = np.argsort(self.group.ranks)  # hosts may have any ranks
-        position = order[np.searchsorted(self.group.ranks, self.group.images.rank, sorter=order)]
+        ranks = self.group.ranks
+        order = np.argsort(ranks)  # the ranks of a host come in any order
+        position = order[np.searchsorted(ranks, self.group.images.rank, sorter=order)]
         rows: Ints = self.base[tensor] + np.where(self.group.layout.own[tensor], position[image], 0)
         return rows
 
 
-def _merge_tensors(
-    groups: Sequence[Group], containers: Sequence[Sequence[int]]
-) -> tuple[TensorTable, Ints, list[_Rows]]:
-    """Tensors by name and owner in order of first appearance, their containers, and where those of
-    each group are."""
-    row_of: dict[str, int] = {}
-    names: list[str] = []
-    rows = [_Rows(_place(group, row_of, names), group) for group in groups]
-    n, width = len(names), max(group.layout.tensors.shape.shape[1] for group in groups)
-    kinds: dict[tuple[str, int], int] = {}
-    dtype, ndim, alias, container = (
-        np.zeros(n, np.uint8),
-        np.full(n, -1),
-        np.full(n, -1),
-        np.zeros(n, np.int64),
-    )
-    shape, owner = np.ones((n, width), np.int64), np.full(n, -1)
-    for placed, numbers in zip(rows, containers, strict=True):
-        t, own, ranks = placed.group.layout.tensors, placed.group.layout.own, placed.group.ranks
-        code = np.array([kinds.setdefault(kind, len(kinds)) for kind in t.dtypes], np.uint8)[
-            t.dtype
-        ]
-        wide, row = widen(t.shape, width, 1), placed.base
-        differs = (ndim[row] >= 0) & (
-            (dtype[row] != code) | (ndim[row] != t.ndim) | (shape[row] != wide).any(axis=1)
-        )
+class _Merged:
+    """The columns of ``n`` tensors, filled group by group."""
+
+    def __init__(self, names: Sequence[str], width: int) -> None:
+        n = len(names)
+        self.container = np.zeros(n, np.int64)
+        self._names = tuple(names)
+        self._kinds: dict[tuple[str, int], int] = {}
+        self._dtype = np.zeros(n, np.uint8)
+        self._ndim = np.full(n, -1)  # of a row that no group has filled yet
+        self._shape = np.ones((n, width), np.int64)
+        self._alias = np.full(n, -1)
+        self._owner = np.full(n, -1)
+
+    def add(self, placed: _Rows, numbers: Sequence[int]) -> None:
+        """Fill the rows of a group; ``numbers`` are the merged tree's numbers of its containers.
+        Raises SaveError where it disagrees with a group before it."""
+        layout = placed.group.layout
+        ranks = placed.group.ranks
+        t = layout.tensors
+        codes = [self._kinds.setdefault(kind, len(self._kinds)) for kind in t.dtypes]
+        dtype = np.array(codes, np.uint8)[t.dtype]
+        shape = widen(t.shape, self._shape.shape[1], 1)
+        self._check_equal(placed, dtype, shape)
+        # One row for each tensor, or one for each rank: ``of`` is the tensor, ``to`` the row.
+        of, to = ranges(placed.base, np.where(layout.own, len(ranks), 1))
+        at = to - placed.base[of]
+        self._dtype[to] = dtype[of]
+        self._ndim[to] = t.ndim[of]
+        self._shape[to] = shape[of]
+        self.container[to] = np.array(numbers, np.int64)[layout.container][of]
+        self._owner[to] = np.where(layout.own[of], ranks[at], -1)
+        tied = t.alias[of] >= 0
+        self._alias[to[tied]] = placed.base[t.alias[of[tied]]] + at[tied]
+
+    def _check_equal(self, placed: _Rows, dtype: npt.NDArray[np.uint8], shape: Ints) -> None:
+        t = placed.group.layout.tensors
+        row = placed.base
+        differs = (self._dtype[row] != dtype) | (self._ndim[row] != t.ndim)
+        differs |= (self._shape[row] != shape).any(axis=1)
+        differs &= self._ndim[row] >= 0
         if differs.any():
-            name, rank = t.names[int(np.flatnonzero(differs)[0])], int(ranks[0])
+            name = t.names[int(np.flatnonzero(differs)[0])]
+            rank = int(placed.group.ranks[0])
             raise SaveError(
                 f"tensor {name!r} has another shape or dtype on rank {rank} than on the ranks "
                 f"before it",
                 rank=rank,
             )
-        inside = np.array(numbers, np.int64)[placed.group.layout.container]
-        of, to = ranges(row, np.where(own, len(ranks), 1))
-        at = to - row[of]
-        dtype[to], ndim[to], shape[to], container[to] = code[of], t.ndim[of], wide[of], inside[of]
-        owner[to] = np.where(own[of], ranks[at], -1)
-        tied = t.alias[of] >= 0
-        alias[to[tied]] = row[t.alias[of[tied]]] + at[tied]
-    return (
-        TensorTable(tuple(names), dtype, tuple(kinds), ndim, shape, alias, owner),
-        container,
-        rows,
-    )
+
+    def table(self) -> TensorTable:
+        """What was filled."""
+        return TensorTable(
+            self._names,
+            self._dtype,
+            tuple(self._kinds),
+            self._ndim,
+            self._shape,
+            self._alias,
+            self._owner,
+        )
 
 
-def _place(group: Group, row_of: dict[str, int], names: list[str]) -> Ints:
-    """The first row of each tensor of a group; what is new is added to ``names``, once per rank
-    where ranks have their own."""
-    base = []
+def _merge_tensors(
+    groups: Sequence[Group], containers: Sequence[Sequence[int]]
+) -> tuple[TensorTable, Ints, list[_Rows]]:
+    """Tensors by name and owner in order of first appearance, their containers, and the rows of each
+    group."""
+    row_of: dict[str, int] = {}
+    names: list[str] = []
+    rows: list[_Rows] = []
+    for group in groups:
+        base, new_names = _place(group, row_of, len(names))
+        names += new_names
+        rows.append(_Rows(base, group))
+    width = max(group.layout.tensors.shape.shape[1] for group in groups)
+    merged = _Merged(names, width)
+    for placed, numbers in zip(rows, containers, strict=True):
+        merged.add(placed, numbers)
+    return merged.table(), merged.container, rows
+
+
+def _place(group: Group, row_of: dict[str, int], first: int) -> tuple[Ints, list[str]]:
+    """The first row of each tensor of a group, and the names of the rows from ``first`` on that it
+    adds: one for a new name, and one for each rank where ranks have a tensor of their own.
+    ``row_of`` knows the rows that groups share, and learns the new ones."""
+    base: list[int] = []
+    names: list[str] = []
     for name, own in zip(group.layout.tensors.names, group.layout.own.tolist(), strict=True):
-        row = len(names) if own else row_of.setdefault(name, len(names))
+        end = first + len(names)
+        row = end if own else row_of.setdefault(name, end)
         base.append(row)
-        if row == len(names):
+        if row == end:
             names += [name] * (len(group.ranks) if own else 1)
-    return np.array(base, np.int64)
+    return np.array(base, np.int64), names
 
 
 def _merge_shards(groups: Sequence[Group], rows: Sequence[_Rows], width: int) -> ShardTable:
-    parts, images = [], 0
+    parts: list[ShardTable] = []
+    images = 0
     for group, placed in zip(groups, rows, strict=True):
         s = group.shards
-        tensor, image = placed.of(s.tensor, s.image), s.image + images
         parts.append(
             ShardTable(
-                tensor, widen(s.offsets, width, 0), widen(s.lengths, width, 1), image, s.start
+                tensor=placed.of(s.tensor, s.image),
+                offsets=widen(s.offsets, width, 0),
+                lengths=widen(s.lengths, width, 1),
+                image=s.image + images,
+                start=s.start,
             )
         )
         images += len(group.images)

@@ -1,17 +1,18 @@
 """How the images of a compressed checkpoint are stored. Pure; lz4 is loaded at first use.
 
-Each block by itself, as it is or as a raw lz4 block, whichever pays; the blocks of a chunk one
-after the other, and then zeros up to a multiple of 4096, so that chunks are read and written past
-the page cache::
+Each block is stored by itself, as it is or as a raw lz4 block, whichever pays. The blocks of a chunk
+follow each other; then come zeros up to a multiple of 4096, so that chunks can be read and written
+with direct I/O::
 
     chunk, zeros, chunk, zeros, …    blocks of [0, hashed_nbytes) of the image, in order
     pages                            the rest of the image, as it is
-    index                            of each block the bytes that it takes, 4 each; of each chunk the digest of what is
-                                     stored of it, zeros included; the digest of the index up to here
+    index                            the stored size of each block, 4 bytes each; for each chunk, the
+                                     digest of what is stored of it, zeros included; the digest of
+                                     the index up to here
 
-So a range of blocks of one chunk is one range of the file. Both ways go in place: a block never
-takes more than it has, so what is packed lies at the beginning of the memory that it came from, and
-is unpacked from the last block to the first.
+So a range of blocks of one chunk is one range of the file. Packing and unpacking go in place: a
+stored block is never larger than the block, so what is packed lies at the beginning of the memory
+that it came from, and is unpacked from the last block to the first.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Literal, get_args
+from typing import Literal, get_args, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from ...core.forks.cached import cached_property
-from ...core.units import round_up
+from ...core.units import ceil_div, round_up
 from ...errors import UsageError
 from ...planner.columns import Ints
 from ...planner.image import DIGEST_NBYTES, PAGE_NBYTES, blocks_of
@@ -48,17 +49,16 @@ COMPRESSIONS: tuple[Compression, ...] = get_args(Compression)
 _SIZE = np.dtype("<u4")
 
 
-def checked_compression(compression: Any) -> Compression | None:
-    """What a caller asks for. Raises UsageError for what there is not, and where lz4 is not
-    installed."""
+def checked_compression(compression: object) -> Compression | None:
+    """The compression that a caller asks for. Raises UsageError for one that does not exist, and
+    where lz4 is not installed."""
     if compression is None:
         return None
-    if compression not in COMPRESSIONS:
-        raise UsageError(
-            f"compression={compression!r}", advice=f"Give {COMPRESSIONS[0]!r}, or None."
-        )
-    _codec()
-    return COMPRESSIONS[0]
+    for known in COMPRESSIONS:
+        if compression == known:
+            _codec()
+            return known
+    raise UsageError(f"compression={compression!r}", advice=f"Give {COMPRESSIONS[0]!r}, or None.")
 
 
 def _codec() -> ModuleType:
@@ -74,8 +74,8 @@ def _codec() -> ModuleType:
 
 @dataclass(frozen=True, slots=True)
 class PackedChunk:
-    """What is stored of a chunk: of each block the bytes that it takes, and of all of it, zeros at
-    the end included, the size and the digest."""
+    """What is stored of a chunk: the stored size of each block; and the size and the digest of all
+    of it, with the zeros at its end."""
 
     sizes: list[int]
     nbytes: int
@@ -83,9 +83,11 @@ class PackedChunk:
 
 
 def pack(chunk: memoryview, block_nbytes: int) -> PackedChunk:
-    """Pack a chunk, whole pages of it, in place: what is to be stored is at its beginning then. A
-    block that would not lose an eighth stays as it is: unpacking costs time, too."""
-    compress, sizes, end = _codec().compress, list[int](), 0
+    """Pack a chunk of whole pages in place; afterwards, what is to be stored is at its beginning. A
+    block that would not shrink by an eighth stays as it is, because unpacking costs time too."""
+    compress = _codec().compress
+    sizes: list[int] = []
+    end = 0
     for start in range(0, len(chunk), block_nbytes):
         block = chunk[start : start + block_nbytes]
         packed: bytes = compress(block, store_size=False)
@@ -100,32 +102,36 @@ def pack(chunk: memoryview, block_nbytes: int) -> PackedChunk:
 
 
 def unpack(blocks: memoryview, sizes: Sequence[int], block_nbytes: int) -> None:
-    """Unpack, in place, blocks that lie one after the other at the beginning of memory for all of
-    them. Raises ValueError where one is not of the size that it must have."""
-    end, stop = sum(sizes), len(blocks)
+    """Unpack in place: the stored blocks lie one after the other at the beginning of ``blocks``, which
+    has room for all of them unpacked. Raises ValueError where one has not the size that it must
+    have."""
+    end = sum(sizes)
+    stop = len(blocks)
     for size in reversed(sizes):
         if end == stop:
-            return  # this one, and all before it, are as they were, and where they were
+            return  # this block, and all before it, are stored as they are, and in their places
         start = (stop - 1) // block_nbytes * block_nbytes
         blocks[start:stop] = _unpacked(blocks[end - size : end], stop - start)
-        end, stop = end - size, start
+        end -= size
+        stop = start
 
 
 def page_of_packed(
     chunk: memoryview, sizes: Sequence[int], nbytes: int, block_nbytes: int
 ) -> bytes:
-    """The page of a chunk of ``nbytes``, of what is stored of it. Raises as :func:`unpack` does."""
-    digests, end = list[bytes](), 0
+    """The page of a chunk of ``nbytes``, computed from what is stored of it. Raises as :func:`unpack`
+    does."""
+    digests: list[bytes] = []
+    end = 0
     for size, start in zip(sizes, range(0, nbytes, block_nbytes), strict=True):
-        digests.append(
-            digest(_unpacked(chunk[end : end + size], min(block_nbytes, nbytes - start)))
-        )
+        block_size = min(block_nbytes, nbytes - start)
+        digests.append(digest(_unpacked(chunk[end : end + size], block_size)))
         end += size
     return b"".join(digests)
 
 
 def _unpacked(stored: memoryview, nbytes: int) -> memoryview:
-    """A block of ``nbytes``. No more memory than that is taken, whatever is stored."""
+    """A block of ``nbytes``. Takes no more memory than that, whatever is stored."""
     if len(stored) == nbytes:
         return stored
     codec = _codec()
@@ -138,15 +144,20 @@ def _unpacked(stored: memoryview, nbytes: int) -> memoryview:
     return memoryview(block)
 
 
-def index_nbytes(hashed_nbytes: Any, chunk_nbytes: int, block_nbytes: int) -> Any:
+@overload
+def index_nbytes(hashed_nbytes: int, chunk_nbytes: int, block_nbytes: int) -> int: ...
+@overload
+def index_nbytes(hashed_nbytes: Ints, chunk_nbytes: int, block_nbytes: int) -> Ints: ...
+def index_nbytes(hashed_nbytes: int | Ints, chunk_nbytes: int, block_nbytes: int) -> int | Ints:
     """The size of the index of an image, or, by columns, of many."""
-    blocks, chunks = blocks_of(hashed_nbytes, block_nbytes), blocks_of(hashed_nbytes, chunk_nbytes)
+    blocks = ceil_div(hashed_nbytes, block_nbytes)
+    chunks = ceil_div(hashed_nbytes, chunk_nbytes)
     return _SIZE.itemsize * blocks + DIGEST_NBYTES * chunks + DIGEST_NBYTES
 
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """Where the blocks of one image lie. ``sizes``: (B,) bytes that each takes; ``digests``: (C,
+    """Where the blocks of one image lie. ``sizes``: (B,) the stored size of each; ``digests``: (C,
     16) of what is stored of each chunk."""
 
     hashed_nbytes: int
@@ -163,18 +174,17 @@ class Index:
         return np.concatenate([[0], np.cumsum(round_up(used, PAGE_NBYTES))]).astype(np.int64)
 
     def sizes_of(self, start: int, stop: int) -> list[int]:
-        """Of the blocks that hold [start, stop) of the image."""
-        found: list[int] = self.sizes[
-            start // self.block_nbytes : blocks_of(stop, self.block_nbytes)
-        ].tolist()
-        return found
+        """The stored sizes of the blocks that hold [start, stop) of the image."""
+        first = start // self.block_nbytes
+        last = blocks_of(stop, self.block_nbytes)
+        sizes: list[int] = self.sizes[first:last].tolist()
+        return sizes
 
     def begin_of(self, start: int) -> int:
-        """Where in the file the block is that holds byte ``start`` of the image."""
+        """Where in the file the block begins that holds byte ``start`` of the image."""
         chunk = start // self.chunk_nbytes
-        before = self.sizes_of(
-            chunk * self.chunk_nbytes, start // self.block_nbytes * self.block_nbytes
-        )
+        block_start = start // self.block_nbytes * self.block_nbytes
+        before = self.sizes_of(chunk * self.chunk_nbytes, block_start)
         return int(self.chunk_start[chunk]) + sum(before)
 
     def encode(self) -> bytes:
@@ -186,16 +196,15 @@ class Index:
     def decode(
         cls, data: bytes | memoryview, hashed_nbytes: int, chunk_nbytes: int, block_nbytes: int
     ) -> Index:
-        """The index of such an image, of exactly the bytes that it has. Raises ValueError where it
-        is not what was written, and for sizes that no block can have."""
+        """The index of such an image, from all of its bytes. Raises ValueError where it is not what
+        was written, and for sizes that no block can have."""
         body = memoryview(data)[:-DIGEST_NBYTES]
         if digest(body) != data[-DIGEST_NBYTES:]:
             raise ValueError("it does not match its own checksum")
         blocks = blocks_of(hashed_nbytes, block_nbytes)
         sizes = np.frombuffer(body, _SIZE, blocks).astype(np.int64)
-        digests = np.frombuffer(body, np.uint8, offset=blocks * _SIZE.itemsize).reshape(
-            -1, DIGEST_NBYTES
-        )
+        digests = np.frombuffer(body, np.uint8, offset=blocks * _SIZE.itemsize)
+        digests = digests.reshape(-1, DIGEST_NBYTES)
         whole = np.minimum(block_nbytes, hashed_nbytes - block_nbytes * np.arange(blocks))
         if not ((sizes > 0) & (sizes <= whole)).all():
             raise ValueError("a block takes more bytes than it has, or none")

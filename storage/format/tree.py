@@ -1,8 +1,8 @@
-"""The shape of a state: its containers, and the small values in them. Tensors are elsewhere, in
-columns.
+"""The shape of a state: its containers, and the small values in them. Tensors are in columns, not
+here.
 
 A state is a tree of dicts, lists and tuples. Containers are numbered; each knows its parent and its
-key there. A tensor's row names its container; its key is what its fqn has beyond the container's
+key there. A tensor's row names its container; its key is the part of its fqn after the container's
 prefix. So a hundred thousand tensors cost the tree nothing.
 
 Ranks may hold different trees (pipeline stages do). Merging is a union by path; a value that all
@@ -12,7 +12,7 @@ ranks agree on is stored once, one that differs is stored per rank.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,7 +46,8 @@ _RUNS = ("t", "v", "c")
 KINDS = ("dict", "list", "tuple")
 _COUNT_MAX = 1 << 31
 _KEY_BITS_MAX = 14_000  # beyond, Python refuses to make text of an int
-_PATH_CHARS = 256, 16 << 20
+_PATH_CHARS_MEAN_MAX = 256
+_PATH_CHARS_SPARE = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +70,8 @@ class Value:
     by_rank: ByRank
 
     def of(self, rank: int) -> Any:
-        """The value of ``rank``; where that rank saved none, of the rank that ``rank`` falls on,
-        counted round."""
+        """The value of ``rank``; where that rank saved none, that of another: ranks that saved one
+        are assigned in turn."""
         for ranks, encoded in self.by_rank:
             if rank in ranks:
                 return decode_value(encoded)
@@ -80,26 +81,25 @@ class Value:
 
 @dataclass(slots=True)
 class Tree:
-    """Containers (the root first, parents before children), values, and what tensors' keys alone do
-    not tell."""
+    """Containers (the root first, parents before children), values, and what cannot be derived from
+    the names of tensors."""
 
     containers: list[Container] = field(default_factory=lambda: [Container(-1, None, "dict")])
     values: list[Value] = field(default_factory=list)
-    tensor_keys: dict[int, dict[str, Key]] = field(
-        default_factory=dict
-    )  # container -> key text -> key that is no str
-    arrays: set[str] = field(default_factory=set)  # fqns of tensors that were numpy arrays
+    tensor_keys: dict[int, dict[str, Key]] = field(default_factory=dict)
+    """container -> text of a tensor's key -> the key, where it is no str."""
+    arrays: set[str] = field(default_factory=set)
+    """The fqns of tensors that were numpy arrays."""
     orders: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
-    """How a dict's items follow each other, where they are not all of one kind: runs of tensors,
+    """container -> the order of a dict's items, where they are not all of one kind: runs of tensors,
     values, containers."""
     kinds: dict[int, str] = field(default_factory=dict)
-    """What a container was beyond a plain dict, see ``kinds``."""
+    """container -> what it was, if no plain dict; see ``kinds``."""
     placements: dict[int, Placements] = field(default_factory=dict)
-    """container -> of the tensors in it that were DTensors, by the text of their keys, how they
-    were laid out."""
+    """container -> text of a tensor's key -> how it was laid out, for DTensors."""
 
     def prefixes(self) -> list[str]:
-        """Per container, what the fqns of the tensors in it begin with, the dot included."""
+        """Per container, the prefix of the fqns of the tensors in it, dot included."""
         out = [""]
         for c in self.containers[1:]:
             out.append(f"{out[c.parent]}{c.key}.")
@@ -114,14 +114,13 @@ class Tree:
 
     @property
     def paths_too_long(self) -> bool:
-        """Whether :meth:`prefixes` would take more memory than is in proportion: a chain of
-        containers, or many in one with a long name, has prefixes that grow with the square of what
-        is stored."""
+        """Whether :meth:`prefixes` would take memory out of proportion. The prefixes of a chain of
+        containers, or of many containers in one with a long name, grow with the square of what is
+        stored."""
         chars = [0]
         for c in self.containers[1:]:
             chars.append(chars[c.parent] + len(str(c.key)) + 1)
-        each, all_together = _PATH_CHARS
-        return sum(chars) > each * len(chars) + all_together
+        return sum(chars) > _PATH_CHARS_MEAN_MAX * len(chars) + _PATH_CHARS_SPARE
 
     def tensor_key(self, container: int, text: str) -> Key:
         """The key of a tensor whose fqn has ``text`` beyond the prefix of ``container``."""
@@ -131,7 +130,7 @@ class Tree:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types. Fields that not every state has are left out where they are empty."""
-        told: dict[str, Any] = {
+        record: dict[str, Any] = {
             "containers": [[c.parent, _to_json(c.key), c.kind] for c in self.containers],
             "values": [[v.container, _to_json(v.key), v.by_rank] for v in self.values],
             "tensor_keys": [
@@ -141,10 +140,10 @@ class Tree:
             "orders": [[c, runs] for c, runs in self.orders.items()],
         }
         if self.kinds:
-            told["kinds"] = [[c, kind] for c, kind in self.kinds.items()]
+            record["kinds"] = [[c, kind] for c, kind in self.kinds.items()]
         if self.placements:
-            told["placements"] = _placements_to_json(self.placements)
-        return told
+            record["placements"] = _placements_to_json(self.placements)
+        return record
 
     @classmethod
     def from_json(cls, data: Any) -> Tree:
@@ -172,8 +171,8 @@ class Tree:
 
 
 def _placements_to_json(placements: dict[int, Placements]) -> list[Any]:
-    """Entries are [containers, placements]: the containers of an optimizer's parameters are mostly
-    alike."""
+    """Entries are [containers, placements], because most containers of an optimizer's parameters have
+    equal ones."""
     alike: dict[tuple[tuple[str, tuple[str, ...]], ...], list[int]] = {}
     for container, by_key in placements.items():
         alike.setdefault(tuple(by_key.items()), []).append(container)
@@ -199,55 +198,49 @@ def _to_json(key: Key) -> Any:
 
 
 def _check(tree: Tree) -> None:
-    """Refuse a tree that is none: numbers out of range, kinds unknown, cycles, keys that no list
-    has."""
-    n = len(tree.containers)
-    whole = n > 0 and tree.containers[0].parent == -1
-    whole = whole and all(0 <= c.parent < i for i, c in enumerate(tree.containers[1:], 1))
-    whole = whole and all(c.kind in KINDS for c in tree.containers)
-    whole = whole and all(
-        0 <= v.container < n and v.by_rank and all(ranks for ranks, _ in v.by_rank)
-        for v in tree.values
-    )
-    whole = whole and all(0 <= c < n for c in (*tree.tensor_keys, *tree.orders, *tree.placements))
-    whole = whole and all(0 <= c < n and tree.containers[c].kind == "dict" for c in tree.kinds)
-    whole = whole and all(
-        kind in _RUNS and 0 < count < _COUNT_MAX
-        for runs in tree.orders.values()
-        for kind, count in runs
-    )
-    keyed = (
-        [
-            *((c.parent, c.key) for c in tree.containers[1:]),
-            *((v.container, v.key) for v in tree.values),
-        ]
-        if whole
-        else []
-    )
-    keys = [key for by_text in tree.tensor_keys.values() for key in by_text.values()]
-    if (
-        not whole
-        or not all(_fits(tree.containers[parent].kind, key) for parent, key in keyed)
-        or not all(_fits("dict", k) for k in keys)
-        or _repeated((c.parent, c.key) for c in tree.containers[1:])
-        or _repeated((v.container, v.key) for v in tree.values)
-    ):
-        raise DamagedError("the manifest's tree does not hang together")
+    """Raise DamagedError for what is no tree: numbers out of range, unknown kinds, cycles, keys that
+    no list has."""
+    if not all(_conditions(tree)):
+        raise DamagedError("the manifest's tree contradicts itself")
     if tree.paths_too_long:
         raise DamagedError("the manifest's tree has paths beyond all measure")
 
 
+def _conditions(tree: Tree) -> Iterator[bool]:
+    """What holds for every tree. In order: a condition may rely on those before it."""
+    containers = tree.containers
+    n = len(containers)
+    yield n > 0 and containers[0].parent == -1
+    yield all(0 <= c.parent < i for i, c in enumerate(containers[1:], 1))
+    yield all(c.kind in KINDS for c in containers)
+    yield all(0 <= v.container < n for v in tree.values)
+    yield all(v.by_rank and all(ranks for ranks, _ in v.by_rank) for v in tree.values)
+    yield all(0 <= c < n for c in (*tree.tensor_keys, *tree.orders, *tree.placements, *tree.kinds))
+    yield all(containers[c].kind == "dict" for c in tree.kinds)
+    for runs in tree.orders.values():
+        yield all(kind in _RUNS and 0 < count < _COUNT_MAX for kind, count in runs)
+    for by_text in tree.tensor_keys.values():
+        yield all(_fits("dict", key) for key in by_text.values())
+    for keyed in (
+        [(c.parent, c.key) for c in containers[1:]],
+        [(v.container, v.key) for v in tree.values],
+    ):
+        yield all(_fits(containers[parent].kind, key) for parent, key in keyed)
+        yield not _repeated(keyed)
+
+
 def _repeated(keyed: Iterable[tuple[int, Key]]) -> bool:
-    """Whether something stands twice at one key. (Ranks may disagree whether it is a value or a
-    container.)"""
+    """Whether a key occurs twice. (It may be a value on one rank and a container on another.)"""
     seen = [(parent, type(key), key) for parent, key in keyed]
     return len(set(seen)) < len(seen)
 
 
 def _fits(kind: str, key: object) -> bool:
+    """Whether a container of this kind can have such a key."""
     if kind == "dict":
-        short = not isinstance(key, int) or key.bit_length() < _KEY_BITS_MAX
-        return key is None or (isinstance(key, str | int | float) and short)
+        if isinstance(key, int):
+            return key.bit_length() < _KEY_BITS_MAX
+        return key is None or isinstance(key, str | float)
     return type(key) is int and 0 <= key < _COUNT_MAX
 
 
@@ -258,14 +251,13 @@ def dotted(keys: Iterable[Key]) -> str:
 
 def format_path(keys: Iterable[Key]) -> str:
     """Keys as a user would write them: ``state["model"]["layers"][0]``."""
-    return "state" + "".join(
-        f"[{key!r}]" if not isinstance(key, str) else f'["{key}"]' for key in keys
-    )
+    steps = [f'["{key}"]' if isinstance(key, str) else f"[{key!r}]" for key in keys]
+    return "state" + "".join(steps)
 
 
 def merge_trees(trees: Sequence[Tree]) -> tuple[Tree, list[list[int]]]:
-    """The union of trees, whose values say which ranks have them; and per tree the new number of
-    each of its containers.
+    """The union of trees, with values that name the ranks that have them; and for each tree the new
+    numbers of its containers.
 
     Raises SaveError where ranks disagree on what kind of container stands at a path.
     """
@@ -293,7 +285,7 @@ def merge_trees(trees: Sequence[Tree]) -> tuple[Tree, list[list[int]]]:
 
 
 def _merge_kinds(merged: Tree, trees: Sequence[Tree], renumbered: Sequence[Sequence[int]]) -> None:
-    """Raises SaveError where ranks disagree: one of them would get back another kind than it had."""
+    """Raise SaveError where ranks disagree: one of them would get back another kind than it had."""
     seen: dict[int, str] = {}
     for tree, number in zip(trees, renumbered, strict=True):
         for c, new in enumerate(number):
@@ -328,13 +320,15 @@ def _merge_containers(
 
 
 def unite(values: Iterable[ByRank]) -> ByRank:
-    """What ranks have at one place: each value once, with all the ranks that have it; in order of
-    first rank."""
+    """What ranks have at one place: each value once, with all ranks that have it, in order of their
+    first ranks."""
     found: dict[str, tuple[list[int], Any]] = {}
     for by_rank in values:
         for ranks, encoded in by_rank:
-            # Text, for it tells 1, 1.0 and True apart, and 0.0 and -0.0.
-            found.setdefault(json.dumps(encoded, sort_keys=True), ([], encoded))[0].extend(ranks)
+            # By its text, which distinguishes 1, 1.0 and True, and 0.0 and -0.0.
+            text = json.dumps(encoded, sort_keys=True)
+            known_ranks, _ = found.setdefault(text, ([], encoded))
+            known_ranks.extend(ranks)
     for ranks, _ in found.values():
         ranks.sort()
     return sorted(found.values(), key=lambda entry: entry[0][0])

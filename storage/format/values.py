@@ -1,8 +1,9 @@
 """Small values as JSON: what can be saved beside tensors, and comes back equal and of the same
 type.
 
-Plain JSON where JSON has the type; ``{"$type": …}`` where it has not. What has no codec is refused
-by its path; nothing is ever pickled, and decoding builds only the types listed here.
+A value is plain JSON where JSON has its type, and ``{"$type": …}`` where it has not. A value without
+a codec is refused, and named by its path. Nothing is ever pickled, and decoding builds only the types
+listed here.
 """
 
 from __future__ import annotations
@@ -19,19 +20,21 @@ from ...errors import DamagedError, StateError
 __all__ = ["decode_value", "encode_text", "encode_value"]
 
 _PLAIN = (type(None), bool)
-_NUMPY_DTYPE = re.compile(
-    r"[<>|=]?[biufc][0-9]{1,2}"
-)  # numpy's own parser takes far more, and runs other parsers
+# numpy's own parser takes far more, and runs other parsers.
+_NUMPY_DTYPE = re.compile(r"[<>|=]?[biufc][0-9]{1,2}")
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_BIG_INT_BITS = 1024  # beyond: hexadecimal, for Python refuses to convert long decimal strings
+# Longer integers are hexadecimal, because Python refuses to convert long decimal strings.
+_DECIMAL_BITS_MAX = 1024
 
 
 def encode_value(value: Any, path: str) -> Any:
-    """``value`` as a tree of JSON types. Raises StateError naming ``path`` where there is no codec
-    for it."""
+    """``value`` as a tree of JSON types. Raises StateError, which names ``path``, where there is no
+    codec for it."""
     if type(value) in _PLAIN:
         return value
-    encoder = _ENCODERS.get(type(value)) or _foreign_encoder(value)
+    encoder = _ENCODERS.get(type(value))
+    if encoder is None:
+        encoder = _foreign_encoder(value)
     if encoder is None:
         name = f"{type(value).__module__}.{type(value).__qualname__}"
         raise StateError(
@@ -69,7 +72,7 @@ def decode_value(encoded: Any) -> Any:
 
 
 def _encode_int(value: int) -> Any:
-    return value if value.bit_length() <= _BIG_INT_BITS else {"$int": hex(value)}
+    return value if value.bit_length() <= _DECIMAL_BITS_MAX else {"$int": hex(value)}
 
 
 def _encode_float(value: float) -> Any:
@@ -85,13 +88,11 @@ def _encode_bytes(value: bytes | bytearray) -> Any:
 
 
 def encode_text(value: str) -> Any:
-    """JSON joins two lone surrogates that stand side by side into one character; so text that has
-    any is kept as bytes."""
-    return (
-        {"$str": value.encode("utf-8", "surrogatepass").hex()}
-        if _SURROGATE.search(value)
-        else value
-    )
+    """JSON joins two adjacent lone surrogates into one character; so text with surrogates is kept as
+    bytes."""
+    if _SURROGATE.search(value):
+        return {"$str": value.encode("utf-8", "surrogatepass").hex()}
+    return value
 
 
 _ENCODERS: dict[type, Callable[[Any], Any]] = {
@@ -105,9 +106,10 @@ _ENCODERS: dict[type, Callable[[Any], Any]] = {
 
 
 def _foreign_encoder(value: Any) -> Callable[[Any], Any] | None:
-    """Codecs of types whose libraries may not be loaded: recognised by name, so that nothing is
-    imported for them."""
-    origin, name = type(value).__module__, type(value).__name__
+    """The codec of a type whose library may not be loaded. It is recognised by name, so that nothing
+    is imported."""
+    origin = type(value).__module__
+    name = type(value).__name__
     if origin == "torch" and name in ("dtype", "device"):
         return lambda v: {f"$torch.{name}": str(v).removeprefix("torch.")}
     if origin == "torch" and name == "Size":
@@ -116,12 +118,8 @@ def _foreign_encoder(value: Any) -> Callable[[Any], Any] | None:
         return lambda v: {"$numpy.str": encode_text(str.__getitem__(v, slice(0, None)))}
     if origin == "numpy" and name == "bytes_":
         return lambda v: {"$numpy.bytes": base64.b64encode(bytes(v)).decode()}
-    if (
-        origin == "numpy"
-        and hasattr(value, "dtype")
-        and value.ndim == 0
-        and value.dtype.kind in "biufc"
-    ):
+    is_numpy_scalar = origin == "numpy" and hasattr(value, "dtype") and value.ndim == 0
+    if is_numpy_scalar and value.dtype.kind in "biufc":
         return lambda v: {"$numpy": [v.dtype.str, base64.b64encode(v.tobytes()).decode()]}
     return None
 
