@@ -1,5 +1,5 @@
-"""Filling tensors from one checkpoint: plan the reads, verify what comes, copy it to where it
-belongs."""
+"""Fills tensors from one checkpoint: plans the reads, verifies what arrives, and copies it to where
+it belongs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Report", "fill", "reporting", "scatter_of"]
 
 
 Report = Callable[[int, int], None]
-"""Called with the bytes that are done, and those that there are in all; on any thread."""
+"""Called with the bytes that are done, and all bytes that there are; on any thread."""
 
 
 async def fill(
@@ -29,25 +29,24 @@ async def fill(
     budget_nbytes: int,
     report: Report = lambda done_nbytes, total_nbytes: None,
 ) -> ImageReader:
-    """Read all that is wanted, once, verified, straight to where it belongs; return the reader, for
-    its figures. ``driver`` is that of the images (``images_of``)."""
+    """Read all that is wanted, once and verified, straight into its tensors; return the reader, for
+    its counts. ``driver`` is the one for the images (``images_of``)."""
     reader = ImageReader(driver, manifest, budget_nbytes)
     targets = wanted.targets(manifest.tensors.shape)
     plan = await offload(plan_reads, driver, manifest, targets)
-    await reader.run(
-        plan, reporting(scatter_of(manifest, wanted, targets, plan).deliver, plan, report)
-    )
+    scatter = scatter_of(manifest, wanted, targets, plan)
+    await reader.run(plan, reporting(scatter.deliver, plan, report))
     return reader
 
 
 def scatter_of(m: Manifest, wanted: Wanted, targets: Targets, plan: LoadPlan) -> Scatter:
-    """What copies that which is read to where it is wanted."""
+    """Copies what is read to where it is wanted."""
     return Scatter(m.tensors, m.shards, targets, plan, wanted.buffers)
 
 
 def reporting(deliver: Deliver, plan: LoadPlan, report: Report) -> Deliver:
-    """``deliver``, which then reports how many bytes of the plan have been delivered; at once, that
-    none have been."""
+    """``deliver``, followed by a report of how many bytes of the plan have been delivered. The first
+    report, of none, is made at once."""
     sizes = (plan.stop - plan.start).tolist()
     total_nbytes = sum(sizes)
     done_nbytes = 0

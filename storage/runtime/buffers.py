@@ -1,7 +1,7 @@
-"""Page-aligned host memory, kept and handed out again.
+"""Page-aligned host memory that is reused.
 
-First use of fresh memory costs a page fault per page, an order of magnitude more than copying into
-it. So buffers are kept after use, up to a limit, and the next save finds them warm.
+The first use of fresh memory costs a page fault per page, an order of magnitude more than copying
+into it. So buffers are kept after use, up to a limit, and the next save needs no page faults.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ...errors import UsageError
 __all__ = ["HostBuffer", "HostPool", "host_pool", "memory_for", "release_pools"]
 
 KEPT_NBYTES = 256 << 20
-"""What the pool keeps by default. A capture of a whole image raises it to that image's size."""
+"""What a pool keeps by default. The capture of a whole image raises this to the image's size."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostBuffer:
-    """``view`` is memory of this process, which begins at ``address``: page-aligned and anonymous,
-    but for what :meth:`over` sees. ``owner`` is what keeps it, if the view does not."""
+    """Memory of this process: ``view``, which begins at ``address``. It is page-aligned and anonymous,
+    unless :meth:`over` made it. ``owner`` keeps the memory alive where the view does not."""
 
     view: memoryview
     address: int
@@ -35,8 +35,7 @@ class HostBuffer:
 
     @classmethod
     def allocate(cls, nbytes: int) -> HostBuffer:
-        """Raises MemoryError where the host has no such memory. Freed when the last view of it is
-        gone."""
+        """Fresh memory, freed when the last view of it is gone. Raises MemoryError."""
         try:
             memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
@@ -48,10 +47,10 @@ class HostBuffer:
 
     @classmethod
     def over(cls, data: memoryview) -> HostBuffer:
-        """The memory of ``data``, at any address. Not to be written to, nor looked at without this
-        object.
+        """The memory of ``data``, at any address. It must not be written to, and not be used after
+        this object is gone.
 
-        By address: torch warns of views that cannot be written to, though nobody does.
+        The view is made from the address, because torch warns of read-only views.
         """
         if not len(data):
             return cls(data, 0)
@@ -62,12 +61,12 @@ class HostBuffer:
 
 @dataclass
 class HostPool:
-    """Buffers of one size. Thread-safe; never blocks: budgets are the scheduler's business."""
+    """Buffers of one size. Thread-safe. Never blocks: the scheduler keeps budgets."""
 
     buffer_nbytes: int
     kept_nbytes: int = KEPT_NBYTES
     allocate: Callable[[int], HostBuffer] | None = None
-    """Where new ones come from; None: ordinary memory."""
+    """Allocates a new buffer; None: ordinary memory."""
     _free: list[HostBuffer] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=new_lock)
 
@@ -76,10 +75,12 @@ class HostPool:
         with self._lock:
             if self._free:
                 return self._free.pop()
-        return (self.allocate or HostBuffer.allocate)(self.buffer_nbytes)
+        if self.allocate is None:
+            return HostBuffer.allocate(self.buffer_nbytes)
+        return self.allocate(self.buffer_nbytes)
 
     def give(self, buffer: HostBuffer) -> None:
-        """Take ``buffer`` back. The caller holds no view of it any more."""
+        """Take ``buffer`` back. The caller must hold no view of it."""
         with self._lock:
             if (len(self._free) + 1) * self.buffer_nbytes <= self.kept_nbytes:
                 self._free.append(buffer)
@@ -90,7 +91,7 @@ class HostPool:
             self.kept_nbytes = max(self.kept_nbytes, nbytes)
 
     def release(self) -> None:
-        """Give all unused memory back to the system, and keep only the default from now on."""
+        """Return all unused memory to the system, and keep only the default from now on."""
         with self._lock:
             self._free.clear()
             self.kept_nbytes = KEPT_NBYTES
@@ -101,21 +102,21 @@ _pools: dict[tuple[int, _Allocate], HostPool] = {}
 
 
 def host_pool(buffer_nbytes: int, allocate: _Allocate = None) -> HostPool:
-    """The process's pool of buffers of this size, of memory that ``allocate`` makes (None: ordinary
-    memory)."""
+    """The process's pool of buffers of this size and kind; ``allocate`` allocates new ones (None:
+    ordinary memory)."""
     return _pools.setdefault((buffer_nbytes, allocate), HostPool(buffer_nbytes, allocate=allocate))
 
 
 def release_pools() -> None:
-    """Give back what any of the process's pools keeps, see :meth:`HostPool.release`."""
+    """Release what all pools of the process keep, see :meth:`HostPool.release`."""
     for pool in list(_pools.values()):
         pool.release()
 
 
 @contextmanager
 def memory_for(what: str) -> Iterator[None]:
-    """Raise UsageError where the body runs out of memory, saying for what: a manifest may promise
-    more than a host has."""
+    """Raise UsageError, which names ``what``, where the body runs out of memory: a manifest may
+    describe more than a host has."""
     try:
         yield
     except MemoryError as error:
@@ -124,6 +125,6 @@ def memory_for(what: str) -> Iterator[None]:
         ) from error
 
 
-in_child(
-    _pools.clear
-)  # its parent's buffers stay its parent's, and are copied no more when either writes to them
+# A child drops its parent's buffers: a page that both processes hold is copied when either writes to
+# it.
+in_child(_pools.clear)

@@ -1,11 +1,10 @@
 """The engine's event loop: one daemon thread per process, started at first use.
 
-Saves and loads are coroutines. They run here, not in the caller's thread, so that an asynchronous
-save goes on while the trainer trains, and so that a caller who is inside an event loop of its own
-is not disturbed.
+Saves and loads are coroutines. They run here and not in the caller's thread, so that an asynchronous
+save goes on while the trainer trains, and a caller may run an event loop of its own.
 
-Nothing that waits for the engine may run on its thread: a log handler that saves, say, would wait
-for itself. That is a UsageError.
+Nothing that waits for the engine may run on its thread: a log handler that saves, for example, would
+wait for itself. That is a UsageError.
 """
 
 from __future__ import annotations
@@ -36,39 +35,41 @@ __all__ = [
 T = TypeVar("T")
 
 CPU_THREADS = max(2, min(8, os.cpu_count() or 2))
-"""Threads that copy and hash. Memory bandwidth, not the number of cores, is what they use up."""
+"""Threads that copy and hash. Their limit is memory bandwidth, not the number of cores."""
 
 _log = logging.getLogger(__name__)
 
 EXIT_S = 3600.0
+"""How long the exiting interpreter waits for work that is under way."""
 CLEAN_UP_S = 60.0
+"""How long an interrupted call waits for its coroutine to clean up."""
 
 _unfinished: set[Future[Any]] = set()
 _closing: set[asyncio.Task[None]] = set()
 _lock = new_lock()
 _loop: asyncio.AbstractEventLoop | None = None
-_of_parents: list[asyncio.AbstractEventLoop] = []
+_parents_loops: list[asyncio.AbstractEventLoop] = []
 
 
 def on_engine() -> bool:
-    """Whether the engine's own thread calls this."""
+    """Whether the calling thread is the engine's."""
     return _loop is not None and asyncio._get_running_loop() is _loop
 
 
 def check_may_wait() -> None:
-    """Raise UsageError on the engine's thread, which cannot wait for what only it can do."""
+    """Raise UsageError on the engine's thread, which must not wait for its own work."""
     if on_engine():
         raise UsageError(
             "a call that waits was made on the engine's own thread, and would wait for itself",
             advice=(
-                "Something that Holdfast calls (a log handler, a driver) calls Holdfast: let "
-                "another thread do that."
+                "Something that Holdfast calls (a log handler, a driver) calls Holdfast; make that "
+                "call from another thread."
             ),
         )
 
 
 class EngineFuture(Future[T]):
-    """A future that the engine fulfils. Waiting for it on the engine's thread is a UsageError, and
+    """A future that the engine completes. Waiting for it on the engine's thread is a UsageError, and
     so is waiting in a forked child for what the parent's engine does."""
 
     def __init__(self) -> None:
@@ -77,14 +78,14 @@ class EngineFuture(Future[T]):
         self._pid = os.getpid()
 
     def done(self) -> bool:
-        """See :meth:`Future.done`. Raises UsageError in a forked child, where it would be False for
-        ever."""
+        """See :meth:`Future.done`. Raises UsageError in a forked child, where it would never become
+        true."""
         done = super().done()
         if not done and self._pid != os.getpid():
             raise UsageError(
-                "what is asked for is under way in the parent process, and this forked child does "
-                "not learn of its end",
-                advice="Wait for it in the process that has begun it.",
+                "this operation is under way in the parent process, and a forked child does not "
+                "learn of its end",
+                advice="Wait for it in the process that started it.",
             )
         return done
 
@@ -107,28 +108,30 @@ class _Started(EngineFuture[T]):
     def __init__(self, work: Future[T]) -> None:
         super().__init__()
         self._work: Future[T] | None = work
-        work.add_done_callback(self._end)
+        work.add_done_callback(self._work_ended)
 
     def cancel(self) -> bool:
         """Cancel the coroutine; False where it has ended."""
         work = self._work
         return work is not None and work.cancel()
 
-    def _end(self, work: Future[T]) -> None:
+    def _work_ended(self, work: Future[T]) -> None:
         self._work = None
         if work.cancelled():
             super().cancel()
-        elif (error := work.exception()) is not None:
+            return
+        error = work.exception()
+        if error is not None:
             self.set_exception(error)
         else:
             self.set_result(work.result())
 
 
 def start(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-    """Run ``coroutine`` on the engine's loop; return its future at once. The interpreter does not
-    exit before it ends.
+    """Start ``coroutine`` on the engine's loop and return its future. The interpreter does not exit
+    before it ends.
 
-    To wait for the future on the engine's thread is a UsageError."""
+    Waiting for the future on the engine's thread is a UsageError."""
     future = _Started(asyncio.run_coroutine_threadsafe(coroutine, _running_loop()))
     _unfinished.add(future)
     future.add_done_callback(_unfinished.discard)
@@ -136,9 +139,9 @@ def start(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run ``coroutine`` on the engine's loop and return its result. Ctrl-C cancels it; then this
-    waits for what it does to clean up, a minute at most, and raises KeyboardInterrupt. Raises
-    UsageError on the engine's thread; then nothing of ``coroutine`` has run."""
+    """Run ``coroutine`` on the engine's loop and return its result. Ctrl-C cancels it; this then
+    waits until it has cleaned up, for a minute at most, and raises KeyboardInterrupt. Raises
+    UsageError on the engine's thread, before anything of ``coroutine`` has run."""
     try:
         check_may_wait()
     except UsageError:
@@ -160,15 +163,15 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
         ended.wait(CLEAN_UP_S)
         raise
     finally:
-        # It holds the error, whose frames hold this one: what else they hold would wait for the
-        # garbage collector.
+        # The future holds the error, whose frames hold this one. Without this, everything that the
+        # frames hold would stay until the garbage collector runs.
         del future
 
 
 def close_later(close: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """For finalizers: run ``close()`` on the engine's loop, and wait for nothing. Takes no lock,
-    and starts no engine, since the garbage collector calls finalizers at any moment of any thread.
-    What fails is logged."""
+    """For finalizers: run ``close()`` on the engine's loop, without waiting for it. Takes no lock and
+    starts no engine, because the garbage collector may call a finalizer at any moment on any thread.
+    Failures are logged."""
     loop = _loop
     if loop is not None:
         loop.call_soon_threadsafe(_begin_to_close, loop, close)
@@ -189,17 +192,16 @@ def _begin_to_close(
 
 
 def _finish_all() -> None:
-    """An asynchronous save still under way when the program ends is finished: its own deadlines
-    bound it."""
+    """Wait for asynchronous saves that are still under way when the program ends. Their own deadlines
+    bound this."""
     wait(list(_unfinished), timeout=EXIT_S)
 
 
 async def offload(function: Callable[..., T], *args: Any) -> T:
-    """Run ``function`` in a worker thread of the current loop; if cancelled, wait for it all the
+    """Run ``function`` in a worker thread of the current loop; if cancelled, wait for its end all the
     same.
 
-    The thread goes on using the caller's buffers until it ends: to return earlier would let them be
-    reused under it.
+    The thread uses the caller's buffers until it ends, so they must not be reused earlier.
     """
     work = asyncio.get_running_loop().run_in_executor(None, function, *args)
     return await to_the_end(work)
@@ -213,8 +215,8 @@ def _running_loop() -> asyncio.AbstractEventLoop:
             _loop.set_default_executor(
                 ThreadPoolExecutor(CPU_THREADS, thread_name_prefix="holdfast-cpu")
             )
-            # Before the executors shut down, which is before atexit: concurrent.futures registers
-            # itself the same way.
+            # Runs before the executors shut down, which is before atexit. concurrent.futures
+            # registers itself the same way.
             threading._register_atexit(_finish_all)  # type: ignore[attr-defined]
             threading.Thread(
                 target=_serve, args=(_loop,), name="holdfast-engine", daemon=True
@@ -223,8 +225,8 @@ def _running_loop() -> asyncio.AbstractEventLoop:
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    """Run the loop for ever. A task that raises SystemExit or KeyboardInterrupt ends
-    ``run_forever``: its future has the error, and everything else that runs here goes on."""
+    """Run the loop for ever. A task that raises SystemExit or KeyboardInterrupt ends ``run_forever``;
+    its future has the error, and everything else that runs here must go on."""
     while True:
         try:
             loop.run_forever()
@@ -234,12 +236,12 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _forget_parent() -> None:
-    """A forked child has no threads of its parent: it starts anew. It keeps the parent's loop, and
-    never closes it: that would take descriptors out of the parent's epoll instance, which both
-    processes share."""
+    """A forked child has none of its parent's threads, so it starts a new engine. It keeps the
+    parent's loop and never closes it: closing would remove descriptors from the parent's epoll
+    instance, which both processes share."""
     global _loop  # noqa: PLW0603
     if _loop is not None:
-        _of_parents.append(_loop)
+        _parents_loops.append(_loop)
         _loop = None
     _unfinished.clear()
     _closing.clear()

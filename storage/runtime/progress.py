@@ -1,9 +1,9 @@
-"""Calls a user's progress callback: on a thread of its own, never on the engine's.
+"""Calls a user's progress callback, on a thread of its own and never on the engine's.
 
-A callback may take long, and may call Holdfast. On the engine's thread the first would hold up
+A callback may take long, and it may call Holdfast. On the engine's thread, the first would delay
 every save and load of the process, and the second would wait for itself.
 
-Scope: one callback of one operation. What is shown of it is up to the caller.
+Scope: one callback of one operation. The caller decides what it displays.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ...errors import UsageError
 __all__ = ["EVERY_S", "ProgressCallback", "ProgressReporter"]
 
 ProgressCallback = Callable[[int, int], None]
-"""Called with the bytes that are done, and those that there are in all."""
+"""Called with the bytes that are done, and all bytes that there are."""
 
 EVERY_S = 0.1
 """The callback is called at most this often."""
 
 
 class ProgressReporter:
-    """Hands progress on to ``callback``; a context manager around the operation, synchronous or
+    """Reports progress to ``callback``; a context manager around the operation, synchronous or
     asynchronous.
 
     :meth:`report` may be called from any thread, and does not wait for the callback. Calls of the
@@ -36,12 +36,11 @@ class ProgressReporter:
     or within ``EVERY_S`` of its last call, are replaced by the newest one.
 
     At the end of a successful operation the last report is always delivered. The end of the block
-    waits for a call that is under way: afterwards the callback is not called any more. What the
-    callback raises ends the operation: the next :meth:`report` raises it, or else the end of the
-    block.
+    waits for a call that is under way; afterwards the callback is not called again. An error of the
+    callback ends the operation: the next :meth:`report` raises it, or else the end of the block.
 
     The callback sees the context variables of the thread that made the reporter. Without a callback
-    nothing is done, and there is no thread.
+    there is no thread, and nothing is done.
     """
 
     def __init__(self, callback: ProgressCallback | None) -> None:
@@ -54,8 +53,8 @@ class ProgressReporter:
         self._ended: Future[None] | None = None
 
     def report(self, done_nbytes: int, total_nbytes: int) -> None:
-        """Note how far the operation is. Raises what the callback has raised; UsageError in place
-        of what is no Exception, as SystemExit, which would end the engine."""
+        """Note how far the operation is. Raises what the callback has raised; UsageError in place of
+        an error that is no Exception, such as SystemExit, because it would end the engine."""
         if self._callback is None:
             return
         with self._changed:
@@ -98,7 +97,7 @@ class ProgressReporter:
             self._raise_error()
 
     def _close(self, *, deliver: bool) -> Future[None] | None:
-        """Ask the thread to end; return the future of its end, if there is a thread."""
+        """Tell the thread to end; return the future of its end, if there is a thread."""
         with self._changed:
             self._closed = True
             if not deliver:
@@ -107,7 +106,7 @@ class ProgressReporter:
             return self._ended
 
     def _surface(self, error: BaseException | None) -> None:
-        """Raise what the callback raised, unless the operation has failed of something else."""
+        """Raise what the callback raised, unless the operation has failed for another reason."""
         if self._error is not None and (error is None or error.__cause__ is self._error):
             raise self._error
 
@@ -133,7 +132,7 @@ class ProgressReporter:
             self._ended.set_result(None)
 
     def _next(self) -> tuple[int, int] | None:
-        """Wait for a report; None when the operation has ended and there is no other."""
+        """Wait for a report; None when the operation has ended and there is no other report."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._latest is not None)
             report = self._latest
