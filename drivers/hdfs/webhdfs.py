@@ -8,10 +8,11 @@ joined by copying.
 
 from __future__ import annotations
 
-import asyncio
 import base64
+import contextlib
+import http.client
 import ssl
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import quote, urlsplit
 
@@ -21,6 +22,7 @@ from .spnego import NoTicket, negotiate_token
 __all__ = ["ConcatRefused", "WebHdfs"]
 
 _ANSWER_NBYTES_MAX = 64 << 10
+_REASON_MAX = 300
 
 
 class ConcatRefused(Exception):
@@ -59,11 +61,17 @@ class WebHdfs:
         reasons = []
         for address in self.addresses:  # the first may be a standby, which refuses
             try:
-                answer = await asyncio.wait_for(self._ask(address, path, user), self._timeout_s)
+                answer = await self._answer_of(address, path, user)
             except NoTicket as error:
                 reasons.append(f"{address} asks for a Kerberos ticket: {error}")
                 continue
-            except (OSError, ValueError, TimeoutError) as error:
+            except TimeoutError:
+                reasons.append(f"{address}: no answer for {self._timeout_s:g} s")
+                continue
+            except http.client.HTTPException as error:
+                reasons.append(f"{address}: the answer is no HTTP: {error!r}"[:_REASON_MAX])
+                continue
+            except (OSError, ValueError) as error:
                 reasons.append(f"{address}: {str(error) or type(error).__name__}")
                 continue
             if answer.status == 200:
@@ -75,63 +83,59 @@ class WebHdfs:
         old, new = self._moved
         return new + path.removeprefix(old)
 
-    async def _ask(self, address: str, path: str, user: str) -> _Answer:
-        """Ask by a token, or as ``user``, then with a ticket where one is asked for. Raises
-        NoTicket, too."""
+    async def _answer_of(self, address: str, path: str, user: str) -> _Answer:
+        """Raises what :meth:`_ask` raises, and TimeoutError at the deadline."""
+        return await run(lambda call: self._ask(address, path, user), self._timeout_s)
+
+    def _ask(self, address: str, path: str, user: str) -> _Answer:
+        """Ask by a token, or as ``user``, then with a ticket where one is asked for. Blocks. Raises
+        NoTicket and what :meth:`_post` raises."""
         if self._delegation is not None:
-            return await _post(address, f"{path}&delegation={self._delegation}")
-        answer = await _post(address, f"{path}&user.name={quote(user, safe='')}")
+            return self._post(address, f"{path}&delegation={self._delegation}", {})
+        answer = self._post(address, f"{path}&user.name={quote(user, safe='')}", {})
         if not answer.asks_for_ticket:
             return answer
-        host = urlsplit(address).hostname or ""
-        token = await run(lambda call: negotiate_token(host), self._timeout_s)
-        return await _post(
-            address, path, f"Authorization: Negotiate {base64.b64encode(token).decode()}\r\n"
-        )
+        token = base64.b64encode(negotiate_token(urlsplit(address).hostname or "")).decode()
+        return self._post(address, path, {"Authorization": f"Negotiate {token}"})
+
+    def _post(self, address: str, path: str, headers: Mapping[str, str]) -> _Answer:
+        """Blocks. Raises OSError, HTTPException for what is no HTTP, and ValueError for what is no
+        address. A redirect is an answer like any other: it is not followed."""
+        parts = urlsplit(address)
+        connection: http.client.HTTPConnection
+        if parts.scheme == "https":
+            context = ssl.create_default_context()
+            connection = http.client.HTTPSConnection(
+                parts.hostname or "", parts.port, timeout=self._timeout_s, context=context
+            )
+        else:
+            connection = http.client.HTTPConnection(
+                parts.hostname or "", parts.port, timeout=self._timeout_s
+            )
+        with contextlib.closing(connection):
+            connection.request("POST", path, headers={"Connection": "close", **headers})
+            response = connection.getresponse()
+            asked = response.headers.get_all("WWW-Authenticate", [])
+            body = response.read(_ANSWER_NBYTES_MAX).decode(errors="replace").strip()
+            return _Answer(response.status, response.reason, tuple(asked), body)
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
     status: int
-    head: str
+    phrase: str
+    authenticate: tuple[str, ...]
+    """The ways to authenticate that a refusal offers."""
     body: str
 
     @property
     def asks_for_ticket(self) -> bool:
-        return self.status == 401 and "www-authenticate: negotiate" in self.head.lower()
+        offered = (way.lower().startswith("negotiate") for way in self.authenticate)
+        return self.status == 401 and any(offered)
 
     @property
     def reason(self) -> str:
         """WebHDFS explains itself in JSON; a page is for people with browsers."""
         if self.body and not self.body.startswith("<"):
-            return self.body[:300]
-        return self.head.partition("\r\n")[0].partition(" ")[2]
-
-
-async def _post(address: str, path: str, headers: str = "") -> _Answer:
-    """Raises OSError, and ValueError for what is no HTTP."""
-    parts = urlsplit(address)
-    if parts.scheme == "https":
-        secure = ssl.create_default_context()
-    else:
-        secure = None
-    reader, writer = await asyncio.open_connection(parts.hostname, parts.port, ssl=secure)
-    try:
-        fixed = "Content-Length: 0\r\nConnection: close\r\n"
-        head = f"POST {path} HTTP/1.1\r\nHost: {parts.netloc}\r\n{fixed}{headers}\r\n"
-        writer.write(head.encode("ascii"))
-        answer = await _all_of(reader)
-    finally:
-        writer.close()
-    head, _, body = answer.partition("\r\n\r\n")
-    version, _, status = head.partition("\r\n")[0].partition(" ")
-    if not version.startswith("HTTP/") or not status[:3].isdecimal():
-        raise ValueError("the answer is no HTTP")
-    return _Answer(int(status[:3]), head, body.strip())
-
-
-async def _all_of(reader: asyncio.StreamReader) -> str:
-    answer = b""
-    while (more := await reader.read(4096)) and len(answer) < _ANSWER_NBYTES_MAX:
-        answer += more
-    return answer.decode(errors="replace")
+            return self.body[:_REASON_MAX]
+        return self.phrase
