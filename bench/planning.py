@@ -30,7 +30,9 @@ from ..storage.format.fragment import Fragment, Group, Layout, decode_fragment, 
 from ..storage.format.manifest import ImageTable, Manifest, check_complete
 from ..storage.format.merge import merge
 from ..storage.format.verified import VerifiedManifest
-from ..storage.operations.global_plan import Accord, Held, Leader, Way
+from ..storage.operations.global_plan import GlobalPlan, Route
+from ..storage.operations.held import Held
+from ..storage.operations.plan_leader import PlanLeader
 from ..storage.operations.rounds import Findings, SaveStatement
 from ..storage.ranks.messages import codec
 from ..storage.runtime.engine import start
@@ -302,24 +304,25 @@ class _Beginning:
         held = Held.of(flat, self._job.world)
         row = int(np.flatnonzero(held.mesh < 0)[0])
         fingerprint = digest(b"%d" % rank)
-        accord = Accord(b"0" * 16, Agreed({}, {}), {}, {held.names[row]: row}, Way([rank], [rank]))
+        route = Route([rank], [rank])
+        plan = GlobalPlan(b"0" * 16, Agreed({}, {}), {}, {held.names[row]: row}, route)
         findings = Findings((row,), fingerprint, (RNG_NBYTES,), {})
-        holdings = replace(held.encode(), host=f"host {rank // HOST_RANKS}")
+        holdings = held.encode(f"host {rank // HOST_RANKS}")
         self.first.append(self._statement.encode(SaveStatement(URI, holdings=holdings)))
         self._compared.append(self._findings.encode(findings))
-        followed = accord.tell({row: fingerprint})
+        followed = plan.followed({row: fingerprint})
         self.again.append(self._statement.encode(SaveStatement(URI, followed)))
 
     async def lead(self) -> tuple[float, float]:
         """Seconds of the leader, at a first save and at the next."""
-        leader = Leader()
+        leader = PlanLeader()
         began_s = time.process_time()
         await leader.agree([self._statement.decode(data, "a statement") for data in self.first])
-        await leader.compare([self._findings.decode(data, "findings") for data in self._compared])
+        await leader.decide([self._findings.decode(data, "findings") for data in self._compared])
         between_s = time.process_time()
         again = [self._statement.decode(data, "a statement") for data in self.again]
         if not (await leader.agree(again)).plan:
-            raise AssertionError("the ranks do not go by their accord")
+            raise AssertionError("the ranks do not follow their plan")
         return between_s - began_s, time.process_time() - between_s
 
 

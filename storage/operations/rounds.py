@@ -71,8 +71,8 @@ class PlanFollowed:
     """The global plan that a rank goes by: its ``id``, and digests of what was compared for it."""
 
     id: bytes
-    alike: dict[str, bytes]
-    apart: dict[str, bytes]
+    identical: dict[str, bytes]
+    divergent: dict[str, bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +117,13 @@ class Findings:
 @dataclass(frozen=True, slots=True)
 class PlanDecision:
     """The global plan. ``groups``: lists of ranks; ``labels``: the group that holds each label,
-    where that is not the whole job, None where ranks hold different values; ``apart``: of those,
+    where that is not the whole job, None where ranks hold different values; ``divergent``: of those,
     the first rank that holds it, and how many do; ``shares``: by groups, the cuts between the parts
     that each of them writes; ``hosts``: the host of each rank, see ``ranks.hosts``."""
 
     groups: tuple[tuple[int, ...], ...]
     labels: dict[str, int | None]
-    apart: dict[str, tuple[int, int]]
+    divergent: dict[str, tuple[int, int]]
     shares: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     hosts: bytes = b""
     id: bytes = b""

@@ -1,4 +1,5 @@
-"""One rank's part of a save: agree, lay out, stream chunk by chunk, and commit together."""
+"""One rank's part of a save: agree on the global plan, lay out the image, write it chunk by chunk,
+and commit together."""
 
 from __future__ import annotations
 
@@ -42,16 +43,16 @@ from ..runtime.engine import offload
 from ..state.fingerprint import fingerprints
 from ..state.flat_state import FlatState
 from ..state.lazy import LazyCapture
-from ..state.plan import Agreed, SavePlan, plan_save
+from ..state.plan import SavePlan, plan_save
 from .deadline import Deadline
 from .driver_progress import counted
-from .global_plan import Accord, Accords, Digest, Way, agree
+from .global_plan import Digest, GlobalPlan, GlobalPlans, agree
 from .rounds import BEGIN, Begun, FragmentCodec, commit_round
 
 __all__ = ["SaveJob", "run_save"]
 
-ACCORDS = 8
-"""So many are kept."""
+PLANS_KEPT = 8
+"""How many global plans a process keeps."""
 
 COMMITTED_S = 5.0
 """How long a rank that has lost the job's store looks for the commit."""
@@ -76,8 +77,8 @@ class SaveJob:
     """Another save, for whose end the writing waits; copying does not."""
     digests: Digest | None = None
     """How to digest rows of the state; None: there is nothing about it."""
-    accords: Accords = field(default_factory=lambda: LruCache(ACCORDS))
-    """What was agreed on at former saves of this process."""
+    plans: GlobalPlans = field(default_factory=lambda: LruCache(PLANS_KEPT))
+    """The global plans of former saves of this process."""
     deadline: Deadline = field(default=Deadline())
     """When it is committed, or has failed."""
     compression: Compression | None = None
@@ -115,11 +116,12 @@ async def run_save(driver: Driver, team: Team, job: SaveJob) -> tuple[str, int, 
 
 
 async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tuple[str, int, int]:
-    accord = await _agreed(driver, team, job)
+    global_plan = await _global_plan(driver, team, job)
     # Copying does not wait for the storage to answer: trainers wait for the copies.
     beginning = asyncio.ensure_future(leader.begin_for(team))
     try:
-        plan = await offload(plan_save, job.flat, team.rank, accord and accord.agreed, job.lazy)
+        agreed = None if global_plan is None else global_plan.agreed
+        plan = await offload(plan_save, job.flat, team.rank, agreed, job.lazy)
         progress = replace(job.progress, moved=team.worked)
         chunks = TensorChunks(plan.layout, plan.source)
         writer = ImageWriter(
@@ -130,44 +132,42 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tu
     except BaseException as error:
         beginning.cancel()
         await asyncio.wait([beginning])
-        if (
-            isinstance(error, NotFoundError)
-            and not beginning.cancelled()
-            and beginning.exception() is None
-        ):
-            # Somebody has deleted what was half written. If it was a later save, that is what is to
-            # be said.
+        has_begun = not beginning.cancelled() and beginning.exception() is None
+        if has_begun and isinstance(error, NotFoundError):
+            # Another process has deleted files that were being written. If it was a later save,
+            # that is the error to raise.
             await check_marker(driver, Attempt(beginning.result()))
         raise
     fragment = _fragment(attempt, job, plan, digests, writer.stored_nbytes, team.rank)
     try:
-        await _told(team, fragment, accord, leader)
+        await _commit(team, fragment, global_plan, leader)
     except InvisibleFilesError:
-        # Nobody else sees this file, so nobody else will collect it.
+        # No other rank sees this file, so no other rank will collect it.
         await _drop(driver, image_key(attempt.id, team.rank, job.compression))
         raise
     except CoordinationError as error:
-        if (
-            team.rank == LEADER
-            or not team.store_is_lost
-            or not await _is_committed(driver, attempt)
-        ):
+        may_be_committed = team.rank != LEADER and team.store_is_lost
+        if not may_be_committed or not await _is_committed(driver, attempt):
             raise
         _log.info("the job's store was gone before word of the commit: %s", error)
-    return attempt.id, plan.layout.nbytes if len(digests) else 0, writer.stored_nbytes
+    nbytes = plan.layout.nbytes if len(digests) else 0
+    return attempt.id, nbytes, writer.stored_nbytes
 
 
-async def _told(team: Team, fragment: Fragment, accord: Accord | None, leader: _Leader) -> None:
-    """Tell the leader what was written, by way of this rank's host; returns when it is committed."""
-    accord = accord or Accord(b"", Agreed({}, {}), {}, {}, Way([team.rank], [team.rank]))
-    way = accord.way
-    fragments = FragmentCodec(accord.told, accord.heard)
-    if len(way.mates) > 1:
-        told = await team.gather("written", fragments, way.mates, fragment)
-        if told:
-            fragment = await offload(_joined, told)
-    await team.round(commit_round(fragments), fragment, leader.commit, way.tellers)
-    accord.told.update(group.layout.key for group in fragment.groups)
+async def _commit(
+    team: Team, fragment: Fragment, global_plan: GlobalPlan | None, leader: _Leader
+) -> None:
+    """Send the leader what was written, by way of the first rank of this host; return when it is
+    committed."""
+    plan = global_plan or GlobalPlan.alone(team.rank)
+    codec = FragmentCodec(plan.sent_layouts, plan.received_layouts)
+    host_ranks = plan.route.host_ranks
+    if len(host_ranks) > 1:
+        fragments = await team.gather("written", codec, host_ranks, fragment)
+        if fragments:
+            fragment = await offload(_joined, fragments)
+    await team.round(commit_round(codec), fragment, leader.commit, plan.route.speakers)
+    plan.sent_layouts.update(group.layout.key for group in fragment.groups)
 
 
 async def _is_committed(driver: Driver, attempt: Attempt) -> bool:
@@ -185,23 +185,25 @@ async def _is_committed(driver: Driver, attempt: Attempt) -> bool:
 
 
 def _joined(fragments: Sequence[Fragment]) -> Fragment:
-    """What several ranks have written, as one."""
     return join(fragments)
 
 
-async def _agreed(driver: Driver, team: Team, job: SaveJob) -> Accord | None:
-    """What the ranks have agreed on; None for a rank that is alone."""
+async def _global_plan(driver: Driver, team: Team, job: SaveJob) -> GlobalPlan | None:
+    """The global plan; None for a rank without peers."""
     if team.world == 1:
         return None
-    digests = job.digests or partial(fingerprints, job.flat, lazy=job.lazy)
-    return await agree(team, driver.uri, job.flat, digests, job.accords, job.compression)
+    digests = job.digests
+    if digests is None:
+        digests = partial(fingerprints, job.flat, lazy=job.lazy)
+    return await agree(team, driver.uri, job.flat, digests, job.plans, job.compression)
 
 
 async def _settle(leader: _Leader, job: SaveJob, uri: str) -> None:
-    """It is committed: where the save has a deadline, what is left to do must not hold it up for
-    long."""
+    """Settle the attempt, which is committed. Where the save has a deadline, this takes a limited
+    time."""
+    limit_s = None if job.deadline.timeout_s is None else limits.CLEAN_UP_S
     try:
-        async with asyncio.timeout(None if job.deadline.timeout_s is None else limits.CLEAN_UP_S):
+        async with asyncio.timeout(limit_s):
             await leader.settle()
     except TimeoutError:
         _log.warning(
@@ -212,7 +214,8 @@ async def _settle(leader: _Leader, job: SaveJob, uri: str) -> None:
 
 
 class _Leader:
-    """What only rank 0 does: begin an attempt, commit it, and delete what is no longer needed."""
+    """The leader's part of a save: begin an attempt, commit it, and delete what is no longer
+    needed."""
 
     def __init__(self, driver: Driver, job: SaveJob) -> None:
         self._driver = driver
@@ -220,8 +223,8 @@ class _Leader:
         self._branch = ROOT
         self._attempt: Attempt | None = None
         self._obsolete: Attempt | None = None
-        self._dead: Attempt | None = None
-        """Ours, as long as it is certain that it is not committed."""
+        self._uncommitted: Attempt | None = None
+        """The attempt, as long as it certainly is not committed."""
         self._sweeping: asyncio.Future[None] | None = None
 
     async def begin_for(self, team: Team) -> str:
@@ -231,13 +234,15 @@ class _Leader:
     async def _begin(self, statements: Sequence[Nothing]) -> Begun:
         if self._job.admit is not None:
             self._branch = await self._job.admit()
-        self._attempt = self._dead = await begin(self._driver)
+        self._attempt = await begin(self._driver)
+        self._uncommitted = self._attempt
         if not self._driver.traits.bounded:
             self._sweeping = asyncio.ensure_future(sweep(self._driver, limits.CLEAN_UP_S))
         return Begun(self._attempt.id)
 
     async def commit(self, fragments: Sequence[Fragment]) -> Nothing:
-        """Commit what ``fragments`` tell of, one for each host that is not this one."""
+        """Merge ``fragments``, one from each speaker of the route, into a manifest, and commit
+        it."""
         assert self._attempt is not None
         manifest = await offload(_merged, fragments, self._job.compression)
         manifest = replace(manifest, branch=self._branch)
@@ -245,11 +250,11 @@ class _Leader:
         return Nothing()
 
     def _putting(self) -> None:
-        """From here on the manifest may turn out to have been stored, whatever is raised."""
-        self._dead = None
+        """From here on the manifest may turn out to have been stored, whatever error is raised."""
+        self._uncommitted = None
 
     async def settle(self) -> None:
-        """All ranks know that it is committed."""
+        """Settle the attempt: all ranks know that it is committed."""
         if self._sweeping is not None:
             await asyncio.wait([self._sweeping])
         if self._attempt is not None:
@@ -258,12 +263,13 @@ class _Leader:
             await delete_attempt(self._driver, self._obsolete)
 
     async def give_up(self) -> None:
-        """Delete what is not committed. What may be is left for later saves to collect, or to keep."""
-        if self._dead is not None:
-            await give_up(self._driver, self._dead)
+        """Delete the attempt if it is not committed. One that may be is left for later saves to
+        collect or to keep."""
+        if self._uncommitted is not None:
+            await give_up(self._driver, self._uncommitted)
 
     async def aclose(self) -> None:
-        """Nothing is swept any more when this has returned."""
+        """End the sweep."""
         if self._sweeping is not None:
             self._sweeping.cancel()
             await asyncio.wait([self._sweeping])
@@ -280,8 +286,8 @@ async def _written(
     try:
         return await writer.write(key)
     except StorageError as error:
-        # A leader that has heard of a failure removes the attempt, also under those who are still
-        # writing.
+        # A leader that has learned of a failure removes the attempt, also while other ranks are
+        # still writing to it.
         first = await team.failure()
         if first is not None:
             raise first from error
@@ -300,13 +306,13 @@ def _fragment(
     stored_nbytes: int,
     rank: int,
 ) -> Fragment:
-    """What this rank tells the leader."""
-    wrote = len(digests) > 0
+    """What this rank has written, for the leader."""
+    n = 1 if len(digests) else 0  # a rank without bytes of its own writes no image
+    stored = None
+    if job.compression is not None:
+        stored = np.full(n, stored_nbytes, np.int64)
     images = ImageTable(
-        np.array([rank] if wrote else [], np.int64),
-        np.array([plan.layout.hashed_end] if wrote else [], np.int64),
-        digests,
-        None if job.compression is None else np.array([stored_nbytes] if wrote else [], np.int64),
+        np.full(n, rank, np.int64), np.full(n, plan.layout.hashed_end, np.int64), digests, stored
     )
     head = (attempt.id, job.step, job.created_s)
     return fragment_of(head, rank, plan.told, plan.shards, images, job.flat.tree)

@@ -35,11 +35,11 @@ from ..state.lazy import LazyCapture
 from ..state.placeholders import refuse_placeholders, reported_placeholders
 from .call_errors import announcing_errors, printed_step
 from .deadline import Deadline
-from .global_plan import Accords
+from .global_plan import GlobalPlans
 from .handle import SaveHandle, StageHandle
 from .options import SaveOptions, UriLike
 from .report import SaveReport
-from .save import ACCORDS, SaveJob, run_save
+from .save import PLANS_KEPT, SaveJob, run_save
 
 __all__ = ["Destination", "begin_save", "step_of_state"]
 
@@ -49,7 +49,7 @@ from the call, wait for the GIL, up to 5 ms each time."""
 
 _log = logging.getLogger(__name__)
 _in_flight: dict[str, Future[None]] = {}
-_accords: Accords = LruCache(ACCORDS)
+_plans: GlobalPlans = LruCache(PLANS_KEPT)
 _in_flight_lock = new_lock()
 
 
@@ -129,7 +129,7 @@ def begin_save(
             progress=Progress(stages.captured, stages.sealed, wrote=reporter.report),
             after=after,
             digests=partial(_digests, flat, lazy, devices),
-            accords=_accords,
+            plans=_plans,
             deadline=deadline,
             compression=options.compression,
             admit=admit,
@@ -331,4 +331,4 @@ def step_of_state(state: Any) -> int | None:
 
 
 in_child(_in_flight.clear)
-in_child(_accords.clear)
+in_child(_plans.clear)

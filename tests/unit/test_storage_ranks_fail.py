@@ -17,7 +17,7 @@ import holdfast
 from holdfast import errors
 from holdfast.core.lru import LruCache
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage.operations.global_plan import Accord, Accords, Way, agree
+from holdfast.storage.operations.global_plan import GlobalPlan, GlobalPlans, Route, agree
 from holdfast.storage.operations.handle import SaveHandle
 from holdfast.storage.operations.save import SaveJob, run_save
 from holdfast.storage.ranks import process_group
@@ -88,17 +88,17 @@ def test_a_rank_whose_files_vanish_since_another_failed_raises_that_failure() ->
 
 def test_what_a_rank_says_of_tensors_that_were_alike_depends_on_each_of_them() -> None:
     """One that changes is seen, whichever it is."""
-    accord = Accord(b"id", Agreed({}, {}), {"0": [3, 5, 8]}, {}, Way([0], [0]))
+    plan = GlobalPlan(b"id", Agreed({}, {}), {"0": [3, 5, 8]}, {}, Route([0], [0]))
     digests = {3: b"a" * 16, 5: b"b" * 16, 8: b"c" * 16}
-    told = accord.tell(digests)
+    told = plan.followed(digests)
     for row in digests:
-        assert accord.tell(digests | {row: b"x" * 16}) != told
+        assert plan.followed(digests | {row: b"x" * 16}) != told
 
 
 def test_what_was_agreed_on_holds_for_one_size_of_the_job() -> None:
     """A job of more ranks, with states that are laid out as before, agrees anew."""
     kin = object()
-    memory: Accords = LruCache(8)
+    memory: GlobalPlans = LruCache(8)
 
     def holders(world: int) -> list[Any]:
         async def act(store: Any, rank: int) -> Any:
@@ -106,10 +106,10 @@ def test_what_was_agreed_on_holds_for_one_size_of_the_job() -> None:
             flat.layout_id = kin
             team = StoreTeam(store, rank, world, "agree", 20.0)
             async with team.session():
-                accord = await agree(
+                plan = await agree(
                     team, "memory://", flat, lambda rows: fingerprints(flat, rows), memory
                 )
-            return next(iter(accord.agreed.holders.values()))
+            return next(iter(plan.agreed.holders.values()))
 
         async def run() -> list[Any]:
             store = dist.HashStore()

@@ -22,7 +22,7 @@ from holdfast.core.lru import LruCache
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
 from holdfast.storage.operations import global_plan, save
-from holdfast.storage.operations.global_plan import Accords, Way
+from holdfast.storage.operations.global_plan import GlobalPlans, Route
 from holdfast.storage.operations.save import SaveJob, run_save
 from holdfast.storage.protocol.current import read_manifest
 from holdfast.storage.ranks.team import StoreTeam
@@ -84,7 +84,7 @@ def state_of(rank: int) -> dict[str, Any]:
 def saved(
     driver: MemoryDriver,
     hosts: Sequence[str | None],
-    memory: Sequence[Accords],
+    memory: Sequence[GlobalPlans],
     monkeypatch: pytest.MonkeyPatch,
 ) -> tuple[Listening, list[Any]]:
     """Save as one rank per host named, which may be the same; return what they have told, and the
@@ -94,7 +94,7 @@ def saved(
 
     async def act(rank: int) -> Any:
         RANK.set(rank)
-        job = SaveJob(flatten(state_of(rank)), 1, 64 << 20, created_s=1.0, accords=memory[rank])
+        job = SaveJob(flatten(state_of(rank)), 1, 64 << 20, created_s=1.0, plans=memory[rank])
         return await run_save(driver, StoreTeam(store, rank, len(hosts), prefix, 5.0), job)
 
     async def run() -> list[Any]:
@@ -103,7 +103,7 @@ def saved(
     return store, asyncio.run(run())
 
 
-def memories(world: int) -> list[Accords]:
+def memories(world: int) -> list[GlobalPlans]:
     """Nothing was agreed on before."""
     return [LruCache(2) for _ in range(world)]
 
@@ -155,7 +155,7 @@ def test_layouts_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     driver, memory = MemoryDriver(), memories(len(hosts))
     first, *again = [saved(driver, hosts, memory, monkeypatch)[0] for _ in range(3)]
     for store in again:
-        assert store.ranks("digests") == []  # they went by their accord
+        assert store.ranks("digests") == []  # they went by their plan
         assert store.nbytes("commit") < 0.5 * first.nbytes("commit")
         assert store.nbytes("written") < 0.5 * first.nbytes("written")
         assert whole(driver, len(hosts))
@@ -247,6 +247,6 @@ def test_the_way_of_many_ranks() -> None:
     """Hosts of eight, ranks in order or dealt out in turn."""
     ranks = np.arange(64)
     in_order, in_turn = ranks // 8, ranks % 8
-    assert Way.of(13, in_order) == Way([*range(8, 16)], [*range(8), *range(8, 64, 8)])
-    assert Way.of(13, in_turn) == Way([*range(5, 64, 8)], [*range(8), *range(8, 64, 8)])
-    assert Way.of(8, in_turn) == Way([8], [*range(8), *range(8, 64, 8)])
+    assert Route.of(13, in_order) == Route([*range(8, 16)], [*range(8), *range(8, 64, 8)])
+    assert Route.of(13, in_turn) == Route([*range(5, 64, 8)], [*range(8), *range(8, 64, 8)])
+    assert Route.of(8, in_turn) == Route([8], [*range(8), *range(8, 64, 8)])

@@ -118,9 +118,9 @@ MUTANTS = [
         tests="tests/simulation/test_turns.py::test_two_saves_that_take_turns_leave_one_whole_checkpoint",
     ),
     Mutant(
-        says="layouts told each time (perf only)",
+        says="layouts are sent each time (perf only)",
         file="storage/operations/save.py",
-        old="    accord.told.update((group.layout.key for group in fragment.groups))\n",
+        old="    plan.sent_layouts.update((group.layout.key for group in fragment.groups))\n",
         new="",
         tests="tests/unit/test_storage_way.py::test_layouts_are_told_once",
     ),

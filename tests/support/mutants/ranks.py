@@ -99,32 +99,32 @@ MUTANTS = [
         tests="tests/unit/test_forks.py -k told_that_a_save",
     ),
     Mutant(
-        says="accords of different ids are taken for one",
-        file="storage/operations/global_plan.py",
+        says="plans of different ids are taken for one",
+        file="storage/operations/plan_leader.py",
         old=("    if len({plan.id for plan in followed}) > 1:\n        return False\n"),
         new="",
-        tests="tests/property/test_storage_accord.py::test_ranks_agree_on_what_they_hold_whatever_was_before",
+        tests="tests/property/test_storage_global_plan.py::test_ranks_agree_on_what_they_hold_whatever_was_before",
     ),
     Mutant(
-        says="accord id without seal: equal verdicts of other layouts share an id",
-        file="storage/operations/global_plan.py",
-        old="        id_ = digest(codec(PlanDecision).encode(decision) + self._seal)\n",
-        new="        id_ = digest(codec(PlanDecision).encode(decision))\n",
-        tests="tests/property/test_storage_accord.py::test_layouts_that_were_never_together_are_not_taken_for_an_accord",
+        says="plan id without seal: equal verdicts of other layouts share an id",
+        file="storage/operations/plan_leader.py",
+        old="        plan_id = digest(codec(PlanDecision).encode(decision) + self._seal)\n",
+        new="        plan_id = digest(codec(PlanDecision).encode(decision))\n",
+        tests="tests/property/test_storage_global_plan.py::test_layouts_that_were_never_together_are_not_taken_for_one_plan",
     ),
     Mutant(
-        says="accord goes on though what differed is equal now",
-        file="storage/operations/global_plan.py",
-        old="    return all((len(seen) == 1 for seen in alike.values())) and all((len(seen) > 1 for seen in apart.values()))\n",
-        new="    return all((len(seen) == 1 for seen in alike.values()))\n",
-        tests="tests/property/test_storage_accord.py::test_what_was_alike_and_is_not_is_found_out_anew",
+        says="plan goes on though what differed is equal now",
+        file="storage/operations/plan_leader.py",
+        old="    return all((len(values) > 1 for values in divergent.values()))\n",
+        new="    return True\n",
+        tests="tests/property/test_storage_global_plan.py::test_what_was_alike_and_is_not_is_found_out_anew",
     ),
     Mutant(
         says="ranks may compress differently",
-        file="storage/operations/global_plan.py",
+        file="storage/operations/plan_leader.py",
         old=(
-            "            if theirs.compression != ours.compression:\n"
-            "                raise UsageError(f'rank {rank} saves with compression={theirs.compression!r}, rank 0 with {ours.compression!r}', rank=rank)\n"
+            "        if other.compression != first.compression:\n"
+            "            raise UsageError(f'rank {rank} saves with compression={other.compression!r}, rank 0 with {first.compression!r}', rank=rank)\n"
         ),
         new="",
         tests="tests/unit/test_storage_packed.py::test_ranks_that_compress_differently_are_told_so",
@@ -178,9 +178,9 @@ MUTANTS = [
     ),
     Mutant(
         says="parts of one DTensor that differ between meshes are not refused",
-        file="storage/operations/global_plan.py",
-        old="    _refuse(told, {name for name, alike in zip(names, same.tolist(), strict=True) if not alike})\n",
+        file="storage/operations/plan_leader.py",
+        old="    _refuse_different_parts(findings, _names_where(names, ~is_identical))\n",
         new="",
-        tests="tests/property/test_storage_accord.py::test_ranks_agree_on_what_they_hold_whatever_was_before",
+        tests="tests/property/test_storage_global_plan.py::test_ranks_agree_on_what_they_hold_whatever_was_before",
     ),
 ]

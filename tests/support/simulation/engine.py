@@ -25,7 +25,16 @@ from holdfast.drivers.local import tree as local_tree
 from holdfast.errors import StorageError
 from holdfast.planner import image
 from holdfast.storage.format import fragment, manifest, packed
-from holdfast.storage.operations import copy, global_plan, load, prune, reader, rounds, save
+from holdfast.storage.operations import (
+    copy,
+    global_plan,
+    load,
+    plan_leader,
+    prune,
+    reader,
+    rounds,
+    save,
+)
 from holdfast.storage.pipeline import (
     capture,
     image_copier,
@@ -160,6 +169,7 @@ def _patches() -> Iterator[tuple[ModuleType | type, str, Any]]:
         image_writer,
         load,
         member,
+        plan_leader,
         reader,
         save,
         team,

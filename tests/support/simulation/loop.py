@@ -17,8 +17,8 @@ from contextvars import Context, ContextVar, copy_context
 from typing import Any
 
 from holdfast.core.lru import LruCache
-from holdfast.storage.operations.global_plan import Accords
-from holdfast.storage.operations.save import ACCORDS
+from holdfast.storage.operations.global_plan import GlobalPlans
+from holdfast.storage.operations.save import PLANS_KEPT
 
 from ..clock import WithoutThreads
 
@@ -42,7 +42,7 @@ class Process:
         self.paused_until_s = 0.0
         self.skew_s = 0.0
         """How far its clock is ahead of the storage's."""
-        self.accords: Accords = LruCache(ACCORDS)
+        self.plans: GlobalPlans = LruCache(PLANS_KEPT)
 
     def __repr__(self) -> str:
         return self.name

@@ -185,7 +185,7 @@ def save_job(state: int, rank: int, world: int, chunks: int) -> SaveJob:
     )
     process = PROCESS.get()
     if process is not None:
-        job.accords = process.accords
+        job.plans = process.plans
     return job
 
 

@@ -20,7 +20,7 @@ import holdfast
 from holdfast.core.lru import LruCache
 from holdfast.planner.box import Box
 from holdfast.planner.layout import MeshLayout, Piece
-from holdfast.storage.operations.global_plan import Accords, agree
+from holdfast.storage.operations.global_plan import GlobalPlans, agree
 from holdfast.storage.ranks.team import StoreTeam
 from holdfast.storage.state.fingerprint import fingerprints, unsure_rows
 from holdfast.storage.state.flat_state import FlatState
@@ -54,11 +54,11 @@ def flat_of(state: State, rank: int) -> FlatState:
 
 
 def agree_all(
-    flats: Sequence[FlatState], memory: Sequence[Accords]
+    flats: Sequence[FlatState], memory: Sequence[GlobalPlans]
 ) -> tuple[list[Agreed], int, list[int]]:
     """What each rank of a job agrees on, how many rounds that takes, and how many rows each
     digests."""
-    store, prefix = dist.HashStore(), f"accord {next(_numbers)}"
+    store, prefix = dist.HashStore(), f"plan {next(_numbers)}"
     teams = [StoreTeam(store, rank, WORLD, prefix, 20.0) for rank in range(WORLD)]
     digested = [0] * WORLD
 
@@ -76,8 +76,8 @@ def agree_all(
 
     async def run() -> Any:
         works = (
-            agreed(team, "memory://", flat, partial(digests, rank), accords)
-            for rank, (team, flat, accords) in enumerate(zip(teams, flats, memory, strict=True))
+            agreed(team, "memory://", flat, partial(digests, rank), plans)
+            for rank, (team, flat, plans) in enumerate(zip(teams, flats, memory, strict=True))
         )
         return await asyncio.gather(*works, return_exceptions=True)
 
@@ -85,7 +85,7 @@ def agree_all(
     for outcome in done:
         if isinstance(outcome, BaseException):
             raise outcome
-    return [accord.agreed for accord in done], 1 + len(teams[0]._rounds), digested
+    return [plan.agreed for plan in done], 1 + len(teams[0]._rounds), digested
 
 
 def by_sight(job: Sequence[State]) -> list[dict[str, tuple[int, ...]]] | None:
@@ -132,7 +132,7 @@ def test_ranks_agree_on_what_they_hold_whatever_was_before(history: list[list[St
     """Names come and go, values are equal, differ, and are equal again, some ranks remember what
     others do not: what is agreed on at each save is what all states together tell. What cannot be
     saved is refused on all ranks."""
-    memory: list[Accords] = [LruCache(2) for _ in range(WORLD)]
+    memory: list[GlobalPlans] = [LruCache(2) for _ in range(WORLD)]
     for job in history:
         flats = [flat_of(state, rank) for rank, state in enumerate(job)]
         expected = by_sight(job)
@@ -151,7 +151,7 @@ def test_what_is_as_before_takes_one_round_and_no_more_digests_than_needed() -> 
         {"a": 1, "b": rank, "p": 5} if rank < 2 else {"a": 1, "b": rank, "c": 7}
         for rank in range(WORLD)
     ]
-    memory: list[Accords] = [LruCache(2) for _ in range(WORLD)]
+    memory: list[GlobalPlans] = [LruCache(2) for _ in range(WORLD)]
     seen = [agree_all([flat_of(s, rank) for rank, s in enumerate(job)], memory) for _ in range(3)]
     assert [rounds for _, rounds, _ in seen] == [2, 1, 1]
     assert [digested for _, _, digested in seen] == [[2, 2, 3], [2, 2, 2], [2, 2, 2]]
@@ -164,7 +164,7 @@ def test_what_is_as_before_takes_one_round_and_no_more_digests_than_needed() -> 
 
 def test_what_was_alike_and_is_not_is_found_out_anew() -> None:
     """And so is what differed, and does not any more; from then on one round will do again."""
-    memory: list[Accords] = [LruCache(2) for _ in range(WORLD)]
+    memory: list[GlobalPlans] = [LruCache(2) for _ in range(WORLD)]
     rounds, holders = [], []
     for values_of_a in ((1, 1, 1), (1, 1, 2), (1, 2, 1), (1, 1, 1), (3, 3, 3)):
         flats = [flat_of({"a": value}, rank) for rank, value in enumerate(values_of_a)]
@@ -177,17 +177,17 @@ def test_what_was_alike_and_is_not_is_found_out_anew() -> None:
 
 def test_a_rank_that_remembers_nothing_has_all_say_all() -> None:
     """It was started anew, or holds something else now."""
-    memory: list[Accords] = [LruCache(2) for _ in range(WORLD)]
+    memory: list[GlobalPlans] = [LruCache(2) for _ in range(WORLD)]
     flats = [flat_of({"a": 1}, rank) for rank in range(WORLD)]
     agree_all(flats, memory)
     memory[1].clear()
     assert [agree_all(flats, memory)[1] for _ in range(2)] == [3, 1]
 
 
-def test_layouts_that_were_never_together_are_not_taken_for_an_accord() -> None:
+def test_layouts_that_were_never_together_are_not_taken_for_one_plan() -> None:
     """Each rank remembers its own; that all tensors were held by all does not tell that they are so
     in this mixture."""
-    memory: list[Accords] = [LruCache(2) for _ in range(WORLD)]
+    memory: list[GlobalPlans] = [LruCache(2) for _ in range(WORLD)]
     for name in ("a", "b"):
         agree_all([flat_of({name: 1}, rank) for rank in range(WORLD)], memory)
     flats = [flat_of({name: 1}, rank) for rank, name in enumerate("aab")]

@@ -1,0 +1,96 @@
+"""The tensors of one rank whose replicas it does not know: their labels, and the groups of ranks
+that their meshes name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..format.digest import digest
+from ..state.fingerprint import label, unsure_rows
+from ..state.flat_state import FlatState
+from .rounds import Holdings
+
+__all__ = ["DigestColumn", "Held", "digest_column", "label_names", "row_nbytes"]
+
+DigestColumn = npt.NDArray[np.uint8]
+"""Digests, one a row: (n, ``_DIGEST_NBYTES``)."""
+_DIGEST_NBYTES = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """The rows of one rank whose replicas it does not know, whatever their values are.
+
+    ``labels``: (n, 16); a plain tensor and a part of a DTensor never have the same label. ``mesh``:
+    (n,) int16, for each row the number of its group among ``groups``, -1 for a plain tensor.
+    ``groups``: for each group of ranks that a mesh names, by a digest of the ranks, how many bytes
+    it holds, also in rows that are not listed here.
+    """
+
+    labels: DigestColumn
+    mesh: npt.NDArray[np.int16]
+    groups: dict[str, int]
+
+    @classmethod
+    def of(cls, flat: FlatState, world: int) -> Held:
+        """The ``unsure_rows`` of ``flat``."""
+        rows = unsure_rows(flat, world)
+        # By ids of tuples of ranks, which thousands of tensors share.
+        names: dict[int, str] = {}
+        groups = Counter[str]()
+        for row, layout in enumerate(flat.layouts):
+            if layout.holders is None or not layout.pieces:
+                continue
+            name = names.get(id(layout.holders))
+            if name is None:
+                name = digest(np.array(layout.holders, np.int64).data).hex()
+                names[id(layout.holders)] = name
+            groups[name] += row_nbytes(flat, row)
+        number = {name: i for i, name in enumerate(groups)}
+        holders = [flat.layouts[row].holders for row in rows]
+        mesh = [-1 if ranks is None else number[names[id(ranks)]] for ranks in holders]
+        labels = b"".join(digest(text) for text in _label_texts(flat, rows))
+        return cls(digest_column(labels), np.array(mesh, np.int16), dict(groups))
+
+    @property
+    def names(self) -> list[str]:
+        """The labels in hexadecimal digits."""
+        return label_names(self.labels)
+
+    def encode(self, host: str | None) -> Holdings:
+        """The message for the leader, from a rank on ``host``."""
+        return Holdings(self.labels.tobytes(), self.mesh.tobytes(), self.groups, host)
+
+    @classmethod
+    def decode(cls, message: Holdings) -> Held:
+        """The inverse of :meth:`encode`."""
+        mesh = np.frombuffer(message.mesh, np.int16)
+        return cls(digest_column(message.labels), mesh, message.groups)
+
+
+def _label_texts(flat: FlatState, rows: Sequence[int]) -> Iterator[bytes]:
+    for row in rows:
+        kind = "plain " if flat.layouts[row].holders is None else "part "
+        yield (kind + label(flat, row)).encode("utf-8", "surrogatepass")
+
+
+def row_nbytes(flat: FlatState, row: int) -> int:
+    """The bytes of a row; none of one that is tied to another."""
+    return flat.locals[row].nbytes if flat.alias[row] < 0 else 0
+
+
+def label_names(labels: DigestColumn) -> list[str]:
+    """Labels in hexadecimal digits."""
+    text = labels.tobytes().hex()
+    width = 2 * _DIGEST_NBYTES
+    return [text[i : i + width] for i in range(0, len(text), width)]
+
+
+def digest_column(joined: bytes) -> DigestColumn:
+    """Concatenated digests as a column."""
+    return np.frombuffer(joined, np.uint8).reshape(-1, _DIGEST_NBYTES)
