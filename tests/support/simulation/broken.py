@@ -294,7 +294,7 @@ def _put_not_done() -> Iterator[Patch]:
         try:
             return await real(self, fragments)
         except StorageError:
-            self._dead = self._attempt
+            self._uncommitted = self._attempt
             raise
 
     real = save._Leader.commit

@@ -21,6 +21,7 @@ from typing import Any
 from holdfast.drivers.local import driver as local
 from holdfast.drivers.local import files as local_files
 from holdfast.drivers.local import io as local_io
+from holdfast.drivers.local import names as local_names
 from holdfast.drivers.local import tree as local_tree
 from holdfast.errors import StorageError
 from holdfast.planner import image
@@ -188,7 +189,7 @@ def _patches() -> Iterator[tuple[ModuleType | type, str, Any]]:
     for module in (attempt, prune, local_tree):
         yield module, "time", clock
     names = SimpleNamespace(token_hex=lambda n: f"{_here().token():0{2 * n}x}")
-    for module in (attempt, records, local_tree):
+    for module in (attempt, records, local_names):
         yield module, "secrets", names
     yield commit, "_check_images", _committing(commit._check_images)
     yield (
