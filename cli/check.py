@@ -61,7 +61,7 @@ def _watched(place: Uri) -> Report:
         def show(finding: Finding) -> None:
             status.update(f"{finding.title}: {_WORDS[finding.outcome]}")
 
-        return asyncio.run(check(place, told=show, warn=_warn))
+        return asyncio.run(check(place, on_finding=show, warn=_warn))
 
 
 def _warn(report: Report) -> None:

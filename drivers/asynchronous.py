@@ -147,9 +147,9 @@ class AsyncDriver(Driver):
         try:
             await self.tasks.close(CLOSE_TIMEOUT_S)
         finally:
-            await to_the_end(self._let_go())
+            await to_the_end(self._release())
 
-    async def _let_go(self) -> None:
+    async def _release(self) -> None:
         with suppress(TimeoutError):  # what is not dropped by then is left to a sweep
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 for upload in tuple(self._uploads):

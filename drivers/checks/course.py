@@ -46,13 +46,13 @@ async def check(
     options: Mapping[str, object] | None = None,
     *,
     probes: Sequence[Probe] = PROBES,
-    told: Callable[[Finding], None] = lambda finding: None,
+    on_finding: Callable[[Finding], None] = lambda finding: None,
     warn: Callable[[Report], None] = lambda report: None,
 ) -> Report:
     """Try the storage at ``uri`` below a scratch folder, which is removed in any case, also when
     this is cancelled.
 
-    ``told`` hears of each finding. ``warn`` hears of a scratch folder that could not be removed,
+    ``on_finding`` is called with each finding. ``warn`` hears of a scratch folder that could not be removed,
     also where this ends with an error or is cancelled. Raises UriError and UsageError where no
     driver can be opened; no StorageError.
     """
@@ -74,7 +74,7 @@ async def check(
     )
     try:
         async with _cleaned_up(ground, uri, report, warn):
-            await _try_all(ground, probes, report, told)
+            await _try_all(ground, probes, report, on_finding)
     finally:
         await other.close()
         await driver.close()
@@ -98,7 +98,7 @@ def quick_options(uri: Uri, options: Mapping[str, object]) -> dict[str, str]:
 
 
 async def _try_all(
-    ground: Ground, probes: Sequence[Probe], report: Report, told: Callable[[Finding], None]
+    ground: Ground, probes: Sequence[Probe], report: Report, on_finding: Callable[[Finding], None]
 ) -> None:
     why = ""
     end_s = time.perf_counter() + TOTAL_S
@@ -110,7 +110,7 @@ async def _try_all(
         else:
             finding = await _tried(ground, probe)
         report.findings.append(finding)
-        told(finding)
+        on_finding(finding)
         if probe is PUT_AND_GET and finding.outcome == "broken":
             why = "nothing can be put"
 
@@ -132,7 +132,7 @@ async def _tried(ground: Ground, probe: Probe) -> Finding:
         except TimeoutError:
             broken = f"no end after {STEP_S:g} s"
     seconds = time.perf_counter() - began_s
-    said = tuple(warnings.texts)
+    texts = tuple(warnings.texts)
     if broken is None:
         return Finding(
             probe.name,
@@ -141,7 +141,7 @@ async def _tried(ground: Ground, probe: Probe) -> Finding:
             kept.detail,
             seconds=seconds,
             nbytes_per_s=kept.nbytes_per_s,
-            warnings=said,
+            warnings=texts,
         )
     return Finding(
         probe.name,
@@ -152,7 +152,7 @@ async def _tried(ground: Ground, probe: Probe) -> Finding:
         probe.follows,
         " ".join(filter(None, [advice, probe.advice])),
         seconds,
-        warnings=said,
+        warnings=texts,
     )
 
 

@@ -101,11 +101,13 @@ class Ground:
                 missing = sorted(set(keys) - set(found))
                 extra = sorted(set(found) - set(keys))
                 twice = len(found) - len(set(found))
-                told = (
+                difference = (
                     f"lacks {len(missing)}, has {len(extra)} that do not belong there, and "
                     f"repeats {twice}"
                 )
-                raise UnkeptError(f"{when}, the list of {who} {told}: {[*missing, *extra][:3]}")
+                raise UnkeptError(
+                    f"{when}, the list of {who} {difference}: {[*missing, *extra][:3]}"
+                )
 
     def _drivers(self) -> list[tuple[Driver, str]]:
         if self.private:

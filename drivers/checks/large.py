@@ -165,10 +165,10 @@ async def _read_ranges(ground: Ground, key: str, content: bytes) -> None:
     error = await outcome_of(ground.other.read(key, whole - 10, memoryview(bytearray(20))))
     if not isinstance(error, DamagedError):
         if error is None:
-            told = "succeeds"
+            outcome = "succeeds"
         else:
-            told = f"fails otherwise than it should: {error.message}"
-        raise UnkeptError(f"a range beyond the end of the object {told}") from error
+            outcome = f"fails otherwise than it should: {error.message}"
+        raise UnkeptError(f"a range beyond the end of the object {outcome}") from error
 
 
 async def _expect_range(

@@ -63,20 +63,22 @@ def resolve(
     if environment is None:
         environment = os.environ
     _refuse_secrets(uri)
-    said = {name: Setting(text, "the URI") for name, text in uri.options.items()}
-    said = {
+    settings = {name: Setting(text, "the URI") for name, text in uri.options.items()}
+    settings = {
         name: Setting(text_of(v, name), "a keyword")
         for name, v in keywords.items()
         if v is not None
-    } | said
-    said = _environment_settings(uri, environment, own, common, schemes) | said
-    profile = said.pop(PROFILE_OPTION, None)
-    said = file_settings(uri, profile, environment, tuple(common), schemes) | said
+    } | settings
+    settings = _environment_settings(uri, environment, own, common, schemes) | settings
+    profile = settings.pop(PROFILE_OPTION, None)
+    settings = file_settings(uri, profile, environment, tuple(common), schemes) | settings
     known = {**common, **own}
-    for name, setting in said.items():
+    for name, setting in settings.items():
         if name not in known:
             raise _unknown(uri, name, setting.source, own, common)
-    return {name: _resolved(uri, name, option, said.get(name)) for name, option in known.items()}
+    return {
+        name: _resolved(uri, name, option, settings.get(name)) for name, option in known.items()
+    }
 
 
 def _refuse_secrets(uri: Uri) -> None:
@@ -156,11 +158,11 @@ def _unknown(
     uri: Uri, name: str, source: str, own: Mapping[str, Option], common: Mapping[str, Option]
 ) -> UriError:
     if source == "the URI":
-        said = ""
+        origin = ""
     else:
-        said = f", which {source} sets"
+        origin = f", which {source} sets"
     return UriError(
-        f"{uri.scheme}:// has no option {name!r}{said}",
+        f"{uri.scheme}:// has no option {name!r}{origin}",
         uri=uri.redacted,
         advice=(
             f"Known options: {_listed(own)}; and of every scheme: "

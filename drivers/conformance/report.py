@@ -22,7 +22,7 @@ from .probes import probe_class
 
 __all__ = ["OUTLIVES", "Session"]
 
-_TOLD = "holdfast_conformance"
+_RESULTS = "holdfast_conformance"
 """What a worker of pytest-xdist tells the controller goes by this name."""
 
 EXPECTED_S = 20.0
@@ -175,16 +175,16 @@ class Session:
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
         """What a worker of pytest-xdist has to say at its end."""
-        told = getattr(node, "workeroutput", {}).get(_TOLD, {})
-        self._left += told.get("left", [])
-        self._opened += told.get("opened", 0)
+        results = getattr(node, "workeroutput", {}).get(_RESULTS, {})
+        self._left += results.get("left", [])
+        self._opened += results.get("opened", 0)
 
     @pytest.hookimpl(trylast=True)  # the workers of pytest-xdist end in this hook, too
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Remove the prefix; one that stays, or a wrong declaration, fails the run."""
         self._remove(self._root, [self._name])
         if self._worker:
-            session.config.workeroutput[_TOLD] = {"left": self._left, "opened": self._opened}  # type: ignore[attr-defined]
+            session.config.workeroutput[_RESULTS] = {"left": self._left, "opened": self._opened}  # type: ignore[attr-defined]
         elif (self.faults() or self._left) and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

@@ -12,7 +12,7 @@ from fsspec import AbstractFileSystem
 
 from .kinds import Kind
 
-__all__ = ["connected", "let_go"]
+__all__ = ["connected", "disconnect"]
 
 
 def connected(
@@ -33,7 +33,7 @@ def connected(
     return fs
 
 
-def let_go(fs: AbstractFileSystem) -> None:
+def disconnect(fs: AbstractFileSystem) -> None:
     """Close a file system's connections now: fsspec has no word for it, and waits for the garbage
     to be collected."""
     if _is_sftp(fs):  # its connection has a thread

@@ -31,7 +31,7 @@ from ..options import Option, integer, option_values, size
 from ..ranges import Ranges
 from ..threads import Threads
 from ..uri import Uri, redact
-from .connections import connected, let_go
+from .connections import connected, disconnect
 from .errors import fsspec_errors
 from .kinds import kind_of, modified_s
 from .options import check_no_secrets, options_of
@@ -186,7 +186,7 @@ class FsspecDriver(Driver):
         fs = self._fs_made
         self._fs_made = None
         if fs is not None:
-            await asyncio.to_thread(let_go, fs)
+            await asyncio.to_thread(disconnect, fs)
 
     def _checked(self, key: str) -> str:
         if any(is_temporary(part) for part in check_key(key, uri=self.uri).split("/")):

@@ -29,11 +29,11 @@ def answer_of(error: BaseException) -> Answer | None:
     """The answer that ``error``, or the nearest of its causes that tells of one, is made of. 4xx
     and 5xx alone."""
     for one in causes(error):
-        told = getattr(one, "response", None)
-        if isinstance(told, Mapping):  # botocore
-            told = told.get("ResponseMetadata")
-        for source in (told, one):
-            status, headers = _told(source)
+        answer = getattr(one, "response", None)
+        if isinstance(answer, Mapping):  # botocore
+            answer = answer.get("ResponseMetadata")
+        for source in (answer, one):
+            status, headers = _status_and_headers(source)
             if isinstance(status, int) and 400 <= status < 600:
                 return Answer(status, _retry_after_s(headers))
     return None
@@ -49,7 +49,7 @@ def causes(error: BaseException) -> Iterator[BaseException]:
         one = one.__cause__
 
 
-def _told(source: Any) -> tuple[Any, Any]:
+def _status_and_headers(source: Any) -> tuple[Any, Any]:
     if isinstance(source, Mapping):
         return source.get("HTTPStatusCode"), source.get("HTTPHeaders")
     statuses = (getattr(source, name, None) for name in ("status_code", "status", "code"))

@@ -78,7 +78,7 @@ class Client:
 
         try:
             self._inner: hdfs_native.Client | None = Inner(
-                url, {**_patience(timeout_s), **config}, conf_dir
+                url, {**_timeouts(timeout_s), **config}, conf_dir
             )
         except Exception as error:
             raise UriError(
@@ -179,7 +179,7 @@ def _batch(listing: Iterator[hdfs_native.FileStatus]) -> list[hdfs_native.FileSt
     return list(islice(listing, LISTING))
 
 
-def _patience(timeout_s: float) -> dict[str, str]:
+def _timeouts(timeout_s: float) -> dict[str, str]:
     """The library's own waits, shorter than ours: it tries other name nodes, or the same again,
     until the deadline is near, and leaves a DataNode that is silent in time to try another one."""
     return {

@@ -49,7 +49,7 @@ ABORT_S = 10.0
 """How long an abort tries to delete; what then is left is swept by a later save."""
 
 _log = logging.getLogger(__name__)
-_said_of: set[tuple[str, ...]] = set()
+_warned_of: set[tuple[str, ...]] = set()
 """The file systems, by the addresses of their name nodes, of which a warning has been logged."""
 
 
@@ -176,9 +176,9 @@ class HdfsUpload(Upload):
         key: str,
         cuts: Sequence[tuple[int, int]],
         options: FileOptions,
-        over: Callable[[HdfsUpload], None],
+        on_over: Callable[[HdfsUpload], None],
     ) -> None:
-        """``cuts``: (start, stop) of each segment. ``over`` is told when nothing is left to drop."""
+        """``cuts``: (start, stop) of each segment. ``on_over`` is called when nothing is left to drop."""
         folder, _, name = path.rpartition("/")
         temporary = f"{folder}/{temporary_name(name)}"
         self._client = client
@@ -193,7 +193,7 @@ class HdfsUpload(Upload):
         ]
         self._written = Ranges(cuts[-1][1], uri=client.uri, key=key)
         self._over = False
-        self._tell = over
+        self._on_over = on_over
         self._touched_s = time.monotonic()
 
     async def begin(self) -> None:
@@ -244,7 +244,7 @@ class HdfsUpload(Upload):
         with contextlib.suppress(StorageError, TimeoutError):
             async with asyncio.timeout(ABORT_S):
                 await side_by_side(*(self._delete(file) for file in self._files))
-        self._tell(self)
+        self._on_over(self)
 
     async def _delete(self, file: _File) -> None:
         await self._client.delete(file.path, self._key)
@@ -282,7 +282,7 @@ class HdfsUpload(Upload):
                 await self._client.status(target, self._key, "commit")
             ).length == self._written.nbytes
             if not joined:  # it was not only the answer that was lost
-                _say_once(
+                _warn_once(
                     self._client.uri, self._webhdfs.addresses if self._webhdfs else (), str(refused)
                 )
                 await self._copy(target, others)
@@ -361,8 +361,8 @@ class HdfsUpload(Upload):
         return kind(message, uri=self._client.uri, key=self._key)
 
 
-def _say_once(uri: str, addresses: tuple[str, ...], reason: str) -> None:
+def _warn_once(uri: str, addresses: tuple[str, ...], reason: str) -> None:
     """Warn of the first upload to a file system whose parts are copied, not of each."""
-    if addresses not in _said_of:
-        _said_of.add(addresses)
+    if addresses not in _warned_of:
+        _warned_of.add(addresses)
         _log.warning("%s: parts are joined by copying: %s; ?streams=1 avoids it", uri, reason)

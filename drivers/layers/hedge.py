@@ -120,7 +120,7 @@ class HedgeLayer(Layer):
                 reads.append(asyncio.ensure_future(second()))
             won = await _first_success(reads)
         finally:
-            await _put_away(reads)
+            await _cancel_and_wait(reads)
         return won.result()
 
 
@@ -136,7 +136,7 @@ async def _first_success(reads: list[asyncio.Future[T]]) -> asyncio.Future[T]:
     raise AssertionError("unreachable: a read that did not succeed raises")
 
 
-async def _put_away(reads: Iterable[asyncio.Future[T]]) -> None:
+async def _cancel_and_wait(reads: Iterable[asyncio.Future[T]]) -> None:
     """Cancel what still runs, and wait until it has ended, also when cancelled meanwhile: it writes
     to a buffer."""
     running = [read for read in reads if not read.done()]

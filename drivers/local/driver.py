@@ -116,7 +116,9 @@ class LocalDriver(Driver):
 
     def _closed_when_collected(self) -> Self:
         """Itself; what it holds open is closed when it is collected, in this process."""
-        self._finalizer = weakref.finalize(self, _let_go, os.getpid(), self._tree, self._open_files)
+        self._finalizer = weakref.finalize(
+            self, _close_files, os.getpid(), self._tree, self._open_files
+        )
         self._finalizer.atexit = False
         return self
 
@@ -261,7 +263,7 @@ class LocalDriver(Driver):
         self._tree.remove_all(prefix)
 
 
-def _let_go(process: int, tree: Tree, open_files: OpenFiles) -> None:
+def _close_files(process: int, tree: Tree, open_files: OpenFiles) -> None:
     """Close what a driver that is gone has left open. No other thread can use it any more, so no
     lock is waited for; but a forked child may have inherited a locked one."""
     if process == os.getpid():

@@ -72,7 +72,7 @@ class Striper:
         self._asked = stripe_count is not None or stripe_nbytes is not None
         self._lock = new_lock()
         self._facts: Facts | None = None
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def create(self, folder: int, name: str, nbytes: int) -> int:
         """A :data:`CreateFile`. Raises OSError; StorageError where a layout that was asked for is
@@ -126,7 +126,7 @@ class Striper:
                     ),
                 ) from error
             if not by_lfs:
-                self._tell(
+                self._warn_once(
                     f"no layout can be set ({error.strerror}): files get the folder's default"
                 )
 
@@ -139,17 +139,17 @@ class Striper:
         else:
             count = wanted.stripe_count
         if found != dataclasses.replace(wanted, stripe_count=count):
-            self._tell(
+            self._warn_once(
                 f"a file has {found}, not {wanted}: it was ignored, or there are not so "
                 f"many targets"
             )
-        elif "layout" not in self._told:
-            self._told.add("layout")
+        elif "layout" not in self._logged:
+            self._logged.add("layout")
             _log.info("%s: a file was given %s", self._uri, found)
 
-    def _tell(self, what: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
+    def _warn_once(self, what: str) -> None:
+        if what not in self._logged:
+            self._logged.add(what)
             _log.warning("%s: %s", self._uri, what)
 
 

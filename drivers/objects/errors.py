@@ -31,11 +31,11 @@ _OF_ONE = re.compile(r"request failed for key [^\n]*\(code: (\w+)\)")
 _MESSAGE = re.compile(r"<Message>\s*([^<]{1,200})</Message>")
 _QUERY = re.compile(r"(?<=://)([^\s?\"'\\)>]+)\?[^\s\"'\\)>]+")
 
-_TOLD = re.compile(
+_SECRETS = re.compile(
     r"((?:authorization|cookie|[\w-]*(?:token|secret|password|signature)[\w-]*)\\?[\"']?[ \t]*[:>][ \t]*)[^\n\\<]+",
     re.I,
 )
-"""What a gateway in debug mode says back of what it was told."""
+"""Secrets of the request, which a gateway in debug mode repeats in its answer."""
 
 _MISSING = {"NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted"}
 _BUSY = {
@@ -249,18 +249,18 @@ def _failure(message: str, text: str, status: int, where: dict[str, Any]) -> Sto
 def _reason(text: str, code: str, status: int) -> str:
     """In a few words, from the store's own where it has sent some."""
     if match := _MESSAGE.search(text):
-        said = match[1].strip()
+        message = match[1].strip()
     else:
-        said = ""
-    told = ", ".join(filter(None, [code, f"status {status}" if status else "", said]))
-    reason = told or _QUERY.sub(r"\1", text.partition("Debug source:")[0])
-    return " ".join(_QUOTED.sub(r"\1…", _TOLD.sub(r"\1…", reason)).split())[:300]
+        message = ""
+    stated = ", ".join(filter(None, [code, f"status {status}" if status else "", message]))
+    reason = stated or _QUERY.sub(r"\1", text.partition("Debug source:")[0])
+    return " ".join(_QUOTED.sub(r"\1…", _SECRETS.sub(r"\1…", reason)).split())[:300]
 
 
 def _clean(error: BaseException) -> BaseException:
     """The same error without the queries of URLs, where some stores carry signatures, and without
     the secrets that a store has said back."""
-    text = _QUOTED.sub(r"\1…", _TOLD.sub(r"\1…", _QUERY.sub(r"\1?…", str(error))))
+    text = _QUOTED.sub(r"\1…", _SECRETS.sub(r"\1…", _QUERY.sub(r"\1?…", str(error))))
     try:
         return type(error)(text)
     except TypeError:  # a class that wants more than a message

@@ -156,8 +156,8 @@ class Unfinished:
         except ClientError as error:
             code = error.response["Error"]["Code"]
             status = error.response["ResponseMetadata"]["HTTPStatusCode"]
-            told = RuntimeError(f"<Code>{code}</Code> status {status}")
-            raise translated(told, "dropping unfinished uploads", self.uri, path) from error
+            answer = RuntimeError(f"<Code>{code}</Code> status {status}")
+            raise translated(answer, "dropping unfinished uploads", self.uri, path) from error
         except SSLError as error:
             message = (
                 f"dropping unfinished uploads failed: the server's certificate is not "

@@ -168,7 +168,7 @@ class PartsUpload(Upload):
         self._open = True
         self._given_up = False
         """Whether a write failed, or was cancelled, and stopped the upload."""
-        self._told = asyncio.Event()
+        self._first_returned = asyncio.Event()
         """Set when that write returns."""
         self._leaving: asyncio.Future[None] | None = None
         """What tidies up behind an upload that is over, for all who ask for that to wait for."""
@@ -234,7 +234,7 @@ class PartsUpload(Upload):
         if not short:
             loop = asyncio.get_running_loop()
             stored = loop.create_future()
-            weakref.finalize(part, _tell, loop, stored).atexit = False
+            weakref.finalize(part, _mark_stored, loop, stored).atexit = False
         self._feed.give(part)
         return stored
 
@@ -355,20 +355,20 @@ class PartsUpload(Upload):
         The write that stops the upload knows why. So it is the first to return, and those beside it
         follow.
         """
-        beside = self._given_up
+        is_first = not self._given_up
         self._given_up = True
         self._stop()
-        if beside:
-            await to_the_end(self._let_go(stored))
-            await self._told.wait()
+        if not is_first:
+            await to_the_end(self._wait_for_release(stored))
+            await self._first_returned.wait()
             return
         try:
-            await to_the_end(self._let_go(stored))
+            await to_the_end(self._wait_for_release(stored))
         finally:
-            self._told.set()
+            self._first_returned.set()
 
     @staticmethod
-    async def _let_go(stored: Collection[asyncio.Future[None]]) -> None:
+    async def _wait_for_release(stored: Collection[asyncio.Future[None]]) -> None:
         if stored:
             await asyncio.wait(stored, timeout=_RELEASE_S)
 
@@ -377,7 +377,7 @@ class PartsUpload(Upload):
             raise _over(self._target)
 
 
-def _tell(loop: asyncio.AbstractEventLoop, stored: asyncio.Future[None]) -> None:
+def _mark_stored(loop: asyncio.AbstractEventLoop, stored: asyncio.Future[None]) -> None:
     """Called wherever the last reference to a part is dropped: in any thread."""
 
     def set_result() -> None:
