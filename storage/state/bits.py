@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
-__all__ = ["address_of", "as_bits", "copy_memory", "typed", "typed_storage", "writable"]
+__all__ = ["address_of", "as_bits", "copy_memory", "pack", "typed", "typed_storage", "writable"]
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
@@ -32,6 +32,17 @@ def typed_storage(memory: memoryview, itemsize: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=_BITS[itemsize], count=len(memory) // itemsize)
 
 
+def pack(windows: Iterable[torch.Tensor], to: torch.Tensor) -> None:
+    """Copy the elements of ``windows``, which are bits, to ``to``, 1-D and uint8: each window in
+    row-major order, one behind the other."""
+    position = 0
+    for window in windows:
+        end = position + window.nbytes
+        into = typed(to[position:end], window.itemsize, window.shape)
+        into.copy_(window, non_blocking=True)
+        position = end
+
+
 def address_of(tensor: torch.Tensor) -> int | None:
     """Where the elements lie in row-major order in this process's memory, bit for bit; None if they
     do not."""
@@ -41,12 +52,14 @@ def address_of(tensor: torch.Tensor) -> int | None:
 
 
 def copy_memory(to: int, source: int, nbytes: int) -> None:
-    """memcpy between addresses of this process, without the GIL. The caller vouches for both
-    ranges."""
+    """memcpy between addresses of this process, without the GIL. The caller makes sure that both
+    ranges are mapped."""
     ctypes.memmove(to, source, nbytes)
 
 
 def writable(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
     """Inference tensors can be written to in inference mode alone: their owner may be in it, this
     thread is not."""
-    return torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext()
+    if tensor.is_inference():
+        return torch.inference_mode()
+    return contextlib.nullcontext()

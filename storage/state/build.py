@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
+import numpy as np
 import torch
 
 from ...errors import DamagedError
@@ -22,28 +23,33 @@ __all__ = ["Built", "build"]
 
 @dataclass
 class Items:
-    """What is in one container, each kind in the order of the state; containers in the opposite
-    one. ``own``, ``others``: is anything in it, however deep, that this rank has saved, or may
-    have; or that only other ranks have?"""
+    """What is in one container, each kind in the order of the state, but containers in the reverse
+    order.
 
-    tensors: list[tuple[Key, Any]] = field(default_factory=list)
-    values: list[tuple[Key, Any]] = field(default_factory=list)
-    containers: list[tuple[Key, Any]] = field(default_factory=list)
+    ``own``: it holds, however deep, something that this rank has saved, or may have. ``others``: it
+    holds something that only other ranks have.
+    """
+
+    tensors: list[tuple[Key, object]] = field(default_factory=list)
+    values: list[tuple[Key, object]] = field(default_factory=list)
+    containers: list[tuple[Key, object]] = field(default_factory=list)
     own: bool = False
     others: bool = False
     foreign: set[Key] = field(default_factory=set)
-    """Of containers in which only other ranks have anything: theirs, or this rank's, empty."""
+    """Keys of containers in which only other ranks have anything."""
 
     def assembled(self, kind: str, runs: Sequence[tuple[str, int]]) -> Any:
-        """The container. ``runs`` say how kinds take turns; what they do not tell (other ranks'
-        items) comes last."""
+        """The container. ``runs`` say how items of different kinds alternate; those beyond them,
+        of other ranks, come last."""
         if kind != "dict":
             held = dict(chain(self.tensors, self.values, self.containers))
             keys = sorted(held)  # type: ignore[type-var]
             while keys and keys[-1] in self.foreign:
                 keys.pop()
             made = [held[key] for key in keys]
-            return made if kind == "list" else tuple(made)
+            if kind == "list":
+                return made
+            return tuple(made)
         sources = {"t": iter(self.tensors), "v": iter(self.values), "c": reversed(self.containers)}
         in_turn = (islice(sources[of], count) for of, count in runs)
         return dict(chain(chain.from_iterable(in_turn), *sources.values()))
@@ -63,18 +69,21 @@ class Built:
         self._paths = typed_paths(manifest.tree)
         self._made: dict[int, torch.Tensor] = {}
         self.tensors: set[int] = set()
-        t = manifest.tensors  # as lists: they are asked row by row
+        t = manifest.tensors  # as lists, since they are read row by row
         self._roots = [root if root >= 0 else row for row, root in enumerate(t.alias.tolist())]
-        self._shapes, self._ndim, self._codes = t.shape.tolist(), t.ndim.tolist(), t.dtype.tolist()
+        self._shapes = t.shape.tolist()
+        self._ndim = t.ndim.tolist()
+        self._codes = t.dtype.tolist()
         self._dtypes: dict[int, torch.dtype] = {}
 
-    def run(self, path: TypedPath) -> Any:
+    def run(self, path: TypedPath) -> object:
         """The state at ``path``: a container with all in it, a tensor or a value. Raises KeyError
         where nothing is."""
-        m, depth = self._m, len(path)
+        m = self._m
+        depth = len(path)
         inside = [p[:depth] == path for p in self._paths]
         items: dict[int, Items] = {c: Items() for c, isin in enumerate(inside) if isin}
-        leaves: list[Any] = []
+        leaves: list[object] = []
         self._add_tensors(path, inside, items, leaves)
         for v in m.tree.values:
             if inside[v.container]:
@@ -88,8 +97,8 @@ class Built:
         return leaves[0]
 
     def _add_value(self, value: Value, into: Items) -> None:
-        """What only others have is left out of lists: they had longer ones. A dict is that of all
-        ranks together."""
+        """Add a value. What only other ranks have is left out of lists, since theirs were longer; a
+        dict is that of all ranks together."""
         own = self._rank >= self._m.world or any(self._rank in ranks for ranks, _ in value.by_rank)
         into.own |= own
         into.others |= not own
@@ -97,32 +106,31 @@ class Built:
             into.values.append((value.key, value.of(self._rank)))
 
     def _add_tensors(
-        self, path: TypedPath, inside: list[bool], items: dict[int, Items], leaves: list[Any]
+        self, path: TypedPath, inside: list[bool], items: dict[int, Items], leaves: list[object]
     ) -> None:
-        t, tree = self._m.tensors, self._m.tree
+        t = self._m.tensors
+        tree = self._m.tree
         prefixes = [len(p) for p in tree.prefixes()]
         near = [isin or self._paths[c] == path[:-1] for c, isin in enumerate(inside)]
         containers = self._m.container.tolist()
         rows = [row for row, c in enumerate(containers) if near[c]]
         seen_as = t.find_all([t.names[row] for row in rows], self._rank).tolist()
         for row, source in zip(rows, seen_as, strict=True):
-            name, c = t.names[row], containers[row]
+            name = t.names[row]
+            c = containers[row]
             key = tree.tensor_key(c, name[prefixes[c] :])
             if not inside[c] and (*self._paths[c], (type(key).__name__, key)) != path:
                 continue
-            made: Any = None
             if self._make is None or source != row:
                 self.tensors.add(row)
             if source != row:
                 continue  # another rank's own
-            made = (
-                self._tensor(row)
-                if self._make is None
-                else self._made_to_fit(row, c, (*self._keys(c, len(path)), key))
-            )
-            if made is None:
+            tensor = self._tensor(row, c, (*self._keys(c, len(path)), key))
+            if tensor is None:
                 continue
-            made = _array(name, made) if name in tree.arrays else made
+            made: object = tensor
+            if name in tree.arrays:
+                made = _array(name, tensor)
             if inside[c]:
                 items[c].own = True
                 items[c].tensors.append((key, made))
@@ -132,10 +140,11 @@ class Built:
     def _keys(self, container: int, depth: int) -> tuple[Key, ...]:
         return tuple(key for _, key in self._paths[container][depth:])
 
-    def _made_to_fit(self, row: int, container: int, keys: tuple[Key, ...]) -> torch.Tensor | None:
-        """What the object whose state is built makes for a stored tensor; None if it has no place
-        for it."""
-        assert self._make is not None
+    def _tensor(self, row: int, container: int, keys: tuple[Key, ...]) -> torch.Tensor | None:
+        """The tensor to be filled with a stored one; None where the object whose state is built has
+        no place for it."""
+        if self._make is None:
+            return self._new_tensor(row)
         root = self._roots[row]
         placements = self._m.tree.placements.get(container, {}).get(str(keys[-1]))
         shape = tuple(self._shapes[root][: self._ndim[root]])
@@ -152,8 +161,8 @@ class Built:
             self._dtypes[code] = dtype_of(*self._m.tensors.dtypes[code])
         return self._dtypes[code]
 
-    def _tensor(self, row: int) -> torch.Tensor:
-        """The tensor of a row, made once: tied tensors come back as one."""
+    def _new_tensor(self, row: int) -> torch.Tensor:
+        """A tensor in host memory, made once: tied tensors come back as one."""
         root = self._roots[row]
         made = self._made.get(root)
         if made is None:
@@ -165,7 +174,7 @@ class Built:
             self._wanted.add_whole(root, made)
         return made
 
-    def _assemble(self, items: dict[int, Items]) -> Any:
+    def _assemble(self, items: dict[int, Items]) -> object:
         """Containers from their items, children first: parents have smaller numbers."""
         tree = self._m.tree
         top = min(items)
@@ -201,7 +210,7 @@ def build(
     return built.run(path), built.tensors
 
 
-def _array(name: str, tensor: torch.Tensor) -> Any:
+def _array(name: str, tensor: torch.Tensor) -> np.ndarray:
     try:
         return tensor.numpy()
     except TypeError as error:

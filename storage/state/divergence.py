@@ -1,4 +1,4 @@
-"""Plain tensors that differ between ranks: which of them nobody would expect to.
+"""Warns of plain tensors that differ between ranks, and are not expected to.
 
 Each rank's own is stored, under one name, and a job of another size gets some ranks' and not
 others'. That is right for a random state, and for what is meant to belong to a rank. It is a
@@ -75,7 +75,9 @@ def warn_divergent(flat: FlatState, ranks: Mapping[int, int], rank: int) -> None
         )
         for row in new[:_SHOWN]
     ]
-    more = f", and {len(new) - _SHOWN} more" if len(new) > _SHOWN else ""
+    more = ""
+    if len(new) > _SHOWN:
+        more = f", and {len(new) - _SHOWN} more"
     _log.warning(
         "%d plain tensors differ between the ranks that hold them, in values, shape or dtype; "
         "each rank's own is stored, "

@@ -28,9 +28,9 @@ class Subtree:
 
     parent: int
     key: Key
-    owner: Any
-    state: Any
-    present: Any = None
+    owner: object
+    state: object
+    present: object = None
 
 
 @dataclass(slots=True)

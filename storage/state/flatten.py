@@ -35,7 +35,7 @@ _LEAVES = (*TENSOR_TYPES, int, float, str, bool, type(None))
 _DEPTH_MAX = 200
 
 
-def flatten(state: Any, *, loading: bool = False) -> FlatState:
+def flatten(state: object, *, loading: bool = False) -> FlatState:
     """Flatten ``state``: a dict, list or tuple, or an object with a state.
 
     With ``loading``: only modules and optimizers are expanded; other objects with a state become
@@ -60,7 +60,7 @@ def flatten(state: Any, *, loading: bool = False) -> FlatState:
     return flat
 
 
-def _signature(scan: SignatureScan, state: Any) -> Hashable | None:
+def _signature(scan: SignatureScan, state: object) -> Hashable | None:
     try:
         return scan.signature_of(state)
     except NoSignatureError:
@@ -115,7 +115,7 @@ def _filled(known: FlatState, scan: SignatureScan, modules: list[Walked]) -> Fla
     )
 
 
-def _with_values(tree: Tree, values: Sequence[Any]) -> Tree:
+def _with_values(tree: Tree, values: Sequence[object]) -> Tree:
     """A copy of ``tree`` with other values, encoded, in the same places."""
     copied = Tree()
     copied.containers = list(tree.containers)
@@ -141,7 +141,7 @@ def _refuse_stale(flat: FlatState) -> None:
             refuse_stale(subtree.owner, owners, path)
 
 
-def _walk(state: Any, walker: _Walker) -> None:
+def _walk(state: object, walker: _Walker) -> None:
     if has_state(state):
         if walker.loading and not fills_in_place(state):
             walker.only(state)
@@ -149,9 +149,9 @@ def _walk(state: Any, walker: _Walker) -> None:
         walker.inside = _inside(state)
         state = walker.opened(state, -1, None)
     if not isinstance(state, Mapping | list | tuple):
-        what = "filled" if walker.loading else "saved"
         raise StateError(
-            f"the state is a {type(state).__name__}", advice=f"Pass a dict of what is to be {what}."
+            f"the state is a {type(state).__name__}",
+            advice=f"Pass a dict of what is to be {walker.verb}.",
         )
     walker.container(state, -1, None, "")
     _make_canonical(walker.flat)
@@ -169,9 +169,10 @@ def _make_canonical(flat: FlatState) -> None:
     flat.alias = alias.tolist()
 
 
-def _modules(state: Any) -> Iterator[torch.nn.Module]:
+def _modules(state: object) -> Iterator[torch.nn.Module]:
     """The modules in ``state``, outermost ones, in the order of a walk."""
-    seen, left = set[int](), [(state, 0)]
+    seen = set[int]()
+    left: list[tuple[object, int]] = [(state, 0)]
     while left:
         node, depth = left.pop()
         if isinstance(node, torch.nn.Module):
@@ -197,20 +198,23 @@ def _inside(owner: object) -> Inside:
 class _Walker:
     """One walk over one state."""
 
-    def __init__(self, flat: FlatState, loading: bool, opened: Sequence[tuple[Any, Any]]) -> None:
+    def __init__(
+        self, flat: FlatState, loading: bool, opened: Sequence[tuple[object, object]]
+    ) -> None:
         """``opened`` are the first objects with a state, in order, and their state, where that is
         known."""
         self.already = iter(opened)
         self.flat = flat
         self.adapters = Adapters()
         self.loading = loading
+        self.verb = "filled" if loading else "saved"
         self.tree = flat.tree
         self.tree.containers = []
         self.open_ids: set[int] = set()
-        self.keys: list[Key] = []  # that lead to the container at hand
+        self.keys: list[Key] = []  # those that lead to the current container
         self.rows: dict[str, int] = {}
-        self.seen: dict[int, int] = {}  # address -> first row
-        self.sharing: dict[int, list[int]] = {}
+        self.first: dict[int, int] = {}  # by address: the first row that begins there
+        self.sharing: dict[int, list[int]] = {}  # by address: rows with different views
         self.inside: Inside = "containers"
 
     def path(self, key: Key) -> str:
@@ -218,13 +222,13 @@ class _Walker:
 
     def container(self, node: Any, parent: int, key: Key, prefix: str) -> None:
         number = len(self.tree.containers)
-        kind = (
-            "dict" if isinstance(node, Mapping) else "list" if isinstance(node, list) else "tuple"
-        )
+        kind = _kind(node)
         self.tree.containers.append(Container(parent, key, kind))
         self.flat.nodes.append(node)
-        where = self.path(key) if number else "the state"
-        self.keys += [key] if number else []
+        where = "the state"
+        if number:
+            where = self.path(key)
+            self.keys.append(key)
         self.check_container(node, where)
         self.note_kind(node, number, kind, where)
         self.open_ids.add(id(node))
@@ -244,7 +248,7 @@ class _Walker:
         self.open_ids.remove(id(node))
         del self.keys[-1:]
 
-    def check_container(self, node: Any, where: str) -> None:
+    def check_container(self, node: object, where: str) -> None:
         if id(node) in self.open_ids:
             raise StateError(f"{where} contains itself")
         if len(self.keys) > _DEPTH_MAX:
@@ -256,19 +260,21 @@ class _Walker:
         if self.loading and isinstance(node, Mapping) and not isinstance(node, MutableMapping):
             raise StateError(f"{where} is a {type(node).__name__}, which cannot be assigned to")
 
-    def only(self, item: Any) -> None:
+    def only(self, item: object) -> None:
         """The state is an object that is given what is stored."""
         refuse_object(item, self.flat.modules, "the state", loading=True)
         self.tree.containers = [Container(-1, None, "dict")]
         self.flat.nodes.append({})
         self.flat.subtrees.append(Subtree(-1, None, item, None, present_state(item, "the state")))
 
-    def note_kind(self, node: Any, number: int, kind: str, where: str) -> None:
+    def note_kind(self, node: object, number: int, kind: str, where: str) -> None:
         """Note what a container is beyond a plain dict. A module is loaded into the containers that
         it has."""
         if self.loading or self.inside == "module":
             return
-        name = kind_of(node) if kind == "dict" else None
+        name = None
+        if isinstance(node, Mapping):
+            name = kind_of(node)
         if name:
             self.tree.kinds[number] = name
         elif name is None and type(node) not in (list, tuple) and self.inside == "object":
@@ -280,7 +286,7 @@ class _Walker:
                 ),
             )
 
-    def other(self, item: Any, number: int, key: Key, prefix: str) -> str:
+    def other(self, item: object, number: int, key: Key, prefix: str) -> str:
         """Add what is no plain tensor; say what it became: (t)ensor, (v)alue or (c)ontainer."""
         if not has_state(item):
             return self.stateless(item, number, key, prefix)
@@ -296,7 +302,7 @@ class _Walker:
         self.inside = outside
         return emitted
 
-    def stateless(self, item: Any, number: int, key: Key, prefix: str) -> str:
+    def stateless(self, item: object, number: int, key: Key, prefix: str) -> str:
         """As :meth:`other`, for what is no object with a state."""
         if isinstance(item, torch.Tensor):
             self.tensor(item, number, key, prefix)
@@ -312,7 +318,7 @@ class _Walker:
             return "v"
         return "t"
 
-    def encoded(self, item: Any, key: Key) -> Any:
+    def encoded(self, item: object, key: Key) -> object:
         try:
             return encode_value(item, "")
         except StateError:
@@ -320,7 +326,7 @@ class _Walker:
             refuse_value(item, path)
             return encode_value(item, path)
 
-    def array(self, item: np.ndarray[Any, Any], number: int, key: Key, prefix: str) -> None:
+    def array(self, item: np.ndarray, number: int, key: Key, prefix: str) -> None:
         path = self.path(key)
         if self.loading and (
             not item.flags.writeable or any(stride < 0 for stride in item.strides)
@@ -331,17 +337,18 @@ class _Walker:
         self.tree.arrays.add(f"{prefix}{key}")
         self.plain_tensor(numpy_to_torch(item, path), number, key, prefix)
 
-    def opened(self, item: Any, number: int, key: Key) -> Any:
+    def opened(self, item: object, number: int, key: Key) -> object:
         owner, state = next(self.already, (None, None))
         if owner is not item:
-            where = "the state" if number < 0 else self.path(key)
+            where = self.path(key) if number >= 0 else "the state"
             state = expand(item, self.flat.modules, where, loading=self.loading)
         self.flat.subtrees.append(Subtree(number, key, item, state))
         return state
 
-    def key(self, key: Any) -> Key:
+    def key(self, key: Key) -> Key:
+        """``key``, if it is of a type that can be saved. Raises StateError."""
         if key is None or type(key) in (str, int, float, bool):
-            return key  # type: ignore[no-any-return]
+            return key
         raise StateError(f"{self.path(key)}: a key of type {type(key).__name__} cannot be saved")
 
     def plain_tensor(self, item: torch.Tensor, number: int, key: Key, prefix: str) -> None:
@@ -407,8 +414,9 @@ class _Walker:
                 "Pass the tensors that it is made of, or the module as it was before it was "
                 "converted."
             )
-        verb = "filled" if self.loading else "saved"
-        raise StateError(f"{self.path(key)} is {reason}, which cannot be {verb}", advice=advice)
+        raise StateError(
+            f"{self.path(key)} is {reason}, which cannot be {self.verb}", advice=advice
+        )
 
     def alias_of(self, item: torch.Tensor, layout: Layout, row: int) -> int:
         """The earlier row with the very same bytes in memory, laid out the same way; -1 if there is
@@ -416,10 +424,10 @@ class _Walker:
         address = item.data_ptr()
         if not address or not item.numel():
             return -1
-        first = self.seen.setdefault(address, row)
+        first = self.first.setdefault(address, row)
         if first == row:
             return -1
-        rows = self.sharing.setdefault(address, [first])  # views of one storage, which begin alike
+        rows = self.sharing.setdefault(address, [first])
         same = (
             r
             for r in rows
@@ -431,6 +439,13 @@ class _Walker:
         if root < 0 and row not in rows:
             rows.append(row)
         return root
+
+
+def _kind(container: object) -> str:
+    """What a tree calls a container."""
+    if isinstance(container, Mapping):
+        return "dict"
+    return "list" if isinstance(container, list) else "tuple"
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -138,7 +138,8 @@ class LazyCapture:
         at_once = list(rows.clone)
         if not self.waits:
             at_once += [row for row in rows.device if row in rows.new or row in rows.soon]
-            at_once += rows.host if tracker is None else []
+            if tracker is None:
+                at_once += rows.host
         return at_once
 
     def _region(self, flat: FlatState, row: int, rows: _Rows) -> Region:
@@ -263,8 +264,9 @@ class LazyCapture:
     def _watch(self, row: int, local: torch.Tensor) -> Watched:
         """For what can be watched."""
         assert self._flat is not None
-        tracked = self._host is not None and self._host.tracks(row)
-        sums = None if tracked else self._device.sums(row)
+        sums = None
+        if self._host is None or not self._host.tracks(row):
+            sums = self._device.sums(row)
         return Watched(_known_as(self._flat, row), local, sums)
 
     def _let_go(self, *, watching: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 from ..format.kinds import like
 from ..format.manifest import Manifest
-from ..format.tree import dotted, format_path
+from ..format.tree import Key, Tree, Value, dotted, format_path
 from ..format.values import decode_value
 from .adapters.module_names import Walked
 from .adapters.objects import object_allocator
@@ -36,8 +36,8 @@ class ObjectState:
     """A built state, and the rows of the checkpoint that it has.
 
     By name, with a text for people: ``missing`` is what the object has and the checkpoint has not;
-    ``mismatched``, what cannot be given back; ``dealt``, what is dealt out anew though nobody said
-    how.
+    ``mismatched``, what cannot be given back; ``dealt``, what is distributed anew though no rule
+    says how.
     """
 
     state: Any
@@ -49,7 +49,7 @@ class ObjectState:
 
 @dataclass(frozen=True)
 class _Source:
-    """A checkpoint, and who loads it."""
+    """A checkpoint, and the rank that loads it."""
 
     manifest: Manifest
     rank: int
@@ -77,7 +77,9 @@ def build_object_state(
         return _optimizer(owner, modules, source, path)
     if isinstance(owner, PerRank):
         return _per_rank(source, path)
-    make = None if subtree.present is None else object_allocator(owner, subtree.present, modules)
+    make = None
+    if subtree.present is not None:
+        make = object_allocator(owner, subtree.present, modules)
     state, rows = build(manifest, rank, wanted, path, make)
     restored = ObjectState(like(subtree.present, state), rows)
     if not isinstance(owner, RNGState) and hasattr(owner, "state_dict"):
@@ -88,7 +90,9 @@ def build_object_state(
 def _optimizer(
     optimizer: torch.optim.Optimizer, modules: Sequence[Walked], source: _Source, path: TypedPath
 ) -> ObjectState:
-    m, rank, wanted = source.manifest, source.rank, source.wanted
+    m = source.manifest
+    rank = source.rank
+    wanted = source.wanted
     stored = _stored_groups(m, path)
     if stored is None:
         state, rows = build(m, rank, wanted, path)
@@ -109,7 +113,8 @@ def _optimizer(
     )
     state, rows = build(m, rank, wanted, path, optimizer_allocator(optimizer, matched, stored))
     keys = [key for _, key in path]
-    name, where = dotted([*keys, "param_groups"]), format_path(keys)
+    name = dotted([*keys, "param_groups"])
+    where = format_path(keys)
     restored = ObjectState(StoredOptimizer(state, stored, matched), rows | taken)
     for number, text in matched.conflicts.items():
         restored.mismatched[f"{name}.{number}"] = f"{where}: {text}"
@@ -142,14 +147,12 @@ def _stored_groups(m: Manifest, path: TypedPath) -> list[StoredGroup] | None:
             lists[c] = (below[0], str(below[1]))
     if not found:
         return None
-    names: dict[tuple[int, Any, int], Any] = {}  # group, place in the list, rank -> name
-    for value in m.tree.values:
-        number, listed = lists.get(value.container, (-1, ""))
-        for ranks, encoded in value.by_rank if listed == "param_names" else ():
+    names: dict[tuple[int, Key, int], str] = {}  # by group, place in the list, and rank
+    for number, value in _listed(m.tree, lists, "param_names"):
+        for ranks, encoded in value.by_rank:
             names.update(((number, value.key, rank), decode_value(encoded)) for rank in ranks)
-    for value in m.tree.values:
-        number, listed = lists.get(value.container, (-1, ""))
-        for ranks, encoded in value.by_rank if listed == "params" else ():
+    for number, value in _listed(m.tree, lists, "params"):
+        for ranks, encoded in value.by_rank:
             key = decode_value(encoded)
             groups[number].ranks.setdefault(key, []).extend(ranks)
             name = names.get((number, value.key, ranks[0]))
@@ -158,13 +161,25 @@ def _stored_groups(m: Manifest, path: TypedPath) -> list[StoredGroup] | None:
     return [groups[number] for number in sorted(groups)]
 
 
+def _listed(
+    tree: Tree, lists: Mapping[int, tuple[int, str]], which: str
+) -> Iterator[tuple[int, Value]]:
+    """The values in the lists of that name, each with the number of its group."""
+    for value in tree.values:
+        number, listed = lists.get(value.container, (-1, ""))
+        if listed == which:
+            yield number, value
+
+
 def _per_rank(source: _Source, path: TypedPath) -> ObjectState:
     """Of all ranks that saved. What was saved without a PerRank is what each of them had."""
     m = source.manifest
     paths = typed_paths(m.tree)
     if (*path, ("str", "of")) in paths and (*path, ("str", "world")) in _value_paths(m, paths):
         return ObjectState(*build(m, source.rank, source.wanted, path))
-    ranks = range(m.world) if m.world != source.world else [source.rank]
+    ranks: Sequence[int] = [source.rank]
+    if m.world != source.world:
+        ranks = range(m.world)
     rows = set[int]()
     states = {}
     for rank in ranks:
@@ -178,22 +193,20 @@ def _value_paths(m: Manifest, paths: Sequence[TypedPath]) -> set[TypedPath]:
 
 
 def _dealt(source: _Source, path: TypedPath) -> dict[str, str]:
-    """What to say of an object whose state differs between the ranks that saved, where other ranks
-    load it."""
+    """A warning for an object whose state differs between the ranks that saved, where another
+    number of ranks loads it."""
     m = source.manifest
     if m.world == source.world:
         return {}
     if not _differs(m, path):
         return {}
     keys = [key for _, key in path]
-    return {
-        dotted(
-            keys
-        ): f"{format_path(keys)}: each of {m.world} ranks saved a state of its own, and the "
-        f"number of ranks that "
-        f"load it is {source.world}; holdfast.PerRank(object, rule), in the state of the load, "
-        f"says who gets what"
-    }
+    text = (
+        f"{format_path(keys)}: each of {m.world} ranks saved a state of its own, and the number of "
+        f"ranks that load it is {source.world}; holdfast.PerRank(object, rule), in the state of "
+        f"the load, says who gets what"
+    )
+    return {dotted(keys): text}
 
 
 def _differs(m: Manifest, path: TypedPath) -> bool:

@@ -24,15 +24,15 @@ from .flat_state import FlatState
 __all__ = ["Placeholders", "find_placeholders", "refuse_placeholders", "reported_placeholders"]
 
 Placeholders = Mapping[str, str]
-"""What is hollow, by its path, and why."""
+"""By path, why a tensor or a part of a state is taken for a placeholder."""
 
 _PLACEHOLDER = (0,)
 _SHOWN = 8
-"""So many parameters are told of at most, whose optimizer has more than they have."""
+"""So many parameters are reported at most whose optimizer has elements that they have not."""
 
 
 def find_placeholders(flat: FlatState) -> dict[str, str]:
-    """What is hollow in ``flat``, as this rank sees it. Follows from names and shapes alone."""
+    """The placeholders in ``flat``, as this rank sees it. They follow from names and shapes alone."""
     empty = [row for row, shape in enumerate(flat.shapes) if 0 in shape]
     if not empty:
         return {}
@@ -51,19 +51,22 @@ def find_placeholders(flat: FlatState) -> dict[str, str]:
 
 
 def reported_placeholders(flat: FlatState) -> Placeholders | None:
-    """What this rank says of ``flat`` to the others; None where it has no tensors, and nothing to
-    say."""
-    return flat.placeholders if flat.names else None
+    """What this rank reports of ``flat`` to the others; None where it has no tensors."""
+    if not flat.names:
+        return None
+    return flat.placeholders
 
 
-def refuse_placeholders(opinions: Sequence[Placeholders | None]) -> None:
-    """Raise StateError for what is hollow on all ranks that have tensors."""
-    told = [opinion for opinion in opinions if opinion is not None]
-    hollow = set.intersection(*(set(opinion) for opinion in told)) if told else set[str]()
-    for path in told[0] if told else ():
-        if path in hollow:
+def refuse_placeholders(reported: Sequence[Placeholders | None]) -> None:
+    """Raise StateError for a placeholder that all ranks with tensors report."""
+    found = [of_rank for of_rank in reported if of_rank is not None]
+    if not found:
+        return
+    on_all = set.intersection(*(set(of_rank) for of_rank in found))
+    for path, reason in found[0].items():
+        if path in on_all:
             raise StateError(
-                f"{path} {told[0][path]}",
+                f"{path} {reason}",
                 advice="Its elements may be elsewhere: save ZeRO-3 within "
                 "deepspeed.zero.GatheredParameters, and FSDP1 by "
                 "its full state dict. allow_empty=True saves it as it is.",

@@ -82,7 +82,9 @@ def plan_save(
     """What :func:`plan_image` lays out, with the tensors of this time. What was laid out lately is
     looked up."""
     key = (rank, flat.layout_id, agreed)  # a plan follows from these alone
-    plan = None if flat.layout_id is None else _known.get(key)
+    plan = None
+    if flat.layout_id is not None:
+        plan = _known.get(key)
     if plan is None:
         plan = plan_image(flat, rank, agreed)
         if flat.layout_id is not None:
@@ -98,7 +100,11 @@ _known: LruCache[ImagePlan] = LruCache(8)
 
 def plan_image(flat: FlatState, rank: int, agreed: Agreed | None) -> ImagePlan:
     """Lay out what ``rank`` writes. Without ``agreed`` this process is alone."""
-    holders, shares = (agreed.holders, agreed.shares) if agreed else ({}, {})
+    holders: Mapping[int, tuple[int, ...]] = {}
+    shares: Mapping[Group, tuple[int, ...]] = {}
+    if agreed is not None:
+        holders = agreed.holders
+        shares = agreed.shares
     alias = np.array(flat.alias, np.int64)
     if agreed is not None:
         for row in np.flatnonzero(alias >= 0).tolist():

@@ -1,4 +1,4 @@
-"""From verified bytes into the caller's tensors."""
+"""Copies verified bytes into the caller's tensors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ...planner.box import Box, row_strides
+from ...planner.columns import Ints
 from ...planner.loading import LoadPlan, Targets, strided_parts
 from ...planner.table import ShardTable, TensorTable
 from ..runtime.buffers import HostBuffer
@@ -28,7 +29,10 @@ class Scatter:
         plan: LoadPlan,
         buffers: Sequence[torch.Tensor],
     ) -> None:
-        self._tensors, self._shards, self._targets, self._plan = tensors, shards, targets, plan
+        self._tensors = tensors
+        self._shards = shards
+        self._targets = targets
+        self._plan = plan
         self._buffers = buffers
         codes = tensors.dtype[targets.tensor].tolist()
         self._dtypes = {code: dtype_of(*tensors.dtypes[code]) for code in set(codes)}
@@ -54,38 +58,38 @@ class Scatter:
         """Where a target's elements lie as they are stored; None where they lie otherwise. Asked
         when its bytes are there: no read waits for the addresses of all others."""
         buffer = self._buffers[self._buffer_of[target]]
-        return address_of(buffer) if buffer.dtype == self._dtypes[self._codes[target]] else None
+        if buffer.dtype != self._dtypes[self._codes[target]]:
+            return None
+        return address_of(buffer)
 
     def _copy_strided(
         self, pair: int, target: int, src: int, nbytes: int, buffer: HostBuffer, read_start: int
     ) -> None:
         shard = int(self._plan.shard[pair])
         row = int(self._shards.tensor[shard])
-        n, itemsize = int(self._tensors.ndim[row]), int(self._tensors.itemsize[row])
+        n = int(self._tensors.ndim[row])
+        itemsize = int(self._tensors.itemsize[row])
         stored = _box(self._shards.offsets[shard], self._shards.lengths[shard], n)
         wanted = _box(self._plan.offsets[pair], self._plan.lengths[pair], n)
-        first = int(self._shards.start[shard])
+        shard_start = int(self._shards.start[shard])
+        origin = (shard_start - read_start) // itemsize
+        first = (src - shard_start) // itemsize
+        last = (src + nbytes - shard_start) // itemsize
         strides = row_strides(stored.lengths)
         data = typed_storage(buffer.view, itemsize)
         into = self._buffers[int(self._targets.buffer[target])]
         dtype = self._dtypes[int(self._tensors.dtype[row])]
-        for part in strided_parts(
-            stored, wanted, (src - first) // itemsize, (src + nbytes - first) // itemsize
-        ):
-            flat = sum(
-                (o - s) * stride
-                for o, s, stride in zip(part.offsets, stored.offsets, strides, strict=True)
-            )
-            source = data.as_strided(part.lengths, strides, (first - read_start) // itemsize + flat)
+        for part in strided_parts(stored, wanted, first, last):
+            steps = zip(part.offsets, stored.offsets, strides, strict=True)
+            at = origin + sum((a - b) * stride for a, b, stride in steps)
+            source = data.as_strided(part.lengths, strides, at)
             with writable(into):
                 _assign(into[self._window(part, target)], source, dtype)
 
     def _window(self, part: Box, target: int) -> tuple[slice, ...]:
         """Where a box of the global tensor lies in the target's local tensor."""
-        offsets, local = (
-            self._targets.offsets[target].tolist(),
-            self._targets.local_offsets[target].tolist(),
-        )
+        offsets = self._targets.offsets[target].tolist()
+        local = self._targets.local_offsets[target].tolist()
         starts = [o - g + at for o, g, at in zip(part.offsets, offsets, local, strict=False)]
         return tuple(slice(a, a + n) for a, n in zip(starts, part.lengths, strict=True))
 
@@ -97,5 +101,5 @@ def _assign(window: torch.Tensor, source: torch.Tensor, dtype: torch.dtype) -> N
         window.copy_(source.view(dtype))
 
 
-def _box(offsets: object, lengths: object, ndim: int) -> Box:
-    return Box(tuple(offsets[:ndim].tolist()), tuple(lengths[:ndim].tolist()))  # type: ignore[index]
+def _box(offsets: Ints, lengths: Ints, ndim: int) -> Box:
+    return Box(tuple(offsets[:ndim].tolist()), tuple(lengths[:ndim].tolist()))

@@ -1,13 +1,13 @@
-"""A state seen before is not flattened again: one look tells whether it is laid out as it was.
+"""The signature of a state: what tells whether it is laid out as one that was flattened before.
 
-A training loop saves the same state over and over. A look takes from it what is new each time
-(tensors, values, the state of objects) and a *trace* of all else: of every container its type and
-keys, of every leaf its type, of every tensor dtype, shape, strides, device, placement, and which
-came before it at the same address. Names, tree and ties follow from the trace alone. So they are
-kept by it, and any difference is another trace.
+A training loop saves the same state over and over. One scan takes from it what is new each time
+(tensors, values, the state of objects) and a *signature* of all else: of every container its type
+and keys; of every leaf its type; of every tensor its dtype, shape, strides, device and layout, and
+which earlier tensor begins at the same address. Names, tree and ties follow from the signature
+alone, so they are cached by it, and any difference makes another signature.
 
-Scope: the common kinds of containers and leaves. What else a state holds is no error here; it is
-flattened as ever.
+Scope: the common kinds of containers and leaves. Anything else is no error here; a state that holds
+it is flattened anew each time.
 """
 
 from __future__ import annotations
@@ -25,44 +25,42 @@ from ..format.values import encode_value
 from .adapters.foreign import is_suspect
 from .adapters.module_names import Walked
 from .adapters.stateful import expand, has_state
-from .adapters.tensors import PLAIN_TYPES, Adapters
+from .adapters.tensors import PLAIN_TYPES, TENSOR_TYPES, Adapters
 from .dtypes import numpy_to_torch
 
 __all__ = ["NoSignatureError", "SignatureScan"]
 
 _DEPTH_MAX = 200
 _MAPPINGS = (dict, OrderedDict)
-_KEYS = {
-    str,
-    int,
-    bool,
-    type(None),
-}  # equal keys of one of these types are the same text; 0.0 and -0.0 are not
+_KEYS = {str, int, bool, type(None)}
+"""Equal keys of one of these types are the same text; 0.0 and -0.0 are not."""
 _VALUES = (type(None), bool, int, float, str)
 
 
 class NoSignatureError(Exception):
-    """There is something in the state that a look does not know. Not seen outside of this package."""
+    """The state holds something of which a scan knows no signature. Not seen outside of this
+    package."""
 
 
 class SignatureScan:
-    """One look at a state. The lists are in the order in which flattening meets things."""
+    """One scan of a state. The lists are in the order in which flattening meets things."""
 
     def __init__(self, modules: Callable[[], Sequence[Walked]]) -> None:
-        """``modules()`` are all that the state has; asked for if there is an object with a state."""
-        self._trace: list[Hashable] = []
-        self.nodes: list[Any] = []
+        """``modules()`` are all that the state has; called if there is an object with a state."""
+        self._signature: list[Hashable] = []
+        self.nodes: list[object] = []
+        """Containers."""
         self.locals: list[torch.Tensor] = []
         self.origins: list[torch.Tensor] = []
         self.layouts: list[Layout] = []
         """Of tensors that are not plain. Each is the same object as long as the layout is the same.
-        They are in the trace by their ids, so whatever keeps the trace has to keep these."""
-        self.values: list[Any] = []
+        The signature has their ids, so whatever keeps the signature has to keep these."""
+        self.values: list[object] = []
         """Encoded."""
-        self.opened: list[tuple[Any, Any]] = []
+        self.opened: list[tuple[object, object]] = []
         """Objects with a state, and that state."""
         self._modules = modules
-        self._first: dict[int, int] = {}  # address -> the first that begins there
+        self._first: dict[int, int] = {}  # by address: the first tensor that begins there
         self._adapters = Adapters()
 
     def signature_of(self, state: Any) -> tuple[Hashable, ...]:
@@ -71,19 +69,16 @@ class SignatureScan:
         try:
             with torch.no_grad():
                 self._container(self._plain(state), 0)
-        except (
-            StateError,
-            RecursionError,
-            RuntimeError,
-        ) as error:  # to be told by who knows where it is
+        except (StateError, RecursionError, RuntimeError) as error:
+            # Flattening raises it again, with the path of what is wrong.
             raise NoSignatureError from error
-        return tuple(self._trace)
+        return tuple(self._signature)
 
     def _plain(self, item: Any) -> Any:
         """``item``, or its state where it has one."""
         if not has_state(item):
             return item
-        self._trace.append(("opened", type(item)))
+        self._signature.append(("opened", type(item)))
         state = expand(item, self._modules(), "the state")
         self.opened.append((item, state))
         return state
@@ -95,11 +90,15 @@ class SignatureScan:
         if kind in _MAPPINGS:
             keys = tuple(node)
             types = tuple(map(type, keys))
-            self._trace.append((kind, keys, types))
-            items, known = node.values(), _KEYS.issuperset(types)
-        elif known := kind is list or kind is tuple:
-            self._trace.append((kind, len(node)))
-        if not known or depth > _DEPTH_MAX:
+            self._signature.append((kind, keys, types))
+            if not _KEYS.issuperset(types):
+                raise NoSignatureError
+            items = node.values()
+        elif kind is list or kind is tuple:
+            self._signature.append((kind, len(node)))
+        else:
+            raise NoSignatureError
+        if depth > _DEPTH_MAX:
             raise NoSignatureError
         for item in items:
             self._item(item, depth)
@@ -112,17 +111,17 @@ class SignatureScan:
             self._tensor(item, item, None)
         elif kind is dict:
             self._container(item, depth + 1)
-        elif (adapter := self._adapters.of_type(kind)) is not None:
-            local = adapter.local(item)
-            if type(local) not in PLAIN_TYPES:
-                raise NoSignatureError
-            layout = adapter.layout(item, local, str)
-            self.layouts.append(layout)
-            self._tensor(local, item, layout)
+        elif kind in TENSOR_TYPES:
+            self._laid_out(item)
         elif kind in _VALUES:
             self._value(item)
-        elif kind is np.ndarray:
-            self._trace.append("array")
+        else:
+            self._unusual(item, depth)
+
+    def _unusual(self, item: Any, depth: int) -> None:
+        kind = type(item)
+        if kind is np.ndarray:
+            self._signature.append("array")
             tensor = numpy_to_torch(item, "")
             self._tensor(tensor, tensor, None)
         elif isinstance(item, torch.Tensor | np.ndarray):
@@ -134,17 +133,29 @@ class SignatureScan:
         else:
             self._value(item)
 
-    def _value(self, item: Any) -> None:
-        self._trace.append("value")
+    def _laid_out(self, item: torch.Tensor) -> None:
+        """A tensor of a type that has an adapter."""
+        adapter = self._adapters.of(item)
+        local = adapter.local(item)
+        if type(local) not in PLAIN_TYPES:
+            raise NoSignatureError
+        layout = adapter.layout(item, local, str)
+        self.layouts.append(layout)
+        self._tensor(local, item, layout)
+
+    def _value(self, item: object) -> None:
+        self._signature.append("value")
         self.values.append(encode_value(item, ""))
 
     def _tensor(self, item: torch.Tensor, origin: torch.Tensor, layout: Layout | None) -> None:
-        # What is sparse, or of another layout, has no address, and what is nested no shape:
-        # RuntimeError.
-        row, address = len(self.locals), item.data_ptr()
-        first = self._first.setdefault(address, row) if address else row
+        # Raises RuntimeError where the tensor is sparse or nested, and has no address or no shape.
+        row = len(self.locals)
+        first = row
+        address = item.data_ptr()
+        if address:
+            first = self._first.setdefault(address, row)
         strides = None if item.is_contiguous() else item.stride()
-        self._trace.append(
+        self._signature.append(
             (
                 id(layout),
                 row - first,

@@ -12,7 +12,7 @@ from ...planner.box import Box, contiguous_range, flat_to_boxes, row_strides
 from ...planner.image import ImageLayout
 from ...planner.saving import Holdings
 from ..runtime.buffers import HostBuffer
-from .bits import address_of, as_bits, copy_memory, typed
+from .bits import address_of, as_bits, copy_memory, pack, typed
 from .device import allocate_pinned, beside, devices_of
 from .device_snapshot import Doubt
 from .lazy import LazyCapture
@@ -24,10 +24,10 @@ Ints = npt.NDArray[np.int64]
 
 class ImageSource:
     """The bytes [0, layout.hashed_end) of one rank's image. Holds the tensors until it is dropped.
-    ``allocate`` makes the memory that it is best copied to; None: any will do.
 
     ``parts`` says which boxes of which local tensors make the image, in the rows of
-    ``layout.start``.
+    ``layout.start``. ``allocate`` makes the memory that the image is best copied to; None: any
+    memory will do.
     """
 
     def __init__(
@@ -38,22 +38,24 @@ class ImageSource:
         ndim: Ints,
         lazy: LazyCapture | None = None,
     ) -> None:
-        """``lazy`` knows how to copy tensors that may be written to meanwhile."""
+        """``lazy`` copies tensors that may be written to meanwhile."""
         self._header = np.frombuffer(layout.header, np.uint8)
         self._data_end = layout.data_end
         order = layout.order
         numel = parts.lengths.prod(axis=1)[order]
         self._start = layout.start[order]
         self._stop = self._start + numel * parts.itemsize[order]
-        self._rows = parts.tensor[order].tolist()
+        self._rows: list[int] = parts.tensor[order].tolist()
         self._tensors = [locals_[row] for row in self._rows]
         self._devices = devices_of(self._tensors)
         self.allocate = allocate_pinned if self._devices else None
-        self._itemsize, self._ndim = parts.itemsize[order], ndim[order]
-        self._lengths, self._offsets = parts.lengths[order], parts.local_offsets[order]
+        self._itemsize: list[int] = parts.itemsize[order].tolist()
+        self._ndim = ndim[order]
+        self._lengths = parts.lengths[order]
+        self._offsets = parts.local_offsets[order]
         self._first = [self._first_of(i, n) for i, n in enumerate(numel.tolist())]
-        self._lazy = [lazy if lazy is not None and row in lazy else None for row in self._rows]
         self._capture = lazy
+        self._is_lazy = [lazy is not None and row in lazy for row in self._rows]
         self._tracked_from = [self._tracked_from_of(i) for i in range(len(self._tensors))]
         self._address = [self._address_of(i) for i in range(len(self._tensors))]
 
@@ -64,22 +66,28 @@ class ImageSource:
             return None
         if tensor.numel() == numel:
             return 0
-        span = contiguous_range(self._box(i), tensor.shape)
-        return None if span is None else span[0]
+        run = contiguous_range(self._box(i), tensor.shape)
+        if run is None:
+            return None
+        return run[0]
 
     def _address_of(self, i: int) -> int | None:
-        address, first = address_of(self._tensors[i]), self._first[i]
-        return (
-            None if address is None or first is None else address + first * int(self._itemsize[i])
-        )
+        """The address at which part ``i`` begins, where it is one run of host memory."""
+        first = self._first[i]
+        address = address_of(self._tensors[i])
+        if address is None or first is None:
+            return None
+        return address + first * self._itemsize[i]
 
     def _tracked_from_of(self, i: int) -> int | None:
-        """The byte of its tensor with which part ``i`` begins, where that is one run of host
+        """The byte of its tensor with which part ``i`` begins, where that is one run of tracked
         memory."""
-        lazy, first = self._lazy[i], self._first[i]
-        if lazy is None or first is None or not lazy.is_tracked_only(self._rows[i]):
+        first = self._first[i]
+        if self._capture is None or first is None or not self._is_lazy[i]:
             return None
-        return first * int(self._itemsize[i])
+        if not self._capture.is_tracked_only(self._rows[i]):
+            return None
+        return first * self._itemsize[i]
 
     def _box(self, i: int) -> Box:
         n = int(self._ndim[i])
@@ -97,87 +105,84 @@ class ImageSource:
             if self._capture is not None:
                 self._capture.settle(doubts)
         if stop > self._data_end:
-            np.frombuffer(into.view, np.uint8)[
-                max(self._data_end, start) - start : stop - start
-            ] = 0
+            padding = max(self._data_end, start)
+            np.frombuffer(into.view, np.uint8)[padding - start : stop - start] = 0
 
     def _copy_parts(
         self, first: int, last: int, start: int, stop: int, into: HostBuffer
     ) -> list[Doubt]:
         """Returns what is to be settled before the copy is good."""
-        doubts: list[Doubt | None] = []
-        starts, stops = self._start[first:last].tolist(), self._stop[first:last].tolist()
+        doubts: list[Doubt] = []
+        starts = self._start[first:last].tolist()
+        stops = self._stop[first:last].tolist()
         base = into.address - start
-        for i, a, b in zip(range(first, last), starts, stops, strict=True):
-            address, lo, hi = self._address[i], max(a, start), min(b, stop)
-            if self._lazy[i] is None and address is not None:
-                copy_memory(base + lo, address + lo - a, hi - lo)
-                continue
-            if (first_byte := self._tracked_from[i]) is not None:
+        for i, part_start, part_stop in zip(range(first, last), starts, stops, strict=True):
+            address = self._address[i]
+            tracked_from = self._tracked_from[i]
+            low = max(part_start, start)
+            high = min(part_stop, stop)
+            begin = low - part_start
+            end = high - part_start
+            if address is not None and not self._is_lazy[i]:
+                copy_memory(base + low, address + begin, end - begin)
+            elif tracked_from is not None:
                 assert self._capture is not None
                 self._capture.copy_tracked(
-                    self._rows[i], first_byte + lo - a, first_byte + hi - a, base + lo
+                    self._rows[i], tracked_from + begin, tracked_from + end, base + low
                 )
-                continue
-            to = torch.frombuffer(into.view, dtype=torch.uint8)[lo - start : hi - start]
-            if self._lazy[i] is None:
-                self._copy_strided(i, lo - a, hi - a, to)
             else:
-                doubts.append(self._copy_lazily(i, lo - a, hi - a, to))
-        return [doubt for doubt in doubts if doubt is not None]
+                to = torch.frombuffer(into.view, dtype=torch.uint8)[low - start : high - start]
+                if self._is_lazy[i]:
+                    doubt = self._copy_lazily(i, begin, end, to)
+                    doubts += [] if doubt is None else [doubt]
+                else:
+                    self._copy_now(i, begin, end, to)
+        return doubts
 
-    def _copy_lazily(self, i: int, lo: int, hi: int, to: torch.Tensor) -> Doubt | None:
-        """Bytes [lo, hi) of part ``i``, a part of a contiguous tensor."""
-        lazy, row, first, itemsize = (
-            self._lazy[i],
-            self._rows[i],
-            self._first[i],
-            int(self._itemsize[i]),
-        )
-        assert lazy is not None
+    def _copy_now(self, i: int, begin: int, end: int, to: torch.Tensor) -> None:
+        """Bytes [begin, end) of part ``i`` in row-major order. Image layouts and chunks cut between
+        elements only."""
+        itemsize = self._itemsize[i]
+        first = self._first[i]
+        tensor = self._tensors[i]
         if first is not None:
-            return lazy.copy(row, first * itemsize + lo, first * itemsize + hi, to)
-        part = self._box(i)
-        boxes = [
-            box.shifted(part.offsets)
-            for box in flat_to_boxes(part.lengths, lo // itemsize, hi // itemsize)
-        ]
+            run = tensor.view(-1)[first + begin // itemsize : first + end // itemsize]
+            pack([as_bits(run)], to)
+        else:
+            boxes = self._boxes(i, begin, end)
+            pack((as_bits(tensor[tuple(map(slice, box.offsets, box.stops))]) for box in boxes), to)
+
+    def _copy_lazily(self, i: int, begin: int, end: int, to: torch.Tensor) -> Doubt | None:
+        """The same, of a contiguous tensor that may be written to meanwhile."""
+        assert self._capture is not None
+        itemsize = self._itemsize[i]
+        first = self._first[i]
+        row = self._rows[i]
+        if first is not None:
+            offset = first * itemsize
+            return self._capture.copy(row, offset + begin, offset + end, to)
+        boxes = self._boxes(i, begin, end)
         strides = row_strides(self._tensors[i].shape)
         begins = [_dot(box.offsets, strides) for box in boxes]
-        ends = [_dot([end - 1 for end in box.stops], strides) + 1 for box in boxes]
-        start, stop = min(begins), max(ends)
-        data, doubt = lazy.staged(row, start * itemsize, stop * itemsize)
+        ends = [_dot([stop - 1 for stop in box.stops], strides) + 1 for box in boxes]
+        start = min(begins)
+        stop = max(ends)
+        data, doubt = self._capture.staged(row, start * itemsize, stop * itemsize)
         elements = typed(data, itemsize, (stop - start,))
-        position = 0
-        for box, begin in zip(boxes, begins, strict=True):
-            nbytes = box.volume * itemsize
-            window = elements.as_strided(
-                box.lengths, strides, elements.storage_offset() + begin - start
-            )
-            typed(to[position : position + nbytes], itemsize, box.lengths).copy_(
-                window, non_blocking=True
-            )
-            position += nbytes
+        origin = elements.storage_offset() - start
+        windows = (
+            elements.as_strided(box.lengths, strides, origin + at)
+            for box, at in zip(boxes, begins, strict=True)
+        )
+        pack(windows, to)
         return doubt
 
-    def _copy_strided(self, i: int, lo: int, hi: int, to: torch.Tensor) -> None:
-        """Bytes [lo, hi) of part ``i`` in row-major order. Image layouts and chunks cut between
-        elements only."""
-        itemsize, part, position, first = int(self._itemsize[i]), self._box(i), 0, self._first[i]
-        if first is not None:
-            run = self._tensors[i].view(-1)[first + lo // itemsize : first + hi // itemsize]
-            typed(to, itemsize, run.shape).copy_(as_bits(run), non_blocking=True)
-            return
-        for box in flat_to_boxes(part.lengths, lo // itemsize, hi // itemsize):
-            inner = box.shifted(part.offsets)
-            window = self._tensors[i][
-                tuple(slice(a, b) for a, b in zip(inner.offsets, inner.stops, strict=True))
-            ]
-            nbytes = box.volume * itemsize
-            typed(to[position : position + nbytes], itemsize, box.lengths).copy_(
-                as_bits(window), non_blocking=True
-            )
-            position += nbytes
+    def _boxes(self, i: int, begin: int, end: int) -> list[Box]:
+        """Bytes [begin, end) of part ``i``, as boxes of its local tensor."""
+        part = self._box(i)
+        itemsize = self._itemsize[i]
+        found = flat_to_boxes(part.lengths, begin // itemsize, end // itemsize)
+        return [box.shifted(part.offsets) for box in found]
 
 
 def _dot(a: Sequence[int], b: Sequence[int]) -> int:

@@ -1,5 +1,4 @@
-"""What a load fills: the tensors and values of the caller's state, held against what a checkpoint
-has."""
+"""What a load fills: matches the tensors and values of the caller's state with a checkpoint's."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from ..format.manifest import Manifest
 from ..format.tree import Key, Tree, dotted, format_path
 from .adapters.tensors import layout_of
 from .dtypes import dtype_name, dtype_of
-from .flat_state import FlatState
+from .flat_state import FlatState, Subtree
 
 __all__ = ["Match", "TypedPath", "Wanted", "match"]
 
@@ -97,7 +96,10 @@ class Wanted:
         """What is wanted in one buffer, in another one instead."""
         tensor, boxes = self.wishes()[number]
         wanted = Wanted()
-        wanted.add(tensor, buffer, boxes) if boxes else wanted.add_whole(tensor, buffer)
+        if boxes:
+            wanted.add(tensor, buffer, boxes)
+        else:
+            wanted.add_whole(tensor, buffer)
         return wanted
 
     def without(self, numbers: Collection[int]) -> Wanted:
@@ -117,7 +119,9 @@ class Wanted:
         width = shape.shape[1]
         tensor, buffer = np.array(self._whole, np.int64).reshape(-1, 2).T
         zeros = np.zeros((len(tensor), width), np.int64)
-        offsets, lengths, local = zip(*self._boxes, strict=True) if self._boxes else ((), (), ())
+        offsets = [box[0] for box in self._boxes]
+        lengths = [box[1] for box in self._boxes]
+        local = [box[2] for box in self._boxes]
         return Targets(
             tensor=np.concatenate([tensor, np.array(self._tensor, np.int64)]),
             offsets=np.concatenate([zeros, padded(offsets, width, 0)]),
@@ -132,7 +136,7 @@ class Wanted:
 
 @dataclass
 class Match:
-    """A state held against a checkpoint, as one rank sees it.
+    """How a state matches a checkpoint, as one rank sees it.
 
     By name, with a text for people: ``missing`` are in the state only; ``mismatched`` are in both,
     but cannot be filled; ``castable`` could be, with ``cast``; ``shared`` are one in the state, and
@@ -156,7 +160,7 @@ class Match:
 
 
 def match(flat: FlatState, manifest: Manifest, rank: int, *, cast: bool) -> Match:
-    """Hold ``flat`` against the checkpoint. Reads no data; finds every difference."""
+    """Match ``flat`` with the checkpoint. Reads no data; finds every difference."""
     found = Match()
     _match_tensors(found, flat, manifest.tensors, rank, cast)
     _match_values(found, flat, manifest.tree)
@@ -172,12 +176,10 @@ def _match_tensors(
         return
     sources = stored.find_all(flat.names, rank)
     fits = _fitting(flat, stored, sources)
-    shared = (stored.owner < 0).all()
-    found.tensors.update(
-        sources[sources >= 0].tolist()
-        if shared
-        else (r for name in flat.names for r in stored.rows.get(name, ()))
-    )
+    if (stored.owner < 0).all():  # each name has one row
+        found.tensors.update(sources[sources >= 0].tolist())
+    else:
+        found.tensors.update(row for name in flat.names for row in stored.rows.get(name, ()))
     alias = np.where(stored.alias < 0, np.arange(len(stored)), stored.alias)[sources]
     for row, (source, root, fit, local, layout) in enumerate(
         zip(sources.tolist(), alias.tolist(), fits.tolist(), flat.locals, flat.layouts, strict=True)
@@ -185,11 +187,12 @@ def _match_tensors(
         if source < 0:
             found.missing[flat.names[row]] = _missing(flat, row)
             continue
-        problem = (
-            None if fit else _problem(stored, source, flat.shapes[row], flat.dtypes[row], cast)
-        )
-        problem = problem or (None if local.is_contiguous() else _unfillable(local))
-        if problem:
+        problem = None
+        if not fit:
+            problem = _problem(stored, source, flat.shapes[row], flat.dtypes[row], cast)
+        if problem is None and not local.is_contiguous():
+            problem = _unfillable(local)
+        if problem is not None:
             kind = found.castable if problem.endswith(_CASTABLE) else found.mismatched
             kind[flat.names[row]] = f"{flat.path(row)}: {problem}"
         else:
@@ -221,10 +224,11 @@ def _problem(
         return (
             f"shape {list(stored.shape_of(source))} in the checkpoint, {list(shape)} in the state"
         )
-    if dtype == wanted or (cast and torch.can_cast(dtype, wanted)):
+    castable = torch.can_cast(dtype, wanted)
+    if dtype == wanted or (cast and castable):
         return None
-    hint = _CASTABLE if not cast and torch.can_cast(dtype, wanted) else ""
-    return f"dtype {dtype_name(dtype)} in the checkpoint, {dtype_name(wanted)} in the state{hint}"
+    text = f"dtype {dtype_name(dtype)} in the checkpoint, {dtype_name(wanted)} in the state"
+    return text + _CASTABLE if castable else text
 
 
 def _unfillable(local: torch.Tensor) -> str | None:
@@ -267,11 +271,7 @@ def _match_values(found: Match, flat: FlatState, stored: Tree) -> None:
             found.missing[dotted(keys)] = f"{format_path(keys)}: no such value in the checkpoint"
     taken = [
         *lenient,
-        *(
-            (*ours[s.parent], (type(s.key).__name__, s.key)) if s.parent >= 0 else ()
-            for s in flat.subtrees
-            if s.state is None
-        ),
+        *(_path_of(subtree, ours) for subtree in flat.subtrees if subtree.state is None),
     ]
     found.values.update(i for path, i in at.items() if any(path[: len(p)] == p for p in taken))
 
@@ -310,16 +310,18 @@ def _dotted_value(tree: Tree, row: int) -> str:
 
 def _opened(flat: FlatState, ours: Sequence[TypedPath]) -> list[TypedPath]:
     """Paths of modules and optimizers. Their small values (hyperparameters) vary with torch's
-    version: those that both have are taken over, others are let be."""
-    return [
-        (*ours[s.parent], (type(s.key).__name__, s.key)) if s.parent >= 0 else ()
-        for s in flat.subtrees
-        if s.state is not None
-    ]
+    version: those that both have are taken over, others are left as they are."""
+    return [_path_of(subtree, ours) for subtree in flat.subtrees if subtree.state is not None]
+
+
+def _path_of(subtree: Subtree, ours: Sequence[TypedPath]) -> TypedPath:
+    if subtree.parent < 0:
+        return ()
+    return (*ours[subtree.parent], (type(subtree.key).__name__, subtree.key))
 
 
 def _is_own_layout(path: TypedPath) -> bool:
-    """Which parameters an optimizer's group has is for the job to say that loads, not for the one
+    """Which parameters an optimizer's group has is decided by the job that loads, not by the one
     that saved."""
     keys = [key for _, key in path]
     return len(keys) == 4 and keys[0] == "param_groups" and keys[2] == "params"

@@ -69,7 +69,9 @@ class DTensorAdapter:
             with torch.no_grad():
                 return self.local(tensor)
         local = tensor.to_local()
-        return local.wait() if hasattr(local, "wait") else local
+        if hasattr(local, "wait"):
+            return local.wait()  # type: ignore[no-any-return]
+        return local
 
     def layout(self, tensor: DTensor, local: torch.Tensor, path: Callable[[], str]) -> MeshLayout:
         """What ``local`` is of the whole. Raises StateError for a placement that is not a layout
@@ -122,7 +124,8 @@ def hooked(tensor: torch.Tensor, local: torch.Tensor | None = None) -> bool:
     return own or (local is not None and (hasattr(local, _CHUNKS) or hasattr(local, _WRITES)))
 
 
-_CHUNKS, _WRITES = "__create_chunk_list__", "__create_write_items__"
+_CHUNKS = "__create_chunk_list__"
+_WRITES = "__create_write_items__"
 
 
 def check_layout(tensor: DTensor, local: torch.Tensor, path: Callable[[], str]) -> None:
@@ -138,7 +141,9 @@ def _check_hooks(
     implied = sorted((tuple(p.box.offsets), tuple(p.box.lengths)) for p in layout.pieces)
     told = _told_boxes(tensor, local)
     if told != implied:
-        tells = "do not say where it lies" if told is None else f"say that it holds {_text(told)}"
+        tells = "do not say where it lies"
+        if told is not None:
+            tells = f"say that it holds {_text(told)}"
         raise StateError(
             f"{path()} is a DTensor whose hooks {tells}, but {tensor.placements} of shape "
             f"{tuple(tensor.shape)} imply "
@@ -151,8 +156,10 @@ def _check_hooks(
 def _told_boxes(tensor: DTensor, local: torch.Tensor) -> list[Box] | None:
     """The boxes (offsets, lengths) with elements that hooks tell of; None where there is no hook
     for that."""
-    source: Any = local if hasattr(local, _CHUNKS) else tensor
-    if source is tensor and hasattr(local, _WRITES):
+    source: Any = tensor
+    if hasattr(local, _CHUNKS):
+        source = local
+    elif hasattr(local, _WRITES):
         return None
     chunks = getattr(source, _CHUNKS)()
     boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
@@ -181,7 +188,9 @@ def _coordinate(mesh: DeviceMesh) -> tuple[int, ...] | None:
     """Where on ``mesh`` this rank is; None where it is not on it. Some releases of torch have a
     list of it."""
     at = mesh.get_coordinate()
-    return None if at is None else tuple(at)
+    if at is None:
+        return None
+    return tuple(at)
 
 
 def mesh_layout(

@@ -55,16 +55,18 @@ def _torch_optimizers(owner: object, seen: set[int]) -> Iterator[torch.optim.Opt
     if isinstance(owner, torch.optim.Optimizer) and is_initialized(owner):
         yield owner
     for value in list(held.values()):
-        inner = (
-            value.values()
-            if isinstance(value, Mapping)
-            else value
-            if isinstance(value, list | tuple)
-            else [value]
-        )
-        for each in inner:
+        for each in _items(value):
             if isinstance(each, torch.optim.Optimizer) and id(each) not in seen:
                 yield from _torch_optimizers(each, seen)
+
+
+def _items(value: object) -> Iterable[object]:
+    """What an attribute holds: the items of a container, or itself."""
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, list | tuple):
+        return value
+    return [value]
 
 
 class _Around:
@@ -115,10 +117,14 @@ def _restored(parameter: torch.Tensor, given: Any, now: Any, key: Any) -> Any:
         # Torch leaves the dtype of steps alone, unless the kernel that counts them needs another
         # one.
         converted = key != "step" and now.dtype != given.dtype and now.dtype == parameter.dtype
-        return given.to(device=now.device) if converted else now
+        if not converted:
+            return now
+        return given.to(device=now.device)
     if isinstance(given, Mapping) and isinstance(now, dict):
         items = {k: _restored(parameter, given.get(k), item, k) for k, item in now.items()}
-        return items if type(given) is dict else _refilled(given, items)
+        if type(given) is dict:
+            return items
+        return _refilled(given, items)
     if type(given) in (list, tuple) and type(now) is type(given) and len(now) == len(given):
         return type(now)(_restored(parameter, g, n, None) for g, n in zip(given, now, strict=True))
     return now

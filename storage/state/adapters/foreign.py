@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -121,7 +120,7 @@ def refuse_tensor(tensor: torch.Tensor, path: Callable[[], str], *, loading: boo
         raise _refusal(path(), layout)
 
 
-def refuse_object(value: Any, modules: Iterable[Walked], path: str, *, loading: bool) -> None:
+def refuse_object(value: object, modules: Iterable[Walked], path: str, *, loading: bool) -> None:
     """Raise StateError where ``value``, an object with a state, or a parameter of it, has a layout
     that is not known.
 
@@ -150,7 +149,7 @@ def refuse_object(value: Any, modules: Iterable[Walked], path: str, *, loading: 
                     )
 
 
-def refuse_stale(module: torch.nn.Module, beside: Iterable[Any], path: str) -> None:
+def refuse_stale(module: torch.nn.Module, beside: Iterable[object], path: str) -> None:
     """Raise StateError where a load into ``module`` would leave master copies of its parameters
     behind: an optimizer of Megatron has them, and is not among ``beside``, the objects that are
     loaded too."""
@@ -163,7 +162,7 @@ def refuse_stale(module: torch.nn.Module, beside: Iterable[Any], path: str) -> N
             raise _refusal(f'{path}["{name}"]', _MEGATRON_MASTERS)
 
 
-def refuse_value(value: Any, path: str) -> None:
+def refuse_value(value: object, path: str) -> None:
     """Raise StateError where ``value``, for which there is no codec, is a framework's word for a
     part of a tensor."""
     if _is_of(value, "megatron"):
@@ -175,8 +174,8 @@ def _refuse_module(walked: Walked, path: str, loading: bool) -> None:
     for prefix, part in walked.parts:
         layout = _of_module(part, loading)
         if layout is not None:
-            inner = f'"{prefix[:-1]}" in {path}' if prefix else path
-            raise _refusal(inner, layout)
+            name = f'"{prefix[:-1]}" in {path}'
+            raise _refusal(name if prefix else path, layout)
         for tensors in (parameters_of(part), buffers_of(part)):
             for name, tensor in tensors.items():
                 if tensor is not None and _is_unusual(tensor):
@@ -239,7 +238,7 @@ def _of_tensor(tensor: torch.Tensor, loading: bool) -> _Layout | None:
 _SHORT = (torch.bfloat16, torch.float16)
 
 
-def _is_of(value: Any, package: str) -> bool:
+def _is_of(value: object, package: str) -> bool:
     """Whether the class of ``value``, or one that it inherits from, is of ``package``."""
     return any(kind.__module__.partition(".")[0] == package for kind in type(value).__mro__)
 

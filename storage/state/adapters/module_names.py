@@ -106,9 +106,9 @@ class Walked:
                 if buffer is not None and name not in non_persistent_of(part):
                     state[prefix + name] = buffer.detach()
             places += sum(child is not None for child in children_of(part).values())
-        return (
-            state if places == len(self.parts) else None
-        )  # else one of them is in two places, and under two names
+        if places != len(self.parts):
+            return None  # one of them is in two places, and under two names
+        return state
 
 
 def walk(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:

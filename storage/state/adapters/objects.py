@@ -74,14 +74,17 @@ class _Reach:
                 if parameter is not None:
                     return parameter
         keys = entry.keys
-        number = keys[keys.index("state") + 1] if "state" in keys[:-1] else None
-        if len(self._optimizers) == 1 and type(number) is int:
-            every = list(
+        if len(self._optimizers) != 1 or "state" not in keys[:-1]:
+            return None
+        number = keys[keys.index("state") + 1]
+        if type(number) is int:
+            every: list[torch.Tensor] = list(
                 dict.fromkeys(
                     p for group in self._optimizers[0].param_groups for p in group["params"]
                 )
             )
-            return every[number] if number < len(every) else None
+            if number < len(every):
+                return every[number]
         return None
 
 

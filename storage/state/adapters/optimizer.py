@@ -64,7 +64,9 @@ def optimizer_state(
     )
     state: dict[Any, Any] = {}
     for key, entry in packed["state"].items():
-        name = names[key] if type(key) is int and key in names else key
+        name = key
+        if type(key) is int and key in names:
+            name = names[key]
         if name in state:
             raise StateError(f'{path}["state"] has two entries that would both be named {name!r}')
         state[name] = entry
@@ -97,7 +99,9 @@ def present_layout(optimizer: torch.optim.Optimizer) -> Any:
     if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
         return None
     packed = plain_state_dict(optimizer)
-    return None if _is_usual(packed) else packed
+    if _is_usual(packed):
+        return None
+    return packed
 
 
 def _is_usual(packed: Mapping[str, Any]) -> bool:

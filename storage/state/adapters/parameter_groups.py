@@ -88,7 +88,9 @@ def _stands_for(stored: Sequence[StoredGroup], rank: int) -> int:
     """The rank that saved whose values ``rank`` gets: itself, or the one that it falls on, counted
     round."""
     saved = sorted({r for group in stored for ranks in group.ranks.values() for r in ranks})
-    return rank if rank in saved or not saved else saved[rank % len(saved)]
+    if rank in saved or not saved:
+        return rank
+    return saved[rank % len(saved)]
 
 
 Held = dict[Any, list[tuple[int, list[int]]]]
@@ -115,7 +117,9 @@ def _place(keys: Sequence[Any], held: Held, rank: int) -> tuple[Any, tuple[int, 
 
 
 def _said_of_new(number: int, missing: Sequence[Any], numbered: bool) -> str:
-    shown = ", ".join(map(repr, missing[:5])) + (", …" if len(missing) > 5 else "")
+    shown = ", ".join(map(repr, missing[:5]))
+    if len(missing) > 5:
+        shown += ", …"
     hint = ""
     if type(missing[0]) is int and not numbered:
         hint = "; they are stored by name: put the module into the state too"
@@ -171,7 +175,8 @@ def _taken(
             continue
         given = {key: value for key, value in groups[where].items() if key not in _OF_THE_JOB}
         if taken is None:
-            taken, first = given, where
+            taken = given
+            first = where
             continue
         differing = sorted(
             str(key)

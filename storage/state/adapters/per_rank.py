@@ -66,13 +66,16 @@ class PerRank:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's value, by its number; and how many ranks there are."""
-        state = expand(self.value, (), "a PerRank") if has_state(self.value) else self.value
+        state = self.value
+        if has_state(state):
+            state = expand(state, (), "a PerRank")
         return {"world": current_world(), "of": {str(current_rank()): state}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take this rank's part of what all ranks have saved. Raises StateError."""
         saved = {int(rank): state for rank, state in state_dict["of"].items()}
-        rank, world = current_rank(), current_world()
+        rank = current_rank()
+        world = current_world()
         if state_dict["world"] == world and rank in saved:
             state = saved[rank]
         else:
@@ -88,13 +91,17 @@ def resharded(values: list[Any], rule: Rule, rank: int, world: int) -> Any:
     ``rule`` does not fit."""
     if callable(rule):
         return rule(values, rank, world)
-    if rule in ("keep", "broadcast"):
-        return values[rank % len(values) if rule == "keep" else 0]
+    if rule == "keep":
+        return values[rank % len(values)]
+    if rule == "broadcast":
+        return values[0]
     joined = _joined(values, "value")
     if rule == "split":
         return _cut(joined, rank, world)
     mine = values[len(values) * rank // world : len(values) * (rank + 1) // world]
-    return _joined(mine, "value") if mine else _cut(joined, 0, 0)
+    if not mine:
+        return _cut(joined, 0, 0)
+    return _joined(mine, "value")
 
 
 def _joined(values: Sequence[Any], path: str) -> Any:
@@ -121,6 +128,8 @@ def _cut(joined: Any, part: int, parts: int) -> Any:
     if isinstance(joined, dict):
         return {key: _cut(item, part, parts) for key, item in joined.items()}
     if isinstance(joined, list | tuple) or getattr(joined, "ndim", False):
+        if not parts:
+            return joined[:0]
         n = len(joined)
-        return joined[n * part // parts : n * (part + 1) // parts] if parts else joined[:0]
+        return joined[n * part // parts : n * (part + 1) // parts]
     return joined

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -109,7 +109,7 @@ def fills_in_place(value: object) -> bool:
     return isinstance(value, torch.nn.Module)
 
 
-def present_state(value: Any, path: str) -> Any:
+def present_state(value: object, path: str) -> object:
     """The state that an object has before a load, whose tensors are to be filled; None if it is not
     asked for it.
 
@@ -124,21 +124,17 @@ def present_state(value: Any, path: str) -> Any:
     ):
         return None
     try:
-        return (
-            present_layout(value)
-            if isinstance(value, torch.optim.Optimizer)
-            else value.state_dict()
-        )
-    except (
-        Exception
-    ) as error:  # of the user's code: an object may be one that has no state before it is loaded
+        if isinstance(value, torch.optim.Optimizer):
+            return present_layout(value)
+        return _stateful(value).state_dict()
+    except Exception as error:  # the user's code: it may have no state before it is loaded
         _log.info(
             "%s has no state before the load (%s): it is given tensors on the CPU", path, error
         )
         return None
 
 
-def expand(value: Any, modules: Sequence[Walked], path: str, *, loading: bool = False) -> Any:
+def expand(value: object, modules: Sequence[Walked], path: str, *, loading: bool = False) -> object:
     """The state of an object with a state. ``modules`` are those of the whole state: an optimizer
     needs its own.
 
@@ -159,7 +155,7 @@ def expand(value: Any, modules: Sequence[Walked], path: str, *, loading: bool = 
         return list(value.get_state())
     if isinstance(value, random.Random):
         return value.getstate()
-    state = value.state_dict()
+    state = _stateful(value).state_dict()
     if not isinstance(state, dict):
         raise StateError(
             f"{path} is a {type(value).__name__}, whose state_dict() is a {type(state).__name__}, "
@@ -168,7 +164,7 @@ def expand(value: Any, modules: Sequence[Walked], path: str, *, loading: bool = 
     return state
 
 
-def restore(value: Any, state: Any) -> None:
+def restore(value: object, state: Any) -> None:
     """Give an object its state back."""
     if isinstance(value, torch.nn.Module):
         _restore_module(value, state)
@@ -187,7 +183,12 @@ def restore(value: Any, state: Any) -> None:
             exact_values(value),
             torch.inference_mode() if _has_inference(state) else contextlib.nullcontext(),
         ):
-            value.load_state_dict(state)
+            _stateful(value).load_state_dict(state)
+
+
+def _stateful(value: object) -> StatefulLike:
+    """``value``, of which :func:`has_state` is true."""
+    return cast(StatefulLike, value)
 
 
 def _restore_module(module: torch.nn.Module, state: Any) -> None:
@@ -197,15 +198,10 @@ def _restore_module(module: torch.nn.Module, state: Any) -> None:
         set_model_state_dict(module, state)
 
 
-def _has_inference(state: Any) -> bool:
+def _has_inference(state: object) -> bool:
     """Whether there is an inference tensor in a nested state."""
     if isinstance(state, torch.Tensor):
         return state.is_inference()
-    items = (
-        state.values()
-        if isinstance(state, Mapping)
-        else state
-        if isinstance(state, list | tuple)
-        else ()
-    )
-    return any(_has_inference(item) for item in items)
+    if isinstance(state, Mapping):
+        return any(map(_has_inference, state.values()))
+    return isinstance(state, list | tuple) and any(map(_has_inference, state))

@@ -74,16 +74,6 @@ class Adapters:
             adapter = self._by_type[kind] = next(known, _PlainAdapter)()
         return adapter
 
-    def of_type(self, kind: type) -> TensorAdapter[Any] | None:
-        """The adapter for exactly this type; None for others, also for those that inherit from
-        it."""
-        if kind not in _ADAPTERS:
-            return None
-        adapter = self._by_type.get(kind)
-        if adapter is None:
-            adapter = self._by_type[kind] = _ADAPTERS[kind]()
-        return adapter
-
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of one tensor of any type."""

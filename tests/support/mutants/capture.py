@@ -24,15 +24,15 @@ MUTANTS = [
     Mutant(
         says="tensors whose elements share memory are filled",
         file="storage/state/targets.py",
-        old="        problem = problem or (None if local.is_contiguous() else _unfillable(local))\n",
-        new="",
+        old="            problem = _unfillable(local)\n",
+        new="            problem = None\n",
         tests="tests/unit/test_storage_load.py::test_expanded_targets_are_refused",
     ),
     Mutant(
-        says="trace without ties",
+        says="a signature without ties",
         file="storage/state/signature.py",
-        old="        self._trace.append((id(layout), row - first, item.shape, strides, item.dtype, item.device, item.is_conj(), item.is_neg()))\n",
-        new="        self._trace.append((id(layout), item.shape, strides, item.dtype, item.device, item.is_conj(), item.is_neg()))\n",
+        old="        self._signature.append((id(layout), row - first, item.shape, strides, item.dtype, item.device, item.is_conj(), item.is_neg()))\n",
+        new="        self._signature.append((id(layout), item.shape, strides, item.dtype, item.device, item.is_conj(), item.is_neg()))\n",
         tests="tests/property/test_storage_signature.py::test_no_two_leaves_are_taken_for_each_other",
     ),
     Mutant(

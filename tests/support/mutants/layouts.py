@@ -52,8 +52,8 @@ MUTANTS = [
     Mutant(
         says="a rank alone decides that a state is hollow",
         file="storage/state/placeholders.py",
-        old="    hollow = set.intersection(*(set(opinion) for opinion in told)) if told else set[str]()\n",
-        new="    hollow = set.union(*(set(opinion) for opinion in told)) if told else set[str]()\n",
+        old="    on_all = set.intersection(*(set(of_rank) for of_rank in found))\n",
+        new="    on_all = set.union(*(set(of_rank) for of_rank in found))\n",
         tests="tests/distributed/test_foreign.py",
     ),
     Mutant(
