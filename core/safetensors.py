@@ -1,8 +1,8 @@
 """Headers of safetensors files: eight bytes of length, a JSON object with an entry for each tensor,
 and spaces up to a multiple of some alignment. (https://huggingface.co/docs/safetensors)
 
-Scope: the text of headers. What is in a file, and whether it may be believed, is for those who write
-and read it.
+Scope: the text of headers. What is in a file, and whether it may be believed, is for those who
+write and read it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The chunks of an image, and the one check of their bytes.
 
-See :mod:`.digest` for the digest tree: the manifest holds the digest of each chunk's *page*, and the
-page holds the digests of the chunk's blocks.
+See :mod:`.digest` for the digest tree: the manifest holds the digest of each chunk's *page*, and
+the page holds the digests of the chunk's blocks.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def damaged_ranges(
 
     ``page`` holds the digests of the blocks that were read: of the whole chunk, or of a part that
     begins at ``start``, which is the start of a block. ``stored_page`` is the verified page of the
-    chunk. A part cannot be checked without it. Without it, a damaged chunk is one range, since it is
-    not known which of its blocks are damaged.
+    chunk. A part cannot be checked without it. Without it, a damaged chunk is one range, since it
+    is not known which of its blocks are damaged.
     """
     count = len(page) // DIGEST_NBYTES
     stop = min(start + count * block_nbytes, chunk.stop)

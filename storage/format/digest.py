@@ -30,9 +30,9 @@ def digest(data: bytes | memoryview) -> bytes:
 def page_of(data: memoryview, block_nbytes: int) -> bytes:
     """The digests of ``data``'s blocks, joined. The last block may be short.
 
-    Holds the GIL for about a millisecond a chunk, because xxhash releases it only for larger pieces.
-    That is better than to release it for each block: beside a trainer that computes in Python, the
-    thread would wait up to 5 ms to get it back, each time.
+    Holds the GIL for about a millisecond a chunk, because xxhash releases it only for larger
+    pieces. That is better than to release it for each block: beside a trainer that computes in
+    Python, the thread would wait up to 5 ms to get it back, each time.
     """
     xxh3 = xxhash.xxh3_128_digest
     cuts = [*range(0, len(data), block_nbytes), len(data)]

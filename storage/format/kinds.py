@@ -71,8 +71,8 @@ def like(present: object, stored: Any) -> Any:
 
 
 def _refilled(present: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
-    """A dict of the type of ``present``, with these items. Plain where that type is not known, since
-    it may have rules of its own."""
+    """A dict of the type of ``present``, with these items. Plain where that type is not known,
+    since it may have rules of its own."""
     if isinstance(present, defaultdict):
         return defaultdict(present.default_factory, items)
     kind = kind_of(present)

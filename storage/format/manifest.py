@@ -3,8 +3,8 @@ commit.
 
 It is a safetensors file of columns (``columns.py``) with a JSON header;
 ``docs/reference/format.md`` documents it so that a reader can be written from that page. What a
-rank sends to the committing one is a *fragment* (``fragment.py``). No path is stored: an image's key
-follows from the attempt and the rank.
+rank sends to the committing one is a *fragment* (``fragment.py``). No path is stored: an image's
+key follows from the attempt and the rank.
 """
 
 from __future__ import annotations
@@ -472,10 +472,11 @@ def _name_conditions(m: Manifest) -> Iterator[tuple[bool, str]]:
 
 
 def check_complete(m: Manifest, what: str) -> None:
-    """Raise DamagedError unless shards have as many elements as the tensors, and no two shards share
-    a byte of an image.
+    """Raise DamagedError unless shards have as many elements as the tensors, and no two shards
+    share a byte of an image.
 
-    So what a load allocates is bounded by the files that must be there. (A fragment is not complete.)
+    So what a load allocates is bounded by the files that must be there. (A fragment is not
+    complete.)
     """
     t = m.tensors
     s = m.shards
@@ -490,9 +491,9 @@ def check_complete(m: Manifest, what: str) -> None:
 def _check_disjoint(m: Manifest, what: str) -> None:
     """Raise DamagedError where two shards share bytes.
 
-    Images are laid end to end; their digests bound their sizes, so positions stay far below 63 bits.
-    Then starts and ends are sorted, each by itself: runs that are not empty are disjoint exactly if
-    the n-th end is not beyond the start after the n-th.
+    Images are laid end to end; their digests bound their sizes, so positions stay far below 63
+    bits. Then starts and ends are sorted, each by itself: runs that are not empty are disjoint
+    exactly if the n-th end is not beyond the start after the n-th.
     """
     s = m.shards
     base = np.cumsum(m.images.hashed_nbytes) - m.images.hashed_nbytes

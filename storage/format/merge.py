@@ -77,9 +77,9 @@ def _tree(group: Group) -> Tree:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Where a group's tensors are in the manifest. Row t of the layout is at ``base[t]``; of a tensor
-    that each rank has for itself, the first rank's is there, and those of the others follow, in the
-    group's order of ranks."""
+    """Where a group's tensors are in the manifest. Row t of the layout is at ``base[t]``; of a
+    tensor that each rank has for itself, the first rank's is there, and those of the others follow,
+    in the group's order of ranks."""
 
     base: Ints
     group: Group
@@ -159,8 +159,8 @@ class _Merged:
 def _merge_tensors(
     groups: Sequence[Group], containers: Sequence[Sequence[int]]
 ) -> tuple[TensorTable, Ints, list[_Rows]]:
-    """Tensors by name and owner in order of first appearance, their containers, and the rows of each
-    group."""
+    """Tensors by name and owner in order of first appearance, their containers, and the rows of
+    each group."""
     row_of: dict[str, int] = {}
     names: list[str] = []
     rows: list[_Rows] = []

@@ -1,12 +1,12 @@
 """How the images of a compressed checkpoint are stored. Pure; lz4 is loaded at first use.
 
-Each block is stored by itself, as it is or as a raw lz4 block, whichever pays. The blocks of a chunk
-follow each other; then come zeros up to a multiple of 4096, so that chunks can be read and written
-with direct I/O::
+Each block is stored by itself, as it is or as a raw lz4 block, whichever pays. The blocks of a
+chunk follow each other; then come zeros up to a multiple of 4096, so that chunks can be read and
+written with direct I/O::
 
     chunk, zeros, chunk, zeros, …    blocks of [0, hashed_nbytes) of the image, in order
     pages                            the rest of the image, as it is
-    index                            the stored size of each block, 4 bytes each; for each chunk, the
+    index                            the stored size of each block, 4 bytes each; for each chunk the
                                      digest of what is stored of it, zeros included; the digest of
                                      the index up to here
 
@@ -102,9 +102,9 @@ def pack(chunk: memoryview, block_nbytes: int) -> PackedChunk:
 
 
 def unpack(blocks: memoryview, sizes: Sequence[int], block_nbytes: int) -> None:
-    """Unpack in place: the stored blocks lie one after the other at the beginning of ``blocks``, which
-    has room for all of them unpacked. Raises ValueError where one has not the size that it must
-    have."""
+    """Unpack in place: the stored blocks lie one after the other at the beginning of ``blocks``,
+    which has room for all of them unpacked. Raises ValueError where one has not the size that it
+    must have."""
     end = sum(sizes)
     stop = len(blocks)
     for size in reversed(sizes):
@@ -119,8 +119,8 @@ def unpack(blocks: memoryview, sizes: Sequence[int], block_nbytes: int) -> None:
 def page_of_packed(
     chunk: memoryview, sizes: Sequence[int], nbytes: int, block_nbytes: int
 ) -> bytes:
-    """The page of a chunk of ``nbytes``, computed from what is stored of it. Raises as :func:`unpack`
-    does."""
+    """The page of a chunk of ``nbytes``, computed from what is stored of it. Raises as
+    :func:`unpack` does."""
     digests: list[bytes] = []
     end = 0
     for size, start in zip(sizes, range(0, nbytes, block_nbytes), strict=True):

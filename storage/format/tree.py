@@ -91,8 +91,8 @@ class Tree:
     arrays: set[str] = field(default_factory=set)
     """The fqns of tensors that were numpy arrays."""
     orders: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
-    """container -> the order of a dict's items, where they are not all of one kind: runs of tensors,
-    values, containers."""
+    """container -> the order of a dict's items, where they are not all of one kind: runs of
+    tensors, values, containers."""
     kinds: dict[int, str] = field(default_factory=dict)
     """container -> what it was, if no plain dict; see ``kinds``."""
     placements: dict[int, Placements] = field(default_factory=dict)
@@ -171,8 +171,8 @@ class Tree:
 
 
 def _placements_to_json(placements: dict[int, Placements]) -> list[Any]:
-    """Entries are [containers, placements], because most containers of an optimizer's parameters have
-    equal ones."""
+    """Entries are [containers, placements], because most containers of an optimizer's parameters
+    have equal ones."""
     alike: dict[tuple[tuple[str, tuple[str, ...]], ...], list[int]] = {}
     for container, by_key in placements.items():
         alike.setdefault(tuple(by_key.items()), []).append(container)
@@ -198,8 +198,8 @@ def _to_json(key: Key) -> Any:
 
 
 def _check(tree: Tree) -> None:
-    """Raise DamagedError for what is no tree: numbers out of range, unknown kinds, cycles, keys that
-    no list has."""
+    """Raise DamagedError for what is no tree: numbers out of range, unknown kinds, cycles, keys
+    that no list has."""
     if not all(_conditions(tree)):
         raise DamagedError("the manifest's tree contradicts itself")
     if tree.paths_too_long:

@@ -1,9 +1,9 @@
 """Small values as JSON: what can be saved beside tensors, and comes back equal and of the same
 type.
 
-A value is plain JSON where JSON has its type, and ``{"$type": …}`` where it has not. A value without
-a codec is refused, and named by its path. Nothing is ever pickled, and decoding builds only the types
-listed here.
+A value is plain JSON where JSON has its type, and ``{"$type": …}`` where it has not. A value
+without a codec is refused, and named by its path. Nothing is ever pickled, and decoding builds only
+the types listed here.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def _encode_bytes(value: bytes | bytearray) -> Any:
 
 
 def encode_text(value: str) -> Any:
-    """JSON joins two adjacent lone surrogates into one character; so text with surrogates is kept as
-    bytes."""
+    """JSON joins two adjacent lone surrogates into one character; so text with surrogates is kept
+    as bytes."""
     if _SURROGATE.search(value):
         return {"$str": value.encode("utf-8", "surrogatepass").hex()}
     return value
@@ -106,8 +106,8 @@ _ENCODERS: dict[type, Callable[[Any], Any]] = {
 
 
 def _foreign_encoder(value: Any) -> Callable[[Any], Any] | None:
-    """The codec of a type whose library may not be loaded. It is recognised by name, so that nothing
-    is imported."""
+    """The codec of a type whose library may not be loaded. It is recognised by name, so that
+    nothing is imported."""
     origin = type(value).__module__
     name = type(value).__name__
     if origin == "torch" and name in ("dtype", "device"):

@@ -39,7 +39,8 @@ class VerifiedManifest:
         return cls(Manifest.of_columns(columns | empty, metadata, "the manifest"), columns)
 
     def with_shards_of(self, tensors: Ints) -> Manifest:
-        """The manifest with the shards of these tensors alone; ``tensors`` are rows, in any order."""
+        """The manifest with the shards of these tensors alone; ``tensors`` are rows, in any
+        order."""
         rows = np.unique(tensors)
         counts = ints_of(self.columns, "tensor.shards")
         first = np.cumsum(counts) - counts

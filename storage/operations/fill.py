@@ -45,8 +45,8 @@ def scatter_of(m: Manifest, wanted: Wanted, targets: Targets, plan: LoadPlan) ->
 
 
 def reporting(deliver: Deliver, plan: LoadPlan, report: Report) -> Deliver:
-    """``deliver``, followed by a report of how many bytes of the plan have been delivered. The first
-    report, of none, is made at once."""
+    """``deliver``, followed by a report of how many bytes of the plan have been delivered. The
+    first report, of none, is made at once."""
     sizes = (plan.stop - plan.start).tolist()
     total_nbytes = sum(sizes)
     done_nbytes = 0

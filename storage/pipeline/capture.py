@@ -28,8 +28,8 @@ class ChunkSource(Protocol):
         """Where the buffers of the chunks come from, and go when they are no longer used."""
 
     async def take(self, chunk: int) -> HostBuffer:
-        """A buffer that begins with the bytes of ``chunk``. It is the caller's, who gives it back to
-        the pool."""
+        """A buffer that begins with the bytes of ``chunk``. It is the caller's, who gives it back
+        to the pool."""
 
     def close(self) -> None:
         """Let go of everything that was not taken. Does no harm where it is called twice."""
@@ -60,8 +60,8 @@ class TensorChunks:
 
 
 class CapturedImage:
-    """An image in host memory, captured but not hashed. Written once: the memory of a chunk is freed
-    when the chunk has been written."""
+    """An image in host memory, captured but not hashed. Written once: the memory of a chunk is
+    freed when the chunk has been written."""
 
     def __init__(self, pool: HostPool) -> None:
         self.pool = pool
@@ -107,7 +107,8 @@ async def capture_image(
 
 
 def chunks_to_write(layout: ImageLayout) -> int:
-    """The number of chunks of the image; none where it has no shard, for then no file is written."""
+    """The number of chunks of the image; none where it has no shard, for then no file is
+    written."""
     if len(layout.start) == 0:
         return 0
     return layout.chunks

@@ -1,5 +1,5 @@
-"""Reads a range of one tensor's bytes, in row-major order, however its shards lie. Files over tensors
-are read this way.
+"""Reads a range of one tensor's bytes, in row-major order, however its shards lie. Files over
+tensors are read this way.
 
 Verified as every read is, and without torch: numpy copies.
 """
@@ -90,8 +90,8 @@ class _FlatRange:
     def _copy_strided(
         self, plan: LoadPlan, pair: int, src: int, nbytes: int, buffer: HostBuffer, base: int
     ) -> None:
-        """Copy bytes [src, src + nbytes) of the image, which ``buffer`` holds from byte ``base`` on,
-        where they are no single run of the wanted box."""
+        """Copy bytes [src, src + nbytes) of the image, which ``buffer`` holds from byte ``base``
+        on, where they are no single run of the wanted box."""
         shard = int(plan.shard[pair])
         target = int(plan.target[pair])
         box = self._boxes[target]

@@ -5,8 +5,8 @@ Every byte that is written has been verified against the manifest: data by the d
 and the pages at the end of an image are computed anew. So an image that arrives whole is what was
 saved, whatever the source holds.
 
-Compressed images are copied as they are stored, and unpacked only to be verified; so all copies of a
-checkpoint are equal byte by byte.
+Compressed images are copied as they are stored, and unpacked only to be verified; so all copies of
+a checkpoint are equal byte by byte.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class ImageCopier:
 
     async def whole(self) -> list[int]:
         """The images that the destination already has: of full size, and with the digests of all
-        their blocks. Their data is not read again, because a driver whose upload was committed holds
-        all of it."""
+        their blocks. Their data is not read again, because a driver whose upload was committed
+        holds all of it."""
         found: list[int] = []
         images = images_of(self.destination, self.target)
         reader = ImageReader(images, self.target, self.budget_nbytes)
@@ -123,8 +123,8 @@ class ImageCopier:
 
     @property
     def _job_nbytes(self) -> int:
-        """What a chunk takes of the budget: its buffer, which is one of ours, because the writer may
-        want it aligned, and what the source holds besides."""
+        """What a chunk takes of the budget: its buffer, which is one of ours, because the writer
+        may want it aligned, and what the source holds besides."""
         return self.target.chunk_nbytes * self.source.driver.traits.read_copies
 
 
@@ -235,8 +235,8 @@ class _Copies:
 
 
 def balanced(sizes: Sequence[int], groups: int) -> list[list[int]]:
-    """Indices of ``sizes`` in at most ``groups`` groups of about equal sums, each in ascending order;
-    none is empty.
+    """Indices of ``sizes`` in at most ``groups`` groups of about equal sums, each in ascending
+    order; none is empty.
 
     The longest-processing-time rule (R. L. Graham, "Bounds on Multiprocessing Timing Anomalies",
     1969): the largest first, each to the group with the smallest sum.

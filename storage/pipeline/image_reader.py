@@ -1,4 +1,5 @@
-"""Reads planned ranges of images, verifies them, and delivers each: all at once, within a budget."""
+"""Reads planned ranges of images, verifies them, and delivers each: all at once, within a
+budget."""
 
 from __future__ import annotations
 
@@ -41,8 +42,9 @@ NOT_WHAT_WAS_WRITTEN = "are not what was written"
 def plan_reads(
     driver: Driver, manifest: Manifest, targets: Targets, read_nbytes: int | None = None
 ) -> LoadPlan:
-    """Plan what to read of a checkpoint to fill ``targets``: at most ``read_nbytes`` at a time, which
-    divide a chunk (None: a chunk). Raises DamagedError where the manifest contradicts itself."""
+    """Plan what to read of a checkpoint to fill ``targets``: at most ``read_nbytes`` at a time,
+    which divide a chunk (None: a chunk). Raises DamagedError where the manifest contradicts
+    itself."""
     m = manifest
     _check_coverage(m, targets)
     return plan_load(
@@ -131,8 +133,8 @@ class ImageReader:
         await Pipeline(stages, budget, release=buffers.release).run(range(len(sizes)), counts)
 
     def jobs(self, reads: int, besides_nbytes: int = 0) -> int:
-        """How many jobs the budget allows where each takes ``besides_nbytes`` besides its buffer: at
-        most ``reads``, and as many more as can be verified meanwhile."""
+        """How many jobs the budget allows where each takes ``besides_nbytes`` besides its buffer:
+        at most ``reads``, and as many more as can be verified meanwhile."""
         buffer_nbytes = ReadBuffers(self.driver, self.manifest.chunk_nbytes).job_nbytes
         allowed = max(1, self.budget_nbytes // (buffer_nbytes + besides_nbytes))
         return min(allowed, reads + CPU_THREADS)
@@ -161,8 +163,8 @@ class ImageReader:
         return (await self.driver.index(image)).encode()
 
     async def read_pages(self, image: int, starts: Sequence[int]) -> dict[tuple[int, int], bytes]:
-        """The verified pages of the chunks that begin at ``starts``, which ascend: in one read, with
-        what lies between them. By image and start of the chunk.
+        """The verified pages of the chunks that begin at ``starts``, which ascend: in one read,
+        with what lies between them. By image and start of the chunk.
 
         Raises DamagedError.
         """
@@ -184,7 +186,8 @@ class ImageReader:
 
     @contextmanager
     def _reading(self, image: int, start: int, nbytes: int) -> Iterator[str]:
-        """The key to read from. Counts the read; an error for bytes that are not there names them."""
+        """The key to read from. Counts the read; an error for bytes that are not there names
+        them."""
         self.bytes_read += nbytes
         where = (self.manifest, self.driver.uri, image, start, start + nbytes)
         try:
@@ -209,7 +212,8 @@ class ImageReader:
             raise damaged(m, self.driver.uri, image, *bad[0], NOT_WHAT_WAS_WRITTEN)
 
     async def _pages(self, plan: LoadPlan) -> dict[tuple[int, int], bytes]:
-        """The verified pages of the chunks that are read in part, by image and start of the chunk."""
+        """The verified pages of the chunks that are read in part, by image and start of the
+        chunk."""
         partial: list[Chunk] = []
         columns = (plan.image.tolist(), plan.start.tolist(), plan.stop.tolist())
         for image, start, stop in zip(*columns, strict=True):

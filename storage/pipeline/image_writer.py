@@ -1,5 +1,5 @@
-"""Writes one image to storage: captures, hashes, perhaps packs, and writes it chunk by chunk, with all
-stages at work at once."""
+"""Writes one image to storage: captures, hashes, perhaps packs, and writes it chunk by chunk, with
+all stages at work at once."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ __all__ = ["ImageWriter", "Progress"]
 class Progress:
     """Callbacks of a save, all called on the engine's thread.
 
-    ``captured`` is called once, when all bytes are copied; ``sealed`` once, when all are hashed too;
-    ``moved`` for each chunk that is copied or hashed; ``wrote`` for each chunk that is written, with
-    the bytes of the image that have been written, and all of them.
+    ``captured`` is called once, when all bytes are copied; ``sealed`` once, when all are hashed
+    too; ``moved`` for each chunk that is copied or hashed; ``wrote`` for each chunk that is
+    written, with the bytes of the image that have been written, and all of them.
     """
 
     captured: Callable[[], None]

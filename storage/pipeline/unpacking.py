@@ -51,9 +51,9 @@ class _CopyingTraits(Traits):
 
 
 class Unpacked(Layer):
-    """Reads of an image get its unpacked bytes; everything else goes to the inner driver. Blocks are
-    unpacked in the memory that is read into, so no other memory is needed. The index of an image is
-    read once, and kept.
+    """Reads of an image get its unpacked bytes; everything else goes to the inner driver. Blocks
+    are unpacked in the memory that is read into, so no other memory is needed. The index of an
+    image is read once, and kept.
 
     Raises DamagedError for what cannot be unpacked; its message says why. What can be unpacked is
     not verified here: blocks have their digests.

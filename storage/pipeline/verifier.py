@@ -26,7 +26,8 @@ __all__ = ["Damage", "VerifyReport", "verify_images"]
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """Bytes [start, stop) of a file that are not what was written, and the tensors they belong to."""
+    """Bytes [start, stop) of a file that are not what was written, and the tensors they belong
+    to."""
 
     key: str
     start: int
@@ -173,8 +174,8 @@ class _Verifier:
 
 
 class _StoredPages:
-    """The digests that are stored behind the data. They are read for many chunks at a time, and kept
-    until the last of these has asked."""
+    """The digests that are stored behind the data. They are read for many chunks at a time, and
+    kept until the last of these has asked."""
 
     def __init__(self, driver: Driver, m: Manifest, present_nbytes: Mapping[int, int]) -> None:
         self._driver = driver
@@ -187,7 +188,8 @@ class _StoredPages:
         self._asked: dict[tuple[int, int], int] = {}
 
     async def of(self, chunk: Chunk) -> bytes:
-        """The page of a chunk; shorter, or empty, where the file ends before. Each chunk asks once."""
+        """The page of a chunk; shorter, or empty, where the file ends before. Each chunk asks
+        once."""
         number = chunk.start // self._m.chunk_nbytes
         index, position = divmod(number, self._chunks)
         group = (chunk.image, index)

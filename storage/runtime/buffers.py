@@ -26,8 +26,9 @@ KEPT_NBYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class HostBuffer:
-    """Memory of this process: ``view``, which begins at ``address``. It is page-aligned and anonymous,
-    unless :meth:`over` made it. ``owner`` keeps the memory alive where the view does not."""
+    """Memory of this process: ``view``, which begins at ``address``. It is page-aligned and
+    anonymous, unless :meth:`over` made it. ``owner`` keeps the memory alive where the view does
+    not."""
 
     view: memoryview
     address: int
@@ -125,6 +126,6 @@ def memory_for(what: str) -> Iterator[None]:
         ) from error
 
 
-# A child drops its parent's buffers: a page that both processes hold is copied when either writes to
-# it.
+# A child drops its parent's buffers: a page that both processes hold is copied when either writes
+# to it.
 in_child(_pools.clear)

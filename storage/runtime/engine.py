@@ -1,10 +1,10 @@
 """The engine's event loop: one daemon thread per process, started at first use.
 
-Saves and loads are coroutines. They run here and not in the caller's thread, so that an asynchronous
-save goes on while the trainer trains, and a caller may run an event loop of its own.
+Saves and loads are coroutines. They run here and not in the caller's thread, so that an
+asynchronous save goes on while the trainer trains, and a caller may run an event loop of its own.
 
-Nothing that waits for the engine may run on its thread: a log handler that saves, for example, would
-wait for itself. That is a UsageError.
+Nothing that waits for the engine may run on its thread: a log handler that saves, for example,
+would wait for itself. That is a UsageError.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def check_may_wait() -> None:
 
 
 class EngineFuture(Future[T]):
-    """A future that the engine completes. Waiting for it on the engine's thread is a UsageError, and
-    so is waiting in a forked child for what the parent's engine does."""
+    """A future that the engine completes. Waiting for it on the engine's thread is a UsageError,
+    and so is waiting in a forked child for what the parent's engine does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,9 +169,9 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def close_later(close: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """For finalizers: run ``close()`` on the engine's loop, without waiting for it. Takes no lock and
-    starts no engine, because the garbage collector may call a finalizer at any moment on any thread.
-    Failures are logged."""
+    """For finalizers: run ``close()`` on the engine's loop, without waiting for it. Takes no lock
+    and starts no engine, because the garbage collector may call a finalizer at any moment on any
+    thread. Failures are logged."""
     loop = _loop
     if loop is not None:
         loop.call_soon_threadsafe(_begin_to_close, loop, close)
@@ -192,14 +192,14 @@ def _begin_to_close(
 
 
 def _finish_all() -> None:
-    """Wait for asynchronous saves that are still under way when the program ends. Their own deadlines
-    bound this."""
+    """Wait for asynchronous saves that are still under way when the program ends. Their own
+    deadlines bound this."""
     wait(list(_unfinished), timeout=EXIT_S)
 
 
 async def offload(function: Callable[..., T], *args: Any) -> T:
-    """Run ``function`` in a worker thread of the current loop; if cancelled, wait for its end all the
-    same.
+    """Run ``function`` in a worker thread of the current loop; if cancelled, wait for its end all
+    the same.
 
     The thread uses the caller's buffers until it ends, so they must not be reused earlier.
     """
@@ -225,8 +225,8 @@ def _running_loop() -> asyncio.AbstractEventLoop:
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    """Run the loop for ever. A task that raises SystemExit or KeyboardInterrupt ends ``run_forever``;
-    its future has the error, and everything else that runs here must go on."""
+    """Run the loop for ever. A task that raises SystemExit or KeyboardInterrupt ends
+    ``run_forever``; its future has the error, and everything else that runs here must go on."""
     while True:
         try:
             loop.run_forever()

@@ -53,8 +53,8 @@ class ProgressReporter:
         self._ended: Future[None] | None = None
 
     def report(self, done_nbytes: int, total_nbytes: int) -> None:
-        """Note how far the operation is. Raises what the callback has raised; UsageError in place of
-        an error that is no Exception, such as SystemExit, because it would end the engine."""
+        """Note how far the operation is. Raises what the callback has raised; UsageError in place
+        of an error that is no Exception, such as SystemExit, because it would end the engine."""
         if self._callback is None:
             return
         with self._changed:

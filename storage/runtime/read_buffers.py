@@ -29,8 +29,8 @@ class ReadBuffers:
         """What a job takes of the budget."""
 
     async def read(self, job: Hashable, key: str, start: int, nbytes: int) -> None:
-        """Read for ``job``, at most a chunk. Raises what the driver raises. The job must be released
-        later, also after an error."""
+        """Read for ``job``, at most a chunk. Raises what the driver raises. The job must be
+        released later, also after an error."""
         if self._pool is None:
             self._buffers[job] = HostBuffer.over(await self._driver.fetch(key, start, nbytes))
         else:
