@@ -26,7 +26,7 @@ _KINDS.update(
 )
 
 
-def kind_of(node: Mapping[Any, Any]) -> str | None:
+def kind_of(node: object) -> str | None:
     """The name of the kind of ``node``; empty for a plain dict, None for a type that has no name
     here."""
     if type(node) is dict:

@@ -155,7 +155,7 @@ class Manifest:
     def encode(self) -> bytes:
         """The file's bytes. Raises SaveError for what no reader would accept."""
         check_readable(self.tensors, self.tree)
-        head: dict[str, Any] = {
+        head: dict[str, object] = {
             "version": self.version,
             "attempt": self.attempt,
             "step": self.step,
@@ -322,7 +322,7 @@ def _compression(head: Mapping[str, Any]) -> Compression | None:
     )
 
 
-def _whole(value: Any) -> int:
+def _whole(value: object) -> int:
     """A JSON integer, and nothing that merely can be made one."""
     if type(value) is not int or abs(value) > _INT_MAX:
         raise ValueError(f"{reprlib.repr(value)} is no integer of 62 bits")

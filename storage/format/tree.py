@@ -35,7 +35,7 @@ __all__ = [
 Key = str | int | float | bool | None
 """What a dict key may be; list and tuple items have int keys."""
 
-ByRank = list[tuple[list[int], Any]]
+ByRank = list[tuple[list[int], object]]
 """(ranks, encoded) where ranks disagree; else one entry."""
 
 Placements = dict[str, tuple[str, ...]]
@@ -128,9 +128,9 @@ class Tree:
             return int(text)
         return self.tensor_keys.get(container, {}).get(text, text)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Plain JSON types. Fields that not every state has are left out where they are empty."""
-        record: dict[str, Any] = {
+        record: dict[str, object] = {
             "containers": [[c.parent, _to_json(c.key), c.kind] for c in self.containers],
             "values": [[v.container, _to_json(v.key), v.by_rank] for v in self.values],
             "tensor_keys": [
@@ -170,7 +170,7 @@ class Tree:
         return tree
 
 
-def _placements_to_json(placements: dict[int, Placements]) -> list[Any]:
+def _placements_to_json(placements: dict[int, Placements]) -> list[object]:
     """Entries are [containers, placements], because most containers of an optimizer's parameters
     have equal ones."""
     alike: dict[tuple[tuple[str, tuple[str, ...]], ...], list[int]] = {}
@@ -193,7 +193,7 @@ def _placements_from_json(data: Any) -> dict[int, Placements]:
     return found
 
 
-def _to_json(key: Key) -> Any:
+def _to_json(key: Key) -> object:
     return encode_text(key) if isinstance(key, str) else key
 
 
@@ -322,7 +322,7 @@ def _merge_containers(
 def unite(values: Iterable[ByRank]) -> ByRank:
     """What ranks have at one place: each value once, with all ranks that have it, in order of their
     first ranks."""
-    found: dict[str, tuple[list[int], Any]] = {}
+    found: dict[str, tuple[list[int], object]] = {}
     for by_rank in values:
         for ranks, encoded in by_rank:
             # By its text, which distinguishes 1, 1.0 and True, and 0.0 and -0.0.

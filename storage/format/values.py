@@ -27,7 +27,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _DECIMAL_BITS_MAX = 1024
 
 
-def encode_value(value: Any, path: str) -> Any:
+def encode_value(value: object, path: str) -> object:
     """``value`` as a tree of JSON types. Raises StateError, which names ``path``, where there is no
     codec for it."""
     if type(value) in _PLAIN:
@@ -47,7 +47,7 @@ def encode_value(value: Any, path: str) -> Any:
     return encoder(value)
 
 
-def decode_value(encoded: Any) -> Any:
+def decode_value(encoded: object) -> Any:
     """The value that :func:`encode_value` was given. Raises DamagedError for what it never
     produces."""
     if isinstance(encoded, list):  # those of a state are containers
@@ -71,23 +71,23 @@ def decode_value(encoded: Any) -> Any:
         ) from error
 
 
-def _encode_int(value: int) -> Any:
+def _encode_int(value: int) -> object:
     return value if value.bit_length() <= _DECIMAL_BITS_MAX else {"$int": hex(value)}
 
 
-def _encode_float(value: float) -> Any:
+def _encode_float(value: float) -> object:
     return value if math.isfinite(value) else {"$float": repr(value)}
 
 
-def _encode_complex(value: complex) -> Any:
+def _encode_complex(value: complex) -> object:
     return {"$complex": [repr(value.real), repr(value.imag)]}
 
 
-def _encode_bytes(value: bytes | bytearray) -> Any:
+def _encode_bytes(value: bytes | bytearray) -> object:
     return {"$bytes": base64.b64encode(value).decode()}
 
 
-def encode_text(value: str) -> Any:
+def encode_text(value: str) -> object:
     """JSON joins two adjacent lone surrogates into one character; so text with surrogates is kept
     as bytes."""
     if _SURROGATE.search(value):
@@ -95,7 +95,7 @@ def encode_text(value: str) -> Any:
     return value
 
 
-_ENCODERS: dict[type, Callable[[Any], Any]] = {
+_ENCODERS: dict[type, Callable[[Any], object]] = {
     int: _encode_int,
     str: encode_text,
     float: _encode_float,
@@ -105,7 +105,7 @@ _ENCODERS: dict[type, Callable[[Any], Any]] = {
 }
 
 
-def _foreign_encoder(value: Any) -> Callable[[Any], Any] | None:
+def _foreign_encoder(value: Any) -> Callable[[Any], object] | None:
     """The codec of a type whose library may not be loaded. It is recognised by name, so that
     nothing is imported."""
     origin = type(value).__module__
@@ -124,7 +124,7 @@ def _foreign_encoder(value: Any) -> Callable[[Any], Any] | None:
     return None
 
 
-def _decode_numpy(content: list[str]) -> Any:
+def _decode_numpy(content: list[str]) -> object:
     import numpy as np
 
     text, data = content
@@ -134,19 +134,19 @@ def _decode_numpy(content: list[str]) -> Any:
     return value
 
 
-def _decode_numpy_text(content: Any) -> Any:
+def _decode_numpy_text(content: object) -> object:
     import numpy as np
 
     return np.str_(decode_value(content))
 
 
-def _decode_numpy_bytes(content: str) -> Any:
+def _decode_numpy_bytes(content: str) -> object:
     import numpy as np
 
     return np.bytes_(base64.b64decode(content, validate=True))
 
 
-def _decode_torch_dtype(content: str) -> Any:
+def _decode_torch_dtype(content: str) -> object:
     import torch
 
     dtype = vars(torch)[content]  # getattr would import modules for some names
@@ -155,7 +155,7 @@ def _decode_torch_dtype(content: str) -> Any:
     return dtype
 
 
-def _decode_torch_device(content: str) -> Any:
+def _decode_torch_device(content: str) -> object:
     import torch
 
     if not isinstance(content, str):
@@ -166,13 +166,13 @@ def _decode_torch_device(content: str) -> Any:
         raise ValueError(content) from error
 
 
-def _decode_torch_size(content: list[int]) -> Any:
+def _decode_torch_size(content: list[int]) -> object:
     import torch
 
     return torch.Size(content)
 
 
-_DECODERS: dict[str, Callable[[Any], Any]] = {
+_DECODERS: dict[str, Callable[[Any], object]] = {
     "$int": lambda c: int(c, 16),
     "$str": lambda c: bytes.fromhex(c).decode("utf-8", "surrogatepass"),
     "$numpy.str": _decode_numpy_text,
