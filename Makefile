@@ -21,7 +21,7 @@ export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo unit test properties sim sim-broken mutants crash damage fuzz test-servers drills lint format bench bench-names bench-server soak clean
+.PHONY: help setup demo unit test properties sim sim-broken mutants crash damage fuzz test-servers drills lint format bench bench-names bench-server soak torch-old clean
 
 help:  ## this list
 	@echo "usage: make TARGET"
@@ -53,6 +53,27 @@ mutants: $(READY)  ## change the engine in one small way at a time, and see that
 
 properties: $(READY)  ## property tests, with other examples each time, and more: make properties [EFFORT=20]
 	@HOLDFAST_TEST_EFFORT=$(or $(EFFORT),20) $(BIN)/pytest tests/property --timeout 7200 -o faulthandler_timeout=14400 $(TEST_ARGS)
+
+# The oldest torch that pyproject.toml promises, in an environment of its own. Its wheels come from PyTorch's index for
+# processors alone: those of PyPI bring gigabytes for GPUs.
+TORCH_OLD       ?= 2.6.0
+TORCH_OLD_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH_OLD_ENV   := .venv/torch-$(TORCH_OLD)
+TORCH_OLD_TESTS := tests/distributed tests/unit/test_names.py tests/unit/test_lazy.py tests/unit/test_planner_placement.py \
+	tests/unit/test_storage_*.py tests/unit/test_checkpointer.py tests/property/test_storage_states.py
+
+torch-old: $(TORCH_OLD_ENV)/.ready  ## the tests of states, layouts and jobs on the oldest torch promised: make torch-old [TORCH_OLD=2.6.0]
+	@$(TORCH_OLD_ENV)/bin/pytest -n $(JOBS) --dist loadfile --max-worker-restart 0 -o timeout_method=signal $(TORCH_OLD_TESTS) $(TEST_ARGS)
+
+$(TORCH_OLD_ENV)/.ready: pyproject.toml constraints.txt | $(READY)
+	@$(PYTHON) -m venv --clear $(TORCH_OLD_ENV)
+	@grep -viE '^(torch|sympy|triton|nvidia[a-z0-9-]*|cuda[a-z0-9-]*)==' constraints.txt > $(TORCH_OLD_ENV)/constraints.txt
+	@echo "torch $(TORCH_OLD), from $(TORCH_OLD_INDEX)"
+	@$(TORCH_OLD_ENV)/bin/pip install -qq --index-url $(TORCH_OLD_INDEX) 'torch==$(TORCH_OLD)'
+	@echo "torch==$(TORCH_OLD)" >> $(TORCH_OLD_ENV)/constraints.txt
+	@$(TORCH_OLD_ENV)/bin/pip install -qq -c $(TORCH_OLD_ENV)/constraints.txt setuptools
+	@$(TORCH_OLD_ENV)/bin/pip install -qq --no-build-isolation -c $(TORCH_OLD_ENV)/constraints.txt -e '.[dev]'
+	@touch $@
 
 drills: $(READY) test-servers  ## kill, cut off and fill up real servers in the middle of saves; minutes
 	@$(BIN)/pytest -m drill tests/servers $(TEST_ARGS)
