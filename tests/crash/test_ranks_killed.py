@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.aftermath import check, check_next_save, some
-from support.gang import Failed, Gang, Gone
+from support.rank_processes import Failed, Gone, RankProcesses
 from support.victims import save_as_rank
 
 import holdfast
@@ -25,14 +25,16 @@ def test_one_rank_of_two_dies_before_a_system_call(tmp_path: Path, victim: int, 
     """The survivor raises, or has saved if the commit was over; what is there is whole, and the
     next save cleans up."""
     uri = tmp_path / "c"
-    with Gang(2) as gang:
-        most = gang.run(save_as_rank, str(uri), 1, victim, 0, DEADLINE_S)[victim]
+    with RankProcesses(2) as ranks:
+        most = ranks.run(save_as_rank, str(uri), 1, victim, 0, DEADLINE_S)[victim]
     check(uri, {1})
     found = []
     for at in some(range(1, most + 1), POINTS, seed):
         check_next_save(uri, 1)
-        with Gang(2) as gang:
-            outcomes = gang.outcomes(gang.begin(save_as_rank, str(uri), 2, victim, at, DEADLINE_S))
+        with RankProcesses(2) as ranks:
+            outcomes = ranks.outcomes(
+                ranks.begin(save_as_rank, str(uri), 2, victim, at, DEADLINE_S)
+            )
         survivor = outcomes[1 - victim]
         if isinstance(survivor, Failed):
             assert isinstance(survivor.error, holdfast.CoordinationError)

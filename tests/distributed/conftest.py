@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.gang import Gang
+from support.rank_processes import RankProcesses
 
 
 @pytest.fixture(scope="session")
-def gang() -> Iterator[Gang]:
+def ranks() -> Iterator[RankProcesses]:
     """Four ranks, used by one test after the other."""
-    with Gang(4) as made:
+    with RankProcesses(4) as made:
         yield made

@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 from support.bits import difference
-from support.gang import Gang
+from support.rank_processes import RankProcesses
 from support.runs import back_run, damaged_run, fsdp_run, skewed_run, stopped_run, timed_run
 
 import holdfast
@@ -17,28 +17,28 @@ def steps(uri: Path) -> list[int | None]:
     return [c.step for c in holdfast.list_checkpoints(uri)]
 
 
-def test_a_sharded_run_goes_on_where_it_was(gang: Gang, tmp_path: Path) -> None:
+def test_a_sharded_run_goes_on_where_it_was(ranks: RankProcesses, tmp_path: Path) -> None:
     """FSDP2 with AdamW, saved lazily while it trains, and proven: it ends as the run that was never
     stopped. Fewer ranks can take it over."""
-    _, expected, _ = gang.run(fsdp_run, str(tmp_path / "whole"), 8, 8)[0]
+    _, expected, _ = ranks.run(fsdp_run, str(tmp_path / "whole"), 8, 8)[0]
     run = tmp_path / "run"
-    first = gang.run(fsdp_run, str(run), 8, 5)
+    first = ranks.run(fsdp_run, str(run), 8, 5)
     assert [begin for begin, _, _ in first] == [0] * 4
     assert steps(run) == [2, 4]
-    second = gang.run(fsdp_run, str(run), 8, 8)
+    second = ranks.run(fsdp_run, str(run), 8, 8)
     assert [begin for begin, _, _ in second] == [4] * 4
     assert difference(expected, second[0][1]) is None
     assert steps(run) == [6, 8]
     assert [counters["pruned"] for _, _, counters in second] == [2, 0, 0, 0]
-    third = gang.run(fsdp_run, str(run), 8, 8, world=2)
+    third = ranks.run(fsdp_run, str(run), 8, 8, world=2)
     assert [begin for begin, _, _ in third] == [8] * 2
     assert difference(expected, third[0][1]) is None
 
 
-def test_a_save_is_skipped_by_all_or_by_none(gang: Gang, tmp_path: Path) -> None:
+def test_a_save_is_skipped_by_all_or_by_none(ranks: RankProcesses, tmp_path: Path) -> None:
     """Though one rank hears later than the others that the last one has ended."""
     for slow in (0, 2):
-        found = gang.run(skewed_run, str(tmp_path / str(slow)), slow)
+        found = ranks.run(skewed_run, str(tmp_path / str(slow)), slow)
         begun = found[0][0]
         assert [b for b, _ in found] == [begun] * 4
         assert steps(tmp_path / str(slow)) == begun
@@ -47,9 +47,9 @@ def test_a_save_is_skipped_by_all_or_by_none(gang: Gang, tmp_path: Path) -> None
         assert len(begun) < 12 or slow != 0
 
 
-def test_time_is_up_for_all_at_the_same_step(gang: Gang, tmp_path: Path) -> None:
+def test_time_is_up_for_all_at_the_same_step(ranks: RankProcesses, tmp_path: Path) -> None:
     """By the clock of rank 0."""
-    found = gang.run(timed_run, str(tmp_path))
+    found = ranks.run(timed_run, str(tmp_path))
     begun = found[0][0]
     assert [b for b, _ in found] == [begun] * 4
     assert len(begun) > 1
@@ -58,16 +58,16 @@ def test_time_is_up_for_all_at_the_same_step(gang: Gang, tmp_path: Path) -> None
 
 
 def test_all_go_on_from_the_same_step_though_one_alone_finds_damage(
-    gang: Gang, tmp_path: Path
+    ranks: RankProcesses, tmp_path: Path
 ) -> None:
     """Each reads its own; the damage is in what one of them reads."""
-    assert gang.run(damaged_run, str(tmp_path)) == [(2, 20.0 + rank) for rank in range(4)]
+    assert ranks.run(damaged_run, str(tmp_path)) == [(2, 20.0 + rank) for rank in range(4)]
 
 
-def test_all_go_back_to_the_same_step(gang: Gang, tmp_path: Path) -> None:
+def test_all_go_back_to_the_same_step(ranks: RankProcesses, tmp_path: Path) -> None:
     """To an earlier one, and to one that was abandoned; and all learn that a save below the newest
     step is none."""
-    found = gang.run(back_run, str(tmp_path), world=2)
+    found = ranks.run(back_run, str(tmp_path), world=2)
     for rank in (0, 1):
         assert found[rank] == [
             ("UsageError", 2, -rank),
@@ -80,9 +80,9 @@ def test_all_go_back_to_the_same_step(gang: Gang, tmp_path: Path) -> None:
         ]
 
 
-def test_all_save_the_same_step_before_they_stop(gang: Gang, tmp_path: Path) -> None:
+def test_all_save_the_same_step_before_they_stop(ranks: RankProcesses, tmp_path: Path) -> None:
     """SIGTERM finds them in different steps; the last one that any of them has come to is saved."""
-    found = gang.run(stopped_run, str(tmp_path), [3, 5, 4, 3])
+    found = ranks.run(stopped_run, str(tmp_path), [3, 5, 4, 3])
     assert [(step, stop) for step, stop, _ in found] == [(5, [signal.SIGTERM])] * 4
     assert steps(tmp_path) == [5]
     with holdfast.open(tmp_path / "step-00000005") as checkpoint:
@@ -91,10 +91,10 @@ def test_all_save_the_same_step_before_they_stop(gang: Gang, tmp_path: Path) -> 
 
 
 def test_a_rank_that_is_not_told_to_stop_is_not_waited_for_forever(
-    gang: Gang, tmp_path: Path
+    ranks: RankProcesses, tmp_path: Path
 ) -> None:
     """The others hand the signal over when the grace period ends; nothing is half saved."""
-    found = gang.run(stopped_run, str(tmp_path), [3, -1, 3, 3])
+    found = ranks.run(stopped_run, str(tmp_path), [3, -1, 3, 3])
     assert [stop for _, stop, _ in found] == [
         [signal.SIGTERM],
         [],

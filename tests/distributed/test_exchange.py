@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.exchanging import CHUNK_NBYTES, broken_load, exchanging_load, replicated_save
-from support.gang import Gang, errors
+from support.rank_processes import RankProcesses, errors
 
 import holdfast
 
@@ -17,10 +17,10 @@ CHUNKS = 5
 
 
 @pytest.fixture(scope="module")
-def uri(gang: Gang, tmp_path_factory: pytest.TempPathFactory) -> str:
+def uri(ranks: RankProcesses, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A checkpoint of what four ranks hold alike."""
     folder = str(tmp_path_factory.mktemp("replicated") / "c")
-    gang.run(replicated_save, folder, CHUNKS)
+    ranks.run(replicated_save, folder, CHUNKS)
     return folder
 
 
@@ -30,12 +30,12 @@ def uri(gang: Gang, tmp_path_factory: pytest.TempPathFactory) -> str:
     ids=["by default", "between four hosts", "between two hosts"],
 )
 def test_replicas_read_each_byte_once(
-    exchange: Any, hosts: list[int] | None, uri: str, gang: Gang
+    exchange: Any, hosts: list[int] | None, uri: str, ranks: RankProcesses
 ) -> None:
     """By default on one host, through memory that they share; when asked, over the network too:
     what all ranks together read is one replica, within a hundredth; each reads its part, gets every
     bit, and keeps no memory of it."""
-    found = gang.run(exchanging_load, uri, CHUNKS, exchange, hosts)
+    found = ranks.run(exchanging_load, uri, CHUNKS, exchange, hosts)
     assert [rank["wrong"] for rank in found] == [None] * 4
     wanted = found[0]["wanted"]
     assert wanted <= sum(rank["read"] for rank in found) <= 1.01 * wanted
@@ -44,12 +44,14 @@ def test_replicas_read_each_byte_once(
     assert [rank["left"] for rank in found] == [0] * 4
 
 
-def test_compressed_images_are_exchanged_as_they_are_unpacked(gang: Gang, tmp_path: Path) -> None:
+def test_compressed_images_are_exchanged_as_they_are_unpacked(
+    ranks: RankProcesses, tmp_path: Path
+) -> None:
     """Likewise each byte once; and what four ranks have written, each its part, takes less room
     than it has."""
     folder = str(tmp_path / "c")
-    gang.run(replicated_save, folder, 3, "lz4")
-    found = gang.run(exchanging_load, folder, 3, "auto")
+    ranks.run(replicated_save, folder, 3, "lz4")
+    found = ranks.run(exchanging_load, folder, 3, "auto")
     assert [rank["wrong"] for rank in found] == [None] * 4
     assert sum(rank["read"] for rank in found) <= 1.01 * found[0]["wanted"]
     sizes = [file.stat().st_size for file in tmp_path.rglob("*.safetensors.lz4")]
@@ -57,9 +59,9 @@ def test_compressed_images_are_exchanged_as_they_are_unpacked(gang: Gang, tmp_pa
     assert sum(sizes) < 0.8 * found[0]["wanted"]
 
 
-def test_ranks_of_two_hosts_exchange_within_each_by_default(uri: str, gang: Gang) -> None:
+def test_ranks_of_two_hosts_exchange_within_each_by_default(uri: str, ranks: RankProcesses) -> None:
     """Each host reads all of it once: whether the network is faster than the storage is not known."""
-    found = gang.run(exchanging_load, uri, CHUNKS, "auto", [0, 1, 0, 1])
+    found = ranks.run(exchanging_load, uri, CHUNKS, "auto", [0, 1, 0, 1])
     assert [rank["wrong"] for rank in found] == [None] * 4
     wanted = found[0]["wanted"]
     for host in (found[0::2], found[1::2]):
@@ -82,10 +84,10 @@ def test_ranks_that_cannot_exchange_read_for_themselves(
     cannot: tuple[int, ...],
     strangers: tuple[int, ...],
     uri: str,
-    gang: Gang,
+    ranks: RankProcesses,
 ) -> None:
     """All alike: where one cannot, nobody waits for it."""
-    found = gang.run(exchanging_load, uri, CHUNKS, exchange, hosts, cannot, strangers)
+    found = ranks.run(exchanging_load, uri, CHUNKS, exchange, hosts, cannot, strangers)
     assert [rank["wrong"] for rank in found] == [None] * 4
     assert all(rank["received"] == 0 and rank["read"] >= rank["wanted"] for rank in found)
     assert [rank["left"] for rank in found] == [0] * 4
@@ -106,57 +108,57 @@ def test_one_rank_of_a_host_reads_the_manifest(
     hosts: Any,
     cannot: tuple[int, ...],
     expected: list[int],
-    gang: Gang,
+    ranks: RankProcesses,
     tmp_path: Path,
 ) -> None:
     """The first of them, who checks it, and hands it to the others; where it cannot, each reads it.
     Nothing of it stays in memory."""
-    gang.run(replicated_save, str(tmp_path / "c"), 1)
-    found = gang.run(exchanging_load, str(tmp_path / "c"), 1, exchange, hosts, cannot)
+    ranks.run(replicated_save, str(tmp_path / "c"), 1)
+    found = ranks.run(exchanging_load, str(tmp_path / "c"), 1, exchange, hosts, cannot)
     assert [rank["wrong"] for rank in found] == [None] * 4
     assert [rank["manifests"] for rank in found] == [rank["checked"] for rank in found] == expected
     assert [rank["left"] for rank in found] == [0] * 4
 
 
-def test_without_a_checkpoint_each_rank_says_so(gang: Gang, tmp_path: Path) -> None:
+def test_without_a_checkpoint_each_rank_says_so(ranks: RankProcesses, tmp_path: Path) -> None:
     """Also those that were to be handed the manifest."""
-    raised = errors(gang.outcomes(gang.begin(exchanging_load, str(tmp_path / "none"), 1, "auto")))
+    raised = errors(ranks.outcomes(ranks.begin(exchanging_load, str(tmp_path / "none"), 1, "auto")))
     assert [type(error) for error in raised] == [holdfast.NotACheckpointError] * 4
 
 
-def test_little_is_not_exchanged_by_default(gang: Gang, tmp_path: Path) -> None:
+def test_little_is_not_exchanged_by_default(ranks: RankProcesses, tmp_path: Path) -> None:
     """Meeting each other would take longer."""
-    gang.run(replicated_save, str(tmp_path / "c"), 1)
+    ranks.run(replicated_save, str(tmp_path / "c"), 1)
     assert all(
-        rank["received"] == 0 for rank in gang.run(exchanging_load, str(tmp_path / "c"), 1, "auto")
+        rank["received"] == 0 for rank in ranks.run(exchanging_load, str(tmp_path / "c"), 1, "auto")
     )
 
 
-def test_what_one_rank_cannot_read_is_an_error_on_all(uri: str, gang: Gang) -> None:
+def test_what_one_rank_cannot_read_is_an_error_on_all(uri: str, ranks: RankProcesses) -> None:
     """In the middle of the exchange: that rank raises what went wrong, the others at once that it
     did; nobody's error holds more memory that ranks share than the manifest's; and the same ranks
     can load afterwards."""
-    raised = errors(gang.outcomes(gang.begin(broken_load, uri, CHUNKS, 1, None, 30.0)))
+    raised = errors(ranks.outcomes(ranks.begin(broken_load, uri, CHUNKS, 1, None, 30.0)))
     own = raised.pop(1)
     assert isinstance(own, holdfast.StorageError)
     assert [(type(e), e.rank) for e in raised] == [(holdfast.RankFailedError, 1)] * 3
     assert all("the disk is broken" in str(e) and e.took_s < 20 for e in raised)
     assert all(e.left <= 1 for e in [own, *raised])
-    assert all(rank["wrong"] is None for rank in gang.run(exchanging_load, uri, CHUNKS, True))
+    assert all(rank["wrong"] is None for rank in ranks.run(exchanging_load, uri, CHUNKS, True))
 
 
 def test_damage_that_one_rank_reads_for_others_is_an_error_on_all(
-    gang: Gang, tmp_path: Path
+    ranks: RankProcesses, tmp_path: Path
 ) -> None:
     """Whoever reads the flipped byte says so, in which file; nobody takes it."""
-    gang.run(replicated_save, str(tmp_path / "c"), CHUNKS)
+    ranks.run(replicated_save, str(tmp_path / "c"), CHUNKS)
     image = max(tmp_path.rglob("*.safetensors"), key=lambda path: (path.stat().st_size, path.name))
     with image.open("r+b") as file:
         file.seek(1_000_000)
         old = file.read(1)
         file.seek(1_000_000)
         file.write(bytes([old[0] ^ 1]))
-    raised = errors(gang.outcomes(gang.begin(exchanging_load, str(tmp_path / "c"), CHUNKS, True)))
+    raised = errors(ranks.outcomes(ranks.begin(exchanging_load, str(tmp_path / "c"), CHUNKS, True)))
     kinds = [type(e) for e in raised]
     assert sorted(kinds, key=str) == [holdfast.DamagedError, *[holdfast.RankFailedError] * 3]
     assert all("not what was written" in str(e) for e in raised)
@@ -169,7 +171,7 @@ def test_a_rank_that_dies_while_others_wait_for_what_it_reads_is_named(
     """Killed: the others raise RankFailedError as soon as it is gone. Halted with its engine:
     DeadlineError, within the deadline. Nobody waits longer."""
     sign = tmp_path / "sign"
-    with Gang(3) as doomed:
+    with RankProcesses(3) as doomed:
         doomed.begin(broken_load, uri, CHUNKS, 2, str(sign), 60.0 if how == "killed" else 3.0)
         end = time.monotonic() + 60
         while not sign.exists():

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from support.bits import difference
-from support.chores import (
+from support.jobs import fsdp_load
+from support.rank_processes import Gone, RankProcesses, errors
+from support.rank_tasks import (
     absent,
     disagreeing,
     failing_save,
@@ -23,8 +25,6 @@ from support.chores import (
     save_with,
     unsavable,
 )
-from support.gang import Gang, Gone, errors
-from support.jobs import fsdp_load
 
 import holdfast
 
@@ -50,11 +50,13 @@ def files(uri: str) -> list[str]:
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_state_that_one_rank_cannot_save_is_told_to_all(rank: int, uri: str, gang: Gang) -> None:
+def test_a_state_that_one_rank_cannot_save_is_told_to_all(
+    rank: int, uri: str, ranks: RankProcesses
+) -> None:
     """That rank raises the StateError, the others at once that it failed and why; nothing was
     written."""
     before = files(uri)
-    raised = errors(gang.outcomes(gang.begin(save_with, uri, {rank: unsavable})))
+    raised = errors(ranks.outcomes(ranks.begin(save_with, uri, {rank: unsavable})))
     own = raised.pop(rank)
     assert isinstance(own, holdfast.StateError)
     assert [(type(e), e.rank) for e in raised] == [(holdfast.RankFailedError, rank)] * 3
@@ -64,11 +66,13 @@ def test_a_state_that_one_rank_cannot_save_is_told_to_all(rank: int, uri: str, g
 
 
 @pytest.mark.parametrize("moment", ["create", "put"])
-def test_storage_that_fails_on_one_rank_is_told_to_all(moment: str, uri: str, gang: Gang) -> None:
+def test_storage_that_fails_on_one_rank_is_told_to_all(
+    moment: str, uri: str, ranks: RankProcesses
+) -> None:
     """Writing an image on any rank, or the manifest on the leader: all raise, and the old
     checkpoint stays."""
     rank = 3 if moment == "create" else 0
-    raised = errors(gang.outcomes(gang.begin(failing_save, uri, rank, moment)))
+    raised = errors(ranks.outcomes(ranks.begin(failing_save, uri, rank, moment)))
     assert isinstance(raised.pop(rank), holdfast.FullError)
     expected = (
         (holdfast.RankFailedError, rank) if moment == "create" else (holdfast.FullError, None)
@@ -76,14 +80,18 @@ def test_storage_that_fails_on_one_rank_is_told_to_all(moment: str, uri: str, ga
     assert [(type(e), e.rank) for e in raised] == [expected] * 3
     assert all("no room left" in str(e) and e.took_s < 5 for e in raised)
     assert untouched(uri)
-    assert all(took < 30 for took in gang.run(save_with, uri, {0: OLD, 1: OLD, 2: OLD, 3: OLD}))
+    assert all(took < 30 for took in ranks.run(save_with, uri, {0: OLD, 1: OLD, 2: OLD, 3: OLD}))
     assert untouched(uri)
 
 
-def test_ranks_that_save_to_different_places_are_told_so(tmp_path: Path, gang: Gang) -> None:
+def test_ranks_that_save_to_different_places_are_told_so(
+    tmp_path: Path, ranks: RankProcesses
+) -> None:
     """Nothing is written at either."""
     raised = errors(
-        gang.outcomes(gang.begin(save_from, [str(tmp_path / f"{rank // 3}") for rank in range(4)]))
+        ranks.outcomes(
+            ranks.begin(save_from, [str(tmp_path / f"{rank // 3}") for rank in range(4)])
+        )
     )
     assert [type(e) for e in raised] == [holdfast.UsageError] * 4
     assert all("rank 3" in str(e) for e in raised)
@@ -108,19 +116,21 @@ DISAGREEMENTS: list[tuple[Any, str]] = [
     ids=["kind of container", "kind of state", "shape", "dtype", "offset"],
 )
 def test_ranks_that_disagree_are_told_where(
-    overrides: Any, text: str, uri: str, gang: Gang
+    overrides: Any, text: str, uri: str, ranks: RankProcesses
 ) -> None:
     """On the tree, or on a sharded tensor: every rank raises the same, and the old checkpoint
     stays."""
     what = disagreeing if isinstance(overrides, str) else save_with
-    raised = errors(gang.outcomes(gang.begin(what, uri, overrides)))
+    raised = errors(ranks.outcomes(ranks.begin(what, uri, overrides)))
     assert [isinstance(e, holdfast.SaveError) for e in raised] == [True] * 4
     assert len({str(e) for e in raised}) == 1
     assert text in str(raised[0])
     assert untouched(uri)
 
 
-def test_plain_tensors_of_different_shapes_are_each_ranks_own(gang: Gang, tmp_path: Path) -> None:
+def test_plain_tensors_of_different_shapes_are_each_ranks_own(
+    ranks: RankProcesses, tmp_path: Path
+) -> None:
     """A name says nothing about size: a buffer may grow on one rank."""
     states = {
         rank: {
@@ -129,8 +139,8 @@ def test_plain_tensors_of_different_shapes_are_each_ranks_own(gang: Gang, tmp_pa
         }
         for rank in range(4)
     }
-    gang.run(save_with, str(tmp_path / "c"), states)
-    loaded = gang.run(
+    ranks.run(save_with, str(tmp_path / "c"), states)
+    loaded = ranks.run(
         load_with,
         str(tmp_path / "c"),
         {r: {"x": torch.full((r,), -1.0), "y": states[r]["y"] + 1} for r in range(4)},
@@ -138,10 +148,10 @@ def test_plain_tensors_of_different_shapes_are_each_ranks_own(gang: Gang, tmp_pa
     assert [difference(states[rank], found) for rank, found in enumerate(loaded)] == [None] * 4
 
 
-def test_a_mismatch_on_one_rank_is_raised_on_all(uri: str, gang: Gang) -> None:
+def test_a_mismatch_on_one_rank_is_raised_on_all(uri: str, ranks: RankProcesses) -> None:
     """It says on which rank; no rank's tensors are touched."""
     into = {2: {"x": torch.zeros(5), "y": 0}, 3: {"x": torch.zeros(100), "y": 0, "z": 1}}
-    raised = errors(gang.outcomes(gang.begin(load_with, uri, into)))
+    raised = errors(ranks.outcomes(ranks.begin(load_with, uri, into)))
     assert [type(e) for e in raised] == [holdfast.MismatchError] * 4
     expected = (
         'state["x"]: shape [100] in the checkpoint, [5] in the state (rank 2)',
@@ -150,18 +160,18 @@ def test_a_mismatch_on_one_rank_is_raised_on_all(uri: str, gang: Gang) -> None:
     assert [e.differences for e in raised] == [expected] * 4
 
 
-def test_a_rank_needs_a_place_for_its_part_only(uri: str, gang: Gang) -> None:
+def test_a_rank_needs_a_place_for_its_part_only(uri: str, ranks: RankProcesses) -> None:
     """What any rank has a place for is not unexpected: pipeline stages load each their own."""
     into = {0: {"x": torch.zeros(100)}, 1: {"y": 0}, 2: {}, 3: {"x": torch.zeros(100), "y": 0}}
-    loaded = gang.run(load_with, uri, into)
+    loaded = ranks.run(load_with, uri, into)
     assert difference({"x": OLD["x"]}, loaded[0]) is None
     assert loaded[1:3] == [{"y": 1}, {}]
     assert difference(OLD, loaded[3]) is None
 
 
-def test_damage_that_one_rank_meets_is_told_to_all(gang: Gang, tmp_path: Path) -> None:
+def test_damage_that_one_rank_meets_is_told_to_all(ranks: RankProcesses, tmp_path: Path) -> None:
     """The rank that reads the damaged file says which; the others raise that it failed."""
-    gang.run(
+    ranks.run(
         save_with,
         str(tmp_path / "c"),
         {rank: {"own": torch.full((9000,), float(rank))} for rank in range(4)},
@@ -171,7 +181,7 @@ def test_damage_that_one_rank_meets_is_told_to_all(gang: Gang, tmp_path: Path) -
     data[20_000] ^= 1
     image.write_bytes(data)
     into = {rank: {"own": torch.zeros(9000)} for rank in range(4)}
-    raised = errors(gang.outcomes(gang.begin(load_with, str(tmp_path / "c"), into)))
+    raised = errors(ranks.outcomes(ranks.begin(load_with, str(tmp_path / "c"), into)))
     own = raised.pop(2)
     assert isinstance(own, holdfast.DamagedError)
     assert "2.safetensors" in str(own)
@@ -179,16 +189,16 @@ def test_damage_that_one_rank_meets_is_told_to_all(gang: Gang, tmp_path: Path) -
     assert [(type(e), e.rank) for e in raised] == [(holdfast.RankFailedError, 2)] * 3
 
 
-def test_nothing_to_load_is_told_as_such_on_all_ranks(tmp_path: Path, gang: Gang) -> None:
+def test_nothing_to_load_is_told_as_such_on_all_ranks(tmp_path: Path, ranks: RankProcesses) -> None:
     """Not as a failure of some rank."""
-    raised = errors(gang.outcomes(gang.begin(load_with, str(tmp_path / "nothing"), {})))
+    raised = errors(ranks.outcomes(ranks.begin(load_with, str(tmp_path / "nothing"), {})))
     assert [type(e) for e in raised] == [holdfast.NotACheckpointError] * 4
 
 
 @pytest.mark.parametrize("rank", [0, 3])
-def test_a_rank_that_never_saves_is_named(rank: int, uri: str, gang: Gang) -> None:
+def test_a_rank_that_never_saves_is_named(rank: int, uri: str, ranks: RankProcesses) -> None:
     """Within the deadline, by all others; and the job can save again afterwards."""
-    raised = errors(gang.outcomes(gang.begin(absent, uri, rank, 1.0)))
+    raised = errors(ranks.outcomes(ranks.begin(absent, uri, rank, 1.0)))
     assert raised.pop(rank) is None
     assert [(type(e), e.rank) for e in raised] == [(holdfast.DeadlineError, rank)] * 3
     assert all(1.0 <= e.took_s < 6 for e in raised)
@@ -202,7 +212,7 @@ def test_a_rank_that_is_killed_in_the_middle_of_a_save_is_named(
     """kill -9 before it writes its image, or before the leader puts the manifest: the others raise
     DeadlineError that names it within the deadline, nothing is committed, and the next save works
     and cleans up."""
-    with Gang(3) as doomed:
+    with RankProcesses(3) as doomed:
         world = doomed.begin(halting_save, uri, rank, moment, str(tmp_path / "sign"), 2.0)
         end = time.monotonic() + 60
         while not (tmp_path / "sign").exists():
@@ -227,7 +237,7 @@ def test_a_rank_that_is_killed_while_it_tells_for_its_host_is_named(
 ) -> None:
     """It has heard the other, who waits for the leader, as the leader waits for it: both raise, in
     time, nothing is committed, and the next save cleans up."""
-    with Gang(3) as doomed:
+    with RankProcesses(3) as doomed:
         world = doomed.begin(joining_save, uri, ["a", "b", "b"], 1, str(tmp_path / "sign"), 2.0)
         end = time.monotonic() + 60
         while not (tmp_path / "sign").exists():
@@ -248,7 +258,7 @@ def test_storage_that_ranks_do_not_share_is_found_out(tmp_path: Path) -> None:
     shared, private = tmp_path / "shared", tmp_path / "private"
     shared.mkdir()
     private.mkdir()
-    with Gang(3) as pair:
+    with RankProcesses(3) as pair:
         reasons = pair.run(hide_folder, str(shared), 2, str(private))
         if any(reasons):
             pytest.skip(next(filter(None, reasons)))
@@ -259,15 +269,17 @@ def test_storage_that_ranks_do_not_share_is_found_out(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.rglob("*") if p.is_file()] == []
 
 
-def test_training_goes_on_while_earlier_steps_are_saved(gang: Gang, tmp_path: Path) -> None:
+def test_training_goes_on_while_earlier_steps_are_saved(
+    ranks: RankProcesses, tmp_path: Path
+) -> None:
     """Each checkpoint is the state as it was when async_save was called, whatever was done to the
     tensors since, with room for everything and with little memory."""
     for name, budget_nbytes in (("much", None), ("little", 32 << 20)):
         uri = str(tmp_path / name)
-        states = gang.run(overlapped, uri, 4, budget_nbytes)[0]
+        states = ranks.run(overlapped, uri, 4, budget_nbytes)[0]
         for step, expected in enumerate(states):
             assert (
-                difference(expected, gang.run(fsdp_load, f"{uri}/{step}", "fsdp", 0, False)[0])
+                difference(expected, ranks.run(fsdp_load, f"{uri}/{step}", "fsdp", 0, False)[0])
                 is None
             )
             with holdfast.open(f"{uri}/{step}") as c:

@@ -14,13 +14,15 @@ from support.foreign_jobs import (
     uneven_tensors,
     warned_of,
 )
-from support.gang import Gang
+from support.rank_processes import RankProcesses
 
 
-def test_modules_and_optimizers_of_fsdp1_are_refused_by_name(gang: Gang, tmp_path: Path) -> None:
+def test_modules_and_optimizers_of_fsdp1_are_refused_by_name(
+    ranks: RankProcesses, tmp_path: Path
+) -> None:
     """With a device mesh and without, flat and original parameters, any kind of state dict; on save
     and on load. The error names the path, and what to use instead."""
-    for seen in gang.run(fsdp1_objects, str(tmp_path / "c"), world=2):
+    for seen in ranks.run(fsdp1_objects, str(tmp_path / "c"), world=2):
         assert len(seen) == 4 * 3 * 9
         for what, text in seen:
             assert text.startswith("StateError: "), what
@@ -36,9 +38,11 @@ def test_modules_and_optimizers_of_fsdp1_are_refused_by_name(gang: Gang, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_fsdp1_leaves_in_plain_dicts_is_refused_by_name(gang: Gang, tmp_path: Path) -> None:
+def test_what_fsdp1_leaves_in_plain_dicts_is_refused_by_name(
+    ranks: RankProcesses, tmp_path: Path
+) -> None:
     """ShardedTensors, flat parameters, and views of them."""
-    for texts in gang.run(fsdp1_leaves, str(tmp_path / "c"), world=2):
+    for texts in ranks.run(fsdp1_leaves, str(tmp_path / "c"), world=2):
         for text in texts:
             assert text.startswith('StateError: state["model"]["')
             assert "FSDP1" in text
@@ -46,15 +50,19 @@ def test_what_fsdp1_leaves_in_plain_dicts_is_refused_by_name(gang: Gang, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_fsdp1_is_saved_and_loaded_as_its_error_advises(gang: Gang, tmp_path: Path) -> None:
+def test_fsdp1_is_saved_and_loaded_as_its_error_advises(
+    ranks: RankProcesses, tmp_path: Path
+) -> None:
     """By full state dicts: the next step after a load is that of the job that went on."""
-    assert gang.run(fsdp1_by_full_state_dicts, str(tmp_path / "c"), world=2) == [True, True]
+    assert ranks.run(fsdp1_by_full_state_dicts, str(tmp_path / "c"), world=2) == [True, True]
 
 
-def test_a_dtensor_whose_hooks_tell_another_layout_is_refused(gang: Gang, tmp_path: Path) -> None:
+def test_a_dtensor_whose_hooks_tell_another_layout_is_refused(
+    ranks: RankProcesses, tmp_path: Path
+) -> None:
     """Of equal sizes and other offsets, as Megatron-FSDP has them: saved by its placements it would
     be in the wrong order. Hooks that agree with the placements are no obstacle."""
-    for found in gang.run(hooked_tensors, str(tmp_path), world=2):
+    for found in ranks.run(hooked_tensors, str(tmp_path), world=2):
         assert found.pop("save right") == found.pop("load right") == ""
         names = {
             "buffer": '["m"]["cache"]',
@@ -74,10 +82,10 @@ def test_a_dtensor_whose_hooks_tell_another_layout_is_refused(gang: Gang, tmp_pa
 
 
 def test_a_local_tensor_of_another_shape_than_its_placements_imply_is_refused(
-    gang: Gang, tmp_path: Path
+    ranks: RankProcesses, tmp_path: Path
 ) -> None:
     """Uneven parts, padding, and elements where none are expected."""
-    first, second = gang.run(uneven_tensors, str(tmp_path), world=2)
+    first, second = ranks.run(uneven_tensors, str(tmp_path), world=2)
     for rank, found in enumerate((first, second)):
         for name, alone in (("longer first", None), ("padded", 1), ("none expected", 1)):
             for what in (f"save {name}", f"load {name}"):
@@ -89,12 +97,12 @@ def test_a_local_tensor_of_another_shape_than_its_placements_imply_is_refused(
 
 
 def test_a_state_that_holds_less_than_it_seems_is_refused_by_all_ranks_together(
-    gang: Gang, tmp_path: Path
+    ranks: RankProcesses, tmp_path: Path
 ) -> None:
     """Tensors without any element, and placeholders in the place of weights. Values alone are a
     state, and so is what some ranks hold while others have nothing of it. ``allow_empty`` saves it
     as it is."""
-    first, second = gang.run(hollow_saves, str(tmp_path), world=2)
+    first, second = ranks.run(hollow_saves, str(tmp_path), world=2)
     refused = {
         "nothing": "the state",
         "nothing but values": "the state",
@@ -112,11 +120,13 @@ def test_a_state_that_holds_less_than_it_seems_is_refused_by_all_ranks_together(
         }
 
 
-def test_plain_tensors_that_differ_between_ranks_are_named_once(gang: Gang, tmp_path: Path) -> None:
+def test_plain_tensors_that_differ_between_ranks_are_named_once(
+    ranks: RankProcesses, tmp_path: Path
+) -> None:
     """In a warning of the first rank that holds them: parameters, moments, and tensors in plain
     dicts, by values, shape or dtype. Not buffers of modules, random states, data loaders and what
     is in a PerRank. One that differs later is named when it does."""
-    first, second, third = gang.run(warned_of, str(tmp_path), "warned", world=3)
+    first, second, third = ranks.run(warned_of, str(tmp_path), "warned", world=3)
     assert [len(told) for told in first] == [1, 0, 1, 0]
     (message,) = first[0]
     named = [

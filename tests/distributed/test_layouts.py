@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from support.bits import difference
-from support.gang import Gang
 from support.jobs import fsdp_load, fsdp_save, fsdp_train, layouts_load, layouts_save, one_memory
+from support.rank_processes import RankProcesses
 
 import holdfast
 
@@ -17,13 +17,13 @@ SHAPES = [(7, 5), (8, 4), (3,), (1, 9), (2, 3, 6), (0, 4), ()]
 
 @pytest.fixture(scope="module")
 def trained(
-    gang: Gang, tmp_path_factory: pytest.TempPathFactory
+    ranks: RankProcesses, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[str, dict[str, Any]]]:
     """A checkpoint of each layout on four ranks, and what is in it."""
     made = {}
     for layout in ("fsdp", "hsdp", "tp"):
         uri = str(tmp_path_factory.mktemp("trained") / layout)
-        made[layout] = (uri, gang.run(fsdp_save, uri, layout, 3)[0])
+        made[layout] = (uri, ranks.run(fsdp_save, uri, layout, 3)[0])
     return made
 
 
@@ -33,39 +33,41 @@ def trained(
 )
 @pytest.mark.parametrize("stored", ["fsdp", "hsdp", "tp"])
 def test_a_training_job_is_loaded_into_another_layout(
-    stored: str, layout: str, world: int, gang: Gang, trained: Any
+    stored: str, layout: str, world: int, ranks: RankProcesses, trained: Any
 ) -> None:
     """FSDP2, replicas of shards, and FSDP over tensor parallel, with AdamW, on 4, 3, 2 and 1 ranks."""
     uri, expected = trained[stored]
-    for found in gang.run(fsdp_load, uri, layout, world=world):
+    for found in ranks.run(fsdp_load, uri, layout, world=world):
         assert difference(expected, found) is None
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "hsdp", "tp"])
 def test_training_goes_on_as_if_it_had_not_been_interrupted(
-    layout: str, gang: Gang, trained: Any
+    layout: str, ranks: RankProcesses, trained: Any
 ) -> None:
     """Three steps, save, load, two steps are the same bits as five steps."""
     uri, _ = trained[layout]
     assert (
-        difference(gang.run(fsdp_train, layout, 5)[0], gang.run(fsdp_load, uri, layout, 2)[0])
+        difference(ranks.run(fsdp_train, layout, 5)[0], ranks.run(fsdp_load, uri, layout, 2)[0])
         is None
     )
 
 
-def test_layers_that_tensor_parallel_left_alone_are_stored_once(gang: Gang, tmp_path: Path) -> None:
+def test_layers_that_tensor_parallel_left_alone_are_stored_once(
+    ranks: RankProcesses, tmp_path: Path
+) -> None:
     """FSDP shards them over one line of the mesh, and every line holds the same: each is a mesh of
     its own, and none of them says so. Saved once, and loaded from any layout and into any."""
-    expected = gang.run(fsdp_save, str(tmp_path / "c"), "loose", 3)[0]
+    expected = ranks.run(fsdp_save, str(tmp_path / "c"), "loose", 3)[0]
     for layout in ("loose", "fsdp"):
         assert all(
             difference(expected, found) is None
-            for found in gang.run(fsdp_load, str(tmp_path / "c"), layout)
+            for found in ranks.run(fsdp_load, str(tmp_path / "c"), layout)
         )
     assert (
         difference(
-            gang.run(fsdp_train, "loose", 5)[0],
-            gang.run(fsdp_load, str(tmp_path / "c"), "loose", 2)[0],
+            ranks.run(fsdp_train, "loose", 5)[0],
+            ranks.run(fsdp_load, str(tmp_path / "c"), "loose", 2)[0],
         )
         is None
     )
@@ -93,19 +95,19 @@ COLUMNS = [
 ]
 
 
-def test_every_placement_is_loaded_into_every_other(gang: Gang, tmp_path: Path) -> None:
+def test_every_placement_is_loaded_into_every_other(ranks: RankProcesses, tmp_path: Path) -> None:
     """Shard, Replicate and strided shards over meshes of one and two dimensions, with uneven and
     empty parts."""
     flat = [shape for shape in SHAPES if len(shape) >= 1]
-    gang.run(layouts_save, str(tmp_path / "rows"), LINE + SQUARE, flat)
+    ranks.run(layouts_save, str(tmp_path / "rows"), LINE + SQUARE, flat)
     assert (
-        gang.run(layouts_load, str(tmp_path / "rows"), LINE + SQUARE, LINE + SQUARE, flat)
+        ranks.run(layouts_load, str(tmp_path / "rows"), LINE + SQUARE, LINE + SQUARE, flat)
         == [[]] * 4
     )
     deep = [shape for shape in SHAPES if len(shape) >= 2]
-    gang.run(layouts_save, str(tmp_path / "all"), LINE + SQUARE + COLUMNS, deep)
+    ranks.run(layouts_save, str(tmp_path / "all"), LINE + SQUARE + COLUMNS, deep)
     assert (
-        gang.run(
+        ranks.run(
             layouts_load,
             str(tmp_path / "all"),
             LINE + SQUARE + COLUMNS,
@@ -114,28 +116,32 @@ def test_every_placement_is_loaded_into_every_other(gang: Gang, tmp_path: Path) 
         )
         == [[]] * 4
     )
-    gang.run(layouts_save, str(tmp_path / "none"), [LINE[1], SQUARE[2]], SHAPES)
+    ranks.run(layouts_save, str(tmp_path / "none"), [LINE[1], SQUARE[2]], SHAPES)
     assert (
-        gang.run(layouts_load, str(tmp_path / "none"), [LINE[1], SQUARE[2]], [LINE[1]], SHAPES)
+        ranks.run(layouts_load, str(tmp_path / "none"), [LINE[1], SQUARE[2]], [LINE[1]], SHAPES)
         == [[]] * 4
     )
 
 
 @pytest.mark.parametrize("world", [3, 2, 1])
-def test_placements_are_loaded_on_fewer_ranks(world: int, gang: Gang, tmp_path: Path) -> None:
+def test_placements_are_loaded_on_fewer_ranks(
+    world: int, ranks: RankProcesses, tmp_path: Path
+) -> None:
     """Saved on four."""
     shapes = [(7, 5), (8, 4), (2, 3, 6)]
-    gang.run(layouts_save, str(tmp_path / "c"), LINE + SQUARE + COLUMNS, shapes)
+    ranks.run(layouts_save, str(tmp_path / "c"), LINE + SQUARE + COLUMNS, shapes)
     wanted = [((world,), ("S0",)), ((world,), ("S1",)), ((world,), ("R",))]
     assert (
-        gang.run(
+        ranks.run(
             layouts_load, str(tmp_path / "c"), LINE + SQUARE + COLUMNS, wanted, shapes, world=world
         )
         == [[]] * world
     )
 
 
-def test_what_several_ranks_hold_is_divided_evenly_among_them(gang: Gang, tmp_path: Path) -> None:
+def test_what_several_ranks_hold_is_divided_evenly_among_them(
+    ranks: RankProcesses, tmp_path: Path
+) -> None:
     """Replicas, whole or of shards, in one large tensor or many small ones: each rank writes about
     its part, and no byte is written twice."""
     for layout, shapes in (
@@ -145,7 +151,7 @@ def test_what_several_ranks_hold_is_divided_evenly_among_them(gang: Gang, tmp_pa
         (((2, 2), ("R", "R")), [(i, 300) for i in range(100, 140)]),
     ):
         uri = tmp_path / str(len(list(tmp_path.iterdir())))
-        nbytes = gang.run(layouts_save, str(uri), [layout], shapes)
+        nbytes = ranks.run(layouts_save, str(uri), [layout], shapes)
         total = sum(4 * a * b for a, b in shapes)
         assert total <= sum(nbytes) <= total * 1.03 + 4 * 16384
         assert max(nbytes) <= 1.03 * total / 4 + 16384
@@ -153,8 +159,8 @@ def test_what_several_ranks_hold_is_divided_evenly_among_them(gang: Gang, tmp_pa
 
 
 def test_what_lies_in_one_memory_is_tied_only_if_it_is_the_same_part(
-    gang: Gang, tmp_path: Path
+    ranks: RankProcesses, tmp_path: Path
 ) -> None:
     """Meshes that count the ranks in another order put the same local tensor to another place of
     the whole."""
-    assert gang.run(one_memory, str(tmp_path / "c"), world=2) == [True, True]
+    assert ranks.run(one_memory, str(tmp_path / "c"), world=2) == [True, True]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from support.bits import difference
-from support.gang import Failed, Gang
 from support.jobs import fsdp_train
+from support.rank_processes import Failed, RankProcesses
 from support.wrapped import (
     WRAPPERS,
     dealt,
@@ -28,14 +28,14 @@ import holdfast
 
 @pytest.mark.parametrize("kind", WRAPPERS)
 def test_wrappers_of_sharded_jobs_go_on_as_if_they_had_not_been_interrupted(
-    kind: str, gang: Gang, tmp_path: Path
+    kind: str, ranks: RankProcesses, tmp_path: Path
 ) -> None:
     """What holds DTensors gets DTensors, and no rank holds more of any than its part; the next
     steps are the same bits."""
     uri = str(tmp_path / "c")
-    gang.run(wrapped_save, uri, kind, "fsdp", world=2)
-    whole = gang.run(fsdp_train, "fsdp", 5, world=2)[0]
-    for state, largest in gang.run(wrapped_load, uri, kind, "fsdp", 2, world=2):
+    ranks.run(wrapped_save, uri, kind, "fsdp", world=2)
+    whole = ranks.run(fsdp_train, "fsdp", 5, world=2)[0]
+    for state, largest in ranks.run(wrapped_load, uri, kind, "fsdp", 2, world=2):
         assert difference(whole, state) is None
         assert largest == 26 // 2 * 10
 
@@ -44,99 +44,103 @@ def test_wrappers_of_sharded_jobs_go_on_as_if_they_had_not_been_interrupted(
     ("kind", "layout", "world"), [("app", "fsdp", 3), ("container", "tp", 4), ("plain", "hsdp", 4)]
 )
 def test_wrappers_are_loaded_into_another_layout(
-    kind: str, layout: str, world: int, gang: Gang, tmp_path: Path
+    kind: str, layout: str, world: int, ranks: RankProcesses, tmp_path: Path
 ) -> None:
     """As modules and optimizers are."""
     uri = str(tmp_path / "c")
-    saved = gang.run(wrapped_save, uri, kind, "fsdp", world=2)[0]
-    for state, _ in gang.run(wrapped_load, uri, kind, layout, 0, world=world):
+    saved = ranks.run(wrapped_save, uri, kind, "fsdp", world=2)[0]
+    for state, _ in ranks.run(wrapped_load, uri, kind, layout, 0, world=world):
         assert difference(saved, state) is None
 
 
 def test_states_of_another_shape_than_their_parameter_come_back_as_they_were(
-    gang: Gang, tmp_path: Path
+    ranks: RankProcesses, tmp_path: Path
 ) -> None:
     """Factored moments of a sharded parameter are DTensors again, laid out as before, in an
     optimizer that is new."""
     uri = str(tmp_path / "c")
-    (_, before), _ = gang.run(factored, uri, "fsdp", 3, False, world=2)
+    (_, before), _ = ranks.run(factored, uri, "fsdp", 3, False, world=2)
     assert set(before.values()) >= {"plain", "(Replicate(),)", "(Shard(dim=0),)"}
-    whole = gang.run(factored, "", "fsdp", 5, False, world=2)[0][0]
-    for state, after in gang.run(factored, uri, "fsdp", 2, True, world=2):
+    whole = ranks.run(factored, "", "fsdp", 5, False, world=2)[0][0]
+    for state, after in ranks.run(factored, uri, "fsdp", 2, True, world=2):
         assert after == before
         assert difference(whole, state) is None
 
 
-def test_plain_states_of_sharded_parameters_stay_plain(gang: Gang, tmp_path: Path) -> None:
+def test_plain_states_of_sharded_parameters_stay_plain(
+    ranks: RankProcesses, tmp_path: Path
+) -> None:
     """Of an optimizer that works on local tensors, each rank gets back its own."""
-    assert gang.run(local_states, str(tmp_path / "c"), world=2) == [True, True]
+    assert ranks.run(local_states, str(tmp_path / "c"), world=2) == [True, True]
 
 
 @pytest.mark.parametrize(("stored", "layout", "world"), [("fsdp", "tp", 4), ("tp", "fsdp", 3)])
 def test_states_of_another_shape_go_to_another_mesh(
-    stored: str, layout: str, world: int, gang: Gang, tmp_path: Path
+    stored: str, layout: str, world: int, ranks: RankProcesses, tmp_path: Path
 ) -> None:
     """Of one dimension more or less; the next step is taken."""
     uri = str(tmp_path / "c")
-    saved = gang.run(factored, uri, stored, 3, False, world=4 if stored == "tp" else 2)[0][0]
-    for state, _ in gang.run(factored, uri, layout, 0, True, world=world):
+    saved = ranks.run(factored, uri, stored, 3, False, world=4 if stored == "tp" else 2)[0][0]
+    for state, _ in ranks.run(factored, uri, layout, 0, True, world=world):
         assert difference(saved, state) is None
-    gang.run(factored, uri, layout, 1, True, world=world)
+    ranks.run(factored, uri, layout, 1, True, world=world)
 
 
 def test_what_an_object_has_otherwise_or_not_at_all_is_laid_out_as_it_was(
-    gang: Gang, tmp_path: Path
+    ranks: RankProcesses, tmp_path: Path
 ) -> None:
     """A DTensor in another dtype, and one that the object does not have, on the mesh of the model."""
-    found = gang.run(sharded_of_an_object, str(tmp_path / "c"), world=2)
+    found = ranks.run(sharded_of_an_object, str(tmp_path / "c"), world=2)
     assert found == [["torch.float32 (Shard(dim=0),)"] * 3] * 2
 
 
-def test_groups_of_all_ranks_are_matched_by_name(gang: Gang, tmp_path: Path) -> None:
+def test_groups_of_all_ranks_are_matched_by_name(ranks: RankProcesses, tmp_path: Path) -> None:
     """Each rank has parameters of its own, in two groups: on one rank and on four they find theirs,
     in another order."""
     uri = str(tmp_path / "c")
-    gang.run(own_optimizer, uri, False, world=2)
-    assert gang.run(own_optimizer, uri, True, world=1) == [[(2.0, 4, True), (1.0, 4, True)]]
-    assert gang.run(own_optimizer, uri, True, world=4) == [[(2.0, 1, True), (1.0, 1, True)]] * 4
+    ranks.run(own_optimizer, uri, False, world=2)
+    assert ranks.run(own_optimizer, uri, True, world=1) == [[(2.0, 4, True), (1.0, 4, True)]]
+    assert ranks.run(own_optimizer, uri, True, world=4) == [[(2.0, 1, True), (1.0, 1, True)]] * 4
 
 
-def test_numbers_of_parameters_are_those_of_the_rank(gang: Gang, tmp_path: Path) -> None:
+def test_numbers_of_parameters_are_those_of_the_rank(ranks: RankProcesses, tmp_path: Path) -> None:
     """Without modules, ranks may have groups of other sizes than each other."""
     uri = str(tmp_path / "c")
-    gang.run(own_optimizer, uri, False, False, world=2)
-    assert gang.run(own_optimizer, uri, True, False, world=2) == [
+    ranks.run(own_optimizer, uri, False, False, world=2)
+    assert ranks.run(own_optimizer, uri, True, False, world=2) == [
         [(1.0, 1, True), (2.0, n, True)] for n in (1, 2)
     ]
 
 
-def test_the_state_of_an_object_is_not_dealt_out_unsaid(gang: Gang, tmp_path: Path) -> None:
+def test_the_state_of_an_object_is_not_dealt_out_unsaid(
+    ranks: RankProcesses, tmp_path: Path
+) -> None:
     """Positions of two ranks are not those of three or of one: an error that names the object,
     unless strict is relaxed. What is alike on all ranks, and random generators, are no error."""
     uri = str(tmp_path / "c")
-    gang.run(dealt, uri, False, world=2)
-    assert gang.run(dealt, uri, True, world=2) == [0, 10]
+    ranks.run(dealt, uri, False, world=2)
+    assert ranks.run(dealt, uri, True, world=2) == [0, 10]
     for world in (1, 3):
         with pytest.raises(Failed) as caught:
-            gang.run(dealt, uri, True, world=world)
+            ranks.run(dealt, uri, True, world=world)
         assert isinstance(caught.value.error, holdfast.MismatchError)
         assert len(caught.value.error.differences) == 1
         assert caught.value.error.differences[0].startswith(
             'state["loader"]: each of 2 ranks saved a state of its own'
         )
-    assert gang.run(dealt, uri, True, False, world=3) == [0, 10, 0]
+    assert ranks.run(dealt, uri, True, False, world=3) == [0, 10, 0]
 
 
 def test_items_that_only_some_ranks_have_are_not_dealt_out_unsaid(
-    gang: Gang, tmp_path: Path
+    ranks: RankProcesses, tmp_path: Path
 ) -> None:
     """A state of another structure on each rank is one that differs; so is one whose tensors
     differ."""
     uri = str(tmp_path / "c")
-    gang.run(uneven, uri, False, world=2)
-    gang.run(uneven, uri, True, world=2)
+    ranks.run(uneven, uri, False, world=2)
+    ranks.run(uneven, uri, True, world=2)
     with pytest.raises(Failed) as caught:
-        gang.run(uneven, uri, True, world=3)
+        ranks.run(uneven, uri, True, world=3)
     assert isinstance(caught.value.error, holdfast.MismatchError)
     assert [text.partition(":")[0] for text in caught.value.error.differences] == [
         'state["uneven"]',
@@ -144,18 +148,22 @@ def test_items_that_only_some_ranks_have_are_not_dealt_out_unsaid(
     ]
 
 
-def test_what_was_saved_without_a_rule_is_loaded_with_one(gang: Gang, tmp_path: Path) -> None:
+def test_what_was_saved_without_a_rule_is_loaded_with_one(
+    ranks: RankProcesses, tmp_path: Path
+) -> None:
     """A PerRank in the state of the load is told what each rank had."""
     uri = str(tmp_path / "c")
-    gang.run(dealt, uri, False, world=2)
-    assert gang.run(per_rank_of_plain, uri, world=3) == [10 + 3, 1010 + 3, 2010 + 3]
-    assert gang.run(per_rank_of_plain, uri, world=1) == [10 + 1]
-    assert gang.run(per_rank_of_plain, uri, world=2) == [0, 10]
+    ranks.run(dealt, uri, False, world=2)
+    assert ranks.run(per_rank_of_plain, uri, world=3) == [10 + 3, 1010 + 3, 2010 + 3]
+    assert ranks.run(per_rank_of_plain, uri, world=1) == [10 + 1]
+    assert ranks.run(per_rank_of_plain, uri, world=2) == [0, 10]
 
 
-def test_an_optimizer_whose_state_is_on_one_rank_is_refused(gang: Gang, tmp_path: Path) -> None:
+def test_an_optimizer_whose_state_is_on_one_rank_is_refused(
+    ranks: RankProcesses, tmp_path: Path
+) -> None:
     """ZeroRedundancyOptimizer, by name; what it wraps is saved and loaded, each rank its part."""
-    for said in gang.run(zero, str(tmp_path / "c"), world=2):
+    for said in ranks.run(zero, str(tmp_path / "c"), world=2):
         (text,) = said
         assert text.startswith('state["optim"] is a ZeroRedundancyOptimizer')
         assert "optimizer.optim" in text

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.chores import (
+from support.rank_processes import RankProcesses, errors
+from support.rank_tasks import (
     giant_save,
     meshes_of_one_name,
     own_lists,
@@ -20,43 +21,42 @@ from support.chores import (
     repeated,
     replicas,
 )
-from support.gang import Gang, errors
 
 import holdfast
 
 
 @pytest.fixture(scope="module")
 def saved(
-    gang: Gang, tmp_path_factory: pytest.TempPathFactory
+    ranks: RankProcesses, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, list[tuple[int, list[str]]]]:
     """A checkpoint of plain tensors on four ranks, and what each rank wrote."""
     uri = str(tmp_path_factory.mktemp("plain") / "c")
-    return uri, gang.run(plain_save, uri)
+    return uri, ranks.run(plain_save, uri)
 
 
 def test_each_rank_gets_back_what_it_saved(
-    saved: tuple[str, list[tuple[int, list[str]]]], gang: Gang
+    saved: tuple[str, list[tuple[int, list[str]]]], ranks: RankProcesses
 ) -> None:
     """Equal tensors, tensors of its own, those of some ranks, tied ones, arrays and values; into a
     state and without."""
-    assert gang.run(plain_load, saved[0], 4) == [[]] * 4
+    assert ranks.run(plain_load, saved[0], 4) == [[]] * 4
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_fewer_ranks_get_what_the_ranks_of_their_number_saved(
-    world: int, saved: tuple[str, list[tuple[int, list[str]]]], gang: Gang
+    world: int, saved: tuple[str, list[tuple[int, list[str]]]], ranks: RankProcesses
 ) -> None:
     """Rank 1 of a smaller job is rank 1."""
-    assert gang.run(plain_load, saved[0], 4, world=world) == [[]] * world
+    assert ranks.run(plain_load, saved[0], 4, world=world) == [[]] * world
 
 
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "DTensor"])
 def test_of_one_giant_tensor_each_rank_writes_an_even_part(
-    plain: bool, gang: Gang, tmp_path: Path
+    plain: bool, ranks: RankProcesses, tmp_path: Path
 ) -> None:
     """Within two percent, header and checksums included, whether or not its rows can be dealt out:
     there are four, for three."""
-    nbytes = gang.run(giant_save, str(tmp_path / "c"), plain, world=3)
+    nbytes = ranks.run(giant_save, str(tmp_path / "c"), plain, world=3)
     assert max(abs(3 * n / 16_000_000 - 1) for n in nbytes) <= 0.02
 
 
@@ -96,50 +96,58 @@ def test_what_ranks_have_of_their_own_can_be_read_by_rank(
         assert c.verify().ok
 
 
-def test_lists_of_other_lengths_come_back_as_each_rank_had_them(gang: Gang, tmp_path: Path) -> None:
+def test_lists_of_other_lengths_come_back_as_each_rank_had_them(
+    ranks: RankProcesses, tmp_path: Path
+) -> None:
     """In the state of an object, which is built from the checkpoint: nothing of another rank's is
     added."""
-    assert gang.run(own_lists, str(tmp_path / "c")) == [[]] * 4
+    assert ranks.run(own_lists, str(tmp_path / "c")) == [[]] * 4
 
 
-def test_replicas_with_a_tied_weight_are_saved_and_loaded(gang: Gang, tmp_path: Path) -> None:
+def test_replicas_with_a_tied_weight_are_saved_and_loaded(
+    ranks: RankProcesses, tmp_path: Path
+) -> None:
     """As DistributedDataParallel has them; the second name of the tied weight comes first in the
     alphabet."""
-    results = gang.run(replicas, str(tmp_path / "c"), 1)
+    results = ranks.run(replicas, str(tmp_path / "c"), 1)
     assert [different for _, different in results] == [None] * 4
     assert sum(nbytes for nbytes, _ in results) < 50 * 8 * 4 + 4 * 9000
 
 
-def test_replicas_that_differ_keep_each_their_own(gang: Gang, tmp_path: Path) -> None:
+def test_replicas_that_differ_keep_each_their_own(ranks: RankProcesses, tmp_path: Path) -> None:
     """A buffer that is not synchronised, next to weights that are equal."""
-    gang.run(replicas, str(tmp_path / "c"), 2)
+    ranks.run(replicas, str(tmp_path / "c"), 2)
     with holdfast.open(tmp_path / "c") as c:
         assert c.tensors["model.mean"].owners == (0, 1, 2, 3)
         assert c.tensors["model.wte.weight"].owners == ()
         assert [c.read("model.mean", rank=r)[0].item() for r in range(4)] == [0, 1, 2, 3]
 
 
-def test_random_states_are_each_ranks_own(gang: Gang, tmp_path: Path) -> None:
+def test_random_states_are_each_ranks_own(ranks: RankProcesses, tmp_path: Path) -> None:
     """Every rank goes on drawing what it would have drawn."""
-    drawn = gang.run(random_save, str(tmp_path / "c"))
-    assert gang.run(random_load, str(tmp_path / "c")) == [
+    drawn = ranks.run(random_save, str(tmp_path / "c"))
+    assert ranks.run(random_load, str(tmp_path / "c")) == [
         [*numbers, rank] for rank, numbers in enumerate(drawn)
     ]
     assert len({str(numbers) for numbers in drawn}) == 4
 
 
-def test_stages_of_a_pipeline_have_states_of_their_own(gang: Gang, tmp_path: Path) -> None:
+def test_stages_of_a_pipeline_have_states_of_their_own(
+    ranks: RankProcesses, tmp_path: Path
+) -> None:
     """Ranks may hold different trees and different tensors; a checkpoint has them all."""
-    assert gang.run(partial_meshes, str(tmp_path / "c")) == [[True, True]] * 4
+    assert ranks.run(partial_meshes, str(tmp_path / "c")) == [[True, True]] * 4
     built = holdfast.load(tmp_path / "c")
     assert torch.equal(built["stage1"]["w"], torch.arange(35.0).reshape(7, 5) + 1)
     assert built["stage0"]["lr"] == 0
 
 
 @pytest.mark.parametrize("how", ["alike", "one line"])
-def test_a_tensor_on_several_meshes_is_stored_once(how: str, gang: Gang, tmp_path: Path) -> None:
+def test_a_tensor_on_several_meshes_is_stored_once(
+    how: str, ranks: RankProcesses, tmp_path: Path
+) -> None:
     """Where each of them holds the same; and where only one has it, it is that one's."""
-    found = gang.run(meshes_of_one_name, str(tmp_path / "c"), how)
+    found = ranks.run(meshes_of_one_name, str(tmp_path / "c"), how)
     for rank, state in enumerate(found):
         assert torch.equal(state["v"], torch.arange(9.0))
         assert ("w" in state) == (how == "alike" or rank < 2)
@@ -150,21 +158,27 @@ def test_a_tensor_on_several_meshes_is_stored_once(how: str, gang: Gang, tmp_pat
     assert sum(p.stat().st_size for p in tmp_path.rglob("data/*/*.safetensors")) < 44 * 4 + 4 * 8300
 
 
-def test_a_tensor_that_differs_between_meshes_is_refused(gang: Gang, tmp_path: Path) -> None:
+def test_a_tensor_that_differs_between_meshes_is_refused(
+    ranks: RankProcesses, tmp_path: Path
+) -> None:
     """Two tensors under one name: which of them is it? The error names it, on every rank."""
-    raised = errors(gang.outcomes(gang.begin(meshes_of_one_name, str(tmp_path / "c"), "different")))
+    raised = errors(
+        ranks.outcomes(ranks.begin(meshes_of_one_name, str(tmp_path / "c"), "different"))
+    )
     assert [type(e) for e in raised] == [holdfast.SaveError] * 4
     assert all("'w" in str(e) for e in raised)
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
 
 
-def test_no_collective_is_called(gang: Gang, tmp_path: Path) -> None:
+def test_no_collective_is_called(ranks: RankProcesses, tmp_path: Path) -> None:
     """Neither a save nor a load uses a process group: nothing of theirs can cross a collective of
     the trainer."""
-    assert gang.run(recorded_save, str(tmp_path / "c")) == [[]] * 4
+    assert ranks.run(recorded_save, str(tmp_path / "c")) == [[]] * 4
 
 
-def test_saving_and_loading_do_not_grow_the_store_of_the_job(gang: Gang, tmp_path: Path) -> None:
+def test_saving_and_loading_do_not_grow_the_store_of_the_job(
+    ranks: RankProcesses, tmp_path: Path
+) -> None:
     """A counter per rank is all that stays."""
-    counts = gang.run(repeated, str(tmp_path / "c"), 6)[0]
+    counts = ranks.run(repeated, str(tmp_path / "c"), 6)[0]
     assert counts[-1] - counts[1] <= 4 * 2  # keys of the barriers between

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.kit import run_kit
+from support.conformance_run import run_conformance
 from support.servers.radosgw import Radosgw, find_ceph
 from support.servers.small_parts import RADOSGW
 
@@ -16,7 +16,7 @@ KIT_S = 300
 @pytest.mark.timeout(KIT_S + 20)
 def test_the_kit_passes_on_s3(s3_url: str, tmp_path: Path) -> None:
     """Every trial that applies passes, and nothing is declared as a deviation."""
-    output = run_kit(
+    output = run_conformance(
         s3_url, "--driver-probe", "support.servers.s3_probe:S3Probe", cwd=tmp_path, timeout_s=KIT_S
     )
     assert "deviations      0 declared, 0 cases deviated" in output
@@ -25,7 +25,7 @@ def test_the_kit_passes_on_s3(s3_url: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(KIT_S + 20)
 def test_the_kit_passes_on_hdfs(hdfs_url: str, tmp_path: Path) -> None:
     """Every trial that applies passes; one deviation is declared."""
-    output = run_kit(
+    output = run_conformance(
         hdfs_url,
         "--driver-probe",
         "support.servers.hdfs_probe:HdfsProbe",
@@ -41,7 +41,7 @@ def test_the_kit_passes_on_s3_through_fsspec(s3_url: str, tmp_path: Path) -> Non
     """Every trial that applies passes, and nothing is declared as a deviation: s3fs leaves nothing
     open, either."""
     uri = "fsspec+" + s3_url.replace("endpoint=", "endpoint_url=")
-    output = run_kit(
+    output = run_conformance(
         uri, "--driver-probe", "support.servers.s3_probe:S3Probe", cwd=tmp_path, timeout_s=2 * KIT_S
     )
     assert "deviations      0 declared, 0 cases deviated" in output
@@ -53,7 +53,7 @@ def test_the_kit_passes_on_sftp_through_fsspec(sftp_url: str, tmp_path: Path) ->
     """Every trial that applies passes, and nothing is declared as a deviation; each operation is
     one of OpenSSH's."""
     probe = "support.servers.sftp_probe:SftpProbe"
-    output = run_kit(sftp_url, "--driver-probe", probe, cwd=tmp_path, timeout_s=3 * KIT_S)
+    output = run_conformance(sftp_url, "--driver-probe", probe, cwd=tmp_path, timeout_s=3 * KIT_S)
     assert "deviations      0 declared, 0 cases deviated" in output
 
 
@@ -77,7 +77,7 @@ def test_the_kit_passes_on_s3_in_parts(tmp_path: Path, monkeypatch: pytest.Monke
             "support.servers.small_parts",
         )
         uri = f"s3://holdfast?endpoint={server.endpoint}"
-        output = run_kit(uri, *options, cwd=tmp_path, timeout_s=2 * KIT_S)
+        output = run_conformance(uri, *options, cwd=tmp_path, timeout_s=2 * KIT_S)
     finally:
         server.stop()
     assert "part_nbytes=65536" in output

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from support.kit import run_kit
+from support.conformance_run import run_conformance
 
 KIT_S = 300
 
@@ -18,5 +18,5 @@ def test_the_kit_passes(gs_url: str, tmp_path: Path) -> None:
     # The probe knows the emulator alone.
     given = "HOLDFAST_TEST_GS_URL" in os.environ
     probe = () if given else ("--driver-probe", "support.servers.gcs_probe:GcsProbe")
-    output = run_kit(gs_url, *probe, cwd=tmp_path, timeout_s=KIT_S)
+    output = run_conformance(gs_url, *probe, cwd=tmp_path, timeout_s=KIT_S)
     assert "deviations      0 declared, 0 cases deviated" in output

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.kit import run_kit
+from support.conformance_run import run_conformance
 
 KIT_S = 300
 
@@ -14,7 +14,7 @@ KIT_S = 300
 @pytest.mark.timeout(KIT_S + 20)
 def test_the_kit_passes(moto_url: str, tmp_path: Path) -> None:
     """Every trial that applies passes, and nothing is declared as a deviation."""
-    output = run_kit(
+    output = run_conformance(
         moto_url,
         "--driver-probe",
         "support.servers.s3_probe:S3Probe",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.kit import run_kit
+from support.conformance_run import run_conformance
 from support.servers.seaweedfs import Seaweedfs, find_seaweedfs
 
 KIT_S = 400
@@ -22,7 +22,7 @@ def test_the_kit_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     try:
         server.start()
         probe = ("--driver-probe", "support.servers.s3_probe:S3Probe")
-        output = run_kit(server.uri, *probe, cwd=tmp_path, timeout_s=KIT_S)
+        output = run_conformance(server.uri, *probe, cwd=tmp_path, timeout_s=KIT_S)
     finally:
         server.stop()
     assert "deviations      0 declared, 0 cases deviated" in output

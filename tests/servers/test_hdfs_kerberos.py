@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.kit import run_kit
+from support.conformance_run import run_conformance
 from support.servers.hadoop import find_hadoop
 from support.servers.kerberos import find_kerberos
 from support.servers.secure_hadoop import Protection, SecureHadoop
@@ -105,7 +105,7 @@ def test_the_kit_passes_with_a_ticket(
     for name, value in secure.environment(secure.ticket()).items():
         monkeypatch.setenv(name, value)
     probe = ("--driver-probe", "support.servers.hdfs_probe:HdfsProbe")
-    output = run_kit(secure.at(uuid.uuid4().hex), *probe, cwd=tmp_path, timeout_s=KIT_S)
+    output = run_conformance(secure.at(uuid.uuid4().hex), *probe, cwd=tmp_path, timeout_s=KIT_S)
     assert "deviations      1 declared" in output
 
 

@@ -9,8 +9,8 @@ import uuid
 from pathlib import Path
 
 import pytest
+from support.conformance_run import run_conformance
 from support.examples import SAVE_AND_LOAD, install, run
-from support.kit import run_kit
 from support.servers.sshd import Sshd
 
 from holdfast.drivers.uri import parse
@@ -44,7 +44,7 @@ def test_the_example_keeps_the_contract(installed: Path, url: str, tmp_path: Pat
     """Every trial of the conformance kit passes that is not about streams; nothing is declared as a
     deviation."""
     probe = ["--driver-probe", "support.servers.sftp_probe:SftpProbe"]
-    output = run_kit(url, *probe, cwd=tmp_path, path=[installed], timeout_s=KIT_S)
+    output = run_conformance(url, *probe, cwd=tmp_path, path=[installed], timeout_s=KIT_S)
     assert "not applicable  1\n    1 × an upload is one stream" in output
     assert "deviations      0 declared, 0 cases deviated" in output
 

@@ -1,4 +1,4 @@
-"""For the ranks of a gang to do: load what all of them want, and count, or fail, or halt in the
+"""Tasks for rank processes: load what all of them want, and count, or fail, or halt in the
 middle."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the ranks of a gang do with layouts of other frameworks: each function tells what became of
+"""Tasks for rank processes with layouts of other frameworks: each function tells what became of
 saves and loads."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the ranks of a gang do. Every function runs on each of them, in a process group."""
+"""Tasks for rank processes. Every function runs on each of them, in a process group."""
 
 from __future__ import annotations
 

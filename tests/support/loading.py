@@ -1,4 +1,4 @@
-"""For the ranks of a gang to do: read samples through torchdata's StatefulDataLoader, in an epoch
+"""Tasks for rank processes: read samples through torchdata's StatefulDataLoader, in an epoch
 that outlasts jobs."""
 
 from __future__ import annotations

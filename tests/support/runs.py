@@ -1,4 +1,4 @@
-"""Training runs of several ranks with a Checkpointer: what each rank of a gang does."""
+"""Training runs of several ranks with a Checkpointer: what each rank process does."""
 
 from __future__ import annotations
 

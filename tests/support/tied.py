@@ -1,4 +1,4 @@
-"""For the ranks of a gang to do: load what was stored untied into weights that are tied, sharded;
+"""Tasks for rank processes: load what was stored untied into weights that are tied, sharded;
 and partial loads."""
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from .bits import difference
-from .gang import PRELOAD
+from .rank_processes import PRELOAD
 from .syscalls import tapped
 
 __all__ = [
@@ -88,7 +88,7 @@ def save_and_die_at(
 
 
 def save_as_rank(uri: str, step: int, victim: int, at: int, deadline_s: float) -> int:
-    """For every rank of a gang: save together; ``victim`` dies before its ``at``-th system call.
+    """For every rank process: save together; ``victim`` dies before its ``at``-th system call.
     How many there were."""
     import torch.distributed as dist
 

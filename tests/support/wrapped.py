@@ -1,4 +1,4 @@
-"""For the ranks of a gang to do: states that wrappers of user code give, and optimizers of unusual
+"""Tasks for rank processes: states that wrappers of user code give, and optimizers of unusual
 states, under FSDP2."""
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.kit import run_kit
+from support.conformance_run import run_conformance
 from support.standins import lustre
 
 pytestmark = pytest.mark.timeout(240)  # on a busy machine
@@ -85,5 +85,5 @@ def uri(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 def test_the_kit_passes(uri: str, tmp_path: Path) -> None:
     """Every trial that applies passes, nothing is declared as a deviation, and the report says so."""
-    output = run_kit(uri, cwd=tmp_path)
+    output = run_conformance(uri, cwd=tmp_path)
     assert "deviations      0 declared, 0 cases deviated" in output

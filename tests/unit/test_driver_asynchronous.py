@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.asynchronous import DictDriver
-from support.kit import run_kit
+from support.conformance_run import run_conformance
 
 from holdfast.drivers.uri import parse
 from holdfast.errors import StorageError
@@ -23,7 +23,7 @@ def test_a_driver_of_an_asynchronous_client_keeps_the_contract(tmp_path: Path) -
     site.mkdir(parents=True)
     (site / "METADATA").write_text("Metadata-Version: 2.1\nName: dict\nVersion: 1\n")
     (site / "entry_points.txt").write_text(ENTRY_POINTS)
-    output = run_kit("dict://here", cwd=tmp_path, path=[site.parent])
+    output = run_conformance("dict://here", cwd=tmp_path, path=[site.parent])
     assert "deviations      0 declared, 0 cases deviated" in output
 
 

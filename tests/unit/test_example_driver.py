@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.conformance_run import run_conformance
 from support.examples import EXAMPLES, SAVE_AND_LOAD, install, run
-from support.kit import run_kit
 
 pytestmark = pytest.mark.timeout(240)  # on a busy machine
 
@@ -23,7 +23,9 @@ def test_the_example_keeps_the_contract(installed: Path, tmp_path: Path) -> None
     """Every trial of the conformance kit passes that is not about streams; nothing is declared as a
     deviation."""
     probe = ["--driver-probe", "holdfast_sqlite.probe:SqliteProbe"]
-    output = run_kit(f"sqlite://{tmp_path}/try.db/below", *probe, cwd=tmp_path, path=[installed])
+    output = run_conformance(
+        f"sqlite://{tmp_path}/try.db/below", *probe, cwd=tmp_path, path=[installed]
+    )
     assert "not applicable  1\n    1 × an upload is one stream" in output
     assert "deviations      0 declared, 0 cases deviated" in output
 

@@ -8,12 +8,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["run_kit"]
+__all__ = ["run_conformance"]
 
 TESTS = Path(__file__).parents[1]
 
 
-def run_kit(
+def run_conformance(
     uri: str, *options: str, cwd: Path, path: Sequence[Path] = (), timeout_s: float = 220
 ) -> str:
     """The kit's output. Fails where it does. Warnings are errors; modules are also looked for in

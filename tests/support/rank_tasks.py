@@ -1,4 +1,4 @@
-"""More for the ranks of a gang to do: plain tensors, random states, and what goes wrong."""
+"""More tasks for rank processes: plain tensors, random states, and what goes wrong."""
 
 from __future__ import annotations
 

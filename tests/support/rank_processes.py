@@ -1,4 +1,4 @@
-"""A gang of processes: the ranks of jobs, started once and given one job after the other."""
+"""Processes that are the ranks of jobs: started once, and given one job after the other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-__all__ = ["Failed", "Gang", "Gone"]
+__all__ = ["Failed", "Gone", "RankProcesses"]
 
 TIMEOUT_S = 60.0
 
@@ -46,7 +46,7 @@ class Gone:
     __hash__ = None  # type: ignore[assignment]
 
 
-class Gang:
+class RankProcesses:
     """``size`` processes. A context manager; ``run`` may use the first few only. ``run`` takes
     functions that can be imported: those of ``support``."""
 
@@ -69,7 +69,7 @@ class Gang:
             self._pipes.append(ours)
             self.processes.append(process)
 
-    def __enter__(self) -> Gang:
+    def __enter__(self) -> RankProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -84,7 +84,7 @@ class Gang:
         return world
 
     def outcomes(self, world: int, timeout_s: float = TIMEOUT_S) -> list[Any]:
-        """What each rank returned, a Failed, or Gone. Raises TimeoutError, and ends the gang."""
+        """What each rank returned, a Failed, or Gone. Raises TimeoutError, and ends all processes."""
         end = time.monotonic() + timeout_s
         results: list[Any] = []
         for rank in range(world):
