@@ -1,4 +1,5 @@
-"""What asyncio lacks: to wait out a cancellation, and to run coroutines of which none is left behind.
+"""What asyncio lacks: to wait out a cancellation, and to run coroutines of which none is left
+behind.
 
 A task that is cancelled must often not return at once: a thread, or a request that was sent, still
 uses memory that the caller gets back when the task returns.

@@ -7,7 +7,7 @@ tasks at once.
 
 Durability is part of the contract: :meth:`Upload.commit` and :meth:`Driver.put` return only when
 the bytes are durable as that storage defines durable. Visibility too: an object is either absent or
-whole. What failed leaves nothing visible.
+whole. An operation that failed leaves nothing visible.
 
 Scope: a driver does I/O. It does not retry, limit, hash or cache contents; layers and the engine
 do.
@@ -46,24 +46,25 @@ Buffer = memoryview
 
 
 PartOrder = Literal["any", "ascending", "serial"]
-"""``any``: in any order, and in parallel. ``ascending``: each write begins where the one that was
-begun before it ends, and need not wait for it. ``serial``: likewise, one after the other."""
+"""``any``: in any order, and in parallel. ``ascending``: each write begins at the offset where the
+write that was started before it ends, but does not wait for it. ``serial``: in the same order, one
+after the other."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What a driver is good at. The scheduler and the planner read these; nobody asks for the
+    """What a driver is good at. The scheduler and the planner depend on these, never on the
     driver's type."""
 
     part_nbytes: int
     """Preferred size of one write or read, in bytes."""
     part_min_nbytes: int
-    """Least size of one write, but for the last of an upload; 1 where any size will do."""
+    """Smallest size of one write, except the last of an upload; 1 if any size will do."""
     align_nbytes: int
-    """Writes whose offset, length and memory address are multiples of this avoid a copy; 1 where
-    nothing is gained."""
+    """Writes whose offset, length and memory address are multiples of this avoid a copy; 1 if
+    alignment makes no difference."""
     concurrency: int
-    """Operations in flight beyond which nothing is gained."""
+    """More operations in flight than this gain nothing."""
     coalesce_nbytes: int
     """Two ranges closer than this are read faster as one."""
     part_order: PartOrder
@@ -73,33 +74,33 @@ class Traits:
     shared: bool
     """Other hosts see the same objects."""
     hands_over: bool = False
-    """What is read arrives in memory of the driver's library: :meth:`Driver.fetch` hands that over
-    as it is, and :meth:`Driver.read` copies it."""
+    """Reads are zero-copy by :meth:`Driver.fetch`: it returns the memory that the driver's library
+    received the data in, while :meth:`Driver.read` copies it."""
     streams: int = 1
-    """An upload is fastest when this many contiguous segments of it, see :func:`segments`, are
-    written at once: then ``part_order``, which is not ``serial``, holds within each of them. One
-    after the other is as right, and slower."""
+    """An upload is fastest when this many contiguous segments of it (:func:`segments`) are written
+    at the same time. ``part_order``, which then is not ``serial``, applies within each segment.
+    Writing one segment after the other is correct too, but slower."""
 
     bounded: bool = True
-    """Room may run out: what dead savers have left is swept before a save writes anything, and else
-    while it writes."""
+    """Space may run out, so leftovers of dead processes are swept before a save writes anything. If
+    False, they are swept while it writes."""
 
     upload_nbytes: int = 0
-    """What an upload holds of its own until it is committed, at most, besides what is being
-    written: budgets count it."""
+    """The most memory that an upload holds until it is committed, besides the data being written.
+    Memory budgets include it."""
 
     @property
     def read_copies(self) -> int:
-        """How often the bytes of a read lie in memory until it returns: in the caller's buffer, and
-        where the driver's library has received them. Budgets count both."""
+        """How many copies of the data a read holds until it returns: one in the caller's buffer,
+        and perhaps one in memory of the driver's library. Memory budgets include both."""
         return 2 if self.hands_over else 1
 
 
 def segments(nbytes: int, traits: Traits) -> list[tuple[int, int]]:
-    """(start, stop) of the segments of an upload of ``nbytes``: at most ``traits.streams``, about
-    equally long, cut at multiples of ``traits.part_nbytes``; (0, 0) alone where there are no bytes.
-    ``nbytes`` is the size that is declared: an upload that ends before it fills the first of them,
-    and never begins those behind its end."""
+    """Return (start, stop) of each segment of an upload of ``nbytes``: at most ``traits.streams``,
+    of about equal length, cut at multiples of ``traits.part_nbytes``; only (0, 0) if ``nbytes`` is
+    0. ``nbytes`` is the declared size: an upload that ends earlier fills the segments in order, and
+    never begins those behind its end."""
     parts = ceil_div(nbytes, traits.part_nbytes)
     step = max(1, ceil_div(parts, traits.streams)) * traits.part_nbytes
     return [(start, min(start + step, nbytes)) for start in range(0, nbytes, step)] or [(0, 0)]
@@ -107,7 +108,7 @@ def segments(nbytes: int, traits: Traits) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """One visible object. ``modified_s`` is in seconds since the epoch, by the storage's own clock."""
+    """One visible object. ``modified_s`` is in seconds since the epoch, by the storage's clock."""
 
     key: str
     nbytes: int
@@ -119,11 +120,11 @@ class Upload(ABC):
 
     @abstractmethod
     async def write(self, start: int, data: Buffer) -> None:
-        """Take ``data`` as the object's bytes from ``start``. The caller keeps ``data`` unchanged
-        until this returns.
+        """Write ``data`` at byte ``start`` of the object. The caller keeps ``data`` unchanged until
+        this returns.
 
         Every byte of the object is written exactly once, in the order that ``traits.part_order``
-        asks for: the object is as long as was declared, or ends where :meth:`commit` will say.
+        asks for. The object has the declared size, or ends where :meth:`commit` says.
         Raises a :class:`StorageError`.
         """
 
@@ -132,10 +133,9 @@ class Upload(ABC):
         """Make the object durable and visible, whole, replacing one of the same key. Called once,
         after all writes.
 
-        With ``nbytes`` it ends there: the size that was declared was only the most that it could
-        have. None: as declared. Raises a StorageError where ``nbytes`` is more than that, or the
-        bytes before it, and no others, have not been written each once; then nothing becomes
-        visible.
+        ``nbytes`` is the final size, at most the declared one; None means the declared one. Raises
+        a StorageError if it is larger, or unless exactly the bytes before it have been written,
+        each once; then nothing becomes visible.
         """
 
     @abstractmethod
@@ -146,8 +146,8 @@ class Upload(ABC):
 
 
 class AtMost(int):
-    """The size of an upload that will probably end before it: what compression leaves is not known
-    when it begins."""
+    """The size of an upload that will probably end earlier: the size after compression is not known
+    when the upload begins."""
 
 
 class Driver(ABC):
@@ -155,18 +155,18 @@ class Driver(ABC):
     URI, key and cause."""
 
     uri: str
-    """The root, redacted: fit to be printed. Without options: some come from the environment, and
-    may differ between ranks, which compare where they save to. :attr:`Uri.root` is just that."""
+    """The root, redacted, so that it can be printed; this is :attr:`Uri.root`. It has no options:
+    some come from the environment and may differ between ranks, and ranks compare this value."""
     traits: Traits
-    """Known once the driver is open, before any I/O, and the same from then on. What only the
-    server knows is promised by an option, with a default that is safe, or not at all."""
+    """Known once the driver is open, before any I/O, and constant from then on. A trait that
+    depends on the server is set by an option with a safe default, or not claimed at all."""
     deviations: ClassVar[Mapping[str, str]] = {}
     """Trials of the conformance kit, by name, that this storage cannot pass, and why. The kit
     prints them."""
     remote: ClassVar[bool] = True
-    """Reached over a network by this driver itself. Then what fails for a while is tried again, and
-    operations have a deadline, unless the options say otherwise. False: the operating system stands
-    in between, and has tried already."""
+    """Whether the driver itself uses the network. If it does, temporary failures are retried and
+    operations have a deadline, unless options say otherwise. If not, the operating system is in
+    between, and has retried already."""
 
     @abstractmethod
     async def read(self, key: str, start: int, into: Buffer) -> None:
@@ -177,12 +177,12 @@ class Driver(ABC):
         """
 
     async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
-        """The object's bytes from ``start``, in memory that the driver never touches again: it
-        stays as it is for as long as somebody holds it, also after :meth:`close`. Nobody writes to
-        it.
+        """Return the object's bytes from ``start``, in memory that the driver never writes to
+        again: it stays unchanged for as long as there are references to it, also after
+        :meth:`close`. The caller does not write to it either.
 
-        Raises what :meth:`read` raises. Override it where ``traits.hands_over``; elsewhere it is
-        ``read`` into new memory, and whoever has buffers to use again reads into those.
+        Raises what :meth:`read` raises. Override it if ``traits.hands_over``. The default reads
+        into new memory, so callers that reuse buffers use :meth:`read`.
         """
         into = memoryview(bytearray(nbytes))
         await self.read(key, start, into)
@@ -190,25 +190,24 @@ class Driver(ABC):
 
     @abstractmethod
     async def create(self, key: str, nbytes: int) -> Upload:
-        """Begin an object of ``nbytes``, or of fewer where its commit says so. Two uploads to one
-        key do not disturb each other: the last commit wins.
+        """Begin an object of ``nbytes``, or of fewer if its commit says so. Two uploads to one key
+        do not interfere: the last commit wins.
 
-        Raises FullError where the storage can tell at once that there is no room; not for
-        :class:`AtMost` so many.
+        Raises FullError if the storage can tell at once that there is not enough space, unless
+        ``nbytes`` is :class:`AtMost`.
         """
 
     @abstractmethod
     async def get(self, key: str) -> bytes:
-        """The whole of a small object. Raises NotFoundError, and DamagedError for one that is not
-        small (:func:`check_small`), before it is read."""
+        """Return the whole of a small object. Raises NotFoundError, and DamagedError, before
+        reading it, for an object that is not small (:func:`check_small`)."""
 
     @abstractmethod
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
-        """Store a small object: atomic, durable on return, replacing what was there. Raises
-        FullError where the storage is full, if it says so; a StorageError where it only says that
-        it failed.
+        """Store a small object: atomic, durable on return, replacing one of the same key. Raises
+        FullError if the storage reports that it is full, and a StorageError for other failures.
 
-        With ``exclusive``: raises ExistsError where the key is taken, and then changes nothing.
+        With ``exclusive``, raises ExistsError if the key is taken, and then changes nothing.
         """
 
     @abstractmethod
@@ -217,37 +216,38 @@ class Driver(ABC):
 
     @abstractmethod
     def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        """Every visible object at or below ``prefix`` (a key, or ``""`` for all), in no order. What
-        is unfinished is not shown; a prefix that does not exist is empty. Cost grows with what lies
-        below the prefix, not with the root."""
+        """Yield every visible object at or below ``prefix`` (a key, or ``""`` for all), in any
+        order. Unfinished uploads are left out; a prefix that does not exist is empty. The cost
+        grows with the number of objects below the prefix, not below the root."""
 
     @abstractmethod
     async def delete(self, key: str) -> None:
-        """Remove one object, durably on return. One that is not there is no error. Folders that are
-        empty then may stay; nobody sees them."""
+        """Remove one object, durably on return. It is no error if there is none. Folders that
+        become empty may stay, because they are not visible."""
 
     @abstractmethod
     async def delete_all(self, prefix: str) -> None:
-        """Remove every object at or below ``prefix`` (not empty), and what uploads to these keys
-        left: temporary files, dangling parts, empty folders. Unfinished uploads go, too, also those
-        that live. Nothing there is no error. Not atomic: what fails midway may be done again."""
+        """Remove every object at or below ``prefix`` (not empty), and the leftovers of uploads to
+        these keys: temporary files, dangling parts, empty folders. Unfinished uploads are removed,
+        too, even live ones. It is no error if there is nothing. Not atomic: a call that fails
+        midway may be repeated."""
 
     @abstractmethod
     async def sweep(self, prefix: str) -> None:
-        """Remove what dead uploads to ``prefix``, and below it, left: temporary files, dangling
-        parts, empty folders.
+        """Remove the leftovers of dead uploads to ``prefix`` and to keys below it: temporary files,
+        dangling parts, empty folders.
 
-        Uploads that live, whichever process or host they belong to, are not harmed; where that
-        cannot be told, what is left stays. Whoever goes by age goes by the storage's clock, not by
-        this host's. ``prefix`` is not empty. Nothing there is no error.
+        Live uploads of any process on any host are not harmed; if a driver cannot distinguish them,
+        it leaves everything. A driver that decides by age uses the storage's clock, not this
+        host's. ``prefix`` is not empty. It is no error if there is nothing.
         """
 
     @abstractmethod
     async def close(self) -> None:
-        """Let go of handles and threads, and drop uploads that are neither committed nor aborted.
+        """Release handles and threads, and drop uploads that are neither committed nor aborted.
         Safe to call twice.
 
-        Afterwards every operation raises StorageError, but for :meth:`Upload.abort`, which does
+        Afterwards every operation raises StorageError, except :meth:`Upload.abort`, which does
         nothing.
         """
 

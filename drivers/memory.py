@@ -25,7 +25,7 @@ _Store = dict[str, tuple[bytes, float]]
 """Key → bytes and the time of writing."""
 
 STORES: dict[str, _Store] = {}
-"""Every named store of this process, for whoever looks at one without a driver."""
+"""Every named store of this process, to be looked at without a driver."""
 
 
 class MemoryDriver(Driver):

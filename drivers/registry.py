@@ -1,5 +1,5 @@
-"""From a URI to its driver. Built-in schemes (:mod:`.schemes`) first, then the entry points of group
-``holdfast.drivers``.
+"""From a URI to its driver. Built-in schemes (:mod:`.schemes`) first, then the entry points of
+group ``holdfast.drivers``.
 
 A third party registers ``scheme = "module:Driver"``; it cannot take a built-in scheme. The class
 offers ``OPTIONS`` and ``open``, see :class:`DriverClass`. Importing this module imports no driver.

@@ -1,8 +1,8 @@
 """The built-in schemes: the one table that a new one is added to.
 
 Whatever differs between schemes, and has to be known without importing their drivers, is a column
-here. ``pyproject.toml`` repeats names and classes as entry points, for tools that read these; a test
-compares the two.
+here. ``pyproject.toml`` repeats names and classes as entry points, for tools that read these; a
+test compares the two.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Scheme:
     modules: tuple[str, ...] = ()
     """What the driver needs, as modules to import."""
     probe: str = ""
-    """``module:Class`` by which the conformance kit looks past the driver; empty where it has none."""
+    """``module:Class`` by which the conformance kit looks past the driver; empty where it has
+    none."""
 
 
 _FOLDER_PROBE = "holdfast.drivers.conformance.probes:FolderProbe"

@@ -23,8 +23,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 GRACE_S = 10.0
-"""How long a call may go on after whoever waits for it was cancelled. Then the call itself is
-cancelled."""
+"""How long a call may go on after its caller was cancelled. Then the call itself is cancelled."""
 
 
 class Tasks:

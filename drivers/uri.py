@@ -81,7 +81,8 @@ class Uri:
 
     @property
     def root(self) -> str:
-        """The URI as text without options and secrets: what a driver calls itself (``Driver.uri``)."""
+        """The URI as text without options and secrets: what a driver calls itself
+        (``Driver.uri``)."""
         return redact(str(Uri(self.scheme, self.location)))
 
     def __str__(self) -> str:

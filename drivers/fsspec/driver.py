@@ -116,7 +116,8 @@ class FsspecDriver(Driver):
 
     @classmethod
     def open(cls, uri: Uri) -> FsspecDriver:
-        """The driver for ``uri``. Raises UriError for a secret, or a location that cannot be one."""
+        """The driver for ``uri``. Raises UriError for a secret, or a location that cannot be
+        one."""
         if not hasattr(cls, "fs_class"):
             raise UriError(
                 "say which of fsspec's file systems",
@@ -423,7 +424,7 @@ class _Upload(Upload):
                 count = file.write(data[done:])
                 done += len(data) - done if count is None else count
         except BaseException:
-            self.drop()  # nobody knows how much of it is there
+            self.drop()  # how much of it was written is unknown
             raise
         self._written.add(self._position, len(data))
         self._position += len(data)

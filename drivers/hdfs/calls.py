@@ -1,8 +1,8 @@
 """Blocking calls that may never return, for asyncio: each in a thread of its own, which is left
 behind at the deadline.
 
-A thread inside the library cannot be interrupted. So that the caller may have its memory back all
-the same, a call touches it only within ``with call:``, which raises once the caller has gone.
+A thread inside the library cannot be interrupted. To let the caller reuse its memory all the same,
+a call touches that memory only within ``with call:``, which raises once the caller has returned.
 
 Scope: a thread per call costs 0.1 ms; calls here move megabytes, or wait for a name node.
 """
@@ -24,11 +24,12 @@ T = TypeVar("T")
 
 
 class CallerGone(Exception):
-    """Ends a call that nobody waits for any more."""
+    """Ends a call whose caller has been cancelled, or has reached its deadline."""
 
 
 class Call:
-    """What a call knows of whoever waits for it."""
+    """Shared by a call and its caller: the progress of the one, and whether the other still
+    waits."""
 
     def __init__(self) -> None:
         self.progress_s = time.monotonic()
@@ -52,7 +53,7 @@ class Call:
         self.progress_s = time.monotonic()
 
     def leave(self) -> None:
-        """Whoever waits goes away, and takes its memory along; returns when that is not in use."""
+        """The caller stops waiting; returns once the call no longer uses the caller's memory."""
         with self._lock:
             self._gone = True
 
@@ -75,7 +76,7 @@ async def run(function: Callable[[Call], T], timeout_s: float) -> T:
             result = function(call)
         except BaseException as caught:
             error = caught
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so there is no caller
             loop.call_soon_threadsafe(_settle, future, result, error)
 
     threading.Thread(target=body, name="holdfast-hdfs", daemon=True).start()

@@ -88,7 +88,8 @@ class HdfsDriver(Driver):
     }
 
     def __init__(self, authority: str, root: str, *, uri: str, options: Mapping[str, Any]) -> None:
-        """``options``: a value for each of OPTIONS. Raises UriError where they name no file system."""
+        """``options``: a value for each of OPTIONS. Raises UriError where they name no file
+        system."""
         self.uri = uri
         namenodes = [address for address in options["namenodes"].split(",") if address]
         if namenodes:
@@ -307,8 +308,8 @@ def _webhdfs(
     options: Mapping[str, Any],
     token: Token | None,
 ) -> WebHdfs | None:
-    """Who joins the parts of objects below ``root``; None where nobody does, or nobody can be
-    named."""
+    """The client that joins the parts of objects below ``root``; None if that is switched off, or
+    no name node's address is known."""
     given: str = options["webhdfs"]
     if given == "off":
         return None

@@ -29,7 +29,8 @@ _HIGH_AVAILABILITY = "ha-hdfs:"
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """For one ``service``: ``address:port`` of a name node, or ``ha-hdfs:name`` of a name service."""
+    """For one ``service``: ``address:port`` of a name node, or ``ha-hdfs:name`` of a name
+    service."""
 
     identifier: bytes
     password: bytes = field(repr=False)

@@ -178,7 +178,8 @@ class HdfsUpload(Upload):
         options: FileOptions,
         on_over: Callable[[HdfsUpload], None],
     ) -> None:
-        """``cuts``: (start, stop) of each segment. ``on_over`` is called when nothing is left to drop."""
+        """``cuts``: (start, stop) of each segment. ``on_over`` is called when nothing is left to
+        drop."""
         folder, _, name = path.rpartition("/")
         temporary = f"{folder}/{temporary_name(name)}"
         self._client = client

@@ -157,6 +157,6 @@ async def next_batch(
 
 
 async def end(entries: AsyncIterator[ObjectInfo]) -> None:
-    """Let a listing that nobody will go on with clean up."""
+    """Let a listing that has been abandoned clean up."""
     if isinstance(entries, AsyncGenerator):
         await entries.aclose()

@@ -169,7 +169,8 @@ class RetryLayer(Layer):
     async def _pause(
         self, operation: Operation, tries: int, last: HoldfastError, running: asyncio.Timeout
     ) -> None:
-        """Raises the error of an operation that is late where there is no time left for the pause."""
+        """Raises the error of an operation that is late where there is no time left for the
+        pause."""
         wait_s = pause_s(self._policy, tries, last, self._chance)
         when_s = running.when()
         late = when_s is not None and asyncio.get_running_loop().time() + wait_s >= when_s

@@ -55,7 +55,7 @@ class OpenFile:
         self.direct: int | None = None
         """The same file with O_DIRECT; None where that is refused or not wanted."""
         self.identity: tuple[float, ...] = ()
-        """Whatever whoever has opened it knows it by."""
+        """Set by the opener, to recognize the file again."""
         self._must_be_direct = False
         self._fds = [plain, *owned]
         self._lock = new_lock()
@@ -103,11 +103,12 @@ class OpenFile:
         self._leave(users=1)
 
     def is_deleted(self) -> bool:
-        """Whether the file has lost its last name: it was removed, or another one took its place."""
+        """Whether the file has lost its last name: it was removed, or another one took its
+        place."""
         return is_deleted(self.plain)
 
     def close(self) -> None:
-        """Close when nobody uses it any more; at once, if nobody does. Safe to call twice."""
+        """Close once there are no users left; at once if there are none. Safe to call twice."""
         self._closing = True
         self._leave(users=0)
 
@@ -129,7 +130,8 @@ class OpenFile:
         for fd in fds:
             try:
                 os.close(fd)
-            except OSError as error:  # Linux has let go of it all the same, and what had to be durable was fsynced before
+            except OSError as error:
+                # Linux closes it all the same, and what had to be durable was fsynced before.
                 _log.warning("closing a file failed: %s", error)
 
 

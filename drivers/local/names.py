@@ -12,7 +12,8 @@ _HIDDEN = re.compile(r"\.nfs[0-9a-f]{24}|\.fuse_hidden[0-9a-f]{16}")
 
 
 def temporary_name(name: str) -> str:
-    """A new name for what is to become ``name``: hidden from listings, and at most 255 bytes long."""
+    """A new name for what is to become ``name``: hidden from listings, and at most 255 bytes
+    long."""
     return f".{name[:48]}.{secrets.token_hex(8)}.tmp"
 
 

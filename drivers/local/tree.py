@@ -258,14 +258,14 @@ class Tree:
                 raise
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name) from error
         except FileNotFoundError:
-            if make and key in self._durable:  # removed since, by somebody else
+            if make and key in self._durable:  # another process has removed it since
                 self._durable.discard(key)
                 return self._descend(above, name, key, make)
             raise
 
     def _opened_root(self, make: bool) -> int:
         """The descriptor of the root, for as long as the caller holds the lock."""
-        # Somebody may have removed the folder that we hold, and made it anew.
+        # Another process may have removed the folder that is open here, and made it anew.
         if self._fd is not None and is_deleted(self._fd):
             os.close(self._fd)
             self._fd = None
@@ -327,7 +327,7 @@ def lock(fd: int) -> bool:
 
 
 def _unlink_dead(folder: int, name: str, status: os.stat_result, quiet_s: float) -> None:
-    """Remove a temporary file that nobody is writing any more."""
+    """Remove a temporary file whose upload is dead."""
     if time.time() - status.st_mtime < quiet_s:
         return
     try:
@@ -348,7 +348,7 @@ def _unlink_dead(folder: int, name: str, status: os.stat_result, quiet_s: float)
 
 
 def _is_free(fd: int, *, unknown: bool) -> bool:
-    """Whether nobody has locked a file; ``unknown`` where the file system knows no locks."""
+    """Whether a file is not locked; ``unknown`` if the file system has no locks."""
     try:
         return lock(fd)
     except OSError as error:

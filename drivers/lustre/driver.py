@@ -97,7 +97,8 @@ class LustreDriver(LocalDriver):
         return driver._closed_when_collected()
 
     async def layout(self, key: str) -> Layout | None:
-        """How an object is spread; None where the file system does not say. Raises NotFoundError."""
+        """How an object is spread; None where the file system does not say. Raises
+        NotFoundError."""
         return await self._run("read layout", self._checked(key), self._layout, key)
 
     def _layout(self, key: str) -> Layout | None:

@@ -25,7 +25,7 @@ STRIPED_MIN_NBYTES = 1 << 20
 """Smaller files keep the folder's default: one stripe is enough, and it may lie with the metadata.
 """
 OST_COUNT_UNKNOWN = 4
-"""Taken where nobody says how many there are."""
+"""Assumed where the number of targets cannot be found out."""
 
 _LOV = "lustre.lov"
 # O_LOV_DELAY_CREATE is spelled O_NOCTTY | O_ASYNC: create no objects until the layout is known, or
@@ -63,7 +63,8 @@ class Striper:
         writers: int | None,
         facts: Callable[[], Facts],
     ) -> None:
-        """``uri`` is redacted, for messages. ``facts`` is called once, when they are first needed."""
+        """``uri`` is redacted, for messages. ``facts`` is called once, when they are first
+        needed."""
         self._uri = uri
         self._writers = writers
         self._find_facts = facts

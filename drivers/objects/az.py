@@ -1,7 +1,8 @@
 """``az://container/root``: Azure Blob Storage.
 
-Credentials come from Azure's own chain, as obstore follows it: environment, managed identities. Only
-credentials and the account come from the environment; options alone say where requests go, and how.
+Credentials come from Azure's own chain, as obstore follows it: environment, managed identities.
+Only credentials and the account come from the environment; options alone say where requests go, and
+how.
 
 Unfinished uploads are left to the store, which forgets uncommitted blocks after a week; obstore
 cannot have it forget them earlier.

@@ -117,7 +117,8 @@ class ObjectDriver(Driver):
         return {"client_options": options, "retry_config": self._settings.retry(requests)}
 
     def _disconnect(self) -> None:
-        """Let go of what :meth:`_connect` has opened besides. Does not block; safe to call twice."""
+        """Let go of what :meth:`_connect` has opened besides. Does not block; safe to call
+        twice."""
 
     async def _drop_unfinished(
         self, path: str, *, whole_key: bool, quiet_s: float, began_within_s: float
@@ -328,7 +329,9 @@ class ObjectDriver(Driver):
                 refusal = error
         try:
             await to_the_end(self._call("delete", prefix, "delete_async", paths))
-        except NotFoundError:  # somebody else deletes, too, and this store minds: one by one, then
+        except (
+            NotFoundError
+        ):  # another process deletes, too, and the store rejects that: one by one
             for key in keys:
                 await self.delete(key)
         if refusal is not None and not isinstance(refusal, NotFoundError):

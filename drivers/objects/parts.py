@@ -24,7 +24,8 @@ PARTS_MAX = 10_000
 
 
 class Part(np.ndarray[Any, np.dtype[np.uint8]]):
-    """The bytes of one part. Whoever sends them holds on to this very object until they are stored."""
+    """The bytes of one part. Whoever sends them holds on to this very object until they are
+    stored."""
 
 
 def part_nbytes_for(nbytes: int, preferred_nbytes: int) -> int:

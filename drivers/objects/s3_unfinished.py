@@ -32,7 +32,7 @@ _UNKNOWN = {
 }
 """How servers answer who asks for a list of unfinished uploads that they do not keep."""
 _without_list: set[tuple[str, str]] = set()
-"""(endpoint, bucket) where that list is unknown: nobody is asked again in this process."""
+"""(endpoint, bucket) where that list is unknown, and not asked for again in this process."""
 
 _CLOCK_S = 2.0
 """Servers tell their time in whole seconds, and several of one store may differ a little."""
