@@ -37,7 +37,9 @@ async def chosen_by(root: Place, rules: Rules, listed: Sequence[ListedCheckpoint
         gone = choose(listed, rules.keep_last, rules.keep_every, latest, damaged)
         if rules.abandoned:
             gone += _abandoned_beside_a_whole_one(listed, damaged)
-        counted = _counted_on(listed, gone, damaged) if rules.verify else []
+        counted: list[str] = []
+        if rules.verify:
+            counted = _counted_on(listed, gone, damaged)
         found = await _verified(root, [path for path in counted if path not in verified])
         if not found:
             return Choice(gone, damaged)

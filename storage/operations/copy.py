@@ -135,7 +135,8 @@ def copy(
     bytes that are at the destination and those that there will be. What it raises ends the copy.
     """
     began_s = time.perf_counter()
-    source, target = Place.of(src, src_options), Place.of(dst, dst_options)
+    source = Place.of(src, src_options)
+    target = Place.of(dst, dst_options)
     orders = Orders(overwrite, budget_nbytes)
     with ProgressReporter(progress) as reporter:
         copied = run(_copy(source, target, orders, recursive, reporter))
@@ -177,11 +178,9 @@ async def _copy(
     copied = []
     for known in looked:
         try:
-            done = (
-                known
-                if known.problem
-                else await _copy_path(source, target, known, orders, sum_up.add)
-            )
+            done = known
+            if known.problem is None:
+                done = await _copy_path(source, target, known, orders, sum_up.add)
         except CheckpointError as error:
             if not recursive:
                 raise
@@ -279,7 +278,8 @@ async def _copy_path(
     began_s = time.perf_counter()
     async with source.opened(known.path) as theirs, target.opened(known.path) as ours:
         pair, sent_nbytes = await copy_checkpoint(theirs, ours, orders, sent)
-    m, seconds = pair.manifest, time.perf_counter() - began_s
+    m = pair.manifest
+    seconds = time.perf_counter() - began_s
     return CopiedCheckpoint(known.path, m.step, len(m.images), pair.nbytes, sent_nbytes, seconds)
 
 
@@ -346,7 +346,9 @@ async def _send(
     reader = ImageReader(images_of(theirs, pair.manifest), pair.manifest, orders.budget_nbytes)
     copier = ImageCopier(reader, ours, attempt.id, orders.budget_nbytes, sent)
     try:
-        whole = await copier.whole() if resumed else []
+        whole: Collection[int] = []
+        if resumed:
+            whole = await copier.whole()
         there_nbytes = sum(copier.sizes[i] for i in whole)
         sent(there_nbytes)
         await copier.run([i for i in range(len(copier.sizes)) if i not in whole])
@@ -364,15 +366,13 @@ async def _send(
         raise
     except (NotFoundError, SaveError):
         try:
-            await check_marker(
-                ours, attempt
-            )  # whoever deletes what we are writing has overtaken us: that is to be said
+            # If another save deletes the files being written, that is the error to raise.
+            await check_marker(ours, attempt)
         finally:
             await abandon(ours, attempt)
         raise
-    if (
-        ours.traits.exclusive_is_atomic
-    ):  # else another copy may have claimed it, too, and be about to put its manifest
+    if ours.traits.exclusive_is_atomic:
+        # Otherwise another copy may have put a commit record too, and be about to put its manifest.
         await settle(ours, attempt)
     if obsolete is not None:
         await delete_attempt(ours, obsolete)

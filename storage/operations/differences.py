@@ -106,7 +106,10 @@ class Referee:
         what = f"the state and the checkpoint differ in {counted(len(refused), 'place')}"
         if nothing:
             what = f"nothing of the state is in the checkpoint: {what}"
-        hint = f"\n{str(renaming)[0].upper()}{str(renaming)[1:]}" if renaming else ""
+        hint = ""
+        if renaming is not None:
+            text = str(renaming)
+            hint = f"\n{text[0].upper()}{text[1:]}"
         return MismatchError(
             f"{what}:{listed}{hint}\n", uri=self._uri, advice=advice, differences=tuple(refused)
         )
@@ -192,7 +195,8 @@ def _advice(strict: Strict, found: set[str], renaming: Renaming | None, *, nothi
 
 def counted(count: int, what: str) -> str:
     """``1 place``, ``2 places``."""
-    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
+    plural = "" if count == 1 else "s"
+    return f"{count:,} {what}{plural}"
 
 
 def _are(count: int) -> str:
@@ -201,7 +205,9 @@ def _are(count: int) -> str:
 
 def _listed(names: Sequence[str], count: int) -> str:
     shown = ", ".join(names[:LOGGED])
-    return f"{shown} and {count - LOGGED:,} more" if count > LOGGED else shown
+    if count > LOGGED:
+        shown += f" and {count - LOGGED:,} more"
+    return shown
 
 
 def _union(masks: Sequence[bytes], n: int) -> np.ndarray[Any, np.dtype[np.bool_]]:

@@ -129,9 +129,9 @@ async def found_at(place: Place) -> Finding | None:
     try:
         async with asyncio.timeout(LOOK_S):
             names = await _names(place)
-            return (
-                _of_folder(place, names) if names else await _of_file(place) or await _beside(place)
-            )
+            if names:
+                return _of_folder(place, names)
+            return await _of_file(place) or await _beside(place)
     except (HoldfastError, TimeoutError):
         return None
 
@@ -158,10 +158,9 @@ def _of_folder(place: Place, names: Sequence[str]) -> Finding | None:
         return None
     folders = sorted({match[1] for name in names if (match := _MANIFEST.match(name))}, key=_natural)
     if folders:
-        one = len(folders) == 1
-        what = "a checkpoint is below it" if one else f"{len(folders)} checkpoints are below it"
         return Finding(
-            what, f"Did you mean {_below(place.uri, folders[-1])}? `holdfast ls` lists them."
+            f"{_checkpoints_are(folders)} below it",
+            f"Did you mean {_below(place.uri, folders[-1])}? `holdfast ls` lists them.",
         )
     if any(_UNFINISHED.match(name) for name in names):
         return Finding(
@@ -253,9 +252,14 @@ async def _beside(place: Place) -> Finding | None:
     ]
     close += get_close_matches(name, folders, 1)
     meant = close[0] if close else folders[-1]
-    others = "a checkpoint is" if len(folders) == 1 else f"{len(folders)} checkpoints are"
     advice = f"Did you mean {_below(parent.uri, meant)}? `holdfast ls` lists them."
-    return Finding(f"{others} beside it", advice)
+    return Finding(f"{_checkpoints_are(folders)} beside it", advice)
+
+
+def _checkpoints_are(folders: Sequence[str]) -> str:
+    if len(folders) == 1:
+        return "a checkpoint is"
+    return f"{len(folders)} checkpoints are"
 
 
 def _numbers(text: str) -> list[int]:

@@ -1,5 +1,5 @@
-"""One rank's part of a load: agree on the manifest, check that all fits, read, fill, and agree that
-all arrived."""
+"""One rank's part of a load: agree on the manifest, check that everything fits, read, fill, and
+agree that everything has arrived."""
 
 from __future__ import annotations
 
@@ -103,9 +103,9 @@ async def run_load(driver: Driver, team: Team, job: LoadJob) -> tuple[Manifest, 
     driver = counted(driver, team)
     async with team.session():
         try:
-            mates = await _mates(team, job.exchange)
+            host_ranks = await _host_ranks(team, job.exchange)
             for attempt in range(RETRIES):
-                loaded = await _load(driver, team, job, attempt, mates)
+                loaded = await _load(driver, team, job, attempt, host_ranks)
                 if loaded is not None:
                     return loaded
             raise ReplacedError(
@@ -143,9 +143,9 @@ async def run_build(
     )
 
 
-async def _mates(team: Team, exchange: Exchanging) -> list[int]:
-    """The ranks of this host, which read the manifest once; this rank alone where that is not
-    wanted, or not known."""
+async def _host_ranks(team: Team, exchange: Exchanging) -> list[int]:
+    """The ranks of this host, of which one reads the manifest; this rank alone where ranks do not
+    exchange, or the host is not known."""
     if team.world == 1:
         return [team.rank]
     host = host_key() if exchange else None
@@ -158,12 +158,12 @@ async def _hosts(statements: Sequence[OnHost]) -> Hosts:
 
 
 async def _load(
-    driver: Driver, team: Team, job: LoadJob, attempt: int, mates: Sequence[int]
+    driver: Driver, team: Team, job: LoadJob, attempt: int, host_ranks: Sequence[int]
 ) -> tuple[Manifest, ImageReader] | None:
     """One try; None when the checkpoint was replaced meanwhile, on any rank."""
     early = job.early
     job.early = None
-    seen, checksum = await _seen(driver, team, f"manifest/{attempt}", mates, early)
+    seen, checksum = await _seen(driver, team, f"manifest/{attempt}", host_ranks, early)
     manifest = seen.manifest if isinstance(seen, VerifiedManifest) else seen
     job.match, job.built = await offload(_matched, job, manifest, team.rank, team.world)
     overlaps = await _overlaps(driver, team, seen, job)
@@ -178,13 +178,18 @@ async def _load(
     targets = job.match.wanted.targets(manifest.tensors.shape)
     if isinstance(seen, VerifiedManifest):
         manifest = await offload(seen.with_shards_of, targets.tensor)
-    circle = _circle(team, f"exchange/{attempt}", fit.peers, job.exchange, mates)
-    budget_nbytes = job.budget_nbytes // (
-        2 if circle and circle.job_host else 1
-    )  # as much to receive into
+    group = _exchange_group(team, f"exchange/{attempt}", fit.peers, job.exchange, host_ranks)
+    budget_nbytes = job.budget_nbytes
+    if group is not None and group.job_host:
+        budget_nbytes //= 2  # the other half is for what other ranks send
     reader = ImageReader(images_of(driver, manifest), manifest, budget_nbytes)
-    exchange = await begin_exchange(circle, reader, targets) if circle else None
-    plan = exchange.plan if exchange else await offload(plan_reads, driver, manifest, targets)
+    exchange = None
+    if group is not None:
+        exchange = await begin_exchange(group, reader, targets)
+    if exchange is not None:
+        plan = exchange.plan
+    else:
+        plan = await offload(plan_reads, driver, manifest, targets)
 
     def report(done_nbytes: int, total_nbytes: int) -> None:
         team.worked()
@@ -193,28 +198,32 @@ async def _load(
     deliver = reporting(scatter_of(manifest, job.match.wanted, targets, plan).deliver, plan, report)
     complete = True
     try:
-        await (exchange.run(deliver) if exchange else reader.run(plan, deliver))
+        if exchange is not None:
+            await exchange.run(deliver)
+        else:
+            await reader.run(plan, deliver)
         if overlaps:
             await offload(overlaps.put)
             reader.bytes_wanted += overlaps.bytes_wanted
             reader.bytes_read += overlaps.bytes_read
-    except (
-        DamagedError,
-        RankFailedError,
-    ):  # of another rank that, perhaps, saw that it was replaced, and left
+    except (DamagedError, RankFailedError):
+        # The other rank may have failed because it saw that the checkpoint was replaced.
         if not await _replaced(driver, manifest):
             raise
         complete = False
     arrived = await team.round(ARRIVED.numbered(attempt), Arrived(complete), _unanimous)
-    return (manifest, reader) if complete and arrived.complete else None
+    if not complete or not arrived.complete:
+        return None
+    return manifest, reader
 
 
 async def _overlaps(
     driver: Driver, team: Team, seen: Manifest | VerifiedManifest, job: LoadJob
 ) -> Overlaps | None:
-    """What goes into memory that tensors of the state share is read before the ranks judge what
-    fits; it is not read again. None when the checkpoint was replaced meanwhile."""
-    found, wanted = job.match, job.match.wanted
+    """Read the values of tensors of the state that share memory, before the ranks decide whether
+    the checkpoint fits; they are not read again. None when it was replaced meanwhile."""
+    found = job.match
+    wanted = found.wanted
     groups = await offload(overlapping, wanted)
     if not groups or found.mismatched or found.castable or (found.missing and job.strict):
         return Overlaps()
@@ -242,36 +251,39 @@ async def _seen(
     driver: Driver,
     team: Team,
     name: str,
-    mates: Sequence[int],
+    host_ranks: Sequence[int],
     early: Future[tuple[Manifest, bytes]] | None,
 ) -> tuple[Manifest | VerifiedManifest, bytes]:
-    """The manifest, and its checksum. Read and checked by one rank of the host: the others decode
-    what they need of it."""
+    """The manifest and its checksum. One rank of the host reads and checks it; the others decode
+    what they need."""
     mine: list[Manifest] = []
 
     async def read() -> bytes:
-        manifest, data = await (
-            read_manifest(driver) if early is None else asyncio.wrap_future(early)
-        )
+        if early is None:
+            manifest, data = await read_manifest(driver)
+        else:
+            manifest, data = await asyncio.wrap_future(early)
         mine.append(manifest)
         return data
 
-    data = await read_once(team, name, mates, read)
-    return mine[0] if mine else await offload(VerifiedManifest.decode, data), bytes(
-        data[-DIGEST_NBYTES:]
-    )
+    data = await read_once(team, name, host_ranks, read)
+    checksum = bytes(data[-DIGEST_NBYTES:])
+    if mine:
+        return mine[0], checksum
+    return await offload(VerifiedManifest.decode, data), checksum
 
 
-def _circle(
-    team: Team, name: str, verdict: bytes, exchange: Exchanging, mates: Sequence[int]
+def _exchange_group(
+    team: Team, name: str, verdict: bytes, exchange: Exchanging, host_ranks: Sequence[int]
 ) -> ExchangeGroup | None:
-    """The ranks that this one exchanges with, by the leader's verdict; None without any."""
+    """The ranks that this one exchanges with, by the leader's verdict; None where there are
+    none."""
     ranks = ranks_with(team.rank, numbers_in(verdict))
     if len(ranks) == 1:
         return None
-    everywhere = exchange is True
-    near = store_host() if everywhere else ""
-    return ExchangeGroup(team, name, ranks, len(mates), near, 1 if everywhere else LEAST_NBYTES)
+    if exchange is True:
+        return ExchangeGroup(team, name, ranks, len(host_ranks), store_host(), 1)
+    return ExchangeGroup(team, name, ranks, len(host_ranks), "", LEAST_NBYTES)
 
 
 async def _replaced(driver: Driver, manifest: Manifest) -> bool:
@@ -307,8 +319,9 @@ def _matched(
             found.mismatched |= made.mismatched
             if job.strict:
                 found.mismatched |= made.dealt
-            for text in () if job.strict else made.dealt.values():
-                _log.warning("%s", text)
+            else:
+                for text in made.dealt.values():
+                    _log.warning("%s", text)
     found.filled.update(found.wanted.names.values())
     for name in sorted(job.touched - found.filled):
         found.left[name] = (
@@ -366,13 +379,16 @@ def finish(job: LoadJob, manifest: Manifest, rank: int) -> Any:
 
 
 def _assign(job: LoadJob, manifest: Manifest, rank: int) -> Any:
-    """Tuples cannot be assigned to: they are made anew, and put into what they were in."""
-    nodes, containers = job.flat.nodes, job.flat.tree.containers
+    """Put values into their containers, innermost first. Tuples cannot be assigned to: they are
+    replaced in the containers that hold them."""
+    nodes = job.flat.nodes
+    containers = job.flat.tree.containers
     todo: dict[int, dict[Key, Any]] = {}
     for container, key, row in job.match.assign:
         todo.setdefault(container, {})[key] = manifest.tree.values[row].of(rank)
     for number in range(len(nodes) - 1, -1, -1):
-        updates, node = todo.get(number), nodes[number]
+        updates = todo.get(number)
+        node = nodes[number]
         if not updates:
             continue
         if not isinstance(node, tuple):

@@ -70,10 +70,11 @@ async def read_overlaps(
     ``driver`` is that of the images. ``report`` is called with the bytes of each buffer. Takes as
     much memory as the buffers, besides the budget. Raises DamagedError, StorageError.
     """
-    found, wishes = Overlaps(), wanted.wishes()
+    found = Overlaps()
+    wishes = wanted.wishes()
     for group in groups:
         targets = [wanted.buffers[number] for number in group]
-        copy = await offload(_Twin, targets)
+        copy = await offload(_SharedCopy, targets)
         before = []
         for number, view in zip(group, copy.views, strict=True):
             part = wanted.part(number, view)
@@ -93,13 +94,14 @@ async def read_overlaps(
 
 def _conflict(names: Sequence[str]) -> str:
     shown = ", ".join(map(repr, names[:_NAMED]))
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"tensors {shown}{more} share memory in the state, and are stored with different values"
+    if len(names) > _NAMED:
+        shown += f" and {len(names) - _NAMED} more"
+    return f"tensors {shown} share memory in the state, and are stored with different values"
 
 
-class _Twin:
-    """Host memory laid out as that which ``targets`` share; ``views`` are to it what they are to
-    theirs."""
+class _SharedCopy:
+    """A copy of the memory that ``targets`` share, in host memory. ``views``: tensors in it, laid
+    out as ``targets`` are in theirs."""
 
     def __init__(self, targets: Sequence[torch.Tensor]) -> None:
         spans = [_span(target) for target in targets]
@@ -122,7 +124,7 @@ class _Twin:
 
     @staticmethod
     def digest(view: torch.Tensor) -> bytes:
-        """Of the elements of a view."""
+        """The digest of a view's elements."""
         plain = view.resolve_conj().resolve_neg().contiguous()
         return digest(plain.view(-1).view(torch.uint8).numpy().data)
 
@@ -130,14 +132,18 @@ class _Twin:
 def _view(memory: torch.Tensor, target: torch.Tensor, offset: int) -> torch.Tensor:
     typed = memory.view(target.dtype)
     view = typed.as_strided(target.shape, target.stride(), offset // target.itemsize)
-    view = view.conj() if target.is_conj() else view
-    return neg_view(view) if target.is_neg() else view
+    if target.is_conj():
+        view = view.conj()
+    if target.is_neg():
+        view = neg_view(view)
+    return view
 
 
 def overlapping(wanted: Wanted) -> list[list[int]]:
-    """The numbers of buffers that share memory and do not want the very same of it, in groups, in
+    """Groups of buffers that share memory without being the same buffer, by their numbers, in
     order."""
-    buffers, wishes = wanted.buffers, wanted.wishes()
+    buffers = wanted.buffers
+    wishes = wanted.wishes()
     numbers = [number for number in wishes if buffers[number].numel()]
     if len(numbers) < 2:
         return []

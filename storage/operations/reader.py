@@ -178,16 +178,23 @@ class Checkpoint:
         return {name: self._info(name, rows) for name, rows in self._manifest.tensors.rows.items()}
 
     def _info(self, name: str, rows: tuple[int, ...]) -> TensorInfo:
-        t, m = self._manifest.tensors, self._manifest
+        m = self._manifest
+        t = m.tensors
         row = rows[0]
-        alias = int(t.alias[row])
-        first, last = (int(self._pointers[(row if alias < 0 else alias) + i]) for i in (0, 1))
+        stored_row = row
+        tied_to: str | None = None
+        if t.alias[row] >= 0:
+            stored_row = int(t.alias[row])
+            tied_to = t.names[stored_row]
+        first = int(self._pointers[stored_row])
+        last = int(self._pointers[stored_row + 1])
         ranks = sorted({int(r) for r in m.images.rank[m.shards.image[first:last]]})
         owners = tuple(int(t.owner[r]) for r in rows if t.owner[r] >= 0)
+        dtype, *_ = t.dtypes[t.dtype[row]]
+        nbytes = int(t.nbytes[row])
         return TensorInfo(
-            name, t.shape_of(row), t.dtypes[t.dtype[row]][0], int(t.nbytes[row]), last - first, tuple(ranks), owners,
-            None if alias < 0 else t.names[alias],
-        )  # fmt: skip
+            name, t.shape_of(row), dtype, nbytes, last - first, tuple(ranks), owners, tied_to
+        )
 
     @cached_property
     def _pointers(self) -> Any:
@@ -214,10 +221,13 @@ class Checkpoint:
 
         if index is not None and rows is not None:
             raise UsageError("give index or rows, not both")
-        m, row = self._manifest, self._row(name, rank)
-        seen: Window = window(m.tensors.shape_of(row), rows if index is None else index)
+        tensors = self._manifest.tensors
+        row = self._row(name, rank)
+        if index is None:
+            index = rows
+        seen: Window = window(tensors.shape_of(row), index)
         wanted = Wanted()
-        made = seen.add_to(wanted, row, m.tensors)
+        made = seen.add_to(wanted, row, tensors)
         start(self._fill(wanted)).result()
         return seen.view(made)
 
@@ -229,7 +239,8 @@ class Checkpoint:
         or a range that is not there; DamagedError; StorageError."""
         row = self._row(name, rank)
         nbytes = int(self._manifest.tensors.nbytes[row])
-        stop = nbytes if stop is None else stop
+        if stop is None:
+            stop = nbytes
         if not 0 <= start <= stop <= nbytes:
             raise UsageError(
                 f"bytes {start}:{stop} are not within the {nbytes} of tensor {name!r}", uri=self.uri

@@ -53,15 +53,19 @@ class Renaming:
 
     def __str__(self) -> str:
         name, stored = self.example
-        share = (
-            "" if self.count == self.of else f" ({self.count:,} of {self.of:,} that are missing)"
-        )
+        share = ""
+        if self.count != self.of:
+            share = f" ({self.count:,} of {self.of:,} that are missing)"
         return f"{self._rule()}: {stored!r} in the checkpoint is {name!r} in the state{share}"
 
     def _rule(self) -> str:
-        ours, theirs, head = _text(self.ours), _text(self.theirs), _text(self.head)
+        ours = _text(self.ours)
+        theirs = _text(self.theirs)
+        head = _text(self.head)
         if self.scattered:
-            sides = [f"the stored names have {theirs!r} in them"] if self.theirs else []
+            sides = []
+            if self.theirs:
+                sides.append(f"the stored names have {theirs!r} in them")
             if self.ours:
                 sides.append(f"the names of the state have {ours!r} in them")
             return " and ".join(sides)

@@ -30,28 +30,33 @@ class Window:
         made = empty(
             self.lengths, dtype_of(*tensors.dtypes[tensors.dtype[row]]), tensors.names[row]
         )
-        wanted.add(
-            row,
-            made,
-            [(self.offsets, self.lengths, (0,) * len(self.lengths))] if made.numel() else [],
-        )
+        boxes = []
+        if made.numel():
+            boxes.append((self.offsets, self.lengths, (0,) * len(self.lengths)))
+        wanted.add(row, made, boxes)
         return made
 
     def view(self, made: torch.Tensor) -> torch.Tensor:
-        """What the index means, of the filled box."""
-        return (made.flip(self.flips) if self.flips else made)[self.within]
+        """The elements of the filled box that the index selects."""
+        if self.flips:
+            made = made.flip(self.flips)
+        return made[self.within]
 
 
 def window(shape: tuple[int, ...], index: slice | int | tuple[slice | int, ...] | None) -> Window:
     """The window of ``index`` in a tensor of ``shape``. Raises UsageError where it does not fit."""
-    indices = () if index is None else index if isinstance(index, tuple) else (index,)
+    if index is None:
+        index = ()
+    indices = index if isinstance(index, tuple) else (index,)
     if len(indices) > len(shape):
         raise UsageError(f"{len(indices)} indices for a tensor of {len(shape)} dimensions")
-    offsets, lengths, within, flips = [], [], [], []
-    for dim, size in enumerate(shape):
-        start, length, inner, flip = _one(
-            indices[dim] if dim < len(indices) else slice(None), size, dim
-        )
+    whole = (slice(None),) * (len(shape) - len(indices))
+    offsets = []
+    lengths = []
+    within = []
+    flips = []
+    for dim, (part, size) in enumerate(zip((*indices, *whole), shape, strict=True)):
+        start, length, inner, flip = _one(part, size, dim)
         offsets.append(start)
         lengths.append(length)
         within.append(inner)
@@ -67,8 +72,9 @@ def _one(index: slice | int, size: int, dim: int) -> tuple[int, int, slice | int
         picked = range(*index.indices(size))
         if not picked:
             return 0, 0, slice(None), False
-        low, high = min(picked[0], picked[-1]), max(picked[0], picked[-1]) + 1
-        return low, high - low, slice(None, None, abs(picked.step)), picked.step < 0
+        low = min(picked[0], picked[-1])
+        high = max(picked[0], picked[-1])
+        return low, high + 1 - low, slice(None, None, abs(picked.step)), picked.step < 0
     if isinstance(index, bool) or not isinstance(index, int):
         raise UsageError(f"index {index!r} of dimension {dim} is neither an integer nor a slice")
     if not -size <= index < size:

@@ -103,7 +103,7 @@ MUTANTS = [
         file="storage/operations/plan_leader.py",
         old=("    if len({plan.id for plan in followed}) > 1:\n        return False\n"),
         new="",
-        tests="tests/property/test_storage_global_plan.py::test_ranks_agree_on_what_they_hold_whatever_was_before",
+        tests="tests/property/test_storage_global_plan.py::test_layouts_that_were_never_together_are_not_taken_for_one_plan",
     ),
     Mutant(
         says="plan id without seal: equal verdicts of other layouts share an id",
