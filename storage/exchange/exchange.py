@@ -151,7 +151,7 @@ class Exchange:
                 dataclasses.replace(self.plan, **columns),
                 offer_and_deliver,
                 jobs=self._jobs,
-                hand_on=lambda job, buffer: self._sender.hand_over(own[job], buffer),
+                forward=lambda job, buffer: self._sender.hand_over(own[job], buffer),
             )
 
 

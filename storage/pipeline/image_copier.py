@@ -60,7 +60,7 @@ class ImageCopier:
         images = images_of(self.destination, self.target)
         reader = ImageReader(images, self.target, self.budget_nbytes)
 
-        async def look(image: int) -> None:
+        async def check(image: int) -> None:
             starts = [chunk.start for chunk in chunks_of(self.target, image)]
             try:
                 stat = await self.destination.stat(self.target.image_key(image))
@@ -70,7 +70,7 @@ class ImageCopier:
             except (NotFoundError, DamagedError):
                 return  # it will be written, or replaced
 
-        await at_most(self.destination.traits.concurrency, map(look, range(len(self.sizes))))
+        await at_most(self.destination.traits.concurrency, map(check, range(len(self.sizes))))
         return sorted(found)
 
     def chunks(self, image: int) -> list[Chunk]:
@@ -124,7 +124,7 @@ class ImageCopier:
     @property
     def _job_nbytes(self) -> int:
         """What a chunk takes of the budget: its buffer, which is one of ours, because the writer
-        may want it aligned, and what the source holds besides."""
+        may want it aligned, and what the source itself holds."""
         return self.target.chunk_nbytes * self.source.driver.traits.read_copies
 
 

@@ -27,13 +27,13 @@ from ..runtime.read_buffers import ReadBuffers
 from ..runtime.scheduler import Budget
 from .unpacking import Stored, Unpacked
 
-__all__ = ["Deliver", "HandOn", "ImageReader", "plan_reads"]
+__all__ = ["Deliver", "Forward", "ImageReader", "plan_reads"]
 
 Deliver = Callable[[int, HostBuffer], None]
 """Called in a worker thread with the number of a read and the buffer that begins with its verified
 bytes."""
 
-HandOn = Callable[[int, HostBuffer], Awaitable[None]]
+Forward = Callable[[int, HostBuffer], Awaitable[None]]
 """Called with the same arguments after the delivery; the buffer is free when this has returned."""
 
 NOT_WHAT_WAS_WRITTEN = "are not what was written"
@@ -47,12 +47,14 @@ def plan_reads(
     itself."""
     m = manifest
     _check_coverage(m, targets)
+    if read_nbytes is None:
+        read_nbytes = m.chunk_nbytes
     return plan_load(
         m.tensors,
         m.shards,
         targets,
         m.images.hashed_nbytes,
-        chunk_nbytes=read_nbytes or m.chunk_nbytes,
+        chunk_nbytes=read_nbytes,
         block_nbytes=m.block_nbytes,
         gap_nbytes=driver.traits.coalesce_nbytes,
     )
@@ -96,7 +98,7 @@ class ImageReader:
         deliver: Deliver,
         *,
         jobs: int | None = None,
-        hand_on: HandOn | None = None,
+        forward: Forward | None = None,
     ) -> None:
         """Perform all reads of ``plan``. Raises DamagedError before a damaged byte is delivered,
         and StorageError.
@@ -123,20 +125,30 @@ class ImageReader:
         async def deliver_verified(job: int) -> None:
             await offload(check_and_deliver, job)
 
-        stages = [Stage("read", "io", read), Stage("deliver", "cpu", deliver_verified)]
-        if hand_on is not None:
-            to_others = hand_on
-            stages.append(Stage("hand on", "others", lambda job: to_others(job, buffers[job])))
-        budget = _budget(jobs or self.jobs(self.driver.traits.concurrency))
-        # Jobs are counted, not bytes: buffers are of one size, however short the read.
-        counts = [1] * len(sizes)
-        await Pipeline(stages, budget, release=buffers.release).run(range(len(sizes)), counts)
+        async def forward_delivered(job: int) -> None:
+            if forward is not None:
+                await forward(job, buffers[job])
 
-    def jobs(self, reads: int, besides_nbytes: int = 0) -> int:
-        """How many jobs the budget allows where each takes ``besides_nbytes`` besides its buffer:
+        if jobs is None:
+            jobs = self.jobs(self.driver.traits.concurrency)
+        forwarding = [] if forward is None else [Stage("forward", "others", forward_delivered)]
+        pipeline = Pipeline(
+            [
+                Stage("read", "io", read),
+                Stage("deliver", "cpu", deliver_verified),
+                *forwarding,
+            ],
+            _budget(jobs),
+            release=buffers.release,
+        )
+        # Jobs are counted, not bytes: buffers are of one size, however short the read.
+        await pipeline.run(range(len(sizes)), [1] * len(sizes))
+
+    def jobs(self, reads: int, extra_nbytes: int = 0) -> int:
+        """How many jobs the budget allows where each takes ``extra_nbytes`` beyond its buffer:
         at most ``reads``, and as many more as can be verified meanwhile."""
         buffer_nbytes = ReadBuffers(self.driver, self.manifest.chunk_nbytes).job_nbytes
-        allowed = max(1, self.budget_nbytes // (buffer_nbytes + besides_nbytes))
+        allowed = max(1, self.budget_nbytes // (buffer_nbytes + extra_nbytes))
         return min(allowed, reads + CPU_THREADS)
 
     async def read(self, image: int, start: int, into: memoryview) -> None:

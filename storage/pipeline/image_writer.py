@@ -179,7 +179,7 @@ class ImageWriter:
             self._chunks.pool.give(buffer)
 
     def _end_capture(self) -> None:
-        self._chunks.close()  # before the trainer is told: it may free its tensors now
+        self._chunks.close()  # first, because the trainer may free its tensors after the next line
         self._progress.captured()
 
     async def _finish(self, upload: Upload) -> None:

@@ -143,10 +143,10 @@ def test_shared_memory_is_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> 
         return plain_open(mine, slot_nbytes, slots, near)
 
     async def run(
-        self: ImageReader, plan: Any, deliver: Any, *, jobs: Any = None, hand_on: Any = None
+        self: ImageReader, plan: Any, deliver: Any, *, jobs: Any = None, forward: Any = None
     ) -> None:
         buffers.append(jobs * ReadBuffers(self.driver, manifest.chunk_nbytes).job_nbytes)
-        await plain_run(self, plan, deliver, jobs=jobs, hand_on=hand_on)
+        await plain_run(self, plan, deliver, jobs=jobs, forward=forward)
 
     monkeypatch.setattr(ranks, "BUDGET_NBYTES", budget_nbytes)
     monkeypatch.setattr(meeting, "open_listener", opened)
