@@ -141,7 +141,7 @@ def _told(plan: ImagePlan, rank: int, flat: FlatState) -> Fragment:
     """What ``rank`` tells at commit, but for data."""
     digests = np.zeros((plan.layout.chunks, 16), np.uint8)
     images = ImageTable(np.array([rank]), np.array([plan.layout.hashed_end]), digests)
-    return fragment_of(HEAD, rank, plan.told, plan.shards, images, flat.tree)
+    return fragment_of(HEAD, rank, plan.reported, plan.shards, images, flat.tree)
 
 
 def _agreed(flat: FlatState) -> Agreed:
@@ -250,9 +250,9 @@ class _Stage:
     def told(self, rank: int, moved: FlatState) -> Fragment:
         """The fragment of ``rank``."""
         plan = plan_image(moved, rank, _agreed(moved))
-        self._layout = self._layout or plan.told
+        self._layout = self._layout or plan.reported
         return _told(
-            replace(plan, told=self._layout), rank, moved
+            replace(plan, reported=self._layout), rank, moved
         )  # whose layout is the same, and encoded once
 
 

@@ -315,7 +315,7 @@ def _fragment(
         np.full(n, rank, np.int64), np.full(n, plan.layout.hashed_end, np.int64), digests, stored
     )
     head = (attempt.id, job.step, job.created_s)
-    return fragment_of(head, rank, plan.told, plan.shards, images, job.flat.tree)
+    return fragment_of(head, rank, plan.reported, plan.shards, images, job.flat.tree)
 
 
 async def _drop(driver: Driver, image: str) -> None:

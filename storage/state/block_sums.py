@@ -1,9 +1,9 @@
 """Sums over a tensor's bits, block by block: was a copy made of the tensor as it was before?
 
-For tensors on an accelerator nobody tracks writes, but reading them is cheap. A tensor is seen as
+Nothing tracks writes to tensors on an accelerator, but reading these is cheap. A tensor is seen as
 rows of 4 KiB, and blocks of 512 rows. Per row there is the sum of its words, and per block the sum
-of each column. Both are needed: a sum alone does not tell in which order the words are. They find
-any accident, and no forger.
+of each column. Both are needed, since one sum does not depend on the order of the words. They
+detect accidents, not forgery.
 
 What is compared are the bytes that were copied, not the tensor afterwards: a tensor that was
 changed and changed back is not what the copy may have caught.

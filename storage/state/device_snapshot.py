@@ -31,7 +31,7 @@ class Doubt:
 @dataclass(frozen=True, slots=True)
 class _Held:
     data: torch.Tensor
-    """Its bytes. A view of its own: whoever gives the tensor other memory does not change this."""
+    """Its bytes. A view of its own: giving the tensor other memory does not change this."""
     address: int
     nbytes: int
     """Of the storage."""

@@ -23,7 +23,7 @@ __all__ = ["unexpected_rows", "warn_divergent"]
 _log = logging.getLogger(__name__)
 
 _OF_A_RANK = ("running_mean", "running_var", "num_batches_tracked")
-"""What batch normalisation counts on each rank for itself, where a state dict does not tell that
+"""What batch normalisation counts on each rank for itself, where a state dict does not show that
 these are buffers."""
 _SHOWN = 10
 _WARNED_MAX = 1 << 20

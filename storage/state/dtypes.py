@@ -75,7 +75,8 @@ def _is_wrapper(tensor: torch.Tensor) -> bool:
 
 
 def numpy_to_torch(array: np.ndarray, path: str) -> torch.Tensor:
-    """A tensor over the array's memory. Raises StateError for arrays of objects, strings and dates."""
+    """A tensor over the array's memory. Raises StateError for arrays of objects, strings or
+    dates."""
     if isinstance(array, np.ma.MaskedArray):
         raise StateError(
             f"{path} is a masked array, whose mask would be lost",

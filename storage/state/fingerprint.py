@@ -1,8 +1,8 @@
-"""Are tensors of one name the same on all ranks? Their digests tell.
+"""Digests of tensors, which show whether those of one name are the same on all ranks.
 
-A plain tensor says nothing of who else holds it. Taking equal names for equal contents would save a
-mixture of ranks where they differ (a random state, a running mean). So every byte is digested; at
-memory speed that costs a few percent of a save.
+A plain tensor does not say which other ranks hold it. Taking equal names for equal contents would
+save a mixture of ranks where they differ (a random state, a running mean). So every byte is
+digested; at memory speed that costs a few percent of a save.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def fingerprints(
     flat: FlatState, rows: Sequence[int], lazy: LazyCapture | None = None
 ) -> dict[int, bytes]:
     """Per row a 16-byte digest of the shape, dtype and bytes of what this rank holds; of a tensor
-    that is tied, of the name of the other too. ``lazy`` reads tensors that may be written to meanwhile."""
+    that is tied, of the name of the other too. ``lazy`` reads tensors that may be written to
+    meanwhile."""
     roots = {row: flat.alias[row] if flat.alias[row] >= 0 else row for row in rows}
     digests = {root: fingerprint(flat, root, lazy) for root in dict.fromkeys(roots.values())}
     return {
@@ -54,7 +55,8 @@ def _tied(fingerprint: bytes, name: str) -> bytes:
 
 
 def label(flat: FlatState, row: int) -> str:
-    """What ranks that hold the same part of a tensor call it alike: its name, and the boxes of it."""
+    """A name that is the same on all ranks that hold the same part of a tensor: that of the tensor,
+    and the boxes of it."""
     layout = flat.layouts[row]
     if layout.holders is None:
         return flat.names[row]
@@ -86,7 +88,7 @@ def _update_carefully(hasher: xxhash.xxh3_128, lazy: LazyCapture, row: int, nbyt
     buffer = np.empty(min(nbytes, _PIECE_NBYTES), np.uint8)
     for start in range(0, nbytes, len(buffer)):
         piece = buffer[: nbytes - start]
-        lazy.look(row, start, start + len(piece), piece.ctypes.data)
+        lazy.peek(row, start, start + len(piece), piece.ctypes.data)
         hasher.update(piece.data)
 
 

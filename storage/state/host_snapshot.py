@@ -6,9 +6,9 @@ bytes of large ones, which share their pages with other memory. Later, :meth:`Ho
 reads, and then asks whether the pages that it read are still clean. If they are, what was read is
 what was there at that moment. If they are not, it raises: there is no way to get it back.
 
-Memory that was read is disarmed at once, so the trainer does not pay for marks that nobody needs
-any more; that is done in units of huge pages, and what lies between them is disarmed when all is
-copied.
+Memory that was read is disarmed at once, so the trainer does not pay for marks that are no longer
+needed any more. This is done in units of huge pages, and what lies between them is disarmed when
+all is copied.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Region:
     """Where the bytes of a tensor lie.
 
     ``at_once``: they are copied at the call. ``watch``: they stay armed after they are copied, to
-    see who else writes.
+    see later writes.
     """
 
     row: int
@@ -106,7 +106,7 @@ class HostSnapshot:
         """Copy bytes [start, stop) of the tensor in ``row``, as they were, to address ``to``.
         Raises ChangedError.
 
-        ``disarm``: nobody asks for these bytes again.
+        ``disarm``: these bytes are not asked for again.
         """
         i = self._at[row]
         if i in self._whole:
@@ -151,7 +151,7 @@ class HostSnapshot:
         return not self._tracker.is_clean(*self._tracked(self._at[row]))
 
     def watch_again(self) -> None:
-        """Arm anew what was disarmed, to see who else writes. What was written to before stays so."""
+        """Arm anew what was disarmed, to see later writes. What was written to stays dirty."""
         self._tracker.arm_all(merged(self._disarmed))
         self._disarmed.clear()
         self._drop_copies()
@@ -214,7 +214,7 @@ class HostSnapshot:
         return self._arm_one_by_one(self._exact)
 
     def _arm_one_by_one(self, ranges: Sequence[Range]) -> list[Range]:
-        """Arm each of ``ranges`` that nobody else tracks, and that can be."""
+        """Arm each of ``ranges`` that no other snapshot tracks, and that can be armed."""
         theirs = self._tracker.claimed_by_others(self)
         ours = [range_ for range_ in ranges if not touches(theirs, range_)]
         if not self._tracker.claim(self, ours):

@@ -1,19 +1,19 @@
-"""Copying while training goes on: what is stored is the state of the call, or the save fails and
-names a tensor.
+"""Copies the state while training goes on. What is stored is the state at the call; otherwise the
+save fails and names a tensor.
 
-Between two steps of an optimizer what it trains does not change, as a rule. So large tensors are
+Between two steps of an optimizer, what it trains does not change, as a rule. So large tensors are
 copied in the background, and before any ``torch.optim.Optimizer`` of the process steps, a hook
-waits for what is left to copy. Python's threads take short turns meanwhile.
+waits for what is left to copy. The interpreter switches threads more often meanwhile.
 
-Nothing hangs on that rule. Each byte that is copied later is compared with the call, by means that
-no writer can get around: the kernel tells which pages of host memory were written to
-(:mod:`.snapshot`), and sums tell it of tensors on an accelerator (:mod:`.device_snapshot`). Memory
-for which neither works is copied at the call.
+Correctness does not depend on that rule. Each byte that is copied later is checked against the
+call, by means that no writer can get around: the kernel reports which pages of host memory were
+written to (:mod:`.host_snapshot`), and sums show it for tensors on an accelerator
+(:mod:`.device_snapshot`). Memory for which neither works is copied at the call.
 
-What was written to before it was copied cannot be had back, so it is found out who does so. A
-tensor that is seen for the first time is copied at the call, and watched until the next fence
-(:mod:`.watch`). Where it was written to, it is copied at the call in later saves, too
-(:mod:`.write_history`). The same happens after a save that failed.
+What was written to before it was copied is lost, so later saves avoid it. A tensor that is seen for
+the first time is copied at the call, and watched until the next fence (:mod:`.write_watch`). If it
+was written to, later saves copy it at the call, too (:mod:`.write_history`). The same happens after
+a save that failed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .flat_state import FlatState
 from .host_clone import HostClone
 from .host_snapshot import SMALL_NBYTES, ChangedError, HostSnapshot, Region
 from .process_memory import GoneError, can_read
-from .switch_interval import turns
+from .switch_interval import switch_interval
 from .write_history import Tensor, write_history
 from .write_tracking import WriteTracker, write_tracker
 from .write_watch import Watch, Watched
@@ -56,11 +56,11 @@ _hooked = False
 
 
 def fence() -> None:
-    """Return when whatever lazy saves of this process still have to copy is copied; then the state
-    may be written to.
+    """Return when lazy saves of this process have copied all that they have to. Then the state may
+    be written to.
 
-    Optimizers call it before each step, by themselves. Does not raise: what became of a save, its
-    handle tells.
+    Optimizers call it before each step, by themselves. It does not raise: the handle of a save
+    reports its outcome.
     """
     for capture in list(_under_way.values()):
         capture.wait()
@@ -97,14 +97,14 @@ class LazyCapture:
                 self._host.close()
             raise self._error(error.row) from None
         _under_way[id(self)] = self
-        turns.shorten(self)
+        switch_interval.shorten(self)
 
     def _take(
         self, flat: FlatState, rows: _Rows, tracker: WriteTracker | None, prove: bool
     ) -> None:
         """From here on, a write is noticed, or does not matter."""
         for row in [*rows.host, *rows.device]:
-            # Whoever gives a tensor other memory, or another shape, does not change this one.
+            # If the trainer gives a tensor other memory, or another shape, this one stays as it is.
             if flat.locals[row] is flat.origins[row] and flat.locals[row].nbytes > SMALL_NBYTES:
                 flat.locals[row] = flat.locals[row].detach()
         if rows.pinned:
@@ -123,7 +123,7 @@ class LazyCapture:
             regions = [self._region(flat, row, rows) for row in rows.host]
             self._host = HostSnapshot(regions, tracker, check_files=rows.new)
             write_history.learn(
-                [_known_as(flat, row) for row in self._host.untrackable], hasty=True
+                [_known_as(flat, row) for row in self._host.untrackable], early=True
             )
         watched = [row for row in rows.new if self._can_watch(row)]
         self._watched = {
@@ -184,7 +184,7 @@ class LazyCapture:
             if not bool(doubt.same):
                 raise self._error(doubt.row)
 
-    def look(self, row: int, start: int, stop: int, to: int) -> None:
+    def peek(self, row: int, start: int, stop: int, to: int) -> None:
         """Copy bytes of ``row`` in host memory to an address, as :meth:`copy` does, to be copied
         once more later."""
         self._read(row, start, stop, to, disarm=False)
@@ -206,7 +206,7 @@ class LazyCapture:
         self._let_go(watching=bool(self._watched))
 
     def end(self) -> None:
-        """For the engine: the save is over, well or not. Nobody waits any more."""
+        """For the engine: the save is over, whatever its outcome. Nothing waits any more."""
         changed = self._flat is not None and self._changed is not None
         if changed:
             self._watch_all()
@@ -234,7 +234,7 @@ class LazyCapture:
         self._captured.wait()
 
     def seen(self) -> None:
-        """The trainer has learned that all is copied: what it writes from now on is no haste."""
+        """The trainer has seen that all is copied: what it writes from now on is not early."""
         if self._captured.is_set():
             _end_watch(id(self))
 
@@ -271,7 +271,7 @@ class LazyCapture:
 
     def _let_go(self, *, watching: bool) -> None:
         """Hold nothing of the state any more, and let the trainer go on."""
-        turns.restore(self)
+        switch_interval.restore(self)
         with _lock:
             if watching:
                 _watches[id(self)] = Watch(self._watched, self._host, write_history)
@@ -287,7 +287,7 @@ class LazyCapture:
     def _error(self, row: int) -> SaveError:
         assert self._flat is not None
         self._changed = row
-        write_history.learn([_known_as(self._flat, row)], hasty=True)
+        write_history.learn([_known_as(self._flat, row)], early=True)
         return SaveError(
             f"{self._flat.path(row)} changed while it was being copied",
             advice="From now on it is copied at the call. To have it copied in the background, "
@@ -322,10 +322,10 @@ def _sorted(flat: FlatState, tracker: WriteTracker | None) -> _Rows:
             continue
         plain = local.is_contiguous() and not local.is_conj() and not local.is_neg()
         small = nbytes[row] <= SMALL_NBYTES
-        hasty = write_history.hasty((flat.names[row], nbytes[row]))
-        if hasty is None and not small:
+        early = write_history.is_early((flat.names[row], nbytes[row]))
+        if early is None and not small:
             rows.new.add(row)
-        if hasty or local.is_inference():  # optimizers do not train these
+        if early or local.is_inference():  # optimizers do not train these
             rows.soon.add(row)
         if local.is_cpu and plain:
             rows.host.append(row)
@@ -360,7 +360,8 @@ def _known_as(flat: FlatState, row: int) -> Tensor:
 
 
 def _clone(flat: FlatState, rows: Sequence[int]) -> dict[int, HostClone]:
-    """Replace tensors by copies. Returns those that another thread may have written to meanwhile."""
+    """Replace tensors by copies. Returns copies that another thread may have written to
+    meanwhile."""
     found = {}
     for row in rows:
         local = flat.locals[row]

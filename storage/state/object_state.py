@@ -1,4 +1,5 @@
-"""The stored state of one object that is not filled in place: built so that the object can take it."""
+"""Builds the stored state of an object that is not filled in place, in the form that the object
+takes."""
 
 from __future__ import annotations
 
@@ -133,20 +134,21 @@ def _stored_groups(m: Manifest, path: TypedPath) -> list[StoredGroup] | None:
     """The parameter groups of an optimizer at ``path``, with the parameters of all ranks; None
     where there are none."""
     base = (*path, *_GROUPS)
+    below = {
+        c: [key for _, key in keys[len(base) :]]
+        for c, keys in enumerate(typed_paths(m.tree))
+        if keys[: len(base)] == base
+    }
+    if not below:
+        return None
     groups: dict[int, StoredGroup] = {}
     lists: dict[int, tuple[int, str]] = {}  # container -> number of the group, and what is listed
-    found = False
-    for c, keys in enumerate(typed_paths(m.tree)):
-        if keys[: len(base)] != base:
-            continue
-        found = True
-        below = [key for _, key in keys[len(base) :]]
-        if len(below) == 1 and type(below[0]) is int:
-            groups[below[0]] = StoredGroup()
-        elif len(below) == 2 and type(below[0]) is int and below[1] in ("params", "param_names"):
-            lists[c] = (below[0], str(below[1]))
-    if not found:
-        return None
+    for c, keys in below.items():
+        number = keys[0] if keys else None
+        if type(number) is int and len(keys) == 1:
+            groups[number] = StoredGroup()
+        elif type(number) is int and len(keys) == 2 and keys[1] in ("params", "param_names"):
+            lists[c] = (number, str(keys[1]))
     names: dict[tuple[int, Key, int], str] = {}  # by group, place in the list, and rank
     for number, value in _listed(m.tree, lists, "param_names"):
         for ranks, encoded in value.by_rank:

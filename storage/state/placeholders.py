@@ -1,8 +1,7 @@
-"""States that hold less than they seem to: placeholders without elements in the place of
-parameters.
+"""Finds placeholders: tensors without elements, in the place of parameters that have some.
 
 Some frameworks keep the elements of parameters elsewhere, and leave tensors of shape (0,) in their
-place. A state dict made of such a module has nothing left that tells so, and a checkpoint of it
+place. A state dict made of such a module does not show it any more, and a checkpoint of it
 would be whole, verified, and empty. So a save is an error where, on all ranks that have the tensors
 in question,
 
@@ -32,7 +31,7 @@ _SHOWN = 8
 
 
 def find_placeholders(flat: FlatState) -> dict[str, str]:
-    """The placeholders in ``flat``, as this rank sees it. They follow from names and shapes alone."""
+    """The placeholders in ``flat``, as this rank sees it. Names and shapes alone decide."""
     empty = [row for row, shape in enumerate(flat.shapes) if 0 in shape]
     if not empty:
         return {}

@@ -28,8 +28,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Agreed:
-    """What the ranks of a job have found out together. Kept from save to save, and then the same
-    object.
+    """What the ranks of a job have agreed on. It is kept from save to save, as the same object.
 
     ``holders``: for each row whose replicas the rank alone does not know, which ranks hold the same
     bytes: an empty tuple where ranks differ and each keeps its own. ``shares``: of groups of ranks
@@ -43,14 +42,14 @@ class Agreed:
 @dataclass(frozen=True)
 class ImagePlan:
     """One rank's image, whatever is in the tensors: its shards, where they lie, and which boxes of
-    local tensors they are (``held``). ``told``: all tensors and containers that the rank knows of,
-    as the committing rank is told of them."""
+    local tensors they are (``held``). ``reported``: all tensors and containers that the rank knows
+    of, as it reports them to the committing rank."""
 
     tensors: TensorTable
     shards: ShardTable
     layout: ImageLayout
     held: Holdings
-    told: Layout
+    reported: Layout
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ def plan_save(
     source = ImageSource(
         plan.layout, plan.held, flat.locals, plan.tensors.ndim[plan.held.tensor], lazy
     )
-    return SavePlan(plan.tensors, plan.shards, plan.layout, plan.held, plan.told, source)
+    return SavePlan(plan.tensors, plan.shards, plan.layout, plan.held, plan.reported, source)
 
 
 _known: LruCache[ImagePlan] = LruCache(8)
@@ -124,8 +123,8 @@ def plan_image(flat: FlatState, rank: int, agreed: Agreed | None) -> ImagePlan:
     shards = ShardTable(
         held.tensor, held.offsets, held.lengths, image, layout.start
     ).sorted_by_tensor()
-    told = layout_of(tensors, np.array(flat.containers, np.int64), flat.tree)
-    return ImagePlan(tensors, shards, layout, held, told)
+    reported = layout_of(tensors, np.array(flat.containers, np.int64), flat.tree)
+    return ImagePlan(tensors, shards, layout, held, reported)
 
 
 def _holdings(

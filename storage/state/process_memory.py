@@ -1,6 +1,6 @@
 """Reads this process's memory without a crash where it is no longer mapped.
 
-While training goes on, whoever owns a tensor may free its memory. A plain copy from there ends the
+While training goes on, a tensor's memory may be freed. A plain copy from there ends the
 process with a segmentation fault. ``process_vm_readv`` on the own process id reports it instead.
 
 Scope: knows addresses and sizes, and nothing of tensors.

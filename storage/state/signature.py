@@ -1,4 +1,4 @@
-"""The signature of a state: what tells whether it is laid out as one that was flattened before.
+"""The signature of a state, which shows whether it is laid out as one that was flattened before.
 
 A training loop saves the same state over and over. One scan takes from it what is new each time
 (tensors, values, the state of objects) and a *signature* of all else: of every container its type

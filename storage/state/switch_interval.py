@@ -1,7 +1,7 @@
-"""How often Python's threads take turns.
+"""Shortens the interval at which Python's threads take the interpreter's lock from each other.
 
-Beside a trainer that computes in Python, a thread that copies waits for its turn at each chunk, for
-5 ms by default, and so takes many times as long. Turns are short while anything is copied.
+Beside a trainer that computes in Python, a thread that copies waits for the lock at each chunk, for
+5 ms by default, and so takes many times as long. The interval is short while anything is copied.
 """
 
 from __future__ import annotations
@@ -10,41 +10,40 @@ import sys
 
 from ...core.forks.renewal import in_child, new_lock
 
-__all__ = ["SWITCH_INTERVAL_S", "turns"]
+__all__ = ["SWITCH_INTERVAL_S", "switch_interval"]
 
 SWITCH_INTERVAL_S = 0.0005
-"""While something is copied: how long a thread of Python's may keep the interpreter's lock from one
-that waits for it."""
+"""While something is copied: how long a thread may keep the lock while another one waits for it."""
 
 
-class _Turns:
+class _SwitchInterval:
     def __init__(self) -> None:
-        self._for = set[int]()
+        self._shortened_for = set[int]()
         self._before_s = 0.0
         self._lock = new_lock()
 
     def shorten(self, capture: object) -> None:
-        """Until :meth:`restore` was called for ``capture``, too."""
+        """Shorten it until :meth:`restore` was called for ``capture``, and for all others."""
         with self._lock:
-            if not self._for:
+            if not self._shortened_for:
                 self._before_s = sys.getswitchinterval()
                 sys.setswitchinterval(min(SWITCH_INTERVAL_S, self._before_s))
-            self._for.add(id(capture))
+            self._shortened_for.add(id(capture))
 
     def restore(self, capture: object) -> None:
-        """As it was before. Called any number of times."""
+        """Set it to what it was before. May be called any number of times."""
         with self._lock:
-            if id(capture) in self._for:
-                self._for.remove(id(capture))
-                if not self._for:
+            if id(capture) in self._shortened_for:
+                self._shortened_for.remove(id(capture))
+                if not self._shortened_for:
                     sys.setswitchinterval(self._before_s)
 
     def forget(self) -> None:
         """In a forked child, which copies nothing."""
-        if self._for:
-            self._for.clear()
+        if self._shortened_for:
+            self._shortened_for.clear()
             sys.setswitchinterval(self._before_s)
 
 
-turns = _Turns()
-in_child(turns.forget)
+switch_interval = _SwitchInterval()
+in_child(switch_interval.forget)

@@ -1,8 +1,8 @@
-"""What was learned about tensors in former saves of this process: is one written to before the
-optimizer steps?
+"""What former saves of this process have learned about tensors: is one written to early, which is
+before the optimizer steps?
 
-Such a tensor is copied at the call from then on. A tensor is known by its name and size; of one
-that is not known yet, nothing is presumed.
+Such a tensor is copied at the call from then on. A tensor is known by its name and size. Nothing is
+assumed of one that is not known yet.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ class WriteHistory:
     """Thread-safe."""
 
     def __init__(self) -> None:
-        self._hasty: dict[Tensor, bool] = {}
+        self._early: dict[Tensor, bool] = {}
         self._lock = new_lock()
 
-    def hasty(self, tensor: Tensor) -> bool | None:
-        """Whether it was written to too soon; None where it was never watched."""
-        return self._hasty.get(tensor)
+    def is_early(self, tensor: Tensor) -> bool | None:
+        """Whether it was written to early; None where it was never watched."""
+        return self._early.get(tensor)
 
-    def learn(self, tensors: Iterable[Tensor], *, hasty: bool) -> list[Tensor]:
-        """Note how ``tensors`` were seen to behave. Once hasty, always hasty. Returns those of
-        which this is news."""
+    def learn(self, tensors: Iterable[Tensor], *, early: bool) -> list[Tensor]:
+        """Record what was seen of ``tensors``. A tensor that was once written to early stays so.
+        Returns those of which this is news."""
         with self._lock:
-            news = [tensor for tensor in tensors if hasty and not self.hasty(tensor)]
-            if len(self._hasty) > COUNT_MAX:
-                self._hasty.clear()
+            news = [tensor for tensor in tensors if early and not self.is_early(tensor)]
+            if len(self._early) > COUNT_MAX:
+                self._early.clear()
             for tensor in tensors:
-                self._hasty[tensor] = hasty or bool(self.hasty(tensor))
+                self._early[tensor] = early or bool(self.is_early(tensor))
         return news
 
     def forget(self) -> None:
-        """Know nothing any more."""
+        """Forget all tensors."""
         with self._lock:
-            self._hasty.clear()
+            self._early.clear()
 
 
 write_history = WriteHistory()

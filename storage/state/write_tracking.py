@@ -2,9 +2,9 @@
 
 Uses userfaultfd in asynchronous write-protect mode and the ioctl PAGEMAP_SCAN (Linux 6.7 and
 newer). *Arming* a range marks each of its pages; the first write to a marked page, by whatever
-means, clears the mark and goes on. A page is *clean* as long as the mark is there. Nobody is
-stopped or told; a first write to a marked page costs the writer about a microsecond. *Disarming*
-clears marks.
+means, clears the mark and goes on. A page is *clean* as long as the mark is there. No writer is
+stopped or notified; a first write to a marked page costs the writer about a microsecond.
+*Disarming* clears marks.
 
 What is not seen: writes of a device to memory that it was given access to before the page was armed
 (RDMA, pinned host memory), and writes by another process to memory that it shares. Such memory must
@@ -129,8 +129,8 @@ class WriteTracker:
         with self._lock:
             return sorted(
                 range_
-                for who, ranges in self._claims.items()
-                if who != id(owner)
+                for claimant, ranges in self._claims.items()
+                if claimant != id(owner)
                 for range_ in ranges
             )
 
@@ -143,7 +143,7 @@ class WriteTracker:
         """Arm ``ranges``. Returns those that could not be: memory of another tracker, or of a kind
         that has no marks.
 
-        One thread does it. A second one gains nothing, for cores have to tell each other of each
+        One thread does it. A second one gains nothing, for cores have to notify each other of each
         step; and where ranges are cut for it, huge pages are too.
         """
         failed = []
@@ -175,7 +175,7 @@ class WriteTracker:
         since.
 
         False also where memory was unmapped, discarded or replaced since. Such pages look as if
-        nobody had written to them, so it asks for marks and contents, not for writes.
+        nothing had written to them, so it asks for marks and contents, not for writes.
         """
         mask = _WP_ALLOWED | _WRITTEN | _FILE
         return self._first(start, stop, _WRITTEN | _FILE, mask, _PRESENT | _SWAPPED) == (

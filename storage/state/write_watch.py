@@ -1,8 +1,8 @@
 """Watches, after a save has copied its tensors, which of them are written to before the next
 optimizer step.
 
-A save that copied at the call, or failed, cannot lose anything more; so it looks who writes, for
-the saves to come. The watch ends at the next fence, or at the next lazy save. It holds no tensor:
+A save that copied at the call, or failed, cannot lose anything more. It watches for the sake of
+later saves. The watch ends at the next fence, or at the next lazy save. It holds no tensor:
 memory may be freed meanwhile.
 """
 
@@ -38,7 +38,7 @@ class Watched:
 
     @property
     def gone(self) -> bool:
-        """Whether nobody has its memory any more, so that nobody writes there."""
+        """Whether its memory was freed, so that nothing writes there."""
         return self._storage.expired
 
     @property
@@ -66,16 +66,16 @@ class Watch:
 
     def end(self) -> None:
         """Learn what was written to, and watch no more."""
-        hasty = {
+        early = {
             row
             for row, watched in self.rows.items()
             if not watched.gone and self._written(row, watched)
         }
         if self.host is not None:
             self.host.close()
-        calm = [watched.known_as for row, watched in self.rows.items() if row not in hasty]
-        self.write_history.learn(calm, hasty=False)
-        news = self.write_history.learn([self.rows[row].known_as for row in hasty], hasty=True)
+        calm = [watched.known_as for row, watched in self.rows.items() if row not in early]
+        self.write_history.learn(calm, early=False)
+        news = self.write_history.learn([self.rows[row].known_as for row in early], early=True)
         if news:
             _log.info(
                 "%d tensors (%s, ...) are written to before an optimizer steps: they are copied "

@@ -144,7 +144,7 @@ def parts_of(states: list[Any]) -> list[Manifest]:
             1.5,
             tree,
             plan.tensors,
-            plan.told.container,
+            plan.reported.container,
             plan.shards,
             images,
         )
@@ -155,7 +155,7 @@ def parts_of(states: list[Any]) -> list[Manifest]:
 def fragments_of(states: list[Any]) -> list[Fragment]:
     """And as fragments."""
     return [
-        fragment_of((ATTEMPT, 1, 1.5), rank, plan.told, plan.shards, images, tree)
+        fragment_of((ATTEMPT, 1, 1.5), rank, plan.reported, plan.shards, images, tree)
         for rank, (plan, tree, images) in enumerate(told_by(states))
     ]
 

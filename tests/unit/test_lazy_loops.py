@@ -229,7 +229,7 @@ def test_an_optimizers_step_is_no_haste(may_copy: threading.Event) -> None:
     for _ in range(2):
         holdfast.async_save(fresh_uri(), {"weight": weight}, lazy=True).wait(60)
         optim.step()
-    assert write_history.hasty(("weight", 400_000)) is False
+    assert write_history.is_early(("weight", 400_000)) is False
 
 
 @needs_tracking

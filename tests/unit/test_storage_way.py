@@ -233,10 +233,10 @@ def test_a_layout_that_was_never_told_is_damage() -> None:
         np.zeros((plan.layout.chunks, 16), np.uint8),
     )
     fragment = fragment_of(
-        ("20260101T000000-00000000", 1, 1.0), 0, plan.told, plan.shards, images, flat.tree
+        ("20260101T000000-00000000", 1, 1.0), 0, plan.reported, plan.shards, images, flat.tree
     )
-    told = fragment.encode({plan.told.key})
-    known = {plan.told.key: plan.told}
+    told = fragment.encode({plan.reported.key})
+    known = {plan.reported.key: plan.reported}
     assert len(told) < len(fragment.encode()) / 2
     assert decode_fragment(told, "a fragment", known).encode() == fragment.encode()
     with pytest.raises(holdfast.DamagedError, match="a fragment"):

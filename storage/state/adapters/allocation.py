@@ -29,7 +29,7 @@ class Entry:
     that. ``own``: each rank had one of its own under this name.
     """
 
-    keys: tuple[Any, ...]
+    keys: tuple[object, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
     placements: tuple[str, ...] | None = None
@@ -40,7 +40,7 @@ Allocate = Callable[[Entry], torch.Tensor | None]
 """The tensor to be filled with an entry; None for what this rank has no place for."""
 
 
-def value_at(present: Any, keys: Sequence[Any]) -> Any:
+def value_at(present: Any, keys: Sequence[object]) -> Any:
     """What ``present``, a nested state, has under ``keys``; None where there is nothing."""
     for key in keys:
         if isinstance(present, Mapping):
@@ -52,7 +52,7 @@ def value_at(present: Any, keys: Sequence[Any]) -> Any:
     return present
 
 
-def fits(present: Any, entry: Entry) -> bool:
+def fits(present: object, entry: Entry) -> bool:
     """Whether ``present`` is a tensor that can be filled with ``entry`` as it is."""
     return (
         isinstance(present, torch.Tensor)

@@ -108,7 +108,7 @@ def _make_room(known: dict[Hashable, Any]) -> None:
 
 
 def hooked(tensor: torch.Tensor, local: torch.Tensor | None = None) -> bool:
-    """Whether ``tensor``, or its part ``local``, tells by hooks of its own how it is laid out (the
+    """Whether ``tensor``, or its part ``local``, says by hooks of its own how it is laid out (the
     protocol of ``torch.distributed._checkpointable``, which overrules the placements of a DTensor).
     """
     # Every DTensor has these methods, which ask the local tensor. What counts are others than
@@ -129,7 +129,7 @@ _WRITES = "__create_write_items__"
 
 
 def check_layout(tensor: DTensor, local: torch.Tensor, path: Callable[[], str]) -> None:
-    """Raise StateError where hooks of ``tensor``, or of its part ``local``, tell another layout
+    """Raise StateError where hooks of ``tensor``, or of its part ``local``, imply another layout
     than its placements."""
     if hooked(tensor, local):
         _check_hooks(tensor, local, layouts_on(tensor.device_mesh).of(tensor, path), path)
@@ -139,13 +139,13 @@ def _check_hooks(
     tensor: DTensor, local: torch.Tensor, layout: MeshLayout, path: Callable[[], str]
 ) -> None:
     implied = sorted((tuple(p.box.offsets), tuple(p.box.lengths)) for p in layout.pieces)
-    told = _told_boxes(tensor, local)
-    if told != implied:
-        tells = "do not say where it lies"
-        if told is not None:
-            tells = f"say that it holds {_text(told)}"
+    reported = _reported_boxes(tensor, local)
+    if reported != implied:
+        said = "do not say where it lies"
+        if reported is not None:
+            said = f"say that it holds {_text(reported)}"
         raise StateError(
-            f"{path()} is a DTensor whose hooks {tells}, but {tensor.placements} of shape "
+            f"{path()} is a DTensor whose hooks {said}, but {tensor.placements} of shape "
             f"{tuple(tensor.shape)} imply "
             f"{_text(implied)}: it has a layout that this release does not know, such as that of "
             f"Megatron-FSDP",
@@ -153,8 +153,8 @@ def _check_hooks(
         )
 
 
-def _told_boxes(tensor: DTensor, local: torch.Tensor) -> list[Box] | None:
-    """The boxes (offsets, lengths) with elements that hooks tell of; None where there is no hook
+def _reported_boxes(tensor: DTensor, local: torch.Tensor) -> list[Box] | None:
+    """The boxes (offsets, lengths) with elements that hooks report; None where there is no hook
     for that."""
     source: Any = tensor
     if hasattr(local, _CHUNKS):

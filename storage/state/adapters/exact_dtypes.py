@@ -24,7 +24,7 @@ __all__ = ["exact_values"]
 class _Opaque:
     """A value that torch hands through as it is: it looks into everything that can be iterated."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self.value = value
 
 
@@ -73,7 +73,7 @@ class _Around:
     """The state of each parameter as it was before torch's conversion."""
 
     def __init__(self) -> None:
-        self._given: list[tuple[torch.Tensor, Any]] = []
+        self._given: list[tuple[torch.Tensor, object]] = []
 
     def before(
         self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
@@ -109,7 +109,7 @@ def _protected(value: Any) -> Any:
     return _Opaque(value)
 
 
-def _restored(parameter: torch.Tensor, given: Any, now: Any, key: Any) -> Any:
+def _restored(parameter: torch.Tensor, given: Any, now: Any, key: object) -> Any:
     """``now``, but for what torch has made of ``given`` because of the dtype of ``parameter``."""
     if isinstance(now, _Opaque):
         return now.value

@@ -30,7 +30,8 @@ __all__ = ["is_suspect", "refuse_object", "refuse_stale", "refuse_tensor", "refu
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """``text``: what is said of a tensor or an object that has it. ``advice``: what to do instead."""
+    """``text``: what an error says of a tensor or an object that has it. ``advice``: what to do
+    instead."""
 
     text: str
     advice: str

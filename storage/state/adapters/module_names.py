@@ -57,7 +57,7 @@ _known: WeakKeyDictionary[torch.nn.Module, Names] = WeakKeyDictionary()
 
 
 class Walked:
-    """A module as it is now, for all who ask about it during one call."""
+    """A module as it is now, kept for all uses during one call."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module

@@ -19,7 +19,7 @@ from ..compat import plain_state_dict
 from .allocation import Allocate, Entry, empty_for, fits, value_at
 from .exact_dtypes import exact_values
 from .module_names import Walked
-from .parameter_groups import Matched, StoredGroup
+from .parameter_groups import Matched, ParameterKey, StoredGroup
 
 __all__ = [
     "StoredOptimizer",
@@ -62,7 +62,7 @@ def optimizer_state(
     names = dict(
         enumerate(by_id[id(p)][0] for group in optimizer.param_groups for p in group["params"])
     )
-    state: dict[Any, Any] = {}
+    state: dict[object, object] = {}
     for key, entry in packed["state"].items():
         name = key
         if type(key) is int and key in names:
@@ -89,7 +89,7 @@ def refuse_unknown(optimizer: torch.optim.Optimizer, path: str) -> None:
         )
 
 
-def present_layout(optimizer: torch.optim.Optimizer) -> Any:
+def present_layout(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     """The state dict of an optimizer that has a form of its own, such as flat names; None for
     torch's form.
 
@@ -150,7 +150,7 @@ def optimizer_allocator(
         parameter = parameters.get(key)
         if parameter is None and key in of_parameters:
             return None
-        holder = key if parameter is None else parameter
+        holder: Any = key if parameter is None else parameter
         present = value_at(optimizer.state.get(holder), entry.keys[2:])
         if fits(present, entry):
             found: torch.Tensor = present.detach()
@@ -183,7 +183,7 @@ def group_allocator(optimizer: torch.optim.Optimizer) -> Allocate:
     return make
 
 
-def _device_of(optimizer: torch.optim.Optimizer, keys: tuple[Any, ...]) -> torch.device | None:
+def _device_of(optimizer: torch.optim.Optimizer, keys: tuple[object, ...]) -> torch.device | None:
     """Where the optimizer has this hyperparameter, such as a learning rate that is a tensor."""
     for group in optimizer.param_groups:
         present = value_at(group, keys)
@@ -205,7 +205,7 @@ def load_optimizer(
     number = {id(p): i for i, p in enumerate(every)}
     of_parameters = {key for group in given.stored for key in group.ranks}
     entries = given.state.get("state", {})
-    state: dict[Any, Any] = {
+    state: dict[object, object] = {
         key: entry for key, entry in entries.items() if key not in of_parameters
     }
     for p in every:
@@ -226,14 +226,14 @@ def load_optimizer(
 
 def parameter_keys(
     optimizer: torch.optim.Optimizer, modules: Iterable[Walked], stored: Iterable[StoredGroup]
-) -> dict[int, list[Any]]:
+) -> dict[int, list[ParameterKey]]:
     """By id of each parameter, the keys that it may have in a stored state: its fqns; or torch's
     number, unless torch's ``param_names``, on both sides, says which number it had."""
     owner, by_id = _module_of(optimizer, modules)
     if owner is not None:
         return by_id
     number_of = {name: number for group in stored for number, name in group.names.items()}
-    keys: dict[int, list[Any]] = {}
+    keys: dict[int, list[ParameterKey]] = {}
     for group in optimizer.param_groups:
         names = group.get("param_names") or [None] * len(group["params"])
         for p, name in zip(group["params"], names, strict=True):
@@ -248,13 +248,13 @@ def parameter_keys(
 
 def _module_of(
     optimizer: torch.optim.Optimizer, modules: Iterable[Walked]
-) -> tuple[Walked | None, dict[int, list[Any]]]:
+) -> tuple[Walked | None, dict[int, list[ParameterKey]]]:
     """The module all of whose parameters in ``optimizer`` are its own, and the fqns of its
     parameters, by id; None where no single one is."""
     wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for walked in modules:
         names = walked.names
-        found: dict[int, list[Any]] = {}
+        found: dict[int, list[ParameterKey]] = {}
         for name, p in walked.parameters:
             found.setdefault(id(p), []).append(names[name])
         if wanted <= found.keys():

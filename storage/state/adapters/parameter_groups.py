@@ -6,13 +6,12 @@ builds them in another order. Pure, but for the optimizer's own lists.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
-__all__ = ["Matched", "StoredGroup", "differing_kind", "match_groups"]
+__all__ = ["Matched", "ParameterKey", "StoredGroup", "differing_kind", "match_groups"]
 
 _OF_THE_JOB = ("params", "param_names")
 """What a group has of the job that it is in."""
@@ -23,14 +22,18 @@ _OF_SCHEDULERS = frozenset(
 """What schedulers of torch add to a group."""
 
 
+ParameterKey = Hashable
+"""What a checkpoint calls a parameter: its name, or its number in the optimizer."""
+
+
 @dataclass
 class StoredGroup:
     """A parameter group of a checkpoint. ``ranks``: by the key of each of its parameters (a name,
     or a number), those ranks in whose optimizer it was in this group. ``names``: by number, the
     names that torch's ``param_names`` gives."""
 
-    ranks: dict[Any, list[int]] = field(default_factory=dict)
-    names: dict[Any, str] = field(default_factory=dict)
+    ranks: dict[ParameterKey, list[int]] = field(default_factory=dict)
+    names: dict[ParameterKey, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -39,18 +42,18 @@ class Matched:
     of the optimizer; None: it keeps its own. ``new`` and ``conflicts`` say what does not fit, by
     the numbers of groups."""
 
-    keys: dict[int, Any] = field(default_factory=dict)
-    hyperparameters: list[dict[str, Any] | None] = field(default_factory=list)
+    keys: dict[int, ParameterKey] = field(default_factory=dict)
+    hyperparameters: list[dict[str, object] | None] = field(default_factory=list)
     new: dict[int, str] = field(default_factory=dict)
     conflicts: dict[int, str] = field(default_factory=dict)
 
 
 def match_groups(
     optimizer: torch.optim.Optimizer,
-    names: Mapping[int, Sequence[Any]],
+    names: Mapping[int, Sequence[ParameterKey]],
     stored: Sequence[StoredGroup],
     rank: int,
-    groups_of: Callable[[int], Sequence[Mapping[str, Any]]],
+    groups_of: Callable[[int], Sequence[Mapping[str, object]]],
 ) -> Matched:
     """Match the groups of ``optimizer`` with stored ones.
 
@@ -85,15 +88,14 @@ def match_groups(
 
 
 def _stands_for(stored: Sequence[StoredGroup], rank: int) -> int:
-    """The rank that saved whose values ``rank`` gets: itself, or the one that it falls on, counted
-    round."""
+    """The rank that saved whose values ``rank`` gets: itself, or ``rank`` modulo their number."""
     saved = sorted({r for group in stored for ranks in group.ranks.values() for r in ranks})
     if rank in saved or not saved:
         return rank
     return saved[rank % len(saved)]
 
 
-Held = dict[Any, list[tuple[int, list[int]]]]
+Held = dict[ParameterKey, list[tuple[int, list[int]]]]
 """By key of a parameter, the groups that it is in, and the ranks that have it there."""
 
 
@@ -105,7 +107,9 @@ def _held(stored: Sequence[StoredGroup]) -> Held:
     return held
 
 
-def _place(keys: Sequence[Any], held: Held, rank: int) -> tuple[Any, tuple[int, int]] | None:
+def _place(
+    keys: Sequence[ParameterKey], held: Held, rank: int
+) -> tuple[ParameterKey, tuple[int, int]] | None:
     """The key under which a parameter is stored, the number of its group, and a rank that has it
     there: this one, if it has saved the parameter at all."""
     for key in keys:
@@ -116,7 +120,7 @@ def _place(keys: Sequence[Any], held: Held, rank: int) -> tuple[Any, tuple[int, 
     return None
 
 
-def _said_of_new(number: int, missing: Sequence[Any], numbered: bool) -> str:
+def _said_of_new(number: int, missing: Sequence[ParameterKey], numbered: bool) -> str:
     shown = ", ".join(map(repr, missing[:5]))
     if len(missing) > 5:
         shown += ", …"
@@ -165,10 +169,10 @@ def _taken(
     found: Matched,
     number: int,
     places: Sequence[tuple[int, int]],
-    groups_of: Callable[[int], Sequence[Mapping[str, Any]]],
-) -> dict[str, Any] | None:
+    groups_of: Callable[[int], Sequence[Mapping[str, object]]],
+) -> dict[str, object] | None:
     """The hyperparameters of stored groups, which must be the same in all of them."""
-    taken: dict[str, Any] | None = None
+    taken: dict[str, object] | None = None
     for where, of_rank in places:
         groups = groups_of(of_rank)
         if where >= len(groups):
@@ -192,14 +196,14 @@ def _taken(
     return taken
 
 
-def _same(a: Any, b: Any, one_group: bool) -> bool:
+def _same(a: object, b: object, one_group: bool) -> bool:
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return one_group  # not read yet
     return repr(a) == repr(b)
 
 
 def differing_kind(
-    optimizer: torch.optim.Optimizer, taken: Sequence[Mapping[str, Any] | None]
+    optimizer: torch.optim.Optimizer, taken: Sequence[Mapping[str, object] | None]
 ) -> str | None:
     """What shows that the checkpoint is of an optimizer of another kind, such as AdamW into SGD;
     None if nothing does.

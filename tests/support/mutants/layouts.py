@@ -45,7 +45,7 @@ MUTANTS = [
     Mutant(
         says="hooks of a DTensor are not compared with its placements",
         file="storage/state/adapters/dtensor.py",
-        old="    if told != implied:\n",
+        old="    if reported != implied:\n",
         new="    if False:\n",
         tests="tests/distributed/test_foreign.py",
     ),
