@@ -416,6 +416,17 @@ def test_every_relative_link_leads_somewhere() -> None:
     assert [f"{at(path)} -> {link}" for path, link in dead] == []
 
 
+def test_every_file_that_a_guide_names_is_there() -> None:
+    """The paths that the guides for contributors show as code exist: a move brings them along."""
+    rooms = "bench|cli|core|docs|drivers|errors|planner|storage|tests"
+    named = {
+        (guide, name)
+        for guide in ("ARCHITECTURE.md", "CONTRIBUTING.md")
+        for name in re.findall(rf"`((?:{rooms})/[\w./-]*)`", (ROOT / guide).read_text())
+    }
+    assert [f"{guide}: {name}" for guide, name in sorted(named) if not (ROOT / name).exists()] == []
+
+
 def links(path: Path) -> list[str]:
     """The relative links of a Markdown file, without their anchors; code is not searched."""
     text = re.sub(
