@@ -1,1 +1,2 @@
-"""Ranks hand each other what they have read, once both sides have proved who they are."""
+"""Ranks hand each other what they have read, over connections on which both sides are
+authenticated."""

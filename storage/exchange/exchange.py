@@ -7,10 +7,10 @@ unit by unit, while the next one is read; its buffer is free when all that wante
 receive a unit takes nothing but this host's processor, so there is no deadlock, in whatever order
 units come.
 
-Ranks of one host copy from memory that they share (``shared_memory``), where the reader puts what it
-has verified. It does not read into that memory: its pages are small and scattered, and some disks
-read into such at a third of their rate. What came over a network is compared with a digest that was
-sent along, which only the two ranks can compute (``connection``).
+Ranks of one host copy from memory that they share (``shared_memory``), where the reader puts what
+it has verified. It does not read into that memory: its pages are small and scattered, and some
+disks read into such at a third of their rate. What came over a network is compared with a digest
+that was sent along, which only the two ranks can compute (``connection``).
 
 Where any rank cannot take part, all read for themselves. When a rank fails later, its connections
 close, and the others raise what it has reported.
@@ -47,8 +47,8 @@ _log = logging.getLogger(__name__)
 
 
 class Exchange:
-    """The part of one rank. ``plan`` is what it reads or receives: units of the sharing; ``jobs`` of
-    them at a time."""
+    """The part of one rank. ``plan`` is what it reads or receives: units of the sharing; ``jobs``
+    of them at a time."""
 
     def __init__(
         self,

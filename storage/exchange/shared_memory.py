@@ -1,9 +1,9 @@
-"""Memory that ranks of one host share: what one has put there, others copy from.
+"""Memory that ranks of one host share: one rank writes to it, others copy from it.
 
-A memfd: it has no name, so nobody finds it but those who are handed its descriptor, no limit of
-/dev/shm applies, and it is gone when the last process lets go of it, however that one ends. It is
-sealed: nobody can cut it off, which would kill those who look at it, and those who are handed it
-cannot write to it.
+A memfd: it has no name, so only processes that are handed its descriptor can open it, no limit of
+/dev/shm applies, and it is gone when the last process closes it, however that process ends. It is
+sealed: it cannot be truncated, which would kill the processes that have it mapped, and those that
+are handed it cannot write to it.
 """
 
 from __future__ import annotations
@@ -68,25 +68,25 @@ class Arena:
             return None
 
     def fill(self, start: int, data: HostBuffer, nbytes: int) -> None:
-        """Copy the first ``nbytes`` of ``data`` into the slot that begins there, without the GIL."""
+        """Copy the first ``nbytes`` of ``data`` into the slot that begins there, without the
+        GIL."""
         ctypes.memmove(self._address + start, data.address, nbytes)
 
     def free(self, start: int) -> None:
-        """Take back the slot that begins there: nobody looks at it any more. Thread-safe."""
+        """Take back the slot that begins there: no process reads it any more. Thread-safe."""
         self._free.append(start)
 
     def close(self) -> None:
-        """The memory is gone for this rank: no error whose frames somebody keeps can keep it. Safe
-        to call twice."""
+        """Unmap the memory, also where frames of an error still refer to it. Safe to call twice."""
         if not self._memory.closed:
             self._memory.close()
             os.close(self.fd)
 
 
 class Window:
-    """Another rank's arena, of ``nbytes``, seen from here; not to be written to. Takes over ``fd``.
-    Raises OSError where it is of another size, or could be cut off: to look beyond its end would
-    kill this process."""
+    """Another rank's arena, of ``nbytes``, mapped read-only. Takes over ``fd``. Raises OSError
+    where it is of another size, or could be truncated: to read beyond its end would kill this
+    process."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
         try:
@@ -112,12 +112,12 @@ class Window:
         """Bytes of it, which keep it open. Raises ValueError beyond its end."""
         if not 0 <= offset <= self.nbytes - nbytes:
             raise ValueError(f"bytes {offset}:{offset + nbytes} of {self.nbytes}")
-        # By address: torch warns of views that cannot be written to, though nobody does.
+        # By address: torch warns of read-only views, though it is only read here.
         memory = (ctypes.c_ubyte * nbytes).from_address(self._address + offset)
         return HostBuffer(memoryview(memory).cast("B"), self._address + offset, self)
 
 
 def identity_of(fd: int) -> bytes:
-    """Which memory of this host ``fd`` is of, alike in all processes."""
-    seen = os.fstat(fd)
-    return struct.pack("<QQ", seen.st_dev, seen.st_ino)
+    """What identifies the memory behind ``fd`` in all processes of this host."""
+    status = os.fstat(fd)
+    return struct.pack("<QQ", status.st_dev, status.st_ino)

@@ -171,9 +171,9 @@ def open_listener(
 
 
 async def connect(address: Address, member: int) -> Connection:
-    """Connect to the rank at ``address``, as member number ``member``. Raises OSError: where nothing
-    answers in time, where what answers is not that rank, and where its memory is not what it
-    should be."""
+    """Connect to the rank at ``address``, as member number ``member``. Raises OSError: where
+    nothing answers in time, where what answers is not that rank, and where its memory is not what
+    it should be."""
     is_local = address.host == host_key()
     target = address.unix if is_local else address.tcp
     if target is None:

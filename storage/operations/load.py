@@ -192,7 +192,7 @@ async def _load(
         plan = await offload(plan_reads, driver, manifest, targets)
 
     def report(done_nbytes: int, total_nbytes: int) -> None:
-        team.worked()
+        team.report_progress()
         job.progress(done_nbytes, total_nbytes)
 
     deliver = reporting(scatter_of(manifest, job.match.wanted, targets, plan).deliver, plan, report)
@@ -237,7 +237,7 @@ async def _overlaps(
     try:
         images = images_of(driver, manifest)
         overlaps = await read_overlaps(
-            images, manifest, wanted, groups, job.budget_nbytes, lambda *_: team.worked()
+            images, manifest, wanted, groups, job.budget_nbytes, lambda *_: team.report_progress()
         )
     except DamagedError:
         if not await _replaced(driver, manifest):

@@ -122,7 +122,7 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tu
     try:
         agreed = None if global_plan is None else global_plan.agreed
         plan = await offload(plan_save, job.flat, team.rank, agreed, job.lazy)
-        progress = replace(job.progress, moved=team.worked)
+        progress = replace(job.progress, moved=team.report_progress)
         chunks = TensorChunks(plan.layout, plan.source)
         writer = ImageWriter(
             driver, plan.layout, chunks, job.budget_nbytes, progress, job.compression
@@ -280,7 +280,7 @@ async def _written(
 ) -> npt.NDArray[np.uint8]:
     async def key() -> str:
         if job.after is not None:
-            await team.moves_with(asyncio.wrap_future(job.after))
+            await team.progress_with(asyncio.wrap_future(job.after))
         return image_key(await asyncio.shield(beginning), team.rank, job.compression)
 
     try:

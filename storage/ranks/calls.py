@@ -1,15 +1,15 @@
-"""What ranks call together, and what each shows of itself on its *board*: the calls that it is in,
-and how those go.
+"""Calls that ranks make together, and the *status record* of a rank: the calls that it is in, and
+how those go.
 
-A call is known by what it is about, never by how many came before it: so ranks that lost step meet
-again at the next one.
+A call is identified by what it is about, never by how many came before it. So ranks that got out of
+step meet again in the next call.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +18,9 @@ import numpy as np
 from ..format.digest import digest
 from .failures import Failure
 from .messages import codec
-from .pairing import Even
+from .pairing import Settled
 
-__all__ = ["Board", "Call", "Failed", "Shown", "decoded_roster", "encoded_roster"]
+__all__ = ["Call", "FailedCall", "OpenCall", "RankStatus", "decoded_roster", "encoded_roster"]
 
 MAIN = "main"
 
@@ -32,8 +32,8 @@ def _caller() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of the API, as every rank names it. ``uri`` is redacted. ``thread``: which of the
-    caller's threads it came from; calls of one thread come in the same order on all ranks."""
+    """One call of the API, alike on every rank. ``uri`` is redacted. ``thread``: the caller's
+    thread; calls of one thread come in the same order on all ranks."""
 
     kind: str
     uri: str = ""
@@ -52,26 +52,26 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
-    """A call that a rank is in. ``number`` tells it from other calls of that rank. ``met``: the
-    leader has taken it.
+class OpenCall:
+    """A call that a rank is in. ``number`` identifies it among the calls of that rank. ``taken``:
+    the leader has taken it.
 
-    ``idle_s``: how long nothing has moved, neither here nor at the rank that is waited for.
-    ``waits_for``: that rank, or -1; ``what`` it is waited for.
+    ``idle_s``: for how long nothing has moved, neither here nor at the rank that this one waits
+    for. ``waits_for``: that rank, or -1; ``what``: what it waits for.
     """
 
     name: str
     number: int
     text: str
     thread: str
-    met: bool
+    taken: bool
     idle_s: float
     waits_for: int = -1
     what: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class FailedCall:
     """A call that a rank has failed in before the leader took it."""
 
     name: str
@@ -82,33 +82,41 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Board:
-    """What a rank shows. ``nonce``: of its process; ``lead``: the nonce of the leader that it has
-    found. ``beats`` grows. ``logs``: by name of a call, in which of those it failed before the
-    leader took it. ``even``: by name, up to where this rank and the leader are even."""
+class RankStatus:
+    """The status record of a rank. ``nonce``: of its process; ``leader``: the nonce of the leader
+    that it has found. ``heartbeats`` grows with each record. ``logs``: by name of a call, in which
+    of those it failed before the leader took it. ``settled``: by name, see ``pairing.Settled``."""
 
     nonce: str
-    lead: str
-    beats: int
-    open: tuple[Shown, ...] = ()
-    failed: tuple[Failed, ...] = ()
+    leader: str
+    heartbeats: int
+    open: tuple[OpenCall, ...] = ()
+    failed: tuple[FailedCall, ...] = ()
     logs: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    even: dict[str, Even] = field(default_factory=dict)
+    settled: dict[str, Settled] = field(default_factory=dict)
 
     def encode(self) -> bytes:
         """The message that other ranks read."""
-        return codec(Board).encode(self)
+        return codec(RankStatus).encode(self)
 
     @classmethod
-    def decode(cls, data: bytes, rank: int) -> Board:
-        """The board of ``rank``."""
-        return codec(Board).decode(data, f"the board of rank {rank}")
+    def decode(cls, data: bytes, rank: int) -> RankStatus:
+        """The status of ``rank``."""
+        return codec(RankStatus).decode(data, f"the status of rank {rank}")
 
-    def shown(self, name: str) -> Shown | None:
+    def open_call(self, name: str) -> OpenCall | None:
         """The call of that name that the rank is in."""
         return next((s for s in self.open if s.name == name), None)
 
-    def failure(self, name: str, after: int) -> Failed | None:
+    def other_call(self, thread: str, names: Collection[str]) -> OpenCall | None:
+        """A call of that thread that the rank is in, which the leader has not taken, and which is
+        none of ``names``."""
+        for call in self.open:
+            if not call.taken and call.thread == thread and call.name not in names:
+                return call
+        return None
+
+    def failure(self, name: str, after: int) -> FailedCall | None:
         """The last failure in a call of that name, with a number above ``after``."""
         return next((f for f in reversed(self.failed) if f.name == name and f.number > after), None)
 

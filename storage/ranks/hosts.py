@@ -1,5 +1,5 @@
-"""Which ranks of a job go together, such as those of one host: found by the leader, and told to all
-in a few bytes."""
+"""Groups of ranks of a job, such as the ranks of one host: found by the leader, and sent to all
+ranks in a few bytes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Ints = npt.NDArray[np.int64]
 
 
 def numbered(names: Sequence[str | None]) -> bytes:
-    """A number for each rank, by the name that it has told: ranks of one name have one number, and
-    a rank without a name has one of its own. In few bytes: numbers of neighbours differ by one, if
-    at all, or in a pattern."""
+    """A number for each rank, compressed: ranks of one name have one number, and a rank without a
+    name has a number of its own. Numbers of neighbours differ by one, if at all, or in a pattern,
+    so their differences compress well."""
     number: dict[str | int, int] = {}
     numbers = [
         number.setdefault(rank if name is None else name, len(number))
@@ -26,12 +26,12 @@ def numbered(names: Sequence[str | None]) -> bytes:
     return zlib.compress(np.diff(numbers, prepend=0).astype("<i4").tobytes())
 
 
-def numbers_in(told: bytes) -> Ints:
-    """The numbers that :func:`numbered` has told."""
-    return np.cumsum(np.frombuffer(zlib.decompress(told), "<i4"), dtype=np.int64)
+def numbers_in(data: bytes) -> Ints:
+    """The inverse of :func:`numbered`: the number of each rank."""
+    return np.cumsum(np.frombuffer(zlib.decompress(data), "<i4"), dtype=np.int64)
 
 
 def ranks_with(rank: int, numbers: Ints) -> list[int]:
-    """Those that have the number of ``rank``, which is among them; ascending."""
+    """The ranks that have the number of ``rank``, itself among them; ascending."""
     found: list[int] = np.flatnonzero(numbers == numbers[rank]).tolist()
     return found

@@ -42,7 +42,7 @@ class Keys:
 
         A plain ``get`` waits for a key that is missing, and another rank may delete a key between a
         ``check`` and a ``get``. A ``compare_set`` that expects what no key holds changes nothing,
-        and tells what is there.
+        and returns what is there.
         """
         whole = f"{self._prefix}/{key}"
         if self._compare_set is None:
@@ -93,7 +93,7 @@ class Keys:
         self.set(key, _PARTS + str(len(parts)).encode())
         return [key, *(f"{key}/{i}" for i in range(len(parts)))]
 
-    def told(self, key: str) -> bytes | None:
+    def get(self, key: str) -> bytes | None:
         """What was :meth:`put` under ``key``; None where it is not there, or not all of it."""
         value = self.value(key)
         if value is None or value[:1] == _WHOLE:
@@ -101,7 +101,7 @@ class Keys:
         parts = [self.value(f"{key}/{i}") for i in range(int(value[1:]))]
         return b"".join(part for part in parts if part is not None) if None not in parts else None
 
-    def taken_by(self, key: str) -> list[str]:
+    def keys_of(self, key: str) -> list[str]:
         """The keys that a :meth:`put` under ``key`` took."""
         value = self.value(key)
         parts = int(value[1:]) if value is not None and value[:1] == _PARTS else 0

@@ -1,14 +1,14 @@
 """One process as a rank of its job, for as long as its process group lives.
 
 The *generation* of a job is the nonce of its leader's process. Keys of all calls lie below it, so
-nothing that a former job has left in the same store is ever looked at. A rank accepts a leader only
+nothing that a former job has left in the same store is ever read. A rank accepts a leader only
 after that leader has acknowledged the rank's own nonce; the leader acknowledges whatever nonce a
-rank's board shows, until the board says that its rank has found this leader. A process that was
-started anew has a new nonce, so what was acknowledged to its predecessor is not for it.
+rank's status record has, until the record says that its rank has found this leader. A process that
+was restarted has a new nonce, so what was acknowledged to its predecessor is not for it.
 
     lead                the leader's nonce
     known/<block>       the nonces that it has acknowledged, of 256 ranks each
-    board/<rank>        what a rank shows: see ``calls.Board``
+    status/<rank>       the status record of a rank: see ``calls.RankStatus``
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from typing import Any
 from ...core.forks.renewal import new_lock
 from ...errors import CoordinationError
 from ..runtime.engine import offload
-from .calls import Board, Call, Failed
+from .calls import Call, FailedCall, RankStatus
 from .failures import Failure
 from .keys import Keys
-from .pairing import Even, Pairs, logged
-from .watch import Attendance, Watch
+from .pairing import CallHistory, Settled, logged
+from .watch import Participation, Watch
 
 __all__ = ["LEADER", "Member"]
 
@@ -36,7 +36,7 @@ LEADER = 0
 BLOCK = 256
 FAILURES_KEPT = 8
 NAMES_KEPT = 32
-GREET_PAUSE_S = 0.25
+ACKNOWLEDGE_PAUSE_S = 0.25
 
 
 class Member:
@@ -60,68 +60,68 @@ class Member:
         self.world = world
         self.anchor = anchor
         self.nonce = secrets.token_hex(8)
-        self.lead = self.nonce if rank == LEADER else ""
+        self.leader = self.nonce if rank == LEADER else ""
         """The nonce of the leader; empty until it is found."""
         self.joined = [0] * world if rank == LEADER else []
         """On the leader: the highest number that each rank has taken part with."""
-        self.lost = False
+        self.store_lost = False
         """Whether the store could not be reached, the last time it was asked by a call."""
         self._keys = keys
         self._spawn = spawn
         self._spawned: set[Any] = set()
-        self._open: list[Attendance] = []
-        self._failed: deque[Failed] = deque(maxlen=FAILURES_KEPT)
+        self._open: list[Participation] = []
+        self._failed: deque[FailedCall] = deque(maxlen=FAILURES_KEPT)
         self.logs: OrderedDict[str, list[int]] = OrderedDict()
         """By name of a call: the failures of this rank, see ``pairing.Log``."""
-        self._even: OrderedDict[str, Even] = OrderedDict()
-        self._beats = 0
-        self._beat_s: dict[int, float] = {}
+        self._settled: OrderedDict[str, Settled] = OrderedDict()
+        self._heartbeats = 0
+        self._heartbeat_s: dict[int, float] = {}
         self._number = 0
         self._number_lock = new_lock()
-        self._posting = asyncio.Lock()
+        self._publishing = asyncio.Lock()
         self._turns: dict[str, list[asyncio.Future[None]]] = {}
-        self._beating: asyncio.Task[None] | None = None
-        self._greeting = False
-        self._greet_until_s = 0.0
+        self._heartbeat_task: asyncio.Task[None] | None = None
+        self._acknowledging = False
+        self._acknowledge_until_s = 0.0
         self._meanings: dict[str, str] = {}
         self.all_found = False
         """On the leader: whether all ranks have found it."""
         self._shown_lead = False
-        self._pairs: OrderedDict[str, Pairs] = OrderedDict()
+        self._history: OrderedDict[str, CallHistory] = OrderedDict()
 
-    async def ask(self, function: Callable[..., Any], *args: Any) -> Any:
+    async def call_store(self, function: Callable[..., Any], *args: Any) -> Any:
         """What ``function`` returns, run in a thread. Raises CoordinationError where the store
         cannot be reached."""
         try:
             return await offload(function, *args)
         except RuntimeError as error:  # what torch's stores raise, whatever went wrong
-            self.lost = True
+            self.store_lost = True
             raise CoordinationError(
                 f"the job's store cannot be reached: {str(error).splitlines()[0]}",
                 rank=self.rank,
                 advice="The process that serves it (the launcher, or rank 0) has probably died.",
             ) from error
 
-    # What blocks: run in a thread, or by a caller who may wait.
+    # These methods block: they run in a thread, or where the caller may wait.
 
     @property
     def keys(self) -> Keys:
         """The keys of this generation. To be used only when the leader is found."""
-        assert self.lead
-        return self._keys.below(self.lead)
+        assert self.leader
+        return self._keys.below(self.leader)
 
-    def board(self, rank: int) -> Board | None:
+    def status(self, rank: int) -> RankStatus | None:
         """What another rank shows. Blocks."""
-        data = self._keys.value(f"board/{rank}")
-        return None if data is None else Board.decode(data, rank)
+        data = self._keys.value(f"status/{rank}")
+        return None if data is None else RankStatus.decode(data, rank)
 
-    def boards(self, ranks: Iterable[int]) -> dict[int, Board | None]:
+    def statuses(self, ranks: Iterable[int]) -> dict[int, RankStatus | None]:
         """What they show. Blocks."""
-        return {rank: self.board(rank) for rank in ranks}
+        return {rank: self.status(rank) for rank in ranks}
 
     def find_leader(self) -> bool:
         """Whether the leader is found, which has acknowledged this process. Blocks."""
-        if self.lead:
+        if self.leader:
             return True
         lead = self._keys.value("lead")
         if lead is None:
@@ -129,29 +129,31 @@ class Member:
         known = self._keys.value(f"{lead.decode()}/known/{self.rank // BLOCK}")
         if known is None or json.loads(known)[self.rank % BLOCK] != self.nonce:
             return False
-        self.lead = lead.decode()
+        self.leader = lead.decode()
         return True
 
-    def post(self, now_s: float) -> None:
+    def publish(self, now_s: float) -> None:
         """Show what this rank is in. Blocks."""
-        self._beats += 1
-        calls = tuple(attendance.shown(now_s) for attendance in list(self._open))
+        self._heartbeats += 1
+        calls = tuple(participation.open_call(now_s) for participation in list(self._open))
         logs = {name: tuple(log) for name, log in self.logs.items()}
-        board = Board(
+        status = RankStatus(
             self.nonce,
-            self.lead,
-            self._beats,
+            self.leader,
+            self._heartbeats,
             calls,
             tuple(self._failed),
             logs,
-            dict(self._even),
+            dict(self._settled),
         )
-        self._keys.set(f"board/{self.rank}", board.encode())
+        self._keys.set(f"status/{self.rank}", status.encode())
 
     def failed(self, call: Call, number: int | None, failure: Failure) -> None:
-        """Note that this rank has failed in ``call``, for the next :meth:`post` to show."""
+        """Note that this rank has failed in ``call``, for the next :meth:`publish` to show."""
         number = self.next_number() if number is None else number
-        self._failed.append(Failed(call.name, number, str(call), call.thread, failure.shortened()))
+        self._failed.append(
+            FailedCall(call.name, number, str(call), call.thread, failure.shortened())
+        )
         self.log_failure(call.name, number, failure.timed_out)
 
     def log_failure(self, name: str, number: int, waited: bool) -> list[str]:
@@ -171,37 +173,36 @@ class Member:
             self._number += 1
             return self._number
 
-    def even(self, name: str) -> Even:
-        """Up to where this rank and the leader are even in calls of that name, as far as this rank
-        knows."""
-        return self._even.get(name, Even())
+    def settled(self, name: str) -> Settled:
+        """What is settled with the leader in calls of that name, as far as this rank has seen."""
+        return self._settled.get(name, Settled())
 
-    def settle(self, name: str, even: Even) -> None:
-        """They are even up to there."""
-        self._even[name] = even
-        self._even.move_to_end(name)
-        _trim(self._even, NAMES_KEPT)
+    def settle(self, name: str, settled: Settled) -> None:
+        """All up to there is settled with the leader."""
+        self._settled[name] = settled
+        self._settled.move_to_end(name)
+        _trim(self._settled, NAMES_KEPT)
 
     # On the leader.
 
-    def pairs(self, name: str) -> Pairs:
-        """What this leader knows of the calls of that name."""
-        found = self._pairs.setdefault(name, Pairs([0] * self.world))
-        self._pairs.move_to_end(name)
-        for old in list(self._pairs)[:-NAMES_KEPT]:
+    def history(self, name: str) -> CallHistory:
+        """What this leader has seen of the calls of that name."""
+        found = self._history.setdefault(name, CallHistory([0] * self.world))
+        self._history.move_to_end(name)
+        for old in list(self._history)[:-NAMES_KEPT]:
             if old not in self.logs:
-                del self._pairs[old]
+                del self._history[old]
         return found
 
     def all_met(self, name: str) -> None:
-        """All ranks have come to a call of that name: they are even."""
+        """All ranks have come to a call of that name, which settles all failures before it."""
         self.logs.pop(name, None)
-        self.pairs(name).even.clear()
+        self.history(name).settled.clear()
 
     @property
     def open_names(self) -> set[str]:
         """Of the calls that this rank is in."""
-        return {attendance.name for attendance in self._open}
+        return {participation.name for participation in self._open}
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run it after the call has returned."""
@@ -209,65 +210,66 @@ class Member:
         self._spawned.add(task)
         task.add_done_callback(self._spawned.discard)
 
-    def introduce(self, for_s: float) -> None:
+    def announce(self, for_s: float) -> None:
         """Show this process to the others, apart from any call; the leader acknowledges them for so
         many seconds. Does not wait. Thread-safe."""
-        self.spawn(self.greet(for_s) if self.rank == LEADER else self.show())
+        self.spawn(self.acknowledge_ranks(for_s) if self.rank == LEADER else self.publish_status())
 
-    def follows(self, theirs: str, ours: str) -> bool:
+    def is_same_run(self, theirs: str, ours: str) -> bool:
         """Whether ``theirs``, a name that the leader gave, means what this rank calls ``ours``:
         that is settled at the first sight of it, and each has one meaning."""
         return bool(theirs) and self._meanings.setdefault(theirs, ours) == ours
 
-    async def greet(self, for_s: float) -> None:
+    async def acknowledge_ranks(self, for_s: float) -> None:
         """On the leader: acknowledge ranks, as long as it is in a call, or for so many seconds,
         until all have found it."""
         if self.all_found or self.rank != LEADER:
             return
-        self._greet_until_s = max(self._greet_until_s, asyncio.get_running_loop().time() + for_s)
-        if self._greeting:
+        self._acknowledge_until_s = max(
+            self._acknowledge_until_s, asyncio.get_running_loop().time() + for_s
+        )
+        if self._acknowledging:
             return
-        self._greeting = True
+        self._acknowledging = True
         try:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # those who wait for it will see that the store is gone
-                await self._greet()
+            # Calls that wait for the ranks will see that the store is gone.
+            with contextlib.suppress(RuntimeError):
+                await self._acknowledge_all()
         finally:
-            self._greeting = False
+            self._acknowledging = False
 
-    async def _greet(self) -> None:
+    async def _acknowledge_all(self) -> None:
         loop = asyncio.get_running_loop()
-        async with self._posting:
-            await offload(self._lead, loop.time())
+        async with self._publishing:
+            await offload(self._claim_leadership, loop.time())
         missing = set(range(1, self.world))
         known: dict[int, str] = {}
         pause_s = 0.001
-        while missing and (self._open or loop.time() < self._greet_until_s):
-            if await offload(self._acknowledge, missing, known):
+        while missing and (self._open or loop.time() < self._acknowledge_until_s):
+            if await offload(self._acknowledge_new, missing, known):
                 pause_s = 0.001
             await asyncio.sleep(pause_s)
-            pause_s = min(pause_s * 1.5, GREET_PAUSE_S)
+            pause_s = min(pause_s * 1.5, ACKNOWLEDGE_PAUSE_S)
         self.all_found = not missing
 
-    def _lead(self, now_s: float) -> None:
-        """Be found. Who has found this leader looks at its board next, where its predecessor's must
-        not be any more."""
-        self.post(now_s)
+    def _claim_leadership(self, now_s: float) -> None:
+        """Let ranks find this leader. They read its status record next, so that one is published
+        first: it must not be that of a predecessor."""
+        self.publish(now_s)
         self._keys.set("lead", self.nonce)
 
-    def _acknowledge(self, missing: set[int], known: dict[int, str]) -> bool:
-        """Acknowledge what boards show. Take from ``missing`` the ranks that have found this
+    def _acknowledge_new(self, missing: set[int], known: dict[int, str]) -> bool:
+        """Acknowledge what statuses show. Take from ``missing`` the ranks that have found this
         leader. Whether any is new."""
         new = set[int]()
         for rank in sorted(missing):
-            board = self.board(rank)
-            if board is None:
+            status = self.status(rank)
+            if status is None:
                 continue
-            if board.lead == self.nonce:
+            if status.leader == self.nonce:
                 missing.discard(rank)
-            elif known.get(rank) != board.nonce:
-                known[rank] = board.nonce
+            elif known.get(rank) != status.nonce:
+                known[rank] = status.nonce
                 new.add(rank // BLOCK)
         for block in new:
             ranks = range(block * BLOCK, min(self.world, (block + 1) * BLOCK))
@@ -279,30 +281,32 @@ class Member:
     # On the event loop.
 
     @contextlib.asynccontextmanager
-    async def attending(self, call: Call, beat_s: float) -> AsyncIterator[Attendance]:
+    async def participating(self, call: Call, heartbeat_s: float) -> AsyncIterator[Participation]:
         """Show that this rank is in ``call``, and beat. A second call of the same name waits for
         the first to end."""
         loop = asyncio.get_running_loop()
         await self._take_turn(call.name)
-        attendance = Attendance(call.name, str(call), call.thread, self.next_number(), loop.time())
-        self._open.append(attendance)
-        self._beat_s[attendance.number] = beat_s
-        if self._beating is not None:
-            self._beating.cancel()  # it may sleep for longer than this call allows
-        self._beating = asyncio.ensure_future(self._beat())
+        participation = Participation(
+            call.name, str(call), call.thread, self.next_number(), loop.time()
+        )
+        self._open.append(participation)
+        self._heartbeat_s[participation.number] = heartbeat_s
+        if self._heartbeat_task is not None:
+            self._heartbeat_task.cancel()  # it may sleep for longer than this call allows
+        self._heartbeat_task = asyncio.ensure_future(self._send_heartbeats())
         if self.rank == LEADER:
-            self.spawn(self.greet(0.0))
+            self.spawn(self.acknowledge_ranks(0.0))
         try:
-            yield attendance
+            yield participation
         finally:
-            self._open.remove(attendance)
-            del self._beat_s[attendance.number]
+            self._open.remove(participation)
+            del self._heartbeat_s[participation.number]
             self._give_turn(call.name)
-            if not self._open and self._beating is not None:
-                self._beating.cancel()
-                await asyncio.wait([self._beating])
-                self._beating = None
-                await self.show()
+            if not self._open and self._heartbeat_task is not None:
+                self._heartbeat_task.cancel()
+                await asyncio.wait([self._heartbeat_task])
+                self._heartbeat_task = None
+                await self.publish_status()
 
     async def _take_turn(self, name: str) -> None:
         turn = asyncio.get_running_loop().create_future()
@@ -327,38 +331,41 @@ class Member:
         elif first and not queue[0].done():
             queue[0].set_result(None)
 
-    async def _beat(self) -> None:
+    async def _send_heartbeats(self) -> None:
         while True:
-            await self.show()
-            await asyncio.sleep(min(self._beat_s.values()))
+            await self.publish_status()
+            await asyncio.sleep(min(self._heartbeat_s.values()))
 
-    async def show(self) -> None:
-        """:meth:`post`. What the store raises is left to those who wait for an answer."""
-        async with self._posting:
+    async def publish_status(self) -> None:
+        """:meth:`publish`. What the store raises is left to the calls that wait for an
+        answer."""
+        async with self._publishing:
             with contextlib.suppress(RuntimeError):
-                await offload(self.post, asyncio.get_running_loop().time())
+                await offload(self.publish, asyncio.get_running_loop().time())
 
-    def others_moved(self, but: Attendance) -> int:
+    def progress_of_others(self, but: Participation) -> int:
         """Grows with everything that moves in other calls of this process."""
-        return sum(attendance.moved for attendance in list(self._open) if attendance is not but)
+        return sum(
+            participation.progress for participation in list(self._open) if participation is not but
+        )
 
-    async def seek_leader(self, for_s: float) -> None:
+    async def try_to_find_leader(self, for_s: float) -> None:
         """Look for the leader for so many seconds: it heeds what ranks show that have found it."""
         with contextlib.suppress(CoordinationError):  # a deadline, too
-            await self.found_leader(for_s, "the leader")
+            await self.wait_for_leader(for_s, "the leader")
 
-    async def found_leader(self, silence_s: float, what: str) -> None:
+    async def wait_for_leader(self, silence_s: float, what: str) -> None:
         """Return when the leader is found. Raises DeadlineError, and what the store raises."""
         loop = asyncio.get_running_loop()
         watch = Watch(self.rank, "", "", silence_s)
         pause_s = 0.001
-        while not await self.ask(self.find_leader):
+        while not await self.call_store(self.find_leader):
             watch.look({LEADER: None}, what, loop.time())
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 1.5, 0.05)
         if not self._shown_lead:
             self._shown_lead = True
-            await self.show()
+            await self.publish_status()
 
 
 def _trim(kept: OrderedDict[str, Any], most: int) -> list[str]:

@@ -6,9 +6,9 @@ bytes is its length in that line, and its contents follow the line, so that dige
 travel as they are.
 
 The type of each field says what is read back: ``bool``, ``int``, ``float``, ``str``, ``bytes``,
-``None``, enumerations, tuples, dicts with keys of str, and dataclasses of such fields. Whatever does
-not have the form of the expected message is refused with a CoordinationError, so ranks that run
-different versions of Holdfast fail by name.
+``None``, enumerations, tuples, dicts with keys of str, and dataclasses of such fields. Whatever
+does not have the form of the expected message is refused with a CoordinationError, so ranks that
+run different versions of Holdfast fail by name.
 
 Scope: pure functions. How messages travel is the subject of ``team``.
 """

@@ -1,13 +1,13 @@
-"""Which failure of one rank belongs to which of another: where both failed in one call, neither is
-news to the other.
+"""Which failure of one rank belongs to which failure of another: where both failed in one call,
+neither has to report its failure to the other.
 
-Two ranks make the same calls of one name. A call in which they meet, or in which one hears of the
-other's failure, makes them *even*. What each fails in since then, unknown to the other, belongs
-together in order: first with first. A failure that is left over belongs to a call that the other
-rank has yet to make, and fails that.
+Two ranks make the same calls of one name. A call in which they meet, or in which one learns of the
+other's failure, *settles* all failures before it. Failures after that, of which the other has not
+learned, belong together in order: first with first. A failure that is left over belongs to a call
+that the other rank has yet to make, and fails that call.
 
-Where a rank has only waited in vain, the call may be one that the other leaves out. Such failures
-are forgotten together.
+Where a rank has only timed out, the call may be one that the other leaves out. Such failures are
+dropped together.
 """
 
 from __future__ import annotations
@@ -15,48 +15,47 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["LOGGED", "Even", "Log", "Pairs", "logged", "paired"]
+__all__ = ["LOGGED", "CallHistory", "Log", "Settled", "logged", "paired"]
 
 LOGGED = 64
 """Failures of one name that a rank remembers."""
 
 Log = Sequence[int]
 """The numbers of the calls of one name that a rank failed in, in order; ``-number`` where it had
-waited in vain."""
+timed out."""
 
 
 @dataclass(frozen=True, slots=True)
-class Even:
-    """Up to which call of the leader, and which of the other rank, these two owe each other
-    nothing."""
+class Settled:
+    """Up to which call of the leader, and which call of the other rank, all failures are settled
+    between the two."""
 
-    lead: int = 0
+    leader: int = 0
     other: int = 0
 
-    def joined(self, known: Even) -> Even:
-        """What follows from both."""
-        return Even(max(self.lead, known.lead), max(self.other, known.other))
+    def joined(self, known: Settled) -> Settled:
+        """What both together settle."""
+        return Settled(max(self.leader, known.leader), max(self.other, known.other))
 
 
 @dataclass(slots=True)
-class Pairs:
-    """What the leader knows of the calls of one name."""
+class CallHistory:
+    """What the leader has seen of the calls of one name."""
 
     taken: list[int]
-    """By rank: the number of its last call that the leader has taken, or knows to have failed."""
-    even: dict[int, int] = field(default_factory=dict)
-    """By rank: the leader's last call that it has nothing to hear of any more. Only calls that
-    failed count."""
+    """By rank: the number of its last call that the leader has taken, or has seen fail."""
+    settled: dict[int, int] = field(default_factory=dict)
+    """By rank: the last failed call of the leader that is settled with it."""
 
-    def of(self, rank: int) -> Even:
-        """Up to where the leader and that rank are even, as far as the leader knows."""
-        return Even(self.even.get(rank, 0), self.taken[rank])
+    def of(self, rank: int) -> Settled:
+        """What is settled with that rank, as far as the leader has seen."""
+        return Settled(self.settled.get(rank, 0), self.taken[rank])
 
-    def settle(self, rank: int, even: Even) -> None:
-        """They are even up to there."""
-        self.taken[rank] = even.other
-        if even.lead:
-            self.even[rank] = even.lead
+    def settle(self, rank: int, settled: Settled) -> None:
+        """All up to there is settled with that rank."""
+        self.taken[rank] = settled.other
+        if settled.leader:
+            self.settled[rank] = settled.leader
 
 
 def logged(log: Log, number: int, waited: bool) -> list[int]:
@@ -64,12 +63,12 @@ def logged(log: Log, number: int, waited: bool) -> list[int]:
     return [*log, -number if waited else number][-LOGGED:]
 
 
-def paired(even: Even, leads: Log, others: Log) -> tuple[Even, list[int], list[int]]:
-    """Cancel out what belongs together. Return up to where both are even then, and what is left of
-    either log."""
-    theirs = [number for number in leads if abs(number) > even.lead]
-    ours = [number for number in others if abs(number) > even.other]
+def paired(settled: Settled, leaders: Log, others: Log) -> tuple[Settled, list[int], list[int]]:
+    """Cancel out what belongs together. Return what is settled then, and what is left of either
+    log."""
+    theirs = [number for number in leaders if abs(number) > settled.leader]
+    ours = [number for number in others if abs(number) > settled.other]
     count = min(len(theirs), len(ours))
     if count:
-        even = Even(abs(theirs[count - 1]), abs(ours[count - 1]))
-    return even, theirs[count:], ours[count:]
+        settled = Settled(abs(theirs[count - 1]), abs(ours[count - 1]))
+    return settled, theirs[count:], ours[count:]

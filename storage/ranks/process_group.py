@@ -17,9 +17,10 @@ from ...core.forks.renewal import new_lock
 from ...errors import UsageError
 from ..runtime.engine import start
 from .calls import Call
-from .keys import Keys
+from .keys import Keys, StoreLike
 from .member import Member
-from .team import Solo, StoreLike, StoreTeam, Team
+from .store_team import StoreTeam
+from .team import Solo, Team
 
 __all__ = ["current_member", "current_rank", "current_team", "current_world", "store_host"]
 
@@ -38,7 +39,7 @@ def current_team(call: Call, deadline_s: float, *, saving: bool) -> Team:
     """A new team of all ranks of the default process group, for ``call``; of one, where there is
     none.
 
-    Waits for nobody. Raises UsageError for a save in a launcher's process that has not joined its
+    Does not wait. Raises UsageError for a save in a launcher's process that has not joined its
     process group: it would save over the other ranks. Raises UsageError in a forked child of a
     rank: its call would be taken for that rank's.
     """
@@ -59,7 +60,7 @@ def current_team(call: Call, deadline_s: float, *, saving: bool) -> Team:
 
 
 def current_member(deadline_s: float) -> Member | None:
-    """This process as a rank of its job; None for a process that is alone. Waits for nobody. Raises
+    """This process as a rank of its job; None for a process that is alone. Does not wait. Raises
     UsageError in a forked child of a rank."""
     if current_world() == 1:
         return None
@@ -116,8 +117,8 @@ def _contact(deadline_s: float) -> _Contact:
     Its connection is our own, where the store has such: no call of the trainer's ever waits for one
     of ours. It is made once, since torch asks name servers for it, which takes seconds where they
     do not answer. A forked child would share its parent's socket, so it makes one for itself.
-    Nothing here keeps the group's store alive: who destroys a process group, and makes another,
-    gets a new server.
+    Nothing here keeps the group's store alive: after a process group was destroyed, the next one
+    has a server of its own.
     """
     global _ours  # noqa: PLW0603 - one for the process
     with _contact_lock:
@@ -136,8 +137,8 @@ def _contact(deadline_s: float) -> _Contact:
 
 
 def _prefix(world: int) -> str:
-    """What torch's launcher and the size of the job tell of its generation. The rest is told by
-    nonces."""
+    """What torch's launcher and the size of the job say of its generation. Nonces tell the rest
+    apart."""
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return f"holdfast/{restarts}/{world}"
 

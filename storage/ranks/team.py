@@ -1,15 +1,7 @@
-"""Ranks acting together, without a collective: rounds over a key-value store, each with a deadline.
+"""Ranks acting together, without a collective: rounds, each of whose waits has a deadline.
 
-In a *round* every rank states something, the leader (rank 0) decides, and all learn the verdict. A
-save has two rounds (who writes what; commit), a load has two (does it fit; did all arrive). Nothing
-blocks the trainer's process group: keys in the store of torch.distributed are all that is used,
-polled, so that no connection is held waiting.
-
-In the first round of a call the ranks find each other (``rendezvous``). Its answer names the
-*session*, under which the keys of later rounds lie. A rank that waits looks at the boards of those
-it waits for (``member``, ``watch``): where nothing has moved for longer than the deadline, that is
-an error that names the rank. A rank that fails says so at once, and every other rank raises at its
-next look.
+In a *round* every rank states something, the leader (rank 0) decides, and all get its verdict. A
+save has a few rounds, and so has a load: see ``operations.rounds``.
 
 Scope: no membership, no election. A job whose leader died is restarted by its launcher.
 """
@@ -18,40 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
-from ...errors import CoordinationError, RankFailedError
-from ..runtime.engine import offload
-from .calls import Board, Call
-from .failures import Failure
-from .keys import Keys, StoreLike
-from .member import LEADER, Member
-from .messages import Codec, Nothing, Round, codec
-from .rendezvous import PAUSE_MAX_S, PAUSE_S, Answer, Arrival, Assembly, Verdict
-from .watch import Attendance, Watch
+from ...errors import CoordinationError
+from .messages import Codec, Round
 
-__all__ = ["Decide", "Solo", "StoreLike", "StoreTeam", "Team"]
+__all__ = ["Decide", "Solo", "Team"]
 
 T = TypeVar("T")
 S = TypeVar("S")
 V = TypeVar("V")
 Decide = Callable[[Sequence[S]], Awaitable[V]]
 """Makes the leader's decision of the statements of all ranks, in order of rank."""
-DecideEncoded = Callable[[Sequence[bytes]], Awaitable[bytes]]
-
-_MEET = Round.of("meet", Nothing, Nothing)
-"""The first round of a session that begins with something else than a round of all ranks."""
-INLINE_NBYTES = 256 << 10
-"""Messages of more bytes than this are decoded in a thread."""
-LINGER_S = 5.0
-"""How long the leader stays at most until all have read its last verdict: its process may serve the
-store."""
-SEEK_S = 1.0
 
 
 class Team(ABC):
@@ -93,7 +65,7 @@ class Team(ABC):
     @abstractmethod
     async def watch(self, ranks: Sequence[int], what: str) -> NoReturn:
         """Look after ``ranks`` that ``what`` is awaited from. Raises RankFailedError when any rank
-        of the team tells that it failed, DeadlineError when one of these falls silent. Ends in no
+        of the team reports a failure, DeadlineError when one of these falls silent. Ends in no
         other way."""
 
     @abstractmethod
@@ -103,7 +75,7 @@ class Team(ABC):
 
     @abstractmethod
     async def failure(self) -> CoordinationError | None:
-        """What another rank has told of its failure, if any has."""
+        """The failure that another rank has reported, if any has."""
 
     @property
     @abstractmethod
@@ -111,11 +83,11 @@ class Team(ABC):
         """Whether the job's store could not be reached."""
 
     @abstractmethod
-    def worked(self) -> None:
+    def report_progress(self) -> None:
         """Something has moved on this rank: bytes, or an operation of the storage. Thread-safe."""
 
     @abstractmethod
-    async def moves_with(self, other: asyncio.Future[None]) -> None:
+    async def progress_with(self, other: asyncio.Future[None]) -> None:
         """Wait until another call of this process has ended, well or not. What moves there is this
         rank's progress."""
 
@@ -149,7 +121,7 @@ class Solo(Team):
 
     async def watch(self, ranks: Sequence[int], what: str) -> NoReturn:
         await asyncio.Event().wait()
-        raise AssertionError  # nobody sets it
+        raise AssertionError  # the event is never set
 
     async def fail(self, error: BaseException) -> None:
         return None
@@ -159,408 +131,12 @@ class Solo(Team):
 
     store_is_lost = False
 
-    def worked(self) -> None:
+    def report_progress(self) -> None:
         return None
 
-    async def moves_with(self, other: asyncio.Future[None]) -> None:
+    async def progress_with(self, other: asyncio.Future[None]) -> None:
         await asyncio.wait([other])
 
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator[None]:
         yield
-
-
-class StoreTeam(Team):
-    """Rounds over a store. ``prefix`` is the same on all ranks; below it, ranks find each other by
-    their ``call``.
-
-    ``silence_s`` is how long nothing may move at another rank while it is waited for.
-    """
-
-    def __init__(
-        self,
-        store: StoreLike,
-        rank: int,
-        world: int,
-        prefix: str,
-        silence_s: float,
-        call: Call | None = None,
-        member: Member | None = None,
-    ) -> None:
-        """``member``: this process in its job; None makes one."""
-        self.rank = rank
-        self.world = world
-        self._member = Member(Keys(store, prefix), rank, world) if member is None else member
-        self._call = Call("call") if call is None else call
-        self._silence_s = silence_s
-        self._beat_s = max(0.02, min(5.0, silence_s / 5))
-        self._attendance: Attendance | None = None
-        self._assembly: Assembly | None = None
-        self._answer: Answer | None = None
-        self._over = False  # all have heard of the failure
-        self._stated = (
-            False  # to the leader, perhaps: where this rank fails, that has to be taken back
-        )
-        self._written: list[str] = []  # of this rank, for the leader alone
-        self._kept: list[str] = []
-        self._rounds: list[str] = []
-
-    @property
-    def store_is_lost(self) -> bool:
-        """See :class:`Team`."""
-        return self._member.lost
-
-    def worked(self) -> None:
-        """See :class:`Team`."""
-        if self._attendance is not None:
-            self._attendance.worked()
-
-    async def moves_with(self, other: asyncio.Future[None]) -> None:
-        """See :class:`Team`."""
-        attendance = self._attendance
-        assert attendance is not None
-        moved = -1
-        while not other.done():
-            await asyncio.wait([other], timeout=self._beat_s)
-            if moved != (moved := self._member.others_moved(attendance)):
-                attendance.worked()
-
-    async def round(
-        self,
-        round: Round[S, V],
-        statement: S,
-        decide: Decide[S, V],
-        speakers: Sequence[int] | None = None,
-    ) -> V:
-        """See :class:`Team`."""
-        if self._answer is None and speakers is not None:
-            await self._meet()
-        senders = range(self.world) if speakers is None else speakers
-        what = f"round {round.name!r}"
-
-        async def decide_encoded(statements: Sequence[bytes]) -> bytes:
-            decoded = await _decoded(round.statement, statements, senders, what)
-            return await _encoded(round.verdict, await decide(decoded))
-
-        data = b""
-        if self.rank in senders:
-            data = await _encoded(round.statement, statement)
-        if self._answer is None:
-            decision = await self._first(round.name, data, decide_encoded)
-        else:
-            decision = await self._later(round.name, data, decide_encoded, senders)
-        (verdict,) = await _decoded(round.verdict, [decision], [LEADER], what)
-        return verdict
-
-    async def gather(self, name: str, kind: Codec[T], ranks: Sequence[int], message: T) -> list[T]:
-        """See :class:`Team`."""
-        await self._meet()
-        if self.rank != ranks[0]:
-            await self._state(name, await _encoded(kind, message))
-            return []
-        others = ranks[1:]
-        received = await self._gather(name, others, name)
-        return [message, *await _decoded(kind, received, others, f"{name!r}")]
-
-    async def all_gather(
-        self, name: str, kind: Codec[T], ranks: Sequence[int], message: T
-    ) -> list[T]:
-        """See :class:`Team`."""
-        await self._meet()
-        await self._state(name, await _encoded(kind, message))
-        others = [rank for rank in ranks if rank != self.rank]
-        received = await self._gather(name, others, name)
-        decoded = await _decoded(kind, received, others, f"{name!r}")
-        by_rank = dict(zip(others, decoded, strict=True))
-        return [by_rank.get(rank, message) for rank in ranks]
-
-    async def watch(self, ranks: Sequence[int], what: str) -> NoReturn:
-        """See :class:`Team`."""
-        await self._meet()
-        watch = self._watch()
-        while True:
-            seen = await self._ask(self._look, None, ranks)
-            self._look_after(seen, watch, what)
-            await asyncio.sleep(self._beat_s)
-
-    async def fail(self, error: BaseException) -> None:
-        """See :class:`Team`. Where this rank has no session yet, whoever comes to this call learns
-        it."""
-        if self._over or (isinstance(error, RankFailedError) and self.rank != LEADER):
-            return
-        with contextlib.suppress(CoordinationError):
-            failure = Failure.of(error, self.rank)
-            if self._answer is not None:
-                await self._ask(self._fail_in_session, failure)
-            elif self.rank == LEADER:
-                await self._refuse(error)
-            else:
-                number = None if self._attendance is None else self._attendance.number
-                self._member.failed(self._call, number, failure)
-                await self._member.show()
-                await self._make_it_count()
-                if self._stated:
-                    gone = f"gone/{self._call.name}"
-                    await self._ask(self._member.keys.set, gone, f"{self.rank} {number}")
-
-    async def _make_it_count(self) -> None:
-        """The leader heeds only ranks that have found it. That takes a moment; where it takes
-        longer, this goes on later."""
-        if not self._member.lead:
-            await self._member.seek_leader(min(SEEK_S, self._silence_s / 4))
-        if not self._member.lead:
-            self._member.spawn(self._member.seek_leader(self._silence_s))
-
-    async def failure(self) -> CoordinationError | None:
-        """See :class:`Team`."""
-        if self._answer is None:
-            return None
-        failure: Failure | None = await self._ask(self._failed_in_session)
-        return None if failure is None else failure.as_error()
-
-    @contextlib.asynccontextmanager
-    async def session(self) -> AsyncIterator[None]:
-        """See :class:`Team`."""
-        async with self._member.attending(self._call, self._beat_s) as self._attendance:
-            try:
-                yield
-            except BaseException:
-                # The leader may be about to take what this rank has said: the last to leave removes
-                # it.
-                self._kept, self._written = self._written, []
-                raise
-            finally:
-                with contextlib.suppress(CoordinationError):
-                    await self._ask(self._leave)
-        if self.rank == LEADER and self._answer is not None and not self._kept:
-            self._member.spawn(self._linger(self._member.anchor()))
-
-    # The first round: ranks find each other.
-
-    async def _meet(self) -> None:
-        if self._answer is None:
-            await self.round(_MEET, Nothing(), _agreed)
-
-    async def _first(self, name: str, payload: bytes, decide: DecideEncoded) -> bytes:
-        assert self._attendance is not None
-        what = f"round {name!r}"
-        if self.rank != LEADER:
-            arrival = Arrival(self._member, self._call, self._attendance, self._silence_s)
-            await arrival.found_leader(what)
-            self._stated = True
-            answer = await arrival.answer(payload, what)
-            self._over = answer.failed
-            decision = answer.verdict.opened()
-            self._enter(answer)
-            return decision
-        self._assembly = Assembly(self._member, self._call, self._attendance, self._silence_s)
-        payloads = await self._assembly.gather(payload, what)
-        try:
-            decision = await decide(payloads)
-        except Exception as error:
-            self._over = True
-            failure = Failure.of(error, self.rank)
-            await self._ask(self._assembly.post, Verdict(failure=failure))
-            raise
-        await self._ask(self._assembly.post, Verdict(decision))
-        self._enter(self._assembly.answer(Verdict()))
-        return decision
-
-    def _enter(self, answer: Answer) -> None:
-        """From here on all ranks have a session."""
-        assert self._attendance is not None
-        self._attendance.met = True
-        self._answer = answer
-
-    async def _refuse(self, error: BaseException) -> None:
-        """The leader has failed before all have come: those who are there, and those who come late,
-        learn it at once."""
-        self._over = True
-        assembly = self._assembly or Assembly(
-            self._member, self._call, self._attendance, self._silence_s
-        )
-        failure = Failure.of(error, self.rank)
-        if not isinstance(error, CoordinationError) and error is not assembly.refused:
-            failure = Failure.of(failure.as_error(), self.rank)
-        await self._ask(assembly.post, Verdict(failure=failure))
-        self._member.spawn(self._member.greet(self._silence_s))
-
-    # Later rounds.
-
-    async def _later(
-        self, name: str, payload: bytes, decide: DecideEncoded, senders: Sequence[int]
-    ) -> bytes:
-        self._rounds.append(name)
-        if self.rank != LEADER:
-            if self.rank in senders:
-                await self._state(name, payload)
-            what = f"the verdict of round {name!r}"
-            (data,) = await self._gather(f"{name}/verdict", [LEADER], what)
-            return codec(Verdict).decode(data, what).opened()
-        payloads = [payload, *await self._gather(name, senders[1:], f"round {name!r}")]
-        try:
-            verdict = Verdict(await decide(payloads))
-        except Exception as error:
-            await self._post(name, Verdict(failure=Failure.of(error, self.rank)))
-            raise
-        await self._post(name, verdict)
-        return verdict.decision
-
-    async def _post(self, name: str, verdict: Verdict) -> None:
-        await self._ask(self._keys.put, f"{name}/verdict/{LEADER}", codec(Verdict).encode(verdict))
-
-    @property
-    def _keys(self) -> Keys:
-        """Of the session that all have entered."""
-        assert self._answer is not None
-        return self._member.keys.below(str(self._answer.number))
-
-    async def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
-        return await self._member.ask(function, *args)
-
-    async def _state(self, name: str, payload: bytes) -> None:
-        self._written += await self._ask(self._keys.put, f"{name}/{self.rank}", payload)
-
-    def _watch(self) -> Watch:
-        return Watch(self.rank, self._call.name, str(self._call), self._silence_s)
-
-    async def _gather(self, name: str, ranks: Sequence[int], what: str) -> list[bytes]:
-        """The values that ``ranks`` put under ``name``, in that order."""
-        found: dict[int, bytes] = {}
-        watch = self._watch()
-        pause_s = PAUSE_S
-        while missing := [rank for rank in ranks if rank not in found]:
-            seen = await self._ask(self._look, name, missing)
-            found |= seen.told
-            if len(found) < len(ranks):
-                self._look_after(seen, watch, what)
-                pause_s = PAUSE_S if seen.told else min(pause_s * 1.5, PAUSE_MAX_S)
-                await asyncio.sleep(pause_s)
-        if self._attendance is not None:
-            self._attendance.waited()
-        return [found[rank] for rank in ranks]
-
-    def _look_after(self, seen: _Seen, watch: Watch, what: str) -> None:
-        """Raise what a rank has told of its failure, or DeadlineError where nothing moves at one."""
-        assert self._answer is not None
-        if seen.failure is not None:
-            raise seen.failure.as_error()
-        for rank, board in seen.boards.items():
-            # It left before it could know of the session.
-            left = board and board.failure(self._call.name, self._answer.roster[rank] - 1)
-            if left and left.number == self._answer.roster[rank]:
-                raise left.failure.as_error()
-        if not seen.boards:  # nobody is waited for
-            return
-        now_s = asyncio.get_running_loop().time()
-        last, idle_s = watch.look(seen.boards, what, now_s)
-        if self._attendance is not None:
-            self._attendance.waits(last, what, idle_s, now_s)
-
-    async def _linger(self, anchor: object) -> None:
-        """Stay until all have left. ``anchor`` is held meanwhile."""
-        loop = asyncio.get_running_loop()
-        until_s = loop.time() + LINGER_S
-        with contextlib.suppress(CoordinationError):
-            while loop.time() < until_s:
-                left = await self._ask(self._keys.value, "left")
-                if left is None or int(left) >= self.world:
-                    return
-                await asyncio.sleep(0.01)
-
-    # What follows asks the store, and waits for its answers: it is run in a thread, as much of it
-    # at a time as can be.
-
-    def _look(self, name: str | None, ranks: Sequence[int]) -> _Seen:
-        """What some ranks have told under ``name``, and how the others do."""
-        # Asked first: who fails has said before what it had to say, and that goes before its
-        # failure.
-        failure = self._failed_in_session()
-        told = {} if name is None else {rank: self._keys.told(f"{name}/{rank}") for rank in ranks}
-        there = {rank: value for rank, value in told.items() if value is not None}
-        return _Seen(
-            failure, there, self._member.boards(rank for rank in ranks if rank not in there)
-        )
-
-    def _fail_in_session(self, failure: Failure) -> None:
-        self._keys.swap("failed", None, codec(Failure).encode(failure))
-
-    def _failed_in_session(self) -> Failure | None:
-        """The first failure of a rank since the ranks have met."""
-        data = self._keys.value("failed")
-        return None if data is None else codec(Failure).decode(data, "the failure of a rank")
-
-    def _leave(self) -> None:
-        """Remove this rank's keys; the last to leave removes what others may have looked at until
-        then. Where a rank never leaves, a few keys stay in the job's store, and do no harm: no
-        other session has their prefix."""
-        if self.rank != LEADER and self._member.lead:
-            join = f"join/{self._call.name}/{self.rank}"
-            self._member.keys.delete(self._member.keys.taken_by(join))
-        if self._answer is None:
-            return
-        keys = self._keys
-        keys.delete(self._written)
-        if self._kept:
-            keys.set(f"kept/{self.rank}", json.dumps(self._kept))
-        if keys.add("left", 1) == self.world:
-            keys.delete(self._remains())
-            self._delete_answer()
-
-    def _remains(self) -> list[str]:
-        """The keys that are there when all have left."""
-        keys, found = self._keys, ["left"]
-        for name in self._rounds:
-            found += keys.taken_by(f"{name}/verdict/{LEADER}")
-        if keys.value("failed") is not None:
-            found.append("failed")
-            for kept in [f"kept/{rank}" for rank in range(1, self.world)]:
-                if (told := keys.value(kept)) is not None:
-                    found += [kept, *json.loads(told)]
-        return found
-
-    def _delete_answer(self) -> None:
-        """The answer to this call, unless there is a later one."""
-        assert self._answer is not None
-        keys, key = self._member.keys, f"answer/{self._call.name}"
-        told = keys.told(key)
-        if told is not None and Answer.decode(told, self.world).number == self._answer.number:
-            keys.delete(keys.taken_by(key))
-
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """At one look at the store: the failure of a rank, if there is one; what ranks have told; the
-    boards of the others."""
-
-    failure: Failure | None
-    told: dict[int, bytes]
-    boards: dict[int, Board | None]
-
-
-async def _agreed(statements: Sequence[Nothing]) -> Nothing:
-    """All ranks have come; there is nothing to be decided."""
-    return Nothing()
-
-
-async def _encoded(kind: Codec[T], message: T) -> bytes:
-    return await offload(kind.encode, message) if kind.slow else kind.encode(message)
-
-
-async def _decoded(
-    kind: Codec[T], received: Sequence[bytes], ranks: Sequence[int], where: str
-) -> list[T]:
-    """The messages that ``ranks`` have sent."""
-    work = partial(_decode_all, kind, received, ranks, where)
-    if kind.slow or sum(map(len, received)) > INLINE_NBYTES:
-        return await offload(work)
-    return work()
-
-
-def _decode_all(
-    kind: Codec[T], received: Sequence[bytes], ranks: Sequence[int], where: str
-) -> list[T]:
-    return [
-        kind.decode(data, f"what rank {rank} sent in {where}")
-        for rank, data in zip(ranks, received, strict=True)
-    ]

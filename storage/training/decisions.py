@@ -165,7 +165,7 @@ class Decisions:
         """The leader's part: publish a decision, unless other ranks have given up on it."""
         key = self._key(question)
         if not member.all_found:
-            member.introduce(self._deadline_s)
+            member.announce(self._deadline_s)
         known = self._records.get(question)
         decision: Decision | None = None
         while True:
@@ -200,7 +200,7 @@ class Decisions:
             data = self._records[question] = member.keys.value(key)
             record = _Record.decode(data)
             # Otherwise the leader has not come to this loop.
-            in_this_run = member.follows(record.run, self._run)
+            in_this_run = member.is_same_run(record.run, self._run)
             if in_this_run:
                 decision = record.at(step)
                 if decision is not None:
@@ -235,9 +235,9 @@ class Decisions:
         )
 
     def _find_leader(self, member: Member, until_s: float) -> None:
-        if not member.lead:
+        if not member.leader:
             self._await(lambda: member.find_leader() or None, LEADER, until_s)
-            member.introduce(0.0)
+            member.announce(0.0)
 
     def _await(self, look: Callable[[], T | None], rank: int, until_s: float) -> T:
         """What ``look`` returns, when that is not None."""
@@ -261,5 +261,5 @@ class Decisions:
             self._joined = True
             self._member = current_member(self._deadline_s)
             if self._member is not None:
-                self._member.introduce(self._deadline_s)
+                self._member.announce(self._deadline_s)
         return self._member

@@ -17,20 +17,20 @@ from support.effort import examples
 import holdfast
 from holdfast.storage.exchange import broadcast, setup
 from holdfast.storage.operations import rounds
-from holdfast.storage.ranks import calls, failures, messages, rendezvous
+from holdfast.storage.ranks import answer, calls, failures, messages
 from holdfast.storage.ranks.messages import Nothing, codec
 from holdfast.storage.training import resume
 
-MODULES = [broadcast, setup, rounds, calls, failures, messages, rendezvous, resume]
+MODULES = [broadcast, setup, rounds, calls, failures, messages, answer, resume]
 KINDS = [
     Nothing,
     broadcast.Offer,
     setup.Connected,
     setup.Request,
-    calls.Board,
+    calls.RankStatus,
     failures.Failure,
-    rendezvous.AnswerMessage,
-    rendezvous.Verdict,
+    answer.AnswerMessage,
+    answer.Verdict,
     resume.Attempted,
     resume.Candidates,
     rounds.AgreeVerdict,

@@ -12,7 +12,7 @@ from holdfast.storage.ranks.calls import Call
 from holdfast.storage.ranks.keys import Keys
 from holdfast.storage.ranks.member import Member
 from holdfast.storage.ranks.messages import Round
-from holdfast.storage.ranks.team import StoreTeam
+from holdfast.storage.ranks.store_team import StoreTeam
 
 __all__ = [
     "DEADLINE_S",

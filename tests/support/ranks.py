@@ -17,7 +17,7 @@ from holdfast.planner.layout import MeshLayout, Piece
 from holdfast.storage.operations.differences import Strict
 from holdfast.storage.operations.load import Exchanging, LoadJob, finish, run_load
 from holdfast.storage.operations.save import SaveJob, run_save
-from holdfast.storage.ranks.team import StoreTeam
+from holdfast.storage.ranks.store_team import StoreTeam
 from holdfast.storage.runtime.engine import start
 from holdfast.storage.state.flat_state import FlatState
 from holdfast.storage.state.flatten import flatten

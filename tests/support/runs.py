@@ -37,7 +37,7 @@ def fsdp_run(uri: str, total: int, stop_after: int) -> tuple[int, dict[str, Any]
 def skewed_run(uri: str, slow: int) -> tuple[list[int], dict[str, Any]]:
     """A save may be under way at each step, and one rank is slower than others to hear that it has
     ended."""
-    from holdfast.storage.ranks.team import StoreTeam
+    from holdfast.storage.ranks.store_team import StoreTeam
 
     rank, begun = dist.get_rank(), []
     plain = StoreTeam._leave

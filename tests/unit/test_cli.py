@@ -25,7 +25,7 @@ import holdfast
 from holdfast.cli import app, text
 from holdfast.drivers.registry import open_driver
 from holdfast.storage.operations.save import SaveJob, run_save
-from holdfast.storage.ranks.team import StoreTeam
+from holdfast.storage.ranks.store_team import StoreTeam
 from holdfast.storage.state.flatten import flatten
 
 ESCAPE = "\x1b"

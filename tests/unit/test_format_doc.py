@@ -26,7 +26,7 @@ import xxhash
 import holdfast
 from holdfast.drivers.registry import open_driver
 from holdfast.storage.operations.save import SaveJob, run_save
-from holdfast.storage.ranks.team import StoreTeam
+from holdfast.storage.ranks.store_team import StoreTeam
 from holdfast.storage.state.flatten import flatten
 
 BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}

@@ -19,7 +19,7 @@ from holdfast.drivers.contract import Driver
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.operations.save import SaveJob, run_save
 from holdfast.storage.pipeline.image_writer import Progress
-from holdfast.storage.ranks.team import StoreTeam
+from holdfast.storage.ranks.store_team import StoreTeam
 from holdfast.storage.runtime.engine import start
 from holdfast.storage.state.flatten import flatten
 

@@ -13,11 +13,11 @@ from support.meeting import DEADLINE_S, LOAD, SAVE, Job, everybody, kinds, run, 
 
 import holdfast
 from holdfast import errors
-from holdfast.storage.ranks.calls import Board, Call, decoded_roster, encoded_roster
+from holdfast.storage.ranks.calls import Call, RankStatus, decoded_roster, encoded_roster
 from holdfast.storage.ranks.keys import Keys
 from holdfast.storage.ranks.member import Member
-from holdfast.storage.ranks.pairing import Even
-from holdfast.storage.ranks.team import StoreTeam
+from holdfast.storage.ranks.pairing import Settled
+from holdfast.storage.ranks.store_team import StoreTeam
 
 AT_ONCE_S = 8.0
 """Much less than the deadline."""
@@ -101,7 +101,7 @@ def test_ranks_in_different_calls_learn_it_at_once_and_both_are_named(
     world: int, store: Any
 ) -> None:
     """Kinds, URIs or steps may differ; the leader may be in either of them; the next call works."""
-    pairs = [
+    history = [
         (SAVE, LOAD),
         (LOAD, SAVE),
         (SAVE, Call("save", "file:///a", 2)),
@@ -110,7 +110,7 @@ def test_ranks_in_different_calls_learn_it_at_once_and_both_are_named(
 
     async def main() -> None:
         job = Job(store, world)
-        for ours, theirs in pairs:
+        for ours, theirs in history:
             began_s = time.monotonic()
             calls = [ours] * (world - 1) + [theirs]
             outcomes = await together(*(job.calls(rank, call) for rank, call in enumerate(calls)))
@@ -295,11 +295,11 @@ def test_a_rank_that_waits_for_a_leader_that_was_started_anew_says_so(store: Any
         waiting = asyncio.ensure_future(old.calls(1, LOAD))
         await asyncio.sleep(0.1)
         new = Member(Keys(store, "job"), 0, 2)
-        leads = asyncio.ensure_future(
+        leaders = asyncio.ensure_future(
             StoreTeam(store, 0, 2, "", 1.0, SAVE, new).fail(holdfast.StateError("x"))
         )
-        await leads
-        await new.show()
+        await leaders
+        await new.publish_status()
         (outcome,) = await together(waiting)
         assert kinds([outcome]) == [(errors.RankFailedError, 0)]
         assert "started anew" in str(outcome)
@@ -326,8 +326,8 @@ def test_rosters_and_boards_come_back_as_they_were() -> None:
     for roster in ([5], [5, 5, 5], [-3, 0, 7, 7, 7, -(1 << 60)]):
         assert list(decoded_roster(encoded_roster(roster), len(roster))) == roster
     assert len(encoded_roster([7] * 100_000)) < 10
-    board = Board("n", "l", 3, logs={"x": (1, -2)}, even={"x": Even(1, 2)})
-    assert Board.decode(board.encode(), 1) == board
+    status = RankStatus("n", "l", 3, logs={"x": (1, -2)}, settled={"x": Settled(1, 2)})
+    assert RankStatus.decode(status.encode(), 1) == status
 
 
 def test_calls_have_one_name_wherever_they_come_from() -> None:

@@ -35,7 +35,7 @@ from holdfast.storage.operations.copy import Orders, copy_checkpoint
 from holdfast.storage.operations.save import SaveJob, run_save
 from holdfast.storage.pipeline.image_writer import ImageWriter
 from holdfast.storage.pipeline.unpacking import images_of
-from holdfast.storage.ranks.team import StoreTeam
+from holdfast.storage.ranks.store_team import StoreTeam
 from holdfast.storage.runtime.engine import start
 from holdfast.storage.state.flatten import flatten
 

@@ -16,7 +16,7 @@ import holdfast
 from holdfast import errors
 from holdfast.storage.ranks.calls import Call
 from holdfast.storage.ranks.keys import Keys
-from holdfast.storage.ranks.pairing import LOGGED, Even, logged, paired
+from holdfast.storage.ranks.pairing import LOGGED, Settled, logged, paired
 
 AT_ONCE_S = 8.0
 DEAD_IN = {"failed": SAVE, "gave up": SAVE, "in another call": LOAD}
@@ -121,7 +121,7 @@ def test_a_rank_that_comes_after_the_deadline_is_not_in_a_different_call(late: i
 @pytest.mark.parametrize("stage", DEAD_IN)
 def test_what_ranks_showed_to_a_leader_that_died_unfound_does_not_count(stage: str) -> None:
     """The job begins anew over the same store; the new leader comes before the other rank, and
-    finds the dead one's board."""
+    finds the dead one's status."""
 
     async def main() -> None:
         store = dist.HashStore()
@@ -183,15 +183,15 @@ def test_a_rank_that_failed_elsewhere_and_one_that_comes_late_hear_of_one_failur
 
 def test_failures_pair_in_order_from_where_two_ranks_are_even() -> None:
     """First with first; what is left over is that of calls which the other has yet to make."""
-    assert paired(Even(), [], []) == (Even(), [], [])
-    assert paired(Even(), [3], [5, 6]) == (Even(3, 5), [], [6])
-    assert paired(Even(), [3, -4], [5]) == (Even(3, 5), [-4], [])
-    assert paired(Even(3, 5), [3, 4], [-5, -7, 9]) == (Even(4, 7), [], [9])
-    assert Even(3, 9).joined(Even(4, 2)) == Even(4, 9)
+    assert paired(Settled(), [], []) == (Settled(), [], [])
+    assert paired(Settled(), [3], [5, 6]) == (Settled(3, 5), [], [6])
+    assert paired(Settled(), [3, -4], [5]) == (Settled(3, 5), [-4], [])
+    assert paired(Settled(3, 5), [3, 4], [-5, -7, 9]) == (Settled(4, 7), [], [9])
+    assert Settled(3, 9).joined(Settled(4, 2)) == Settled(4, 9)
 
 
 def test_a_log_forgets_its_oldest() -> None:
-    """It stands on every board."""
+    """It stands on every status."""
     log: list[int] = []
     for number in range(1, LOGGED + 11):
         log = logged(log, number, waited=number % 2 == 0)

@@ -21,7 +21,7 @@ from holdfast.storage.operations.global_plan import GlobalPlan, GlobalPlans, Rou
 from holdfast.storage.operations.handle import SaveHandle
 from holdfast.storage.operations.save import SaveJob, run_save
 from holdfast.storage.ranks import process_group
-from holdfast.storage.ranks.team import StoreTeam
+from holdfast.storage.ranks.store_team import StoreTeam
 from holdfast.storage.state.fingerprint import fingerprints
 from holdfast.storage.state.flatten import flatten
 from holdfast.storage.state.plan import Agreed

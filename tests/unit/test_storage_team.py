@@ -20,7 +20,8 @@ from holdfast import errors
 from holdfast.storage.ranks.calls import Call
 from holdfast.storage.ranks.keys import Keys
 from holdfast.storage.ranks.member import Member
-from holdfast.storage.ranks.team import Solo, StoreTeam, Team
+from holdfast.storage.ranks.store_team import StoreTeam
+from holdfast.storage.ranks.team import Solo, Team
 
 Act = Callable[[Team], Awaitable[Any]]
 
@@ -318,7 +319,7 @@ def working(seconds: float) -> Act:
         end_s = time.monotonic() + seconds
         while time.monotonic() < end_s:
             await asyncio.sleep(0.05)
-            team.worked()
+            team.report_progress()
         return await team.round(raw("r"), b"slow", joined)
 
     return what
@@ -339,7 +340,7 @@ def test_a_leader_that_decides_slowly_is_waited_for_while_it_works(plain_store: 
         async def decide(payloads: Sequence[bytes]) -> bytes:
             for _ in range(24):
                 await asyncio.sleep(0.05)
-                team.worked()
+                team.report_progress()
             return b"done"
 
         return await team.round(raw("r"), b"", decide)

@@ -25,7 +25,7 @@ from holdfast.storage.operations import global_plan, save
 from holdfast.storage.operations.global_plan import GlobalPlans, Route
 from holdfast.storage.operations.save import SaveJob, run_save
 from holdfast.storage.protocol.current import read_manifest
-from holdfast.storage.ranks.team import StoreTeam
+from holdfast.storage.ranks.store_team import StoreTeam
 from holdfast.storage.state.flatten import flatten
 
 HOSTS = [

@@ -171,7 +171,7 @@ MUTANTS = [
     ),
     Mutant(
         says="commit before the last rank has reported",
-        file="storage/ranks/team.py",
+        file="storage/ranks/store_team.py",
         old="        payloads = [payload, *await self._gather(name, senders[1:], f'round {name!r}')]\n        try:\n",
         new="        payloads = [payload, *await self._gather(name, senders[1:-1] if name == 'commit' else senders[1:], f'round {name!r}')]\n        try:\n",
         tests="tests/unit/test_storage_settled.py::test_a_copy_is_settled_and_another_one_of_the_same_leaves_it_alone",

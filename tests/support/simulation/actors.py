@@ -24,7 +24,8 @@ from holdfast.storage.operations.listing import ListedCheckpoint
 from holdfast.storage.operations.load import finish, run_build, run_load
 from holdfast.storage.operations.location import Place
 from holdfast.storage.operations.save import run_save
-from holdfast.storage.ranks.team import Solo, StoreTeam
+from holdfast.storage.ranks.store_team import StoreTeam
+from holdfast.storage.ranks.team import Solo
 
 from .checker import MAIN, OTHER, Checker, Violation
 from .loop import Crashed, Process

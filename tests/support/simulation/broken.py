@@ -30,7 +30,7 @@ from holdfast.storage.protocol import attempt as attempts
 from holdfast.storage.protocol import collect, commit, limits, records
 from holdfast.storage.protocol.attempt import Attempt
 from holdfast.storage.protocol.current import current_attempt
-from holdfast.storage.ranks import team, watch
+from holdfast.storage.ranks import store_team, watch
 from holdfast.storage.ranks.hosts import numbered
 
 from . import broken_ranks
@@ -340,21 +340,21 @@ def _takes_what_there_is(of: str) -> Iterator[Patch]:
         except (DeadlineError, RankFailedError):
             if name != of:
                 raise
-            found = [self._keys.told(f"{name}/{r}") for r in ranks]
+            found = [self._keys.get(f"{name}/{r}") for r in ranks]
             return [told for told in found if told is not None]
 
     def decoded(kind: Any, received: Any, ranks: Any, where: str) -> Any:
         return [kind.decode(data, where) for data in received]
 
-    real = team.StoreTeam._gather
-    yield team.StoreTeam, "_gather", gathered
-    yield team, "_decode_all", decoded
+    real = store_team.StoreTeam._gather
+    yield store_team.StoreTeam, "_gather", gathered
+    yield store_team, "_decode_all", decoded
     yield merge, "coverage_errors", lambda tensors, shards: []
 
 
 @broken("nobody minds silence", 39)
 def _no_deadline() -> Iterator[Patch]:
-    yield watch.Watch, "look", lambda self, boards, what, now_s: (0, 0.0)
+    yield watch.Watch, "look", lambda self, statuses, what, now_s: (0, 0.0)
 
 
 @broken("an exclusive put that is tried again takes every taken key for its own", None)

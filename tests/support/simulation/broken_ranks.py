@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from typing import Any
 
-from holdfast.storage.ranks import member, rendezvous, team
+from holdfast.storage.ranks import following, member, rendezvous, store_team
 from holdfast.storage.ranks.calls import Call
 
 from .breaking import Patch, broken
@@ -18,7 +18,7 @@ __all__: list[str] = []
 
 @broken("ranks count their calls", 3)
 def _counted_calls() -> Iterator[Patch]:
-    real = team.StoreTeam.session
+    real = store_team.StoreTeam.session
 
     @contextlib.asynccontextmanager
     async def session(self: Any) -> AsyncIterator[None]:
@@ -27,79 +27,80 @@ def _counted_calls() -> Iterator[Patch]:
         async with real(self):
             yield
 
-    yield team.StoreTeam, "session", session
+    yield store_team.StoreTeam, "session", session
 
 
 @broken("a rank that fails before its call begins tells nobody", 9)
 def _untold() -> Iterator[Patch]:
-    real = team.StoreTeam.fail
+    real = store_team.StoreTeam.fail
 
     async def fail(self: Any, error: BaseException) -> None:
-        if self._attendance is not None:
+        if self._participation is not None:
             await real(self, error)
 
-    yield team.StoreTeam, "fail", fail
+    yield store_team.StoreTeam, "fail", fail
 
 
 @broken("a rank takes whatever answer is there for its call's", 5)
 def _any_answer() -> Iterator[Patch]:
-    yield rendezvous.Arrival, "_is_mine", lambda self, answer, board, now_s: True
+    yield following.FollowerRendezvous, "_is_mine", lambda self, answer, status, now_s: True
 
 
 @broken("a rank follows a leader that has not acknowledged it", 227)
 def _any_leader() -> Iterator[Patch]:
     def find_leader(self: Any) -> bool:
         lead = self._keys.value("lead")
-        self.lead = self.lead or (lead or b"").decode()
-        return bool(self.lead)
+        self.leader = self.leader or (lead or b"").decode()
+        return bool(self.leader)
 
     yield member.Member, "find_leader", find_leader
 
 
-@broken("a leader can be found before its board is there", 4647)
+@broken("a leader can be found before its status is there", 4647)
 def _found_too_early() -> Iterator[Patch]:
     def lead(self: Any, now_s: float) -> None:
         self._keys.set("lead", self.nonce)
 
-    async def show(self: Any) -> None:
+    async def publish_status(self: Any) -> None:
         with contextlib.suppress(RuntimeError):
-            await member.offload(self.post, asyncio.get_running_loop().time())
+            await member.offload(self.publish, asyncio.get_running_loop().time())
 
-    yield member.Member, "_lead", lead
-    yield member.Member, "show", show
+    yield member.Member, "_claim_leadership", lead
+    yield member.Member, "publish_status", publish_status
 
 
 @broken("all failures of a rank belong to the last one of the leader", 41)
 def _all_belong_together() -> Iterator[Patch]:
     real = rendezvous.paired
 
-    def paired(even: Any, leads: Any, others: Any) -> Any:
-        even, theirs, ours = real(even, leads, others)
+    def paired(settled: Any, leaders: Any, others: Any) -> Any:
+        settled, theirs, ours = real(settled, leaders, others)
         last = max(map(abs, others), default=0)
         return (
-            (rendezvous.Even(even.lead, last), theirs, [])
-            if ours and leads
-            else (even, theirs, ours)
+            (rendezvous.Settled(settled.leader, last), theirs, [])
+            if ours and leaders
+            else (settled, theirs, ours)
         )
 
     yield rendezvous, "paired", paired
+    yield following, "paired", paired
 
 
 @broken("the leader heeds what a dead process has shown that never found it", 949)
 def _heeds_strangers() -> Iterator[Patch]:
-    real = rendezvous.Assembly._check
+    real = rendezvous.LeaderRendezvous._check
 
-    async def check(self: Any, boards: Any, now_s: float) -> None:
+    async def check(self: Any, statuses: Any, now_s: float) -> None:
         lead = self._member.nonce
         heeded = {
-            rank: board and replace(board, lead=board.lead or lead)
-            for rank, board in boards.items()
+            rank: status and replace(status, leader=status.leader or lead)
+            for rank, status in statuses.items()
         }
         await real(self, heeded, now_s)
 
-    yield rendezvous.Assembly, "_check", check
+    yield rendezvous.LeaderRendezvous, "_check", check
 
 
 @broken("the leader does not look for ranks that are in another call", 3)
 def _other_calls_unseen() -> Iterator[Patch]:
-    yield rendezvous.Assembly, "_other_call", lambda self, rank, board: None
+    yield rendezvous.LeaderRendezvous, "_other_call", lambda self, rank, status: None

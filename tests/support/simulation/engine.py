@@ -46,7 +46,7 @@ from holdfast.storage.pipeline import (
 )
 from holdfast.storage.protocol import attempt, commit, records
 from holdfast.storage.protocol import current as committed
-from holdfast.storage.ranks import member, rendezvous, team
+from holdfast.storage.ranks import following, member, rendezvous, store_team
 from holdfast.storage.state import plan
 
 from .loop import PROCESS, check_alive
@@ -173,7 +173,7 @@ def _patches() -> Iterator[tuple[ModuleType | type, str, Any]]:
         plan_leader,
         reader,
         save,
-        team,
+        store_team,
         unpacking,
         verifier,
     )
@@ -199,7 +199,7 @@ def _patches() -> Iterator[tuple[ModuleType | type, str, Any]]:
     )
     yield packed, "PAGE_NBYTES", PACKED_PAGE_NBYTES
     yield local, "Threads", _NoThreads
-    for module in (member, rendezvous, team):
+    for module in (following, member, rendezvous, store_team):
         yield module, "asyncio", _Patient()
     yield save, "plan_save", _planned
     yield save, "_fragment", _told_once(save._fragment)

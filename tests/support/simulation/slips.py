@@ -15,7 +15,7 @@ from holdfast.storage.operations.load import run_load
 from holdfast.storage.ranks.calls import Call
 from holdfast.storage.ranks.keys import Keys
 from holdfast.storage.ranks.member import Member
-from holdfast.storage.ranks.team import StoreTeam
+from holdfast.storage.ranks.store_team import StoreTeam
 
 from .checker import MAIN, OTHER, Violation
 from .loop import Crashed, Process

@@ -19,8 +19,9 @@ from holdfast.storage.format.manifest import Manifest
 from holdfast.storage.format.packed import Compression
 from holdfast.storage.operations.load import LoadJob
 from holdfast.storage.operations.save import SaveJob, run_save
-from holdfast.storage.ranks.calls import Board
-from holdfast.storage.ranks.team import Solo, StoreTeam
+from holdfast.storage.ranks.calls import RankStatus
+from holdfast.storage.ranks.store_team import StoreTeam
+from holdfast.storage.ranks.team import Solo
 from holdfast.storage.state.fingerprint import fingerprints
 from holdfast.storage.state.flat_state import FlatState
 from holdfast.storage.state.flatten import flatten
@@ -86,7 +87,7 @@ class Store:
         data = value.encode() if isinstance(value, str) else value
         before = self._here().get(key)
         self._values[key] = data
-        if "/board/" not in key or before is None or _shown(before) != _shown(data):
+        if "/status/" not in key or before is None or _shown(before) != _shown(data):
             self._wake()
 
     def compare_set(self, key: str, expected: bytes, desired: bytes, /) -> bytes:
@@ -137,16 +138,16 @@ class Store:
             timer.cancel()
 
 
-def _shown(board: bytes) -> tuple[Any, ...]:
-    """What others wait for to change on a board: not the beats, nor how long nothing has moved."""
-    told = Board.decode(board, 0)
+def _shown(status: bytes) -> tuple[Any, ...]:
+    """What others wait for to change on a status: not the heartbeats, nor how long nothing has moved."""
+    told = RankStatus.decode(status, 0)
     return (
         told.nonce,
-        told.lead,
-        [(s.number, s.met) for s in told.open],
+        told.leader,
+        [(s.number, s.taken) for s in told.open],
         told.failed,
         told.logs,
-        told.even,
+        told.settled,
     )
 
 

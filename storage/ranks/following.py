@@ -1,0 +1,110 @@
+"""How a rank other than the leader enters a call: see ``rendezvous``."""
+
+from __future__ import annotations
+
+import asyncio
+
+from ...errors import CoordinationError, RankFailedError
+from .answer import Answer
+from .calls import Call, RankStatus
+from .member import LEADER, Member
+from .pairing import Settled, paired
+from .rendezvous import GRACE_S, NOT_ADDRESSED, PAUSE_MAX_S, PAUSE_S
+from .watch import Participation, Watch
+
+__all__ = ["FollowerRendezvous"]
+
+
+class FollowerRendezvous:
+    """The part of any other rank: state something, and wait for the leader's answer."""
+
+    def __init__(
+        self, member: Member, call: Call, participation: Participation, silence_s: float
+    ) -> None:
+        self._member = member
+        self._call = call
+        self._participation = participation
+        self._silence_s = silence_s
+        self._grace_s = min(GRACE_S, silence_s / 4)
+        self._watch = Watch(member.rank, call.name, str(call), silence_s)
+        self._status: RankStatus | None = None  # the leader's, as it was seen last
+        self._passed_s: dict[int, float] = {}  # by number of a failure: since when it is seen
+
+    async def wait_for_leader(self, what: str) -> None:
+        """Return when the leader is found. Raises DeadlineError, CoordinationError."""
+        await self._member.wait_for_leader(self._silence_s, f"{what} of the {self._call}")
+
+    async def answer(self, statement: bytes, what: str) -> Answer:
+        """The leader's answer. Raises RankFailedError, DeadlineError, CoordinationError."""
+        member, loop = self._member, asyncio.get_running_loop()
+        key = f"join/{self._call.name}/{member.rank}"
+        await member.call_store(
+            member.keys.put, key, f"{self._participation.number} ".encode() + statement
+        )
+        pause_s = PAUSE_S
+        while True:
+            answer, status = await self._observe()
+            if answer is not None and self._is_mine(answer, status, loop.time()):
+                self._participation.wait_ended()
+                for name, number in answer.instead:
+                    member.settle(name, member.settled(name).joined(Settled(number)))
+                return answer
+            if status is not None and status.nonce != member.leader:
+                raise RankFailedError(f"rank {LEADER} was started anew", rank=LEADER)
+            last, idle_s = self._watch.look({LEADER: status}, what, loop.time())
+            self._participation.waits_for_rank(last, what, idle_s, loop.time())
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, PAUSE_MAX_S)
+
+    async def _observe(self) -> tuple[Answer | None, RankStatus | None]:
+        """:meth:`_look`. Where the store is gone, what the leader was in is known from the look
+        before."""
+        try:
+            answer, self._status = await self._member.call_store(self._look)
+        except CoordinationError as error:
+            other = self._status and next(iter(self._status.open), None)
+            if other and other.name != self._call.name:
+                error.message += f"; this rank was in {self._call}, rank {LEADER} in {other.text}"
+            raise
+        return answer, self._status
+
+    def _look(self) -> tuple[Answer | None, RankStatus | None]:
+        status = self._member.status(
+            LEADER
+        )  # first: what it has answered is there before it leaves
+        data = self._member.keys.get(f"answer/{self._call.name}")
+        return None if data is None else Answer.decode(data, self._member.world), status
+
+    def _is_mine(self, answer: Answer, status: RankStatus | None, now_s: float) -> bool:
+        """Whether it is for this call: either it has taken it; or the leader failed before this
+        rank came."""
+        member = self._member
+        name = self._call.name
+        mine = self._participation.number
+        known = answer.roster[member.rank]
+        if known == mine:
+            member.settle(name, Settled(answer.number, mine))
+            return True
+        if not answer.failed or known == NOT_ADDRESSED or known > 0:
+            return False
+        if -known == mine:  # the leader took it, failed, and has failed again since
+            return True
+        settled = member.settled(name).joined(answer.settled_with(member.rank))
+        settled, left, _ = paired(settled, answer.failures, member.log(name))
+        member.settle(name, settled)
+        if not left or (
+            status is not None and status.open_call(name)
+        ):  # the leader is in the next such call
+            return False
+        number = next((number for number in left if number > 0), 0)
+        if not number:  # it has only waited in vain, and may be about to come
+            since_s = self._passed_s.setdefault(answer.number, now_s)
+            is_elsewhere = (
+                status is not None
+                and status.other_call(self._call.thread, member.open_names) is not None
+            )
+            if not is_elsewhere and now_s - since_s < self._grace_s:
+                return False
+            number = -left[-1]
+        member.settle(name, Settled(number, settled.other))
+        return True

@@ -1,0 +1,456 @@
+"""A team whose messages go through the key-value store of torch.distributed.
+
+Nothing blocks the trainer's process group: keys of the store are all that is used, and they are
+polled, so that no connection is held waiting.
+
+In the first round of a call the ranks find each other (``rendezvous``). Its answer names the prefix
+of the keys of later rounds. A rank that waits reads the status records of the ranks that it waits
+for (``member``, ``watch``): where nothing has moved for longer than the deadline, that is an error
+that names the rank. A rank that fails reports it at once, and every other rank raises when it
+looks next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn, TypeVar
+
+from ...errors import CoordinationError, RankFailedError
+from ..runtime.engine import offload
+from .answer import Answer, Verdict
+from .calls import Call, RankStatus
+from .failures import Failure
+from .following import FollowerRendezvous
+from .keys import Keys, StoreLike
+from .member import LEADER, Member
+from .messages import Codec, Nothing, Round, codec
+from .rendezvous import PAUSE_MAX_S, PAUSE_S, LeaderRendezvous
+from .team import Decide, Team
+from .watch import Participation, Watch
+
+__all__ = ["StoreTeam"]
+
+T = TypeVar("T")
+S = TypeVar("S")
+V = TypeVar("V")
+DecideEncoded = Callable[[Sequence[bytes]], Awaitable[bytes]]
+
+_MEET = Round.of("meet", Nothing, Nothing)
+"""The first round of a session that begins with something else than a round of all ranks."""
+INLINE_NBYTES = 256 << 10
+"""Messages of more bytes than this are decoded in a thread."""
+LINGER_S = 5.0
+"""How long the leader stays at most until all have read its last verdict: its process may serve the
+store."""
+SEEK_S = 1.0
+
+
+class StoreTeam(Team):
+    """Rounds over a store. ``prefix`` is the same on all ranks; below it, ranks find each other by
+    their ``call``.
+
+    ``silence_s`` is how long nothing may move at another rank while it is waited for.
+    """
+
+    def __init__(
+        self,
+        store: StoreLike,
+        rank: int,
+        world: int,
+        prefix: str,
+        silence_s: float,
+        call: Call | None = None,
+        member: Member | None = None,
+    ) -> None:
+        """``member``: this process in its job; None makes one."""
+        self.rank = rank
+        self.world = world
+        self._member = Member(Keys(store, prefix), rank, world) if member is None else member
+        self._call = Call("call") if call is None else call
+        self._silence_s = silence_s
+        self._heartbeat_s = max(0.02, min(5.0, silence_s / 5))
+        self._participation: Participation | None = None
+        self._rendezvous: LeaderRendezvous | None = None
+        self._answer: Answer | None = None
+        self._failure_announced = False  # to all ranks
+        self._sent = (
+            False  # to the leader, perhaps: where this rank fails, that has to be taken back
+        )
+        self._written: list[str] = []  # of this rank, for the leader alone
+        self._kept: list[str] = []
+        self._rounds: list[str] = []
+
+    @property
+    def store_is_lost(self) -> bool:
+        """See :class:`Team`."""
+        return self._member.store_lost
+
+    def report_progress(self) -> None:
+        """See :class:`Team`."""
+        if self._participation is not None:
+            self._participation.report_progress()
+
+    async def progress_with(self, other: asyncio.Future[None]) -> None:
+        """See :class:`Team`."""
+        participation = self._participation
+        assert participation is not None
+        moved = -1
+        while not other.done():
+            await asyncio.wait([other], timeout=self._heartbeat_s)
+            if moved != (moved := self._member.progress_of_others(participation)):
+                participation.report_progress()
+
+    async def round(
+        self,
+        round: Round[S, V],
+        statement: S,
+        decide: Decide[S, V],
+        speakers: Sequence[int] | None = None,
+    ) -> V:
+        """See :class:`Team`."""
+        if self._answer is None and speakers is not None:
+            await self._meet()
+        senders = range(self.world) if speakers is None else speakers
+        what = f"round {round.name!r}"
+
+        async def decide_encoded(statements: Sequence[bytes]) -> bytes:
+            decoded = await _decoded(round.statement, statements, senders, what)
+            return await _encoded(round.verdict, await decide(decoded))
+
+        data = b""
+        if self.rank in senders:
+            data = await _encoded(round.statement, statement)
+        if self._answer is None:
+            decision = await self._first(round.name, data, decide_encoded)
+        else:
+            decision = await self._later(round.name, data, decide_encoded, senders)
+        (verdict,) = await _decoded(round.verdict, [decision], [LEADER], what)
+        return verdict
+
+    async def gather(self, name: str, kind: Codec[T], ranks: Sequence[int], message: T) -> list[T]:
+        """See :class:`Team`."""
+        await self._meet()
+        if self.rank != ranks[0]:
+            await self._send(name, await _encoded(kind, message))
+            return []
+        others = ranks[1:]
+        received = await self._gather(name, others, name)
+        return [message, *await _decoded(kind, received, others, f"{name!r}")]
+
+    async def all_gather(
+        self, name: str, kind: Codec[T], ranks: Sequence[int], message: T
+    ) -> list[T]:
+        """See :class:`Team`."""
+        await self._meet()
+        await self._send(name, await _encoded(kind, message))
+        others = [rank for rank in ranks if rank != self.rank]
+        received = await self._gather(name, others, name)
+        decoded = await _decoded(kind, received, others, f"{name!r}")
+        by_rank = dict(zip(others, decoded, strict=True))
+        return [by_rank.get(rank, message) for rank in ranks]
+
+    async def watch(self, ranks: Sequence[int], what: str) -> NoReturn:
+        """See :class:`Team`."""
+        await self._meet()
+        watch = self._watch()
+        while True:
+            observed: _Observed = await self._call_store(self._look, None, ranks)
+            self._check(observed, watch, what)
+            await asyncio.sleep(self._heartbeat_s)
+
+    async def fail(self, error: BaseException) -> None:
+        """See :class:`Team`. Where this rank has no session yet, whoever comes to this call learns
+        it."""
+        if self._failure_announced or (isinstance(error, RankFailedError) and self.rank != LEADER):
+            return
+        with contextlib.suppress(CoordinationError):
+            failure = Failure.of(error, self.rank)
+            if self._answer is not None:
+                await self._call_store(self._fail_in_session, failure)
+            elif self.rank == LEADER:
+                await self._refuse(error)
+            else:
+                number = None if self._participation is None else self._participation.number
+                self._member.failed(self._call, number, failure)
+                await self._member.publish_status()
+                await self._make_it_count()
+                if self._sent:
+                    gone = f"gone/{self._call.name}"
+                    await self._call_store(self._member.keys.set, gone, f"{self.rank} {number}")
+
+    async def _make_it_count(self) -> None:
+        """The leader heeds only ranks that have found it. That takes a moment; where it takes
+        longer, this goes on later."""
+        if not self._member.leader:
+            await self._member.try_to_find_leader(min(SEEK_S, self._silence_s / 4))
+        if not self._member.leader:
+            self._member.spawn(self._member.try_to_find_leader(self._silence_s))
+
+    async def failure(self) -> CoordinationError | None:
+        """See :class:`Team`."""
+        if self._answer is None:
+            return None
+        failure: Failure | None = await self._call_store(self._failed_in_session)
+        return None if failure is None else failure.as_error()
+
+    @contextlib.asynccontextmanager
+    async def session(self) -> AsyncIterator[None]:
+        """See :class:`Team`."""
+        async with self._member.participating(self._call, self._heartbeat_s) as self._participation:
+            try:
+                yield
+            except BaseException:
+                # The leader may be about to take what this rank has said: the last to leave removes
+                # it.
+                self._kept, self._written = self._written, []
+                raise
+            finally:
+                with contextlib.suppress(CoordinationError):
+                    await self._call_store(self._leave)
+        if self.rank == LEADER and self._answer is not None and not self._kept:
+            self._member.spawn(self._linger(self._member.anchor()))
+
+    # The first round: ranks find each other.
+
+    async def _meet(self) -> None:
+        if self._answer is None:
+            await self.round(_MEET, Nothing(), _agreed)
+
+    async def _first(self, name: str, payload: bytes, decide: DecideEncoded) -> bytes:
+        assert self._participation is not None
+        what = f"round {name!r}"
+        if self.rank != LEADER:
+            rendezvous = FollowerRendezvous(
+                self._member, self._call, self._participation, self._silence_s
+            )
+            await rendezvous.wait_for_leader(what)
+            self._sent = True
+            answer = await rendezvous.answer(payload, what)
+            self._failure_announced = answer.failed
+            decision = answer.verdict.opened()
+            self._enter(answer)
+            return decision
+        self._rendezvous = LeaderRendezvous(
+            self._member, self._call, self._participation, self._silence_s
+        )
+        payloads = await self._rendezvous.gather(payload, what)
+        try:
+            decision = await decide(payloads)
+        except Exception as error:
+            self._failure_announced = True
+            failure = Failure.of(error, self.rank)
+            await self._call_store(self._rendezvous.publish, Verdict(failure=failure))
+            raise
+        await self._call_store(self._rendezvous.publish, Verdict(decision))
+        self._enter(self._rendezvous.answer(Verdict()))
+        return decision
+
+    def _enter(self, answer: Answer) -> None:
+        """From here on all ranks have a session."""
+        assert self._participation is not None
+        self._participation.taken = True
+        self._answer = answer
+
+    async def _refuse(self, error: BaseException) -> None:
+        """The leader has failed before all ranks have come: the ranks that are there, and those
+        that come late, learn it at once."""
+        self._failure_announced = True
+        rendezvous = self._rendezvous or LeaderRendezvous(
+            self._member, self._call, self._participation, self._silence_s
+        )
+        failure = Failure.of(error, self.rank)
+        if not isinstance(error, CoordinationError) and error is not rendezvous.refused:
+            failure = Failure.of(failure.as_error(), self.rank)
+        await self._call_store(rendezvous.publish, Verdict(failure=failure))
+        self._member.spawn(self._member.acknowledge_ranks(self._silence_s))
+
+    # Later rounds.
+
+    async def _later(
+        self, name: str, payload: bytes, decide: DecideEncoded, senders: Sequence[int]
+    ) -> bytes:
+        self._rounds.append(name)
+        if self.rank != LEADER:
+            if self.rank in senders:
+                await self._send(name, payload)
+            what = f"the verdict of round {name!r}"
+            (data,) = await self._gather(f"{name}/verdict", [LEADER], what)
+            return codec(Verdict).decode(data, what).opened()
+        payloads = [payload, *await self._gather(name, senders[1:], f"round {name!r}")]
+        try:
+            verdict = Verdict(await decide(payloads))
+        except Exception as error:
+            await self._publish(name, Verdict(failure=Failure.of(error, self.rank)))
+            raise
+        await self._publish(name, verdict)
+        return verdict.decision
+
+    async def _publish(self, name: str, verdict: Verdict) -> None:
+        await self._call_store(
+            self._keys.put, f"{name}/verdict/{LEADER}", codec(Verdict).encode(verdict)
+        )
+
+    @property
+    def _keys(self) -> Keys:
+        """Of the session that all have entered."""
+        assert self._answer is not None
+        return self._member.keys.below(str(self._answer.number))
+
+    async def _call_store(self, function: Callable[..., Any], *args: Any) -> Any:
+        return await self._member.call_store(function, *args)
+
+    async def _send(self, name: str, payload: bytes) -> None:
+        self._written += await self._call_store(self._keys.put, f"{name}/{self.rank}", payload)
+
+    def _watch(self) -> Watch:
+        return Watch(self.rank, self._call.name, str(self._call), self._silence_s)
+
+    async def _gather(self, name: str, ranks: Sequence[int], what: str) -> list[bytes]:
+        """The values that ``ranks`` put under ``name``, in that order."""
+        found: dict[int, bytes] = {}
+        watch = self._watch()
+        pause_s = PAUSE_S
+        while missing := [rank for rank in ranks if rank not in found]:
+            observed: _Observed = await self._call_store(self._look, name, missing)
+            found |= observed.values
+            if len(found) < len(ranks):
+                self._check(observed, watch, what)
+                pause_s = PAUSE_S if observed.values else min(pause_s * 1.5, PAUSE_MAX_S)
+                await asyncio.sleep(pause_s)
+        if self._participation is not None:
+            self._participation.wait_ended()
+        return [found[rank] for rank in ranks]
+
+    def _check(self, observed: _Observed, watch: Watch, what: str) -> None:
+        """Raise the failure that a rank has reported, or DeadlineError where nothing moves at
+        one."""
+        assert self._answer is not None
+        if observed.failure is not None:
+            raise observed.failure.as_error()
+        for rank, status in observed.statuses.items():
+            # It left before it could see that the leader had taken its call.
+            left = status and status.failure(self._call.name, self._answer.roster[rank] - 1)
+            if left and left.number == self._answer.roster[rank]:
+                raise left.failure.as_error()
+        if not observed.statuses:  # there is no rank to wait for
+            return
+        now_s = asyncio.get_running_loop().time()
+        last, idle_s = watch.look(observed.statuses, what, now_s)
+        if self._participation is not None:
+            self._participation.waits_for_rank(last, what, idle_s, now_s)
+
+    async def _linger(self, anchor: object) -> None:
+        """Stay until all have left. ``anchor`` is held meanwhile."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + LINGER_S
+        with contextlib.suppress(CoordinationError):
+            while loop.time() < until_s:
+                left = await self._call_store(self._keys.value, "left")
+                if left is None or int(left) >= self.world:
+                    return
+                await asyncio.sleep(0.01)
+
+    # What follows asks the store, and waits for its answers: it is run in a thread, as much of it
+    # at a time as can be.
+
+    def _look(self, name: str | None, ranks: Sequence[int]) -> _Observed:
+        """What some ranks have sent under ``name``, and the status records of the others."""
+        # Read first: a rank that fails has sent before what it had to send.
+        failure = self._failed_in_session()
+        there: dict[int, bytes] = {}
+        for rank in ranks if name is not None else ():
+            value = self._keys.get(f"{name}/{rank}")
+            if value is not None:
+                there[rank] = value
+        return _Observed(
+            failure, there, self._member.statuses(rank for rank in ranks if rank not in there)
+        )
+
+    def _fail_in_session(self, failure: Failure) -> None:
+        self._keys.swap("failed", None, codec(Failure).encode(failure))
+
+    def _failed_in_session(self) -> Failure | None:
+        """The first failure of a rank since the ranks have met."""
+        data = self._keys.value("failed")
+        return None if data is None else codec(Failure).decode(data, "the failure of a rank")
+
+    def _leave(self) -> None:
+        """Remove this rank's keys; the last to leave removes what others may have looked at until
+        then. Where a rank never leaves, a few keys stay in the job's store, and do no harm: no
+        other session has their prefix."""
+        if self.rank != LEADER and self._member.leader:
+            join = f"join/{self._call.name}/{self.rank}"
+            self._member.keys.delete(self._member.keys.keys_of(join))
+        if self._answer is None:
+            return
+        keys = self._keys
+        keys.delete(self._written)
+        if self._kept:
+            keys.set(f"kept/{self.rank}", json.dumps(self._kept))
+        if keys.add("left", 1) == self.world:
+            keys.delete(self._remains())
+            self._delete_answer()
+
+    def _remains(self) -> list[str]:
+        """The keys that are there when all have left."""
+        keys, found = self._keys, ["left"]
+        for name in self._rounds:
+            found += keys.keys_of(f"{name}/verdict/{LEADER}")
+        if keys.value("failed") is not None:
+            found.append("failed")
+            for kept in [f"kept/{rank}" for rank in range(1, self.world)]:
+                names = keys.value(kept)
+                if names is not None:
+                    found += [kept, *json.loads(names)]
+        return found
+
+    def _delete_answer(self) -> None:
+        """The answer to this call, unless there is a later one."""
+        assert self._answer is not None
+        keys, key = self._member.keys, f"answer/{self._call.name}"
+        data = keys.get(key)
+        if data is not None and Answer.decode(data, self.world).number == self._answer.number:
+            keys.delete(keys.keys_of(key))
+
+
+@dataclass(frozen=True, slots=True)
+class _Observed:
+    """The store at one moment: the failure of a rank, if there is one; what ranks have sent; the
+    status records of the others."""
+
+    failure: Failure | None
+    values: dict[int, bytes]
+    statuses: dict[int, RankStatus | None]
+
+
+async def _agreed(statements: Sequence[Nothing]) -> Nothing:
+    """All ranks have come; there is nothing to be decided."""
+    return Nothing()
+
+
+async def _encoded(kind: Codec[T], message: T) -> bytes:
+    return await offload(kind.encode, message) if kind.slow else kind.encode(message)
+
+
+async def _decoded(
+    kind: Codec[T], received: Sequence[bytes], ranks: Sequence[int], where: str
+) -> list[T]:
+    """The messages that ``ranks`` have sent."""
+    work = partial(_decode_all, kind, received, ranks, where)
+    if kind.slow or sum(map(len, received)) > INLINE_NBYTES:
+        return await offload(work)
+    return work()
+
+
+def _decode_all(
+    kind: Codec[T], received: Sequence[bytes], ranks: Sequence[int], where: str
+) -> list[T]:
+    return [
+        kind.decode(data, f"what rank {rank} sent in {where}")
+        for rank, data in zip(ranks, received, strict=True)
+    ]
