@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -14,7 +15,9 @@ import numpy as np
 from ...drivers.contract import Driver
 from ...errors import DamagedError, RankFailedError, ReplacedError
 from ...planner.image import DIGEST_NBYTES
+from ...planner.loading import LoadPlan, Targets
 from ..exchange.broadcast import read_once
+from ..exchange.exchange import Exchange
 from ..exchange.group import ExchangeGroup
 from ..exchange.setup import LEAST_NBYTES, begin_exchange
 from ..exchange.transport import host_key
@@ -62,35 +65,24 @@ Exchanging = bool | Literal["auto"]
 do."""
 
 
+@dataclass(kw_only=True, eq=False)
 class LoadJob:
     """What one rank loads into, and what it found there."""
 
-    def __init__(
-        self,
-        flat: FlatState,
-        *,
-        strict: Strict,
-        cast: bool,
-        budget_nbytes: int,
-        exchange: Exchanging = False,
-        progress: Report = lambda done_nbytes, total_nbytes: None,
-        touched: set[str] | None = None,
-        early: Future[tuple[Manifest, bytes]] | None = None,
-    ) -> None:
-        """``touched``: the names of the state that earlier, failed loads have begun to fill; this
-        one adds those that it begins to fill. A load that fills all of them makes good a failed
-        one. ``early``: the manifest and its bytes, where they are being read already."""
-        self.flat = flat
-        self.exchange = exchange
-        self.strict = strict
-        self.cast = cast
-        self.budget_nbytes = budget_nbytes
-        self.progress = progress
-        self.touched = set[str]() if touched is None else touched
-        self.early = early
-        self.match = Match()
-        self.left = Differences()
-        self.built: list[tuple[Subtree, Any]] = []
+    flat: FlatState = field(kw_only=False)
+    strict: Strict
+    cast: bool
+    budget_nbytes: int
+    exchange: Exchanging = False
+    progress: Report = lambda done_nbytes, total_nbytes: None
+    early: Future[tuple[Manifest, bytes]] | None = None
+    """The manifest and its bytes, where they are being read already."""
+    touched: set[str] = field(default_factory=set)
+    """The names of the state that earlier, failed loads have begun to fill; this one adds those
+    that it begins to fill. A load that fills all of them makes good a failed one."""
+    match: Match = field(default_factory=Match)
+    left: Differences = field(default_factory=Differences)
+    built: list[tuple[Subtree, Any]] = field(default_factory=list)
 
 
 async def run_load(driver: Driver, team: Team, job: LoadJob) -> tuple[Manifest, ImageReader]:
@@ -175,10 +167,36 @@ async def _load(
         return None
     job.left = fit.left
     job.touched |= job.match.filled
+    group = _exchange_group(team, f"exchange/{attempt}", fit.peers, job.exchange, host_ranks)
+    reading = await _plan_reading(driver, job, seen, group)
+    complete = await _read(driver, team, job, reading, overlaps)
+    arrived = await team.round(ARRIVED.numbered(attempt), Arrived(complete), _unanimous)
+    if not complete or not arrived.complete:
+        return None
+    return reading.manifest, reading.reader
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """How one rank reads what it wants: by itself, or in an exchange with others."""
+
+    manifest: Manifest
+    targets: Targets
+    reader: ImageReader
+    exchange: Exchange | None
+    plan: LoadPlan
+
+
+async def _plan_reading(
+    driver: Driver,
+    job: LoadJob,
+    seen: Manifest | VerifiedManifest,
+    group: ExchangeGroup | None,
+) -> _Reading:
+    manifest = seen.manifest if isinstance(seen, VerifiedManifest) else seen
     targets = job.match.wanted.targets(manifest.tensors.shape)
     if isinstance(seen, VerifiedManifest):
         manifest = await offload(seen.with_shards_of, targets.tensor)
-    group = _exchange_group(team, f"exchange/{attempt}", fit.peers, job.exchange, host_ranks)
     budget_nbytes = job.budget_nbytes
     if group is not None and group.job_host:
         budget_nbytes //= 2  # the other half is for what other ranks send
@@ -190,16 +208,25 @@ async def _load(
         plan = exchange.plan
     else:
         plan = await offload(plan_reads, driver, manifest, targets)
+    return _Reading(manifest, targets, reader, exchange, plan)
+
+
+async def _read(
+    driver: Driver, team: Team, job: LoadJob, reading: _Reading, overlaps: Overlaps | None
+) -> bool:
+    """Read and fill; False where the checkpoint was replaced meanwhile."""
 
     def report(done_nbytes: int, total_nbytes: int) -> None:
         team.report_progress()
         job.progress(done_nbytes, total_nbytes)
 
-    deliver = reporting(scatter_of(manifest, job.match.wanted, targets, plan).deliver, plan, report)
-    complete = True
+    reader = reading.reader
+    plan = reading.plan
+    scatter = scatter_of(reading.manifest, job.match.wanted, reading.targets, plan)
+    deliver = reporting(scatter.deliver, plan, report)
     try:
-        if exchange is not None:
-            await exchange.run(deliver)
+        if reading.exchange is not None:
+            await reading.exchange.run(deliver)
         else:
             await reader.run(plan, deliver)
         if overlaps:
@@ -208,13 +235,10 @@ async def _load(
             reader.bytes_read += overlaps.bytes_read
     except (DamagedError, RankFailedError):
         # The other rank may have failed because it saw that the checkpoint was replaced.
-        if not await _replaced(driver, manifest):
+        if not await _replaced(driver, reading.manifest):
             raise
-        complete = False
-    arrived = await team.round(ARRIVED.numbered(attempt), Arrived(complete), _unanimous)
-    if not complete or not arrived.complete:
-        return None
-    return manifest, reader
+        return False
+    return True
 
 
 async def _overlaps(

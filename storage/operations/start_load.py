@@ -108,7 +108,7 @@ def _load_into(
                 budget_nbytes=options.budget_nbytes,
                 exchange=options.exchange,
                 progress=reporter.report,
-                touched=touched,
+                touched=set() if touched is None else touched,
                 early=early,
             )
         manifest, reader = run(fill(job))
