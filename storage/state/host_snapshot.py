@@ -7,7 +7,7 @@ reads, and then asks whether the pages that it read are still clean. If they are
 what was there at that moment. If they are not, it raises: there is no way to get it back.
 
 Memory that was read is disarmed at once, so the trainer does not pay for marks that are no longer
-needed any more. This is done in units of huge pages, and what lies between them is disarmed when
+needed. This is done in units of huge pages, and what lies between them is disarmed when
 all is copied.
 """
 
