@@ -35,7 +35,10 @@ OWN_SIZE = ("replicas", "reshard", "small", "memory")
 def _run(program: str, given: Options, folder: Path) -> Report:
     """The report of one program, in a process of its own. Raises CalledProcessError if it fails."""
     file = folder / f"{program}.json"
-    drawing = ["--svg", str(given.svg / f"{program}.svg")] if given.svg else []
+    if given.svg:
+        drawing = ["--svg", str(given.svg / f"{program}.svg")]
+    else:
+        drawing = []
     print(f"== {program}", flush=True)
     command = [
         sys.executable,

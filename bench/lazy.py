@@ -255,7 +255,10 @@ def _measure(name: str, given: Options, step_s: float) -> list[dict[str, Any]]:
         rounds = _Rounds(name, saver, training, clocks)
         for kind in _kinds(name):
             found += rounds.beside(kind, state, given.runs)
-        steps = 1 if given.tiny else max(LEAST_STEPS, given.runs)
+        if given.tiny:
+            steps = 1
+        else:
+            steps = max(LEAST_STEPS, given.runs)
         found += [rounds.every_step(state, steps, copies) for copies in LENGTHS]
         if name == "holdfast":
             found.append(rounds.beside("accelerator", _modules(training, state), given.runs)[0])
@@ -363,7 +366,9 @@ def _table(found: dict[str, list[Series]]) -> list[list[str]]:
 
 
 def _kinds(name: str) -> list[str]:
-    return list(KINDS) if name == "holdfast" else ["accelerator"]
+    if name == "holdfast":
+        return list(KINDS)
+    return ["accelerator"]
 
 
 def _every(copies: int) -> str:

@@ -94,11 +94,10 @@ class Job:
     def shape(self) -> tuple[int, ...]:
         """The mesh of one pipeline stage: replicas, what data parallelism splits over, tensor
         parallelism."""
-        split = (
-            max(n for n in range(1, SHARD_GROUP_MAX + 1) if self.dp % n == 0)
-            if self.kind == "HSDP"
-            else self.dp
-        )
+        if self.kind == "HSDP":
+            split = max(n for n in range(1, SHARD_GROUP_MAX + 1) if self.dp % n == 0)
+        else:
+            split = self.dp
         return self.dp // split, split, self.tp
 
     def mesh(self, rank: int) -> DeviceMesh:
@@ -126,8 +125,14 @@ class Job:
     def _placements(self, name: str, split: bool) -> Sequence[Placement]:
         if "norm" in name:
             return [Replicate(), Shard(0) if split else Replicate(), Replicate()]
-        over = 1 if name.endswith(("wo.weight", "w2.weight")) else 0
-        rows: Placement = Shard(0) if over else _StridedShard(0, split_factor=self.tp)
+        if name.endswith(("wo.weight", "w2.weight")):
+            over = 1
+        else:
+            over = 0
+        if over:
+            rows: Placement = Shard(0)
+        else:
+            rows = _StridedShard(0, split_factor=self.tp)
         return [Replicate(), rows if split else Replicate(), Shard(over)]
 
 

@@ -77,7 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"Cold load: {nbytes / 1e9:.2f} GB in {len(digests(state))} tensors, one process, "
             f"{options.runs} rounds"
         )
-        judged = [] if options.tiny else targets(found, 0.85, 3.0)
+        if options.tiny:
+            judged = []
+        else:
+            judged = targets(found, 0.85, 3.0)
         report = Report(
             "load", title, describe(folder), header(), rows(found, nbytes), judged, series=found
         )

@@ -153,7 +153,9 @@ def flush() -> None:
 
 
 def _below(path: Path) -> Iterator[Path]:
-    return path.rglob("*") if path.is_dir() else iter(())
+    if path.is_dir():
+        return path.rglob("*")
+    return iter(())
 
 
 def _may_drop_caches() -> bool:

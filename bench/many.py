@@ -28,7 +28,10 @@ def many_objects(uri: Uri, *, tiny: bool) -> str:
 
     Raises AssertionError where a listing lacks objects, or shows deleted ones.
     """
-    count = COUNT // 50 if tiny else COUNT
+    if tiny:
+        count = COUNT // 50
+    else:
+        count = COUNT
     seconds = asyncio.run(_timed(open_driver(uri), count))
     told = ", ".join(f"{name} in {took_s:.2f} s" for name, took_s in seconds.items())
     return f"{count:,} objects of {NBYTES} bytes: {told}"

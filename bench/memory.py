@@ -67,9 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(given: Options, folder: Path) -> Report:
-    sizes = (
-        [TINY_GIB] if given.tiny else [s for s in SIZES_GIB if 1.4 * s * GIB < available_nbytes()]
-    )
+    if given.tiny:
+        sizes = [TINY_GIB]
+    else:
+        sizes = [s for s in SIZES_GIB if 1.4 * s * GIB < available_nbytes()]
     told = []
     for size in sizes:
         with work_folder(folder) as inner:

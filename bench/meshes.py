@@ -71,9 +71,10 @@ def lay_out(state: State, layout: Layout) -> State:
 
 
 def _parameter(path: str, key: str) -> str:
-    return (
-        key if key.endswith("weight") else path
-    )  # an optimizer's tensors are named after what they belong to
+    # an optimizer's tensors are named after what they belong to
+    if key.endswith("weight"):
+        return key
+    return path
 
 
 def _placed(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
@@ -93,7 +94,9 @@ def _placed(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement
 
 def _chunk(tensor: torch.Tensor, dim: int, size: int, at: int) -> torch.Tensor:
     chunks = tensor.chunk(size, dim)
-    return chunks[at] if at < len(chunks) else tensor.narrow(dim, 0, 0)
+    if at < len(chunks):
+        return chunks[at]
+    return tensor.narrow(dim, 0, 0)
 
 
 def split_evenly(share: State, mesh: DeviceMesh) -> State:

@@ -143,7 +143,10 @@ def _report(uri: Uri, given: Options) -> Report:
     many = many_objects(uri, tiny=given.tiny)
     title = f"Over S3: {nbytes / 1e9:.2f} GB, one process, {given.runs} rounds"
     notes += [*busy(series, nbytes), many]
-    judged = [] if given.tiny else targets
+    if given.tiny:
+        judged = []
+    else:
+        judged = targets
     return Report("objects", title, describe(Path()), header(), table, judged, notes, series)
 
 

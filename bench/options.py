@@ -34,11 +34,16 @@ class Options:
     @property
     def settle_s(self) -> float:
         """How long to let the storage rest between two runs, in seconds."""
-        return 0.0 if self.tiny else 1.0
+        if self.tiny:
+            return 0.0
+        return 1.0
 
     def arguments(self, folder: Path) -> list[str]:
         """The same options for a worker that writes to ``folder``."""
-        size = ["--tiny"] if self.tiny else ["--gib", str(self.gib), "--runs", str(self.runs)]
+        if self.tiny:
+            size = ["--tiny"]
+        else:
+            size = ["--gib", str(self.gib), "--runs", str(self.runs)]
         return ["--dir", str(folder), *size, *(["--alone"] if self.alone else [])]
 
 

@@ -98,7 +98,10 @@ class _Found:
     def row(self) -> list[str]:
         stated = (f"{n / 1e3:.1f}" for n in self.stated_nbytes)
         lead = (f"{s:.2f}" for s in self.lead_s)
-        begun = [*stated, *lead] if any(self.stated_nbytes) else ["–"] * 4
+        if any(self.stated_nbytes):
+            begun = [*stated, *lead]
+        else:
+            begun = ["–"] * 4
         whole = [
             f"{self.host_nbytes / 1e3:.0f}",
             f"{self.merge_s:.2f}",
@@ -185,7 +188,9 @@ def _sample(found: _Found, rank: int) -> bytes:
 
 def _given(kept: Any) -> Any:
     """What modules and optimizers give of a state: new containers each time, of the same tensors."""
-    return {key: _given(item) for key, item in kept.items()} if isinstance(kept, dict) else kept
+    if isinstance(kept, dict):
+        return {key: _given(item) for key, item in kept.items()}
+    return kept
 
 
 class _Stage:
@@ -405,7 +410,10 @@ def _measured(job: Job, target: Job, merged_max: int) -> _Found:
     told = {rank: _sample(found, rank) for rank in _samples(job.world)}
     if job.world <= merged_max:
         by_rank = job.world <= APART_RANKS_MAX
-        fragments = _fragments(job, told, beginning.state) if by_rank else _fragments_by_twins(job)
+        if by_rank:
+            fragments = _fragments(job, told, beginning.state)
+        else:
+            fragments = _fragments_by_twins(job)
         with _without_collector():
             data = [fragment.encode() for fragment in _by_host(fragments)]
         if by_rank:
@@ -418,17 +426,16 @@ def _measured(job: Job, target: Job, merged_max: int) -> _Found:
 
 def _targets(all_found: Sequence[_Found]) -> list[Target]:
     ours = [found for found in all_found if found.job.world == TARGETS]
-    figures = (
-        {}
-        if not ours
-        else {
+    if not ours:
+        figures = {}
+    else:
+        figures = {
             "first plan of a rank, s": (max(max(f.first_s) for f in ours), 1.0),
             "the same plan again, s": (max(max(f.again_s) for f in ours), 0.005),
             "merge, s": (max(f.merge_s for f in ours), 10.0),
             "manifest, MB": (max(f.manifest_nbytes for f in ours) / 1e6, 100.0),
             "load plan of a rank, s": (max(max(f.load_s) for f in ours), 1.0),
         }
-    )
     least = {f.job.kind: f for f in all_found if f.job.dp == min(o.job.dp for o in all_found)}
     grown = max(_per_row(f) / _per_row(least[f.job.kind]) for f in all_found)
     targets = [
@@ -511,8 +518,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--kinds", nargs="+", choices=KINDS, default=KINDS, help="what data parallelism splits"
     )
     given = arguments.parse_args(argv)
-    model, tp, pp = (TINY, 2, 2) if given.tiny else (Model(), 8, 16)
-    sizes = (4, 16) if given.tiny else given.dp
+    if given.tiny:
+        model, tp, pp = (TINY, 2, 2)
+    else:
+        model, tp, pp = (Model(), 8, 16)
+    if given.tiny:
+        sizes = (4, 16)
+    else:
+        sizes = given.dp
     found = [
         _measured(
             Job(model, kind, tp, pp, dp),

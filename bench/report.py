@@ -48,10 +48,15 @@ class Target:
 
     @property
     def met(self) -> bool:
-        return self.value >= self.bound if self.at_least else self.value <= self.bound
+        if self.at_least:
+            return self.value >= self.bound
+        return self.value <= self.bound
 
     def __str__(self) -> str:
-        sign = "≥" if self.at_least else "≤"
+        if self.at_least:
+            sign = "≥"
+        else:
+            sign = "≤"
         return (
             f"{self.name}: {self.value:.3g} (target {sign} {self.bound:g}): "
             f"{'met' if self.met else 'MISSED'}"

@@ -134,11 +134,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parsed = arguments.parse_args(argv)
     given = options(parsed)
     if parsed.worker:
-        found = (
-            _save(given.folder, parsed.layout, given.gib)
-            if parsed.worker == "save"
-            else _load(given.folder, parsed.layout, given.gib, given.runs)
-        )
+        if parsed.worker == "save":
+            found = _save(given.folder, parsed.layout, given.gib)
+        else:
+            found = _load(given.folder, parsed.layout, given.gib, given.runs)
         leave_findings(parsed.findings, found)
         return 0
     with work_folder(given.folder) as folder:
@@ -151,7 +150,10 @@ def _report(given: Options, folder: Path) -> Report:
         _case(source, target, given, folder)
         for source, target in (CASES[2:] if given.tiny else CASES)
     ]
-    strips = [] if given.tiny else [_case(*STRIPS, given, folder)]
+    if given.tiny:
+        strips = []
+    else:
+        strips = [_case(*STRIPS, given, folder)]
     names = ("asked of the storage", "fetched from the device")
     targets = [
         Target(

@@ -94,7 +94,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"Durable save: {nbytes / 1e9:.2f} GB in {len(digests(state))} tensors, one "
             f"process, {options.runs} rounds"
         )
-        judged = [] if options.tiny else targets(found, 0.85, 5.0)
+        if options.tiny:
+            judged = []
+        else:
+            judged = targets(found, 0.85, 5.0)
         report = Report(
             "save", title, describe(folder), header(), rows(found, nbytes), judged, series=found
         )

@@ -138,7 +138,10 @@ def _all(options: Options, folder: Path, count: int) -> list[_Measured]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; raises AssertionError where a state does not come back as it was."""
     options = parse("small", __doc__, argv)
-    count = COUNT // 100 if options.tiny else COUNT
+    if options.tiny:
+        count = COUNT // 100
+    else:
+        count = COUNT
     with work_folder(options.folder) as folder:
         holdfast.save(folder / "warm", {"x": torch.zeros(1)})
         found = _all(options, folder, count)

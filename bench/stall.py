@@ -123,12 +123,14 @@ def _rows(found: dict[str, list[Series]]) -> list[list[str]]:
         first, later = _split(waiting)
         for label, series in ((f"{name}, first call", first), (f"{name}, later calls", later)):
             times = [f"{x:.3f}" for x in (series.median, min(series.seconds), max(series.seconds))]
-            to_memcpy = (
-                ratio(series, _split(memcpy)[1])
-                if series is later
-                else series.median / memcpy.median
-            )
-            rest = durable.seconds[0] if series is first else _split(durable)[1].median
+            if series is later:
+                to_memcpy = ratio(series, _split(memcpy)[1])
+            else:
+                to_memcpy = series.median / memcpy.median
+            if series is first:
+                rest = durable.seconds[0]
+            else:
+                rest = _split(durable)[1].median
             rows.append(
                 [
                     label,

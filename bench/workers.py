@@ -56,7 +56,10 @@ def each_alone(
         return 0
     with work_folder(given.folder) as folder:
         shared = [*given.arguments(folder), "--calibrated", str(calibrate(given))]
-        running = names[:1] if given.alone else names
+        if given.alone:
+            running = names[:1]
+        else:
+            running = names
         found = {
             n: [Series(**s) for s in run_alone(module, [*shared, "--worker", n])] for n in running
         }

@@ -93,7 +93,9 @@ class Traits:
     def read_copies(self) -> int:
         """How many copies of the data a read holds until it returns: one in the caller's buffer,
         and perhaps one in memory of the driver's library. Memory budgets include both."""
-        return 2 if self.hands_over else 1
+        if self.hands_over:
+            return 2
+        return 1
 
 
 def segments(nbytes: int, traits: Traits) -> list[tuple[int, int]]:

@@ -53,7 +53,10 @@ class MemoryDriver(Driver):
             self._prefix = prefix.rstrip("/") + "/"
         else:
             self._prefix = ""
-        self._objects: _Store = STORES.setdefault(name, {}) if name else {}
+        if name:
+            self._objects: _Store = STORES.setdefault(name, {})
+        else:
+            self._objects = {}
         self._closed = False
 
     @classmethod

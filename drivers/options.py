@@ -56,7 +56,9 @@ class Option:
     def text(self, value: Any) -> str:
         """A text that ``parse`` takes for ``value``: with its unit, where it has one."""
         if isinstance(value, bool):
-            return "on" if value else "off"
+            if value:
+                return "on"
+            return "off"
         if isinstance(self.parse, _OrOff):
             parse = self.parse.parse
         else:

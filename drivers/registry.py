@@ -63,7 +63,8 @@ def open_driver(
     ``writers``: how many processes are going to write at the same time. A driver that has an option
     of this name is told, where nobody says otherwise.
     """
-    uri = uri if isinstance(uri, Uri) else parse(uri)
+    if not isinstance(uri, Uri):
+        uri = parse(uri)
     cls = driver_class(serving(uri))
     resolved = _resolved(cls, uri, options)
     own = {

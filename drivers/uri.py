@@ -153,7 +153,8 @@ def is_secret(option: str) -> bool:
 def join(uri: Uri | str | os.PathLike[str], *parts: str) -> Uri:
     """The URI of what lies at ``parts`` (keys) below ``uri``, with its options. Raises UriError for
     an unsafe part."""
-    uri = uri if isinstance(uri, Uri) else parse(uri)
+    if not isinstance(uri, Uri):
+        uri = parse(uri)
     if not uri.location:
         raise UriError("nothing can lie below a URI without a location", uri=uri.redacted)
     below = [check_key(part, uri=uri.redacted) for part in parts]

@@ -175,7 +175,9 @@ def file_settings(
 def text_of(value: object, name: str) -> str:
     """A value as it would stand in a URI. Raises UsageError for what could not."""
     if isinstance(value, bool):
-        return "on" if value else "off"
+        if value:
+            return "on"
+        return "off"
     if isinstance(value, str | int | float):
         return str(value)
     raise UsageError(f"option {name!r} is text, a number or a bool, not {type(value).__name__}")

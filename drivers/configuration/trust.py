@@ -40,7 +40,9 @@ def _home() -> str | None:
             home = pwd.getpwuid(os.geteuid()).pw_dir
         except KeyError:  # a container may run as any number
             return None
-    return home if os.path.isabs(home) else None
+    if os.path.isabs(home):
+        return home
+    return None
 
 
 def check_trusted(file: Path, status: os.stat_result) -> None:

@@ -96,7 +96,10 @@ class FsspecDriver(Driver):
         self._arguments = _arguments(self.fs_class, plain, uri, values)
         self._root = _root(self.fs_class, plain, protocol, self.uri)
         self._part_nbytes = values["part_size"]
-        threads = values["threads"] if self._kind.threads else 1
+        if self._kind.threads:
+            threads = values["threads"]
+        else:
+            threads = 1
         self.traits = Traits(
             part_nbytes=self._part_nbytes,
             part_min_nbytes=1,
@@ -246,7 +249,10 @@ class FsspecDriver(Driver):
         stop = start + nbytes
         if start < 0:
             raise StorageError(f"no object has a byte {start}", uri=self.uri, key=key)
-        data = self._cat(key, start, stop) if nbytes else b""
+        if nbytes:
+            data = self._cat(key, start, stop)
+        else:
+            data = b""
         if len(data) != nbytes or not data:
             if (reached := self._stat(key).nbytes) < stop:
                 raise DamagedError(

@@ -55,7 +55,9 @@ def _parser(default: Any) -> Callable[[str], Any]:
         return switch
     if isinstance(default, int):
         return integer(0, 1 << 62)
-    return str if isinstance(default, str) else _guessed
+    if isinstance(default, str):
+        return str
+    return _guessed
 
 
 def _guessed(text: str) -> Any:

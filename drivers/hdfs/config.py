@@ -36,7 +36,10 @@ def site(conf_dir: str | None) -> dict[str, str]:
     folder = conf_dir or os.environ.get("HADOOP_CONF_DIR") or (home and f"{home}/etc/hadoop")
     found: dict[str, str] = {}
     for name in ("core-site.xml", "hdfs-site.xml"):
-        file = Path(folder, name) if folder else None
+        if folder:
+            file = Path(folder, name)
+        else:
+            file = None
         if file is not None and file.is_file():
             for entry in ElementTree.parse(file).iter("property"):
                 key = entry.findtext("name")
@@ -108,7 +111,10 @@ def web_addresses(authority: str, properties: Mapping[str, str]) -> list[str]:
     """Where the name nodes of ``authority`` answer HTTP, ``http://host:port``: as configured, else
     at Hadoop's own port."""
     secure = properties.get("dfs.http.policy", "HTTP_ONLY") == "HTTPS_ONLY"
-    scheme = "https" if secure else "http"
+    if secure:
+        scheme = "https"
+    else:
+        scheme = "http"
     found = []
     for suffix in _suffixes(authority, properties):
         rpc = properties.get(_RPC_ADDRESS + suffix, authority)

@@ -27,7 +27,9 @@ def key_name(name: str) -> str | None:
     """The part of a key that is stored under ``name``; None where :func:`path_name` would never
     have made it."""
     plain = name.replace("%3A", ":").replace("%25", "%")
-    return plain if path_name(plain) == name else None
+    if path_name(plain) == name:
+        return plain
+    return None
 
 
 def temporary_name(name: str) -> str:
@@ -77,7 +79,9 @@ class Names:
 
     def folder(self, prefix: str) -> str:
         """The path of what lies below ``prefix``, which may be ""."""
-        return self.path(prefix) if prefix else self.root or "/"
+        if prefix:
+            return self.path(prefix)
+        return self.root or "/"
 
     def key(self, path: str) -> str | None:
         """The key of the object at ``path``; None for what is unfinished, or was not stored under a

@@ -241,4 +241,6 @@ def _counted(error: HoldfastError, tries: int, began_s: float) -> HoldfastError:
 
 
 def _times(tries: int) -> str:
-    return "1 try" if tries == 1 else f"{tries} tries"
+    if tries == 1:
+        return "1 try"
+    return f"{tries} tries"

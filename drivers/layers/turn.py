@@ -37,7 +37,10 @@ class deadline:
 def waiting_for_a_turn() -> Iterator[None]:
     """The clock of the deadline that this task runs under, if any, stands still in the body."""
     timeout = _running.get()
-    when_s = timeout.when() if timeout is not None else None
+    if timeout is not None:
+        when_s = timeout.when()
+    else:
+        when_s = None
     if timeout is None or when_s is None or timeout.expired():
         yield
         return

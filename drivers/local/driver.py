@@ -158,7 +158,10 @@ class LocalDriver(Driver):
         """See :meth:`Driver.sweep`. A live upload holds a lock (flock) on its temporary file. Such
         locks may not reach other hosts: where other hosts see the files, only what has not changed
         for an hour is taken for dead."""
-        quiet_s = SHARED_QUIET_S if self.traits.shared else 0.0
+        if self.traits.shared:
+            quiet_s = SHARED_QUIET_S
+        else:
+            quiet_s = 0.0
         await self._run("sweep", self._checked(prefix), self._tree.sweep, prefix, quiet_s)
 
     async def close(self) -> None:

@@ -134,7 +134,10 @@ class Tree:
         while pending:
             folder = pending.pop()
             for name, status in self._look_into(folder):
-                key = f"{folder}/{name}" if folder else name
+                if folder:
+                    key = f"{folder}/{name}"
+                else:
+                    key = name
                 if stat.S_ISDIR(status.st_mode):
                     pending.append(key)
                 elif stat.S_ISREG(status.st_mode) and not is_reserved(name):

@@ -189,7 +189,10 @@ def count_osts(path: str, parameters: Sequence[Path] = _PARAMETERS) -> int:
 
 def _set_by_lfs(folder: int, name: str, wanted: Layout) -> bool:
     """Whether `lfs` is here, and has given a file that has no objects yet its layout."""
-    pool = ["--pool", wanted.pool] if wanted.pool else []
+    if wanted.pool:
+        pool = ["--pool", wanted.pool]
+    else:
+        pool = []
     count = str(wanted.stripe_count)
     size = str(wanted.stripe_nbytes)
     path = f"/proc/{os.getpid()}/fd/{folder}/{name}"

@@ -72,7 +72,10 @@ class Layout:
 
 def encode(layout: Layout) -> bytes:
     """The value of ``lustre.lov`` that asks for ``layout``, which is not composite."""
-    magic = _MAGIC_V3 if layout.pool else _MAGIC_V1
+    if layout.pool:
+        magic = _MAGIC_V3
+    else:
+        magic = _MAGIC_V1
     head = _V1.pack(magic, 0, 0, 0, layout.stripe_nbytes, layout.stripe_count & 0xFFFF, _ANY_OST)
     return head + (layout.pool.encode().ljust(_POOL_NBYTES, b"\0") if layout.pool else b"")
 

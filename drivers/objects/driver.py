@@ -262,7 +262,10 @@ class ObjectDriver(Driver):
             await self._list_batch(key, await self._listing(self._root or None, 1))
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        path = self._path(prefix) if prefix else self._root
+        if prefix:
+            path = self._path(prefix)
+        else:
+            path = self._root
         batches = await self._listing(path or None, _BATCH)
         itself, batch = await side_by_side(self._itself(prefix), self._list_batch(prefix, batches))
         if itself is not None:
@@ -382,7 +385,9 @@ class ObjectDriver(Driver):
             name = encoded(key)
         except UnicodeEncodeError as error:
             raise UriError(f"key {key!r} is no Unicode text", uri=self.uri, key=key) from error
-        return f"{self._root}/{name}" if self._root else name
+        if self._root:
+            return f"{self._root}/{name}"
+        return name
 
     def _key(self, path: str) -> str:
         return unquote(path.removeprefix(f"{self._root}/" if self._root else ""))

@@ -170,7 +170,10 @@ def translated(error: BaseException, doing: str, uri: str, key: str) -> StorageE
 
 def _answer(text: str) -> tuple[str, int]:
     """(code, status) of what the store answered; "" and 0 where it did not say."""
-    code = match[1] if (match := _CODE.search(text)) else ""
+    if match := _CODE.search(text):
+        code = match[1]
+    else:
+        code = ""
     if match := _STATUS.search(text):
         status = int(match[1])
     else:
@@ -180,7 +183,10 @@ def _answer(text: str) -> tuple[str, int]:
             status = int(match[1])
         else:
             code = match[1]
-            status = 500 if code == "InternalError" else 0
+            if code == "InternalError":
+                status = 500
+            else:
+                status = 0
     return code, status
 
 

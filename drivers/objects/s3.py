@@ -134,7 +134,9 @@ class S3Driver(ObjectDriver):
         if self._values["region"] or place.endpoint or not may_be_elsewhere(self._bucket):
             return place
         region = bucket_region(place, self._bucket, partial(self._client, place, signed=False))
-        return self._place_in(region) if region else place
+        if region:
+            return self._place_in(region)
+        return place
 
     def _place_in(self, region: str) -> Place:
         values = self._values

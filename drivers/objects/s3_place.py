@@ -178,7 +178,9 @@ def _named_endpoint(session: Any, region: str) -> str:
     usual = make_client(
         session, region, "", None, ignore_configured_endpoint_urls=True
     ).meta.endpoint_url
-    return "" if found == usual else url(found).rstrip("/")
+    if found == usual:
+        return ""
+    return url(found).rstrip("/")
 
 
 def _profile_style(session: Any) -> str:
