@@ -80,7 +80,10 @@ async def closing(opened: Closable) -> AsyncIterator[None]:
 def printed_uri(uri: UriLike | Uri) -> str:
     """``uri`` as its driver prints it, whether there is such a driver or not."""
     try:
-        parsed = uri if isinstance(uri, Uri) else parse(uri)
+        if isinstance(uri, Uri):
+            parsed = uri
+        else:
+            parsed = parse(uri)
         return Uri(parsed.scheme, parsed.location).redacted
     except (HoldfastError, TypeError, ValueError):
         return redact(str(uri))
@@ -89,6 +92,8 @@ def printed_uri(uri: UriLike | Uri) -> str:
 def printed_step(step: Any) -> int | None:
     """The step that a call is about; None where it is no whole number."""
     try:
-        return None if step is None else operator.index(step)
+        if step is None:
+            return None
+        return operator.index(step)
     except TypeError:
         return None

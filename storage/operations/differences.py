@@ -116,7 +116,10 @@ class Referee:
 
     def _log(self, left: Differences, renaming: Renaming | None) -> None:
         if left.missing_count:
-            hint = f"; {renaming}" if renaming else ""
+            if renaming:
+                hint = f"; {renaming}"
+            else:
+                hint = ""
             names = _listed(left.missing, left.missing_count)
             _log.warning(
                 "%s of the state %s not in %s and stayed as before: %s%s",
@@ -195,12 +198,17 @@ def _advice(strict: Strict, found: set[str], renaming: Renaming | None, *, nothi
 
 def counted(count: int, what: str) -> str:
     """``1 place``, ``2 places``."""
-    plural = "" if count == 1 else "s"
+    if count == 1:
+        plural = ""
+    else:
+        plural = "s"
     return f"{count:,} {what}{plural}"
 
 
 def _are(count: int) -> str:
-    return "is" if count == 1 else "are"
+    if count == 1:
+        return "is"
+    return "are"
 
 
 def _listed(names: Sequence[str], count: int) -> str:

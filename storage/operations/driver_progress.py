@@ -32,4 +32,6 @@ class _Counted(Layer):
 def counted(driver: Driver, team: Team) -> Driver:
     """``driver``, with its operations counted for ``team``; as it is where there is nobody to wait
     for this rank."""
-    return driver if team.world == 1 else _Counted(driver, team.report_progress)
+    if team.world == 1:
+        return driver
+    return _Counted(driver, team.report_progress)

@@ -251,7 +251,10 @@ async def _beside(place: Place) -> Finding | None:
         folder for folder in folders if _numbers(folder) and _numbers(folder) == _numbers(name)
     ]
     close += get_close_matches(name, folders, 1)
-    meant = close[0] if close else folders[-1]
+    if close:
+        meant = close[0]
+    else:
+        meant = folders[-1]
     advice = f"Did you mean {_below(parent.uri, meant)}? `holdfast ls` lists them."
     return Finding(f"{_checkpoints_are(folders)} beside it", advice)
 

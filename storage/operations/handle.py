@@ -33,7 +33,9 @@ class StageHandle:
         """``reached``, ``not yet`` or ``failed``; asking changes nothing."""
         if not self._future.done():
             return "not yet"
-        return "reached" if self._future.exception() is None else "failed"
+        if self._future.exception() is None:
+            return "reached"
+        return "failed"
 
     def done(self) -> bool:
         """Whether the stage was reached, or the save failed before it."""

@@ -75,13 +75,18 @@ class Held:
 
 def _label_texts(flat: FlatState, rows: Sequence[int]) -> Iterator[bytes]:
     for row in rows:
-        kind = "plain " if flat.layouts[row].holders is None else "part "
+        if flat.layouts[row].holders is None:
+            kind = "plain "
+        else:
+            kind = "part "
         yield (kind + label(flat, row)).encode("utf-8", "surrogatepass")
 
 
 def row_nbytes(flat: FlatState, row: int) -> int:
     """The bytes of a row; none of one that is tied to another."""
-    return flat.locals[row].nbytes if flat.alias[row] < 0 else 0
+    if flat.alias[row] < 0:
+        return flat.locals[row].nbytes
+    return 0
 
 
 def label_names(labels: DigestColumn) -> list[str]:

@@ -140,7 +140,10 @@ async def _host_ranks(team: Team, exchange: Exchanging) -> list[int]:
     exchange, or the host is not known."""
     if team.world == 1:
         return [team.rank]
-    host = host_key() if exchange else None
+    if exchange:
+        host = host_key()
+    else:
+        host = None
     verdict = await team.round(HOSTS, OnHost(host), _hosts)
     return ranks_with(team.rank, numbers_in(verdict.numbers))
 
@@ -156,7 +159,10 @@ async def _load(
     early = job.early
     job.early = None
     seen, checksum = await _seen(driver, team, f"manifest/{attempt}", host_ranks, early)
-    manifest = seen.manifest if isinstance(seen, VerifiedManifest) else seen
+    if isinstance(seen, VerifiedManifest):
+        manifest = seen.manifest
+    else:
+        manifest = seen
     job.match, job.built = await offload(_matched, job, manifest, team.rank, team.world)
     overlaps = await _overlaps(driver, team, seen, job)
     if overlaps is None:
@@ -193,7 +199,10 @@ async def _plan_reading(
     seen: Manifest | VerifiedManifest,
     group: ExchangeGroup | None,
 ) -> _Reading:
-    manifest = seen.manifest if isinstance(seen, VerifiedManifest) else seen
+    if isinstance(seen, VerifiedManifest):
+        manifest = seen.manifest
+    else:
+        manifest = seen
     targets = job.match.wanted.targets(manifest.tensors.shape)
     if isinstance(seen, VerifiedManifest):
         manifest = await offload(seen.with_shards_of, targets.tensor)
@@ -255,9 +264,10 @@ async def _overlaps(
     found.wanted = wanted.without(numbers)
     wishes = wanted.wishes()
     rows = np.unique([wishes[number][0] for number in numbers])
-    manifest = (
-        await offload(seen.with_shards_of, rows) if isinstance(seen, VerifiedManifest) else seen
-    )
+    if isinstance(seen, VerifiedManifest):
+        manifest = await offload(seen.with_shards_of, rows)
+    else:
+        manifest = seen
     try:
         images = images_of(driver, manifest)
         overlaps = await read_overlaps(

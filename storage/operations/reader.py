@@ -281,7 +281,9 @@ class Checkpoint:
                 uri=self.uri,
                 advice="`holdfast show` lists its tensors.",
             )
-        return row if tensors.alias[row] < 0 else int(tensors.alias[row])
+        if tensors.alias[row] < 0:
+            return row
+        return int(tensors.alias[row])
 
     async def _fill(self, wanted: Wanted) -> None:
         from .fill import fill

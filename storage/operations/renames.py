@@ -69,7 +69,10 @@ class Renaming:
             if self.ours:
                 sides.append(f"the names of the state have {ours!r} in them")
             return " and ".join(sides)
-        where = f"after {head!r}" if self.head else "before them"
+        if self.head:
+            where = f"after {head!r}"
+        else:
+            where = "before them"
         if not self.ours:
             return f"the stored names have {theirs!r} {where}"
         if not self.theirs:

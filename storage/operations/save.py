@@ -120,7 +120,10 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tu
     # Copying does not wait for the storage to answer: trainers wait for the copies.
     beginning = asyncio.ensure_future(leader.begin_for(team))
     try:
-        agreed = None if global_plan is None else global_plan.agreed
+        if global_plan is None:
+            agreed = None
+        else:
+            agreed = global_plan.agreed
         plan = await offload(plan_save, job.flat, team.rank, agreed, job.lazy)
         progress = replace(job.progress, moved=team.report_progress)
         chunks = TensorChunks(plan.layout, plan.source)
@@ -150,7 +153,10 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tu
         if not may_be_committed or not await _is_committed(driver, attempt):
             raise
         _log.info("the job's store was gone before word of the commit: %s", error)
-    nbytes = plan.layout.nbytes if len(digests) else 0
+    if len(digests):
+        nbytes = plan.layout.nbytes
+    else:
+        nbytes = 0
     return attempt.id, nbytes, writer.stored_nbytes
 
 
@@ -201,7 +207,10 @@ async def _global_plan(driver: Driver, team: Team, job: SaveJob) -> GlobalPlan |
 async def _settle(leader: _Leader, job: SaveJob, uri: str) -> None:
     """Settle the attempt, which is committed. Where the save has a deadline, this takes a limited
     time."""
-    limit_s = None if job.deadline.timeout_s is None else limits.CLEAN_UP_S
+    if job.deadline.timeout_s is None:
+        limit_s = None
+    else:
+        limit_s = limits.CLEAN_UP_S
     try:
         async with asyncio.timeout(limit_s):
             await leader.settle()
@@ -307,7 +316,11 @@ def _fragment(
     rank: int,
 ) -> Fragment:
     """What this rank has written, for the leader."""
-    n = 1 if len(digests) else 0  # a rank without bytes of its own writes no image
+    # a rank without bytes of its own writes no image
+    if len(digests):
+        n = 1
+    else:
+        n = 0
     stored = None
     if job.compression is not None:
         stored = np.full(n, stored_nbytes, np.int64)

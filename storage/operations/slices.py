@@ -47,7 +47,10 @@ def window(shape: tuple[int, ...], index: slice | int | tuple[slice | int, ...] 
     """The window of ``index`` in a tensor of ``shape``. Raises UsageError where it does not fit."""
     if index is None:
         index = ()
-    indices = index if isinstance(index, tuple) else (index,)
+    if isinstance(index, tuple):
+        indices = index
+    else:
+        indices = (index,)
     if len(indices) > len(shape):
         raise UsageError(f"{len(indices)} indices for a tensor of {len(shape)} dimensions")
     whole = (slice(None),) * (len(shape) - len(indices))

@@ -326,8 +326,13 @@ def _checked_step(step: Any) -> int:
 def step_of_state(state: Any) -> int | None:
     """The step that is recorded where the caller names none: ``state["step"]``, if that is an
     int."""
-    step = state.get("step") if isinstance(state, Mapping) else None
-    return step if type(step) is int else None
+    if isinstance(state, Mapping):
+        step = state.get("step")
+    else:
+        step = None
+    if type(step) is int:
+        return step
+    return None
 
 
 in_child(_in_flight.clear)

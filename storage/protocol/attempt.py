@@ -97,7 +97,10 @@ async def list_attempts(driver: Driver) -> Mapping[Attempt, AttemptFiles]:
 
 async def announce(driver: Driver, contents: Mapping[str, Any] | None = None) -> Attempt:
     """Put the marker of a new attempt, with ``contents`` as JSON, or empty."""
-    data = json.dumps(contents).encode() if contents else b""
+    if contents:
+        data = json.dumps(contents).encode()
+    else:
+        data = b""
     try:
         return await _put_marker(driver, data)
     except ExistsError:

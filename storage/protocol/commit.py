@@ -159,8 +159,13 @@ async def _copied_digest(driver: Driver, attempt: Attempt) -> str | None:
         marker = json.loads(await driver.get(attempt.marker_key))
     except (NotFoundError, ValueError, RecursionError):
         return None
-    source_digest = marker.get("copy_of") if isinstance(marker, dict) else None
-    return source_digest if isinstance(source_digest, str) else None
+    if isinstance(marker, dict):
+        source_digest = marker.get("copy_of")
+    else:
+        source_digest = None
+    if isinstance(source_digest, str):
+        return source_digest
+    return None
 
 
 async def abandon(driver: Driver, attempt: Attempt) -> None:
@@ -225,7 +230,9 @@ async def _obsolete(
     if before is None or before == attempt.id:
         return None
     obsolete = Attempt(before)
-    return obsolete if await is_settled(driver, obsolete, now_s) else None
+    if await is_settled(driver, obsolete, now_s):
+        return obsolete
+    return None
 
 
 async def _is_kept(driver: Driver, now_s: Callable[[], Awaitable[float]]) -> bool:

@@ -109,7 +109,10 @@ class Checkpointer:
         self._schedule = schedule_of(every)
         if isinstance(keep, int):
             keep = Keep(last=keep)
-        self._retention = None if keep is None else Retention(self._root, keep)
+        if keep is None:
+            self._retention = None
+        else:
+            self._retention = Retention(self._root, keep)
         self._when_busy = when_busy
         self._on_error = on_error
         self._save_options = SaveOptions(
@@ -133,7 +136,10 @@ class Checkpointer:
         self._pid = os.getpid()
         if lazy:
             hook_optimizers()
-        self._preemption = None if grace_s is None else Preemption(grace_s)
+        if grace_s is None:
+            self._preemption = None
+        else:
+            self._preemption = Preemption(grace_s)
         if self._preemption is not None:
             self._preemption.install()
 
@@ -307,7 +313,10 @@ class Checkpointer:
 
     def _wait_for_room(self) -> None:
         """Return when no save is under way but this one, or, with a queue, one besides."""
-        room = 1 if self._when_busy == "queue" else 0
+        if self._when_busy == "queue":
+            room = 1
+        else:
+            room = 0
         under_way = self._under_way()
         if len(under_way) <= room:
             return
@@ -423,7 +432,9 @@ def _number_of(metric: Any) -> float | None:
         number = float(metric)
     except Exception as error:
         raise _no_number(metric) from error
-    return number if math.isfinite(number) else None
+    if math.isfinite(number):
+        return number
+    return None
 
 
 def _no_number(metric: Any) -> UsageError:

@@ -73,7 +73,9 @@ class _Record:
 
     def in_run(self, run: str) -> _Record:
         """This record, or an empty one where another loop has begun."""
-        return self if self.run == run else _Record(run, void=self.void_next)
+        if self.run == run:
+            return self
+        return _Record(run, void=self.void_next)
 
     def at(self, step: int) -> Decision | None:
         """The decision that holds at ``step``: made there; or made before, with no other due in
@@ -208,7 +210,10 @@ class Decisions:
                     return decision
                 if record.leader_at > step:
                     return None
-            void = record.void if in_this_run else record.void_next
+            if in_this_run:
+                void = record.void
+            else:
+                void = record.void_next
             is_absent = self._left_at.get(question) == (record.run, record.leader_at)
             if step <= void or is_absent or time.monotonic() > until_s:
                 self._give_up(member, question, step, data, in_this_run)

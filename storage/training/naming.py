@@ -17,4 +17,6 @@ def checkpoint_name(step: int) -> str:
 def step_of(path: str) -> int | None:
     """The step of a checkpoint's folder; None for what was not named by :func:`checkpoint_name`."""
     match = _NAME.fullmatch(path)
-    return int(match[1]) if match else None
+    if match:
+        return int(match[1])
+    return None

@@ -57,7 +57,9 @@ class Preemption:
     @property
     def left_s(self) -> float:
         """Seconds of grace that are left."""
-        return self.grace_s if self._until_s is None else max(0.0, self._until_s - time.monotonic())
+        if self._until_s is None:
+            return self.grace_s
+        return max(0.0, self._until_s - time.monotonic())
 
     def install(self) -> None:
         """Python allows it in the main thread only; elsewhere this does nothing but say so."""
@@ -147,7 +149,9 @@ class _Process:
         """Whether there is a Checkpointer that handles SIGTERM, or, where it has come, has grace
         left for it."""
         there = [member for ref in self._members if (member := ref()) is not None]
-        return bool(there) if self._came_s is None else any(member.left_s > 0 for member in there)
+        if self._came_s is None:
+            return bool(there)
+        return any(member.left_s > 0 for member in there)
 
     def _end(self) -> None:
         """In the main thread: put things back, and hand over a signal that has come."""
@@ -324,11 +328,10 @@ def _hold() -> None:
     """Before a fork: until the child handles SIGTERM as it should, one that is meant for it has to
     wait. Else it would be lost in the child, or be written to our pipe, as if it had come to this
     process."""
-    _forking.mask = (
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        if _process.is_installed
-        else None
-    )
+    if _process.is_installed:
+        _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    else:
+        _forking.mask = None
 
 
 def _release() -> None:

@@ -154,11 +154,17 @@ def resumed(
     chosen = _load_first(root, told, state, load_options, deadline_s, back)
 
     async def take_up(_: Sequence[Nothing]) -> Nothing:
-        gone_on_from = None if chosen is None else found[0].tried[chosen]
+        if chosen is None:
+            gone_on_from = None
+        else:
+            gone_on_from = found[0].tried[chosen]
         await line.take_up(gone_on_from, found[0].survey, record=back.asked)
         return Nothing()
 
-    step = None if chosen is None else told.tried[chosen].step
+    if chosen is None:
+        step = None
+    else:
+        step = told.tried[chosen].step
     _round(TAKE_UP, Call("resume", root.uri.redacted, step), deadline_s, Nothing(), take_up)
     return step
 
@@ -169,8 +175,12 @@ def _told(back: Back, root: Place, survey: Survey, tried: Sequence[ListedCheckpo
         _log.warning("the checkpoint %s cannot be opened: %s", c.path, c.problem)
     refused = advice = None
     if not tried and (back.asked or any(c.abandoned for c in survey.steps)):
-        asked = "that is not abandoned" if not back.asked else f"before step {back.before}"
-        asked = asked if back.step is None else f"of step {back.step}"
+        if not back.asked:
+            asked = "that is not abandoned"
+        else:
+            asked = f"before step {back.before}"
+        if back.step is not None:
+            asked = f"of step {back.step}"
         refused = f"this run has no checkpoint {asked}"
         steps = ", ".join(f"{c.step}{' (abandoned)' * c.abandoned}" for c in survey.steps[:_NAMED])
         advice = (
