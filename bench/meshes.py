@@ -60,12 +60,16 @@ def lay_out(state: State, layout: Layout) -> State:
     mesh = init_device_mesh("cpu", layout.mesh)
 
     def part(node: State, path: str) -> State:
-        return {
-            key: part(value, f"{path}.{key}") if isinstance(value, dict)
-            else _placed(value, mesh, layout.placements(_parameter(path, key), value)) if isinstance(value, torch.Tensor)
-            else value
-            for key, value in node.items()
-        }  # fmt: skip
+        parts: State = {}
+        for key, value in node.items():
+            if isinstance(value, dict):
+                parts[key] = part(value, f"{path}.{key}")
+            elif isinstance(value, torch.Tensor):
+                placements = layout.placements(_parameter(path, key), value)
+                parts[key] = _placed(value, mesh, placements)
+            else:
+                parts[key] = value
+        return parts
 
     return part(state, "")
 
@@ -101,9 +105,12 @@ def _chunk(tensor: torch.Tensor, dim: int, size: int, at: int) -> torch.Tensor:
 
 def split_evenly(share: State, mesh: DeviceMesh) -> State:
     """What each rank built is its share of rows of one larger state."""
-    return {
-        key: split_evenly(value, mesh) if isinstance(value, dict)
-        else DTensor.from_local(value, mesh, [Shard(0)], run_check=False) if isinstance(value, torch.Tensor)
-        else value
-        for key, value in share.items()
-    }  # fmt: skip
+    parts: State = {}
+    for key, value in share.items():
+        if isinstance(value, dict):
+            parts[key] = split_evenly(value, mesh)
+        elif isinstance(value, torch.Tensor):
+            parts[key] = DTensor.from_local(value, mesh, [Shard(0)], run_check=False)
+        else:
+            parts[key] = value
+    return parts

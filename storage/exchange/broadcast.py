@@ -59,7 +59,9 @@ async def read_once(
         return await read()
     received = await _received(shared, team.rank)
     await team.gather(f"{name}/taken", codec(Nothing), ranks, Nothing())
-    return await read() if received is None else received
+    if received is None:
+        return await read()
+    return received
 
 
 async def _read_and_offer(

@@ -62,7 +62,10 @@ async def begin_exchange(
         arena, listener = open_listener(resources, unit_nbytes, min(SLOTS, jobs), group.job_host)
         plan = await offload(plan_reads, reader.driver, reader.manifest, targets, unit_nbytes)
         wish = await offload(_compressed_wish, plan)
-        address = None if listener is None else listener.address
+        if listener is None:
+            address = None
+        else:
+            address = listener.address
         requests = await group.all_gather(
             "wishes", codec(Request), Request(address, wish, unit_nbytes)
         )
@@ -106,8 +109,14 @@ def _jobs(group: ExchangeGroup, reader: ImageReader, unit_nbytes: int) -> int:
     that: it serves a long queue in its own order, and all ranks wait for the one that it serves
     last."""
     traits = reader.driver.traits
-    share = group.host_ranks if traits.shared else 2 * group.host_ranks
-    reads = traits.concurrency if reader.driver.remote else max(2, traits.concurrency // share)
+    if traits.shared:
+        share = group.host_ranks
+    else:
+        share = 2 * group.host_ranks
+    if reader.driver.remote:
+        reads = traits.concurrency
+    else:
+        reads = max(2, traits.concurrency // share)
     return reader.jobs(reads, unit_nbytes)  # each has a buffer, and at most one slot
 
 

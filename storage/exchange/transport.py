@@ -175,7 +175,11 @@ async def connect(address: Address, member: int) -> Connection:
     nothing answers in time, where what answers is not that rank, and where its memory is not what
     it should be."""
     is_local = address.host == host_key()
-    target = address.unix if is_local else address.tcp
+    target: str | tuple[str, int] | None
+    if is_local:
+        target = address.unix
+    else:
+        target = address.tcp
     if target is None:
         raise ConnectionRefusedError(
             "that rank is on another host, and does not listen on the network"

@@ -57,12 +57,18 @@ def like(present: object, stored: Any) -> Any:
     knows what it had.
     """
     if type(stored) in (list, tuple):
-        present_items = present[: len(stored)] if isinstance(present, list | tuple) else ()
+        if isinstance(present, list | tuple):
+            present_items = present[: len(stored)]
+        else:
+            present_items = ()
         pairs = zip_longest(present_items, stored)
         return type(stored)(like(here, item) for here, item in pairs)
     if not isinstance(stored, dict):
         return stored
-    by_key = present if isinstance(present, Mapping) else {}
+    if isinstance(present, Mapping):
+        by_key = present
+    else:
+        by_key = {}
     for key, item in stored.items():
         stored[key] = like(by_key.get(key), item)
     if type(stored) is dict and isinstance(present, dict) and type(present) is not dict:

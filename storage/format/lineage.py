@@ -67,7 +67,10 @@ class Lineage:
     def gone_back(self, branch: str, step: int, new: str) -> Lineage:
         """The lineage after training went back to the checkpoint of ``branch`` at ``step``; ``new``
         is then current."""
-        parent = branch if branch in self.parents else ROOT
+        if branch in self.parents:
+            parent = branch
+        else:
+            parent = ROOT
         return Lineage(new, {**self.parents, new: (parent, step)})
 
     def encode(self) -> bytes:

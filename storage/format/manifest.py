@@ -68,7 +68,10 @@ Ints = npt.NDArray[np.int64]
 def image_key(attempt: str, rank: int, compression: Compression | None = None) -> str:
     """The key of the image of ``rank``. A compressed image is no safetensors file, and is not named
     like one."""
-    suffix = f".{compression}" if compression else ""
+    if compression:
+        suffix = f".{compression}"
+    else:
+        suffix = ""
     return f"data/{attempt}/{rank}.safetensors{suffix}"
 
 
@@ -134,7 +137,9 @@ class Manifest:
     @property
     def version(self) -> int:
         """The version of its format: 2 if it is compressed, else 1."""
-        return _PLAIN if self.compression is None else _COMPRESSED
+        if self.compression is None:
+            return _PLAIN
+        return _COMPRESSED
 
     @cached_property
     def first_chunk(self) -> Ints:
@@ -407,7 +412,10 @@ def _shape_conditions(m: Manifest) -> Iterator[tuple[bool, str]]:
     s = m.shards
     i = m.images
     n = len(t)
-    width = t.shape.shape[1] if t.shape.ndim == 2 else -1
+    if t.shape.ndim == 2:
+        width = t.shape.shape[1]
+    else:
+        width = -1
     box_shape = (len(s.tensor), width)
     yield 0 <= width <= _NDIM_MAX, "widths of columns"
     yield s.offsets.shape == s.lengths.shape == box_shape, "widths of columns"

@@ -183,7 +183,10 @@ def _place(group: Group, row_of: dict[str, int], first: int) -> tuple[Ints, list
     names: list[str] = []
     for name, own in zip(group.layout.tensors.names, group.layout.own.tolist(), strict=True):
         end = first + len(names)
-        row = end if own else row_of.setdefault(name, end)
+        if own:
+            row = end
+        else:
+            row = row_of.setdefault(name, end)
         base.append(row)
         if row == end:
             names += [name] * (len(group.ranks) if own else 1)

@@ -91,8 +91,9 @@ def pack(chunk: memoryview, block_nbytes: int) -> PackedChunk:
     for start in range(0, len(chunk), block_nbytes):
         block = chunk[start : start + block_nbytes]
         packed: bytes = compress(block, store_size=False)
-        kept = packed if 8 * len(packed) <= 7 * len(block) else block
-        if kept is packed or end < start:
+        shrinks = 8 * len(packed) <= 7 * len(block)
+        kept = packed if shrinks else block
+        if shrinks or end < start:
             chunk[end : end + len(kept)] = kept
         sizes.append(len(kept))
         end += len(kept)
@@ -170,7 +171,10 @@ class Index:
     def chunk_start(self) -> Ints:
         """(C + 1,): where in the file each chunk begins, and where the last one ends."""
         firsts = np.arange(0, len(self.sizes), self.chunk_nbytes // self.block_nbytes)
-        used = np.add.reduceat(self.sizes, firsts) if len(firsts) else self.sizes
+        if len(firsts):
+            used = np.add.reduceat(self.sizes, firsts)
+        else:
+            used = self.sizes
         return np.concatenate([[0], np.cumsum(round_up(used, PAGE_NBYTES))]).astype(np.int64)
 
     def sizes_of(self, start: int, stop: int) -> list[int]:

@@ -194,7 +194,9 @@ def _placements_from_json(data: Any) -> dict[int, Placements]:
 
 
 def _to_json(key: Key) -> object:
-    return encode_text(key) if isinstance(key, str) else key
+    if isinstance(key, str):
+        return encode_text(key)
+    return key
 
 
 def _check(tree: Tree) -> None:

@@ -72,11 +72,15 @@ def decode_value(encoded: object) -> Any:
 
 
 def _encode_int(value: int) -> object:
-    return value if value.bit_length() <= _DECIMAL_BITS_MAX else {"$int": hex(value)}
+    if value.bit_length() <= _DECIMAL_BITS_MAX:
+        return value
+    return {"$int": hex(value)}
 
 
 def _encode_float(value: float) -> object:
-    return value if math.isfinite(value) else {"$float": repr(value)}
+    if math.isfinite(value):
+        return value
+    return {"$float": repr(value)}
 
 
 def _encode_complex(value: complex) -> object:

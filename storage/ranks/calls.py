@@ -27,7 +27,9 @@ MAIN = "main"
 
 def _caller() -> str:
     thread = threading.current_thread()
-    return MAIN if thread is threading.main_thread() else thread.name
+    if thread is threading.main_thread():
+        return MAIN
+    return thread.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,9 @@ class Call:
 
     def __str__(self) -> str:
         text = f"{self.kind} {self.uri}".rstrip()
-        return text if self.step is None else f"{text} (step {self.step})"
+        if self.step is None:
+            return text
+        return f"{text} (step {self.step})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,8 @@ class FollowerRendezvous:
 
     async def answer(self, statement: bytes, what: str) -> Answer:
         """The leader's answer. Raises RankFailedError, DeadlineError, CoordinationError."""
-        member, loop = self._member, asyncio.get_running_loop()
+        member = self._member
+        loop = asyncio.get_running_loop()
         key = f"join/{self._call.name}/{member.rank}"
         await member.call_store(
             member.keys.put, key, f"{self._participation.number} ".encode() + statement

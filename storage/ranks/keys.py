@@ -46,9 +46,13 @@ class Keys:
         """
         whole = f"{self._prefix}/{key}"
         if self._compare_set is None:
-            return self._store.get(whole) if self._store.check([whole]) else None
+            if self._store.check([whole]):
+                return self._store.get(whole)
+            return None
         found: bytes = self._compare_set(whole, _NOTHING, _NOTHING)
-        return None if found == _NOTHING else found
+        if found == _NOTHING:
+            return None
+        return found
 
     def set(self, key: str, value: bytes | str) -> None:
         """Give ``key`` a value."""
@@ -99,10 +103,15 @@ class Keys:
         if value is None or value[:1] == _WHOLE:
             return value and value[1:]
         parts = [self.value(f"{key}/{i}") for i in range(int(value[1:]))]
-        return b"".join(part for part in parts if part is not None) if None not in parts else None
+        if None not in parts:
+            return b"".join(part for part in parts if part is not None)
+        return None
 
     def keys_of(self, key: str) -> list[str]:
         """The keys that a :meth:`put` under ``key`` took."""
         value = self.value(key)
-        parts = int(value[1:]) if value is not None and value[:1] == _PARTS else 0
+        if value is not None and value[:1] == _PARTS:
+            parts = int(value[1:])
+        else:
+            parts = 0
         return [key, *(f"{key}/{i}" for i in range(parts))]

@@ -60,9 +60,15 @@ class Member:
         self.world = world
         self.anchor = anchor
         self.nonce = secrets.token_hex(8)
-        self.leader = self.nonce if rank == LEADER else ""
+        if rank == LEADER:
+            self.leader = self.nonce
+        else:
+            self.leader = ""
         """The nonce of the leader; empty until it is found."""
-        self.joined = [0] * world if rank == LEADER else []
+        if rank == LEADER:
+            self.joined = [0] * world
+        else:
+            self.joined = []
         """On the leader: the highest number that each rank has taken part with."""
         self.store_lost = False
         """Whether the store could not be reached, the last time it was asked by a call."""
@@ -113,7 +119,9 @@ class Member:
     def status(self, rank: int) -> RankStatus | None:
         """What another rank shows. Blocks."""
         data = self._keys.value(f"status/{rank}")
-        return None if data is None else RankStatus.decode(data, rank)
+        if data is None:
+            return None
+        return RankStatus.decode(data, rank)
 
     def statuses(self, ranks: Iterable[int]) -> dict[int, RankStatus | None]:
         """What they show. Blocks."""
@@ -150,7 +158,8 @@ class Member:
 
     def failed(self, call: Call, number: int | None, failure: Failure) -> None:
         """Note that this rank has failed in ``call``, for the next :meth:`publish` to show."""
-        number = self.next_number() if number is None else number
+        if number is None:
+            number = self.next_number()
         self._failed.append(
             FailedCall(call.name, number, str(call), call.thread, failure.shortened())
         )

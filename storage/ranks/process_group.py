@@ -27,12 +27,16 @@ __all__ = ["current_member", "current_rank", "current_team", "current_world", "s
 
 def current_rank() -> int:
     """This process's rank; 0 where torch.distributed is not in use."""
-    return dist.get_rank() if _in_use() else 0
+    if _in_use():
+        return dist.get_rank()
+    return 0
 
 
 def current_world() -> int:
     """How many ranks the job has; 1 where torch.distributed is not in use."""
-    return dist.get_world_size() if _in_use() else 1
+    if _in_use():
+        return dist.get_world_size()
+    return 1
 
 
 def current_team(call: Call, deadline_s: float, *, saving: bool) -> Team:
@@ -51,7 +55,8 @@ def current_team(call: Call, deadline_s: float, *, saving: bool) -> Team:
                 advice="Call torch.distributed.init_process_group first, or unset WORLD_SIZE.",
             )
         return Solo()
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     if world == 1:
         return Solo()
     _check_rank(f"the {call}")
@@ -89,7 +94,10 @@ def _check_rank(what: str) -> None:
 
 def store_host() -> str:
     """The host that serves the job's store over TCP; "" where there is none."""
-    store: Any = dist.distributed_c10d._get_default_store() if _in_use() else None
+    if _in_use():
+        store: Any = dist.distributed_c10d._get_default_store()
+    else:
+        store = None
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return str(getattr(store, "host", ""))
@@ -125,8 +133,12 @@ def _contact(deadline_s: float) -> _Contact:
         group = dist.distributed_c10d._get_default_group()
         if _ours is None or _ours.pid != os.getpid() or _ours.group() is not group:
             store: Any = dist.distributed_c10d._get_default_store()
-            connection = store.clone() if hasattr(store, "clone") else store
-            rank, world = dist.get_rank(), dist.get_world_size()
+            if hasattr(store, "clone"):
+                connection = store.clone()
+            else:
+                connection = store
+            rank = dist.get_rank()
+            world = dist.get_world_size()
             member = Member(
                 Keys(connection, _prefix(world)), rank, world, start, weakref.ref(store)
             )

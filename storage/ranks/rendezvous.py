@@ -62,7 +62,10 @@ class LeaderRendezvous:
         self._silence_s = silence_s
         self.refused: UsageError | None = None
         """The error of all ranks where they are in different calls."""
-        self.number = member.next_number() if participation is None else participation.number
+        if participation is None:
+            self.number = member.next_number()
+        else:
+            self.number = participation.number
         self.roster = [-number for number in self._history.taken]
         self.roster[LEADER] = self.number
         self._instead: list[tuple[str, int]] = []
@@ -81,7 +84,10 @@ class LeaderRendezvous:
                 await self._check(statuses, loop.time())
                 last, idle_s = self._watch.look(statuses, what, loop.time())
                 self._participation.waits_for_rank(last, what, idle_s, loop.time())
-                pause_s = PAUSE_S if taken else min(pause_s * 1.5, PAUSE_MAX_S)
+                if taken:
+                    pause_s = PAUSE_S
+                else:
+                    pause_s = min(pause_s * 1.5, PAUSE_MAX_S)
                 await asyncio.sleep(pause_s)
         self._participation.wait_ended()
         return [found[rank] for rank in range(self._member.world)]
@@ -131,7 +137,8 @@ class LeaderRendezvous:
         self, missing: Sequence[int]
     ) -> tuple[dict[int, bytes], dict[int, RankStatus | None]]:
         """What some ranks have stated, and the statuses of the others."""
-        keys, name = self._member.keys, self._call.name
+        keys = self._member.keys
+        name = self._call.name
         taken: dict[int, bytes] = {}
         statuses: dict[int, RankStatus | None] = {}
         gone = keys.value(f"gone/{name}")
@@ -150,8 +157,14 @@ class LeaderRendezvous:
     def _check_gone(self, rank: int, number: int) -> None:
         """Raise where a rank has failed after its call was taken. In the thread that has read the
         store."""
-        status = self._member.status(rank) if self.roster[rank] == number else None
-        failed = None if status is None else status.failure(self._call.name, number - 1)
+        if self.roster[rank] == number:
+            status = self._member.status(rank)
+        else:
+            status = None
+        if status is None:
+            failed = None
+        else:
+            failed = status.failure(self._call.name, number - 1)
         if failed is not None and failed.number == number:
             raise failed.failure.as_error()
 
@@ -249,7 +262,9 @@ class LeaderRendezvous:
         _, left, _ = paired(
             settled, self._member.log(open_call.name), status.logs.get(open_call.name, ())
         )
-        return None if left else open_call
+        if left:
+            return None
+        return open_call
 
     def _has_lasted(self, rank: int, number: int, now_s: float) -> bool:
         return now_s - self._seen_since_s.setdefault((rank, number), now_s) >= self._grace_s

@@ -70,8 +70,14 @@ class StoreTeam(Team):
         """``member``: this process in its job; None makes one."""
         self.rank = rank
         self.world = world
-        self._member = Member(Keys(store, prefix), rank, world) if member is None else member
-        self._call = Call("call") if call is None else call
+        if member is None:
+            self._member = Member(Keys(store, prefix), rank, world)
+        else:
+            self._member = member
+        if call is None:
+            self._call = Call("call")
+        else:
+            self._call = call
         self._silence_s = silence_s
         self._heartbeat_s = max(0.02, min(5.0, silence_s / 5))
         self._participation: Participation | None = None
@@ -175,7 +181,10 @@ class StoreTeam(Team):
             elif self.rank == LEADER:
                 await self._refuse(error)
             else:
-                number = None if self._participation is None else self._participation.number
+                if self._participation is None:
+                    number = None
+                else:
+                    number = self._participation.number
                 self._member.failed(self._call, number, failure)
                 await self._member.publish_status()
                 await self._make_it_count()
@@ -196,7 +205,9 @@ class StoreTeam(Team):
         if self._answer is None:
             return None
         failure: Failure | None = await self._call_store(self._failed_in_session)
-        return None if failure is None else failure.as_error()
+        if failure is None:
+            return None
+        return failure.as_error()
 
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator[None]:
@@ -207,7 +218,8 @@ class StoreTeam(Team):
             except BaseException:
                 # The leader may be about to take what this rank has said: the last to leave removes
                 # it.
-                self._kept, self._written = self._written, []
+                self._kept = self._written
+                self._written = []
                 raise
             finally:
                 with contextlib.suppress(CoordinationError):
@@ -320,7 +332,10 @@ class StoreTeam(Team):
             found |= observed.values
             if len(found) < len(ranks):
                 self._check(observed, watch, what)
-                pause_s = PAUSE_S if observed.values else min(pause_s * 1.5, PAUSE_MAX_S)
+                if observed.values:
+                    pause_s = PAUSE_S
+                else:
+                    pause_s = min(pause_s * 1.5, PAUSE_MAX_S)
                 await asyncio.sleep(pause_s)
         if self._participation is not None:
             self._participation.wait_ended()
@@ -377,7 +392,9 @@ class StoreTeam(Team):
     def _failed_in_session(self) -> Failure | None:
         """The first failure of a rank since the ranks have met."""
         data = self._keys.value("failed")
-        return None if data is None else codec(Failure).decode(data, "the failure of a rank")
+        if data is None:
+            return None
+        return codec(Failure).decode(data, "the failure of a rank")
 
     def _leave(self) -> None:
         """Remove this rank's keys; the last to leave removes what others may have looked at until
@@ -398,7 +415,8 @@ class StoreTeam(Team):
 
     def _remains(self) -> list[str]:
         """The keys that are there when all have left."""
-        keys, found = self._keys, ["left"]
+        keys = self._keys
+        found = ["left"]
         for name in self._rounds:
             found += keys.keys_of(f"{name}/verdict/{LEADER}")
         if keys.value("failed") is not None:
@@ -412,7 +430,8 @@ class StoreTeam(Team):
     def _delete_answer(self) -> None:
         """The answer to this call, unless there is a later one."""
         assert self._answer is not None
-        keys, key = self._member.keys, f"answer/{self._call.name}"
+        keys = self._member.keys
+        key = f"answer/{self._call.name}"
         data = keys.get(key)
         if data is not None and Answer.decode(data, self.world).number == self._answer.number:
             keys.delete(keys.keys_of(key))
@@ -434,7 +453,9 @@ async def _agreed(statements: Sequence[Nothing]) -> Nothing:
 
 
 async def _encoded(kind: Codec[T], message: T) -> bytes:
-    return await offload(kind.encode, message) if kind.slow else kind.encode(message)
+    if kind.slow:
+        return await offload(kind.encode, message)
+    return kind.encode(message)
 
 
 async def _decoded(

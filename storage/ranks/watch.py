@@ -91,12 +91,14 @@ class Watch:
         return last, idle[last]
 
     def _idle_s(self, rank: int, status: RankStatus | None, now_s: float) -> float:
-        open_call = None if status is None else status.open_call(self._name)
-        sign = (
-            (status.nonce, status.heartbeats)
-            if status is not None and open_call is not None
-            else None
-        )
+        if status is None:
+            open_call = None
+        else:
+            open_call = status.open_call(self._name)
+        if status is not None and open_call is not None:
+            sign = (status.nonce, status.heartbeats)
+        else:
+            sign = None
         known = self._last.get(rank)
         if known is None or known[0] != sign:
             known = self._last[rank] = (sign, open_call.idle_s if open_call else 0.0, now_s)
@@ -111,14 +113,20 @@ class Watch:
     ) -> DeadlineError:
         first = stuck[0]
         status = statuses[first]
-        open_call = None if status is None else status.open_call(self._name)
+        if status is None:
+            open_call = None
+        else:
+            open_call = status.open_call(self._name)
         names = ", ".join(map(str, stuck[:SHOWN_AT_MOST]))
         names += f" and {len(stuck) - SHOWN_AT_MOST} more" if len(stuck) > SHOWN_AT_MOST else ""
         waiting = f"waiting for {what}"
         if self._text:
             waiting += f" of the {self._text}"
         if open_call is None:
-            elsewhere = f"; it is in the {status.open[0].text}" if status and status.open else ""
+            if status and status.open:
+                elsewhere = f"; it is in the {status.open[0].text}"
+            else:
+                elsewhere = ""
             message = (
                 f"rank {names} showed no sign of life for {self._silence_s:g} s, "
                 f"{waiting}{elsewhere}"
