@@ -422,6 +422,7 @@ def test_why_a_name_node_refuses_is_told_however_it_is_sent() -> None:
     asyncio.run(ask())
 
 
+@pytest.mark.heavy
 def test_a_redirect_is_not_followed() -> None:
     """It could lead the request, which says whose it is, to another host."""
 
@@ -443,6 +444,7 @@ def test_a_redirect_is_not_followed() -> None:
     asyncio.run(ask())
 
 
+@pytest.mark.heavy
 def test_what_is_no_http_is_refused_in_time() -> None:
     """Another protocol on that port, or silence: concat is refused, with the reason."""
 
