@@ -15,12 +15,11 @@ import pytest
 from support.aftermath import check, check_next_save, some
 from support.blockdevice import crash_disks, new_block_device, records
 from support.disks import Disk
-from support.syscalls import tapped
+from support.syscalls import COMMIT, tapped
 from support.victims import state_of_step
 
 import holdfast
 
-COMMIT = "rename manifest.safetensors"
 POINTS = 24
 SAVE_AGAIN_EVERY = 8
 

@@ -56,10 +56,10 @@ def left_after_a_save(uri: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> 
 )
 def aftermath(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[int, tuple[bool, set[str]]]:
+) -> dict[int, tuple[bool, bool, set[str]]]:
     """A save killed before the n-th of its system calls, over a checkpoint, for many n: whether the
-    checkpoint was then the new one, and what the saves that came next have left. It was whole in
-    any case: that is checked here."""
+    checkpoint was then the new one, whether the manifest had been renamed by then, and what the
+    saves that came next have left. It was whole in any case: that is checked here."""
     compression, points = request.param
     folder, found = tmp_path_factory.mktemp("killed"), {}
     process, pipe = spawned(save_and_die_at, str(folder / "counted"), 1, 0, compression)
@@ -76,37 +76,38 @@ def aftermath(
             check(uri, {2000 + at})
             continue
         assert process.exitcode == -9
+        committed = pipe.recv()
         new = check(uri, {1000 + at, 2000 + at}) >= 2000
         with pytest.MonkeyPatch.context() as patch:
-            found[at] = (new, left_after_a_save(uri, patch, 3000 + at))
+            found[at] = (new, committed, left_after_a_save(uri, patch, 3000 + at))
     return found
 
 
 def test_a_save_killed_before_any_of_its_system_calls_leaves_a_whole_checkpoint(
-    aftermath: dict[int, tuple[bool, set[str]]],
+    aftermath: dict[int, tuple[bool, bool, set[str]]],
 ) -> None:
-    """The old one, until some call; from there on the new one."""
-    new = [is_new for is_new, _ in aftermath.values()]
-    assert new == sorted(new)
-    assert set(new) == {False, True}
+    """The old one, until the rename of the manifest; from there on the new one."""
+    found = {at: new for at, (new, _, _) in aftermath.items()}
+    assert found == {at: committed for at, (_, committed, _) in aftermath.items()}
+    assert set(found.values()) == {False, True}
 
 
 def test_what_a_killed_save_had_written_is_collected_by_the_next(
-    aftermath: dict[int, tuple[bool, set[str]]],
+    aftermath: dict[int, tuple[bool, bool, set[str]]],
 ) -> None:
     """Images, whole or not, and the files that go with them."""
     assert {
         at: left
-        for at, (_, left) in aftermath.items()
+        for at, (_, _, left) in aftermath.items()
         if any("safetensors" in name or "fate" in name for name in left)
     } == {}
 
 
 def test_not_even_an_empty_folder_stays_of_a_killed_save(
-    aftermath: dict[int, tuple[bool, set[str]]],
+    aftermath: dict[int, tuple[bool, bool, set[str]]],
 ) -> None:
     """Nor a temporary file."""
-    assert {at: left for at, (_, left) in aftermath.items() if left} == {}
+    assert {at: left for at, (_, _, left) in aftermath.items() if left} == {}
 
 
 @pytest.mark.timeout(300)

@@ -7,18 +7,17 @@ HOLDFAST_TEST_CRASH_POINTS=all tries all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from support.aftermath import check, check_next_save, some
 from support.disks import Disk, new_disk
-from support.syscalls import tapped
+from support.syscalls import COMMIT, tapped
 from support.victims import state_of_step
 
 import holdfast
 
-COMMIT = "rename manifest.safetensors"
 POINTS = 8
 
 
@@ -29,17 +28,23 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
         yield disk
 
 
-def save_until_cut(disk: Disk, uri: Path, step: int, at: int) -> tuple[list[str], bool]:
-    """Save, and cut the power before the ``at``-th system call. Return the calls until then, and
-    whether the save says that it went well."""
+def save_until_cut(
+    disk: Disk, uri: Path, step: int, is_due: Callable[[list[str]], bool]
+) -> tuple[list[str], bool]:
+    """Save, and cut the power before the first system call for which ``is_due`` says so, given the
+    calls before it. Return those calls, and whether the save says that it went well."""
     seen: list[str] = []
+    is_cut = False
 
     def before(number: int, label: str) -> None:
-        if number <= at:
-            seen.append(label)
-        if number == at:
-            seen.pop()
+        nonlocal is_cut
+        if is_cut:
+            return
+        if is_due(seen):
+            is_cut = True
             disk.cut_power()
+        else:
+            seen.append(label)
 
     with tapped(before):
         try:
@@ -57,14 +62,14 @@ def test_after_a_power_cut_the_old_checkpoint_is_there_or_the_new_one(
     save leaves nothing else."""
     uri = disk.folder / "run" / "c"
     holdfast.save(uri, state_of_step(1))
-    calls, well = save_until_cut(disk, uri, 2, at=1 << 30)
+    calls, well = save_until_cut(disk, uri, 2, lambda before: False)
     assert well
     assert COMMIT in calls
     found, expected = {}, {}
     for at in some(range(1, len(calls) + 3), POINTS, seed):
         old, new = 1000 + at, 2000 + at
         check_next_save(uri, old)
-        before, well = save_until_cut(disk, uri, new, at)
+        before, well = save_until_cut(disk, uri, new, lambda before, at=at: len(before) == at - 1)
         disk.restart()
         found[at] = "new" if check(uri, {old, new}) == new else "old"
         expected[at] = "new" if well else found[at] if COMMIT in before else "old"
@@ -79,8 +84,7 @@ def test_a_save_whose_manifest_has_no_durable_name_fails(disk: Disk) -> None:
     calls a success."""
     uri = disk.folder / "run" / "c"
     holdfast.save(uri, state_of_step(1))
-    calls, _ = save_until_cut(disk, uri, 2, at=1 << 30)
-    before, well = save_until_cut(disk, uri, 3, at=calls.index(COMMIT) + 2)
+    before, well = save_until_cut(disk, uri, 2, lambda before: before[-1:] == [COMMIT])
     assert (before[-1], well) == (COMMIT, False)
     disk.restart()
-    check(uri, {2, 3})
+    check(uri, {1, 2})

@@ -9,11 +9,14 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["SYSTEM_CALLS", "tapped"]
+__all__ = ["COMMIT", "SYSTEM_CALLS", "tapped"]
 
 SYSTEM_CALLS = (
     "fsync", "ftruncate", "link", "mkdir", "open", "posix_fallocate", "pwrite", "pwritev", "rename", "replace", "rmdir", "unlink", "write",
 )  # fmt: skip
+
+COMMIT = "rename manifest.safetensors"
+"""The label of the call that makes a checkpoint visible."""
 
 
 @contextlib.contextmanager

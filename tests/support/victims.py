@@ -12,7 +12,7 @@ from typing import Any
 
 from .bits import difference
 from .rank_processes import PRELOAD
-from .syscalls import tapped
+from .syscalls import COMMIT, tapped
 
 __all__ = [
     "copy_and_die_at",
@@ -78,11 +78,12 @@ def save_until_killed(pipe: Connection, uri: str, step: int) -> None:
 def save_and_die_at(
     pipe: Connection, uri: str, step: int, at: int, compression: Any = None
 ) -> None:
-    """Save once, and die before the ``at``-th system call that changes the file system. Say if that
+    """Save once, and die before the ``at``-th system call that changes the file system; send first
+    whether the rename of the manifest came before it. Send how many calls there were if that one
     never came."""
     import holdfast
 
-    count = count_calls(at)
+    count = count_calls(at, lambda before: pipe.send(COMMIT in before))
     holdfast.save(uri, state_of_step(step), budget_nbytes=32 << 20, compression=compression)
     pipe.send(count())
 
@@ -109,23 +110,26 @@ def copy_and_die_at(pipe: Connection, src: str, dst: str, at: int) -> None:
     pipe.send(count())
 
 
-def count_calls(at: int) -> Callable[[], int]:
-    """From now on this process dies before its ``at``-th system call that changes the file system.
-    Returns what tells how many there were."""
-    seen = 0
+def count_calls(
+    at: int, dying: Callable[[Sequence[str]], None] = lambda before: None
+) -> Callable[[], int]:
+    """From now on this process dies before its ``at``-th system call that changes the file system;
+    ``dying`` is called first, with the labels of the calls before. Returns what tells how many
+    there were."""
+    seen: list[str] = []
 
     def before(number: int, label: str) -> None:
-        nonlocal seen
-        seen = number
         if number == at:
+            dying(seen)
             os.kill(os.getpid(), signal.SIGKILL)
+        seen.append(label)
 
     tap = tapped(before)
     tap.__enter__()  # until this process ends
 
     def count() -> int:
         assert tap is not None  # it is kept: it would be taken away with its last reference
-        return seen
+        return len(seen)
 
     return count
 
