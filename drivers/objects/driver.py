@@ -266,26 +266,16 @@ class ObjectDriver(Driver):
             path = self._path(prefix)
         else:
             path = self._root
+        if prefix:
+            # One after the other: requests that are cancelled together leave connections open.
+            with contextlib.suppress(NotFoundError):
+                yield await self.stat(prefix)
         batches = await self._listing(path or None, _BATCH)
-        itself, batch = await side_by_side(self._itself(prefix), self._list_batch(prefix, batches))
-        if itself is not None:
-            yield itself
-        while batch:
+        while batch := await self._list_batch(prefix, batches):
             for found in batch:
                 yield ObjectInfo(
                     self._key(found["path"]), found["size"], found["last_modified"].timestamp()
                 )
-            batch = await self._list_batch(prefix, batches)
-
-    async def _itself(self, prefix: str) -> ObjectInfo | None:
-        """The object whose key is ``prefix``, which a listing of what lies below does not have;
-        None where there is none."""
-        if not prefix:
-            return None
-        try:
-            return await self.stat(prefix)
-        except NotFoundError:
-            return None
 
     async def _listing(self, path: str | None, batch: int) -> Any:
         await self._connection(Requests.READING)

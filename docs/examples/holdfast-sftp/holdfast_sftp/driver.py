@@ -1,8 +1,7 @@
 """The driver: what each method of the contract asks of the server.
 
-An upload is a temporary file beside its object. To commit is: fsync it, rename it (or link it, for
-an exclusive put: that fails where the name is taken), fsync the folder. The server has to know
-OpenSSH's extensions for that.
+An upload is a temporary file beside its object. To commit is: fsync it, rename it (or link it, for an exclusive put: that
+fails where the name is taken), fsync the folder. The server has to know OpenSSH's extensions for that.
 """
 
 from __future__ import annotations
@@ -26,22 +25,11 @@ from holdfast.drivers.uri import Uri
 __all__ = ["SftpDriver"]
 
 QUIET_S = 3600.0  # an upload to which nothing was written for so long is taken for dead by a sweep
-_LOCATION = re.compile(
-    r"(?:(?P<username>[^@/]+)@)?(?P<host>[^:@/]+)(?::(?P<port>[0-9]{1,5}))?(?P<path>/.*|)"
-)
-_KINDS: dict[
-    type[errors.StorageError], tuple[type[Exception], ...]
-] = {  # the first that fits counts
+_LOCATION = re.compile(r"(?:(?P<username>[^@/]+)@)?(?P<host>[^:@/]+)(?::(?P<port>[0-9]{1,5}))?(?P<path>/.*|)")
+_KINDS: dict[type[errors.StorageError], tuple[type[Exception], ...]] = {  # the first that fits counts
     errors.NotFoundError: (asyncssh.SFTPNoSuchFile,),
-    errors.AccessError: (
-        asyncssh.SFTPPermissionDenied,
-        asyncssh.PermissionDenied,
-        asyncssh.HostKeyNotVerifiable,
-    ),
-    errors.FullError: (
-        asyncssh.SFTPNoSpaceOnFilesystem,
-        asyncssh.SFTPQuotaExceeded,
-    ),  # which OpenSSH cannot say
+    errors.AccessError: (asyncssh.SFTPPermissionDenied, asyncssh.PermissionDenied, asyncssh.HostKeyNotVerifiable),
+    errors.FullError: (asyncssh.SFTPNoSpaceOnFilesystem, asyncssh.SFTPQuotaExceeded),  # which OpenSSH cannot say
     errors.StorageDownError: (asyncssh.SFTPConnectionLost, asyncssh.DisconnectError, OSError),
 }
 _TEMPORARY = re.compile(r"[.](.*)[.][0-9a-f]{16}[.]part", re.DOTALL)
@@ -54,21 +42,13 @@ def sftp_errors(doing: str, uri: str, key: str) -> Iterator[None]:
         yield
     except errors.HoldfastError:  # some are OSErrors, too
         raise
-    except (
-        asyncssh.Error,
-        OSError,
-        ValueError,
-    ) as error:  # ValueError: a name that is no text, a file that was closed
-        kind = next(
-            (kind for kind, raised in _KINDS.items() if isinstance(error, raised)),
-            errors.StorageError,
-        )
+    except (asyncssh.Error, OSError, ValueError) as error:  # ValueError: a name that is no text, a file that was closed
+        kind = next((kind for kind, raised in _KINDS.items() if isinstance(error, raised)), errors.StorageError)
         raise kind(f"{doing} failed: {error}", uri=uri, key=key) from error
 
 
 class SftpDriver(AsyncDriver):
-    """Files below a folder of the server, with which it connects at the first operation, by the
-    keys in ``~/.ssh``."""
+    """Files below a folder of the server, with which it connects at the first operation, by the keys in ``~/.ssh``."""
 
     def __init__(self, uri: Uri) -> None:
         super().__init__(uri, errors=sftp_errors)
@@ -85,9 +65,7 @@ class SftpDriver(AsyncDriver):
         )
         found = _LOCATION.fullmatch(uri.location)
         if found is None:
-            raise errors.UriError(
-                "no host in this URI", uri=self.uri, advice="Write sftp://user@host:port/folder."
-            )
+            raise errors.UriError("no host in this URI", uri=self.uri, advice="Write sftp://user@host:port/folder.")
         self._server = {name: unquote(found[name]) for name in ("username", "host") if found[name]}
         self._port = int(found["port"] or 22)
         self._root = unquote(found["path"]).rstrip("/")
@@ -108,9 +86,7 @@ class SftpDriver(AsyncDriver):
     def path(self, key: str) -> str:
         """Where an object is. Raises UriError for a name that is a temporary file's."""
         if any(_target(part) is not None for part in key.split("/")):
-            raise errors.UriError(
-                f"key {key!r} is the name of a temporary file", uri=self.uri, key=key
-            )
+            raise errors.UriError(f"key {key!r} is the name of a temporary file", uri=self.uri, key=key)
         return f"{self._root}/{key}".rstrip("/") or "/"
 
     async def make_folder(self, folder: str) -> None:
@@ -168,32 +144,20 @@ class SftpDriver(AsyncDriver):
         folders = [prefix]
         while folders:
             entries = await self._entries(folders.pop())
-            folders += [
-                key for key, attrs in entries.items() if stat.S_ISDIR(attrs.permissions or 0)
-            ]
-            yield [
-                self._info(key, attrs)
-                for key, attrs in entries.items()
-                if stat.S_ISREG(attrs.permissions or 0)
-            ]
+            folders += [key for key, attrs in entries.items() if stat.S_ISDIR(attrs.permissions or 0)]
+            yield [self._info(key, attrs) for key, attrs in entries.items() if stat.S_ISREG(attrs.permissions or 0)]
 
     async def _entries(self, folder: str) -> dict[str, asyncssh.SFTPAttrs]:
         with suppress(asyncssh.SFTPNoSuchFile):
             found = await (await self.sftp()).readdir(self.path(folder))
-            names = {
-                str(name.filename): name.attrs for name in found if name.filename not in (".", "..")
-            }
+            names = {str(name.filename): name.attrs for name in found if name.filename not in (".", "..")}
             return {f"{folder}/{name}".lstrip("/"): attrs for name, attrs in names.items()}
         return {}
 
     async def _unfinished(self, prefix: str) -> list[ObjectInfo]:
         """The temporary files of uploads to a prefix, which lie beside it, and below it."""
         beside = await self._entries(dirname(prefix))
-        found = [
-            self._info(key, attrs)
-            for key, attrs in beside.items()
-            if _target(key) == basename(prefix)[:48]
-        ]
+        found = [self._info(key, attrs) for key, attrs in beside.items() if _target(key) == basename(prefix)[:48]]
         async for files in self._walk(prefix):
             found += [info for info in files if _target(info.key) is not None]
         return found
@@ -266,9 +230,7 @@ class _SftpUpload(AsyncUpload):
             await (sftp.link if exclusive else sftp.posix_rename)(self._temporary, self._path)
         except asyncssh.SFTPFailure as error:  # all that is said where the name is taken
             if exclusive and await sftp.lexists(self._path):
-                raise errors.ExistsError(
-                    "object exists already", uri=self._driver.uri, key=self.key
-                ) from error
+                raise errors.ExistsError("object exists already", uri=self._driver.uri, key=self.key) from error
             raise
         await self._driver.sync(dirname(self._path))
         await self._drop()  # a link leaves the temporary file

@@ -9,15 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import ClassVar, ParamSpec, TypeVar
 from urllib.parse import unquote
 
-from holdfast.drivers.contract import (
-    Buffer,
-    Driver,
-    ObjectInfo,
-    Traits,
-    Upload,
-    check_key,
-    check_small,
-)
+from holdfast.drivers.contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_key, check_small
 from holdfast.drivers.options import Option, integer, option_values
 from holdfast.drivers.ranges import Ranges
 from holdfast.drivers.threads import Threads
@@ -32,37 +24,27 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 QUIET_S = 3600.0
-"""An upload that nobody has written to for this long is taken for dead by a sweep. If it lives, its
-commit fails."""
+"""An upload that nobody has written to for this long is taken for dead by a sweep. If it lives, its commit fails."""
 
 CLOSE_TIMEOUT_S = 60.0
 LIST_BATCH = 1000
 _LOCATION = re.compile(r"(/.*?[.](?:db|sqlite))(?:/(.*))?", re.DOTALL)
 
-AT_OR_BELOW = (
-    "(path = :at OR path >= :at || '/' AND path < :at || '0')"  # "0" is the character after "/"
-)
+AT_OR_BELOW = "(path = :at OR path >= :at || '/' AND path < :at || '0')"  # "0" is the character after "/"
 
 
 def location_of(uri: Uri) -> tuple[str, str]:
     """The file that a URI means, and the prefix in it. Raises UriError."""
     found = _LOCATION.fullmatch(unquote(uri.location))
     if not found:
-        raise UriError(
-            "no SQLite file in this URI",
-            uri=uri.redacted,
-            advice="Write sqlite:///folder/file.db/prefix.",
-        )
+        raise UriError("no SQLite file in this URI", uri=uri.redacted, advice="Write sqlite:///folder/file.db/prefix.")
     return found[1], (found[2] or "").strip("/")
 
 
 class SqliteDriver(Driver):
-    """Objects in one SQLite file, below a prefix. The file is made by the first write; its folder
-    has to be there."""
+    """Objects in one SQLite file, below a prefix. The file is made by the first write; its folder has to be there."""
 
-    OPTIONS: ClassVar[Mapping[str, Option]] = {
-        "threads": Option(integer(1, 64), 4, "operations in flight")
-    }
+    OPTIONS: ClassVar[Mapping[str, Option]] = {"threads": Option(integer(1, 64), 4, "operations in flight")}
     remote = False
 
     def __init__(self, uri: Uri) -> None:
@@ -137,8 +119,7 @@ class SqliteDriver(Driver):
         self._store.close()
 
     def _path(self, key: str) -> str:
-        """Where a key lies in the file. Raises UriError where it is unsafe, or no text that SQLite
-        could hold."""
+        """Where a key lies in the file. Raises UriError where it is unsafe, or no text that SQLite could hold."""
         path = self._prefix + check_key(key, uri=self.uri)
         try:
             path.encode()
@@ -146,9 +127,7 @@ class SqliteDriver(Driver):
             raise UriError(f"key {key!r} is not UTF-8", uri=self.uri, key=key) from error
         return path
 
-    async def _run(
-        self, doing: str, key: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
+    async def _run(self, doing: str, key: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         def translated() -> T:
             with sqlite_errors(doing, self.uri, key):
                 return call(*args, **kwargs)
@@ -162,9 +141,7 @@ class SqliteDriver(Driver):
             upload, nbytes, _ = self._found(db, path)
             stop = start + len(into)
             if not 0 <= start <= stop <= nbytes:
-                raise self._error(
-                    DamagedError, f"object ends at byte {nbytes}, before {stop}", path
-                )
+                raise self._error(DamagedError, f"object ends at byte {nbytes}, before {stop}", path)
             rows = db.execute(_PARTS, {"upload": upload, "start": start, "stop": stop}).fetchall()
             for part, part_start, part_stop in rows:
                 first, last = max(start, part_start), min(stop, part_stop)
@@ -186,9 +163,7 @@ class SqliteDriver(Driver):
     def _page(self, at: str, after: str) -> Sequence[tuple[str, int, float]]:
         try:
             with self._store.reading() as db:
-                return db.execute(
-                    _LIST if at else _LIST_ALL, {"at": at, "after": after, "most": LIST_BATCH}
-                ).fetchall()
+                return db.execute(_LIST if at else _LIST_ALL, {"at": at, "after": after, "most": LIST_BATCH}).fetchall()
         except FileNotFoundError:
             return []
 
@@ -252,8 +227,7 @@ class _SqliteUpload(Upload):
             self._id = _begin(db, self._path, self._written.nbytes)
 
     def drop(self) -> None:
-        """Blocks. An upload that is visible stays, and so does one that cannot be reached now: a
-        sweep takes it."""
+        """Blocks. An upload that is visible stays, and so does one that cannot be reached now: a sweep takes it."""
         self._driver._uploads.discard(self)
         try:
             with self._driver._store.writing() as db:
@@ -270,9 +244,7 @@ class _SqliteUpload(Upload):
         try:
             self._written.check_complete(nbytes)
             with self._driver._store.writing() as db:
-                db.execute(
-                    "UPDATE uploads SET nbytes = ? WHERE id = ?", (self._written.nbytes, self._id)
-                )
+                db.execute("UPDATE uploads SET nbytes = ? WHERE id = ?", (self._written.nbytes, self._id))
                 _publish(db, self._path, self._id)
         except BaseException:
             self.drop()
@@ -286,9 +258,7 @@ class _SqliteUpload(Upload):
 
 def _begin(db: sqlite3.Connection, path: str, nbytes: int) -> int:
     values = (path, nbytes, time.time())
-    upload = db.execute(
-        "INSERT INTO uploads (path, nbytes, touched_s) VALUES (?, ?, ?)", values
-    ).lastrowid
+    upload = db.execute("INSERT INTO uploads (path, nbytes, touched_s) VALUES (?, ?, ?)", values).lastrowid
     assert upload is not None
     return upload
 
@@ -301,19 +271,12 @@ def _add_part(db: sqlite3.Connection, upload: int | None, start: int, data: Buff
 
 
 def _publish(db: sqlite3.Connection, path: str, upload: int | None) -> None:
-    """Let the object be this upload; what it was before goes. Raises IntegrityError where the
-    upload was deleted."""
+    """Let the object be this upload; what it was before goes. Raises IntegrityError where the upload was deleted."""
     db.execute(_DELETE, {"at": path})
-    db.execute(
-        "INSERT INTO objects (path, upload, modified_s) VALUES (?, ?, ?)",
-        (path, upload, time.time()),
-    )
+    db.execute("INSERT INTO objects (path, upload, modified_s) VALUES (?, ?, ?)", (path, upload, time.time()))
 
 
-_FIND = (
-    "SELECT upload, nbytes, modified_s FROM objects JOIN uploads ON upload = id WHERE "
-    "objects.path = ?"
-)
+_FIND = "SELECT upload, nbytes, modified_s FROM objects JOIN uploads ON upload = id WHERE objects.path = ?"
 _PARTS = """
 SELECT id, start, stop FROM parts WHERE upload = :upload AND start < :stop AND stop > :start
 AND start >= (SELECT max(start) FROM parts WHERE upload = :upload AND start <= :start) ORDER BY start

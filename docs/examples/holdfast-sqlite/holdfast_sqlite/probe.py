@@ -15,8 +15,7 @@ __all__ = ["SqliteProbe"]
 
 
 class SqliteProbe:
-    """Rows of the file below the URI's prefix. See
-    :class:`holdfast.drivers.conformance.probes.Probe`."""
+    """Rows of the file below the URI's prefix. See :class:`holdfast.drivers.conformance.probes.Probe`."""
 
     def __init__(self, uri: Uri) -> None:
         self._file, prefix = location_of(uri)
@@ -25,19 +24,12 @@ class SqliteProbe:
     def write(self, key: str, data: bytes) -> None:
         with self._opened() as db:
             path = self._prefix + key
-            db.execute(
-                "DELETE FROM uploads WHERE id IN (SELECT upload FROM objects WHERE path = ?)",
-                (path,),
-            )
+            db.execute("DELETE FROM uploads WHERE id IN (SELECT upload FROM objects WHERE path = ?)", (path,))
             values = (path, len(data), time.time())
-            upload = db.execute(
-                "INSERT INTO uploads (path, nbytes, touched_s) VALUES (?, ?, ?)", values
-            ).lastrowid
+            upload = db.execute("INSERT INTO uploads (path, nbytes, touched_s) VALUES (?, ?, ?)", values).lastrowid
             for start in range(0, len(data), 30_000):
                 part = (upload, start, min(start + 30_000, len(data)), data[start : start + 30_000])
-                db.execute(
-                    "INSERT INTO parts (upload, start, stop, data) VALUES (?, ?, ?, ?)", part
-                )
+                db.execute("INSERT INTO parts (upload, start, stop, data) VALUES (?, ?, ?, ?)", part)
             db.execute("INSERT INTO objects VALUES (?, ?, ?)", (path, upload, time.time()))
 
     def read(self, key: str) -> bytes:
@@ -49,16 +41,11 @@ class SqliteProbe:
         return b"".join(data for (data,) in parts)
 
     def list(self) -> list[str]:
-        query = (
-            "SELECT uploads.path, uploads.id, objects.path FROM uploads LEFT JOIN objects ON "
-            "upload = id"
-        )
+        query = "SELECT uploads.path, uploads.id, objects.path FROM uploads LEFT JOIN objects ON upload = id"
         with self._opened() as db:
             rows = db.execute(query).fetchall()
         below = [row for row in rows if row[0].startswith(self._prefix)]
-        names = [
-            path if visible else f"{path} (upload {upload})" for path, upload, visible in below
-        ]
+        names = [path if visible else f"{path} (upload {upload})" for path, upload, visible in below]
         return sorted(name.removeprefix(self._prefix) for name in names)
 
     @contextmanager

@@ -1,9 +1,7 @@
-"""The SQLite file: schema, connections, transactions, and its errors as Holdfast's. All functions
-block.
+"""The SQLite file: schema, connections, transactions, and its errors as Holdfast's. All functions block.
 
-An upload is a row, and so is each part of it. An object is a row that points to an upload. So a
-commit is one small insert, and deleting an upload takes along its parts and, where it was visible,
-the object.
+An upload is a row, and so is each part of it. An object is a row that points to an upload. So a commit is one small
+insert, and deleting an upload takes along its parts and, where it was visible, the object.
 """
 
 from __future__ import annotations
@@ -15,14 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 
-from holdfast.errors import (
-    AccessError,
-    BusyError,
-    FullError,
-    NotFoundError,
-    StorageDownError,
-    StorageError,
-)
+from holdfast.errors import AccessError, BusyError, FullError, NotFoundError, StorageDownError, StorageError
 
 __all__ = ["Store", "sqlite_errors"]
 
@@ -51,14 +42,11 @@ class Store:
     def __init__(self, file: str) -> None:
         self._file = file
         self._idle: list[sqlite3.Connection] = []
-        self._writing = (
-            threading.Lock()
-        )  # SQLite has one writer at a time; threads queue here, not in its busy loop
+        self._writing = threading.Lock()  # SQLite has one writer at a time; threads queue here, not in its busy loop
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """A transaction that sees one state of the file. Raises FileNotFoundError where there is no
-        file."""
+        """A transaction that sees one state of the file. Raises FileNotFoundError where there is no file."""
         if not os.path.exists(self._file):
             raise FileNotFoundError(self._file)
         with self._transaction("BEGIN") as db:
@@ -66,8 +54,7 @@ class Store:
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """A transaction that is durable, all of it, when the block has ended, or has changed
-        nothing if it raised."""
+        """A transaction that is durable, all of it, when the block has ended, or has changed nothing if it raised."""
         with self._writing, self._transaction("BEGIN IMMEDIATE") as db:
             yield db
 
@@ -98,16 +85,10 @@ class Store:
 
 
 def _connect(file: str) -> sqlite3.Connection:
-    db = sqlite3.connect(
-        file, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
-    )
+    db = sqlite3.connect(file, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
     try:
-        _until_free(
-            db, "PRAGMA journal_mode = WAL"
-        )  # readers and the writer do not wait for each other
-        db.execute(
-            "PRAGMA synchronous = FULL"
-        )  # without this a commit in WAL mode may be lost in a power cut
+        _until_free(db, "PRAGMA journal_mode = WAL")  # readers and the writer do not wait for each other
+        db.execute("PRAGMA synchronous = FULL")  # without this a commit in WAL mode may be lost in a power cut
         db.execute("PRAGMA foreign_keys = ON")
         _make_tables(db)
     except BaseException:
@@ -117,8 +98,7 @@ def _connect(file: str) -> sqlite3.Connection:
 
 
 def _until_free(db: sqlite3.Connection, statement: str) -> None:
-    """Run a statement for which SQLite itself does not wait when somebody else is about to do the
-    same."""
+    """Run a statement for which SQLite itself does not wait when somebody else is about to do the same."""
     deadline = time.monotonic() + BUSY_TIMEOUT_S
     while True:
         try:
@@ -159,18 +139,11 @@ _KINDS: dict[int, type[StorageError]] = {
 
 @contextmanager
 def sqlite_errors(doing: str, uri: str, key: str) -> Iterator[None]:
-    """Turn what SQLite raises in the body into the StorageError of its kind, with URI, key and
-    cause."""
+    """Turn what SQLite raises in the body into the StorageError of its kind, with URI, key and cause."""
     try:
         yield
     except FileNotFoundError as error:
-        raise NotFoundError(
-            "no such object, nor the file it would be in", uri=uri, key=key
-        ) from error
+        raise NotFoundError("no such object, nor the file it would be in", uri=uri, key=key) from error
     except sqlite3.Error as error:
-        code = (
-            getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
-        )  # the rest are details
-        raise _KINDS.get(code, StorageError)(
-            f"{doing} failed: {error}", uri=uri, key=key
-        ) from error
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF  # the rest are details
+        raise _KINDS.get(code, StorageError)(f"{doing} failed: {error}", uri=uri, key=key) from error
