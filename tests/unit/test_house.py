@@ -372,37 +372,27 @@ def test_every_test_says_what_should_happen() -> None:
     assert [f"{at(path, f.lineno)} {f.name}" for path, f in tests if not ast.get_docstring(f)] == []
 
 
+def lines_matching(pattern: re.Pattern[str], *suffixes: str) -> list[str]:
+    """The lines of such files that the pattern is found in, with where they are; not of this file,
+    which has the patterns."""
+    return [
+        f"{at(path, number)} {text.strip()}"
+        for path in files(*suffixes)
+        if path != Path(__file__)
+        for number, text in enumerate(path.read_text().splitlines(), 1)
+        if pattern.search(text)
+    ]
+
+
 def test_prose_is_about_the_project() -> None:
     """No file speaks of how, by whom or where it was written."""
-    texts = files(".py", ".md", ".toml", ".txt", "Makefile", "run")
-    lines = [
-        (p, n, t)
-        for p in texts
-        if p != Path(__file__)
-        for n, t in enumerate(p.read_text().splitlines(), 1)
-    ]
-    assert [
-        f"{at(path, number)} {text.strip()}"
-        for path, number, text in lines
-        if WORKPLACE.search(text)
-    ] == []
+    assert lines_matching(WORKPLACE, ".py", ".md", ".toml", ".txt", "Makefile", "run") == []
 
 
 def test_nobody_is_sent_to_the_package_of_another_project() -> None:
     """The distribution is ``holdfast-checkpoint``; on PyPI ``holdfast``, the name that is imported,
     is another project's."""
-    texts = files(".py", ".md", ".toml", ".sh", "Makefile", "run")
-    lines = [
-        (p, n, t)
-        for p in texts
-        if p != Path(__file__)
-        for n, t in enumerate(p.read_text().splitlines(), 1)
-    ]
-    assert [
-        f"{at(path, number)} {text.strip()}"
-        for path, number, text in lines
-        if ANOTHERS.search(text)
-    ] == []
+    assert lines_matching(ANOTHERS, ".py", ".md", ".toml", ".sh", "Makefile", "run") == []
 
 
 def test_every_relative_link_leads_somewhere() -> None:
