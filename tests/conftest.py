@@ -14,7 +14,7 @@ import pytest
 from hypothesis import settings
 from support.effort import EFFORT
 
-pytest_plugins = ["support.light"]
+pytest_plugins = ["support.clocked", "support.light"]
 
 # The time limit of a test is pytest's; a deadline per example only fails on a busy machine.
 settings.register_profile("holdfast", deadline=None, max_examples=100 * EFFORT)

@@ -13,6 +13,8 @@ from support.rank_processes import RankProcesses, errors
 
 import holdfast
 
+pytestmark = pytest.mark.clocked
+
 CHUNKS = 5
 
 

@@ -28,6 +28,8 @@ from support.rank_tasks import (
 
 import holdfast
 
+pytestmark = pytest.mark.clocked
+
 OLD = {"x": torch.arange(100.0), "y": 1}
 
 

@@ -38,6 +38,8 @@ from holdfast.errors import (
 )
 from holdfast.storage.pipeline.image_writer import writing_order
 
+pytestmark = pytest.mark.clocked
+
 MIB = 1 << 20
 PART = 16 * MIB
 

@@ -24,6 +24,8 @@ import holdfast
 from holdfast.drivers.uri import parse
 from holdfast.errors import DeadlineError, FullError, HoldfastError, StorageDownError
 
+pytestmark = pytest.mark.clocked
+
 WAIT_S = 120.0
 CUTS_S = 15.0
 State = dict[str, torch.Tensor]

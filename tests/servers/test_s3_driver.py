@@ -21,6 +21,8 @@ from holdfast.drivers.objects.s3 import S3Driver
 from holdfast.drivers.uri import Uri, parse
 from holdfast.errors import AccessError, ExistsError, StorageDownError, StorageError, UriError
 
+pytestmark = pytest.mark.clocked
+
 MIB = 1 << 20
 
 

@@ -28,6 +28,8 @@ from holdfast.errors import (
     StorageError,
 )
 
+pytestmark = pytest.mark.clocked
+
 MIB = 1 << 20
 SHORT = "&timeout=3s&deadline=4s&retries=1&op_timeout_s=15"
 """Options of a save that is to fail soon."""

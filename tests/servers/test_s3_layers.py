@@ -17,6 +17,8 @@ from holdfast.drivers.layers.metrics import snapshots
 from holdfast.drivers.registry import open_driver
 from holdfast.errors import BusyError, StorageDownError
 
+pytestmark = pytest.mark.clocked
+
 MIB = 1 << 20
 STORE = "s3://holdfast"
 

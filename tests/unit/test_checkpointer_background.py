@@ -23,6 +23,8 @@ from holdfast.storage.runtime.engine import start
 from holdfast.storage.training import retention
 from holdfast.storage.training.retention import Keep, Retention
 
+pytestmark = pytest.mark.clocked
+
 
 def state(step: int) -> dict[str, Any]:
     """A state that says which step it is of."""

@@ -20,6 +20,8 @@ from support.bits import fresh_uri
 import holdfast
 from holdfast.storage.operations import save as saving
 
+pytestmark = pytest.mark.clocked
+
 PRELUDE = """
 import os, signal, sys, threading, time, torch, holdfast
 torch.set_num_threads(1)

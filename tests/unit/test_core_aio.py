@@ -8,6 +8,8 @@ import pytest
 
 from holdfast.core.aio import at_most, side_by_side, to_the_end
 
+pytestmark = pytest.mark.clocked
+
 
 def test_a_cancelled_caller_returns_only_after_its_call(no_leaks: None) -> None:
     """However often it is cancelled: the client uses the caller's buffer until the call has ended.

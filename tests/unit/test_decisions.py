@@ -23,6 +23,8 @@ from holdfast.storage.training.decisions import Decision, Decisions
 from holdfast.storage.training.resume import Attempted, Outcome, _verdict
 from holdfast.storage.training.schedule import _Time
 
+pytestmark = pytest.mark.clocked
+
 DEADLINE_S = 1.0
 WORLD = 3
 

@@ -23,6 +23,8 @@ from holdfast.cli.demo.picture import draw
 from holdfast.cli.demo.plan import Plan
 from holdfast.cli.demo.record import Record
 
+pytestmark = pytest.mark.clocked
+
 
 def record_of(ranks: int, steps: range, saved: tuple[int, ...] = ()) -> Record:
     """A job whose loss at step s is 5 - s / 100."""

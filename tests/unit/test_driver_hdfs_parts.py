@@ -42,6 +42,8 @@ from holdfast.errors import (
     UriError,
 )
 
+pytestmark = pytest.mark.clocked
+
 
 def test_a_call_returns_or_raises_what_its_thread_does() -> None:
     """Results and exceptions come through, those that are no Exception too."""

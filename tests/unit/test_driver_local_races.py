@@ -23,6 +23,8 @@ from holdfast.drivers.local.tree import Tree
 from holdfast.storage.format.manifest import MANIFEST_KEY
 from holdfast.storage.runtime.engine import start
 
+pytestmark = pytest.mark.clocked
+
 RACE_S = 2.0
 WAIT_S = 20.0
 STATE = {"w": torch.arange(50_000.0), "step": 3}

@@ -12,6 +12,8 @@ import pytest
 from holdfast.drivers.threads import Threads
 from holdfast.errors import StorageDownError, StorageError
 
+pytestmark = pytest.mark.clocked
+
 
 def test_results_and_errors_come_back(no_leaks: None) -> None:
     """The caller gets what the call returned or raised."""

@@ -16,9 +16,12 @@ from torch.utils.data import DataLoader, Dataset
 
 import holdfast
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*multi-threaded.*:DeprecationWarning"
-)  # of Python 3.12 and newer
+pytestmark = [
+    pytest.mark.clocked,
+    pytest.mark.filterwarnings(
+        "ignore:.*multi-threaded.*:DeprecationWarning"
+    ),  # of Python 3.12 and newer
+]
 
 STATE = {"w": torch.arange(100.0), "step": 3}
 

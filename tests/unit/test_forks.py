@@ -27,9 +27,12 @@ from holdfast.core.forks.cached import cached_property
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.runtime.engine import start
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*multi-threaded.*:DeprecationWarning"
-)  # of Python 3.12 and newer
+pytestmark = [
+    pytest.mark.clocked,
+    pytest.mark.filterwarnings(
+        "ignore:.*multi-threaded.*:DeprecationWarning"
+    ),  # of Python 3.12 and newer
+]
 
 STATE = {"w": torch.arange(1000.0), "step": 3}
 

@@ -22,6 +22,8 @@ from holdfast.drivers.memory import MemoryDriver
 from holdfast.drivers.registry import open_driver
 from holdfast.errors import BusyError, NotFoundError, StorageDownError
 
+pytestmark = pytest.mark.clocked
+
 SLOW = 1000.0
 USUAL: list[Step] = [0.02] * 5 + [0.01] * 95
 """Reads after which the slowest five in a hundred are known to take 0.02 s."""

@@ -28,6 +28,8 @@ from holdfast.errors import (
     UriError,
 )
 
+pytestmark = pytest.mark.clocked
+
 POLICY = RetryPolicy(retries=5, op_timeout_s=1000.0, first_pause_s=1.0, pause_max_s=10.0)
 HANG = 1e9
 DOWN = StorageDownError

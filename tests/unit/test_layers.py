@@ -27,6 +27,8 @@ from holdfast.drivers.memory import MemoryDriver
 from holdfast.drivers.registry import open_driver
 from holdfast.errors import NotFoundError
 
+pytestmark = pytest.mark.clocked
+
 LAYERS = {
     "layer": Layer,
     "faults": lambda d: FaultsLayer(d, FaultPlan()),

@@ -16,6 +16,8 @@ from holdfast.drivers.objects.s3_place import Place
 from holdfast.drivers.registry import open_driver
 from holdfast.errors import AccessError, StorageError, UriError
 
+pytestmark = pytest.mark.clocked
+
 TIMEOUT_S = 60
 LARGE = memoryview(bytes((5 << 20) + 1))
 

@@ -19,6 +19,8 @@ from holdfast.drivers.objects.environment import made_without
 from holdfast.drivers.registry import open_driver
 from holdfast.errors import StorageError
 
+pytestmark = pytest.mark.clocked
+
 TIMEOUT_S = 60
 
 CREDENTIALS = {

@@ -18,6 +18,8 @@ from holdfast.drivers.objects import trust
 from holdfast.drivers.registry import open_driver
 from holdfast.errors import AccessError, HoldfastError
 
+pytestmark = pytest.mark.clocked
+
 TIMEOUT_S = 60
 SCOPES = "https://www.googleapis.com/auth/devstorage.full_control"
 

@@ -30,6 +30,8 @@ from holdfast.errors import (
     UriError,
 )
 
+pytestmark = pytest.mark.clocked
+
 pytest.importorskip(
     "obstore", reason="obstore is not installed: pip install 'holdfast-checkpoint[s3]'"
 )

@@ -17,6 +17,8 @@ from support.servers.scripted import Answer, Request, ScriptedServer, s3_answer
 from holdfast.drivers.registry import open_driver
 from holdfast.errors import StorageError, UriError
 
+pytestmark = pytest.mark.clocked
+
 TIMEOUT_S = 60
 KEY = base64.b64encode(bytes(range(32))).decode()
 LARGE = memoryview(bytes((5 << 20) + 1))

@@ -17,6 +17,8 @@ from holdfast.drivers.objects import s3_place, trust
 from holdfast.drivers.registry import open_driver
 from holdfast.errors import StorageError, UriError
 
+pytestmark = pytest.mark.clocked
+
 TIMEOUT_S = 60
 
 

@@ -31,7 +31,7 @@ from holdfast.storage.exchange.transport import Address, Listener, connect, host
 from holdfast.storage.operations import load
 from holdfast.storage.runtime.buffers import HostBuffer
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.clocked, pytest.mark.timeout(60)]
 
 DATA = b"what the rank has read" * 100
 

@@ -28,6 +28,8 @@ from holdfast.storage.ranks.team import Solo
 from holdfast.storage.runtime.engine import start
 from holdfast.storage.state.flatten import flatten
 
+pytestmark = pytest.mark.clocked
+
 OLD, NEW, LAST = (
     {"who": who, "x": torch.full((5,), float(i)), "y": [torch.arange(i)]}
     for i, who in enumerate(["old", "new", "last"])

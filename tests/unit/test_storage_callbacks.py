@@ -20,6 +20,8 @@ from holdfast.storage.runtime import engine
 from holdfast.storage.runtime.engine import start
 from holdfast.storage.runtime.progress import ProgressReporter
 
+pytestmark = pytest.mark.clocked
+
 Calls = list[tuple[int, int]]
 
 

@@ -23,6 +23,8 @@ from holdfast.storage.ranks.team import Solo
 from holdfast.storage.runtime.engine import start
 from holdfast.storage.state.flatten import flatten
 
+pytestmark = pytest.mark.clocked
+
 URI = "memory://deadline"
 SLOWLY = f"{URI}?faults=delay:1,delay_s:600"
 OLD, NEW = {"x": torch.arange(1000)}, {"x": torch.arange(1000) * 2}

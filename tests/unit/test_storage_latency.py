@@ -23,6 +23,8 @@ from holdfast.storage.ranks.store_team import StoreTeam
 from holdfast.storage.runtime.engine import start
 from holdfast.storage.state.flatten import flatten
 
+pytestmark = pytest.mark.clocked
+
 _numbers = itertools.count()
 
 

@@ -23,6 +23,8 @@ from holdfast.drivers.registry import open_driver
 from holdfast.storage.integrations.fsspec import HoldfastFileSystem
 from holdfast.storage.runtime.engine import start
 
+pytestmark = pytest.mark.clocked
+
 WAIT_S = 20.0
 
 

@@ -19,6 +19,8 @@ from holdfast.storage.ranks.member import Member
 from holdfast.storage.ranks.pairing import Settled
 from holdfast.storage.ranks.store_team import StoreTeam
 
+pytestmark = pytest.mark.clocked
+
 AT_ONCE_S = 8.0
 """Much less than the deadline."""
 

@@ -18,6 +18,8 @@ from holdfast.storage.ranks.calls import Call
 from holdfast.storage.ranks.keys import Keys
 from holdfast.storage.ranks.pairing import LOGGED, Settled, logged, paired
 
+pytestmark = pytest.mark.clocked
+
 AT_ONCE_S = 8.0
 DEAD_IN = {"failed": SAVE, "gave up": SAVE, "in another call": LOAD}
 

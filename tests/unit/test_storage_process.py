@@ -23,6 +23,8 @@ from holdfast.storage.protocol.current import read_manifest
 from holdfast.storage.runtime.buffers import HostBuffer, host_pool
 from holdfast.storage.runtime.engine import start
 
+pytestmark = pytest.mark.clocked
+
 
 def run(code: str, *args: object, timeout_s: float = 100) -> subprocess.CompletedProcess[str]:
     """A Python of its own that runs ``code``."""

@@ -26,6 +26,8 @@ from holdfast.storage.state.fingerprint import fingerprints
 from holdfast.storage.state.flatten import flatten
 from holdfast.storage.state.plan import Agreed
 
+pytestmark = pytest.mark.clocked
+
 BUDGET_NBYTES = 64 << 20
 
 

@@ -23,6 +23,8 @@ from holdfast.storage.ranks.member import Member
 from holdfast.storage.ranks.store_team import StoreTeam
 from holdfast.storage.ranks.team import Solo, Team
 
+pytestmark = pytest.mark.clocked
+
 Act = Callable[[Team], Awaitable[Any]]
 
 

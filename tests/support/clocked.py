@@ -1,0 +1,65 @@
+"""Runs a test again that failed while the machine stood still, if it goes by the clock.
+
+A test that is marked ``clocked`` gives deadlines of a few seconds or less, or asserts that
+something took no longer than that. On a machine that gives this process no time for as long, it has
+no verdict. So a thread looks at the clock all the time, and a clocked test that failed is run again
+if that thread was late: up to four times. A failure on a machine that kept time stands at once, and
+so does any failure of a test that is not marked.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+__all__ = ["LATE_S", "Watch"]
+
+TICK_S = 0.02
+LATE_S = 0.1
+"""A thread that comes so much too late has been kept from running."""
+RERUNS = 4
+
+
+class Watch:
+    """A thread that notes by how much its ticks come late."""
+
+    def __init__(self) -> None:
+        self._late_s = 0.0
+        self._started = False
+
+    def restart(self) -> None:
+        """Forgets what was late; starts the thread with the first call."""
+        if not self._started:
+            self._started = True
+            threading.Thread(target=self._tick, name="watch", daemon=True).start()
+        self._late_s = 0.0
+
+    def stood_still(self) -> bool:
+        """Whether this process was kept from running since `restart`."""
+        return self._late_s >= LATE_S
+
+    def _tick(self) -> None:
+        while True:
+            began_s = time.monotonic()
+            time.sleep(TICK_S)
+            self._late_s = max(self._late_s, time.monotonic() - began_s - TICK_S)
+
+
+WATCH = Watch()
+
+
+@pytest.hookimpl
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Lets clocked tests be run again."""
+    for item in items:
+        if item.get_closest_marker("clocked"):
+            item.add_marker(pytest.mark.flaky(reruns=RERUNS, condition=WATCH.stood_still))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Watches the machine while a clocked test runs, each time."""
+    if item.get_closest_marker("clocked"):
+        WATCH.restart()
