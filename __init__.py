@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     )
     from .storage.api import async_save, fence, load, release_memory, save
     from .storage.operations.copy import CopyReport, copy
+    from .storage.operations.diff import DiffReport, diff
     from .storage.operations.handle import SaveHandle
     from .storage.operations.listing import ListedCheckpoint, list_checkpoints
     from .storage.operations.prune import PruneReport, prune
@@ -62,6 +63,7 @@ _HOME = {
     "Checkpointer": ".storage.training.checkpointer",
     "CopyReport": ".storage.operations.copy",
     "Counters": ".storage.training.stats",
+    "DiffReport": ".storage.operations.diff",
     "Keep": ".storage.training.retention",
     "ListedCheckpoint": ".storage.operations.listing",
     "LoadReport": ".storage.operations.report",
@@ -73,6 +75,7 @@ _HOME = {
     "TensorInfo": ".storage.operations.reader",
     "async_save": ".storage.api",
     "copy": ".storage.operations.copy",
+    "diff": ".storage.operations.diff",
     "fence": ".storage.api",
     "list_checkpoints": ".storage.operations.listing",
     "load": ".storage.api",
@@ -87,6 +90,7 @@ __all__ = [  # noqa: RUF022 - what one uses, then what one catches
     "Checkpointer",
     "CopyReport",
     "Counters",
+    "DiffReport",
     "Keep",
     "ListedCheckpoint",
     "LoadReport",
@@ -98,6 +102,7 @@ __all__ = [  # noqa: RUF022 - what one uses, then what one catches
     "TensorInfo",
     "async_save",
     "copy",
+    "diff",
     "fence",
     "list_checkpoints",
     "load",

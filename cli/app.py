@@ -42,7 +42,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for add in (_add_ls, _add_show, _add_verify, _add_cp, _add_prune, _add_drivers, _add_demo):
+    for add in (
+        _add_ls,
+        _add_show,
+        _add_verify,
+        _add_diff,
+        _add_cp,
+        _add_prune,
+        _add_drivers,
+        _add_demo,
+    ):
         add(commands)
     return parser
 
@@ -117,6 +126,23 @@ def _add_verify(commands: Parsers) -> None:
         "Exits with 1 if any is damaged, 2 if it cannot be read.",
     )
     parser.add_argument("uri", metavar="URI", help="a checkpoint")
+    _with_json(parser)
+
+
+def _add_diff(commands: Parsers) -> None:
+    def diff(**arguments: Any) -> int:
+        from .diff import run
+
+        return run(**arguments)
+
+    parser = _command(
+        commands,
+        diff,
+        "compare two checkpoints: names, shapes, dtypes and values, whatever their layouts",
+        "Exits with 0 if both hold the same state, 1 if not.",
+    )
+    parser.add_argument("a", metavar="A", help="a checkpoint")
+    parser.add_argument("b", metavar="B", help="another one")
     _with_json(parser)
 
 

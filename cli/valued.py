@@ -6,11 +6,11 @@ import json
 from typing import Any
 
 from ..errors import DamagedError
-from ..storage.format.tree import Value
+from ..storage.format.tree import ByRank, Value
 from ..storage.format.values import decode_value
 from .text import printable, ranks_text
 
-__all__ = ["encoded_text", "value_text"]
+__all__ = ["by_rank_text", "encoded_text", "value_text"]
 
 _CHARS_MAX = 60
 _GROUPS_MAX = 3
@@ -20,15 +20,27 @@ def value_text(value: Value, world: int, *, whole: bool) -> str:
     """``0.1``; where ranks differ, ``0.1 (ranks 0–3); 0.2 (ranks 4–7)``. One line, unless
     ``whole``: then all of it."""
     groups = value.by_rank
-    if not whole:
-        groups = groups[:_GROUPS_MAX]
-    if len(groups) == 1 == len(value.by_rank) and len(set(groups[0][0])) == world:
+    if len(groups) == 1 and len(set(groups[0][0])) == world:
         return _shortened(encoded_text(groups[0][1]), whole)
+    return _groups_text(groups, whole)
+
+
+def by_rank_text(groups: ByRank) -> str:
+    """The same, on one line, where it is not known how many ranks there are."""
+    if len(groups) == 1:
+        return _shortened(encoded_text(groups[0][1]), whole=False)
+    return _groups_text(groups, whole=False)
+
+
+def _groups_text(groups: ByRank, whole: bool) -> str:
+    shown = groups
+    if not whole:
+        shown = groups[:_GROUPS_MAX]
     texts = [
         f"{_shortened(encoded_text(encoded), whole)} ({ranks_text(ranks)})"
-        for ranks, encoded in groups
+        for ranks, encoded in shown
     ]
-    rest = len(value.by_rank) - len(groups)
+    rest = len(groups) - len(shown)
     if rest:
         texts.append(f"and {rest} more")
     return "; ".join(texts)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -21,7 +21,7 @@ from ...drivers.registry import open_driver
 from ...errors import DamagedError, HoldfastError, ReplacedError, UsageError
 from ..format.manifest import Manifest, image_key
 from ..format.tree import format_path
-from ..pipeline.flat_reader import read_flat
+from ..pipeline.flat_reader import FlatRange, read_flat, read_ranges
 from ..pipeline.unpacking import images_of
 from ..pipeline.verifier import VerifyReport, verify_images
 from ..protocol.current import read_manifest
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from ..state.targets import Wanted
 
-__all__ = ["Checkpoint", "TensorInfo", "open"]
+__all__ = ["Checkpoint", "TensorInfo", "manifest_of", "open", "read_into"]
 
 _BUDGET_NBYTES = 512 << 20
 
@@ -317,6 +317,23 @@ class Checkpoint:
                 DamagedError(f"{len(report.damages)} damages", uri=self.uri)
             )
         return report
+
+
+def manifest_of(checkpoint: Checkpoint) -> Manifest:
+    """The manifest of an opened checkpoint, for other operations."""
+    return checkpoint._manifest
+
+
+async def read_into(
+    checkpoint: Checkpoint, ranges: Sequence[FlatRange], budget_nbytes: int
+) -> None:
+    """Fill ranges of tensors, verified. Raises DamagedError; ReplacedError where a save came
+    between; StorageError."""
+    try:
+        await read_ranges(checkpoint._images, checkpoint._manifest, ranges, budget_nbytes)
+    except DamagedError as error:
+        await checkpoint._raise_if_replaced(error)
+        raise
 
 
 @explains("uri", "storage_options")

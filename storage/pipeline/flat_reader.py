@@ -1,5 +1,5 @@
-"""Reads a range of one tensor's bytes, in row-major order, however its shards lie. Files over
-tensors are read this way.
+"""Reads ranges of tensors' bytes, in row-major order, however their shards lie. Files over tensors
+are read this way, and whatever walks through whole tensors in bounded memory.
 
 Verified as every read is, and without torch: numpy copies.
 """
@@ -7,7 +7,8 @@ Verified as every read is, and without torch: numpy copies.
 from __future__ import annotations
 
 import math
-from itertools import accumulate, pairwise
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +18,24 @@ from ...drivers.contract import Driver
 from ...planner.box import Box, flat_to_boxes, row_strides
 from ...planner.columns import padded
 from ...planner.loading import LoadPlan, Targets, strided_parts
+from ...planner.table import TensorTable
 from ..format.manifest import Manifest
 from ..runtime.buffers import HostBuffer, memory_for
 from ..runtime.engine import offload
 from .image_reader import ImageReader, plan_reads
 
-__all__ = ["read_flat"]
+__all__ = ["FlatRange", "read_flat", "read_ranges"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatRange:
+    """Bytes [start, stop) of the tensor in ``row``, which is no alias: whole elements. They go to
+    ``into``, which has as many bytes."""
+
+    row: int
+    start: int
+    stop: int
+    into: npt.NDArray[np.uint8]
 
 
 async def read_flat(
@@ -33,47 +46,73 @@ async def read_flat(
 
     Raises ValueError for a range that is not within the tensor; DamagedError; StorageError.
     """
-    tensors = manifest.tensors
-    itemsize = int(tensors.itemsize[row])
-    first = start // itemsize
-    boxes = flat_to_boxes(tensors.shape_of(row), first, ceil_div(stop, itemsize))
-    flat = _FlatRange(manifest, boxes, itemsize)
-    targets = _targets(row, boxes, tensors.shape.shape[1])
+    itemsize = int(manifest.tensors.itemsize[row])
+    first = start // itemsize * itemsize
+    last = ceil_div(stop, itemsize) * itemsize
+    with memory_for(f"{last - first:,} bytes of a tensor"):
+        content = np.empty(last - first, np.uint8)
+    await read_ranges(driver, manifest, [FlatRange(row, first, last, content)], budget_nbytes)
+    return content.data[start - first : stop - first]
+
+
+async def read_ranges(
+    driver: Driver, manifest: Manifest, ranges: Sequence[FlatRange], budget_nbytes: int
+) -> None:
+    """Fill all of ``ranges``. Reads only the blocks that hold them, each once. Raises as
+    :func:`read_flat` does."""
+    pieces = [piece for flat in ranges for piece in _pieces(flat, manifest.tensors)]
+    targets = _targets(pieces, manifest.tensors.shape.shape[1])
     plan = await offload(plan_reads, driver, manifest, targets)
     reader = ImageReader(driver, manifest, budget_nbytes)
-    await reader.run(plan, lambda read, buffer: flat.deliver(plan, read, buffer))
-    return flat.content.data[start - first * itemsize : stop - first * itemsize]
+    delivery = _Delivery(manifest, pieces, plan)
+    await reader.run(plan, delivery.deliver)
 
 
-def _targets(row: int, boxes: list[Box], width: int) -> Targets:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Piece:
+    """A box of the tensor in ``row``, and the memory for it."""
+
+    row: int
+    box: Box
+    into: npt.NDArray[np.uint8]
+
+
+def _pieces(flat: FlatRange, tensors: TensorTable) -> Iterator[_Piece]:
+    itemsize = int(tensors.itemsize[flat.row])
+    begin = 0
+    shape = tensors.shape_of(flat.row)
+    for box in flat_to_boxes(shape, flat.start // itemsize, flat.stop // itemsize):
+        end = begin + math.prod(box.lengths) * itemsize
+        yield _Piece(flat.row, box, flat.into[begin:end])
+        begin = end
+
+
+def _targets(pieces: Sequence[_Piece], width: int) -> Targets:
     """The boxes, each to be put into memory of its own shape."""
-    lengths = padded([box.lengths for box in boxes], width, 1)
+    lengths = padded([piece.box.lengths for piece in pieces], width, 1)
     return Targets(
-        tensor=np.full(len(boxes), row, np.int64),
-        offsets=padded([box.offsets for box in boxes], width, 0),
+        tensor=np.array([piece.row for piece in pieces], np.int64),
+        offsets=padded([piece.box.offsets for piece in pieces], width, 0),
         lengths=lengths,
         local_offsets=np.zeros_like(lengths),
         local_shape=lengths,
-        buffer=np.arange(len(boxes), dtype=np.int64),
+        buffer=np.arange(len(pieces), dtype=np.int64),
     )
 
 
-class _FlatRange:
-    """The memory that the boxes of a flat range go to, one after the other."""
+class _Delivery:
+    """Copies what is read to the memory of the pieces."""
 
-    def __init__(self, manifest: Manifest, boxes: list[Box], itemsize: int) -> None:
+    def __init__(self, manifest: Manifest, pieces: Sequence[_Piece], plan: LoadPlan) -> None:
         self._shards = manifest.shards
-        self._boxes = boxes
-        self._itemsize = itemsize
-        sizes = (math.prod(box.lengths) * itemsize for box in boxes)
-        ends = list(accumulate(sizes, initial=0))
-        with memory_for(f"{ends[-1]:,} bytes of a tensor"):
-            self.content = np.empty(ends[-1], np.uint8)
-        self._parts = [self.content[begin:end] for begin, end in pairwise(ends)]
+        self._itemsize = manifest.tensors.itemsize
+        self._pieces = pieces
+        self._plan = plan
 
-    def deliver(self, plan: LoadPlan, read: int, buffer: HostBuffer) -> None:
+    def deliver(self, read: int, buffer: HostBuffer) -> None:
         """Copy everything that read number ``read`` holds to where it is wanted. Thread-safe for
         distinct reads."""
+        plan = self._plan
         data = np.frombuffer(buffer.view, np.uint8)
         base = int(plan.start[read])
         for copy in range(int(plan.first[read]), int(plan.first[read + 1])):
@@ -82,22 +121,23 @@ class _FlatRange:
             dst = int(plan.dst[copy])
             pair = int(plan.pair[copy])
             if dst >= 0:
-                part = self._parts[int(plan.target[pair])]
-                part[dst : dst + nbytes] = data[src - base : src - base + nbytes]
+                into = self._pieces[int(plan.target[pair])].into
+                into[dst : dst + nbytes] = data[src - base : src - base + nbytes]
             else:
-                self._copy_strided(plan, pair, src, nbytes, buffer, base)
+                self._copy_strided(pair, src, nbytes, buffer, base)
 
     def _copy_strided(
-        self, plan: LoadPlan, pair: int, src: int, nbytes: int, buffer: HostBuffer, base: int
+        self, pair: int, src: int, nbytes: int, buffer: HostBuffer, base: int
     ) -> None:
         """Copy bytes [src, src + nbytes) of the image, which ``buffer`` holds from byte ``base``
         on, where they are no single run of the wanted box."""
+        plan = self._plan
         shard = int(plan.shard[pair])
-        target = int(plan.target[pair])
-        box = self._boxes[target]
-        itemsize = self._itemsize
+        piece = self._pieces[int(plan.target[pair])]
+        box = piece.box
+        itemsize = int(self._itemsize[piece.row])
         element = np.dtype((np.void, itemsize))
-        into = self._parts[target].view(element).reshape(box.lengths)
+        into = piece.into.view(element).reshape(box.lengths)
         stored = _box(self._shards.offsets[shard], self._shards.lengths[shard], box.ndim)
         wanted = _box(plan.offsets[pair], plan.lengths[pair], box.ndim)
         shard_start = int(self._shards.start[shard])

@@ -224,6 +224,7 @@ WAITING = {
     "open": holdfast.open,
     "list": holdfast.list_checkpoints,
     "copy": lambda uri: holdfast.copy(uri, fresh_uri()),
+    "diff": lambda uri: holdfast.diff(uri, uri),
     "fence": lambda uri: (
         holdfast.async_save(fresh_uri(), {"x": torch.ones(10)}, lazy=True),
         holdfast.fence(),

@@ -1,0 +1,65 @@
+"""Cuts a row of items, one behind the other, into windows of bounded size: what walks through a
+checkpoint in bounded memory holds a few windows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+__all__ = ["Slice", "Window", "windows"]
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Bytes [start, stop) of item number ``item``, which lie at byte ``at`` of the window."""
+
+    item: int
+    start: int
+    stop: int
+    at: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Bytes [start, stop) of the row, and the slices that they consist of."""
+
+    start: int
+    stop: int
+    slices: tuple[Slice, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self.stop - self.start
+
+
+def windows(sizes: Sequence[int], window_nbytes: int, first: int = 0) -> Iterator[Window]:
+    """The windows of a row of items of ``sizes`` bytes, of which the first begins at byte
+    ``first``. The row is cut at multiples of ``window_nbytes``.
+
+    An item without bytes is in no window. If items come in descending order of their alignment,
+    which is a power of two, and ``first`` and ``window_nbytes`` are multiples of the largest, each
+    item begins and is cut at multiples of its own.
+    """
+    begin = first
+    position = first
+    slices: list[Slice] = []
+    for item, nbytes in enumerate(sizes):
+        done = 0
+        while done < nbytes:
+            limit = (position // window_nbytes + 1) * window_nbytes
+            take = min(nbytes - done, limit - position)
+            slices.append(Slice(item, done, done + take, position - begin))
+            done += take
+            position += take
+            if position == limit:
+                yield Window(begin, position, tuple(slices))
+                begin = position
+                slices = []
+    if slices:
+        yield Window(begin, position, tuple(slices))
