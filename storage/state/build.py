@@ -18,7 +18,7 @@ from .adapters.allocation import Allocate, Entry
 from .dtypes import dtype_of, empty
 from .targets import TypedPath, Wanted, typed_paths
 
-__all__ = ["Built", "build"]
+__all__ = ["Built", "Items", "build"]
 
 
 @dataclass
