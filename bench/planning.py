@@ -306,7 +306,7 @@ class _Beginning:
 
     def state(self, rank: int, flat: FlatState) -> None:
         """At a first save, and at the next one. All but the random state lies on one mesh each."""
-        held = Held.of(flat, self._job.world)
+        held = Held.of(flat, rank, self._job.world)
         row = int(np.flatnonzero(held.mesh < 0)[0])
         fingerprint = digest(b"%d" % rank)
         route = Route([rank], [rank])

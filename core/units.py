@@ -38,10 +38,14 @@ def ceil_div(value: int, divisor: int) -> int: ...
 
 
 @overload
-def ceil_div(value: npt.NDArray[np.int64], divisor: int) -> npt.NDArray[np.int64]: ...
+def ceil_div(
+    value: npt.NDArray[np.int64], divisor: int | npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]: ...
 
 
-def ceil_div(value: int | npt.NDArray[np.int64], divisor: int) -> int | npt.NDArray[np.int64]:
+def ceil_div(
+    value: int | npt.NDArray[np.int64], divisor: int | npt.NDArray[np.int64]
+) -> int | npt.NDArray[np.int64]:
     """``value / divisor``, rounded up: how many groups of ``divisor`` hold ``value`` things."""
     return -(-value // divisor)
 
@@ -51,10 +55,14 @@ def round_up(value: int, multiple: int) -> int: ...
 
 
 @overload
-def round_up(value: npt.NDArray[np.int64], multiple: int) -> npt.NDArray[np.int64]: ...
+def round_up(
+    value: npt.NDArray[np.int64], multiple: int | npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]: ...
 
 
-def round_up(value: int | npt.NDArray[np.int64], multiple: int) -> int | npt.NDArray[np.int64]:
+def round_up(
+    value: int | npt.NDArray[np.int64], multiple: int | npt.NDArray[np.int64]
+) -> int | npt.NDArray[np.int64]:
     """The smallest multiple of ``multiple`` that is not below ``value``."""
     return -(-value // multiple) * multiple
 

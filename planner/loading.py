@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -33,15 +33,17 @@ class Targets:
     ``tensor``          (n,) row in the checkpoint's TensorTable; not an alias
     ``offsets``         (n, D) first element of the box in the global tensor
     ``lengths``         (n, D)
-    ``local_offsets``   (n, D) where the box lies in the caller's local tensor
-    ``local_shape``     (n, D) shape of that local tensor
+    ``local_start``     (n,) element of the caller's local tensor, in row-major order, at which the
+                        box begins
+    ``local_shape``     (n, D) shape of the array whose row-major strides it has there, see
+                        :class:`.layout.Piece`
     ``buffer``          (n,) index of that local tensor
     """
 
     tensor: Ints
     offsets: Ints
     lengths: Ints
-    local_offsets: Ints
+    local_start: Ints
     local_shape: Ints
     buffer: Ints
 
@@ -166,15 +168,14 @@ def _same_ndim(shards: ShardTable, targets: Targets) -> tuple[ShardTable, Target
     ndim = max(shards.offsets.shape[1], targets.offsets.shape[1])
     offsets = widen(shards.offsets, ndim, 0)
     lengths = widen(shards.lengths, ndim, 1)
-    wide = (
-        widen(targets.offsets, ndim, 0),
-        widen(targets.lengths, ndim, 1),
-        widen(targets.local_offsets, ndim, 0),
-    )
-    local_shape = widen(targets.local_shape, ndim, 1)
     return (
         ShardTable(shards.tensor, offsets, lengths, shards.image, shards.start),
-        Targets(targets.tensor, *wide, local_shape, targets.buffer),
+        replace(
+            targets,
+            offsets=widen(targets.offsets, ndim, 0),
+            lengths=widen(targets.lengths, ndim, 1),
+            local_shape=widen(targets.local_shape, ndim, 1),
+        ),
     )
 
 
@@ -233,10 +234,7 @@ def _pairs(
     itemsize = tensors.itemsize[shards.tensor[shard]]
     start = base[image] + shards.start[shard]
     within = offsets - stored_offsets
-    local = (
-        flat_starts(targets.local_offsets[target] + offsets - wanted_offsets, local_shape)
-        * itemsize
-    )
+    local = targets.local_start[target] + flat_starts(offsets - wanted_offsets, local_shape)
     straight = contiguous(lengths, stored) & contiguous(lengths, local_shape)
     return _Pairs(
         shard,
@@ -248,7 +246,7 @@ def _pairs(
         start=start + flat_starts(within, stored) * itemsize,
         stop=start + (flat_starts(within + lengths - 1, stored) + 1) * itemsize,
         end=(base + hashed_end)[image],
-        dst=np.where(straight, local, -1),
+        dst=np.where(straight, local * itemsize, -1),
     )
 
 

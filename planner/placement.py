@@ -59,8 +59,9 @@ def local_pieces(
     not fit the tensor or the mesh.
     """
     dims = _intervals(shape, mesh_shape, coordinate, placements)
+    local = tuple(map(_size, dims))
     located = [list(zip(intervals, _local_starts(intervals), strict=True)) for intervals in dims]
-    return [_piece(combination) for combination in itertools.product(*located)]
+    return [_piece(combination, local) for combination in itertools.product(*located)]
 
 
 def local_shape(
@@ -171,7 +172,7 @@ def _joined(intervals: Iterable[tuple[int, int]]) -> Intervals:
     return result
 
 
-def _piece(combination: Sequence[tuple[tuple[int, int], int]]) -> Piece:
+def _piece(combination: Sequence[tuple[tuple[int, int], int]], local: Sequence[int]) -> Piece:
     offsets = tuple(start for (start, _), _ in combination)
     lengths = tuple(stop - start for (start, stop), _ in combination)
-    return Piece(Box(offsets, lengths), tuple(position for _, position in combination))
+    return Piece.at(Box(offsets, lengths), [position for _, position in combination], local)

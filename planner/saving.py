@@ -10,7 +10,7 @@ import numpy as np
 
 from .balance import SHARE_UNIT, Group
 from .box import flat_to_boxes
-from .columns import Bools, Ints, volumes
+from .columns import Bools, Ints, flat_starts, volumes
 
 __all__ = ["Holdings", "divide"]
 
@@ -26,7 +26,9 @@ class Holdings:
     ``tensor``          (n,) index of the rank's local tensor
     ``offsets``         (n, D) first element of the box in the global tensor
     ``lengths``         (n, D)
-    ``local_offsets``   (n, D) where the box lies in the local tensor
+    ``local_start``     (n,) element of the local tensor, in row-major order, with which it begins
+    ``local_shape``     (n, D) shape of the array whose row-major strides it has there, see
+                        :class:`.layout.Piece`
     ``itemsize``        (n,) bytes per element
     ``group``           (n,) index into ``groups``
     ``groups``          ranks, ascending, that hold the same bytes
@@ -37,7 +39,8 @@ class Holdings:
     tensor: Ints
     offsets: Ints
     lengths: Ints
-    local_offsets: Ints
+    local_start: Ints
+    local_shape: Ints
     itemsize: Ints
     group: Ints
     groups: tuple[tuple[int, ...], ...]
@@ -65,19 +68,18 @@ class Holdings:
             self.tensor,
             self.offsets,
             self.lengths,
-            self.local_offsets,
+            self.local_start,
+            self.local_shape,
             self.itemsize,
             self.group,
             self.order,
         )
 
     def _map(self, function: Callable[[Ints], Ints]) -> Holdings:
-        tensor, offsets, lengths, local_offsets, itemsize, group, order = map(
+        tensor, offsets, lengths, start, shape, itemsize, group, order = map(
             function, self._columns()
         )
-        return Holdings(
-            tensor, offsets, lengths, local_offsets, itemsize, group, self.groups, order
-        )
+        return Holdings(tensor, offsets, lengths, start, shape, itemsize, group, self.groups, order)
 
 
 def divide(
@@ -182,12 +184,13 @@ def _pieces(holdings: Holdings, cut: Ints, begin: Ints, end: Ints) -> tuple[Hold
     lengths = np.array([box.lengths for _, box in found], dtype=np.int64).reshape(-1, ndim)
     parent = holdings.take(source)
     offsets = parent.offsets + shift
-    local_offsets = parent.local_offsets + shift
+    local_start = parent.local_start + flat_starts(shift, parent.local_shape)
     pieces = Holdings(
         parent.tensor,
         offsets,
         lengths,
-        local_offsets,
+        local_start,
+        parent.local_shape,
         parent.itemsize,
         parent.group,
         parent.groups,

@@ -29,6 +29,8 @@ from ...drivers.contract import Driver
 from ...drivers.registry import open_driver
 from ...drivers.uri import parse
 from ...errors import DamagedError, HoldfastError, MismatchError, ReplacedError, StateError
+from ...planner.box import Box
+from ...planner.layout import BoxLayout
 from ..format.manifest import Manifest
 from ..operations.call_errors import closing, printed_uri
 from ..operations.fill import fill
@@ -171,11 +173,9 @@ class HoldfastReader(StorageReader):
                 advice="HoldfastReader(uri, cast=True) converts dtypes.",
             )
         chunk = item.storage_index.offset or (0,) * len(lengths)
-        offsets = [a + b for a, b in zip(chunk, item.storage_offsets, strict=True)]
-        boxes = []
-        if target.numel():
-            boxes.append((offsets, lengths, (0,) * len(lengths)))
-        wanted.add(row, target, boxes, name)
+        offsets = tuple(a + b for a, b in zip(chunk, item.storage_offsets, strict=True))
+        layout = BoxLayout(contents.manifest.tensors.shape_of(row), Box(offsets, lengths))
+        wanted.add_held(row, target, layout, name)
 
     async def _read(self, manifest: Manifest, wanted: Wanted) -> None:
         driver = self._driver()

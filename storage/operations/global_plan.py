@@ -142,7 +142,7 @@ async def agree(
         plan = plans.get(key)
     held: Held | None = None
     if plan is None:
-        held = Held.of(flat, team.world)
+        held = Held.of(flat, team.rank, team.world)
     leader = PlanLeader()
     verdict = await team.round(
         AGREE, await _statement(uri, flat, digests, plan, held, compression), leader.agree
@@ -150,7 +150,7 @@ async def agree(
     if plan is not None and verdict.plan:
         return plan
     if held is None:
-        held = Held.of(flat, team.world)
+        held = Held.of(flat, team.rank, team.world)
     comparison = verdict.comparison
     if comparison is None:
         comparison = await team.round(HOLDS, held.encode(host_key()), leader.choose_labels)

@@ -37,23 +37,24 @@ class Held:
     groups: dict[str, int]
 
     @classmethod
-    def of(cls, flat: FlatState, world: int) -> Held:
-        """The ``unsure_rows`` of ``flat``."""
+    def of(cls, flat: FlatState, rank: int, world: int) -> Held:
+        """The ``unsure_rows`` of ``flat``, which ``rank`` of ``world`` holds."""
         rows = unsure_rows(flat, world)
         # By ids of tuples of ranks, which thousands of tensors share.
         names: dict[int, str] = {}
         groups = Counter[str]()
         for row, layout in enumerate(flat.layouts):
-            if layout.holders is None or not layout.pieces:
+            if layout.holders is None or layout.is_empty:
                 continue
             name = names.get(id(layout.holders))
             if name is None:
-                name = digest(np.array(layout.holders, np.int64).data).hex()
+                ranks = layout.holders or (rank,)
+                name = digest(np.array(ranks, np.int64).data).hex()
                 names[id(layout.holders)] = name
             groups[name] += row_nbytes(flat, row)
         number = {name: i for i, name in enumerate(groups)}
         holders = [flat.layouts[row].holders for row in rows]
-        mesh = [-1 if ranks is None else number[names[id(ranks)]] for ranks in holders]
+        mesh = [-1 if known is None else number[names[id(known)]] for known in holders]
         labels = b"".join(digest(text) for text in _label_texts(flat, rows))
         return cls(digest_column(labels), np.array(mesh, np.int16), dict(groups))
 

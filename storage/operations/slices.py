@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from ...errors import UsageError
+from ...planner.box import Box
+from ...planner.layout import BoxLayout
 from ...planner.table import TensorTable
 from ..state.dtypes import dtype_of, empty
 from ..state.targets import Wanted
@@ -30,10 +32,8 @@ class Window:
         made = empty(
             self.lengths, dtype_of(*tensors.dtypes[tensors.dtype[row]]), tensors.names[row]
         )
-        boxes = []
-        if made.numel():
-            boxes.append((self.offsets, self.lengths, (0,) * len(self.lengths)))
-        wanted.add(row, made, boxes)
+        layout = BoxLayout(tensors.shape_of(row), Box(self.offsets, self.lengths))
+        wanted.add_held(row, made, layout)
         return made
 
     def view(self, made: torch.Tensor) -> torch.Tensor:

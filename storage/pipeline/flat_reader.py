@@ -94,7 +94,7 @@ def _targets(pieces: Sequence[_Piece], width: int) -> Targets:
         tensor=np.array([piece.row for piece in pieces], np.int64),
         offsets=padded([piece.box.offsets for piece in pieces], width, 0),
         lengths=lengths,
-        local_offsets=np.zeros_like(lengths),
+        local_start=np.zeros(len(pieces), np.int64),
         local_shape=lengths,
         buffer=np.arange(len(pieces), dtype=np.int64),
     )

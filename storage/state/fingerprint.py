@@ -32,7 +32,7 @@ def unsure_rows(flat: FlatState, world: int) -> list[int]:
     return [
         row
         for row, layout in enumerate(flat.layouts)
-        if layout.holders is None or (layout.pieces and layout.ranks < world)
+        if layout.holders is None or (layout.ranks < world and not layout.is_empty)
     ]
 
 
@@ -56,11 +56,11 @@ def _tied(fingerprint: bytes, name: str) -> bytes:
 
 def label(flat: FlatState, row: int) -> str:
     """A name that is the same on all ranks that hold the same part of a tensor: that of the tensor,
-    and the boxes of it."""
+    and the region of it."""
     layout = flat.layouts[row]
     if layout.holders is None:
         return flat.names[row]
-    return flat.names[row] + "".join(str(piece.box) for piece in layout.pieces)
+    return flat.names[row] + layout.region
 
 
 def fingerprint(flat: FlatState, row: int, lazy: LazyCapture | None = None) -> bytes:

@@ -12,7 +12,7 @@ from ...core.lru import LruCache
 from ...planner.balance import Group
 from ...planner.columns import padded
 from ...planner.image import ImageLayout, lay_out, shard_names
-from ...planner.layout import Piece
+from ...planner.regions import regions_of
 from ...planner.saving import Holdings, divide
 from ...planner.table import ShardTable, TensorTable
 from ..format.fragment import Layout, layout_of
@@ -135,19 +135,22 @@ def _holdings(
     alone = (rank,)
     groups = _Groups()
     groups.number(alone)
-    held: list[tuple[int, Piece, int]] = []
-    for row in np.flatnonzero(tensors.alias < 0).tolist():
-        layout = flat.layouts[row]
-        group = groups.number(agreed.get(row) or layout.holders or alone)
-        held.extend((row, piece, group) for piece in layout.pieces)
-    of_row = np.array([row for row, _, _ in held], np.int64)
+    rows = np.flatnonzero(tensors.alias < 0)
+    layouts = [flat.layouts[row] for row in rows.tolist()]
+    group = [
+        groups.number(agreed.get(row) or layout.holders or alone)
+        for row, layout in zip(rows.tolist(), layouts, strict=True)
+    ]
+    regions = regions_of(layouts, width)
+    of_row = rows[regions.row]
     return Holdings(
         tensor=of_row,
-        offsets=padded([piece.box.offsets for _, piece, _ in held], width, 0),
-        lengths=padded([piece.box.lengths for _, piece, _ in held], width, 1),
-        local_offsets=padded([piece.local_offsets for _, piece, _ in held], width, 0),
+        offsets=regions.offsets,
+        lengths=regions.lengths,
+        local_start=regions.local_start,
+        local_shape=regions.local_shape,
         itemsize=tensors.itemsize[of_row],
-        group=np.array([group for _, _, group in held], np.int64),
+        group=np.array(group, np.int64)[regions.row],
         groups=tuple(groups.numbers),
         order=_order(flat.names, of_row, len(groups.numbers)),
     )

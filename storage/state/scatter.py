@@ -13,6 +13,7 @@ from ...planner.table import ShardTable, TensorTable
 from ..runtime.buffers import HostBuffer
 from .bits import address_of, as_bits, copy_memory, typed_storage, writable
 from .dtypes import dtype_of
+from .windows import Place
 
 __all__ = ["Scatter"]
 
@@ -84,14 +85,17 @@ class Scatter:
             at = origin + sum((a - b) * stride for a, b, stride in steps)
             source = data.as_strided(part.lengths, strides, at)
             with writable(into):
-                _assign(into[self._window(part, target)], source, dtype)
+                _assign(self._window(into, part, target), source, dtype)
 
-    def _window(self, part: Box, target: int) -> tuple[slice, ...]:
-        """Where a box of the global tensor lies in the target's local tensor."""
-        offsets = self._targets.offsets[target].tolist()
-        local = self._targets.local_offsets[target].tolist()
-        starts = [o - g + at for o, g, at in zip(part.offsets, offsets, local, strict=False)]
-        return tuple(slice(a, a + n) for a, n in zip(starts, part.lengths, strict=True))
+    def _window(self, into: torch.Tensor, part: Box, target: int) -> torch.Tensor:
+        """A box of the global tensor, in the target's local tensor."""
+        targets = self._targets
+        n = part.ndim
+        place = Place(
+            int(targets.local_start[target]), tuple(targets.local_shape[target, :n].tolist())
+        )
+        within = zip(part.offsets, targets.offsets[target, :n].tolist(), strict=True)
+        return place.window(into, [a - b for a, b in within], part.lengths)
 
 
 def _assign(window: torch.Tensor, source: torch.Tensor, dtype: torch.dtype) -> None:

@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...planner.box import Box, contiguous_range, flat_to_boxes, row_strides
+from ...planner.box import Box, flat_to_boxes
+from ...planner.columns import contiguous
 from ...planner.image import ImageLayout
 from ...planner.saving import Holdings
 from ..runtime.buffers import HostBuffer
@@ -16,6 +17,7 @@ from .bits import address_of, as_bits, copy_memory, pack, typed
 from .device import allocate_pinned, beside, devices_of
 from .device_snapshot import Doubt
 from .lazy import LazyCapture
+from .windows import Place
 
 __all__ = ["ImageSource"]
 
@@ -52,24 +54,18 @@ class ImageSource:
         self._itemsize: list[int] = parts.itemsize[order].tolist()
         self._ndim = ndim[order]
         self._lengths = parts.lengths[order]
-        self._offsets = parts.local_offsets[order]
-        self._first = [self._first_of(i, n) for i, n in enumerate(numel.tolist())]
+        self._local_start: list[int] = parts.local_start[order].tolist()
+        self._local_shape = parts.local_shape[order]
+        is_run = contiguous(self._lengths, self._local_shape).tolist()
+        self._first: list[int | None] = [
+            start if run and tensor.is_contiguous() else None
+            for start, run, tensor in zip(self._local_start, is_run, self._tensors, strict=True)
+        ]
+        """The element with which each part begins, where it is one run of its tensor's memory."""
         self._capture = lazy
         self._is_lazy = [lazy is not None and row in lazy for row in self._rows]
         self._tracked_from = [self._tracked_from_of(i) for i in range(len(self._tensors))]
         self._address = [self._address_of(i) for i in range(len(self._tensors))]
-
-    def _first_of(self, i: int, numel: int) -> int | None:
-        """The element with which part ``i`` begins, where it is one run of its tensor's memory."""
-        tensor = self._tensors[i]
-        if not tensor.is_contiguous():
-            return None
-        if tensor.numel() == numel:
-            return 0
-        run = contiguous_range(self._box(i), tensor.shape)
-        if run is None:
-            return None
-        return run[0]
 
     def _address_of(self, i: int) -> int | None:
         """The address at which part ``i`` begins, where it is one run of host memory."""
@@ -88,10 +84,6 @@ class ImageSource:
         if not self._capture.is_tracked_only(self._rows[i]):
             return None
         return first * self._itemsize[i]
-
-    def _box(self, i: int) -> Box:
-        n = int(self._ndim[i])
-        return Box(tuple(self._offsets[i, :n].tolist()), tuple(self._lengths[i, :n].tolist()))
 
     def copy(self, start: int, stop: int, into: HostBuffer) -> None:
         """Copy bytes [start, stop) to the beginning of ``into``."""
@@ -149,8 +141,9 @@ class ImageSource:
             run = tensor.view(-1)[first + begin // itemsize : first + end // itemsize]
             pack([as_bits(run)], to)
         else:
+            place = self._place(i)
             boxes = self._boxes(i, begin, end)
-            pack((as_bits(tensor[tuple(map(slice, box.offsets, box.stops))]) for box in boxes), to)
+            pack((as_bits(place.window(tensor, box.offsets, box.lengths)) for box in boxes), to)
 
     def _copy_lazily(self, i: int, begin: int, end: int, to: torch.Tensor) -> Doubt | None:
         """The same, of a contiguous tensor that may be written to meanwhile."""
@@ -162,28 +155,23 @@ class ImageSource:
             offset = first * itemsize
             return self._capture.copy(row, offset + begin, offset + end, to)
         boxes = self._boxes(i, begin, end)
-        strides = row_strides(self._tensors[i].shape)
-        begins = [_dot(box.offsets, strides) for box in boxes]
-        ends = [_dot([stop - 1 for stop in box.stops], strides) + 1 for box in boxes]
+        place = self._place(i)
+        begins = [place.element(box.offsets) for box in boxes]
+        ends = [place.element([stop - 1 for stop in box.stops]) + 1 for box in boxes]
         start = min(begins)
         stop = max(ends)
         data, doubt = self._capture.staged(row, start * itemsize, stop * itemsize)
         elements = typed(data, itemsize, (stop - start,))
-        origin = elements.storage_offset() - start
-        windows = (
-            elements.as_strided(box.lengths, strides, origin + at)
-            for box, at in zip(boxes, begins, strict=True)
-        )
-        pack(windows, to)
+        staged = Place(place.start - start, place.within)
+        pack((staged.window(elements, box.offsets, box.lengths) for box in boxes), to)
         return doubt
 
     def _boxes(self, i: int, begin: int, end: int) -> list[Box]:
-        """Bytes [begin, end) of part ``i``, as boxes of its local tensor."""
-        part = self._box(i)
+        """Bytes [begin, end) of part ``i``, as boxes of it."""
         itemsize = self._itemsize[i]
-        found = flat_to_boxes(part.lengths, begin // itemsize, end // itemsize)
-        return [box.shifted(part.offsets) for box in found]
+        lengths = self._lengths[i, : self._ndim[i]].tolist()
+        return flat_to_boxes(lengths, begin // itemsize, end // itemsize)
 
-
-def _dot(a: Sequence[int], b: Sequence[int]) -> int:
-    return sum(x * y for x, y in zip(a, b, strict=True))
+    def _place(self, i: int) -> Place:
+        """Where part ``i`` lies in its tensor."""
+        return Place(self._local_start[i], tuple(self._local_shape[i, : self._ndim[i]].tolist()))

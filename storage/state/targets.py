@@ -12,6 +12,7 @@ import torch
 from ...planner.columns import padded, widen
 from ...planner.layout import Layout
 from ...planner.loading import Targets
+from ...planner.regions import regions_of
 from ...planner.table import TensorTable
 from ..format.manifest import Manifest
 from ..format.tree import Key, Tree, dotted, format_path
@@ -26,35 +27,24 @@ TypedPath = tuple[tuple[str, Key], ...]
 
 
 _CASTABLE = " (cast=True converts)"
-Ends = tuple[int, ...]
-Wish = tuple[int, tuple[tuple[Ends, Ends, Ends], ...]]
-"""(row of the tensor, boxes; none: all of it)"""
-Boxes = Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]]
+Wish = tuple[int, Layout | None]
+"""(row of the tensor, what is wanted of it; None: all)"""
 
 
 @dataclass
 class Wanted:
-    """Boxes to be filled, collected one by one; ``targets()`` makes columns of them."""
+    """Parts of tensors to be filled, collected one by one; ``targets()`` makes columns of them."""
 
     buffers: list[torch.Tensor] = field(default_factory=list)
     _whole: list[tuple[int, int]] = field(default_factory=list)
-    _tensor: list[int] = field(default_factory=list)
-    _boxes: list[tuple[Sequence[int], Sequence[int], Sequence[int]]] = field(default_factory=list)
-    _buffer: list[int] = field(default_factory=list)
+    """(row of the tensor, number of the buffer)"""
+    _parts: list[tuple[int, Layout, int]] = field(default_factory=list)
+    """(row of the tensor, what is wanted of it, number of the buffer)"""
     _names: dict[int, str] = field(default_factory=dict)
 
-    def add(self, tensor: int, buffer: torch.Tensor, boxes: Boxes, name: str | None = None) -> None:
-        """Want boxes (offsets, lengths, local offsets) of the tensor in row ``tensor``, in
-        ``buffer``. ``name``: that of the buffer in the state."""
-        self._named(name)
-        for box in boxes:
-            self._tensor.append(tensor)
-            self._boxes.append(box)
-            self._buffer.append(len(self.buffers))
-        self.buffers.append(buffer)
-
     def add_whole(self, tensor: int, buffer: torch.Tensor, name: str | None = None) -> None:
-        """Want all of a tensor."""
+        """Want all of the tensor in row ``tensor``, in ``buffer``. ``name``: that of the buffer in
+        the state."""
         self._named(name)
         if buffer.numel():
             self._whole.append((tensor, len(self.buffers)))
@@ -72,8 +62,10 @@ class Wanted:
         if layout.local_shape == layout.shape:
             self.add_whole(row, local, name)
         else:
-            boxes = [(p.box.offsets, p.box.lengths, p.local_offsets) for p in layout.pieces]
-            self.add(row, local, boxes, name)
+            self._named(name)
+            if not layout.is_empty:
+                self._parts.append((row, layout, len(self.buffers)))
+            self.buffers.append(local)
 
     def _named(self, name: str | None) -> None:
         if name is not None:
@@ -86,31 +78,26 @@ class Wanted:
 
     def wishes(self) -> dict[int, Wish]:
         """What each buffer of which anything is wanted gets, by its number."""
-        found: dict[int, Wish] = {number: (tensor, ()) for tensor, number in self._whole}
-        for tensor, box, number in zip(self._tensor, self._boxes, self._buffer, strict=True):
-            _, boxes = found.get(number, (tensor, ()))
-            found[number] = (tensor, (*boxes, (tuple(box[0]), tuple(box[1]), tuple(box[2]))))
+        found: dict[int, Wish] = {number: (tensor, None) for tensor, number in self._whole}
+        found.update((number, (tensor, layout)) for tensor, layout, number in self._parts)
         return found
 
     def part(self, number: int, buffer: torch.Tensor) -> Wanted:
         """What is wanted in one buffer, in another one instead."""
-        tensor, boxes = self.wishes()[number]
+        tensor, layout = self.wishes()[number]
         wanted = Wanted()
-        if boxes:
-            wanted.add(tensor, buffer, boxes)
-        else:
+        if layout is None:
             wanted.add_whole(tensor, buffer)
+        else:
+            wanted.add_held(tensor, buffer, layout)
         return wanted
 
     def without(self, numbers: Collection[int]) -> Wanted:
         """What is wanted in other buffers than these."""
-        kept = [i for i, number in enumerate(self._buffer) if number not in numbers]
         return Wanted(
             self.buffers,
-            [(tensor, number) for tensor, number in self._whole if number not in numbers],
-            [self._tensor[i] for i in kept],
-            [self._boxes[i] for i in kept],
-            [self._buffer[i] for i in kept],
+            [whole for whole in self._whole if whole[1] not in numbers],
+            [part for part in self._parts if part[2] not in numbers],
             self._names,
         )
 
@@ -118,19 +105,18 @@ class Wanted:
         """Columns. ``shape`` (T, D) are the shapes of the checkpoint's tensors."""
         width = shape.shape[1]
         tensor, buffer = np.array(self._whole, np.int64).reshape(-1, 2).T
-        zeros = np.zeros((len(tensor), width), np.int64)
-        offsets = [box[0] for box in self._boxes]
-        lengths = [box[1] for box in self._boxes]
-        local = [box[2] for box in self._boxes]
+        whole = shape[tensor]
+        zeros = np.zeros_like(whole)
+        parts = regions_of([layout for _, layout, _ in self._parts], width)
+        ends = [(tensor, number) for tensor, _, number in self._parts]
+        part_tensor, part_buffer = np.array(ends, np.int64).reshape(-1, 2)[parts.row].T
         return Targets(
-            tensor=np.concatenate([tensor, np.array(self._tensor, np.int64)]),
-            offsets=np.concatenate([zeros, padded(offsets, width, 0)]),
-            lengths=np.concatenate([shape[tensor], padded(lengths, width, 1)]),
-            local_offsets=np.concatenate([zeros, padded(local, width, 0)]),
-            local_shape=np.concatenate(
-                [shape[tensor], padded([self.buffers[b].shape for b in self._buffer], width, 1)]
-            ),
-            buffer=np.concatenate([buffer, np.array(self._buffer, np.int64)]),
+            tensor=np.concatenate([tensor, part_tensor]),
+            offsets=np.concatenate([zeros, parts.offsets]),
+            lengths=np.concatenate([whole, parts.lengths]),
+            local_start=np.concatenate([np.zeros_like(tensor), parts.local_start]),
+            local_shape=np.concatenate([whole, parts.local_shape]),
+            buffer=np.concatenate([buffer, part_buffer]),
         )
 
 

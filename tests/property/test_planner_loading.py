@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.effort import examples
 
-from holdfast.planner.box import Box, flat_to_boxes
+from holdfast.planner.box import Box, row_strides
 from holdfast.planner.image import lay_out
+from holdfast.planner.layout import FlatLayout
 from holdfast.planner.loading import Targets, plan_load, strided_parts
 from holdfast.planner.placement import Replicated, Split, holders, local_pieces
 from holdfast.planner.placement import local_shape as local_shape_of
@@ -31,9 +32,17 @@ class Held:
     tensor: int
     box: Box
     buffer: int
-    local_offsets: tuple[int, ...]
+    local_start: int
     local_shape: tuple[int, ...]
+    buffer_shape: tuple[int, ...]
     group: tuple[int, ...]
+
+
+def inset(tensor, box, buffer, by):
+    """What one rank holds in a buffer that is larger than the box by so many rows on each side."""
+    local_shape = tuple(length + 2 * by for length in box.lengths)
+    local_start = int(np.dot([by] * box.ndim, row_strides(local_shape)))
+    return Held(tensor, box, buffer, local_start, local_shape, local_shape, (0,))
 
 
 @st.composite
@@ -54,11 +63,18 @@ def layouts(draw, shapes):
         if shape and draw(st.booleans()):
             cuts = sorted(draw(st.integers(0, math.prod(shape))) for _ in range(ranks.size - 1))
             for rank, (start, stop) in enumerate(itertools.pairwise([0, *cuts, math.prod(shape)])):
-                for box in flat_to_boxes(shape, start, stop):
-                    buffer, inset = len(layout[rank]), draw(st.integers(0, 1))
-                    local_shape = tuple(length + 2 * inset for length in box.lengths)
+                buffer = len(layout[rank])
+                for piece in FlatLayout(tuple(shape), start, stop).pieces:
                     layout[rank].append(
-                        Held(tensor, box, buffer, (inset,) * box.ndim, local_shape, (rank,))
+                        Held(
+                            tensor,
+                            piece.box,
+                            buffer,
+                            piece.local_start,
+                            piece.local_shape,
+                            (stop - start,),
+                            (rank,),
+                        )
                     )
             continue
         chosen = draw(placements(len(shape), mesh))
@@ -71,7 +87,7 @@ def layouts(draw, shapes):
             buffer = len(layout[rank])
             for piece in local_pieces(shape, mesh, at, chosen):
                 layout[rank].append(
-                    Held(tensor, piece.box, buffer, piece.local_offsets, local, group)
+                    Held(tensor, piece.box, buffer, piece.local_start, local, local, group)
                 )
     return layout
 
@@ -84,9 +100,7 @@ def windows(draw, shapes):
     for tensor in draw(st.lists(st.integers(0, len(shapes) - 1), max_size=5)):
         ends = [sorted(draw(st.integers(0, length)) for _ in "ab") for length in shapes[tensor]]
         box = Box(tuple(a for a, _ in ends), tuple(b - a for a, b in ends))
-        inset = draw(st.integers(0, 1))
-        local_shape = tuple(length + 2 * inset for length in box.lengths)
-        held.append(Held(tensor, box, len(held), (inset,) * box.ndim, local_shape, (0,)))
+        held.append(inset(tensor, box, len(held), draw(st.integers(0, 1))))
     return [held]
 
 
@@ -128,7 +142,15 @@ def save(tensors, arrays, layout):
         )
         group = np.array([groups.index(part.group) for part in held], dtype=np.int64)
         whole = Holdings(
-            tensor, offsets, lengths, offsets, tensors.itemsize[tensor], group, groups, tensor
+            tensor,
+            offsets,
+            lengths,
+            np.array([part.local_start for part in held], dtype=np.int64),
+            wide([part.local_shape for part in held], 1),
+            tensors.itemsize[tensor],
+            group,
+            groups,
+            tensor,
         )
         mine = divide(whole, rank)
         dtypes = [DTYPES[code] for code in tensors.dtype[mine.tensor]]
@@ -160,11 +182,11 @@ def targets_of(held):
         np.array([part.tensor for part in held], dtype=np.int64),
         wide([part.box.offsets for part in held], 0),
         wide([part.box.lengths for part in held], 1),
-        wide([part.local_offsets for part in held], 0),
+        np.array([part.local_start for part in held], dtype=np.int64),
         wide([part.local_shape for part in held], 1),
         np.array([part.buffer for part in held], dtype=np.int64),
     )
-    return targets, {part.buffer: (part.tensor, wide([part.local_shape], 1)[0]) for part in held}
+    return targets, {part.buffer: (part.tensor, part.buffer_shape) for part in held}
 
 
 def carry_out(plan, shards, targets, images, buffers):
@@ -208,10 +230,16 @@ def scatter(plan, shards, targets, pair, src, elements, buffer):
             )
         )
         flat = np.ravel_multi_index(grid, stored.lengths) - first
-        at = targets.local_offsets[target] + part.offsets - targets.offsets[target]
-        buffer[slices(at.tolist(), part.lengths)] = elements[flat]
+        at = part.offsets - targets.offsets[target]
+        buffer.reshape(-1)[local_elements(targets, target, at, part.lengths)] = elements[flat]
         copied += flat.size * buffer.itemsize
     return copied
+
+
+def local_elements(targets, target, offsets, lengths):
+    """Which elements of its buffer a box at ``offsets`` in a target is."""
+    grid = np.ix_(*(np.arange(at, at + n) for at, n in zip(offsets, lengths, strict=True)))
+    return targets.local_start[target] + np.ravel_multi_index(grid, targets.local_shape[target])
 
 
 def expected_of(held, arrays, buffers, targets):
@@ -219,7 +247,8 @@ def expected_of(held, arrays, buffers, targets):
     result = {index: np.zeros_like(buffer) for index, buffer in buffers.items()}
     for row, part in enumerate(held):
         content = arrays[part.tensor][slices(targets.offsets[row], targets.lengths[row])]
-        result[part.buffer][slices(targets.local_offsets[row], targets.lengths[row])] = content
+        at = local_elements(targets, row, np.zeros(NDIM, int), targets.lengths[row])
+        result[part.buffer].reshape(-1)[at] = content
     return result
 
 

@@ -13,6 +13,7 @@ from holdfast.planner.balance import SHARE_UNIT, balance
 from holdfast.planner.saving import Holdings, divide
 
 NDIM, WORLD = 3, 6
+LARGER = 2
 
 
 @st.composite
@@ -42,8 +43,10 @@ def holdings_of(rank, cases, seed):
     itemsize = np.array([cases[row][2] for row in mine], dtype=np.int64)
     group = np.array([groups.index(cases[row][0]) for row in mine], dtype=np.int64)
     # The local tensor is larger than the box, and lies elsewhere on each rank.
+    local_start = np.full_like(column, rank)
+    local_shape = lengths + LARGER
     return Holdings(
-        column, offsets, lengths, np.full_like(offsets, rank), itemsize, group, groups, column
+        column, offsets, lengths, local_start, local_shape, itemsize, group, groups, column
     )
 
 
@@ -78,11 +81,12 @@ def test_holders_write_everything_once(cases, seed, balanced):
     for rank in range(WORLD):
         mine = divide(holdings_of(rank, cases, seed + rank), rank, shares)
         for row, offset, length, local in zip(
-            mine.tensor.tolist(), mine.offsets, mine.lengths, mine.local_offsets, strict=True
+            mine.tensor.tolist(), mine.offsets, mine.lengths, mine.local_start, strict=True
         ):
             assert (length > 0).all()
             within = offset - np.array(cases[row][3])
-            assert (local - rank == within).all()
+            local_shape = np.array(cases[row][1]) + LARGER
+            assert local == rank + np.ravel_multi_index(within, local_shape)
             times[row][tuple(map(slice, within, within + length))] += 1
     assert all((count == 1).all() for count in times)
 

@@ -47,7 +47,7 @@ def flat_of(state: State, rank: int) -> FlatState:
     mesh = next(mesh for mesh in MESHES if rank in mesh)
     for row, name in enumerate(flat.names):
         if name in "pq":
-            piece = Piece(Box((0,), (2,)), (0,))
+            piece = Piece(Box((0,), (2,)), 0, (2,))
             flat.layouts[row] = MeshLayout((2,), (piece,), (2,), mesh, len(mesh))
     flat.layout_id = _kin.setdefault((rank, tuple(state)), object())
     return flat

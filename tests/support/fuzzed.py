@@ -166,7 +166,7 @@ def use(m: Manifest) -> None:
             except holdfast.DamagedError:
                 pass
     whole = t.shape[rows]
-    plan_reads(MemoryDriver("fuzzed"), m, Targets(rows, np.zeros_like(whole), whole, np.zeros_like(whole), whole, np.arange(len(rows))))  # fmt: skip
+    plan_reads(MemoryDriver("fuzzed"), m, Targets(rows, np.zeros_like(whole), whole, np.zeros_like(rows), whole, np.arange(len(rows))))  # fmt: skip
     assert Manifest.decode(m.encode()).encode() == m.encode()
 
 

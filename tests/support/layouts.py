@@ -36,7 +36,7 @@ class Halves(torch.Tensor):
             self, tensor: Halves, local: torch.Tensor, path: Callable[[], str]
         ) -> MeshLayout:
             columns = local.shape[1]
-            piece = Piece(Box((tensor.at, 0), tuple(local.shape)), (0, 0))
+            piece = Piece(Box((tensor.at, 0), tuple(local.shape)), 0, tuple(local.shape))
             return MeshLayout((tensor.rows, columns), (piece,), tuple(local.shape), (0,), 2)
 
         def recorded(self, tensor: Halves) -> None:

@@ -58,6 +58,7 @@ FILES = frozenset(
         "unit/test_planner_balance.py",
         "unit/test_planner_box.py",
         "unit/test_planner_columns.py",
+        "unit/test_planner_flat.py",
         "unit/test_planner_image.py",
         "unit/test_planner_loading.py",
         "unit/test_planner_saving.py",

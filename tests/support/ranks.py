@@ -55,7 +55,7 @@ def save_cut(
             {name: torch.from_numpy(np.array(tensors[name][windows[name]])) for name in tensors}
         )
         for row, name in enumerate(flat.names):
-            piece = Piece(mine[name], (0,) * tensors[name].ndim)
+            piece = Piece(mine[name], 0, mine[name].lengths)
             shape = flat.shapes[row] = tensors[name].shape
             lengths = mine[name].lengths
             flat.layouts[row] = MeshLayout(shape, (piece,), lengths, (rank,), len(boxes[name]))

@@ -16,7 +16,7 @@ from holdfast.storage.state.plan import plan_image
 def test_a_plain_tensor_is_one_piece() -> None:
     """It is held whole, by ranks that its layout does not know."""
     layout = local_layout(torch.Size((2, 3)))
-    assert layout.pieces == (Piece(Box((0, 0), (2, 3)), (0, 0)),)
+    assert layout.pieces == (Piece(Box((0, 0), (2, 3)), 0, (2, 3)),)
     assert type(layout.shape) is tuple
     assert (layout.holders, layout.ranks) == (None, 1)
 
@@ -28,7 +28,7 @@ def test_a_tensor_without_elements_has_no_pieces() -> None:
 
 def test_layouts_of_other_tensors_differ() -> None:
     """Two tensors of one piece each are not laid out alike where the whole is larger in one case."""
-    piece = Piece(Box((0,), (2,)), (0,))
+    piece = Piece(Box((0,), (2,)), 0, (2,))
     small, large = (MeshLayout(shape, (piece,), (2,), (0,), 2) for shape in ((2,), (4,)))
     assert small != large
     assert local_layout((2,)) == local_layout((2,))

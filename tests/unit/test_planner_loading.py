@@ -32,7 +32,7 @@ def wanted(*boxes):
     """Each box of tensor 0 as the whole of a buffer of its own."""
     offsets, lengths = (np.array(column, dtype=np.int64) for column in zip(*boxes, strict=True))
     rows = np.arange(len(boxes))
-    return Targets(np.zeros_like(rows), offsets, lengths, np.zeros_like(offsets), lengths, rows)
+    return Targets(np.zeros_like(rows), offsets, lengths, np.zeros_like(rows), lengths, rows)
 
 
 def plan(tensors, shards, targets, hashed_end, **options):
@@ -141,15 +141,15 @@ def test_gaps_are_not_bridged_between_images(gap):
 def test_a_strided_buffer_is_filled_by_a_strided_copy():
     """One run in the image that is several in the local tensor has no single destination."""
     targets = Targets(
-        *(np.array(column) for column in ([0], [[0, 0]], [[4, 4]], [[0, 2]], [[4, 8]], [0]))
+        *(np.array(column) for column in ([0], [[0, 0]], [[4, 4]], [2], [[4, 8]], [0]))
     )
     made = plan(one_tensor(4, 4), stored(((0, 0), (4, 4), 0, 0)), targets, [64])
     assert copies(made) == [(0, 16, -1)]
 
 
-def test_local_offsets_are_in_bytes():
+def test_destinations_are_in_bytes():
     """Destinations count bytes of the local tensor, from the target's place in it."""
-    targets = Targets(*(np.array(column) for column in ([0], [[4]], [[4]], [[3]], [[10]], [0])))
+    targets = Targets(*(np.array(column) for column in ([0], [[4]], [[4]], [3], [[10]], [0])))
     made = plan(one_tensor(8, itemsize=8), stored(((0,), (8,), 0, 0)), targets, [64])
     assert copies(made) == [(32, 32, 24)]
 

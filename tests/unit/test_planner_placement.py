@@ -43,7 +43,8 @@ def assert_like_torch(shape, mesh_shape, placements):
         expected = split_by_torch(whole, mesh_shape, coordinate, placements)
         actual = torch.full(local_shape(shape, mesh_shape, coordinate, placements), -1)
         for piece in local_pieces(shape, mesh_shape, coordinate, placements):
-            here = Box(piece.local_offsets, piece.box.lengths)
+            offsets = np.unravel_index(piece.local_start, piece.local_shape)
+            here = Box(tuple(map(int, offsets)), piece.box.lengths)
             actual[slices(here)] = whole[slices(piece.box)]
         assert actual.tolist() == expected.tolist()
         assert actual.shape == expected.shape
@@ -98,18 +99,18 @@ def test_even_strided_shards_are_one_box():
     """FSDP2 over tensor parallelism with even sizes needs one box per rank: touching intervals are
     joined."""
     pieces = local_pieces((8, 8), (2, 2), (0, 1), [Split(0, stride=2), Split(0)])
-    assert pieces == [Piece(Box((4, 0), (2, 8)), (0, 0))]
+    assert pieces == [Piece(Box((4, 0), (2, 8)), 0, (2, 8))]
 
 
 def test_interleaved_shards_are_several_boxes():
     """A strided shard on its own holds a box of every part, end to end in the local tensor."""
     pieces = local_pieces((8,), (2,), (1,), [Split(0, stride=2)])
-    assert pieces == [Piece(Box((2,), (2,)), (0,)), Piece(Box((6,), (2,)), (2,))]
+    assert pieces == [Piece(Box((2,), (2,)), 0, (4,)), Piece(Box((6,), (2,)), 2, (4,))]
 
 
 def test_scalars_and_empty_shards():
     """A replicated scalar is one 0-d piece; a rank whose part is empty holds none."""
-    assert local_pieces((), (2,), (1,), [Replicated()]) == [Piece(Box((), ()), ())]
+    assert local_pieces((), (2,), (1,), [Replicated()]) == [Piece(Box((), ()), 0, ())]
     assert local_pieces((2,), (4,), (3,), [Split(0)]) == []
     assert local_shape((2,), (4,), (3,), [Split(0)]) == (0,)
 

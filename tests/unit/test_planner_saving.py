@@ -15,7 +15,8 @@ def holdings(boxes, groups, *, group=None, order=None, itemsize=4):
         tensor=rows,
         offsets=offsets,
         lengths=lengths,
-        local_offsets=np.zeros_like(offsets),
+        local_start=np.zeros(len(boxes), dtype=np.int64),
+        local_shape=lengths,
         itemsize=np.full(len(boxes), itemsize),
         group=np.zeros(len(boxes), dtype=np.int64) if group is None else np.array(group),
         groups=groups,
@@ -24,10 +25,14 @@ def holdings(boxes, groups, *, group=None, order=None, itemsize=4):
 
 
 def written(held, rank):
-    """What a rank writes, as rows (tensor, offsets, lengths, local_offsets)."""
+    """What a rank writes, as rows (tensor, offsets, lengths, offsets in the local tensor)."""
     mine = divide(held, rank)
-    columns = (mine.tensor, mine.offsets, mine.lengths, mine.local_offsets)
-    return list(zip(*(column.tolist() for column in columns), strict=True))
+    local = [
+        [int(index) for index in np.unravel_index(start, shape)]
+        for start, shape in zip(mine.local_start, mine.local_shape, strict=True)
+    ]
+    columns = (mine.tensor, mine.offsets, mine.lengths)
+    return list(zip(*(column.tolist() for column in columns), local, strict=True))
 
 
 def test_a_lone_holder_writes_everything():

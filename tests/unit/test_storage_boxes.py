@@ -91,7 +91,7 @@ def replicated(state: dict[str, torch.Tensor]) -> FlatState:
     flat = flatten(state)
     for row, shape in enumerate(flat.shapes):
         origin = (0,) * len(shape)
-        piece = Piece(Box(origin, shape), origin)
+        piece = Piece(Box(origin, shape), 0, shape)
         flat.layouts[row] = MeshLayout(shape, (piece,), shape, (0, 1), 2)
     flat.layout_id = None
     return flat

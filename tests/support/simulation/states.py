@@ -199,7 +199,7 @@ def odd_job(state: int, rank: int, world: int, chunks: int) -> SaveJob:
         shape = job.flat.shapes[row]
         layouts = list(job.flat.layouts)
         origin = (0,) * len(shape)
-        piece = Piece(Box(origin, shape), origin)
+        piece = Piece(Box(origin, shape), 0, shape)
         layouts[row] = MeshLayout(shape, (piece,), shape, (rank,), world)
         job.flat = replace(job.flat, layouts=layouts, layout_id=None)
     return job

@@ -1,0 +1,52 @@
+"""Boxes in local tensors: where the planner says that a piece lies, as a tensor of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...planner.box import row_strides
+
+__all__ = ["Place"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a piece lies in a local tensor: ``start`` and ``within`` are its ``local_start`` and
+    ``local_shape``, see :class:`~holdfast.planner.layout.Piece`."""
+
+    start: int
+    within: tuple[int, ...]
+
+    def window(
+        self, local: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]
+    ) -> torch.Tensor:
+        """The elements of a box at ``offsets`` in the piece."""
+        if tuple(local.shape) == self.within:
+            strides: Sequence[int] = local.stride()
+            first = _dot(self._offsets(), strides)
+        else:  # 1-d: one element behind the other, however far apart these are
+            step = local.stride(0)
+            strides = [stride * step for stride in row_strides(self.within)]
+            first = self.start * step
+        at = local.storage_offset() + first + _dot(offsets, strides)
+        return local.as_strided(tuple(lengths), tuple(strides), at)
+
+    def element(self, offsets: Sequence[int]) -> int:
+        """The number, in the row-major order of the local tensor, of an element of the piece."""
+        return self.start + _dot(offsets, row_strides(self.within))
+
+    def _offsets(self) -> list[int]:
+        """Where the piece begins, as indices of the local tensor."""
+        offsets = []
+        rest = self.start
+        for stride in row_strides(self.within):
+            offset, rest = divmod(rest, stride)
+            offsets.append(offset)
+        return offsets
+
+
+def _dot(a: Sequence[int], b: Sequence[int]) -> int:
+    return sum(x * y for x, y in zip(a, b, strict=True))
