@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 from urllib.parse import quote
 
 import numpy as np
@@ -98,8 +98,8 @@ class HoldfastFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ha
         fo: str = "",
         *,
         target_protocol: str | None = None,
-        target_options: Mapping[str, Any] | None = None,
-        **kwargs: Any,
+        target_options: Mapping[str, object] | None = None,
+        **kwargs: object,
     ) -> None:
         """``fo``: the checkpoint's URI; the name is fsspec's. ``target_options`` are options of its
         storage."""
@@ -116,7 +116,9 @@ class HoldfastFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ha
             self._uri = f"{target_protocol}://{fo}"
         self._options = dict(target_options or {})
 
-    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
+    def ls(
+        self, path: str, detail: bool = True, **kwargs: object
+    ) -> list[str] | list[dict[str, object]]:
         """The entries of a folder, of which there are two: the root, and ``images``."""
         path = self._strip_protocol(path)
         if path in self._files:
@@ -131,7 +133,7 @@ class HoldfastFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ha
             return names
         return [self.info(name) for name in names]
 
-    def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
+    def info(self, path: str, **kwargs: object) -> dict[str, object]:
         path = self._strip_protocol(path)
         if path in ("", _IMAGES):
             return {"name": path, "size": 0, "type": "directory"}
@@ -149,7 +151,7 @@ class HoldfastFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ha
     modified = created
 
     def cat_file(
-        self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any
+        self, path: str, start: int | None = None, end: int | None = None, **kwargs: object
     ) -> bytes:
         """Exactly these bytes, and no other are read; negative positions count from the end."""
         file = self._file(self._strip_protocol(path))
@@ -162,8 +164,8 @@ class HoldfastFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ha
         mode: str = "rb",
         block_size: int | None = None,
         autocommit: bool = True,
-        cache_options: Any = None,
-        **kwargs: Any,
+        cache_options: Mapping[str, object] | None = None,
+        **kwargs: object,
     ) -> AbstractBufferedFile:
         if mode != "rb":
             raise PermissionError("a checkpoint is read-only; holdfast.save writes one")

@@ -422,7 +422,7 @@ def _assign(job: LoadJob, manifest: Manifest, rank: int) -> Any:
         todo.setdefault(container, {})[key] = manifest.tree.values[row].of(rank)
     for number in range(len(nodes) - 1, -1, -1):
         updates = todo.get(number)
-        node = nodes[number]
+        node: Any = nodes[number]
         if not updates:
             continue
         if not isinstance(node, tuple):

@@ -15,7 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 from ...core.aio import to_the_end
 from ...core.forks.renewal import in_child, new_lock, new_rlock
@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 CPU_THREADS = max(2, min(8, os.cpu_count() or 2))
 """Threads that copy and hash. Their limit is memory bandwidth, not the number of cores."""
@@ -127,7 +128,7 @@ class _Started(EngineFuture[T]):
             self.set_result(work.result())
 
 
-def start(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+def start(coroutine: Coroutine[object, None, T]) -> Future[T]:
     """Start ``coroutine`` on the engine's loop and return its future. The interpreter does not exit
     before it ends.
 
@@ -138,7 +139,7 @@ def start(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
     return future
 
 
-def run(coroutine: Coroutine[Any, Any, T]) -> T:
+def run(coroutine: Coroutine[object, None, T]) -> T:
     """Run ``coroutine`` on the engine's loop and return its result. Ctrl-C cancels it; this then
     waits until it has cleaned up, for a minute at most, and raises KeyboardInterrupt. Raises
     UsageError on the engine's thread, before anything of ``coroutine`` has run."""
@@ -168,7 +169,7 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
         del future
 
 
-def close_later(close: Callable[[], Coroutine[Any, Any, None]]) -> None:
+def close_later(close: Callable[[], Coroutine[object, None, None]]) -> None:
     """For finalizers: run ``close()`` on the engine's loop, without waiting for it. Takes no lock
     and starts no engine, because the garbage collector may call a finalizer at any moment on any
     thread. Failures are logged."""
@@ -178,7 +179,7 @@ def close_later(close: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 def _begin_to_close(
-    loop: asyncio.AbstractEventLoop, close: Callable[[], Coroutine[Any, Any, None]]
+    loop: asyncio.AbstractEventLoop, close: Callable[[], Coroutine[object, None, None]]
 ) -> None:
     async def closed() -> None:
         try:
@@ -197,7 +198,7 @@ def _finish_all() -> None:
     wait(list(_unfinished), timeout=EXIT_S)
 
 
-async def offload(function: Callable[..., T], *args: Any) -> T:
+async def offload(function: Callable[[*Ts], T], *args: *Ts) -> T:
     """Run ``function`` in a worker thread of the current loop; if cancelled, wait for its end all
     the same.
 

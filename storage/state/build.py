@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import Any
 
 import numpy as np
 import torch
@@ -38,7 +37,9 @@ class Items:
     foreign: set[Key] = field(default_factory=set)
     """Keys of containers in which only other ranks have anything."""
 
-    def assembled(self, kind: str, runs: Sequence[tuple[str, int]]) -> Any:
+    def assembled(
+        self, kind: str, runs: Sequence[tuple[str, int]]
+    ) -> list[object] | tuple[object, ...] | dict[Key, object]:
         """The container. ``runs`` say how items of different kinds alternate; those beyond them,
         of other ranks, come last."""
         if kind != "dict":
@@ -180,7 +181,7 @@ class Built:
         top = min(items)
         for c in sorted(items, reverse=True):
             made = items[c].assembled(tree.containers[c].kind, tree.orders.get(c, []))
-            if c in tree.kinds:
+            if c in tree.kinds and isinstance(made, dict):
                 made = as_kind(tree.kinds[c], made)
             if c == top:
                 return made
@@ -199,7 +200,7 @@ def build(
     wanted: Wanted,
     path: TypedPath = (),
     make: Allocate | None = None,
-) -> tuple[Any, set[int]]:
+) -> tuple[object, set[int]]:
     """The state at ``path`` as ``rank`` saved it, its tensors empty and added to ``wanted``; and
     the rows it has.
 

@@ -8,7 +8,7 @@ release is checked against this file alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -35,7 +35,7 @@ __all__ = [
     "stored_local",
 ]
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., object])
 
 FLAT_PARAMETER_MARKS = ("_fsdp_flattened", "_is_flat_param")
 """Attributes that FSDP1 leaves on its flat parameters. 2.6.0: see ``torch.distributed.fsdp``."""
@@ -77,9 +77,9 @@ def fqn_of(module: torch.nn.Module, name: str) -> str:
     return str(next(iter(_get_fqns(module, name))))
 
 
-def plain_state_dict(owner: torch.nn.Module | torch.optim.Optimizer) -> dict[str, Any]:
+def plain_state_dict(owner: torch.nn.Module | torch.optim.Optimizer) -> dict[str, object]:
     """``owner.state_dict()``; of one that torch has patched for checkpoints, what it was before."""
-    state: dict[str, Any] = _state_dict_fn(owner, "state_dict")()
+    state: dict[str, object] = _state_dict_fn(owner, "state_dict")()
     return state
 
 
@@ -111,17 +111,25 @@ def never_compiled(function: Function) -> Function:
     return function
 
 
+class _Ref(Protocol):
+    """torch's ``StorageWeakRef``, which has no types."""
+
+    cdata: int
+
+    def expired(self) -> bool: ...
+
+
 class WeakStorage:
     """A storage that this does not keep alive. ``UntypedStorage`` itself has no weak references
     that live as long as the memory does."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._ref: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._ref: _Ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
     @property
     def expired(self) -> bool:
         """Whether nothing has the memory any more."""
-        return bool(self._ref.expired())
+        return self._ref.expired()
 
     def get(self) -> torch.UntypedStorage | None:
         """The storage, or None."""

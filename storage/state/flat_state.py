@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -49,7 +48,7 @@ class FlatState:
     layouts: list[Layout] = field(default_factory=list)
     alias: list[int] = field(default_factory=list)
     tree: Tree = field(default_factory=Tree)
-    nodes: list[Any] = field(default_factory=list)
+    nodes: list[object] = field(default_factory=list)
     subtrees: list[Subtree] = field(default_factory=list)
     modules: list[Walked] = field(default_factory=list)
     placeholders: Mapping[str, str] = field(default_factory=dict)

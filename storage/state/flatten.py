@@ -34,6 +34,9 @@ _LEAVES = (*TENSOR_TYPES, int, float, str, bool, type(None))
 """Where there are no modules."""
 _DEPTH_MAX = 200
 
+Node = Mapping[Key, object] | list[object] | tuple[object, ...]
+"""A container of a state."""
+
 
 def flatten(state: object, *, loading: bool = False) -> FlatState:
     """Flatten ``state``: a dict, list or tuple, or an object with a state.
@@ -220,7 +223,7 @@ class _Walker:
     def path(self, key: Key) -> str:
         return format_path((*self.keys, key))
 
-    def container(self, node: Any, parent: int, key: Key, prefix: str) -> None:
+    def container(self, node: Node, parent: int, key: Key, prefix: str) -> None:
         number = len(self.tree.containers)
         kind = _kind(node)
         self.tree.containers.append(Container(parent, key, kind))
@@ -233,7 +236,8 @@ class _Walker:
         self.note_kind(node, number, kind, where)
         self.open_ids.add(id(node))
         runs: list[tuple[str, int]] = []
-        for child, item in node.items() if kind == "dict" else enumerate(node):
+        item: Any
+        for child, item in node.items() if isinstance(node, Mapping) else enumerate(node):
             if type(item) in PLAIN_TYPES:
                 self.plain_tensor(item, number, child, prefix)
                 emitted = "t"

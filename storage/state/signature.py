@@ -31,7 +31,6 @@ from .dtypes import numpy_to_torch
 __all__ = ["NoSignatureError", "SignatureScan"]
 
 _DEPTH_MAX = 200
-_MAPPINGS = (dict, OrderedDict)
 _KEYS = {str, int, bool, type(None)}
 """Equal keys of one of these types are the same text; 0.0 and -0.0 are not."""
 _VALUES = (type(None), bool, int, float, str)
@@ -63,7 +62,7 @@ class SignatureScan:
         self._first: dict[int, int] = {}  # by address: the first tensor that begins there
         self._adapters = Adapters()
 
-    def signature_of(self, state: Any) -> tuple[Hashable, ...]:
+    def signature_of(self, state: object) -> tuple[Hashable, ...]:
         """Scan all of ``state``, once. Raises NoSignatureError; what was opened until then is in
         ``opened``."""
         try:
@@ -74,7 +73,7 @@ class SignatureScan:
             raise NoSignatureError from error
         return tuple(self._signature)
 
-    def _plain(self, item: Any) -> Any:
+    def _plain(self, item: object) -> object:
         """``item``, or its state where it has one."""
         if not has_state(item):
             return item
@@ -83,19 +82,19 @@ class SignatureScan:
         self.opened.append((item, state))
         return state
 
-    def _container(self, node: Any, depth: int) -> None:
-        kind = type(node)
+    def _container(self, node: object, depth: int) -> None:
         self.nodes.append(node)
-        items: Iterable[Any] = node
-        if kind in _MAPPINGS:
+        items: Iterable[object]
+        if type(node) is dict or type(node) is OrderedDict:
             keys = tuple(node)
             types = tuple(map(type, keys))
-            self._signature.append((kind, keys, types))
+            self._signature.append((type(node), keys, types))
             if not _KEYS.issuperset(types):
                 raise NoSignatureError
             items = node.values()
-        elif kind is list or kind is tuple:
-            self._signature.append((kind, len(node)))
+        elif type(node) is list or type(node) is tuple:
+            self._signature.append((type(node), len(node)))
+            items = node
         else:
             raise NoSignatureError
         if depth > _DEPTH_MAX:
@@ -118,9 +117,8 @@ class SignatureScan:
         else:
             self._unusual(item, depth)
 
-    def _unusual(self, item: Any, depth: int) -> None:
-        kind = type(item)
-        if kind is np.ndarray:
+    def _unusual(self, item: object, depth: int) -> None:
+        if type(item) is np.ndarray:
             self._signature.append("array")
             tensor = numpy_to_torch(item, "")
             self._tensor(tensor, tensor, None)
@@ -128,7 +126,7 @@ class SignatureScan:
             raise NoSignatureError
         elif has_state(item):
             self._item(self._plain(item), depth)
-        elif isinstance(item, Mapping | list | tuple) and kind is not torch.Size:
+        elif isinstance(item, Mapping | list | tuple) and type(item) is not torch.Size:
             self._container(item, depth + 1)
         else:
             self._value(item)

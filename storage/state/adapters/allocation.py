@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeGuard
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -40,7 +40,7 @@ Allocate = Callable[[Entry], torch.Tensor | None]
 """The tensor to be filled with an entry; None for what this rank has no place for."""
 
 
-def value_at(present: Any, keys: Sequence[object]) -> Any:
+def value_at(present: object, keys: Sequence[object]) -> object:
     """What ``present``, a nested state, has under ``keys``; None where there is nothing."""
     for key in keys:
         if isinstance(present, Mapping):
@@ -52,7 +52,7 @@ def value_at(present: Any, keys: Sequence[object]) -> Any:
     return present
 
 
-def fits(present: object, entry: Entry) -> bool:
+def fits(present: object, entry: Entry) -> TypeGuard[torch.Tensor]:
     """Whether ``present`` is a tensor that can be filled with ``entry`` as it is."""
     return (
         isinstance(present, torch.Tensor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,6 +25,9 @@ from ....planner.placement import (
 )
 
 __all__ = ["DTensorAdapter", "MeshLayouts", "check_layout", "hooked", "layouts_on", "mesh_layout"]
+
+
+V = TypeVar("V")
 
 
 @dataclass(slots=True)
@@ -102,7 +105,7 @@ class DTensorAdapter:
         )
 
 
-def _make_room(known: dict[Hashable, Any]) -> None:
+def _make_room(known: dict[Hashable, V]) -> None:
     if len(known) >= _LAYOUTS_MAX:
         known.clear()
 
@@ -156,7 +159,7 @@ def _check_hooks(
 def _reported_boxes(tensor: DTensor, local: torch.Tensor) -> list[Box] | None:
     """The boxes (offsets, lengths) with elements that hooks report; None where there is no hook
     for that."""
-    source: Any = tensor
+    source: torch.Tensor = tensor
     if hasattr(local, _CHUNKS):
         source = local
     elif hasattr(local, _WRITES):

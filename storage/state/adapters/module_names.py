@@ -8,7 +8,6 @@ long as the module consists of the same kinds of modules.
 
 from __future__ import annotations
 
-from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -87,13 +86,13 @@ class Walked:
             if parameter is not None
         ]
 
-    def registered(self) -> dict[str, Any] | None:
+    def registered(self) -> dict[str, object] | None:
         """What ``state_dict()`` returns, where nothing of it has hooks, or a way of its own: all
         that is registered, in order; else None. Torch asks each module for its own, and that for
         its own, and a trainer waits."""
         if not self.names.usual:
             return None
-        state: dict[str, Any] = {}
+        state: dict[str, object] = {}
         places = 1
         for prefix, part in self.parts:
             own = part.__dict__
@@ -133,7 +132,7 @@ def walk(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     return found
 
 
-def module_state(walked: Walked) -> dict[str, Any]:
+def module_state(walked: Walked) -> dict[str, object]:
     """As torch's ``get_model_state_dict``: the module's state dict, by names without wrappers."""
     names = walked.names
     state = walked.registered()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -21,14 +20,14 @@ from .module_names import Walked
 __all__ = ["object_allocator"]
 
 
-def object_allocator(owner: object, present: Any, modules: Sequence[Walked]) -> Allocate:
+def object_allocator(owner: object, present: object, modules: Sequence[Walked]) -> Allocate:
     """How to make the tensors of the state of ``owner``, whose state is ``present`` now."""
     reach = _Reach(owner, modules)
 
     def make(entry: Entry) -> torch.Tensor:
         here = value_at(present, entry.keys)
         if fits(here, entry):
-            return here.detach()  # type: ignore[no-any-return]
+            return here.detach()
         if isinstance(here, torch.Tensor) and not here.is_meta:
             return empty_for(here, entry)
         reference = reach.parameter_of(entry)
@@ -88,7 +87,7 @@ class _Reach:
         return None
 
 
-def _held(owner: object) -> Iterator[Any]:
+def _held(owner: object) -> Iterator[object]:
     """What ``owner`` has as attributes, and in lists and dicts there."""
     for value in list(getattr(owner, "__dict__", {}).values()):
         if isinstance(value, Mapping):

@@ -8,7 +8,7 @@ rank's value by number.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard, TypeVar
 
 import numpy as np
 import torch
@@ -19,9 +19,11 @@ from .stateful import expand, has_state, restore
 
 __all__ = ["PerRank", "Rule", "resharded"]
 
-Rule = Literal["keep", "broadcast", "split", "merge"] | Callable[[list[Any], int, int], Any]
+Rule = Literal["keep", "broadcast", "split", "merge"] | Callable[[list[Any], int, int], object]
 """Called with the values of all ranks that saved one, in order of rank, this rank and the number of
 ranks."""
+
+T = TypeVar("T")
 
 _NAMED = ("keep", "broadcast", "split", "merge")
 
@@ -64,7 +66,7 @@ class PerRank:
     builds_anew = True
     """Its values are those of ranks that saved: there are no tensors to fill."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """This rank's value, by its number; and how many ranks there are."""
         state = self.value
         if has_state(state):
@@ -86,7 +88,7 @@ class PerRank:
             self.value = state
 
 
-def resharded(values: list[Any], rule: Rule, rank: int, world: int) -> Any:
+def resharded(values: list[object], rule: Rule, rank: int, world: int) -> object:
     """What rank ``rank`` of ``world`` gets of the values of other ranks. Raises StateError where
     ``rule`` does not fit."""
     if callable(rule):
@@ -104,18 +106,21 @@ def resharded(values: list[Any], rule: Rule, rank: int, world: int) -> Any:
     return _joined(mine, "value")
 
 
-def _joined(values: Sequence[Any], path: str) -> Any:
+def _joined(values: Sequence[object], path: str) -> object:
     first = values[0]
-    alike = all(type(value) is type(first) for value in values)
-    if alike and isinstance(first, dict) and all(value.keys() == first.keys() for value in values):
+    if (
+        isinstance(first, dict)
+        and _all_like(values, first)
+        and all(value.keys() == first.keys() for value in values)
+    ):
         return {key: _joined([value[key] for value in values], f"{path}[{key!r}]") for key in first}
-    if alike and isinstance(first, list | tuple):
+    if isinstance(first, list | tuple) and _all_like(values, first):
         return type(first)(item for value in values for item in value)
-    if alike and isinstance(first, torch.Tensor) and first.ndim:
+    if isinstance(first, torch.Tensor) and first.ndim and _all_like(values, first):
         return torch.cat(list(values))
-    if alike and isinstance(first, np.ndarray) and first.ndim:
+    if isinstance(first, np.ndarray) and first.ndim and _all_like(values, first):
         return np.concatenate(list(values))
-    if alike and all(bool(value == first) for value in values):
+    if _all_like(values, first) and all(bool(value == first) for value in values):
         return first
     raise StateError(
         f"{path} of a PerRank differs between ranks, and cannot be joined",
@@ -123,11 +128,17 @@ def _joined(values: Sequence[Any], path: str) -> Any:
     )
 
 
-def _cut(joined: Any, part: int, parts: int) -> Any:
+def _all_like(values: Sequence[object], first: T) -> TypeGuard[Sequence[T]]:
+    return all(type(value) is type(first) for value in values)
+
+
+def _cut(joined: object, part: int, parts: int) -> object:
     """One of so many even parts; nothing of it, where there are none."""
     if isinstance(joined, dict):
         return {key: _cut(item, part, parts) for key, item in joined.items()}
-    if isinstance(joined, list | tuple) or getattr(joined, "ndim", False):
+    if isinstance(joined, torch.Tensor | np.ndarray) and not joined.ndim:
+        return joined
+    if isinstance(joined, list | tuple | torch.Tensor | np.ndarray):
         if not parts:
             return joined[:0]
         n = len(joined)

@@ -7,7 +7,7 @@ outside of this package asks what type a tensor is of.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Never, Protocol, TypeVar, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -52,7 +52,7 @@ class _PlainAdapter:
 
 
 _PLAIN = _PlainAdapter()
-_ADAPTERS: dict[type[torch.Tensor], Callable[[], TensorAdapter[Any]]] = {DTensor: DTensorAdapter}
+_ADAPTERS: dict[type[torch.Tensor], Callable[[], TensorAdapter[Never]]] = {DTensor: DTensorAdapter}
 """By type. What is of none of these, nor of a type that inherits from one, is plain."""
 
 TENSOR_TYPES: tuple[type, ...] = (*PLAIN_TYPES, *_ADAPTERS)
@@ -63,15 +63,17 @@ class Adapters:
     """The adapters of one walk."""
 
     def __init__(self) -> None:
-        self._by_type: dict[type, TensorAdapter[Any]] = dict.fromkeys(PLAIN_TYPES, _PLAIN)
+        self._by_type: dict[type, TensorAdapter[torch.Tensor]] = dict.fromkeys(PLAIN_TYPES, _PLAIN)
 
-    def of(self, tensor: torch.Tensor) -> TensorAdapter[Any]:
+    def of(self, tensor: torch.Tensor) -> TensorAdapter[torch.Tensor]:
         """The adapter for ``tensor``."""
         kind = type(tensor)
         adapter = self._by_type.get(kind)
         if adapter is None:
             known = (_ADAPTERS[base] for base in kind.__mro__ if base in _ADAPTERS)
-            adapter = self._by_type[kind] = next(known, _PlainAdapter)()
+            # It is asked of tensors of this type alone.
+            adapter = cast(TensorAdapter[torch.Tensor], next(known, _PlainAdapter)())
+            self._by_type[kind] = adapter
         return adapter
 
 
