@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 def save(
     uri: UriLike,
-    state: Any,
+    state: object,
     *,
     step: int | None = None,
     budget_nbytes: int = BUDGET_NBYTES,
@@ -100,7 +100,7 @@ def save(
 
 def async_save(
     uri: UriLike,
-    state: Any,
+    state: object,
     *,
     step: int | None = None,
     lazy: Lazy = False,
@@ -185,7 +185,7 @@ def load(
 @explains("uri", "storage_options")
 def load(
     uri: UriLike,
-    into: Any = None,
+    into: object = None,
     *,
     strict: Strict = True,
     cast: bool = False,
@@ -195,7 +195,7 @@ def load(
     exchange: Exchanging = "auto",
     on_report: Callable[[LoadReport], None] | None = None,
     progress: ProgressCallback | None = None,
-) -> Any:
+) -> object:
     """Load the checkpoint ``uri`` into ``into``, whatever layouts the two have; return ``into``.
 
     Tensors, DTensors and arrays are filled in place; small values are replaced in their containers;
@@ -206,10 +206,11 @@ def load(
     ``strict``: which names must be on both sides. True: all, of the state and of the checkpoint.
     ``"state"``: those of the state; what else the checkpoint has is left. False: none; what both
     have is loaded. What is left is logged, and listed in the report. Names that must fit and do
-    not, and, in every mode, shapes and dtypes that differ and a state of which nothing is stored at
-    all, are raised as one MismatchError that lists them, before anything is read. ``cast=True``
-    converts dtypes. Every byte is verified before it is used. ``storage_options`` as in
-    :func:`save`. ``on_report`` is told what was read, on this rank.
+    not, and, in every mode, shapes and dtypes that differ, objects in whose place something else is
+    stored, and a state of which nothing is stored at all, are raised as one MismatchError that
+    lists them, before anything is read. ``cast=True`` converts dtypes. Every byte is verified
+    before it is used. ``storage_options`` as in :func:`save`. ``on_report`` is told what was read,
+    on this rank.
 
     ``exchange``: what several ranks want is read by one of them, which hands it to the others at
     once. "auto": among ranks of one host, through memory that they share, where it is enough to

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -24,7 +23,7 @@ from .adapters.optimizer import (
 )
 from .adapters.parameter_groups import StoredGroup, differing_kind, match_groups
 from .adapters.per_rank import PerRank
-from .adapters.stateful import RNGState
+from .adapters.stateful import RNGState, takes
 from .build import build
 from .flat_state import Subtree
 from .targets import TypedPath, Wanted, typed_paths
@@ -41,7 +40,7 @@ class ObjectState:
     says how.
     """
 
-    state: Any
+    state: object
     rows: set[int]
     missing: dict[str, str] = field(default_factory=dict)
     mismatched: dict[str, str] = field(default_factory=dict)
@@ -73,6 +72,23 @@ def build_object_state(
     ``rank`` of ``world`` loads. Raises KeyError where nothing is stored.
     """
     source = _Source(manifest, rank, world, wanted)
+    restored = _restored(subtree, modules, source, path)
+    if not takes(subtree.owner, restored.state):
+        keys = [key for _, key in path]
+        restored.mismatched[dotted(keys)] = (
+            f"{format_path(keys)}: {_typed(restored.state)} in the checkpoint, which is not the "
+            f"state of {_typed(subtree.owner)}"
+        )
+    return restored
+
+
+def _typed(value: object) -> str:
+    return f"an object of type {type(value).__name__}"
+
+
+def _restored(
+    subtree: Subtree, modules: Sequence[Walked], source: _Source, path: TypedPath
+) -> ObjectState:
     owner = subtree.owner
     if isinstance(owner, torch.optim.Optimizer) and subtree.present is None:
         return _optimizer(owner, modules, source, path)
@@ -81,7 +97,7 @@ def build_object_state(
     make = None
     if subtree.present is not None:
         make = object_allocator(owner, subtree.present, modules)
-    state, rows = build(manifest, rank, wanted, path, make)
+    state, rows = build(source.manifest, source.rank, source.wanted, path, make)
     restored = ObjectState(like(subtree.present, state), rows)
     if not isinstance(owner, RNGState) and hasattr(owner, "state_dict"):
         restored.dealt = _dealt(source, path)
@@ -103,7 +119,7 @@ def _optimizer(
     make_group = group_allocator(optimizer)
 
     @functools.cache
-    def groups_of(of_rank: int) -> Sequence[Mapping[str, Any]]:
+    def groups_of(of_rank: int) -> Sequence[Mapping[str, object]]:
         groups, rows = build(m, of_rank, wanted, (*path, *_GROUPS), make_group)
         taken.update(rows)
         return groups if isinstance(groups, list) else []
@@ -113,10 +129,16 @@ def _optimizer(
         optimizer, parameter_keys(optimizer, modules, stored), stored, rank, groups_of
     )
     state, rows = build(m, rank, wanted, path, optimizer_allocator(optimizer, matched, stored))
+    assert isinstance(state, dict)  # it has groups
+    del state["param_groups"]
+    entries = state.pop("state", {})
     keys = [key for _, key in path]
-    name = dotted([*keys, "param_groups"])
     where = format_path(keys)
-    restored = ObjectState(StoredOptimizer(state, stored, matched), rows | taken)
+    if not isinstance(entries, Mapping):
+        text = f"{where}: {_typed(entries)} in the checkpoint, in place of the state of parameters"
+        return ObjectState(state, rows, mismatched={dotted(keys): text})
+    restored = ObjectState(StoredOptimizer(entries, state, stored, matched), rows | taken)
+    name = dotted([*keys, "param_groups"])
     for number, text in matched.conflicts.items():
         restored.mismatched[f"{name}.{number}"] = f"{where}: {text}"
     for number, text in matched.new.items():

@@ -315,6 +315,28 @@ def test_random_generators_go_on_where_they_were() -> None:
     assert [draws(into), draws(into)] == expected
 
 
+@pytest.mark.parametrize(
+    ("stored", "into"),
+    [
+        ([1], torch.Generator()),
+        ([1], np.random.default_rng()),
+        ({"a": 1}, np.random.RandomState()),
+        ({"a": 1}, random.Random()),
+        ("text", torch.optim.SGD([nn.Parameter(torch.ones(1))])),
+        (torch.ones(2), holdfast.RNGState()),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_no_state_of_an_object_does_not_fit(stored: object, into: object) -> None:
+    """It is found before anything is loaded, in every mode."""
+    uri = fresh_uri()
+    holdfast.save(uri, {"object": stored, "tensor": torch.ones(3)})
+    tensor = torch.zeros(3)
+    with pytest.raises(holdfast.MismatchError, match="not the state of an object of type"):
+        holdfast.load(uri, into={"object": into, "tensor": tensor}, strict=False)
+    assert not tensor.any()
+
+
 def test_raw_random_states_are_values_and_tensors() -> None:
     """What the libraries' own get_state functions return can be saved, and given back to them."""
     generators(3)

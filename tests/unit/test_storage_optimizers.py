@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -248,6 +249,47 @@ def test_an_optimizer_within_an_object_gets_its_state_to_the_last_bit() -> None:
     other, into = pair(torch.bfloat16)
     holdfast.load(uri, into={"app": App(other, into)})
     assert difference(by_name(net, optim), by_name(other, into)) is None
+
+
+class Frozen(App):
+    """Gives its optimizer entries that cannot be assigned to."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As it is, but for the types of mappings."""
+        optim = state["optim"]
+        entries = {key: MappingProxyType({"own": entry}) for key, entry in optim["state"].items()}
+        super().load_state_dict({**state, "optim": {**optim, "state": entries}})
+
+
+def test_an_entry_that_cannot_be_assigned_to_is_loaded_as_a_dict() -> None:
+    """To the last bit, as any other."""
+    net, optim = pair(torch.bfloat16)
+    optim.fill()
+    uri = fresh_uri()
+    holdfast.save(uri, {"app": App(net, optim)})
+    other, into = pair(torch.bfloat16)
+    holdfast.load(uri, into={"app": Frozen(other, into)})
+    entries = dict(zip(other.parameters(), net.parameters(), strict=True))
+    for parameter, source in entries.items():
+        assert difference({"own": optim.state[source]}, into.state[parameter]) is None
+
+
+@pytest.mark.parametrize("stored", [[torch.ones(3)], torch.ones(3), 3])
+def test_a_stored_state_that_is_no_mapping_does_not_fit(stored: object) -> None:
+    """It is of an optimizer that keeps it in another form; nothing is loaded."""
+
+    class Listed(torch.optim.SGD):
+        def state_dict(self) -> dict[str, Any]:
+            """Of a form of its own."""
+            return {"state": stored, "param_groups": [{"lr": 0.5, "params": [0]}]}
+
+    net = nn.Linear(3, 3)
+    uri = fresh_uri()
+    holdfast.save(uri, {"optim": Listed([net.weight], lr=0.5)})
+    into = torch.optim.SGD([net.weight], lr=0.1)
+    with pytest.raises(holdfast.MismatchError, match="in place of the state of parameters"):
+        holdfast.load(uri, into={"optim": into}, strict=False)
+    assert into.param_groups[0]["lr"] == 0.1
 
 
 def test_an_optimizer_may_be_the_state() -> None:

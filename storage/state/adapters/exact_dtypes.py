@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from itertools import chain
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -77,7 +77,7 @@ class _Around:
 
     def before(
         self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
-    ) -> dict[str, Any] | None:
+    ) -> dict[str, object]:
         """Keep what is given, and protect what torch would spoil."""
         stored = list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
         params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
@@ -99,17 +99,17 @@ class _Around:
         self._given = []
 
 
-def _protected(value: Any) -> Any:
+def _protected(value: object) -> object:
     if isinstance(value, Mapping):
         return {key: _protected(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
+    if _is_sequence(value):
         return type(value)(_protected(item) for item in value)
     if isinstance(value, torch.Tensor) or not isinstance(value, Iterable):
         return value
     return _Opaque(value)
 
 
-def _restored(parameter: torch.Tensor, given: Any, now: Any, key: object) -> Any:
+def _restored(parameter: torch.Tensor, given: object, now: object, key: object) -> object:
     """``now``, but for what torch has made of ``given`` because of the dtype of ``parameter``."""
     if isinstance(now, _Opaque):
         return now.value
@@ -122,17 +122,24 @@ def _restored(parameter: torch.Tensor, given: Any, now: Any, key: object) -> Any
         return given.to(device=now.device)
     if isinstance(given, Mapping) and isinstance(now, dict):
         items = {k: _restored(parameter, given.get(k), item, k) for k, item in now.items()}
-        if type(given) is dict:
-            return items
-        return _refilled(given, items)
-    if type(given) in (list, tuple) and type(now) is type(given) and len(now) == len(given):
+        if type(given) is not dict and isinstance(given, MutableMapping):
+            return _refilled(given, items)
+        return items
+    if _is_sequence(given) and _is_sequence(now) and len(now) == len(given):
         return type(now)(_restored(parameter, g, n, None) for g, n in zip(given, now, strict=True))
     return now
 
 
-def _refilled(given: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+def _is_sequence(value: object) -> TypeGuard[list[object] | tuple[object, ...]]:
+    """Whether ``value`` is of a type that torch makes anew, item by item."""
+    return type(value) in (list, tuple)
+
+
+def _refilled(
+    given: MutableMapping[object, object], items: Mapping[object, object]
+) -> MutableMapping[object, object]:
     """A mapping of the type of ``given``: torch makes plain dicts of all."""
-    made: Any = copy.copy(given)
+    made = copy.copy(given)
     made.clear()
     made.update(items)
     return made

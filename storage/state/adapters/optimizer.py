@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict, TypeGuard, cast
 
 import torch
 
@@ -33,19 +33,37 @@ __all__ = [
 ]
 
 
+class _PackedGroup(TypedDict):
+    """Besides, it has hyperparameters."""
+
+    params: list[int]
+
+
+class _Packed(TypedDict):
+    """A state dict of torch's form, which may have more keys."""
+
+    state: Mapping[object, object]
+    param_groups: list[_PackedGroup]
+
+
 @dataclass(frozen=True)
 class StoredOptimizer:
     """The state of an optimizer, built from a checkpoint, and how its groups match those of the
-    optimizer that takes it. ``stored`` are the groups of the checkpoint."""
+    optimizer that takes it.
 
-    state: Mapping[str, Any]
+    ``entries``: by the keys of parameters, their state. ``rest``: what else is stored, but for the
+    groups. ``stored`` are the groups of the checkpoint.
+    """
+
+    entries: Mapping[object, object]
+    rest: Mapping[str, object]
     stored: list[StoredGroup]
     matched: Matched
 
 
 def optimizer_state(
     optimizer: torch.optim.Optimizer, modules: Iterable[Walked], path: str = "the optimizer"
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """State and hyperparameters, by fqn where one of ``modules`` has all parameters, else by
     torch's numbering.
 
@@ -89,7 +107,7 @@ def refuse_unknown(optimizer: torch.optim.Optimizer, path: str) -> None:
         )
 
 
-def present_layout(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+def present_layout(optimizer: torch.optim.Optimizer) -> dict[str, object] | None:
     """The state dict of an optimizer that has a form of its own, such as flat names; None for
     torch's form.
 
@@ -104,7 +122,7 @@ def present_layout(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     return packed
 
 
-def _is_usual(packed: Mapping[str, Any]) -> bool:
+def _is_usual(packed: Mapping[str, object]) -> TypeGuard[_Packed]:
     return isinstance(packed.get("state"), Mapping) and isinstance(packed.get("param_groups"), list)
 
 
@@ -140,6 +158,7 @@ def optimizer_allocator(
         if id(p) in matched.keys
     }
     of_parameters = {key for group in stored for key in group.ranks}
+    state = cast(Mapping[object, object], optimizer.state)  # tensors are not its only keys
 
     def make(entry: Entry) -> torch.Tensor | None:
         if entry.keys[0] == "param_groups":
@@ -150,11 +169,10 @@ def optimizer_allocator(
         parameter = parameters.get(key)
         if parameter is None and key in of_parameters:
             return None
-        holder: Any = key if parameter is None else parameter
-        present = value_at(optimizer.state.get(holder), entry.keys[2:])
+        holder = key if parameter is None else parameter
+        present = value_at(state.get(holder), entry.keys[2:])
         if fits(present, entry):
-            found: torch.Tensor = present.detach()
-            return found
+            return present.detach()
         reference = _first_parameter(optimizer) if parameter is None else parameter
         if isinstance(present, torch.Tensor) and present.ndim:
             reference = present
@@ -193,7 +211,7 @@ def _device_of(optimizer: torch.optim.Optimizer, keys: tuple[object, ...]) -> to
 
 
 def load_optimizer(
-    optimizer: torch.optim.Optimizer, given: StoredOptimizer | Mapping[str, Any]
+    optimizer: torch.optim.Optimizer, given: StoredOptimizer | Mapping[str, object]
 ) -> None:
     """Give the optimizer its stored state, bit for bit. Which parameters its groups have stays as
     it is."""
@@ -204,24 +222,18 @@ def load_optimizer(
     every = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
     number = {id(p): i for i, p in enumerate(every)}
     of_parameters = {key for group in given.stored for key in group.ranks}
-    entries = given.state.get("state", {})
-    state: dict[object, object] = {
-        key: entry for key, entry in entries.items() if key not in of_parameters
-    }
+    state = {key: entry for key, entry in given.entries.items() if key not in of_parameters}
     for p in every:
         key = given.matched.keys.get(id(p))
-        if key is not None and key in entries:
-            state[number[id(p)]] = entries[key]
+        if key is not None and key in given.entries:
+            state[number[id(p)]] = given.entries[key]
     groups = [
         {**group, **(taken or {}), "params": [number[id(p)] for p in group["params"]]}
         for group, taken in zip(optimizer.param_groups, given.matched.hyperparameters, strict=True)
     ]
-    rest = {
-        key: value for key, value in given.state.items() if key not in ("state", "param_groups")
-    }
     plain = any(isinstance(p, torch.Tensor) and p.is_inference() for p in every)
     with exact_values(optimizer), torch.inference_mode(plain):
-        optimizer.load_state_dict({**rest, "state": state, "param_groups": groups})
+        optimizer.load_state_dict({**given.rest, "state": state, "param_groups": groups})
 
 
 def parameter_keys(

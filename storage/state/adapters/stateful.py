@@ -24,7 +24,13 @@ from ....errors import StateError
 from .exact_dtypes import exact_values
 from .foreign import refuse_object
 from .module_names import Walked, module_state
-from .optimizer import load_optimizer, optimizer_state, present_layout, refuse_unknown
+from .optimizer import (
+    StoredOptimizer,
+    load_optimizer,
+    optimizer_state,
+    present_layout,
+    refuse_unknown,
+)
 
 __all__ = [
     "RNGState",
@@ -34,6 +40,7 @@ __all__ = [
     "has_state",
     "present_state",
     "restore",
+    "takes",
 ]
 
 _log = logging.getLogger(__name__)
@@ -43,10 +50,10 @@ _log = logging.getLogger(__name__)
 class StatefulLike(Protocol):
     """What torch's modules, optimizers, schedulers and stateful data loaders have in common."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Mapping[str, object]:
         """The state."""
 
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
         """Take the state back."""
 
 
@@ -58,7 +65,7 @@ class RNGState:
     back its own.
     """
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """States of all generators, as they are now."""
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
         name, keys, position, has_gauss, cached = np.random.get_state()
@@ -164,10 +171,27 @@ def expand(value: object, modules: Sequence[Walked], path: str, *, loading: bool
     return state
 
 
+def takes(value: object, state: object) -> bool:
+    """Whether ``state`` is of a type that ``value`` takes back. What has code of its own for that
+    decides itself."""
+    if isinstance(value, torch.Generator):
+        return isinstance(state, torch.Tensor)
+    if isinstance(value, np.random.RandomState | random.Random):
+        return isinstance(state, list | tuple)
+    if isinstance(value, torch.optim.Optimizer):
+        return isinstance(state, StoredOptimizer | Mapping)
+    if isinstance(value, np.random.Generator | RNGState):
+        return isinstance(state, Mapping)
+    return True
+
+
 def restore(value: object, state: Any) -> None:
-    """Give an object its state back."""
+    """Give an object its state back, which it :func:`takes`."""
     if isinstance(value, torch.nn.Module):
-        _restore_module(value, state)
+        # Inference tensors can be written to in inference mode alone, and others should not be
+        # made there.
+        with torch.inference_mode(_has_inference(state)):
+            set_model_state_dict(value, state)
     elif isinstance(value, torch.optim.Optimizer):
         load_optimizer(value, state)
     elif isinstance(value, torch.Generator):
@@ -189,13 +213,6 @@ def restore(value: object, state: Any) -> None:
 def _stateful(value: object) -> StatefulLike:
     """``value``, of which :func:`has_state` is true."""
     return cast(StatefulLike, value)
-
-
-def _restore_module(module: torch.nn.Module, state: Any) -> None:
-    """Inference tensors can be written to in inference mode alone, and others should not be made
-    there."""
-    with torch.inference_mode(_has_inference(state)):
-        set_model_state_dict(module, state)
 
 
 def _has_inference(state: object) -> bool:
