@@ -17,7 +17,6 @@ import io
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
@@ -92,14 +91,14 @@ class HoldfastReader(StorageReader):
         """Whether this is a URI."""
         return _is_uri(checkpoint_id)
 
-    def read_metadata(self, *args: Any, **ignored: Any) -> Metadata:
+    def read_metadata(self, *args: object, **ignored: object) -> Metadata:
         """What the checkpoint has. Raises NotACheckpointError, DamagedError, StorageError."""
         manifest = run(_manifest(self._driver()))
         self._contents = Contents(manifest, current_rank())
         return self._contents.metadata(printed_uri(self._uri))
 
     def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **ignored: Any
+        self, metadata: Metadata, is_coordinator: bool, *args: object, **ignored: object
     ) -> None:
         """Nothing to be done: what was read as metadata is kept."""
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -24,7 +23,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ..format.kinds import as_kind
 from ..format.manifest import Manifest
 from ..format.tree import Container, Key
 from ..state.build import Items
@@ -223,7 +221,7 @@ class Contents:
             return made
         return made.numpy()
 
-    def _assembled(self, number: int, wanted: Wanted) -> Any:
+    def _assembled(self, number: int, wanted: Wanted) -> object:
         """A container with all in it."""
         tree = self.manifest.tree
         items = Items()
@@ -236,8 +234,7 @@ class Contents:
         for child in reversed(self._children[number]):
             made = self._assembled(child, wanted)
             items.containers.append((self._container(child).key, made))
-        whole = items.assembled(self._container(number).kind, tree.orders.get(number, []))
-        return as_kind(tree.kinds.get(number, ""), whole)
+        return items.assembled(tree, number)
 
     def _has(self, value: int) -> bool:
         """Whether this rank has saved a value; the lists of other ranks may have been longer."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
@@ -12,7 +11,7 @@ import torch
 from ...errors import DamagedError
 from ..format.kinds import as_kind
 from ..format.manifest import Manifest
-from ..format.tree import Key, Value
+from ..format.tree import Key, Tree, Value
 from .adapters.allocation import Allocate, Entry
 from .dtypes import dtype_of, empty
 from .targets import TypedPath, Wanted, typed_paths
@@ -37,11 +36,10 @@ class Items:
     foreign: set[Key] = field(default_factory=set)
     """Keys of containers in which only other ranks have anything."""
 
-    def assembled(
-        self, kind: str, runs: Sequence[tuple[str, int]]
-    ) -> list[object] | tuple[object, ...] | dict[Key, object]:
-        """The container. ``runs`` say how items of different kinds alternate; those beyond them,
-        of other ranks, come last."""
+    def assembled(self, tree: Tree, number: int) -> object:
+        """The container with this number in ``tree``. Items beyond the order that is stored, which
+        are those of other ranks, come last."""
+        kind = tree.containers[number].kind
         if kind != "dict":
             held = dict(chain(self.tensors, self.values, self.containers))
             keys = sorted(held)  # type: ignore[type-var]
@@ -52,8 +50,9 @@ class Items:
                 return made
             return tuple(made)
         sources = {"t": iter(self.tensors), "v": iter(self.values), "c": reversed(self.containers)}
-        in_turn = (islice(sources[of], count) for of, count in runs)
-        return dict(chain(chain.from_iterable(in_turn), *sources.values()))
+        in_turn = (islice(sources[of], count) for of, count in tree.orders.get(number, []))
+        ordered = chain(chain.from_iterable(in_turn), *sources.values())
+        return as_kind(tree.kinds.get(number, ""), dict(ordered))
 
 
 class Built:
@@ -180,9 +179,7 @@ class Built:
         tree = self._m.tree
         top = min(items)
         for c in sorted(items, reverse=True):
-            made = items[c].assembled(tree.containers[c].kind, tree.orders.get(c, []))
-            if c in tree.kinds and isinstance(made, dict):
-                made = as_kind(tree.kinds[c], made)
+            made = items[c].assembled(tree, c)
             if c == top:
                 return made
             parent = tree.containers[c].parent
