@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from .storage.api import async_save, fence, load, release_memory, save
     from .storage.operations.copy import CopyReport, copy
     from .storage.operations.diff import DiffReport, diff
+    from .storage.operations.export import ExportReport, export
     from .storage.operations.handle import SaveHandle
     from .storage.operations.listing import ListedCheckpoint, list_checkpoints
     from .storage.operations.prune import PruneReport, prune
@@ -64,6 +65,7 @@ _HOME = {
     "CopyReport": ".storage.operations.copy",
     "Counters": ".storage.training.stats",
     "DiffReport": ".storage.operations.diff",
+    "ExportReport": ".storage.operations.export",
     "Keep": ".storage.training.retention",
     "ListedCheckpoint": ".storage.operations.listing",
     "LoadReport": ".storage.operations.report",
@@ -76,6 +78,7 @@ _HOME = {
     "async_save": ".storage.api",
     "copy": ".storage.operations.copy",
     "diff": ".storage.operations.diff",
+    "export": ".storage.operations.export",
     "fence": ".storage.api",
     "list_checkpoints": ".storage.operations.listing",
     "load": ".storage.api",
@@ -91,6 +94,7 @@ __all__ = [  # noqa: RUF022 - what one uses, then what one catches
     "CopyReport",
     "Counters",
     "DiffReport",
+    "ExportReport",
     "Keep",
     "ListedCheckpoint",
     "LoadReport",
@@ -103,6 +107,7 @@ __all__ = [  # noqa: RUF022 - what one uses, then what one catches
     "async_save",
     "copy",
     "diff",
+    "export",
     "fence",
     "list_checkpoints",
     "load",

@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
         _add_verify,
         _add_diff,
         _add_cp,
+        _add_export,
         _add_prune,
         _add_drivers,
         _add_demo,
@@ -179,6 +180,52 @@ def _add_cp(commands: Parsers) -> None:
     _with_json(parser)
 
 
+def _add_export(commands: Parsers) -> None:
+    def export(**arguments: Any) -> int:
+        from .export import run
+
+        return run(**arguments)
+
+    parser = _command(
+        commands,
+        export,
+        "write the tensors of a checkpoint as a Hugging Face model, in safetensors files",
+        "A * in a pattern stands for any text; patterns match whole names.",
+    )
+    parser.add_argument("uri", metavar="CKPT", help="a checkpoint")
+    parser.add_argument("dest", metavar="DEST", help="the URI of a folder")
+    parser.add_argument(
+        "--dtype", metavar="DTYPE", help="convert floating-point tensors: bf16, fp16, fp32, fp64"
+    )
+    _with_names(parser)
+    parser.add_argument(
+        "--shard",
+        type=_size,
+        metavar="SIZE",
+        default=5_000_000_000,
+        help="at most so much in a file, such as 500MB or 2GiB (default: 5GB)",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
+    _with_json(parser)
+
+
+def _with_names(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="take tensors with such names alone: 'model.*'; may be given several times",
+    )
+    parser.add_argument(
+        "--rename",
+        action="append",
+        default=[],
+        metavar="OLD=NEW",
+        help="rename tensors: 'model.*=*'; the first rule that matches a name applies",
+    )
+
+
 def _add_prune(commands: Parsers) -> None:
     def prune(**arguments: Any) -> int:
         from .prune import run
@@ -300,6 +347,15 @@ def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
     return int(text)
+
+
+def _size(text: str) -> int:
+    from ..core.units import parse_size
+
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _print_version() -> int:

@@ -7,20 +7,32 @@ write and read it.
 
 from __future__ import annotations
 
+import json
+import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from .units import round_up
 
 __all__ = [
     "DTYPES",
+    "HEADER_NBYTES_MAX",
+    "ITEMSIZES",
     "LENGTH_NBYTES",
+    "Entry",
     "entry",
     "entry_prefix",
     "framed",
     "framed_nbytes",
+    "header",
     "length_in",
+    "parsed",
 ]
+
+HEADER_NBYTES_MAX = 100_000_000
+"""Readers of safetensors refuse longer headers."""
 
 DTYPES = {
     "bool": "BOOL",
@@ -42,8 +54,84 @@ DTYPES = {
 """Codes of dtypes that every reader since safetensors 0.4.3 knows. One unknown code makes a reader
 refuse the whole file, so dtypes that came later (C64, F8_E8M0) are not here."""
 
+ITEMSIZES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8, "C64": 8,
+}  # fmt: skip
+"""Bytes per element of the codes that can be read."""
+
+_METADATA = "__metadata__"
 _LENGTH = struct.Struct("<Q")
 LENGTH_NBYTES = _LENGTH.size
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor in a file. Bytes are counted from the end of the header."""
+
+    name: str
+    code: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def header(entries: Iterable[Entry], metadata: Mapping[str, str], alignment: int) -> bytes:
+    """The first bytes of a file with these tensors, a multiple of ``alignment``."""
+    texts = [f'"{_METADATA}":{json.dumps(metadata)}']
+    texts += [f"{json.dumps(e.name)}:{entry(e.code, e.shape, e.start, e.stop)}" for e in entries]
+    text = f"{{{','.join(texts)}}}".encode()
+    return framed(text, framed_nbytes(len(text), alignment))
+
+
+def parsed(text: bytes, data_nbytes: int) -> list[Entry]:
+    """The tensors that the header ``text`` names, in the order of their bytes, which take all of the
+    ``data_nbytes`` that follow it. Raises ValueError for what is no such header."""
+    try:
+        names = json.loads(text, object_pairs_hook=_without_repeats)
+    except RecursionError as error:
+        raise ValueError("the header is nested too deeply") from error
+    if not isinstance(names, dict):
+        raise ValueError("the header is no JSON object")
+    names.pop(_METADATA, None)
+    entries = sorted(
+        (_entry_of(name, given) for name, given in names.items()), key=lambda e: (e.start, e.stop)
+    )
+    end = 0
+    for e in entries:
+        if e.start != end:
+            raise ValueError(f"the bytes of tensor {e.name!r} begin at {e.start}, not at {end}")
+        end = e.stop
+    if end != data_nbytes:
+        raise ValueError(f"the tensors take {end:,} bytes of {data_nbytes:,}")
+    return entries
+
+
+def _without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("the header has a name twice")
+    return found
+
+
+def _entry_of(name: str, given: object) -> Entry:
+    if not isinstance(given, dict):
+        raise ValueError(f"{name!r} is no tensor")
+    code = given.get("dtype")
+    if code not in ITEMSIZES:
+        raise ValueError(f"tensor {name!r} has the dtype {code!r}, which is not known")
+    shape = _counts(name, given.get("shape"))
+    offsets = _counts(name, given.get("data_offsets"))
+    nbytes = math.prod(shape) * ITEMSIZES[code]
+    if len(offsets) != 2 or offsets[1] - offsets[0] != nbytes:
+        raise ValueError(f"tensor {name!r} has {nbytes:,} bytes, but not its data_offsets")
+    return Entry(name, code, shape, *offsets)
+
+
+def _counts(name: str, given: object) -> tuple[int, ...]:
+    if not isinstance(given, list) or not all(type(n) is int and 0 <= n < 1 << 62 for n in given):
+        raise ValueError(f"tensor {name!r} has a shape or data_offsets that are no numbers")
+    return tuple(given)
 
 
 def entry(code: str, shape: Iterable[int], start: int, stop: int) -> str:

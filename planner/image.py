@@ -42,9 +42,6 @@ PAGE_NBYTES = 4096
 DIGEST_NBYTES = 16
 BLOCKS_NAME = "__holdfast_blocks__"
 
-# Readers of safetensors refuse longer headers.
-HEADER_NBYTES_MAX = 100_000_000
-
 
 @dataclass(frozen=True, eq=False)
 class ImageLayout:
@@ -144,7 +141,7 @@ def lay_out(
     data_nbytes = int(nbytes.sum())
     entries = _entries(_unique(names), dtypes, lengths, ndim, itemsize, start, stop)
     header = _header([entries[row] for row in order.tolist()], data_nbytes, block_nbytes)
-    if len(header) - 8 > HEADER_NBYTES_MAX:
+    if len(header) - 8 > safetensors.HEADER_NBYTES_MAX:
         whole = [
             f'"data":{{"dtype":"U8","shape":[{data_nbytes}],"data_offsets":[0,{data_nbytes}]}}'
         ]

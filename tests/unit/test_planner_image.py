@@ -134,7 +134,7 @@ def test_too_long_a_header_names_one_tensor(monkeypatch):
     before."""
     shards = [(f"w{index}", "float32", (5,)) for index in range(200)]
     full = layout_of(shards)
-    monkeypatch.setattr(image, "HEADER_NBYTES_MAX", 8000)
+    monkeypatch.setattr(image.safetensors, "HEADER_NBYTES_MAX", 8000)
     layout = layout_of(shards)
     assert header_of(layout)["data"] == {"dtype": "U8", "shape": [4000], "data_offsets": [0, 4000]}
     assert list(header_of(layout)) == ["__metadata__", "data", "__holdfast_blocks__"]

@@ -1,0 +1,114 @@
+"""Folders of models as Hugging Face's libraries have them: safetensors files, and, where there are
+several, an index that says which tensor is in which file.
+
+Pure: texts and layouts; who reads and writes files is elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ...core import safetensors
+from ...planner.image import PAGE_NBYTES
+
+__all__ = ["INDEX_KEY", "ModelFile", "ModelTensor", "index_text", "is_model_file", "model_files"]
+
+INDEX_KEY = "model.safetensors.index.json"
+_MODEL_FILE = re.compile(r"model(-[0-9]{5,}-of-[0-9]{5,})?\.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTensor:
+    """A whole tensor. ``dtype`` is torch's name of it, one of ``safetensors.DTYPES``."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return safetensors.ITEMSIZES[safetensors.DTYPES[self.dtype]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return math.prod(self.shape) * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """A file: its first bytes, and then the bytes of ``tensors``, one behind the other."""
+
+    key: str
+    header: bytes
+    tensors: tuple[ModelTensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return len(self.header) + sum(tensor.nbytes for tensor in self.tensors)
+
+
+def is_model_file(key: str) -> bool:
+    """Whether :func:`model_files` makes files of this name."""
+    return _MODEL_FILE.fullmatch(key) is not None
+
+
+def model_files(
+    tensors: Sequence[ModelTensor], file_nbytes: int, metadata: Mapping[str, str]
+) -> list[ModelFile]:
+    """The files that hold ``tensors``, in their order, each with at most ``file_nbytes`` of them
+    unless a single one is larger.
+
+    Headers are whole pages, and in each file tensors come in descending order of their itemsize. So
+    each is aligned to its elements. Raises ValueError where a header would be longer than readers
+    accept.
+    """
+    groups = _groups(tensors, file_nbytes)
+    files = []
+    for number, group in enumerate(groups, 1):
+        key = "model.safetensors"
+        if len(groups) > 1:
+            key = f"model-{number:05}-of-{len(groups):05}.safetensors"
+        ordered = sorted(group, key=lambda tensor: -tensor.itemsize)
+        header = _header(ordered, metadata)
+        if len(header) - safetensors.LENGTH_NBYTES > safetensors.HEADER_NBYTES_MAX:
+            raise ValueError(f"{len(ordered):,} tensors are too many for one file")
+        files.append(ModelFile(key, header, tuple(ordered)))
+    return files
+
+
+def _groups(tensors: Sequence[ModelTensor], file_nbytes: int) -> list[list[ModelTensor]]:
+    groups: list[list[ModelTensor]] = [[]]
+    group_nbytes = 0
+    for tensor in tensors:
+        if groups[-1] and group_nbytes + tensor.nbytes > file_nbytes:
+            groups.append([])
+            group_nbytes = 0
+        groups[-1].append(tensor)
+        group_nbytes += tensor.nbytes
+    return groups
+
+
+def _header(tensors: Sequence[ModelTensor], metadata: Mapping[str, str]) -> bytes:
+    entries = []
+    start = 0
+    for tensor in tensors:
+        stop = start + tensor.nbytes
+        code = safetensors.DTYPES[tensor.dtype]
+        entries.append(safetensors.Entry(tensor.name, code, tensor.shape, start, stop))
+        start = stop
+    return safetensors.header(entries, metadata, PAGE_NBYTES)
+
+
+def index_text(files: Sequence[ModelFile]) -> bytes:
+    """The index of several files."""
+    weight_map = {tensor.name: file.key for file in files for tensor in file.tensors}
+    total_nbytes = sum(tensor.nbytes for file in files for tensor in file.tensors)
+    index = {"metadata": {"total_size": total_nbytes}, "weight_map": weight_map}
+    return json.dumps(index, indent=2, sort_keys=True).encode()

@@ -1,0 +1,169 @@
+"""Writes one safetensors file of whole tensors, window by window: read and verified, converted,
+written, with all stages at work at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from ...core.units import round_up
+from ...drivers.contract import Driver
+from ...planner.image import CHUNK_NBYTES
+from ...planner.windows import Slice, Window, windows
+from ..format.model_folder import ModelFile
+from ..pipeline.flat_reader import FlatRange
+from ..pipeline.upload import Opening
+from ..runtime.buffers import HostBuffer, host_pool
+from ..runtime.engine import CPU_THREADS, offload
+from ..runtime.executor import Pipeline, Stage
+from ..runtime.scheduler import Budget
+from .reader import Checkpoint, manifest_of, read_into
+
+__all__ = ["FileExport", "Source"]
+
+Bytes = npt.NDArray[np.uint8]
+_CHUNKS_READ = 2
+"""A window of the size of a chunk lies in so many chunks, if its tensors are stored as they are
+written."""
+
+_READS_MAX = 16
+"""More windows than this are not read at a time; each is read in several requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a tensor comes from: its row in the manifest, its dtype and itemsize there, and the
+    dtype to which it is converted; None if it is not."""
+
+    row: int
+    kind: tuple[str, int]
+    convert_to: str | None
+
+
+@dataclass(slots=True)
+class _Held:
+    """The memory of one window, and the elements that are to be converted into it."""
+
+    buffer: HostBuffer
+    unconverted: list[tuple[Slice, Bytes]] = field(default_factory=list)
+
+
+class FileExport:
+    """The export of one file, in windows. ``wrote(nbytes)`` is called when so many more bytes of the
+    file have been written."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        driver: Driver,
+        file: ModelFile,
+        sources: Mapping[str, Source],
+        budget_nbytes: int,
+        wrote: Callable[[int], None],
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._driver = driver
+        self._file = file
+        self._sources = [sources[tensor.name] for tensor in file.tensors]
+        self._budget_nbytes = budget_nbytes
+        self._wrote = wrote
+        self._chunk_nbytes = manifest_of(checkpoint).chunk_nbytes
+        self._window_nbytes = round_up(driver.traits.part_min_nbytes, CHUNK_NBYTES)
+        self._pool = host_pool(self._window_nbytes)
+        self._held: dict[Window, _Held] = {}
+
+    async def run(self) -> None:
+        """Write the file; it is durable and visible on return. After an error there is nothing of
+        it."""
+        file = self._file
+        sizes = [len(file.header), *(tensor.nbytes for tensor in file.tensors)]
+        cut = list(windows(sizes, self._window_nbytes))
+        opening = Opening(self._driver.create(file.key, file.nbytes))
+
+        async def write(window: Window) -> None:
+            upload = await opening.upload()
+            await upload.write(window.start, self._held[window].buffer.view[: window.nbytes])
+            self._wrote(window.nbytes)
+
+        in_order = self._driver.traits.part_order != "any"
+        pipeline = Pipeline(
+            [
+                Stage("read", "read", self._read),
+                Stage("convert", "cpu", self._convert),
+                Stage("write", "write", write, in_order=in_order),
+            ],
+            self._budget(),
+            release=self._release,
+        )
+        try:
+            await pipeline.run(cut, [1] * len(cut))
+            await (await opening.upload()).commit()
+        except BaseException:
+            await opening.drop()
+            raise
+
+    def _budget(self) -> Budget:
+        """Jobs are counted: each has a window, what is read for it, and what is converted."""
+        traits = self._driver.traits
+        writes = 1 if traits.part_order == "serial" else traits.concurrency
+        job_nbytes = self._window_nbytes + _CHUNKS_READ * self._chunk_nbytes
+        ratios = [
+            source.kind[1] / tensor.itemsize
+            for source, tensor in zip(self._sources, self._file.tensors, strict=True)
+            if source.convert_to is not None
+        ]
+        job_nbytes += int(self._window_nbytes * max(ratios, default=0))
+        free_nbytes = self._budget_nbytes - traits.upload_nbytes
+        jobs = min(max(1, free_nbytes // job_nbytes), writes + _READS_MAX)
+        return Budget(jobs, {"read": jobs, "cpu": CPU_THREADS, "write": writes})
+
+    async def _read(self, window: Window) -> None:
+        buffer = self._pool.take()
+        held = _Held(buffer)
+        self._held[window] = held
+        into = np.frombuffer(buffer.view, np.uint8)
+        ranges = []
+        for part in window.slices:
+            there = into[part.at : part.at + part.nbytes]
+            if part.item == 0:
+                there[:] = np.frombuffer(self._file.header, np.uint8)[part.start : part.stop]
+                continue
+            source = self._sources[part.item - 1]
+            start = part.start
+            stop = part.stop
+            if source.convert_to is not None:
+                itemsize = self._file.tensors[part.item - 1].itemsize
+                start = start // itemsize * source.kind[1]
+                stop = stop // itemsize * source.kind[1]
+                there = np.empty(stop - start, np.uint8)
+                held.unconverted.append((part, there))
+            ranges.append(FlatRange(source.row, start, stop, there))
+        await read_into(self._checkpoint, ranges, _CHUNKS_READ * self._chunk_nbytes)
+
+    async def _convert(self, window: Window) -> None:
+        if self._held[window].unconverted:
+            await offload(self._convert_now, self._held[window])
+
+    def _convert_now(self, held: _Held) -> None:
+        from ..state.conversion import convert
+
+        into = np.frombuffer(held.buffer.view, np.uint8)
+        for part, elements in held.unconverted:
+            source = self._sources[part.item - 1]
+            there = into[part.at : part.at + part.nbytes]
+            assert source.convert_to is not None
+            convert(
+                elements,
+                source.kind,
+                there,
+                source.convert_to,
+                self._file.tensors[part.item - 1].name,
+            )
+
+    def _release(self, window: Window) -> None:
+        held = self._held.pop(window, None)
+        if held is not None:
+            self._pool.give(held.buffer)

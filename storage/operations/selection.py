@@ -1,0 +1,99 @@
+"""Which tensors go from one format to another, and under which names.
+
+Patterns match whole names; ``*`` stands for any text. Pure.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from ...errors import UsageError
+
+__all__ = ["chosen", "renamed", "rules_of"]
+
+
+def chosen(names: Iterable[str], only: Sequence[str]) -> list[str]:
+    """The names that match one of the patterns; all of them if there is no pattern. Raises
+    UsageError for a pattern that matches nothing."""
+    known = list(names)
+    if not only:
+        return known
+    found: set[str] = set()
+    for pattern in only:
+        matches = [name for name in known if _regex(pattern).fullmatch(name)]
+        if not matches:
+            raise UsageError(
+                f"no tensor has a name like {pattern!r}",
+                advice="`holdfast show` lists the tensors of a checkpoint.",
+            )
+        found.update(matches)
+    return [name for name in known if name in found]
+
+
+def renamed(names: Sequence[str], rules: Mapping[str, str]) -> dict[str, str]:
+    """The new name of each name: by the first rule whose pattern it matches, else its own.
+
+    A rule gives a pattern and what replaces it, where each ``*`` stands for what the pattern's had
+    matched, in order. Raises UsageError for a rule that matches no name, and where two names become
+    one.
+    """
+    compiled = [(_regex(pattern), pattern, new) for pattern, new in rules.items()]
+    unused = dict.fromkeys(rules)
+    found: dict[str, str] = {}
+    for name in names:
+        found[name] = name
+        for regex, pattern, new in compiled:
+            match = regex.fullmatch(name)
+            if match is not None:
+                unused.pop(pattern, None)
+                found[name] = _filled(new, match.groups())
+                break
+    if unused:
+        raise UsageError(
+            f"no tensor has a name like {next(iter(unused))!r}, which is to be renamed"
+        )
+    _check_clashes(found)
+    return found
+
+
+def rules_of(texts: Iterable[str]) -> dict[str, str]:
+    """Rules given as ``OLD=NEW``. Raises UsageError for what is none."""
+    rules: dict[str, str] = {}
+    for text in texts:
+        old, equals, new = text.partition("=")
+        if not equals or not old or not new:
+            raise UsageError(
+                f"{text!r} is no rule", advice="A rule is OLD=NEW, such as 'model.*=*'."
+            )
+        if old in rules:
+            raise UsageError(f"two rules are for {old!r}")
+        rules[old] = new
+    for old, new in rules.items():
+        if new.count("*") > old.count("*"):
+            raise UsageError(f"the rule {old}={new} has more * in the new name than in the old one")
+    return rules
+
+
+def _regex(pattern: str) -> re.Pattern[str]:
+    return re.compile("(.*?)".join(map(re.escape, pattern.split("*"))), re.DOTALL)
+
+
+def _filled(new: str, parts: Sequence[str]) -> str:
+    """``new`` with its stars replaced by ``parts``."""
+    texts = new.split("*")
+    filled = texts[0]
+    for part, text in zip(parts, texts[1:], strict=False):
+        filled += part + text
+    return filled
+
+
+def _check_clashes(found: Mapping[str, str]) -> None:
+    by_new: dict[str, str] = {}
+    for old, new in found.items():
+        other = by_new.setdefault(new, old)
+        if other != old:
+            raise UsageError(
+                f"{other!r} and {old!r} would both be named {new!r}",
+                advice="Rename one of them, or choose fewer tensors.",
+            )

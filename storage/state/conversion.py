@@ -1,0 +1,33 @@
+"""Converts floating-point elements to another dtype, as bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...errors import UsageError
+from .dtypes import dtype_of
+
+__all__ = ["FLOATS", "convert"]
+
+Bytes = npt.NDArray[np.uint8]
+
+FLOATS = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+"""What can be converted to: torch's names, and bytes per element."""
+
+
+def convert(source: Bytes, kind: tuple[str, int], into: Bytes, dtype: str, name: str) -> None:
+    """Convert elements of a dtype, given by name and itemsize, to ``dtype``, one of ``FLOATS``.
+
+    Raises UsageError, which names the tensor, for a finite number that becomes infinite.
+    """
+    ours = torch.from_numpy(source).view(dtype_of(*kind))
+    theirs = torch.from_numpy(into).view(dtype_of(dtype, FLOATS[dtype]))
+    theirs.copy_(ours)
+    infinite = theirs.isinf()
+    if infinite.any() and not ours.to(torch.float64)[infinite].isinf().all():
+        raise UsageError(
+            f"tensor {name!r} has numbers that are too large for {dtype}",
+            advice="Choose another dtype.",
+        )
