@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..core.units import round_up
-from .box import Box, flat_to_boxes, intersect
+from .box import Box, flat_to_boxes, intersect, row_strides
 from .columns import Ints, contiguous, cut, flat_starts, ranges, strides, union, volumes, widen
 from .image import BLOCK_NBYTES, CHUNK_NBYTES
 from .table import ShardTable, TensorTable
 
-__all__ = ["LoadPlan", "Targets", "plan_load", "strided_parts"]
+__all__ = ["LoadPlan", "StridedCopy", "Targets", "plan_load", "strided_copies", "strided_parts"]
 
 # Pairs of a target and a shard of its tensor looked at in one go; bounds the memory of planning.
 PAIRS_PER_BATCH = 1 << 22
@@ -71,7 +71,7 @@ class LoadPlan:
     ``nbytes``    (C,) bytes from there on
     ``dst``       (C,) offset, in bytes, in the C-contiguous local tensor; or -1 when the elements
                   are not one run on both sides: then ``src`` and ``nbytes`` are a range of the
-                  stored box, whole elements, and ``strided_parts`` returns what to copy of it
+                  stored box, whole elements, and ``strided_copies`` says what to copy of it
 
     A pair; the box is what shard and target have in common, in elements of the global tensor:
 
@@ -156,11 +156,45 @@ def strided_parts(stored: Box, wanted: Box, e0: int, e1: int) -> list[Box]:
     """What elements [e0, e1) of the row-major order of ``stored`` have in common with ``wanted``,
     as disjoint boxes.
 
-    All boxes are in elements of the global tensor. This is how a copy whose ``dst`` is -1 is
-    carried out.
+    All boxes are in elements of the global tensor.
     """
     flat = (box.shifted(stored.offsets) for box in flat_to_boxes(stored.lengths, e0, e1))
     return [part for box in flat if (part := intersect(box, wanted)) is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class StridedCopy:
+    """A ``box`` in elements of the global tensor, which begins at byte ``start`` of the image's
+    file. ``strides`` are those of its elements there, in elements."""
+
+    box: Box
+    start: int
+    strides: tuple[int, ...]
+
+
+def strided_copies(
+    tensors: TensorTable, shards: ShardTable, plan: LoadPlan, copy: int
+) -> Iterator[StridedCopy]:
+    """How a copy of ``plan`` is carried out where the elements are not one run on both sides."""
+    pair = int(plan.pair[copy])
+    shard = int(plan.shard[pair])
+    row = int(shards.tensor[shard])
+    ndim = int(tensors.ndim[row])
+    itemsize = int(tensors.itemsize[row])
+    stored = _box(shards.offsets[shard], shards.lengths[shard], ndim)
+    wanted = _box(plan.offsets[pair], plan.lengths[pair], ndim)
+    start = int(shards.start[shard])
+    first = (int(plan.src[copy]) - start) // itemsize
+    last = first + int(plan.nbytes[copy]) // itemsize
+    strides = row_strides(stored.lengths)
+    for part in strided_parts(stored, wanted, first, last):
+        steps = zip(part.offsets, stored.offsets, strides, strict=True)
+        at = sum((a - b) * stride for a, b, stride in steps)
+        yield StridedCopy(part, start + at * itemsize, strides)
+
+
+def _box(offsets: Ints, lengths: Ints, ndim: int) -> Box:
+    return Box(tuple(offsets[:ndim].tolist()), tuple(lengths[:ndim].tolist()))
 
 
 def _same_ndim(shards: ShardTable, targets: Targets) -> tuple[ShardTable, Targets]:

@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from ...core.units import ceil_div
 from ...drivers.contract import Driver
-from ...planner.box import Box, flat_to_boxes, row_strides
+from ...planner.box import Box, flat_to_boxes
 from ...planner.columns import padded
-from ...planner.loading import LoadPlan, Targets, strided_parts
+from ...planner.loading import LoadPlan, Targets, strided_copies
 from ...planner.table import TensorTable
 from ..format.manifest import Manifest
 from ..runtime.buffers import HostBuffer, memory_for
@@ -104,8 +104,8 @@ class _Delivery:
     """Copies what is read to the memory of the pieces."""
 
     def __init__(self, manifest: Manifest, pieces: Sequence[_Piece], plan: LoadPlan) -> None:
+        self._tensors = manifest.tensors
         self._shards = manifest.shards
-        self._itemsize = manifest.tensors.itemsize
         self._pieces = pieces
         self._plan = plan
 
@@ -124,33 +124,16 @@ class _Delivery:
                 into = self._pieces[int(plan.target[pair])].into
                 into[dst : dst + nbytes] = data[src - base : src - base + nbytes]
             else:
-                self._copy_strided(pair, src, nbytes, buffer, base)
+                self._copy_strided(copy, self._pieces[int(plan.target[pair])], buffer, base)
 
-    def _copy_strided(
-        self, pair: int, src: int, nbytes: int, buffer: HostBuffer, base: int
-    ) -> None:
-        """Copy bytes [src, src + nbytes) of the image, which ``buffer`` holds from byte ``base``
-        on, where they are no single run of the wanted box."""
-        plan = self._plan
-        shard = int(plan.shard[pair])
-        piece = self._pieces[int(plan.target[pair])]
-        box = piece.box
-        itemsize = int(self._itemsize[piece.row])
+    def _copy_strided(self, copy: int, piece: _Piece, buffer: HostBuffer, base: int) -> None:
+        """``buffer`` holds the image from byte ``base`` on."""
+        itemsize = int(self._tensors.itemsize[piece.row])
         element = np.dtype((np.void, itemsize))
-        into = piece.into.view(element).reshape(box.lengths)
-        stored = _box(self._shards.offsets[shard], self._shards.lengths[shard], box.ndim)
-        wanted = _box(plan.offsets[pair], plan.lengths[pair], box.ndim)
-        shard_start = int(self._shards.start[shard])
-        strides = [stride * itemsize for stride in row_strides(stored.lengths)]
-        first = (src - shard_start) // itemsize
-        last = (src + nbytes - shard_start) // itemsize
-        for part in strided_parts(stored, wanted, first, last):
-            steps = zip(part.offsets, stored.offsets, strides, strict=True)
-            at = shard_start - base + sum((a - b) * stride for a, b, stride in steps)
-            ranges = zip(part.offsets, box.offsets, part.lengths, strict=True)
-            window = tuple(slice(a - b, a - b + n) for a, b, n in ranges)
-            into[window] = np.ndarray(part.lengths, element, buffer.view, at, strides)
-
-
-def _box(offsets: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], ndim: int) -> Box:
-    return Box(tuple(offsets[:ndim].tolist()), tuple(lengths[:ndim].tolist()))
+        into = piece.into.view(element).reshape(piece.box.lengths)
+        for part in strided_copies(self._tensors, self._shards, self._plan, copy):
+            box = part.box
+            strides = [stride * itemsize for stride in part.strides]
+            source = np.ndarray(box.lengths, element, buffer.view, part.start - base, strides)
+            ranges = zip(box.offsets, piece.box.offsets, box.lengths, strict=True)
+            into[tuple(slice(a - b, a - b + n) for a, b, n in ranges)] = source

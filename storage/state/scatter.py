@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ...planner.box import Box, row_strides
-from ...planner.columns import Ints
-from ...planner.loading import LoadPlan, Targets, strided_parts
+from ...planner.box import Box
+from ...planner.loading import LoadPlan, Targets, strided_copies
 from ...planner.table import ShardTable, TensorTable
 from ..runtime.buffers import HostBuffer
 from .bits import address_of, as_bits, copy_memory, typed_storage, writable
@@ -44,16 +43,18 @@ class Scatter:
         """Copy everything that read number ``read`` holds to where it is wanted. Thread-safe for
         distinct reads."""
         plan = self._plan
-        rows = slice(int(plan.first[read]), int(plan.first[read + 1]))
-        base = buffer.address - int(plan.start[read])
-        pairs = plan.pair[rows]
-        columns = (pairs, plan.target[pairs], plan.src[rows], plan.nbytes[rows], plan.dst[rows])
-        for pair, target, src, nbytes, dst in zip(*(c.tolist() for c in columns), strict=True):
+        copies = range(int(plan.first[read]), int(plan.first[read + 1]))
+        rows = slice(copies.start, copies.stop)
+        start = int(plan.start[read])
+        base = buffer.address - start
+        columns = (plan.target[plan.pair[rows]], plan.src[rows], plan.nbytes[rows], plan.dst[rows])
+        listed = (column.tolist() for column in columns)
+        for copy, target, src, nbytes, dst in zip(copies, *listed, strict=True):
             address = self._address_of(target)
             if address is not None and dst >= 0:
                 copy_memory(address + dst, base + src, nbytes)
             else:
-                self._copy_strided(pair, target, src, nbytes, buffer, int(plan.start[read]))
+                self._copy_strided(copy, target, buffer, start)
 
     def _address_of(self, target: int) -> int | None:
         """Where a target's elements lie as they are stored; None where they lie otherwise. Asked
@@ -63,29 +64,16 @@ class Scatter:
             return None
         return address_of(buffer)
 
-    def _copy_strided(
-        self, pair: int, target: int, src: int, nbytes: int, buffer: HostBuffer, read_start: int
-    ) -> None:
-        shard = int(self._plan.shard[pair])
-        row = int(self._shards.tensor[shard])
-        n = int(self._tensors.ndim[row])
-        itemsize = int(self._tensors.itemsize[row])
-        stored = _box(self._shards.offsets[shard], self._shards.lengths[shard], n)
-        wanted = _box(self._plan.offsets[pair], self._plan.lengths[pair], n)
-        shard_start = int(self._shards.start[shard])
-        origin = (shard_start - read_start) // itemsize
-        first = (src - shard_start) // itemsize
-        last = (src + nbytes - shard_start) // itemsize
-        strides = row_strides(stored.lengths)
-        data = typed_storage(buffer.view, itemsize)
-        into = self._buffers[int(self._targets.buffer[target])]
-        dtype = self._dtypes[int(self._tensors.dtype[row])]
-        for part in strided_parts(stored, wanted, first, last):
-            steps = zip(part.offsets, stored.offsets, strides, strict=True)
-            at = origin + sum((a - b) * stride for a, b, stride in steps)
-            source = data.as_strided(part.lengths, strides, at)
+    def _copy_strided(self, copy: int, target: int, buffer: HostBuffer, start: int) -> None:
+        """``buffer`` holds the image from byte ``start`` on."""
+        dtype = self._dtypes[self._codes[target]]
+        data = typed_storage(buffer.view, dtype.itemsize)
+        into = self._buffers[self._buffer_of[target]]
+        for part in strided_copies(self._tensors, self._shards, self._plan, copy):
+            at = (part.start - start) // dtype.itemsize
+            source = data.as_strided(part.box.lengths, part.strides, at)
             with writable(into):
-                _assign(self._window(into, part, target), source, dtype)
+                _assign(self._window(into, part.box, target), source, dtype)
 
     def _window(self, into: torch.Tensor, part: Box, target: int) -> torch.Tensor:
         """A box of the global tensor, in the target's local tensor."""
@@ -103,7 +91,3 @@ def _assign(window: torch.Tensor, source: torch.Tensor, dtype: torch.dtype) -> N
         as_bits(window).copy_(source)
     else:
         window.copy_(source.view(dtype))
-
-
-def _box(offsets: Ints, lengths: Ints, ndim: int) -> Box:
-    return Box(tuple(offsets[:ndim].tolist()), tuple(lengths[:ndim].tolist()))

@@ -13,7 +13,7 @@ from support.effort import examples
 from holdfast.planner.box import Box, row_strides
 from holdfast.planner.image import lay_out
 from holdfast.planner.layout import FlatLayout
-from holdfast.planner.loading import Targets, plan_load, strided_parts
+from holdfast.planner.loading import Targets, plan_load, strided_copies
 from holdfast.planner.placement import Replicated, Split, holders, local_pieces
 from holdfast.planner.placement import local_shape as local_shape_of
 from holdfast.planner.saving import Holdings, divide
@@ -189,7 +189,7 @@ def targets_of(held):
     return targets, {part.buffer: (part.tensor, part.buffer_shape) for part in held}
 
 
-def carry_out(plan, shards, targets, images, buffers):
+def carry_out(tensors, shards, plan, targets, images, buffers):
     """Perform the reads and copies of a plan on buffers, using nothing but the bytes that were
     read; how many were copied."""
     copied = 0
@@ -207,33 +207,22 @@ def carry_out(plan, shards, targets, images, buffers):
                 buffer.reshape(-1).view(np.uint8)[dst : dst + nbytes] = content
                 copied += nbytes
             else:
-                copied += scatter(
-                    plan, shards, targets, pair, src, content.view(buffer.dtype), buffer
-                )
+                assert (src - shards.start[plan.shard[pair]]) % buffer.itemsize == 0
+                parts = strided_copies(tensors, shards, plan, copy)
+                target = plan.target[pair]
+                copied += sum(scatter(p, targets, target, content, src, buffer) for p in parts)
     return copied
 
 
-def scatter(plan, shards, targets, pair, src, elements, buffer):
-    """A copy that is strided on one side or both; its bytes."""
-    copied = 0
-    shard, target = plan.shard[pair], plan.target[pair]
-    stored = Box(tuple(shards.offsets[shard].tolist()), tuple(shards.lengths[shard].tolist()))
-    wanted = Box(tuple(plan.offsets[pair].tolist()), tuple(plan.lengths[pair].tolist()))
-    first, rest = divmod(src - int(shards.start[shard]), buffer.itemsize)
-    assert rest == 0
-    for part in strided_parts(stored, wanted, first, first + len(elements)):
-        within = np.array(part.offsets) - stored.offsets
-        grid = np.ix_(
-            *(
-                np.arange(low, low + length)
-                for low, length in zip(within, part.lengths, strict=True)
-            )
-        )
-        flat = np.ravel_multi_index(grid, stored.lengths) - first
-        at = part.offsets - targets.offsets[target]
-        buffer.reshape(-1)[local_elements(targets, target, at, part.lengths)] = elements[flat]
-        copied += flat.size * buffer.itemsize
-    return copied
+def scatter(part, targets, target, content, src, buffer):
+    """A part of a copy that is strided on one side or both; its bytes. ``content`` begins at byte
+    ``src`` of the image."""
+    strides = [stride * buffer.itemsize for stride in part.strides]
+    source = np.ndarray(part.box.lengths, buffer.dtype, content, part.start - src, strides)
+    at = wide([part.box.offsets], 0)[0] - targets.offsets[target]
+    lengths = wide([part.box.lengths], 1)[0]
+    buffer.reshape(-1)[local_elements(targets, target, at, lengths)] = source.reshape(lengths)
+    return source.nbytes
 
 
 def local_elements(targets, target, offsets, lengths):
@@ -292,7 +281,7 @@ def test_any_layout_loads_into_any_other(case):
         plan = plan_load(
             tensors, shards, targets, ends, chunk_nbytes=CHUNK, block_nbytes=BLOCK, gap_nbytes=gap
         )
-        copied = carry_out(plan, shards, targets, images, buffers)
+        copied = carry_out(tensors, shards, plan, targets, images, buffers)
         for index, expected in expected_of(held, arrays, buffers, targets).items():
             assert buffers[index].tobytes() == expected.tobytes()
         assert_reads_are_proper(plan, ends)
@@ -383,7 +372,7 @@ def test_ranks_that_share_read_each_wanted_byte_once(case):
             index: np.zeros(shape, dtype=arrays[tensor].dtype)
             for index, (tensor, shape) in kinds.items()
         }
-        assert carry_out(wide_plan, shards, wanted, images, buffers) == plan.bytes_wanted
+        assert carry_out(tensors, shards, wide_plan, wanted, images, buffers) == plan.bytes_wanted
         for index, expected in expected_of(held, arrays, buffers, wanted).items():
             assert buffers[index].tobytes() == expected.tobytes()
 
