@@ -16,6 +16,7 @@ from .operations.options import (
     DEADLINE_S,
     Lazy,
     LoadOptions,
+    Only,
     SaveOptions,
     UriLike,
     check_budget,
@@ -23,6 +24,7 @@ from .operations.options import (
 from .operations.report import LoadReport, SaveReport
 from .operations.start_load import load_state
 from .operations.start_save import Destination, begin_save, step_of_state
+from .ranks.process_group import Group, acting_in
 from .runtime.buffers import release_pools
 from .runtime.engine import check_may_wait
 from .runtime.progress import ProgressCallback
@@ -44,6 +46,7 @@ def save(
     storage_options: Mapping[str, object] | None = None,
     compression: Compression | None = None,
     allow_empty: bool = False,
+    process_group: Group = None,
     progress: ProgressCallback | None = None,
 ) -> SaveReport:
     """Save ``state`` as the checkpoint ``uri``; return when it is committed, on every rank.
@@ -66,6 +69,9 @@ def save(
     A state whose tensors have no elements at all, or have none where its weights should be, is a
     StateError: some frameworks keep the elements elsewhere. ``allow_empty=True`` saves it.
 
+    ``process_group``: the ranks that call this, where those are not all ranks of the job; the
+    checkpoint is that of a job of these ranks. ``"self"``: this rank alone.
+
     ``progress(done_nbytes, total_nbytes)`` is called now and then on a thread of its own, with the
     bytes of this rank's image that are written, and all of them. What it raises ends the save.
 
@@ -77,18 +83,19 @@ def save(
     check_may_wait()
     if step is None:
         step = step_of_state(state)
-    with announcing_errors_of_call("save", uri, step, deadline_s):
-        check_budget(budget_nbytes)
-        options = SaveOptions(
-            budget_nbytes=budget_nbytes,
-            deadline_s=deadline_s,
-            timeout_s=timeout_s,
-            compression=checked_compression(compression),
-            allow_empty=allow_empty,
-            progress=progress,
-        )
-        to = Destination(uri, storage_options)
-    handle, future = begin_save(to, state, step, options, logs_failure=False)
+    with acting_in(process_group):
+        with announcing_errors_of_call("save", uri, step, deadline_s):
+            check_budget(budget_nbytes)
+            options = SaveOptions(
+                budget_nbytes=budget_nbytes,
+                deadline_s=deadline_s,
+                timeout_s=timeout_s,
+                compression=checked_compression(compression),
+                allow_empty=allow_empty,
+                progress=progress,
+            )
+            to = Destination(uri, storage_options)
+        handle, future = begin_save(to, state, step, options, logs_failure=False)
     try:
         handle.wait()
     except KeyboardInterrupt:
@@ -110,6 +117,7 @@ def async_save(
     storage_options: Mapping[str, object] | None = None,
     compression: Compression | None = None,
     allow_empty: bool = False,
+    process_group: Group = None,
     progress: ProgressCallback | None = None,
 ) -> SaveHandle:
     """Begin to save ``state`` as the checkpoint ``uri``; return when every byte of it is copied to
@@ -131,20 +139,21 @@ def async_save(
         check_may_wait()
     if step is None:
         step = step_of_state(state)
-    with announcing_errors_of_call("save", uri, step, deadline_s):
-        if budget_nbytes is not None:
-            check_budget(budget_nbytes)
-        options = SaveOptions(
-            lazy=lazy,
-            budget_nbytes=budget_nbytes,
-            deadline_s=deadline_s,
-            timeout_s=timeout_s,
-            compression=checked_compression(compression),
-            allow_empty=allow_empty,
-            progress=progress,
-        )
-        to = Destination(uri, storage_options)
-    handle, future = begin_save(to, state, step, options)
+    with acting_in(process_group):
+        with announcing_errors_of_call("save", uri, step, deadline_s):
+            if budget_nbytes is not None:
+                check_budget(budget_nbytes)
+            options = SaveOptions(
+                lazy=lazy,
+                budget_nbytes=budget_nbytes,
+                deadline_s=deadline_s,
+                timeout_s=timeout_s,
+                compression=checked_compression(compression),
+                allow_empty=allow_empty,
+                progress=progress,
+            )
+            to = Destination(uri, storage_options)
+        handle, future = begin_save(to, state, step, options)
     if not lazy:
         try:
             handle.captured.wait()
@@ -159,12 +168,14 @@ def load(
     uri: UriLike,
     into: None = ...,
     *,
+    only: Only | None = ...,
     strict: Strict = ...,
     cast: bool = ...,
     budget_nbytes: int = ...,
     deadline_s: float = ...,
     storage_options: Mapping[str, object] | None = ...,
     exchange: Exchanging = ...,
+    process_group: Group = ...,
     on_report: Callable[[LoadReport], None] | None = ...,
     progress: ProgressCallback | None = ...,
 ) -> Any: ...
@@ -173,12 +184,14 @@ def load(
     uri: UriLike,
     into: T,
     *,
+    only: Only | None = ...,
     strict: Strict = ...,
     cast: bool = ...,
     budget_nbytes: int = ...,
     deadline_s: float = ...,
     storage_options: Mapping[str, object] | None = ...,
     exchange: Exchanging = ...,
+    process_group: Group = ...,
     on_report: Callable[[LoadReport], None] | None = ...,
     progress: ProgressCallback | None = ...,
 ) -> T: ...
@@ -187,12 +200,14 @@ def load(
     uri: UriLike,
     into: object = None,
     *,
+    only: Only | None = None,
     strict: Strict = True,
     cast: bool = False,
     budget_nbytes: int = BUDGET_NBYTES,
     deadline_s: float = DEADLINE_S,
     storage_options: Mapping[str, object] | None = None,
     exchange: Exchanging = "auto",
+    process_group: Group = None,
     on_report: Callable[[LoadReport], None] | None = None,
     progress: ProgressCallback | None = None,
 ) -> object:
@@ -202,6 +217,10 @@ def load(
     modules, optimizers and other objects get their state back. Without ``into``, build and return
     the whole state, on the CPU, as this rank saved it. In a distributed job every rank calls this
     with its own part.
+
+    ``only``: the name of a part of the checkpoint, such as ``"model"`` or ``"model.encoder"``, or
+    the keys that lead to it, such as ``("optim", 0)``. ``into`` is filled with that part, or that
+    part is returned; the rest of the checkpoint is left alone, and not what ``strict`` is about.
 
     ``strict``: which names must be on both sides. True: all, of the state and of the checkpoint.
     ``"state"``: those of the state; what else the checkpoint has is left. False: none; what both
@@ -217,6 +236,9 @@ def load(
     matter. True: among all ranks, over the network too. False: each rank reads for itself. All
     ranks give the same.
 
+    ``process_group``: the ranks that call this, where those are not all ranks of the job; ``"self"``:
+    this rank alone.
+
     ``progress(done_nbytes, total_nbytes)`` is called now and then on a thread of its own, with the
     bytes of the checkpoint that this rank has read or received, and all that it will have. What it
     raises ends the load.
@@ -225,6 +247,7 @@ def load(
     those, tensors may be partly filled.
     """
     options = LoadOptions(
+        only=only,
         strict=strict,
         cast=cast,
         budget_nbytes=budget_nbytes,
@@ -234,7 +257,8 @@ def load(
         on_report=on_report,
         progress=progress,
     )
-    return load_state(uri, into, options)
+    with acting_in(process_group):
+        return load_state(uri, into, options)
 
 
 def release_memory() -> None:

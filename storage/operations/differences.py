@@ -14,6 +14,7 @@ import numpy as np
 
 from ...errors import MismatchError
 from ..format.manifest import Manifest
+from ..format.part import Part
 from ..format.tree import Key, dotted, format_path
 from ..state.targets import Match
 from .renames import Renaming, find_renaming
@@ -56,10 +57,14 @@ def report_of(match: Match, manifest: Manifest, checksum: bytes, peers: str | No
 class Referee:
     """The leader's judgement: does the checkpoint fit the state, seen from all ranks together?"""
 
-    def __init__(self, manifest: Manifest, strict: Strict, uri: str) -> None:
+    def __init__(
+        self, manifest: Manifest, strict: Strict, uri: str, part: Part | None = None
+    ) -> None:
+        """``part``: the part of the checkpoint that the state is; None: it is all of it."""
         self._manifest = manifest
         self._strict = strict
         self._uri = uri
+        self._part = part
 
     def judge(self, told: Sequence[FitReport]) -> Differences:
         """What is left by a load that may go on; logs it. Raises MismatchError where it may not."""
@@ -166,7 +171,9 @@ class Referee:
                     f"value {format_path(path)} of the checkpoint: no place for it in the state",
                 )
             )
-        return out
+        if self._part is None:
+            return out
+        return [(name, text) for name, text in out if self._part.holds(name)]
 
 
 def _advice(strict: Strict, found: set[str], renaming: Renaming | None, *, nothing: bool) -> str:

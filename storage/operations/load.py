@@ -22,6 +22,7 @@ from ..exchange.group import ExchangeGroup
 from ..exchange.setup import LEAST_NBYTES, begin_exchange
 from ..exchange.transport import host_key
 from ..format.manifest import Manifest
+from ..format.part import Part
 from ..format.tree import Key, dotted, format_path
 from ..format.verified import VerifiedManifest
 from ..pipeline.image_reader import ImageReader, plan_reads
@@ -32,10 +33,10 @@ from ..ranks.process_group import store_host
 from ..ranks.team import Team
 from ..runtime.engine import offload
 from ..state.adapters.stateful import restore
-from ..state.build import build
 from ..state.flat_state import FlatState, Subtree
 from ..state.object_state import build_object_state
 from ..state.targets import Match, TypedPath, Wanted, match
+from .build_part import build_part
 from .differences import Referee, Strict, report_of
 from .driver_progress import counted
 from .fill import Report, fill, reporting, scatter_of
@@ -70,6 +71,8 @@ class LoadJob:
     """What one rank loads into, and what it found there."""
 
     flat: FlatState = field(kw_only=False)
+    part: Part | None = None
+    """The part of the checkpoint that the state is; None: it is all of it."""
     strict: Strict
     cast: bool
     budget_nbytes: int
@@ -112,14 +115,15 @@ async def run_load(driver: Driver, team: Team, job: LoadJob) -> tuple[Manifest, 
 async def run_build(
     driver: Driver,
     rank: int,
+    part: Part | None,
     budget_nbytes: int,
     report: Report = lambda done_nbytes, total_nbytes: None,
 ) -> tuple[Any, Manifest, ImageReader]:
-    """The whole state, built anew."""
+    """The state, or a part of it, built anew. Raises UsageError for a part that is not there."""
     for _ in range(RETRIES):
         manifest, _data = await read_manifest(driver)
         wanted = Wanted()
-        state, _rows = await offload(build, manifest, rank, wanted)
+        state = await offload(build_part, manifest, rank, wanted, part, driver.uri)
         try:
             return (
                 state,
@@ -167,7 +171,7 @@ async def _load(
     overlaps = await _overlaps(driver, team, seen, job)
     if overlaps is None:
         checksum = b""
-    judge = _Judge(Referee(manifest, job.strict, driver.uri)).judge
+    judge = _Judge(Referee(manifest, job.strict, driver.uri, job.part)).judge
     fit = await team.round(FITS.numbered(attempt), _fitting(job, manifest, checksum), judge)
     if fit.left is None:
         return None

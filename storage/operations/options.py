@@ -9,6 +9,7 @@ from typing import Literal
 
 from ...errors import UsageError
 from ..format.packed import Compression
+from ..format.part import Only
 from ..runtime.progress import ProgressCallback
 from .differences import Strict
 from .load import Exchanging
@@ -19,6 +20,7 @@ __all__ = [
     "DEADLINE_S",
     "Lazy",
     "LoadOptions",
+    "Only",
     "SaveOptions",
     "UriLike",
     "check_budget",
@@ -51,6 +53,7 @@ class SaveOptions:
 class LoadOptions:
     """Options of :func:`~holdfast.load`; see there."""
 
+    only: Only | None = None
     strict: Strict = True
     cast: bool = False
     budget_nbytes: int = BUDGET_NBYTES

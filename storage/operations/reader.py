@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from ..format.part import Only
     from ..state.targets import Wanted
 
 __all__ = ["Checkpoint", "TensorInfo", "manifest_of", "open", "read_into"]
@@ -230,6 +231,24 @@ class Checkpoint:
         made = seen.add_to(wanted, row, tensors)
         start(self._fill(wanted)).result()
         return seen.view(made)
+
+    def read_tree(self, only: Only | None = None, *, rank: int = 0) -> Any:
+        """The state as ``rank`` saved it, on the CPU, or a part of it: ``read_tree("model")``,
+        ``read_tree(("optim", 0))``, as ``only`` of :func:`~holdfast.load`.
+
+        Raises UsageError for a part that is not there; DamagedError; StorageError.
+        """
+        from ..format.part import Part
+        from ..state.targets import Wanted
+        from .build_part import build_part
+
+        part = None
+        if only is not None:
+            part = Part(only)
+        wanted = Wanted()
+        state = build_part(self._manifest, rank, wanted, part, self.uri)
+        start(self._fill(wanted)).result()
+        return state
 
     def read_bytes(
         self, name: str, start: int = 0, stop: int | None = None, *, rank: int = 0

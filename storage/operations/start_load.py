@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from ...drivers.contract import Driver
 from ...drivers.registry import open_driver
 from ..format.manifest import Manifest
+from ..format.part import Part
 from ..pipeline.image_reader import ImageReader
 from ..protocol.current import read_manifest
 from ..ranks.calls import Call
@@ -46,12 +47,15 @@ def load_state(
         team = current_team(Call("load", printed_uri(uri)), options.deadline_s, saving=False)
     with announcing_errors(team):
         options.check()
+        part = None
+        if options.only is not None:
+            part = Part(options.only)
         fence()
         driver = open_driver(uri, **(options.storage_options or {}))
     if into is None:
-        loaded = _load_new(driver, options)
+        loaded = _load_new(driver, part, options)
     else:
-        loaded = _load_into(driver, team, into, options, touched)
+        loaded = _load_into(driver, team, part, into, options, touched)
     if options.on_report is not None:
         report = LoadReport(
             uri=driver.uri,
@@ -77,13 +81,13 @@ class _Loaded(NamedTuple):
     """The names that were left out."""
 
 
-def _load_new(driver: Driver, options: LoadOptions) -> _Loaded:
-    """Build the whole state anew."""
+def _load_new(driver: Driver, part: Part | None, options: LoadOptions) -> _Loaded:
+    """Build the state anew: all of it, or a part."""
     rank = current_rank()
 
     async def build(reporter: ProgressReporter) -> tuple[Any, Manifest, ImageReader]:
         async with closing(driver):
-            return await run_build(driver, rank, options.budget_nbytes, reporter.report)
+            return await run_build(driver, rank, part, options.budget_nbytes, reporter.report)
 
     with ProgressReporter(options.progress) as reporter:
         state, manifest, reader = run(build(reporter))
@@ -91,9 +95,18 @@ def _load_new(driver: Driver, options: LoadOptions) -> _Loaded:
 
 
 def _load_into(
-    driver: Driver, team: Team, into: Any, options: LoadOptions, touched: set[str] | None
+    driver: Driver,
+    team: Team,
+    part: Part | None,
+    into: Any,
+    options: LoadOptions,
+    touched: set[str] | None,
 ) -> _Loaded:
-    """Fill the state ``into``, on every rank of the team."""
+    """Fill the state ``into``, which is all that the checkpoint has, or that ``part`` of it, on
+    every rank of the team."""
+    wrapped = into
+    if part is not None:
+        wrapped = part.around(into)
 
     async def fill(job: LoadJob) -> tuple[Manifest, ImageReader]:
         async with closing(driver):
@@ -102,7 +115,8 @@ def _load_into(
     with ProgressReporter(options.progress) as reporter:
         with announcing_errors(team, driver), _reading_early(driver, team) as early:
             job = LoadJob(
-                flatten(into, loading=True),
+                flatten(wrapped, loading=True),
+                part=part,
                 strict=options.strict,
                 cast=options.cast,
                 budget_nbytes=options.budget_nbytes,
@@ -115,6 +129,8 @@ def _load_into(
     state = finish(job, manifest, team.rank)
     if any(subtree.parent < 0 for subtree in job.flat.subtrees):
         state = into  # it is itself an object with a state
+    if part is not None:
+        state = part.within(state)
     return _Loaded(state, manifest, reader, job.left)
 
 

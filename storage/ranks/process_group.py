@@ -1,14 +1,17 @@
-"""The job's ranks, as torch.distributed knows them: a team over its store. No collective, no
-process group is used."""
+"""The ranks of a call, as torch.distributed knows them: a team over its store. No collective is
+used; a process group only says which ranks take part, and how they are numbered."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import sys
 import weakref
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch.distributed as dist
 
@@ -22,32 +25,108 @@ from .member import Member
 from .store_team import StoreTeam
 from .team import Solo, Team
 
-__all__ = ["current_member", "current_rank", "current_team", "current_world", "store_host"]
+__all__ = [
+    "Group",
+    "acting_in",
+    "acting_name",
+    "current_member",
+    "current_numbers",
+    "current_rank",
+    "current_team",
+    "current_world",
+    "store_host",
+]
+
+Group: TypeAlias = 'dist.ProcessGroup | Literal["self"] | None'
+"""Which ranks take part in a call: those of a process group; ``"self"``: this process alone, as in
+MPI's COMM_SELF; None: those of the default process group."""
+
+_acting: ContextVar[Group] = ContextVar("holdfast_process_group", default=None)
+
+
+@contextlib.contextmanager
+def acting_in(group: Group) -> Iterator[None]:
+    """In the body, this thread acts as a rank of ``group``. Raises UsageError for what is no
+    process group, and in a process that is not in it."""
+    _check_group(group)
+    token = _acting.set(group)
+    try:
+        yield
+    finally:
+        _acting.reset(token)
+
+
+def _check_group(group: Group) -> None:
+    if group is None or group == "self":
+        return
+    advice = 'Give a process group that this process is in, "self", or None for all ranks.'
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise UsageError("this process is not in the process group", advice=advice)
+    if not isinstance(group, dist.ProcessGroup):
+        raise UsageError(f"process_group is a {type(group).__name__}", advice=advice)
+    if not _in_use():
+        raise UsageError("torch.distributed is not initialised", advice=advice)
+    if dist.get_rank(group) < 0:
+        raise UsageError("this process is not in the process group", advice=advice)
+
+
+def _group() -> dist.ProcessGroup | None:
+    """The process group that this thread acts in; None where this process is alone."""
+    group = _acting.get()
+    if group == "self" or not _in_use():
+        return None
+    if group is None:
+        return dist.distributed_c10d._get_default_group()
+    return group
 
 
 def current_rank() -> int:
-    """This process's rank; 0 where torch.distributed is not in use."""
-    if _in_use():
-        return dist.get_rank()
-    return 0
+    """This process's rank; 0 where it is alone."""
+    group = _group()
+    if group is None:
+        return 0
+    return dist.get_rank(group)
 
 
 def current_world() -> int:
-    """How many ranks the job has; 1 where torch.distributed is not in use."""
-    if _in_use():
-        return dist.get_world_size()
-    return 1
+    """How many ranks take part; 1 where this process is alone."""
+    group = _group()
+    if group is None:
+        return 1
+    return dist.get_world_size(group)
+
+
+def acting_name() -> str | None:
+    """Names the group that this thread acts in; None for the default process group."""
+    group = _acting.get()
+    if group is None or group == "self":
+        return group
+    return str(group.group_name)
+
+
+def current_numbers() -> Mapping[int, int] | None:
+    """The rank that each rank of the job has among those that take part, by its rank in the job;
+    None where these are the same."""
+    if _acting.get() is None:
+        return None
+    group = _group()
+    if group is None:
+        return {dist.get_rank(): 0}
+    ranks = dist.get_process_group_ranks(group)
+    return {rank: number for number, rank in enumerate(ranks)}
 
 
 def current_team(call: Call, deadline_s: float, *, saving: bool) -> Team:
-    """A new team of all ranks of the default process group, for ``call``; of one, where there is
-    none.
+    """A new team of the ranks that take part in ``call``.
 
     Does not wait. Raises UsageError for a save in a launcher's process that has not joined its
     process group: it would save over the other ranks. Raises UsageError in a forked child of a
     rank: its call would be taken for that rank's.
     """
-    if not _in_use():
+    group = _group()
+    if group is None:
+        if _acting.get() == "self":
+            return Solo()
         if saving and int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
             raise UsageError(
                 f"this process is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}, "
@@ -55,22 +134,23 @@ def current_team(call: Call, deadline_s: float, *, saving: bool) -> Team:
                 advice="Call torch.distributed.init_process_group first, or unset WORLD_SIZE.",
             )
         return Solo()
-    rank = dist.get_rank()
-    world = dist.get_world_size()
+    rank = dist.get_rank(group)
+    world = dist.get_world_size(group)
     if world == 1:
         return Solo()
     _check_rank(f"the {call}")
-    contact = _contact(deadline_s)
+    contact = _contact(group, deadline_s)
     return StoreTeam(contact.store, rank, world, "", deadline_s, call, contact.member)
 
 
 def current_member(deadline_s: float) -> Member | None:
-    """This process as a rank of its job; None for a process that is alone. Does not wait. Raises
-    UsageError in a forked child of a rank."""
-    if current_world() == 1:
+    """This process as one of the ranks that take part; None for a process that is alone. Does not
+    wait. Raises UsageError in a forked child of a rank."""
+    group = _group()
+    if group is None or dist.get_world_size(group) == 1:
         return None
     _check_rank("this call")
-    return _contact(deadline_s).member
+    return _contact(group, deadline_s).member
 
 
 def _check_rank(what: str) -> None:
@@ -105,22 +185,30 @@ def store_host() -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Contact:
-    """This process in its job: until it is forked, or another process group takes the place of this
-    one."""
+    """This process among the ranks of a process group: until it is forked, or the group is gone."""
 
     pid: int
-    group: weakref.ref[Any]
+    group: weakref.ref[dist.ProcessGroup]
     store: StoreLike
     member: Member
 
+    def serves(self, group: dist.ProcessGroup) -> bool:
+        """Whether it is that of this process in ``group``."""
+        return self.pid == os.getpid() and self.group() is group
 
-_ours: _Contact | None = None
+    @property
+    def ended(self) -> bool:
+        """Whether it is of no use any more."""
+        return self.pid != os.getpid() or self.group() is None
+
+
+_contacts: dict[str, _Contact] = {}
+"""By the name of the process group."""
 _contact_lock = new_lock()
 
 
-def _contact(deadline_s: float) -> _Contact:
-    """That of the default process group. A process group that was made anew begins anew, also over
-    the same store.
+def _contact(group: dist.ProcessGroup, deadline_s: float) -> _Contact:
+    """That of ``group``. A process group that was made anew begins anew, also over the same store.
 
     Its connection is our own, where the store has such: no call of the trainer's ever waits for one
     of ours. It is made once, since torch asks name servers for it, which takes seconds where they
@@ -128,31 +216,39 @@ def _contact(deadline_s: float) -> _Contact:
     Nothing here keeps the group's store alive: after a process group was destroyed, the next one
     has a server of its own.
     """
-    global _ours  # noqa: PLW0603 - one for the process
     with _contact_lock:
-        group = dist.distributed_c10d._get_default_group()
-        if _ours is None or _ours.pid != os.getpid() or _ours.group() is not group:
-            store: Any = dist.distributed_c10d._get_default_store()
-            if hasattr(store, "clone"):
-                connection = store.clone()
-            else:
-                connection = store
-            rank = dist.get_rank()
-            world = dist.get_world_size()
-            member = Member(
-                Keys(connection, _prefix(world)), rank, world, start, weakref.ref(store)
-            )
-            _ours = _Contact(os.getpid(), weakref.ref(group), connection, member)
-        if hasattr(_ours.store, "set_timeout"):
-            _ours.store.set_timeout(datetime.timedelta(seconds=max(1.0, deadline_s)))
-        return _ours
+        for name in [name for name, contact in _contacts.items() if contact.ended]:
+            del _contacts[name]
+        name = str(group.group_name)
+        contact = _contacts.get(name)
+        if contact is None or not contact.serves(group):
+            contact = _contacts[name] = _new_contact(group)
+        if hasattr(contact.store, "set_timeout"):
+            contact.store.set_timeout(datetime.timedelta(seconds=max(1.0, deadline_s)))
+        return contact
 
 
-def _prefix(world: int) -> str:
-    """What torch's launcher and the size of the job say of its generation. Nonces tell the rest
-    apart."""
+def _new_contact(group: dist.ProcessGroup) -> _Contact:
+    store: Any = dist.distributed_c10d._get_default_store()
+    if hasattr(store, "clone"):
+        connection = store.clone()
+    else:
+        connection = store
+    rank = dist.get_rank(group)
+    world = dist.get_world_size(group)
+    keys = Keys(connection, _prefix(group, world))
+    member = Member(keys, rank, world, start, weakref.ref(store))
+    return _Contact(os.getpid(), weakref.ref(group), connection, member)
+
+
+def _prefix(group: dist.ProcessGroup, world: int) -> str:
+    """What torch's launcher, the size of the group and its name say of its generation. Nonces tell
+    the rest apart."""
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"holdfast/{restarts}/{world}"
+    prefix = f"holdfast/{restarts}/{world}"
+    if group is dist.distributed_c10d._get_default_group():
+        return prefix
+    return f"{prefix}/{group.group_name}"
 
 
 def _in_use() -> bool:

@@ -31,6 +31,7 @@ from ..operations.handle import SaveHandle
 from ..operations.location import Place
 from ..operations.options import BUDGET_NBYTES, DEADLINE_S, Lazy, SaveOptions, UriLike
 from ..operations.start_save import Destination, begin_save
+from ..ranks.process_group import Group, acting_in
 from ..runtime.engine import start
 from ..runtime.progress import ProgressCallback
 from ..state.lazy import fence, hook_optimizers
@@ -73,8 +74,8 @@ class Checkpointer:
     cannot be saved at all is not to find out at its end. ``grace_s``: after SIGTERM, how long to
     try to save the step at hand, and to finish what is under way, before the signal does what it
     did before; None leaves the signal alone. ``lazy``, ``deadline_s``, ``timeout_s``,
-    ``budget_nbytes``, ``storage_options``, ``compression`` and ``allow_empty`` as in
-    :func:`async_save`, but lazy unless switched off.
+    ``budget_nbytes``, ``storage_options``, ``compression``, ``allow_empty`` and ``process_group``
+    as in :func:`async_save`, but lazy unless switched off.
 
     Every rank makes one, with the same arguments. Raises UsageError, UriError; StorageError only
     from :meth:`resume`.
@@ -96,10 +97,13 @@ class Checkpointer:
         storage_options: Mapping[str, object] | None = None,
         compression: Compression | None = None,
         allow_empty: bool = False,
+        process_group: Group = None,
     ) -> None:
         _one_of("when_busy", when_busy, ("skip", "wait", "queue"))
         _one_of("on_error", on_error, ("warn", "raise"))
         _one_of("lazy", lazy, (True, False, "prove"))
+        with acting_in(process_group):
+            self._group = process_group
         self._root = Place.of(uri, storage_options)
         # Opened to find misspelled options and the printed URI now, rather than at the first save.
         driver = open_driver(join(self._root.uri, "0"), **self._root.options)
@@ -189,7 +193,9 @@ class Checkpointer:
             "storage_options": self._root.options,
             "budget_nbytes": self._save_options.budget_nbytes or BUDGET_NBYTES,
         }
-        found = resumed(self._line, self._root, back, state, options, self._save_options.deadline_s)
+        deadline_s = self._save_options.deadline_s
+        with acting_in(self._group):
+            found = resumed(self._line, self._root, back, state, options, deadline_s)
         self._schedule.begin_at(found or 0)
         self._decisions.begin_run()
         self._last = found or None
@@ -216,6 +222,10 @@ class Checkpointer:
         self._check_step(step)
         _check_metric(metric)
         self._stats.raise_first(self._on_error)
+        with acting_in(self._group):
+            return self._step(step, state, metric)
+
+    def _step(self, step: int, state: Any, metric: SupportsFloat | None) -> SaveHandle | None:
         if (
             self._preemption is not None
             and self._preemption.pending
@@ -245,7 +255,8 @@ class Checkpointer:
         self._stats.raise_first(self._on_error)
         self._stats.due(step)
         self._wait_for_room()
-        return self._begin(step, state, number)
+        with acting_in(self._group):
+            return self._begin(step, state, number)
 
     def fence(self) -> None:
         """Return when the state may be written to: what lazy saves still have to copy is copied.

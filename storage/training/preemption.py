@@ -212,11 +212,16 @@ class _Process:
         if self._handled > 1 or not self._waits():
             self._end()
 
-    def _see(self) -> None:
-        """In the watcher's thread: a signal has come, which the handler may have heard of, or not
-        yet."""
-        self._seen += 1
-        if self._seen == 1:
+    def _see(self, watcher: _Watcher) -> None:
+        """In the thread of ``watcher``: a signal has come, which the handler may have heard of, or
+        not yet. A watcher that has ended, but not yet its thread, speaks of signals that have been
+        handed over."""
+        with self._lock:
+            if watcher is not self._watcher:
+                return
+            self._seen += 1
+            is_first = self._seen == 1
+        if is_first:
             self._begin()
         else:
             self._insist()
@@ -266,7 +271,7 @@ class _Watcher:
     as they come, whatever the main thread is doing. Whoever had them written elsewhere before gets
     them passed on."""
 
-    def __init__(self, see: Callable[[], None]) -> None:
+    def __init__(self, see: Callable[[_Watcher], None]) -> None:
         self._see = see
         self._read_fd, self._write_fd = os.pipe()
         os.set_blocking(self._write_fd, False)
@@ -302,7 +307,7 @@ class _Watcher:
                     ):  # full, or closed just now: so would Python do
                         os.write(self._before_fd, numbers)
                 for _ in range(numbers.count(signal.SIGTERM)):
-                    self._see()
+                    self._see(self)
         finally:
             os.close(self._read_fd)
 

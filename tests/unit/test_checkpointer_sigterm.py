@@ -19,6 +19,7 @@ from support.bits import fresh_uri
 
 import holdfast
 from holdfast.storage.operations import save as saving
+from holdfast.storage.training import preemption
 
 pytestmark = pytest.mark.clocked
 
@@ -418,6 +419,22 @@ def test_the_last_of_several_to_end_hands_the_signal_over(order: tuple[int, ...]
             assert ckpt.preempted
             assert len(heard) == 2
         assert len(heard) == 3
+
+
+def test_a_signal_that_was_handed_over_does_not_count_again() -> None:
+    """Though the thread that watched for it hears of it only when there is another Checkpointer."""
+    process = preemption._process
+    with Heard() as heard:
+        first = holdfast.Checkpointer(fresh_uri())
+        watcher = process._watcher
+        assert watcher is not None
+        term()
+        first.close()
+        assert heard == [signal.SIGTERM]
+        with holdfast.Checkpointer(fresh_uri()) as second:
+            process._see(watcher)
+            assert not second.preempted
+        assert heard == [signal.SIGTERM]
 
 
 def test_a_checkpointer_that_is_made_after_the_signal_is_asked_too() -> None:

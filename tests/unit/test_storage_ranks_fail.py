@@ -139,11 +139,12 @@ def test_a_forked_child_has_a_connection_of_its_own() -> None:
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     dist.init_process_group("fake", store=store, rank=0, world_size=2)
     try:
-        ours = process_group._contact(5.0)
-        assert process_group._contact(5.0) is ours
+        group = dist.group.WORLD
+        ours = process_group._contact(group, 5.0)
+        assert process_group._contact(group, 5.0) is ours
         child = os.fork()
         if child == 0:
-            theirs = process_group._contact(5.0)
+            theirs = process_group._contact(group, 5.0)
             os._exit(
                 0 if theirs.store is not ours.store and theirs.member is not ours.member else 1
             )

@@ -23,6 +23,7 @@ from ....planner.placement import (
     local_pieces,
     local_shape,
 )
+from ...ranks.process_group import acting_name, current_numbers
 
 __all__ = ["DTensorAdapter", "MeshLayouts", "check_layout", "hooked", "layouts_on", "mesh_layout"]
 
@@ -182,9 +183,10 @@ _layouts: WeakKeyDictionary[DeviceMesh, dict[Hashable, MeshLayouts]] = WeakKeyDi
 
 
 def layouts_on(mesh: DeviceMesh) -> MeshLayouts:
-    """The known layouts of tensors on ``mesh``. They are kept, since it takes longer to list the
-    ranks of a mesh the more there are."""
-    return _layouts.setdefault(mesh, {}).setdefault(_coordinate(mesh), MeshLayouts())
+    """The known layouts of tensors on ``mesh``, among the ranks that take part. They are kept, since
+    it takes longer to list the ranks of a mesh the more there are."""
+    place = (_coordinate(mesh), acting_name())
+    return _layouts.setdefault(mesh, {}).setdefault(place, MeshLayouts())
 
 
 def _coordinate(mesh: DeviceMesh) -> tuple[int, ...] | None:
@@ -213,9 +215,18 @@ def mesh_layout(
         shape,
         tuple(local_pieces(shape, ranks.shape, coordinate, splits)),
         local_shape(shape, ranks.shape, coordinate, splits),
-        holders(ranks, coordinate, splits),
+        _taking_part(holders(ranks, coordinate, splits)),
         ranks.size,
     )
+
+
+def _taking_part(holders: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of the ``holders``, which are ranks of the job, that take part in the call, as they are
+    numbered there."""
+    numbers = current_numbers()
+    if numbers is None:
+        return holders
+    return tuple(sorted(numbers[rank] for rank in holders if rank in numbers))
 
 
 def _placement(placement: object, path: Callable[[], str]) -> Placement:

@@ -1,0 +1,67 @@
+"""Which ranks take part in a call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
+
+import holdfast
+from holdfast.errors import UsageError
+from holdfast.storage.ranks.process_group import acting_in, current_rank, current_world
+
+
+@pytest.fixture
+def second_of_three() -> Iterator[None]:
+    """A job in which no other rank answers."""
+    dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=3)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_group_has_ranks_of_its_own(second_of_three: None) -> None:
+    """Numbered as in the group; after the block, the thread acts in the job again."""
+    with acting_in(dist.new_group([1, 2])):
+        assert (current_rank(), current_world()) == (0, 2)
+    with acting_in("self"):
+        assert (current_rank(), current_world()) == (0, 1)
+    assert (current_rank(), current_world()) == (1, 3)
+
+
+def test_a_rank_alone_asks_no_other(second_of_three: None, tmp_path: Path) -> None:
+    """Its save and its load end, though no other rank is there."""
+    state = {"w": torch.arange(10.0), "data": holdfast.PerRank({"at": 7})}
+    holdfast.save(tmp_path / "c", state, process_group="self", deadline_s=5)
+    into = {"w": torch.zeros(10), "data": holdfast.PerRank({"at": 0})}
+    holdfast.load(tmp_path / "c", into=into, process_group="self", deadline_s=5)
+    assert torch.equal(into["w"], state["w"])
+    assert into["data"].value == {"at": 7}
+
+
+def test_a_launched_process_may_save_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It need not have joined its process group, if it says that it is alone."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(UsageError, match="not initialised"):
+        holdfast.save(tmp_path / "c", {"w": torch.ones(1)})
+    holdfast.save(tmp_path / "c", {"w": torch.ones(1)}, process_group="self")
+
+
+@pytest.mark.parametrize("group", ["all", 3, dist.GroupMember.NON_GROUP_MEMBER])
+def test_what_is_no_group_is_refused(group: Any, second_of_three: None, tmp_path: Path) -> None:
+    """By every verb, before any I/O."""
+    uri = tmp_path / "c"
+    for call in (
+        lambda: holdfast.save(uri, {"w": torch.ones(1)}, process_group=group),
+        lambda: holdfast.async_save(uri, {"w": torch.ones(1)}, process_group=group),
+        lambda: holdfast.load(uri, into={"w": torch.ones(1)}, process_group=group),
+        lambda: holdfast.Checkpointer(uri, process_group=group),
+    ):
+        with pytest.raises(UsageError, match=r"process_group is|not in the process group"):
+            call()
+    assert not uri.exists()
