@@ -60,7 +60,8 @@ def _check_group(group: Group) -> None:
     if group is None or group == "self":
         return
     advice = 'Give a process group that this process is in, "self", or None for all ranks.'
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
+    given: object = group
+    if given is dist.GroupMember.NON_GROUP_MEMBER:
         raise UsageError("this process is not in the process group", advice=advice)
     if not isinstance(group, dist.ProcessGroup):
         raise UsageError(f"process_group is a {type(group).__name__}", advice=advice)
