@@ -15,36 +15,66 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
 from ...drivers.contract import Driver
 from ...drivers.registry import open_driver
 from ...drivers.uri import parse
-from ...errors import DamagedError, HoldfastError, MismatchError, ReplacedError, StateError
+from ...errors import (
+    DamagedError,
+    HoldfastError,
+    MismatchError,
+    ReplacedError,
+    StateError,
+    UsageError,
+)
 from ...planner.box import Box
 from ...planner.layout import BoxLayout
+from ..format.fragment import Fragment, Group, decode_fragment
 from ..format.manifest import Manifest
+from ..format.packed import Compression, checked_compression
+from ..format.tree import ROOT, ByRank
 from ..operations.call_errors import closing, printed_uri
 from ..operations.fill import fill
 from ..operations.options import BUDGET_NBYTES, UriLike, check_budget
 from ..operations.overlaps import overlapping, read_overlaps
+from ..operations.save import SaveJob
+from ..operations.steps import commit_attempt, write_image
 from ..pipeline.unpacking import images_of
+from ..protocol.attempt import Attempt
+from ..protocol.collect import give_up
+from ..protocol.commit import begin
 from ..protocol.current import read_manifest
-from ..ranks.process_group import current_rank
+from ..ranks.process_group import current_rank, current_world
 from ..runtime.engine import offload, run
+from ..state.device import Queued, devices_of
 from ..state.dtypes import dtype_name
+from ..state.flat_state import FlatState
 from ..state.lazy import fence
 from ..state.targets import Wanted
 from .dcp_contents import Contents, Opaque
+from .dcp_pieces import flat_state_of
+from .dcp_task import COORDINATOR, Task
 
-__all__ = ["HoldfastReader"]
+__all__ = ["HoldfastReader", "HoldfastWriter"]
+
+_REPORT = ""
+"""The name under which a rank hands its fragment to the coordinator."""
 
 
 class HoldfastReader(StorageReader):
@@ -200,6 +230,153 @@ class HoldfastReader(StorageReader):
         return open_driver(self._uri, **self._storage_options)
 
 
+class HoldfastWriter(StorageWriter):
+    """Writes a Holdfast checkpoint for ``torch.distributed.checkpoint.save`` and ``async_save``, in
+    threads and processes, with any planner.
+
+    ``uri`` is that of one checkpoint; ``checkpoint_id`` of the call overrules it. DCP's coordinator
+    begins an attempt, all ranks write their images, and the coordinator commits in ``finish``:
+    atomically, when all images are durable. After any failure nothing has changed.
+
+    Values are stored without pickle, as :func:`~holdfast.save` stores them. One that cannot be is a
+    StateError, which names it, before this rank writes anything; with ``allow_opaque`` it is kept
+    as the bytes that the planner has made of it, which Holdfast never unpickles. ``step`` is
+    recorded with the checkpoint (default: ``state["step"]`` if that is an int). ``storage_options``,
+    ``budget_nbytes`` and ``compression`` as in :func:`~holdfast.save`.
+
+    ``use_collectives=False`` is a UsageError where there are several ranks: no rank would learn
+    what to commit.
+    """
+
+    def __init__(
+        self,
+        uri: UriLike,
+        *,
+        step: int | None = None,
+        allow_opaque: bool = False,
+        storage_options: Mapping[str, object] | None = None,
+        budget_nbytes: int = BUDGET_NBYTES,
+        compression: Compression | None = None,
+    ) -> None:
+        check_budget(budget_nbytes)
+        self._uri = uri
+        self._step = step
+        self._allow_opaque = allow_opaque
+        self._storage_options = dict(storage_options or {})
+        self._budget_nbytes = budget_nbytes
+        self._compression = checked_compression(compression)
+        self._is_coordinator = False
+
+    @property
+    def checkpoint_id(self) -> UriLike:
+        """The URI, as it was given."""
+        return self._uri
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A save begins, to ``checkpoint_id`` where that is given."""
+        if checkpoint_id:
+            self._uri = checkpoint_id
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this is a URI."""
+        return _is_uri(checkpoint_id)
+
+    def storage_meta(self) -> StorageMeta:
+        """Where the checkpoint is to be."""
+        return StorageMeta(checkpoint_id=printed_uri(self._uri))
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
+        """Note the role of this rank. Raises UsageError for ranks that nobody coordinates."""
+        if not kwargs.get("use_collectives", True) and current_world() > 1:
+            raise UsageError(
+                "with use_collectives=False no rank learns what the others have written, so none "
+                "can commit it",
+                uri=printed_uri(self._uri),
+                advice="Leave it out; or call holdfast.save, which calls no collective.",
+            )
+        self._is_coordinator = is_coordinator
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the coordinator: begin an attempt, and tell every rank its task. A rank without peers
+        begins it later, when it knows that all can be saved."""
+        world = len(plans)
+        uri = printed_uri(self._uri)
+        attempt = ""
+        if world > 1:
+            attempt = run(self._begin(world)).id
+        tasks = [Task(uri, attempt, rank, world, time.time()) for rank in range(world)]
+        tasks[COORDINATOR].deliver()  # where nothing is sent, nothing arrives
+        return [replace(plan, storage_data=task) for plan, task in zip(plans, tasks, strict=True)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write what the plan has for this rank, as one image. Raises StateError before anything is
+        written; StorageError."""
+        task = Task.delivered(printed_uri(self._uri))
+        flat = flat_state_of(plan, planner, task.world, allow_opaque=self._allow_opaque)
+        queued = Queued.now(devices_of(flat.locals))
+        step = self._step
+        if step is None:
+            step = _step_in(flat)
+        job = SaveJob(
+            flat, step, self._budget_nbytes, created_s=task.created_s, compression=self._compression
+        )
+        fragment = run(self._write(task, job, queued))
+        results = [
+            WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items
+        ]
+        # A rank without items reports, too.
+        report = WriteResult(MetadataIndex(_REPORT), 0, fragment.encode())
+        written: Future[list[WriteResult]] = Future()
+        written.set_result([report, *results])
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the coordinator: commit what all ranks have written. Raises CoverageError where an
+        element is stored twice or not at all; SaveError, StorageError."""
+        fragments = [
+            decode_fragment(result.storage_data, f"the report of rank {rank}", {})
+            for rank, of_rank in enumerate(results)
+            for result in of_rank
+            if result.index.fqn == _REPORT
+        ]
+        run(self._commit(Attempt(fragments[0].head[0]), fragments))
+        metadata.storage_meta = self.storage_meta()
+
+    async def _begin(self, world: int) -> Attempt:
+        driver = self._driver(world)
+        async with closing(driver):
+            return await begin(driver)
+
+    async def _write(self, task: Task, job: SaveJob, queued: Queued) -> Fragment:
+        driver = self._driver(task.world)
+        async with closing(driver):
+            if queued.events:
+                await offload(queued.wait)
+            if task.attempt:
+                attempt = Attempt(task.attempt)
+            else:
+                attempt = await begin(driver)
+            try:
+                return await write_image(driver, attempt, task.rank, job)
+            except BaseException:
+                if self._is_coordinator:
+                    await give_up(driver, attempt)
+                raise
+
+    async def _commit(self, attempt: Attempt, fragments: Sequence[Fragment]) -> None:
+        driver = self._driver(len(fragments))
+        async with closing(driver):
+            await commit_attempt(driver, attempt, _for_all_ranks(fragments), self._compression)
+
+    def _driver(self, world: int) -> Driver:
+        return open_driver(self._uri, world, **self._storage_options)
+
+
 async def _manifest(driver: Driver) -> Manifest:
     async with closing(driver):
         manifest, _ = await read_manifest(driver)
@@ -238,3 +415,33 @@ def _is_uri(checkpoint_id: str | os.PathLike[str]) -> bool:
     except (HoldfastError, TypeError, ValueError):
         return False
     return True
+
+
+def _step_in(flat: FlatState) -> int | None:
+    """``state["step"]``, where it is an int and among the values of this rank."""
+    for value in flat.tree.values:
+        if (value.container, value.key) == (ROOT, "step"):
+            step = value.of(0)
+            if type(step) is int:
+                return step
+    return None
+
+
+def _for_all_ranks(fragments: Sequence[Fragment]) -> list[Fragment]:
+    """What one rank has written of what all ranks have: DCP has one of them write a value, so that
+    is everybody's, and one of them knows the step."""
+    attempt, _, created_s = fragments[0].head
+    step = next((f.head[1] for f in fragments if f.head[1] is not None), None)
+    everybody = list(range(len(fragments)))
+    return [
+        Fragment((attempt, step, created_s), [_of_ranks(g, everybody) for g in fragment.groups])
+        for fragment in fragments
+    ]
+
+
+def _of_ranks(group: Group, ranks: list[int]) -> Group:
+    """The group, with all its values those of ``ranks``."""
+    values: list[ByRank] = [
+        [(ranks, encoded) for _, encoded in by_rank] for by_rank in group.values
+    ]
+    return replace(group, values=values)

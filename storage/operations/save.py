@@ -49,7 +49,7 @@ from .driver_progress import counted
 from .global_plan import Digest, GlobalPlan, GlobalPlans, agree
 from .rounds import BEGIN, Begun, FragmentCodec, commit_round
 
-__all__ = ["SaveJob", "run_save"]
+__all__ = ["SaveJob", "run_save", "written_fragment"]
 
 PLANS_KEPT = 8
 """How many global plans a process keeps."""
@@ -141,7 +141,7 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tu
             # that is the error to raise.
             await check_marker(driver, Attempt(beginning.result()))
         raise
-    fragment = _fragment(attempt, job, plan, digests, writer.stored_nbytes, team.rank)
+    fragment = written_fragment(attempt, job, plan, digests, writer.stored_nbytes, team.rank)
     try:
         await _commit(team, fragment, global_plan, leader)
     except InvisibleFilesError:
@@ -307,7 +307,7 @@ def _merged(fragments: Sequence[Fragment], compression: Compression | None) -> M
     return merge([_joined(fragments)], compression)
 
 
-def _fragment(
+def written_fragment(
     attempt: Attempt,
     job: SaveJob,
     plan: SavePlan,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import io
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,23 @@ from support.bits import difference
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
+    DefaultSavePlanner,
     _EmptyStateDictLoadPlanner,
 )
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import holdfast
-from holdfast.errors import DamagedError, MismatchError, ReplacedError
-from holdfast.storage.integrations.dcp import HoldfastReader
+from holdfast.errors import (
+    CoverageError,
+    DamagedError,
+    MismatchError,
+    NotACheckpointError,
+    ReplacedError,
+    StateError,
+)
+from holdfast.storage.integrations.dcp import HoldfastReader, HoldfastWriter
 
 pytestmark = [
     pytest.mark.heavy,
@@ -112,12 +121,7 @@ def test_dcp_builds_the_whole_state(tmp_path: Path) -> None:
     state = full_state()
     holdfast.save(tmp_path / "c", state)
     made = built(tmp_path / "c")
-    expected = copy.deepcopy(state)
-    expected["optim"]["state"] = {
-        str(key): item for key, item in expected["optim"]["state"].items()
-    }
-    expected["turned"] = expected["turned"].contiguous()
-    assert difference(expected, made) is None
+    assert difference(as_dcp_builds(state), made) is None
 
 
 def test_a_part_of_the_state_is_loaded_by_its_keys(tmp_path: Path) -> None:
@@ -247,3 +251,258 @@ def test_tied_tensors_that_are_stored_apart_are_not_mixed(tmp_path: Path) -> Non
         lambda: dcp.load({"a": one, "b": one}, storage_reader=HoldfastReader(tmp_path / "d"))
     )
     assert isinstance(error, MismatchError)
+
+
+def as_dcp_builds(state: dict[str, Any]) -> dict[str, Any]:
+    """The state with the keys of an optimizer's parameters as text, and without strides."""
+    expected = copy.deepcopy(state)
+    expected["optim"]["state"] = {
+        str(key): item for key, item in expected["optim"]["state"].items()
+    }
+    expected["turned"] = expected["turned"].contiguous()
+    return expected
+
+
+def test_holdfast_reads_what_dcp_has_saved(tmp_path: Path) -> None:
+    """It is a checkpoint like any other: it loads, verifies and shows; and DCP reads it again."""
+    state = full_state() | {"step": 7}
+    metadata = dcp.save(state, storage_writer=HoldfastWriter(tmp_path / "c"))
+    assert metadata.storage_meta.checkpoint_id == f"file://{tmp_path}/c"
+    assert difference(as_dcp_builds(state), holdfast.load(tmp_path / "c")) is None
+    with holdfast.open(tmp_path / "c") as c:
+        assert c.step == 7
+        assert c.verify().ok
+        assert torch.equal(c.read("model.weight", 1), state["model"]["weight"][1])
+    into = emptied(state)
+    dcp.load(into, storage_reader=HoldfastReader(tmp_path / "c"))
+    assert difference(state, into) is None
+
+
+def test_tied_tensors_are_stored_once(tmp_path: Path) -> None:
+    """By a rank without peers; and an alias is read as what it stands for."""
+    t = torch.arange(1000.0)
+    dcp.save({"a": t, "b": t}, storage_writer=HoldfastWriter(tmp_path / "c"))
+    with holdfast.open(tmp_path / "c") as c:
+        assert c.nbytes == t.nbytes
+    into = {"a": t * 0, "b": t * 0}
+    dcp.load(into, storage_reader=HoldfastReader(tmp_path / "c"))
+    assert difference({"a": t, "b": t.clone()}, into) is None
+
+
+def test_an_asynchronous_save_holds_what_the_state_was(tmp_path: Path) -> None:
+    """In a thread: what changes after the call is not in the checkpoint."""
+    state = {"w": torch.ones(1000), "lr": 0.5}
+    saving = dcp.async_save(state, storage_writer=HoldfastWriter(tmp_path / "c"), no_dist=True)
+    state["w"].zero_()
+    saving.result(30)
+    assert difference({"w": torch.ones(1000), "lr": 0.5}, holdfast.load(tmp_path / "c")) is None
+
+
+def test_the_checkpoint_id_of_the_call_counts(tmp_path: Path) -> None:
+    """One writer may serve many saves, and one reader many loads."""
+    writer = HoldfastWriter("memory://nowhere", compression="lz4")
+    reader = HoldfastReader("memory://nowhere")
+    for step in range(3):
+        state = {"w": torch.full((5000,), step), "step": step}
+        dcp.save(state, storage_writer=writer, checkpoint_id=str(tmp_path / f"{step}"))
+        into = {"w": torch.zeros(5000, dtype=torch.int64), "step": -1}
+        dcp.load(into, storage_reader=reader, checkpoint_id=str(tmp_path / f"{step}"))
+        assert difference(state, into) is None
+    assert [c.step for c in holdfast.list_checkpoints(tmp_path)] == [0, 1, 2]
+    assert writer.checkpoint_id == reader.checkpoint_id == str(tmp_path / "2")
+    with holdfast.open(tmp_path / "2") as c:
+        assert c.compression == "lz4"
+
+
+def test_a_save_replaces_the_checkpoint_before_it(tmp_path: Path) -> None:
+    """Whole, and without a warning; what was there is deleted."""
+    for step in range(2):
+        dcp.save({"w": torch.full((9,), step)}, storage_writer=HoldfastWriter(tmp_path / "c"))
+    assert holdfast.load(tmp_path / "c")["w"].tolist() == [1] * 9
+    assert len(list((tmp_path / "c" / "data").iterdir())) == 1
+
+
+class Settings:
+    """An object that only pickle could store."""
+
+    depth = 3
+
+
+class Counter:
+    """An object with a state."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"n": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ({"deep": [1, Settings()]}, 'state["hp"]["deep"][1] is a'),
+        ({1, 2}, 'state["hp"] is a builtins.set'),
+        (io.BytesIO(b"x"), 'state["hp"] is a _io.BytesIO'),
+        ((1, Counter()), 'state["hp"][1] is a'),
+    ],
+)
+def test_a_value_that_needs_pickle_is_refused_before_anything_is_written(
+    value: object, named: str, tmp_path: Path
+) -> None:
+    """By its path; nothing is there, not even a folder."""
+    state = {"hp": value, "w": torch.ones(3)}
+    error = cause_of(lambda: dcp.save(state, storage_writer=HoldfastWriter(tmp_path / "c")))
+    assert isinstance(error, StateError)
+    assert named in str(error)
+    assert "allow_opaque=True" in str(error)
+    assert not (tmp_path / "c").exists()
+
+
+def test_opaque_values_reach_dcp_alone_and_only_where_both_sides_say_so(tmp_path: Path) -> None:
+    """Kept as bytes: Holdfast shows them as such, and DCP unpickles them where that is allowed."""
+    state = {"hp": {"deep": [1, Settings()]}, "w": torch.ones(3)}
+    dcp.save(state, storage_writer=HoldfastWriter(tmp_path / "c", allow_opaque=True))
+    kept = holdfast.load(tmp_path / "c")["hp"]["deep"]
+    assert list(kept) == ["holdfast.opaque"]
+    assert kept["holdfast.opaque"].dtype == torch.uint8
+    into = {"hp": {"deep": None}, "w": torch.zeros(3)}
+    refusing = HoldfastReader(tmp_path / "c")
+    error = cause_of(lambda: dcp.load(into, storage_reader=refusing))
+    assert isinstance(error, StateError)
+    assert "'hp.deep' is stored as others have serialized it" in str(error)
+    dcp.load({"w": into["w"]}, storage_reader=refusing)  # the rest can be had
+    dcp.load(into, storage_reader=HoldfastReader(tmp_path / "c", allow_opaque=True))
+    assert into["hp"]["deep"][1].depth == 3
+
+
+class HalvingPlanner(DefaultSavePlanner):
+    """Stores tensors in half precision, and leaves values as they are."""
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        if isinstance(object, torch.Tensor):
+            return object.half()
+        return super().transform_object(write_item, object)
+
+
+class SecretivePlanner(DefaultSavePlanner):
+    """Serializes values in its own way."""
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        if isinstance(object, torch.Tensor):
+            return object
+        return io.BytesIO(repr(object).encode())
+
+
+def test_a_planner_may_transform_what_is_stored(tmp_path: Path) -> None:
+    """What it gives for tensors is stored; a value that it does not change is stored plain, one
+    that it serializes otherwise is not guessed at."""
+    state = {"w": torch.ones(3), "lr": 0.5}
+    dcp.save(state, storage_writer=HoldfastWriter(tmp_path / "c"), planner=HalvingPlanner())
+    stored = holdfast.load(tmp_path / "c")
+    assert difference({"w": torch.ones(3).half(), "lr": 0.5}, stored) is None
+    writer = HoldfastWriter(tmp_path / "d")
+    error = cause_of(lambda: dcp.save(state, storage_writer=writer, planner=SecretivePlanner()))
+    assert 'state["lr"] is known as the planner has serialized it alone' in str(error)
+    writer = HoldfastWriter(tmp_path / "d", allow_opaque=True)
+    dcp.save(state, storage_writer=writer, planner=SecretivePlanner())
+    opaque = holdfast.load(tmp_path / "d")["lr"]["holdfast.opaque"]
+    assert opaque.numpy().tobytes() == b"0.5"
+
+
+def test_names_without_paths_are_keys(tmp_path: Path) -> None:
+    """A planner that does not flatten notes no paths; its names may have dots."""
+    state = {"a.b": torch.arange(3.0), "c": {"d": 1, "e": (torch.ones(2),)}}
+    dcp.save(
+        state,
+        storage_writer=HoldfastWriter(tmp_path / "c"),
+        planner=DefaultSavePlanner(flatten_state_dict=False),
+    )
+    assert difference(state, holdfast.load(tmp_path / "c")) is None
+
+
+@pytest.fixture
+def _no_cached_plans() -> Iterator[None]:
+    """DCP keeps cached plans in class attributes, for good."""
+    caches = [value for name, value in vars(SavePlanner).items() if name.startswith("_cached")]
+    yield
+    for cache in caches:
+        cache.clear()
+
+
+@pytest.mark.usefixtures("_no_cached_plans")
+def test_cached_plans_lead_to_attempts_of_their_own(tmp_path: Path) -> None:
+    """Also where one save replaces another, and after one that has failed."""
+    for step in (0, 1, 2):
+        if step == 1:
+            (tmp_path / "away").touch()
+            bad = HoldfastWriter(tmp_path / "away" / "c")
+            planner = DefaultSavePlanner(enable_plan_caching=True)
+            cause_of(
+                lambda: dcp.save(
+                    {"w": torch.ones(5), "step": 9},
+                    storage_writer=bad,  # noqa: B023 - called at once
+                    planner=planner,  # noqa: B023
+                )
+            )
+        dcp.save(
+            {"w": torch.full((5,), float(step)), "step": step},
+            storage_writer=HoldfastWriter(tmp_path / "c"),
+            planner=DefaultSavePlanner(enable_plan_caching=True),
+        )
+        assert holdfast.load(tmp_path / "c")["w"].tolist() == [step] * 5
+
+
+class HoleyPlanner(DefaultSavePlanner):
+    """Forgets a part of a tensor."""
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        self.plan = SavePlan(
+            [
+                WriteItem(
+                    item.index,
+                    item.type,
+                    tensor_data=type(item.tensor_data)(
+                        type(item.tensor_data.chunk)(torch.Size([0]), torch.Size([2])),
+                        item.tensor_data.properties,
+                        item.tensor_data.size,
+                    ),
+                )
+                for item in plan.items
+                if item.tensor_data is not None
+            ],
+            planner_data=plan.planner_data,
+        )
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        return super().resolve_data(write_item)[:2]
+
+
+def test_a_plan_that_leaves_something_out_is_not_committed(tmp_path: Path) -> None:
+    """Every element of every tensor is stored exactly once, or the save fails; what was there
+    before is untouched."""
+    dcp.save({"w": torch.zeros(3)}, storage_writer=HoldfastWriter(tmp_path / "c"))
+    error = cause_of(
+        lambda: dcp.save(
+            {"w": torch.ones(3)},
+            storage_writer=HoldfastWriter(tmp_path / "c"),
+            planner=HoleyPlanner(),
+        )
+    )
+    assert isinstance(error, CoverageError)
+    assert "w: [2:3] is missing" in str(error)
+    assert holdfast.load(tmp_path / "c")["w"].tolist() == [0, 0, 0]
+    assert len(list((tmp_path / "c" / "data").iterdir())) == 1
+
+
+def test_a_folder_that_cannot_be_written_fails_the_save(tmp_path: Path) -> None:
+    """With the storage's error, in whichever step it comes."""
+    (tmp_path / "c").write_text("a file")
+    error = cause_of(
+        lambda: dcp.save({"w": torch.ones(3)}, storage_writer=HoldfastWriter(tmp_path / "c"))
+    )
+    assert isinstance(error, OSError)
+    with pytest.raises((NotACheckpointError, OSError)):
+        holdfast.load(tmp_path / "c")

@@ -1,0 +1,175 @@
+"""The door into torch's distributed checkpoint (DCP), on several ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support import dcp_job
+from support.bits import difference
+from support.dcp_tasks import (
+    arranged_full,
+    cached_plans,
+    dcp_load,
+    dcp_save,
+    each_alone,
+    in_order,
+    of_some_ranks,
+    one_refused,
+    several_boxes,
+    stuck_save,
+    two_uris,
+)
+from support.jobs import fsdp_load, fsdp_save
+from support.rank_processes import Gone, RankProcesses, errors
+from torch.distributed.checkpoint.api import CheckpointException
+
+import holdfast
+from holdfast.errors import NotACheckpointError, StateError, UsageError
+
+LAYOUTS = [("fsdp", 1), ("fsdp", 2), ("tp", 2), ("hsdp", 4), ("tp", 4)]
+
+
+@pytest.mark.parametrize(("layout", "world"), LAYOUTS)
+def test_what_dcp_saves_dcp_and_holdfast_load_in_any_layout(
+    layout: str, world: int, ranks: RankProcesses, tmp_path: Path
+) -> None:
+    """A model and its optimizer, trained, saved by two ranks under FSDP2, bit for bit: as DCP's
+    state dicts, and as objects."""
+    uri = str(tmp_path / "c")
+    saved, _ = ranks.run(dcp_save, uri, "fsdp", 2, world=2)
+    for load in (dcp_load, fsdp_load):
+        args = (uri, layout, 0, False) if load is fsdp_load else (uri, layout)
+        for loaded in ranks.run(load, *args, world=world):
+            assert difference(in_order(saved), in_order(loaded)) is None
+    with holdfast.open(uri) as c:
+        assert (c.step, c.world) == (2, 2)
+        assert c.verify().ok
+        values = dict(c.values())
+    assert values['state["betas"][1][0]'] == 1
+
+
+@pytest.mark.parametrize(("layout", "world"), [("fsdp", 1), ("tp", 2)])
+def test_what_holdfast_saves_dcp_loads_in_any_layout(
+    layout: str, world: int, ranks: RankProcesses, tmp_path: Path
+) -> None:
+    """The other direction: saved as objects, by two ranks, loaded as DCP's state dicts."""
+    uri = str(tmp_path / "c")
+    saved, _ = ranks.run(fsdp_save, uri, "fsdp", 2, world=2)
+    for loaded in ranks.run(dcp_load, uri, layout, world=world):
+        assert difference(in_order(saved), in_order(loaded)) is None
+
+
+def test_plans_may_be_cached(ranks: RankProcesses, tmp_path: Path) -> None:
+    """DCP sends the plans with the first save alone. Each save is an attempt of its own all the
+    same, and one may replace another."""
+    ranks.run(cached_plans, str(tmp_path), world=2)
+    for number, step in (("0", 3), ("1", 1), ("2", 2)):
+        assert (
+            difference(in_order(arranged_full(step)), in_order(holdfast.load(tmp_path / number)))
+            is None
+        )
+        assert len(list((tmp_path / number / "data").iterdir())) == 1
+        for loaded in ranks.run(several_boxes, str(tmp_path / number), world=3):
+            assert difference(in_order(arranged_full(step)), in_order(loaded)) is None
+
+
+def test_a_value_of_one_rank_that_cannot_be_stored_fails_the_save_of_all(
+    ranks: RankProcesses, tmp_path: Path
+) -> None:
+    """Every rank learns which, and where; the checkpoint before it is untouched; the next save
+    works, and collects what was left."""
+    uri = tmp_path / "0"
+    ranks.run(cached_plans, str(tmp_path), world=2)
+    failed = errors(ranks.outcomes(ranks.begin(one_refused, str(uri), world=2)))
+    for error in failed:
+        assert isinstance(error, CheckpointException)
+        ((cause, _),) = error.failures.values()
+        assert isinstance(cause, StateError)
+        assert 'state["hook"] is a builtins.builtin_function_or_method' in str(cause)
+        assert list(error.failures) == [1]
+    assert difference(in_order(arranged_full(3)), in_order(holdfast.load(uri))) is None
+    ranks.run(cached_plans, str(tmp_path), world=2)
+    assert len(list((uri / "data").iterdir())) == 1
+
+
+def test_ranks_that_save_to_different_places_are_told(ranks: RankProcesses, tmp_path: Path) -> None:
+    """The error names both places, and nothing is committed at either."""
+    first, second = errors(ranks.outcomes(ranks.begin(two_uris, str(tmp_path), world=2)))
+    for error in (first, second):
+        assert isinstance(error, CheckpointException)
+        assert isinstance(error.failures[1][0], UsageError)
+        assert "rank 1 saves to" in str(error.failures[1][0])
+    for rank in "01":
+        with pytest.raises(NotACheckpointError):
+            holdfast.load(tmp_path / rank)
+
+
+def test_a_rank_that_is_killed_in_the_middle_leaves_no_checkpoint(tmp_path: Path) -> None:
+    """kill -9 while the others have written: nothing appears, what was there before stays, and the
+    next save deletes what is left."""
+    uri = tmp_path / "0"
+    with RankProcesses(2) as doomed:
+        doomed.run(cached_plans, str(tmp_path))
+        doomed.begin(stuck_save, str(uri), str(tmp_path / "asked"))
+        end_s = time.monotonic() + 30
+        written = 0
+        while not (written and (tmp_path / "asked").exists()):
+            assert time.monotonic() < end_s
+            written = len(list(uri.glob("data/*/0.safetensors"))) - 1
+            time.sleep(0.02)
+        doomed.kill(1)
+        survivor, dead = doomed.outcomes(2)
+    assert errors([survivor])[0] is not None
+    assert dead == Gone()
+    assert difference(in_order(arranged_full(3)), in_order(holdfast.load(uri))) is None
+    assert len(list((uri / "data").iterdir())) == 2
+    with RankProcesses(2) as others:
+        others.run(cached_plans, str(tmp_path))
+    assert len(list((uri / "data").iterdir())) == 1
+
+
+def test_some_ranks_save_in_a_process_group_of_their_own(
+    ranks: RankProcesses, tmp_path: Path
+) -> None:
+    """The ranks outside of it take no part."""
+    ranks.run(of_some_ranks, str(tmp_path / "c"), world=3)
+    with holdfast.open(tmp_path / "c") as c:
+        assert c.world == 2
+
+
+def test_each_rank_may_save_alone(ranks: RankProcesses, tmp_path: Path) -> None:
+    """With no_dist, to a place of its own."""
+    ranks.run(each_alone, str(tmp_path), world=2)
+
+
+def test_an_asynchronous_save_may_run_in_a_process(tmp_path: Path) -> None:
+    """Under torchrun: DCP saves from a process beside each rank, and from a thread, and what comes
+    of it is loaded again."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        dcp_job.__file__,
+        str(tmp_path),
+    ]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+    }
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name, step in (("process-1", 1), ("process-2", 2), ("thread-3", 3)):
+        assert (
+            difference(in_order(arranged_full(step)), in_order(holdfast.load(tmp_path / name)))
+            is None
+        )

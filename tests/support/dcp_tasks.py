@@ -1,0 +1,161 @@
+"""Tasks for rank processes that save and load through torch's distributed checkpoint (DCP)."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard, distribute_tensor
+
+import holdfast
+from holdfast.storage.integrations.dcp import HoldfastReader, HoldfastWriter
+from support.jobs import sharded, state_of, train
+
+
+def in_order(state: Any) -> Any:
+    """A state with the keys of its dicts sorted: DCP does not keep their order."""
+    if isinstance(state, dict):
+        return {key: in_order(state[key]) for key in sorted(state)}
+    if isinstance(state, list):
+        return [in_order(item) for item in state]
+    return state
+
+
+def dcp_save(uri: str, layout: str, steps: int) -> dict[str, Any]:
+    """Train, save through DCP, and tell what was saved."""
+    model, optim = sharded(layout, 1)
+    train(model, optim, 0, steps)
+    model_state, optim_state = get_state_dict(model, optim)
+    state = {"model": model_state, "optim": optim_state, "step": steps, "betas": (0.9, [1, 2])}
+    dcp.save(state, storage_writer=HoldfastWriter(uri))
+    return state_of(model, optim)
+
+
+def dcp_load(uri: str, layout: str) -> dict[str, Any]:
+    """Load through DCP into a job that is made otherwise, and tell what it is then."""
+    model, optim = sharded(layout, 2)
+    model_state, optim_state = get_state_dict(model, optim)
+    state = {"model": model_state, "optim": optim_state, "step": 0}
+    dcp.load(state, storage_reader=HoldfastReader(uri))
+    set_state_dict(model, optim, model_state_dict=model_state, optim_state_dict=optim_state)
+    assert state["step"] == 2
+    return state_of(model, optim)
+
+
+def arranged(step: int) -> dict[str, Any]:
+    """Replicated, sharded and plain tensors, whose values follow from ``step``."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    full = torch.arange(35.0).reshape(7, 5) + step
+    return {
+        "sharded": distribute_tensor(full, mesh, [Shard(0)]),
+        "replicated": distribute_tensor(full + 1, mesh, [Replicate()]),
+        "plain": full + 2,
+        "step": step,
+    }
+
+
+def arranged_full(step: int) -> dict[str, Any]:
+    """The same, gathered."""
+    full = torch.arange(35.0).reshape(7, 5) + step
+    return {"sharded": full, "replicated": full + 1, "plain": full + 2, "step": step}
+
+
+def cached_plans(folder: str) -> None:
+    """Saves by plans that DCP keeps from the first one; the last replaces that of the first."""
+    for step in range(4):
+        writer = HoldfastWriter(f"{folder}/{step % 3}")
+        dcp.save(
+            arranged(step),
+            storage_writer=writer,
+            planner=DefaultSavePlanner(enable_plan_caching=True),
+        )
+
+
+def one_refused(uri: str) -> None:
+    """Rank 1 has a value that cannot be stored."""
+    state = arranged(1)
+    if dist.get_rank() == 1:
+        state["hook"] = print
+    dcp.save(state, storage_writer=HoldfastWriter(uri))
+
+
+def two_uris(folder: str) -> None:
+    """Ranks that disagree on where to save."""
+    dcp.save(arranged(1), storage_writer=HoldfastWriter(f"{folder}/{dist.get_rank()}"))
+
+
+class StuckPlanner(DefaultSavePlanner):
+    """Says that it was asked for data, and gives none on rank 1."""
+
+    def __init__(self, asked: Path) -> None:
+        super().__init__()
+        self.asked = asked
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """Blocks for longer than any test."""
+        if dist.get_rank() == 1:
+            self.asked.touch()
+            time.sleep(600)
+        return super().resolve_data(write_item)
+
+
+def stuck_save(uri: str, asked: str) -> None:
+    """A save in which rank 1 stops in the middle."""
+    dcp.save(arranged(2), storage_writer=HoldfastWriter(uri), planner=StuckPlanner(Path(asked)))
+
+
+def of_some_ranks(uri: str) -> None:
+    """All ranks but the first save, and load again, in a process group of their own."""
+    ranks = list(range(1, dist.get_world_size()))
+    group = dist.new_group(ranks)
+    mesh = DeviceMesh("cpu", ranks)
+    if dist.get_rank() == 0:
+        return
+    full = torch.arange(12.0)
+    state = {"w": distribute_tensor(full, mesh, [Shard(0)]), "p": full + 1}
+    dcp.save(state, storage_writer=HoldfastWriter(uri), process_group=group)
+    into = {"w": distribute_tensor(full * 0, mesh, [Shard(0)]), "p": full * 0}
+    dcp.load(into, storage_reader=HoldfastReader(uri), process_group=group)
+    assert isinstance(into["w"], DTensor)
+    assert torch.equal(into["w"].to_local(), state["w"].to_local())
+    assert torch.equal(into["p"], full + 1)
+
+
+def each_alone(folder: str) -> None:
+    """Every rank saves and loads a checkpoint of its own."""
+    rank = dist.get_rank()
+    uri = f"{folder}/{rank}"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        dcp.save({"w": torch.full((3,), rank)}, storage_writer=HoldfastWriter(uri), no_dist=True)
+        into = {"w": torch.full((3,), -1)}
+        dcp.load(into, storage_reader=HoldfastReader(uri), no_dist=True)
+    assert into["w"].tolist() == [rank] * 3
+
+
+def without_collectives(uri: str) -> None:
+    """A save in which DCP coordinates nothing."""
+    dcp.save(arranged(1), storage_writer=HoldfastWriter(uri), use_collectives=False)
+
+
+def several_boxes(uri: str) -> dict[str, Any]:
+    """Holdfast's own load of what ``arranged`` has saved, into other layouts."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    zeros = torch.zeros(7, 5)
+    into = {
+        "sharded": distribute_tensor(zeros, mesh, [Shard(1)]),
+        "replicated": distribute_tensor(zeros, mesh, [Shard(0)]),
+        "plain": zeros.clone(),
+        "step": 0,
+    }
+    holdfast.load(uri, into=into)
+    return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in into.items()}
