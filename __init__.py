@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from .storage.operations.diff import DiffReport, diff
     from .storage.operations.export import ExportReport, export
     from .storage.operations.handle import SaveHandle
+    from .storage.operations.importing import ImportReport, import_
     from .storage.operations.listing import ListedCheckpoint, list_checkpoints
     from .storage.operations.prune import PruneReport, prune
     from .storage.operations.reader import Checkpoint, TensorInfo, open
@@ -66,6 +67,7 @@ _HOME = {
     "Counters": ".storage.training.stats",
     "DiffReport": ".storage.operations.diff",
     "ExportReport": ".storage.operations.export",
+    "ImportReport": ".storage.operations.importing",
     "Keep": ".storage.training.retention",
     "ListedCheckpoint": ".storage.operations.listing",
     "LoadReport": ".storage.operations.report",
@@ -80,6 +82,7 @@ _HOME = {
     "diff": ".storage.operations.diff",
     "export": ".storage.operations.export",
     "fence": ".storage.api",
+    "import_": ".storage.operations.importing",
     "list_checkpoints": ".storage.operations.listing",
     "load": ".storage.api",
     "open": ".storage.operations.reader",
@@ -95,6 +98,7 @@ __all__ = [  # noqa: RUF022 - what one uses, then what one catches
     "Counters",
     "DiffReport",
     "ExportReport",
+    "ImportReport",
     "Keep",
     "ListedCheckpoint",
     "LoadReport",
@@ -109,6 +113,7 @@ __all__ = [  # noqa: RUF022 - what one uses, then what one catches
     "diff",
     "export",
     "fence",
+    "import_",
     "list_checkpoints",
     "load",
     "open",

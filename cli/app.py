@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
         _add_diff,
         _add_cp,
         _add_export,
+        _add_import,
         _add_prune,
         _add_drivers,
         _add_demo,
@@ -206,6 +207,28 @@ def _add_export(commands: Parsers) -> None:
         help="at most so much in a file, such as 500MB or 2GiB (default: 5GB)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
+    _with_json(parser)
+
+
+def _add_import(commands: Parsers) -> None:
+    def _import(**arguments: Any) -> int:
+        from .imports import run
+
+        return run(**arguments)
+
+    parser = _command(
+        commands,
+        _import,
+        "make a checkpoint of a model in safetensors files, such as one of Hugging Face",
+        "A * in a pattern stands for any text; patterns match whole names.",
+    )
+    parser.add_argument(
+        "source", metavar="SRC", help="a safetensors file, or a folder of them; any URI"
+    )
+    parser.add_argument("uri", metavar="DEST", help="the URI of the checkpoint")
+    _with_names(parser)
+    parser.add_argument("--step", type=_count, metavar="N", help="the step that is recorded")
+    parser.add_argument("--overwrite", action="store_true", help="replace another checkpoint")
     _with_json(parser)
 
 

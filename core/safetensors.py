@@ -60,6 +60,9 @@ ITEMSIZES = {
 }  # fmt: skip
 """Bytes per element of the codes that can be read."""
 
+NDIM_MAX = 64
+"""Torch has no tensors of more dimensions."""
+
 _METADATA = "__metadata__"
 _LENGTH = struct.Struct("<Q")
 LENGTH_NBYTES = _LENGTH.size
@@ -88,7 +91,7 @@ def parsed(text: bytes, data_nbytes: int) -> list[Entry]:
     """The tensors that the header ``text`` names, in the order of their bytes, which take all of the
     ``data_nbytes`` that follow it. Raises ValueError for what is no such header."""
     try:
-        names = json.loads(text, object_pairs_hook=_without_repeats)
+        names = json.loads(text.decode(), object_pairs_hook=_without_repeats)
     except RecursionError as error:
         raise ValueError("the header is nested too deeply") from error
     if not isinstance(names, dict):
@@ -118,10 +121,12 @@ def _entry_of(name: str, given: object) -> Entry:
     if not isinstance(given, dict):
         raise ValueError(f"{name!r} is no tensor")
     code = given.get("dtype")
-    if code not in ITEMSIZES:
+    if not isinstance(code, str) or code not in ITEMSIZES:
         raise ValueError(f"tensor {name!r} has the dtype {code!r}, which is not known")
     shape = _counts(name, given.get("shape"))
     offsets = _counts(name, given.get("data_offsets"))
+    if len(shape) > NDIM_MAX:
+        raise ValueError(f"tensor {name!r} has {len(shape):,} dimensions")
     nbytes = math.prod(shape) * ITEMSIZES[code]
     if len(offsets) != 2 or offsets[1] - offsets[0] != nbytes:
         raise ValueError(f"tensor {name!r} has {nbytes:,} bytes, but not its data_offsets")

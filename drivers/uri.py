@@ -22,7 +22,16 @@ from ..errors import UriError
 from .contract import check_key
 from .schemes import SCHEMES
 
-__all__ = ["WHERE_SECRETS_GO", "Uri", "has_password", "is_secret", "join", "parse", "redact"]
+__all__ = [
+    "WHERE_SECRETS_GO",
+    "Uri",
+    "divided",
+    "has_password",
+    "is_secret",
+    "join",
+    "parse",
+    "redact",
+]
 
 _URI = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.IGNORECASE | re.DOTALL)
 _NEARLY_A_URI = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
@@ -161,6 +170,18 @@ def join(uri: Uri | str | os.PathLike[str], *parts: str) -> Uri:
     if uri.scheme not in _PATHS:
         below = [_quoted(part, _PATH_SAFE) for part in below]
     return Uri(uri.scheme, "/".join([uri.location.rstrip("/"), *below]) or "/", dict(uri.options))
+
+
+def divided(uri: Uri) -> tuple[Uri, str]:
+    """The folder of what lies at ``uri``, and its key there: what :func:`join` was given. Raises
+    UriError where it is in no folder."""
+    folder, slash, name = uri.location.rstrip("/").rpartition("/")
+    if not slash or not name:
+        raise UriError("this is in no folder", uri=uri.redacted)
+    if uri.scheme not in _PATHS:
+        name = _unquoted(name)
+    key = check_key(name, uri=uri.redacted)
+    return Uri(uri.scheme, folder or "/", dict(uri.options)), key
 
 
 def _text_of(given: object) -> str:

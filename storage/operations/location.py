@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ...drivers.contract import Driver
 from ...drivers.registry import open_driver
-from ...drivers.uri import Uri, join, parse
+from ...drivers.uri import Uri, divided, join, parse
 
 __all__ = ["Place"]
 
@@ -26,6 +26,11 @@ class Place:
         """Raises UriError for what is no URI; an unknown scheme or option is found when it is
         opened."""
         return cls(parse(uri), storage_options or {})
+
+    def divided(self) -> tuple[Place, str]:
+        """The folder of what lies here, and its key there. Raises UriError where it is in none."""
+        folder, key = divided(self.uri)
+        return Place(folder, self.options), key
 
     @contextlib.asynccontextmanager
     async def opened(self, path: str = "") -> AsyncIterator[Driver]:

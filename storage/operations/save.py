@@ -29,7 +29,7 @@ from ..format.lineage import ROOT
 from ..format.manifest import ImageTable, Manifest, image_key
 from ..format.merge import merge
 from ..format.packed import Compression
-from ..pipeline.capture import TensorChunks
+from ..pipeline.capture import ChunkSource, TensorChunks
 from ..pipeline.image_writer import ImageWriter, Progress
 from ..protocol import limits
 from ..protocol.attempt import Attempt, check_marker, delete_attempt
@@ -43,7 +43,7 @@ from ..runtime.engine import offload
 from ..state.fingerprint import fingerprints
 from ..state.flat_state import FlatState
 from ..state.lazy import LazyCapture
-from ..state.plan import SavePlan, plan_save
+from ..state.plan import Agreed, ImagePlan, plan_image, plan_save
 from .deadline import Deadline
 from .driver_progress import counted
 from .global_plan import Digest, GlobalPlan, GlobalPlans, agree
@@ -83,6 +83,8 @@ class SaveJob:
     """When it is committed, or has failed."""
     compression: Compression | None = None
     """How images are stored; the same on all ranks."""
+    chunks: Callable[[ImagePlan], ChunkSource] | None = None
+    """Makes the source of the image's chunks, where the tensors of ``flat`` are not in memory."""
     admit: Callable[[], Awaitable[str]] | None = None
     """Asked by the leader before anything is written: raises where the run may not be saved at this
     step; returns the branch that the manifest records."""
@@ -124,9 +126,8 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tu
             agreed = None
         else:
             agreed = global_plan.agreed
-        plan = await offload(plan_save, job.flat, team.rank, agreed, job.lazy)
+        plan, chunks = await _planned(job, team.rank, agreed)
         progress = replace(job.progress, moved=team.report_progress)
-        chunks = TensorChunks(plan.layout, plan.source)
         writer = ImageWriter(
             driver, plan.layout, chunks, job.budget_nbytes, progress, job.compression
         )
@@ -158,6 +159,15 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tu
     else:
         nbytes = 0
     return attempt.id, nbytes, writer.stored_nbytes
+
+
+async def _planned(job: SaveJob, rank: int, agreed: Agreed | None) -> tuple[ImagePlan, ChunkSource]:
+    """What this rank writes, and where its chunks come from."""
+    if job.chunks is not None:
+        plan = await offload(plan_image, job.flat, rank, agreed)
+        return plan, job.chunks(plan)
+    planned = await offload(plan_save, job.flat, rank, agreed, job.lazy)
+    return planned, TensorChunks(planned.layout, planned.source)
 
 
 async def _commit(
@@ -310,7 +320,7 @@ def _merged(fragments: Sequence[Fragment], compression: Compression | None) -> M
 def written_fragment(
     attempt: Attempt,
     job: SaveJob,
-    plan: SavePlan,
+    plan: ImagePlan,
     digests: npt.NDArray[np.uint8],
     stored_nbytes: int,
     rank: int,

@@ -25,7 +25,7 @@ def chosen(names: Iterable[str], only: Sequence[str]) -> list[str]:
         if not matches:
             raise UsageError(
                 f"no tensor has a name like {pattern!r}",
-                advice="`holdfast show` lists the tensors of a checkpoint.",
+                advice="Patterns match whole names; * stands for any text.",
             )
         found.update(matches)
     return [name for name in known if name in found]

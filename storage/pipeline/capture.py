@@ -1,5 +1,5 @@
-"""Where the chunks of an image come from when it is written: out of the tensors, or out of an image
-that was captured into host memory before.
+"""Where the chunks of an image come from when it is written: out of the tensors, out of an image that
+was captured into host memory before, or out of files (:mod:`.file_chunks`).
 
 The second way cuts a save in two: :func:`capture_image` copies the image, after which the state may
 change; an ``ImageWriter`` hashes and writes it later.
@@ -24,6 +24,11 @@ class ChunkSource(Protocol):
     """Hands out the chunks of one image, each once, in any order."""
 
     @property
+    def reads(self) -> int | None:
+        """How many chunks are read from storage at a time; None where chunks are copied, which takes
+        a processor."""
+
+    @property
     def pool(self) -> HostPool:
         """Where the buffers of the chunks come from, and go when they are no longer used."""
 
@@ -37,6 +42,8 @@ class ChunkSource(Protocol):
 
 class TensorChunks:
     """Chunks that are copied out of the tensors when they are taken."""
+
+    reads = None
 
     def __init__(self, layout: ImageLayout, source: ImageSource) -> None:
         self.pool = host_pool(layout.chunk_nbytes, source.allocate)
@@ -62,6 +69,8 @@ class TensorChunks:
 class CapturedImage:
     """An image in host memory, captured but not hashed. Written once: the memory of a chunk is
     freed when the chunk has been written."""
+
+    reads = None
 
     def __init__(self, pool: HostPool) -> None:
         self.pool = pool

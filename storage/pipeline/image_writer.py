@@ -110,10 +110,11 @@ class ImageWriter:
 
     def _pipeline(self, opening: Opening) -> Pipeline[int]:
         in_order = self._packing is not None or self._driver.traits.part_order != "any"
+        capturing = "cpu" if self._chunks.reads is None else "source"
         packing = [Stage("pack", "cpu", self._pack)] if self._packing else []
         return Pipeline(
             [
-                Stage("capture", "cpu", self._capture),
+                Stage("capture", capturing, self._capture),
                 Stage("hash", "cpu", self._hash),
                 *packing,
                 Stage("write", "io", partial(self._write, opening), in_order=in_order),
@@ -127,14 +128,15 @@ class ImageWriter:
         traits = self._driver.traits
         chunk_nbytes = self._layout.chunk_nbytes
         writes = 1 if traits.part_order == "serial" else traits.concurrency
+        reads = self._chunks.reads or 0
         if self._budget_nbytes is None:
             memory_nbytes = len(self._pages) * chunk_nbytes
             self._chunks.pool.keep(memory_nbytes)
         else:
             ours_nbytes = max(chunk_nbytes, self._budget_nbytes - traits.upload_nbytes)
             # More than keeps every lane busy gains nothing: copying is faster than any storage.
-            memory_nbytes = min(ours_nbytes, (writes + CPU_THREADS) * chunk_nbytes)
-        return Budget(memory_nbytes, {"cpu": CPU_THREADS, "io": writes})
+            memory_nbytes = min(ours_nbytes, (writes + reads + CPU_THREADS) * chunk_nbytes)
+        return Budget(memory_nbytes, {"cpu": CPU_THREADS, "io": writes, "source": max(1, reads)})
 
     async def _capture(self, chunk: int) -> None:
         self._buffers[chunk] = await self._chunks.take(chunk)

@@ -225,6 +225,8 @@ WAITING = {
     "list": holdfast.list_checkpoints,
     "copy": lambda uri: holdfast.copy(uri, fresh_uri()),
     "diff": lambda uri: holdfast.diff(uri, uri),
+    "export": lambda uri: holdfast.export(uri, fresh_uri()),
+    "import": lambda uri: holdfast.import_(fresh_uri(), uri),
     "fence": lambda uri: (
         holdfast.async_save(fresh_uri(), {"x": torch.ones(10)}, lazy=True),
         holdfast.fence(),

@@ -1,0 +1,72 @@
+"""Headers of safetensors files: what is written is parsed, and whatever else is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from holdfast.core.safetensors import Entry, header, length_in, parsed
+
+ENTRIES = [
+    Entry("a", "F32", (2, 3), 0, 24),
+    Entry("é\n", "U8", (), 24, 25),
+    Entry("0", "I64", (0, 5), 25, 25),
+]
+
+
+def test_what_is_written_is_parsed() -> None:
+    """Names of any characters, scalars and tensors without elements among them."""
+    first = header(ENTRIES, {"format": "pt"}, 64)
+    assert len(first) % 64 == 0
+    assert length_in(first) == len(first) - 8
+    assert parsed(first[8:], 25) == ENTRIES
+    assert json.loads(first[8:])["__metadata__"] == {"format": "pt"}
+
+
+def text(**changes: Any) -> bytes:
+    """A header of one tensor of six bytes, changed."""
+    return json.dumps(
+        {"x": {"dtype": "U8", "shape": [2, 3], "data_offsets": [0, 6]} | changes}
+    ).encode()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "Expecting value"),
+        (b"\xff\xfe", "codec can't decode"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b"[]", "no JSON object"),
+        (b'{"x": 1}', "no tensor"),
+        (b'{"x": {}}', "the dtype None"),
+        (b'{"x": {}, "x": {}}', "a name twice"),
+        (text(dtype="F4"), "the dtype 'F4'"),
+        (text(dtype=["U8"]), "the dtype"),
+        (text(shape=[2, -3]), "no numbers"),
+        (text(shape=[2.0, 3]), "no numbers"),
+        (text(shape=[True, 6]), "no numbers"),
+        (text(shape="ab"), "no numbers"),
+        (text(shape=[1 << 62, 0]), "no numbers"),
+        (text(shape=[6] + [1] * 64), "65 dimensions"),
+        (text(shape=[2, 4]), "not its data_offsets"),
+        (text(data_offsets=[6, 0]), "not its data_offsets"),
+        (text(data_offsets=[0, 6, 6]), "not its data_offsets"),
+        (text(data_offsets=[1, 7]), "begin at 1, not at 0"),
+        (text(shape=[5], data_offsets=[0, 5]), "take 5 bytes of 6"),
+        (text(shape=[7], data_offsets=[0, 7]), "take 7 bytes of 6"),
+    ],
+)  # fmt: skip
+def test_what_is_no_header_is_refused(data: bytes, message: str) -> None:
+    """Before any of it is believed."""
+    with pytest.raises(ValueError, match=message):
+        parsed(data, 6)
+
+
+def test_tensors_must_not_overlap() -> None:
+    """Nor leave a hole between them."""
+    for start, stop in ((3, 6), (7, 10)):
+        entries = [Entry("a", "U8", (6,), 0, 6), Entry("b", "U8", (3,), start, stop)]
+        with pytest.raises(ValueError, match="begin at"):
+            parsed(header(entries, {}, 1)[8:], stop)

@@ -1,0 +1,289 @@
+"""``holdfast.import_`` and ``holdfast import``: checkpoints of safetensors files, bit for bit, and
+nothing of files that are not what they say."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.bits import difference, fresh_uri, random_bits
+
+import holdfast
+from holdfast.cli import app
+from holdfast.drivers.local.driver import LocalDriver
+from holdfast.drivers.memory import MemoryDriver
+
+DTYPES = [
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.float8_e4m3fn,
+    torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+]  # fmt: skip
+INDEX = "model.safetensors.index.json"
+
+
+def model_of(rng: np.random.Generator) -> dict[str, torch.Tensor]:
+    """Tensors of every dtype, and odd shapes."""
+    model = {f"l.{dtype}": random_bits(rng, dtype, (51, 17)) for dtype in DTYPES}
+    return model | {
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 3),
+        "one": torch.ones(1).bool(),
+    }
+
+
+def write_sharded(folder: Path, parts: dict[str, dict[str, torch.Tensor]]) -> None:
+    """Files, and the index of them."""
+    folder.mkdir(exist_ok=True)
+    for file, tensors in parts.items():
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    weight_map = {name: file for file, tensors in parts.items() for name in tensors}
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def test_a_file_becomes_a_checkpoint(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Given by itself or by its folder; the checkpoint is whole, and has every bit."""
+    model = model_of(rng)
+    save_file(model, tmp_path / "any.safetensors")
+    for source in (tmp_path, tmp_path / "any.safetensors"):
+        uri = fresh_uri()
+        report = holdfast.import_(source, uri, step=5)
+        assert difference(model, holdfast.load(uri)) is None
+        with holdfast.open(uri) as c:
+            assert c.verify().ok
+            assert (c.step, c.attempt, c.nbytes) == (5, report.attempt, report.nbytes)
+        assert report.files == ("any.safetensors",)
+        assert report.tensors == len(model)
+
+
+def test_a_model_of_several_files_becomes_one_checkpoint(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """Tensors that are larger than a chunk, and cut by chunks anywhere, in a small budget."""
+    parts = {
+        "a.safetensors": {"big": random_bits(rng, torch.int16, (9_000_001,)), "b": torch.ones(3)},
+        "c.safetensors": {"c": random_bits(rng, torch.uint8, (20_000_003,)), "d": torch.ones(5)},
+    }
+    write_sharded(tmp_path, parts)
+    uri = fresh_uri()
+    heard: list[tuple[int, int]] = []
+    holdfast.import_(
+        tmp_path, uri, budget_nbytes=1 << 20, progress=lambda *nbytes: heard.append(nbytes)
+    )
+    assert (
+        difference({k: v for p in parts.values() for k, v in p.items()}, holdfast.load(uri)) is None
+    )
+    assert heard[-1][0] == heard[-1][1] > 38_000_000
+
+
+def test_there_and_back(tmp_path: Path, rng: np.random.Generator) -> None:
+    """What was exported, in several files, is imported to the same state."""
+    model = model_of(rng)
+    uri = fresh_uri()
+    holdfast.save(uri, {"model": model})
+    names = ["model.*"]
+    holdfast.export(uri, tmp_path, only=names, rename={"model.*": "*"}, file_nbytes=5000)
+    back = fresh_uri()
+    holdfast.import_(tmp_path, back, rename={"*": "model.*"})
+    assert holdfast.load(back, into={"model": {k: torch.empty_like(v) for k, v in model.items()}})
+    report = holdfast.diff(uri, back)
+    assert not report.tensors
+    assert report.equal_tensors == len(model)
+
+
+def test_names_are_chosen_and_changed(tmp_path: Path) -> None:
+    """By patterns, as in an export; a clash is refused, and nothing is made."""
+    save_file({"a.w": torch.ones(1), "b.w": torch.zeros(1)}, tmp_path / "model.safetensors")
+    uri = fresh_uri()
+    holdfast.import_(tmp_path, uri, only=["b.*"], rename={"b.*": "x.*"})
+    assert difference({"x.w": torch.zeros(1)}, holdfast.load(uri)) is None
+    with pytest.raises(holdfast.UsageError, match="would both be named 'w'"):
+        holdfast.import_(tmp_path, fresh_uri(), rename={"*.w": "w"})
+
+
+def test_a_checkpoint_is_replaced_only_if_asked(tmp_path: Path) -> None:
+    """And then whole."""
+    save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")
+    uri = fresh_uri()
+    holdfast.save(uri, {"x": 1, "y": torch.ones(1)})
+    with pytest.raises(holdfast.ExistsError, match="a checkpoint is there"):
+        holdfast.import_(tmp_path, uri)
+    assert holdfast.load(uri)["x"] == 1
+    holdfast.import_(tmp_path, uri, overwrite=True)
+    assert list(holdfast.load(uri)) == ["w"]
+
+
+class Reads:
+    """The keys that a driver is asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.keys: list[str] = []
+        read, stat = LocalDriver.read, LocalDriver.stat
+
+        async def noting_read(driver: LocalDriver, key: str, *rest: Any) -> None:
+            self.keys.append(key)
+            await read(driver, key, *rest)
+
+        async def noting_stat(driver: LocalDriver, key: str) -> Any:
+            self.keys.append(key)
+            return await stat(driver, key)
+
+        monkeypatch.setattr(LocalDriver, "read", noting_read)
+        monkeypatch.setattr(LocalDriver, "stat", noting_stat)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "../secret.safetensors", "/etc/secret.safetensors", "sub/x.safetensors", "..\\x.safetensors", "..",
+        "x.safetensors\0", "", ".", "a.bin", 7, None, ["x.safetensors"], {"a": 1},
+    ],
+)  # fmt: skip
+def test_an_index_that_leads_elsewhere_is_refused_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: object
+) -> None:
+    """Also if its first entries are honest; nothing is made at the destination."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"w": torch.ones(1)}, folder / "good.safetensors")
+    save_file({"stolen": torch.ones(1)}, tmp_path / "secret.safetensors")
+    weight_map = {"w": "good.safetensors", "stolen": file}
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    reads = Reads(monkeypatch)
+    with pytest.raises(holdfast.DamagedError, match="no file of its folder"):
+        holdfast.import_(folder, tmp_path / "out")
+    assert set(reads.keys) == {INDEX}
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"weight_map": []}',
+        '{"weight_map": {}}',
+        '{"weight_map": 1}',
+        "[" * 100_000,
+        "\0",
+    ],
+)
+def test_an_index_that_is_none_is_damage(tmp_path: Path, text: str) -> None:
+    """Whatever is in it."""
+    save_file({"w": torch.ones(1)}, tmp_path / "good.safetensors")
+    (tmp_path / INDEX).write_text(text)
+    with pytest.raises(holdfast.DamagedError, match="index"):
+        holdfast.import_(tmp_path, fresh_uri())
+
+
+def test_files_that_are_not_what_the_index_says_are_damage(tmp_path: Path) -> None:
+    """A tensor that is missing, in another file, or not named; a file that is gone."""
+    parts = {"a.safetensors": {"a": torch.ones(1)}, "b.safetensors": {"b": torch.ones(1)}}
+    weight_maps = [
+        {"a": "a.safetensors", "b": "b.safetensors", "c": "b.safetensors"},
+        {"a": "b.safetensors", "b": "a.safetensors"},
+        {"a": "a.safetensors", "b": "a.safetensors"},
+    ]
+    for weight_map in weight_maps:
+        write_sharded(tmp_path, parts)
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(holdfast.DamagedError, match="index and files disagree"):
+            holdfast.import_(tmp_path, fresh_uri())
+    write_sharded(tmp_path, parts | {"b.safetensors": {"b": torch.ones(1), "more": torch.ones(1)}})
+    (tmp_path / INDEX).write_text(
+        json.dumps({"weight_map": {"a": "a.safetensors", "b": "b.safetensors"}})
+    )
+    with pytest.raises(holdfast.DamagedError, match="where tensor 'more' is"):
+        holdfast.import_(tmp_path, fresh_uri())
+    (tmp_path / "b.safetensors").unlink()
+    with pytest.raises(holdfast.NotFoundError):
+        holdfast.import_(tmp_path, fresh_uri())
+
+
+def test_several_files_without_an_index_are_no_model(tmp_path: Path) -> None:
+    """They may be what is left of an interrupted export; nor are two models one, nor none."""
+    with pytest.raises(holdfast.NotFoundError, match="no safetensors file"):
+        holdfast.import_(tmp_path, fresh_uri())
+    write_sharded(
+        tmp_path, {"a.safetensors": {"a": torch.ones(1)}, "b.safetensors": {"b": torch.ones(1)}}
+    )
+    (tmp_path / "other.safetensors.index.json").write_text("{}")
+    with pytest.raises(holdfast.UnsupportedFormatError, match="several models"):
+        holdfast.import_(tmp_path, fresh_uri())
+    for index in tmp_path.glob("*.json"):
+        index.unlink()
+    with pytest.raises(holdfast.DamagedError, match="no index"):
+        holdfast.import_(tmp_path, fresh_uri())
+
+
+@pytest.mark.parametrize("cut", [0, 4, 8, 50, -1])
+def test_a_file_that_was_cut_is_damage(tmp_path: Path, cut: int) -> None:
+    """Wherever; and one that is longer, too."""
+    file = tmp_path / "model.safetensors"
+    save_file({"w": torch.ones(100)}, file)
+    data = file.read_bytes()
+    for changed in (data[:cut], data + b"\0"):
+        file.write_bytes(changed)
+        with pytest.raises(holdfast.DamagedError, match="not what its header says"):
+            holdfast.import_(file, fresh_uri())
+
+
+def test_a_header_of_any_size_takes_no_memory(tmp_path: Path) -> None:
+    """A length is compared with the file before so much is read."""
+    file = tmp_path / "model.safetensors"
+    for length in (200_000_000, 1 << 63):
+        with file.open("wb") as f:
+            f.write(length.to_bytes(8, "little"))
+            f.truncate(300_000_000)
+        with pytest.raises(holdfast.DamagedError, match="a header of"):
+            holdfast.import_(file, fresh_uri())
+
+
+def test_a_file_that_changes_meanwhile_is_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is seen before the commit: half of each would be neither."""
+    file = tmp_path / "model.safetensors"
+    save_file({"w": torch.ones(100)}, file)
+    read = LocalDriver.read
+
+    async def touching_read(driver: LocalDriver, key: str, start: int, into: memoryview) -> None:
+        await read(driver, key, start, into)
+        if len(into) == 400:
+            save_file({"w": torch.zeros(100)}, file)
+            os.utime(file, ns=(1, 1))
+
+    monkeypatch.setattr(LocalDriver, "read", touching_read)
+    uri = fresh_uri()
+    with pytest.raises(holdfast.DamagedError, match="changed while it was read"):
+        holdfast.import_(file, uri)
+    assert list(MemoryDriver(uri.removeprefix("memory://"))._objects) == []
+
+
+def run(*arguments: str, status: int) -> str:
+    """What a command prints."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        ended = app.run(arguments)
+    assert ended == status, out.getvalue() + err.getvalue()
+    return out.getvalue() + err.getvalue()
+
+
+def test_the_command_imports(tmp_path: Path) -> None:
+    """It says what it made, or why it did not."""
+    save_file({"w": torch.ones(256)}, tmp_path / "model.safetensors")
+    dest = tmp_path / "out"
+    asked = ["import", str(tmp_path), str(dest), "--rename", "*=model.*", "--step", "3"]
+    out = run(*asked, status=0)
+    assert out.startswith(f"imported: file://{dest}: 1 tensor of 1 file, 1.00 KiB, 0.")
+    assert "a checkpoint is there" in run(*asked, status=2)
+    found = json.loads(run(*asked, "--overwrite", "--json", status=0))
+    assert (found["files"], found["tensors"], found["nbytes"]) == (["model.safetensors"], 1, 1024)
+    assert [(c.step, c.tensors) for c in holdfast.list_checkpoints(dest)] == [(3, 1)]
