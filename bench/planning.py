@@ -27,8 +27,9 @@ from ..planner.loading import plan_load
 from ..planner.placement import Replicated, Split, holders, local_pieces, local_shape
 from ..storage.format.digest import digest
 from ..storage.format.fragment import Fragment, Group, Layout, decode_fragment, fragment_of, join
-from ..storage.format.manifest import ImageTable, Manifest, check_complete
+from ..storage.format.manifest import Manifest, check_complete
 from ..storage.format.merge import merge
+from ..storage.format.tables import ImageTable
 from ..storage.format.verified import VerifiedManifest
 from ..storage.operations.global_plan import GlobalPlan, Route
 from ..storage.operations.held import Held

@@ -24,7 +24,7 @@ from ...planner.image import DIGEST_NBYTES
 from ...planner.table import ShardTable, TensorTable
 from .columns import decode_columns, encode_columns, narrowed
 from .digest import digest
-from .manifest import (
+from .tables import (
     ImageTable,
     check_readable,
     image_table,

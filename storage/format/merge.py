@@ -16,8 +16,9 @@ from ...errors import CoverageError, DamagedError, SaveError
 from ...planner.columns import Ints, ranges, widen
 from ...planner.table import ShardTable, TensorTable, coverage_errors
 from .fragment import Fragment, Group, join
-from .manifest import ImageTable, Manifest, check
+from .manifest import Manifest, check
 from .packed import Compression
+from .tables import ImageTable
 from .tree import Tree, Value, merge_trees
 
 __all__ = ["merge"]

@@ -16,7 +16,8 @@ import numpy as np
 from ...planner.columns import Ints, ranges
 from ...planner.table import ShardTable
 from .columns import Columns, parse_columns
-from .manifest import Manifest, ints_of
+from .manifest import Manifest
+from .tables import ints_of
 
 __all__ = ["VerifiedManifest"]
 

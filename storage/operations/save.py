@@ -26,9 +26,10 @@ from ...errors import (
 )
 from ..format.fragment import Fragment, fragment_of, join
 from ..format.lineage import ROOT
-from ..format.manifest import ImageTable, Manifest, image_key
+from ..format.manifest import Manifest, image_key
 from ..format.merge import merge
 from ..format.packed import Compression
+from ..format.tables import ImageTable
 from ..pipeline.capture import ChunkSource, TensorChunks
 from ..pipeline.image_writer import ImageWriter, Progress
 from ..protocol import limits

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.effort import examples
 
 from holdfast.planner.image import BLOCKS_NAME, DIGEST_NBYTES, PAGE_NBYTES, lay_out
-from holdfast.storage.format.manifest import ImageTable
+from holdfast.storage.format.tables import ImageTable
 
 DTYPES = [
     "bool",

@@ -18,7 +18,8 @@ from support.simulation.turns import Simulation, run_inline, save_of
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.format.digest import digest, page_of
-from holdfast.storage.format.manifest import ImageTable, Manifest
+from holdfast.storage.format.manifest import Manifest
+from holdfast.storage.format.tables import ImageTable
 from holdfast.storage.operations.copy import Orders, copy_checkpoint
 from holdfast.storage.operations.load import run_build
 from holdfast.storage.pipeline.verifier import verify_images

@@ -25,7 +25,8 @@ from holdfast.planner.box import flat_to_boxes
 from holdfast.planner.table import ShardTable, TensorTable
 from holdfast.storage.format.columns import decode_columns, encode_columns, narrowed
 from holdfast.storage.format.digest import digest
-from holdfast.storage.format.manifest import ImageTable, Manifest, check_complete
+from holdfast.storage.format.manifest import Manifest, check_complete
+from holdfast.storage.format.tables import ImageTable
 from holdfast.storage.format.tree import Container, Tree, Value
 from holdfast.storage.format.verified import VerifiedManifest
 

@@ -17,8 +17,9 @@ from support.tiny import tiny
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.planner.image import ImageLayout
 from holdfast.storage.format.digest import digest, page_of
-from holdfast.storage.format.manifest import MANIFEST_KEY, ImageTable, Manifest
+from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
 from holdfast.storage.format.packed import Index, pack, page_of_packed, unpack
+from holdfast.storage.format.tables import ImageTable
 from holdfast.storage.pipeline.packing import Packing
 from holdfast.storage.pipeline.unpacking import Unpacked
 

@@ -23,8 +23,9 @@ from holdfast.drivers.memory import MemoryDriver
 from holdfast.planner.box import Box
 from holdfast.planner.image import BLOCKS_NAME
 from holdfast.storage.format.fragment import Fragment, decode_fragment, fragment_of, join
-from holdfast.storage.format.manifest import ImageTable, Manifest
+from holdfast.storage.format.manifest import Manifest
 from holdfast.storage.format.merge import merge
+from holdfast.storage.format.tables import ImageTable
 from holdfast.storage.format.tree import Tree
 from holdfast.storage.state.fingerprint import unsure_rows
 from holdfast.storage.state.flatten import flatten

@@ -16,8 +16,9 @@ import holdfast
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.planner.image import ImageLayout
 from holdfast.storage.format.digest import digest, page_of
-from holdfast.storage.format.manifest import MANIFEST_KEY, ImageTable, Manifest
+from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
 from holdfast.storage.format.packed import Compression, Index, index_nbytes
+from holdfast.storage.format.tables import ImageTable
 from holdfast.storage.integrations.fsspec import HoldfastFileSystem
 from holdfast.storage.pipeline.packing import Packing
 from holdfast.storage.protocol.current import read_manifest

@@ -223,7 +223,7 @@ def test_a_layout_that_was_never_told_is_damage() -> None:
     """A key alone does for those who know it."""
     flat = flatten(state_of(0))
     from holdfast.storage.format.fragment import decode_fragment, fragment_of
-    from holdfast.storage.format.manifest import ImageTable
+    from holdfast.storage.format.tables import ImageTable
     from holdfast.storage.state.plan import plan_save
 
     plan = plan_save(flat, 0, None)

@@ -1,0 +1,179 @@
+"""The tables of tensors, shards and images as columns, as manifests and fragments store them.
+
+``manifest`` and ``fragment`` say which columns and which other facts make up their files;
+``columns`` turns columns into bytes.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...core.units import ceil_div
+from ...errors import SaveError
+from ...planner.columns import Ints
+from ...planner.image import DIGEST_NBYTES
+from ...planner.table import ShardTable, TensorTable
+from .columns import Column, Columns
+from .tree import Tree
+
+__all__ = [
+    "NDIM_MAX",
+    "ImageTable",
+    "check_readable",
+    "image_table",
+    "ints_of",
+    "json_integer",
+    "shard_columns",
+    "tensor_columns",
+    "tensor_table",
+]
+
+NDIM_MAX = 256
+_INT_MAX = 1 << 62
+
+
+@dataclass(frozen=True)
+class ImageTable:
+    """Images, by columns (I,), and the digests of all their chunks (C, 16), image after image."""
+
+    rank: Ints
+    hashed_nbytes: Ints
+    digests: npt.NDArray[np.uint8]
+    stored_nbytes: Ints | None = None
+    """Size of each file, if they are compressed."""
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+    def chunks(self, chunk_nbytes: int) -> Ints:
+        """Number of chunks per image."""
+        return ceil_div(self.hashed_nbytes, chunk_nbytes)
+
+    def nbytes(self, block_nbytes: int) -> Ints:
+        """Size per image: what is hashed, and then a digest per block."""
+        return self.hashed_nbytes + DIGEST_NBYTES * ceil_div(self.hashed_nbytes, block_nbytes)
+
+    def file_nbytes(self, block_nbytes: int) -> Ints:
+        """File size per image: that of the image, unless it is compressed."""
+        if self.stored_nbytes is None:
+            return self.nbytes(block_nbytes)
+        return self.stored_nbytes
+
+    @classmethod
+    def joined(cls, tables: Sequence[ImageTable]) -> ImageTable:
+        """The images of all tables, in order. All are compressed, or none is."""
+        stored = [table.stored_nbytes for table in tables if table.stored_nbytes is not None]
+        return cls(
+            np.concatenate([table.rank for table in tables]),
+            np.concatenate([table.hashed_nbytes for table in tables]),
+            np.concatenate([table.digests for table in tables]),
+            np.concatenate(stored) if stored else None,
+        )
+
+
+def check_readable(tensors: TensorTable, tree: Tree) -> None:
+    """Raise SaveError for what no reader would accept."""
+    if tensors.shape.shape[1] > NDIM_MAX:
+        raise SaveError(f"a tensor has more than {NDIM_MAX} dimensions")
+    if tree.paths_too_long:
+        raise SaveError(
+            "the paths of the state's containers are too long, all together",
+            advice="Use shorter keys, or nest less deeply.",
+        )
+
+
+def tensor_columns(tensors: TensorTable, container: Ints) -> dict[str, Column]:
+    """The columns of tensors and of their containers, by name."""
+    t = tensors
+    names = [name.encode("utf-8", "surrogatepass") for name in t.names]
+    columns: dict[str, Column] = {
+        "tensor.name": np.frombuffer(b"".join(names), np.uint8),
+        "tensor.name_nbytes": np.fromiter(map(len, names), np.int64, len(names)),
+        "tensor.dtype": t.dtype,
+        "tensor.ndim": t.ndim,
+        "tensor.shape": t.shape,
+        "tensor.container": container,
+    }
+    if (t.alias >= 0).any():
+        columns["tensor.alias"] = t.alias + 1
+    if (t.owner >= 0).any():
+        columns["tensor.owner"] = t.owner + 1
+    return columns
+
+
+def tensor_table(columns: Columns, dtypes: Any) -> TensorTable:
+    """The tensors in columns that :func:`tensor_columns` made; ``dtypes`` as the header has them.
+    Raises KeyError, TypeError and ValueError."""
+
+    def optional(name: str) -> Ints:
+        if name in columns:
+            return ints_of(columns, name)
+        return np.zeros(len(columns["tensor.dtype"]), np.int64)
+
+    return TensorTable(
+        names=_names(columns["tensor.name"].tobytes(), ints_of(columns, "tensor.name_nbytes")),
+        dtype=columns["tensor.dtype"].astype(np.uint8, casting="safe"),
+        dtypes=tuple((str(name), json_integer(itemsize)) for name, itemsize in dtypes),
+        ndim=ints_of(columns, "tensor.ndim"),
+        shape=ints_of(columns, "tensor.shape"),
+        alias=optional("tensor.alias") - 1,
+        owner=optional("tensor.owner") - 1,
+    )
+
+
+def shard_columns(shards: ShardTable, images: ImageTable) -> dict[str, Column]:
+    """The columns of shards, except for their tensors, and those of images."""
+    columns: dict[str, Column] = {
+        "shard.image": shards.image,
+        "shard.start": shards.start,
+        "shard.offsets": shards.offsets,
+        "shard.lengths": shards.lengths,
+        "image.rank": images.rank,
+        "image.hashed_nbytes": images.hashed_nbytes,
+        "chunk.digest": images.digests,
+    }
+    if images.stored_nbytes is not None:
+        columns["image.stored_nbytes"] = images.stored_nbytes
+    return columns
+
+
+def image_table(columns: Columns, *, compressed: bool) -> ImageTable:
+    """The images in columns that :func:`shard_columns` made. Raises KeyError and ValueError."""
+    return ImageTable(
+        rank=ints_of(columns, "image.rank"),
+        hashed_nbytes=ints_of(columns, "image.hashed_nbytes"),
+        digests=columns["chunk.digest"],
+        stored_nbytes=ints_of(columns, "image.stored_nbytes") if compressed else None,
+    )
+
+
+def ints_of(columns: Columns, name: str) -> Ints:
+    """A stored column of integers. Raises KeyError, and ValueError where it does not fit."""
+    column = columns[name]
+    if column.dtype == np.uint64 and len(column) and column.max() > np.iinfo(np.int64).max:
+        raise ValueError(f"column {name} overflows")
+    return column.astype(np.int64)
+
+
+def json_integer(value: object) -> int:
+    """A JSON integer, and nothing that merely can be made one."""
+    if type(value) is not int or abs(value) > _INT_MAX:
+        raise ValueError(f"{reprlib.repr(value)} is no integer of 62 bits")
+    return value
+
+
+def _names(blob: bytes, nbytes: Ints) -> tuple[str, ...]:
+    # No name is longer than all names together, so the sums have not wrapped round.
+    if nbytes.ndim != 1 or nbytes.max(initial=0) > len(blob):
+        raise ValueError("lengths of names disagree")
+    ends = [0, *np.cumsum(nbytes).tolist()]
+    if ends[-1] != len(blob):
+        raise ValueError("lengths of names disagree")
+    return tuple(blob[begin:end].decode("utf-8", "surrogatepass") for begin, end in pairwise(ends))
