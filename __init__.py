@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from .storage.operations.reader import Checkpoint, TensorInfo, open
     from .storage.operations.report import LoadReport, SaveReport
     from .storage.state.adapters.per_rank import PerRank
+    from .storage.state.adapters.shards import Shard
     from .storage.state.adapters.stateful import RNGState
     from .storage.training.checkpointer import Checkpointer
     from .storage.training.retention import Keep
@@ -76,6 +77,7 @@ _HOME = {
     "RNGState": ".storage.state.adapters.stateful",
     "SaveHandle": ".storage.operations.handle",
     "SaveReport": ".storage.operations.report",
+    "Shard": ".storage.state.adapters.shards",
     "TensorInfo": ".storage.operations.reader",
     "async_save": ".storage.api",
     "copy": ".storage.operations.copy",
@@ -107,6 +109,7 @@ __all__ = [  # noqa: RUF022 - what one uses, then what one catches
     "RNGState",
     "SaveHandle",
     "SaveReport",
+    "Shard",
     "TensorInfo",
     "async_save",
     "copy",

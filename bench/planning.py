@@ -213,7 +213,7 @@ class _Stage:
         flat = self._flat
         if flat.layouts[row].holders is None:
             return None
-        placements = tuple(placement_of(p) for p in flat.origins[row].placements)  # type: ignore[attr-defined]
+        placements = tuple(placement_of(p) for p in flat.origins[row].placements)  # type: ignore[union-attr]
         return self._kinds.setdefault((flat.shapes[row], placements), len(self._kinds))
 
     def at(self, rank: int) -> FlatState:

@@ -13,6 +13,7 @@ from ..format.kinds import as_kind
 from ..format.manifest import Manifest
 from ..format.tree import Key, Tree, Value
 from .adapters.allocation import Allocate, Entry
+from .adapters.tensors import TensorLike
 from .dtypes import dtype_of, empty
 from .targets import TypedPath, Wanted, typed_paths
 
@@ -129,7 +130,7 @@ class Built:
             if tensor is None:
                 continue
             made: object = tensor
-            if name in tree.arrays:
+            if name in tree.arrays and isinstance(tensor, torch.Tensor):
                 made = _array(name, tensor)
             if inside[c]:
                 items[c].own = True
@@ -140,7 +141,7 @@ class Built:
     def _keys(self, container: int, depth: int) -> tuple[Key, ...]:
         return tuple(key for _, key in self._paths[container][depth:])
 
-    def _tensor(self, row: int, container: int, keys: tuple[Key, ...]) -> torch.Tensor | None:
+    def _tensor(self, row: int, container: int, keys: tuple[Key, ...]) -> TensorLike | None:
         """The tensor to be filled with a stored one; None where the object whose state is built has
         no place for it."""
         if self._make is None:

@@ -13,6 +13,7 @@ import torch
 from ...planner.layout import Layout
 from ..format.tree import Key, Tree, format_path
 from .adapters.module_names import Walked
+from .adapters.tensors import TensorLike
 
 __all__ = ["FlatState", "Subtree"]
 
@@ -43,7 +44,7 @@ class FlatState:
     dtypes: list[torch.dtype] = field(default_factory=list)
     locals: list[torch.Tensor] = field(default_factory=list)
     """What this rank holds of each, plain."""
-    origins: list[torch.Tensor] = field(default_factory=list)
+    origins: list[TensorLike] = field(default_factory=list)
     """The tensors as they were found, such as the DTensors that the local ones are parts of."""
     layouts: list[Layout] = field(default_factory=list)
     alias: list[int] = field(default_factory=list)

@@ -21,8 +21,9 @@ from ..format.tree import ROOT, Container, Key, Tree, Value, format_path
 from ..format.values import encode_value
 from .adapters.foreign import is_suspect, refuse_object, refuse_stale, refuse_tensor, refuse_value
 from .adapters.module_names import Walked
+from .adapters.shards import Shard
 from .adapters.stateful import expand, fills_in_place, has_state, present_state
-from .adapters.tensors import PLAIN_TYPES, TENSOR_TYPES, Adapters
+from .adapters.tensors import PLAIN_TYPES, TENSOR_TYPES, Adapters, TensorLike
 from .dtypes import numpy_to_torch, refusal
 from .flat_state import FlatState, Subtree
 from .placeholders import find_placeholders
@@ -308,7 +309,7 @@ class _Walker:
 
     def stateless(self, item: object, number: int, key: Key, prefix: str) -> str:
         """As :meth:`other`, for what is no object with a state."""
-        if isinstance(item, torch.Tensor):
+        if isinstance(item, torch.Tensor | Shard):
             self.tensor(item, number, key, prefix)
         elif isinstance(item, np.ndarray):
             self.array(item, number, key, prefix)
@@ -362,9 +363,10 @@ class _Walker:
         self.check(item, key)
         self.add(item, local_layout(item.shape), item, number, key, prefix)
 
-    def tensor(self, item: torch.Tensor, number: int, key: Key, prefix: str) -> None:
+    def tensor(self, item: TensorLike, number: int, key: Key, prefix: str) -> None:
         """Add a tensor of any type."""
-        refuse_tensor(item, lambda: self.path(key), loading=self.loading)
+        if isinstance(item, torch.Tensor):
+            refuse_tensor(item, lambda: self.path(key), loading=self.loading)
         adapter = self.adapters.of(item)
         local = adapter.local(item)
         self.check(local, key)  # first: a wrapper around other tensors has a shape of its own
@@ -379,7 +381,7 @@ class _Walker:
         self,
         local: torch.Tensor,
         layout: Layout,
-        origin: torch.Tensor,
+        origin: TensorLike,
         number: int,
         key: Key,
         prefix: str,

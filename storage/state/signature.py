@@ -25,7 +25,7 @@ from ..format.values import encode_value
 from .adapters.foreign import is_suspect
 from .adapters.module_names import Walked
 from .adapters.stateful import expand, has_state
-from .adapters.tensors import PLAIN_TYPES, TENSOR_TYPES, Adapters
+from .adapters.tensors import PLAIN_TYPES, TENSOR_TYPES, Adapters, TensorLike
 from .dtypes import numpy_to_torch
 
 __all__ = ["NoSignatureError", "SignatureScan"]
@@ -50,7 +50,7 @@ class SignatureScan:
         self.nodes: list[object] = []
         """Containers."""
         self.locals: list[torch.Tensor] = []
-        self.origins: list[torch.Tensor] = []
+        self.origins: list[TensorLike] = []
         self.layouts: list[Layout] = []
         """Of tensors that are not plain. Each is the same object as long as the layout is the same.
         The signature has their ids, so whatever keeps the signature has to keep these."""
@@ -131,7 +131,7 @@ class SignatureScan:
         else:
             self._value(item)
 
-    def _laid_out(self, item: torch.Tensor) -> None:
+    def _laid_out(self, item: TensorLike) -> None:
         """A tensor of a type that has an adapter."""
         adapter = self._adapters.of(item)
         local = adapter.local(item)
@@ -145,7 +145,7 @@ class SignatureScan:
         self._signature.append("value")
         self.values.append(encode_value(item, ""))
 
-    def _tensor(self, item: torch.Tensor, origin: torch.Tensor, layout: Layout | None) -> None:
+    def _tensor(self, item: torch.Tensor, origin: TensorLike, layout: Layout | None) -> None:
         # Raises RuntimeError where the tensor is sparse or nested, and has no address or no shape.
         row = len(self.locals)
         first = row

@@ -16,7 +16,7 @@ from ...planner.regions import regions_of
 from ...planner.table import TensorTable
 from ..format.manifest import Manifest
 from ..format.tree import Key, Tree, dotted, format_path
-from .adapters.tensors import layout_of
+from .adapters.tensors import TensorLike, layout_of
 from .dtypes import dtype_name, dtype_of
 from .flat_state import FlatState, Subtree
 
@@ -50,7 +50,7 @@ class Wanted:
             self._whole.append((tensor, len(self.buffers)))
         self.buffers.append(buffer)
 
-    def add_tensor(self, row: int, tensor: torch.Tensor, name: str) -> None:
+    def add_tensor(self, row: int, tensor: TensorLike, name: str) -> None:
         """Want all that this rank holds of a tensor, of whatever type it is."""
         local, layout = layout_of(tensor, lambda: name)
         self.add_held(row, local, layout)

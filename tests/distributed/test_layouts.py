@@ -82,9 +82,9 @@ def test_a_sharded_job_is_read_without_any_process_group(trained: Any) -> None:
         assert built["step"] == 3
 
 
-LINE = [((4,), ("S0",)), ((4,), ("R",))]
+LINE = [((4,), ("S0",)), ((4,), ("R",)), ((4,), ("F",))]
 SQUARE = [
-    ((2, 2), ("S0", "R")), ((2, 2), ("R", "S0")), ((2, 2), ("R", "R")), ((2, 2), ("S0", "S0")), ((2, 2), ("T0/2", "S0")), ((4, 1), ("S0", "R")),
+    ((2, 2), ("S0", "R")), ((2, 2), ("R", "S0")), ((2, 2), ("R", "R")), ((2, 2), ("S0", "S0")), ((2, 2), ("T0/2", "S0")), ((4, 1), ("S0", "R")), ((2, 2), ("F", "R")),
 ]  # fmt: skip
 COLUMNS = [
     ((4,), ("S1",)),
@@ -96,8 +96,8 @@ COLUMNS = [
 
 
 def test_every_placement_is_loaded_into_every_other(ranks: RankProcesses, tmp_path: Path) -> None:
-    """Shard, Replicate and strided shards over meshes of one and two dimensions, with uneven and
-    empty parts."""
+    """Shard, Replicate, strided shards and flat ranges over meshes of one and two dimensions, with
+    uneven and empty parts."""
     flat = [shape for shape in SHAPES if len(shape) >= 1]
     ranks.run(layouts_save, str(tmp_path / "rows"), LINE + SQUARE, flat)
     assert (
@@ -130,7 +130,7 @@ def test_placements_are_loaded_on_fewer_ranks(
     """Saved on four."""
     shapes = [(7, 5), (8, 4), (2, 3, 6)]
     ranks.run(layouts_save, str(tmp_path / "c"), LINE + SQUARE + COLUMNS, shapes)
-    wanted = [((world,), ("S0",)), ((world,), ("S1",)), ((world,), ("R",))]
+    wanted = [((world,), (kind,)) for kind in ("S0", "S1", "R", "F")]
     assert (
         ranks.run(
             layouts_load, str(tmp_path / "c"), LINE + SQUARE + COLUMNS, wanted, shapes, world=world
@@ -148,6 +148,7 @@ def test_what_several_ranks_hold_is_divided_evenly_among_them(
         (((4,), ("R",)), [(1000, 1000)]),
         (((2, 2), ("R", "S0")), [(999, 1001)]),
         (((2, 2), ("S1", "R")), [(1000, 1002)]),
+        (((2, 2), ("F", "R")), [(999, 1001)]),
         (((2, 2), ("R", "R")), [(i, 300) for i in range(100, 140)]),
     ):
         uri = tmp_path / str(len(list(tmp_path.iterdir())))

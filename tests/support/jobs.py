@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import holdfast
+from holdfast.storage.state.adapters.tensors import local_of
 
 
 class Block(nn.Module):
@@ -149,9 +150,11 @@ def placement(text: str) -> Placement:
     return _StridedShard(int(dim), split_factor=int(factor))
 
 
-def laid_out(full: torch.Tensor, mesh: DeviceMesh, placements: tuple[str, ...]) -> DTensor:
+def laid_out(full: torch.Tensor, mesh: DeviceMesh, placements: tuple[str, ...]) -> Any:
     """``full`` as a DTensor. Two splits of one dimension are cut the way FSDP over tensor parallel
-    does: inner first."""
+    does: inner first. With ``F`` it is in flat ranges over the first dimension of the mesh."""
+    if placements[0] == "F":
+        return _flat_range(full, mesh.get_coordinate()[0], mesh.size(0))
     if placements[0].startswith("T"):
         outer, inner = mesh.get_coordinate()
         dim = int(placements[1][1:])
@@ -161,6 +164,13 @@ def laid_out(full: torch.Tensor, mesh: DeviceMesh, placements: tuple[str, ...]) 
             local, mesh, kinds, run_check=False, shape=full.shape, stride=full.stride()
         )
     return distribute_tensor(full, mesh, [placement(p) for p in placements])
+
+
+def _flat_range(full: torch.Tensor, rank: int, world: int) -> holdfast.Shard:
+    start = full.numel() * rank // world
+    stop = full.numel() * (rank + 1) // world
+    part = full.reshape(-1)[start:stop].clone()
+    return holdfast.Shard(part, shape=full.shape, flat=(start, stop))
 
 
 def _chunk(full: torch.Tensor, parts: int, index: int, dim: int) -> torch.Tensor:
@@ -198,7 +208,7 @@ def layouts_load(
     for layout in wanted:
         mesh = init_device_mesh("cpu", layout[0])
         expected = {
-            s: laid_out(full_tensor(i, s), mesh, layout[1]).to_local() for i, s in enumerate(shapes)
+            s: local_of(laid_out(full_tensor(i, s), mesh, layout[1])) for i, s in enumerate(shapes)
         }
         into = {
             f"{s} as {old}": laid_out(torch.full(s, -1.0), mesh, layout[1])
@@ -208,7 +218,7 @@ def layouts_load(
         holdfast.load(uri, into=into)
         for s in shapes:
             for old in stored:
-                if not torch.equal(into[f"{s} as {old}"].to_local(), expected[s]):
+                if not torch.equal(local_of(into[f"{s} as {old}"]), expected[s]):
                     wrong.append(f"{s} from {old} to {layout}")
     return wrong
 

@@ -12,13 +12,17 @@ from typing import TypeGuard
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor.placement_types import Placement
 
+from ....errors import MismatchError
 from ..compat import overlaps_itself
+from ..dtypes import dtype_name
 from .dtensor import mesh_layout
+from .shards import Shard
 
-__all__ = ["Allocate", "Entry", "empty_dtensor", "empty_for", "fits", "value_at"]
+__all__ = ["Allocate", "Entry", "empty_dtensor", "empty_for", "fits", "fitting", "value_at"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,7 @@ class Entry:
     own: bool = False
 
 
-Allocate = Callable[[Entry], torch.Tensor | None]
+Allocate = Callable[[Entry], torch.Tensor | Shard | None]
 """The tensor to be filled with an entry; None for what this rank has no place for."""
 
 
@@ -61,6 +65,18 @@ def fits(present: object, entry: Entry) -> TypeGuard[torch.Tensor]:
         and not present.is_meta
         and (isinstance(present, DTensor) or not overlaps_itself(present))
     )
+
+
+def fitting(present: Shard, entry: Entry) -> Shard:
+    """``present``, which is a part of the stored tensor. Raises MismatchError where it is a part of
+    another one."""
+    if (present.shape, present.tensor.dtype) != (entry.shape, entry.dtype):
+        raise MismatchError(
+            f"{'.'.join(map(str, entry.keys))} of an object: shape {list(entry.shape)} and dtype "
+            f"{dtype_name(entry.dtype)} in the checkpoint, a part of shape {list(present.shape)} "
+            f"and dtype {dtype_name(present.tensor.dtype)} in its state"
+        )
+    return present
 
 
 def empty_for(reference: torch.Tensor, entry: Entry) -> torch.Tensor:
@@ -111,5 +127,5 @@ def _placement(text: str, entry: Entry) -> Placement:
     anything."""
     dim = text[1:]
     if text[:1] == "S" and dim.isdecimal() and int(dim) < len(entry.shape):
-        return Shard(int(dim))
+        return ShardPlacement(int(dim))
     return Replicate()

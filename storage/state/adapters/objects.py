@@ -14,8 +14,17 @@ from itertools import chain
 import torch
 from torch.distributed.tensor import DTensor
 
-from .allocation import Allocate, Entry, empty_dtensor, empty_for, fits, value_at
+from .allocation import (
+    Allocate,
+    Entry,
+    empty_dtensor,
+    empty_for,
+    fits,
+    fitting,
+    value_at,
+)
 from .module_names import Walked
+from .shards import Shard
 
 __all__ = ["object_allocator"]
 
@@ -24,8 +33,10 @@ def object_allocator(owner: object, present: object, modules: Sequence[Walked]) 
     """How to make the tensors of the state of ``owner``, whose state is ``present`` now."""
     reach = _Reach(owner, modules)
 
-    def make(entry: Entry) -> torch.Tensor:
+    def make(entry: Entry) -> torch.Tensor | Shard:
         here = value_at(present, entry.keys)
+        if isinstance(here, Shard):
+            return fitting(here, entry)
         if fits(here, entry):
             return here.detach()
         if isinstance(here, torch.Tensor) and not here.is_meta:

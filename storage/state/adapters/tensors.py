@@ -14,10 +14,22 @@ from torch.distributed.tensor import DTensor
 
 from ....planner.layout import Layout, local_layout
 from .dtensor import DTensorAdapter
+from .shards import Shard, ShardAdapter
 
-__all__ = ["PLAIN_TYPES", "TENSOR_TYPES", "Adapters", "TensorAdapter", "layout_of", "local_of"]
+__all__ = [
+    "PLAIN_TYPES",
+    "TENSOR_TYPES",
+    "Adapters",
+    "TensorAdapter",
+    "TensorLike",
+    "layout_of",
+    "local_of",
+]
 
-T_contra = TypeVar("T_contra", bound=torch.Tensor, contravariant=True)
+TensorLike = torch.Tensor | Shard
+"""What an adapter reads."""
+
+T_contra = TypeVar("T_contra", bound=TensorLike, contravariant=True)
 
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 """Tensors that are their own memory, and nothing else."""
@@ -52,7 +64,10 @@ class _PlainAdapter:
 
 
 _PLAIN = _PlainAdapter()
-_ADAPTERS: dict[type[torch.Tensor], Callable[[], TensorAdapter[Never]]] = {DTensor: DTensorAdapter}
+_ADAPTERS: dict[type[TensorLike], Callable[[], TensorAdapter[Never]]] = {
+    DTensor: DTensorAdapter,
+    Shard: ShardAdapter,
+}
 """By type. What is of none of these, nor of a type that inherits from one, is plain."""
 
 TENSOR_TYPES: tuple[type, ...] = (*PLAIN_TYPES, *_ADAPTERS)
@@ -63,26 +78,27 @@ class Adapters:
     """The adapters of one walk."""
 
     def __init__(self) -> None:
-        self._by_type: dict[type, TensorAdapter[torch.Tensor]] = dict.fromkeys(PLAIN_TYPES, _PLAIN)
+        plain = cast(TensorAdapter[TensorLike], _PLAIN)
+        self._by_type: dict[type, TensorAdapter[TensorLike]] = dict.fromkeys(PLAIN_TYPES, plain)
 
-    def of(self, tensor: torch.Tensor) -> TensorAdapter[torch.Tensor]:
+    def of(self, tensor: TensorLike) -> TensorAdapter[TensorLike]:
         """The adapter for ``tensor``."""
         kind = type(tensor)
         adapter = self._by_type.get(kind)
         if adapter is None:
             known = (_ADAPTERS[base] for base in kind.__mro__ if base in _ADAPTERS)
             # It is asked of tensors of this type alone.
-            adapter = cast(TensorAdapter[torch.Tensor], next(known, _PlainAdapter)())
+            adapter = cast(TensorAdapter[TensorLike], next(known, _PlainAdapter)())
             self._by_type[kind] = adapter
         return adapter
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
+def local_of(tensor: TensorLike) -> torch.Tensor:
     """What this rank holds of one tensor of any type."""
     return Adapters().of(tensor).local(tensor)
 
 
-def layout_of(tensor: torch.Tensor, path: Callable[[], str]) -> tuple[torch.Tensor, Layout]:
+def layout_of(tensor: TensorLike, path: Callable[[], str]) -> tuple[torch.Tensor, Layout]:
     """The same, and its layout. Raises StateError, which names ``path()``."""
     adapter = Adapters().of(tensor)
     local = adapter.local(tensor)

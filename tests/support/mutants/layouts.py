@@ -70,4 +70,25 @@ MUTANTS = [
         new="        if False:\n",
         tests="tests/distributed/test_foreign.py",
     ),
+    Mutant(
+        says="the second box of a flat range is put over the first",
+        file="planner/regions.py",
+        old="    return Regions(row=np.array(rows, np.int64)[at], offsets=offsets, lengths=lengths, local_start=begin - start[at], local_shape=lengths)\n",
+        new="    return Regions(row=np.array(rows, np.int64)[at], offsets=offsets, lengths=lengths, local_start=np.zeros_like(begin), local_shape=lengths)\n",
+        tests="tests/unit/test_planner_flat.py",
+    ),
+    Mutant(
+        says="elements of a range that lie apart are taken to lie together",
+        file="storage/state/windows.py",
+        old="            step = local.stride(0)\n",
+        new="            step = 1\n",
+        tests="tests/unit/test_storage_shards.py",
+    ),
+    Mutant(
+        says="ranks that hold one part are taken for one rank",
+        file="storage/operations/held.py",
+        old="                ranks = layout.holders or (rank,)\n",
+        new="                ranks = layout.holders\n",
+        tests="tests/unit/test_storage_shards.py",
+    ),
 ]

@@ -1,0 +1,147 @@
+"""Parts of tensors, for frameworks that no adapter knows: the caller says which part it is."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ....errors import UsageError
+from ....planner.box import Box
+from ....planner.layout import BoxLayout, FlatLayout
+
+__all__ = ["Shard", "ShardAdapter"]
+
+# A state is recognised by the identity of its layouts. There are as many of these as parts.
+_box_layout = functools.lru_cache(maxsize=1 << 16)(BoxLayout)
+_flat_layout = functools.lru_cache(maxsize=1 << 16)(FlatLayout)
+
+
+class Shard:
+    """The part of a larger tensor that this rank holds; it stands in a state in the place of a
+    tensor.
+
+    ``tensor`` holds the part, and a load fills it in place. ``shape`` is that of the whole tensor.
+    Where the part lies, one of two says:
+
+    ``offset``   the part is a box, of the shape of ``tensor``, that begins at this index of the
+                 whole tensor
+    ``flat``     ``tensor`` has one dimension, and holds elements (start, stop) of the whole tensor
+                 in row-major order: what ZeRO, FSDP1 and Megatron's optimizers hold
+
+    The parts of all ranks make up the whole tensor: each element is in one of them. Ranks that hold
+    the very same part are replicas, and it is stored once. A part may be empty. Any other layout
+    loads what was saved in parts, and the other way round.
+
+    Raises UsageError where the part is not one of a tensor of that shape.
+    """
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        *,
+        shape: Sequence[int],
+        offset: Sequence[int] | None = None,
+        flat: tuple[int, int] | None = None,
+    ) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            raise UsageError(f"a Shard of a {type(tensor).__name__}", advice="Pass a torch tensor.")
+        if isinstance(tensor, DTensor):
+            raise UsageError(
+                "a Shard of a DTensor, which says by itself what it holds",
+                advice="Pass the DTensor as it is, or its to_local().",
+            )
+        if (offset is None) == (flat is None):
+            raise UsageError(
+                "a Shard is a box or a flat range", advice="Give either offset= or flat=."
+            )
+        whole = _checked_shape(shape)
+        self.tensor = tensor
+        self.layout: BoxLayout | FlatLayout
+        if flat is not None:
+            self.layout = _checked_range(tensor, whole, flat)
+        elif offset is not None:
+            self.layout = _checked_box(tensor, whole, tuple(map(int, offset)))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return self.layout.shape
+
+    def __repr__(self) -> str:
+        return f"Shard({self.layout.region} of {list(self.shape)}, {self.tensor.dtype})"
+
+
+def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    whole = tuple(map(int, shape))
+    if any(length < 0 for length in whole):
+        raise UsageError(f"a Shard of a tensor of shape {list(whole)}")
+    return whole
+
+
+def _checked_range(
+    tensor: torch.Tensor, shape: tuple[int, ...], flat: tuple[int, int]
+) -> FlatLayout:
+    start, stop = map(int, flat)
+    numel = math.prod(shape)
+    if not 0 <= start <= stop <= numel:
+        raise UsageError(
+            f"flat=({start}, {stop}) is no range of the {numel} elements of a tensor of shape "
+            f"{list(shape)}",
+            advice="Give the first element and the one past the last, of the whole tensor.",
+        )
+    if tensor.ndim != 1:
+        raise UsageError(
+            f"a flat range is in a tensor of one dimension, and this one has shape "
+            f"{list(tensor.shape)}",
+            advice="Pass tensor.view(-1).",
+        )
+    if tensor.numel() != stop - start:
+        raise UsageError(
+            f"flat=({start}, {stop}) is {stop - start} elements, and the tensor has "
+            f"{tensor.numel()}",
+            advice="Pass the part alone, without the padding of its buffer: buffer[:n].",
+        )
+    return _flat_layout(shape, start, stop)
+
+
+def _checked_box(
+    tensor: torch.Tensor, shape: tuple[int, ...], offset: tuple[int, ...]
+) -> BoxLayout:
+    lengths = tuple(tensor.shape)
+    if not len(lengths) == len(offset) == len(shape):
+        raise UsageError(
+            f"a part of shape {list(lengths)} at {list(offset)} of a tensor of shape "
+            f"{list(shape)}: their numbers of dimensions differ",
+            advice="A part of a flattened tensor is given by flat=(start, stop).",
+        )
+    if any(
+        at < 0 or at + length > size
+        for at, length, size in zip(offset, lengths, shape, strict=True)
+    ):
+        raise UsageError(
+            f"a part of shape {list(lengths)} at {list(offset)} sticks out of a tensor of shape "
+            f"{list(shape)}"
+        )
+    return _box_layout(shape, Box(offset, lengths))
+
+
+class ShardAdapter:
+    """Reads Shards, see :class:`.tensors.TensorAdapter`."""
+
+    def local(self, tensor: Shard) -> torch.Tensor:
+        """The part."""
+        return tensor.tensor
+
+    def layout(
+        self, tensor: Shard, local: torch.Tensor, path: Callable[[], str]
+    ) -> BoxLayout | FlatLayout:
+        """What the caller has said."""
+        return tensor.layout
+
+    def recorded(self, tensor: Shard) -> None:
+        """Nothing: a load is told where its parts lie."""
+        return
