@@ -22,10 +22,10 @@ from .report import Report
 from .save import targets
 from .states import State, build, digests, nbytes_of, zero
 
-__all__: list[str] = []
+__all__ = ["contestant"]
 
 
-def _contestant(peer: Peer, path: Path, state: State, expected: dict[str, bytes]) -> Contestant:
+def contestant(peer: Peer, path: Path, state: State, expected: dict[str, bytes]) -> Contestant:
     """Saves at once; loads when its turn comes."""
     peer.save(path, state)
     sync_tree(path)
@@ -44,7 +44,7 @@ def _contestant(peer: Peer, path: Path, state: State, expected: dict[str, bytes]
 def _contestants(folder: Path, state: State, options: Options) -> list[Contestant]:
     expected = digests(state)
     others = [
-        _contestant(peer, folder / peer.name.replace(" ", ""), state, expected)
+        contestant(peer, folder / peer.name.replace(" ", ""), state, expected)
         for peer in peers(alone=options.alone)
         if peer.name != "DCP, 4 threads"  # that is a matter of saving only
     ]
@@ -58,10 +58,10 @@ def _warm_up(folder: Path, alone: bool) -> None:
     folder.mkdir()
     expected = digests(small)
     for peer in peers(alone=alone):
-        contestant = _contestant(peer, folder / peer.name.replace(" ", ""), small, expected)
-        contestant.before()
-        contestant.run()
-        contestant.after()
+        entered = contestant(peer, folder / peer.name.replace(" ", ""), small, expected)
+        entered.before()
+        entered.run()
+        entered.after()
     holdfast.release_memory()
 
 

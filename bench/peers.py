@@ -19,7 +19,7 @@ import holdfast
 
 from .states import State, flat_tensors
 
-__all__ = ["Peer", "peers"]
+__all__ = ["Peer", "peers", "through_dcp"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,33 @@ def peers(*, alone: bool = False) -> list[Peer]:
     if importlib.util.find_spec("torchsnapshot"):
         out.append(Peer("torchsnapshot", _save_torchsnapshot, _load_torchsnapshot))
     return out
+
+
+def through_dcp() -> list[Peer]:
+    """This library, the same as the storage of DCP, and DCP with storage of its own."""
+    return [
+        Peer("holdfast", _save_holdfast, _load_holdfast, durable=True),
+        Peer("holdfast through DCP", _save_through_dcp, _load_through_dcp, durable=True),
+        Peer("DCP", _save_dcp(1), _load_dcp),
+    ]
+
+
+def _save_through_dcp(path: Path, state: State) -> None:
+    from torch.distributed.checkpoint import state_dict_saver
+
+    from holdfast.storage.integrations.dcp import HoldfastWriter
+
+    with warnings.catch_warnings(action="ignore"):
+        state_dict_saver.save(state, storage_writer=HoldfastWriter(path), no_dist=True)
+
+
+def _load_through_dcp(path: Path, state: State) -> None:
+    from torch.distributed.checkpoint import state_dict_loader
+
+    from holdfast.storage.integrations.dcp import HoldfastReader
+
+    with warnings.catch_warnings(action="ignore"):
+        state_dict_loader.load(state, storage_reader=HoldfastReader(path), no_dist=True)
 
 
 def _save_holdfast(path: Path, state: State) -> None:

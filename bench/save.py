@@ -22,14 +22,16 @@ from .peers import Peer, peers
 from .report import Report, Series, Target, ratio
 from .states import State, build, digests, nbytes_of, zero
 
-__all__ = ["targets"]
+__all__ = ["contestant", "targets"]
 
 
 def _remove(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _contestant(peer: Peer, path: Path, state: State, *, check: bool) -> Contestant:
+def contestant(peer: Peer, path: Path, state: State, *, check: bool) -> Contestant:
+    """Saves when its turn comes; what was saved is removed after it."""
+
     def run() -> None:
         peer.save(path, state)
         if not peer.durable:
@@ -51,16 +53,16 @@ def _warm_up(folder: Path, alone: bool) -> None:
     """Everybody imports what they need, and starts their threads, outside the measured time."""
     small = build(TINY_GIB)
     for peer in peers(alone=alone):
-        contestant = _contestant(peer, folder / "small", small, check=True)
-        contestant.run()
-        contestant.after()
+        entered = contestant(peer, folder / "small", small, check=True)
+        entered.run()
+        entered.after()
     holdfast.release_memory()
 
 
 def _contestants(folder: Path, state: State, options: Options) -> list[Contestant]:
     raw = best_setting(folder / "raw", nbytes_of(state), reading=False, settle_s=options.settle_s)
     others = [
-        _contestant(peer, folder / "saved", state, check=options.tiny)
+        contestant(peer, folder / "saved", state, check=options.tiny)
         for peer in peers(alone=options.alone)
     ]
     return [Contestant("limit", raw.write, after=raw.path.unlink), *others]

@@ -13,6 +13,7 @@ decoded, and is never read from storage in that form, except for what was kept a
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import time
@@ -28,6 +29,7 @@ from torch.distributed.checkpoint.planner import (
     ReadItem,
     SavePlan,
     SavePlanner,
+    WriteItem,
 )
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
@@ -49,18 +51,21 @@ from ..format.fragment import Fragment, Group, decode_fragment
 from ..format.manifest import Manifest
 from ..format.packed import Compression, checked_compression
 from ..format.tree import ROOT, ByRank
-from ..operations.call_errors import closing, printed_uri
+from ..operations.call_errors import announcing_errors_of_call, closing, printed_uri
 from ..operations.fill import fill
-from ..operations.options import BUDGET_NBYTES, UriLike, check_budget
+from ..operations.options import BUDGET_NBYTES, DEADLINE_S, UriLike, check_budget
 from ..operations.overlaps import overlapping, read_overlaps
+from ..operations.rounds import Division
 from ..operations.save import SaveJob
-from ..operations.steps import commit_attempt, write_image
+from ..operations.steps import commit_attempt, commit_together, divide, write_image
 from ..pipeline.unpacking import images_of
 from ..protocol.attempt import Attempt
 from ..protocol.collect import give_up
 from ..protocol.commit import begin
 from ..protocol.current import read_manifest
-from ..ranks.process_group import current_rank, current_world
+from ..ranks.calls import Call
+from ..ranks.process_group import current_rank, current_team, current_world
+from ..ranks.team import Team
 from ..runtime.engine import offload, run
 from ..state.device import Queued, devices_of
 from ..state.dtypes import dtype_name
@@ -75,6 +80,8 @@ __all__ = ["HoldfastReader", "HoldfastWriter"]
 
 _REPORT = ""
 """The name under which a rank hands its fragment to the coordinator."""
+_DIVIDE = "division of a save to"
+_COMMIT = "commit of a save to"
 
 
 class HoldfastReader(StorageReader):
@@ -244,8 +251,10 @@ class HoldfastWriter(StorageWriter):
     recorded with the checkpoint (default: ``state["step"]`` if that is an int). ``storage_options``,
     ``budget_nbytes`` and ``compression`` as in :func:`~holdfast.save`.
 
-    ``use_collectives=False`` is a UsageError where there are several ranks: no rank would learn
-    what to commit.
+    With ``use_collectives=False`` the ranks meet as those of :func:`~holdfast.save` do, through the
+    job's store. All ranks of the job take part then, and what comes of it is one checkpoint all the
+    same. ``deadline_s`` is how long they wait for one that shows no sign of life; otherwise DCP's
+    own time-outs count.
     """
 
     def __init__(
@@ -257,6 +266,7 @@ class HoldfastWriter(StorageWriter):
         storage_options: Mapping[str, object] | None = None,
         budget_nbytes: int = BUDGET_NBYTES,
         compression: Compression | None = None,
+        deadline_s: float = DEADLINE_S,
     ) -> None:
         check_budget(budget_nbytes)
         self._uri = uri
@@ -265,7 +275,10 @@ class HoldfastWriter(StorageWriter):
         self._storage_options = dict(storage_options or {})
         self._budget_nbytes = budget_nbytes
         self._compression = checked_compression(compression)
+        self._deadline_s = deadline_s
         self._is_coordinator = False
+        self._meets = False
+        """Whether the ranks meet without DCP."""
 
     @property
     def checkpoint_id(self) -> UriLike:
@@ -287,15 +300,16 @@ class HoldfastWriter(StorageWriter):
         return StorageMeta(checkpoint_id=printed_uri(self._uri))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
-        """Note the role of this rank. Raises UsageError for ranks that nobody coordinates."""
-        if not kwargs.get("use_collectives", True) and current_world() > 1:
-            raise UsageError(
-                "with use_collectives=False no rank learns what the others have written, so none "
-                "can commit it",
-                uri=printed_uri(self._uri),
-                advice="Leave it out; or call holdfast.save, which calls no collective.",
-            )
+        """Note the role of this rank. Raises UsageError for ranks that are to meet without DCP, and
+        are not those of the job."""
         self._is_coordinator = is_coordinator
+        self._meets = not kwargs.get("use_collectives", True) and current_world() > 1
+        if self._meets and kwargs.get("rank") != current_rank():
+            raise UsageError(
+                "with use_collectives=False all ranks of the job save together",
+                uri=printed_uri(self._uri),
+                advice="Leave it out, or leave out process_group= and no_dist=True.",
+            )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """The plan as it is."""
@@ -303,7 +317,10 @@ class HoldfastWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator: begin an attempt, and tell every rank its task. A rank without peers
-        begins it later, when it knows that all can be saved."""
+        begins it later, when it knows that all can be saved. Where ranks meet without DCP, every
+        rank comes here with its own plan."""
+        if self._meets:
+            return [self._divided(plan) for plan in plans]
         world = len(plans)
         uri = printed_uri(self._uri)
         attempt = ""
@@ -316,16 +333,8 @@ class HoldfastWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write what the plan has for this rank, as one image. Raises StateError before anything is
         written; StorageError."""
-        task = Task.delivered(printed_uri(self._uri))
-        flat = flat_state_of(plan, planner, task.world, allow_opaque=self._allow_opaque)
-        queued = Queued.now(devices_of(flat.locals))
-        step = self._step
-        if step is None:
-            step = _step_in(flat)
-        job = SaveJob(
-            flat, step, self._budget_nbytes, created_s=task.created_s, compression=self._compression
-        )
-        fragment = run(self._write(task, job, queued))
+        with self._announcing_errors():
+            fragment = self._written(plan, planner)
         results = [
             WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items
         ]
@@ -344,8 +353,55 @@ class HoldfastWriter(StorageWriter):
             for result in of_rank
             if result.index.fqn == _REPORT
         ]
-        run(self._commit(Attempt(fragments[0].head[0]), fragments))
+        team = None
+        if self._meets:
+            team = self._team(_COMMIT)
+        run(self._commit(team, fragments))
         metadata.storage_meta = self.storage_meta()
+
+    def _written(self, plan: SavePlan, planner: SavePlanner) -> Fragment:
+        task = Task.delivered(printed_uri(self._uri))
+        flat = flat_state_of(plan, planner, task.world, allow_opaque=self._allow_opaque)
+        queued = Queued.now(devices_of(flat.locals))
+        step = self._step
+        if step is None:
+            step = _step_in(flat)
+        job = SaveJob(
+            flat, step, self._budget_nbytes, created_s=task.created_s, compression=self._compression
+        )
+        return run(self._write(task, job, queued))
+
+    def _divided(self, plan: SavePlan) -> SavePlan:
+        """The items of ``plan`` that this rank is to write, agreed on without DCP."""
+        team = self._team(_DIVIDE)
+        names = [_box_name(item) for item in plan.items]
+        sizes = [item.tensor_storage_size() or 1 for item in plan.items]
+        division = run(self._divide(team, dict(zip(names, sizes, strict=True))))
+        task = Task(
+            printed_uri(self._uri), division.attempt, team.rank, team.world, division.created_s
+        )
+        task.deliver()
+        items = [
+            item
+            for item, name in zip(plan.items, names, strict=True)
+            if division.writers.get(name, team.rank) == team.rank
+        ]
+        return replace(plan, items=items, storage_data=task)
+
+    def _team(self, kind: str) -> Team:
+        call = Call(kind, printed_uri(self._uri))
+        return current_team(call, self._deadline_s, saving=True)
+
+    def _announcing_errors(self) -> contextlib.AbstractContextManager[None]:
+        """Where ranks meet without DCP, an error of this one must not keep the others waiting."""
+        if not self._meets:
+            return contextlib.nullcontext()
+        return announcing_errors_of_call(_COMMIT, self._uri, None, self._deadline_s)
+
+    async def _divide(self, team: Team, nbytes: Mapping[str, int]) -> Division:
+        driver = self._driver(team.world)
+        async with closing(driver):
+            return await divide(team, driver, nbytes)
 
     async def _begin(self, world: int) -> Attempt:
         driver = self._driver(world)
@@ -368,9 +424,15 @@ class HoldfastWriter(StorageWriter):
                     await give_up(driver, attempt)
                 raise
 
-    async def _commit(self, attempt: Attempt, fragments: Sequence[Fragment]) -> None:
+    async def _commit(self, team: Team | None, fragments: Sequence[Fragment]) -> None:
+        """Commit ``fragments``, which are those of all ranks, or of this one of a team."""
         driver = self._driver(len(fragments))
         async with closing(driver):
+            if team is not None:
+                (own,) = fragments
+                await commit_together(team, driver, own, _for_all_ranks, self._compression)
+                return
+            attempt = Attempt(fragments[0].head[0])
             await commit_attempt(driver, attempt, _for_all_ranks(fragments), self._compression)
 
     def _driver(self, world: int) -> Driver:
@@ -415,6 +477,11 @@ def _is_uri(checkpoint_id: str | os.PathLike[str]) -> bool:
     except (HoldfastError, TypeError, ValueError):
         return False
     return True
+
+
+def _box_name(item: WriteItem) -> str:
+    """The same on all ranks that have the item."""
+    return f"{item.index.fqn} {item.index.offset}"
 
 
 def _step_in(flat: FlatState) -> int | None:

@@ -10,6 +10,12 @@ A save:
     written     the ranks of a host to the first of them: their fragments
     commit      the first ranks of hosts, and the ranks of the leader's: their fragments
 
+A save whose ranks another library plans, without coordinating them:
+
+    divide      the boxes that each rank has; the leader: the attempt, and who writes what several
+                have
+    commit      all ranks: their fragments
+
 A load:
 
     hosts       the host of each rank; the leader: which ranks share one
@@ -29,14 +35,17 @@ __all__ = [
     "ARRIVED",
     "BEGIN",
     "DIGESTS",
+    "DIVIDE",
     "FITS",
     "HOLDS",
     "HOSTS",
     "AgreeVerdict",
     "Arrived",
     "Begun",
+    "Boxes",
     "Comparison",
     "Differences",
+    "Division",
     "Findings",
     "Fit",
     "FitReport",
@@ -137,6 +146,24 @@ class Begun:
 
 
 @dataclass(frozen=True, slots=True)
+class Boxes:
+    """What a rank could write: the bytes of each box, by a name of the box that is the same on all
+    ranks that have it."""
+
+    nbytes: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """The attempt that the leader has begun, and when; and of each box that several ranks have, by
+    its name, which of them writes it."""
+
+    attempt: str
+    created_s: float
+    writers: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class OnHost:
     """What ranks of one host have in common; None where a rank shares nothing with others."""
 
@@ -201,6 +228,7 @@ AGREE = Round.of("agree", SaveStatement, AgreeVerdict)
 HOLDS = Round.of("holds", Holdings, Comparison)
 DIGESTS = Round.of("digests", Findings, PlanDecision)
 BEGIN = Round.of("begin", Nothing, Begun)
+DIVIDE = Round.of("divide", Boxes, Division)
 HOSTS = Round.of("hosts", OnHost, Hosts)
 FITS = Round.of("fits", FitReport, Fit)
 ARRIVED = Round.of("arrived", Arrived, Arrived)

@@ -1,13 +1,16 @@
-"""A save in steps, for a caller that coordinates the ranks itself: one rank begins an attempt, each
-rank writes its image and reports a fragment, and one rank commits.
+"""A save in steps, for a caller that plans it: one rank begins an attempt, each rank writes its
+image and reports a fragment, and one rank commits.
 
 Between the steps nothing is visible. If the caller never commits, the next save collects the
-attempt. Scope: no rounds, and no plan of who writes what.
+attempt. A caller whose ranks do not know of each other begins with :func:`divide`, and ends with
+:func:`commit_together`; one that coordinates them has no use for these. Scope: no plan of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 
 from ...drivers.contract import Driver
 from ..format.fragment import Fragment, join
@@ -19,12 +22,16 @@ from ..pipeline.image_writer import ImageWriter
 from ..protocol import limits
 from ..protocol.attempt import Attempt, delete_attempt
 from ..protocol.collect import give_up, sweep
-from ..protocol.commit import commit, settle
+from ..protocol.commit import begin, commit, settle
+from ..ranks.member import LEADER
+from ..ranks.messages import Nothing
+from ..ranks.team import Team
 from ..runtime.engine import offload
 from ..state.plan import plan_save
+from .rounds import DIVIDE, Boxes, Division, FragmentCodec, commit_round
 from .save import SaveJob, written_fragment
 
-__all__ = ["commit_attempt", "write_image"]
+__all__ = ["commit_attempt", "commit_together", "divide", "write_image"]
 
 
 async def write_image(driver: Driver, attempt: Attempt, rank: int, job: SaveJob) -> Fragment:
@@ -72,3 +79,66 @@ async def commit_attempt(
         await delete_attempt(driver, obsolete)
     if not driver.traits.bounded:
         await sweep(driver, limits.CLEAN_UP_S)
+
+
+async def divide(team: Team, driver: Driver, nbytes: Mapping[str, int]) -> Division:
+    """Begin an attempt, and deal out the boxes that several ranks have, so that all write about as
+    much. Every rank calls this; ``nbytes`` are those of its boxes, by names that are the same on
+    all ranks. Raises StorageError, RankFailedError, DeadlineError."""
+
+    async def decide(statements: Sequence[Boxes]) -> Division:
+        writers = _dealt_out([statement.nbytes for statement in statements])
+        return Division((await begin(driver)).id, time.time(), writers)
+
+    async with team.session():
+        try:
+            return await team.round(DIVIDE, Boxes(dict(nbytes)), decide)
+        except BaseException as error:
+            await team.fail(error)
+            raise
+
+
+def _dealt_out(nbytes: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """For each box that several ranks have, the one with the least to write so far."""
+    having: defaultdict[str, list[int]] = defaultdict(list)
+    for rank, of_rank in enumerate(nbytes):
+        for name in of_rank:
+            having[name].append(rank)
+    loads = [
+        sum(size for name, size in of_rank.items() if len(having[name]) == 1) for of_rank in nbytes
+    ]
+    writers: dict[str, int] = {}
+    for name, ranks in having.items():
+        if len(ranks) > 1:
+            writer = min(ranks, key=loads.__getitem__)
+            loads[writer] += nbytes[writer][name]
+            writers[name] = writer
+    return writers
+
+
+async def commit_together(
+    team: Team,
+    driver: Driver,
+    fragment: Fragment,
+    merged: Callable[[Sequence[Fragment]], Sequence[Fragment]],
+    compression: Compression | None = None,
+) -> None:
+    """Send the leader what this rank has written; it commits ``merged`` of all fragments. Every
+    rank calls this. Raises as :func:`commit_attempt`; RankFailedError, DeadlineError."""
+    attempt = Attempt(fragment.head[0])
+    has_all = False
+
+    async def decide(fragments: Sequence[Fragment]) -> Nothing:
+        nonlocal has_all
+        has_all = True
+        await commit_attempt(driver, attempt, merged(fragments), compression)
+        return Nothing()
+
+    async with team.session():
+        try:
+            await team.round(commit_round(FragmentCodec(set(), {})), fragment, decide)
+        except BaseException as error:
+            await team.fail(error)
+            if team.rank == LEADER and not has_all:
+                await give_up(driver, attempt)
+            raise

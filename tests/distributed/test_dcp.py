@@ -17,19 +17,22 @@ from support.dcp_tasks import (
     dcp_load,
     dcp_save,
     each_alone,
+    group_without_collectives,
     in_order,
     of_some_ranks,
     one_refused,
+    refused_without_collectives,
     several_boxes,
     stuck_save,
     two_uris,
+    without_collectives,
 )
 from support.jobs import fsdp_load, fsdp_save
 from support.rank_processes import Gone, RankProcesses, errors
 from torch.distributed.checkpoint.api import CheckpointException
 
 import holdfast
-from holdfast.errors import NotACheckpointError, StateError, UsageError
+from holdfast.errors import NotACheckpointError, RankFailedError, StateError, UsageError
 
 LAYOUTS = [("fsdp", 1), ("fsdp", 2), ("tp", 2), ("hsdp", 4), ("tp", 4)]
 
@@ -51,6 +54,18 @@ def test_what_dcp_saves_dcp_and_holdfast_load_in_any_layout(
         assert c.verify().ok
         values = dict(c.values())
     assert values['state["betas"][1][0]'] == 1
+
+
+@pytest.mark.parametrize("layout", ["tp", "hsdp"])
+def test_layouts_on_meshes_of_two_dimensions_are_saved(
+    layout: str, ranks: RankProcesses, tmp_path: Path
+) -> None:
+    """FSDP over tensor parallel, whose parts of a dimension are strided; and replicas of shards, of
+    which DCP has one rank write each."""
+    uri = str(tmp_path / "c")
+    saved, *_ = ranks.run(dcp_save, uri, layout, 2, world=4)
+    for loaded in ranks.run(fsdp_load, uri, "fsdp", 0, False, world=2):
+        assert difference(in_order(saved), in_order(loaded)) is None
 
 
 @pytest.mark.parametrize(("layout", "world"), [("fsdp", 1), ("tp", 2)])
@@ -173,3 +188,47 @@ def test_an_asynchronous_save_may_run_in_a_process(tmp_path: Path) -> None:
             difference(in_order(arranged_full(step)), in_order(holdfast.load(tmp_path / name)))
             is None
         )
+
+
+def test_without_collectives_the_ranks_meet_by_other_means(
+    ranks: RankProcesses, tmp_path: Path
+) -> None:
+    """What comes of it is one checkpoint; what several ranks have is stored once, and not all of it
+    by the same rank."""
+    uri = tmp_path / "c"
+    ranks.run(without_collectives, str(uri), world=3)
+    assert difference(in_order(arranged_full(5)), in_order(holdfast.load(uri))) is None
+    for loaded in ranks.run(several_boxes, str(uri), world=2):
+        assert difference(arranged_full(5), loaded) is None
+    with holdfast.open(uri) as c:
+        assert (c.world, c.step) == (3, 5)
+        assert c.verify().ok
+        assert c.tensors["replicated"].ranks != c.tensors["plain"].ranks
+
+
+def test_without_collectives_a_failure_is_known_everywhere(
+    ranks: RankProcesses, tmp_path: Path
+) -> None:
+    """At once; nothing changes, and the next save works."""
+    uri = tmp_path / "c"
+    ranks.run(without_collectives, str(uri), world=2)
+    first, second = errors(
+        ranks.outcomes(ranks.begin(refused_without_collectives, str(uri), world=2))
+    )
+    assert isinstance(first, RankFailedError)
+    assert "rank 1" in str(first)
+    assert isinstance(second, StateError)
+    assert difference(in_order(arranged_full(5)), in_order(holdfast.load(uri))) is None
+    assert len(list((uri / "data").iterdir())) == 1
+    ranks.run(without_collectives, str(uri), world=2)
+
+
+def test_without_collectives_a_part_of_the_job_is_refused(
+    ranks: RankProcesses, tmp_path: Path
+) -> None:
+    """Its ranks could not be told from those of the job."""
+    outcomes = ranks.outcomes(ranks.begin(group_without_collectives, str(tmp_path), world=2))
+    first, second = errors(outcomes)
+    assert first is None
+    assert isinstance(second, UsageError)
+    assert "all ranks of the job save together" in str(second)

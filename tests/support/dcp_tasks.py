@@ -142,9 +142,30 @@ def each_alone(folder: str) -> None:
     assert into["w"].tolist() == [rank] * 3
 
 
-def without_collectives(uri: str) -> None:
-    """A save in which DCP coordinates nothing."""
-    dcp.save(arranged(1), storage_writer=HoldfastWriter(uri), use_collectives=False)
+def without_collectives(uri: str, *, refused: bool = False, group: bool = False) -> None:
+    """A save in which DCP coordinates nothing. ``refused``: rank 1 has what cannot be stored.
+    ``group``: in a process group of the last rank."""
+    state = arranged(5)
+    if refused and dist.get_rank() == 1:
+        state["hook"] = print
+    writer = HoldfastWriter(uri, deadline_s=20)
+    last = dist.new_group([dist.get_world_size() - 1])
+    if not group:
+        dcp.save(state, storage_writer=writer, use_collectives=False)
+    elif dist.get_rank() == dist.get_world_size() - 1:
+        dcp.save(
+            {"w": torch.ones(2)}, storage_writer=writer, process_group=last, use_collectives=False
+        )
+
+
+def refused_without_collectives(uri: str) -> None:
+    """See there."""
+    without_collectives(uri, refused=True)
+
+
+def group_without_collectives(uri: str) -> None:
+    """See there."""
+    without_collectives(uri, group=True)
 
 
 def several_boxes(uri: str) -> dict[str, Any]:

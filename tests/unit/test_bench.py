@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from holdfast.bench import __main__ as everything
-from holdfast.bench import limits, load, save
+from holdfast.bench import dcp, limits, load, save
 from holdfast.bench.contest import Contestant, contest, rows
 from holdfast.bench.machine import PeakMemory
 from holdfast.bench.options import TINY_GIB, options, parser, work_folder
@@ -127,7 +127,7 @@ def test_markdown_has_one_row_per_contestant() -> None:
     ]
 
 
-@pytest.mark.parametrize("program", [save, load, limits])
+@pytest.mark.parametrize("program", [save, load, limits, dcp])
 def test_programs_run_and_check_what_they_load(program: object, tmp_path: Path) -> None:
     """A tiny run ends well, leaves its figures where asked, and nothing else."""
     file = tmp_path / "out.json"
