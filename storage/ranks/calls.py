@@ -11,9 +11,9 @@ import json
 import threading
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ..format.digest import digest
 from .failures import Failure
@@ -145,7 +145,7 @@ def decoded_roster(text: str, world: int) -> Sequence[int]:
     return numbers
 
 
-def _runs(column: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[list[int], list[int]]:
+def _runs(column: npt.NDArray[np.int64]) -> tuple[list[int], list[int]]:
     """Equal neighbours as one value and a count."""
     starts = np.flatnonzero(np.diff(column, prepend=column[0] - 1))
     return column[starts].tolist(), np.diff(starts, append=len(column)).tolist()

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from ... import errors
-from ...errors import CoordinationError, DeadlineError, HoldfastError, RankFailedError
+from ...errors import (
+    CoordinationError,
+    DeadlineError,
+    HoldfastError,
+    MismatchError,
+    RankFailedError,
+)
 
 __all__ = ["Failure"]
 
@@ -58,18 +64,13 @@ class Failure:
 
     def raise_alike(self) -> NoReturn:
         """Raise the same error as the leader did: its decision concerns all ranks alike."""
-        kind = getattr(errors, self.type, None)
-        if kind is None:
+        kind: object = getattr(errors, self.type, None)
+        if not isinstance(kind, type) or not issubclass(kind, HoldfastError):
             raise self._rank_failed()
-        where: dict[str, Any] = {
-            "rank": self.rank,
-            "uri": self.uri,
-            "key": self.key,
-            "advice": self.advice,
-        }
-        if issubclass(kind, errors.MismatchError):
-            where["differences"] = self.differences
-        raise kind(self.message, **where)
+        error = kind(self.message, rank=self.rank, uri=self.uri, key=self.key, advice=self.advice)
+        if isinstance(error, MismatchError):
+            error.differences = self.differences
+        raise error
 
     def as_error(self) -> CoordinationError:
         """What other ranks raise when this rank fails."""

@@ -3,8 +3,8 @@ key."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 __all__ = ["Keys", "StoreLike"]
 
@@ -24,6 +24,10 @@ class StoreLike(Protocol):
     def delete_key(self, key: str, /) -> bool: ...
 
 
+_CompareSet = Callable[[str, bytes, bytes], bytes]
+"""The key, the value that is expected, and the one that takes its place."""
+
+
 class Keys:
     """The keys below ``prefix``. Every method blocks for one or a few round trips, and raises what
     the store raises."""
@@ -31,7 +35,7 @@ class Keys:
     def __init__(self, store: StoreLike, prefix: str) -> None:
         self._store = store
         self._prefix = prefix
-        self._compare_set: Any = getattr(store, "compare_set", None)
+        self._compare_set: _CompareSet | None = getattr(store, "compare_set", None)
 
     def below(self, name: str) -> Keys:
         """The keys below ``name``."""
@@ -49,7 +53,7 @@ class Keys:
             if self._store.check([whole]):
                 return self._store.get(whole)
             return None
-        found: bytes = self._compare_set(whole, _NOTHING, _NOTHING)
+        found = self._compare_set(whole, _NOTHING, _NOTHING)
         if found == _NOTHING:
             return None
         return found
@@ -71,7 +75,7 @@ class Keys:
             self.set(key, desired)
             return desired
         whole = f"{self._prefix}/{key}"
-        found: bytes = self._compare_set(whole, expected or b"", desired)
+        found = self._compare_set(whole, expected or b"", desired)
         if expected is not None and found == expected:
             return None  # the store answers what was expected where the key is missing
         return found

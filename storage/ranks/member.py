@@ -19,7 +19,8 @@ import json
 import secrets
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from typing import Any
+from concurrent.futures import Future
+from typing import TypeVar, TypeVarTuple
 
 from ...core.forks.renewal import new_lock
 from ...errors import CoordinationError
@@ -38,6 +39,14 @@ FAILURES_KEPT = 8
 NAMES_KEPT = 32
 ACKNOWLEDGE_PAUSE_S = 0.25
 
+T = TypeVar("T")
+V = TypeVar("V")
+Ts = TypeVarTuple("Ts")
+
+
+Spawned = asyncio.Future[None] | Future[None]
+Spawn = Callable[[Coroutine[object, object, None]], Spawned]
+
 
 class Member:
     """``keys`` are those of all ranks of the job; ``spawn`` runs what goes on after a call has
@@ -52,7 +61,7 @@ class Member:
         keys: Keys,
         rank: int,
         world: int,
-        spawn: Callable[[Coroutine[Any, Any, None]], Any] = asyncio.ensure_future,
+        spawn: Spawn = asyncio.ensure_future,
         anchor: Callable[[], object] = lambda: None,
     ) -> None:
         """``anchor()`` keeps alive what serves the store, if that is this process."""
@@ -74,7 +83,7 @@ class Member:
         """Whether the store could not be reached, the last time it was asked by a call."""
         self._keys = keys
         self._spawn = spawn
-        self._spawned: set[Any] = set()
+        self._spawned: set[Spawned] = set()
         self._open: list[Participation] = []
         self._failed: deque[FailedCall] = deque(maxlen=FAILURES_KEPT)
         self.logs: OrderedDict[str, list[int]] = OrderedDict()
@@ -95,7 +104,7 @@ class Member:
         self._shown_lead = False
         self._history: OrderedDict[str, CallHistory] = OrderedDict()
 
-    async def call_store(self, function: Callable[..., Any], *args: Any) -> Any:
+    async def call_store(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
         """What ``function`` returns, run in a thread. Raises CoordinationError where the store
         cannot be reached."""
         try:
@@ -213,7 +222,7 @@ class Member:
         """Of the calls that this rank is in."""
         return {participation.name for participation in self._open}
 
-    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, coroutine: Coroutine[object, object, None]) -> None:
         """Run it after the call has returned."""
         task = self._spawn(coroutine)
         self._spawned.add(task)
@@ -377,7 +386,7 @@ class Member:
             await self.publish_status()
 
 
-def _trim(kept: OrderedDict[str, Any], most: int) -> list[str]:
+def _trim(kept: OrderedDict[str, V], most: int) -> list[str]:
     """Drop the oldest beyond ``most``; return their names."""
     dropped = []
     while len(kept) > most:

@@ -21,9 +21,10 @@ import json
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from typing import Generic, Protocol, TypeVar
 
+from ...core.decoded_json import Json, list_in, object_in
 from ...errors import CoordinationError
 
 __all__ = ["Codec", "Nothing", "Round", "codec"]
@@ -92,10 +93,10 @@ class _Blobs:
 @dataclass(frozen=True, slots=True)
 class _Form:
     """How values of one type are written as JSON. ``scalars``: the types that they have, where
-    JSON has these; such values are written as they are."""
+    JSON has these; such values are written, and read, as they are."""
 
-    write: Callable[[Any, list[bytes]], Any]
-    read: Callable[[Any, _Blobs], Any]
+    write: Callable[[object, list[bytes]], object]
+    read: Callable[[Json, _Blobs], object]
     scalars: frozenset[type] = frozenset()
 
 
@@ -103,7 +104,7 @@ class _Form:
 class _Field:
     name: str
     form: _Form
-    default: Any
+    default: object
 
 
 class _MessageCodec(Generic[T]):
@@ -119,7 +120,7 @@ class _MessageCodec(Generic[T]):
     def encode(self, message: T, /) -> bytes:
         blobs: list[bytes] = []
         values = _write_fields(self._fields, message, blobs)
-        line = json.dumps([self._name, *values], separators=(",", ":")).encode()
+        line = _ENCODER.encode([self._name, *values]).encode()
         if not blobs:
             return line
         return b"\n".join([line, b"".join(blobs)])
@@ -128,10 +129,11 @@ class _MessageCodec(Generic[T]):
         line, _, rest = data.partition(b"\n")
         blobs = _Blobs(rest)
         try:
-            values = json.loads(line)
-            if type(values) is not list or not values or values[0] != self._name:
+            values = list_in(_decoded(line.decode()), f"a {self._name}")
+            if not values or values[0] != self._name:
                 raise ValueError(f"it is no {self._name}")
-            message = _read_fields(self._kind, self._fields, values[1:], blobs)
+            del values[0]
+            message = _read_fields(self._kind, self._fields, values, blobs)
             blobs.finish()
         except (ValueError, TypeError, RecursionError) as error:
             raise CoordinationError(
@@ -141,46 +143,69 @@ class _MessageCodec(Generic[T]):
         return message
 
 
-_codecs: dict[type, Any] = {}
+# json.loads and json.dumps take longer to choose among their options than for a short message.
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
+_DECODER = json.JSONDecoder()
+
+
+def _decoded(text: str) -> Json:
+    """What one line of JSON holds, and nothing else does."""
+    value: Json
+    value, end = _DECODER.raw_decode(text)
+    if end != len(text):
+        raise ValueError(f"{len(text) - end} characters are left over")
+    return value
 
 
 def codec(kind: type[T]) -> Codec[T]:
     """The codec of messages of this dataclass."""
-    made: Codec[T] | None = _codecs.get(kind)
-    if made is None:
-        made = _codecs[kind] = _MessageCodec(kind)
-    return made
+    return _MessageCodec(kind)
+
+
+_known_fields: dict[type, list[_Field]] = {}
 
 
 def _fields_of(kind: type) -> list[_Field]:
-    types_of = typing.get_type_hints(kind)
-    return [_Field(f.name, _form_of(types_of[f.name]), _default_of(f)) for f in fields(kind)]
+    known = _known_fields.get(kind)
+    if known is None:
+        types_of = typing.get_type_hints(kind)
+        known = [_Field(f.name, _form_of(types_of[f.name]), _default_of(f)) for f in fields(kind)]
+        _known_fields[kind] = known
+    return known
 
 
-def _default_of(field: Any) -> Any:
+def _default_of(field: Field[object]) -> object:
     if field.default_factory is not MISSING:
         return field.default_factory()
     return field.default
 
 
-def _write_fields(known: list[_Field], message: object, blobs: list[bytes]) -> list[Any]:
-    values = [getattr(message, field.name) for field in known]
+def _write_fields(known: list[_Field], message: object, blobs: list[bytes]) -> list[object]:
+    values: list[object] = [getattr(message, field.name) for field in known]
     while values and values[-1] == known[len(values) - 1].default:
         values.pop()
-    return [field.form.write(value, blobs) for field, value in zip(known, values, strict=False)]
+    return [
+        value if field.form.scalars else field.form.write(value, blobs)
+        for field, value in zip(known, values, strict=False)
+    ]
 
 
-def _read_fields(kind: type[T], known: list[_Field], values: list[Any], blobs: _Blobs) -> T:
-    if type(values) is not list or len(values) > len(known):
+def _read_fields(kind: type[T], known: list[_Field], values: list[Json], blobs: _Blobs) -> T:
+    if len(values) > len(known):
         raise ValueError(f"a {kind.__name__} has {len(known)} fields")
     for field in known[len(values) :]:
         if field.default is MISSING:
             raise ValueError(f"a {kind.__name__} without its field {field.name!r}")
-    return kind(*[f.form.read(value, blobs) for f, value in zip(known, values, strict=False)])
+    return kind(
+        *[
+            value if type(value) in field.form.scalars else field.form.read(value, blobs)
+            for field, value in zip(known, values, strict=False)
+        ]
+    )
 
 
 @functools.cache
-def _form_of(kind: Any) -> _Form:
+def _form_of(kind: object) -> _Form:
     """How a field of this type is written."""
     if kind in (bool, int, str, float, type(None)):
         return _scalar({float, int} if kind is float else {kind})
@@ -197,16 +222,16 @@ def _form_of(kind: Any) -> _Form:
     if origin is not None and issubclass(origin, Mapping) and arguments[0] is str:
         return _mapping(_form_of(arguments[1]))
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return _Form(lambda value, blobs: value.value, lambda value, blobs: kind(value))
-    if is_dataclass(kind):
-        return _nested(typing.cast(type, kind))
+        return _enumeration(kind)
+    if isinstance(kind, type) and is_dataclass(kind):
+        return _nested(kind)
     raise TypeError(f"a message cannot have a field of the type {kind}")
 
 
 def _scalar(kinds: set[type]) -> _Form:
     allowed = frozenset(kinds)
 
-    def read(value: Any, blobs: _Blobs) -> Any:
+    def read(value: Json, blobs: _Blobs) -> Json:
         if type(value) not in allowed:
             raise ValueError(f"{value!r:.100} is not {_names(allowed)}")
         return value
@@ -214,18 +239,29 @@ def _scalar(kinds: set[type]) -> _Form:
     return _Form(lambda value, blobs: value, read, allowed)
 
 
-def _write_blob(value: Any, blobs: list[bytes]) -> int:
+def _write_blob(value: object, blobs: list[bytes]) -> int:
+    if not isinstance(value, bytes):
+        raise TypeError(f"{value!r:.100} is not bytes")
     blobs.append(value)
     return len(value)
 
 
-def _read_blob(value: Any, blobs: _Blobs) -> bytes:
+def _read_blob(value: Json, blobs: _Blobs) -> bytes:
     if type(value) is not int:
         raise ValueError(f"{value!r:.100} is no length")
     return blobs.take(value)
 
 
-def _optional(forms: list[_Form], kinds: tuple[Any, ...]) -> _Form:
+def _enumeration(kind: type[enum.Enum]) -> _Form:
+    def write(value: object, blobs: list[bytes]) -> object:
+        if not isinstance(value, kind):
+            raise TypeError(f"{value!r:.100} is no {kind.__name__}")
+        return value.value
+
+    return _Form(write, lambda value, blobs: kind(value))
+
+
+def _optional(forms: list[_Form], kinds: tuple[object, ...]) -> _Form:
     """One of several types of JSON, or None and one other type."""
     if all(form.scalars for form in forms):
         return _scalar(set().union(*(form.scalars for form in forms)))
@@ -242,61 +278,70 @@ def _optional(forms: list[_Form], kinds: tuple[Any, ...]) -> _Form:
 def _sequence(item: _Form) -> _Form:
     scalars = item.scalars
 
-    def write(values: Any, blobs: list[bytes]) -> Any:
+    def write(values: object, blobs: list[bytes]) -> object:
         if scalars:
             return values
-        return [item.write(value, blobs) for value in values]
+        return [item.write(value, blobs) for value in _tuple(values)]
 
-    def read(values: Any, blobs: _Blobs) -> tuple[Any, ...]:
-        if type(values) is not list:
-            raise ValueError(f"{values!r:.100} is no list")
+    def read(values: Json, blobs: _Blobs) -> tuple[object, ...]:
+        items = list_in(values, "a field")
         if not scalars:
-            return tuple([item.read(value, blobs) for value in values])
-        if not scalars.issuperset(map(type, values)):
+            return tuple([item.read(value, blobs) for value in items])
+        if not scalars.issuperset(map(type, items)):
             raise ValueError(f"a list has items that are not {_names(scalars)}")
-        return tuple(values)
+        return tuple(items)
 
     return _Form(write, read)
 
 
 def _record(forms: list[_Form]) -> _Form:
-    def write(values: Any, blobs: list[bytes]) -> Any:
-        return [form.write(value, blobs) for form, value in zip(forms, values, strict=True)]
+    def write(values: object, blobs: list[bytes]) -> object:
+        pairs = zip(forms, _tuple(values), strict=True)
+        return [form.write(value, blobs) for form, value in pairs]
 
-    def read(values: Any, blobs: _Blobs) -> tuple[Any, ...]:
-        if type(values) is not list or len(values) != len(forms):
+    def read(values: Json, blobs: _Blobs) -> tuple[object, ...]:
+        items = list_in(values, "a field")
+        if len(items) != len(forms):
             raise ValueError(f"{values!r:.100} is no list of {len(forms)}")
-        return tuple([form.read(value, blobs) for form, value in zip(forms, values, strict=True)])
+        return tuple([form.read(value, blobs) for form, value in zip(forms, items, strict=True)])
 
     return _Form(write, read)
+
+
+def _tuple(values: object) -> tuple[object, ...]:
+    if not isinstance(values, tuple):
+        raise TypeError(f"{values!r:.100} is no tuple")
+    return values
 
 
 def _mapping(item: _Form) -> _Form:
     scalars = item.scalars
 
-    def write(values: Any, blobs: list[bytes]) -> Any:
+    def write(values: object, blobs: list[bytes]) -> object:
         if scalars:
             return values
+        if not isinstance(values, Mapping):
+            raise TypeError(f"{values!r:.100} is no mapping")
         return {key: item.write(value, blobs) for key, value in values.items()}
 
-    def read(values: Any, blobs: _Blobs) -> dict[str, Any]:
-        if type(values) is not dict:
-            raise ValueError(f"{values!r:.100} is no object")
+    def read(values: Json, blobs: _Blobs) -> dict[str, Json] | dict[str, object]:
+        items = object_in(values, "a field")
         if not scalars:
-            return {key: item.read(value, blobs) for key, value in values.items()}
-        if not scalars.issuperset(map(type, values.values())):
+            return {key: item.read(value, blobs) for key, value in items.items()}
+        if not scalars.issuperset(map(type, items.values())):
             raise ValueError(f"an object has values that are not {_names(scalars)}")
-        return values
+        return items
 
     return _Form(write, read)
 
 
 def _nested(kind: type) -> _Form:
     known = _fields_of(kind)
-    return _Form(
-        lambda message, blobs: _write_fields(known, message, blobs),
-        lambda values, blobs: _read_fields(kind, known, values, blobs),
-    )
+
+    def read(values: Json, blobs: _Blobs) -> object:
+        return _read_fields(kind, known, list_in(values, f"a {kind.__name__}"), blobs)
+
+    return _Form(lambda message, blobs: _write_fields(known, message, blobs), read)
 
 
 def _names(kinds: frozenset[type]) -> str:

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch.distributed as dist
 
@@ -175,10 +175,9 @@ def _check_rank(what: str) -> None:
 
 def store_host() -> str:
     """The host that serves the job's store over TCP; "" where there is none."""
-    if _in_use():
-        store: Any = dist.distributed_c10d._get_default_store()
-    else:
-        store = None
+    if not _in_use():
+        return ""
+    store = dist.distributed_c10d._get_default_store()
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return str(getattr(store, "host", ""))
@@ -230,7 +229,7 @@ def _contact(group: dist.ProcessGroup, deadline_s: float) -> _Contact:
 
 
 def _new_contact(group: dist.ProcessGroup) -> _Contact:
-    store: Any = dist.distributed_c10d._get_default_store()
+    store = dist.distributed_c10d._get_default_store()
     if hasattr(store, "clone"):
         connection = store.clone()
     else:

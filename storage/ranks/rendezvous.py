@@ -310,8 +310,10 @@ class LeaderRendezvous:
         while waiting and loop.time() < until_s:
             statuses = await self._member.call_store(self._member.statuses, list(waiting))
             waiting = {
-                rank: other
-                for rank, other in waiting.items()
-                if statuses[rank] and statuses[rank].open_call(other.name)
+                rank: other for rank, other in waiting.items() if _is_in(statuses[rank], other)
             }
             await asyncio.sleep(PAUSE_MAX_S)
+
+
+def _is_in(status: RankStatus | None, call: OpenCall) -> bool:
+    return status is not None and status.open_call(call.name) is not None

@@ -18,7 +18,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar, TypeVarTuple
 
 from ...errors import CoordinationError, RankFailedError
 from ..runtime.engine import offload
@@ -38,6 +38,7 @@ __all__ = ["StoreTeam"]
 T = TypeVar("T")
 S = TypeVar("S")
 V = TypeVar("V")
+Ts = TypeVarTuple("Ts")
 DecideEncoded = Callable[[Sequence[bytes]], Awaitable[bytes]]
 
 _MEET = Round.of("meet", Nothing, Nothing)
@@ -165,7 +166,7 @@ class StoreTeam(Team):
         await self._meet()
         watch = self._watch()
         while True:
-            observed: _Observed = await self._call_store(self._look, None, ranks)
+            observed = await self._call_store(self._look, None, ranks)
             self._check(observed, watch, what)
             await asyncio.sleep(self._heartbeat_s)
 
@@ -204,7 +205,7 @@ class StoreTeam(Team):
         """See :class:`Team`."""
         if self._answer is None:
             return None
-        failure: Failure | None = await self._call_store(self._failed_in_session)
+        failure = await self._call_store(self._failed_in_session)
         if failure is None:
             return None
         return failure.as_error()
@@ -313,7 +314,7 @@ class StoreTeam(Team):
         assert self._answer is not None
         return self._member.keys.below(str(self._answer.number))
 
-    async def _call_store(self, function: Callable[..., Any], *args: Any) -> Any:
+    async def _call_store(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
         return await self._member.call_store(function, *args)
 
     async def _send(self, name: str, payload: bytes) -> None:
@@ -328,7 +329,7 @@ class StoreTeam(Team):
         watch = self._watch()
         pause_s = PAUSE_S
         while missing := [rank for rank in ranks if rank not in found]:
-            observed: _Observed = await self._call_store(self._look, name, missing)
+            observed = await self._call_store(self._look, name, missing)
             found |= observed.values
             if len(found) < len(ranks):
                 self._check(observed, watch, what)

@@ -21,6 +21,7 @@ from holdfast.storage.operations.global_plan import GlobalPlan, GlobalPlans, Rou
 from holdfast.storage.operations.handle import SaveHandle
 from holdfast.storage.operations.save import SaveJob, run_save
 from holdfast.storage.ranks import process_group
+from holdfast.storage.ranks.failures import Failure
 from holdfast.storage.ranks.store_team import StoreTeam
 from holdfast.storage.state.fingerprint import fingerprints
 from holdfast.storage.state.flatten import flatten
@@ -151,3 +152,11 @@ def test_a_forked_child_has_a_connection_of_its_own() -> None:
         assert os.waitpid(child, 0)[1] == 0
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["annotations", "Any", "ValueError"])
+def test_a_failure_whose_type_is_no_error_of_ours_is_that_of_its_rank(name: str) -> None:
+    """The name of an error from elsewhere may be the name of anything."""
+    failure = Failure.of(type(name, (Exception,), {})("out of luck"), 3)
+    with pytest.raises(errors.RankFailedError, match="rank 3 failed: .*out of luck"):
+        failure.raise_alike()

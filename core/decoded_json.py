@@ -1,0 +1,77 @@
+"""JSON once it is decoded, and its narrowing to the types that a reader expects.
+
+What comes from a storage or from another rank may be anything. Each function returns its argument
+where that has the expected type, and raises ValueError, which names ``what`` it is, where it has
+not. An int is no bool here, and no float.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Sequence
+from typing import TypeAlias, TypeGuard, TypeVar
+
+__all__ = ["Json", "int_in", "ints_in", "list_in", "number_in", "object_in", "rows_in", "str_in"]
+
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+
+T = TypeVar("T")
+
+
+def int_in(value: Json, what: str) -> int:
+    """An integer."""
+    if type(value) is not int:
+        raise _unexpected(value, what, "an integer")
+    return value
+
+
+def number_in(value: Json, what: str) -> float:
+    """An integer or a float, as a float."""
+    if type(value) is not int and type(value) is not float:
+        raise _unexpected(value, what, "a number")
+    return float(value)
+
+
+def str_in(value: Json, what: str) -> str:
+    """A text."""
+    if type(value) is not str:
+        raise _unexpected(value, what, "a text")
+    return value
+
+
+def list_in(value: Json, what: str) -> list[Json]:
+    """A list of anything."""
+    if type(value) is not list:
+        raise _unexpected(value, what, "a list")
+    return value
+
+
+def object_in(value: Json, what: str) -> dict[str, Json]:
+    """An object of anything."""
+    if type(value) is not dict:
+        raise _unexpected(value, what, "an object")
+    return value
+
+
+def ints_in(value: Json, what: str) -> list[int]:
+    """A list of integers."""
+    items = list_in(value, what)
+    if _are(items, int):
+        return items
+    raise _unexpected(value, what, "a list of integers")
+
+
+def rows_in(value: Json, length: int, what: str) -> list[list[Json]]:
+    """A list of lists of ``length``."""
+    rows = list_in(value, what)
+    if _are(rows, list) and set(map(len, rows)) <= {length}:
+        return rows
+    raise _unexpected(value, what, f"a list of lists of {length}")
+
+
+def _are(items: Sequence[Json], kind: type[T]) -> TypeGuard[list[T]]:
+    return set(map(type, items)) <= {kind}
+
+
+def _unexpected(value: Json, what: str, expected: str) -> ValueError:
+    return ValueError(f"{what} is {reprlib.repr(value)}, not {expected}")
