@@ -60,7 +60,8 @@ def encoded_text(encoded: Any) -> str:
         value = None if encoded is None else json.dumps(encoded)
     try:
         return printable(repr(value))
-    except ValueError:  # an integer of more digits than Python converts
+    except ValueError:
+        assert isinstance(value, int)  # of more digits than Python converts
         return hex(value)
 
 

@@ -8,14 +8,21 @@ not. An int is no bool here, and no float.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Sequence
-from typing import TypeAlias, TypeGuard, TypeVar
+from typing import TypeAlias
 
-__all__ = ["Json", "int_in", "ints_in", "list_in", "number_in", "object_in", "rows_in", "str_in"]
+__all__ = [
+    "Json",
+    "int_in",
+    "ints_in",
+    "list_in",
+    "number_in",
+    "object_in",
+    "rows_in",
+    "str_in",
+    "strs_in",
+]
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
-
-T = TypeVar("T")
 
 
 def int_in(value: Json, what: str) -> int:
@@ -55,22 +62,32 @@ def object_in(value: Json, what: str) -> dict[str, Json]:
 
 def ints_in(value: Json, what: str) -> list[int]:
     """A list of integers."""
-    items = list_in(value, what)
-    if _are(items, int):
-        return items
-    raise _unexpected(value, what, "a list of integers")
+    if type(value) is not list:
+        raise _unexpected(value, what, "a list")
+    ints = [item for item in value if type(item) is int]
+    if len(ints) < len(value):
+        raise _unexpected(value, what, "a list of integers")
+    return ints
+
+
+def strs_in(value: Json, what: str) -> list[str]:
+    """A list of texts."""
+    if type(value) is not list:
+        raise _unexpected(value, what, "a list")
+    texts = [item for item in value if type(item) is str]
+    if len(texts) < len(value):
+        raise _unexpected(value, what, "a list of texts")
+    return texts
 
 
 def rows_in(value: Json, length: int, what: str) -> list[list[Json]]:
     """A list of lists of ``length``."""
-    rows = list_in(value, what)
-    if _are(rows, list) and set(map(len, rows)) <= {length}:
-        return rows
-    raise _unexpected(value, what, f"a list of lists of {length}")
-
-
-def _are(items: Sequence[Json], kind: type[T]) -> TypeGuard[list[T]]:
-    return set(map(type, items)) <= {kind}
+    if type(value) is not list:
+        raise _unexpected(value, what, "a list")
+    rows = [item for item in value if type(item) is list and len(item) == length]
+    if len(rows) < len(value):
+        raise _unexpected(value, what, f"a list of lists of {length}")
+    return rows
 
 
 def _unexpected(value: Json, what: str, expected: str) -> ValueError:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...core import safetensors
+from ...core.decoded_json import Json, ints_in, object_in, str_in
 from ...errors import DamagedError, SaveError
 from ...planner.image import DIGEST_NBYTES
 from .digest import digest
@@ -114,13 +115,16 @@ def parse_columns(data: bytes | memoryview, what: str) -> tuple[dict[str, Column
     header = parse_header(bytes(data[safetensors.LENGTH_NBYTES : end]), what)
     body = memoryview(data)[end:]
     metadata = header.pop("__metadata__", None)
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+    if not isinstance(metadata, dict):
         raise DamagedError(f"{what} has no metadata")
+    texts = {name: text for name, text in metadata.items() if isinstance(text, str)}
+    if len(texts) < len(metadata):
+        raise DamagedError(f"{what} has metadata that is no text")
     columns = {
         name: _column(body, entry, f"column {name!r} of {what}") for name, entry in header.items()
     }
     columns.pop("checksum", None)
-    return columns, metadata
+    return columns, texts
 
 
 def _header_length(data: bytes | memoryview, what: str) -> int:
@@ -134,10 +138,10 @@ def _header_length(data: bytes | memoryview, what: str) -> int:
     return length
 
 
-def parse_header(text: bytes | str, what: str) -> dict[str, Any]:
+def parse_header(text: bytes | str, what: str) -> dict[str, Json]:
     """A JSON object without duplicate keys. Raises DamagedError."""
     try:
-        header = json.loads(text, object_pairs_hook=_without_duplicates)
+        header: Json = json.loads(text, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
         raise DamagedError(f"the header of {what} is not proper JSON") from error
     if not isinstance(header, dict):
@@ -152,12 +156,13 @@ def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return made
 
 
-def _column(body: memoryview, entry: Any, what: str) -> Column:
+def _column(body: memoryview, entry: Json, what: str) -> Column:
     try:
-        dtype = np.dtype(_DTYPES[entry["dtype"]])
-        shape = tuple(int(n) for n in entry["shape"])
-        start, stop = (int(n) for n in entry["data_offsets"])
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        fields = object_in(entry, "an entry")
+        dtype = np.dtype(_DTYPES[str_in(fields["dtype"], "dtype")])
+        shape = ints_in(fields["shape"], "shape")
+        start, stop = ints_in(fields["data_offsets"], "data_offsets")
+    except (KeyError, ValueError) as error:
         raise DamagedError(f"{what} is malformed") from error
     count = 1
     for n in shape:

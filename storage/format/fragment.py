@@ -33,8 +33,8 @@ from .tables import (
     tensor_columns,
     tensor_table,
 )
-from .tree import ByRank, Tree, Value, unite
-from .values import decode_value, encode_value
+from .tree import ByRank, Tree, Value, key_in, unite
+from .values import encode_value
 
 __all__ = ["Fragment", "Group", "Layout", "decode_fragment", "fragment_of", "join", "layout_of"]
 
@@ -176,7 +176,7 @@ def _known_layout(blob: bytes, what: str, known: MutableMapping[bytes, Layout]) 
         columns, metadata = decode_columns(blob, what)
         head = json.loads(metadata["layout"])
         tree = Tree.from_json(head["tree"])
-        tree.values = [Value(int(c), decode_value(key), []) for c, key in head["places"]]
+        tree.values = [Value(int(c), key_in(key), []) for c, key in head["places"]]
         known[key] = Layout(
             tensors=tensor_table(columns, head["dtypes"]),
             own=columns["tensor.own"].astype(np.bool_),

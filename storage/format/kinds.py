@@ -10,16 +10,20 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = ["as_kind", "kind_of", "like"]
 
 _FACTORIES: tuple[type, ...] = (bool, dict, float, int, list, set, str, tuple)
 
-_KINDS: dict[str, Callable[[Mapping[Any, Any]], dict[Any, Any]]] = {
+K = TypeVar("K")
+V = TypeVar("V")
+
+# What a Counter of a state holds need not be ints, as its own type has it.
+_KINDS: dict[str, Callable[[], dict[Any, Any]]] = {
     "Counter": Counter,
     "OrderedDict": OrderedDict,
-    "defaultdict": lambda items: defaultdict(None, items),
+    "defaultdict": defaultdict,
 }
 _KINDS.update(
     {f"defaultdict({factory.__name__})": partial(defaultdict, factory) for factory in _FACTORIES}
@@ -41,22 +45,24 @@ def kind_of(node: object) -> str | None:
     return None
 
 
-def as_kind(kind: str, items: dict[Any, Any]) -> dict[Any, Any]:
+def as_kind(kind: str, items: dict[K, V]) -> dict[K, V]:
     """A dict of the kind with this name. A kind that only a later release knows stays a plain dict,
     since that is no reason to refuse the rest."""
     make = _KINDS.get(kind)
     if make is None:
         return items
-    return make(items)
+    made: dict[K, V] = make()
+    made.update(items)
+    return made
 
 
-def like(present: object, stored: Any) -> Any:
+def like(present: object, stored: object) -> object:
     """``stored``, with every plain dict made of the type that ``present`` has at the same place.
 
     This is for checkpoints that do not store kinds of dicts: the object that takes the state back
     knows what it had.
     """
-    if type(stored) in (list, tuple):
+    if type(stored) is list or type(stored) is tuple:
         if isinstance(present, list | tuple):
             present_items = present[: len(stored)]
         else:
@@ -65,10 +71,9 @@ def like(present: object, stored: Any) -> Any:
         return type(stored)(like(here, item) for here, item in pairs)
     if not isinstance(stored, dict):
         return stored
+    by_key: Mapping[object, object] = {}
     if isinstance(present, Mapping):
         by_key = present
-    else:
-        by_key = {}
     for key, item in stored.items():
         stored[key] = like(by_key.get(key), item)
     if type(stored) is dict and isinstance(present, dict) and type(present) is not dict:
@@ -76,7 +81,7 @@ def like(present: object, stored: Any) -> Any:
     return stored
 
 
-def _refilled(present: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+def _refilled(present: object, items: dict[K, V]) -> dict[K, V]:
     """A dict of the type of ``present``, with these items. Plain where that type is not known,
     since it may have rules of its own."""
     if isinstance(present, defaultdict):

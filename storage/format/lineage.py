@@ -19,8 +19,8 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
+from ...core.decoded_json import Json, int_in, object_in, str_in
 from ...errors import DamagedError
 
 __all__ = ["LINEAGE_KEY", "ROOT", "Lineage", "is_branch"]
@@ -96,15 +96,16 @@ class Lineage:
             ) from error
 
     @classmethod
-    def _checked(cls, record: Any) -> Lineage:
+    def _checked(cls, record: Json) -> Lineage:
         if not isinstance(record, dict) or record["version"] != _VERSION:
             raise ValueError("it is no record of version 1")
         parents: dict[str, tuple[str, int]] = {}
-        for name, left in record["branches"].items():
-            if not is_branch(name) or name == ROOT or type(left["step"]) is not int:
+        for name, content in object_in(record["branches"], "branches").items():
+            if not is_branch(name) or name == ROOT:
                 raise ValueError("a branch is malformed")
-            parents[name] = (left["from"], left["step"])
-        lineage = cls(record["current"], parents)
+            left = object_in(content, f"branch {name}")
+            parents[name] = (str_in(left["from"], "from"), int_in(left["step"], "step"))
+        lineage = cls(str_in(record["current"], "current"), parents)
         lineage._check_ends_at_root()
         return lineage
 

@@ -15,10 +15,10 @@ import re
 import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from ...core.decoded_json import Json, number_in, str_in
 from ...core.forks.cached import cached_property
 from ...errors import DamagedError, UnsupportedFormatError
 from ...planner.columns import Ints, volumes
@@ -172,7 +172,7 @@ def attempt_in(data: bytes, what: str = "the manifest") -> str:
     return attempt
 
 
-def _head(metadata: Mapping[str, str], what: str) -> dict[str, Any]:
+def _head(metadata: Mapping[str, str], what: str) -> dict[str, Json]:
     head = parse_header(metadata.get("holdfast", ""), what)
     version = head.get("version")
     if version is None:
@@ -186,7 +186,7 @@ def _head(metadata: Mapping[str, str], what: str) -> dict[str, Any]:
     return head
 
 
-def _compression(head: Mapping[str, Any]) -> Compression | None:
+def _compression(head: Mapping[str, Json]) -> Compression | None:
     """How the images are compressed. Raises KeyError, and UnsupportedFormatError for what this
     release does not know."""
     if head["version"] == _PLAIN:
@@ -201,7 +201,7 @@ def _compression(head: Mapping[str, Any]) -> Compression | None:
     )
 
 
-def _from_columns(columns: Columns, head: Mapping[str, Any]) -> Manifest:
+def _from_columns(columns: Columns, head: Mapping[str, Json]) -> Manifest:
     tensors = tensor_table(columns, head["dtypes"])
     counts = ints_of(columns, "tensor.shards")
     rows = len(columns["shard.start"])
@@ -218,19 +218,19 @@ def _from_columns(columns: Columns, head: Mapping[str, Any]) -> Manifest:
     compression = _compression(head)
     images = image_table(columns, compressed=compression is not None)
     return Manifest(
-        attempt=str(head["attempt"]),
-        step=None if head["step"] is None else json_integer(head["step"]),
-        world=json_integer(head["world"]),
-        created_s=float(head["created_s"]),
+        attempt=str_in(head["attempt"], "attempt"),
+        step=None if head["step"] is None else json_integer(head["step"], "step"),
+        world=json_integer(head["world"], "world"),
+        created_s=number_in(head["created_s"], "created_s"),
         tree=Tree.from_json(head["tree"]),
         tensors=tensors,
         container=ints_of(columns, "tensor.container"),
         shards=shards,
         images=images,
-        chunk_nbytes=json_integer(head["chunk_nbytes"]),
-        block_nbytes=json_integer(head["block_nbytes"]),
+        chunk_nbytes=json_integer(head["chunk_nbytes"], "chunk_nbytes"),
+        block_nbytes=json_integer(head["block_nbytes"], "block_nbytes"),
         compression=compression,
-        branch=head.get("branch", ROOT),
+        branch=str_in(head.get("branch", ROOT), "branch"),
     )
 
 

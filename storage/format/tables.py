@@ -10,11 +10,11 @@ import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ...core.decoded_json import Json, int_in, rows_in, str_in
 from ...core.units import ceil_div
 from ...errors import SaveError
 from ...planner.columns import Ints
@@ -108,7 +108,7 @@ def tensor_columns(tensors: TensorTable, container: Ints) -> dict[str, Column]:
     return columns
 
 
-def tensor_table(columns: Columns, dtypes: Any) -> TensorTable:
+def tensor_table(columns: Columns, dtypes: Json) -> TensorTable:
     """The tensors in columns that :func:`tensor_columns` made; ``dtypes`` as the header has them.
     Raises KeyError, TypeError and ValueError."""
 
@@ -120,7 +120,10 @@ def tensor_table(columns: Columns, dtypes: Any) -> TensorTable:
     return TensorTable(
         names=_names(columns["tensor.name"].tobytes(), ints_of(columns, "tensor.name_nbytes")),
         dtype=columns["tensor.dtype"].astype(np.uint8, casting="safe"),
-        dtypes=tuple((str(name), json_integer(itemsize)) for name, itemsize in dtypes),
+        dtypes=tuple(
+            (str_in(name, "dtypes"), json_integer(itemsize, "dtypes"))
+            for name, itemsize in rows_in(dtypes, 2, "dtypes")
+        ),
         ndim=ints_of(columns, "tensor.ndim"),
         shape=ints_of(columns, "tensor.shape"),
         alias=optional("tensor.alias") - 1,
@@ -162,11 +165,12 @@ def ints_of(columns: Columns, name: str) -> Ints:
     return column.astype(np.int64)
 
 
-def json_integer(value: object) -> int:
+def json_integer(value: Json, what: str) -> int:
     """A JSON integer, and nothing that merely can be made one."""
-    if type(value) is not int or abs(value) > _INT_MAX:
-        raise ValueError(f"{reprlib.repr(value)} is no integer of 62 bits")
-    return value
+    number = int_in(value, what)
+    if abs(number) > _INT_MAX:
+        raise ValueError(f"{what} is {reprlib.repr(value)}, no integer of 62 bits")
+    return number
 
 
 def _names(blob: bytes, nbytes: Ints) -> tuple[str, ...]:

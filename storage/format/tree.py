@@ -12,10 +12,19 @@ ranks agree on is stored once, one that differs is stored per rank.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from ...core.decoded_json import (
+    Json,
+    int_in,
+    ints_in,
+    list_in,
+    object_in,
+    rows_in,
+    str_in,
+    strs_in,
+)
 from ...errors import DamagedError, SaveError
 from .values import decode_value, encode_text
 
@@ -28,6 +37,7 @@ __all__ = [
     "Value",
     "dotted",
     "format_path",
+    "key_in",
     "merge_trees",
     "unite",
 ]
@@ -69,7 +79,7 @@ class Value:
     key: Key
     by_rank: ByRank
 
-    def of(self, rank: int) -> Any:
+    def of(self, rank: int) -> object:
         """The value of ``rank``; where that rank saved none, that of another: ranks that saved one
         are assigned in turn."""
         for ranks, encoded in self.by_rank:
@@ -146,25 +156,11 @@ class Tree:
         return record
 
     @classmethod
-    def from_json(cls, data: Any) -> Tree:
+    def from_json(cls, data: Json) -> Tree:
         """Raises DamagedError for what :meth:`to_json` never produces."""
         try:
-            containers = [
-                Container(int(p), decode_value(k), str(kind)) for p, k, kind in data["containers"]
-            ]
-            values = [
-                Value(int(c), decode_value(k), [([int(r) for r in ranks], e) for ranks, e in by])
-                for c, k, by in data["values"]
-            ]
-            tree = cls(containers, values, {}, {str(decode_value(name)) for name in data["arrays"]})
-            tree.orders = {
-                int(c): [(str(kind), int(n)) for kind, n in runs] for c, runs in data["orders"]
-            }
-            for c, text, key in data["tensor_keys"]:
-                tree.tensor_keys.setdefault(int(c), {})[str(text)] = key
-            tree.kinds = {int(c): str(kind) for c, kind in data.get("kinds", [])}
-            tree.placements = _placements_from_json(data.get("placements", []))
-        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+            tree = _from_json(object_in(data, "the tree"))
+        except (KeyError, ValueError) as error:
             raise DamagedError("the manifest's tree is malformed") from error
         _check(tree)
         return tree
@@ -182,14 +178,64 @@ def _placements_to_json(placements: dict[int, Placements]) -> list[object]:
     ]
 
 
-def _placements_from_json(data: Any) -> dict[int, Placements]:
+def _from_json(record: Mapping[str, Json]) -> Tree:
+    """The tree, unchecked. Raises KeyError and ValueError."""
+    tree = Tree(
+        [
+            Container(int_in(parent, "parent"), key_in(key), str_in(kind, "kind"))
+            for parent, key, kind in rows_in(record["containers"], 3, "containers")
+        ]
+    )
+    tree.values = [
+        Value(int_in(container, "container"), key_in(key), _by_rank_in(entries))
+        for container, key, entries in rows_in(record["values"], 3, "values")
+    ]
+    tree.arrays = {_text_in(name) for name in list_in(record["arrays"], "arrays")}
+    for container, runs in rows_in(record["orders"], 2, "orders"):
+        tree.orders[int_in(container, "container")] = _runs_in(runs)
+    for container, text, key in rows_in(record["tensor_keys"], 3, "tensor_keys"):
+        by_text = tree.tensor_keys.setdefault(int_in(container, "container"), {})
+        by_text[str_in(text, "text")] = key_in(key)
+    for container, kind in rows_in(record.get("kinds", []), 2, "kinds"):
+        tree.kinds[int_in(container, "container")] = str_in(kind, "kind")
+    tree.placements = _placements_from_json(record.get("placements", []))
+    return tree
+
+
+def _by_rank_in(value: Json) -> ByRank:
+    return [(ints_in(ranks, "ranks"), encoded) for ranks, encoded in rows_in(value, 2, "entries")]
+
+
+def _runs_in(value: Json) -> list[tuple[str, int]]:
+    runs = rows_in(value, 2, "runs")
+    return [(str_in(kind, "kind"), int_in(count, "count")) for kind, count in runs]
+
+
+def key_in(encoded: Json) -> Key:
+    """A key, from JSON. Raises ValueError and DamagedError."""
+    if type(encoded) is str:
+        return encoded
+    key = decode_value(encoded)
+    if key is None or isinstance(key, str | int | float):
+        return key
+    raise ValueError(f"{key!r:.100} is no key")
+
+
+def _text_in(encoded: Json) -> str:
+    key = key_in(encoded)
+    if not isinstance(key, str):
+        raise ValueError(f"{key!r:.100} is no text")
+    return key
+
+
+def _placements_from_json(value: Json) -> dict[int, Placements]:
     found: dict[int, Placements] = {}
-    for containers, items in data:
+    for containers, items in rows_in(value, 2, "placements"):
         by_key = {
-            str(decode_value(key)): tuple([str(axis) for axis in axes]) for key, axes in items
+            _text_in(key): tuple(strs_in(axes, "axes")) for key, axes in rows_in(items, 2, "items")
         }
-        for container in containers:
-            found[int(container)] = by_key
+        for container in ints_in(containers, "containers"):
+            found[container] = by_key
     return found
 
 
@@ -214,7 +260,7 @@ def _conditions(tree: Tree) -> Iterator[bool]:
     n = len(containers)
     yield n > 0 and containers[0].parent == -1
     yield all(0 <= c.parent < i for i, c in enumerate(containers[1:], 1))
-    yield all(c.kind in KINDS for c in containers)
+    yield {c.kind for c in containers}.issubset(KINDS)
     yield all(0 <= v.container < n for v in tree.values)
     yield all(v.by_rank and all(ranks for ranks, _ in v.by_rank) for v in tree.values)
     yield all(0 <= c < n for c in (*tree.tensor_keys, *tree.orders, *tree.placements, *tree.kinds))
@@ -231,18 +277,20 @@ def _conditions(tree: Tree) -> Iterator[bool]:
         yield not _repeated(keyed)
 
 
-def _repeated(keyed: Iterable[tuple[int, Key]]) -> bool:
+def _repeated(keyed: Collection[tuple[int, Key]]) -> bool:
     """Whether a key occurs twice. (It may be a value on one rank and a container on another.)"""
-    seen = [(parent, type(key), key) for parent, key in keyed]
-    return len(set(seen)) < len(seen)
+    seen = {(parent, type(key), key) for parent, key in keyed}
+    return len(seen) < len(keyed)
 
 
 def _fits(kind: str, key: object) -> bool:
     """Whether a container of this kind can have such a key."""
     if kind == "dict":
+        if isinstance(key, str):
+            return True
         if isinstance(key, int):
             return key.bit_length() < _KEY_BITS_MAX
-        return key is None or isinstance(key, str | float)
+        return key is None or isinstance(key, float)
     return type(key) is int and 0 <= key < _COUNT_MAX
 
 

@@ -13,13 +13,12 @@ import math
 import re
 import reprlib
 from collections.abc import Callable
-from typing import Any
 
+from ...core.decoded_json import Json, ints_in, strs_in
 from ...errors import DamagedError, StateError
 
 __all__ = ["decode_value", "encode_text", "encode_value"]
 
-_PLAIN = (type(None), bool)
 # numpy's own parser takes far more, and runs other parsers.
 _NUMPY_DTYPE = re.compile(r"[<>|=]?[biufc][0-9]{1,2}")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -30,12 +29,22 @@ _DECIMAL_BITS_MAX = 1024
 def encode_value(value: object, path: str) -> object:
     """``value`` as a tree of JSON types. Raises StateError, which names ``path``, where there is no
     codec for it."""
-    if type(value) in _PLAIN:
+    if value is None or type(value) is bool:
         return value
-    encoder = _ENCODERS.get(type(value))
-    if encoder is None:
-        encoder = _foreign_encoder(value)
-    if encoder is None:
+    if type(value) is int:
+        return _encode_int(value)
+    if type(value) is float:
+        return _encode_float(value)
+    if type(value) is str:
+        return encode_text(value)
+    if type(value) is bytes:
+        return {"$bytes": base64.b64encode(value).decode()}
+    if type(value) is bytearray:
+        return {"$bytearray": base64.b64encode(value).decode()}
+    if type(value) is complex:
+        return {"$complex": [repr(value.real), repr(value.imag)]}
+    encoded = _encode_foreign(value)
+    if encoded is None:
         name = f"{type(value).__module__}.{type(value).__qualname__}"
         raise StateError(
             f"{path} is a {name}, which cannot be saved",
@@ -44,10 +53,10 @@ def encode_value(value: object, path: str) -> object:
                 "of them."
             ),
         )
-    return encoder(value)
+    return encoded
 
 
-def decode_value(encoded: object) -> Any:
+def decode_value(encoded: object) -> object:
     """The value that :func:`encode_value` was given. Raises DamagedError for what it never
     produces."""
     if isinstance(encoded, list):  # those of a state are containers
@@ -56,6 +65,8 @@ def decode_value(encoded: object) -> Any:
         return encoded
     try:
         ((name, content),) = encoded.items()
+        if type(content) is str:
+            return _TEXT_DECODERS[name](content)
         return _DECODERS[name](content)
     except (
         KeyError,
@@ -83,14 +94,6 @@ def _encode_float(value: float) -> object:
     return {"$float": repr(value)}
 
 
-def _encode_complex(value: complex) -> object:
-    return {"$complex": [repr(value.real), repr(value.imag)]}
-
-
-def _encode_bytes(value: bytes | bytearray) -> object:
-    return {"$bytes": base64.b64encode(value).decode()}
-
-
 def encode_text(value: str) -> object:
     """JSON joins two adjacent lone surrogates into one character; so text with surrogates is kept
     as bytes."""
@@ -99,46 +102,45 @@ def encode_text(value: str) -> object:
     return value
 
 
-_ENCODERS: dict[type, Callable[[Any], object]] = {
-    int: _encode_int,
-    str: encode_text,
-    float: _encode_float,
-    complex: _encode_complex,
-    bytes: _encode_bytes,
-    bytearray: lambda value: {"$bytearray": base64.b64encode(value).decode()},
-}
-
-
-def _foreign_encoder(value: Any) -> Callable[[Any], object] | None:
-    """The codec of a type whose library may not be loaded. It is recognised by name, so that
-    nothing is imported."""
+def _encode_foreign(value: object) -> dict[str, object] | None:
+    """A value of a type whose library may not be loaded; None for one without a codec. The type is
+    recognised by name, so that nothing is imported."""
     origin = type(value).__module__
     name = type(value).__name__
     if origin == "torch" and name in ("dtype", "device"):
-        return lambda v: {f"$torch.{name}": str(v).removeprefix("torch.")}
-    if origin == "torch" and name == "Size":
-        return lambda v: {"$torch.Size": list(v)}
-    if origin == "numpy" and name == "str_":
-        return lambda v: {"$numpy.str": encode_text(str.__getitem__(v, slice(0, None)))}
-    if origin == "numpy" and name == "bytes_":
-        return lambda v: {"$numpy.bytes": base64.b64encode(bytes(v)).decode()}
-    is_numpy_scalar = origin == "numpy" and hasattr(value, "dtype") and value.ndim == 0
-    if is_numpy_scalar and value.dtype.kind in "biufc":
-        return lambda v: {"$numpy": [v.dtype.str, base64.b64encode(v.tobytes()).decode()]}
+        return {f"$torch.{name}": str(value).removeprefix("torch.")}
+    if origin == "torch" and name == "Size" and isinstance(value, tuple):
+        return {"$torch.Size": list(value)}
+    if origin == "numpy":
+        return _encode_numpy(value)
     return None
 
 
-def _decode_numpy(content: list[str]) -> object:
+def _encode_numpy(value: object) -> dict[str, object] | None:
     import numpy as np
 
-    text, data = content
+    if type(value) is np.str_:
+        return {"$numpy.str": encode_text(str.__getitem__(value, slice(0, None)))}
+    if type(value) is np.bytes_:
+        return {"$numpy.bytes": base64.b64encode(bytes(value)).decode()}
+    if not isinstance(value, np.generic | np.ndarray):
+        return None
+    if value.ndim == 0 and value.dtype.kind in "biufc":
+        return {"$numpy": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
+    return None
+
+
+def _decode_numpy(content: Json) -> object:
+    import numpy as np
+
+    text, data = strs_in(content, "a number of numpy")
     if _NUMPY_DTYPE.fullmatch(text) is None:
         raise ValueError(f"dtype {text}")
     (value,) = np.frombuffer(base64.b64decode(data, validate=True), np.dtype(text))
     return value
 
 
-def _decode_numpy_text(content: object) -> object:
+def _decode_numpy_text(content: Json) -> object:
     import numpy as np
 
     return np.str_(decode_value(content))
@@ -147,7 +149,16 @@ def _decode_numpy_text(content: object) -> object:
 def _decode_numpy_bytes(content: str) -> object:
     import numpy as np
 
-    return np.bytes_(base64.b64decode(content, validate=True))
+    return np.bytes_(_decode_bytes(content))
+
+
+def _decode_bytes(content: str) -> bytes:
+    return base64.b64decode(content, validate=True)
+
+
+def _decode_complex(content: Json) -> complex:
+    real, imaginary = strs_in(content, "a complex number")
+    return complex(float(real), float(imaginary))
 
 
 def _decode_torch_dtype(content: str) -> object:
@@ -162,31 +173,33 @@ def _decode_torch_dtype(content: str) -> object:
 def _decode_torch_device(content: str) -> object:
     import torch
 
-    if not isinstance(content, str):
-        raise TypeError(f"device {content!r}")
     try:
         return torch.device(content)
     except RuntimeError as error:
         raise ValueError(content) from error
 
 
-def _decode_torch_size(content: list[int]) -> object:
+def _decode_torch_size(content: Json) -> object:
     import torch
 
-    return torch.Size(content)
+    return torch.Size(ints_in(content, "a size"))
 
 
-_DECODERS: dict[str, Callable[[Any], object]] = {
-    "$int": lambda c: int(c, 16),
-    "$str": lambda c: bytes.fromhex(c).decode("utf-8", "surrogatepass"),
+_TEXT_DECODERS: dict[str, Callable[[str], object]] = {
+    "$int": lambda content: int(content, 16),
+    "$str": lambda content: bytes.fromhex(content).decode("utf-8", "surrogatepass"),
     "$numpy.str": _decode_numpy_text,
     "$numpy.bytes": _decode_numpy_bytes,
     "$float": float,
-    "$complex": lambda c: complex(float(c[0]), float(c[1])),
-    "$bytes": lambda c: base64.b64decode(c, validate=True),
-    "$bytearray": lambda c: bytearray(base64.b64decode(c, validate=True)),
-    "$numpy": _decode_numpy,
+    "$bytes": _decode_bytes,
+    "$bytearray": lambda content: bytearray(_decode_bytes(content)),
     "$torch.dtype": _decode_torch_dtype,
     "$torch.device": _decode_torch_device,
+}
+_DECODERS: dict[str, Callable[[Json], object]] = {
+    "$numpy.str": _decode_numpy_text,
+    "$complex": _decode_complex,
+    "$numpy": _decode_numpy,
     "$torch.Size": _decode_torch_size,
 }
+"""Of what is no text."""

@@ -174,7 +174,8 @@ def _stored_groups(m: Manifest, path: TypedPath) -> list[StoredGroup] | None:
     names: dict[tuple[int, Key, int], str] = {}  # by group, place in the list, and rank
     for number, value in _listed(m.tree, lists, "param_names"):
         for ranks, encoded in value.by_rank:
-            names.update(((number, value.key, rank), decode_value(encoded)) for rank in ranks)
+            text = str(decode_value(encoded))
+            names.update(((number, value.key, rank), text) for rank in ranks)
     for number, value in _listed(m.tree, lists, "params"):
         for ranks, encoded in value.by_rank:
             key = decode_value(encoded)

@@ -158,5 +158,5 @@ def test_a_forked_child_has_a_connection_of_its_own() -> None:
 def test_a_failure_whose_type_is_no_error_of_ours_is_that_of_its_rank(name: str) -> None:
     """The name of an error from elsewhere may be the name of anything."""
     failure = Failure.of(type(name, (Exception,), {})("out of luck"), 3)
-    with pytest.raises(errors.RankFailedError, match="rank 3 failed: .*out of luck"):
+    with pytest.raises(errors.RankFailedError, match=r"rank 3 failed: .*out of luck"):
         failure.raise_alike()
