@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import AsyncIterator, Iterator
-from typing import Any, Protocol
+from typing import Protocol, SupportsIndex
 
 from ...drivers.uri import Uri, parse, redact
 from ...errors import HoldfastError, UsageError
@@ -54,7 +54,7 @@ async def _give_up(team: Team, error: BaseException, opened: Closable | None) ->
 
 @contextlib.contextmanager
 def announcing_errors_of_call(
-    kind: str, uri: UriLike, step: Any, deadline_s: float
+    kind: str, uri: UriLike, step: object, deadline_s: float
 ) -> Iterator[None]:
     """:func:`announcing_errors`, for code that runs before the call has a team: an error that only
     this rank sees must neither make the others wait nor make any rank miss the next call."""
@@ -89,10 +89,10 @@ def printed_uri(uri: UriLike | Uri) -> str:
         return redact(str(uri))
 
 
-def printed_step(step: Any) -> int | None:
+def printed_step(step: object) -> int | None:
     """The step that a call is about; None where it is no whole number."""
     try:
-        if step is None:
+        if not isinstance(step, SupportsIndex):
             return None
         return operator.index(step)
     except TypeError:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from ...errors import MismatchError
 from ..format.manifest import Manifest
@@ -147,7 +148,7 @@ class Referee:
 
     def _places(
         self, told: Sequence[FitReport]
-    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
         m = self._manifest
         tensors = _union([report.tensors for report in told], len(m.tensors))
         return tensors, _union([report.values for report in told], len(m.tree.values))
@@ -225,7 +226,7 @@ def _listed(names: Sequence[str], count: int) -> str:
     return shown
 
 
-def _union(masks: Sequence[bytes], n: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+def _union(masks: Sequence[bytes], n: int) -> npt.NDArray[np.bool_]:
     bits = [np.frombuffer(mask, np.uint8) for mask in masks]
     return np.unpackbits(np.bitwise_or.reduce(bits), count=n).astype(bool)
 

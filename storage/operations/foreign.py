@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from ...drivers.contract import Driver
 from ...drivers.uri import Uri, join
@@ -93,8 +94,8 @@ def explains(uri: str, options: str) -> Callable[[Callable[P, T]], Callable[P, T
             try:
                 return function(*args, **kwargs)
             except (NotACheckpointError, StorageError) as error:
-                given: Any = kwargs.get(uri, args[0] if args else None)
-                with_options: Any = kwargs.get(options) or {}
+                given = kwargs.get(uri, args[0] if args else None)
+                with_options = kwargs.get(options)
                 better = _better(error, given, with_options)
                 if better is None:
                     raise
@@ -105,12 +106,12 @@ def explains(uri: str, options: str) -> Callable[[Callable[P, T]], Callable[P, T
     return decorate
 
 
-def _better(
-    error: HoldfastError, uri: Any, options: Mapping[str, object]
-) -> NotACheckpointError | None:
+def _better(error: HoldfastError, uri: object, options: object) -> NotACheckpointError | None:
     """The same error with what was found; None where that is nothing, or another error."""
     is_file = isinstance(error.__cause__, NotADirectoryError)
     if not is_file and type(error) is not NotACheckpointError:
+        return None
+    if not isinstance(uri, str | os.PathLike) or not isinstance(options, Mapping | None):
         return None
     try:
         place = Place.of(uri, options)
@@ -148,7 +149,7 @@ async def _names(place: Place) -> list[str]:
     return names
 
 
-async def _listed(driver: Driver) -> Any:
+async def _listed(driver: Driver) -> AsyncGenerator[str]:
     async for info in driver.list():
         yield info.key
 

@@ -7,7 +7,6 @@ import copy
 from collections.abc import Callable, Generator
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
-from typing import Any
 
 from ...errors import DeadlineError
 from ..runtime.engine import EngineFuture
@@ -60,7 +59,7 @@ class StageHandle:
             raise _copy_of(failure)
         self._seen()
 
-    def __await__(self) -> Generator[Any, None, None]:
+    def __await__(self) -> Generator[object, None, None]:
         yield from self.reached().__await__()
         self._seen()
 
@@ -125,7 +124,7 @@ class SaveHandle:
         or another."""
         self.durable.wait(timeout)
 
-    def __await__(self) -> Generator[Any, None, None]:
+    def __await__(self) -> Generator[object, None, None]:
         return self.durable.__await__()
 
     def fail(self, error: BaseException) -> None:

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -85,7 +85,7 @@ class LoadJob:
     that it begins to fill. A load that fills all of them makes good a failed one."""
     match: Match = field(default_factory=Match)
     left: Differences = field(default_factory=Differences)
-    built: list[tuple[Subtree, Any]] = field(default_factory=list)
+    built: list[tuple[Subtree, object]] = field(default_factory=list)
 
 
 async def run_load(driver: Driver, team: Team, job: LoadJob) -> tuple[Manifest, ImageReader]:
@@ -118,7 +118,7 @@ async def run_build(
     part: Part | None,
     budget_nbytes: int,
     report: Report = lambda done_nbytes, total_nbytes: None,
-) -> tuple[Any, Manifest, ImageReader]:
+) -> tuple[object, Manifest, ImageReader]:
     """The state, or a part of it, built anew. Raises UsageError for a part that is not there."""
     for _ in range(RETRIES):
         manifest, _data = await read_manifest(driver)
@@ -334,9 +334,9 @@ async def _unanimous(statements: Sequence[Arrived]) -> Arrived:
 
 def _matched(
     job: LoadJob, manifest: Manifest, rank: int, world: int
-) -> tuple[Match, list[tuple[Subtree, Any]]]:
+) -> tuple[Match, list[tuple[Subtree, object]]]:
     found = match(job.flat, manifest, rank, cast=job.cast)
-    built: list[tuple[Subtree, Any]] = []
+    built: list[tuple[Subtree, object]] = []
     for subtree in job.flat.subtrees:
         if subtree.state is None:
             path = _path_of(job.flat, subtree)
@@ -401,7 +401,7 @@ class _Judge:
         return Fit(left, numbered([report.peers for report in reports]))
 
 
-def finish(job: LoadJob, manifest: Manifest, rank: int) -> Any:
+def finish(job: LoadJob, manifest: Manifest, rank: int) -> object:
     """Put values into their containers, give objects their state, and return the state. In the
     caller's thread."""
     root = _assign(job, manifest, rank)
@@ -416,12 +416,12 @@ def finish(job: LoadJob, manifest: Manifest, rank: int) -> Any:
     return root
 
 
-def _assign(job: LoadJob, manifest: Manifest, rank: int) -> Any:
+def _assign(job: LoadJob, manifest: Manifest, rank: int) -> object:
     """Put values into their containers, innermost first. Tuples cannot be assigned to: they are
     replaced in the containers that hold them."""
     nodes = job.flat.nodes
     containers = job.flat.tree.containers
-    todo: dict[int, dict[Key, Any]] = {}
+    todo: dict[int, dict[Key, object]] = {}
     for container, key, row in job.match.assign:
         todo.setdefault(container, {})[key] = manifest.tree.values[row].of(rank)
     for number in range(len(nodes) - 1, -1, -1):

@@ -19,7 +19,7 @@ from ...core.forks.cached import cached_property
 from ...drivers.contract import Driver
 from ...drivers.registry import open_driver
 from ...errors import DamagedError, HoldfastError, ReplacedError, UsageError
-from ..format.manifest import Manifest, image_key
+from ..format.manifest import Ints, Manifest, image_key
 from ..format.tree import format_path
 from ..pipeline.flat_reader import FlatRange, read_flat, read_ranges
 from ..pipeline.unpacking import images_of
@@ -198,7 +198,7 @@ class Checkpoint:
         )
 
     @cached_property
-    def _pointers(self) -> Any:
+    def _pointers(self) -> Ints:
         return self._manifest.shards.pointers(len(self._manifest.tensors))
 
     def values(self, rank: int = 0) -> Iterator[tuple[str, Any]]:

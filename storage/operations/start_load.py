@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ...drivers.contract import Driver
 from ...drivers.registry import open_driver
@@ -32,8 +32,8 @@ __all__ = ["load_state"]
 
 
 def load_state(
-    uri: UriLike, into: Any, options: LoadOptions, touched: set[str] | None = None
-) -> Any:
+    uri: UriLike, into: object, options: LoadOptions, touched: set[str] | None = None
+) -> object:
     """Load as :func:`~holdfast.load` does; return the state.
 
     ``touched``: the names that earlier, failed loads into the same state have begun to fill; those
@@ -74,7 +74,7 @@ def load_state(
 
 
 class _Loaded(NamedTuple):
-    state: Any
+    state: object
     manifest: Manifest
     reader: ImageReader
     left: Differences
@@ -85,7 +85,7 @@ def _load_new(driver: Driver, part: Part | None, options: LoadOptions) -> _Loade
     """Build the state anew: all of it, or a part."""
     rank = current_rank()
 
-    async def build(reporter: ProgressReporter) -> tuple[Any, Manifest, ImageReader]:
+    async def build(reporter: ProgressReporter) -> tuple[object, Manifest, ImageReader]:
         async with closing(driver):
             return await run_build(driver, rank, part, options.budget_nbytes, reporter.report)
 
@@ -98,7 +98,7 @@ def _load_into(
     driver: Driver,
     team: Team,
     part: Part | None,
-    into: Any,
+    into: object,
     options: LoadOptions,
     touched: set[str] | None,
 ) -> _Loaded:

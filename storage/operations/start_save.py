@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import SupportsIndex
 
 import torch
 
@@ -89,7 +89,7 @@ class Destination:
 
 def begin_save(
     to: Destination,
-    state: Any,
+    state: object,
     step: int | None,
     options: SaveOptions,
     *,
@@ -317,13 +317,13 @@ def _forget(uri: str, future: Future[None]) -> None:
             del _in_flight[uri]
 
 
-def _checked_step(step: Any) -> int:
-    if isinstance(step, bool) or not hasattr(step, "__index__"):
+def _checked_step(step: object) -> int:
+    if isinstance(step, bool) or not isinstance(step, SupportsIndex):
         raise UsageError(f"step is {step!r}, which is no whole number")
     return operator.index(step)
 
 
-def step_of_state(state: Any) -> int | None:
+def step_of_state(state: object) -> int | None:
     """The step that is recorded where the caller names none: ``state["step"]``, if that is an
     int."""
     if isinstance(state, Mapping):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any
 
 from ...drivers.contract import Traits, Upload, segments
 from ..runtime.buffers import HostBuffer
@@ -16,7 +15,7 @@ __all__ = ["Opening", "write_pages", "writing_order"]
 class Opening:
     """An upload that is being opened."""
 
-    def __init__(self, create: Coroutine[Any, Any, Upload]) -> None:
+    def __init__(self, create: Coroutine[object, object, Upload]) -> None:
         self._upload = asyncio.ensure_future(create)
         self._turn = asyncio.Lock()
         self._waiting = 0

@@ -13,7 +13,6 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ...drivers.contract import Driver, ObjectInfo
 from ...errors import ExistsError, HoldfastError, NotFoundError, StorageError, SupersededError
@@ -95,7 +94,7 @@ async def list_attempts(driver: Driver) -> Mapping[Attempt, AttemptFiles]:
     return found
 
 
-async def announce(driver: Driver, contents: Mapping[str, Any] | None = None) -> Attempt:
+async def announce(driver: Driver, contents: Mapping[str, object] | None = None) -> Attempt:
     """Put the marker of a new attempt, with ``contents`` as JSON, or empty."""
     if contents:
         data = json.dumps(contents).encode()

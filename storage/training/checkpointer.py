@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self, SupportsFloat
+from typing import Literal, Self, SupportsFloat, SupportsIndex
 
 from ...drivers.registry import open_driver
 from ...drivers.uri import join
@@ -29,7 +29,7 @@ from ..operations.deadline import Deadline
 from ..operations.differences import Strict
 from ..operations.handle import SaveHandle
 from ..operations.location import Place
-from ..operations.options import BUDGET_NBYTES, DEADLINE_S, Lazy, SaveOptions, UriLike
+from ..operations.options import BUDGET_NBYTES, DEADLINE_S, Lazy, LoadOptions, SaveOptions, UriLike
 from ..operations.start_save import Destination, begin_save
 from ..ranks.process_group import Group, acting_in
 from ..runtime.engine import start
@@ -159,7 +159,7 @@ class Checkpointer:
 
     def resume(
         self,
-        state: Any,
+        state: object,
         *,
         step: int | None = None,
         before: int | None = None,
@@ -185,17 +185,16 @@ class Checkpointer:
         self._check_open()
         back = Back(step, before)
         self._settle()
-        options = {
-            "strict": strict,
-            "cast": cast,
-            "progress": progress,
-            "deadline_s": self._save_options.deadline_s,
-            "storage_options": self._root.options,
-            "budget_nbytes": self._save_options.budget_nbytes or BUDGET_NBYTES,
-        }
-        deadline_s = self._save_options.deadline_s
+        options = LoadOptions(
+            strict=strict,
+            cast=cast,
+            progress=progress,
+            deadline_s=self._save_options.deadline_s,
+            storage_options=self._root.options,
+            budget_nbytes=self._save_options.budget_nbytes or BUDGET_NBYTES,
+        )
         with acting_in(self._group):
-            found = resumed(self._line, self._root, back, state, options, deadline_s)
+            found = resumed(self._line, self._root, back, state, options)
         self._schedule.begin_at(found or 0)
         self._decisions.begin_run()
         self._last = found or None
@@ -207,7 +206,7 @@ class Checkpointer:
         return found or 0
 
     def step(
-        self, step: int, state: Any, *, metric: SupportsFloat | None = None
+        self, step: int, state: object, *, metric: SupportsFloat | None = None
     ) -> SaveHandle | None:
         """Call this after each step, with all that is to be saved. Begins a save if one is due;
         returns its handle.
@@ -244,7 +243,7 @@ class Checkpointer:
             return None
 
     def save(
-        self, step: int, state: Any, *, metric: SupportsFloat | None = None
+        self, step: int, state: object, *, metric: SupportsFloat | None = None
     ) -> SaveHandle | None:
         """Begin to save ``step``, due or not; where another save is under way, after that one.
         Every rank calls this. None where it could not begin, and ``on_error`` says to warn. Raises
@@ -301,7 +300,7 @@ class Checkpointer:
                 raise
             _log.error("on the way out: %s", failure)  # what ended the loop is what is to be raised
 
-    def _due(self, step: int, state: Any, metric: SupportsFloat | None) -> SaveHandle | None:
+    def _due(self, step: int, state: object, metric: SupportsFloat | None) -> SaveHandle | None:
         if self._when_busy == "skip" and self._is_busy(step):
             self._stats.skipped(step)
             return None
@@ -343,7 +342,7 @@ class Checkpointer:
             _settled(save.followed)
         self._pending.clear()
 
-    def _begin(self, step: int, state: Any, metric: float | None) -> SaveHandle | None:
+    def _begin(self, step: int, state: object, metric: float | None) -> SaveHandle | None:
         began_s = time.perf_counter()
         name = checkpoint_name(step)
         under_way = self._under_way()
@@ -382,7 +381,7 @@ class Checkpointer:
         """From any thread."""
         return [save.step for save in list(self._pending) if not save.ended.done()]
 
-    def _stops(self, step: int, state: Any, metric: SupportsFloat | None) -> bool:
+    def _stops(self, step: int, state: object, metric: SupportsFloat | None) -> bool:
         """SIGTERM has come: save the step that the last of the ranks has come to, and end. False
         before that step."""
         assert self._preemption is not None
@@ -423,22 +422,19 @@ class Checkpointer:
             raise below(step, self._newest, self._root.uri.redacted)
 
 
-def _check_metric(metric: Any) -> None:
+def _check_metric(metric: object) -> None:
     """Raise UsageError for what can be no number; a tensor's value, for which training would wait,
     is not asked for."""
-    if (
-        metric is not None
-        and not hasattr(type(metric), "__float__")
-        and not hasattr(type(metric), "__index__")
-    ):
+    if metric is not None and not isinstance(metric, SupportsFloat | SupportsIndex):
         raise _no_number(metric)
 
 
-def _number_of(metric: Any) -> float | None:
+def _number_of(metric: object) -> float | None:
     """The metric as a finite number; None for none. Raises UsageError."""
-    _check_metric(metric)
     if metric is None:
         return None
+    if not isinstance(metric, SupportsFloat | SupportsIndex):
+        raise _no_number(metric)
     try:
         number = float(metric)
     except Exception as error:
@@ -448,7 +444,7 @@ def _number_of(metric: Any) -> float | None:
     return None
 
 
-def _no_number(metric: Any) -> UsageError:
+def _no_number(metric: object) -> UsageError:
     return UsageError(
         f"metric is {reprlib.repr(metric)}, which is no number",
         advice="Give a number, or a tensor or array of one element.",

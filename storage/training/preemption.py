@@ -25,7 +25,6 @@ import time
 import weakref
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 from ...core.forks.renewal import new_rlock
 
@@ -93,7 +92,7 @@ class _Process:
 
     def __init__(self) -> None:
         self._members: list[weakref.ref[Preemption]] = []
-        self._before: Any = None
+        self._before: Callable[[int, FrameType | None], object] | int | None = None
         self._watcher: _Watcher | None = None
         self._handled = self._seen = 0
         self._came_s: float | None = None

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ...drivers.uri import join
 from ...errors import (
@@ -125,9 +125,8 @@ def resumed(
     line: Line,
     root: Place,
     back: Back,
-    state: Any,
-    load_options: Mapping[str, Any],
-    deadline_s: float,
+    state: object,
+    options: LoadOptions,
 ) -> int | None:
     """Load a checkpoint of the run into ``state``; return its step, None where there is none at
     all.
@@ -148,10 +147,10 @@ def resumed(
         return _told(back, root, survey, found[0].tried)
 
     call = Call("resume", root.uri.redacted, back.step)
-    told = _round(LOOK, call, deadline_s, Nothing(), look)
+    told = _round(LOOK, call, options.deadline_s, Nothing(), look)
     if told.refused is not None:
         raise UsageError(told.refused, uri=root.uri.redacted, advice=told.advice)
-    chosen = _load_first(root, told, state, load_options, deadline_s, back)
+    chosen = _load_first(root, told, state, options, back)
 
     async def take_up(_: Sequence[Nothing]) -> Nothing:
         if chosen is None:
@@ -165,7 +164,8 @@ def resumed(
         step = None
     else:
         step = told.tried[chosen].step
-    _round(TAKE_UP, Call("resume", root.uri.redacted, step), deadline_s, Nothing(), take_up)
+    call = Call("resume", root.uri.redacted, step)
+    _round(TAKE_UP, call, options.deadline_s, Nothing(), take_up)
     return step
 
 
@@ -200,9 +200,8 @@ def _told(back: Back, root: Place, survey: Survey, tried: Sequence[ListedCheckpo
 def _load_first(
     root: Place,
     told: Candidates,
-    state: Any,
-    load_options: Mapping[str, Any],
-    deadline_s: float,
+    state: object,
+    options: LoadOptions,
     back: Back,
 ) -> int | None:
     """Load the first of ``tried`` that is whole and fits; its place among them. None where there is
@@ -213,10 +212,10 @@ def _load_first(
     touched: set[str] = set()
     for place, candidate in enumerate(told.tried):
         may_misfit = not candidate.own and back.step is None
-        error = _try(str(join(root.uri, candidate.path)), state, load_options, touched)
+        error = _try(str(join(root.uri, candidate.path)), state, options, touched)
         try:
             call = Call("resume", root.uri.redacted, candidate.step)
-            verdict = _round(TRY, call, deadline_s, _outcome(error, may_misfit), _verdict)
+            verdict = _round(TRY, call, options.deadline_s, _outcome(error, may_misfit), _verdict)
         except RankFailedError as failure:
             if error is None or isinstance(error, (*_DAMAGE, RankFailedError)):
                 raise failure from error
@@ -250,11 +249,9 @@ def _load_first(
     )
 
 
-def _try(
-    uri: str, state: Any, load_options: Mapping[str, Any], touched: set[str]
-) -> Exception | None:
+def _try(uri: str, state: object, options: LoadOptions, touched: set[str]) -> Exception | None:
     try:
-        load_state(uri, state, LoadOptions(**load_options), touched)
+        load_state(uri, state, options, touched)
     except Exception as error:
         return error
     return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ...core.forks.renewal import new_lock
 from ..operations.prune import PruneReport
@@ -123,7 +122,7 @@ class Stats:
         if error is not None:
             raise error
 
-    def _add(self, **more: Any) -> None:
+    def _add(self, **more: float) -> None:
         with self._lock:
             now = self.counters
             self.counters = replace(
