@@ -19,7 +19,8 @@ from ...core.forks.cached import cached_property
 from ...drivers.contract import Driver
 from ...drivers.registry import open_driver
 from ...errors import DamagedError, HoldfastError, ReplacedError, UsageError
-from ..format.manifest import Ints, Manifest, image_key
+from ...planner.columns import Ints
+from ..format.manifest import Manifest, image_key
 from ..format.tree import format_path
 from ..pipeline.flat_reader import FlatRange, read_flat, read_ranges
 from ..pipeline.unpacking import images_of

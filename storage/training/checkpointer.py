@@ -224,7 +224,7 @@ class Checkpointer:
         with acting_in(self._group):
             return self._step(step, state, metric)
 
-    def _step(self, step: int, state: Any, metric: SupportsFloat | None) -> SaveHandle | None:
+    def _step(self, step: int, state: object, metric: SupportsFloat | None) -> SaveHandle | None:
         if (
             self._preemption is not None
             and self._preemption.pending
