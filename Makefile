@@ -21,7 +21,7 @@ export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo unit test properties sim sim-broken mutants crash damage fuzz test-servers drills lint format bench bench-names bench-server soak torch-old clean
+.PHONY: help setup demo unit test properties sim sim-broken mutants crash damage fuzz test-servers drills lint format bench bench-names bench-server soak torch-old frameworks clean
 
 help:  ## this list
 	@echo "usage: make TARGET"
@@ -73,6 +73,19 @@ $(TORCH_OLD_ENV)/.ready: pyproject.toml constraints.txt | $(READY)
 	@echo "torch==$(TORCH_OLD)" >> $(TORCH_OLD_ENV)/constraints.txt
 	@$(TORCH_OLD_ENV)/bin/pip install -qq -c $(TORCH_OLD_ENV)/constraints.txt setuptools
 	@$(TORCH_OLD_ENV)/bin/pip install -qq --no-build-isolation -c $(TORCH_OLD_ENV)/constraints.txt -e '.[dev]'
+	@touch $@
+
+# The trainers that storage/integrations serves, in an environment of its own: `make setup` stays as fast as it is.
+FRAMEWORKS_ENV := .venv/frameworks
+
+frameworks: $(FRAMEWORKS_ENV)/.ready  ## the tests with Lightning and Hugging Face's libraries themselves; fetches them
+	@$(FRAMEWORKS_ENV)/bin/pytest -n $(JOBS) --dist loadfile --max-worker-restart 0 -o timeout_method=signal tests/frameworks $(TEST_ARGS)
+
+$(FRAMEWORKS_ENV)/.ready: pyproject.toml constraints.txt constraints-frameworks.txt | $(READY)
+	@$(PYTHON) -m venv --clear $(FRAMEWORKS_ENV)
+	@echo "$(TORCH), and the frameworks"
+	@$(FRAMEWORKS_ENV)/bin/pip install -qq -c constraints.txt '$(TORCH)' setuptools
+	@$(FRAMEWORKS_ENV)/bin/pip install -qq --no-build-isolation -c constraints.txt -c constraints-frameworks.txt -e '.[dev,lightning,hf]'
 	@touch $@
 
 drills: $(READY) test-servers  ## kill, cut off and fill up real servers in the middle of saves; minutes

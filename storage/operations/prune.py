@@ -39,7 +39,7 @@ from .choice import Choice, Rules, chosen_by
 from .listing import ListedCheckpoint, Listing
 from .location import Place
 
-__all__ = ["Leftover", "PruneReport", "PrunedCheckpoint", "prune", "prune_here"]
+__all__ = ["Leftover", "PruneReport", "PrunedCheckpoint", "delete_if_empty", "prune", "prune_here"]
 
 _FOLDERS = 8
 """Folders that are worked on at a time."""
@@ -305,7 +305,7 @@ async def _carry_out(root: Place, plan: _Plan, idle_s: float) -> PruneReport:
     emptied = {x.path for x in deleted} | {x.path for x in collected} | plan.locked
     async with root.opened() as driver:
         for path in emptied - {""}:
-            await _delete_if_empty(driver, path)
+            await delete_if_empty(driver, path)
     return replace(
         plan.report,
         checkpoints=tuple(deleted),
@@ -362,7 +362,7 @@ async def _is_checkpoint(driver: Driver) -> bool:
     return True
 
 
-async def _delete_if_empty(driver: Driver, path: str) -> None:
+async def delete_if_empty(driver: Driver, path: str) -> None:
     """Delete the folder of a checkpoint, unless there is an object in it: of other data, or of a
     save that has just begun. A save may also begin now, so the folder is left to the sweep, which
     harms no live saver."""

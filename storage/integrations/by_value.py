@@ -1,0 +1,90 @@
+"""What trainers put into their checkpoints beside tensors and small values, by value.
+
+The dicts that trainers save hold the states of their objects already, and now and then a namespace
+of arguments, a path or a set. These go in as dicts that name their type, and come out as they were.
+An object with a state of its own would come back as a dict, so it is refused. All else is left to
+the save, which refuses what has no codec.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from pathlib import Path, PurePath
+from types import SimpleNamespace
+from typing import Any
+
+from ...errors import DamagedError, StateError
+from ..format.tree import Key, format_path
+from ..state.adapters.stateful import has_state
+
+__all__ = ["from_stored", "to_stored"]
+
+_TYPE = "holdfast.type"
+_VALUE = "value"
+_DEPTH_MAX = 200
+"""What is nested deeper is refused by the save."""
+
+_ENCODERS: dict[type, tuple[str, Callable[[Any], Any]]] = {
+    Namespace: ("argparse.Namespace", vars),
+    SimpleNamespace: ("types.SimpleNamespace", vars),
+    PurePath: ("pathlib.Path", str),
+    set: ("set", list),
+    frozenset: ("frozenset", list),
+}
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "argparse.Namespace": lambda value: Namespace(**value),
+    "types.SimpleNamespace": lambda value: SimpleNamespace(**value),
+    "pathlib.Path": Path,
+    "set": set,
+    "frozenset": frozenset,
+}
+
+
+def to_stored(value: Any, keys: tuple[Key, ...] = ()) -> Any:
+    """``value``, which lies at ``keys`` of a state, as Holdfast can save it. Raises StateError for
+    an object with a state."""
+    if has_state(value):
+        raise StateError(
+            f"{format_path(keys)} is a {type(value).__name__}, and would come back as a dict",
+            advice="Save its state_dict(), or leave it out: what was saved cannot make it anew.",
+        )
+    if len(keys) > _DEPTH_MAX:
+        return value
+    name, encode = _encoder_of(value)
+    if encode is not None:
+        return {_TYPE: name, _VALUE: to_stored(encode(value), keys)}
+    return _with_items(value, lambda key, item: to_stored(item, (*keys, key)))
+
+
+def from_stored(value: Any) -> Any:
+    """What :func:`to_stored` was given. Raises DamagedError for what it never makes."""
+    value = _with_items(value, lambda _, item: from_stored(item))
+    if not isinstance(value, Mapping) or _TYPE not in value:
+        return value
+    try:
+        return _DECODERS[value[_TYPE]](value[_VALUE])
+    except (KeyError, TypeError) as error:
+        raise DamagedError(f"a stored value is not of a known form: {value!r:.200}") from error
+
+
+def _encoder_of(value: object) -> tuple[str, Callable[[Any], Any] | None]:
+    """The name and the encoder of a type that has them. A type derived from one has none: it may be
+    more than its value."""
+    if isinstance(value, PurePath):
+        return _ENCODERS[PurePath]
+    return _ENCODERS.get(type(value), ("", None))
+
+
+def _with_items(value: Any, function: Callable[[Key, Any], Any]) -> Any:
+    """``value`` with ``function(key, item)`` for each item, if it is a container; itself, if that
+    changes nothing, so that it keeps its type."""
+    if isinstance(value, Mapping):
+        made: Any = {key: function(key, item) for key, item in value.items()}
+        changed = any(made[key] is not item for key, item in value.items())
+    elif type(value) in (list, tuple):
+        made = type(value)(function(key, item) for key, item in enumerate(value))
+        changed = any(new is not item for new, item in zip(made, value, strict=True))
+    else:
+        return value
+    return made if changed else value

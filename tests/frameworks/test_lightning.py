@@ -1,0 +1,190 @@
+"""Lightning itself, with its checkpoints in Holdfast."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.framework_jobs import SIGKILLED, documented, losses, run_job
+from support.servers.radosgw import find_ceph
+from support.servers.start import started
+from torch import nn
+
+import holdfast
+
+if find_spec("lightning") is None:
+    pytest.skip("lightning is not installed: make frameworks", allow_module_level=True)
+
+JOB = Path(__file__).parents[1] / "support" / "lightning_job.py"
+# Lightning's own, and those of what it imports.
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """The folder of a job that never stopped, of as many ranks as the test asks for."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    done = run_job(JOB, "--out", folder, "--world", str(request.param), world=request.param)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+@pytest.mark.parametrize("uninterrupted", [1], indirect=True)
+@pytest.mark.parametrize("plugin", ["sync", "lazy"])
+def test_a_killed_job_goes_on_as_if_it_had_never_stopped(
+    uninterrupted: Path, tmp_path: Path, plugin: str
+) -> None:
+    """Killed at step 9 and resumed from its last checkpoint, it computes the same losses to the
+    last bit; callbacks have their state, and the best two checkpoints and the last one are left."""
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    common = ("--out", folder, "--plugin", plugin)
+    assert run_job(JOB, *common, "--die-at", "9").returncode == SIGKILLED
+    assert 9 not in losses(folder)  # counted from 0
+    done = run_job(JOB, *common, "--resume", "last")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert losses(folder) == losses(uninterrupted)
+    outcome = json.loads((folder / "done.json").read_text())
+    assert outcome["seen"] == list(range(1, 16))
+    checkpoints = folder / "checkpoints"
+    assert outcome["best"] == [str(checkpoints / f"step={step}.ckpt") for step in (12, 14)]
+    listed = {c.path: c.step for c in holdfast.list_checkpoints(checkpoints)}
+    assert {"step=12.ckpt", "step=14.ckpt", "last.ckpt"} <= listed.keys()
+    # What was saved after the checkpoint that the job resumed from is unknown to Lightning.
+    assert listed.keys() - {"step=12.ckpt", "step=14.ckpt", "last.ckpt"} <= {"step=8.ckpt"}
+    assert listed["last.ckpt"] == 14
+
+
+@pytest.mark.parametrize("uninterrupted", [2], indirect=True)
+def test_two_ranks_under_ddp_go_on_as_if_they_had_never_stopped(
+    uninterrupted: Path, tmp_path: Path
+) -> None:
+    """Rank 0 saves alone, while the other one waits; both load."""
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    common = ("--out", folder, "--plugin", "async", "--world", "2")
+    assert run_job(JOB, *common, "--die-at", "9", world=2).returncode != 0
+    done = run_job(JOB, *common, "--resume", folder / "checkpoints" / "last.ckpt", world=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for rank in (0, 1):
+        assert losses(folder, rank) == losses(uninterrupted, rank)
+    with holdfast.open(folder / "checkpoints" / "last.ckpt") as c:
+        assert (c.step, c.world) == (14, 1)
+
+
+@pytest.mark.parametrize("uninterrupted", [1], indirect=True)
+def test_a_job_saves_to_s3_and_resumes_from_there(uninterrupted: Path, tmp_path: Path) -> None:
+    """The folder of ModelCheckpoint and ckpt_path are URIs, and old checkpoints are deleted."""
+    if find_ceph() is None:
+        pytest.skip("radosgw is not installed: make test-servers")
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    common = ("--out", folder, "--folder", "s3://holdfast/run")
+    with started("s3", tmp_path / "radosgw") as (uri, settings):
+        environment = {**settings, "AWS_ENDPOINT_URL": uri.partition("endpoint=")[2]}
+        killed = run_job(JOB, *common, "--die-at", "9", environment=environment)
+        assert killed.returncode == SIGKILLED, killed.stderr[-3000:]
+        newest = ("--resume", "s3://holdfast/run/step=8.ckpt")
+        done = run_job(JOB, *common, *newest, environment=environment)
+        assert done.returncode == 0, done.stderr[-3000:]
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            listed = {c.path: c.step for c in holdfast.list_checkpoints("s3://holdfast/run")}
+    assert losses(folder) == losses(uninterrupted)
+    assert listed.keys() >= {"step=12.ckpt", "step=14.ckpt"}
+    assert "step=6.ckpt" not in listed
+
+
+def test_what_cannot_be_saved_is_refused_by_its_path(tmp_path: Path) -> None:
+    """Nothing is pickled, and nothing is left out in silence."""
+    from holdfast.storage.integrations.lightning import HoldfastCheckpointIO
+
+    io = HoldfastCheckpointIO()
+    refused = {
+        "act": (torch.relu, r'state\["hyper_parameters"\]\["act"\] is a .*builtin'),
+        "net": (nn.Linear(1, 1), r'state\["hyper_parameters"\]\["net"\] is a Linear'),
+        "kind": (nn.Linear, r'state\["hyper_parameters"\]\["kind"\] is a builtins.type'),
+    }
+    for name, (value, message) in refused.items():
+        with pytest.raises(holdfast.StateError, match=message):
+            io.save_checkpoint({"hyper_parameters": {name: value}}, tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+    io.save_checkpoint({"state_dict": {"w": torch.ones(2)}}, tmp_path / "c")
+    with pytest.raises(holdfast.UsageError, match="loaded to the CPU"):
+        io.load_checkpoint(tmp_path / "c", map_location="meta")
+
+
+def test_a_checkpoint_is_deleted_when_the_saves_before_are_durable(tmp_path: Path) -> None:
+    """If one of them has failed, what it was to replace stays, and the error is raised by whatever
+    waits for that save."""
+    from holdfast.storage.integrations.lightning import HoldfastAsyncCheckpointIO
+
+    io = HoldfastAsyncCheckpointIO()
+    io.save_checkpoint({"global_step": 1, "w": torch.ones(2)}, tmp_path / "1")
+    io.save_checkpoint({"global_step": 2, "w": torch.ones(2)}, tmp_path / "2")
+    io.remove_checkpoint(tmp_path / "1")
+    assert (tmp_path / "1").exists()
+    io.teardown()
+    assert os.listdir(tmp_path) == ["2"]
+    (tmp_path / "file").touch()
+    io.save_checkpoint({"global_step": 3, "w": torch.ones(2)}, tmp_path / "file" / "3")
+    io.remove_checkpoint(tmp_path / "2")
+    with pytest.raises(holdfast.StorageError):
+        io.save_checkpoint({"global_step": 4, "w": torch.ones(2)}, tmp_path / "4")
+    io.teardown()
+    assert sorted(os.listdir(tmp_path)) == ["2", "file"]
+
+
+def test_fabric_saves_and_loads(tmp_path: Path) -> None:
+    """As Trainer does, with a state of the caller's."""
+    from lightning.fabric import Fabric
+
+    from holdfast.storage.integrations.lightning import HoldfastCheckpointIO
+
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[HoldfastCheckpointIO()])
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    fabric.save(tmp_path / "c", {"model": model, "step": 7})
+    rest = fabric.load(tmp_path / "c", {"model": other})
+    assert rest == {"step": 7}
+    assert torch.equal(other.weight, model.weight)
+
+
+def test_the_how_to_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its code, block by block: switch, resume, switch back, load the weights alone."""
+    from lightning.pytorch import LightningModule, Trainer
+
+    class Net(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            loss = self.layer(batch).square().mean()
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    monkeypatch.chdir(tmp_path)
+    data = torch.utils.data.DataLoader(torch.randn(12, 4), batch_size=2)
+    names: dict[str, Any] = {"model": Net(), "data": data}
+    for block in documented("use-with-lightning.md"):
+        code = block.replace("/scratch", str(tmp_path)).replace("=500", "=2")
+        code = code.replace("Trainer(", "Trainer(accelerator='cpu', max_epochs=1, logger=False, ")
+        (tmp_path / "block.py").write_text(code)
+        names = runpy.run_path(str(tmp_path / "block.py"), names)
+    trained = names["model"].layer.weight
+    again = names["io"].load_checkpoint(tmp_path / "run" / "again.ckpt")
+    assert again["global_step"] == 6
+    assert torch.equal(again["state_dict"]["layer.weight"], trained)
+    plain = Trainer(accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False)
+    plain.fit(Net(), data, ckpt_path=str(tmp_path / "run.ckpt"))
+    assert plain.global_step == 12

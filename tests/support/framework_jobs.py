@@ -1,0 +1,60 @@
+"""Jobs under trainers of others, as their users start them; and documents, whose code is run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+
+__all__ = ["SIGKILLED", "documented", "losses", "run_job"]
+
+SIGKILLED = -9
+_DOCS = Path(__file__).parents[2] / "docs" / "how-to"
+
+
+def run_job(
+    module: ModuleType | Path,
+    *arguments: str | Path,
+    world: int = 1,
+    environment: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a script; with several ranks, under torchrun."""
+    script = module if isinstance(module, Path) else Path(str(module.__file__))
+    launcher: list[str] = []
+    if world > 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+    tests = str(Path(__file__).parents[1])
+    settings = {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": tests,
+        "PYTHONWARNINGS": "ignore",
+    }
+    return subprocess.run(
+        [sys.executable, *launcher, str(script), *map(str, arguments)],
+        env=os.environ | settings | dict(environment or {}),
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+
+
+def losses(folder: Path, rank: int = 0) -> dict[int, float]:
+    """What a job has computed at each step. Where a resumed job has repeated a step, it must have
+    computed the same."""
+    found: dict[int, float] = {}
+    for line in (folder / f"losses-{rank}.jsonl").read_text().splitlines():
+        step, loss = json.loads(line)
+        assert found.setdefault(step, loss) == loss, f"step {step} of rank {rank}"
+    return found
+
+
+def documented(page: str) -> list[str]:
+    """The blocks of Python of a page of how-to."""
+    return re.findall(r"^```python\n(.*?)^```$", (_DOCS / page).read_text(), re.S | re.M)
