@@ -8,11 +8,14 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import settings
 from support.effort import EFFORT
+
+ROOT = Path(__file__).parents[1]
 
 pytest_plugins = ["support.clocked", "support.light"]
 
@@ -30,6 +33,26 @@ for name in [
 ]:
     del os.environ[name]
 os.environ["HOLDFAST_CONFIG"] = ""
+
+
+class _Root:
+    """Collects the root as the folder that it is. pytest takes it for a package of its name, since
+    it holds the package's ``__init__.py``, and imports that; a clone may have any name."""
+
+    @pytest.hookimpl
+    def pytest_collect_directory(
+        self, path: Path, parent: pytest.Collector
+    ) -> pytest.Collector | None:
+        """None leaves a folder to pytest."""
+        if path != ROOT:
+            return None
+        return pytest.Dir.from_parent(parent, path=path)
+
+
+@pytest.hookimpl
+def pytest_configure(config: pytest.Config) -> None:
+    """As a plugin of its own, since hooks of this file are not asked about folders above it."""
+    config.pluginmanager.register(_Root())
 
 
 @pytest.fixture
