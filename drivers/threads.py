@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
 from ..core.aio import wait_out
 from ..errors import StorageDownError, StorageError
 
-__all__ = ["Threads"]
+__all__ = ["OperationThreads", "Threads"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -67,3 +68,32 @@ class Threads:
             raise StorageDownError(
                 f"{len(stuck)} operations still run {timeout_s:g} s after close", uri=self._uri
             )
+
+
+class OperationThreads(Threads):
+    """Threads that carry out the operations of a driver, and translate their errors.
+
+    ``errors(doing, uri, key)`` is a context manager that raises a StorageError in place of what the
+    storage's library raises.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        *,
+        uri: str,
+        errors: Callable[[str, str, str], AbstractContextManager[None]],
+    ) -> None:
+        super().__init__(count, uri=uri)
+        self._errors = errors
+
+    async def operate(
+        self, doing: str, key: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """As :meth:`run`, with errors translated. ``doing`` and ``key`` are for messages."""
+
+        def translated() -> T:
+            with self._errors(doing, self._uri, key):
+                return call(*args, **kwargs)
+
+        return await self.run(translated)

@@ -2,8 +2,8 @@
 
 Threads do plain ``pwrite`` and ``preadv``; O_DIRECT keeps the page cache out of the way where it is
 not refused. An upload is a temporary file beside its target, fsynced, renamed, and its folder
-fsynced. The parts live next door: ``local_io`` (bytes), ``local_tree`` (names), ``local_files``
-(uploads and open files); this module only makes them asynchronous.
+fsynced. The parts live next door: ``io`` (bytes), ``tree`` (names), ``files`` (new and open
+files), ``uploads``; this module makes them asynchronous.
 
 A key is a path below the root. So ``a`` and ``a/b`` cannot both be objects. Names that look like
 our temporary files are refused, as are those behind which NFS and FUSE keep a removed file that is
@@ -13,20 +13,19 @@ is an error.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import io
 import itertools
 import os
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from typing import ClassVar, ParamSpec, Self, TypeVar
+from typing import ClassVar, Self
 
-from ...errors import DamagedError, StorageError, UriError
+from ...errors import DamagedError, UriError
 from ..contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_key, check_small
 from ..options import Option, choice, integer, option_values
 from ..ranges import Ranges
-from ..threads import Threads
+from ..threads import OperationThreads
 from ..uri import Uri
 from .errors import storage_errors
 from .files import CreateFile, NewFile, OpenFiles, create_file
@@ -35,6 +34,7 @@ from .mounts import fs_type, is_shared, may_be_stale
 from .names import is_reserved
 from .room import take_room_on
 from .tree import Tree
+from .uploads import LocalUpload
 
 __all__ = ["LocalDriver"]
 
@@ -51,9 +51,6 @@ FUSE answer by ESTALE."""
 
 _LIST_BATCH = 1000
 _OFFSET_MAX = 1 << 63  # more than the kernel takes
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class LocalDriver(Driver):
@@ -104,8 +101,8 @@ class LocalDriver(Driver):
         self._take_room = take_room_on(kind)
         self._tree = Tree(uri.location)
         self._open_files = OpenFiles(self._tree, direct=direct, look_up=may_be_stale(kind))
-        self._threads = Threads(threads, uri=self.uri)
-        self._uploads: set[_LocalUpload] = set()
+        self._threads = OperationThreads(threads, uri=self.uri, errors=storage_errors)
+        self._uploads: set[LocalUpload] = set()
         self._finalizer: weakref.finalize[..., Self] | None = None
 
     @classmethod
@@ -123,36 +120,38 @@ class LocalDriver(Driver):
         return self
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
-        await self._run("read", self._checked(key), self._read, key, start, into)
+        await self._threads.operate("read", self._checked(key), self._read, key, start, into)
 
     async def create(self, key: str, nbytes: int) -> Upload:
-        upload = _LocalUpload(self, self._checked(key), nbytes)
+        file = self._new_file(self._checked(key), nbytes)
+        written = Ranges(nbytes, uri=self.uri, key=key)
+        upload = LocalUpload(key, file, written, self._threads, self._open_files, self._uploads)
         await upload.begin()
         return upload
 
     async def get(self, key: str) -> bytes:
-        return await self._run("get", self._checked(key), self._get, key)
+        return await self._threads.operate("get", self._checked(key), self._get, key)
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
-        await self._run("put", self._checked(key), self._put, key, data, exclusive)
+        await self._threads.operate("put", self._checked(key), self._put, key, data, exclusive)
 
     async def stat(self, key: str) -> ObjectInfo:
-        return await self._run("stat", self._checked(key), self._tree.info, key)
+        return await self._threads.operate("stat", self._checked(key), self._tree.info, key)
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         walk = self._tree.walk(self._checked(prefix) if prefix else "")
-        while batch := await self._run("list", prefix, _batch, walk):
+        while batch := await self._threads.operate("list", prefix, _batch, walk):
             for info in batch:
                 yield info
 
     async def delete(self, key: str) -> None:
         """See :meth:`Driver.delete`. Durable on return."""
-        await self._run("delete", self._checked(key), self._delete, key)
+        await self._threads.operate("delete", self._checked(key), self._delete, key)
 
     async def delete_all(self, prefix: str) -> None:
         """See :meth:`Driver.delete_all`. Durable on return. Symbolic links go too; what they point
         to stays."""
-        await self._run("delete", self._checked(prefix), self._delete_all, prefix)
+        await self._threads.operate("delete", self._checked(prefix), self._delete_all, prefix)
 
     async def sweep(self, prefix: str) -> None:
         """See :meth:`Driver.sweep`. A live upload holds a lock (flock) on its temporary file. Such
@@ -162,7 +161,9 @@ class LocalDriver(Driver):
             quiet_s = SHARED_QUIET_S
         else:
             quiet_s = 0.0
-        await self._run("sweep", self._checked(prefix), self._tree.sweep, prefix, quiet_s)
+        await self._threads.operate(
+            "sweep", self._checked(prefix), self._tree.sweep, prefix, quiet_s
+        )
 
     async def close(self) -> None:
         """See :meth:`Driver.close`. Drops uploads that are neither committed nor aborted.
@@ -205,15 +206,6 @@ class LocalDriver(Driver):
                 f"key {key!r} is no text that a file system could hold", uri=self.uri, key=key
             ) from error
         return key
-
-    async def _run(
-        self, doing: str, key: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
-        def translated() -> T:
-            with storage_errors(doing, self.uri, key):
-                return call(*args, **kwargs)
-
-        return await self._threads.run(translated)
 
     # What follows blocks, and runs in threads.
 
@@ -272,53 +264,6 @@ def _close_files(process: int, tree: Tree, open_files: OpenFiles) -> None:
     if process == os.getpid():
         open_files.close()
         tree.close()
-
-
-class _LocalUpload(Upload):
-    def __init__(self, driver: LocalDriver, key: str, nbytes: int) -> None:
-        self._driver = driver
-        self._key = key
-        self._written = Ranges(nbytes, uri=driver.uri, key=key)
-        self._file = driver._new_file(key, nbytes)
-
-    async def begin(self) -> None:
-        try:
-            await self._driver._run("create", self._key, self._begin)
-        except BaseException:
-            self._file.drop()  # cancelled, but the thread had already made it
-            raise
-        self._driver._uploads.add(self)
-
-    async def write(self, start: int, data: Buffer) -> None:
-        self._written.check(start, len(data))
-        await self._driver._run("write", self._key, self._file.write, start, data)
-        self._written.add(start, len(data))
-
-    async def commit(self, nbytes: int | None = None) -> None:
-        """See :meth:`Upload.commit`. Cancelled while it runs, it ends first: the object may be
-        visible afterwards."""
-        await self._driver._run("commit", self._key, self._commit, nbytes)
-
-    async def abort(self) -> None:
-        with contextlib.suppress(StorageError):  # the driver is closed, and has dropped us already
-            await self._driver._threads.run(self.drop)
-
-    def drop(self) -> None:
-        """Blocks; raises nothing."""
-        self._file.drop()
-        self._driver._uploads.discard(self)
-
-    def _begin(self) -> None:
-        self._driver._open_files.forget_deleted()  # room for what is to come
-        self._file.open()
-
-    def _commit(self, nbytes: int | None) -> None:
-        try:
-            self._written.check_complete(nbytes)
-            self._file.publish(self._written.nbytes)
-        finally:
-            self.drop()
-            self._driver._open_files.forget(self._key)
 
 
 def _batch(walk: Iterator[ObjectInfo]) -> tuple[ObjectInfo, ...]:

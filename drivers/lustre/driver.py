@@ -2,7 +2,7 @@
 storage targets.
 
 A ``file://`` folder that lies on a Lustre mount is served by this driver too. What makes it Lustre
-is next door: ``lustre_layout`` chooses a layout, ``lustre_files`` gives it to new files. The rest
+is next door: ``layout`` chooses a layout, ``files`` gives it to new files. The rest
 (O_DIRECT, temporary names, fsync, rename) is the local driver's. Other hosts see the files, so
 leftovers are swept once they were quiet for an hour.
 """
@@ -99,7 +99,7 @@ class LustreDriver(LocalDriver):
     async def layout(self, key: str) -> Layout | None:
         """How an object is spread; None where the file system does not say. Raises
         NotFoundError."""
-        return await self._run("read layout", self._checked(key), self._layout, key)
+        return await self._threads.operate("read layout", self._checked(key), self._layout, key)
 
     def _layout(self, key: str) -> Layout | None:
         folder, fd = self._tree.open_object(key)

@@ -15,13 +15,10 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from ...errors import UriError
-from ..options import Option, option_values, url
-from ..schemes import check_installed
-from ..uri import Uri
+from ..options import Option, url
 from .driver import ObjectDriver
 from .environment import made_without
-from .names import split_location
-from .options import COMMON_OPTIONS, Requests, settings
+from .options import COMMON_OPTIONS, Requests
 
 __all__ = ["AzureDriver"]
 
@@ -39,19 +36,6 @@ class AzureDriver(ObjectDriver):
         "endpoint": Option(url, "", "URL of another server that speaks this protocol"),
         "account": Option(str, "", "the storage account; else AZURE_STORAGE_ACCOUNT_NAME"),
     }
-
-    def __init__(self, uri: Uri, values: Mapping[str, Any]) -> None:
-        self._bucket, root = split_location(uri)
-        super().__init__(uri, root, settings(values))
-        self._values = values
-
-    @classmethod
-    def open(cls, uri: Uri) -> AzureDriver:
-        """The driver for ``uri``. Raises UriError for what OPTIONS does not know, and where obstore
-        is not installed."""
-        values = option_values(cls.OPTIONS, uri)
-        check_installed(uri.scheme, uri.redacted)
-        return cls(uri, values)
 
     @property
     def _container(self) -> tuple[str, ...]:

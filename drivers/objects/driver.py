@@ -15,7 +15,7 @@ import os
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 from urllib.parse import unquote
 from weakref import WeakSet
 
@@ -32,12 +32,14 @@ from ...errors import (
     UriError,
 )
 from ..contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_key, check_small
+from ..options import Option, option_values
+from ..schemes import check_installed
 from ..threads import Threads
 from ..uri import Uri
 from . import runtime
 from .errors import connecting, failures, missing_container
-from .names import encoded
-from .options import Requests, Settings
+from .names import encoded, split_location
+from .options import COMMON_OPTIONS, Requests, settings_of
 from .trust import certificates, check_trusted
 from .uploads import PartsUpload, Target, WholeUpload
 
@@ -61,6 +63,8 @@ _no_bulk_delete: set[tuple[str, ...]] = set()
 class ObjectDriver(Driver):
     """Objects in a bucket, below a root. Touches nothing before its first operation."""
 
+    OPTIONS: ClassVar[Mapping[str, Option]] = COMMON_OPTIONS
+
     _bulk_delete = False
     """Whether the requests of kind ``ONCE`` delete many objects at a time, where the others delete
     one."""
@@ -68,29 +72,44 @@ class ObjectDriver(Driver):
     _labels: Mapping[str, Any] = MappingProxyType({})
     """What obstore's ``put`` is told of every object."""
 
-    def __init__(self, uri: Uri, root: str, settings: Settings) -> None:
+    def __init__(self, uri: Uri, values: Mapping[str, Any]) -> None:
+        """``values``: of OPTIONS, by name."""
         self.uri = uri.root
+        self._bucket, self._root = self._located(uri)
+        self._values = values
+        self._settings = settings_of(values)
         self.traits = Traits(
-            part_nbytes=settings.part_nbytes,
+            part_nbytes=self._settings.part_nbytes,
             part_min_nbytes=1,
             align_nbytes=1,
-            concurrency=settings.concurrency,
+            concurrency=self._settings.concurrency,
             coalesce_nbytes=1 << 20,
             part_order="ascending",
-            exclusive_is_atomic=settings.conditional,
+            exclusive_is_atomic=self._settings.conditional,
             shared=True,
             hands_over=True,
             bounded=False,
-            upload_nbytes=settings.part_nbytes,
+            upload_nbytes=self._settings.part_nbytes,
         )
-        self._root = root
-        self._settings = settings
         self._threads = Threads(4, uri=self.uri)
         self._connecting = asyncio.Lock()
         self._connected: dict[Requests, Any] = {}
         self._closed = False
         self._container_seen = False
         self._uploads: WeakSet[PartsUpload | WholeUpload] = WeakSet()
+
+    @classmethod
+    def open(cls, uri: Uri) -> Self:
+        """The driver for ``uri``. Raises UriError for what OPTIONS does not know, and where obstore
+        is not installed."""
+        values = option_values(cls.OPTIONS, uri)
+        check_installed(uri.scheme, uri.redacted)
+        return cls(uri, values)
+
+    @staticmethod
+    def _located(uri: Uri) -> tuple[str, str]:
+        """The bucket that a URI names, and the root in it. Raises UriError."""
+        return split_location(uri)
 
     @property
     @abstractmethod
@@ -216,8 +235,8 @@ class ObjectDriver(Driver):
         return bytes(await self._timed("get", key, response.bytes_async()))
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
-        """See :meth:`Driver.put`. ``exclusive`` is one conditional request, which nobody but the
-        caller repeats: so ExistsError never speaks of this put's own object. With
+        """See :meth:`Driver.put`. ``exclusive`` is one conditional request, which only the caller
+        repeats: so ExistsError never speaks of this put's own object. With
         ``conditional=off`` it is a look, then a put: two that race may both succeed, and the traits
         say so. Cancelled while it runs, it ends first."""
         path = self._path(key)
@@ -398,7 +417,7 @@ class ObjectDriver(Driver):
         self._connected.clear()
 
     def _ask(self, requests: Requests, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a function of obstore. Nobody but this driver holds its stores, so close() lets go
+        """Call a function of obstore. Only this driver holds its stores, so close() lets go
         of the connections."""
         import obstore
 

@@ -13,13 +13,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from ...core.forks.cached import cached_property
-from ..options import Option, option_values, url
+from ..options import Option, url
 from ..schemes import check_installed
-from ..uri import Uri
 from .driver import ObjectDriver
 from .gs_credentials import credentials_file, token_provider
-from .names import split_location
-from .options import COMMON_OPTIONS, Requests, settings
+from .options import COMMON_OPTIONS, Requests
 from .trust import system_certificates
 
 __all__ = ["GcsDriver"]
@@ -32,19 +30,6 @@ class GcsDriver(ObjectDriver):
         **COMMON_OPTIONS,
         "endpoint": Option(url, "", "URL of another server that speaks this protocol"),
     }
-
-    def __init__(self, uri: Uri, values: Mapping[str, Any]) -> None:
-        self._bucket, root = split_location(uri)
-        super().__init__(uri, root, settings(values))
-        self._values = values
-
-    @classmethod
-    def open(cls, uri: Uri) -> GcsDriver:
-        """The driver for ``uri``. Raises UriError for what OPTIONS does not know, and where obstore
-        is not installed."""
-        values = option_values(cls.OPTIONS, uri)
-        check_installed(uri.scheme, uri.redacted)
-        return cls(uri, values)
 
     @property
     def _container(self) -> tuple[str, ...]:

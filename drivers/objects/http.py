@@ -12,12 +12,10 @@ from typing import Any, ClassVar, NoReturn
 
 from ...errors import StorageError
 from ..contract import ObjectInfo, Upload, check_key
-from ..options import Option, option_values
-from ..schemes import check_installed
+from ..options import Option
 from ..uri import Uri
 from .driver import ObjectDriver
-from .names import split_location
-from .options import COMMON_OPTIONS, Requests, settings
+from .options import COMMON_OPTIONS, Requests
 
 __all__ = ["HttpDriver"]
 
@@ -31,17 +29,8 @@ class HttpDriver(ObjectDriver):
     deviations: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, uri: Uri, values: Mapping[str, Any]) -> None:
-        host, root = split_location(uri)
-        super().__init__(uri, root, settings({"conditional": False, **values}))
-        self._host = f"{uri.scheme}://{host}"
-
-    @classmethod
-    def open(cls, uri: Uri) -> HttpDriver:
-        """The driver for ``uri``. Raises UriError for what OPTIONS does not know, and where obstore
-        is not installed."""
-        values = option_values(cls.OPTIONS, uri)
-        check_installed(uri.scheme, uri.redacted)
-        return cls(uri, values)
+        super().__init__(uri, {"conditional": False, **values})
+        self._host = f"{uri.scheme}://{self._bucket}"
 
     @property
     def _container(self) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..options import Option, duration, integer, size, switch, url
 
-__all__ = ["COMMON_OPTIONS", "Requests", "Settings", "settings"]
+__all__ = ["COMMON_OPTIONS", "Requests", "Settings", "settings_of"]
 
 COMMON_OPTIONS: Mapping[str, Option] = {
     "part_size": Option(
@@ -125,7 +125,7 @@ def _milliseconds(seconds: float) -> str:
     return f"{round(seconds * 1000)}ms"
 
 
-def settings(values: Mapping[str, Any]) -> Settings:
+def settings_of(values: Mapping[str, Any]) -> Settings:
     """Out of the values of :data:`COMMON_OPTIONS`."""
     return Settings(
         values["part_size"],

@@ -11,18 +11,17 @@ import re
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 from urllib.request import getproxies
 
 from ...core.forks.cached import cached_property
 from ...errors import AccessError, ExistsError, NotFoundError, UriError
 from ..contract import Upload
-from ..options import Option, choice, option_values, switch, url
-from ..schemes import check_installed
+from ..options import Option, choice, switch, url
 from ..uri import Uri
 from .driver import ObjectDriver
 from .environment import made_without
-from .options import COMMON_OPTIONS, Requests, settings
+from .options import COMMON_OPTIONS, Requests
 from .s3_options import STORING_OPTIONS, check_storing, is_express, labels, store_config
 from .s3_place import (
     Place,
@@ -95,23 +94,23 @@ class S3Driver(ObjectDriver):
     }
 
     def __init__(self, uri: Uri, values: Mapping[str, Any]) -> None:
-        self._bucket, root = bucket_and_root(uri)
-        super().__init__(uri, root, settings(values))
-        self._values = values
+        super().__init__(uri, values)
         self._labels = labels(values)
         self._session_used: Any = None
         self._looked_again = False
         self._bulk_delete = values["bulk_delete"]
 
     @classmethod
-    def open(cls, uri: Uri) -> S3Driver:
-        """The driver for ``uri``. Raises UriError for what OPTIONS does not know, and where obstore
-        is not installed."""
-        values = option_values(cls.OPTIONS, uri)
-        check_installed(uri.scheme, uri.redacted)
-        driver = cls(uri, values)
-        check_storing(driver._bucket, values, uri)
+    def open(cls, uri: Uri) -> Self:
+        """See :meth:`ObjectDriver.open`. Raises UriError also for ways of storing that the bucket
+        does not have."""
+        driver = super().open(uri)
+        check_storing(driver._bucket, driver._values, uri)
         return driver
+
+    @staticmethod
+    def _located(uri: Uri) -> tuple[str, str]:
+        return bucket_and_root(uri)
 
     @property
     def _container(self) -> tuple[str, ...]:

@@ -211,7 +211,7 @@ def test_options_reach_the_file_system(shelf: type[Shelf]) -> None:
         await driver.put("x", b"")
         assert driver.traits.part_nbytes == 5 << 20
         await driver.close()
-        return driver._fs.settings
+        return driver._tree.fs.settings
 
     assert asyncio.run(run()) == {"a": 1}
 
@@ -242,7 +242,7 @@ def test_objects_are_where_fsspec_says(driver: FsspecDriver, tmp_path: Path) -> 
 
     async def run() -> None:
         await driver.put("a/b", b"content")
-        assert driver._fs.cat_file(driver._path("a/b")) == b"content"
+        assert driver._tree.fs.cat_file(driver._tree.path("a/b")) == b"content"
         assert await contents(driver) == {"a/b": b"content"}
 
     asyncio.run(run())
@@ -268,7 +268,9 @@ def test_an_upload_that_is_not_committed_leaves_nothing(driver: FsspecDriver, nb
 
     asyncio.run(run())
     gc.collect()
-    assert [name for name in driver._fs.find(driver._root) if not driver._fs.isdir(name)] == []
+    assert [
+        name for name in driver._tree.fs.find(driver._tree.root) if not driver._tree.fs.isdir(name)
+    ] == []
 
 
 def test_a_failed_write_discards_what_the_store_has(shelf: type[Shelf]) -> None:

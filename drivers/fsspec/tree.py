@@ -1,0 +1,203 @@
+"""The files of one fsspec file system below a root, as objects. All methods block, and raise what
+the file system's library raises."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from fsspec import AbstractFileSystem
+
+from ...core.forks.renewal import new_lock
+from ...errors import DamagedError, StorageError
+from ..contract import ObjectInfo, check_small
+from ..local.names import is_temporary
+from .connections import connected, disconnect
+from .kinds import Kind, modified_s
+
+__all__ = ["Tree"]
+
+QUIET_S = 24 * 3600.0
+"""How long a temporary file must not have changed to be taken for dead: nothing better can be
+known."""
+
+
+class Tree:
+    """The files below ``root``, a path of the file system that ``fs_class`` makes of ``arguments``.
+    Connects when it is first used. ``uri`` is for messages."""
+
+    def __init__(
+        self,
+        fs_class: type[AbstractFileSystem],
+        arguments: Mapping[str, Any],
+        root: str,
+        kind: Kind,
+        *,
+        uri: str,
+    ) -> None:
+        self.root = root
+        self.kind = kind
+        self._fs_class = fs_class
+        self._arguments = arguments
+        self.uri = uri
+        self._fs_made: AbstractFileSystem | None = None
+        self._making = new_lock()
+
+    @property
+    def fs(self) -> AbstractFileSystem:
+        """The file system, connected."""
+        with self._making:
+            if self._fs_made is None:
+                self._fs_made = connected(self._fs_class, self.kind, self._arguments)
+            return self._fs_made
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a connection that :meth:`disconnect` would end."""
+        return self._fs_made is not None
+
+    def disconnect(self) -> None:
+        """End the connection, if there is one."""
+        fs = self._fs_made
+        self._fs_made = None
+        if fs is not None:
+            disconnect(fs)
+
+    def path(self, key: str) -> str:
+        """The path of the object ``key`` on the file system."""
+        if key:
+            return f"{self.root}/{key}"
+        return self.root or "/"
+
+    def info(self, key: str) -> dict[str, Any]:
+        """What the file system says of a file. FileNotFoundError also for a folder."""
+        try:
+            info: dict[str, Any] = self.fs.info(self.path(key))
+        except NotADirectoryError as error:
+            raise FileNotFoundError(f"{key} lies below a file") from error
+        if info["type"] != "file":
+            raise FileNotFoundError(f"{key} is no file")
+        return info
+
+    def stat(self, key: str) -> ObjectInfo:
+        """Size and time of an object. FileNotFoundError where there is none."""
+        info = self.info(key)
+        return ObjectInfo(key, int(info["size"] or 0), modified_s(info))
+
+    def read_range(self, key: str, start: int, nbytes: int) -> bytes:
+        """``nbytes`` bytes from ``start`` on. DamagedError beyond the end of the object."""
+        stop = start + nbytes
+        if start < 0:
+            raise StorageError(f"no object has a byte {start}", uri=self.uri, key=key)
+        if nbytes:
+            data = self._cat(key, start, stop)
+        else:
+            data = b""
+        if len(data) != nbytes or not data:
+            if (reached := self.stat(key).nbytes) < stop:
+                raise DamagedError(
+                    f"object ends at byte {reached}, before {stop}", uri=self.uri, key=key
+                )
+            if data or nbytes:
+                raise StorageError(f"{len(data)} bytes came, not {nbytes}", uri=self.uri, key=key)
+        return data
+
+    def _cat(self, key: str, start: int, stop: int) -> bytes:
+        cls = self._fs_class
+        plain = (
+            not getattr(cls, "async_impl", False) and cls.cat_file is AbstractFileSystem.cat_file
+        )
+        try:
+            # Else what opens the file reads ahead, and throws it away.
+            data: bytes = self.fs.cat_file(
+                self.path(key), start=start, end=stop, **({"cache_type": "none"} if plain else {})
+            )
+        except FileNotFoundError:
+            raise
+        except OSError:
+            if self.stat(key).nbytes < stop:  # stores refuse a range beyond the end
+                return b""
+            raise
+        return data
+
+    def get(self, key: str) -> bytes:
+        """All bytes of a small object."""
+        check_small(int(self.info(key)["size"] or 0), self.uri, key)
+        data: bytes = self.fs.cat_file(self.path(key))
+        return data
+
+    def find(self, prefix: str) -> tuple[tuple[str, dict[str, Any]], ...]:
+        """Every file and, where these exist by themselves, every folder at or below ``prefix``;
+        folders come before what is in them."""
+        path = self.path(prefix)
+        if self.kind.folders:
+            below = self._walk(path)
+        else:
+            below = self.fs.find(path, detail=True).items()
+        found = {name: info for name, info in below if self._is_at(name, path)}
+        if prefix and path not in found:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                info = self.fs.info(path)
+                if self.kind.folders or info["type"] == "file":
+                    found = {path: info, **found}
+        return tuple(found.items())
+
+    def _is_at(self, name: str, path: str) -> bool:
+        return name == path or name.startswith(path.rstrip("/") + "/")
+
+    def _walk(self, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        pending = [path]
+        while pending:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                for info in self.fs.ls(pending.pop(), detail=True):
+                    yield info["name"], info
+                    if info["type"] == "directory":
+                        pending.append(info["name"])
+
+    def delete(self, key: str) -> None:
+        """Remove an object; none is no error."""
+        with contextlib.suppress(FileNotFoundError):
+            self.info(key)
+            self.fs.rm_file(self.path(key))
+
+    def sweep(self, prefix: str) -> None:
+        """Remove what dead uploads at or below ``prefix`` left."""
+        if self.kind.appears == "closed":
+            return  # what is unfinished has no name there
+        folder, _, name = prefix.rpartition("/")
+        own = f".{name[:48]}."
+        if self._exists(folder):
+            beside = self.fs.ls(self.path(folder), detail=True)
+        else:
+            beside = ()
+        found = (
+            *((i["name"], i) for i in beside if i["name"].rpartition("/")[2].startswith(own)),
+            *self.find(prefix),
+        )
+        for path, info in found:
+            quiet_s = time.time() - (modified_s(info) or time.time())
+            if (
+                is_temporary(path.rpartition("/")[2])
+                and info["type"] == "file"
+                and quiet_s > QUIET_S
+            ):
+                self.remove(path)
+        self.remove_empty(
+            [self.path(prefix), *(path for path, info in found if info["type"] == "directory")]
+        )
+
+    def _exists(self, folder: str) -> bool:
+        return bool(self.fs.isdir(self.path(folder)))
+
+    def remove(self, path: str) -> None:
+        """Remove the file at a path; none is no error."""
+        with contextlib.suppress(FileNotFoundError):
+            self.fs.rm_file(path)
+
+    def remove_empty(self, folders: Iterable[str]) -> None:
+        """Remove those folders that are empty, the deepest first."""
+        for folder in sorted(folders, key=lambda path: path.count("/"), reverse=True):
+            with contextlib.suppress(OSError):  # not empty, or gone
+                self.fs.rmdir(folder)
