@@ -60,7 +60,7 @@ def _timed(contestant: Contestant, series: Series) -> int:
 
 
 def busy(found: Sequence[Series], nbytes: int) -> list[str]:
-    """One line per contestant: where client and servers share a machine, who is slower may only
+    """One line per contestant: where client and servers share a machine, a slower one may only
     have more to do."""
     gib = nbytes / GIB
     count = os.cpu_count() or 1

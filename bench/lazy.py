@@ -4,7 +4,7 @@ its steps are.
 A step computes, and then an optimizer updates the fp32 weights in place. It computes as an
 accelerator would have it: the host queues kernels ahead of a device that works them off, one by
 one, and waits for the last one. It waits as CUDA does unless told otherwise: one core looks again
-and again, without the GIL; or asleep, and then who else runs on the machine may have the core, with
+and again, without the GIL; or asleep, and then other processes may have the core, with
 its caches. Or a step computes on the host: on all cores, or in Python, which shows how long others
 hold the GIL. Steps are longer than the copy of the state; how long is found out once, for all
 contestants.
@@ -15,7 +15,7 @@ optimizers, which have to be asked for theirs. Each contestant runs in a process
 is durable before the next one begins.
 
 With a save at every step, how much is won hangs on how long a step is: one that is shorter than a
-save waits for it, whoever saves. So there are steps of several lengths, told in copies of the
+save waits for it, in every library. So there are steps of several lengths, told in copies of the
 state; and so many that the end, where there is nothing left but to wait for a save, does not count
 for much. They wait asleep: a core that looks again and again is nothing to a training host, and
 half of a machine of two.
@@ -81,7 +81,8 @@ def _step_s(given: Options) -> float:
 
 class _Clocks:
     """Before an optimizer steps, hooks are called in the order in which they were made: one before,
-    and one after those of whoever saves. What lies between them is training that stands still."""
+    and one after those of the library that saves. What lies between them is training that stands
+    still."""
 
     def __init__(self) -> None:
         self._came_s = 0.0
@@ -300,7 +301,8 @@ class _Rounds:
         return [still, plain, beside]
 
     def every_step(self, state: State, steps: int, copies: int) -> Series:
-        """Seconds per step of training with a save at every step, from the first to the last byte."""
+        """Seconds per step of training with a save at every step, from the first to the last
+        byte."""
         began_s = time.perf_counter()
         for _ in range(steps):
             self._training.step("asleep", copies)

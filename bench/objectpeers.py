@@ -95,7 +95,8 @@ class Bare:
 def best(
     uri: Uri, nbytes: int, *, reading: bool, settings: Sequence[tuple[int, int]] = SETTINGS
 ) -> Bare:
-    """The bare client with the part size and concurrency that were fastest here, in a run of each."""
+    """The bare client with the part size and concurrency that were fastest here, in a run of
+    each."""
     found: list[tuple[float, Bare]] = []
     for part_nbytes, concurrency in settings:
         bare = Bare(uri, nbytes, part_nbytes, concurrency)
@@ -135,7 +136,7 @@ class _Dcp(Peer):
         try:
             with warnings.catch_warnings(action="ignore"):
                 state_dict_saver.save(state, storage_writer=self.writer(uri), no_dist=True)
-        except CheckpointException as error:  # a BaseException, which nobody expects
+        except CheckpointException as error:  # a BaseException, unlike most errors
             raise RuntimeError(str(error)) from error
 
     def load(self, uri: Uri, state: State) -> None:

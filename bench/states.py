@@ -1,7 +1,8 @@
 """States to save: the tensors of a Llama that trains in mixed precision, at any size.
 
 Per parameter 14 bytes: the bf16 weight, and the fp32 master copy and two moments of the optimizer.
-All of it random normals: ones would compress ten thousandfold, and flatter whoever compresses.
+All of it random normals: ones would compress ten thousandfold, and flatter libraries that
+compress.
 """
 
 from __future__ import annotations

@@ -68,7 +68,8 @@ def each_alone(
 
 
 def run_ranks(module: str, world: int, arguments: Sequence[str]) -> list[Any]:
-    """What each of ``world`` ranks of ``holdfast.bench.<module>`` finds, launched as torchrun does."""
+    """What each of ``world`` ranks of ``holdfast.bench.<module>`` finds, launched as torchrun
+    does."""
     launcher = [
         sys.executable,
         "-m",
@@ -82,7 +83,7 @@ def run_ranks(module: str, world: int, arguments: Sequence[str]) -> list[Any]:
 
 
 def leave_findings(folder: str, findings: Any) -> None:
-    """Called by a worker: hand ``findings`` to whoever started it."""
+    """Called by a worker: hand ``findings`` to the process that started it."""
     Path(folder, os.environ.get("RANK", "0")).write_text(json.dumps(findings))
 
 

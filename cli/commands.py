@@ -2,7 +2,7 @@
 
 0: well. 1: what was asked for is not so (damage found, no checkpoint there). 2: it could not be
 done, or the call was wrong; one message on stderr says why, and what to do. 3: a fault of ours,
-with a traceback. 130: interrupted. 141: nobody reads the output any more.
+with a traceback. 130: interrupted. 141: the reader of the output has gone.
 """
 
 from __future__ import annotations

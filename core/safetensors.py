@@ -1,8 +1,8 @@
 """Headers of safetensors files: eight bytes of length, a JSON object with an entry for each tensor,
 and spaces up to a multiple of some alignment. (https://huggingface.co/docs/safetensors)
 
-Scope: the text of headers. What is in a file, and whether it may be believed, is for those who
-write and read it.
+Scope: the text of headers. What is in a file, and whether it may be believed, is for the code that
+writes and reads it.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def header(entries: Iterable[Entry], metadata: Mapping[str, str], alignment: int
 
 
 def parsed(text: bytes, data_nbytes: int) -> list[Entry]:
-    """The tensors that the header ``text`` names, in the order of their bytes, which take all of the
-    ``data_nbytes`` that follow it. Raises ValueError for what is no such header."""
+    """The tensors that the header ``text`` names, in the order of their bytes, which take all of
+    the ``data_nbytes`` that follow it. Raises ValueError for what is no such header."""
     try:
         names = json.loads(text.decode(), object_pairs_hook=_without_repeats)
     except RecursionError as error:

@@ -61,7 +61,7 @@ def open_driver(
     driver that cannot be imported; UsageError for a broken ``holdfast.toml``.
 
     ``writers``: how many processes are going to write at the same time. A driver that has an option
-    of this name is told, where nobody says otherwise.
+    of this name is given it, unless the option is given elsewhere.
     """
     if not isinstance(uri, Uri):
         uri = parse(uri)

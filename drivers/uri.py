@@ -54,7 +54,7 @@ WHERE_SECRETS_GO = (
     "Leave secrets to where the storage's own tools look for them: environment, "
     "profile, instance role."
 )
-"""Advice for who wrote one into a URI."""
+"""Advice where a URI contains one."""
 
 _PATHS = {name for name, scheme in SCHEMES.items() if scheme.is_path}
 _PATH_SAFE = "/:@,;=+$!*'()~"
@@ -244,7 +244,7 @@ def _expanded(path: str) -> str:
     expanded = os.path.expanduser(path)
     if expanded == path and not os.path.lexists(path):
         raise UriError(
-            f"{redact(path)!r} begins with the home folder of nobody here",
+            f"{redact(path)!r} begins with the home folder of an unknown user",
             advice="Put ./ before a local name.",
         )
     return expanded

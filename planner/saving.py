@@ -1,4 +1,4 @@
-"""Who writes what: bytes that several ranks hold are divided among them, without a word exchanged:
+"""Which rank writes what: bytes that several ranks hold are divided among them, without a message:
 evenly, or in the shares that ``balance.py`` has found for the whole job."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What a rank has to tell, line by line: written by the ranks of a job, followed by whoever watches
-it.
+"""What a rank reports, line by line: written by the ranks of a job, followed by the program that
+watches them.
 
 A line is on its way to the watcher as soon as it is written, and outlives a rank that is killed in
 the next instant.

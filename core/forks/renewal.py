@@ -30,7 +30,7 @@ IMPORTS_S = 30.0
 """How long a fork waits for the imports of other threads. To import torch takes seconds."""
 _LOOK_S = 0.001
 
-# Reset in place, so that whoever refers to a lock need not look it up again. Weak: most locks
+# Reset in place, so that references to a lock stay valid. Weak: most locks
 # belong to short-lived objects.
 _locks: dict[int, weakref.ref[Any]] = {}
 _renewals: list[Callable[[], None]] = []
@@ -38,8 +38,8 @@ _holding = threading.local()
 
 
 def new_lock() -> threading.Lock:
-    """A lock that is free in a forked child, whoever held it at the fork. What it guards may be
-    half changed there: the child must not use it, or put it back with :func:`in_child`."""
+    """A lock that is free in a forked child, also if a thread held it at the fork. What it guards
+    may be half changed there: the child must not use it, or put it back with :func:`in_child`."""
     made = threading.Lock()
     _register(made)
     return made

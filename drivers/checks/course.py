@@ -38,7 +38,7 @@ _QUICK: Mapping[str, str] = {
     "retries": "2",
     "op_timeout_s": "25s",
 }
-"""What is asked of options that nobody has chosen: small parts, and an answer soon."""
+"""Defaults for options that were not given: small parts, and an early answer."""
 
 
 async def check(
@@ -52,9 +52,9 @@ async def check(
     """Try the storage at ``uri`` below a scratch folder, which is removed in any case, also when
     this is cancelled.
 
-    ``on_finding`` is called with each finding. ``warn`` hears of a scratch folder that could not be removed,
-    also where this ends with an error or is cancelled. Raises UriError and UsageError where no
-    driver can be opened; no StorageError.
+    ``on_finding`` is called with each finding. ``warn`` hears of a scratch folder that could not be
+    removed, also where this ends with an error or is cancelled. Raises UriError and UsageError
+    where no driver can be opened; no StorageError.
     """
     chosen = {**quick_options(uri, options or {}), **(options or {})}
     driver = Counted(open_driver(uri, **chosen))

@@ -22,7 +22,7 @@ _RANGE_NBYTES = 1000
 
 
 async def _unfinished(ground: Ground) -> Kept:
-    """An upload that nobody ends: what finds it?"""
+    """Which operations see an upload that is never committed or aborted?"""
     key = ground.key("unfinished/upload")
     content = bytes_of(ground.part_nbytes + _ODD_NBYTES, 1)
     upload = await ground.driver.create(key, len(content))

@@ -62,7 +62,7 @@ _hinted: set[Path] = set()
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What somebody said about one option, and who: "the URI", a variable, a file and its table.
+    """The text given for one option, and its source: "the URI", a variable, a file and its table.
     The text may be a secret: ``repr()`` does not show it."""
 
     text: str = field(repr=False)
@@ -94,8 +94,7 @@ def config_file(environment: Mapping[str, str]) -> Path | None:
 
 
 def ignored_config_file(environment: Mapping[str, str]) -> Path | None:
-    """A file of the working directory that is not read, and that nobody has decided about by
-    HOLDFAST_CONFIG."""
+    """A file of the working directory that is not read because HOLDFAST_CONFIG is not set."""
     if CONFIG_VARIABLE in environment or not os.path.isfile(FILE_NAME):
         return None
     try:

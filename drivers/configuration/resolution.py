@@ -8,7 +8,7 @@
    (:mod:`.config_file`)
 5. the option's default
 
-An option that nobody knows is an error wherever it stands, and the error says where. Everything is
+An unknown option is an error wherever it stands, and the error says where. Everything is
 read when a driver is opened, and nothing is kept. A secret may come from anywhere but the URI,
 which is printed, logged and remembered by shells.
 """

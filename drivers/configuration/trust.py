@@ -1,8 +1,8 @@
 """Which configuration file of a user is to be trusted: where it is, whose it is, and who may write
 to it.
 
-What stands in it decides where credentials and checkpoints go. So it is trusted if nobody but the
-user and root can have written it: the file, the folder it is in, and the folder above that.
+What stands in it decides where credentials and checkpoints go. So it is trusted if only the user
+and root can have written it: the file, the folder it is in, and the folder above that.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _home() -> str | None:
 
 
 def check_trusted(file: Path, status: os.stat_result) -> None:
-    """Raise UsageError unless nobody but this user and root can have written ``file``, whose
+    """Raise UsageError unless only this user and root can have written ``file``, whose
     ``status`` is that of what was opened; OSError where a folder cannot be looked at."""
     folder = file.parent
     _check(file, status, "file")

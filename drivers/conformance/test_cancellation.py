@@ -67,7 +67,7 @@ async def test_a_cancelled_exclusive_put_took_the_key_or_not(place: Place) -> No
 
 @trial()
 async def test_a_cancelled_read_leaves_the_buffer_alone(place: Place) -> None:
-    """Once it has returned, nobody writes into the caller's memory any more."""
+    """Once it has returned, the driver no longer writes into the caller's memory."""
     driver = place.open()
     await driver.put("d/x", CONTENT)
 

@@ -42,7 +42,7 @@ async def test_any_range_can_be_fetched(place: Place) -> None:
 
 @trial()
 async def test_fetched_memory_stays_as_it_is(place: Place) -> None:
-    """Whoever holds it sees the same bytes after other reads and fetches, after the object was
+    """Its holder sees the same bytes after other reads and fetches, after the object was
     replaced and deleted, and after the driver was closed."""
     driver = place.open()
     content = bytes_of(NBYTES)

@@ -88,8 +88,8 @@ async def test_a_process_that_dies_leaves_nothing_visible(place: Place) -> None:
         await driver.get("a/x")
     await driver.sweep("a")
     assert await place.keys() == []
-    await store(driver, "a/x", b"written by who came next")
-    assert await driver.get("a/x") == b"written by who came next"
+    await store(driver, "a/x", b"written by the next client")
+    assert await driver.get("a/x") == b"written by the next client"
     await driver.delete_all("a")
     await place.holds()
 

@@ -152,7 +152,7 @@ async def test_a_sweep_harms_nobody_alive(place: Place) -> None:
     other = place.open()
     nbytes = place.part_nbytes + 1000
     await driver.put("a/x", b"object")
-    uploads = [await who.create(f"a/{n}/y", nbytes) for n, who in enumerate((driver, other))]
+    uploads = [await d.create(f"a/{n}/y", nbytes) for n, d in enumerate((driver, other))]
     uploads.append(await other.create("a/x", nbytes))
     content = memoryview(bytes_of(nbytes))
     for sweeper in (driver, other, place.open()):

@@ -61,7 +61,7 @@ async def test_an_object_comes_back(place: Place) -> None:
 
 @trial(PROBE)
 async def test_stored_bytes_are_what_was_written(place: Place) -> None:
-    """Once put or commit has returned, whoever looks at the storage by other means finds the bytes,
+    """Once put or commit has returned, access to the storage by other means finds the bytes,
     and all of them."""
     assert place.probe is not None
     driver = place.open()
@@ -92,7 +92,7 @@ async def test_objects_made_by_other_means_are_read(place: Place) -> None:
 
 @trial()
 async def test_what_is_not_small_is_not_got(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Get raises DamagedError for an object beyond the limit, lowered here for whoever calls
+    """Get raises DamagedError for an object beyond the limit, lowered here for callers of
     ``check_small``, and has not read it by then. Up to the limit it is got; read and stat know
     none."""
     nbytes = 8 << 20

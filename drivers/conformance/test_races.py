@@ -22,7 +22,7 @@ from holdfast.errors import ExistsError, NotFoundError
 
 @trial()
 async def test_a_reader_sees_the_old_or_the_new_object(place: Place) -> None:
-    """While an object is replaced again and again, whoever gets or reads it finds one version,
+    """While an object is replaced again and again, every get and read of it finds one version,
     whole."""
     driver = place.open()
     other = place.open()
@@ -53,7 +53,8 @@ async def test_a_reader_sees_the_old_or_the_new_object(place: Place) -> None:
 
 @trial()
 async def test_a_new_object_appears_whole(place: Place) -> None:
-    """Who waits for an object, by stat, list or get, sees all of it at its first sight."""
+    """A client that waits for an object, by stat, list or get, sees all of it as soon as it sees
+    it."""
     driver = place.open()
     other = place.open()
     content = bytes_of(300_000)

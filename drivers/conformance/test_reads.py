@@ -69,8 +69,8 @@ async def test_a_read_past_the_end_is_damage(place: Place, start: int, nbytes: i
 
 @trial()
 async def test_an_object_that_became_shorter_is_damage(place: Place) -> None:
-    """Whoever still expects the old size is told, also by a driver that has read the old object
-    before."""
+    """A reader that still expects the old size gets an error, also from a driver that has read the
+    old object before."""
     driver = place.open()
     other = place.open()
     await driver.put("x", bytes_of(100_000))

@@ -107,8 +107,8 @@ async def test_every_size_can_be_stored(place: Place, nbytes: int) -> None:
 
 @trial()
 async def test_an_upload_is_invisible_until_it_commits(place: Place) -> None:
-    """Until then neither get, stat, read nor list shows anything of it, to nobody; nor does an
-    exclusive put."""
+    """Until then neither get, stat, read, list nor an exclusive put shows anything of it, to any
+    client."""
     driver = place.open()
     nbytes = place.part_nbytes + 1000
     upload = await driver.create("a/x", nbytes)

@@ -18,7 +18,7 @@ __all__ = ["connected", "disconnect"]
 def connected(
     cls: type[AbstractFileSystem], kind: Kind, arguments: Mapping[str, Any]
 ) -> AbstractFileSystem:
-    """A file system that nobody shares, and that caches no listings. Raises whatever its library
+    """A file system that is not shared, and that caches no listings. Raises whatever its library
     raises."""
     if kind.listings:
         uncached = {"use_listings_cache": False}

@@ -20,7 +20,7 @@ class Kind:
     ``renamed``  it is written under a temporary name, and the file system renames it, in one step
     ``copied``   likewise; and put in place by one copy in memory
     ``closed``   the store shows nothing before a file is closed, and then all of it
-    ``unknown``  nobody promises anything: a temporary name, and a rename that is looked at afterwards
+    ``unknown``  nothing is promised: a temporary name, and a rename whose result is checked
 
     ``folders``: they exist by themselves, and must be made. ``threads``: calls may be made at the
     same time. ``listings``: it takes the argument that keeps it from caching listings; one that

@@ -1,5 +1,5 @@
-"""One object on its way: a file that is written from its beginning to its end, under a temporary name
-where the file system would show it before it is whole."""
+"""One object on its way: a file that is written from its beginning to its end, under a temporary
+name where the file system would show it before it is whole."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class FsspecUpload(Upload):
             await self.abort()
 
     async def abort(self) -> None:
-        with contextlib.suppress(StorageError):  # the driver is closed, and has dropped us already
+        with contextlib.suppress(StorageError):  # the driver is closed, and has dropped it already
             await self._threads.run(self.drop)
 
     # What follows blocks.
@@ -134,7 +134,7 @@ class FsspecUpload(Upload):
 
 def _discard(file: Any, *, staged: bool) -> None:
     """Close a file that is not wanted. To close one that its store shows by closing, would show it:
-    that one is discarded, and marked as closed, so that nobody closes it when it is collected."""
+    that one is discarded, and marked as closed, so that it is not closed when it is collected."""
     with contextlib.suppress(Exception):
         if staged:
             file.close()

@@ -31,7 +31,7 @@ _METHODS = ("SIMPLE", "KERBEROS", "TOKEN")
 
 def unauthenticated(addresses: Sequence[str], authentication: str) -> tuple[str, str] | None:
     """Why this process cannot tell the name nodes who it is, and what to do; None where it can, or
-    nobody knows.
+    where that cannot be known.
 
     ``addresses``: ``host:port`` of each name node. ``authentication``: ``simple``, ``kerberos`` or
     ``token``. Blocks.

@@ -223,7 +223,7 @@ def whole_reader(
 
     With ``dfs.namenode.file.close.num-committed-allowed`` a file is closed before a DataNode has
     told the name node of its last block, and readers do not see that block until then: so this
-    waits. Raises OSError when nobody tells.
+    waits. Raises OSError when the DataNode does not.
     """
     stop_s = time.monotonic() + _BLOCKS_S
     wait_s = 0.01

@@ -21,7 +21,7 @@ _MOUNT_TABLE = "fs.viewfs.mounttable"
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Who serves the files of one folder: ``authority``, a name node or a name service, under the
+    """What serves the files of one folder: ``authority``, a name node or a name service, under the
     path ``root``."""
 
     authority: str
@@ -59,7 +59,7 @@ def name_service(name: str, namenodes: list[str]) -> dict[str, str]:
 
 
 def served(authority: str, root: str, properties: Mapping[str, str]) -> Served | None:
-    """Who serves the folder ``root`` of ``hdfs://authority``, or of ``fs.defaultFS`` where
+    """What serves the folder ``root`` of ``hdfs://authority``, or of ``fs.defaultFS`` where
     ``authority`` is empty.
 
     The links of a ViewFS are followed. None where no single name service has the folder: nothing

@@ -31,7 +31,7 @@ async def sweep(client: Client, path: str, key: str, quiet_s: float) -> None:
     then empty.
 
     Dead is what is older, by more than ``quiet_s``, than the newest file or folder seen here: so
-    only the name node's clock counts. Nobody alive is harmed: a folder is made together with the
+    only the name node's clock counts. No live upload is harmed: a folder is made together with the
     file in it, and goes only when empty.
     """
     above, _, name = path.rpartition("/")

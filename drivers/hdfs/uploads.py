@@ -75,7 +75,7 @@ class _File:
         self._options = options
         self._start = self._at = start
         self._turns: dict[int, asyncio.Future[None]] = {}
-        """Who waits for the bytes before their own, by where these begin."""
+        """The writes that wait for the bytes before their own, by where these begin."""
         self._writer: RawFileWriter | None = None
         self._broken: BaseException | None = None
 
@@ -118,8 +118,8 @@ class _File:
         self._writer = None
 
     def spoil(self, error: BaseException) -> None:
-        """Every call from now on fails: where the file ends nobody knows, or cares. Lets go of
-        connections and lease."""
+        """Every call from now on fails: where the file ends is unknown, and does not matter. Lets
+        go of connections and lease."""
         self._broken = self._broken or error
         self._writer = None
         for turn in self._turns.values():

@@ -1,9 +1,9 @@
 """CONCAT, which hdfs-native lacks, through WebHDFS: one small HTTP request to a name node.
 
-Who asks is said by a delegation token, by name, or by a Kerberos ticket where the name node asks
-for one. Where WebHDFS is switched off, there is no ticket, or it refuses (an encryption zone, an
-erasure-coded folder, a snapshot), :meth:`WebHdfs.concat` says so, and the parts of an upload are
-joined by copying.
+A request is authenticated by a delegation token, by name, or by a Kerberos ticket where the name
+node asks for one. Where WebHDFS is switched off, there is no ticket, or it refuses (an encryption
+zone, an erasure-coded folder, a snapshot), :meth:`WebHdfs.concat` says so, and the parts of an
+upload are joined by copying.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class WebHdfs:
         delegation: str | None = None,
     ) -> None:
         """``moved``: the folder at whose place, the second one, the name nodes know what lies below
-        the first one. ``delegation``: a token, which says who asks."""
+        the first one. ``delegation``: a token that authenticates the requests."""
         self.addresses = tuple(addresses)
         self._timeout_s = timeout_s
         self._moved = moved

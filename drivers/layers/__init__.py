@@ -5,7 +5,7 @@ From the caller to the storage, and why in this order::
 
     hedge       above retry: a read that is stuck in pauses and further tries is overtaken like any other slow one
     retry       above throttle and limit: each try waits for its turn anew, its bytes count, and no slot is held in a pause
-    throttle    above limit: who waits for bytes holds no slot, so small operations pass by
+    throttle    above limit: what waits for bytes holds no slot, so small operations pass by
     limit       next to the storage: what it counts is what the storage has to do at a time
     metrics     below all of these: every request is seen, also what a retry hides; waiting for a turn is not
     faults      lowest: all others meet them as they would meet those of the storage

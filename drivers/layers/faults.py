@@ -3,12 +3,12 @@
 | | what happens | and must be survived by |
 |---|---|---|
 | ``error`` | an operation fails, temporarily, before it begins | retry |
-| ``unsure`` | likewise, but after it was done: whoever asked cannot know | retry; a commit fails, and the save with it |
+| ``unsure`` | likewise, but after it was done: the caller cannot know | retry; a commit fails, and the save with it |
 | ``busy`` | the storage asks to be left alone, for a second | retry |
 | ``delay`` | an operation takes ``delay_s`` longer | hedge; else patience |
 | ``short`` | a read is cut in the middle: the buffer is half filled, and it fails temporarily | retry |
-| ``lost`` | a write says it is done, and zeros are stored | nobody: checksums turn it into DamagedError |
-| ``flip`` | a read, or a get, gives one wrong bit | nobody: likewise |
+| ``lost`` | a write says it is done, and zeros are stored | no layer: checksums turn it into DamagedError |
+| ``flip`` | a read, or a get, gives one wrong bit | no layer: likewise |
 
 Never: a value that is wrong and says nothing. A drill on storage that matters writes damage with
 ``lost``; the others leave what is stored alone.
@@ -79,7 +79,7 @@ class FaultsLayer(Layer):
         self._random = random.Random(plan.seed)
 
     async def around(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
-        """See :meth:`Layer.around`. An abort goes well: it has nobody to tell."""
+        """See :meth:`Layer.around`. An abort always succeeds: its caller cannot use an error."""
         if operation.name == "abort":
             return await call()
         late = self.happens("delay")
@@ -149,7 +149,7 @@ class FaultsLayer(Layer):
         data = await self.inner.fetch(key, start, nbytes)
         if not (nbytes and self.happens("flip")):
             return data
-        own = memoryview(bytearray(data))  # what was handed over is nobody's to write to
+        own = memoryview(bytearray(data))  # memory that a driver handed over is read-only
         self._flip_bit(own)
         return own.toreadonly()
 

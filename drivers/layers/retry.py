@@ -52,7 +52,7 @@ class RetryPolicy:
     times that for what is many requests: delete_all and sweep."""
     first_pause_s: float = 0.1
     """The longest first pause. Each is twice as long as the one before, at most ``pause_max_s``;
-    what is waited is a random part of it, so that clients who failed together do not come back
+    what is waited is a random part of it, so that clients that failed together do not come back
     together."""
     pause_max_s: float = 15.0
 
@@ -99,7 +99,7 @@ class RetryLayer(Layer):
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
         """See :meth:`Driver.put`. An exclusive one that failed may have stored its object all the
         same. If a later try finds the key taken, with these very bytes, they are taken for ours:
-        success. Put there what nobody else would."""
+        success. Put bytes there that no other process would put."""
         failed = False
 
         async def once() -> None:

@@ -1,5 +1,5 @@
-"""At most so many bytes a second, so that a checkpoint leaves the network and the disks to those
-who train."""
+"""At most so many bytes a second, so that a checkpoint leaves the network and the disks to
+training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class TokenBucket:
-    """Who comes first goes first; an operation begins when all bytes before it have had their time.
+    """First come, first served; an operation begins when all bytes before it have had their time.
 
     In any T seconds at most ``bytes_per_s * (T + BURST_S)`` bytes begin, and one operation more.
     Arithmetic alone: the caller has the clock, and sleeps. Threads may share it.
@@ -50,7 +50,7 @@ class TokenBucket:
 class ThrottleLayer(Layer):
     """Lets operations that carry bytes, in either direction, begin at the rate of ``bucket``.
 
-    The bytes of ``get`` are known, and counted, when they are there: whoever comes next waits for
+    The bytes of ``get`` are known, and counted, when they are there: the next operation waits for
     them.
     """
 

@@ -109,8 +109,8 @@ class NewFile:
         return None
 
     def _create_temporary(self) -> int:
-        """A file of a name that nobody else draws: taken, it is our own, whose creation was not
-        replied to."""
+        """A file of a name that no other process draws: if it is taken, it is our own, and the
+        reply to its creation was lost."""
         try:
             return self._create_file(self._folder, self._temporary, self._nbytes)
         except FileExistsError:

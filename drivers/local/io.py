@@ -66,8 +66,8 @@ class OpenFile:
         """Open ``name`` in ``folder`` for direct access, too. ``must``: a refusal, now or later, is
         an OSError."""
         try:
-            # Like the first time: who may write here may have put a named pipe, or a terminal, in
-            # its place meanwhile.
+            # As the first time: another process may have put a named pipe, or a terminal, in its
+            # place meanwhile.
             fd = os.open(
                 name,
                 flags | os.O_DIRECT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY,

@@ -67,6 +67,6 @@ def _no_room(fd: int, nbytes: int, code: int) -> OSError:
 
 
 # Writes to room that was taken are faster on ext4, and slower on XFS. Others are not asked:
-# transparent compression (Btrfs, ZFS) makes room where there seems to be none, and of many a
-# network file system nobody knows what an answer means.
+# transparent compression (Btrfs, ZFS) makes room where there seems to be none, and what an
+# answer means is unknown for many a network file system.
 _ASKED: dict[str, TakeRoom] = {"ext4": _reserve, "xfs": _look, "tmpfs": _look}

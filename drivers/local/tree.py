@@ -1,9 +1,9 @@
 """A folder and what lies below it, reached by descriptors only: no symbolic link below the root is
 ever followed.
 
-Every part of a key is opened relative to the part before it (``openat``, ``O_NOFOLLOW``), so nobody
-who may write below the root can lead us out of it, also not by swapping a folder for a link while
-we walk. All functions block.
+Every part of a key is opened relative to the part before it (``openat``, ``O_NOFOLLOW``), so no
+user that may write below the root can lead us out of it, not even by replacing a folder by a link
+during the walk. All functions block.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ class Tree:
         """Remove dead temporary files of the object ``prefix``, and those below the folder
         ``prefix``; and this folder, and those in it, where they are empty.
 
-        Dead: nobody holds a lock on it, and it has not changed for ``quiet_s`` seconds. Where there
-        are no locks, the latter decides; if it is 0, that cannot be, and everything stays.
+        Dead: no process holds a lock on it, and it has not changed for ``quiet_s`` seconds. Where
+        there are no locks, the latter decides; if it is 0, that cannot be, and everything stays.
         """
         above, name = split(prefix)
         own = re.compile(rf"\.{re.escape(name[:48])}\.[0-9a-f]{{16}}\.tmp", re.DOTALL)

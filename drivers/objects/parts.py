@@ -24,7 +24,7 @@ PARTS_MAX = 10_000
 
 
 class Part(np.ndarray[Any, np.dtype[np.uint8]]):
-    """The bytes of one part. Whoever sends them holds on to this very object until they are
+    """The bytes of one part. The sender keeps a reference to this very object until they are
     stored."""
 
 
@@ -49,8 +49,8 @@ class Cutter:
     def cut(self, data: Buffer) -> Iterator[Part]:
         """Take the next bytes of the object; give the parts that they complete, in order.
 
-        A part is either a view of ``data`` or memory of its own: the same to whoever sends it.
-        Nothing is left to be given when the last byte has been cut.
+        A part is either a view of ``data`` or memory of its own, which makes no difference to the
+        sender. Nothing is left to be given when the last byte has been cut.
         """
         taken = 0
         while taken < len(data):

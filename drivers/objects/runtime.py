@@ -3,7 +3,8 @@ the child would hang.
 
 Nor may the interpreter end while one of them waits for its lock: such a thread is made to unwind,
 Rust does not let it, and the process, whose work is done, dies of SIGABRT. A thread waits for the
-lock a moment longer than whoever awaited its result needs to go on, on a busy machine much longer.
+lock a moment longer than the task that awaited its result takes to go on; on a busy machine, much
+longer.
 So the end of the process waits for them.
 """
 
@@ -67,8 +68,8 @@ def settle() -> None:
     """Leave the interpreter's lock to obstore's threads until none of them wants it; for a few
     seconds at most.
 
-    Whoever waited for the lock can run as soon as this sleeps. So when all of them sleep after
-    that, twice, none waits. Where there is no /proc it sleeps for a moment.
+    A thread that waited for the lock can run as soon as this one sleeps. So when all of them sleep
+    after that, twice, none waits. Where there is no /proc it sleeps for a moment.
     """
     if _pid != os.getpid():
         return

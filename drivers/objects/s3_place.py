@@ -75,9 +75,9 @@ def session_for(profile: str) -> Any:
     """botocore's session: shared, for the first client of each costs a third of a second, and later
     ones next to nothing.
 
-    It reads the environment and the shared files, once; so whoever asks after these have changed
-    gets another one. Raises BotoCoreError where there is no such profile, or a file that cannot be
-    read.
+    It reads the environment and the shared files, once; so a call after these have changed
+    returns another one. Raises BotoCoreError where there is no such profile, or a file that cannot
+    be read.
     """
     names = [name for name in list(os.environ) if name.startswith("AWS_")]
     environment = frozenset((name, os.environ.get(name, "")) for name in names)
@@ -240,7 +240,8 @@ def _asked_region(client: Any, bucket: str) -> str:
 
 
 def bucket_and_root(uri: Uri) -> tuple[str, str]:
-    """Like :func:`split_location`; the bucket may be the ARN of an access point. Raises UriError."""
+    """Like :func:`split_location`; the bucket may be the ARN of an access point. Raises
+    UriError."""
     match = _ARN_LOCATION.fullmatch(uri.location)
     if match is None:
         bucket, root = split_location(uri)

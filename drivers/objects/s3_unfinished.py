@@ -30,7 +30,7 @@ _UNKNOWN = {
     "501",
     "405",
 }
-"""How servers answer who asks for a list of unfinished uploads that they do not keep."""
+"""How servers that keep no list of unfinished uploads answer a request for it."""
 _without_list: set[tuple[str, str]] = set()
 """(endpoint, bucket) where that list is unknown, and not asked for again in this process."""
 

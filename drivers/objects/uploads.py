@@ -171,7 +171,8 @@ class PartsUpload(Upload):
         self._first_returned = asyncio.Event()
         """Set when that write returns."""
         self._leaving: asyncio.Future[None] | None = None
-        """What tidies up behind an upload that is over, for all who ask for that to wait for."""
+        """What tidies up behind an upload that is over, which every caller that asks for it waits
+        for."""
         _places.setdefault(target.place, _Place()).live += 1
 
     async def begin(self) -> None:
@@ -323,7 +324,7 @@ class PartsUpload(Upload):
         assert self._put is not None
         await asyncio.wait([self._put], timeout=_RELEASE_S)
         if self._put.done() and not self._put.cancelled():
-            self._put.exception()  # told already, or wanted by nobody
+            self._put.exception()  # retrieved, so that asyncio does not warn of it
         await self._leave(failed=self._feed.asked.is_set())
 
     async def _leave(self, *, failed: bool) -> None:
@@ -384,7 +385,7 @@ def _mark_stored(loop: asyncio.AbstractEventLoop, stored: asyncio.Future[None]) 
         if not stored.done():
             stored.set_result(None)
 
-    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+    with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing waits any more
         loop.call_soon_threadsafe(set_result)
 
 

@@ -10,8 +10,8 @@ job's store alone, and never over the connection. What follows over TCP carries 
 of this connection. So neither a process that has taken a rank's name or port, nor one in between,
 can pass for a rank.
 
-Scope: nothing is encrypted. Whoever can read the job's store, or is the same user on one of its
-hosts and can look into its processes, is trusted.
+Scope: nothing is encrypted. Every process that can read the job's store, or that runs as the same
+user on one of its hosts and can look into its processes, is trusted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Folders of models as Hugging Face's libraries have them: safetensors files, and, where there are
 several, an index that says which tensor is in which file.
 
-Pure: texts and layouts; who reads and writes files is elsewhere.
+Pure: texts and layouts; files are read and written elsewhere.
 """
 
 from __future__ import annotations

@@ -1,2 +1,2 @@
 """Other libraries that look into checkpoints: each module serves one, and is imported by it, or by
-who asks for it."""
+name."""

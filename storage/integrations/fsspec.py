@@ -2,7 +2,7 @@
 through fsspec.
 
     <name>.npy                  a tensor, for numpy; where numpy has its dtype
-    <name>.safetensors          a tensor, alone in a safetensors file; where safetensors has its dtype
+    <name>.safetensors          a tensor, alone in a safetensors file; if safetensors has its dtype
     tensors.csv                 what tensors there are: name, shape, dtype, bytes, shards, ranks
     values.json                 the small values: path and value, as rank 0 saved them
     images/<rank>.safetensors   what a rank wrote, uncompressed
@@ -189,7 +189,7 @@ class HoldfastFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ha
     @cached_property
     def _checkpoint(self) -> Checkpoint:
         checkpoint = open_checkpoint(self._uri, storage_options=self._options)
-        checkpoint.close_when_collected()  # with this file system, which nobody closes
+        checkpoint.close_when_collected()  # with this file system, which has no close()
         return checkpoint
 
     @cached_property

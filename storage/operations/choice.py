@@ -98,7 +98,7 @@ async def _verified(root: Place, paths: Iterable[str]) -> dict[str, str]:
 
 
 def _unseen(done_nbytes: int, total_nbytes: int) -> None:
-    """Progress that nobody follows."""
+    """A progress callback that does nothing."""
 
 
 @dataclass(frozen=True, slots=True)

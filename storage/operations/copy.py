@@ -329,7 +329,7 @@ def _identity(manifest: Manifest) -> str:
 
 
 async def _is_there(ours: Driver, pair: Pair, orders: Orders) -> bool:
-    """Whether nothing is to be done. Who asks to overwrite wants what is damaged to be mended."""
+    """Whether there is nothing to do. With ``overwrite``, what is damaged is to be replaced."""
     if pair.same is None or not orders.overwrite:
         return pair.same is not None
     images = images_of(ours, pair.same)

@@ -1,5 +1,5 @@
-"""How long a save may take as a whole, where whoever calls says so. That every operation of it ends
-is the layers' doing."""
+"""How long a save may take as a whole, if the caller sets a limit. The layers see to it that every
+single operation ends."""
 
 from __future__ import annotations
 

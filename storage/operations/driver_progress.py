@@ -30,8 +30,8 @@ class _Counted(Layer):
 
 
 def counted(driver: Driver, team: Team) -> Driver:
-    """``driver``, with its operations counted for ``team``; as it is where there is nobody to wait
-    for this rank."""
+    """``driver``, with its operations counted for ``team``; unchanged where no other rank waits
+    for this one."""
     if team.world == 1:
         return driver
     return _Counted(driver, team.report_progress)

@@ -47,7 +47,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class _Format:
-    """A folder of another program: names that all must be in it (patterns), and who reads it."""
+    """A folder of another program: names that all must be in it (patterns), and what reads it."""
 
     name: str
     patterns: tuple[str, ...]

@@ -150,7 +150,7 @@ async def check_unchanged(driver: Driver, model: Model) -> None:
                 "the file was changed while it was read",
                 uri=driver.uri,
                 key=key,
-                advice="Import it again, when nobody writes to it.",
+                advice="Import it again, when no process writes to it.",
             )
 
     await at_most(driver.traits.concurrency, (check(*item) for item in model.stamps.items()))

@@ -122,7 +122,7 @@ def prune(
     are whole, and no folder loses its only whole one. Abandoned checkpoints, those that training
     went back before, do not count either; they stay unless ``abandoned``.
 
-    An attempt is dead when nothing was written to it for ``idle_s`` seconds; 0 is for when nobody
+    An attempt is dead when nothing was written to it for ``idle_s`` seconds; 0 is for when no job
     saves. ``storage_options`` are options of the storage; those in the URI win.
 
     ``confirm`` is asked once all is known, and nothing is deleted before. Whatever stops it, each

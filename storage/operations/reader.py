@@ -52,7 +52,7 @@ Index = slice | int | tuple[slice | int, ...]
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """One tensor of a checkpoint. ``shards`` counts the boxes in which it is stored, ``ranks``
-    those who wrote them; ``owners`` are the ranks that each have a tensor of their own under this
+    those that wrote them; ``owners`` are the ranks that each have a tensor of their own under this
     name (none: it is the whole job's); ``alias_of`` names the tensor that it is tied to."""
 
     name: str
@@ -160,7 +160,7 @@ class Checkpoint:
         self._opened = self._reopen()
         self._images_made = None
         self._open_in = os.getpid()
-        self._warns = False  # whoever made it closes it, in the parent
+        self._warns = False  # the parent closes it
 
     @property
     def _images(self) -> Driver:

@@ -1,5 +1,5 @@
-"""Where the chunks of an image come from when it is written: out of the tensors, out of an image that
-was captured into host memory before, or out of files (:mod:`.file_chunks`).
+"""Where the chunks of an image come from when it is written: out of the tensors, out of an image
+that was captured into host memory before, or out of files (:mod:`.file_chunks`).
 
 The second way cuts a save in two: :func:`capture_image` copies the image, after which the state may
 change; an ``ImageWriter`` hashes and writes it later.
@@ -25,16 +25,16 @@ class ChunkSource(Protocol):
 
     @property
     def reads(self) -> int | None:
-        """How many chunks are read from storage at a time; None where chunks are copied, which takes
-        a processor."""
+        """How many chunks are read from storage at a time; None where chunks are copied, which
+        takes a processor."""
 
     @property
     def pool(self) -> HostPool:
         """Where the buffers of the chunks come from, and go when they are no longer used."""
 
     async def take(self, chunk: int) -> HostBuffer:
-        """A buffer that begins with the bytes of ``chunk``. It is the caller's, who gives it back
-        to the pool."""
+        """A buffer that begins with the bytes of ``chunk``. It is the caller's, which gives it
+        back to the pool."""
 
     def close(self) -> None:
         """Let go of everything that was not taken. Does no harm where it is called twice."""

@@ -21,9 +21,9 @@ Keys below a checkpoint's root::
    can succeed, and of several commit records one.
 4. The leader checks that the marker is there, and every image with its full size. The check follows
    the commit record because an abort may have been carried out, and its record deleted, before:
-   whoever deletes an attempt deletes the marker first and the record later. So if the marker is
-   there after the commit record succeeded, there never was an abort record, and no process deletes
-   an image or is about to.
+   a process that deletes an attempt deletes the marker first and the record later. So if the
+   marker is there after the commit record succeeded, there never was an abort record, and no
+   process deletes an image or is about to.
 5. The leader puts the manifest: atomically, durably. Then it looks for the prune lock. A pruning
    puts the lock, and then checks that the manifest is still the one to be deleted. So one of the
    two sees the other: the pruning leaves the manifest alone, or the leader waits until the pruning

@@ -82,7 +82,7 @@ async def wait_for_prunings(driver: Driver, now_s: Callable[[], Awaitable[float]
                 uri=driver.uri,
                 key=PRUNING_KEY,
                 advice="Save to another URI, or to this one an hour after that began. "
-                "If you know that nobody prunes here any more, delete this key.",
+                "If you know that no process prunes here any more, delete this key.",
                 temporary=False,
             )
         await asyncio.sleep(pause_s)
@@ -91,9 +91,9 @@ async def wait_for_prunings(driver: Driver, now_s: Callable[[], Awaitable[float]
 
 async def delete_manifest(driver: Driver, attempt: Attempt) -> bool:
     """Delete the manifest, durably, if it is that of ``attempt``, which is settled, and not one
-    that a save puts meanwhile. Returns False where it is another, or where another pruning is about to
-    delete it. If the outcome of the deletion is unknown, the lock stays, and no process may delete
-    the manifest or save here for an hour.
+    that a save puts meanwhile. Returns False where it is another, or where another pruning is about
+    to delete it. If the outcome of the deletion is unknown, the lock stays, and no process may
+    delete the manifest or save here for an hour.
 
     Raises StorageError, DamagedError, UnsupportedFormatError.
     """

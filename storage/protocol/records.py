@@ -4,7 +4,8 @@ exclusively, and so decides between commit and abort.
 A *commit record* holds random bytes of the process that put it. A process that is told that the key
 is taken can therefore see whether it holds its own earlier put, whose answer was lost; and of two
 copies that work on one attempt, only one takes the record for its own. Commit records of earlier
-versions are empty. An *abort record* is the same for every process: it does not matter who put it.
+versions are empty. An *abort record* is the same for every process: it does not matter which one
+put it.
 """
 
 from __future__ import annotations

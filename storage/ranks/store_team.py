@@ -171,8 +171,8 @@ class StoreTeam(Team):
             await asyncio.sleep(self._heartbeat_s)
 
     async def fail(self, error: BaseException) -> None:
-        """See :class:`Team`. Where this rank has no session yet, whoever comes to this call learns
-        it."""
+        """See :class:`Team`. Where this rank has no session yet, ranks that come to this call
+        later learn it."""
         if self._failure_announced or (isinstance(error, RankFailedError) and self.rank != LEADER):
             return
         with contextlib.suppress(CoordinationError):

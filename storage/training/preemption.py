@@ -86,8 +86,8 @@ class _Process:
     """What handles SIGTERM for all Checkpointers of this process: there is one handler, and one
     thread that watches.
 
-    Members are not kept alive: a Checkpointer that was dropped without being closed keeps nobody
-    waiting.
+    Members are not kept alive: a Checkpointer that was dropped without being closed makes no
+    process wait.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class _Process:
         self._came_s: float | None = None
         self._timer: threading.Timer | None = None
         self._insisted = False
-        self._lock = new_rlock()  # a handler may interrupt who holds it
+        self._lock = new_rlock()  # a handler may interrupt the thread that holds it
 
     @property
     def is_installed(self) -> bool:
@@ -114,7 +114,7 @@ class _Process:
         with self._lock:
             if (
                 signal.getsignal(signal.SIGTERM) != self._handle
-            ):  # whoever set another one meanwhile is called after us
+            ):  # a handler that was set meanwhile is called after ours
                 self._before = signal.signal(signal.SIGTERM, self._handle)
             if self._watcher is None:
                 self._watcher = _Watcher(self._see)
@@ -201,7 +201,7 @@ class _Process:
             self._undo().forget()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # Says nothing: it may have interrupted whoever was about to.
+        # Logs nothing: it may have interrupted a thread that was logging.
         if not self.is_installed:
             self._pass_on(number, frame)
             return
@@ -267,8 +267,8 @@ class _Process:
 
 class _Watcher:
     """A thread that hears of SIGTERM when it comes: Python writes the numbers of signals to a pipe
-    as they come, whatever the main thread is doing. Whoever had them written elsewhere before gets
-    them passed on."""
+    as they come, whatever the main thread is doing. If they were
+    written elsewhere before, they are passed on to there."""
 
     def __init__(self, see: Callable[[_Watcher], None]) -> None:
         self._see = see
@@ -344,7 +344,7 @@ def _release() -> None:
 
 
 def _as_before() -> None:
-    """In a forked child: SIGTERM ends it, as whoever started it expects, and the parent hears
+    """In a forked child: SIGTERM ends it, as the parent expects, and the parent hears
     nothing of it."""
     _process.forget()
     _release()
