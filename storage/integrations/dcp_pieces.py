@@ -11,16 +11,15 @@ from __future__ import annotations
 import io
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from ...errors import SaveError, StateError
-from ...planner.box import Box
-from ...planner.layout import BoxLayout
 from ..format.tree import Tree, format_path
+from ..state.adapters.shards import Shard
 from ..state.flat_state import FlatState
 from ..state.flatten import flatten
 from .dcp_contents import OPAQUE_KEY
@@ -30,20 +29,6 @@ __all__ = ["flat_state_of"]
 Path = tuple[str | int, ...]
 
 _SIMPLE = (bool, bytes, float, int, str, type(None))
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A box of a tensor of ``shape``."""
-
-    box: Box
-    shape: tuple[int, ...]
-    local: torch.Tensor
-
-    @property
-    def layout(self) -> BoxLayout:
-        """What is known of the tensor: this rank has this box of it."""
-        return BoxLayout(self.shape, self.box)
 
 
 def flat_state_of(
@@ -56,7 +41,7 @@ def flat_state_of(
     """
     paths = _paths_of(plan)
     state: dict[str | int, object] = {}
-    parts: defaultdict[str, list[_Part]] = defaultdict(list)
+    parts: defaultdict[str, list[Shard]] = defaultdict(list)
     for item in plan.items:
         name = item.index.fqn
         if item.type == WriteItemType.BYTE_IO:
@@ -65,13 +50,14 @@ def flat_state_of(
             continue
         part = _part_of(item, planner)
         if not parts[name]:
-            _put(state, paths[name], part.local)
+            _put(state, paths[name], part)
         parts[name].append(part)
     flat = flatten(state)
     _make_lists(flat.tree, {path for each in paths.values() for path in _lists_in(each)})
-    _lay_out(flat, parts)
-    _settle_ties(flat, world)
-    flat.layout_id = None  # it stands for whole tensors
+    _add_further_parts(flat, parts)
+    if world > 1:  # each rank may have been dealt parts of another one of the tied tensors
+        flat.alias = [-1] * len(flat.alias)
+    flat.layout_id = None  # it stands for the state as it was flattened
     return flat
 
 
@@ -90,18 +76,17 @@ def _paths_of(plan: SavePlan) -> Mapping[str, Path]:
     return paths
 
 
-def _part_of(item: WriteItem, planner: SavePlanner) -> _Part:
+def _part_of(item: WriteItem, planner: SavePlanner) -> Shard:
     data = item.tensor_data
     tensor = planner.resolve_data(item)
     if data is None or not isinstance(tensor, torch.Tensor):
         raise SaveError(f"the planner has no tensor for {item.index.fqn!r}")
-    lengths = tuple(data.chunk.sizes)
-    if tuple(tensor.shape) != lengths:
+    if tensor.shape != data.chunk.sizes:
         raise SaveError(
             f"{item.index.fqn!r}: the planner gives a tensor of shape {list(tensor.shape)} for a "
-            f"box of {list(lengths)}"
+            f"box of {list(data.chunk.sizes)}"
         )
-    return _Part(Box(tuple(data.chunk.offsets), lengths), tuple(data.size), tensor.detach())
+    return Shard(tensor.detach(), shape=data.size, offset=data.chunk.offsets)
 
 
 def _value_of(item: WriteItem, planner: SavePlanner, path: Path, allow_opaque: bool) -> object:
@@ -198,28 +183,16 @@ def _make_lists(tree: Tree, lists: set[Path]) -> None:
             tree.tensor_keys.pop(number, None)
 
 
-def _lay_out(flat: FlatState, parts: Mapping[str, Sequence[_Part]]) -> None:
-    """Say of each tensor which box of which whole it is. A second box of one tensor gets a row of
-    its own, of the same name."""
+def _add_further_parts(flat: FlatState, parts: Mapping[str, Sequence[Shard]]) -> None:
+    """Give each part but the first of a tensor a row of its own, of the same name."""
     row_of = {name: row for row, name in enumerate(flat.names)}
     for name, held in parts.items():
-        row = row_of[name]
-        flat.shapes[row] = held[0].shape
-        flat.layouts[row] = held[0].layout
         for part in held[1:]:
             flat.names.append(name)
-            flat.containers.append(flat.containers[row])
+            flat.containers.append(flat.containers[row_of[name]])
             flat.shapes.append(part.shape)
-            flat.dtypes.append(part.local.dtype)
-            flat.locals.append(part.local)
-            flat.origins.append(part.local)
+            flat.dtypes.append(part.tensor.dtype)
+            flat.locals.append(part.tensor)
+            flat.origins.append(part.tensor)
             flat.layouts.append(part.layout)
             flat.alias.append(-1)
-
-
-def _settle_ties(flat: FlatState, world: int) -> None:
-    """Keep ties where one rank writes all there is. Of several ranks, each may have been dealt
-    boxes of another one of the tied tensors."""
-    for row, root in enumerate(flat.alias):
-        if root >= 0 and (world > 1 or flat.layouts[row] != flat.layouts[root]):
-            flat.alias[row] = -1

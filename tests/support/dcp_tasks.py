@@ -59,6 +59,7 @@ def arranged(step: int) -> dict[str, Any]:
         "sharded": distribute_tensor(full, mesh, [Shard(0)]),
         "replicated": distribute_tensor(full + 1, mesh, [Replicate()]),
         "plain": full + 2,
+        "short": distribute_tensor(full[:1] + 3, mesh, [Shard(0)]),  # most ranks have nothing of it
         "step": step,
     }
 
@@ -66,7 +67,13 @@ def arranged(step: int) -> dict[str, Any]:
 def arranged_full(step: int) -> dict[str, Any]:
     """The same, gathered."""
     full = torch.arange(35.0).reshape(7, 5) + step
-    return {"sharded": full, "replicated": full + 1, "plain": full + 2, "step": step}
+    return {
+        "sharded": full,
+        "replicated": full + 1,
+        "plain": full + 2,
+        "short": full[:1] + 3,
+        "step": step,
+    }
 
 
 def cached_plans(folder: str) -> None:
@@ -176,6 +183,7 @@ def several_boxes(uri: str) -> dict[str, Any]:
         "sharded": distribute_tensor(zeros, mesh, [Shard(1)]),
         "replicated": distribute_tensor(zeros, mesh, [Shard(0)]),
         "plain": zeros.clone(),
+        "short": zeros[:1].clone(),
         "step": 0,
     }
     holdfast.load(uri, into=into)

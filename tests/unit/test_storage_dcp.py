@@ -19,8 +19,16 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     _EmptyStateDictLoadPlanner,
 )
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import holdfast
@@ -451,6 +459,93 @@ def test_cached_plans_lead_to_attempts_of_their_own(tmp_path: Path) -> None:
             planner=DefaultSavePlanner(enable_plan_caching=True),
         )
         assert holdfast.load(tmp_path / "c")["w"].tolist() == [step] * 5
+
+
+class SplittingPlanner(DefaultSavePlanner):
+    """Stores the rows of a tensor as boxes of their own."""
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        items = [item for whole in plan.items for item in rows_of(whole)]
+        self.plan = SavePlan(items, planner_data=plan.planner_data)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        value = self.state_dict[index.fqn]
+        if not isinstance(value, torch.Tensor):
+            return value
+        row = index.offset[0]
+        return value[row : row + 1]
+
+
+def rows_of(item: WriteItem) -> list[WriteItem]:
+    """The item, cut into rows."""
+    data = item.tensor_data
+    if data is None:
+        return [item]
+    rest = [0] * (len(data.size) - 1)
+    return [
+        WriteItem(
+            MetadataIndex(item.index.fqn, [row, *rest]),
+            WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                ChunkStorageMetadata(torch.Size([row, *rest]), torch.Size([1, *data.size[1:]])),
+                data.properties,
+                data.size,
+            ),
+        )
+        for row in range(data.size[0])
+    ]
+
+
+def test_one_rank_may_store_several_boxes_of_a_tensor(tmp_path: Path) -> None:
+    """As ranks do that hold several shards of it."""
+    state = {"w": torch.arange(15.0).reshape(5, 3), "n": 1, "v": torch.arange(4)}
+    dcp.save(state, storage_writer=HoldfastWriter(tmp_path / "c"), planner=SplittingPlanner())
+    assert (
+        difference({"w": state["w"], "v": state["v"], "n": 1}, holdfast.load(tmp_path / "c"))
+        is None
+    )
+    with holdfast.open(tmp_path / "c") as c:
+        assert c.tensors["w"].shards == 5
+    into = {"w": torch.zeros(5, 3), "n": 0, "v": torch.zeros(4, dtype=torch.int64)}
+    dcp.load(into, storage_reader=HoldfastReader(tmp_path / "c"))
+    assert difference(state, into) is None
+
+
+class App:
+    """What the tutorial of DCP wraps a model and an optimizer in."""
+
+    def __init__(self) -> None:
+        self.model, self.optim = trained()
+
+    def state_dict(self) -> dict[str, Any]:
+        model_state, optim_state = get_state_dict(self.model, self.optim)
+        return {"model": model_state, "optim": optim_state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        set_state_dict(
+            self.model,
+            self.optim,
+            model_state_dict=state_dict["model"],
+            optim_state_dict=state_dict["optim"],
+        )
+
+
+def test_an_object_with_a_state_is_saved_and_loaded_as_in_the_tutorial(tmp_path: Path) -> None:
+    """DCP asks it for its state, and gives it back; and so does Holdfast, of the same checkpoint."""
+    saved = App()
+    dcp.save({"app": saved}, storage_writer=HoldfastWriter(tmp_path / "c"))
+    for load in (
+        lambda app: dcp.load({"app": app}, storage_reader=HoldfastReader(tmp_path / "c")),
+        lambda app: holdfast.load(tmp_path / "c", into={"app": app}),
+    ):
+        app = App()
+        load(app)
+        assert difference(dict(saved.model.state_dict()), dict(app.model.state_dict())) is None
+        assert (
+            difference(saved.optim.state_dict()["state"], app.optim.state_dict()["state"]) is None
+        )
 
 
 class HoleyPlanner(DefaultSavePlanner):
