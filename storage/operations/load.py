@@ -115,9 +115,9 @@ async def run_load(driver: Driver, team: Team, job: LoadJob) -> tuple[Manifest, 
 async def run_build(
     driver: Driver,
     rank: int,
-    part: Part | None,
     budget_nbytes: int,
     report: Report = lambda done_nbytes, total_nbytes: None,
+    part: Part | None = None,
 ) -> tuple[object, Manifest, ImageReader]:
     """The state, or a part of it, built anew. Raises UsageError for a part that is not there."""
     for _ in range(RETRIES):

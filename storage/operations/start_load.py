@@ -87,7 +87,7 @@ def _load_new(driver: Driver, part: Part | None, options: LoadOptions) -> _Loade
 
     async def build(reporter: ProgressReporter) -> tuple[object, Manifest, ImageReader]:
         async with closing(driver):
-            return await run_build(driver, rank, part, options.budget_nbytes, reporter.report)
+            return await run_build(driver, rank, options.budget_nbytes, reporter.report, part)
 
     with ProgressReporter(options.progress) as reporter:
         state, manifest, reader = run(build(reporter))

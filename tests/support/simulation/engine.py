@@ -202,7 +202,7 @@ def _patches() -> Iterator[tuple[ModuleType | type, str, Any]]:
     for module in (following, member, rendezvous, store_team):
         yield module, "asyncio", _Patient()
     yield save, "plan_save", _planned
-    yield save, "_fragment", _told_once(save._fragment)
+    yield save, "written_fragment", _told_once(save.written_fragment)
     yield save, "_merged", _merged_once(save._merged)
     yield rounds, "decode_fragment", _decoded_once(rounds.decode_fragment)
     yield global_plan, "host_key", lambda: getattr(PROCESS.get(), "host", None)
