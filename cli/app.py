@@ -219,11 +219,11 @@ def _add_import(commands: Parsers) -> None:
     parser = _command(
         commands,
         _import,
-        "make a checkpoint of a model in safetensors files, such as one of Hugging Face",
+        "make a checkpoint of a model in safetensors files, or in one of torch.save",
         "A * in a pattern stands for any text; patterns match whole names.",
     )
     parser.add_argument(
-        "source", metavar="SRC", help="a safetensors file, or a folder of them; any URI"
+        "source", metavar="SRC", help="a safetensors file, a folder of them, or a .pt file; any URI"
     )
     parser.add_argument("uri", metavar="DEST", help="the URI of the checkpoint")
     _with_names(parser)

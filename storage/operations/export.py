@@ -37,13 +37,12 @@ from .file_export import FileExport, Source
 from .location import Place
 from .reader import Checkpoint, manifest_of
 from .reader import open as open_checkpoint
-from .selection import chosen, renamed
+from .selection import chosen, refuse_values, renamed
 
 __all__ = ["ExportReport", "export"]
 
 BUDGET_NBYTES = 512 << 20
 FILE_NBYTES = 5_000_000_000
-_NAMES_SHOWN = 5
 _DTYPES = {
     "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32",
     "fp64": "float64", "double": "float64",
@@ -150,7 +149,7 @@ class _Selection:
         self._table = m.tensors
         self._dtype = dtype
         names = chosen(m.tensors.rows, only)
-        _refuse_values(m.tree, only)
+        refuse_values(_names_of_values(m.tree), only)
         _refuse_own(m.tensors, names)
         new_names = renamed(names, rules)
         self.tied: dict[str, str] = {}
@@ -187,26 +186,9 @@ def _stored_row(tensors: TensorTable, row: int) -> int:
     return int(tensors.alias[row])
 
 
-def _refuse_values(tree: Tree, only: Sequence[str]) -> None:
-    """Raise UsageError where small values are chosen, too."""
+def _names_of_values(tree: Tree) -> list[str]:
     paths = tree.paths()
-    names = [dotted((*paths[v.container], v.key)) for v in tree.values]
-    if only:
-        names = [name for name in names if any(_matches(name, pattern) for pattern in only)]
-    if names:
-        shown = ", ".join(map(repr, names[:_NAMES_SHOWN]))
-        if len(names) > _NAMES_SHOWN:
-            shown += f" and {len(names) - _NAMES_SHOWN:,} more"
-        raise UsageError(
-            f"safetensors files hold tensors alone, and these are none: {shown}",
-            advice="Choose tensors by their names, such as only=['model.*'].",
-        )
-
-
-def _matches(name: str, pattern: str) -> bool:
-    with contextlib.suppress(UsageError):
-        return bool(chosen([name], [pattern]))
-    return False
+    return [dotted((*paths[v.container], v.key)) for v in tree.values]
 
 
 def _refuse_own(tensors: TensorTable, names: Sequence[str]) -> None:

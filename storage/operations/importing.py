@@ -1,4 +1,5 @@
-"""Makes a checkpoint of a model in safetensors files: a save whose chunks are read from files.
+"""Makes a checkpoint of a model in safetensors files, or in a file of ``torch.save``: a save whose
+chunks are read from files.
 
 Scope: tensors, as they are. Nothing is converted.
 """
@@ -27,11 +28,13 @@ from ..state.plan import ImagePlan
 from .location import Place
 from .model_source import Files, Model, check_unchanged, find_files, read_model
 from .save import SaveJob, run_save
-from .selection import chosen, renamed
+from .selection import chosen, refuse_values, renamed
+from .torch_source import TORCH_SUFFIXES, read_torch_model
 
 __all__ = ["ImportReport", "import_"]
 
 BUDGET_NBYTES = 512 << 20
+_FILE_SUFFIXES = (".safetensors", *TORCH_SUFFIXES)
 
 UriLike = str | os.PathLike[str]
 
@@ -64,7 +67,8 @@ def import_(
     progress: ProgressCallback | None = None,
 ) -> ImportReport:
     """Make the checkpoint ``uri`` of the model ``source``: a safetensors file, or a folder with one
-    of them, or with several and an index.
+    of them, or with several and an index; or a file of ``torch.save`` (``.pt``, ``.pth``, ``.bin``,
+    ``.ckpt``), of which nothing is unpickled: its tensors are found, and named by their paths.
 
     ``only``: patterns of names, such as ``model.*``; none: all tensors. ``rename``: patterns and
     what replaces them, such as ``{"*": "model.*"}``; the first that matches a whole name applies.
@@ -112,6 +116,7 @@ class _Request:
         names = chosen([tensor.name for tensor in model.tensors], self.only)
         new_names = renamed(names, self.rules)
         tensors = tuple(tensor for tensor in model.tensors if tensor.name in new_names)
+        refuse_values(model.values, self.only)
         return Model(tensors, model.stamps), [new_names[tensor.name] for tensor in tensors]
 
 
@@ -120,16 +125,24 @@ async def _import(
 ) -> tuple[Model, str]:
     folder = place
     file = None
-    if place.uri.location.endswith(".safetensors"):
+    if place.uri.location.endswith(_FILE_SUFFIXES):
         folder, file = place.divided()
     async with folder.opened() as theirs, target.opened() as ours:
-        listed = await find_files(theirs) if file is None else Files([file])
-        model, names = request.chosen_of(await read_model(theirs, listed))
+        model, names = request.chosen_of(await _model_of(theirs, file))
         await _check_free(ours, request.overwrite)
         attempt, *_ = await run_save(
             ours, Solo(), _job(theirs, model, names, request, reporter.report)
         )
         return model, attempt
+
+
+async def _model_of(theirs: Driver, file: str | None) -> Model:
+    """The model in a file, or in the folder."""
+    if file is None:
+        return await read_model(theirs, await find_files(theirs))
+    if file.endswith(TORCH_SUFFIXES):
+        return await read_torch_model(theirs, file)
+    return await read_model(theirs, Files([file]))
 
 
 async def _check_free(ours: Driver, overwrite: bool) -> None:
@@ -149,6 +162,17 @@ async def _check_free(ours: Driver, overwrite: bool) -> None:
         )
 
 
+def _aliases(model: Model) -> list[int]:
+    """Per tensor, an earlier one that is the same part of a file, or -1."""
+    first: dict[object, int] = {}
+    aliases = []
+    for row, tensor in enumerate(model.tensors):
+        same = (tensor.where, tensor.dtype, tensor.shape)
+        before = first.setdefault(same, row) if tensor.where.nbytes else row
+        aliases.append(before if before != row else -1)
+    return aliases
+
+
 def _job(
     theirs: Driver,
     model: Model,
@@ -163,7 +187,7 @@ def _job(
         shapes=[tensor.shape for tensor in model.tensors],
         dtypes=[dtype_of(tensor.dtype, tensor.itemsize) for tensor in model.tensors],
         layouts=[local_layout(tensor.shape) for tensor in model.tensors],
-        alias=[-1] * len(names),
+        alias=_aliases(model),
     )
 
     def chunks_of(plan: ImagePlan) -> FileChunks:

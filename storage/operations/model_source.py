@@ -51,6 +51,8 @@ class Model:
 
     tensors: tuple[SourceTensor, ...]
     stamps: dict[str, tuple[int, float]]
+    values: tuple[str, ...] = ()
+    """Names of what is there too, and is no tensor."""
 
     @property
     def nbytes(self) -> int:

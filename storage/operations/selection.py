@@ -10,7 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ...errors import UsageError
 
-__all__ = ["chosen", "renamed", "rules_of"]
+__all__ = ["chosen", "refuse_values", "renamed", "rules_of"]
+
+_NAMES_SHOWN = 5
 
 
 def chosen(names: Iterable[str], only: Sequence[str]) -> list[str]:
@@ -55,6 +57,22 @@ def renamed(names: Sequence[str], rules: Mapping[str, str]) -> dict[str, str]:
         )
     _check_clashes(found)
     return found
+
+
+def refuse_values(names: Iterable[str], only: Sequence[str]) -> None:
+    """Raise UsageError where names of what is no tensor match one of the patterns, or there is no
+    pattern: files of other programs hold tensors alone."""
+    regexes = [_regex(pattern) for pattern in only]
+    found = [name for name in names if not only or any(regex.fullmatch(name) for regex in regexes)]
+    if not found:
+        return
+    shown = ", ".join(map(repr, found[:_NAMES_SHOWN]))
+    if len(found) > _NAMES_SHOWN:
+        shown += f" and {len(found) - _NAMES_SHOWN:,} more"
+    raise UsageError(
+        f"tensors alone are exported and imported, and these are none: {shown}",
+        advice="Choose tensors by their names, such as only=['model.*'].",
+    )
 
 
 def rules_of(texts: Iterable[str]) -> dict[str, str]:

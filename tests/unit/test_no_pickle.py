@@ -53,8 +53,8 @@ def test_no_module_calls_what_unpickles() -> None:
 def test_nothing_is_unpickled_while_checkpoints_are_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Save, load, slices, copy, verify, list and the files that fsspec shows: with everything that
-    unpickles out of order."""
+    """Save, load, slices, copy, verify, list, compare, export, import and the files that fsspec shows:
+    with everything that unpickles out of order."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("something is unpickled")
@@ -89,3 +89,8 @@ def test_nothing_is_unpickled_while_checkpoints_are_used(
     view = HoldfastFileSystem(str(tmp_path / "b"))
     assert all(view.cat_file(name) for name in view.find(""))
     assert len(holdfast.list_checkpoints(tmp_path)) == 2
+    torch.save({"w": torch.ones(3)}, tmp_path / "c.pt")
+    holdfast.import_(tmp_path / "c.pt", tmp_path / "c")
+    holdfast.export(tmp_path / "c", tmp_path / "d")
+    holdfast.import_(tmp_path / "d", tmp_path / "e")
+    assert holdfast.diff(tmp_path / "c", tmp_path / "e").equal

@@ -106,7 +106,7 @@ def test_names_are_chosen_and_changed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("only", "rename", "message"),
     [
-        ((), {}, r"tensors alone, and these are none: 'step', 'optim\.lr'"),
+        ((), {}, r"and these are none: 'step', 'optim\.lr'"),
         (("*lr", "model.*"), {}, "no tensor has a name like '\\*lr'"),
         (("*l*",), {}, r"these are none: 'optim\.lr'"),
         (("modle.*",), {}, "no tensor has a name like 'modle"),

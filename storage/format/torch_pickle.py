@@ -1,0 +1,414 @@
+"""Reads the pickle in a file of ``torch.save`` as data: which tensors there are, under which keys, and
+where their elements lie.
+
+Nothing is unpickled. The opcodes that torch writes for dicts, lists, tuples, small values and tensors
+are read one by one, and what they describe is built of the types in this module. A name of a function
+or class stays a name: the few that stand for tensors and dicts are known here, and any other is
+refused before anything is made of it. Nothing that is named is ever looked up, imported or called.
+
+Scope: what ``torch.load(weights_only=True)`` reads of plain tensors. No sparse or quantized tensors.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+__all__ = ["StoredTensor", "leaves", "read_pickle"]
+
+_DTYPES = {
+    "FloatStorage": ("float32", 4), "DoubleStorage": ("float64", 8), "HalfStorage": ("float16", 2),
+    "BFloat16Storage": ("bfloat16", 2), "LongStorage": ("int64", 8), "IntStorage": ("int32", 4),
+    "ShortStorage": ("int16", 2), "CharStorage": ("int8", 1), "ByteStorage": ("uint8", 1), "BoolStorage": ("bool", 1),
+    "ComplexFloatStorage": ("complex64", 8),
+}  # fmt: skip
+_NEW_DTYPES = {
+    "uint16": 2, "uint32": 4, "uint64": 8, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    **dict(_DTYPES.values()),
+}  # fmt: skip
+_NODES_MAX = 2_000_000
+_DEPTH_MAX = 200
+
+Value = object
+
+
+@dataclass(frozen=True, slots=True)
+class _Name:
+    """A global of the pickle."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    """What a tensor's elements are part of. ``dtype`` is None where bytes are stored."""
+
+    key: str
+    dtype: tuple[str, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor: elements of the record ``storage``, from element ``offset`` on. ``dtype`` is torch's
+    name of it."""
+
+    storage: str
+    dtype: str
+    itemsize: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its elements are one run, in row-major order."""
+        expected = 1
+        if 0 in self.shape:
+            return True
+        for length, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if length != 1 and stride != expected:
+                return False
+            expected *= length
+        return True
+
+
+_MARK = object()
+
+
+def read_pickle(data: bytes) -> Value:
+    """What the pickle describes: dicts, lists and tuples of tensors and small values. Raises
+    ValueError for anything else; where it names what is not known, the message says what."""
+    try:
+        return _Machine(data).run()
+    except (IndexError, KeyError, TypeError, struct.error, RecursionError) as error:
+        raise ValueError(f"the pickle is malformed: {error!r}") from error
+
+
+class _Machine:
+    """The stack machine of pickles, without the opcodes that could do anything."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._at = 0
+        self._stack: list[Value] = []
+        self._memo: dict[int, Value] = {}
+
+    def run(self) -> Value:
+        """All opcodes, up to the one that ends it."""
+        while True:
+            code = self._take(1)
+            if code == b".":
+                return self._stack.pop()
+            handler = _OPCODES.get(code)
+            if handler is None:
+                raise ValueError(
+                    f"the pickle has the opcode {code!r}, which files of tensors have not"
+                )
+            handler(self)
+
+    def _take(self, nbytes: int) -> bytes:
+        taken = self._data[self._at : self._at + nbytes]
+        if len(taken) != nbytes:
+            raise ValueError("the pickle ends in the middle")
+        self._at += nbytes
+        return taken
+
+    def _unpack(self, form: str) -> int:
+        (number,) = struct.unpack(form, self._take(struct.calcsize(form)))
+        return int(number)
+
+    def _line(self) -> str:
+        end = self._data.index(b"\n", self._at)
+        return self._take(end + 1 - self._at)[:-1].decode()
+
+    def _push(self, value: Value) -> None:
+        self._stack.append(value)
+
+    def _to_mark(self) -> list[Value]:
+        """What lies above the topmost mark; both are removed."""
+        for at in range(len(self._stack) - 1, -1, -1):
+            if self._stack[at] is _MARK:
+                items = self._stack[at + 1 :]
+                del self._stack[at:]
+                return items
+        raise ValueError("the pickle has no mark")
+
+    def proto(self) -> None:
+        """Any protocol: opcodes say what they mean."""
+        self._take(1)
+
+    def frame(self) -> None:
+        """How much follows, which does not matter."""
+        self._take(8)
+
+    def mark(self) -> None:
+        """The beginning of some items."""
+        self._push(_MARK)
+
+    def text(self, form: str) -> None:
+        """A str, with its size before it."""
+        self._push(self._take(self._unpack(form)).decode("utf-8", "surrogatepass"))
+
+    def raw(self, form: str) -> None:
+        """Bytes, with their size before them."""
+        self._push(self._take(self._unpack(form)))
+
+    def number(self, form: str) -> None:
+        """An int."""
+        self._push(self._unpack(form))
+
+    def long(self) -> None:
+        """A long int."""
+        self._push(int.from_bytes(self._take(self._unpack("<B")), "little", signed=True))
+
+    def decimal(self) -> None:
+        """A float."""
+        (number,) = struct.unpack(">d", self._take(8))
+        self._push(number)
+
+    def put(self, form: str) -> None:
+        """Keep the topmost value under a number."""
+        self._memo[self._unpack(form)] = self._stack[-1]
+
+    def memoize(self) -> None:
+        """Keep it under the next number."""
+        self._memo[len(self._memo)] = self._stack[-1]
+
+    def get(self, form: str) -> None:
+        """A value that was kept."""
+        self._push(self._memo[self._unpack(form)])
+
+    def name(self) -> None:
+        """A global, by the name of its module and its own."""
+        self._push(_known(f"{self._line()}.{self._line()}"))
+
+    def stacked_name(self) -> None:
+        """The same, of two values."""
+        name = self._stack.pop()
+        module = self._stack.pop()
+        self._push(_known(f"{module}.{name}"))
+
+    def tuple_of(self, count: int) -> None:
+        """The topmost values as a tuple."""
+        items = self._stack[len(self._stack) - count :]
+        if len(items) != count or _MARK in items:
+            raise ValueError("the pickle has too few values for a tuple")
+        del self._stack[len(self._stack) - count :]
+        self._push(tuple(items))
+
+    def tuple(self) -> None:
+        """Items as a tuple."""
+        self._push(tuple(self._to_mark()))
+
+    def append(self) -> None:
+        """One more item of a list."""
+        item = self._stack.pop()
+        _list_of(self._stack[-1]).append(item)
+
+    def appends(self) -> None:
+        """More items of a list."""
+        items = self._to_mark()
+        _list_of(self._stack[-1]).extend(items)
+
+    def set_item(self) -> None:
+        """One more item of a dict."""
+        value = self._stack.pop()
+        key = self._stack.pop()
+        _set_items(self._stack[-1], [key, value])
+
+    def set_items(self) -> None:
+        """More items of a dict."""
+        items = self._to_mark()
+        _set_items(self._stack[-1], items)
+
+    def persistent(self) -> None:
+        """A storage, by what torch says of it."""
+        self._push(_storage_of(self._stack.pop()))
+
+    def reduce(self) -> None:
+        """What a known function would make of its arguments."""
+        arguments = self._stack.pop()
+        function = self._stack.pop()
+        if not isinstance(function, _Name) or not isinstance(arguments, tuple):
+            raise ValueError("the pickle calls what is no function")
+        self._push(_MAKERS[function.text](*arguments))
+
+    def build(self) -> None:
+        """Attributes. Those of a dict, such as the versions in a module's state, are left out."""
+        self._stack.pop()
+        if not isinstance(self._stack[-1], dict):
+            raise ValueError("the pickle sets attributes of what is no dict")
+
+
+_Handler = Callable[[_Machine], None]
+_OPCODES: dict[bytes, _Handler] = {
+    b"\x80": _Machine.proto,
+    b"\x95": _Machine.frame,
+    b"(": _Machine.mark,
+    b"X": lambda m: m.text("<I"),
+    b"\x8c": lambda m: m.text("<B"),
+    b"U": lambda m: m.text("<B"),
+    b"T": lambda m: m.text("<i"),
+    b"C": lambda m: m.raw("<B"),
+    b"B": lambda m: m.raw("<I"),
+    b"J": lambda m: m.number("<i"),
+    b"K": lambda m: m.number("<B"),
+    b"M": lambda m: m.number("<H"),
+    b"\x8a": _Machine.long,
+    b"G": _Machine.decimal,
+    b"N": lambda m: m._push(None),
+    b"\x88": lambda m: m._push(True),
+    b"\x89": lambda m: m._push(False),
+    b"}": lambda m: m._push({}),
+    b"]": lambda m: m._push([]),
+    b")": lambda m: m._push(()),
+    b"q": lambda m: m.put("<B"),
+    b"r": lambda m: m.put("<I"),
+    b"\x94": _Machine.memoize,
+    b"h": lambda m: m.get("<B"),
+    b"j": lambda m: m.get("<I"),
+    b"c": _Machine.name,
+    b"\x93": _Machine.stacked_name,
+    b"\x85": lambda m: m.tuple_of(1),
+    b"\x86": lambda m: m.tuple_of(2),
+    b"\x87": lambda m: m.tuple_of(3),
+    b"t": _Machine.tuple,
+    b"a": _Machine.append,
+    b"e": _Machine.appends,
+    b"s": _Machine.set_item,
+    b"u": _Machine.set_items,
+    b"Q": _Machine.persistent,
+    b"R": _Machine.reduce,
+    b"b": _Machine.build,
+}
+
+
+def _known(text: str) -> _Name:
+    module, _, name = text.rpartition(".")
+    is_storage = (module == "torch" and name in _DTYPES) or text == "torch.storage.UntypedStorage"
+    is_dtype = module == "torch" and name in _NEW_DTYPES
+    if not (text in _MAKERS or is_storage or is_dtype):
+        raise ValueError(f"the pickle names {text}, which files of plain tensors do not need")
+    return _Name(text)
+
+
+def _list_of(value: Value) -> list[Value]:
+    if not isinstance(value, list):
+        raise ValueError("the pickle appends to what is no list")
+    return value
+
+
+def _set_items(container: Value, items: list[Value]) -> None:
+    if not isinstance(container, dict) or len(items) % 2:
+        raise ValueError("the pickle sets items of what is no dict")
+    for key, value in zip(items[::2], items[1::2], strict=True):
+        if not isinstance(key, str | int):
+            raise ValueError(f"a dict has a key of type {type(key).__name__}")
+        container[key] = value
+
+
+def _storage_of(identity: Value) -> _Storage:
+    if not isinstance(identity, tuple) or len(identity) != 5 or identity[0] != "storage":
+        raise ValueError("the pickle names a storage in an unknown way")
+    _, kind, key, _location, _numel = identity
+    if not isinstance(kind, _Name) or not isinstance(key, str):
+        raise ValueError("the pickle names a storage in an unknown way")
+    return _Storage(key, _DTYPES.get(kind.text.rpartition(".")[2]))
+
+
+def _tensor(
+    storage: Value, offset: Value, shape: Value, strides: Value, *rest: Value
+) -> StoredTensor:
+    if not isinstance(storage, _Storage) or storage.dtype is None:
+        raise ValueError("a tensor has a storage of no known dtype")
+    return _made(storage, storage.dtype, offset, (shape, strides))
+
+
+def _tensor_of_dtype(
+    storage: Value,
+    offset: Value,
+    shape: Value,
+    strides: Value,
+    grad: Value,
+    hooks: Value,
+    dtype: Value,
+) -> StoredTensor:
+    name = dtype.text.removeprefix("torch.") if isinstance(dtype, _Name) else ""
+    if not isinstance(storage, _Storage) or name not in _NEW_DTYPES:
+        raise ValueError("a tensor is of no known dtype")
+    return _made(storage, (name, _NEW_DTYPES[name]), offset, (shape, strides))
+
+
+def _made(
+    storage: _Storage, dtype: tuple[str, int], offset: Value, form: tuple[Value, Value]
+) -> StoredTensor:
+    shape = _counts(form[0])
+    strides = _counts(form[1])
+    (first,) = _counts((offset,))
+    if len(shape) != len(strides) or len(shape) > _DEPTH_MAX:
+        raise ValueError("a tensor has a shape that is none")
+    return StoredTensor(storage.key, *dtype, first, shape, strides)
+
+
+def _counts(value: Value) -> tuple[int, ...]:
+    if not isinstance(value, tuple):
+        raise ValueError("a tensor has a shape that is none")
+    for number in value:
+        if type(number) is not int or not 0 <= number < 1 << 62:
+            raise ValueError("a tensor has a shape that is none")
+    return value
+
+
+def _parameter(data: Value, *rest: Value) -> Value:
+    if not isinstance(data, StoredTensor):
+        raise ValueError("a parameter is no tensor")
+    return data
+
+
+def _dict(*arguments: Value) -> dict[Value, Value]:
+    if arguments:
+        raise ValueError("a dict is made of arguments")
+    return {}
+
+
+def _size(items: Value = ()) -> Value:
+    return _counts(items)
+
+
+def _bytes(text: Value, encoding: Value) -> bytes:
+    """How bytes are written where opcodes have none."""
+    if not isinstance(text, str) or encoding != "latin1":
+        raise ValueError("bytes are written in an unknown way")
+    return text.encode("latin1")
+
+
+_MAKERS: dict[str, Callable[..., Value]] = {
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor_of_dtype,
+    "torch._utils._rebuild_parameter": _parameter,
+    "collections.OrderedDict": _dict,
+    "torch.Size": _size,
+    "_codecs.encode": _bytes,
+}
+
+
+def leaves(value: Value) -> Iterator[tuple[str, Value]]:
+    """Everything in nested dicts, lists and tuples that is none of these: its path, as keys joined by
+    dots, and itself. Raises ValueError for what contains itself, or is larger than any file of
+    tensors."""
+    pending: list[tuple[tuple[str, ...], Value]] = [((), value)]
+    count = 0
+    while pending:
+        path, node = pending.pop()
+        count += 1
+        if count > _NODES_MAX or len(path) > _DEPTH_MAX:
+            raise ValueError("the pickle contains itself, or far too much")
+        if isinstance(node, dict):
+            items = [(str(key), item) for key, item in node.items()]
+        elif isinstance(node, list | tuple):
+            items = [(str(i), item) for i, item in enumerate(node)]
+        else:
+            yield ".".join(path), node
+            continue
+        pending += [((*path, key), item) for key, item in reversed(items)]

@@ -1,0 +1,287 @@
+"""Importing files of ``torch.save``: the tensors that torch loads, bit for bit, and nothing that a
+pickle asks for."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.bits import difference, fresh_uri, random_bits
+
+import holdfast
+from holdfast.drivers.memory import MemoryDriver
+from holdfast.storage.format.torch_pickle import StoredTensor, leaves, read_pickle
+
+DTYPES = [
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
+    torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.complex64,
+]  # fmt: skip
+
+
+def imported(source: Path, **options: Any) -> Any:
+    """The state of the checkpoint that is made of a file."""
+    uri = fresh_uri()
+    holdfast.import_(source, uri, **options)
+    with holdfast.open(uri) as c:
+        assert c.verify().ok
+    return holdfast.load(uri)
+
+
+def test_what_torch_loads_is_imported(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Every dtype, scalars, tensors without elements, and parameters; nested, by their paths."""
+    flat = {str(dtype): random_bits(rng, dtype, (51, 17)) for dtype in DTYPES}
+    state = {
+        "flat": flat,
+        "module": torch.nn.Linear(30, 30).state_dict(),
+        "parameter": torch.nn.Parameter(torch.ones(3)),
+        "list": [torch.tensor(3.5), (torch.empty(0, 3),)],
+        7: {},
+    }
+    torch.save(state, tmp_path / "a.pt")
+    loaded = torch.load(tmp_path / "a.pt", weights_only=True)
+    expected = {f"flat.{name}": tensor for name, tensor in loaded["flat"].items()}
+    expected |= {f"module.{name}": tensor for name, tensor in loaded["module"].items()}
+    expected |= {"parameter": loaded["parameter"].data}
+    expected |= {"list.0": loaded["list"][0], "list.1.0": loaded["list"][1][0]}
+    assert difference(expected, imported(tmp_path / "a.pt")) is None
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_every_protocol_is_read(tmp_path: Path, protocol: int) -> None:
+    """Values of all kinds are passed over, if only tensors are chosen."""
+    state = {
+        "w": torch.ones(3),
+        "v": [1, -1, 300, 70_000, 1 << 40, -(1 << 70), 0.5, "é", b"\xff", None, True],
+    }
+    torch.save(state, tmp_path / "a.pth", pickle_protocol=protocol)
+    assert difference({"w": torch.ones(3)}, imported(tmp_path / "a.pth", only=["w"])) is None
+    with pytest.raises(holdfast.UsageError, match=r"these are none: 'v\.0', 'v\.1'"):
+        imported(tmp_path / "a.pth")
+
+
+def test_tensors_that_share_memory(tmp_path: Path) -> None:
+    """Equal ones are tied; parts of one storage are tensors of their own."""
+    tensor = torch.arange(1000.0).reshape(10, 100)
+    torch.save(
+        {"a": tensor, "b": tensor, "c": tensor[2:5], "d": tensor.view(-1)}, tmp_path / "a.bin"
+    )
+    uri = fresh_uri()
+    holdfast.import_(tmp_path / "a.bin", uri)
+    with holdfast.open(uri) as c:
+        assert {name: t.alias_of for name, t in c.tensors.items()} == {
+            "a": None, "b": "a", "c": None, "d": None
+        }  # fmt: skip
+    expected = {"a": tensor, "b": tensor, "c": tensor[2:5], "d": tensor.view(-1)}
+    assert difference(expected, holdfast.load(uri)) is None
+
+
+def test_more_records_than_the_end_of_the_file_tells(tmp_path: Path) -> None:
+    """A directory that is longer than what is read at first."""
+    state = {f"layers.{i}.a-rather-long-name": torch.full((1,), float(i)) for i in range(9000)}
+    torch.save(state, tmp_path / "a.pt")
+    assert difference(state, imported(tmp_path / "a.pt")) is None
+
+
+def with_pickle(path: Path, data: bytes) -> Path:
+    """A file of torch.save, with another pickle in it."""
+    torch.save({"w": torch.ones(3)}, path)
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in records.items():
+            archive.writestr(name, data if name.endswith("data.pkl") else content)
+    return path
+
+
+class Canary:
+    """Pickled as a call that leaves a trace."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, (f"touch {self.trace}",)
+
+
+def hostile_pickles(trace: Path) -> dict[str, bytes]:
+    """Pickles that do something where they are unpickled, or take what there is."""
+    command = f"touch {trace}".encode()
+    short = b"\x8c" + bytes([len(command)]) + command
+    laughs = b"\x80\x02]q\x00" + b"".join(
+        b"]q" + bytes([i + 1]) + b"(" + b"h" + bytes([i]) + b"h" + bytes([i]) + b"e"
+        for i in range(200)
+    )
+    return {
+        "posix.system": pickle.dumps({"w": Canary(trace)}, 2),
+        "builtins.eval": b"\x80\x02cbuiltins\neval\n(X\x04\x00\x00\x001+1*tR.",
+        "stacked": b"\x80\x04\x8c\x05posix\x8c\x06system\x93" + short + b"\x85R.",
+        "opcode b'i'": b"(" + short + b"iposix\nsystem\n.",
+        "opcode b'o'": b"\x80\x02(" + short + short + b"o.",
+        "opcode b'\\\\x81'": b"\x80\x02)" + b"\x81.",
+        "opcode b'\\\\x82'": b"\x80\x02\x82\x01.",
+        "torch.load": b"\x80\x02ctorch\nload\n" + short + b"\x85R.",
+        "no function": b"\x80\x02" + short + short + b"\x85R.",
+        "names torch._utils": b"\x80\x02ctorch._utils\n_rebuild_sparse_tensor\n.",
+        "in an unknown way": b"\x80\x02" + short + b"Q.",
+        "no dict": b"\x80\x02ctorch\nFloatStorage\n}b.",
+        "contains itself": b"\x80\x02}q\x00X\x01\x00\x00\x00ah\x00s.",
+        "far too much": laughs + b".",
+        "in the middle": b"\x80\x02X\xff\xff\xff\xff.",
+        "no mark": b"\x80\x02t.",
+        "key of type tuple": b"\x80\x02})K\x01s.",
+    }
+
+
+@pytest.mark.parametrize("what", list(hostile_pickles(Path("x"))))
+def test_a_pickle_that_asks_for_anything_is_refused(tmp_path: Path, what: str) -> None:
+    """By the name of what it asks for; nothing runs, and nothing is made."""
+    trace = tmp_path / "trace"
+    file = with_pickle(tmp_path / "a.pt", hostile_pickles(trace)[what])
+    uri = fresh_uri()
+    message = {"stacked": "posix.system"}.get(what, what)
+    with pytest.raises(holdfast.UnsupportedFormatError, match=message):
+        holdfast.import_(file, uri)
+    assert not trace.exists()
+    assert not MemoryDriver(uri.removeprefix("memory://"))._objects
+
+
+def test_the_traces_would_be_seen(tmp_path: Path) -> None:
+    """If one were unpickled."""
+    pickle.loads(hostile_pickles(tmp_path / "trace")["posix.system"])
+    assert (tmp_path / "trace").exists()
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (torch.nn.Linear(2, 2), "names torch.nn.modules.linear.Linear"),
+        (torch.eye(3).to_sparse(), "_rebuild_sparse_tensor"),
+        ({"t": torch.ones(2, 3).t()}, "tensor 't' is not contiguous"),
+        ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, "one path"),
+        ({(1, 2): torch.ones(1)}, "a key of type tuple"),
+        ({"z": torch.ones(1, dtype=torch.complex128)}, "torch.ComplexDoubleStorage"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_no_plain_tensor_is_refused_by_name(
+    tmp_path: Path, state: Any, message: str
+) -> None:
+    """Before anything is made."""
+    torch.save(state, tmp_path / "a.pt")
+    with pytest.raises(holdfast.UnsupportedFormatError, match=message):
+        holdfast.import_(tmp_path / "a.pt", fresh_uri())
+
+
+def test_the_format_before_1_6_is_refused(tmp_path: Path) -> None:
+    """It is a pickle without a zip file; so is anything else with such a name."""
+    torch.save({"w": torch.ones(1)}, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
+    (tmp_path / "b.pt").write_bytes(b"")
+    for name in ("a.pt", "b.pt"):
+        with pytest.raises(holdfast.UnsupportedFormatError, match=r"since version 1\.6"):
+            holdfast.import_(tmp_path / name, fresh_uri())
+
+
+def test_a_file_that_was_cut_is_damage(tmp_path: Path) -> None:
+    """Its directory is at the end."""
+    torch.save({"w": torch.ones(1000)}, tmp_path / "a.pt")
+    data = (tmp_path / "a.pt").read_bytes()
+    for nbytes in (5, 1000, len(data) - 1):
+        (tmp_path / "a.pt").write_bytes(data[:nbytes])
+        with pytest.raises(holdfast.DamagedError, match="no whole zip file"):
+            holdfast.import_(tmp_path / "a.pt", fresh_uri())
+
+
+def test_a_record_that_is_not_what_the_tensor_needs_is_damage(tmp_path: Path) -> None:
+    """Compressed, too short, or missing."""
+    file = tmp_path / "a.pt"
+    cases: list[tuple[str, Callable[[zipfile.ZipFile, str, bytes], None]]] = [
+        ("not stored as it is", lambda z, n, d: z.writestr(n, d, zipfile.ZIP_DEFLATED)),
+        ("larger than its record", lambda z, n, d: z.writestr(n, d[:-1])),
+        ("no record 'data/0'", lambda z, n, d: None),
+    ]
+    for message, write in cases:
+        torch.save({"w": torch.ones(1000)}, file)
+        with zipfile.ZipFile(file) as archive:
+            records = {name: archive.read(name) for name in archive.namelist()}
+        with zipfile.ZipFile(file, "w") as archive:
+            for name, data in records.items():
+                if name.endswith("data/0"):
+                    write(archive, name, data)
+                else:
+                    archive.writestr(name, data)
+        with pytest.raises(holdfast.DamagedError, match=message):
+            holdfast.import_(file, fresh_uri())
+
+
+def small_file() -> bytes:
+    """A file of torch.save."""
+    into = io.BytesIO()
+    torch.save({"w": torch.ones(4), "l": [torch.zeros(2, dtype=torch.int8)], "n": 1}, into)
+    return into.getvalue()
+
+
+SMALL = small_file()
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.lists(st.tuples(st.integers(0, len(SMALL) - 1), st.integers(0, 255)), min_size=1, max_size=4)
+)
+def test_any_damage_ends_well(tmp_path: Path, changes: list[tuple[int, int]]) -> None:
+    """In one of our errors, or with a checkpoint."""
+    data = bytearray(SMALL)
+    for at, byte in changes:
+        data[at] = byte
+    (tmp_path / "a.pt").write_bytes(data)
+    try:
+        imported(tmp_path / "a.pt")
+    except holdfast.HoldfastError:
+        pass
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=60), st.integers(0, 200))
+def test_any_pickle_is_read_or_refused(tail: bytes, keep: int) -> None:
+    """Without any other error, and without any other type in what is read."""
+    with zipfile.ZipFile(io.BytesIO(SMALL)) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("data.pkl"))
+        data = archive.read(name)
+    try:
+        found = list(leaves(read_pickle(data[:keep] + tail)))
+    except ValueError:
+        return
+    known = (StoredTensor, str, int, float, bytes, bool, type(None))
+    for _, value in found:
+        assert isinstance(value, known) or type(value).__module__.endswith("torch_pickle")
+
+
+def test_a_length_is_no_reason_to_take_memory(tmp_path: Path) -> None:
+    """A tensor may claim any shape; it must be in the file."""
+    key, kind = b"\x8c\x010", b"ctorch\nFloatStorage\n"
+    storage = b"(\x8c\x07storage" + kind + key + b"\x8c\x03cpuK\x01tQ"
+    huge = b"\x8a\x07" + struct.pack("<Q", 1 << 50)[:7]
+    tensor = (
+        b"ctorch._utils\n_rebuild_tensor_v2\n("
+        + storage
+        + b"K\x00"
+        + huge
+        + b"\x85K\x01\x85\x89Nt"
+        + b"R"
+    )
+    file = with_pickle(tmp_path / "a.pt", b"\x80\x02}\x8c\x01w" + tensor + b"s.")
+    with pytest.raises(holdfast.DamagedError, match="larger than its record"):
+        holdfast.import_(file, fresh_uri())
