@@ -190,11 +190,17 @@ def _add_export(commands: Parsers) -> None:
     parser = _command(
         commands,
         export,
-        "write the tensors of a checkpoint as a Hugging Face model, in safetensors files",
+        "write the tensors of a checkpoint as a Hugging Face model, or as a file of torch.save",
         "A * in a pattern stands for any text; patterns match whole names.",
     )
     parser.add_argument("uri", metavar="CKPT", help="a checkpoint")
-    parser.add_argument("dest", metavar="DEST", help="the URI of a folder")
+    parser.add_argument("dest", metavar="DEST", help="the URI of a folder; with torch, of a file")
+    parser.add_argument(
+        "--format",
+        choices=("hf", "torch"),
+        default="hf",
+        help="safetensors files as Hugging Face has them (default), or a file of torch.save",
+    )
     parser.add_argument(
         "--dtype", metavar="DTYPE", help="convert floating-point tensors: bf16, fp16, fp32, fp64"
     )

@@ -1,11 +1,12 @@
-"""``holdfast export``: the tensors of a checkpoint, for programs that read safetensors files."""
+"""``holdfast export``: the tensors of a checkpoint, for programs that read safetensors files, or files
+of ``torch.save``."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 
 from ..core.units import size_text
-from ..storage.operations.export import ExportReport, export
+from ..storage.operations.export import ExportReport, Format, export
 from ..storage.operations.selection import rules_of
 from .commands import print_json
 from .progress import progress_bar
@@ -18,6 +19,7 @@ def run(
     uri: str,
     dest: str,
     *,
+    format: Format,
     dtype: str | None,
     only: list[str],
     rename: list[str],
@@ -31,6 +33,7 @@ def run(
         report = export(
             uri,
             dest,
+            format=format,
             only=only,
             rename=rules,
             dtype=dtype,
@@ -47,7 +50,7 @@ def run(
 
 def _lines(report: ExportReport) -> list[str]:
     tied = [
-        f"{printable(name)} is tied to {printable(first)}, and written once"
+        f"{printable(name)} is tied to {printable(first)}, whose bytes are written once"
         for name, first in report.tied.items()
     ]
     rate = report.nbytes / report.seconds / 1e9

@@ -23,16 +23,12 @@ _MODEL_FILE = re.compile(r"model(-[0-9]{5,}-of-[0-9]{5,})?\.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class ModelTensor:
-    """A whole tensor. ``dtype`` is torch's name of it, one of ``safetensors.DTYPES``."""
+    """A whole tensor. ``dtype`` is torch's name of it."""
 
     name: str
     dtype: str
+    itemsize: int
     shape: tuple[int, ...]
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes per element."""
-        return safetensors.ITEMSIZES[safetensors.DTYPES[self.dtype]]
 
     @property
     def nbytes(self) -> int:
@@ -42,16 +38,25 @@ class ModelTensor:
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """A file: its first bytes, and then the bytes of ``tensors``, one behind the other."""
+    """A file, as pieces one behind the other: bytes as they are, and the bytes of tensors."""
 
     key: str
-    header: bytes
-    tensors: tuple[ModelTensor, ...]
+    pieces: tuple[bytes | ModelTensor, ...]
+
+    @property
+    def tensors(self) -> tuple[ModelTensor, ...]:
+        """Those of its pieces that are tensors."""
+        return tuple(piece for piece in self.pieces if isinstance(piece, ModelTensor))
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each piece."""
+        return [len(piece) if isinstance(piece, bytes) else piece.nbytes for piece in self.pieces]
 
     @property
     def nbytes(self) -> int:
         """Its size."""
-        return len(self.header) + sum(tensor.nbytes for tensor in self.tensors)
+        return sum(self.sizes)
 
 
 def is_model_file(key: str) -> bool:
@@ -62,7 +67,7 @@ def is_model_file(key: str) -> bool:
 def model_files(
     tensors: Sequence[ModelTensor], file_nbytes: int, metadata: Mapping[str, str]
 ) -> list[ModelFile]:
-    """The files that hold ``tensors``, in their order, each with at most ``file_nbytes`` of them
+    """The files that hold ``tensors``, of dtypes in ``safetensors.DTYPES``, in their order, each with at most ``file_nbytes`` of them
     unless a single one is larger.
 
     Headers are whole pages, and in each file tensors come in descending order of their itemsize. So
@@ -79,7 +84,7 @@ def model_files(
         header = _header(ordered, metadata)
         if len(header) - safetensors.LENGTH_NBYTES > safetensors.HEADER_NBYTES_MAX:
             raise ValueError(f"{len(ordered):,} tensors are too many for one file")
-        files.append(ModelFile(key, header, tuple(ordered)))
+        files.append(ModelFile(key, (header, *ordered)))
     return files
 
 

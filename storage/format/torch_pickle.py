@@ -15,18 +15,20 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-__all__ = ["StoredTensor", "leaves", "read_pickle"]
+__all__ = ["NEW_DTYPES", "STORAGES", "StoredTensor", "leaves", "read_pickle"]
 
-_DTYPES = {
+STORAGES = {
     "FloatStorage": ("float32", 4), "DoubleStorage": ("float64", 8), "HalfStorage": ("float16", 2),
     "BFloat16Storage": ("bfloat16", 2), "LongStorage": ("int64", 8), "IntStorage": ("int32", 4),
     "ShortStorage": ("int16", 2), "CharStorage": ("int8", 1), "ByteStorage": ("uint8", 1), "BoolStorage": ("bool", 1),
     "ComplexFloatStorage": ("complex64", 8),
 }  # fmt: skip
-_NEW_DTYPES = {
+"""Per name of a class of storages, the dtype of its elements and their size."""
+NEW_DTYPES = {
     "uint16": 2, "uint32": 4, "uint64": 8, "float8_e4m3fn": 1, "float8_e5m2": 1,
-    **dict(_DTYPES.values()),
+    **dict(STORAGES.values()),
 }  # fmt: skip
+"""Per dtype that a tensor may name, the size of its elements."""
 _NODES_MAX = 2_000_000
 _DEPTH_MAX = 200
 
@@ -286,8 +288,8 @@ _OPCODES: dict[bytes, _Handler] = {
 
 def _known(text: str) -> _Name:
     module, _, name = text.rpartition(".")
-    is_storage = (module == "torch" and name in _DTYPES) or text == "torch.storage.UntypedStorage"
-    is_dtype = module == "torch" and name in _NEW_DTYPES
+    is_storage = (module == "torch" and name in STORAGES) or text == "torch.storage.UntypedStorage"
+    is_dtype = module == "torch" and name in NEW_DTYPES
     if not (text in _MAKERS or is_storage or is_dtype):
         raise ValueError(f"the pickle names {text}, which files of plain tensors do not need")
     return _Name(text)
@@ -314,7 +316,7 @@ def _storage_of(identity: Value) -> _Storage:
     _, kind, key, _location, _numel = identity
     if not isinstance(kind, _Name) or not isinstance(key, str):
         raise ValueError("the pickle names a storage in an unknown way")
-    return _Storage(key, _DTYPES.get(kind.text.rpartition(".")[2]))
+    return _Storage(key, STORAGES.get(kind.text.rpartition(".")[2]))
 
 
 def _tensor(
@@ -335,9 +337,9 @@ def _tensor_of_dtype(
     dtype: Value,
 ) -> StoredTensor:
     name = dtype.text.removeprefix("torch.") if isinstance(dtype, _Name) else ""
-    if not isinstance(storage, _Storage) or name not in _NEW_DTYPES:
+    if not isinstance(storage, _Storage) or name not in NEW_DTYPES:
         raise ValueError("a tensor is of no known dtype")
-    return _made(storage, (name, _NEW_DTYPES[name]), offset, (shape, strides))
+    return _made(storage, (name, NEW_DTYPES[name]), offset, (shape, strides))
 
 
 def _made(

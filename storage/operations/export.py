@@ -1,5 +1,5 @@
-"""Writes the tensors of a checkpoint as a model of Hugging Face's: whole tensors in safetensors files,
-in any storage.
+"""Writes the tensors of a checkpoint as a model of Hugging Face's (whole tensors in safetensors files),
+or as a file of ``torch.save``, in any storage.
 
 Files are written in windows, each of which is read and verified, converted if that is asked for, and
 written, while others are under way; so a tensor need not fit in memory. A file is visible when it is
@@ -13,13 +13,14 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from ...core import safetensors
 from ...core.aio import at_most
 from ...drivers.contract import Driver
-from ...errors import ExistsError, StorageError, UsageError
+from ...errors import ExistsError, NotFoundError, StorageError, UsageError
 from ...planner.table import TensorTable
 from ..format.manifest import MANIFEST_KEY
 from ..format.model_folder import (
@@ -30,6 +31,8 @@ from ..format.model_folder import (
     is_model_file,
     model_files,
 )
+from ..format.torch_archive import TORCH_DTYPES, torch_file
+from ..format.torch_pickle import NEW_DTYPES
 from ..format.tree import Tree, dotted
 from ..runtime.engine import run
 from ..runtime.progress import ProgressCallback, ProgressReporter
@@ -50,13 +53,14 @@ _DTYPES = {
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 UriLike = str | os.PathLike[str]
+Format = Literal["hf", "torch"]
+"""What is written: a folder of safetensors files, or one file of ``torch.save``."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """What was written from ``source`` to ``uri``, both redacted. ``tied`` are names of the
-    checkpoint that were not written, because they are tied to others: by new name, the new name of
-    the other."""
+    """What was written from ``source`` to ``uri``, both redacted. ``tied`` are tensors that are
+    tied to others, whose bytes were written once: by new name, the new name of the other."""
 
     source: str
     uri: str
@@ -71,6 +75,7 @@ def export(
     uri: UriLike,
     dest: UriLike,
     *,
+    format: Format = "hf",
     only: Sequence[str] = (),
     rename: Mapping[str, str] | None = None,
     dtype: str | None = None,
@@ -82,13 +87,15 @@ def export(
     progress: ProgressCallback | None = None,
 ) -> ExportReport:
     """Write the tensors of the checkpoint ``uri`` to the folder ``dest``, as a model of Hugging
-    Face's: ``model.safetensors``, or several files of at most ``file_nbytes`` with an index.
+    Face's: ``model.safetensors``, or several files of at most ``file_nbytes`` with an index; or, with
+    ``format="torch"``, to the file ``dest``, as a dict that ``torch.load(weights_only=True)`` reads.
 
     ``only``: patterns of names, such as ``model.*``; none: all tensors. ``rename``: patterns and
     what replaces them, such as ``{"model.*": "*"}``; the first that matches a whole name applies.
     ``dtype``: what floating-point tensors are converted to, such as ``bf16``; other tensors stay as
     they are. Tied tensors are written once, under the name of the first that is chosen; the metadata
-    of the files name the others, as safetensors' ``save_model`` does.
+    of the files name the others, as safetensors' ``save_model`` does. In a file of torch, all names
+    are there, and share their memory.
 
     Every byte is verified when it is read. The index, or the only file, appears last and at once, so
     what an interrupted call leaves is no model; an error removes it. Extra host memory stays within
@@ -96,11 +103,13 @@ def export(
     ``progress(done_nbytes, total_nbytes)`` is called now and then on a thread of its own.
 
     Raises UsageError for patterns that match nothing, names that would be equal, small values among
-    what is chosen, tensors that ranks have for themselves, dtypes that safetensors files do not
-    have, and numbers too large for ``dtype``; ExistsError where a model is at ``dest`` already,
+    what is chosen, tensors that ranks have for themselves, dtypes that such files do not have, and
+    numbers too large for ``dtype``; ExistsError where a model is at ``dest`` already,
     unless ``overwrite``; NotACheckpointError, DamagedError, ReplacedError, StorageError.
     """
     began_s = time.perf_counter()
+    if format not in get_args(Format):
+        raise UsageError(f"{format!r} is no format", advice="Known are hf and torch.")
     if file_nbytes < 1:
         raise UsageError(f"files of {file_nbytes} bytes hold nothing")
     place = Place.of(dest, dest_options)
@@ -108,10 +117,16 @@ def export(
         open_checkpoint(uri, storage_options=uri_options) as checkpoint,
         ProgressReporter(progress) as reporter,
     ):
-        selection = _Selection(checkpoint, only, rename or {}, _dtype_of(dtype))
-        files = _files_of(selection, file_nbytes)
+        known = TORCH_DTYPES if format == "torch" else safetensors.DTYPES
+        selection = _Selection(checkpoint, only, rename or {}, _dtype_of(dtype), known)
+        folder = place
+        if format == "torch":
+            folder, key = place.divided()
+            files = [torch_file(key, [t for t, _ in selection.tensors], selection.tied)]
+        else:
+            files = _files_of(selection, file_nbytes)
         sources = {tensor.name: source for tensor, source in selection.tensors}
-        run(_export(checkpoint, place, files, sources, overwrite, budget_nbytes, reporter))
+        run(_export(checkpoint, folder, files, sources, overwrite, budget_nbytes, reporter))
         return ExportReport(
             checkpoint.uri,
             place.uri.redacted,
@@ -144,10 +159,12 @@ class _Selection:
         only: Sequence[str],
         rules: Mapping[str, str],
         dtype: str | None,
+        known: Collection[str],
     ) -> None:
         m = manifest_of(checkpoint)
         self._table = m.tensors
         self._dtype = dtype
+        self._known = known
         names = chosen(m.tensors.rows, only)
         refuse_values(_names_of_values(m.tree), only)
         _refuse_own(m.tensors, names)
@@ -170,14 +187,17 @@ class _Selection:
         dtype = stored_dtype
         if self._dtype is not None and "float" in stored_dtype:
             dtype = self._dtype
-        if dtype not in safetensors.DTYPES:
+        if dtype not in self._known:
             raise UsageError(
-                f"tensor {t.names[row]!r} is of dtype {dtype}, which safetensors files do not have",
+                f"tensor {t.names[row]!r} is of dtype {dtype}, which such files do not have",
                 advice="Leave it out (only).",
             )
-        convert_to = None if dtype == stored_dtype else dtype
-        tensor = ModelTensor(name, dtype, t.shape_of(row))
-        return tensor, Source(row, (stored_dtype, itemsize), convert_to)
+        convert_to = None
+        if dtype != stored_dtype:
+            convert_to = dtype
+            itemsize = NEW_DTYPES[dtype]
+        tensor = ModelTensor(name, dtype, itemsize, t.shape_of(row))
+        return tensor, Source(row, t.dtypes[t.dtype[row]], convert_to)
 
 
 def _stored_row(tensors: TensorTable, row: int) -> int:
@@ -227,18 +247,34 @@ async def _export(
         reporter.report(done_nbytes, total_nbytes)
 
     async with place.opened() as driver:
-        await _make_room(driver, overwrite)
+        await _make_room(driver, files, overwrite)
+        visible: list[str] = []
         try:
             for file in files:
                 await FileExport(checkpoint, driver, file, sources, budget_nbytes, wrote).run()
+                visible.append(file.key)
             if len(files) > 1:
                 await driver.put(INDEX_KEY, index_text(files))
         except BaseException:
-            await _remove(driver, [file.key for file in files])
+            await _remove(driver, visible)
             raise
 
 
-async def _make_room(driver: Driver, overwrite: bool) -> None:
+async def _make_room(driver: Driver, files: Sequence[ModelFile], overwrite: bool) -> None:
+    if is_model_file(files[0].key):
+        await _empty_folder(driver, overwrite)
+    elif not overwrite:
+        with contextlib.suppress(NotFoundError):
+            await driver.stat(files[0].key)
+            raise ExistsError(
+                "a file is there",
+                uri=driver.uri,
+                key=files[0].key,
+                advice="Export to another one, or replace it (overwrite).",
+            )
+
+
+async def _empty_folder(driver: Driver, overwrite: bool) -> None:
     """Raise ExistsError where there are files that readers would take for parts of this model. With
     ``overwrite`` delete those of an earlier export: first of all the index, without which the others
     are no model."""

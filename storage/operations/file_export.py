@@ -1,4 +1,4 @@
-"""Writes one safetensors file of whole tensors, window by window: read and verified, converted,
+"""Writes one file of whole tensors, window by window: read and verified, converted,
 written, with all stages at work at once."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ...core.units import round_up
 from ...drivers.contract import Driver
 from ...planner.image import CHUNK_NBYTES
 from ...planner.windows import Slice, Window, windows
-from ..format.model_folder import ModelFile
+from ..format.model_folder import ModelFile, ModelTensor
 from ..pipeline.flat_reader import FlatRange
 from ..pipeline.upload import Opening
 from ..runtime.buffers import HostBuffer, host_pool
@@ -67,7 +67,7 @@ class FileExport:
         self._checkpoint = checkpoint
         self._driver = driver
         self._file = file
-        self._sources = [sources[tensor.name] for tensor in file.tensors]
+        self._sources = sources
         self._budget_nbytes = budget_nbytes
         self._wrote = wrote
         self._chunk_nbytes = manifest_of(checkpoint).chunk_nbytes
@@ -79,8 +79,7 @@ class FileExport:
         """Write the file; it is durable and visible on return. After an error there is nothing of
         it."""
         file = self._file
-        sizes = [len(file.header), *(tensor.nbytes for tensor in file.tensors)]
-        cut = list(windows(sizes, self._window_nbytes))
+        cut = list(windows(file.sizes, self._window_nbytes))
         opening = Opening(self._driver.create(file.key, file.nbytes))
 
         async def write(window: Window) -> None:
@@ -111,9 +110,9 @@ class FileExport:
         writes = 1 if traits.part_order == "serial" else traits.concurrency
         job_nbytes = self._window_nbytes + _CHUNKS_READ * self._chunk_nbytes
         ratios = [
-            source.kind[1] / tensor.itemsize
-            for source, tensor in zip(self._sources, self._file.tensors, strict=True)
-            if source.convert_to is not None
+            self._sources[tensor.name].kind[1] / tensor.itemsize
+            for tensor in self._file.tensors
+            if self._sources[tensor.name].convert_to is not None
         ]
         job_nbytes += int(self._window_nbytes * max(ratios, default=0))
         free_nbytes = self._budget_nbytes - traits.upload_nbytes
@@ -128,16 +127,16 @@ class FileExport:
         ranges = []
         for part in window.slices:
             there = into[part.at : part.at + part.nbytes]
-            if part.item == 0:
-                there[:] = np.frombuffer(self._file.header, np.uint8)[part.start : part.stop]
+            piece = self._file.pieces[part.item]
+            if isinstance(piece, bytes):
+                there[:] = np.frombuffer(piece, np.uint8)[part.start : part.stop]
                 continue
-            source = self._sources[part.item - 1]
+            source = self._sources[piece.name]
             start = part.start
             stop = part.stop
             if source.convert_to is not None:
-                itemsize = self._file.tensors[part.item - 1].itemsize
-                start = start // itemsize * source.kind[1]
-                stop = stop // itemsize * source.kind[1]
+                start = start // piece.itemsize * source.kind[1]
+                stop = stop // piece.itemsize * source.kind[1]
                 there = np.empty(stop - start, np.uint8)
                 held.unconverted.append((part, there))
             ranges.append(FlatRange(source.row, start, stop, there))
@@ -152,16 +151,12 @@ class FileExport:
 
         into = np.frombuffer(held.buffer.view, np.uint8)
         for part, elements in held.unconverted:
-            source = self._sources[part.item - 1]
+            tensor = self._file.pieces[part.item]
+            assert isinstance(tensor, ModelTensor)
+            source = self._sources[tensor.name]
             there = into[part.at : part.at + part.nbytes]
             assert source.convert_to is not None
-            convert(
-                elements,
-                source.kind,
-                there,
-                source.convert_to,
-                self._file.tensors[part.item - 1].name,
-            )
+            convert(elements, source.kind, there, source.convert_to, tensor.name)
 
     def _release(self, window: Window) -> None:
         held = self._held.pop(window, None)

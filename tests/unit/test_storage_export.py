@@ -274,7 +274,7 @@ def test_the_command_exports(tmp_path: Path) -> None:
     chosen = ["export", uri, str(tmp_path), "--only", "model.*", "--rename", "model.*=*"]
     out = run(*chosen, "--shard", "1KiB", "--dtype", "bf16", status=0)
     lines = out.splitlines()
-    assert lines[0] == "v is tied to w, and written once"
+    assert lines[0] == "v is tied to w, whose bytes are written once"
     assert lines[1].startswith(f"exported: file://{tmp_path}: 1 tensor in 1 file, 4.20 KiB, 0.")
     assert difference({"w": tensor.bfloat16()}, model_in(tmp_path)) is None
     assert "a model or a checkpoint is there" in run(*chosen, status=2)

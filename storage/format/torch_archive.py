@@ -1,0 +1,187 @@
+"""The layout of a file that ``torch.load(weights_only=True)`` reads: a zip file with a pickle of a dict
+of tensors, and a record of elements for each of them, stored as it is.
+
+The pickle is text of a few opcodes: see :mod:`.torch_pickle`, which reads them. Checksums of records
+are zero, as with ``torch.serialization.set_crc32_options(False)``: torch does not look at them.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+
+from .model_folder import ModelFile, ModelTensor
+from .torch_pickle import NEW_DTYPES, STORAGES
+
+__all__ = ["TORCH_DTYPES", "torch_file"]
+
+TORCH_DTYPES = frozenset(NEW_DTYPES)
+"""Torch's names of the dtypes that can be written."""
+
+_ROOT = "archive"
+_ALIGNMENT = 64
+_STORAGE_OF = {dtype: name for name, (dtype, _) in STORAGES.items()}
+_LOCAL = struct.Struct("<4sHHHHHIIIHH")
+_CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
+_END64 = struct.Struct("<4sQHHIIQQQQ")
+_LOCATOR64 = struct.Struct("<4sIQI")
+_END = struct.Struct("<4sHHHHIIH")
+_NEEDS_64 = 45
+_FULL16 = 0xFFFF
+_FULL32 = 0xFFFF_FFFF
+_FULL32_FROM = _FULL32  # from here on a size or an offset takes 64 bits
+_DATE = (1 << 5) | 1  # the first day of 1980, so that equal tensors make equal files
+_PADDING_ID = 0x4246
+
+
+def torch_file(key: str, tensors: Sequence[ModelTensor], tied: Mapping[str, str]) -> ModelFile:
+    """The file that holds ``tensors``, and under the names in ``tied`` those that they are tied to.
+    Elements begin at multiples of 64."""
+    records = {tensor.name: str(number) for number, tensor in enumerate(tensors)}
+    by_name = {tensor.name: tensor for tensor in tensors}
+    items = [(tensor.name, tensor) for tensor in tensors]
+    items += [(name, by_name[first]) for name, first in tied.items()]
+    archive = _Archive()
+    archive.add("data.pkl", _pickle(items, records))
+    archive.add("byteorder", b"little")
+    for tensor in tensors:
+        archive.add(f"data/{records[tensor.name]}", tensor)
+    archive.add("version", b"3\n")
+    archive.end()
+    return ModelFile(key, tuple(archive.pieces))
+
+
+class _Archive:
+    """The pieces of a zip file, one behind the other."""
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes | ModelTensor] = []
+        self._central: list[bytes] = []
+        self._at = 0
+
+    def add(self, name: str, content: bytes | ModelTensor) -> None:
+        """One more record."""
+        nbytes = len(content) if isinstance(content, bytes) else content.nbytes
+        path = f"{_ROOT}/{name}".encode()
+        self._central.append(_central(path, nbytes, self._at))
+        self._put(_local(path, nbytes, self._at))
+        if nbytes:
+            self._put(content)
+
+    def end(self) -> None:
+        """The directory of all records."""
+        start = self._at
+        self._put(b"".join(self._central))
+        count = len(self._central)
+        directory_nbytes = self._at - start
+        end64 = self._at
+        versions = (_NEEDS_64, _NEEDS_64)
+        ends = _END64.pack(
+            b"PK\x06\x06", _END64.size - 12, *versions, 0, 0, count, count, directory_nbytes, start
+        )
+        ends += _LOCATOR64.pack(b"PK\x06\x07", 0, end64, 1)
+        short = min(count, _FULL16)
+        ends += _END.pack(
+            b"PK\x05\x06",
+            0,
+            0,
+            short,
+            short,
+            min(directory_nbytes, _FULL32),
+            min(start, _FULL32),
+            0,
+        )
+        self._put(ends)
+
+    def _put(self, piece: bytes | ModelTensor) -> None:
+        self.pieces.append(piece)
+        self._at += len(piece) if isinstance(piece, bytes) else piece.nbytes
+
+
+def _local(path: bytes, nbytes: int, at: int) -> bytes:
+    """What stands before a record, such that it begins at a multiple of the alignment."""
+    extra = b""
+    short = nbytes
+    if nbytes >= _FULL32_FROM:
+        extra = struct.pack("<HHQQ", 1, 16, nbytes, nbytes)
+        short = _FULL32
+    unpadded = at + _LOCAL.size + len(path) + len(extra) + 4
+    padding = -unpadded % _ALIGNMENT
+    extra += struct.pack("<HH", _PADDING_ID, padding) + bytes(padding)
+    return (
+        _LOCAL.pack(
+            b"PK\x03\x04", _NEEDS_64, 0, 0, 0, _DATE, 0, short, short, len(path), len(extra)
+        )
+        + path
+        + extra
+    )
+
+
+def _central(path: bytes, nbytes: int, at: int) -> bytes:
+    """A record's entry in the directory."""
+    large = b""
+    short = nbytes
+    short_at = at
+    if nbytes >= _FULL32_FROM:
+        large += struct.pack("<QQ", nbytes, nbytes)
+        short = _FULL32
+    if at >= _FULL32_FROM:
+        large += struct.pack("<Q", at)
+        short_at = _FULL32
+    extra = b""
+    if large:
+        extra = struct.pack("<HH", 1, len(large)) + large
+    sizes = (0, short, short, len(path), len(extra))
+    return (
+        _CENTRAL.pack(
+            b"PK\x01\x02", _NEEDS_64, _NEEDS_64, 0, 0, 0, _DATE, *sizes, 0, 0, 0, 0, short_at
+        )
+        + path
+        + extra
+    )
+
+
+def _pickle(items: Sequence[tuple[str, ModelTensor]], records: Mapping[str, str]) -> bytes:
+    """A dict of tensors."""
+    texts = [_text(name) + _tensor(tensor, records[tensor.name]) for name, tensor in items]
+    return b"\x80\x02}(" + b"".join(texts) + b"u."
+
+
+def _tensor(tensor: ModelTensor, record: str) -> bytes:
+    """The call that makes a tensor, as torch writes it."""
+    strides = [1] * len(tensor.shape)
+    for dim in range(len(strides) - 1, 0, -1):
+        strides[dim - 1] = strides[dim] * max(1, tensor.shape[dim])
+    numel = tensor.nbytes // tensor.itemsize
+    storage = _STORAGE_OF.get(tensor.dtype)
+    if storage is None:
+        function = b"_rebuild_tensor_v3"
+        kind = b"ctorch.storage\nUntypedStorage\n"
+        numel = tensor.nbytes
+        dtype = b"ctorch\n" + tensor.dtype.encode() + b"\n"
+    else:
+        function = b"_rebuild_tensor_v2"
+        kind = b"ctorch\n" + storage.encode() + b"\n"
+        dtype = b""
+    identity = b"(" + _text("storage") + kind + _text(record) + _text("cpu") + _int(numel) + b"tQ"
+    form = _int(0) + _tuple(tensor.shape) + _tuple(strides)
+    return (
+        b"ctorch._utils\n" + function + b"\n("
+        + identity + form + b"\x89" + b"ccollections\nOrderedDict\n)R" + dtype + b"tR"
+    )  # fmt: skip
+
+
+def _tuple(numbers: Sequence[int]) -> bytes:
+    return b"(" + b"".join(map(_int, numbers)) + b"t"
+
+
+def _text(text: str) -> bytes:
+    data = text.encode("utf-8", "surrogatepass")
+    return b"X" + struct.pack("<I", len(data)) + data
+
+
+def _int(number: int) -> bytes:
+    if number < 1 << 31:
+        return b"J" + struct.pack("<i", number)
+    data = number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8a" + bytes([len(data)]) + data
