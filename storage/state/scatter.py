@@ -38,6 +38,7 @@ class Scatter:
         self._dtypes = {code: dtype_of(*tensors.dtypes[code]) for code in set(codes)}
         self._codes = codes
         self._buffer_of = targets.buffer.tolist()
+        self._addresses: dict[int, int | None] = {}  # of buffers that were asked for
 
     def deliver(self, read: int, buffer: HostBuffer) -> None:
         """Copy everything that read number ``read`` holds to where it is wanted. Thread-safe for
@@ -59,10 +60,12 @@ class Scatter:
     def _address_of(self, target: int) -> int | None:
         """Where a target's elements lie as they are stored; None where they lie otherwise. Asked
         when its bytes are there: no read waits for the addresses of all others."""
-        buffer = self._buffers[self._buffer_of[target]]
-        if buffer.dtype != self._dtypes[self._codes[target]]:
-            return None
-        return address_of(buffer)
+        number = self._buffer_of[target]
+        if number not in self._addresses:
+            buffer = self._buffers[number]
+            is_as_stored = buffer.dtype == self._dtypes[self._codes[target]]
+            self._addresses[number] = address_of(buffer) if is_as_stored else None
+        return self._addresses[number]
 
     def _copy_strided(self, copy: int, target: int, buffer: HostBuffer, start: int) -> None:
         """``buffer`` holds the image from byte ``start`` on."""
