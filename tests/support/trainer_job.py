@@ -1,0 +1,112 @@
+"""A job under Hugging Face's Trainer, as its user starts it. Arguments: see :func:`main`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
+
+from holdfast.storage.integrations.transformers import HoldfastTrainerMixin
+
+RANK = int(os.environ.get("LOCAL_RANK", "0"))
+
+
+class Trainer(HoldfastTrainerMixin, transformers.Trainer):
+    """Writes down the loss of each batch."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss: torch.Tensor = super().training_step(*args, **kwargs)
+        with Path(self.args.output_dir, f"losses-{RANK}.jsonl").open("a") as file:
+            print(json.dumps([self.state.global_step, loss.item()]), file=file)
+        return loss
+
+
+class Die(TrainerCallback):
+    """Kills its process after a step."""
+
+    def __init__(self, step: int | None) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def model(*, lora: bool) -> torch.nn.Module:
+    """A small language model, with dropout."""
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        attention_dropout=0.1,
+    )
+    made = LlamaForCausalLM(config)
+    if not lora:
+        return made
+    from peft import LoraConfig, get_peft_model
+
+    adapter = LoraConfig(r=2, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
+    return get_peft_model(made, adapter)
+
+
+def samples() -> list[dict[str, torch.Tensor]]:
+    """The same in every run."""
+    tokens = torch.randint(64, (40, 8), generator=torch.Generator().manual_seed(2))
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def main() -> None:
+    """Train for twelve steps, from ``--resume`` if that is given; ``--die-at`` a step, killed."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--checkpoints")
+    parser.add_argument("--die-at", type=int)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--lora", action="store_true")
+    args = parser.parse_args()
+    arguments = TrainingArguments(
+        args.out,
+        per_device_train_batch_size=4,
+        max_steps=12,
+        learning_rate=0.01,
+        warmup_steps=3,
+        logging_steps=1,
+        save_steps=2,
+        save_total_limit=2,
+        eval_strategy="steps",
+        eval_steps=4,
+        metric_for_best_model="loss",
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    data: Any = samples()
+    trainer = Trainer(
+        model(lora=args.lora),
+        arguments,
+        train_dataset=data,
+        eval_dataset=data[:8],
+        callbacks=[Die(args.die_at)],
+        checkpoints=args.checkpoints,
+    )
+    trainer.train(resume_from_checkpoint=args.resume)
+    if trainer.is_world_process_zero():
+        done = {
+            "steps": [log["step"] for log in trainer.state.log_history if "loss" in log],
+            "best": trainer.state.best_model_checkpoint,
+        }
+        Path(args.out, "done.json").write_text(json.dumps(done))
+
+
+if __name__ == "__main__":
+    main()
