@@ -26,7 +26,14 @@ from ..planner.layout import MeshLayout
 from ..planner.loading import plan_load
 from ..planner.placement import Replicated, Split, holders, local_pieces, local_shape
 from ..storage.format.digest import digest
-from ..storage.format.fragment import Fragment, Group, Layout, decode_fragment, fragment_of, join
+from ..storage.format.fragment import (
+    Fragment,
+    Group,
+    StateLayout,
+    decode_fragment,
+    fragment_of,
+    join,
+)
 from ..storage.format.manifest import Manifest, check_complete
 from ..storage.format.merge import merge
 from ..storage.format.tables import ImageTable
@@ -202,7 +209,7 @@ class _Stage:
         self._flat = flatten(job.state(rank))
         first = rank // (job.tp * job.dp) * job.tp * job.dp
         self._ranks = np.arange(first, first + job.tp * job.dp).reshape(job.shape)
-        self._layout: Layout | None = None
+        self._layout: StateLayout | None = None
         self._parts = dict[object, MeshLayout]()
         self._kinds = dict[_Kind, int]()  # layers repeat: of what is laid out alike, there are few
         self._kind = [self._kind_of(row) for row in range(len(self._flat.names))]
@@ -264,7 +271,7 @@ class _Stage:
 
 def _commit(found: _Found, fragments: Sequence[bytes]) -> bytes:
     """Merge the fragments of all hosts, as the leader does; return the manifest."""
-    known: dict[bytes, Layout] = {}
+    known: dict[bytes, StateLayout] = {}
     with PeakMemory() as memory:
         began_s = time.process_time()
         merged = merge([decode_fragment(data, "a fragment", known) for data in fragments])

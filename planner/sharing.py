@@ -17,11 +17,11 @@ import numpy.typing as npt
 from .columns import Ints, cut, union
 from .loading import LoadPlan
 
-__all__ = ["Sharing", "Wish", "regrouped", "share"]
+__all__ = ["Sharing", "WantedRanges", "regrouped", "share"]
 
 
 @dataclass(frozen=True, eq=False)
-class Wish:
+class WantedRanges:
     """Ranges of bytes that one rank is to read: ascending by image and start, disjoint, not
     touching.
 
@@ -33,7 +33,7 @@ class Wish:
     stop: Ints
 
     @classmethod
-    def of(cls, plan: LoadPlan) -> Wish:
+    def of(cls, plan: LoadPlan) -> WantedRanges:
         """The reads of ``plan``, those that touch made one."""
         begins = np.ones(len(plan.image), np.bool_)
         begins[1:] = (plan.image[1:] != plan.image[:-1]) | (plan.start[1:] != plan.stop[:-1])
@@ -48,7 +48,7 @@ class Wish:
         return np.stack([self.image, self.start, self.stop]).astype("<i8").tobytes()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Wish:
+    def from_bytes(cls, data: bytes) -> WantedRanges:
         """What :meth:`to_bytes` made."""
         return cls(*np.frombuffer(data, "<i8").astype(np.int64).reshape(3, -1))
 
@@ -111,16 +111,16 @@ class Sharing:
         return int((self.high - self.low)[rows].sum())
 
 
-def share(wishes: Sequence[Wish], unit_nbytes: int) -> Sharing:
-    """Assign every byte that is wanted to one reader; wish m is that of member m. Units are cut at
-    multiples of ``unit_nbytes``, as the reads of members are; readers get as even a number of bytes
-    as whole units allow.
+def share(wanted: Sequence[WantedRanges], unit_nbytes: int) -> Sharing:
+    """Assign every byte that is wanted to one reader; ``wanted[m]`` is what member m wants. Units
+    are cut at multiples of ``unit_nbytes``, as the reads of members are; readers get as even a
+    number of bytes as whole units allow.
 
-    The union of overlapping wishes is read at once, so a reader may read more than it wants itself.
+    The union of overlapping ranges is read at once, so a reader may read more than it wants itself.
     """
-    last = max((int(wish.stop.max(initial=0)) for wish in wishes), default=0)
+    last = max((int(ranges.stop.max(initial=0)) for ranges in wanted), default=0)
     room = (last // unit_nbytes + 1) * unit_nbytes  # of one image, on the line of all images
-    lines = [(w.image * room + w.start, w.image * room + w.stop) for w in wishes]
+    lines = [(w.image * room + w.start, w.image * room + w.stop) for w in wanted]
     starts, stops = _concatenated(lines, 2)
     start, stop = cut(*union(starts, stops, -1), unit_nbytes)
     pairs = [_hulls(*line, start, unit_nbytes) for line in lines]
@@ -133,7 +133,7 @@ def share(wishes: Sequence[Wish], unit_nbytes: int) -> Sharing:
     image = start // room
     base = image * room
     return Sharing(
-        image, start - base, stop - base, _readers(first, member, stop - start, len(wishes)),
+        image, start - base, stop - base, _readers(first, member, stop - start, len(wanted)),
         first, member, low[order] - base[unit], high[order] - base[unit],
     )  # fmt: skip
 
@@ -145,8 +145,8 @@ def _concatenated(parts: Sequence[tuple[Ints, ...]], columns: int) -> list[Ints]
 
 
 def regrouped(plan: LoadPlan, sharing: Sharing) -> tuple[LoadPlan, Ints]:
-    """``plan`` with whole units as its reads, and the indices of these units. The wish of ``plan``
-    must be one of those that made ``sharing``."""
+    """``plan`` with whole units as its reads, and the indices of these units. The ranges
+    that ``plan`` wants must be among those that made ``sharing``."""
     room = int(max(sharing.stop.max(initial=0), plan.stop.max(initial=0))) + 1
     units = sharing.image * room + sharing.start
     of = np.searchsorted(units, plan.image * room + plan.start, side="right") - 1

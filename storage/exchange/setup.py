@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...planner.loading import LoadPlan, Targets
-from ...planner.sharing import Sharing, Wish, share
+from ...planner.sharing import Sharing, WantedRanges, share
 from ..pipeline.image_reader import ImageReader, plan_reads
 from ..ranks.messages import codec
 from ..runtime.engine import offload
@@ -36,11 +36,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a rank wants to have read: a compressed ``planner.sharing.Wish``, in units of
+    """What a rank wants to have read: a compressed ``planner.sharing.WantedRanges``, in units of
     ``unit_nbytes``; and where others reach the rank, if they can."""
 
     address: Address | None
-    wish: bytes
+    wanted: bytes
     unit_nbytes: int
 
 
@@ -61,15 +61,15 @@ async def begin_exchange(
         jobs = _jobs(group, reader, unit_nbytes)
         arena, listener = open_listener(resources, unit_nbytes, min(SLOTS, jobs), group.job_host)
         plan = await offload(plan_reads, reader.driver, reader.manifest, targets, unit_nbytes)
-        wish = await offload(_compressed_wish, plan)
+        wanted = await offload(_compressed_ranges, plan)
         if listener is None:
             address = None
         else:
             address = listener.address
         requests = await group.all_gather(
-            "wishes", codec(Request), Request(address, wish, unit_nbytes)
+            "wanted", codec(Request), Request(address, wanted, unit_nbytes)
         )
-        sharing = await offload(_shared, [request.wish for request in requests], unit_nbytes)
+        sharing = await offload(_shared, [request.wanted for request in requests], unit_nbytes)
         if sharing.shared_nbytes < group.least_nbytes:
             return None
         if any(request.unit_nbytes != unit_nbytes for request in requests):
@@ -120,9 +120,11 @@ def _jobs(group: ExchangeGroup, reader: ImageReader, unit_nbytes: int) -> int:
     return reader.jobs(reads, unit_nbytes)  # each has a buffer, and at most one slot
 
 
-def _compressed_wish(plan: LoadPlan) -> bytes:
-    return zlib.compress(Wish.of(plan).to_bytes(), 1)
+def _compressed_ranges(plan: LoadPlan) -> bytes:
+    return zlib.compress(WantedRanges.of(plan).to_bytes(), 1)
 
 
-def _shared(wishes: Sequence[bytes], unit_nbytes: int) -> Sharing:
-    return share([Wish.from_bytes(zlib.decompress(wish)) for wish in wishes], unit_nbytes)
+def _shared(wanted: Sequence[bytes], unit_nbytes: int) -> Sharing:
+    return share(
+        [WantedRanges.from_bytes(zlib.decompress(ranges)) for ranges in wanted], unit_nbytes
+    )

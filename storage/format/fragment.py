@@ -36,13 +36,21 @@ from .tables import (
 from .tree import ByRank, Tree, Value, key_in, unite
 from .values import encode_value
 
-__all__ = ["Fragment", "Group", "Layout", "decode_fragment", "fragment_of", "join", "layout_of"]
+__all__ = [
+    "Fragment",
+    "Group",
+    "StateLayout",
+    "decode_fragment",
+    "fragment_of",
+    "join",
+    "layout_of",
+]
 
 _LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class StateLayout:
     """What ranks of one kind have in common. ``own``: (T,) whether each of them has a tensor of its
     own under that name. ``tree`` has the places of values, without the values."""
 
@@ -79,7 +87,7 @@ class Group:
     """Ranks of one layout, and what each has. ``shards.tensor`` are rows of the layout,
     ``shards.image`` rows of ``images``; ``values`` belong to the layout's places, in order."""
 
-    layout: Layout
+    layout: StateLayout
     ranks: Ints
     shards: ShardTable
     images: ImageTable
@@ -117,19 +125,19 @@ class Fragment:
         return body + digest(body)
 
 
-def layout_of(tensors: TensorTable, container: Ints, tree: Tree) -> Layout:
+def layout_of(tensors: TensorTable, container: Ints, tree: Tree) -> StateLayout:
     """What a rank with these tensors and containers has in common with others of its kind.
     ``tensors.owner``: -1, or this rank."""
     places = replace(tree, values=[Value(v.container, v.key, []) for v in tree.values])
     own = tensors.owner >= 0
     shared = replace(tensors, owner=np.full(len(own), -1, np.int64))
-    return Layout(shared, own, container, places)
+    return StateLayout(shared, own, container, places)
 
 
 def fragment_of(
     head: tuple[str, int | None, float],
     rank: int,
-    layout: Layout,
+    layout: StateLayout,
     shards: ShardTable,
     images: ImageTable,
     tree: Tree,
@@ -139,7 +147,7 @@ def fragment_of(
     return Fragment(head, [Group(layout, np.array([rank]), shards, images, values)])
 
 
-def decode_fragment(data: bytes, what: str, known: MutableMapping[bytes, Layout]) -> Fragment:
+def decode_fragment(data: bytes, what: str, known: MutableMapping[bytes, StateLayout]) -> Fragment:
     """The fragment in ``data``. Layouts are looked up in ``known``, and added to it. Raises
     DamagedError, also where a layout is given by a key that is not known."""
     body = data[:-DIGEST_NBYTES]
@@ -170,14 +178,14 @@ def _blobs(data: bytes) -> list[bytes]:
     return [data[begin:end] for begin, end in pairwise(cuts)]
 
 
-def _known_layout(blob: bytes, what: str, known: MutableMapping[bytes, Layout]) -> Layout:
+def _known_layout(blob: bytes, what: str, known: MutableMapping[bytes, StateLayout]) -> StateLayout:
     key = blob[-DIGEST_NBYTES:]
     if key not in known:
         columns, metadata = decode_columns(blob, what)
         head = json.loads(metadata["layout"])
         tree = Tree.from_json(head["tree"])
         tree.values = [Value(int(c), key_in(key), []) for c, key in head["places"]]
-        known[key] = Layout(
+        known[key] = StateLayout(
             tensors=tensor_table(columns, head["dtypes"]),
             own=columns["tensor.own"].astype(np.bool_),
             container=ints_of(columns, "tensor.container"),
@@ -186,7 +194,7 @@ def _known_layout(blob: bytes, what: str, known: MutableMapping[bytes, Layout]) 
     return known[key]
 
 
-def _group(layout: Layout, blob: bytes, what: str) -> Group:
+def _group(layout: StateLayout, blob: bytes, what: str) -> Group:
     columns, metadata = decode_columns(blob, what)
     shards = ShardTable(
         tensor=ints_of(columns, "shard.tensor"),

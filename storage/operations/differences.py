@@ -21,7 +21,7 @@ from ..state.targets import Match
 from .renames import Renaming, find_renaming
 from .rounds import Differences, FitReport
 
-__all__ = ["Referee", "Strict", "counted", "report_of"]
+__all__ = ["DifferenceCheck", "Strict", "counted", "report_of"]
 
 Strict = bool | Literal["state"]
 """Which names must be on both sides: True: all; "state": those of the state; False: none, what both
@@ -55,7 +55,7 @@ def report_of(match: Match, manifest: Manifest, checksum: bytes, peers: str | No
     )
 
 
-class Referee:
+class DifferenceCheck:
     """The leader's judgement: does the checkpoint fit the state, seen from all ranks together?"""
 
     def __init__(

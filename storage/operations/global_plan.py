@@ -34,7 +34,7 @@ from ...core.lru import LruCache
 from ...planner.balance import Group
 from ..exchange.transport import host_key
 from ..format.digest import digest
-from ..format.fragment import Layout
+from ..format.fragment import StateLayout
 from ..ranks.hosts import numbers_in, ranks_with
 from ..ranks.team import Team
 from ..runtime.engine import offload
@@ -90,7 +90,7 @@ class GlobalPlan:
     identical: Mapping[str, Sequence[int]]
     divergent: Mapping[str, int]
     route: Route
-    received_layouts: dict[bytes, Layout] = field(default_factory=dict)
+    received_layouts: dict[bytes, StateLayout] = field(default_factory=dict)
     sent_layouts: set[bytes] = field(default_factory=set)
 
     @classmethod

@@ -37,7 +37,7 @@ from ..state.flat_state import FlatState, Subtree
 from ..state.object_state import build_object_state
 from ..state.targets import Match, TypedPath, Wanted, match
 from .build_part import build_part
-from .differences import Referee, Strict, report_of
+from .differences import DifferenceCheck, Strict, report_of
 from .driver_progress import counted
 from .fill import Report, fill, reporting, scatter_of
 from .overlaps import Overlaps, overlapping, read_overlaps
@@ -171,7 +171,7 @@ async def _load(
     overlaps = await _overlaps(driver, team, seen, job)
     if overlaps is None:
         checksum = b""
-    judge = _Judge(Referee(manifest, job.strict, driver.uri, job.part)).judge
+    judge = _Judge(DifferenceCheck(manifest, job.strict, driver.uri, job.part)).judge
     fit = await team.round(FITS.numbered(attempt), _fitting(job, manifest, checksum), judge)
     if fit.left is None:
         return None
@@ -390,14 +390,14 @@ def _fitting(job: LoadJob, manifest: Manifest, checksum: bytes) -> FitReport:
 class _Judge:
     """On the leader: whether all ranks go on, with whom each exchanges, and what is left."""
 
-    def __init__(self, referee: Referee) -> None:
-        self._referee = referee
+    def __init__(self, check: DifferenceCheck) -> None:
+        self._check = check
 
     async def judge(self, reports: Sequence[FitReport]) -> Fit:
         manifests = {report.manifest for report in reports}
         if len(manifests) > 1 or b"" in manifests:
             return Fit(None)  # a save came between: some ranks read the manifest before, some after
-        left = await offload(self._referee.judge, reports)
+        left = await offload(self._check.judge, reports)
         return Fit(left, numbered([report.peers for report in reports]))
 
 

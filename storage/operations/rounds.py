@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..format.fragment import Fragment, Layout, decode_fragment
+from ..format.fragment import Fragment, StateLayout, decode_fragment
 from ..ranks.messages import Codec, Nothing, Round, codec
 
 __all__ = [
@@ -240,7 +240,7 @@ class FragmentCodec(Codec[Fragment]):
     layout that was sent before goes by its key."""
 
     sent: set[bytes]
-    received: dict[bytes, Layout]
+    received: dict[bytes, StateLayout]
     slow = True
 
     def encode(self, message: Fragment, /) -> bytes:

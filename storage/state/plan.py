@@ -15,7 +15,7 @@ from ...planner.image import ImageLayout, lay_out, shard_names
 from ...planner.regions import regions_of
 from ...planner.saving import Holdings, divide
 from ...planner.table import ShardTable, TensorTable
-from ..format.fragment import Layout, layout_of
+from ..format.fragment import StateLayout, layout_of
 from .dtypes import dtype_name
 from .flat_state import FlatState
 from .lazy import LazyCapture
@@ -49,7 +49,7 @@ class ImagePlan:
     shards: ShardTable
     layout: ImageLayout
     held: Holdings
-    reported: Layout
+    reported: StateLayout
 
 
 @dataclass(frozen=True)

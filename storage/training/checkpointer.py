@@ -37,7 +37,7 @@ from ..runtime.progress import ProgressCallback
 from ..state.lazy import fence, hook_optimizers
 from .decisions import Decision, Decisions
 from .follower import PendingSave, follow
-from .line import Line, below
+from .line import RunLineage, below
 from .naming import checkpoint_name
 from .preemption import Preemption
 from .resume import Back, resumed
@@ -129,7 +129,7 @@ class Checkpointer:
         )
         self._decisions = Decisions(deadline_s, self._printed)
         self._stats = Stats()
-        self._line = Line(self._root)
+        self._lineage = RunLineage(self._root)
         self._pending: list[PendingSave] = []
         self._last: int | None = None
         """The step that was saved last, or that training continues from."""
@@ -194,7 +194,7 @@ class Checkpointer:
             budget_nbytes=self._save_options.budget_nbytes or BUDGET_NBYTES,
         )
         with acting_in(self._group):
-            found = resumed(self._line, self._root, back, state, options)
+            found = resumed(self._lineage, self._root, back, state, options)
         self._schedule.begin_at(found or 0)
         self._decisions.begin_run()
         self._last = found or None
@@ -357,7 +357,7 @@ class Checkpointer:
                 step,
                 self._save_options,
                 after=after,
-                admit=partial(self._line.admit, step),
+                admit=partial(self._lineage.admit, step),
                 logs_failure=False,
             )
             if not self._save_options.lazy:

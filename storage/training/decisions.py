@@ -15,7 +15,6 @@ Scope: small decisions. Saves and loads have a :class:`Team`, with heartbeats an
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from typing import TypeVar
 from ...errors import CoordinationError, DeadlineError
 from ..format.digest import digest
 from ..ranks.member import LEADER, Member
+from ..ranks.messages import codec
 from ..ranks.process_group import current_member
 
 __all__ = ["Decision", "Decisions"]
@@ -48,7 +48,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class _Record:
+class QuestionRecord:
     """All that is known of one question. ``run`` names the leader's loop: steps grow within it.
     ``leader_at``: the step of the leader's last question. ``void``: up to this step, a step without
     a decision stays without one; ``void_next``: likewise in the loop after this one."""
@@ -60,22 +60,19 @@ class _Record:
     void_next: int = -1
 
     def encode(self) -> bytes:
-        decisions = [[d.step, d.value, d.again_at] for d in self.decisions]
-        record = [self.run, decisions, self.leader_at, self.void, self.void_next]
-        return json.dumps(record).encode()
+        return codec(QuestionRecord).encode(self)
 
     @classmethod
-    def decode(cls, data: bytes | None) -> _Record:
+    def decode(cls, data: bytes | None) -> QuestionRecord:
         if data is None:
             return cls()
-        run, decisions, *numbers = json.loads(data)
-        return cls(run, tuple(Decision(*decision) for decision in decisions), *numbers)
+        return codec(QuestionRecord).decode(data, "the record of a question")
 
-    def in_run(self, run: str) -> _Record:
+    def in_run(self, run: str) -> QuestionRecord:
         """This record, or an empty one where another loop has begun."""
         if self.run == run:
             return self
-        return _Record(run, void=self.void_next)
+        return QuestionRecord(run, void=self.void_next)
 
     def at(self, step: int) -> Decision | None:
         """The decision that holds at ``step``: made there; or made before, with no other due in
@@ -87,7 +84,7 @@ class _Record:
                 return Decision(step, 0, decision.again_at)
         return None
 
-    def voided(self, step: int, *, in_next_run: bool) -> _Record:
+    def voided(self, step: int, *, in_next_run: bool) -> QuestionRecord:
         """This record with ``step`` made void, in this loop or in the next."""
         if in_next_run:
             return replace(self, void_next=max(step, self.void_next))
@@ -171,7 +168,7 @@ class Decisions:
         known = self._records.get(question)
         decision: Decision | None = None
         while True:
-            record = _Record.decode(known).in_run(self._run)
+            record = QuestionRecord.decode(known).in_run(self._run)
             is_void = step <= record.void
             decisions = record.decisions
             if not is_void:
@@ -200,7 +197,7 @@ class Decisions:
         pause_s = PAUSE_S
         while True:
             data = self._records[question] = member.keys.value(key)
-            record = _Record.decode(data)
+            record = QuestionRecord.decode(data)
             # Otherwise the leader has not come to this loop.
             in_this_run = member.is_same_run(record.run, self._run)
             if in_this_run:
@@ -226,7 +223,7 @@ class Decisions:
     ) -> None:
         """Make ``step`` void for all, and raise DeadlineError; or return, because another rank has
         written meanwhile."""
-        record = _Record.decode(known)
+        record = QuestionRecord.decode(known)
         after = record.voided(step, in_next_run=not in_this_run)
         if after != record:
             encoded = after.encode()

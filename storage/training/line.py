@@ -1,4 +1,4 @@
-"""The line of a run, on its leader: which checkpoints lead to where training is, and whether it may
+"""The lineage of a run, on its leader: which checkpoints lead to where training is, and whether it may
 save at a step.
 
 The record of it (:mod:`..format.lineage`) is written where training goes back: by
@@ -19,7 +19,7 @@ from ..operations.listing import ListedCheckpoint, Listing, read_lineage
 from ..operations.location import Place
 from .naming import checkpoint_name, step_of
 
-__all__ = ["Line", "Survey", "below", "is_own"]
+__all__ = ["RunLineage", "Survey", "below", "is_own"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ class Survey:
         return max([*live, *self.broken], key=_step, default=None)
 
 
-class Line:
-    """The line of the run in ``root``. For the engine's loop."""
+class RunLineage:
+    """The lineage of the run in ``root``, and its record. For the engine's loop."""
 
     def __init__(self, root: Place) -> None:
         self._root = root

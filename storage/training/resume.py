@@ -27,7 +27,7 @@ from ..ranks.messages import Nothing, Round
 from ..ranks.process_group import current_team
 from ..ranks.team import Decide
 from ..runtime.engine import run
-from .line import Line, Survey, is_own
+from .line import RunLineage, Survey, is_own
 
 __all__ = ["Back", "resumed"]
 
@@ -122,7 +122,7 @@ class _Found:
 
 
 def resumed(
-    line: Line,
+    lineage: RunLineage,
     root: Place,
     back: Back,
     state: object,
@@ -142,7 +142,7 @@ def resumed(
     found: list[_Found] = []  # on the leader
 
     async def look(_: Sequence[Nothing]) -> Candidates:
-        survey = await line.survey()
+        survey = await lineage.survey()
         found.append(_Found(survey, back.among(survey)))
         return _told(back, root, survey, found[0].tried)
 
@@ -157,7 +157,7 @@ def resumed(
             gone_on_from = None
         else:
             gone_on_from = found[0].tried[chosen]
-        await line.take_up(gone_on_from, found[0].survey, record=back.asked)
+        await lineage.take_up(gone_on_from, found[0].survey, record=back.asked)
         return Nothing()
 
     if chosen is None:

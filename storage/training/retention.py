@@ -1,7 +1,7 @@
 """Which checkpoints of a run are kept: the last ones, every n-th, and the best by a metric.
 
 Only checkpoints that the run's Checkpointer has named are deleted. "Last" goes by steps along the
-line of the run, and by what the caller says was saved last; no clock is asked.
+lineage of the run, and by what the caller says was saved last; no clock is asked.
 
 Metrics lie beside the checkpoints, in one small file, so that a run that goes on knows what the
 best were. A checkpoint without a known metric is none of the best; the other rules decide on it.

@@ -17,7 +17,7 @@ from holdfast.planner.loading import Targets, plan_load, strided_copies
 from holdfast.planner.placement import Replicated, Split, holders, local_pieces
 from holdfast.planner.placement import local_shape as local_shape_of
 from holdfast.planner.saving import Holdings, divide
-from holdfast.planner.sharing import Wish, regrouped, share
+from holdfast.planner.sharing import WantedRanges, regrouped, share
 from holdfast.planner.table import ShardTable, TensorTable, coverage_errors
 
 NDIM = 4
@@ -362,7 +362,9 @@ def test_ranks_that_share_read_each_wanted_byte_once(case):
     targets = [targets_of(held) for held in ranks]
     sizes = {"chunk_nbytes": CHUNK, "block_nbytes": BLOCK, "gap_nbytes": gap}
     plans = [plan_load(tensors, shards, wanted, ends, **sizes) for wanted, _ in targets]
-    sharing = share([Wish.from_bytes(Wish.of(plan).to_bytes()) for plan in plans], CHUNK)
+    sharing = share(
+        [WantedRanges.from_bytes(WantedRanges.of(plan).to_bytes()) for plan in plans], CHUNK
+    )
     assert_reads_are_proper(sharing, ends)
     assert bytes_of(sharing) == set().union(*map(bytes_of, plans))
     for member, (held, plan, (wanted, kinds)) in enumerate(zip(ranks, plans, targets, strict=True)):
@@ -410,7 +412,7 @@ def assert_units_are_right(sharing, member, plan, wide_plan, units):
 def test_replicas_read_even_parts(members, blocks):
     """Of what all want alike each reads one run, within a chunk of its share."""
     stop = np.array(blocks) * BLOCK
-    wish = Wish(np.arange(len(blocks)), np.zeros(len(blocks), np.int64), stop)
+    wish = WantedRanges(np.arange(len(blocks)), np.zeros(len(blocks), np.int64), stop)
     sharing = share([wish] * members, CHUNK)
     loads = np.bincount(sharing.reader, sharing.stop - sharing.start, minlength=members)
     assert loads.sum() == stop.sum()

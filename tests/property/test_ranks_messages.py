@@ -19,9 +19,9 @@ from holdfast.storage.exchange import broadcast, setup
 from holdfast.storage.operations import rounds
 from holdfast.storage.ranks import answer, calls, failures, messages
 from holdfast.storage.ranks.messages import Nothing, codec
-from holdfast.storage.training import resume
+from holdfast.storage.training import decisions, resume
 
-MODULES = [broadcast, setup, rounds, calls, failures, messages, answer, resume]
+MODULES = [broadcast, setup, rounds, calls, failures, messages, answer, decisions, resume]
 KINDS = [
     Nothing,
     broadcast.Offer,
@@ -32,11 +32,15 @@ KINDS = [
     answer.AnswerMessage,
     answer.Verdict,
     resume.Attempted,
+    decisions.Decision,
+    decisions.QuestionRecord,
     resume.Candidates,
     rounds.AgreeVerdict,
     rounds.Arrived,
     rounds.Begun,
+    rounds.Boxes,
     rounds.Comparison,
+    rounds.Division,
     rounds.Findings,
     rounds.Fit,
     rounds.FitReport,

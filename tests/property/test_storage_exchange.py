@@ -20,7 +20,7 @@ from support.tiny import rechunked
 
 from holdfast.drivers.contract import Buffer
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.planner.sharing import Wish, share
+from holdfast.planner.sharing import WantedRanges, share
 from holdfast.storage.exchange import setup as meeting
 from holdfast.storage.exchange import transport
 from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
@@ -175,10 +175,10 @@ def test_copies_that_a_driver_holds_are_within_the_budget() -> None:
 
 def test_a_member_is_handed_all_that_it_wants_of_a_unit() -> None:
     """From the first byte of its first range to the last of its last one."""
-    wishes = [
-        Wish(*np.array([[0, 0, 0], [0, 6, 12], [2, 8, 14]])),
-        Wish(*np.array([[0], [0], [16]])),
+    wanted = [
+        WantedRanges(*np.array([[0, 0, 0], [0, 6, 12], [2, 8, 14]])),
+        WantedRanges(*np.array([[0], [0], [16]])),
     ]
-    sharing = share(wishes, 10)
+    sharing = share(wanted, 10)
     assert [sharing.hull(0, 0), sharing.hull(1, 0)] == [(0, 8), (12, 14)]
     assert [sharing.hull(0, 1), sharing.hull(1, 1)] == [(0, 10), (10, 16)]
