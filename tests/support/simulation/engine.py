@@ -23,6 +23,7 @@ from holdfast.drivers.local import files as local_files
 from holdfast.drivers.local import io as local_io
 from holdfast.drivers.local import names as local_names
 from holdfast.drivers.local import tree as local_tree
+from holdfast.drivers.threads import OperationThreads
 from holdfast.errors import StorageError
 from holdfast.planner import image
 from holdfast.storage.format import fragment, manifest, packed
@@ -198,7 +199,7 @@ def _patches() -> Iterator[tuple[ModuleType | type, str, Any]]:
         partial(image.lay_out, chunk_nbytes=CHUNK_NBYTES, block_nbytes=CHUNK_NBYTES),
     )
     yield packed, "PAGE_NBYTES", PACKED_PAGE_NBYTES
-    yield local, "Threads", _NoThreads
+    yield local, "OperationThreads", _NoThreads
     for module in (following, member, rendezvous, store_team):
         yield module, "asyncio", _Patient()
     yield save, "plan_save", _planned
@@ -240,12 +241,12 @@ def _committing(real: Any) -> Any:
     return see_all
 
 
-class _NoThreads:
-    """Stands in for ``drivers.threads.Threads``: a call waits for its turn, and is then done at one
-    moment."""
+class _NoThreads(OperationThreads):
+    """``drivers.threads.OperationThreads`` without threads: a call waits for its turn, and is then
+    done at one moment."""
 
-    def __init__(self, count: int, *, uri: str) -> None:
-        self._uri, self._closed = uri, False
+    def __init__(self, count: int, *, uri: str, errors: Any) -> None:
+        self._uri, self._closed, self._errors = uri, False, errors
 
     async def run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._closed:
