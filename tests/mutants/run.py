@@ -63,7 +63,7 @@ class Copy:
         if self.test(mutant.tests) != PASSED:
             raise ValueError(f"without any change these tests do not pass: {mutant.tests}")
         with self._changed(mutant):
-            status = self.test(mutant.tests)
+            status = self.test(f"--once {mutant.tests}")
         return status != PASSED
 
     def test(self, tests: str) -> int | None:

@@ -465,7 +465,5 @@ def test_help_loads_only_what_parses_the_command_line() -> None:
 def test_the_package_is_imported_by_one_name() -> None:
     """Not by that of the folder, which may have any, too: pytest would import it, where it took the
     root for a package of its own."""
-    import holdfast
-
     files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
     assert [name for name, file in files.items() if file == holdfast.__file__] == ["holdfast"]

@@ -112,6 +112,14 @@ def test_names_of_the_part_are_strict(uri: str) -> None:
     holdfast.load(uri, into=layer, only="model.0", strict="state")
 
 
+def test_a_name_that_begins_alike_is_another_part(tmp_path: Path) -> None:
+    """``modeling`` is no part of ``model``."""
+    holdfast.save(tmp_path / "c", {"model": {"w": torch.ones(3)}, "modeling": torch.ones(2)})
+    into = {"w": torch.zeros(3)}
+    holdfast.load(tmp_path / "c", into=into, only="model")
+    assert into["w"].sum() == 3
+
+
 def test_a_part_that_is_not_there_is_named(uri: str) -> None:
     """With what is there instead."""
     with pytest.raises(UsageError, match=r"no 'modell'.*'model', 'optim', 'pair'"):

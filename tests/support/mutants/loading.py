@@ -56,4 +56,18 @@ MUTANTS = [
         new="        pass\n",
         tests="tests/unit/test_storage_exchange.py::test_an_exchange_stays_within_the_budget",
     ),
+    Mutant(
+        says="a part of a checkpoint must be all of it",
+        file="storage/operations/differences.py",
+        old="        return [(name, text) for name, text in out if self._part.holds(name)]\n",
+        new="        return out\n",
+        tests="tests/unit/test_load_part.py",
+    ),
+    Mutant(
+        says="what only begins like a part belongs to it",
+        file="storage/format/part.py",
+        old="        return name == self.name or name.startswith(f'{self.name}.')\n",
+        new="        return name.startswith(self.name)\n",
+        tests="tests/unit/test_load_part.py",
+    ),
 ]

@@ -183,4 +183,18 @@ MUTANTS = [
         new="",
         tests="tests/property/test_storage_global_plan.py::test_ranks_agree_on_what_they_hold_whatever_was_before",
     ),
+    Mutant(
+        says="two process groups meet under one name",
+        file="storage/ranks/process_group.py",
+        old="    return f'{prefix}/{group.group_name}'\n",
+        new="    return prefix\n",
+        tests="tests/distributed/test_groups.py",
+    ),
+    Mutant(
+        says="holders of a DTensor are numbered as in the job",
+        file="storage/ranks/process_group.py",
+        old="    return {rank: number for number, rank in enumerate(ranks)}\n",
+        new="    return {rank: rank for rank in ranks}\n",
+        tests="tests/distributed/test_groups.py",
+    ),
 ]

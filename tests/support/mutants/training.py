@@ -63,4 +63,11 @@ MUTANTS = [
         new="        return step // self._every >= last // self._every and step % self._every == 0\n",
         tests="tests/unit/test_checkpointer.py::test_steps_are_due_at_multiples_or_when_one_is_passed",
     ),
+    Mutant(
+        says="a watcher that has ended speaks for the next one",
+        file="storage/training/preemption.py",
+        old="            if watcher is not self._watcher:\n                return\n",
+        new="",
+        tests="tests/unit/test_checkpointer_sigterm.py -k handed_over_does",
+    ),
 ]
