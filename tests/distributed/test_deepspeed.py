@@ -4,15 +4,12 @@ name."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
 from support import deepspeed_job
+from support.torchrun import run_job
 
 
 @pytest.fixture(scope="module")
@@ -21,33 +18,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     if find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
     folder = tmp_path_factory.mktemp("deepspeed")
-    (folder / "out").mkdir()
-    job = [deepspeed_job.__file__, str(folder / "c"), str(folder / "out")]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        *job,
-    ]
-    tests = str(Path(deepspeed_job.__file__).parents[1])
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONPATH": tests,
-    }
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((folder / "out" / rank).read_text()) for rank in "01"]
+    left = run_job(deepspeed_job, folder)
+    return [json.loads(left[rank]) for rank in "01"]
 
 
 def test_zero_3_is_refused_on_save_and_load(found: list[dict[str, Any]]) -> None:

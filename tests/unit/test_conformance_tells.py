@@ -121,23 +121,12 @@ def test_the_report_outlives_a_failed_clean_up(outcomes: Outcomes) -> None:
     assert "/conformance-… by other means" in report
 
 
-@pytest.mark.parametrize("kind", ["OptionsInUri", "DeletesNoRoots"])
-def test_the_kit_runs_in_several_processes(site: Path, kind: str) -> None:
-    """With pytest-xdist the one report counts the cases of all workers, and a fault of any of them
-    fails the run."""
-    command = [sys.executable, "-W", "error", "-m", "pytest", "-n", "2", "-p", "no:cacheprovider"]
-    command += [
-        "--import-mode=importlib",
-        "-k",
-        "uri_is_without_options or traits_make_sense or listing_goes",
-    ]
-    command += [
-        "--pyargs",
-        "holdfast.drivers.conformance",
-        "--driver-uri",
-        f"broken-{kind.lower()}://here",
-    ]
-    run = subprocess.run(
+def kit_run(site: Path, uri: str, trials: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A run of the trials whose names match, in a process of its own."""
+    command = [sys.executable, "-W", "error", "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+    command += ["--import-mode=importlib", "-k", trials]
+    command += ["--pyargs", "holdfast.drivers.conformance", "--driver-uri", uri]
+    return subprocess.run(
         command,
         cwd=site,
         env=env_of(site),
@@ -146,35 +135,26 @@ def test_the_kit_runs_in_several_processes(site: Path, kind: str) -> None:
         timeout=110,
         check=False,
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "passed", "failed"), [("OptionsInUri", 2, 1), ("DeletesNoRoots", 3, 0)]
+)
+def test_the_kit_runs_in_several_processes(site: Path, kind: str, passed: int, failed: int) -> None:
+    """With pytest-xdist the one report counts the cases of all workers, and a fault of any of them
+    fails the run."""
+    trials = "uri_is_without_options or traits_make_sense or listing_goes"
+    run = kit_run(site, f"broken-{kind.lower()}://here", trials, "-n", "2")
     assert run.returncode == pytest.ExitCode.TESTS_FAILED, run.stdout
-    assert f"cases passed    {2 if kind == 'OptionsInUri' else 3}" in run.stdout
-    assert f"cases failed    {1 if kind == 'OptionsInUri' else 0}" in run.stdout
+    assert f"cases passed    {passed}" in run.stdout
+    assert f"cases failed    {failed}" in run.stdout
     assert ("LEFT BEHIND" in run.stdout) == (kind == "DeletesNoRoots")
 
 
 def test_the_kit_says_how_long_it_will_take(site: Path) -> None:
     """Before the first case: the root, what one use of a driver takes, and about how long the run
     will be."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "--import-mode=importlib",
-        "-k",
-        "traits_make_sense",
-    ]
-    command += ["--pyargs", "holdfast.drivers.conformance", "--driver-uri", "memory://here"]
-    run = subprocess.run(
-        command,
-        cwd=site,
-        env=env_of(site),
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    run = kit_run(site, "memory://here", "traits_make_sense")
     assert run.returncode == 0, run.stdout
     header, _, report = run.stdout.partition("collected")
     assert "holdfast driver kit: memory://here" in header

@@ -1,5 +1,5 @@
-"""Who may commit an attempt: claims say whose they are, and what is claimed is neither deleted nor
-committed half."""
+"""One process commits an attempt: commit records are told apart, and an attempt that has one is
+neither deleted nor committed in part."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BUDGET_NBYTES = 64 << 20
 
 
 class Flaky(MemoryDriver):
-    """Its first claim fails, stored or not; then ``meanwhile`` happens, before anybody tries again."""
+    """Its first commit record fails, stored or not; then ``meanwhile`` happens, before the next try."""
 
     remote = True  # type: ignore[misc]
 
@@ -73,9 +73,9 @@ async def with_images(storage: Driver, theirs: Driver) -> tuple[Attempt, Manifes
 
 
 @pytest.mark.parametrize("stored", [False, True])
-def test_of_two_copies_that_share_an_attempt_one_claims(stored: bool) -> None:
-    """Whichever of them has an answer that was lost: the claim of the other is never taken for its
-    own."""
+def test_of_two_copies_that_share_an_attempt_one_puts_the_commit_record(stored: bool) -> None:
+    """Whichever of them has an answer that was lost: the record of the other is never taken for
+    its own."""
     theirs, ours = checkpoint(), MemoryDriver(f"claims-{stored}")
     outcomes: list[object] = []
 
@@ -100,7 +100,7 @@ def test_of_two_copies_that_share_an_attempt_one_claims(stored: bool) -> None:
     assert loaded(ours)["who"] == "new"
 
 
-def test_a_claim_whose_answer_was_lost_is_found_again() -> None:
+def test_a_commit_record_whose_answer_was_lost_is_recognised() -> None:
     """The save goes on: the bytes say that it was its own."""
     storage = MemoryDriver("claims-lost")
     run(save(retried(Flaky("claims-lost", stored=True)), OLD))
@@ -108,7 +108,7 @@ def test_a_claim_whose_answer_was_lost_is_found_again() -> None:
 
 
 @pytest.mark.parametrize("layer", [lambda driver: driver, retried], ids=["bare", "retried"])
-def test_a_claim_that_the_client_repeated_in_silence_is_found_again(
+def test_a_commit_record_that_the_client_put_twice_is_recognised(
     layer: Callable[[Driver], Driver],
 ) -> None:
     """A client or a kernel may repeat a request whose answer was lost, and report the refusal of
@@ -126,7 +126,7 @@ def test_a_claim_that_the_client_repeated_in_silence_is_found_again(
     assert difference(OLD, loaded(storage)) is None
 
 
-def test_a_sign_of_a_pruning_that_the_client_repeated_in_silence_is_found_again() -> None:
+def test_a_prune_lock_that_the_client_put_twice_is_recognised() -> None:
     """The pruning goes on, rather than wait an hour for itself."""
     storage = MemoryDriver()
     run(save(storage, OLD))
@@ -140,9 +140,9 @@ def test_a_sign_of_a_pruning_that_the_client_repeated_in_silence_is_found_again(
     assert prune_lock.PRUNING_KEY not in run(contents(storage))
 
 
-def test_a_pruning_leaves_the_sign_of_another_that_took_its_place_over() -> None:
-    """Both found a sign of the dead. Whoever is done first does not take the other's sign away, for
-    which savers wait."""
+def test_a_pruning_leaves_the_prune_lock_of_one_that_took_over() -> None:
+    """Both found the lock of a dead process. The first to end does not delete the lock of the other,
+    for which savers wait."""
     storage = MemoryDriver()
     run(save(storage, OLD))
     (attempt,) = attempts(storage)
@@ -158,9 +158,9 @@ def test_a_pruning_leaves_the_sign_of_another_that_took_its_place_over() -> None
     assert run(contents(storage))[prune_lock.PRUNING_KEY] == other
 
 
-def test_every_claim_is_another_and_no_sentence() -> None:
-    """Two savers never write the same bytes; readers of earlier versions take what is no sentence
-    for a claim."""
+def test_every_commit_record_is_unique_and_no_abort_record() -> None:
+    """Two savers never write the same bytes; earlier versions take every record that is no
+    abort record for a commit record."""
     storage = MemoryDriver()
     for name in ("a", "b"):
         run(records.put_commit_record(storage, name))
@@ -173,9 +173,9 @@ def test_every_claim_is_another_and_no_sentence() -> None:
 @pytest.mark.parametrize(
     "old", [b"", b"claim 0123456789abcdef"], ids=["of earlier versions", "of this version"]
 )
-def test_a_claim_is_respected_whatever_its_version(old: bytes) -> None:
-    """Collectors leave an attempt alone that is claimed, by an empty object or by one that says
-    who; a late leader of the same attempt is told that it was overtaken."""
+def test_a_commit_record_of_any_version_counts(old: bytes) -> None:
+    """Collectors leave an attempt with a commit record alone, whether it is empty or says whose it
+    is; a late leader of the same attempt is told that it was overtaken."""
     theirs, storage = checkpoint(), MemoryDriver()
     attempt, target = run(with_images(storage, theirs))
     run(storage.put(attempt.record_key, old))
@@ -212,9 +212,9 @@ def checkpoint_state() -> Any:
     return {"who": "new", "x": torch.arange(100)}
 
 
-def test_the_hour_of_an_unsettled_attempt_begins_with_its_claim() -> None:
-    """A save that took two hours has put its manifest a moment ago: whoever replaces it leaves its
-    files alone."""
+def test_the_hour_of_an_unsettled_attempt_begins_with_its_commit_record() -> None:
+    """A save that took two hours has put its manifest a moment ago: a save that replaces it leaves
+    its files alone."""
     storage = MemoryDriver()
     run(save(storage, OLD))
     (attempt,) = attempts(storage)
@@ -227,8 +227,8 @@ def test_the_hour_of_an_unsettled_attempt_begins_with_its_claim() -> None:
     assert attempt not in attempts(storage)
 
 
-def test_under_a_damaged_manifest_no_claimed_attempt_is_collected_however_old() -> None:
-    """It may be the one that the manifest named, and somebody may want to salvage it."""
+def test_under_a_damaged_manifest_no_attempt_with_a_commit_record_is_collected() -> None:
+    """It may be the one that the manifest named, and a user may want to salvage it."""
     storage = MemoryDriver()
     run(save(storage, OLD))
     (attempt,) = attempts(storage)
@@ -257,7 +257,9 @@ def test_an_attempt_is_as_young_as_its_newest_file() -> None:
 
 
 @pytest.mark.parametrize("exclusive", [True, False])
-def test_a_copy_is_settled_only_where_nobody_else_can_have_claimed_it(exclusive: bool) -> None:
+def test_a_copy_is_settled_only_where_no_other_can_have_put_its_commit_record(
+    exclusive: bool,
+) -> None:
     """Without an exclusive put another copy may be about to put the manifest once more."""
     theirs, ours = checkpoint(), MemoryDriver()
     ours.traits = replace(ours.traits, exclusive_is_atomic=exclusive)
@@ -267,7 +269,7 @@ def test_a_copy_is_settled_only_where_nobody_else_can_have_claimed_it(exclusive:
 
 
 @pytest.mark.parametrize("moment", ["committed", "claimed"])
-def test_a_copy_that_meets_damage_deletes_nothing_that_another_has_claimed(moment: str) -> None:
+def test_a_copy_that_finds_damage_deletes_no_attempt_that_another_commits(moment: str) -> None:
     """Both went on with one attempt. One commits it, or is about to; then the other reads a byte
     that was flipped."""
     theirs, ours, once = checkpoint(), MemoryDriver(), list[str]()

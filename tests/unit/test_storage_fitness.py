@@ -1,4 +1,4 @@
-"""A save finds out that its storage cannot keep what is promised, before it harms anybody, and says
+"""A save finds out that its storage cannot keep what is promised, before it does harm, and says
 so."""
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def test_the_option_for_stores_without_conditional_puts_is_named() -> None:
     assert "conditional=off" not in str(caught.value)
 
 
-def test_on_such_a_storage_nobody_else_is_sentenced() -> None:
-    """A save in flight, which has claimed, is neither sentenced nor deleted by one that begins: its
+def test_on_such_a_storage_no_other_attempt_is_aborted() -> None:
+    """A save in flight, with its commit record, is neither aborted nor deleted by one that begins: its
     fate stays."""
     good, careless = MemoryDriver("fitness-others"), Ignoring("fitness-others")
     other = run(commit.begin(good))
@@ -134,7 +134,7 @@ def test_what_does_not_promise_exclusive_puts_is_not_asked() -> None:
 
 
 def test_a_marker_that_is_deleted_meanwhile_is_no_fault_of_the_storage() -> None:
-    """Another save has sentenced this one: that is what is said. What was stored in the marker's
+    """Another save has aborted this one, and the error says so. What was stored in the marker's
     place is no marker."""
     storage = MemoryDriver()
     begun = itertools.count()
@@ -149,7 +149,7 @@ def test_a_marker_that_is_deleted_meanwhile_is_no_fault_of_the_storage() -> None
 
 def test_a_trial_that_comes_late_is_taken_for_no_marker() -> None:
     """The attempt is being deleted, its marker first; then a put that had been on its way for long
-    is done: whoever claims now is still told that it was overtaken."""
+    is done: a save that puts its commit record now still learns that it was overtaken."""
     storage = MemoryDriver()
     attempt = run(commit.begin(storage))
     run(storage.delete(attempt.marker_key))

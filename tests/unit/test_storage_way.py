@@ -1,4 +1,4 @@
-"""The way to the leader: the ranks of a host tell it what they have written as one, and a layout
+"""Reports of what ranks have written: the ranks of a host send the leader one, and each layout
 once."""
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def whole(driver: MemoryDriver, world: int) -> bool:
 
 
 @pytest.mark.parametrize("hosts", HOSTS, ids=lambda hosts: "".join(host or "-" for host in hosts))
-def test_a_host_tells_the_leader_once(
+def test_the_ranks_of_a_host_report_to_the_leader_as_one(
     hosts: list[str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its first rank does, for all; but the leader's own mates, and who does not know its host,
@@ -148,7 +148,7 @@ def test_a_host_tells_the_leader_once(
         assert plain(manifest(driver)) == plain(manifest(flat))
 
 
-def test_layouts_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layout_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the next save of the same they go by their names, on every part of the way; a rank that
     has forgotten what was agreed on makes all tell all again."""
     hosts = list("aabbb")
@@ -169,7 +169,7 @@ def test_layouts_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert whole(driver, len(hosts))
 
 
-def test_what_a_save_has_told_that_failed_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layout_of_a_save_that_failed_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody knows how far it got."""
     hosts = list("aabb")
     driver, memory = MemoryDriver(), memories(len(hosts))
@@ -191,13 +191,13 @@ def test_what_a_save_has_told_that_failed_is_told_again(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("rank", [2, 3])
-def test_what_fails_on_the_way_is_told_to_all_by_name(
+def test_a_failure_of_a_report_reaches_all_ranks_with_the_name_of_the_rank(
     rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first rank of a host that cannot join what it hears, or a rank behind it: all raise,
     nothing is committed; and what a rank may have written after the leader had given up is gone
     after the next save."""
-    real = save._joined if rank == 2 else save._fragment
+    real = save._joined if rank == 2 else save.written_fragment
     driver = MemoryDriver()
 
     def broken(*args: Any) -> Any:
@@ -219,7 +219,7 @@ def test_what_fails_on_the_way_is_told_to_all_by_name(
     assert {key.split("/")[1] for key in driver._objects if key != MANIFEST_KEY} == {current}
 
 
-def test_a_layout_that_was_never_told_is_damage() -> None:
+def test_a_digest_of_an_unknown_layout_is_damage() -> None:
     """A key alone does for those who know it."""
     flat = flatten(state_of(0))
     from holdfast.storage.format.fragment import decode_fragment, fragment_of
@@ -243,7 +243,7 @@ def test_a_layout_that_was_never_told_is_damage() -> None:
         decode_fragment(told, "a fragment", {})
 
 
-def test_the_way_of_many_ranks() -> None:
+def test_ranks_know_to_which_rank_they_report() -> None:
     """Hosts of eight, ranks in order or dealt out in turn."""
     ranks = np.arange(64)
     in_order, in_turn = ranks // 8, ranks % 8

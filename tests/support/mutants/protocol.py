@@ -122,7 +122,7 @@ MUTANTS = [
         file="storage/operations/save.py",
         old="    plan.sent_layouts.update((group.layout.key for group in fragment.groups))\n",
         new="",
-        tests="tests/unit/test_storage_way.py::test_layouts_are_told_once",
+        tests="tests/unit/test_storage_way.py::test_a_layout_is_sent_once",
     ),
     Mutant(
         says="replaced data is never deleted",
