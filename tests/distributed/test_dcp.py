@@ -9,9 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed.checkpoint as dcp
 from support import dcp_job
 from support.bits import difference
 from support.dcp_tasks import (
+    accepts,
     arranged_full,
     cached_plans,
     dcp_load,
@@ -34,6 +36,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 import holdfast
 from holdfast.errors import NotACheckpointError, RankFailedError, StateError, UsageError
 
+needs_no_collectives = pytest.mark.skipif(
+    not accepts(dcp.save, "use_collectives"), reason="this torch has no such option"
+)
+needs_no_dist = pytest.mark.skipif(
+    not accepts(dcp.save, "no_dist"), reason="this torch has no such option"
+)
+needs_processes = pytest.mark.skipif(
+    not accepts(dcp.async_save, "async_checkpointer_type"), reason="this torch has no such option"
+)
 LAYOUTS = [("fsdp", 1), ("fsdp", 2), ("tp", 2), ("hsdp", 4), ("tp", 4)]
 
 
@@ -157,11 +168,13 @@ def test_some_ranks_save_in_a_process_group_of_their_own(
         assert c.world == 2
 
 
+@needs_no_dist
 def test_each_rank_may_save_alone(ranks: RankProcesses, tmp_path: Path) -> None:
     """With no_dist, to a place of its own."""
     ranks.run(each_alone, str(tmp_path), world=2)
 
 
+@needs_processes
 def test_an_asynchronous_save_may_run_in_a_process(tmp_path: Path) -> None:
     """Under torchrun: DCP saves from a process beside each rank, and from a thread, and what comes
     of it is loaded again."""
@@ -190,6 +203,7 @@ def test_an_asynchronous_save_may_run_in_a_process(tmp_path: Path) -> None:
         )
 
 
+@needs_no_collectives
 def test_without_collectives_the_ranks_meet_by_other_means(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
@@ -206,6 +220,7 @@ def test_without_collectives_the_ranks_meet_by_other_means(
         assert c.tensors["replicated"].ranks != c.tensors["plain"].ranks
 
 
+@needs_no_collectives
 def test_without_collectives_a_failure_is_known_everywhere(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
@@ -223,6 +238,7 @@ def test_without_collectives_a_failure_is_known_everywhere(
     ranks.run(without_collectives, str(uri), world=2)
 
 
+@needs_no_collectives
 def test_without_collectives_a_part_of_the_job_is_refused(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:

@@ -9,7 +9,6 @@ from concurrent.futures import Future
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from holdfast.storage.integrations.dcp import HoldfastWriter
 from support.dcp_tasks import arranged
@@ -17,6 +16,9 @@ from support.dcp_tasks import arranged
 
 def main() -> None:
     """Run on every rank."""
+    # Not in the oldest torch that is promised.
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
     folder = sys.argv[1]
     dist.init_process_group("gloo")
     for name, step in (("process", 1), ("process", 2), ("thread", 3)):

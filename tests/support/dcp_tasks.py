@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,18 @@ def arranged_full(step: int) -> dict[str, Any]:
     }
 
 
+def accepts(function: Callable[..., Any], option: str) -> bool:
+    """Whether this torch has an option of DCP; 2.6, the oldest that is promised, has fewer."""
+    return option in inspect.signature(function).parameters
+
+
+def caching_planner() -> DefaultSavePlanner:
+    """A planner that caches plans, where this torch has such."""
+    if accepts(DefaultSavePlanner, "enable_plan_caching"):
+        return DefaultSavePlanner(enable_plan_caching=True)
+    return DefaultSavePlanner()
+
+
 def cached_plans(folder: str) -> None:
     """Saves by plans that DCP keeps from the first one; the last replaces that of the first."""
     for step in range(4):
@@ -83,7 +97,7 @@ def cached_plans(folder: str) -> None:
         dcp.save(
             arranged(step),
             storage_writer=writer,
-            planner=DefaultSavePlanner(enable_plan_caching=True),
+            planner=caching_planner(),
         )
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.bits import difference
+from support.dcp_tasks import caching_planner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
@@ -300,7 +301,7 @@ def test_tied_tensors_are_stored_once(tmp_path: Path) -> None:
 def test_an_asynchronous_save_holds_what_the_state_was(tmp_path: Path) -> None:
     """In a thread: what changes after the call is not in the checkpoint."""
     state = {"w": torch.ones(1000), "lr": 0.5}
-    saving = dcp.async_save(state, storage_writer=HoldfastWriter(tmp_path / "c"), no_dist=True)
+    saving = dcp.async_save(state, storage_writer=HoldfastWriter(tmp_path / "c"))
     state["w"].zero_()
     saving.result(30)
     assert difference({"w": torch.ones(1000), "lr": 0.5}, holdfast.load(tmp_path / "c")) is None
@@ -445,7 +446,7 @@ def test_cached_plans_lead_to_attempts_of_their_own(tmp_path: Path) -> None:
         if step == 1:
             (tmp_path / "away").touch()
             bad = HoldfastWriter(tmp_path / "away" / "c")
-            planner = DefaultSavePlanner(enable_plan_caching=True)
+            planner = caching_planner()
             cause_of(
                 lambda: dcp.save(
                     {"w": torch.ones(5), "step": 9},
@@ -456,7 +457,7 @@ def test_cached_plans_lead_to_attempts_of_their_own(tmp_path: Path) -> None:
         dcp.save(
             {"w": torch.full((5,), float(step)), "step": step},
             storage_writer=HoldfastWriter(tmp_path / "c"),
-            planner=DefaultSavePlanner(enable_plan_caching=True),
+            planner=caching_planner(),
         )
         assert holdfast.load(tmp_path / "c")["w"].tolist() == [step] * 5
 
