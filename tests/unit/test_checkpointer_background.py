@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 import torch
 from support.bits import fresh_uri
+from support.drivers import HookedDriver
+from support.given import Serve
 
 import holdfast
-from holdfast.storage.operations import save as saving
+from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.operations.location import Place
 from holdfast.storage.runtime.engine import start
 from holdfast.storage.training import retention
@@ -34,6 +36,24 @@ def state(step: int) -> dict[str, Any]:
 def steps(uri: str | Path) -> list[int | None]:
     """The steps that are there."""
     return [c.step for c in holdfast.list_checkpoints(uri)]
+
+
+class Breakable:
+    """Storage in memory in which no image can be begun while there is an ``error``."""
+
+    def __init__(self, serve: Serve) -> None:
+        self.error: BaseException | None = None
+        self.uri = serve(lambda path: HookedDriver(MemoryDriver(path), before=self._before))
+
+    async def _before(self, operation: str, key: str) -> None:
+        if operation == "create" and self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def storage(serve: Serve) -> Breakable:
+    """Storage that works until it is broken."""
+    return Breakable(serve)
 
 
 METRICS = [
@@ -98,23 +118,17 @@ def test_the_value_of_a_metric_is_asked_for_where_a_save_begins() -> None:
     assert len(asked) == ckpt.counters.saved == 2
 
 
-def test_a_metric_counts_once_its_step_is_durable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_metric_counts_once_its_step_is_durable(storage: Breakable) -> None:
     """A save that fails leaves no metric, though there may be an older checkpoint of its step."""
-    plain = saving.commit
-
-    async def fails(*args: Any) -> Any:
-        raise holdfast.StorageDownError("away")
-
-    with holdfast.Checkpointer(tmp_path, keep=Keep(best=1)) as ckpt:
+    with holdfast.Checkpointer(storage.uri, keep=Keep(best=1)) as ckpt:
         ckpt.save(1, state(1), metric=5.0)
         ckpt.wait()
-        monkeypatch.setattr(saving, "commit", fails)
+        storage.error = holdfast.StorageDownError("away")
         ckpt.save(2, state(2), metric=1.0)
         ckpt.wait()
-        monkeypatch.setattr(saving, "commit", plain)
-    assert json.loads((tmp_path / "metrics.json").read_text()) == {"1": 5.0}
+        storage.error = None
+    folder = MemoryDriver(storage.uri.removeprefix("given://"))
+    assert json.loads(start(folder.get("metrics.json")).result(20)) == {"1": 5.0}
 
 
 ODD = [
@@ -186,28 +200,22 @@ def test_whatever_a_listing_raises_the_next_save_goes_on(
 
 @pytest.mark.parametrize("error", ODD, ids=lambda error: type(error).__name__)
 def test_whatever_a_save_raises_it_is_counted_and_the_next_one_goes_on(
-    error: BaseException, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: BaseException, storage: Breakable, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also what ends the loop of events that all saves run in."""
-    plain = saving.commit
-
-    async def fails(*_: Any) -> None:
-        raise error
-
-    uri = fresh_uri()
-    with holdfast.Checkpointer(uri, every=1, when_busy="wait") as ckpt:
+    with holdfast.Checkpointer(storage.uri, every=1, when_busy="wait") as ckpt:
         ckpt.step(1, state(1))
         ckpt.wait()
-        monkeypatch.setattr(saving, "commit", fails)
+        storage.error = error
         ckpt.step(2, state(2))
         ckpt.wait()
         assert (ckpt.counters.saved, ckpt.counters.failed) == (1, 1)
-        monkeypatch.setattr(saving, "commit", plain)
+        storage.error = None
         ckpt.step(3, state(3))
         ckpt.wait()
     assert (ckpt.counters.saved, ckpt.counters.failed) == (2, 1)
     assert "step 2: not saved" in caplog.text
-    assert steps(uri) == [1, 3]
+    assert steps(storage.uri) == [1, 3]
 
 
 class Broken(logging.Handler):
@@ -219,36 +227,27 @@ class Broken(logging.Handler):
 
 
 def test_a_log_handler_that_raises_keeps_nothing_from_being_done(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    capsys: pytest.CaptureFixture[str],
+    storage: Breakable, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Saves end, well or not, are counted, and old ones are deleted; what was raised is printed."""
     caplog.set_level(logging.INFO, "holdfast")
-    handler, logger, plain, uri = (
-        Broken(),
-        logging.getLogger("holdfast"),
-        saving.commit,
-        fresh_uri(),
-    )
-
-    async def fails(*_: Any) -> None:
-        raise holdfast.StorageDownError("away")
-
+    away = holdfast.StorageDownError("away")
+    handler = Broken()
+    logger = logging.getLogger("holdfast")
     logger.addHandler(handler)
     try:
-        with holdfast.Checkpointer(uri, every=1, keep=1, when_busy="wait") as ckpt:
+        with holdfast.Checkpointer(storage.uri, every=1, keep=1, when_busy="wait") as ckpt:
             for step in (1, 2, 3, 4):
-                monkeypatch.setattr(saving, "commit", fails if step == 3 else plain)
+                storage.error = away if step == 3 else None
                 ckpt.step(step, state(step))
                 ckpt.wait()
-        monkeypatch.setattr(saving, "commit", fails)
+        storage.error = away
         with pytest.raises(holdfast.StorageDownError):
-            holdfast.async_save(fresh_uri(), state(5)).wait(20)
+            holdfast.async_save(f"{storage.uri}/other", state(5)).wait(20)
     finally:
         logger.removeHandler(handler)
     assert (ckpt.counters.saved, ckpt.counters.failed, ckpt.counters.pruned) == (3, 1, 2)
-    assert steps(uri) == [4]
+    assert steps(storage.uri) == [4]
     assert "ZeroDivisionError" in capsys.readouterr().err
 
 
@@ -288,24 +287,18 @@ def test_wait_returns_when_old_checkpoints_are_deleted_too(monkeypatch: pytest.M
         assert (ckpt.counters.pruned, steps(uri)) == (2, [3])
 
 
-def test_nothing_is_deleted_after_a_save_that_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_deleted_after_a_save_that_failed(storage: Breakable) -> None:
     """What is to be kept is counted from what is there, and the newest is not."""
-    with holdfast.Checkpointer(tmp_path) as ckpt:
+    with holdfast.Checkpointer(storage.uri) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(step, state(step))
-
-    async def fails(*args: Any) -> Any:
-        raise holdfast.StorageDownError("away")
-
-    monkeypatch.setattr(saving, "commit", fails)
-    with holdfast.Checkpointer(tmp_path, keep=1) as ckpt:
+    storage.error = holdfast.StorageDownError("away")
+    with holdfast.Checkpointer(storage.uri, keep=1) as ckpt:
         ckpt.resume(state(0))
         ckpt.save(4, state(4))
         with pytest.raises(holdfast.StorageDownError):
             ckpt.wait()
-    assert steps(tmp_path) == [1, 2, 3]
+    assert steps(storage.uri) == [1, 2, 3]
 
 
 def test_nothing_is_deleted_of_a_step_that_is_under_way() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,12 @@ import pytest
 import torch
 from support.bits import difference, fresh_uri
 from support.drivers import Fault, HookedDriver, contents
+from support.given import Serve
 
 import holdfast
 from holdfast.drivers.local.driver import LocalDriver
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
-from holdfast.storage.operations import start_save
 from holdfast.storage.operations.load import run_build
 from holdfast.storage.operations.save import SaveJob, run_save
 from holdfast.storage.protocol import limits
@@ -367,11 +367,9 @@ def test_strange_files_below_data_are_left_alone(tmp_path: Path) -> None:
     assert [path.read_text() for path in strange] == ["keep"] * 4
 
 
-def halting(
-    monkeypatch: pytest.MonkeyPatch, operation: str
-) -> tuple[threading.Event, threading.Event]:
-    """Makes every save halt before ``operation`` until the second event is set; the first says that
-    one has come there."""
+def halting(serve: Serve, operation: str) -> tuple[str, threading.Event, threading.Event]:
+    """A place where every save halts before ``operation`` until the second event is set; the first
+    says that one has come there."""
     reached, go = threading.Event(), threading.Event()
 
     async def halt(doing: str, key: str) -> None:
@@ -380,18 +378,14 @@ def halting(
             while not go.is_set():
                 await asyncio.sleep(0.001)
 
-    opened: Callable[..., Any] = start_save.open_driver
-    monkeypatch.setattr(
-        start_save, "open_driver", lambda uri, *_: HookedDriver(opened(uri), before=halt)
-    )
-    return reached, go
+    uri = serve(lambda path: HookedDriver(MemoryDriver(path), before=halt))
+    return uri, reached, go
 
 
-def test_after_an_async_save_returns_the_state_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_an_async_save_returns_the_state_may_change(serve: Serve) -> None:
     """All bytes were copied by then: tensors, arrays, and small values."""
     state = {"x": torch.ones(100_000), "a": torch.ones(4).numpy(), "v": [1], "d": {"k": 2}}
-    uri = fresh_uri()
-    reached, go = halting(monkeypatch, "write")
+    uri, reached, go = halting(serve, "write")
     handle = holdfast.async_save(uri, state)
     assert handle.captured.done()
     state["x"].zero_()
@@ -402,7 +396,6 @@ def test_after_an_async_save_returns_the_state_may_change(monkeypatch: pytest.Mo
     go.set()
     handle.wait(30)
     assert reached.is_set()
-    monkeypatch.undo()
     assert (
         difference(
             {"x": torch.ones(100_000), "a": torch.ones(4).numpy(), "v": [1], "d": {"k": 2}},
@@ -412,11 +405,11 @@ def test_after_an_async_save_returns_the_state_may_change(monkeypatch: pytest.Mo
     )
 
 
-def test_a_handle_tells_how_far_its_save_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handle_tells_how_far_its_save_is(serve: Serve) -> None:
     """Captured, sealed, durable, in that order; a wait with a limit ends in time, and says what it
     waited for."""
-    reached, go = halting(monkeypatch, "commit")
-    handle = holdfast.async_save(fresh_uri(), {"x": torch.ones(10)})
+    uri, reached, go = halting(serve, "commit")
+    handle = holdfast.async_save(uri, {"x": torch.ones(10)})
     assert reached.wait(30)
     handle.sealed.wait(30)
     assert (handle.captured.done(), handle.sealed.done(), handle.done()) == (True, True, False)
@@ -445,38 +438,36 @@ def test_a_handle_can_be_awaited() -> None:
 
 @pytest.mark.parametrize("operation", ["put", "create", "write", "commit"])
 def test_what_fails_in_the_background_is_raised_by_wait(
-    operation: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    operation: str, serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each time it is asked, and logged once the caller was let go; the next save is not affected."""
-    uri = fresh_uri()
-    holdfast.save(uri, OLD)
+    is_full = False
 
     async def fail(doing: str, key: str) -> None:
-        if doing == operation:
+        if is_full and doing == operation:
             raise holdfast.FullError("injected")
 
-    opened: Callable[..., Any] = start_save.open_driver
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            start_save, "open_driver", lambda uri, *_: HookedDriver(opened(uri), before=fail)
-        )
-        try:
-            handle = holdfast.async_save(uri, NEW)
-        except holdfast.FullError:
-            assert operation in ("put", "create")
-        else:
-            for _ in range(2):
-                with pytest.raises(holdfast.FullError, match="injected"):
-                    handle.wait(30)
-            assert handle.done()
-            assert handle.report is None
-            assert "injected" in caplog.text
+    uri = serve(lambda path: HookedDriver(MemoryDriver(path), before=fail))
+    holdfast.save(uri, OLD)
+    is_full = True
+    try:
+        handle = holdfast.async_save(uri, NEW)
+    except holdfast.FullError:
+        assert operation in ("put", "create")
+    else:
+        for _ in range(2):
+            with pytest.raises(holdfast.FullError, match="injected"):
+                handle.wait(30)
+        assert handle.done()
+        assert handle.report is None
+        assert "injected" in caplog.text
+    is_full = False
     assert difference(OLD, holdfast.load(uri)) is None
     holdfast.save(uri, NEW)
     assert difference(NEW, holdfast.load(uri)) is None
 
 
-def test_a_failed_save_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_gives_its_memory_back(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """No buffer is lost, so that a job which goes on after a hundred failures has as much memory as
     before."""
     from holdfast.storage.runtime.buffers import HostBuffer, host_pool
@@ -493,13 +484,10 @@ def test_a_failed_save_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         HostBuffer, "allocate", lambda nbytes: made.append(nbytes) or allocate(nbytes)
     )
-    opened: Callable[..., Any] = start_save.open_driver
-    monkeypatch.setattr(
-        start_save, "open_driver", lambda uri, *_: HookedDriver(opened(uri), before=fail)
-    )
+    uri = serve(lambda path: HookedDriver(MemoryDriver(path), before=fail))
     for _ in range(3):
         with pytest.raises(holdfast.FullError):
-            holdfast.save(fresh_uri(), {"x": torch.zeros(20 << 20, dtype=torch.uint8)})
+            holdfast.save(uri, {"x": torch.zeros(20 << 20, dtype=torch.uint8)})
         before = len(made)
     assert before == len(made) == len(pool._free)
     holdfast.release_memory()

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.bits import fresh_uri
+from support.given import Serve
 
 import holdfast
-from holdfast.drivers.contract import Buffer
-from holdfast.drivers.memory import MemoryDriver, _MemoryUpload
+from holdfast.drivers.contract import Buffer, Upload
+from holdfast.drivers.memory import MemoryDriver
 from holdfast.errors import DamagedError
 from holdfast.storage.runtime.buffers import HostBuffer
 
@@ -32,14 +32,16 @@ class _Handed(np.ndarray[Any, np.dtype[np.uint8]]):
 
 @dataclass
 class Library:
-    """How many bytes reads from ``memory://`` take, whenever one begins: a read twice what it
-    reads, a fetch once what is still held of it. ``offset``: how far from an aligned address
-    fetched bytes are."""
+    """How many bytes reads from ``uri`` take, whenever one begins: a read twice what it reads, a
+    fetch once what is still held of it. ``offset``: how far from an aligned address fetched bytes
+    are. ``flips``: the byte in which every fetch is damaged."""
 
+    uri: str = ""
     now: int = 0
     seen: list[int] = field(default_factory=list)
     fetched: int = 0
     offset: int = 1
+    flips: int | None = None
 
     def take(self, nbytes: int) -> None:
         self.now += nbytes
@@ -49,37 +51,41 @@ class Library:
         self.now -= nbytes
 
 
-@pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
-    """Drivers of ``memory://`` hand over what they fetch, at odd addresses and not to be written
-    to."""
-    init, read, library = MemoryDriver.__init__, MemoryDriver.read, Library()
+class HandsOver(MemoryDriver):
+    """Hands over what it fetches, at odd addresses and not to be written to."""
 
-    def made(self: MemoryDriver, location: str = "") -> None:
-        init(self, location)
+    def __init__(self, location: str, library: Library) -> None:
+        super().__init__(location)
+        self.library = library
         self.traits = replace(self.traits, concurrency=64, hands_over=True)
 
-    async def counted(self: MemoryDriver, key: str, start: int, into: Buffer) -> None:
-        library.take(2 * len(into))
+    async def read(self, key: str, start: int, into: Buffer) -> None:
+        self.library.take(2 * len(into))
         await asyncio.sleep(0.01)  # all that may run at once do
-        await read(self, key, start, into)
-        library.give(2 * len(into))
+        await super().read(key, start, into)
+        self.library.give(2 * len(into))
 
-    async def fetch(self: MemoryDriver, key: str, start: int, nbytes: int) -> Buffer:
+    async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
+        library = self.library
         library.take(nbytes)
         library.fetched += nbytes
         await asyncio.sleep(0.01)
         received = np.empty(nbytes + library.offset, np.uint8)[library.offset :].view(_Handed)
         weakref.finalize(received, library.give, nbytes)
-        await read(self, key, start, received.data)
+        await super().read(key, start, received.data)
+        if library.flips is not None:
+            received[library.flips] ^= 1
         return received.data.toreadonly()
 
+
+@pytest.fixture
+def library(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
+    """A library whose drivers hand over what they fetch."""
+    made = Library()
+    made.uri = serve(lambda location: HandsOver(location, made))
     monkeypatch.setattr("holdfast.storage.operations.reader._BUDGET_NBYTES", BUDGET_NBYTES)
-    monkeypatch.setattr(MemoryDriver, "__init__", made)
-    monkeypatch.setattr(MemoryDriver, "read", counted)
-    monkeypatch.setattr(MemoryDriver, "fetch", fetch)
     with warnings.catch_warnings(action="error"):
-        yield library
+        yield made
 
 
 def _load(uri: str) -> None:
@@ -87,7 +93,7 @@ def _load(uri: str) -> None:
 
 
 def _copy(uri: str) -> None:
-    holdfast.copy(uri, fresh_uri(), budget_nbytes=BUDGET_NBYTES)
+    holdfast.copy(uri, f"{uri}-copy", budget_nbytes=BUDGET_NBYTES)
 
 
 def _verify(uri: str) -> None:
@@ -99,7 +105,7 @@ def _verify(uri: str) -> None:
 def test_what_it_holds_is_within_the_budget(use: Callable[[str], None], library: Library) -> None:
     """Loads, copies and verification have as many chunks in memory at once as the budget allows,
     and more than one."""
-    uri = fresh_uri()
+    uri = f"{library.uri}/saved"
     holdfast.save(uri, {"w": torch.zeros(CHUNKS << 24, dtype=torch.uint8)})
     library.seen.clear()
     use(uri)
@@ -107,41 +113,61 @@ def test_what_it_holds_is_within_the_budget(use: Callable[[str], None], library:
     assert library.now == 0
 
 
-def test_what_an_upload_holds_is_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+class _SlowUpload(Upload):
+    """Takes so long to write that every buffer that may be filled meanwhile is."""
+
+    def __init__(self, inner: Upload) -> None:
+        self._inner = inner
+
+    async def write(self, start: int, data: Buffer) -> None:
+        await asyncio.sleep(0.01)
+        await self._inner.write(start, data)
+
+    async def commit(self, nbytes: int | None = None) -> None:
+        await self._inner.commit(nbytes)
+
+    async def abort(self) -> None:
+        await self._inner.abort()
+
+
+class _Holds(MemoryDriver):
+    """Holds ``nbytes`` of every upload."""
+
+    def __init__(self, location: str, nbytes: int) -> None:
+        super().__init__(location)
+        self.traits = replace(self.traits, concurrency=64, upload_nbytes=nbytes)
+
+    async def create(self, key: str, nbytes: int) -> Upload:
+        return _SlowUpload(await super().create(key, nbytes))
+
+
+@pytest.mark.parametrize(("held_nbytes", "at_most"), [(0, 4), (32 << 20, 2), (1 << 30, 1)])
+def test_what_an_upload_holds_is_within_the_budget(
+    held_nbytes: int, at_most: int, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A save, and a copy, have so many buffers fewer at once, but always one."""
-    init, allocate, made = MemoryDriver.__init__, HostBuffer.allocate, list[int]()
-    held_nbytes, write = [0], _MemoryUpload.write
-
-    async def slow(self: _MemoryUpload, start: int, data: Buffer) -> None:
-        await asyncio.sleep(0.01)  # every buffer that may be filled meanwhile is
-        await write(self, start, data)
-
-    def holding(self: MemoryDriver, location: str = "") -> None:
-        init(self, location)
-        self.traits = replace(self.traits, concurrency=64, upload_nbytes=held_nbytes[0])
-
-    monkeypatch.setattr(MemoryDriver, "__init__", holding)
-    monkeypatch.setattr(_MemoryUpload, "write", slow)
+    uri = serve(lambda location: _Holds(location, held_nbytes))
+    allocate = HostBuffer.allocate
+    made: list[int] = []
     monkeypatch.setattr(
         HostBuffer, "allocate", lambda nbytes: made.append(nbytes) or allocate(nbytes)
     )
     state = {"w": torch.zeros(CHUNKS << 24, dtype=torch.uint8)}
-    for held_nbytes[0], at_most in ((0, 4), (32 << 20, 2), (1 << 30, 1)):
-        uri = fresh_uri()
-        for use in (partial(holdfast.save, uri, state), partial(holdfast.copy, uri, fresh_uri())):
-            holdfast.release_memory()
-            made.clear()
-            use(budget_nbytes=64 << 20)
-            assert 1 <= len(made) <= at_most
+    for use in (
+        partial(holdfast.save, f"{uri}/a", state),
+        partial(holdfast.copy, f"{uri}/a", f"{uri}/b"),
+    ):
+        holdfast.release_memory()
+        made.clear()
+        use(budget_nbytes=64 << 20)
+        assert 1 <= len(made) <= at_most
 
 
 def test_a_load_uses_it_as_it_is(library: Library) -> None:
     """Whole tensors, slices, transposed and cast ones come back bit for bit from fetched memory,
     wherever it begins and ends; all of the data was fetched, and none of it is held any more."""
-    uri, state = (
-        fresh_uri(),
-        {"bytes": torch.arange(100_001) % 251, "floats": torch.randn(300, 701)},
-    )
+    uri = library.uri
+    state = {"bytes": torch.arange(100_001) % 251, "floats": torch.randn(300, 701)}
     state["bytes"] = state["bytes"].to(torch.uint8)
     holdfast.save(uri, state)
     into = {"bytes": torch.zeros_like(state["bytes"]), "floats": torch.zeros(701, 300).T}
@@ -159,18 +185,11 @@ def test_a_load_uses_it_as_it_is(library: Library) -> None:
     assert library.now == 0
 
 
-def test_damage_in_it_is_found(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_in_it_is_found(library: Library) -> None:
     """What was handed over is verified before anything of it is used."""
-    uri, fetch = fresh_uri(), MemoryDriver.fetch
-    holdfast.save(uri, {"w": torch.ones(100_000)})
-
-    async def damaged(self: MemoryDriver, key: str, start: int, nbytes: int) -> Buffer:
-        data = bytearray(await fetch(self, key, start, nbytes))
-        data[70_000] ^= 1
-        return memoryview(data)
-
-    monkeypatch.setattr(MemoryDriver, "fetch", damaged)
+    holdfast.save(library.uri, {"w": torch.ones(100_000)})
+    library.flips = 70_000
     into = {"w": torch.zeros(100_000)}
     with pytest.raises(DamagedError, match="not what was written"):
-        holdfast.load(uri, into=into)
+        holdfast.load(library.uri, into=into)
     assert not into["w"].any()

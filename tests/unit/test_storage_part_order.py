@@ -10,11 +10,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from support.given import Serve
 
 import holdfast
 from holdfast.drivers.contract import Buffer, PartOrder, Traits, Upload, segments
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.drivers.uri import Uri
 from holdfast.storage.pipeline.upload import Opening, writing_order
 from holdfast.storage.runtime.executor import Pipeline, Stage
 
@@ -76,7 +76,7 @@ class _Watched(Upload):
 @pytest.mark.parametrize("budget_nbytes", [None, 128 << 20])
 @pytest.mark.parametrize("streams", [1, 3])
 def test_parts_arrive_in_the_order_asked_for(
-    order: PartOrder, budget_nbytes: int | None, streams: int, monkeypatch: pytest.MonkeyPatch
+    order: PartOrder, budget_nbytes: int | None, streams: int, serve: Serve
 ) -> None:
     """``ascending``: one after the other begun, overlapping; ``serial``: never two at once. Where
     segments are to be written at once, each is ascending, and all are begun at the beginning. The
@@ -89,22 +89,14 @@ def test_parts_arrive_in_the_order_asked_for(
             super().__init__(location)
             self.traits = replace(self.traits, part_order=order, streams=streams)
 
-        @classmethod
-        def open(cls, uri: Uri) -> Ordered:
-            return cls(uri.location)
-
         async def create(self, key: str, nbytes: int) -> Upload:
             inner = await super().create(key, nbytes)
             return _Watched(inner, random.Random(7), begun, overlaps, alone=order == "serial")
 
-    for room in ("operations.start_save", "operations.start_load"):  # to save, and to load
-        name = f"holdfast.storage.{room}.open_driver"
-        monkeypatch.setattr(
-            name, lambda uri, *_: Ordered(f"order-{order}-{budget_nbytes}-{streams}")
-        )
+    uri = serve(Ordered)
     state = {"w": torch.from_numpy(np.random.default_rng(0).standard_normal(100 << 17))}
-    holdfast.async_save("memory://x", state, budget_nbytes=budget_nbytes).wait(60)
-    assert torch.equal(holdfast.load("memory://x")["w"], state["w"])
+    holdfast.async_save(uri, state, budget_nbytes=budget_nbytes).wait(60)
+    assert torch.equal(holdfast.load(uri)["w"], state["w"])
     assert len(begun) > 6
     cut = segments(
         begun[-1] + 1, replace(TRAITS, part_nbytes=16 << 20, streams=streams)
@@ -196,7 +188,9 @@ async def _finished(stage: Stage[int], job: int) -> None:
     await stage.run(job)
 
 
-def test_writes_that_wait_for_the_upload_are_not_overtaken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writes_that_wait_for_the_upload_are_not_overtaken(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A chunk that is ready at the very moment when the upload has begun waits its turn, whichever
     moment that is."""
     begun: list[int] = []
@@ -226,10 +220,7 @@ def test_writes_that_wait_for_the_upload_are_not_overtaken(monkeypatch: pytest.M
                 may_begin.set()
         await asyncio.gather(*writes)
 
-    monkeypatch.setattr(
-        "holdfast.storage.operations.start_save.open_driver", lambda uri, *_: Slow()
-    )
     monkeypatch.setattr(Pipeline, "run", run)
-    holdfast.async_save("memory://x", {"w": torch.zeros(40 << 20)}).wait(60)
+    holdfast.async_save(serve(Slow), {"w": torch.zeros(40 << 20)}).wait(60)
     assert len(begun) > 10
     assert begun == sorted(begun)

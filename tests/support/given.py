@@ -1,0 +1,55 @@
+"""Drivers that a test makes, behind URIs: registered as a third party registers its own, by the
+metadata of a package on the import path."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+import pytest
+
+from holdfast.drivers.contract import Driver
+from holdfast.drivers.memory import MemoryDriver
+from holdfast.drivers.options import Option
+from holdfast.drivers.uri import Uri
+
+__all__ = ["GivenDriver", "Serve", "serve"]
+
+Make = Callable[[str], Driver]
+Serve = Callable[[Make], str]
+"""Takes what makes the driver of a location; returns a new URI, below which it makes all."""
+
+_numbers = itertools.count()
+
+
+class GivenDriver(MemoryDriver):
+    """What ``given://`` leads to: whatever the test makes for the location."""
+
+    OPTIONS: ClassVar[Mapping[str, Option]] = {}
+    makers: ClassVar[dict[str, Make]] = {}
+
+    @classmethod
+    def open(cls, uri: Uri) -> Driver:  # type: ignore[override]
+        """The test's driver for ``uri``."""
+        return cls.makers[uri.location.partition("/")[0]](uri.location)
+
+
+@pytest.fixture
+def serve(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Serve:
+    """Serve drivers of the test's own under ``given://``."""
+    folder = tmp_path_factory.mktemp("packages")
+    package = folder / "given-1.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: given\nVersion: 1\n")
+    (package / "entry_points.txt").write_text(
+        f"[holdfast.drivers]\ngiven = {__name__}:{GivenDriver.__name__}\n"
+    )
+    monkeypatch.syspath_prepend(folder)
+
+    def served(make: Make) -> str:
+        name = f"given-{next(_numbers)}"
+        GivenDriver.makers[name] = make
+        return f"given://{name}"
+
+    return served
