@@ -7,22 +7,30 @@ release is checked against this file alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.checkpoint.state_dict import _get_fqns, _state_dict_fn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = [
     "FLAT_PARAMETER_MARKS",
     "STATE_METHODS",
+    "ActivationWrapper",
+    "FlatPiece",
+    "FlatUnit",
     "ShardedTensor",
     "WeakStorage",
     "buffers_of",
     "children_of",
+    "flat_units",
     "fqn_of",
     "has_state_hooks",
     "is_initialized",
@@ -92,6 +100,90 @@ def is_initialized(optimizer: torch.optim.Optimizer) -> bool:
 def stored_local(tensor: DTensor) -> torch.Tensor:
     """The very local tensor of a DTensor, with all attributes. ``to_local()`` returns a view."""
     return tensor._local_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class FlatPiece:
+    """A parameter that is in a flat parameter, and what this rank holds of it: ``numel`` elements
+    from ``start`` on, at element ``at`` of the rank's part of the flat parameter.
+
+    ``names``: its own and those of parameters that are the same, from the wrapped module on.
+    ``original``: the parameter that users see, with ``use_orig_params``. ``is_regular``: it is
+    flattened in row-major order, and by FSDP1 alone.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    start: int
+    numel: int
+    at: int
+    original: torch.nn.Parameter | None
+    is_regular: bool
+
+
+class FlatUnit:
+    """The flat parameter of a module that FSDP1 has wrapped. 2.6.0: ``_flat_param.py`` of
+    ``torch.distributed.fsdp``, whose attributes are described on ``FlatParameter``."""
+
+    def __init__(self, handle: FlatParamHandle) -> None:
+        self._handle = handle
+        self.flat: torch.nn.Parameter = handle.flat_param
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether the flat parameter has this rank's part, and nothing is working with it."""
+        handle = self._handle
+        state = handle._training_state.name
+        return state == "IDLE" and self.flat.shape == self.flat._sharded_size  # type: ignore[attr-defined]
+
+    @property
+    def shows_whole(self) -> bool:
+        """Whether the original parameters are the gathered ones: between forward and backward."""
+        return self._handle._unsharded_flat_param_for_skipped_views is not None
+
+    def reshard(self) -> None:
+        """Drop gathered parameters, which a forward without a backward leaves, and which the next
+        forward would use as they are."""
+        if not self._handle.uses_sharded_strategy or not hasattr(self.flat, "_local_shard"):
+            return  # nothing is ever gathered, or no forward has been yet
+        if not self._handle.needs_unshard():
+            self._handle.reshard(free_unsharded_flat_param=True)
+
+    def pieces(self) -> Iterator[FlatPiece]:
+        """Its parameters, without padding."""
+        flat: Any = self.flat
+        tied: dict[tuple[int, str], list[str]] = {}
+        for shared in flat._shared_param_infos:
+            name = f"{shared.module_name}.{shared.param_name}".lstrip(".")
+            primary = (id(shared.prim_module), shared.prim_param_name)
+            tied.setdefault(primary, []).append(name)
+        originals = flat._params or [None] * flat._num_params
+        for number, (info, held) in enumerate(
+            zip(flat._param_infos, flat._shard_param_infos, strict=True)
+        ):
+            others = tied.get((id(info.module), info.param_name), [])
+            yield FlatPiece(
+                names=(flat._fqns[number], *others),
+                shape=tuple(flat._shapes[number]),
+                start=held.intra_param_start_idx or 0,
+                numel=held.numel_in_shard or 0,
+                at=held.offset_in_shard or 0,
+                original=originals[number],
+                is_regular=_is_row_major(flat._shapes[number], flat._strides[number])
+                and flat._param_extensions[number] is None,
+            )
+
+
+def flat_units(module: torch.nn.Module) -> list[FlatUnit]:
+    """The flat parameter that FSDP1 has made of parameters of ``module``, if it is a wrapper of
+    FSDP1 that has one."""
+    if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
+        return [FlatUnit(module._handle)]
+    return []
+
+
+def _is_row_major(shape: torch.Size, stride: tuple[int, ...]) -> bool:
+    return torch.empty_strided(shape, stride, device="meta").is_contiguous()
 
 
 def neg_view(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from .adapters.optimizer import (
     StoredOptimizer,
     group_allocator,
     optimizer_allocator,
-    parameter_keys,
+    optimizer_parameters,
 )
 from .adapters.parameter_groups import StoredGroup, differing_kind, match_groups
 from .adapters.per_rank import PerRank
@@ -125,10 +125,10 @@ def _optimizer(
         return groups if isinstance(groups, list) else []
 
     groups_of(rank)  # also those that no parameter of this rank is in
-    matched = match_groups(
-        optimizer, parameter_keys(optimizer, modules, stored), stored, rank, groups_of
-    )
-    state, rows = build(m, rank, wanted, path, optimizer_allocator(optimizer, matched, stored))
+    parameters = optimizer_parameters(optimizer, modules, stored)
+    matched = match_groups(parameters.groups, parameters.keys, stored, rank, groups_of)
+    make = optimizer_allocator(optimizer, parameters, matched, stored)
+    state, rows = build(m, rank, wanted, path, make)
     assert isinstance(state, dict)  # it has groups
     del state["param_groups"]
     entries = state.pop("state", {})
@@ -137,7 +137,9 @@ def _optimizer(
     if not isinstance(entries, Mapping):
         text = f"{where}: {_typed(entries)} in the checkpoint, in place of the state of parameters"
         return ObjectState(state, rows, mismatched={dotted(keys): text})
-    restored = ObjectState(StoredOptimizer(entries, state, stored, matched), rows | taken)
+    restored = ObjectState(
+        StoredOptimizer(entries, state, stored, matched, parameters), rows | taken
+    )
     name = dotted([*keys, "param_groups"])
     for number, text in matched.conflicts.items():
         restored.mismatched[f"{name}.{number}"] = f"{where}: {text}"

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from ....errors import StateError
@@ -38,11 +37,10 @@ class _Layout:
 
 
 _FSDP1 = _Layout(
-    "is sharded by FSDP1 (torch's FullyShardedDataParallel), whose flat parameters this release "
-    "does not know",
-    "Shard with fully_shard (FSDP2); or pass what get_state_dict(model, optimizer, "
-    "options=StateDictOptions(full_state_dict=True)) returns, and give it back with "
-    "set_state_dict.",
+    "is sharded by FSDP1 (torch's FullyShardedDataParallel), and only its module knows what it "
+    "holds of which parameter",
+    "Put the module that FSDP1 has wrapped into the state, as it is, beside its optimizer: "
+    '{"model": model, "optim": optimizer}.',
 )
 _FAIRSCALE = _Layout(
     "is sharded by fairscale's FullyShardedDataParallel, whose flat parameters this release does "
@@ -52,7 +50,7 @@ _FAIRSCALE = _Layout(
 _SHARDED_TENSOR = _Layout(
     "is a ShardedTensor, which only FSDP1 and torch's old sharding API make, and which this "
     "release does not know",
-    "Use DTensors; of FSDP1, pass a full state dict (StateDictType.FULL_STATE_DICT).",
+    "Use DTensors; of FSDP1, pass the module and the optimizer themselves.",
 )
 _ZERO3 = _Layout(
     "is partitioned by DeepSpeed ZeRO-3: it is a placeholder, whose elements are in flat "
@@ -142,12 +140,24 @@ def refuse_object(value: object, modules: Iterable[Walked], path: str, *, loadin
         ):
             raise _refusal(path, _DEEPSPEED_OPTIMIZER)
     if isinstance(value, torch.optim.Optimizer):
+        known = _known_to_module(value, modules)
         for group, parameters in enumerate(value.param_groups):
             for number, parameter in enumerate(parameters["params"]):
-                if _is_unusual(parameter):
+                if _is_unusual(parameter) and id(parameter) not in known:
                     _refuse_parameter(
                         parameter, f"parameter {number} of group {group} in {path}", loading
                     )
+
+
+def _known_to_module(optimizer: torch.optim.Optimizer, modules: Iterable[Walked]) -> set[int]:
+    """The ids of parameters of FSDP1, where one of ``modules`` has all parameters of ``optimizer``:
+    by that module they get their names."""
+    every = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for walked in modules:
+        flat = {id(part.owner) for part in walked.flat}
+        if flat and every <= flat | {id(p) for _, p in walked.parameters}:
+            return flat
+    return set()
 
 
 def refuse_stale(module: torch.nn.Module, beside: Iterable[object], path: str) -> None:
@@ -172,6 +182,7 @@ def refuse_value(value: object, path: str) -> None:
 
 
 def _refuse_module(walked: Walked, path: str, loading: bool) -> None:
+    flat = {id(part.owner) for part in walked.flat}
     for prefix, part in walked.parts:
         layout = _of_module(part, loading)
         if layout is not None:
@@ -179,7 +190,7 @@ def _refuse_module(walked: Walked, path: str, loading: bool) -> None:
             raise _refusal(name if prefix else path, layout)
         for tensors in (parameters_of(part), buffers_of(part)):
             for name, tensor in tensors.items():
-                if tensor is not None and _is_unusual(tensor):
+                if tensor is not None and _is_unusual(tensor) and id(tensor) not in flat:
                     _refuse_parameter(tensor, f'{path}["{prefix}{name}"]', loading)
 
 
@@ -203,8 +214,6 @@ def _refuse_parameter(tensor: torch.Tensor, path: str, loading: bool) -> None:
 
 
 def _of_module(part: torch.nn.Module, loading: bool) -> _Layout | None:
-    if isinstance(part, FullyShardedDataParallel):
-        return _FSDP1
     if _is_of(part, "fairscale") and type(part).__name__ == "FullyShardedDataParallel":
         return _FAIRSCALE
     if (

@@ -11,6 +11,7 @@ from __future__ import annotations
 from weakref import WeakKeyDictionary, ref
 
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ....core.forks.cached import cached_property
 from ..compat import (
@@ -23,6 +24,7 @@ from ..compat import (
     parameters_of,
     plain_state_dict,
 )
+from .fsdp1 import FlatPart, flat_parts
 
 __all__ = ["Names", "Walked", "module_state", "walk"]
 
@@ -31,7 +33,7 @@ class Names(dict[str, str]):
     """By any name that a module has for a parameter or a buffer, the name to save it under.
 
     ``kinds``: of all modules that it consists of. ``usual``: none of them has a way of its own to
-    make a state dict.
+    make a state dict. ``sharded``: FSDP1 has wrapped one of them.
     """
 
     def __init__(self, module: torch.nn.Module, kinds: tuple[type, ...]) -> None:
@@ -43,6 +45,7 @@ class Names(dict[str, str]):
             for kind in set(kinds)
             for name in STATE_METHODS
         )
+        self.sharded = any(issubclass(kind, FullyShardedDataParallel) for kind in set(kinds))
         self._module = ref(module)
 
     def __missing__(self, name: str) -> str:
@@ -74,6 +77,13 @@ class Walked:
         if names is None or names.kinds != kinds:
             names = _known[self.module] = Names(self.module, kinds)
         return names
+
+    @cached_property
+    def flat(self) -> list[FlatPart]:
+        """What this rank holds of parameters that are in flat parameters of FSDP1."""
+        if not self.names.sharded:
+            return []
+        return flat_parts(self.parts, self.names.__getitem__)
 
     @cached_property
     def parameters(self) -> list[tuple[str, torch.nn.Parameter]]:

@@ -8,7 +8,7 @@ each is made like the parameter that it belongs to.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict, TypeGuard, cast
 
@@ -18,16 +18,19 @@ from ....errors import StateError
 from ..compat import plain_state_dict
 from .allocation import Allocate, Entry, empty_for, fits, value_at
 from .exact_dtypes import exact_values
+from .fsdp1 import FlatPart, FlatStates, joined
 from .module_names import Walked
 from .parameter_groups import Matched, ParameterKey, StoredGroup
+from .shards import Shard
 
 __all__ = [
+    "OptimizerParameters",
     "StoredOptimizer",
     "group_allocator",
     "load_optimizer",
     "optimizer_allocator",
+    "optimizer_parameters",
     "optimizer_state",
-    "parameter_keys",
     "present_layout",
     "refuse_unknown",
 ]
@@ -46,6 +49,26 @@ class _Packed(TypedDict):
     param_groups: list[_PackedGroup]
 
 
+Held = torch.Tensor | FlatPart
+"""What an optimizer has of one parameter of a checkpoint: all that it has for a parameter of its
+own, or a part of that."""
+
+
+@dataclass(frozen=True)
+class OptimizerParameters:
+    """The parameters of an optimizer, as a checkpoint has them. ``by_owner``: by id of a parameter
+    that the optimizer has, those that are in it, where it is not just itself. ``keys``: by id, the
+    keys that each may have in the checkpoint."""
+
+    groups: list[list[Held]]
+    by_owner: Mapping[int, list[FlatPart]]
+    keys: Mapping[int, list[ParameterKey]]
+
+    def held_in(self, owner: torch.Tensor) -> Sequence[Held]:
+        """The parameters in one that the optimizer has."""
+        return self.by_owner.get(id(owner), [owner])
+
+
 @dataclass(frozen=True)
 class StoredOptimizer:
     """The state of an optimizer, built from a checkpoint, and how its groups match those of the
@@ -59,6 +82,7 @@ class StoredOptimizer:
     rest: Mapping[str, object]
     stored: list[StoredGroup]
     matched: Matched
+    parameters: OptimizerParameters
 
 
 def optimizer_state(
@@ -72,27 +96,36 @@ def optimizer_state(
     beside the state of its parameters is taken as it is. Raises StateError for what has no name.
     """
     refuse_unknown(optimizer, path)
-    owner, by_id = _module_of(optimizer, modules)
+    named = _named_by_module(optimizer, modules)
     _check_states(optimizer, path)
     packed = plain_state_dict(optimizer)
-    if owner is None or not _is_usual(packed):
+    if named is None or not _is_usual(packed):
         return packed
-    names = dict(
-        enumerate(by_id[id(p)][0] for group in optimizer.param_groups for p in group["params"])
-    )
+    every = [p for group in optimizer.param_groups for p in group["params"]]
+    held = {number: named.held_in(p) for number, p in enumerate(every)}
     state: dict[object, object] = {}
     for key, entry in packed["state"].items():
-        name = key
-        if type(key) is int and key in names:
-            name = names[key]
-        if name in state:
-            raise StateError(f'{path}["state"] has two entries that would both be named {name!r}')
-        state[name] = entry
+        entries = {key: entry}
+        if type(key) is int and key in held:
+            entries = {named.keys[id(p)][0]: _entry_of(p, entry, path) for p in held[key]}
+        for name in entries:
+            if name in state:
+                raise StateError(
+                    f'{path}["state"] has two entries that would both be named {name!r}'
+                )
+        state |= entries
     groups = [
-        {**group, "params": [names[number] for number in group["params"]]}
+        {**group, "params": [named.keys[id(p)][0] for n in group["params"] for p in held[n]]}
         for group in packed["param_groups"]
     ]
     return {**packed, "state": state, "param_groups": groups}
+
+
+def _entry_of(parameter: Held, entry: object, path: str) -> object:
+    """What belongs to ``parameter`` of the entry of its owner."""
+    if isinstance(parameter, FlatPart):
+        return parameter.state(entry, f'{path}["state"]["{parameter.names[0]}"]')
+    return entry
 
 
 def refuse_unknown(optimizer: torch.optim.Optimizer, path: str) -> None:
@@ -147,20 +180,21 @@ def _check_states(optimizer: torch.optim.Optimizer, path: str) -> None:
 
 
 def optimizer_allocator(
-    optimizer: torch.optim.Optimizer, matched: Matched, stored: Iterable[StoredGroup]
+    optimizer: torch.optim.Optimizer,
+    held: OptimizerParameters,
+    matched: Matched,
+    stored: Iterable[StoredGroup],
 ) -> Allocate:
     """How to make the tensors of this optimizer's state: those it has, where they fit, else new
     ones like the parameter."""
     parameters = {
-        matched.keys[id(p)]: p
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if id(p) in matched.keys
+        matched.keys[id(p)]: p for group in held.groups for p in group if id(p) in matched.keys
     }
     of_parameters = {key for group in stored for key in group.ranks}
     state = cast(Mapping[object, object], optimizer.state)  # tensors are not its only keys
+    flat = FlatStates(state)
 
-    def make(entry: Entry) -> torch.Tensor | None:
+    def make(entry: Entry) -> torch.Tensor | Shard | None:
         if entry.keys[0] == "param_groups":
             return None  # made by group_allocator
         if entry.keys[0] != "state" or len(entry.keys) == 1:
@@ -169,6 +203,8 @@ def optimizer_allocator(
         parameter = parameters.get(key)
         if parameter is None and key in of_parameters:
             return None
+        if isinstance(parameter, FlatPart):
+            return flat.tensor(parameter, entry)
         holder = key if parameter is None else parameter
         present = value_at(state.get(holder), entry.keys[2:])
         if fits(present, entry):
@@ -224,9 +260,12 @@ def load_optimizer(
     of_parameters = {key for group in given.stored for key in group.ranks}
     state = {key: entry for key, entry in given.entries.items() if key not in of_parameters}
     for p in every:
-        key = given.matched.keys.get(id(p))
-        if key is not None and key in given.entries:
-            state[number[id(p)]] = given.entries[key]
+        keys = [given.matched.keys.get(id(held)) for held in given.parameters.held_in(p)]
+        entries = [given.entries[key] for key in keys if key is not None and key in given.entries]
+        if entries and id(p) in given.parameters.by_owner:
+            state[number[id(p)]] = joined(entries, f"the state of {keys[0]!r} and others")
+        elif entries:
+            state[number[id(p)]] = entries[0]
     groups = [
         {**group, **(taken or {}), "params": [number[id(p)] for p in group["params"]]}
         for group, taken in zip(optimizer.param_groups, given.matched.hyperparameters, strict=True)
@@ -236,14 +275,14 @@ def load_optimizer(
         optimizer.load_state_dict({**given.rest, "state": state, "param_groups": groups})
 
 
-def parameter_keys(
+def optimizer_parameters(
     optimizer: torch.optim.Optimizer, modules: Iterable[Walked], stored: Iterable[StoredGroup]
-) -> dict[int, list[ParameterKey]]:
-    """By id of each parameter, the keys that it may have in a stored state: its fqns; or torch's
-    number, unless torch's ``param_names``, on both sides, says which number it had."""
-    owner, by_id = _module_of(optimizer, modules)
-    if owner is not None:
-        return by_id
+) -> OptimizerParameters:
+    """The parameters of ``optimizer``, and the keys that each may have in a stored state: its fqns;
+    or torch's number, unless torch's ``param_names``, on both sides, says which number it had."""
+    named = _named_by_module(optimizer, modules)
+    if named is not None:
+        return named
     number_of = {name: number for group in stored for number, name in group.names.items()}
     keys: dict[int, list[ParameterKey]] = {}
     for group in optimizer.param_groups:
@@ -255,20 +294,31 @@ def parameter_keys(
                 keys.setdefault(id(p), [number_of.get(name, name)])
             else:
                 keys.setdefault(id(p), [name, len(keys)])
-    return keys
+    return OptimizerParameters(
+        [list(group["params"]) for group in optimizer.param_groups], {}, keys
+    )
 
 
-def _module_of(
+def _named_by_module(
     optimizer: torch.optim.Optimizer, modules: Iterable[Walked]
-) -> tuple[Walked | None, dict[int, list[ParameterKey]]]:
-    """The module all of whose parameters in ``optimizer`` are its own, and the fqns of its
-    parameters, by id; None where no single one is."""
+) -> OptimizerParameters | None:
+    """The parameters of ``optimizer``, with their fqns in the module that has all of them; None
+    where no single one has."""
     wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for walked in modules:
+        keys: dict[int, list[ParameterKey]] = {}
+        by_owner: dict[int, list[FlatPart]] = {}
+        for part in walked.flat:
+            by_owner.setdefault(id(part.owner), []).append(part)
+            keys[id(part)] = list(part.names)
         names = walked.names
-        found: dict[int, list[ParameterKey]] = {}
         for name, p in walked.parameters:
-            found.setdefault(id(p), []).append(names[name])
-        if wanted <= found.keys():
-            return walked, found
-    return None, {}
+            if id(p) not in by_owner:
+                keys.setdefault(id(p), []).append(names[name])
+        if wanted <= keys.keys() | by_owner.keys():
+            groups = [
+                [held for p in group["params"] for held in by_owner.get(id(p), [p])]
+                for group in optimizer.param_groups
+            ]
+            return OptimizerParameters(groups, by_owner, keys)
+    return None

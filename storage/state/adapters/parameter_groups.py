@@ -49,13 +49,13 @@ class Matched:
 
 
 def match_groups(
-    optimizer: torch.optim.Optimizer,
+    groups: Sequence[Sequence[object]],
     names: Mapping[int, Sequence[ParameterKey]],
     stored: Sequence[StoredGroup],
     rank: int,
     groups_of: Callable[[int], Sequence[Mapping[str, object]]],
 ) -> Matched:
-    """Match the groups of ``optimizer`` with stored ones.
+    """Match the groups of an optimizer, each with its parameters, with stored ones.
 
     ``names``: by id of each parameter, the keys that it may have in the checkpoint, the likeliest
     first. ``groups_of(rank)``: the groups that a rank saved, with their hyperparameters.
@@ -65,10 +65,10 @@ def match_groups(
     held = _held(stored)
     sources: list[list[tuple[int, int]]] = []
     numbered = all(type(key) is int for group in stored for key in group.ranks)
-    for number, group in enumerate(optimizer.param_groups):
+    for number, group in enumerate(groups):
         places: dict[tuple[int, int], None] = {}
         missing = []
-        for parameter in group["params"]:
+        for parameter in group:
             place = _place(names[id(parameter)], held, rank)
             if place is None:
                 missing.append(names[id(parameter)][0])
@@ -79,8 +79,8 @@ def match_groups(
         if missing:
             found.new[number] = _said_of_new(number, missing, numbered)
         sources.append(list(places))
-    _check_numbers(found, optimizer, stored, rank, numbered)
-    empty = [number for number, group in enumerate(optimizer.param_groups) if not group["params"]]
+    _check_numbers(found, groups, stored, rank, numbered)
+    empty = [number for number, group in enumerate(groups) if not group]
     _match_empty(sources, empty, stored, rank)
     for number, places_of in enumerate(sources):
         found.hyperparameters.append(_taken(found, number, places_of, groups_of))
@@ -134,7 +134,7 @@ def _said_of_new(number: int, missing: Sequence[ParameterKey], numbered: bool) -
 
 def _check_numbers(
     found: Matched,
-    optimizer: torch.optim.Optimizer,
+    groups: Sequence[Sequence[object]],
     stored: Sequence[StoredGroup],
     rank: int,
     numbered: bool,
@@ -143,7 +143,7 @@ def _check_numbers(
     if not numbered or found.new or any(group.names for group in stored):
         return
     theirs = [sum(rank in ranks for ranks in group.ranks.values()) for group in stored]
-    ours = [len(group["params"]) for group in optimizer.param_groups]
+    ours = list(map(len, groups))
     if theirs != ours:
         found.conflicts[0] = (
             f"parameters are stored by number, in groups of {theirs}; the optimizer's groups have "

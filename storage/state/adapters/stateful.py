@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 from ....errors import StateError
 from .exact_dtypes import exact_values
 from .foreign import refuse_object
+from .fsdp1 import sharded_state
 from .module_names import Walked, module_state
 from .optimizer import (
     StoredOptimizer,
@@ -149,9 +150,10 @@ def expand(value: object, modules: Sequence[Walked], path: str, *, loading: bool
     """
     refuse_object(value, modules, path, loading=loading)
     if isinstance(value, torch.nn.Module):
-        return module_state(
-            next((walked for walked in modules if walked.module is value), None) or Walked(value)
-        )
+        walked = next((each for each in modules if each.module is value), None) or Walked(value)
+        if walked.flat:
+            return sharded_state(walked.parts, walked.flat, walked.names, path, loading=loading)
+        return module_state(walked)
     if isinstance(value, torch.optim.Optimizer):
         return optimizer_state(value, modules, path)
     if isinstance(value, torch.Generator):
@@ -188,6 +190,8 @@ def takes(value: object, state: object) -> bool:
 def restore(value: object, state: Any) -> None:
     """Give an object its state back, which it :func:`takes`."""
     if isinstance(value, torch.nn.Module):
+        if Walked(value).flat:
+            return  # its tensors are those that were filled, and FSDP1 would gather all of them
         # Inference tensors can be written to in inference mode alone, and others should not be
         # made there.
         with torch.inference_mode(_has_inference(state)):
