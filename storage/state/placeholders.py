@@ -67,8 +67,8 @@ def refuse_placeholders(reported: Sequence[Placeholders | None]) -> None:
             raise StateError(
                 f"{path} {reason}",
                 advice="Its elements may be elsewhere: save ZeRO-3 within "
-                "deepspeed.zero.GatheredParameters, and FSDP1 by "
-                "its full state dict. allow_empty=True saves it as it is.",
+                "deepspeed.zero.GatheredParameters, and FSDP1 by its module. "
+                "allow_empty=True saves it as it is.",
             )
 
 

@@ -6,36 +6,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from support.foreign_jobs import (
-    fsdp1_by_full_state_dicts,
     fsdp1_leaves,
-    fsdp1_objects,
     hollow_saves,
     hooked_tensors,
     uneven_tensors,
     warned_of,
 )
 from support.rank_processes import RankProcesses
-
-
-def test_modules_and_optimizers_of_fsdp1_are_refused_by_name(
-    ranks: RankProcesses, tmp_path: Path
-) -> None:
-    """With a device mesh and without, flat and original parameters, any kind of state dict; on save
-    and on load. The error names the path, and what to use instead."""
-    for seen in ranks.run(fsdp1_objects, str(tmp_path / "c"), world=2):
-        assert len(seen) == 4 * 3 * 9
-        for what, text in seen:
-            assert text.startswith("StateError: "), what
-            assert "FSDP1" in text, what
-            assert "fully_shard" in text, what
-            assert len(text) < 500, what
-            path = {
-                "both": '"1" in state["nets"][0]',
-                "bare": "the state",
-                "optimizer": 'state["optim"]',
-            }[what.split()[1]]
-            assert path in text, what
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_fsdp1_leaves_in_plain_dicts_is_refused_by_name(
@@ -48,13 +25,6 @@ def test_what_fsdp1_leaves_in_plain_dicts_is_refused_by_name(
             assert "FSDP1" in text
             assert len(text) < 500
     assert list(tmp_path.iterdir()) == []
-
-
-def test_fsdp1_is_saved_and_loaded_as_its_error_advises(
-    ranks: RankProcesses, tmp_path: Path
-) -> None:
-    """By full state dicts: the next step after a load is that of the job that went on."""
-    assert ranks.run(fsdp1_by_full_state_dicts, str(tmp_path / "c"), world=2) == [True, True]
 
 
 def test_a_dtensor_whose_hooks_tell_another_layout_is_refused(

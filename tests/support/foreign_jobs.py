@@ -8,7 +8,6 @@ import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -25,9 +23,7 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 import holdfast
 
 __all__ = [
-    "fsdp1_by_full_state_dicts",
     "fsdp1_leaves",
-    "fsdp1_objects",
     "hollow_saves",
     "hooked_tensors",
     "uneven_tensors",
@@ -64,39 +60,6 @@ def step(model: nn.Module, optim: torch.optim.Optimizer) -> None:
     optim.zero_grad()
 
 
-def fsdp1_objects(uri: str) -> list[tuple[str, str]]:
-    """Save and load a module and an optimizer of FSDP1, with and without a mesh, in each of its
-    kinds of state dict: what each raised."""
-    warnings.simplefilter("ignore")
-    seen = []
-    for mesh, orig in product((False, True), (False, True)):
-        model, optim = fsdp1(1, mesh=mesh, orig=orig)
-        for kind in (
-            StateDictType.FULL_STATE_DICT,
-            StateDictType.SHARDED_STATE_DICT,
-            StateDictType.LOCAL_STATE_DICT,
-        ):
-            FullyShardedDataParallel.set_state_dict_type(model, kind)
-            whole = {"nets": [model], "optim": optim}
-            for name, state in (
-                ("both", whole),
-                ("bare", model[1]),
-                ("optimizer", {"optim": optim}),
-            ):
-                what = f"{name} mesh={mesh} orig={orig} {kind.name}"
-                seen += [
-                    (f"save {what}", outcome(lambda state=state: holdfast.save(uri, state))),
-                    (
-                        f"async {what}",
-                        outcome(
-                            lambda state=state: holdfast.async_save(uri, state, lazy=True).wait()
-                        ),
-                    ),
-                    (f"load {what}", outcome(lambda state=state: holdfast.load(uri, into=state))),
-                ]
-    return seen
-
-
 def fsdp1_leaves(uri: str) -> list[str]:
     """Save what FSDP1 leaves in plain dicts: ShardedTensors, and parameters as they are."""
     warnings.simplefilter("ignore")
@@ -110,33 +73,6 @@ def fsdp1_leaves(uri: str) -> list[str]:
                 outcome(lambda state=state: holdfast.load(uri, into={"model": state})),
             ]
     return texts
-
-
-def fsdp1_by_full_state_dicts(uri: str) -> bool:
-    """Save and load FSDP1 as its error advises; whether the next step is the one of the job that
-    went on."""
-    warnings.simplefilter("ignore")
-    options = StateDictOptions(full_state_dict=True)
-    model, optim = fsdp1(1, mesh=False, orig=True)
-    state = get_state_dict(model, optim, options=options)
-    holdfast.save(uri, {"state": state})
-    step(model, optim)
-    fresh, fresh_optim = fsdp1(2, mesh=False, orig=True)
-    into = {"state": list(get_state_dict(fresh, fresh_optim, options=options))}
-    into = {"state": tuple(into["state"])}
-    holdfast.load(uri, into=into)
-    model_state, optim_state = into["state"]
-    set_state_dict(
-        fresh,
-        fresh_optim,
-        model_state_dict=model_state,
-        optim_state_dict=optim_state,
-        options=options,
-    )
-    step(fresh, fresh_optim)
-    expected = get_state_dict(model, optim, options=options)[0]
-    found = get_state_dict(fresh, fresh_optim, options=options)[0]
-    return all(torch.equal(expected[name], found[name]) for name in expected)
 
 
 def _hooked(tensor: DTensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> DTensor:

@@ -1,0 +1,153 @@
+"""FSDP1 is saved and loaded without gathering, in any of its forms, and what it saves is what any
+other layout saves."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+from support.bits import difference
+from support.fsdp1_jobs import (
+    Layout,
+    load_and_go_on,
+    load_differing_steps,
+    recognised,
+    refused,
+    save_after_forward,
+    save_and_go_on,
+    save_lazily,
+)
+from support.rank_processes import RankProcesses
+
+import holdfast
+
+STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
+FORMS = [
+    *(Layout(kind, orig) for kind, orig in product(STRATEGIES, (True, False))),
+    Layout("FULL_SHARD", orig=True, mesh=True, recomputed=True),
+    Layout("FULL_SHARD", orig=False, mesh=True),
+    Layout("SHARD_GRAD_OP", orig=True, mixed=True),
+    Layout("FULL_SHARD", orig=False, mixed=True),
+    Layout("NO_SHARD", orig=True, mixed=True),
+    Layout("FULL_SHARD", orig=True, frozen=True),
+]
+
+
+def world_of(layout: Layout) -> int:
+    """How many ranks it takes."""
+    return {"plain": 1, "HYBRID_SHARD": 4}.get(layout.kind, 2)
+
+
+@pytest.mark.parametrize("layout", FORMS, ids=str)
+def test_a_job_goes_on_from_its_checkpoint(
+    layout: Layout, ranks: RankProcesses, tmp_path: Path
+) -> None:
+    """In a model that holds gathered parameters of a forward. Same bits, and the same losses."""
+    uri = str(tmp_path / "c")
+    world = world_of(layout)
+    held, losses = ranks.run(save_and_go_on, uri, layout, world=world)[0]
+    for found, found_losses in ranks.run(load_and_go_on, uri, layout, True, world=world):
+        assert difference(held, found) is None
+        assert found_losses == losses
+
+
+@pytest.mark.parametrize("orig", [True, False])
+def test_what_fsdp1_saves_any_other_layout_loads(
+    orig: bool, ranks: RankProcesses, tmp_path: Path
+) -> None:
+    """FSDP1 of the other kind on three ranks, FSDP2, DDP, a bare module, and no target at all; into
+    optimizers that have not stepped."""
+    uri = str(tmp_path / "c")
+    held, losses = ranks.run(save_and_go_on, uri, Layout("FULL_SHARD", orig), world=2)[0]
+    others = [(Layout("FULL_SHARD", not orig), 3)]
+    others += [(Layout(kind), world) for kind, world in (("FSDP2", 2), ("DDP", 2), ("plain", 1))]
+    for layout, world in others:
+        for found, found_losses in ranks.run(load_and_go_on, uri, layout, world=world):
+            assert difference(held, found) is None, layout
+            assert found_losses == pytest.approx(losses, rel=1e-5), layout
+    built = holdfast.load(uri)
+    assert sorted(f"model.{name}" for name in built["model"]) == sorted(
+        name for name in held if name.startswith("model.")
+    )
+    steps = [entry["step"] for entry in built["optim"]["state"].values()]
+    assert len({step.data_ptr() for step in steps}) == len(steps)
+
+
+@pytest.mark.parametrize("kind", ["FSDP2", "DDP", "plain"])
+def test_what_another_layout_saves_fsdp1_loads(
+    kind: str, ranks: RankProcesses, tmp_path: Path
+) -> None:
+    """On three ranks, with original and with flat parameters."""
+    uri = str(tmp_path / "c")
+    layout = Layout(kind)
+    held, losses = ranks.run(save_and_go_on, uri, layout, world=world_of(layout))[0]
+    for orig in (True, False):
+        fsdp1 = Layout("FULL_SHARD", orig)
+        for found, found_losses in ranks.run(load_and_go_on, uri, fsdp1, world=3):
+            assert difference(held, found) is None
+            assert found_losses == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize("orig", [True, False])
+def test_a_save_after_a_forward_stores_what_the_ranks_hold(
+    kind: str, orig: bool, ranks: RankProcesses, tmp_path: Path
+) -> None:
+    """The original parameters show the gathered ones then."""
+    uri = str(tmp_path / "c")
+    held = ranks.run(save_after_forward, uri, Layout(kind, orig), world=2)[0]
+    found = ranks.run(load_and_go_on, uri, Layout("plain"), world=1)[0][0]
+    assert difference(held, found) is None
+
+
+@pytest.mark.parametrize("orig", [True, False])
+def test_a_lazy_save_stores_what_was_held_at_the_call(
+    orig: bool, ranks: RankProcesses, tmp_path: Path
+) -> None:
+    """The next step writes to the flat parameter while the save goes on."""
+    held = ranks.run(save_lazily, str(tmp_path), Layout("FULL_SHARD", orig), world=2)[0]
+    for number, expected in enumerate(held):
+        uri = str(tmp_path / str(number))
+        found = ranks.run(load_and_go_on, uri, Layout("plain"), world=1)[0][0]
+        assert difference(expected, found) is None
+
+
+@pytest.mark.parametrize("orig", [True, False])
+def test_a_state_of_fsdp1_is_recognised_at_the_next_save(orig: bool, ranks: RankProcesses) -> None:
+    """So it is neither flattened nor planned anew."""
+    assert ranks.run(recognised, Layout("FULL_SHARD", orig), world=2) == [True, True]
+
+
+def test_what_of_fsdp1_cannot_be_saved_is_refused_by_name(
+    ranks: RankProcesses, tmp_path: Path
+) -> None:
+    """With its path, before any I/O. A load into it is refused likewise."""
+    expected = {
+        "optimizer alone": ('group 0 in state["optim"] is sharded by FSDP1', True),
+        "flat optimizer alone": ('group 0 in state["optim"] is sharded by FSDP1', True),
+        "gathered": ('state["model"]["0.weight"] is a parameter of FSDP1', True),
+        "column-major": ('state["model"]["weight"] is a parameter of FSDP1', True),
+        "own making": ('state["model"]["_fsdp_wrapped_module.1"] is a Extra', True),
+        "other shape": ('["rows"] is a tensor of shape', False),
+    }
+    for found in ranks.run(refused, str(tmp_path), world=2):
+        assert found.keys() == expected.keys()
+        for name, (path, both) in expected.items():
+            for text in found[name][: 1 + both]:
+                assert text.startswith("StateError: "), name
+                assert path in text, name
+                assert "FSDP1" in text, name
+    assert [path.name for path in tmp_path.iterdir()] == ["whole"]
+
+
+def test_what_fsdp1_cannot_hold_is_refused_when_it_is_loaded(
+    ranks: RankProcesses, tmp_path: Path
+) -> None:
+    """Steps that differ, where it has one for all parameters that it joins, and state of another
+    shape than its parameter."""
+    for steps, rows in ranks.run(load_differing_steps, str(tmp_path), world=2):
+        assert steps.startswith("StateError: ")
+        assert '["step"] differs between parameters that FSDP1 joins' in steps
+        assert rows.startswith("MismatchError: ")
+        assert "FSDP1" in rows

@@ -1,0 +1,260 @@
+"""Tasks for rank processes that train a small model under FSDP1, FSDP2, DDP or on its own, and save
+and load it."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import holdfast
+from holdfast.storage.state.flatten import flatten
+
+from .foreign_jobs import outcome
+
+__all__ = [
+    "Layout",
+    "load_and_go_on",
+    "load_differing_steps",
+    "recognised",
+    "refused",
+    "save_after_forward",
+    "save_and_go_on",
+    "save_lazily",
+]
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a job holds its model: ``kind`` is the name of a strategy of FSDP1, or "FSDP2", "DDP" or
+    "plain". ``orig`` is use_orig_params."""
+
+    kind: str
+    orig: bool = True
+    mesh: bool = False
+    mixed: bool = False
+    frozen: bool = False
+    recomputed: bool = False
+
+
+class Tied(nn.Module):
+    """Sizes that no number of ranks divides, a buffer, and a parameter of two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 3)
+        self.norm = nn.LayerNorm(3)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.last = nn.Linear(3, 3, bias=False)
+        self.again = nn.Linear(3, 5)
+        self.twin = nn.Linear(3, 3, bias=False)
+        self.twin.weight = self.last.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen += 1
+        return x + self.again(self.twin(self.last(self.norm(self.first(x)).relu())))
+
+
+def built(layout: Layout, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and its optimizer, which has no state yet."""
+    warnings.simplefilter("ignore")
+    torch.manual_seed(seed)
+    model: nn.Module = nn.Sequential(nn.Linear(4, 5), Tied(), nn.Linear(5, 3))
+    if layout.frozen:
+        model[1].again.bias.requires_grad_(False)  # type: ignore[union-attr,index]
+    if layout.kind == "FSDP2":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        fully_shard(model[1], mesh=mesh)  # type: ignore[index]
+        fully_shard(model, mesh=mesh)
+    elif layout.kind == "DDP":
+        model = DistributedDataParallel(model)
+    elif layout.kind != "plain":
+        model[1] = wrapped(model[1], layout)  # type: ignore[index,operator]
+        model = wrapped(model, layout)
+    if layout.recomputed:
+        apply_activation_checkpointing(model, check_fn=lambda part: isinstance(part, Tied))
+    names = dict(model.named_parameters())
+    biases = [p for name, p in names.items() if name.endswith("bias")]
+    others = [p for name, p in names.items() if not name.endswith("bias")]
+    groups = [{"params": group} for group in (others, biases) if group]
+    return model, torch.optim.AdamW(groups, lr=0.01)
+
+
+def wrapped(module: nn.Module, layout: Layout) -> FullyShardedDataParallel:
+    """``module``, under FSDP1."""
+    world = dist.get_world_size()
+    mesh: DeviceMesh | None = None
+    if layout.kind == "HYBRID_SHARD":
+        mesh = init_device_mesh("cpu", (2, world // 2))
+    elif layout.mesh:
+        mesh = init_device_mesh("cpu", (world,))
+    mixed = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return FullyShardedDataParallel(
+        module,
+        sharding_strategy=ShardingStrategy[layout.kind],
+        device_id=CPU,
+        use_orig_params=layout.orig,
+        device_mesh=mesh,
+        mixed_precision=mixed if layout.mixed else None,
+    )
+
+
+def step(model: nn.Module, optim: torch.optim.Optimizer, number: int) -> float:
+    """One step on a batch that all ranks have; its loss."""
+    batch = torch.randn(6, 4, generator=torch.Generator().manual_seed(number))
+    loss = model(batch).float().square().mean()
+    loss.backward()
+    optim.step()
+    optim.zero_grad()
+    return loss.item()
+
+
+def contents(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """All tensors of both, whole, as torch gathers them."""
+    options = StateDictOptions(full_state_dict=True)
+    of_model, of_optim = get_state_dict(model, optim, options=options)
+    found = {f"model.{name}": tensor.clone() for name, tensor in of_model.items()}
+    for name, entry in of_optim["state"].items():
+        found |= {f"optim.{name}.{key}": value.clone() for key, value in entry.items()}
+    return found
+
+
+Seen = tuple[dict[str, torch.Tensor], list[float]]
+"""What a job holds, and the losses of the steps that follow."""
+
+
+def save_and_go_on(uri: str, layout: Layout) -> Seen:
+    """Train for two steps, save, and train for two more."""
+    model, optim = built(layout, 1)
+    for number in range(2):
+        step(model, optim, number)
+    holdfast.save(uri, {"model": model, "optim": optim})
+    held = contents(model, optim)
+    return held, [step(model, optim, number) for number in (2, 3)]
+
+
+def load_and_go_on(uri: str, layout: Layout, used: bool = False) -> Seen:
+    """Load into a new job, or with ``used`` into one that has trained, and train for two steps."""
+    model, optim = built(layout, 2)
+    if used:
+        step(model, optim, 9)
+        with torch.no_grad():
+            model(
+                torch.ones(6, 4)
+            )  # SHARD_GRAD_OP, and a root module, keep what they have gathered
+    holdfast.load(uri, into={"model": model, "optim": optim})
+    held = contents(model, optim)
+    return held, [step(model, optim, number) for number in (2, 3)]
+
+
+def save_after_forward(uri: str, layout: Layout) -> dict[str, torch.Tensor]:
+    """Save while the gathered parameters of a forward are still there; what was held before it."""
+    model, optim = built(layout, 1)
+    step(model, optim, 0)
+    held = contents(model, optim)
+    model.eval()
+    model(torch.ones(6, 4))
+    holdfast.save(uri, {"model": model, "optim": optim})
+    return held
+
+
+def save_lazily(uri: str, layout: Layout) -> list[dict[str, torch.Tensor]]:
+    """Save twice while training goes on: what was held at the time of each call."""
+    model, optim = built(layout, 1)
+    held = []
+    for number in range(2):
+        step(model, optim, number)
+        held.append(contents(model, optim))
+        handle = holdfast.async_save(f"{uri}/{number}", {"model": model, "optim": optim}, lazy=True)
+        step(model, optim, 5)
+        handle.wait()
+    return held
+
+
+def recognised(layout: Layout) -> bool:
+    """Whether a state that was flattened before is known again."""
+    model, optim = built(layout, 1)
+    ids = []
+    for number in range(2):
+        step(model, optim, number)
+        ids.append(flatten({"model": model, "optim": optim}).layout_id)
+    return ids[0] is not None and ids[0] is ids[1]
+
+
+def refused(uri: str) -> dict[str, tuple[str, str]]:
+    """Save and load what FSDP1 holds where that cannot be: the errors of both."""
+    layout = Layout("FULL_SHARD")
+    model, optim = built(layout, 1)
+    step(model, optim, 0)
+    holdfast.save(f"{uri}/whole", {"model": model, "optim": optim})
+    found = {}
+
+    def tried(name: str, state: dict[str, Any]) -> None:
+        found[name] = (
+            outcome(lambda: holdfast.save(f"{uri}/{name}", state)),
+            outcome(lambda: holdfast.load(f"{uri}/whole", into=state)),
+        )
+
+    tried("optimizer alone", {"optim": optim})
+    flat_model, flat_optim = built(Layout("FULL_SHARD", orig=False), 1)
+    tried("flat optimizer alone", {"optim": flat_optim})
+    with FullyShardedDataParallel.summon_full_params(flat_model):
+        tried("gathered", {"model": flat_model})
+    column = nn.Linear(3, 4)
+    column.weight = nn.Parameter(column.weight.detach().t().contiguous().t())
+    tried("column-major", {"model": wrapped(column, layout)})
+    tried("own making", {"model": wrapped(nn.Sequential(nn.Linear(2, 2), Extra()), layout)})
+    for entry in optim.state.values():
+        entry["rows"] = torch.ones(entry["exp_avg"].numel() + 1)
+    tried("other shape", {"model": model, "optim": optim})
+    return found
+
+
+class Extra(nn.Linear):
+    """A module with a state beside its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+
+    def get_extra_state(self) -> int:
+        return 3
+
+    def set_extra_state(self, state: int) -> None:
+        """Takes anything."""
+
+
+def load_differing_steps(uri: str) -> list[str]:
+    """Load steps that differ between parameters into a job where FSDP1 has one for all: what that
+    raises; and the same for factored moments, which FSDP1 cannot hold."""
+    model, optim = built(Layout("plain"), 1)
+    step(model, optim, 0)
+    first = next(iter(optim.state.values()))
+    first["step"] += 1
+    holdfast.save(f"{uri}/steps", {"model": model, "optim": optim})
+    first["exp_avg"] = first["exp_avg"][0].clone()
+    holdfast.save(f"{uri}/rows", {"model": model, "optim": optim})
+    fresh, fresh_optim = built(Layout("FULL_SHARD", orig=False), 2)
+    into = {"model": fresh, "optim": fresh_optim}
+    return [
+        outcome(lambda name=name: holdfast.load(f"{uri}/{name}", into=into))
+        for name in ("steps", "rows")
+    ]
