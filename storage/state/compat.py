@@ -1,7 +1,7 @@
 """All that is used of torch beside its public interface, each with what it is for.
 
 Every name here was looked up in the sources of torch 2.6.0, the oldest release that is promised,
-and is exercised by the tests with 2.13.0. No other module uses a private name of torch, so a new
+and is exercised by the tests with 2.13.0; those of :class:`FlatUnit` are known of 2.13.0 alone. No other module uses a private name of torch, so a new
 release is checked against this file alone.
 """
 
@@ -122,8 +122,8 @@ class FlatPiece:
 
 
 class FlatUnit:
-    """The flat parameter of a module that FSDP1 has wrapped. 2.6.0: ``_flat_param.py`` of
-    ``torch.distributed.fsdp``, whose attributes are described on ``FlatParameter``."""
+    """The flat parameter of a module that FSDP1 has wrapped. The attributes are described on
+    ``FlatParameter`` in ``_flat_param.py`` of ``torch.distributed.fsdp``, here of 2.13.0."""
 
     def __init__(self, handle: FlatParamHandle) -> None:
         self._handle = handle

@@ -17,6 +17,7 @@ from support.fsdp1_jobs import (
     save_after_forward,
     save_and_go_on,
     save_lazily,
+    save_replaced_data,
 )
 from support.rank_processes import RankProcesses
 
@@ -97,6 +98,14 @@ def test_a_save_after_a_forward_stores_what_the_ranks_hold(
     """The original parameters show the gathered ones then."""
     uri = str(tmp_path / "c")
     held = ranks.run(save_after_forward, uri, Layout(kind, orig), world=2)[0]
+    found = ranks.run(load_and_go_on, uri, Layout("plain"), world=1)[0][0]
+    assert difference(held, found) is None
+
+
+def test_new_data_of_an_original_parameter_is_saved(ranks: RankProcesses, tmp_path: Path) -> None:
+    """FSDP1 takes it over in the next forward; the flat parameter does not have it yet."""
+    uri = str(tmp_path / "c")
+    held = ranks.run(save_replaced_data, uri, world=2)[0]
     found = ranks.run(load_and_go_on, uri, Layout("plain"), world=1)[0][0]
     assert difference(held, found) is None
 

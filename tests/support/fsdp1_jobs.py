@@ -37,6 +37,7 @@ __all__ = [
     "save_after_forward",
     "save_and_go_on",
     "save_lazily",
+    "save_replaced_data",
 ]
 
 CPU = torch.device("cpu")
@@ -172,7 +173,7 @@ def save_after_forward(uri: str, layout: Layout) -> dict[str, torch.Tensor]:
     step(model, optim, 0)
     held = contents(model, optim)
     model.eval()
-    model(torch.ones(6, 4))
+    model(torch.ones(6, 4))  # gathers
     holdfast.save(uri, {"model": model, "optim": optim})
     return held
 
@@ -258,3 +259,13 @@ def load_differing_steps(uri: str) -> list[str]:
         outcome(lambda name=name: holdfast.load(f"{uri}/{name}", into=into))
         for name in ("steps", "rows")
     ]
+
+
+def save_replaced_data(uri: str) -> dict[str, torch.Tensor]:
+    """Save a model whose original parameters were given new data; what is held then."""
+    model, optim = built(Layout("FULL_SHARD"), 1)
+    step(model, optim, 0)
+    for parameter in model.parameters():
+        parameter.data = parameter.data + 1
+    holdfast.save(uri, {"model": model, "optim": optim})
+    return contents(model, optim)
