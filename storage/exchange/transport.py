@@ -92,7 +92,12 @@ class Listener:
             tcp = self._sockets[1].getsockname()
         self.address = Address(host_key(), name, self._secret, os.fstat(fd).st_size, tcp)
 
-    async def accept(self, members: Collection[int], connections: dict[int, Connection]) -> None:
+    async def accept(
+        self,
+        members: Collection[int],
+        connections: dict[int, Connection],
+        handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
+    ) -> None:
         """Accept connections until all of ``members`` have connected, and add them to
         ``connections``. Clients of another user are refused, and clients that do not know the
         secret, or send nothing."""
@@ -105,7 +110,7 @@ class Listener:
         async def serve(sock: socket.socket) -> None:
             connection = Connection(sock)
             try:
-                async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                async with asyncio.timeout(handshake_timeout_s):
                     member = await self._authenticate(connection)
                 if member is not None and member in members and member not in connections:
                     connections[member] = connection
@@ -170,7 +175,9 @@ def open_listener(
     return arena, listener
 
 
-async def connect(address: Address, member: int) -> Connection:
+async def connect(
+    address: Address, member: int, timeout_s: float = CONNECT_TIMEOUT_S
+) -> Connection:
     """Connect to the rank at ``address``, as member number ``member``. Raises OSError: where
     nothing answers in time, where what answers is not that rank, and where its memory is not what
     it should be."""
@@ -187,7 +194,7 @@ async def connect(address: Address, member: int) -> Connection:
     sock = socket.socket(socket.AF_UNIX if is_local else socket.AF_INET, socket.SOCK_STREAM)
     connection = Connection(sock)
     try:
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             await asyncio.get_running_loop().sock_connect(sock, target)
             if is_local and connection.peer_uid() != os.getuid():
                 raise ConnectionRefusedError(

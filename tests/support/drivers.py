@@ -8,8 +8,9 @@ from typing import Any
 
 import holdfast
 from holdfast.drivers.contract import Buffer, Driver, ObjectInfo, Upload
+from holdfast.drivers.memory import MemoryDriver
 
-__all__ = ["Fault", "Hook", "HookedDriver", "contents"]
+__all__ = ["Fault", "Hook", "HookedDriver", "age", "contents"]
 
 Hook = Callable[[str, str], Awaitable[None]]
 """Called with the operation and its key; what it raises, the operation raises."""
@@ -108,6 +109,13 @@ class _HookedUpload(Upload):
 async def contents(driver: Driver) -> dict[str, bytes]:
     """Every visible object and its bytes."""
     return {info.key: await driver.get(info.key) async for info in driver.list()}
+
+
+def age(storage: MemoryDriver, by_s: float) -> None:
+    """Let time pass for everything that ``storage`` holds, and for all else in its named store."""
+    objects = storage._objects
+    for path, (data, modified_s) in objects.items():
+        objects[path] = (data, modified_s - by_s)
 
 
 class Fault:

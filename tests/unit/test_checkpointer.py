@@ -14,13 +14,16 @@ from typing import Any
 import pytest
 import torch
 from support.bits import fresh_uri
+from support.drivers import HookedDriver
+from support.given import Serve
 from torch import nn
 
 import holdfast
+from holdfast.drivers.memory import MemoryDriver
 from holdfast.drivers.registry import open_driver
 from holdfast.drivers.uri import join
 from holdfast.errors import UriError
-from holdfast.storage.operations import save as saving
+from holdfast.storage.format.manifest import MANIFEST_KEY
 from holdfast.storage.operations.choice import choose
 from holdfast.storage.operations.listing import ListedCheckpoint
 from holdfast.storage.state.source import ImageSource
@@ -39,23 +42,22 @@ def steps(uri: str | Path) -> list[int | None]:
 
 
 class Commits:
-    """Open until it is closed; then no save is committed."""
+    """Storage in memory, open until it is closed; then no save is committed."""
 
-    def __init__(self) -> None:
+    def __init__(self, serve: Serve) -> None:
         self.open = threading.Event()
         self.open.set()
+        self.uri = serve(lambda path: HookedDriver(MemoryDriver(path), before=self._before))
+
+    async def _before(self, operation: str, key: str) -> None:
+        if (operation, key) == ("put", MANIFEST_KEY):
+            await asyncio.to_thread(self.open.wait, 60)
 
 
 @pytest.fixture
-def commits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Commits]:
-    """What lets saves end."""
-    made, plain = Commits(), saving.commit
-
-    async def held(*args: Any) -> Any:
-        await asyncio.to_thread(made.open.wait, 60)
-        return await plain(*args)
-
-    monkeypatch.setattr(saving, "commit", held)
+def commits(serve: Serve) -> Iterator[Commits]:
+    """What lets saves below its URI end."""
+    made = Commits(serve)
     yield made
     made.open.set()
 
@@ -165,7 +167,7 @@ def test_a_save_that_is_due_while_another_is_under_way_is_skipped(
     commits: Commits, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Counted, and logged; training is not held up."""
-    uri = fresh_uri()
+    uri = commits.uri
     with holdfast.Checkpointer(uri, every=2) as ckpt:
         commits.open.clear()
         handles = [ckpt.step(step, state(step)) for step in range(1, 7)]
@@ -181,7 +183,7 @@ def test_a_save_that_is_due_while_another_is_under_way_is_skipped(
 
 def test_a_save_that_is_due_while_another_is_under_way_waits(commits: Commits) -> None:
     """All are saved; what that took is counted."""
-    uri = fresh_uri()
+    uri = commits.uri
     with holdfast.Checkpointer(uri, every=1, when_busy="wait") as ckpt:
         commits.open.clear()
         ckpt.step(1, state(1))
@@ -196,7 +198,8 @@ def test_a_save_that_is_due_while_another_is_under_way_waits(commits: Commits) -
 def test_a_save_that_is_due_while_another_is_under_way_is_queued(commits: Commits) -> None:
     """It is copied at once, and written later: the state is that of its own step. A third waits for
     the first."""
-    uri, values = fresh_uri(), state(0)
+    uri = commits.uri
+    values = state(0)
     with holdfast.Checkpointer(uri, every=1, when_busy="queue") as ckpt:
         commits.open.clear()
         for step in (1, 2):

@@ -7,19 +7,19 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from support.bits import fresh_uri
 from support.branches import resumed, run_of, state, there
 from support.drivers import Fault, HookedDriver
+from support.given import Serve
 
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.operations import location
-from holdfast.storage.operations import save as saving
 
 Keep = holdfast.Keep
 
@@ -279,30 +279,26 @@ os._exit(9)
     assert there(tmp_path) == ([1, 2], [3])
 
 
-def test_a_save_of_a_dead_job_that_lands_late_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_of_a_dead_job_that_lands_late_is_abandoned(serve: Serve) -> None:
     """Its job was on the branch that was left: what it commits after that does not lead to where
     training is."""
-    uri = fresh_uri()
+    go = threading.Event()
+
+    def hold_the_fourth(path: str) -> HookedDriver:
+        async def hold(operation: str, key: str) -> None:
+            if operation == "commit" and path.endswith("step-00000004"):
+                await asyncio.to_thread(go.wait, 60)
+
+        return HookedDriver(MemoryDriver(path), before=hold)
+
+    uri = serve(hold_the_fourth)
     run_of(uri, 1, 2, 3)
-    plain, go = saving.commit, asyncio.Event()
-
-    async def held(*args: Any) -> Any:
-        await go.wait()
-        return await plain(*args)
-
     dead = holdfast.Checkpointer(uri, grace_s=None)
     dead.resume(state(0))
-    monkeypatch.setattr(saving, "commit", held)
     late = dead.save(4, state(4))
     assert late is not None
-    monkeypatch.setattr(saving, "commit", plain)
     resumed(uri, step=2)
-    from holdfast.storage.runtime.engine import start
-
-    async def let_go() -> None:
-        go.set()
-
-    start(let_go()).result(20)
+    go.set()
     late.wait(60)
     dead.close()
     assert there(uri) == ([1, 2], [3, 4])

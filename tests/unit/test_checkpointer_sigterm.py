@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 import torch
 from support.bits import fresh_uri
+from support.drivers import HookedDriver
+from support.given import Serve
 
 import holdfast
-from holdfast.storage.operations import save as saving
+from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.training import preemption
 
 pytestmark = pytest.mark.clocked
@@ -263,21 +265,21 @@ def test_the_end_of_the_loop_ends_the_process_too(tmp_path: Path) -> None:
     assert [c.step for c in holdfast.list_checkpoints(tmp_path)] == [1]
 
 
-def test_a_save_that_takes_longer_than_the_grace_period(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_takes_longer_than_the_grace_period(serve: Serve) -> None:
     """Is given up, and what handled the signal before gets it; the previous checkpoint stays."""
     import asyncio
 
-    plain, go = saving.commit, threading.Event()
+    go = threading.Event()
 
-    async def held(*args: Any) -> Any:
-        await asyncio.to_thread(go.wait, 60)
-        return await plain(*args)
+    async def hold(operation: str, key: str) -> None:
+        if operation == "commit":
+            await asyncio.to_thread(go.wait, 60)
 
+    uri = serve(lambda path: HookedDriver(MemoryDriver(path), before=hold))
     handled: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: handled.append(number))
     try:
-        ckpt = holdfast.Checkpointer(fresh_uri(), grace_s=0.3)
-        monkeypatch.setattr(saving, "commit", held)
+        ckpt = holdfast.Checkpointer(uri, grace_s=0.3)
         os.kill(os.getpid(), signal.SIGTERM)
         assert ckpt.preempted
         assert ckpt.step(1, {"x": torch.ones(3)}) is None

@@ -18,7 +18,9 @@ from typing import Any
 import pytest
 import torch
 from support.bits import difference, fresh_uri
+from support.drivers import HookedDriver
 from support.forked import in_a_fork
+from support.given import Serve
 from torch.utils.data import DataLoader, Dataset
 
 import holdfast
@@ -261,19 +263,19 @@ def test_data_loaders_fork_workers_while_a_checkpointer_saves(tmp_path: Path) ->
     assert checkpointer.counters.saved == 4
 
 
-def test_a_child_is_told_that_a_save_is_its_parents(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_is_told_that_a_save_is_its_parents(serve: Serve) -> None:
     """It would wait for ever, since the thread that ends the save is not in it: to wait, to ask and
     to await is an error. What had ended before the fork can be asked."""
     ended = holdfast.async_save(fresh_uri(), STATE)
     ended.wait(20)
-    go_on, create = threading.Event(), MemoryDriver.create
+    go_on = threading.Event()
 
-    async def held(self: MemoryDriver, key: str, nbytes: int) -> Any:
-        assert await asyncio.to_thread(go_on.wait, 60)
-        return await create(self, key, nbytes)
+    async def hold(operation: str, key: str) -> None:
+        if operation == "create":
+            assert await asyncio.to_thread(go_on.wait, 60)
 
-    monkeypatch.setattr(MemoryDriver, "create", held)
-    pending = holdfast.async_save(fresh_uri(), STATE)
+    uri = serve(lambda path: HookedDriver(MemoryDriver(path), before=hold))
+    pending = holdfast.async_save(uri, STATE)
 
     def ask() -> None:
         assert ended.done()

@@ -27,7 +27,13 @@ from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.exchange import broadcast, exchange, transport
 from holdfast.storage.exchange.connection import Connection
 from holdfast.storage.exchange.shared_memory import Arena, Window, identity_of
-from holdfast.storage.exchange.transport import Address, Listener, connect, host_key
+from holdfast.storage.exchange.transport import (
+    HANDSHAKE_TIMEOUT_S,
+    Address,
+    Listener,
+    connect,
+    host_key,
+)
 from holdfast.storage.operations import load
 from holdfast.storage.runtime.buffers import HostBuffer
 
@@ -47,11 +53,11 @@ def arena() -> Iterator[Arena]:
 
 @contextlib.asynccontextmanager
 async def opened(
-    arena: Arena, near: str = ""
+    arena: Arena, near: str = "", handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S
 ) -> AsyncIterator[tuple[Listener, dict[int, Connection]]]:
     """A listener that admits member 1, and those that it has admitted."""
     listener, connections = Listener(arena.fd, near), dict[int, Connection]()
-    accepting = asyncio.ensure_future(listener.accept([1], connections))
+    accepting = asyncio.ensure_future(listener.accept([1], connections, handshake_timeout_s))
     try:
         yield listener, connections
     finally:
@@ -128,14 +134,13 @@ STRANGERS = {
 )
 @pytest.mark.parametrize("behave", STRANGERS.values(), ids=STRANGERS)
 def test_whoever_has_a_ranks_name_but_not_its_secret_is_refused(
-    behave: Any, family: int, monkeypatch: pytest.MonkeyPatch, no_leaks: None
+    behave: Any, family: int, no_leaks: None
 ) -> None:
     """Whatever it says, or does not say: within the time limit, an OSError, upon which a rank reads
     for itself."""
-    monkeypatch.setattr(transport, "CONNECT_TIMEOUT_S", 0.5)
     address, serving = squatting(behave, family)
     with pytest.raises(OSError):  # noqa: PT011 - which one depends on what was said
-        asyncio.run(connect(address, 1))
+        asyncio.run(connect(address, 1, timeout_s=0.5))
     serving.join(20)
     assert not serving.is_alive()
 
@@ -173,15 +178,12 @@ def test_a_process_of_another_user_is_refused_before_anything_is_said() -> None:
 
 
 @pytest.mark.parametrize("near", ["", "127.0.0.1"], ids=["on this host", "over the network"])
-def test_a_door_lets_in_those_who_know_its_secret(
-    near: str, arena: Arena, monkeypatch: pytest.MonkeyPatch, no_leaks: None
-) -> None:
+def test_a_door_lets_in_those_who_know_its_secret(near: str, arena: Arena, no_leaks: None) -> None:
     """Strangers who say nothing, garbage, or the wrong proof are turned away, and keep no rank from
     coming in. The secret is never sent."""
-    monkeypatch.setattr(transport, "HANDSHAKE_TIMEOUT_S", 0.3)
 
     async def run() -> None:
-        async with opened(arena, near) as (listener, connections):
+        async with opened(arena, near, handshake_timeout_s=0.3) as (listener, connections):
             address = listener.address
             to = (socket.AF_INET, address.tcp) if near else (socket.AF_UNIX, address.unix)
             strangers = []
@@ -319,11 +321,10 @@ def test_ranks_read_for_themselves_where_a_stranger_has_a_name(
     async def astray(address: Address, member: int) -> Connection:
         squatted, serving = squatting(hands_over)
         strangers.append(serving)
-        return await connect(replace(address, unix=squatted.unix), member)
+        return await connect(replace(address, unix=squatted.unix), member, timeout_s=0.5)
 
     monkeypatch.setattr(exchange, "connect", astray)
     monkeypatch.setattr(broadcast, "connect", astray)
-    monkeypatch.setattr(transport, "CONNECT_TIMEOUT_S", 0.5)
     monkeypatch.setattr(exchange, "CONNECT_ALL_TIMEOUT_S", 1.0)
     for found in load_as_ranks(driver, [{"t": torch.zeros(9000)} for _ in range(2)], exchange=True):
         assert difference(state, found) is None

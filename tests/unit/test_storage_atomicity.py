@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.bits import difference, fresh_uri
-from support.drivers import Fault, HookedDriver, contents
+from support.drivers import Fault, HookedDriver, age, contents
 from support.given import Serve
 
 import holdfast
@@ -148,9 +148,7 @@ def test_a_save_that_fails_at_any_access_leaves_a_whole_checkpoint(
     assert len(left) <= 2
 
 
-def test_what_died_after_its_claim_is_collected_when_its_grace_is_over(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_died_after_its_claim_is_collected_when_its_grace_is_over() -> None:
     """Until then its manifest may still be on its way."""
     storage = prepared()
 
@@ -162,7 +160,7 @@ def test_what_died_after_its_claim_is_collected_when_its_grace_is_over(
         run(save(HookedDriver(storage, before=die), NEW))
     run(save(storage, LAST))
     assert len(attempts(run(contents(storage)))) == 2
-    monkeypatch.setattr(limits, "GRACE_S", -1.0)
+    age(storage, limits.GRACE_S + 60.0)
     run(save(storage, LAST))
     assert len(attempts(run(contents(storage)))) == 1
     assert difference(LAST, run(load(storage))) is None
@@ -284,15 +282,12 @@ def test_without_exclusion_nobody_is_sentenced() -> None:
     assert len(attempts(run(contents(storage)))) == 1 + dead
 
 
-def test_without_exclusion_the_dead_are_collected_once_they_are_long_idle(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_exclusion_the_dead_are_collected_once_they_are_long_idle() -> None:
     """Until then they may live."""
     storage = without_exclusion(prepared())
     run(save(storage, NEW))
     assert len(attempts(run(contents(storage)))) == 2
-    monkeypatch.setattr(limits, "GRACE_S", -1.0)
-    monkeypatch.setattr(limits, "IDLE_S", -1.0)
+    age(storage, limits.IDLE_S + 60.0)
     run(save(storage, LAST))
     assert len(attempts(run(contents(storage)))) == 1
     assert difference(LAST, run(load(storage))) is None

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.drivers import HookedDriver
 from support.flaky import Flaky
+from support.given import Serve
 
 import holdfast
 from holdfast.drivers.memory import STORES, MemoryDriver
@@ -67,26 +69,25 @@ def test_a_handle_tells(store: dict[str, Any]) -> None:
         }
 
 
-def test_a_save_that_waits_for_another_has_its_time_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_waits_for_another_has_its_time_too(serve: Serve) -> None:
     """What is queued behind a save to the same URI that does not end gives up when its own time is
     over; one that comes after it waits for that save all the same, so they do not fight."""
-    gate, real = threading.Event(), MemoryDriver.put
+    gate = threading.Event()
 
-    async def put(self: MemoryDriver, key: str, data: bytes, *, exclusive: bool = False) -> None:
-        while not gate.is_set():
+    async def hold(operation: str, key: str) -> None:
+        while operation == "put" and not gate.is_set():
             await asyncio.sleep(0.01)
-        await real(self, key, data, exclusive=exclusive)
 
-    monkeypatch.setattr(MemoryDriver, "put", put)
-    first = holdfast.async_save(URI, OLD)
+    uri = serve(lambda path: HookedDriver(MemoryDriver(path), before=hold))
+    first = holdfast.async_save(uri, OLD)
     with pytest.raises(DeadlineError, match=r"within 0\.1 s"):
-        holdfast.save(URI, NEW, timeout_s=0.1)
-    third = holdfast.async_save(URI, NEW, lazy=True)
+        holdfast.save(uri, NEW, timeout_s=0.1)
+    third = holdfast.async_save(uri, NEW, lazy=True)
     assert not first.done()
     gate.set()
     third.wait(60)
     first.wait(60)
-    assert torch.equal(holdfast.load(URI)["x"], NEW["x"])
+    assert torch.equal(holdfast.load(uri)["x"], NEW["x"])
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1, float("nan")])

@@ -14,9 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.bits import difference, fresh_uri
 from support.copies import run, save
-from support.drivers import Fault, HookedDriver, contents
+from support.drivers import Fault, HookedDriver, age, contents
+from support.given import Serve
 
 import holdfast
+from holdfast.drivers.contract import ObjectInfo
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.format.manifest import MANIFEST_KEY
 from holdfast.storage.operations import location
@@ -200,23 +202,24 @@ def test_leftovers_are_collected_once_they_are_idle() -> None:
     ]
     assert not [key for key in run(contents(storage)) if DEAD in key]
     assert steps(root) == [1]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(limits, "GRACE_S", -1.0)
-        assert [x.path for x in holdfast.prune(root, idle_s=0).leftovers] == ["step-3"]
+    age(storage, limits.GRACE_S + 60.0)
+    assert [x.path for x in holdfast.prune(root, idle_s=0).leftovers] == ["step-3"]
     assert [key for key in run(contents(storage)) if not key.startswith("step-1")] == []
 
 
-def test_clocks_of_whole_seconds_keep_nothing_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where looking at one object tells an earlier time than a list does, as S3's do, what is a
-    moment old is idle, too."""
-    root, whole = fresh_uri(), MemoryDriver.stat
+class Coarse(MemoryDriver):
+    """Looking at one object tells an earlier time than a list does."""
 
-    async def coarse(self: MemoryDriver, key: str) -> Any:
-        info = await whole(self, key)
+    async def stat(self, key: str) -> ObjectInfo:
+        info = await super().stat(key)
         return replace(info, modified_s=info.modified_s - 1.0)
 
-    monkeypatch.setattr(MemoryDriver, "stat", coarse)
-    run(MemoryDriver(root.removeprefix("memory://")).put(f"a/data/{DEAD}/attempt.json", b"{}"))
+
+def test_clocks_of_whole_seconds_keep_nothing_alive(serve: Serve) -> None:
+    """Where looking at one object tells an earlier time than a list does, as S3's do, what is a
+    moment old is idle, too."""
+    root = serve(Coarse)
+    run(MemoryDriver(root.removeprefix("given://")).put(f"a/data/{DEAD}/attempt.json", b"{}"))
     assert len(holdfast.prune(root, idle_s=0).leftovers) == 1
 
 
@@ -253,22 +256,21 @@ def test_a_checkpoint_that_was_saved_anew_is_kept(monkeypatch: pytest.MonkeyPatc
     assert steps(root) == [1, 3]
 
 
-def hooked(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
-    """Every driver that pruning opens fails as ``fault`` says."""
-    opened: Callable[..., Any] = location.open_driver
-    monkeypatch.setattr(
-        location,
-        "open_driver",
-        lambda uri, **options: HookedDriver(opened(uri), fault.on_before, fault.on_after),
-    )
+def failing(serve: Serve, root: str, fault: Fault) -> str:
+    """A way to the checkpoints below ``root`` that fails as ``fault`` says."""
+
+    def driver(path: str) -> HookedDriver:
+        _, _, below = path.partition("/")
+        inner = MemoryDriver(f"{root}/{below}".removeprefix("memory://"))
+        return HookedDriver(inner, fault.on_before, fault.on_after)
+
+    return serve(driver)
 
 
-def accesses() -> int:
+def accesses(serve: Serve) -> int:
     """How often pruning accesses the storage."""
     fault = Fault(1 << 30, after=False, for_good=False)
-    with pytest.MonkeyPatch.context() as patch:
-        hooked(patch, fault)
-        holdfast.prune(prepared(), keep_last=1, idle_s=0)
+    holdfast.prune(failing(serve, prepared(), fault), keep_last=1, idle_s=0)
     return fault.seen + 1
 
 
@@ -281,32 +283,29 @@ def prepared() -> str:
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_a_pruning_that_dies_at_any_access_leaves_whole_checkpoints(
-    after: bool, monkeypatch: pytest.MonkeyPatch
+    after: bool, serve: Serve
 ) -> None:
     """Each is there whole, or not at all, the last one always; and the next pruning ends the work,
     but for what has been claimed, or was about to be deleted, and stays for its period of grace."""
-    for n in range(accesses()):
-        root, fault = prepared(), Fault(n, after=after, for_good=True)
-        with monkeypatch.context() as patch:
-            hooked(patch, fault)
-            try:
-                holdfast.prune(root, keep_last=1, idle_s=0)
-            except holdfast.StorageDownError:
-                assert fault.hit
+    for n in range(accesses(serve)):
+        root = prepared()
+        there = MemoryDriver(root.removeprefix("memory://"))
+        fault = Fault(n, after=after, for_good=True)
+        try:
+            holdfast.prune(failing(serve, root, fault), keep_last=1, idle_s=0)
+        except holdfast.StorageDownError:
+            assert fault.hit
         assert steps(root) in ([1, 2, 3], [2, 3], [3])
         holdfast.prune(root, keep_last=1, idle_s=0)
         assert steps(root) in ([1, 3], [2, 3], [3])
-        with monkeypatch.context() as patch:
-            patch.setattr(limits, "GRACE_S", -1.0)
-            holdfast.prune(root, keep_last=1, idle_s=0)
+        age(there, limits.GRACE_S + 60.0)
+        holdfast.prune(root, keep_last=1, idle_s=0)
         assert steps(root) == [3]
-        left = run(contents(MemoryDriver(root.removeprefix("memory://"))))
+        left = run(contents(there))
         assert {key.split("/")[0] for key in left} == {"step-3"}
 
 
-def test_the_sign_of_a_pruning_that_died_goes_once_it_is_old(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_sign_of_a_pruning_that_died_goes_once_it_is_old() -> None:
     """From a checkpoint that is kept, and from a place where nothing else is: there nobody would
     ever come upon it."""
     root = saved(fresh_uri(), 1, 2)
@@ -319,7 +318,7 @@ def test_the_sign_of_a_pruning_that_died_goes_once_it_is_old(
     before = run(contents(there))
     holdfast.prune(root, keep_last=2, idle_s=0)
     assert run(contents(there)) == before  # whoever put it may only be slow
-    monkeypatch.setattr(limits, "GRACE_S", -1.0)
+    age(there, limits.GRACE_S + 60.0)
     assert holdfast.prune(root, dry_run=True).nbytes == 0
     assert run(contents(there)) == before
     holdfast.prune(root)

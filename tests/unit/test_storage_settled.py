@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.bits import difference, fresh_uri
 from support.copies import attempts, checkpoint, copied, loaded, run, save
-from support.drivers import HookedDriver
+from support.drivers import HookedDriver, age
 
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
@@ -61,9 +61,7 @@ def with_old() -> MemoryDriver:
     return storage
 
 
-def test_a_save_between_the_two_deletes_nothing_that_is_named_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_save_between_the_two_deletes_nothing_that_is_named_again() -> None:
     """Each of the two is whole whenever it is the checkpoint; the other one goes when its hour is
     over."""
     storage = with_old()
@@ -74,7 +72,7 @@ def test_a_save_between_the_two_deletes_nothing_that_is_named_again(
     run(save(putting_again(storage, meanwhile), NEW))
     assert difference(NEW, loaded(storage)) is None
     assert len(attempts(storage)) == 2
-    monkeypatch.setattr(limits, "GRACE_S", -1.0)
+    age(storage, limits.GRACE_S + 60.0)
     run(save(storage, LAST))
     assert len(attempts(storage)) == 1
 
@@ -106,16 +104,16 @@ def test_a_save_that_cleans_up_after_the_second_deletes_nothing_that_is_named_ag
 
 @pytest.mark.parametrize("grace_over", [False, True])
 def test_a_pruning_between_the_two_deletes_nothing_that_is_named_again(
-    grace_over: bool, monkeypatch: pytest.MonkeyPatch
+    grace_over: bool,
 ) -> None:
     """It leaves the checkpoint alone until its saver is done; or until the hour is over in which a
     put must have ended."""
     root, pruned = fresh_uri(), []
     storage = MemoryDriver(f"{root}/step-1".removeprefix("memory://"))
-    if grace_over:
-        monkeypatch.setattr(limits, "GRACE_S", -1.0)
 
     def others() -> None:
+        if grace_over:
+            age(storage, limits.GRACE_S + 60.0)
         holdfast.save(f"{root}/step-2", LAST, step=2)
         report = holdfast.prune(root, keep_last=1)
         pruned.extend(report.checkpoints)
@@ -135,7 +133,7 @@ def test_a_pruning_between_the_two_deletes_nothing_that_is_named_again(
 
 @pytest.mark.parametrize("grace_over", [False, True])
 def test_who_dies_before_it_settles_counts_as_settled_an_hour_later(
-    grace_over: bool, monkeypatch: pytest.MonkeyPatch
+    grace_over: bool,
 ) -> None:
     """For a save that replaces it."""
     storage = with_old()
@@ -143,7 +141,7 @@ def test_who_dies_before_it_settles_counts_as_settled_an_hour_later(
     assert difference(NEW, loaded(storage)) is None
     assert len(attempts(storage)) == 2
     if grace_over:
-        monkeypatch.setattr(limits, "GRACE_S", -1.0)
+        age(storage, limits.GRACE_S + 60.0)
     run(save(storage, LAST))
     assert len(attempts(storage)) == (1 if grace_over else 3)
 
