@@ -22,7 +22,7 @@ from support.copies import (
     run,
     save,
 )
-from support.drivers import Fault, HookedDriver, contents
+from support.drivers import Fault, HookedDriver, age, contents
 
 import holdfast
 from holdfast.drivers.contract import Driver
@@ -211,16 +211,13 @@ def test_two_copies_of_one_checkpoint_to_one_place(moment: str, exclusive: bool)
     assert len(attempts(ours)) <= (1 if exclusive else 2)
 
 
-def test_without_exclusion_a_copy_that_was_idle_for_long_is_not_gone_on_with(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A collector that goes by age may be about to delete it."""
+def test_without_exclusion_a_copy_that_was_idle_for_long_is_not_gone_on_with() -> None:
+    """A collector that goes by age may soon delete it."""
     theirs, ours = checkpoint(), MemoryDriver()
     ours.traits = replace(ours.traits, exclusive_is_atomic=False)
     stopped(theirs, ours, 2)
     half = attempts(ours)
-    monkeypatch.setattr(limits, "IDLE_S", 0.0)
-    monkeypatch.setattr(limits, "GRACE_S", 1e9)
+    age(ours, limits.IDLE_S * 0.75)
     copied(theirs, ours)
     assert attempts(ours) > half
     assert len(attempts(ours)) == 2

@@ -17,11 +17,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from support.bits import difference, fresh_uri, random_bits
 from support.copies import flipped, images
+from support.drivers import HookedDriver
+from support.given import Serve
 from support.ranks import save_as_ranks, save_cut
 
 import holdfast
 from holdfast.cli import app
-from holdfast.drivers.local.driver import LocalDriver
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.planner.box import Box
 from holdfast.storage.operations.selection import chosen, renamed, rules_of
@@ -195,31 +196,19 @@ def test_a_place_that_is_taken_is_refused(tmp_path: Path) -> None:
     assert holdfast.load(tmp_path / "c")["x"] == 1
 
 
-def test_the_index_is_written_last_and_goes_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_index_is_written_last_and_goes_first(serve: Serve) -> None:
     """Whenever a process ends, a reader that follows an index finds all of one model."""
     many = saved({str(i): torch.full((2,), i) for i in range(3)})
-    holdfast.export(many, tmp_path, file_nbytes=1)
     events: list[str] = []
-    create, delete, put = LocalDriver.create, LocalDriver.delete, LocalDriver.put
 
-    async def noting_create(self: LocalDriver, key: str, nbytes: int) -> Any:
-        events.append(f"create {key}")
-        return await create(self, key, nbytes)
+    async def note(operation: str, key: str) -> None:
+        if operation in ("create", "delete", "put"):
+            events.append(f"{operation} {key}")
 
-    async def noting_delete(self: LocalDriver, key: str) -> None:
-        events.append(f"delete {key}")
-        await delete(self, key)
-
-    async def noting_put(self: LocalDriver, key: str, data: bytes, **options: Any) -> None:
-        events.append(f"put {key}")
-        await put(self, key, data, **options)
-
-    monkeypatch.setattr(LocalDriver, "create", noting_create)
-    monkeypatch.setattr(LocalDriver, "delete", noting_delete)
-    monkeypatch.setattr(LocalDriver, "put", noting_put)
-    holdfast.export(many, tmp_path, file_nbytes=1, overwrite=True)
+    dest = serve(lambda path: HookedDriver(MemoryDriver(path), before=note))
+    holdfast.export(many, dest, file_nbytes=1)
+    events.clear()
+    holdfast.export(many, dest, file_nbytes=1, overwrite=True)
     assert events[0] == f"delete {INDEX}"
     assert events[-1] == f"put {INDEX}"
     assert len(events) == 1 + 4 + 3 + 1

@@ -8,16 +8,17 @@ import io
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 from support.bits import difference, fresh_uri, random_bits
+from support.given import Serve
 
 import holdfast
 from holdfast.cli import app
+from holdfast.drivers.contract import Buffer, ObjectInfo
 from holdfast.drivers.local.driver import LocalDriver
 from holdfast.drivers.memory import MemoryDriver
 
@@ -119,23 +120,20 @@ def test_a_checkpoint_is_replaced_only_if_asked(tmp_path: Path) -> None:
     assert list(holdfast.load(uri)) == ["w"]
 
 
-class Reads:
-    """The keys that a driver is asked for."""
+class Noting(LocalDriver):
+    """Adds to ``keys`` what it is asked for."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.keys: list[str] = []
-        read, stat = LocalDriver.read, LocalDriver.stat
+    def __init__(self, root: Path, keys: list[str]) -> None:
+        super().__init__(root)
+        self.keys = keys
 
-        async def noting_read(driver: LocalDriver, key: str, *rest: Any) -> None:
-            self.keys.append(key)
-            await read(driver, key, *rest)
+    async def read(self, key: str, start: int, into: Buffer) -> None:
+        self.keys.append(key)
+        await super().read(key, start, into)
 
-        async def noting_stat(driver: LocalDriver, key: str) -> Any:
-            self.keys.append(key)
-            return await stat(driver, key)
-
-        monkeypatch.setattr(LocalDriver, "read", noting_read)
-        monkeypatch.setattr(LocalDriver, "stat", noting_stat)
+    async def stat(self, key: str) -> ObjectInfo:
+        self.keys.append(key)
+        return await super().stat(key)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +144,7 @@ class Reads:
     ],
 )  # fmt: skip
 def test_an_index_that_leads_elsewhere_is_refused_before_anything_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: object
+    tmp_path: Path, serve: Serve, file: object
 ) -> None:
     """Also if its first entries are honest; nothing is made at the destination."""
     folder = tmp_path / "model"
@@ -155,10 +153,11 @@ def test_an_index_that_leads_elsewhere_is_refused_before_anything_is_read(
     save_file({"stolen": torch.ones(1)}, tmp_path / "secret.safetensors")
     weight_map = {"w": "good.safetensors", "stolen": file}
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    reads = Reads(monkeypatch)
+    keys: list[str] = []
+    source = serve(lambda path: Noting(folder, keys))
     with pytest.raises(holdfast.DamagedError, match="no file of its folder"):
-        holdfast.import_(folder, tmp_path / "out")
-    assert set(reads.keys) == {INDEX}
+        holdfast.import_(source, tmp_path / "out")
+    assert set(keys) == {INDEX}
     assert not (tmp_path / "out").exists()
 
 
@@ -246,24 +245,22 @@ def test_a_header_of_any_size_takes_no_memory(tmp_path: Path) -> None:
             holdfast.import_(file, fresh_uri())
 
 
-def test_a_file_that_changes_meanwhile_is_not_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_changes_meanwhile_is_not_imported(tmp_path: Path, serve: Serve) -> None:
     """It is seen before the commit: half of each would be neither."""
     file = tmp_path / "model.safetensors"
     save_file({"w": torch.ones(100)}, file)
-    read = LocalDriver.read
 
-    async def touching_read(driver: LocalDriver, key: str, start: int, into: memoryview) -> None:
-        await read(driver, key, start, into)
-        if len(into) == 400:
-            save_file({"w": torch.zeros(100)}, file)
-            os.utime(file, ns=(1, 1))
+    class Touching(LocalDriver):
+        async def read(self, key: str, start: int, into: Buffer) -> None:
+            await super().read(key, start, into)
+            if len(into) == 400:
+                save_file({"w": torch.zeros(100)}, file)
+                os.utime(file, ns=(1, 1))
 
-    monkeypatch.setattr(LocalDriver, "read", touching_read)
+    folder = serve(lambda path: Touching(tmp_path))
     uri = fresh_uri()
     with pytest.raises(holdfast.DamagedError, match="changed while it was read"):
-        holdfast.import_(file, uri)
+        holdfast.import_(f"{folder}/{file.name}", uri)
     assert list(MemoryDriver(uri.removeprefix("memory://"))._objects) == []
 
 

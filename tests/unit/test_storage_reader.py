@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 import torch
 from support.bits import difference, fresh_uri, random_bits
+from support.given import Serve
 
 import holdfast
+from holdfast.drivers.contract import Buffer
+from holdfast.drivers.local.driver import LocalDriver
 
 SLICES = [
     slice(None),
@@ -111,22 +114,26 @@ def test_slices_of_tensors_that_span_blocks_and_chunks(
         assert torch.equal(c.read("x", (slice(None), 77)), x[:, 77])
 
 
-def test_a_small_slice_reads_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Counting(LocalDriver):
+    """Remembers how many bytes it was asked for."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.asked: list[int] = []
+
+    async def read(self, key: str, start: int, into: Buffer) -> None:
+        self.asked.append(len(into))
+        await super().read(key, start, into)
+
+
+def test_a_small_slice_reads_little(tmp_path: Path, serve: Serve) -> None:
     """64 KB wanted of a large tensor: what is read is that, a block at each end, and checksums."""
-    from holdfast.drivers.local import driver as local
-
     holdfast.save(tmp_path, {"x": torch.zeros(8 << 20)})
-    asked: list[int] = []
-    whole = local.LocalDriver.read
-
-    async def counted(self: Any, key: str, start: int, into: memoryview) -> None:
-        asked.append(len(into))
-        await whole(self, key, start, into)
-
-    with holdfast.open(tmp_path) as c:
-        monkeypatch.setattr(local.LocalDriver, "read", counted)
+    driver = Counting(tmp_path)
+    with holdfast.open(serve(lambda path: driver)) as c:
+        driver.asked.clear()
         c.read("x", slice(1_000_000, 1_016_384))
-    assert 64 << 10 <= sum(asked) <= (64 << 10) * 3 + (8 << 10)
+    assert 64 << 10 <= sum(driver.asked) <= (64 << 10) * 3 + (8 << 10)
 
 
 def test_tensors_are_described() -> None:
