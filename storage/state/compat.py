@@ -1,8 +1,8 @@
 """All that is used of torch beside its public interface, each with what it is for.
 
-Every name here is exercised by the tests with 2.13.0. All but those of :class:`FlatUnit` were looked
-up in the sources of torch 2.6.0, the oldest release that is promised. No other module uses a private
-name of torch, so a new release is checked against this file alone.
+Every name here is exercised by the tests with 2.13.0. All but those of :class:`FlatUnit` were
+looked up in the sources of torch 2.6.0, the oldest release that is promised. No other module uses a
+private name of torch, so a new release is checked against this file alone.
 """
 
 from __future__ import annotations
@@ -134,7 +134,8 @@ class FlatUnit:
         """Whether the flat parameter has this rank's part, and nothing is working with it."""
         handle = self._handle
         state = handle._training_state.name
-        return state == "IDLE" and self.flat.shape == self.flat._sharded_size  # type: ignore[attr-defined]
+        flat: Any = self.flat
+        return state == "IDLE" and bool(flat.shape == flat._sharded_size)
 
     @property
     def shows_whole(self) -> bool:

@@ -152,10 +152,12 @@ def refuse_object(value: object, modules: Iterable[Walked], path: str, *, loadin
 def _known_to_module(optimizer: torch.optim.Optimizer, modules: Iterable[Walked]) -> set[int]:
     """The ids of parameters of FSDP1, where one of ``modules`` has all parameters of ``optimizer``:
     by that module they get their names."""
-    every = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for walked in modules:
+        if not walked.flat:
+            continue
+        every = {id(p) for group in optimizer.param_groups for p in group["params"]}
         flat = {id(part.owner) for part in walked.flat}
-        if flat and every <= flat | {id(p) for _, p in walked.parameters}:
+        if every <= flat | {id(p) for _, p in walked.parameters}:
             return flat
     return set()
 

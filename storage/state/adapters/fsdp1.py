@@ -4,8 +4,8 @@ ranges of what they are to users.
 FSDP1 flattens the parameters of a wrapped module, joins them with padding between, and gives every
 rank an even part of that *flat parameter*. So a rank holds of each parameter a range of its
 row-major order, which may be empty. With ``use_orig_params`` an optimizer has the original
-parameters, whose data are these ranges; without it, it has the flat parameter, and one state for all
-parameters that are in it.
+parameters, whose data are these ranges; without it, it has the flat parameter, and one state for
+all parameters that are in it.
 
 Scope: from what FSDP1 holds to Shards under the names of parameters, and back. No collective is
 called, and nothing is gathered. How FSDP1 keeps its books is in :mod:`..compat`.
@@ -102,8 +102,8 @@ class FlatPart:
 
 
 def flat_parts(parts: Parts, named: Callable[[str], str]) -> list[FlatPart]:
-    """What this rank holds of all parameters in ``parts``, the modules of one tree, that are in flat
-    parameters. ``named`` makes the name in a checkpoint of one in the tree."""
+    """What this rank holds of all parameters in ``parts``, the modules of one tree, that are in
+    flat parameters. ``named`` makes the name in a checkpoint of one in the tree."""
     return [
         FlatPart(
             tuple(dict.fromkeys(named(f"{prefix}{name}") for name in piece.names)), unit, piece

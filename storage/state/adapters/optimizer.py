@@ -8,6 +8,7 @@ each is made like the parameter that it belongs to.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict, TypeGuard, cast
@@ -101,24 +102,46 @@ def optimizer_state(
     packed = plain_state_dict(optimizer)
     if named is None or not _is_usual(packed):
         return packed
-    every = [p for group in optimizer.param_groups for p in group["params"]]
-    held = {number: named.held_in(p) for number, p in enumerate(every)}
+    numbered = _by_parameter(packed, optimizer, named, path)
+    names = dict(enumerate(named.keys[id(p)][0] for group in named.groups for p in group))
     state: dict[object, object] = {}
-    for key, entry in packed["state"].items():
-        entries = {key: entry}
-        if type(key) is int and key in held:
-            entries = {named.keys[id(p)][0]: _entry_of(p, entry, path) for p in held[key]}
-        for name in entries:
-            if name in state:
-                raise StateError(
-                    f'{path}["state"] has two entries that would both be named {name!r}'
-                )
-        state |= entries
+    for key, entry in numbered["state"].items():
+        name = key
+        if type(key) is int and key in names:
+            name = names[key]
+        if name in state:
+            raise StateError(f'{path}["state"] has two entries that would both be named {name!r}')
+        state[name] = entry
     groups = [
-        {**group, "params": [named.keys[id(p)][0] for n in group["params"] for p in held[n]]}
-        for group in packed["param_groups"]
+        {**group, "params": [names[number] for number in group["params"]]}
+        for group in numbered["param_groups"]
     ]
     return {**packed, "state": state, "param_groups": groups}
+
+
+def _by_parameter(
+    packed: _Packed, optimizer: torch.optim.Optimizer, named: OptimizerParameters, path: str
+) -> _Packed:
+    """``packed`` with a number, and an entry, for each parameter of a checkpoint."""
+    if not named.by_owner:
+        return packed
+    owners = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = itertools.count()
+    held = {
+        number: {next(numbers): parameter for parameter in named.held_in(owner)}
+        for number, owner in enumerate(owners)
+    }
+    state: dict[object, object] = {}
+    for key, entry in packed["state"].items():
+        if type(key) is int and key in held:
+            state |= {number: _entry_of(p, entry, path) for number, p in held[key].items()}
+        else:
+            state[key] = entry
+    groups = [
+        {**group, "params": [n for number in group["params"] for n in held[number]]}
+        for group in packed["param_groups"]
+    ]
+    return cast(_Packed, {**packed, "state": state, "param_groups": groups})
 
 
 def _entry_of(parameter: Held, entry: object, path: str) -> object:
@@ -315,7 +338,7 @@ def _named_by_module(
         for name, p in walked.parameters:
             if id(p) not in by_owner:
                 keys.setdefault(id(p), []).append(names[name])
-        if wanted <= keys.keys() | by_owner.keys():
+        if wanted - by_owner.keys() <= keys.keys():
             groups = [
                 [held for p in group["params"] for held in by_owner.get(id(p), [p])]
                 for group in optimizer.param_groups
