@@ -19,7 +19,7 @@ MUTANTS = [
         file="storage/state/plan.py",
         old="    key = (rank, flat.layout_id, agreed)\n",
         new="    key = (rank, flat.layout_id)\n",
-        tests="tests/unit/test_storage_way.py::test_the_ranks_of_a_host_report_to_the_leader_as_one",
+        tests="tests/unit/test_storage_reports_to_the_leader.py::test_the_ranks_of_a_host_report_to_the_leader_as_one",
     ),
     Mutant(
         says="tensors whose elements share memory are filled",

@@ -19,7 +19,7 @@ MUTANTS = [
         file="storage/format/fragment.py",
         old="    before = np.repeat(np.cumsum(counts) - counts, [len(group.shards) for group in groups])\n",
         new="    before = np.repeat(np.cumsum(counts) - 1, [len(group.shards) for group in groups])\n",
-        tests="tests/unit/test_storage_way.py::test_a_layout_is_sent_once",
+        tests="tests/unit/test_storage_reports_to_the_leader.py::test_a_layout_is_sent_once",
     ),
     Mutant(
         says="damaged_blocks does not look at the last block",
