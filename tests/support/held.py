@@ -1,0 +1,25 @@
+"""An object that holds tensors, for tests of what objects are given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["Held"]
+
+
+class Held:
+    """An object with tensors, one of them strided."""
+
+    def __init__(self, value: float) -> None:
+        self.t, self.u = torch.full((4,), value), torch.full((2, 3), value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Views of what it has."""
+        return {"t": self.t, "u": [self.u.t()]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """One is taken over, one is copied."""
+        self.t = state["t"]
+        self.u.copy_(state["u"][0].t())
