@@ -172,7 +172,7 @@ async def delete_attempt(driver: Driver, attempt: Attempt) -> bool:
     """Delete an attempt that no manifest names or ever will; return whether that worked. Does not
     raise StorageError: the next save collects what is left."""
     try:
-        await driver.delete(attempt.marker_key)  # first: see step 4 of the protocol
+        await driver.delete(attempt.marker_key)  # first: see step 5 of the protocol
         await driver.delete_all(attempt.prefix)
     except StorageError as error:
         _log.warning("leftovers of attempt %s stay until the next save: %s", attempt.id, error)

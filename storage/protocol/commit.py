@@ -1,5 +1,5 @@
 """The commit protocol, which makes a checkpoint appear whole or not at all.
-``docs/explanation/consistency.md`` argues that it does.
+``docs/explanation/consistency.md`` argues that it does, by the numbers of the same steps.
 
 Keys below a checkpoint's root::
 
@@ -17,24 +17,25 @@ Keys below a checkpoint's root::
    deleted; then a new attempt begins. The newest save wins: the process of a dead job that wakes up
    again can no longer commit.
 2. All images become durable.
-3. *commit*: the leader puts its commit record. Exactly one of the commit record and an abort record
+3. The leader merges what the ranks report into one manifest (:mod:`..format.merge`).
+4. *commit*: the leader puts its commit record. Exactly one of the commit record and an abort record
    can succeed, and of several commit records one.
-4. The leader checks that the marker is there, and every image with its full size. The check follows
+5. The leader checks that the marker is there, and every image with its full size. The check follows
    the commit record because an abort may have been carried out, and its record deleted, before:
    a process that deletes an attempt deletes the marker first and the record later. So if the
    marker is there after the commit record succeeded, there never was an abort record, and no
    process deletes an image or is about to.
-5. The leader puts the manifest: atomically, durably. Then it looks for the prune lock. A pruning
+6. The leader puts the manifest: atomically, durably. Then it looks for the prune lock. A pruning
    puts the lock, and then checks that the manifest is still the one to be deleted. So one of the
    two sees the other: the pruning leaves the manifest alone, or the leader waits until the pruning
    is over, and puts its manifest again if it is gone.
-6. *settle*: once all ranks know the outcome, the leader deletes the marker: from now on it does not
+7. *settle*: once all ranks know the outcome, the leader deletes the marker: from now on it does not
    put its manifest again. The attempt that the manifest named before is deleted too, if it was
-   settled before step 5. Otherwise its leader may be putting its manifest once more, since an
+   settled before step 6. Otherwise its leader may be putting its manifest once more, since an
    answer that was lost looks like a put that failed: that attempt is spared for a grace period.
 
-An attempt that has a commit record and is not the checkpoint is between steps 3 and 5, or its
-leader died there, or it was replaced in step 5 of another. It is spared for a grace period by the
+An attempt that has a commit record and is not the checkpoint is between steps 4 and 6, or its
+leader died there, or it was replaced in step 6 of another. It is spared for a grace period by the
 storage's own clock, and then deleted.
 
 Storage without an atomic exclusive put cannot decide a race between a commit and an abort record.
@@ -101,7 +102,7 @@ async def begin(driver: Driver) -> Attempt:
     caller sweeps while it writes.
 
     Raises StorageError, SupersededError; StorageDownError also where a pruning has died here within
-    the last hour, or does not end: see step 5.
+    the last hour, or does not end: see step 6.
     """
     attempt = await announce(driver)
     try:
