@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
-from support import ranks
 from support.bits import difference
 from support.effort import examples
 from support.ranks import load_as_ranks, save_as_ranks
@@ -148,12 +147,10 @@ def test_shared_memory_is_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> 
         buffers.append(jobs * ReadBuffers(self.driver, manifest.chunk_nbytes).job_nbytes)
         await plain_run(self, plan, deliver, jobs=jobs, forward=forward)
 
-    monkeypatch.setattr(ranks, "BUDGET_NBYTES", budget_nbytes)
     monkeypatch.setattr(meeting, "open_listener", opened)
     monkeypatch.setattr(ImageReader, "run", run)
-    for found in load_as_ranks(
-        driver, [{"t": torch.zeros(40_000)} for _ in range(2)], exchange=True
-    ):
+    into = [{"t": torch.zeros(40_000)} for _ in range(2)]
+    for found in load_as_ranks(driver, into, exchange=True, budget_nbytes=budget_nbytes):
         assert difference(state, found) is None
     assert len(shared) == len(buffers) == 2
     assert min(shared) > 0

@@ -77,13 +77,17 @@ def save_flats(driver: Driver, flats: Sequence[FlatState]) -> None:
 
 
 def load_as_ranks(
-    driver: Driver, into: Sequence[Any], exchange: Exchanging = False, strict: Strict = True
+    driver: Driver,
+    into: Sequence[Any],
+    exchange: Exchanging = False,
+    strict: Strict = True,
+    budget_nbytes: int = BUDGET_NBYTES,
 ) -> list[Any]:
     """Load into one state per rank."""
     options: Any = {
         "strict": strict,
         "cast": False,
-        "budget_nbytes": BUDGET_NBYTES,
+        "budget_nbytes": budget_nbytes,
         "exchange": exchange,
     }
     jobs = [LoadJob(flatten(state, loading=True), **options) for state in into]

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from support import ranks
 from support.bits import difference
 from support.ranks import load_as_ranks, save_as_ranks
 from support.tiny import CHUNK_NBYTES, rechunked
@@ -72,7 +71,6 @@ def test_an_exchange_stays_within_the_budget(how: str, monkeypatch: pytest.Monke
     save_as_ranks(driver, [{"t": torch.arange(60.0 * CHUNK_NBYTES / 4)}])
     manifest, _ = start(read_manifest(driver)).result()
     start(driver.put(MANIFEST_KEY, rechunked(driver, manifest))).result()
-    monkeypatch.setattr(ranks, "BUDGET_NBYTES", 6 * CHUNK_NBYTES)
     taken, peak = set[int](), 0
 
     def take(self: buffers.HostPool) -> buffers.HostBuffer:
@@ -99,7 +97,7 @@ def test_an_exchange_stays_within_the_budget(how: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(buffers.HostPool, "give", give)
     monkeypatch.setattr(Scatter, "deliver", deliver)
     into = [{"t": torch.zeros(60 * CHUNK_NBYTES // 4)} for _ in range(2)]
-    for found in load_as_ranks(driver, into, exchange=True):
+    for found in load_as_ranks(driver, into, exchange=True, budget_nbytes=6 * CHUNK_NBYTES):
         assert torch.equal(found["t"], torch.arange(60.0 * CHUNK_NBYTES / 4))
     shared_nbytes = meeting.SLOTS * CHUNK_NBYTES // 2
     assert peak * CHUNK_NBYTES / 2 + shared_nbytes <= 6 * CHUNK_NBYTES
