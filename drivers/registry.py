@@ -56,7 +56,7 @@ def open_driver(
     """The driver for ``uri``, within the layers that its options ask for (:mod:`.layers`).
 
     Options come from the URI, else from ``options``, the environment, or ``holdfast.toml``
-    (:mod:`.config`). Storage is not touched: that it cannot be reached is found out at the first
+    (:mod:`.configuration`). Storage is not touched: that it cannot be reached is found out at the first
     operation. Raises UriError for an unknown scheme or option, naming the known ones, and for a
     driver that cannot be imported; UsageError for a broken ``holdfast.toml``.
 

@@ -20,7 +20,7 @@ scheme, then ``common``.
 
 One file is read: the one that HOLDFAST_CONFIG names (empty: none at all), else
 ``holdfast/holdfast.toml`` in the user's configuration folder, which is XDG_CONFIG_HOME or
-``~/.config`` (:mod:`.config_trust`). Never one of the working directory: that may be anybody's, and
+``~/.config`` (:mod:`.trust`). Never one of the working directory: that may be anybody's, and
 an endpoint in it would get the user's credentials and data.
 """
 

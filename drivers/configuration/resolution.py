@@ -5,7 +5,7 @@
 3. the environment: ``HOLDFAST_S3_RETRIES``, then, for the options that every scheme has,
    ``HOLDFAST_RETRIES``
 4. ``holdfast.toml``: the tables of the chosen profile, then those outside of profiles
-   (:mod:`.config_file`)
+   (:mod:`.file`)
 5. the option's default
 
 An unknown option is an error wherever it stands, and the error says where. Everything is

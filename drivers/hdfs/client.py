@@ -2,7 +2,7 @@
 
 Its blocking client in threads, not its asynchronous one: that does its work with the interpreter's
 lock held, in the thread of the event loop, and panics where it should wait for a name node that is
-down. The library has no timeouts worth the name, see :mod:`calls`.
+down. The library has no timeouts worth the name, see :mod:`.calls`.
 """
 
 from __future__ import annotations

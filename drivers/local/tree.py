@@ -373,7 +373,7 @@ def _unlink_files(folder: int) -> list[str]:
 
 def _unlink(folder: int, name: str) -> None:
     """Remove a file that was there a moment ago. That it is gone is what was wanted: somebody else
-    has removed it, or a network file system, which was not heard (see :mod:`.local_files`)."""
+    has removed it, or a network file system, which was not heard (see :mod:`.files`)."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(name, dir_fd=folder)
 

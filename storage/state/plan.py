@@ -1,4 +1,5 @@
-"""What this rank writes, and where it lies: from a flat state to an image layout."""
+"""What this rank writes, and where it lies: from a flat state to an image layout, and to the source
+of the image's bytes."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ class Agreed:
 
     ``holders``: for each row whose replicas the rank alone does not know, which ranks hold the same
     bytes: an empty tuple where ranks differ and each keeps its own. ``shares``: of groups of ranks
-    that do not divide evenly what they hold, see :func:`..planner.saving.divide`.
+    that do not divide evenly what they hold, see :func:`...planner.saving.divide`.
     """
 
     holders: Mapping[int, tuple[int, ...]]
@@ -128,9 +129,10 @@ def plan_image(flat: FlatState, rank: int, agreed: Agreed | None) -> ImagePlan:
 
 
 def _holdings(
-    flat: FlatState, tensors: TensorTable, rank: int, agreed: Mapping[int, tuple[int, ...]]
+    flat: FlatState, tensors: TensorTable, rank: int, holders: Mapping[int, tuple[int, ...]]
 ) -> Holdings:
-    """Everything this rank holds, piece by piece; aliases left out."""
+    """Everything this rank holds, piece by piece; aliases left out. ``holders``: see
+    :class:`Agreed`; the layouts of the other rows know theirs."""
     width = tensors.shape.shape[1]
     alone = (rank,)
     groups = _Groups()
@@ -138,7 +140,7 @@ def _holdings(
     rows = np.flatnonzero(tensors.alias < 0)
     layouts = [flat.layouts[row] for row in rows.tolist()]
     group = [
-        groups.number(agreed.get(row) or layout.holders or alone)
+        groups.number(holders.get(row) or layout.holders or alone)
         for row, layout in zip(rows.tolist(), layouts, strict=True)
     ]
     regions = regions_of(layouts, width)

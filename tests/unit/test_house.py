@@ -9,12 +9,13 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import holdfast
 
 ROOT = Path(__file__).parents[2]
+ROOMS = "bench|cli|core|docs|drivers|errors|planner|storage|tests"
 MODULE_LINES_MAX = 600
 NOT_OURS = {
     "build",
@@ -408,13 +409,60 @@ def test_every_relative_link_leads_somewhere() -> None:
 
 def test_every_file_that_a_guide_names_is_there() -> None:
     """The paths that the guides for contributors show as code exist: a move brings them along."""
-    rooms = "bench|cli|core|docs|drivers|errors|planner|storage|tests"
     named = {
         (guide, name)
         for guide in ("ARCHITECTURE.md", "CONTRIBUTING.md")
-        for name in re.findall(rf"`((?:{rooms})/[\w./-]*)`", (ROOT / guide).read_text())
+        for name in re.findall(rf"`((?:{ROOMS})/[\w./-]*)`", (ROOT / guide).read_text())
     }
     assert [f"{guide}: {name}" for guide, name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_every_definition_that_the_architecture_names_is_there() -> None:
+    """What ``ARCHITECTURE.md`` calls ``room.module.name`` from the root on is defined there."""
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    named = set(re.findall(rf"(?<![\w./])(?:{ROOMS})(?:\.\w+)+", text))
+    assert len(named) > 20
+    assert sorted(name for name in named if not leads_somewhere(ROOT, name.split("."))) == []
+
+
+def test_every_module_that_prose_refers_to_is_there() -> None:
+    """A relative reference, such as to a module or to a function in it, finds its module."""
+    dead = [
+        f"{at(path)}: {reference}"
+        for path in shipped()
+        for reference in re.findall(r":\w+:`~?(\.[\w.]+)`", path.read_text())
+        if not leads_somewhere(*anchored(path, reference))
+    ]
+    assert dead == []
+
+
+def anchored(path: Path, reference: str) -> tuple[Path, list[str]]:
+    """The folder that the dots of a relative reference lead to, and the names after them."""
+    names = reference.lstrip(".")
+    return path.parents[len(reference) - len(names) - 1], names.split(".")
+
+
+def leads_somewhere(folder: Path, names: Sequence[str]) -> bool:
+    """Whether ``names`` below a folder are those of folders, of a module, and of what is defined in
+    it."""
+    for number, name in enumerate(names):
+        module = folder / f"{name}.py"
+        if module.exists():
+            return is_defined(tree_of(module), names[number + 1 :])
+        if not (folder / name).is_dir():
+            return is_defined(tree_of(folder / "__init__.py"), names[number:])
+        folder /= name
+    return True
+
+
+def is_defined(scope: ast.Module | ast.ClassDef, names: Sequence[str]) -> bool:
+    """Whether a module or a class defines the first of ``names``, that the next, and so on."""
+    if not names:
+        return True
+    for node in scope.body:
+        if isinstance(node, ast.ClassDef) and node.name == names[0]:
+            return is_defined(node, names[1:])
+    return len(names) == 1 and names[0] in top_level_names(scope.body)
 
 
 def links(path: Path) -> list[str]:
