@@ -58,7 +58,7 @@ from ..operations.overlaps import overlapping, read_overlaps
 from ..operations.rounds import Division
 from ..operations.save import SaveJob
 from ..operations.steps import commit_attempt, commit_together, divide, write_image
-from ..pipeline.unpacking import images_of
+from ..pipeline.unpacking import image_driver
 from ..protocol.attempt import Attempt
 from ..protocol.collect import give_up
 from ..protocol.commit import begin
@@ -448,7 +448,7 @@ async def _manifest(driver: Driver) -> Manifest:
 async def _filled(driver: Driver, manifest: Manifest, wanted: Wanted, budget_nbytes: int) -> None:
     """Read what is wanted. Tensors that share memory are filled one after the other, see
     :mod:`..operations.overlaps`."""
-    images = images_of(driver, manifest)
+    images = image_driver(driver, manifest)
     groups = await offload(overlapping, wanted)
     if groups:
         overlaps = await read_overlaps(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...errors import CheckpointError
-from ..pipeline.unpacking import images_of
+from ..pipeline.unpacking import image_driver
 from ..pipeline.verifier import verify_images
 from ..protocol.current import read_manifest
 from .listing import ListedCheckpoint
@@ -86,7 +86,7 @@ async def _verified(root: Place, paths: Iterable[str]) -> dict[str, str]:
             try:
                 manifest, _ = await read_manifest(driver)
                 report = await verify_images(
-                    images_of(driver, manifest), manifest, BUDGET_NBYTES, _unseen
+                    image_driver(driver, manifest), manifest, BUDGET_NBYTES, _unseen
                 )
             except CheckpointError as error:
                 found[path] = error.message

@@ -32,7 +32,7 @@ from ..format.lineage import LINEAGE_KEY
 from ..format.manifest import MANIFEST_KEY, Manifest
 from ..pipeline.image_copier import ImageCopier
 from ..pipeline.image_reader import ImageReader
-from ..pipeline.unpacking import images_of
+from ..pipeline.unpacking import image_driver
 from ..pipeline.verifier import verify_images
 from ..protocol.attempt import check_marker, delete_attempt
 from ..protocol.commit import abandon, begin_copy, commit, settle
@@ -332,7 +332,7 @@ async def _is_there(ours: Driver, pair: Pair, orders: Orders) -> bool:
     """Whether there is nothing to do. With ``overwrite``, what is damaged is to be replaced."""
     if pair.same is None or not orders.overwrite:
         return pair.same is not None
-    images = images_of(ours, pair.same)
+    images = image_driver(ours, pair.same)
     return (
         await verify_images(images, pair.same, orders.budget_nbytes, lambda done, total: None)
     ).ok
@@ -343,7 +343,7 @@ async def _send(
 ) -> int:
     """Send what is missing, and commit; return how many bytes were sent."""
     attempt, resumed = await begin_copy(ours, pair.identity)
-    reader = ImageReader(images_of(theirs, pair.manifest), pair.manifest, orders.budget_nbytes)
+    reader = ImageReader(image_driver(theirs, pair.manifest), pair.manifest, orders.budget_nbytes)
     copier = ImageCopier(reader, ours, attempt.id, orders.budget_nbytes, sent)
     try:
         whole: Collection[int] = []

@@ -10,13 +10,13 @@ from ...drivers.contract import Driver
 from ...drivers.layers.layer import Layer, Operation
 from ..ranks.team import Team
 
-__all__ = ["counted"]
+__all__ = ["with_progress"]
 
 T = TypeVar("T")
 
 
-class _Counted(Layer):
-    """Calls ``worked`` after each operation."""
+class _ProgressLayer(Layer):
+    """Calls ``worked`` after each operation that ends well."""
 
     def __init__(self, inner: Driver, worked: Callable[[], None]) -> None:
         super().__init__(inner)
@@ -29,9 +29,9 @@ class _Counted(Layer):
         return result
 
 
-def counted(driver: Driver, team: Team) -> Driver:
-    """``driver``, with its operations counted for ``team``; unchanged where no other rank waits
-    for this one."""
+def with_progress(driver: Driver, team: Team) -> Driver:
+    """``driver``, whose operations count as progress of this rank of ``team``; unchanged where no
+    other rank waits for this one."""
     if team.world == 1:
         return driver
-    return _Counted(driver, team.report_progress)
+    return _ProgressLayer(driver, team.report_progress)

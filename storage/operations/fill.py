@@ -30,7 +30,7 @@ async def fill(
     report: Report = lambda done_nbytes, total_nbytes: None,
 ) -> ImageReader:
     """Read all that is wanted, once and verified, straight into its tensors; return the reader, for
-    its counts. ``driver`` is the one for the images (``images_of``)."""
+    its counts. ``driver`` is the one for the images (``image_driver``)."""
     reader = ImageReader(driver, manifest, budget_nbytes)
     targets = wanted.targets(manifest.tensors.shape)
     plan = await offload(plan_reads, driver, manifest, targets)

@@ -26,7 +26,7 @@ from ..format.part import Part
 from ..format.tree import Key, dotted, format_path
 from ..format.verified import VerifiedManifest
 from ..pipeline.image_reader import ImageReader, plan_reads
-from ..pipeline.unpacking import images_of
+from ..pipeline.unpacking import image_driver
 from ..protocol.current import read_manifest
 from ..ranks.hosts import numbered, numbers_in, ranks_with
 from ..ranks.process_group import store_host
@@ -38,7 +38,7 @@ from ..state.object_state import build_object_state
 from ..state.targets import Match, TypedPath, Wanted, match
 from .build_part import build_part
 from .differences import DifferenceCheck, Strict, report_of
-from .driver_progress import counted
+from .driver_progress import with_progress
 from .fill import Report, fill, reporting, scatter_of
 from .overlaps import Overlaps, overlapping, read_overlaps
 from .rounds import (
@@ -92,10 +92,10 @@ async def run_load(driver: Driver, team: Team, job: LoadJob) -> tuple[Manifest, 
     """Fill the tensors of ``job``; every rank of the team calls this. Values and objects are left
     to :func:`finish`.
 
-    Raises MismatchError, with every difference on any rank, before any byte is read; what failed on
-    this rank; or RankFailedError and DeadlineError for another.
+    Raises MismatchError, with every difference on any rank, before any tensor is filled; what failed
+    on this rank; or RankFailedError and DeadlineError for another.
     """
-    driver = counted(driver, team)
+    driver = with_progress(driver, team)
     async with team.session():
         try:
             host_ranks = await _host_ranks(team, job.exchange)
@@ -128,7 +128,7 @@ async def run_build(
             return (
                 state,
                 manifest,
-                await fill(images_of(driver, manifest), manifest, wanted, budget_nbytes, report),
+                await fill(image_driver(driver, manifest), manifest, wanted, budget_nbytes, report),
             )
         except DamagedError:
             if not await _replaced(driver, manifest):
@@ -213,7 +213,7 @@ async def _plan_reading(
     budget_nbytes = job.budget_nbytes
     if group is not None and group.job_host:
         budget_nbytes //= 2  # the other half is for what other ranks send
-    reader = ImageReader(images_of(driver, manifest), manifest, budget_nbytes)
+    reader = ImageReader(image_driver(driver, manifest), manifest, budget_nbytes)
     exchange = None
     if group is not None:
         exchange = await begin_exchange(group, reader, targets)
@@ -273,7 +273,7 @@ async def _overlaps(
     else:
         manifest = seen
     try:
-        images = images_of(driver, manifest)
+        images = image_driver(driver, manifest)
         overlaps = await read_overlaps(
             images, manifest, wanted, groups, job.budget_nbytes, lambda *_: team.report_progress()
         )

@@ -23,7 +23,7 @@ from ...planner.columns import Ints
 from ..format.manifest import Manifest, image_key
 from ..format.tree import format_path
 from ..pipeline.flat_reader import FlatRange, read_flat, read_ranges
-from ..pipeline.unpacking import images_of
+from ..pipeline.unpacking import image_driver
 from ..pipeline.verifier import VerifyReport, verify_images
 from ..protocol.current import read_manifest
 from ..runtime.buffers import memory_for
@@ -166,7 +166,7 @@ class Checkpoint:
     def _images(self) -> Driver:
         driver = self._driver  # first: in a forked child it is another one
         if self._images_made is None:
-            self._images_made = images_of(driver, self._manifest)
+            self._images_made = image_driver(driver, self._manifest)
         return self._images_made
 
     @property

@@ -46,7 +46,7 @@ from ..state.flat_state import FlatState
 from ..state.lazy import LazyCapture
 from ..state.plan import Agreed, ImagePlan, plan_image, plan_save
 from .deadline import Deadline
-from .driver_progress import counted
+from .driver_progress import with_progress
 from .global_plan import Digest, GlobalPlan, GlobalPlans, agree
 from .rounds import BEGIN, Begun, FragmentCodec, commit_round
 
@@ -104,7 +104,7 @@ async def run_save(driver: Driver, team: Team, job: SaveJob) -> tuple[str, int, 
     when its time is over. Then nothing was committed, unless the failure came between the put of
     the manifest and word of it: what is there is a whole checkpoint in any case.
     """
-    driver = counted(driver, team)
+    driver = with_progress(driver, team)
     leader = _Leader(driver, job)
     async with team.session(), contextlib.aclosing(leader):
         try:
@@ -234,8 +234,9 @@ async def _settle(leader: _Leader, job: SaveJob, uri: str) -> None:
 
 
 class _Leader:
-    """The leader's part of a save: begin an attempt, commit it, and delete what is no longer
-    needed."""
+    """The leader's part of a save: begin an attempt, commit it, and delete what is no longer needed.
+    Every rank has one; but for :meth:`begin_for`, it does nothing on ranks that are not the
+    leader."""
 
     def __init__(self, driver: Driver, job: SaveJob) -> None:
         self._driver = driver

@@ -29,7 +29,7 @@ from ..runtime.engine import CPU_THREADS, offload
 from ..runtime.executor import Pipeline, Stage
 from ..runtime.scheduler import Budget
 from .image_reader import NOT_WHAT_WAS_WRITTEN, ImageReader
-from .unpacking import Stored, images_of
+from .unpacking import Stored, image_driver
 from .upload import Opening, write_pages, writing_order
 
 __all__ = ["ImageCopier", "balanced"]
@@ -57,7 +57,7 @@ class ImageCopier:
         their blocks. Their data is not read again, because a driver whose upload was committed
         holds all of it."""
         found: list[int] = []
-        images = images_of(self.destination, self.target)
+        images = image_driver(self.destination, self.target)
         reader = ImageReader(images, self.target, self.budget_nbytes)
 
         async def check(image: int) -> None:

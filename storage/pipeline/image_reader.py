@@ -79,7 +79,7 @@ def _check_coverage(m: Manifest, targets: Targets) -> None:
 
 @dataclass
 class ImageReader:
-    """Reads the images of one checkpoint; ``driver`` is the one for its images (``images_of``).
+    """Reads the images of one checkpoint; ``driver`` is the one for its images (``image_driver``).
 
     ``bytes_read`` counts what was requested of the driver, checksums included; ``bytes_received``
     what other ranks have read and sent here.

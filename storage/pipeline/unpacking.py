@@ -18,10 +18,10 @@ from ..format.packed import Index, checked_compression, index_nbytes, unpack
 from ..runtime.buffers import memory_for
 from ..runtime.engine import offload
 
-__all__ = ["Stored", "Unpacked", "images_of"]
+__all__ = ["Stored", "Unpacked", "image_driver"]
 
 
-def images_of(driver: Driver, manifest: Manifest) -> Driver:
+def image_driver(driver: Driver, manifest: Manifest) -> Driver:
     """The driver to read the images of ``manifest`` with: ``driver`` itself, unless they are
     compressed. Raises UsageError where lz4 is not installed."""
     if manifest.compression is None:

@@ -54,7 +54,7 @@ async def verify_images(
     driver: Driver, manifest: Manifest, budget_nbytes: int, progress: Callable[[int, int], None]
 ) -> VerifyReport:
     """Check every chunk of every image, their pages, and the sizes of the files. ``driver`` is the
-    one for the images (``images_of``)."""
+    one for the images (``image_driver``)."""
     verifier = _Verifier(driver, manifest, progress)
     await verifier.run(budget_nbytes)
     verifier.report.damages.sort(key=lambda d: (d.key, d.start))

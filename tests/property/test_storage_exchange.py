@@ -25,7 +25,7 @@ from holdfast.storage.exchange import transport
 from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
 from holdfast.storage.operations import load
 from holdfast.storage.pipeline.image_reader import ImageReader
-from holdfast.storage.pipeline.unpacking import images_of
+from holdfast.storage.pipeline.unpacking import image_driver
 from holdfast.storage.protocol.current import read_manifest
 from holdfast.storage.runtime.engine import start
 from holdfast.storage.runtime.read_buffers import ReadBuffers
@@ -164,7 +164,7 @@ def test_copies_that_a_driver_holds_are_within_the_budget() -> None:
     save_as_ranks(driver, [{"t": torch.arange(9000.0)}])
     manifest, _ = start(read_manifest(driver)).result()
     driver.traits = dataclasses.replace(driver.traits, hands_over=True)
-    packed = images_of(driver, dataclasses.replace(manifest, compression="lz4"))
+    packed = image_driver(driver, dataclasses.replace(manifest, compression="lz4"))
     budget_nbytes = 8 * manifest.chunk_nbytes
     assert ImageReader(driver, manifest, budget_nbytes).jobs(100) == 8
     assert ImageReader(packed, manifest, budget_nbytes).jobs(100) == 4

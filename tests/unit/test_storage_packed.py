@@ -34,7 +34,7 @@ from holdfast.storage.integrations.fsspec import HoldfastFileSystem
 from holdfast.storage.operations.copy import Orders, copy_checkpoint
 from holdfast.storage.operations.save import SaveJob, run_save
 from holdfast.storage.pipeline.image_writer import ImageWriter
-from holdfast.storage.pipeline.unpacking import images_of
+from holdfast.storage.pipeline.unpacking import image_driver
 from holdfast.storage.ranks.store_team import StoreTeam
 from holdfast.storage.runtime.engine import start
 from holdfast.storage.state.flatten import flatten
@@ -433,7 +433,7 @@ def test_what_hands_over_what_it_reads_counts_twice() -> None:
     storage = MemoryDriver()
     tiny = Tiny("packed-traits", "lz4")
     storage.traits = replace(storage.traits, hands_over=True)
-    traits = images_of(storage, tiny.manifest).traits
+    traits = image_driver(storage, tiny.manifest).traits
     assert (traits.hands_over, traits.read_copies) == (False, 2)
-    assert images_of(MemoryDriver(), tiny.manifest).traits == MemoryDriver().traits
-    assert images_of(storage, replace(tiny.manifest, compression=None)) is storage
+    assert image_driver(MemoryDriver(), tiny.manifest).traits == MemoryDriver().traits
+    assert image_driver(storage, replace(tiny.manifest, compression=None)) is storage
