@@ -227,7 +227,7 @@ def load(
     have is loaded. What is left is logged, and listed in the report. Names that must fit and do
     not, and, in every mode, shapes and dtypes that differ, objects in whose place something else is
     stored, and a state of which nothing is stored at all, are raised as one MismatchError that
-    lists them, before anything is read. ``cast=True`` converts dtypes. Every byte is verified
+    lists them, before anything is filled. ``cast=True`` converts dtypes. Every byte is verified
     before it is used. ``storage_options`` as in :func:`save`. ``on_report`` is told what was read,
     on this rank.
 

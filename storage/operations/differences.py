@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 def report_of(match: Match, manifest: Manifest, checksum: bytes, peers: str | None) -> FitReport:
-    """What a rank states before anything is read: what does not fit, and what of the checkpoint it
+    """What a rank states before anything is filled: what does not fit, and what of the checkpoint it
     has a place for."""
     rows = np.zeros(len(manifest.tensors), bool)
     rows[list(match.tensors)] = True

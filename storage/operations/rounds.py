@@ -190,7 +190,7 @@ class Differences:
 
 @dataclass(frozen=True, slots=True)
 class FitReport:
-    """What a rank has found before anything is read.
+    """What a rank has found before anything is filled.
 
     ``manifest``: its digest, empty where the checkpoint was replaced; ``peers``: what ranks that
     exchange have in common. Texts by name: see ``state.targets.Match``. ``tensors`` and ``values``:

@@ -2,7 +2,8 @@
 that was captured into host memory before, or out of files (:mod:`.file_chunks`).
 
 The second way cuts a save in two: :func:`capture_image` copies the image, after which the state may
-change; an ``ImageWriter`` hashes and writes it later.
+change; an ``ImageWriter`` hashes and writes it later. Saves do not do so: it is there for what would
+keep images in memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Decides which stage of which job runs next, within a budget: a pure state machine.
 
-A *job* is one chunk on its way through an ordered list of *stages* (capture, hash, write; or read,
-scatter). A stage runs in a *lane* (``cpu``, ``io``) of limited width. A job holds its bytes of host
+A *job* is one chunk on its way through an ordered list of *stages* (capture, hash, write; or
+read, deliver). A stage runs in a *lane* (``cpu``, ``io``) of limited width; each pipeline names its
+lanes. A job holds its bytes of host
 memory from the start of its first stage to the end of its last.
 
 Events come in as method calls, instructions go out as return values. There is no I/O here, no

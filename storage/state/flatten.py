@@ -42,8 +42,8 @@ Node = Mapping[Key, object] | list[object] | tuple[object, ...]
 def flatten(state: object, *, loading: bool = False) -> FlatState:
     """Flatten ``state``: a dict, list or tuple, or an object with a state.
 
-    With ``loading``: only modules and optimizers are expanded; other objects with a state become
-    subtrees as they are. Raises StateError naming the path of what cannot be saved.
+    With ``loading``: only modules are expanded; other objects with a state become subtrees as they
+    are. Raises StateError naming the path of what cannot be saved.
     """
     modules = functools.cache(lambda: [Walked(module) for module in _modules(state)])
     scan = SignatureScan(modules)
