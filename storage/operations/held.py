@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ..format.digest import digest
 from ..state.fingerprint import label, unsure_rows
 from ..state.flat_state import FlatState
-from .rounds import Holdings
+from .rounds import HeldStatement
 
 __all__ = ["DigestColumn", "Held", "digest_column", "label_names", "row_nbytes"]
 
@@ -63,12 +63,12 @@ class Held:
         """The labels in hexadecimal digits."""
         return label_names(self.labels)
 
-    def encode(self, host: str | None) -> Holdings:
+    def encode(self, host: str | None) -> HeldStatement:
         """The message for the leader, from a rank on ``host``."""
-        return Holdings(self.labels.tobytes(), self.mesh.tobytes(), self.groups, host)
+        return HeldStatement(self.labels.tobytes(), self.mesh.tobytes(), self.groups, host)
 
     @classmethod
-    def decode(cls, message: Holdings) -> Held:
+    def decode(cls, message: HeldStatement) -> Held:
         """The inverse of :meth:`encode`."""
         mesh = np.frombuffer(message.mesh, np.int16)
         return cls(digest_column(message.labels), mesh, message.groups)

@@ -22,7 +22,7 @@ from .rounds import (
     AgreeVerdict,
     Comparison,
     Findings,
-    Holdings,
+    HeldStatement,
     PlanDecision,
     PlanFollowed,
     SaveStatement,
@@ -57,7 +57,7 @@ class PlanLeader:
             return AgreeVerdict()
         return AgreeVerdict(followed[0].id)
 
-    async def choose_labels(self, statements: Sequence[Holdings]) -> Comparison:
+    async def choose_labels(self, statements: Sequence[HeldStatement]) -> Comparison:
         """The labels of the parts of DTensors that lie on several meshes. Plain tensors are
         compared in any case."""
         self._held = await offload(lambda: [Held.decode(holdings) for holdings in statements])
@@ -86,9 +86,11 @@ def _check_same_save(statements: Sequence[SaveStatement]) -> None:
             )
 
 
-def _seal_of(statements: Sequence[Holdings]) -> bytes:
+def _seal_of(statements: Sequence[HeldStatement]) -> bytes:
     """A digest of what all ranks hold."""
-    return digest(b"".join(digest(codec(Holdings).encode(holdings)) for holdings in statements))
+    return digest(
+        b"".join(digest(codec(HeldStatement).encode(holdings)) for holdings in statements)
+    )
 
 
 def _still_holds(followed: Sequence[PlanFollowed]) -> bool:

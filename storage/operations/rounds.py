@@ -50,7 +50,7 @@ __all__ = [
     "Fit",
     "FitReport",
     "FragmentCodec",
-    "Holdings",
+    "HeldStatement",
     "Hosts",
     "OnHost",
     "PlanDecision",
@@ -61,7 +61,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class Holdings:
+class HeldStatement:
     """What one rank holds whose replicas it does not know.
 
     ``labels``: digests of names; ``mesh``: int16, for each label the position in ``groups`` of the
@@ -91,7 +91,7 @@ class SaveStatement:
 
     uri: str
     plan: PlanFollowed | None = None
-    holdings: Holdings | None = None
+    holdings: HeldStatement | None = None
     compression: str | None = None
     placeholders: dict[str, str] | None = field(default_factory=dict)
 
@@ -225,7 +225,7 @@ class Arrived:
 
 
 AGREE = Round.of("agree", SaveStatement, AgreeVerdict)
-HOLDS = Round.of("holds", Holdings, Comparison)
+HOLDS = Round.of("holds", HeldStatement, Comparison)
 DIGESTS = Round.of("digests", Findings, PlanDecision)
 BEGIN = Round.of("begin", Nothing, Begun)
 DIVIDE = Round.of("divide", Boxes, Division)

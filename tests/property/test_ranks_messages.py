@@ -44,7 +44,7 @@ KINDS = [
     rounds.Findings,
     rounds.Fit,
     rounds.FitReport,
-    rounds.Holdings,
+    rounds.HeldStatement,
     rounds.Hosts,
     rounds.OnHost,
     rounds.PlanDecision,
