@@ -43,6 +43,8 @@ LARGE_NBYTES = 8 << 20
 parts."""
 KILL_WITHIN_S = 0.4
 PATIENCE_S = 120.0
+IN_FLIGHT_S = 1.0
+"""A server may carry out a request for so long after the process that sent it was killed."""
 ABSENT = None
 
 
@@ -222,8 +224,10 @@ class World:
 
 
 def _on_purpose(error: BaseException | None) -> bool:
+    """Whether the world has caused the error: by a fault, or by a pruning that a fault or a kill
+    has ended, whose lock refuses saves for the grace period."""
     while error is not None:
-        if "a fault on purpose" in str(error):
+        if "a fault on purpose" in str(error) or "or died doing it" in str(error):
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -386,6 +390,8 @@ def _kill(world: World, slot: Slot, random: Random, number: int) -> None:
     finally:
         child.kill()
         child.join(PATIENCE_S)
+        if slot.ground.folder is None:
+            time.sleep(IN_FLIGHT_S)
         died = child.exitcode != 0
         child.close()
         ours.close()
