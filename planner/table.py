@@ -56,6 +56,12 @@ class TensorTable:
         """The shape of one tensor, without padding."""
         return tuple(self.shape[row, : self.ndim[row]].tolist())
 
+    def stored_row(self, row: int) -> int:
+        """The row that the bytes of one tensor are stored under: another's, where it is an alias."""
+        if self.alias[row] < 0:
+            return row
+        return int(self.alias[row])
+
     @cached_property
     def rows(self) -> dict[str, tuple[int, ...]]:
         """The rows of each name, ascending."""

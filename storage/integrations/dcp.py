@@ -84,7 +84,33 @@ _DIVIDE = "division of a save to"
 _COMMIT = "commit of a save to"
 
 
-class HoldfastReader(StorageReader):
+class _AtUri:
+    """What reads or writes one checkpoint."""
+
+    def __init__(self, uri: UriLike) -> None:
+        self._uri = uri
+
+    @property
+    def checkpoint_id(self) -> UriLike:
+        """The URI, as it was given."""
+        return self._uri
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A load or a save begins, of ``checkpoint_id`` where that is given."""
+        if checkpoint_id:
+            self._uri = checkpoint_id
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this is a URI."""
+        try:
+            parse(checkpoint_id)
+        except (HoldfastError, TypeError, ValueError):
+            return False
+        return True
+
+
+class HoldfastReader(_AtUri, StorageReader):
     """Reads a Holdfast checkpoint for ``torch.distributed.checkpoint.load``, with any planner.
 
     ``uri`` is that of one checkpoint; ``checkpoint_id`` of the call overrules it. Every byte that
@@ -105,28 +131,17 @@ class HoldfastReader(StorageReader):
         budget_nbytes: int = BUDGET_NBYTES,
     ) -> None:
         check_budget(budget_nbytes)
-        self._uri = uri
+        super().__init__(uri)
         self._cast = cast
         self._allow_opaque = allow_opaque
         self._storage_options = dict(storage_options or {})
         self._budget_nbytes = budget_nbytes
         self._contents: Contents | None = None
 
-    @property
-    def checkpoint_id(self) -> UriLike:
-        """The URI, as it was given."""
-        return self._uri
-
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A load begins, of ``checkpoint_id`` where that is given."""
-        if checkpoint_id:
-            self._uri = checkpoint_id
+        super().reset(checkpoint_id)
         self._contents = None
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this is a URI."""
-        return _is_uri(checkpoint_id)
 
     def read_metadata(self, *args: object, **ignored: object) -> Metadata:
         """What the checkpoint has. Raises NotACheckpointError, DamagedError, StorageError."""
@@ -237,7 +252,7 @@ class HoldfastReader(StorageReader):
         return open_driver(self._uri, **self._storage_options)
 
 
-class HoldfastWriter(StorageWriter):
+class HoldfastWriter(_AtUri, StorageWriter):
     """Writes a Holdfast checkpoint for ``torch.distributed.checkpoint.save`` and ``async_save``, in
     threads and processes, with any planner.
 
@@ -269,7 +284,7 @@ class HoldfastWriter(StorageWriter):
         deadline_s: float = DEADLINE_S,
     ) -> None:
         check_budget(budget_nbytes)
-        self._uri = uri
+        super().__init__(uri)
         self._step = step
         self._allow_opaque = allow_opaque
         self._storage_options = dict(storage_options or {})
@@ -279,21 +294,6 @@ class HoldfastWriter(StorageWriter):
         self._is_coordinator = False
         self._meets = False
         """Whether the ranks meet without DCP."""
-
-    @property
-    def checkpoint_id(self) -> UriLike:
-        """The URI, as it was given."""
-        return self._uri
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A save begins, to ``checkpoint_id`` where that is given."""
-        if checkpoint_id:
-            self._uri = checkpoint_id
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this is a URI."""
-        return _is_uri(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta:
         """Where the checkpoint is to be."""
@@ -469,14 +469,6 @@ def _serialized(value: object) -> io.BytesIO:
     torch.save(value, stream)
     stream.seek(0)
     return stream
-
-
-def _is_uri(checkpoint_id: str | os.PathLike[str]) -> bool:
-    try:
-        parse(checkpoint_id)
-    except (HoldfastError, TypeError, ValueError):
-        return False
-    return True
 
 
 def _box_name(item: WriteItem) -> str:

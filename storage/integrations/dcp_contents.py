@@ -93,7 +93,7 @@ class Contents:
 
     def tensor_row(self, name: str) -> int:
         """The row that holds the tensor ``name``, which may be tied to another."""
-        return self._root(self._items[name].row)
+        return self.manifest.tensors.stored_row(self._items[name].row)
 
     def value(self, name: str, wanted: Wanted) -> object:
         """The value ``name``. Tensors in it are empty, and added to ``wanted``."""
@@ -193,22 +193,16 @@ class Contents:
         tensors = self.manifest.tensors
         return dtype_of(*tensors.dtypes[int(tensors.dtype[row])])
 
-    def _root(self, row: int) -> int:
-        alias = int(self.manifest.tensors.alias[row])
-        if alias < 0:
-            return row
-        return alias
-
     def _metadata_of(self, item: _Item) -> TensorStorageMetadata | BytesStorageMetadata:
         if not item.is_tensor:
             return BytesStorageMetadata()
-        row = self._root(item.row)
+        row = self.manifest.tensors.stored_row(item.row)
         size = torch.Size(self.manifest.tensors.shape_of(row))
         whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
         return TensorStorageMetadata(TensorProperties(dtype=self.dtype(row)), size, [whole])
 
     def _new_tensor(self, row: int, wanted: Wanted) -> torch.Tensor:
-        root = self._root(row)
+        root = self.manifest.tensors.stored_row(row)
         tensors = self.manifest.tensors
         made = empty(tensors.shape_of(root), self.dtype(root), tensors.names[root])
         wanted.add_whole(root, made)

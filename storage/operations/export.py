@@ -174,7 +174,7 @@ class _Selection:
         by_stored_row: dict[int, str] = {}
         for name in names:
             (row,) = m.tensors.rows[name]
-            stored = _stored_row(m.tensors, row)
+            stored = m.tensors.stored_row(row)
             first = by_stored_row.setdefault(stored, new_names[name])
             if first == new_names[name]:
                 self.tensors.append(self._of(stored, new_names[name]))
@@ -198,12 +198,6 @@ class _Selection:
             itemsize = NEW_DTYPES[dtype]
         tensor = ModelTensor(name, dtype, itemsize, t.shape_of(row))
         return tensor, Source(row, t.dtypes[t.dtype[row]], convert_to)
-
-
-def _stored_row(tensors: TensorTable, row: int) -> int:
-    if tensors.alias[row] < 0:
-        return row
-    return int(tensors.alias[row])
 
 
 def _names_of_values(tree: Tree) -> list[str]:

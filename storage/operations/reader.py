@@ -183,10 +183,9 @@ class Checkpoint:
         m = self._manifest
         t = m.tensors
         row = rows[0]
-        stored_row = row
+        stored_row = t.stored_row(row)
         tied_to: str | None = None
-        if t.alias[row] >= 0:
-            stored_row = int(t.alias[row])
+        if stored_row != row:
             tied_to = t.names[stored_row]
         first = int(self._pointers[stored_row])
         last = int(self._pointers[stored_row + 1])
@@ -301,9 +300,7 @@ class Checkpoint:
                 uri=self.uri,
                 advice="`holdfast show` lists its tensors.",
             )
-        if tensors.alias[row] < 0:
-            return row
-        return int(tensors.alias[row])
+        return tensors.stored_row(row)
 
     async def _fill(self, wanted: Wanted) -> None:
         from .fill import fill

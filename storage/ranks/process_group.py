@@ -29,6 +29,7 @@ __all__ = [
     "Group",
     "acting_in",
     "acting_name",
+    "check_group",
     "current_member",
     "current_numbers",
     "current_rank",
@@ -46,9 +47,8 @@ _acting: ContextVar[Group] = ContextVar("holdfast_process_group", default=None)
 
 @contextlib.contextmanager
 def acting_in(group: Group) -> Iterator[None]:
-    """In the body, this thread acts as a rank of ``group``. Raises UsageError for what is no
-    process group, and in a process that is not in it."""
-    _check_group(group)
+    """In the body, this thread acts as a rank of ``group``. Raises as :func:`check_group`."""
+    check_group(group)
     token = _acting.set(group)
     try:
         yield
@@ -56,7 +56,8 @@ def acting_in(group: Group) -> Iterator[None]:
         _acting.reset(token)
 
 
-def _check_group(group: Group) -> None:
+def check_group(group: Group) -> None:
+    """Raise UsageError for what is no process group, and in a process that is not in it."""
     if group is None or group == "self":
         return
     advice = 'Give a process group that this process is in, "self", or None for all ranks.'

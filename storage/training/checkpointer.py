@@ -31,7 +31,7 @@ from ..operations.handle import SaveHandle
 from ..operations.location import Place
 from ..operations.options import BUDGET_NBYTES, DEADLINE_S, Lazy, LoadOptions, SaveOptions, UriLike
 from ..operations.start_save import Destination, begin_save
-from ..ranks.process_group import Group, acting_in
+from ..ranks.process_group import Group, acting_in, check_group
 from ..runtime.engine import start
 from ..runtime.progress import ProgressCallback
 from ..state.lazy import fence, hook_optimizers
@@ -102,8 +102,8 @@ class Checkpointer:
         _one_of("when_busy", when_busy, ("skip", "wait", "queue"))
         _one_of("on_error", on_error, ("warn", "raise"))
         _one_of("lazy", lazy, (True, False, "prove"))
-        with acting_in(process_group):
-            self._group = process_group
+        check_group(process_group)
+        self._group = process_group
         self._root = Place.of(uri, storage_options)
         # Opened to find misspelled options and the printed URI now, rather than at the first save.
         driver = open_driver(join(self._root.uri, "0"), **self._root.options)

@@ -4,8 +4,6 @@ disk."""
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +11,9 @@ import numpy as np
 import pytest
 import torch
 from support import torchrun_job
+from support.torchrun import run_job
 
 import holdfast
-
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
 def state_of(seed: int, elements: int = 12_000_000) -> dict[str, Any]:
@@ -87,23 +84,7 @@ def test_a_damaged_object_is_found(s3_url: str, request: pytest.FixtureRequest) 
 
 def test_two_ranks_save_and_load_in_another_layout(s3_url: str, tmp_path: Path) -> None:
     """Under torchrun: saved by rows, loaded by columns, and then read by this process alone."""
-    (tmp_path / "out").mkdir()
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [*TORCHRUN, torchrun_job.__file__, s3_url, str(tmp_path / "out")]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert {p.name: p.read_text() for p in (tmp_path / "out").iterdir()} == {
-        "0": "good",
-        "1": "good",
-    }
+    assert run_job(torchrun_job, tmp_path, s3_url) == {"0": "good", "1": "good"}
     with holdfast.open(s3_url) as c:
         assert c.world == 2
         assert torch.equal(c.read("w"), torch.arange(15.0).reshape(5, 3))

@@ -13,13 +13,15 @@ __all__ = ["run_job"]
 TESTS = Path(__file__).parents[1]
 
 
-def run_job(program: ModuleType, folder: Path) -> dict[str, str]:
-    """Run ``program`` on two ranks, with a folder for checkpoints and one in which each rank leaves
-    what it found. Returns that, by rank. Fails where the job does."""
+def run_job(program: ModuleType, folder: Path, uri: str | None = None) -> dict[str, str]:
+    """Run ``program`` on two ranks, with where to save (None: in ``folder``), and a folder in which
+    each rank leaves what it found. Returns that, by rank. Fails where the job does."""
+    if uri is None:
+        uri = str(folder / "c")
     out = folder / "out"
     out.mkdir()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [str(program.__file__), str(folder / "c"), str(out)]
+    command += [str(program.__file__), uri, str(out)]
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
