@@ -1,9 +1,10 @@
-"""Sizes and durations, from text and as text; division that rounds up."""
+"""Sizes and durations, from text and as text; division that rounds up; groups of bounded size."""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, overload
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, TypeVar, overload
 
 if TYPE_CHECKING:
     import numpy as np
@@ -16,11 +17,14 @@ __all__ = [
     "ceil_div",
     "duration_text",
     "exact_size_text",
+    "in_groups",
     "parse_duration",
     "parse_size",
     "round_up",
     "size_text",
 ]
+
+T = TypeVar("T")
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -121,3 +125,22 @@ def parse_duration(text: str, *, needs_unit: bool = False) -> float:
 def duration_text(seconds: float) -> str:
     """A text that :func:`parse_duration` takes for ``seconds``: ``1.5s``."""
     return f"{seconds:g}s"
+
+
+def in_groups(
+    items: Iterable[T], nbytes_of: Callable[[T], int], nbytes_max: int
+) -> Iterator[list[T]]:
+    """The items in order, as many at a time as have at most ``nbytes_max`` bytes together; one that
+    has more is alone."""
+    group: list[T] = []
+    nbytes = 0
+    for item in items:
+        size = nbytes_of(item)
+        if group and nbytes + size > nbytes_max:
+            yield group
+            group = []
+            nbytes = 0
+        group.append(item)
+        nbytes += size
+    if group:
+        yield group

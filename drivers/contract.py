@@ -15,13 +15,17 @@ do.
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar, Literal
 
+from ..core.aio import to_the_end
 from ..core.units import ceil_div
 from ..errors import DamagedError, UriError
+from .pieces import piece_ends
 
 __all__ = [
     "SMALL_NBYTES_MAX",
@@ -30,6 +34,7 @@ __all__ = [
     "Driver",
     "ObjectInfo",
     "PartOrder",
+    "TakePiece",
     "Traits",
     "Upload",
     "check_key",
@@ -43,6 +48,11 @@ no file of ours, and are not to fill the host's memory."""
 
 Buffer = memoryview
 """One-dimensional, contiguous, of format ``B``."""
+
+
+TakePiece = Callable[[Buffer], None]
+"""Is given a piece of a read, which it must not keep. Called on any thread but the event loop's;
+does not raise."""
 
 
 PartOrder = Literal["any", "ascending", "serial"]
@@ -76,6 +86,10 @@ class Traits:
     hands_over: bool = False
     """Reads are zero-copy by :meth:`Driver.fetch`: it returns the memory that the driver's library
     received the data in, while :meth:`Driver.read` copies it."""
+    piece_nbytes: int = 0
+    """Where the pieces of :meth:`Driver.read_pieces` end: at multiples of this in the object. Each
+    is verified and copied while the processor's cache holds it, which is the fastest way to read. 0
+    if it is not: then a read is one piece."""
     streams: int = 1
     """An upload is fastest when this many contiguous segments of it (:func:`segments`) are written
     at the same time. ``part_order``, which then is not ``serial``, applies within each segment.
@@ -189,6 +203,26 @@ class Driver(ABC):
         into = memoryview(bytearray(nbytes))
         await self.read(key, start, into)
         return into.toreadonly()
+
+    async def read_pieces(self, key: str, start: int, nbytes: int, take: TakePiece) -> None:
+        """Pass the object's bytes from ``start`` to ``take``, in order, piece by piece as they
+        arrive. Pieces end at multiples of ``traits.piece_nbytes`` in the object, and the last one
+        where the range ends.
+
+        Raises what :meth:`read` raises; ``take`` may have got the first bytes by then. It is not
+        running, and not called again, once this has returned or raised, also when cancelled. If the
+        object is replaced meanwhile, some pieces may be of the old one and some of the new one.
+        Override it if ``traits.piece_nbytes``. The default fetches the whole range first.
+        """
+        data = await self.fetch(key, start, nbytes)
+        if not nbytes:
+            return
+
+        def take_all() -> None:
+            for begin, end in pairwise(piece_ends(start, nbytes, self.traits.piece_nbytes)):
+                take(data[begin - start : end - start])
+
+        await to_the_end(asyncio.get_running_loop().run_in_executor(None, take_all))
 
     @abstractmethod
     async def create(self, key: str, nbytes: int) -> Upload:

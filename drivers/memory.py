@@ -29,7 +29,7 @@ STORES: dict[str, _Store] = {}
 
 
 class MemoryDriver(Driver):
-    """Objects in a dict of this process."""
+    """Objects in a dict of this process: ``objects``, which tests may look at, and alter."""
 
     remote: ClassVar[bool] = False
     OPTIONS: ClassVar[Mapping[str, Option]] = {}
@@ -54,9 +54,9 @@ class MemoryDriver(Driver):
         else:
             self._prefix = ""
         if name:
-            self._objects: _Store = STORES.setdefault(name, {})
+            self.objects: _Store = STORES.setdefault(name, {})
         else:
-            self._objects = {}
+            self.objects = {}
         self._closed = False
 
     @classmethod
@@ -84,9 +84,9 @@ class MemoryDriver(Driver):
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
         path = self._path(key)
-        if exclusive and path in self._objects:
+        if exclusive and path in self.objects:
             raise ExistsError("object exists already", uri=self.uri, key=key)
-        self._objects[path] = (bytes(data), time.time())
+        self.objects[path] = (bytes(data), time.time())
 
     async def stat(self, key: str) -> ObjectInfo:
         data, modified_s = self._lookup(key)
@@ -94,17 +94,17 @@ class MemoryDriver(Driver):
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         for path in self._below(prefix):
-            if path in self._objects:  # not deleted while the caller looked at another one
-                data, modified_s = self._objects[path]
+            if path in self.objects:  # not deleted while the caller looked at another one
+                data, modified_s = self.objects[path]
                 yield ObjectInfo(path.removeprefix(self._prefix), len(data), modified_s)
 
     async def delete(self, key: str) -> None:
-        self._objects.pop(self._path(key), None)
+        self.objects.pop(self._path(key), None)
 
     async def delete_all(self, prefix: str) -> None:
         self._path(prefix)
         for path in self._below(prefix):
-            del self._objects[path]
+            del self.objects[path]
 
     async def sweep(self, prefix: str) -> None:
         """See :meth:`Driver.sweep`. An upload that is dropped leaves nothing here."""
@@ -127,18 +127,16 @@ class MemoryDriver(Driver):
     def _lookup(self, key: str) -> tuple[bytes, float]:
         path = self._path(key)
         try:
-            return self._objects[path]
+            return self.objects[path]
         except KeyError as error:
             raise NotFoundError("no such object", uri=self.uri, key=key) from error
 
     def _below(self, prefix: str) -> tuple[str, ...]:
         if not prefix:
             self._check_open(prefix)
-            return tuple(path for path in self._objects if path.startswith(self._prefix))
+            return tuple(path for path in self.objects if path.startswith(self._prefix))
         whole = self._path(prefix)
-        return tuple(
-            path for path in self._objects if path == whole or path.startswith(whole + "/")
-        )
+        return tuple(path for path in self.objects if path == whole or path.startswith(whole + "/"))
 
 
 class _MemoryUpload(Upload):

@@ -56,9 +56,9 @@ def open_driver(
     """The driver for ``uri``, within the layers that its options ask for (:mod:`.layers`).
 
     Options come from the URI, else from ``options``, the environment, or ``holdfast.toml``
-    (:mod:`.configuration`). Storage is not touched: that it cannot be reached is found out at the first
-    operation. Raises UriError for an unknown scheme or option, naming the known ones, and for a
-    driver that cannot be imported; UsageError for a broken ``holdfast.toml``.
+    (:mod:`.configuration`). Storage is not touched: that it cannot be reached is found out at the
+    first operation. Raises UriError for an unknown scheme or option, naming the known ones, and for
+    a driver that cannot be imported; UsageError for a broken ``holdfast.toml``.
 
     ``writers``: how many processes are going to write at the same time. A driver that has an option
     of this name is given it, unless the option is given elsewhere.

@@ -90,8 +90,8 @@ def _pour(pools: Sequence[_Pool], load: Loads, least: float) -> None:
 
 
 def _poured(others: Loads, nbytes: float) -> Loads:
-    """The bytes that each member writes when the least loaded are filled up to one level: (n,), with
-    the sum ``nbytes``."""
+    """The bytes that each member writes when the least loaded are filled up to one level: (n,),
+    with the sum ``nbytes``."""
     steps = np.sort(others)
     levels = (np.cumsum(steps) + nbytes) / np.arange(1, len(steps) + 1)
     filled = int(np.flatnonzero(steps < levels)[-1])  # steps below their level are the first ones

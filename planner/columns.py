@@ -82,8 +82,9 @@ def ranges(starts: Ints, counts: Ints) -> tuple[Ints, Ints]:
 
 def flat_boxes(shape: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
     """Elements [start, stop) of the row-major order of an array of each row's ``shape``, as
-    disjoint boxes: (n, D), (n,), (n,) -> of each box the row it came from, its offsets, its lengths,
-    and its first element in row-major order. Ascending by row and element; D is at least 1.
+    disjoint boxes: (n, D), (n,), (n,) -> of each box the row it came from, its offsets, its
+    lengths, and its first element in row-major order. Ascending by row and element; D is at least
+    1.
 
     At most 2 * D - 1 boxes a row: up to the next whole slab of each dimension, from the innermost
     on, then whole slabs as long as they fit, from the outermost on. So does ByteCheckpoint (Wan et

@@ -265,7 +265,12 @@ def _looks_flawed(part: tuple[Ints, Ints, Ints, Ints]) -> bool:
     return bool(volumes(high - low).sum() != np.prod(region_high - region_low))
 
 
-def flaws(shape: tuple[int, ...], offsets: Ints, lengths: Ints) -> list[Flaw]:
+def flaws(
+    shape: tuple[int, ...],
+    offsets: Ints,
+    lengths: Ints,
+    cells_after_first: int = CELLS_AFTER_FIRST,
+) -> list[Flaw]:
     """One example of each kind of flaw in the boxes (n, ndim) of one tensor; [] when they cover it
     exactly once.
 
@@ -279,7 +284,7 @@ def flaws(shape: tuple[int, ...], offsets: Ints, lengths: Ints) -> list[Flaw]:
     low = offsets[inside]
     high = (offsets + lengths)[inside]
     wanted = {0: "missing", 2: "stored twice"}
-    left = CELLS_AFTER_FIRST
+    left = cells_after_first
     region_low = np.zeros(len(shape), dtype=np.int64)
     region_high = np.array(shape, dtype=np.int64)
     for cell_low, cell_high, count in (

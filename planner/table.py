@@ -57,7 +57,8 @@ class TensorTable:
         return tuple(self.shape[row, : self.ndim[row]].tolist())
 
     def stored_row(self, row: int) -> int:
-        """The row that the bytes of one tensor are stored under: another's, where it is an alias."""
+        """The row that the bytes of one tensor are stored under: another's, where it is an
+        alias."""
         if self.alias[row] < 0:
             return row
         return int(self.alias[row])

@@ -24,9 +24,10 @@ class Slice:
         return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Window:
-    """Bytes [start, stop) of the row, and the slices that they consist of."""
+    """Bytes [start, stop) of the row, and the slices that they consist of. Looked up as an
+    object: there may be thousands of slices."""
 
     start: int
     stop: int

@@ -1,4 +1,5 @@
-"""Probes of lists and names: what is listed, deleting many at once, and keys with odd characters."""
+"""Probes of lists and names: what is listed, deleting many at once, and keys with odd
+characters."""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@ with pytest.
 
     pip install 'holdfast-checkpoint[conformance]'
     pytest -v --pyargs holdfast.drivers.conformance --driver-uri memory://anything
-    pytest -v --pyargs holdfast.drivers.conformance --driver-uri 's3://bucket/scratch' --driver-probe my.module:Probe
+    pytest -v --pyargs holdfast.drivers.conformance \\
+        --driver-uri 's3://bucket/scratch' --driver-probe my.module:Probe
 
 How long that takes is mostly how long some 300 drivers take to connect; the first lines say what to
 expect. With pytest-xdist, ``-n 4`` runs four cases at once, each process below a prefix of its own.

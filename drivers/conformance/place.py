@@ -1,4 +1,5 @@
-"""A place: an empty root for one trial, what was opened on it, and whether all of that was let go."""
+"""A place: an empty root for one trial, what was opened on it, and whether all of that was let
+go."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""One run of the kit: the driver under trial, what came of each trial, and the report at the end."""
+"""One run of the kit: the driver under trial, what came of each trial, and the report at the
+end."""
 
 from __future__ import annotations
 
@@ -198,10 +199,8 @@ class Session:
         """Its lines: driver, traits, counts, reasons."""
         counts = sum(self._outcomes.values(), Counter())
         yield f"driver          {self.driver} at {self.uri}"
-        yield (
-            f"traits          "
-            f"{', '.join(f'{name}={value}' for name, value in dataclasses.asdict(self.traits).items())}"
-        )
+        traits = (f"{name}={value}" for name, value in dataclasses.asdict(self.traits).items())
+        yield f"traits          {', '.join(traits)}"
         yield (
             f"probe           "
             f"{getattr(self._probe, '__name__', 'none: read-back is by a second driver')}"

@@ -108,7 +108,8 @@ async def test_cancelled_looks_change_nothing(place: Place) -> None:
 
 @trial()
 async def test_a_cancelled_create_shows_nothing(place: Place) -> None:
-    """Nothing is visible, the key can be uploaded to, and delete_all takes away what may be left."""
+    """Nothing is visible, the key can be uploaded to, and delete_all takes away what may be
+    left."""
     driver = place.open()
 
     async def attempt(interrupt: Interrupt, key: str) -> None:

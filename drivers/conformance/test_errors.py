@@ -67,7 +67,8 @@ async def test_an_upload_that_is_over_says_so(place: Place) -> None:
 
 @trial()
 async def test_a_closed_driver_says_so(place: Place) -> None:
-    """Closing twice is once. Afterwards every operation raises StorageError, and changes nothing."""
+    """Closing twice is once. Afterwards every operation raises StorageError, and changes
+    nothing."""
     driver = place.open()
     await driver.put("x", b"kept")
     upload = await driver.create("y", 10)
@@ -89,6 +90,7 @@ async def test_a_closed_driver_says_so(place: Place) -> None:
         StorageError,
         *calls,
         driver.fetch("x", 0, 1),
+        driver.read_pieces("x", 0, 1, lambda piece: None),
         driver.sweep("x"),
         anext(aiter(driver.list())),
         upload.commit(),

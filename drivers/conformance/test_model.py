@@ -1,4 +1,5 @@
-"""The driver against ``memory://``, the model: the same calls give the same results, in any order."""
+"""The driver against ``memory://``, the model: the same calls give the same results, in any
+order."""
 
 from __future__ import annotations
 
@@ -119,8 +120,14 @@ class SameAsMemory(RuleBasedStateMachine):
         async def fetch(driver: Driver) -> bytes:
             return bytes(await driver.fetch(key, start, nbytes))
 
+        async def read_pieces(driver: Driver) -> bytes:
+            taken = bytearray()
+            await driver.read_pieces(key, start, nbytes, taken.extend)
+            return bytes(taken)
+
         self.same(read)
         self.same(fetch)
+        self.same(read_pieces)
 
     @rule(key=KEYS)
     def delete(self, key: str) -> None:

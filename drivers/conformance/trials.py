@@ -16,9 +16,8 @@ from ..contract import Buffer
 from .place import Place
 
 __all__ = [
-    "ATOMIC_EXCLUSIVE", "PROBE",
-    "SEVERAL_STREAMS", "TINY_PARTS", "UNORDERED_PARTS", "Need", "aligned", "bytes_of", "parts_of", "refused",
-    "store", "trial", "write_parts",
+    "ATOMIC_EXCLUSIVE", "PROBE", "SEVERAL_STREAMS", "TINY_PARTS", "UNORDERED_PARTS", "Need",
+    "aligned", "bytes_of", "parts_of", "refused", "store", "trial", "write_parts",
 ]  # fmt: skip
 
 P = ParamSpec("P")

@@ -27,9 +27,10 @@ _MORE = {"sftp": _SSH, "ssh": _SSH}
 
 # Arguments of every file system that are ours to set, or mean nothing here.
 _OURS = {
-    "self", "args", "kwargs", "storage_options", "asynchronous", "loop", "batch_size", "auto_mkdir", "host", "session",
-    "use_listings_cache", "listings_expiry_time", "max_paths", "skip_instance_cache", "fs", "fo", "target_protocol",
-    "default_cache_type", "default_fill_cache", "cache_regions", "version_aware", "ssh_kwargs",
+    "self", "args", "kwargs", "storage_options", "asynchronous", "loop", "batch_size", "auto_mkdir",
+    "host", "session", "use_listings_cache", "listings_expiry_time", "max_paths",
+    "skip_instance_cache", "fs", "fo", "target_protocol", "default_cache_type",
+    "default_fill_cache", "cache_regions", "version_aware", "ssh_kwargs",
 }  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 Its blocking client in threads, not its asynchronous one: that does its work with the interpreter's
 lock held, in the thread of the event loop, and panics where it should wait for a name node that is
-down. The library has no timeouts worth the name, see :mod:`.calls`.
+down. The library has no timeouts worth the name, see :mod:`..calls`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ...errors import (
     StorageError,
     UriError,
 )
+from ..calls import Call, run
 from ..panics import is_panic
 from .authentication import CHECK_S, unauthenticated
-from .calls import Call, run
 from .errors import storage_error
 
 if TYPE_CHECKING:

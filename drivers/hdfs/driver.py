@@ -13,8 +13,8 @@ are refused.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import unquote
 from xml.etree.ElementTree import ParseError
 
@@ -27,11 +27,21 @@ from ...errors import (
     StorageError,
     UriError,
 )
-from ..contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_small, segments
+from ..calls import Call
+from ..contract import (
+    Buffer,
+    Driver,
+    ObjectInfo,
+    TakePiece,
+    Traits,
+    Upload,
+    check_small,
+    segments,
+)
 from ..options import Option, duration, integer, option_values, size, switch
+from ..pieces import PieceJoiner, Rooms
 from ..schemes import check_installed
 from ..uri import Uri
-from .calls import Call
 from .client import Client, pieces, whole_reader
 from .config import Served, name_service, rpc_addresses, served, site, web_addresses
 from .names import Names
@@ -40,6 +50,9 @@ from .tree import sweep, walk
 from .uploads import FileOptions, HdfsUpload
 from .webhdfs import WebHdfs
 
+if TYPE_CHECKING:
+    import hdfs_native
+
 __all__ = ["HdfsDriver"]
 
 QUIET_S = 3600.0
@@ -47,6 +60,10 @@ QUIET_S = 3600.0
 often."""
 
 _READ_ATTEMPTS = 3
+_PIECE_NBYTES = 1 << 20
+
+_Arriving = Callable[[int, int], Iterator[bytes]]
+"""The bytes of a range, which begins somewhere and has so many bytes."""
 
 
 class HdfsDriver(Driver):
@@ -112,6 +129,7 @@ class HdfsDriver(Driver):
             concurrency=8,
             coalesce_nbytes=1 << 20,
             part_order="ascending",
+            piece_nbytes=_PIECE_NBYTES,
             exclusive_is_atomic=True,
             shared=True,
             streams=1 if self._webhdfs is None else options["streams"],
@@ -127,6 +145,7 @@ class HdfsDriver(Driver):
             namenodes=rpc_addresses(place.authority, properties) if place else (),
             authentication=_authentication(properties, token),
         )
+        self._rooms = Rooms(_PIECE_NBYTES)
         self._uploads: set[HdfsUpload] = set()
 
     @classmethod
@@ -149,34 +168,65 @@ class HdfsDriver(Driver):
         )
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
+        def read(call: Call, arriving: _Arriving) -> None:
+            at = 0
+            for arrived in arriving(start, len(into)):
+                with call:
+                    into[at : at + len(arrived)] = arrived
+                at += len(arrived)
+
+        await self._read(key, read)
+
+    async def read_pieces(self, key: str, start: int, nbytes: int, take: TakePiece) -> None:
+        """See :meth:`Driver.read_pieces`."""
+
+        def read(call: Call, arriving: _Arriving) -> None:
+            with call:
+                joiner.restart()
+            for arrived in arriving(joiner.reached, joiner.left_nbytes):
+                with call:
+                    joiner.add(memoryview(arrived))
+
+        with self._rooms.room() as room:  # a thread that is left behind does not use it any more
+            joiner = PieceJoiner(start, nbytes, _PIECE_NBYTES, take, room)
+            await self._read(key, read)
+
+    async def _read(self, key: str, read: Callable[[Call, _Arriving], None]) -> None:
+        """Perform ``read`` in a thread. The blocks of an object that is replaced go away under its
+        readers: then it is performed again."""
         path = self._names.path(key)
         inner = self._client.inner
 
-        def read(call: Call) -> None:
-            reader = whole_reader(inner, path, start + len(into))
-            if start + len(into) > len(reader):  # the library would panic
-                message = f"object ends at byte {len(reader)}, before {start + len(into)}"
-                raise DamagedError(message, uri=self.uri, key=key)
-            at = 0
-            for piece in pieces(reader, start, len(into)):
-                with call:
-                    into[at : at + len(piece)] = piece
-                at += len(piece)
-            if at < len(into):
-                raise StorageDownError(
-                    f"read: {at} of {len(into)} bytes arrived", uri=self.uri, key=key
-                )
+        def arriving(start: int, nbytes: int) -> Iterator[bytes]:
+            return self._arriving(inner, path, key, start, nbytes)
 
         for attempt in range(_READ_ATTEMPTS):
             try:
-                await self._client.call("read", key, read)
+                await self._client.call("read", key, lambda call: read(call, arriving))
                 return
             except (NotFoundError, AccessError):
                 raise
             except StorageError as error:
-                # The blocks of an object that is replaced go away under its readers: read again.
                 if attempt + 1 == _READ_ATTEMPTS or isinstance(error.__cause__, TimeoutError):
                     raise
+
+    def _arriving(
+        self, inner: hdfs_native.Client, path: str, key: str, start: int, nbytes: int
+    ) -> Iterator[bytes]:
+        """A range of a file, as the library hands it over. Blocks. Raises where it is not all
+        there."""
+        reader = whole_reader(inner, path, start + nbytes)
+        if start + nbytes > len(reader):  # the library would panic
+            message = f"object ends at byte {len(reader)}, before {start + nbytes}"
+            raise DamagedError(message, uri=self.uri, key=key)
+        arrived_nbytes = 0
+        for arrived in pieces(reader, start, nbytes):
+            yield arrived
+            arrived_nbytes += len(arrived)
+        if arrived_nbytes < nbytes:
+            raise StorageDownError(
+                f"read: {arrived_nbytes} of {nbytes} bytes arrived", uri=self.uri, key=key
+            )
 
     async def create(self, key: str, nbytes: int) -> Upload:
         path = self._names.path(key)

@@ -21,11 +21,13 @@ from ...errors import (
 __all__ = ["storage_error"]
 
 _KINDS: dict[type[StorageError], tuple[str, ...]] = {
-    NotFoundError: ("FileNotFoundException", "PathNotFoundException", "FileNotFound", "IsADirectoryError"),
+    NotFoundError: (
+        "FileNotFoundException", "PathNotFoundException", "FileNotFound", "IsADirectoryError",
+    ),
     ExistsError: ("FileAlreadyExistsException", "AlreadyExists"),
     AccessError: (
-        "AccessControlException", "AuthorizationException", "InvalidToken", "SaslException", "SASLError", "GSSAPIError",
-        "NoSASLMechanism", "SnapshotAccessControlException",
+        "AccessControlException", "AuthorizationException", "InvalidToken", "SaslException",
+        "SASLError", "GSSAPIError", "NoSASLMechanism", "SnapshotAccessControlException",
     ),
     FullError: (
         "QuotaExceededException", "DSQuotaExceededException", "NSQuotaExceededException",
@@ -33,9 +35,10 @@ _KINDS: dict[type[StorageError], tuple[str, ...]] = {
     ),
     BusyError: ("SafeModeException", "RetriableException", "RpcNoSuchMethodException"),
     StorageDownError: (
-        "StandbyException", "ObserverRetryOnActiveException", "IOError", "DataTransferError", "ChecksumError",
-        "OperationFailed", "BlocksNotFound", "FatalRPCError", "InternalError", "NotReplicatedYetException",
-        "ConnectException", "RemoteException", "ServerTooBusyException", "InvalidRPCResponse",
+        "StandbyException", "ObserverRetryOnActiveException", "IOError", "DataTransferError",
+        "ChecksumError", "OperationFailed", "BlocksNotFound", "FatalRPCError", "InternalError",
+        "NotReplicatedYetException", "ConnectException", "RemoteException",
+        "ServerTooBusyException", "InvalidRPCResponse",
     ),
 }  # fmt: skip
 _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}

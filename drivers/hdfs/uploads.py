@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 from ...core.aio import side_by_side
 from ...errors import StorageDownError, StorageError
+from ..calls import Call
 from ..contract import Buffer, Upload
 from ..ranges import Ranges
-from .calls import Call
 from .client import Client, appending, creating, whole_reader
 from .names import temporary_name
 from .webhdfs import ConcatRefused, WebHdfs

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import quote, urlsplit
 
-from .calls import run
+from ..calls import run
 from .spnego import NoTicket, negotiate_token
 
 __all__ = ["ConcatRefused", "WebHdfs"]

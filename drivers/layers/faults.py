@@ -24,7 +24,7 @@ from functools import partial
 from typing import TypeVar
 
 from ...errors import BusyError, StorageDownError
-from ..contract import Buffer, Driver, Upload
+from ..contract import Buffer, Driver, TakePiece, Upload
 from ..options import duration
 from .layer import Layer, LayeredUpload, Operation
 
@@ -111,6 +111,12 @@ class FaultsLayer(Layer):
             Operation("read", key, nbytes), partial(self._fetch, key, start, nbytes)
         )
 
+    async def read_pieces(self, key: str, start: int, nbytes: int, take: TakePiece) -> None:
+        """See :meth:`Driver.read_pieces`, ``short`` and ``flip``."""
+        await self.around(
+            Operation("read", key, nbytes), partial(self._read_pieces, key, start, nbytes, take)
+        )
+
     async def get(self, key: str) -> bytes:
         """See :meth:`Driver.get` and ``flip``."""
         data = bytearray(await super().get(key))
@@ -153,12 +159,38 @@ class FaultsLayer(Layer):
         self._flip_bit(own)
         return own.toreadonly()
 
+    async def _read_pieces(self, key: str, start: int, nbytes: int, take: TakePiece) -> None:
+        if self.happens("short"):
+            half = nbytes // 2
+            await self.inner.read_pieces(key, start, half, take)
+            raise self._error(f"the read was cut after {half} bytes", key)
+        if nbytes and self.happens("flip"):
+            take = _flipping(take, self._random.randrange(nbytes), self._random.randrange(8))
+        await self.inner.read_pieces(key, start, nbytes, take)
+
     def _flip(self, data: Buffer) -> None:
         if len(data) and self.happens("flip"):
             self._flip_bit(data)
 
     def _flip_bit(self, data: Buffer) -> None:
         data[self._random.randrange(len(data))] ^= 1 << self._random.randrange(8)
+
+
+def _flipping(take: TakePiece, position: int, bit: int) -> TakePiece:
+    """Passes pieces on to ``take``; with one bit flipped in the byte at ``position`` of the read."""
+    reached = 0
+
+    def take_flipped(piece: Buffer) -> None:
+        nonlocal reached
+        if reached <= position < reached + len(piece):
+            own = bytearray(piece)
+            own[position - reached] ^= 1 << bit
+            take(memoryview(own))
+        else:
+            take(piece)
+        reached += len(piece)
+
+    return take_flipped
 
 
 class _LosingUpload(Upload):

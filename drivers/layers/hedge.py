@@ -6,11 +6,12 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from ...core.aio import wait_out
-from ..contract import Buffer, Driver
+from ...core.spans import count_hedge
+from ..contract import Buffer, Driver, Traits
 from .layer import Layer
 
 __all__ = ["HedgeLayer", "Slowness"]
@@ -71,13 +72,18 @@ class Slowness:
 
 
 class HedgeLayer(Layer):
-    """Only ``read`` and ``fetch`` are hedged. The second one has memory of its own, so the two
-    never write to the same place; when it wins, the first is cancelled, and waited for until it has
-    let go of the caller's buffer."""
+    """Only ``read`` and ``fetch`` are hedged; the traits advise against reading in pieces. The
+    second one has memory of its own, so the two never write to the same place; when it wins, the
+    first is cancelled, and waited for until it has let go of the caller's buffer."""
 
     def __init__(self, inner: Driver, percent: int) -> None:
         super().__init__(inner)
         self._slowness = Slowness(percent)
+
+    @property
+    def traits(self) -> Traits:  # type: ignore[override]
+        """Those of the driver below, without ``piece_nbytes``."""
+        return replace(self.inner.traits, piece_nbytes=0)
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
         async def first() -> Buffer:
@@ -117,6 +123,7 @@ class HedgeLayer(Layer):
         try:
             await asyncio.wait(reads, timeout=slow_s)
             if not reads[0].done() and self._slowness.may_hedge():
+                count_hedge()
                 reads.append(asyncio.ensure_future(second()))
             won = await _first_success(reads)
         finally:

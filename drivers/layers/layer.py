@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from ..contract import Buffer, Driver, ObjectInfo, Traits, Upload
+from ..contract import Buffer, Driver, ObjectInfo, TakePiece, Traits, Upload
 
 __all__ = ["Layer", "LayeredUpload", "Operation", "bottom", "end", "find", "next_batch"]
 
@@ -64,6 +64,22 @@ class Layer(Driver):
         return await self.around(
             Operation("read", key, nbytes), partial(self.inner.fetch, key, start, nbytes)
         )
+
+    async def read_pieces(self, key: str, start: int, nbytes: int, take: TakePiece) -> None:
+        """See :meth:`Driver.read_pieces`. To the layers it is a read; where one tries it again, it
+        goes on after the bytes that were taken."""
+        taken_nbytes = 0
+
+        def take_and_count(piece: Buffer) -> None:
+            nonlocal taken_nbytes
+            take(piece)
+            taken_nbytes += len(piece)
+
+        async def rest() -> None:
+            left_nbytes = nbytes - taken_nbytes
+            await self.inner.read_pieces(key, start + taken_nbytes, left_nbytes, take_and_count)
+
+        await self.around(Operation("read", key, nbytes), rest)
 
     async def create(self, key: str, nbytes: int) -> Upload:
         upload = await self.around(

@@ -1,4 +1,5 @@
-"""What was asked of a storage, and how it answered: operations, bytes, errors by kind, latencies."""
+"""What was asked of a storage, and how it answered: operations, bytes, errors by kind,
+latencies."""
 
 from __future__ import annotations
 
@@ -10,16 +11,11 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from ...core.forks.renewal import in_child
+from ...core.histogram import BUCKETS, bucket_of, quantile_s
 from ..contract import Driver
 from .layer import Layer, Operation
 
 __all__ = ["Meter", "MetricsLayer", "OperationMetrics", "Snapshot", "meter_of", "snapshots"]
-
-BUCKET_MIN_S = 2.0**-20
-"""The upper end of the first bucket of a histogram, about a microsecond; each ends at twice the one
-before."""
-BUCKETS = 32
-"""The last one is open."""
 
 T = TypeVar("T")
 
@@ -41,13 +37,7 @@ class OperationMetrics:
     def quantile_s(self, part: float) -> float:
         """So long took ``part`` (0 to 1) of them, or less: the end of its bucket, so at most twice
         too much; 0 if none."""
-        wanted = part * self.count
-        seen = 0
-        for index, count in enumerate(self.histogram):
-            seen += count
-            if count and seen >= wanted:
-                return BUCKET_MIN_S * 2.0**index
-        return 0.0
+        return quantile_s(self.histogram, part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +77,7 @@ class Meter:
         counts = self._counts.get(name) or self._counts.setdefault(name, _Counts())
         counts.count += 1
         counts.seconds += seconds
-        counts.histogram[min(BUCKETS - 1, int(seconds / BUCKET_MIN_S).bit_length())] += 1
+        counts.histogram[bucket_of(seconds)] += 1
         if error is None:
             counts.nbytes += nbytes
         else:

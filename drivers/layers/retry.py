@@ -24,6 +24,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
+from ...core.spans import count_retry
 from ...errors import BusyError, ExistsError, HoldfastError, NotFoundError, StorageDownError
 from ..contract import Driver, ObjectInfo
 from .layer import Layer, Operation, end, next_batch
@@ -183,6 +184,7 @@ class RetryLayer(Layer):
             1 + self._policy.retries,
             last,
         )
+        count_retry()
         await asyncio.sleep(wait_s)
 
     async def _is_ours(self, key: str, data: bytes) -> bool:

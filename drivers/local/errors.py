@@ -22,7 +22,8 @@ _KINDS: dict[type[StorageError], tuple[int, ...]] = {
     FullError: (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
     StorageDownError: (
         errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENXIO, errno.ENODEV, errno.EREMOTEIO,
-        errno.ENOTCONN, errno.ECONNREFUSED, errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ESHUTDOWN,
+        errno.ENOTCONN, errno.ECONNREFUSED, errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH,
+        errno.ESHUTDOWN,
     ),
 }  # fmt: skip
 _KIND_OF = {code: kind for kind, codes in _KINDS.items() for code in codes}

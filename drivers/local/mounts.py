@@ -10,9 +10,10 @@ from typing import NamedTuple
 __all__ = ["Mount", "fs_type", "is_shared", "may_be_stale", "mount_of"]
 
 _LOCAL = {
-    "apfs", "aufs", "bcachefs", "btrfs", "devtmpfs", "erofs", "exfat", "ext2", "ext3", "ext4", "f2fs", "fuseblk", "hfs",
-    "hfsplus", "iso9660", "jffs2", "jfs", "minix", "msdos", "nilfs2", "ntfs", "ntfs3", "overlay", "overlayfs", "ramfs",
-    "reiser4", "reiserfs", "rootfs", "squashfs", "tmpfs", "ubifs", "udf", "ufs", "vfat", "xfs", "zfs",
+    "apfs", "aufs", "bcachefs", "btrfs", "devtmpfs", "erofs", "exfat", "ext2", "ext3", "ext4",
+    "f2fs", "fuseblk", "hfs", "hfsplus", "iso9660", "jffs2", "jfs", "minix", "msdos", "nilfs2",
+    "ntfs", "ntfs3", "overlay", "overlayfs", "ramfs", "reiser4", "reiserfs", "rootfs", "squashfs",
+    "tmpfs", "ubifs", "udf", "ufs", "vfat", "xfs", "zfs",
 }  # fmt: skip
 """File systems that, by their nature, one host mounts at a time."""
 

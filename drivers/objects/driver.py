@@ -14,6 +14,7 @@ import logging
 import os
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any, ClassVar, Self, TypeVar
 from urllib.parse import unquote
@@ -31,8 +32,19 @@ from ...errors import (
     StorageError,
     UriError,
 )
-from ..contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_key, check_small
+from ..calls import Call, run
+from ..contract import (
+    Buffer,
+    Driver,
+    ObjectInfo,
+    TakePiece,
+    Traits,
+    Upload,
+    check_key,
+    check_small,
+)
 from ..options import Option, option_values
+from ..pieces import PieceJoiner, Rooms
 from ..schemes import check_installed
 from ..threads import Threads
 from ..uri import Uri
@@ -52,6 +64,9 @@ SWEEP_QUIET_S = 3600.0
 """How long nothing must have come to an unfinished upload for it to be swept."""
 _NBYTES_MAX = 1 << 62
 """Beyond the size of anything, and within what obstore takes for a number."""
+_PIECE_NBYTES = 1 << 20
+_ARRIVING_NBYTES = 256 << 10
+"""What obstore joins before it passes it on."""
 _BATCH = 1000
 """Objects of one listing, and of one bulk delete."""
 
@@ -88,10 +103,16 @@ class ObjectDriver(Driver):
             exclusive_is_atomic=self._settings.conditional,
             shared=True,
             hands_over=True,
+            piece_nbytes=_PIECE_NBYTES,
             bounded=False,
             upload_nbytes=self._settings.part_nbytes,
         )
         self._threads = Threads(4, uri=self.uri)
+        # Not daemons: the interpreter must not end while a thread is within obstore.
+        self._readers = ThreadPoolExecutor(
+            self._settings.concurrency, thread_name_prefix="holdfast-read"
+        )
+        self._rooms = Rooms(_PIECE_NBYTES)
         self._connecting = asyncio.Lock()
         self._connected: dict[Requests, Any] = {}
         self._closed = False
@@ -155,24 +176,62 @@ class ObjectDriver(Driver):
     async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
         """See :meth:`Driver.fetch`. One request; where it was received is where it stays."""
         path = self._path(key)
+        self._check_start(key, start)
+        if not nbytes or start > _NBYTES_MAX:
+            await self._check_reach(key, start + nbytes)
+            return memoryview(b"")
+        async with self._reaching(key, start + nbytes):
+            data = memoryview(
+                await self._call("read", key, "get_range_async", path, start=start, length=nbytes)
+            )
+        if len(data) < nbytes:
+            raise self._short(key, start + len(data), start + nbytes)
+        return data
+
+    async def read_pieces(self, key: str, start: int, nbytes: int, take: TakePiece) -> None:
+        """See :meth:`Driver.read_pieces`. One request, whose answer is passed on in a thread as it
+        arrives: no more of it is in memory than a piece."""
+        path = self._path(key)
+        self._check_start(key, start)
+        if not nbytes or start > _NBYTES_MAX:
+            await self._check_reach(key, start + nbytes)
+            return
+        await self._connection(Requests.READING)
+
+        def read(call: Call) -> int:
+            wanted = {"range": (start, start + nbytes)}
+            answer = self._ask(Requests.READING, "get", path, options=wanted)
+            arrived_nbytes = 0
+            with self._rooms.room() as room:
+                joiner = PieceJoiner(start, nbytes, _PIECE_NBYTES, take, room)
+                for arrived in answer.stream(min_chunk_size=_ARRIVING_NBYTES):
+                    with call:
+                        joiner.add(memoryview(arrived))
+                    arrived_nbytes += len(arrived)
+            return arrived_nbytes
+
+        async with self._reaching(key, start + nbytes):
+            reading = run(read, self._settings.limit_s, self._readers.submit)
+            arrived_nbytes = await self._timed("read", key, reading)
+        if arrived_nbytes < nbytes:
+            raise self._short(key, start + arrived_nbytes, start + nbytes)
+
+    def _check_start(self, key: str, start: int) -> None:
         if start < 0:
             raise StorageError(
                 f"there are no bytes before the beginning, such as {start}", uri=self.uri, key=key
             )
-        if not nbytes or start > _NBYTES_MAX:
-            await self._check_reach(key, start + nbytes)
-            return memoryview(b"")
+
+    @contextlib.asynccontextmanager
+    async def _reaching(self, key: str, stop: int) -> AsyncIterator[None]:
+        """Where the body fails, raise DamagedError if the object ends before ``stop``: a range
+        beyond the end is refused."""
         try:
-            data = memoryview(
-                await self._call("read", key, "get_range_async", path, start=start, length=nbytes)
-            )
+            yield
         except StorageError as error:
             if not isinstance(error, NotFoundError | StorageDownError):
-                await self._check_reach(key, start + nbytes)  # a range beyond the end is refused
+                await self._check_reach(key, stop)
             raise
-        if len(data) < nbytes:
-            raise self._short(key, start + len(data), start + nbytes)
-        return data
 
     async def _check_reach(self, key: str, stop: int) -> None:
         nbytes = (await self.stat(key)).nbytes
@@ -379,6 +438,7 @@ class ObjectDriver(Driver):
         self._disconnect()
         if connected:
             await runtime.wake()
+        self._readers.shutdown(wait=False)
         await self._threads.close(CLOSE_TIMEOUT_S)
 
     def _check_open(self) -> None:

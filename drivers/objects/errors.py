@@ -32,15 +32,16 @@ _MESSAGE = re.compile(r"<Message>\s*([^<]{1,200})</Message>")
 _QUERY = re.compile(r"(?<=://)([^\s?\"'\\)>]+)\?[^\s\"'\\)>]+")
 
 _SECRETS = re.compile(
-    r"((?:authorization|cookie|[\w-]*(?:token|secret|password|signature)[\w-]*)\\?[\"']?[ \t]*[:>][ \t]*)[^\n\\<]+",
+    r"((?:authorization|cookie|[\w-]*(?:token|secret|password|signature)[\w-]*)"
+    r"\\?[\"']?[ \t]*[:>][ \t]*)[^\n\\<]+",
     re.I,
 )
 """Secrets of the request, which a gateway in debug mode repeats in its answer."""
 
 _MISSING = {"NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted"}
 _BUSY = {
-    "SlowDown", "ServiceUnavailable", "RequestLimitExceeded", "Throttling", "ThrottlingException", "TooManyRequests",
-    "ServerBusy", "rateLimitExceeded", "OperationAborted",
+    "SlowDown", "ServiceUnavailable", "RequestLimitExceeded", "Throttling", "ThrottlingException",
+    "TooManyRequests", "ServerBusy", "rateLimitExceeded", "OperationAborted",
 }  # fmt: skip
 _CONFLICT = {"ConditionalRequestConflict", "OperationAborted", "Conflict", "conflict"}
 """Another request for the same key was under way: nothing was done, and the object need not exist.
@@ -67,8 +68,11 @@ _REGION = {
     "AuthorizationHeaderMalformed",
     "IllegalLocationConstraintException",
 }
-_DOWN = ("timed out", "timeout", "error sending request", "connect", "connection", "reset", "broken pipe", "incomplete",
-         "error decoding response", "request error", "http error", "deadline")  # fmt: skip
+_DOWN = (
+    "timed out", "timeout", "error sending request", "connect", "connection", "reset",
+    "broken pipe", "incomplete", "error decoding response", "request error", "http error",
+    "deadline",
+)  # fmt: skip
 _NOT_IMPLEMENTED = "This store does not know such requests."
 _INVALID_ANSWER = "Got invalid DeleteObjects response"
 _WHOLE = ("Range request not supported", "Received non-partial response")
@@ -191,7 +195,8 @@ def _answer(text: str) -> tuple[str, int]:
 
 
 def _is_taken(code: str, status: int) -> bool:
-    """Whether a refused condition says that the object exists. Status 409 has other meanings, too."""
+    """Whether a refused condition says that the object exists. Status 409 has other meanings,
+    too."""
     return status != 409 or not code or "Exists" in code or code == "PreconditionFailed"
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.drivers.calls import Call, run
 from holdfast.drivers.hdfs.authentication import unauthenticated
-from holdfast.drivers.hdfs.calls import Call, run
 from holdfast.drivers.hdfs.config import (
     Served,
     name_service,

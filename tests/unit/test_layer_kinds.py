@@ -11,6 +11,7 @@ import pytest
 from support.clock import run_virtual
 from support.flaky import Flaky, Step
 
+from holdfast.core.spans import Recorder, recording
 from holdfast.drivers.contract import Buffer, Driver
 from holdfast.drivers.layers.faults import FaultPlan, FaultsLayer, fault_plan
 from holdfast.drivers.layers.hedge import SAMPLES_MIN, HedgeLayer, Slowness
@@ -158,6 +159,15 @@ def test_a_slow_read_gets_a_second_one_and_the_faster_is_used() -> None:
     below, took_s, data = run_virtual(hedged([SLOW, 0.02]))
     assert (len(below.tried), below.cancelled, data) == (2, 1, bytes(range(16)))
     assert took_s == pytest.approx(0.04)
+
+
+def test_second_reads_are_counted_where_something_records() -> None:
+    """As hedges of the operation that is under way."""
+    recorder = Recorder()
+    with recording(recorder), recorder.span("read"):
+        run_virtual(hedged([SLOW, 0.02]))
+    stage = recorder.summary().stages["read"]
+    assert (stage.count, stage.hedges, stage.retries) == (1, 1, 0)
 
 
 def test_a_slow_fetch_gets_a_second_one_and_the_faster_is_used() -> None:

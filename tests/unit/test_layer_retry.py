@@ -43,6 +43,7 @@ async def listed(driver: Driver) -> list[str]:
 OPERATIONS: dict[str, Callable[[Driver], Awaitable[Any]]] = {
     "read": lambda d: d.read("k", 0, memoryview(bytearray(3))),
     "fetch": lambda d: d.fetch("k", 0, 3),
+    "read_pieces": lambda d: d.read_pieces("k", 0, 3, lambda piece: None),
     "get": lambda d: d.get("k"),
     "stat": lambda d: d.stat("k"),
     "list": listed,
@@ -52,7 +53,7 @@ OPERATIONS: dict[str, Callable[[Driver], Awaitable[Any]]] = {
     "delete_all": lambda d: d.delete_all("k"),
     "sweep": lambda d: d.sweep("k"),
 }
-READING = ("read", "fetch", "get", "stat", "list")
+READING = ("read", "fetch", "read_pieces", "get", "stat", "list")
 
 
 def outcome(
@@ -85,7 +86,7 @@ def test_a_temporary_failure_is_tried_again(name: str) -> None:
     below, result, _ = outcome(OPERATIONS[name], [DOWN("a"), DOWN("b"), DOWN("c")])
     assert not isinstance(result, Exception)
     reached = (
-        "read" if name == "fetch" else name
+        "read" if name in ("fetch", "read_pieces") else name
     )  # what a driver that hands over nothing makes of it
     assert below.tried == [(reached, 0.0), (reached, 0.5), (reached, 1.5), (reached, 3.5)]
 

@@ -57,6 +57,10 @@ class Recorder(Driver):
         self.calls.append(("fetch", key, start, nbytes))
         return memoryview(b"fe")
 
+    async def read_pieces(self, key, start, nbytes, take):  # type: ignore[no-untyped-def]
+        self.calls.append(("read_pieces", key, start, nbytes))
+        take(memoryview(bytes(nbytes)))
+
     async def create(self, key, nbytes):  # type: ignore[no-untyped-def]
         self.calls.append(("create", key, nbytes))
         return RecordedUpload(self.calls)
@@ -118,9 +122,10 @@ async def use(driver: Driver) -> list[Any]:
     """Call every method once; return what they returned."""
     upload = await driver.create("up", 3)
     await upload.write(0, memoryview(b"abc"))
+    taken = []
     returned = [
         await upload.commit(2), await upload.abort(), await driver.read("r", 5, memoryview(bytearray(2))),
-        await driver.fetch("f", 5, 2), await driver.get("g"),
+        await driver.fetch("f", 5, 2), await driver.read_pieces("rp", 5, 2, taken.append), taken, await driver.get("g"),
         await driver.put("p", b"1", exclusive=True), await driver.stat("s"), [info async for info in driver.list("l")],
         await driver.delete("d"), await driver.delete_all("da"), await driver.sweep("sw"),
     ]  # fmt: skip

@@ -1,10 +1,10 @@
-"""Blocking calls that may never return, for asyncio: each in a thread of its own, which is left
-behind at the deadline.
+"""Blocking calls that may never return, for asyncio: each in a thread, which is left behind at the
+deadline.
 
 A thread inside the library cannot be interrupted. To let the caller reuse its memory all the same,
 a call touches that memory only within ``with call:``, which raises once the caller has returned.
 
-Scope: a thread per call costs 0.1 ms; calls here move megabytes, or wait for a name node.
+Scope: a thread per call costs 0.1 ms; such calls move megabytes, or wait for a name node.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ...core.forks.renewal import new_lock
+from ..core.forks.renewal import new_lock
 
-__all__ = ["Call", "run"]
+__all__ = ["Call", "in_new_thread", "run"]
 
 T = TypeVar("T")
 
@@ -58,12 +58,21 @@ class Call:
             self._gone = True
 
 
-async def run(function: Callable[[Call], T], timeout_s: float) -> T:
+def in_new_thread(body: Callable[[], None]) -> None:
+    """Run ``body`` in a thread of its own, which the end of the process does not wait for."""
+    threading.Thread(target=body, name="holdfast-call", daemon=True).start()
+
+
+async def run(
+    function: Callable[[Call], T],
+    timeout_s: float,
+    start: Callable[[Callable[[], None]], object] = in_new_thread,
+) -> T:
     """What ``function`` returns or raises, from a thread. Raises TimeoutError after ``timeout_s``
     without progress.
 
     Then, and when cancelled, it returns at once: the thread goes on alone, and what it returns is
-    dropped.
+    dropped. ``start`` has a thread run what it is given.
     """
     call = Call()
     loop = asyncio.get_running_loop()
@@ -79,7 +88,7 @@ async def run(function: Callable[[Call], T], timeout_s: float) -> T:
         with contextlib.suppress(RuntimeError):  # the loop is closed, so there is no caller
             loop.call_soon_threadsafe(_settle, future, result, error)
 
-    threading.Thread(target=body, name="holdfast-hdfs", daemon=True).start()
+    start(body)
     try:
         while not future.done():
             left_s = call.progress_s + timeout_s - time.monotonic()
